@@ -1,0 +1,123 @@
+"""The decoder in NumPy float64, written from the definitions; what every other forward is held to.
+
+It shares nothing with the package but the values of ModelConfig and the layout of the parameters.
+One sequence, no batch, no cache, no tricks. Sources: RMSNorm, arXiv:1910.07467; rotary positions,
+arXiv:2104.09864; grouped queries, arXiv:2305.13245; SwiGLU, arXiv:2002.05202; YaRN,
+arXiv:2309.00071; the Llama 3.1, Qwen2 and Qwen3 reports.
+"""
+
+import numpy as np
+
+
+def reference_logits(params, tokens, config, *, inv_freq=None):
+    """Logits f64[T, V] of tokens i[T] at positions 0..T-1.
+
+    `inv_freq` (f[D / 2]) replaces the exact frequencies, so that a test of the forward's rounding
+    can leave out that of the frequencies.
+    """
+    p = _float64(params)
+    cos, sin = _cos_sin(len(tokens), config, inv_freq)
+    x = p["embed"][np.asarray(tokens)]
+    for index in range(config.num_layers):
+        w = {name: leaf[index] for name, leaf in p["layers"].items()}
+        x = x + _attention(_rms_norm(x, w["attn_norm"], config), w, cos, sin, config)
+        x = x + _swiglu(_rms_norm(x, w["mlp_norm"], config), w)
+    head = p["embed"].T if config.tied_embeddings else p["head"]
+    return _rms_norm(x, p["final_norm"], config) @ head
+
+
+def reference_log_probs(params, tokens, config, *, temperature=1.0, inv_freq=None):
+    """f64[T - 1]: log-prob of tokens[t + 1] given tokens[..t], logits divided by `temperature`."""
+    logits = reference_logits(params, tokens, config, inv_freq=inv_freq)[:-1] / temperature
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return log_probs[np.arange(len(tokens) - 1), np.asarray(tokens)[1:]]
+
+
+def reference_frequencies(rope, head_dim):
+    """(frequencies f64[D / 2], factor on cos and sin), exact but for float64 rounding."""
+    pairs = np.arange(head_dim // 2)
+    plain = rope.theta ** (-2.0 * pairs / head_dim)
+    if rope.kind == "linear":
+        return plain / rope.factor, 1.0
+    if rope.kind == "llama3":
+        # turns over the original context: many -> keep, few -> stretch, blend in between
+        turns = rope.original_max_positions * plain / (2 * np.pi)
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = np.clip(keep, 0, 1)
+        return plain * (keep + (1 - keep) / rope.factor), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, plain, head_dim)
+    return plain, 1.0
+
+
+def _yarn(rope, plain, head_dim):
+    def pair_of(turns):
+        # solves original * theta^(-2 pair / D) / (2 pi) = turns
+        ratio = rope.original_max_positions / (2 * np.pi * turns)
+        return head_dim / 2 * np.log(ratio) / np.log(rope.theta)
+
+    first, last = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        first, last = np.floor(first), np.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    last = last + 0.001 if last == first else last
+    stretch = np.clip((np.arange(head_dim // 2) - first) / (last - first), 0, 1)
+    scale = rope.attention_factor
+    if scale is None:
+        scale = 0.1 * np.log(rope.factor) + 1
+        if rope.mscale and rope.mscale_all_dim:
+            scale = 0.1 * rope.mscale * np.log(rope.factor) + 1
+            scale /= 0.1 * rope.mscale_all_dim * np.log(rope.factor) + 1
+    return plain * (1 - stretch) + plain / rope.factor * stretch, scale
+
+
+def _cos_sin(length, config, inv_freq):
+    exact, scale = reference_frequencies(config.rope, config.head_dim)
+    frequencies = exact if inv_freq is None else np.asarray(inv_freq, np.float64)
+    angles = np.arange(length)[:, None] * frequencies[None, :]
+    return np.cos(angles) * scale, np.sin(angles) * scale
+
+
+def _attention(x, w, cos, sin, config):
+    heads, groups, size = config.num_heads, config.num_kv_heads, config.head_dim
+    q = _linear(x, w, "q").reshape(-1, heads, size)
+    k = _linear(x, w, "k").reshape(-1, groups, size)
+    v = _linear(x, w, "v").reshape(-1, groups, size)
+    if config.qk_norm:
+        q, k = _rms_norm(q, w["q_norm"], config), _rms_norm(k, w["k_norm"], config)
+    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    future = np.triu(np.ones((len(x), len(x)), bool), k=1)
+    outputs = []
+    for head in range(heads):
+        group = head // (heads // groups)
+        scores = np.where(future, -np.inf, q[:, head] @ k[:, group].T / np.sqrt(size))
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        outputs.append(weights / weights.sum(axis=-1, keepdims=True) @ v[:, group])
+    return _linear(np.concatenate(outputs, axis=-1), w, "o")
+
+
+def _rotate(x, cos, sin):
+    """Turns the pair (i, i + D / 2) of every head by its position's angle."""
+    first, second = np.split(x, 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _swiglu(x, w):
+    gate = _linear(x, w, "gate")
+    return _linear(gate / (1 + np.exp(-gate)) * _linear(x, w, "up"), w, "down")
+
+
+def _linear(x, w, name):
+    return x @ w[name] + w.get(f"{name}_bias", 0.0)
+
+
+def _rms_norm(x, weight, config):
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.rms_norm_eps) * weight
+
+
+def _float64(tree):
+    if isinstance(tree, dict):
+        return {name: _float64(leaf) for name, leaf in tree.items()}
+    return np.asarray(tree).astype(np.float64)

@@ -1,0 +1,325 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from tim_jax import config_io, config_sections
+from tim_jax.config import RunConfig
+from tim_jax.config_io import build, dump, load, parse_override
+from tim_jax.errors import InputError
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+
+
+def refused(*overrides, data=None):
+    """The line that a config is refused with."""
+    with pytest.raises(InputError) as caught:
+        load(None, overrides) if data is None else build(data, source="f.toml")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_load_and_survive_a_round_trip(path):
+    loaded = load(path)
+    text = dump(loaded)
+    assert build(tomllib.loads(text)) == loaded
+    assert dump(build(tomllib.loads(text))) == text
+
+
+def test_the_paper_recipe_is_its_table_1():
+    got = load(Path(__file__).parents[1] / "configs" / "beyond_precision.toml")
+    optimizer, objective, sampling = got.optimizer, got.objective, got.sampling
+    assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.max_grad_norm) == (
+        1e-6,
+        0.01,
+        1.0,
+    )
+    assert (got.learner.prompts_per_step, got.learner.mini_batches, got.learner.epochs) == (
+        64,
+        1,
+        1,
+    )
+    assert (objective.estimator, objective.clip_low, objective.clip_high) == ("rloo", 0.2, 0.28)
+    assert (objective.kl_coefficient, objective.drop_uninformative) == (0.0, True)
+    assert (sampling.samples_per_prompt, sampling.max_response_length) == (16, 8192)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 1.0)
+    assert got.numerics.dtype == "bfloat16"
+    assert got.optimizer.length_decay == config_sections.DecayFixed(
+        kind="fixed", period=204, floor=0.1
+    )
+
+
+def test_defaults_are_a_config_and_every_default_can_be_written():
+    """A field that may be None must have None as its default: TOML cannot say it."""
+    assert build(tomllib.loads(dump(RunConfig()))) == RunConfig()
+
+    def sections(model):
+        yield model
+        for field in model.model_fields.values():
+            for part in config_io._sections(field.annotation):
+                yield from sections(part)
+
+    found = set(sections(RunConfig))
+    assert len(found) > 15
+    for section in found:
+        for name, field in section.model_fields.items():
+            if type(None) in getattr(field.annotation, "__args__", ()):
+                assert field.default is None, f"{section.__name__}.{name}"
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+values = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(texts, values, max_size=4), texts, st.floats(1e-300, 1e300))
+def test_any_value_survives_the_round_trip(parameters, folder, learning_rate):
+    data = {
+        "task": {"kind": "gym", "name": folder, "parameters": parameters},
+        "optimizer": {"learning_rate": learning_rate, "length_decay": {"kind": "reactive"}},
+        "learner": {"corrections": [{"name": "token_tis", "cap": 3.5}]},
+        "model": {"architecture": {"num_heads": 8}},
+    }
+    made = build(data)
+    back = build(tomllib.loads(dump(made)))
+    assert back == made
+    assert repr(back) == repr(made)
+
+
+def test_overrides_win_over_the_file_and_need_no_quotes(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text('seed = 1\n[run]\nfolder = "a"\nkeep = 5\n')
+    got = load(path, ["run.folder=runs/b-1", "seed=7", "eval.k = [1, 2]", "eval.samples=2"])
+    assert (got.run.folder, got.run.keep, got.seed, got.eval.k) == ("runs/b-1", 5, 7, (1, 2))
+    tis = load(path, ['learner.corrections=[{name="token_tis", cap=2.0}]']).learner.corrections
+    assert tis == ({"name": "token_tis", "cap": 2.0},)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a.b=1", (("a", "b"), 1)),
+        ("a=1.5e-6", (("a",), 1.5e-6)),
+        ("a=true", (("a",), True)),
+        ("a='1'", (("a",), "1")),
+        ("a=x=y", (("a",), "x=y")),
+        ("a=Qwen/Qwen3-0.6B", (("a",), "Qwen/Qwen3-0.6B")),
+        ("a=1\nb=2", (("a",), "1\nb=2")),
+        ("a={k=1}", (("a",), {"k": 1})),
+    ],
+)
+def test_parse_override(text, expected):
+    assert parse_override(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("steps", "command line: 'steps': write section.key=value"),
+        ("a b=1", "command line: 'a b=1': write section.key=value"),
+        ("a..b=1", "command line: 'a..b=1': write section.key=value"),
+        ("seed=", "command line: 'seed=': no value; write seed='\"\"' for no text"),
+    ],
+)
+def test_a_malformed_override_is_refused(text, line):
+    assert refused(text) == line
+
+
+def test_an_unclosed_override_is_refused():
+    assert refused("eval.k=[1").startswith("command line: 'eval.k=[1': not TOML: ")
+
+
+def test_an_override_inside_a_value_is_refused():
+    line = refused("seed=1", "seed.x=2")
+    assert line == "command line: 'seed.x=2': seed = 1 is no table and has no keys"
+
+
+REFUSED = [
+    # typos
+    ("learner.micro_bach=8", "learner.micro_bach = 8: unknown key; did you mean 'micro_batch'?"),
+    ("modl.path=x", "modl: unknown key; did you mean 'model'?"),
+    ("task={kind='gym', name='x', sead=1}", "task.sead = 1: unknown key; did you mean 'seed'?"),
+    ("learner.mode=bypas", "learner.mode = \"bypas\": unknown value; did you mean 'bypass'?"),
+    ("task={kind='dataste'}", "task.kind = \"dataste\": unknown value; did you mean 'dataset'?"),
+    ("run.sinks=['wanb']", "run.sinks[0] = \"wanb\": unknown value; did you mean 'wandb'?"),
+    (
+        "optimizer.length_decay={kind='fixed', perod=3, period=2}",
+        "optimizer.length_decay.perod = 3: unknown key; did you mean 'period'?",
+    ),
+    (
+        "learner.objective.estimator=rlo",
+        "learner.objective.estimator = \"rlo\": unknown value; did you mean 'rloo'?",
+    ),
+    # types
+    ("seed=1.5", "seed = 1.5: must be a whole number"),
+    ("seed=true", "seed = true: must be a whole number"),
+    ("optimizer.learning_rate=abc", 'optimizer.learning_rate = "abc": must be a number'),
+    ("optimizer.learning_rate=inf", "optimizer.learning_rate = inf: must be finite"),
+    ("model.path=1", 'model.path = 1: must be text in quotes, "like this"'),
+    ("sampling=3", "sampling = 3: must be a table of keys and values"),
+    ("eval.k=3", "eval.k = 3: must be a list, [like, this]"),
+    ("eval.k=[1.5]", "eval.k[0] = 1.5: must be a whole number"),
+    ("task={kind='gym'}", "task.name: is missing"),
+    ("task.name='x'", "task: needs the key 'kind', one of builtin, custom, dataset, gym"),
+    (
+        "task={kind='builtin', reward='f.py'}",
+        'task.reward = "f.py": must be written "module:function"',
+    ),
+    # ranges
+    ("sampling.top_p=1.5", "sampling.top_p = 1.5: must be 1.0 or less"),
+    ("sampling.top_p=0.0", "sampling.top_p = 0.0: must be greater than 0.0"),
+    ("sampling.temperature=0.0", "sampling.temperature = 0.0: must be greater than 0.0"),
+    ("sampling.top_k=-1", "sampling.top_k = -1: must be 0 or more"),
+    (
+        "model.architecture={head_dim=33}",
+        "model.architecture.head_dim = 33: must be a multiple of 2",
+    ),
+    # rules between keys
+    (
+        "sampling.samples_per_prompt=1",
+        "sampling.samples_per_prompt = 1: group_size is 1, but the estimator 'grpo' takes its"
+        " baseline from the group; use group_size 2 or more, or 'reinforce'",
+    ),
+    (
+        "learner.micro_batch=7",
+        "learner.micro_batch = 7: must divide the 64 sequences of a mini-batch"
+        " (8 prompts x 8 samples / 1)",
+    ),
+    (
+        "learner.mini_batches=5",
+        "learner.mini_batches = 5: must divide the 64 sequences (8 prompts x 8)",
+    ),
+    (
+        "sampling.max_response_length=1000",
+        "sampling.max_response_length = 1000: with max_prompt_length = 32 is 1032, more than the"
+        " model's 256 positions",
+    ),
+    (
+        "model.architecture={num_heads=3}",
+        "model.architecture.num_kv_heads = 2: must divide num_heads = 3",
+    ),
+    ("eval.k=[1, 2]", "eval.k = [1, 2]: must not exceed samples = 1"),
+    (
+        "eval={samples=2, temperature=0.0}",
+        "eval.samples = 2: must be 1 at temperature 0: all are the same",
+    ),
+    (
+        "warmup={worked=0.7, partial=0.5}",
+        "warmup.partial = 0.5: with worked = 0.7 is more than 1",
+    ),
+    (
+        "learner.corrections=[{name='token_ti'}]",
+        "learner.corrections[0]: correction 'token_ti' is unknown; did you mean 'token_tis'?",
+    ),
+    (
+        "learner.corrections=[{name='token_tis'}, {name='token_tis', cup=1}]",
+        "learner.corrections[1]: correction 'token_tis' has no argument 'cup'; did you mean 'cap'?",
+    ),
+    (
+        "learner.objective.dual_clip=1.1",
+        "learner.objective: dual_clip is 1.1; it must lie above 1 + clip_high, which is 1.2",
+    ),
+    (
+        "optimizer={schedule='cosine', warmup_steps=100}",
+        "optimizer.warmup_steps = 100: must be less than the schedule's 100 steps",
+    ),
+]
+
+
+@pytest.mark.parametrize(("override", "line"), REFUSED, ids=[row[0][:40] for row in REFUSED])
+def test_every_mistake_is_one_line(override, line):
+    assert refused(override) == f"command line: {line}"
+    path, value = parse_override(override)
+    data = value
+    for part in reversed(path):
+        data = {part: data}
+    data.setdefault("model", {"preset": "tiny"})
+    assert refused(data=data) == f"f.toml: {line}"
+
+
+def test_rules_that_need_two_sections():
+    line = 'exact = "required": native numerics are not exact; set "report", or family tiles'
+    assert refused(data={"numerics": {"family": "native"}}) == f"f.toml: {line}"
+    build({"numerics": {"family": "native"}, "exact": "report"})
+    gym = {"kind": "gym", "name": "chain_sum"}
+    line = refused(data={"warmup": {"steps": 1}, "task": gym})
+    assert line == "f.toml: warmup.steps = 1: only built-in tasks have solutions to learn from"
+    line = refused(data={"model": {"path": "a", "preset": "tiny"}})
+    assert (
+        line
+        == "f.toml: model: needs exactly one of path, preset, architecture; has path and preset"
+    )
+    assert refused(data={"model": {}}).endswith("has none")
+    build(
+        {"sampling": {"samples_per_prompt": 1}, "learner": {"objective": {"preset": "reinforce"}}}
+    )
+    # The length of a checkpoint's positions is not known here.
+    build({"model": {"path": "a"}, "sampling": {"max_response_length": 10**6}})
+
+
+def test_the_first_of_several_is_reported_with_their_number():
+    line = refused("learner.mode=x", "sampling.top_q=1")
+    assert line.startswith("command line: sampling.top_q = 1: unknown key")
+    assert line.endswith("(and 1 more)")
+
+
+def test_the_blame_goes_where_it_was_said(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("[sampling]\ntop_p = 2.0\n")
+    with pytest.raises(InputError, match=rf"^{path}: sampling.top_p = 2.0"):
+        load(path, ["seed=1"])
+    with pytest.raises(InputError, match=r"^command line: sampling.top_p = 3.0"):
+        load(path, ["sampling.top_p=3.0"])
+
+
+def test_files_that_say_nothing_or_nonsense(tmp_path):
+    def line(path):
+        with pytest.raises(InputError) as caught:
+            load(path)
+        return str(caught.value)
+
+    good = tmp_path / "quickstart.toml"
+    good.write_text("seed = 1\n")
+    assert "no such file; did you mean" in line(tmp_path / "quikstart.toml")
+    assert line(tmp_path / "absent" / "a.toml").endswith("no such file")
+    assert line(tmp_path).endswith("Is a directory")
+    (tmp_path / "empty.toml").write_text("# nothing\n")
+    assert line(tmp_path / "empty.toml").endswith("is empty; it must set at least one key")
+    (tmp_path / "bad.toml").write_text("seed = 1\nseed = 2\n")
+    assert "not TOML: Cannot overwrite a value (at line 2" in line(tmp_path / "bad.toml")
+    (tmp_path / "latin.toml").write_bytes(b"a = '\xe4'\n")
+    assert "not UTF-8 text (byte 5)" in line(tmp_path / "latin.toml")
+
+
+def test_sections_are_frozen_and_documented():
+    with pytest.raises(ValidationError, match="frozen"):
+        RunConfig().seed = 1  # pyright: ignore
+    for name in vars(config_sections):
+        section = getattr(config_sections, name)
+        if (
+            isinstance(section, type)
+            and issubclass(section, BaseModel)
+            and section is not BaseModel
+        ):
+            assert section.__doc__, name
+
+
+def test_what_a_resumed_run_may_change():
+    assert "steps" in RunConfig().may_change()
+    cosine = build({"optimizer": {"schedule": "cosine"}})
+    assert "steps" not in cosine.may_change()
+    fixed = build({"optimizer": {"schedule": "cosine", "total_steps": 50}})
+    assert "steps" in fixed.may_change()
+
+
+def test_objective_follows_preset_and_changes():
+    made = build({"learner": {"objective": {"preset": "dr_grpo", "clip_high": 0.3}}}).objective
+    assert (made.estimator, made.aggregation, made.max_length) == ("dr_grpo", "constant_length", 64)
+    assert (made.clip_low, made.clip_high) == (0.2, 0.3)

@@ -1,0 +1,324 @@
+"""config.json to ModelConfig and back, and everything that is refused."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import transformers
+from checkpoints import CASES, make_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tim_jax.errors import InputError
+from tim_jax.model.config import ModelConfig, from_hf, to_hf
+from tim_jax.model.rope import RopeConfig
+
+# As published: older layout (transformers 4), older layout with scaling, and with nulls.
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e6,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+PUBLISHED = {"qwen3": QWEN3, "qwen2": QWEN2, "llama": LLAMA}
+
+
+def _scaled(**rope):
+    return QWEN2 | {"rope_scaling": rope}
+
+
+def test_published_llama_reads_as_its_card_says():
+    config = from_hf(LLAMA)
+    assert config == ModelConfig(
+        model_type="llama",
+        vocab_size=128256,
+        hidden_size=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        intermediate_size=8192,
+        max_positions=131072,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(
+            kind="llama3",
+            theta=5e5,
+            factor=32.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_positions=8192,
+        ),
+        tied_embeddings=True,
+        eos_token_ids=(128001, 128008, 128009),
+        bos_token_id=128000,
+    )
+    assert hash(config) == hash(from_hf(copy.deepcopy(LLAMA)))
+
+
+def test_families_differ_in_norms_and_biases():
+    flags = ("qk_norm", "attention_bias", "output_bias", "mlp_bias")
+
+    def read(values, **more):
+        config = from_hf(values | more)
+        return tuple(getattr(config, name) for name in flags)
+
+    assert read(QWEN3) == (True, False, False, False)
+    assert read(QWEN3, attention_bias=True) == (True, True, True, False)
+    assert read(QWEN2) == (False, True, False, False)
+    assert read(LLAMA) == (False, False, False, False)
+    assert read(LLAMA, attention_bias=True, mlp_bias=True) == (False, True, True, True)
+
+
+def test_absent_values_mean_what_transformers_takes_them_to_mean():
+    optional = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling")
+    optional += ("tie_word_embeddings", "eos_token_id", "bos_token_id", "attention_bias")
+    for family, values in PUBLISHED.items():
+        less = {key: value for key, value in values.items() if key not in optional}
+        less["num_key_value_heads"] = None
+        theirs = transformers.AutoConfig.for_model(**less)
+        config = from_hf(less)
+        assert config.num_kv_heads == theirs.num_key_value_heads == theirs.num_attention_heads
+        width = theirs.hidden_size // theirs.num_attention_heads
+        assert config.head_dim == getattr(theirs, "head_dim", width)
+        assert config.rms_norm_eps == theirs.rms_norm_eps
+        assert config.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
+        assert config.tied_embeddings == theirs.tie_word_embeddings
+        assert config.bos_token_id == theirs.bos_token_id, family
+        assert config.eos_token_ids == (() if theirs.eos_token_id is None else (2,))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_transformers_writes_reads_and_is_written_back(name, tmp_path):
+    theirs = make_config(name)
+    theirs.architectures = [type(theirs).__name__.replace("Config", "ForCausalLM")]
+    written = json.loads(theirs.to_json_string(use_diff=False))
+    config = from_hf(written)
+    back = to_hf(config)
+    assert from_hf(json.loads(json.dumps(back))) == config
+    (tmp_path / "config.json").write_text(json.dumps(back))
+    again = transformers.AutoConfig.from_pretrained(tmp_path)
+    for key in back:
+        if key in ("dtype", "head_dim"):  # said aloud by us, by default or not at all by them
+            continue
+        expected = getattr(theirs, key)
+        if key == "rope_parameters":
+            expected = {k: v for k, v in expected.items() if v is not None}
+            ours = {k: v for k, v in getattr(again, key).items() if k in expected}
+            assert ours == expected
+        else:
+            assert getattr(again, key) == expected, key
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_configs_survive_the_round_trip(family):
+    config = from_hf(PUBLISHED[family])
+    assert from_hf(json.loads(json.dumps(to_hf(config, dtype="bfloat16")))) == config
+
+
+def test_older_and_newer_rope_layouts_mean_the_same():
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 1024}
+    older = from_hf(QWEN2 | {"rope_scaling": {"type": "yarn", **yarn}})
+    parameters = {"rope_type": "yarn", "rope_theta": 1e6, **yarn}
+    newer = {key: value for key, value in QWEN2.items() if key != "rope_theta"}
+    assert from_hf(newer | {"rope_parameters": parameters}) == older
+    assert from_hf(newer | {"rope_parameters": parameters, "rope_scaling": parameters}) == older
+    assert older.rope.original_max_positions == 1024
+
+
+def test_yarn_context_defaults():
+    rope = from_hf(_scaled(rope_type="yarn", factor=4.0)).rope
+    assert rope.original_max_positions == QWEN2["max_position_embeddings"]
+    rope = from_hf(
+        _scaled(rope_type="yarn", factor=None, original_max_position_embeddings=8192)
+    ).rope
+    assert rope.factor == 4.0
+    zeros = {"mscale": 0, "mscale_all_dim": 0.0, "beta_fast": 0, "beta_slow": None}
+    assert from_hf(_scaled(type="yarn", factor=4.0, **zeros)).rope == dataclasses.replace(
+        rope, original_max_positions=32768
+    )
+    beside = _scaled(rope_type="yarn", factor=4.0, original_max_position_embeddings=8192)
+    beside["original_max_position_embeddings"] = 4096
+    assert from_hf(beside).rope.original_max_positions == 4096
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({**QWEN3, "model_type": "qwen3_moe"}, ["'qwen3_moe'", "did you mean 'qwen3'"]),
+        ({**QWEN3, "model_type": "mixtral"}, ["'mixtral'", "llama, qwen2, qwen3"]),
+        ({**QWEN3, "model_type": "gemma3"}, ["'gemma3'"]),
+        ({**QWEN3, "model_type": None}, ["model_type", "missing"]),
+        ({**QWEN3, "model_type": ["qwen3"]}, ["model_type"]),
+        ({**QWEN3, "architectures": ["Qwen3ForSequenceClassification"]}, ["SequenceClass"]),
+        ({**QWEN3, "architectures": ["Qwen3Model"]}, ["Qwen3Model", "Qwen3ForCausalLM"]),
+        ({**QWEN3, "hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+        ({**QWEN3, "attention_dropout": 0.1}, ["attention_dropout", "0.1"]),
+        ({**QWEN3, "quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({**QWEN3, "auto_map": {"AutoModelForCausalLM": "modeling.X"}}, ["auto_map"]),
+        ({**QWEN3, "per_layer_config": {"0": {"head_dim": 2}}}, ["per_layer_config"]),
+        ({**QWEN3, "mlp_bias": True}, ["mlp_bias", "qwen3"]),
+        ({**QWEN2, "qkv_bias": False}, ["qkv_bias"]),
+        ({**LLAMA, "pretraining_tp": 2}, ["pretraining_tp", "2"]),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({**LLAMA, "sliding_window": 4096}, ["sliding_window", "4096"]),
+        ({**LLAMA, "attention_chunk_size": 64}, ["attention_chunk_size"]),
+        ({**QWEN2, "use_sliding_window": True}, ["use_sliding_window"]),
+        (
+            {**QWEN2, "layer_types": ["full_attention"] * 23 + ["sliding_attention"]},
+            ["layer_types", "sliding_attention"],
+        ),
+        ({**QWEN2, "layer_types": ["full_attention"] * 23}, ["layer_types", "23", "24"]),
+        ({**QWEN2, "layer_types": "full_attention"}, ["layer_types"]),
+        (_scaled(rope_type="dynamic", factor=2.0), ["dynamic"]),
+        (_scaled(rope_type="longrope", factor=2.0), ["longrope"]),
+        (_scaled(type="mrope", mrope_section=[1, 2, 3]), ["mrope"]),
+        (_scaled(rope_type="default", mrope_section=[1, 2, 3]), ["mrope_section"]),
+        (_scaled(rope_type="linear", factor=2.0, partial_rotary_factor=0.5), ["partial_rotary"]),
+        (_scaled(rope_type="linear"), ["factor"]),
+        (_scaled(rope_type="yarn", factor=2.0, beta_quick=3), ["beta_quick"]),
+        (_scaled(rope_type="yarn", original_max_position_embeddings="8k"), ["8k"]),
+        (_scaled(rope_type="llama3", factor=2.0, low_freq_factor=1.0), ["high_freq_factor"]),
+        (_scaled(full_attention={"rope_type": "default"}), ["full_attention"]),
+        (QWEN2 | {"rope_scaling": "yarn"}, ["rope_scaling"]),
+        (
+            _scaled(type="linear", factor=2.0)
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            ["rope_scaling", "rope_parameters", "differ"],
+        ),
+        ({**QWEN3, "num_attention_heads": 15}, ["15", "8"]),
+        ({**QWEN3, "head_dim": 127}, ["head_dim", "127"]),
+        ({**QWEN3, "hidden_size": 0}, ["hidden_size", "0"]),
+        ({**QWEN3, "num_hidden_layers": 2.5}, ["num_layers", "2.5"]),
+        ({**QWEN3, "rms_norm_eps": -1.0}, ["rms_norm_eps", "-1.0"]),
+        ({**QWEN3, "tie_word_embeddings": "yes"}, ["tied_embeddings", "'yes'"]),
+        ({**QWEN3, "eos_token_id": ["<end>"]}, ["<end>"]),
+        ({**QWEN2, "hidden_size": 897}, ["head_dim", "897", "14"]),
+        ({**LLAMA, "hidden_size": 2049}, ["2049", "32"]),
+        ({key: QWEN3[key] for key in QWEN3 if key != "vocab_size"}, ["vocab_size", "missing"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_refused_by_name_in_one_line(values, words):
+    with pytest.raises(InputError) as caught:
+        from_hf(values, where="folder/config.json")
+    message = str(caught.value)
+    assert message.startswith("folder/config.json: ")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_window_that_no_layer_uses_is_accepted():
+    assert from_hf(QWEN2 | {"use_sliding_window": True, "max_window_layers": 24}) == from_hf(QWEN2)
+    assert from_hf(QWEN2 | {"layer_types": ["full_attention"] * 24}) == from_hf(QWEN2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "qwen2"},
+        {"model_type": "llama"},
+        {"mlp_bias": True},
+        {"output_bias": True},
+        {"model_type": "gpt2"},
+    ],
+)
+def test_a_value_that_could_not_be_saved_cannot_be_made(change):
+    with pytest.raises(InputError, match=r"qwen2|qwen3|llama"):
+        dataclasses.replace(from_hf(QWEN3), **change)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(family=st.sampled_from(sorted(PUBLISHED)), data=st.data(), value=_JSON)
+def test_any_value_is_read_or_refused(family, data, value):
+    values = copy.deepcopy(PUBLISHED[family])
+    more = ("rope_parameters", "layer_types", "auto_map", "mlp_bias", "sliding_window")
+    keys = [*sorted(values), *more]
+    inside = values.get("rope_scaling")
+    if inside and data.draw(st.booleans()):
+        inside[data.draw(st.sampled_from(sorted(inside)))] = value
+    else:
+        values[data.draw(st.sampled_from(keys))] = value
+    try:
+        config = from_hf(values)
+    except InputError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+        assert from_hf(to_hf(config)) == config
+    assert "\n" not in refusal

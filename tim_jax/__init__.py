@@ -1,0 +1,1 @@
+"""Training-inference mismatch in RL for language models: removed, injected, corrected, shown."""

@@ -1,0 +1,127 @@
+"""What a run can be asked for: one frozen value, checked when it is made.
+
+`config_io.load` makes a `RunConfig` from a TOML file and the command line, and `config_io.dump`
+writes it out, defaults included. It is built once, at the edge; nothing below the command line
+reads one.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tim_jax import objectives
+from tim_jax.config_sections import (
+    BuiltinTask,
+    CustomTask,
+    DatasetTask,
+    Evaluation,
+    GymTask,
+    Learner,
+    Model,
+    NumericsSection,
+    Optimizer,
+    RunSection,
+    SamplingSection,
+    Section,
+    Warmup,
+    refusal,
+)
+from tim_jax.errors import InputError
+from tim_jax.objectives import Objective
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of everything random. Samples are named by (seed, step, prompt, sample, position)."""
+    steps: Annotated[int, Field(ge=1, lt=2**31)] = 100
+    exact: Literal["required", "report"] = "required"
+    """required: stop at the first token whose two log-probs differ. report: only count them."""
+    model: Model = Model(preset="tiny")
+    numerics: NumericsSection = NumericsSection()
+    sampling: SamplingSection = SamplingSection()
+    learner: Learner = Learner()
+    optimizer: Optimizer = Optimizer()
+    task: Annotated[
+        BuiltinTask | GymTask | DatasetTask | CustomTask, Field(discriminator="kind")
+    ] = BuiltinTask()
+    warmup: Warmup = Warmup()
+    eval: Evaluation = Evaluation()
+    run: RunSection = RunSection()
+
+    @property
+    def objective(self) -> Objective:
+        return self.learner.objective.value(self.sampling.max_response_length)
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.learner.prompts_per_step * self.sampling.samples_per_prompt
+
+    def may_change(self) -> tuple[str, ...]:
+        """Keys in which a resumed run may differ from what it was: none that changes past steps."""
+        free = ("exact", "eval", "run")
+        bound = self.optimizer.schedule != "constant" and self.optimizer.total_steps is None
+        return free if bound else ("steps", *free)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_objective()
+        self._check_batches()
+        self._check_lengths()
+        if self.exact == "required" and self.numerics.family == "native":
+            raise refusal(
+                "exact", self.exact, 'native numerics are not exact; set "report", or family tiles'
+            )
+        if self.warmup.steps and self.task.kind != "builtin":
+            raise refusal(
+                "warmup.steps",
+                self.warmup.steps,
+                "only built-in tasks have solutions to learn from",
+            )
+        end = self.optimizer.total_steps or self.steps
+        if self.optimizer.schedule != "constant" and self.optimizer.warmup_steps >= end:
+            raise refusal(
+                "optimizer.warmup_steps",
+                self.optimizer.warmup_steps,
+                f"must be less than the schedule's {end} steps",
+            )
+        return self
+
+    def _check_objective(self) -> None:
+        group = self.sampling.samples_per_prompt
+        try:
+            estimator = self.objective.estimator
+        except InputError as error:
+            raise refusal("learner.objective", None, str(error)) from error
+        try:
+            objectives.check_group_size(estimator, group)
+        except InputError as error:
+            raise refusal("sampling.samples_per_prompt", group, str(error)) from error
+
+    def _check_batches(self) -> None:
+        total, minis = self.sequences_per_step, self.learner.mini_batches
+        product = f"{self.learner.prompts_per_step} prompts x {self.sampling.samples_per_prompt}"
+        if total % minis:
+            raise refusal(
+                "learner.mini_batches", minis, f"must divide the {total} sequences ({product})"
+            )
+        micro = self.learner.micro_batch
+        if micro and (total // minis) % micro:
+            raise refusal(
+                "learner.micro_batch",
+                micro,
+                f"must divide the {total // minis} sequences of a mini-batch"
+                f" ({product} samples / {minis})",
+            )
+
+    def _check_lengths(self) -> None:
+        architecture, sampling = self.model.random_architecture, self.sampling
+        longest = sampling.max_prompt_length + sampling.max_response_length
+        if architecture and longest > architecture.max_positions:
+            raise refusal(
+                "sampling.max_response_length",
+                sampling.max_response_length,
+                f"with max_prompt_length = {sampling.max_prompt_length} is {longest}, more than"
+                f" the model's {architecture.max_positions} positions",
+            )

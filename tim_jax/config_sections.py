@@ -1,0 +1,365 @@
+"""The sections of a run's configuration, each a frozen value that is checked when it is made.
+
+Omitted keys have the defaults that stand here. What several sections say together is checked by
+`config.RunConfig`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from tim_jax import corrections, objectives
+from tim_jax.errors import InputError
+from tim_jax.numerics import Family
+from tim_jax.objectives import KL, Aggregation, Estimator, Loss, Objective
+from tim_jax.sinks import WandbMode
+
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Function = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+# TOML has arrays, not tuples; their items stay strict.
+TokenIds = Annotated[tuple[Whole, ...], Field(strict=False)]
+Counts = Annotated[tuple[Count, ...], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+def refusal(key: str, value: Any, rule: str) -> PydanticCustomError:
+    """A broken rule between keys: the dotted key to blame, its value, and what would be right."""
+    return PydanticCustomError("rule", "{rule}", {"key": key, "value": value, "rule": rule})
+
+
+class Architecture(Section):
+    """A Qwen3 to be initialised at random; its vocabulary is that of the task's tokenizer."""
+
+    hidden_size: Count = 128
+    num_layers: Count = 4
+    num_heads: Count = 4
+    num_kv_heads: Count = 2
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 32
+    intermediate_size: Count = 512
+    max_positions: Count = 256
+    """Longest prompt and response together, in tokens."""
+    tied: bool = True
+    """The head is the transpose of the embedding."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise refusal(
+                "num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}"
+            )
+        return self
+
+
+PRESETS: Mapping[str, Architecture] = {
+    "tiny": Architecture(),  # about 1M parameters
+    "small": Architecture(
+        hidden_size=256,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=4,
+        intermediate_size=768,
+        max_positions=1024,
+    ),
+}
+
+
+class Model(Section):
+    """Where the model comes from: exactly one of `path`, `preset` and `architecture`."""
+
+    path: str | None = None
+    """Checkpoint folder, or a name on the Hugging Face hub."""
+    preset: Literal["tiny", "small"] | None = None
+    """A random-initialised architecture by name."""
+    architecture: Architecture | None = None
+    """A random-initialised architecture, spelt out."""
+    chat_template: Literal["auto", "on", "off"] = "auto"
+    """Whether text prompts are put into the tokenizer's chat template; auto: if it has one."""
+    template_options: dict[str, Any] = {}
+    """Passed to the chat template, such as `enable_thinking = false` for Qwen3."""
+
+    @property
+    def random_architecture(self) -> Architecture | None:
+        """The architecture to initialise at random; None if the model comes from `path`."""
+        return PRESETS[self.preset] if self.preset else self.architecture
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = [name for name in ("path", "preset", "architecture") if getattr(self, name)]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise refusal("", None, f"needs exactly one of path, preset, architecture; has {found}")
+        return self
+
+
+class NumericsSection(Section):
+    """How numbers are computed; see `tim_jax.numerics`."""
+
+    family: Family = "tiles"
+    """tiles: exact by construction. native: plain XLA."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation. The master weights are float32 in any case."""
+
+
+class SamplingSection(Section):
+    """The distribution that training responses are drawn from."""
+
+    samples_per_prompt: Count = 8
+    """Group size."""
+    max_prompt_length: Count = 32
+    """In tokens. A longer prompt is refused."""
+    max_response_length: Count = 64
+    """In tokens, the end token included."""
+    temperature: Positive = 1.0
+    top_k: Whole = 0
+    """Draw from the k most probable tokens; 0 is off."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the most probable tokens that together have this probability; 1 is off."""
+    stop_tokens: TokenIds = ()
+    """Token ids that end a response, besides the tokenizer's own."""
+
+
+class ObjectiveSection(Section):
+    """Advantages and token loss: a preset of `tim_jax.objectives`, and changes to it.
+
+    A key that is left out is as the preset has it.
+    """
+
+    preset: Literal["grpo", "dr_grpo", "rloo", "reinforce", "dapo", "gspo"] = "grpo"
+    estimator: Estimator | None = None
+    loss: Loss | None = None
+    clip_low: Share | None = None
+    clip_high: NonNegative | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    aggregation: Aggregation | None = None
+    kl_coefficient: NonNegative | None = None
+    """Above 0 a frozen copy of the first weights is kept as the reference."""
+    kl_estimator: KL | None = None
+    advantage_eps: NonNegative | None = None
+    drop_uninformative: bool | None = None
+    """Leave out groups whose rewards are all equal."""
+
+    def value(self, max_response_length: int) -> Objective:
+        """Returns the objective; `max_response_length` is the length of 'constant_length'."""
+        changes = self.model_dump(exclude={"preset"}, exclude_none=True)
+        return objectives.PRESETS[self.preset](max_length=max_response_length, **changes)
+
+
+class Learner(Section):
+    """From rollouts to a gradient."""
+
+    prompts_per_step: Count = 8
+    micro_batch: Count | None = None
+    """Sequences per forward and backward; left out: a whole mini-batch. Memory only."""
+    mini_batches: Count = 1
+    """Updates per pass over a step's sequences."""
+    epochs: Count = 1
+    """Passes over a step's sequences."""
+    mode: Literal["bypass", "recompute"] = "bypass"
+    """Old log-probs: the rollout's own (bypass), or those of a forward of the learner."""
+    objective: ObjectiveSection = ObjectiveSection()
+    corrections: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
+    """Recipes and blocks of `tim_jax.corrections`, in order: `{name = "token_tis", cap = 2.0}`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for index, entry in enumerate(self.corrections):
+            try:
+                corrections.build([entry])
+            except InputError as error:
+                raise refusal(f"corrections[{index}]", entry, str(error)) from error
+        return self
+
+
+class DecayOff(Section):
+    """No length-triggered decay."""
+
+    kind: Literal["off"] = "off"
+
+
+class DecayFixed(Section):
+    """The learning rate is halved every `period` steps (Beyond Precision, algorithm 1)."""
+
+    kind: Literal["fixed"]
+    period: Count
+    floor: Share = 0.1
+    """The lowest share of the first learning rate."""
+
+
+class DecayReactive(Section):
+    """As fixed, with the period found from the surge of the mean response length."""
+
+    kind: Literal["reactive"]
+    multiplier: Positive = 1.8
+    """Period over the step of the surge."""
+    floor: Share = 0.1
+    """The lowest share of the first learning rate."""
+
+
+class Optimizer(Section):
+    """AdamW, its schedule, and the length-triggered decay that comes on top."""
+
+    learning_rate: Positive = 1e-3
+    """At its highest."""
+    warmup_steps: Whole = 0
+    """Steps of linear rise from 0."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """After the rise."""
+    total_steps: Count | None = None
+    """Where a cosine or linear schedule ends; left out: at the run's last step."""
+    final_share: Share = 0.0
+    """Share of the learning rate that a cosine or linear schedule ends with."""
+    weight_decay: NonNegative = 0.0
+    b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    b2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Positive = 1e-8
+    max_grad_norm: NonNegative = 1.0
+    """Global norm that gradients are scaled down to; 0 is off."""
+    length_decay: Annotated[DecayOff | DecayFixed | DecayReactive, Field(discriminator="kind")] = (
+        DecayOff()
+    )
+
+
+class BuiltinTask(Section):
+    """A small task of `tim_jax.tasks.builtin`."""
+
+    kind: Literal["builtin"] = "builtin"
+    name: Literal["running_sums", "sorting", "countdown"] = "running_sums"
+    parameters: dict[str, Any] = {}
+    """Keywords of the task's function, such as `digits = [4, 10]`."""
+    reward: Function | None = None
+    """A reward of your own, `module:function`, in place of the task's."""
+
+
+class GymTask(Section):
+    """A reasoning-gym dataset (extra `gym`)."""
+
+    kind: Literal["gym"]
+    name: str
+    parameters: dict[str, Any] = {}
+    """The dataset's own, without `seed` and `size`."""
+    train_size: Count = 4096
+    eval_size: Count = 128
+    seed: Whole = 0
+    time_limit: Positive = 5.0
+    """CPU seconds that scoring one answer may take."""
+    reward: Function | None = None
+    """A reward of your own, `module:function`, in place of the dataset's."""
+
+
+class DatasetTask(Section):
+    """Rows of JSON lines, Parquet or the hub (extra `math` for its grader)."""
+
+    kind: Literal["dataset"]
+    path: str
+    """File, folder or hub name."""
+    split: str = "train"
+    subset: str | None = None
+    """Configuration of a hub dataset."""
+    prompt_column: str | None = None
+    """Left out: found from the columns, as is `answer_column`."""
+    answer_column: str | None = None
+    template: str | None = None
+    """Text around each prompt, with `{prompt}` in it."""
+    system: str | None = None
+    """System prompt; makes a text prompt a chat."""
+    eval_path: str | None = None
+    eval_split: str | None = None
+    eval_share: Share = 0.05
+    """Held out if there is neither an `eval_path` nor an `eval_split`."""
+    eval_limit: Count | None = None
+    seed: Whole = 0
+    """Of the share that is held out."""
+    time_limit: Positive = 5.0
+    """CPU seconds that grading one answer may take."""
+    reward: Function | None = None
+    """A reward of your own, `module:function`; left out: math-verify."""
+
+
+class CustomTask(Section):
+    """A task made by a function of yours."""
+
+    kind: Literal["custom"]
+    factory: Function
+    """`module:function`; returns a `tim_jax.tasks.base.Task`."""
+    parameters: dict[str, Any] = {}
+    """Its keywords."""
+    reward: Function | None = None
+    """A reward of your own, `module:function`, in place of the task's."""
+
+
+class Warmup(Section):
+    """Supervised steps before the first RL step, for a model that knows nothing yet."""
+
+    steps: Whole = 0
+    """0 is off."""
+    batch: Count = 64
+    """Prompts with completions per step."""
+    learning_rate: Positive = 3e-3
+    worked: Share = 1.0
+    """Share of completions with every step of the working."""
+    partial: Share = 0.0
+    """Share that stops working after some steps and then answers; the rest answers at once."""
+    errors: Share = 0.0
+    """Share of all completions with one wrong digit."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.worked + self.partial > 1:
+            raise refusal("partial", self.partial, f"with worked = {self.worked} is more than 1")
+        return self
+
+
+class Evaluation(Section):
+    """Held-out problems, every now and then."""
+
+    every: Whole = 20
+    """Steps between evaluations, one before the first and one after the last included; 0 is off."""
+    prompts: Count = 64
+    samples: Count = 1
+    """Per prompt; their mean reward is mean@samples."""
+    k: Counts = (1,)
+    """The k of pass@k, none above `samples`."""
+    temperature: NonNegative = 1.0
+    """0 is greedy."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(k > self.samples for k in self.k):
+            raise refusal("k", list(self.k), f"must not exceed samples = {self.samples}")
+        if self.temperature == 0 and self.samples > 1:
+            raise refusal("samples", self.samples, "must be 1 at temperature 0: all are the same")
+        return self
+
+
+class RunSection(Section):
+    """The run folder and what is written."""
+
+    folder: str = "runs/default"
+    checkpoint_every: Whole = 20
+    """Steps between checkpoints; 0: only one, at the end."""
+    keep: Count = 2
+    """Checkpoints that stay."""
+    sinks: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
+    """Where metrics go besides metrics.jsonl."""
+    wandb_project: str = "tim-jax"
+    wandb_mode: WandbMode = "online"
+    samples_logged: Whole = 4
+    """Completions per step written to samples.jsonl."""

@@ -1,0 +1,148 @@
+"""The importance ratio and its statistics. One definition each, used by every block and metric.
+
+`log_ratio` is always `d_t = log pi_train(a_t) - log pi_rollout(a_t)`, f32[B, R], and the ratio
+`r_t = exp(d_t)`: trainer over rollout, never the inverse. `mask` is bool[B, R], True on response
+tokens; what stands elsewhere is never read. Every exponent is held within ±20 (exp(20) = 4.9e8), as
+in verl.
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.sums import compensated_sum, row_count
+
+Level = Literal["token", "sequence", "geometric"]
+Statistic = Literal["ratio", "k1", "k2", "k3", "error", "binary_kl", "divergence"]
+Over = Literal["token", "sum", "mean", "max"]
+
+LOG_RATIO_BOUND = 20.0
+PROBABILITY_FLOOR = 1e-6
+
+# k3 = exp(d) - 1 - d = d^2 (1/2! + d/3! + ...): the Taylor coefficients, highest power first.
+_K3_SERIES = tuple(
+    1.0 / f for f in (479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2)
+)
+
+
+def check_choice(what: str, value: str, kind) -> None:
+    """Refuses a value that is not among the literals of `kind`."""
+    if value not in get_args(kind):
+        raise InputError(f"{what} {value!r} is unknown{did_you_mean(str(value), get_args(kind))}")
+
+
+def ratio(log_ratio: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
+    """Returns the ratio at a level: f32[B, R] for token, f32[B, 1] for sequence and geometric.
+
+    - token: `r_t = exp(d_t)`
+    - sequence: `prod_t r_t = exp(sum_t d_t)`; the sum, not its terms, is held within ±20
+    - geometric: `(prod_t r_t)^(1/T) = exp(mean_t d_t)`, the length-normalised ratio
+
+    Equal log-probs give exactly 1; a row without tokens has ratio 1.
+    """
+    differences = jnp.where(mask, log_ratio, 0.0)
+    if level == "token":
+        return _exp(_held(differences))
+    if level == "sequence":
+        high, low = compensated_sum(_finite(differences))
+        held = _held(high)
+        # exp(high + low) for a low far below one unit in the last place of high.
+        return (_exp(held) * (1.0 + jnp.where(held == high, low, 0.0)))[:, None]
+    return _exp(_held(mean_log_ratio(log_ratio, mask)))[:, None]
+
+
+def mean_log_ratio(log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns f32[B], `mean_t d_t` of each row; 0 for a row without tokens."""
+    return _row_mean(_finite(jnp.where(mask, log_ratio, 0.0)), mask)
+
+
+def token_statistic(
+    statistic: Statistic,
+    log_ratio: jax.Array,
+    *,
+    log_probs: jax.Array | None = None,
+    divergence: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the statistic of each token, f32[B, R], each `d_t` held within ±20.
+
+    - ratio: `r`; k1: `d = log r`, so that bounds on it are bounds on r; k2: `d^2 / 2`
+    - k3: `r - 1 - log r` (Schulman 2020), at least 0; error: `exp|d|`, at least 1
+    - binary_kl: the larger of `D(p||q)` and `D(q||p)`, where p = pi_train and q = pi_rollout, both
+      held within [1e-6, 1 - 1e-6], and `D(p||q) = p log(p/q) + (1-p) log((1-p)/(1-q))` (KPop);
+      needs `log_probs`, the trainer's
+    - divergence: what the caller gives, such as an exact KL per token
+    """
+    held = _held(log_ratio)
+    if statistic == "k1":
+        return held
+    if statistic == "ratio":
+        return _exp(held)
+    if statistic == "error":
+        return _exp(jnp.abs(held))
+    if statistic == "k2":
+        return 0.5 * jnp.square(held)
+    if statistic == "k3":
+        return k3(held)
+    if statistic == "divergence":
+        if divergence is None:
+            raise InputError("the statistic 'divergence' needs the extra argument 'divergence'")
+        return divergence
+    if log_probs is None:
+        raise InputError("the statistic 'binary_kl' needs the extra argument 'log_probs'")
+    return _binary_kl(log_probs, log_ratio)
+
+
+def k3(log_ratio: jax.Array) -> jax.Array:
+    """Returns `exp(d) - 1 - d` to full relative precision: near 0 the plain terms cancel."""
+    d = jnp.clip(log_ratio, -1.0, 1.0)
+    series = jnp.full_like(d, _K3_SERIES[0])
+    for term in _K3_SERIES[1:]:
+        series = series * d + term
+    return jnp.where(d == log_ratio, jnp.square(d) * series, jnp.expm1(log_ratio) - log_ratio)
+
+
+def aggregate(values: jax.Array, mask: jax.Array, over: Literal["sum", "mean"]) -> jax.Array:
+    """Returns f32[B, 1], the sum or mean over each row's tokens; 0 for a row without tokens."""
+    values = jnp.where(mask, values, 0.0)
+    if over == "sum":
+        return compensated_sum(values)[0][:, None]
+    return _row_mean(values, mask)[:, None]
+
+
+def probabilities(log_probs: jax.Array, log_ratio: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns `(pi_train, pi_rollout)`, f32[B, R] each, from the trainer's log-probs."""
+    train = jnp.exp(log_probs)
+    return train, jnp.where(log_ratio == 0.0, train, jnp.exp(log_probs - log_ratio))
+
+
+def _binary_kl(log_probs: jax.Array, log_ratio: jax.Array) -> jax.Array:
+    p, q = (
+        jnp.clip(x, PROBABILITY_FLOOR, 1.0 - PROBABILITY_FLOOR)
+        for x in probabilities(log_probs, log_ratio)
+    )
+    log_odds = jnp.log(p / q), jnp.log((1.0 - p) / (1.0 - q))
+    forward = p * log_odds[0] + (1.0 - p) * log_odds[1]
+    backward = -(q * log_odds[0] + (1.0 - q) * log_odds[1])
+    return jnp.maximum(forward, backward)
+
+
+def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    high, low = compensated_sum(values)
+    lengths = jnp.maximum(row_count(mask), 1).astype(values.dtype)
+    return high / lengths + low / lengths
+
+
+def _held(exponent: jax.Array) -> jax.Array:
+    return jnp.clip(exponent, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _finite(log_ratio: jax.Array) -> jax.Array:
+    # An impossible token has log-ratio -inf; sums of two such must stay a number.
+    return jnp.clip(log_ratio, -1e6, 1e6)
+
+
+def _exp(exponent: jax.Array) -> jax.Array:
+    # On-policy coefficients are 1 by contract, not by the grace of a backend's exp.
+    return jnp.where(exponent == 0.0, 1.0, jnp.exp(exponent))

@@ -1,0 +1,19 @@
+"""The one exception that means: the user can mend this."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """Bad input. The message is one line: what, where, the offending value, what would be right.
+
+    The command line prints it without a traceback and exits non-zero; every other exception is a
+    fault of the library and keeps its traceback.
+    """
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns `"; did you mean 'x'?"` for the nearest of `known`, or the list of them if none is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"

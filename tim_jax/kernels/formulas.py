@@ -1,0 +1,78 @@
+"""The elementwise maths of the model, written once for every kernel family.
+
+All functions work on rows: the leading axes are free, sums run over the last axis. `total` is the
+family's sum over the last axis. Inputs are of the compute dtype or float32, the arithmetic is
+float32, and the caller rounds the result.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+Total = Callable[[jax.Array], jax.Array]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, total: Total) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * weight, in float32 (Zhang and Sennrich 2019, eq. 4)."""
+    x = x.astype(jnp.float32)
+    mean_square = total(x * x) * (1.0 / x.shape[-1])
+    return x * jax.lax.rsqrt(mean_square + eps)[..., None] * jnp.broadcast_to(weight, x.shape)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of x [N, heads, head_dim] by angles [N, head_dim / 2], halves paired."""
+    first, second = jnp.split(x, 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rounds float32 to `dtype` and stays rounded.
+
+    A cast alone is no promise: XLA may drop a cast down and up again when it fuses across it.
+    """
+    if dtype == jnp.float32:
+        return x
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
+def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up."""
+    return jax.nn.silu(gate) * up
+
+
+def fold(
+    x: jax.Array, combine: Callable, *, lanes: int, neutral: float, fan: int = 64
+) -> jax.Array:
+    """Combines x [..., n] down to [..., lanes], in a fixed order written out as elementwise code.
+
+    Index i goes to lane i modulo `lanes`; chunks of `lanes` are taken in ascending order, `fan` of
+    them at a time. Neutral elements after the end change no bit, so a sum over 100 keys equals that
+    over 200 of which 100 are masked.
+    """
+    padding = -x.shape[-1] % lanes
+    chunks = (x.shape[-1] + padding) // lanes
+    if chunks > fan:
+        padding += -chunks % fan * lanes
+    if padding:
+        widths = [(0, 0)] * (x.ndim - 1) + [(0, padding)]
+        x = jnp.pad(x, widths, constant_values=neutral)
+    if chunks > fan:
+        again = partial(fold, combine=combine, lanes=lanes, neutral=neutral, fan=fan)
+        groups = again(x.reshape(*x.shape[:-1], -1, fan * lanes))
+        return again(groups.reshape(*x.shape[:-1], -1))
+    acc = x[..., :lanes]
+    for start in range(lanes, x.shape[-1], lanes):
+        acc = combine(acc, x[..., start : start + lanes])
+    return acc
+
+
+def halve(x: jax.Array, combine: Callable) -> jax.Array:
+    """Combines the last axis, a power of two, to one element by halving."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = combine(x[..., :half], x[..., half:])
+    return x[..., 0]

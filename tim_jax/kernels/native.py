@@ -1,0 +1,137 @@
+"""Plain XLA kernels: fast, accurate, and free to change their bits with program and shape.
+
+They are the learner's and sampler's kernels under native numerics, and the backward of the exact
+family.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.numerics import Numerics
+
+MASKED = -1e30
+_MAX_SEGMENTS = 8
+_BACKWARD_ROWS = 128
+
+
+def fence(x):
+    """No fence: XLA may fuse and move as it likes."""
+    return x
+
+
+def total(x: jax.Array, *, lanes: int = 0) -> jax.Array:
+    """Sum over the last axis, in whatever order XLA finds best."""
+    del lanes
+    return jnp.sum(x, axis=-1)
+
+
+def peak(x: jax.Array, *, lanes: int = 0) -> jax.Array:
+    """Maximum over the last axis."""
+    del lanes
+    return jnp.max(x, axis=-1)
+
+
+def unit(forward: Callable, plain: Callable) -> Callable:
+    """Native numerics have one formula for both directions."""
+    del forward
+    return plain
+
+
+def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics | None = None) -> jax.Array:
+    """x [N, K] @ weight [K, M] -> float32 [N, M]."""
+    del numerics
+    return jnp.dot(x, weight, preferred_element_type=jnp.float32)
+
+
+def dot_backward(residuals, cotangent):
+    """Gradients of `dot`, with the cotangent rounded to the compute dtype, sums in float32."""
+    x, weight = residuals
+    cotangent = cotangent.astype(x.dtype)
+    dx = jnp.dot(cotangent, weight.T, preferred_element_type=jnp.float32)
+    dweight = jnp.dot(x.T, cotangent, preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype), dweight.astype(weight.dtype)
+
+
+def scores(query: jax.Array, key: jax.Array) -> jax.Array:
+    """query [B, Kv, M, D] @ key [B, Kv, D, S] -> float32 [B, Kv, M, S]."""
+    return jnp.einsum("bkmd,bkds->bkms", query, key, preferred_element_type=jnp.float32)
+
+
+def mix(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """weights [B, Kv, M, S] @ value [B, Kv, S, D] -> float32 [B, Kv, M, D]."""
+    return jnp.einsum("bkms,bksd->bkmd", weights, value, preferred_element_type=jnp.float32)
+
+
+def segments(rows: int, length: int, tile: int, block: int) -> list[tuple[int, int, int]]:
+    """Cuts the rows of whole sequences into at most 8 runs (start, stop, keys that suffice).
+
+    A run's rows are a multiple of `tile`; keys are a multiple of `block`. Static, so that causal
+    skipping costs no branch; bounded, so that long sequences do not unroll.
+    """
+    tiles = -(-rows // tile)
+    per_run = -(-tiles // _MAX_SEGMENTS) * tile
+    runs = []
+    for start in range(0, rows, per_run):
+        stop = min(start + per_run, rows)
+        tokens = -(-stop * length // rows)
+        runs.append((start, stop, -(-tokens // block) * block))
+    return runs
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    *,
+    numerics: Numerics,
+    aligned: bool,
+) -> jax.Array:
+    """As `tiles.attention`: same arguments, same result up to rounding."""
+    if not aligned:
+        return _attend(query, key, value, positions)
+    count, length = query.shape[2], key.shape[3]
+    pieces = []
+    for start, stop, keys in segments(count, length, _BACKWARD_ROWS, numerics.kv_block):
+        args = query[:, :, start:stop], key[..., :keys], value[:, :, :keys]
+        pieces.append(_attend_in_tiles(*args, positions[:, start:stop]))
+    return jnp.concatenate(pieces, axis=2)
+
+
+def _attend_in_tiles(query, key, value, positions):
+    """Rows in tiles whose scores are recomputed in the backward: no [S, S] array is kept."""
+    count = query.shape[2]
+    attend = jax.checkpoint(_attend)
+    if count <= _BACKWARD_ROWS:
+        return attend(query, key, value, positions)
+    tiles = count // _BACKWARD_ROWS
+    body = tiles * _BACKWARD_ROWS
+
+    def split(x, axis):
+        x = jax.lax.slice_in_dim(x, 0, body, axis=axis)
+        shape = (*x.shape[:axis], tiles, _BACKWARD_ROWS, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+    out = jax.lax.map(
+        lambda t: attend(t[0], key, value, t[1]), (split(query, 2), split(positions, 1))
+    )
+    out = jnp.moveaxis(out, 0, 2)
+    out = out.reshape(*out.shape[:2], body, out.shape[-1])
+    if body == count:
+        return out
+    rest = attend(query[:, :, body:], key, value, positions[:, body:])
+    return jnp.concatenate([out, rest], axis=2)
+
+
+def _attend(query, key, value, last):
+    visible = jnp.arange(key.shape[3])[None, None, :] <= last[:, :, None]
+    weights = jax.nn.softmax(jnp.where(visible[:, None], scores(query, key), MASKED), axis=-1)
+    return mix(weights.astype(value.dtype), value)
+
+
+def counterpart(numerics: Numerics) -> Numerics:
+    """The native numerics of the same dtypes: what backward passes are computed with."""
+    return replace(numerics, family="native")

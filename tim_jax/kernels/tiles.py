@@ -1,0 +1,215 @@
+"""Exact kernels from plain XLA operations: fixed row tiles, explicit sums, fences.
+
+Why each piece is there. XLA picks kernels, fusions and reduction orders per program and per shape,
+so a dot or a sum is bit-stable only if its shape, its operands' layouts and its surroundings are
+the same in every program. Hence:
+
+- a dot sees a row count inside `Rows` (a fixed tile, or a range measured to give the same bits);
+- sums are written as trees of adds, which are elementwise code and keep their order;
+- `fence` (an optimisation barrier) stands on both sides of every unit, so that nothing is moved
+  through it;
+- units are `custom_vjp`: the forward inside a gradient is the very same program, and the backward,
+  which the contract does not bind, is plain XLA.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from tim_jax.kernels import formulas, native
+from tim_jax.numerics import Numerics, Rows
+
+fence = jax.lax.optimization_barrier
+_LANES = 128
+
+
+def total(x: jax.Array, *, lanes: int = _LANES) -> jax.Array:
+    """Sum over the last axis in one fixed order.
+
+    First down to `lanes`, then the lanes by halving. Zeros appended to the axis change no bit once
+    it has `lanes` elements.
+    """
+    return _reduce(x, jnp.add, lanes, 0.0)
+
+
+def peak(x: jax.Array, *, lanes: int = _LANES) -> jax.Array:
+    """Maximum over the last axis.
+
+    A maximum has no rounding. But a reduce instruction, even an exact one, is where XLA:CPU starts
+    library fusions that swallow the exp after it, fences or not; this one is elementwise code.
+    """
+    return _reduce(x, jnp.maximum, lanes, -jnp.inf)
+
+
+def _reduce(x, combine, lanes, neutral):
+    lanes = min(lanes, 1 << max(x.shape[-1] - 1, 0).bit_length())
+    return formulas.halve(formulas.fold(x, combine, lanes=lanes, neutral=neutral), combine)
+
+
+def pin(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Fenced operands of a dot, in row-major layout.
+
+    Otherwise a transpose nearby may reach the dot as a layout of its operand, and with it another
+    kernel: XLA:CPU then computes a bfloat16 dot in float32.
+    """
+    return fence(
+        tuple(with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in fence(arrays))
+    )
+
+
+def unit(forward: Callable, plain: Callable) -> Callable:
+    """`forward` between fences; its gradient is that of `plain`, recomputed from the inputs."""
+
+    def fenced(*args):
+        return fence(forward(*fence(args)))
+
+    def backward(args, cotangent):
+        return jax.vjp(plain, *fence(args))[1](cotangent)
+
+    call = jax.custom_vjp(fenced)
+    call.defvjp(lambda *args: (fenced(*args), args), backward)
+    return call
+
+
+def by_rows(tile: Callable, x: jax.Array, rows: Rows) -> jax.Array:
+    """Applies `tile` to `x` [N, ...] so that it only ever sees a row count allowed by `rows`."""
+    count = x.shape[0]
+    tiles, size = rows.split(count)
+    x = jnp.pad(x, [(0, tiles * size - count)] + [(0, 0)] * (x.ndim - 1))
+    if tiles == 1:
+        return tile(x)[:count]
+    x = x.reshape(tiles, size, *x.shape[1:])
+    y = fence(jax.lax.map(lambda t: fence(tile(fence(t))), fence(x)))
+    return y.reshape(tiles * size, *y.shape[2:])[:count]
+
+
+def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """x [N, K] @ weight [K, M] -> float32 [N, M]; a row's bits do not depend on N."""
+    rows = numerics.rows_for(weight.shape[0])
+
+    def forward(x, weight):
+        return by_rows(lambda t: fence(native.dot(*pin(t, weight))), x, rows)
+
+    call = jax.custom_vjp(forward)
+    call.defvjp(lambda x, w: (forward(x, w), (x, w)), native.dot_backward)
+    return call(x, weight)
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    *,
+    numerics: Numerics,
+    aligned: bool,
+) -> jax.Array:
+    """Causal attention of row tiles over the keys of their sequences.
+
+    Args:
+      query: [B, Kv, N, D], scaled; rows are (token, head of the group), tokens major.
+      key: [B, Kv, D, S], stored with the head axis first so that no dot needs a transpose.
+      value: [B, Kv, S, D].
+      positions: i32[B, N], each row attends to keys 0..position.
+      aligned: the rows are whole sequences, so that row tiles may skip the keys after them.
+
+    Returns:
+      [B, Kv, N, D] float32.
+    """
+
+    def forward(query, key, value, positions):
+        return _attention(query, key, value, positions, numerics, aligned)
+
+    def backward(args, cotangent):
+        *arrays, positions = fence(args)
+
+        def plain(*arrays):
+            return native.attention(*arrays, positions, numerics=numerics, aligned=aligned)
+
+        return (*jax.vjp(plain, *arrays)[1](cotangent), None)
+
+    call = jax.custom_vjp(forward)
+    call.defvjp(lambda *args: (forward(*args), args), backward)
+    return call(query, key, value, positions)
+
+
+def _attention(query, key, value, positions, numerics, aligned):
+    rows, block, count = numerics.attention_rows, numerics.kv_block, query.shape[2]
+    length = key.shape[3]
+    padding = -length % block
+    key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, padding)))
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    query, key, value = fence((query, key, value))
+
+    def run(start, stop, keys):
+        """Rows start..stop against the first `keys` keys."""
+        k, v = pin(key[..., :keys], value[:, :, :keys])
+        return _by_row_tiles(query[:, :, start:stop], k, v, positions[:, start:stop], numerics)
+
+    if not aligned:
+        return fence(run(0, count, length + padding))
+    pieces = [
+        run(start, stop, keys)
+        for start, stop, keys in native.segments(count, length, rows.high or count, block)
+    ]
+    return fence(jnp.concatenate(pieces, axis=2))
+
+
+def _by_row_tiles(query, key, value, last, numerics: Numerics):
+    """`_attend` on row counts that the numerics allow. The tile axis is split off outside the loop:
+    inside, a transpose would reach the dot as another operand layout, and so another kernel."""
+    batch, heads, count, size = query.shape
+    tiles, rows = numerics.attention_rows.split(count)
+    padding = tiles * rows - count
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    last = jnp.pad(last, ((0, 0), (0, padding)))
+    if tiles == 1:
+        return _attend(query, key, value, last, numerics)[:, :, :count]
+    query = jnp.moveaxis(query.reshape(batch, heads, tiles, rows, size), 2, 0)
+    last = jnp.moveaxis(last.reshape(batch, tiles, rows), 1, 0)
+    attend = partial(_attend, numerics=numerics)
+    out = jax.lax.map(lambda t: fence(attend(t[0], key, value, t[1])), fence((query, last)))
+    out = jnp.moveaxis(fence(out), 0, 2).reshape(batch, heads, tiles * rows, size)
+    return out[:, :, :count]
+
+
+def _attend(query, key, value, last, numerics: Numerics):
+    """One row tile: query [B, Kv, M, D], key [B, Kv, D, S], value [B, Kv, S, D], last [B, M]."""
+    block = numerics.kv_block
+    scores = _scores(query, key, numerics)
+    visible = jnp.arange(key.shape[3])[None, None, :] <= last[:, :, None]
+    scores = jnp.where(visible[:, None], scores, native.MASKED)
+    highest = fence(peak(scores, lanes=block))
+    weights = fence(jnp.exp(scores - highest[..., None]))
+    # Multiplied by the reciprocal: XLA turns a division by a broadcast into that or not, as it likes.
+    scale = fence(1.0 / fence(total(weights, lanes=block)))
+    mixed = _mix(formulas.rounded(weights, value.dtype), value, numerics)
+    return fence(mixed * scale[..., None])
+
+
+def _scores(query, key, numerics: Numerics):
+    """query @ key, one key block at a time unless one dot was found to give the same bits."""
+    if numerics.whole_kv:
+        return fence(native.scores(*pin(query, key)))
+    block = numerics.kv_block
+    parts = [
+        fence(native.scores(*pin(query, key[..., start : start + block])))
+        for start in range(0, key.shape[3], block)
+    ]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _mix(weights, value, numerics: Numerics):
+    """weights @ value: the sum over key blocks, ascending; a masked block adds exact zeros."""
+    if numerics.whole_kv:
+        return fence(native.mix(*pin(weights, value)))
+    block = numerics.kv_block
+    mixed = None
+    for start in range(0, value.shape[2], block):
+        part = weights[..., start : start + block], value[:, :, start : start + block]
+        term = fence(native.mix(*pin(*part)))
+        mixed = term if mixed is None else fence(mixed + term)
+    return mixed

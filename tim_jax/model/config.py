@@ -1,0 +1,360 @@
+"""What a model computes, as a value: from a checkpoint's config.json, and back to one.
+
+Nothing here says how numbers are computed. What the forward does not do is refused by name.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.model.rope import KINDS, RopeConfig
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_positions",
+)
+_REQUIRED = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+}
+_HEAD_DIM_DEFAULT = {"qwen3": 128}
+_ONLY = {
+    "hidden_act": ("silu", "swish"),
+    "pretraining_tp": (1,),
+    "partial_rotary_factor": (1.0,),
+    "attention_dropout": (0.0,),
+    "is_encoder_decoder": (False,),
+    "qkv_bias": (True,),
+}
+_NEVER = ("quantization_config", "auto_map", "per_layer_config", "attention_chunk_size")
+_ROPE_OPTIONS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+_PLAIN_ROPE = RopeConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture of a dense decoder: Qwen3, Qwen2/2.5 or Llama 3.x. Hashable.
+
+    Per layer: RMSNorm, grouped-query attention with rotary positions, RMSNorm, SwiGLU; then a final
+    RMSNorm and a head, which is the embedding's transpose if `tied_embeddings`. `qk_norm` puts an
+    RMSNorm over each head of q and k before the rotation; `attention_bias` adds biases to q, k and
+    v, `output_bias` to the projection after attention, `mlp_bias` to all three of the SwiGLU.
+
+    Raises `InputError` where sizes do not fit together, or where `model_type` as `transformers`
+    knows it could not express the options (so that every ModelConfig can be saved).
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = _PLAIN_ROPE
+    qk_norm: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    tied_embeddings: bool = False
+    initializer_range: float = 0.02
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_type not in ARCHITECTURES:
+            raise InputError(
+                f"model_type {self.model_type!r} is not supported"
+                f"{did_you_mean(str(self.model_type), ARCHITECTURES)}"
+            )
+        _check_sizes(self)
+        _check_scalars(self)
+        _check_family(self)
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    for name in _SIZES:
+        value = getattr(config, name)
+        if not _whole(value) or value < 1:
+            raise InputError(f"{name} must be a whole number of at least 1, found {value!r}")
+    if config.num_heads % config.num_kv_heads:
+        raise InputError(
+            f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}"
+        )
+    if config.head_dim % 2:
+        raise InputError(f"head_dim must be even for rotary pairs, found {config.head_dim}")
+
+
+def _check_scalars(config: ModelConfig) -> None:
+    for name in ("rms_norm_eps", "initializer_range"):
+        value = getattr(config, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise InputError(f"{name} must be a finite number above 0, found {value!r}")
+    for name in ("qk_norm", "attention_bias", "output_bias", "mlp_bias", "tied_embeddings"):
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise InputError(f"{name} must be true or false, found {value!r}")
+    ids = (*config.eos_token_ids, config.bos_token_id, config.pad_token_id)
+    for token in ids:
+        if token is not None and not _whole(token):
+            raise InputError(f"token ids must be whole numbers, found {token!r}")
+
+
+def _check_family(config: ModelConfig) -> None:
+    family = config.model_type
+    wanted = {
+        "llama": {"qk_norm": False, "output_bias": config.attention_bias},
+        "qwen2": {
+            "qk_norm": False,
+            "attention_bias": True,
+            "output_bias": False,
+            "mlp_bias": False,
+        },
+        "qwen3": {"qk_norm": True, "output_bias": config.attention_bias, "mlp_bias": False},
+    }[family]
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise InputError(f"a {family} model has {name}={value}, found {getattr(config, name)}")
+    if family == "llama" and config.hidden_size % config.num_heads:
+        raise InputError(
+            f"a llama model's hidden_size {config.hidden_size} must be a multiple of num_heads "
+            f"{config.num_heads}"
+        )
+
+
+def from_hf(values: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+    """Reads the contents of a `config.json`, in the older layout or that of transformers 5.
+
+    Absent keys mean what `transformers` takes them to mean, but for sizes, which must be given.
+    `where` names the file in messages. Raises `InputError` by name for everything that the forward
+    does not compute: other architectures, activations, sliding windows, rope kinds, quantised
+    weights, dropout, and options of other families.
+    """
+    try:
+        _refuse_unsupported(values)
+        return _read(values)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _read(values: Mapping[str, Any]) -> ModelConfig:
+    family = values["model_type"]
+    sizes = {name: _required(values, key) for name, key in _REQUIRED.items()}
+    heads = sizes["num_heads"]
+    derived = _HEAD_DIM_DEFAULT.get(family) or _quotient(sizes["hidden_size"], heads)
+    bias = family == "qwen2" or _or_default(values, "attention_bias", False)
+    kv_heads = values.get("num_key_value_heads")
+    head_dim = values.get("head_dim")
+    special = {"bos_token_id": 1, "eos_token_id": 2} if family == "llama" else {}
+    return ModelConfig(
+        model_type=family,
+        **sizes,
+        num_kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=derived if head_dim is None else head_dim,
+        rms_norm_eps=_or_default(values, "rms_norm_eps", 1e-6),
+        rope=_read_rope(values, sizes["max_positions"]),
+        qk_norm=family == "qwen3",
+        attention_bias=bias,
+        output_bias=bias and family != "qwen2",
+        mlp_bias=_or_default(values, "mlp_bias", False) if family == "llama" else False,
+        tied_embeddings=_or_default(values, "tie_word_embeddings", False),
+        initializer_range=_or_default(values, "initializer_range", 0.02),
+        eos_token_ids=_token_ids(values.get("eos_token_id", special.get("eos_token_id"))),
+        bos_token_id=values.get("bos_token_id", special.get("bos_token_id")),
+        pad_token_id=values.get("pad_token_id"),
+    )
+
+
+def to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
+    """The contents of a `config.json` (transformers 5 layout) from which `config` reads back equal.
+
+    `dtype` is that of the stored weights, in which `transformers` will then load them.
+    """
+    eos = config.eos_token_ids
+    values: dict[str, Any] = {key: getattr(config, name) for name, key in _REQUIRED.items()}
+    values |= {
+        "architectures": [ARCHITECTURES[config.model_type]],
+        "attention_dropout": 0.0,
+        "bos_token_id": config.bos_token_id,
+        "dtype": dtype,
+        "eos_token_id": eos[0] if len(eos) == 1 else (list(eos) or None),
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "initializer_range": config.initializer_range,
+        "model_type": config.model_type,
+        "num_key_value_heads": config.num_kv_heads,
+        "pad_token_id": config.pad_token_id,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": _write_rope(config.rope),
+        "tie_word_embeddings": config.tied_embeddings,
+        "use_cache": True,
+    }
+    if config.model_type in ("llama", "qwen3"):
+        values["attention_bias"] = config.attention_bias
+    if config.model_type == "llama":
+        values["mlp_bias"] = config.mlp_bias
+    else:
+        values["use_sliding_window"] = False
+    return dict(sorted(values.items()))
+
+
+def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+    family = _required(values, "model_type")
+    if not isinstance(family, str) or family not in ARCHITECTURES:
+        raise InputError(
+            f"model_type {family!r} is not supported{did_you_mean(str(family), ARCHITECTURES)}"
+        )
+    architectures = values.get("architectures") or [ARCHITECTURES[family]]
+    if architectures != [ARCHITECTURES[family]]:
+        raise InputError(
+            f"architectures {architectures!r} is not supported, only {[ARCHITECTURES[family]]!r}"
+        )
+    for key, accepted in _ONLY.items():
+        value = values.get(key)
+        if value is not None and value not in accepted:
+            raise InputError(f"{key} {value!r} is not supported, only {accepted[0]!r}")
+    for key in _NEVER:
+        if values.get(key):
+            raise InputError(f"{key} is not supported; it must be absent, found {values[key]!r}")
+    if family != "llama" and values.get("mlp_bias"):
+        raise InputError(f"mlp_bias is not supported for model_type {family!r}")
+    _refuse_windows(values, family)
+
+
+def _refuse_windows(values: Mapping[str, Any], family: str) -> None:
+    window, layers = values.get("sliding_window"), _required(values, "num_hidden_layers")
+    kinds = values.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list):
+            raise InputError(f"layer_types must be a list, found {kinds!r}")
+        other = sorted(set(map(str, kinds)) - {"full_attention"})
+        if other:
+            raise InputError(
+                f"layer_types with {other[0]!r} is not supported, only 'full_attention'"
+            )
+        if len(kinds) != layers:
+            raise InputError(f"layer_types has {len(kinds)} entries for {layers!r} layers")
+    elif family == "llama":
+        if window is not None:
+            raise InputError(f"sliding_window {window!r} is not supported for model_type 'llama'")
+    elif values.get("use_sliding_window"):
+        # the first `max_window_layers` layers see everything; the rest would slide
+        full = _or_default(values, "max_window_layers", 28)
+        some = not _whole(full) or not _whole(layers) or full < layers
+        if some and values.get("sliding_window", 4096) is not None:
+            raise InputError("use_sliding_window true is not supported")
+
+
+def _read_rope(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    old, new = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        raise InputError("rope_scaling and rope_parameters must be objects")
+    if old and new and dict(old) != dict(new):
+        raise InputError("rope_scaling and rope_parameters are both given and differ")
+    given: dict[str, Any] = {
+        k: v for k, v in (old or new).items() if v is not None or k == "truncate"
+    }
+    kind = given.pop("rope_type", given.get("type", "default"))
+    given.pop("type", None)
+    if kind not in KINDS:
+        raise InputError(f"rope type {kind!r} is not supported{did_you_mean(str(kind), KINDS)}")
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError("partial_rotary_factor other than 1 is not supported")
+    theta = given.pop("rope_theta", values.get("rope_theta"))
+    original = given.pop("original_max_position_embeddings", max_positions)
+    unknown = sorted(set(given) - set(_ROPE_OPTIONS[kind]))
+    if unknown:
+        raise InputError(f"rope type {kind!r} does not take {unknown[0]!r}")
+    if kind in ("llama3", "yarn"):
+        # a value beside the rope's own wins in transformers
+        original = values.get("original_max_position_embeddings") or original
+        given["original_max_positions"] = original
+        if not _whole(original) or original < 1:
+            raise InputError(
+                f"original_max_position_embeddings must be above 0, found {original!r}"
+            )
+    if kind == "yarn" and "factor" not in given and _whole(max_positions):
+        given["factor"] = max_positions / original
+    for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        if given.get(name) == 0:  # transformers takes 0 for absent
+            del given[name]
+    return RopeConfig(kind=kind, theta=10_000.0 if theta is None else theta, **given)
+
+
+def _write_rope(rope: RopeConfig) -> dict[str, Any]:
+    values = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    for name in _ROPE_OPTIONS[rope.kind]:
+        if getattr(rope, name) is not None:
+            values[name] = getattr(rope, name)
+    if rope.kind in ("llama3", "yarn"):
+        values["original_max_position_embeddings"] = rope.original_max_positions
+    return values
+
+
+def _required(values: Mapping[str, Any], key: str) -> Any:
+    if values.get(key) is None:
+        raise InputError(f"{key!r} is missing")
+    return values[key]
+
+
+def _or_default(values: Mapping[str, Any], key: str, default: Any) -> Any:
+    """A null means the default, as an absent key does."""
+    value = values.get(key)
+    return default if value is None else value
+
+
+def _quotient(hidden_size: Any, heads: Any) -> Any:
+    if not _whole(hidden_size) or not _whole(heads) or heads < 1:
+        return 1  # ModelConfig names the value at fault
+    if hidden_size % heads:
+        raise InputError(
+            f"head_dim is missing and hidden_size {hidden_size} is not a multiple of "
+            f"num_attention_heads {heads}"
+        )
+    return hidden_size // heads
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,368 @@
+"""Hugging Face checkpoints in and out: a folder, or a name on the hub.
+
+It holds config.json, safetensors weights (one file or an indexed set of shards; f32, bf16 or f16)
+and a tokenizer.
+
+Left out: pickled weights, quantised weights, LoRA adapters, reading or writing from several hosts.
+"""
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.model.config import ModelConfig, from_hf, to_hf
+from tim_jax.model.params import Params, check_params, parameter_shapes
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+_STORED_DTYPES = ("F32", "BF16", "F16")
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+_TOP_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
+}
+_TRANSPOSED = frozenset({"head", "q", "k", "v", "o", "gate", "up", "down"})
+
+
+def resolve(folder_or_hub: str | os.PathLike, *, revision: str | None = None) -> Path:
+    """The local folder of a checkpoint; a name that is no folder is downloaded from the hub.
+
+    `revision` is a branch, tag or commit on the hub. Raises `InputError` if there is no such folder
+    and the hub does not give one.
+    """
+    name, path = str(folder_or_hub), Path(folder_or_hub).expanduser()
+    if name and path.is_dir():
+        return path
+    if name and path.exists():
+        raise InputError(f"model {name!r} is a file; give the folder that holds config.json")
+    if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
+        raise InputError(f"model folder {name!r} does not exist")
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED_FILES))
+    except Exception as error:  # whatever the transport, the hub or its cache raise
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"model {name!r} is neither a folder here nor reachable on the hub ({reason})"
+        ) from None
+
+
+def load_config(folder_or_hub: str | os.PathLike) -> ModelConfig:
+    """Reads config.json. Raises `InputError` if it is missing, malformed or not supported."""
+    path = resolve(folder_or_hub) / "config.json"
+    if not path.is_file():
+        raise InputError(f"model folder {str(path.parent)!r} has no config.json")
+    return from_hf(_read_json(path), where=str(path))
+
+
+def load_generation_config(folder_or_hub: str | os.PathLike) -> dict[str, Any]:
+    """generation_config.json, where chat models name all their stop tokens; {} if there is none."""
+    path = resolve(folder_or_hub) / "generation_config.json"
+    return _read_json(path) if path.is_file() else {}
+
+
+def load_tokenizer(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Any:
+    """The folder's `transformers` tokenizer, chat template included.
+
+    Raises `InputError` if there is none, or if it has ids that the model has no embedding for.
+    """
+    from transformers import AutoTokenizer  # seconds to import; nothing else here needs it
+
+    folder = resolve(folder_or_hub)
+    # without them some classes quietly make a tokenizer that knows no word
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise InputError(
+            f"model folder {str(folder)!r} has no tokenizer ({', '.join(_TOKENIZER_FILES)})"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever its many backends raise on a bad file
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"model folder {str(folder)!r} has no usable tokenizer ({reason})"
+        ) from None
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= config.vocab_size:
+        raise InputError(
+            f"model folder {str(folder)!r}: the tokenizer's largest id {largest} is outside the "
+            f"model's vocabulary of {config.vocab_size}"
+        )
+    return tokenizer
+
+
+def load_params(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Params:
+    """Reads the weights as a tree of float32 NumPy arrays, laid out as in `model/params.py`.
+
+    Names, shapes and dtypes are checked before anything is read; then each tensor goes straight to
+    its place, so that the peak is the parameters plus one tensor. Raises `InputError` naming the
+    file or tensor at fault.
+    """
+    folder = resolve(folder_or_hub)
+    stored = _stored_tensors(folder)
+    _check_stored(stored, config, folder)
+    params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), parameter_shapes(config))
+    slots = dict(_slots(params))
+    for path in sorted({tensor.path for tensor in stored.values()}):
+        with _open(path) as file:
+            for name, slot in slots.items():
+                if stored[name].path == path:
+                    tensor = file.get_tensor(name)
+                    slot.array[...] = tensor.T if slot.transposed else tensor
+    if config.tied_embeddings and "lm_head.weight" in stored:
+        _check_tied(stored, params["embed"])
+    return params
+
+
+def save(
+    folder: str | os.PathLike,
+    params: Params,
+    config: ModelConfig,
+    *,
+    tokenizer: Any = None,
+    generation: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """Writes a checkpoint that `transformers` loads: all of it, or nothing.
+
+    The files are written to a hidden folder beside `folder`, which is then renamed. `tokenizer` is
+    a `transformers` tokenizer; `generation` the contents of generation_config.json (the token ids
+    of `config` if None). float32 keeps the bits; the others round to nearest even.
+
+    Raises `InputError` if `folder` exists and is not empty (nothing is ever overwritten), for an
+    unknown dtype or a value beyond its range, or for parameters that do not fit `config`.
+    """
+    folder = Path(folder).expanduser()
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} cannot be saved{did_you_mean(str(dtype), DTYPES)}")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise InputError(
+            f"{str(folder)!r} exists already and is not overwritten; name a new folder"
+        )
+    check_params(params, config)
+    if generation is None:
+        eos = to_hf(config)["eos_token_id"]
+        ids = {"bos": config.bos_token_id, "eos": eos, "pad": config.pad_token_id}
+        generation = {f"{key}_token_id": value for key, value in ids.items() if value is not None}
+    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"{str(folder)!r} cannot be made ({error})") from None
+    try:
+        _write_json(partial / "config.json", to_hf(config, dtype=dtype))
+        _write_json(partial / "generation_config.json", generation)
+        _write_weights(partial, params, dtype, max_shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return folder
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor of a checkpoint lives in the tree of parameters."""
+
+    array: np.ndarray  # a view into the (stacked) parameter
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What a safetensors header says of a tensor."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _slots(params: Params) -> Iterator[tuple[str, _Slot]]:
+    """Every tensor of a checkpoint, in the order in which it is written."""
+    layers = params["layers"]
+    yield _TOP_NAMES["embed"], _Slot(params["embed"], False)
+    for index in range(len(layers["attn_norm"])):
+        for leaf, name in _LAYER_NAMES.items():
+            if leaf in layers:
+                slot = _Slot(layers[leaf][index], leaf in _TRANSPOSED)
+                yield f"model.layers.{index}.{name}", slot
+    for leaf in ("final_norm", "head"):
+        if leaf in params:
+            yield _TOP_NAMES[leaf], _Slot(params[leaf], leaf in _TRANSPOSED)
+
+
+def _stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of `config`'s tensors as a checkpoint stores them."""
+    # a zero-stride view has a shape and needs no memory
+    blank = jax.tree.map(
+        lambda leaf: np.broadcast_to(np.float32(0), leaf.shape), parameter_shapes(config)
+    )
+    return {
+        name: slot.array.shape[::-1] if slot.transposed else slot.array.shape
+        for name, slot in _slots(blank)
+    }
+
+
+def _stored_tensors(folder: Path) -> dict[str, _Stored]:
+    """Headers of the single file, else of the shards that the index names."""
+    single, index = folder / _SINGLE, folder / _INDEX
+    if single.is_file():
+        return _header(single)
+    if not index.is_file():
+        pickled = "; pickled weights are not read" if any(folder.glob("*.bin")) else ""
+        raise InputError(
+            f"model folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX}{pickled}"
+        )
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: 'weight_map' is missing or empty")
+    stored: dict[str, _Stored] = {}
+    for shard in sorted(set(map(str, weight_map.values()))):
+        if Path(shard).name != shard or not (folder / shard).is_file():
+            raise InputError(f"{index}: names {shard!r}, which is not in the folder")
+        stored |= _header(folder / shard)
+    for name, shard in weight_map.items():
+        if name not in stored or stored[name].path.name != shard:
+            raise InputError(f"{index}: tensor {name!r} is not in {shard!r}")
+    return stored
+
+
+def _header(path: Path) -> dict[str, _Stored]:
+    with _open(path) as file:
+        views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        return {
+            name: _Stored(path, view.get_dtype(), tuple(view.get_shape()))
+            for name, view in views.items()
+        }
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            pointer = file.read(20).startswith(b"version https://git")
+        reason = "a git-lfs pointer, its contents not fetched" if pointer else error
+        raise InputError(f"{path}: truncated or corrupt safetensors ({reason})") from None
+
+
+def _check_stored(stored: dict[str, _Stored], config: ModelConfig, folder: Path) -> None:
+    expected = _stored_shapes(config)
+    for name, shape in expected.items():
+        if name not in stored:
+            hint = " (tie_word_embeddings is false)" if name == "lm_head.weight" else ""
+            raise InputError(f"{folder}: tensor {name!r} is missing{hint}")
+        tensor = stored[name]
+        if tensor.shape != shape:
+            raise InputError(
+                f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, expected "
+                f"{list(shape)}"
+            )
+    for name, tensor in stored.items():
+        if name.endswith("rotary_emb.inv_freq"):
+            continue  # a buffer that old checkpoints carry; it follows from config.json
+        if name not in expected and not (config.tied_embeddings and name == "lm_head.weight"):
+            raise InputError(f"{tensor.path}: tensor {name!r} is not one of this architecture's")
+        if tensor.dtype not in _STORED_DTYPES:
+            raise InputError(
+                f"{tensor.path}: tensor {name!r} has dtype {tensor.dtype}, only "
+                f"{', '.join(_STORED_DTYPES)} are supported"
+            )
+
+
+def _check_tied(stored: dict[str, _Stored], embed: np.ndarray) -> None:
+    path = stored["lm_head.weight"].path
+    with _open(path) as file:
+        head = file.get_tensor("lm_head.weight")
+    if head.shape != embed.shape or not np.array_equal(head.astype(np.float32), embed):
+        raise InputError(
+            f"{path}: tie_word_embeddings is true, but 'lm_head.weight' differs from the embedding"
+        )
+
+
+def _write_weights(folder: Path, params: Params, dtype: str, max_shard_bytes: int) -> None:
+    slots = list(_slots(jax.tree.map(np.asarray, params)))
+    shards: list[list[tuple[str, _Slot]]] = [[]]
+    total = filled = 0
+    for name, slot in slots:
+        size = slot.array.size * np.dtype(DTYPES[dtype]).itemsize
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append((name, slot))
+        filled, total = filled + size, total + size
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = _SINGLE if len(shards) == 1 else file
+        tensors = {name: _converted(name, slot, dtype) for name, slot in shard}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # it was made private
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / _INDEX, index)
+
+
+def _converted(name: str, slot: _Slot, dtype: str) -> np.ndarray:
+    array = slot.array.T if slot.transposed else slot.array
+    with np.errstate(over="ignore"):
+        converted = np.ascontiguousarray(array.astype(DTYPES[dtype]))
+    if not np.array_equal(np.isfinite(converted), np.isfinite(array)):
+        raise InputError(f"tensor {name!r} has values beyond the range of {dtype}; save as float32")
+    return converted
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: must hold a JSON object")
+    return values
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

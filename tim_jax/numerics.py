@@ -1,0 +1,80 @@
+"""How numbers are computed. Values only: no arrays, no devices, nothing read from the outside."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax.errors import InputError
+
+Family = Literal["tiles", "native"]
+_COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows a dot may have: fewer than `low` are padded, more than `high` are split.
+
+    `low == high` is a fixed tile, whose bits need no fact about the backend. A wider range says
+    that on this backend a row's bits do not depend on the row count inside it (calibration.py
+    measures such ranges). `high=None`: any number.
+    """
+
+    low: int
+    high: int | None
+
+    def __post_init__(self):
+        if self.low < 1 or (self.high is not None and self.high < self.low):
+            raise InputError(f"Rows: need 1 <= low <= high, got low={self.low}, high={self.high}")
+
+    def split(self, count: int) -> tuple[int, int]:
+        """(tiles, rows per tile) that cover `count` rows with the fewest tiles."""
+        tiles = 1 if self.high is None else -(-count // self.high)
+        return tiles, max(self.low, -(-count // tiles))
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Two executions with equal `Numerics` give every token the same log-prob, to the bit.
+
+    With family "tiles" that is by construction; "native" is plain XLA, where kernels, fusions and
+    reduction orders follow the program and its shapes.
+    """
+
+    family: Family = "tiles"
+    compute_dtype: str = "float32"  # dtype of weights and activations; sums and logits are float32
+    rows: Rows = Rows(16, 16)  # rows of every dot with a weight matrix
+    rows_by_contraction: tuple[tuple[int, Rows], ...] = ()  # exceptions, by contraction size
+    attention_rows: Rows = Rows(16, 16)  # rows (query times head of its group) of attention dots
+    kv_block: int = 32  # keys per block, anchored at the sequence's first token
+    whole_kv: bool = False  # weigh all value blocks in one dot; needs calibration's leave
+    head_rows: int = 256  # rows whose logits exist at one time
+
+    def __post_init__(self):
+        if self.family not in ("tiles", "native"):
+            raise InputError(
+                f"Numerics: unknown kernel family {self.family!r}; known: tiles, native"
+            )
+        if self.compute_dtype not in _COMPUTE_DTYPES:
+            raise InputError(
+                f"Numerics: compute dtype {self.compute_dtype!r}; known: float32, bfloat16"
+            )
+        if self.kv_block < 1 or self.kv_block & (self.kv_block - 1):
+            raise InputError(f"Numerics: kv_block must be a power of two, got {self.kv_block}")
+        if self.head_rows < 1:
+            raise InputError(f"Numerics: head_rows must be positive, got {self.head_rows}")
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(_COMPUTE_DTYPES[self.compute_dtype])
+
+    def rows_for(self, contraction: int) -> Rows:
+        """The row range of dots that contract over `contraction` elements."""
+        return dict(self.rows_by_contraction).get(contraction, self.rows)
+
+
+EXACT_F32 = Numerics()
+EXACT_BF16 = Numerics(compute_dtype="bfloat16")
+NATIVE_F32 = Numerics(family="native")
+NATIVE_BF16 = Numerics(family="native", compute_dtype="bfloat16")

@@ -1,0 +1,202 @@
+"""The next-token distribution: temperature, top-k, top-p; drawing from it, and its log-probs.
+
+Everything is a function of one row of logits and uses only exact comparisons and fixed-order sums,
+so the sampler and the learner, given the same logits, agree on the truncation, the draw and the
+log-prob to the bit.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax import kernels
+from tim_jax.errors import InputError
+from tim_jax.kernels import formulas
+from tim_jax.numerics import Numerics
+
+_LANES = 128
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The distribution that tokens are drawn from, and when a response ends.
+
+    Order of operations: logits / temperature, then top-k, then top-p of what top-k left, then
+    renormalisation. Recorded log-probs are those of this final distribution.
+    """
+
+    max_response_length: int
+    temperature: float = 1.0  # 0 means greedy: argmax, log-prob 0
+    top_k: int = 0  # 0 means off
+    top_p: float = 1.0  # 1 means off
+    stop_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.max_response_length < 1:
+            raise InputError(
+                f"Sampling: max_response_length must be positive, got {self.max_response_length}"
+            )
+        if self.temperature < 0:
+            raise InputError(f"Sampling: temperature must be >= 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise InputError(f"Sampling: top_k must be >= 0 (0 is off), got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"Sampling: top_p must be in (0, 1] (1 is off), got {self.top_p}")
+
+    @property
+    def truncated(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1
+
+
+def log_prob(
+    logits: jax.Array, tokens: jax.Array, *, sampling: Sampling, numerics: Numerics
+) -> jax.Array:
+    """log pi(token) under `sampling`, float32 [N], of logits [N, V] and tokens i32[N].
+
+    The token itself always belongs to the truncated set: at the weights that drew it, it does so
+    anyway, and later, when the weights have moved, its log-prob stays finite.
+    """
+    if sampling.temperature == 0:
+        return jnp.zeros(tokens.shape, jnp.float32)
+    ops = kernels.family(numerics)
+    scaled = _scale(logits, sampling, ops)
+    peak = ops.fence(ops.peak(scaled))
+    weights = _weights(scaled, peak, sampling, ops, keep=tokens)
+    normaliser = ops.fence(ops.total(weights))
+    return _log_prob_of(scaled, peak, normaliser, tokens, ops)
+
+
+def entropy(logits: jax.Array, *, sampling: Sampling) -> jax.Array:
+    """Entropy in nats, float32 [N], of softmax(logits / temperature); truncation is ignored.
+
+    A metric, not bound by the exactness contract.
+    """
+    scaled = logits / max(sampling.temperature, 1e-6)
+    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+    weights = jnp.exp(scaled)
+    normaliser = jnp.sum(weights, axis=-1)
+    return jnp.log(normaliser) - jnp.sum(weights * scaled, axis=-1) / normaliser
+
+
+def draw(
+    logits: jax.Array, uniform: jax.Array, *, sampling: Sampling, numerics: Numerics
+) -> tuple[jax.Array, jax.Array]:
+    """Draws one token per row by inverting the cumulative distribution, and its log-prob.
+
+    Args:
+      logits: float32 [N, V].
+      uniform: float32 [N] in [0, 1); one number per draw, where Gumbel noise would take V.
+
+    Returns:
+      Tokens i32[N] and their log-probs float32 [N] under the distribution they were drawn from.
+    """
+    ops = kernels.family(numerics)
+    if sampling.temperature == 0:
+        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return tokens, jnp.zeros(tokens.shape, jnp.float32)
+    scaled = _scale(logits, sampling, ops)
+    peak = ops.fence(ops.peak(scaled))
+    weights = _weights(scaled, peak, sampling, ops, keep=None)
+    tokens = ops.fence(_invert(weights, uniform))
+    normaliser = ops.fence(ops.total(weights))
+    return tokens, _log_prob_of(scaled, peak, normaliser, tokens, ops)
+
+
+def _scale(logits, sampling, ops):
+    if sampling.temperature == 1:
+        return logits
+    return ops.fence(logits * (1.0 / sampling.temperature))
+
+
+def _weights(scaled, peak, sampling, ops, *, keep):
+    """exp(logit - max), zero outside the truncated set."""
+    weights = ops.fence(jnp.exp(scaled - peak[:, None]))
+    if sampling.truncated:
+        inside = _truncation(*jax.lax.stop_gradient((scaled, weights)), sampling, ops)
+        if keep is not None:
+            inside |= jnp.arange(scaled.shape[-1])[None, :] == keep[:, None]
+        weights = ops.fence(jnp.where(inside, weights, 0.0))
+    return weights
+
+
+def _log_prob_of(scaled, peak, normaliser, tokens, ops):
+    chosen = ops.fence(jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0])
+    return ops.fence((chosen - peak) - ops.fence(jnp.log(normaliser)))
+
+
+def _truncation(scaled, weights, sampling, ops):
+    """bool[N, V]: the tokens that top-k and then top-p keep; equal logits are kept together."""
+    order = _ordered_bits(scaled)
+    inside = jnp.ones(scaled.shape, bool)
+    if sampling.top_k:
+
+        def enough(threshold):
+            kept = jnp.sum(order >= threshold[:, None], axis=-1, dtype=jnp.int32)
+            return kept >= min(sampling.top_k, scaled.shape[-1])
+
+        inside = order >= _largest(enough, scaled.shape[0])[:, None]
+    if sampling.top_p < 1:
+        weights = jnp.where(inside, weights, 0.0)
+        target = ops.fence(ops.total(weights)) * sampling.top_p
+
+        def covers(threshold):
+            kept = ops.fence(jnp.where(order >= threshold[:, None], weights, 0.0))
+            return ops.fence(ops.total(kept)) >= target
+
+        inside &= order >= _largest(covers, scaled.shape[0])[:, None]
+    return inside
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """Maps float32 to int32 so that integers compare as the floats do."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _largest(holds, count: int) -> jax.Array:
+    """The largest int32 per row for which the falling predicate `holds`, by bisection.
+
+    32 passes over the row instead of a sort: no order of equal keys to agree on.
+    """
+    lowest, zero = jnp.full((count,), -(2**31), jnp.int32), jnp.zeros((count,), jnp.int32)
+
+    def step(_, state):
+        low, width = state
+        return jnp.where(holds(low + width), low + width, low), width // 2
+
+    # The first of the 32 steps decides the sign: its width, 2^31, is not an int32.
+    low = jnp.where(holds(zero), zero, lowest)
+    return jax.lax.fori_loop(0, 31, step, (low, jnp.int32(2**30)))[0]
+
+
+def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """Index i32[N] at which the cumulative weight passes uniform * total.
+
+    Two levels: first the lane (token index modulo 128), then the token within the lane, so that no
+    cumulative sum over the whole vocabulary is needed. A weight of zero is never drawn.
+    """
+    count, size = weights.shape
+    by_lane = formulas.fold(weights, jnp.add, lanes=_LANES, neutral=0.0)
+    lane, rest = _pass(by_lane, lambda total: uniform * total)
+    folded = jnp.pad(weights, ((0, 0), (0, -size % _LANES))).reshape(count, -1, _LANES)
+    within = jnp.take_along_axis(folded, lane[:, None, None], axis=2)[..., 0]
+    chunk, _ = _pass(within, lambda total: jnp.maximum(rest, 0.0))
+    return (chunk * _LANES + lane).astype(jnp.int32)
+
+
+def _pass(weights: jax.Array, target) -> tuple[jax.Array, jax.Array]:
+    """First index whose running sum exceeds target(total), and what is left of the target there."""
+    running = weights
+    shift = 1
+    while shift < weights.shape[1]:
+        running = running + jnp.pad(running[:, :-shift], ((0, 0), (shift, 0)))
+        shift *= 2
+    goal = target(running[:, -1])
+    passed = jnp.sum((running <= goal[:, None]).astype(jnp.int32), axis=-1)
+    # Rounding can put the goal at the very end, or on a weight of zero: take the last one before.
+    index = jnp.arange(weights.shape[1])[None, :]
+    eligible = (weights > 0) & (index <= passed[:, None])
+    found = jnp.max(jnp.where(eligible, index, 0), axis=-1)
+    before = jnp.take_along_axis(running - weights, found[:, None], axis=1)[:, 0]
+    return found, goal - before

@@ -1,0 +1,158 @@
+"""Prompts -> Rollout: prefill once per prompt, then a decode loop around the one forward."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from tim_jax import policy
+from tim_jax.model import transformer
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import Numerics
+from tim_jax.policy import Sampling
+from tim_jax.types import Prompts, Rollout
+
+
+@struct.dataclass
+class _Decoding:
+    """State of the decode loop. Row b has drawn `step` tokens or has ended."""
+
+    step: jax.Array  # i32[]
+    hidden: jax.Array  # compute dtype [B, d], of the newest token
+    cache: transformer.Cache
+    tokens: jax.Array  # i32[R, B]
+    log_probs: jax.Array  # f32[R, B]
+    lengths: jax.Array  # i32[B]
+    ended: jax.Array  # bool[B], drew a stop token
+
+
+def sample(
+    weights: transformer.Weights,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    samples: int,
+    config: ModelConfig,
+    numerics: Numerics,
+    sampling: Sampling,
+) -> Rollout:
+    """Draws `samples` responses to each prompt; rows are prompts major.
+
+    Row p * samples + s uses only random numbers keyed by (key, prompts.ids[p], s, position), so a
+    response does not depend on the batch it was drawn in. `key` carries seed and step.
+
+    Args:
+      weights: compute weights, from `transformer.prepare`.
+      prompts: P prompts, padded to Tp tokens.
+      key: a PRNG key.
+      samples: responses per prompt (the group size).
+    """
+    batch = prompts.tokens.shape[0] * samples
+    limit = sampling.max_response_length
+    uniforms = _uniforms(key, prompts.ids, samples, limit)
+    run = partial(transformer.forward, weights, config=config, numerics=numerics)
+    hidden, cache = _prefill(run, prompts, samples)
+    starts = jnp.repeat(prompts.lengths, samples)
+    stops = jnp.asarray(sampling.stop_tokens, jnp.int32)
+
+    def step(state: _Decoding) -> _Decoding:
+        logits = transformer.logits(weights, state.hidden, config=config, numerics=numerics)
+        token, log_prob = policy.draw(
+            logits, uniforms[state.step], sampling=sampling, numerics=numerics
+        )
+        active = ~state.ended
+        # An ended row goes on in place: its tokens are masked by its length, its writes stay at
+        # its own last position, and no other row sees it.
+        positions = jnp.where(active, starts + state.step, starts + state.lengths - 1)
+        hidden, cache = run(token[:, None], positions[:, None], state.cache)
+        return _Decoding(
+            step=state.step + 1,
+            hidden=hidden[:, 0],
+            cache=cache,
+            tokens=state.tokens.at[state.step].set(jnp.where(active, token, 0)),
+            log_probs=state.log_probs.at[state.step].set(jnp.where(active, log_prob, 0.0)),
+            lengths=state.lengths + active.astype(jnp.int32),
+            ended=state.ended | jnp.any(token[:, None] == stops[None, :], axis=1),
+        )
+
+    state = _Decoding(
+        step=jnp.int32(0),
+        hidden=hidden,
+        cache=cache,
+        tokens=jnp.zeros((limit, batch), jnp.int32),
+        log_probs=jnp.zeros((limit, batch), jnp.float32),
+        lengths=jnp.zeros((batch,), jnp.int32),
+        ended=jnp.zeros((batch,), bool),
+    )
+    for span in _spans(prompts.tokens.shape[1], limit, numerics.kv_block):
+        state = state.replace(cache=_grow(state.cache, span))
+        state = jax.lax.while_loop(partial(_unfinished, starts, span, limit), step, state)
+    return Rollout(
+        prompts=jnp.repeat(prompts.tokens, samples, axis=0),
+        prompt_lengths=starts,
+        responses=state.tokens.T,
+        lengths=state.lengths,
+        log_probs=state.log_probs.T,
+        finished=state.ended,
+    )
+
+
+def _unfinished(starts, span, limit, state: _Decoding):
+    """More tokens are wanted, and the next one's key still fits into `span` cached positions."""
+    fits = jnp.max(starts) + state.step < span
+    return (state.step < limit) & jnp.any(~state.ended) & fits
+
+
+def _prefill(run, prompts: Prompts, samples: int):
+    """Hidden state at each prompt's last token and the cache, repeated for the group."""
+    count, length = prompts.tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length)[None, :], (count, length))
+    hidden, stacked = run(prompts.tokens, positions)
+    last = jnp.take_along_axis(hidden, (prompts.lengths - 1)[:, None, None], axis=1)[:, 0]
+    layers = stacked.key.shape[0]
+    cache = tuple(
+        jax.tree.map(lambda x, i=index: jnp.repeat(x[i], samples, axis=0), stacked)
+        for index in range(layers)
+    )
+    return jnp.repeat(last, samples, axis=0), cache
+
+
+def _spans(prompt: int, response: int, block: int) -> list[int]:
+    """Cache lengths of the decode loops, doubling, so that attention covers what is in use.
+
+    Positions beyond the tokens in use would be exact no-ops; a loop per span, each over a shorter
+    cache, leaves most of them out at no change of bits.
+    """
+    blocks = -(-(prompt + response) // block)
+    span = max(1, -(-(prompt + 1) // block))
+    spans = []
+    while span < blocks:
+        spans.append(span * block)
+        span *= 2
+    return [*spans, blocks * block]
+
+
+def _grow(cache: transformer.Cache, span: int) -> transformer.Cache:
+    """Appends empty positions up to `span`."""
+
+    def grow(layer: transformer.LayerCache) -> transformer.LayerCache:
+        more = span - layer.key.shape[3]
+        return transformer.LayerCache(
+            key=jnp.pad(layer.key, ((0, 0), (0, 0), (0, 0), (0, more))),
+            value=jnp.pad(layer.value, ((0, 0), (0, 0), (0, more), (0, 0))),
+        )
+
+    return tuple(grow(layer) for layer in cache)
+
+
+def _uniforms(key: jax.Array, ids: jax.Array, samples: int, length: int) -> jax.Array:
+    """float32 [R, B] in [0, 1), keyed by (key, prompt id, sample, position)."""
+
+    def sequence(prompt, sample):
+        own = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
+        at = jax.vmap(lambda position: jax.random.uniform(jax.random.fold_in(own, position)))
+        return at(jnp.arange(length))
+
+    of_group = jax.vmap(jax.vmap(sequence, in_axes=(None, 0)), in_axes=(0, None))
+    return of_group(ids, jnp.arange(samples)).reshape(-1, length).T

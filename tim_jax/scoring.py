@@ -1,0 +1,109 @@
+"""Log-probs of given responses: one forward over whole sequences, then the head tile by tile."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax import kernels, policy
+from tim_jax.kernels import native
+from tim_jax.model import transformer
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import Numerics
+from tim_jax.policy import Sampling
+from tim_jax.types import Rollout
+
+
+def sequences(rollout: Rollout) -> jax.Array:
+    """i32[B, Tp + R]: each prompt directly followed by its response, position 0 first."""
+    prompt_size, response_size = rollout.prompts.shape[1], rollout.responses.shape[1]
+    at = jnp.arange(prompt_size + response_size)[None, :]
+    after = at - rollout.prompt_lengths[:, None]
+    prompt = jnp.pad(rollout.prompts, ((0, 0), (0, response_size)))
+    index = jnp.clip(after, 0, response_size - 1)
+    response = jnp.take_along_axis(rollout.responses, index, axis=1)
+    return jnp.where(after < 0, prompt, response)
+
+
+def score(
+    weights: transformer.Weights,
+    rollout: Rollout,
+    *,
+    config: ModelConfig,
+    numerics: Numerics,
+    sampling: Sampling,
+    remat: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """log pi(response token) and the entropy of its distribution, both float32 [B, R].
+
+    The distribution is that of `sampling` (temperature, truncation replayed). Differentiable in
+    `weights` through the log-probs; no gradient flows through the entropy. Values beyond
+    `rollout.lengths` are finite and meaningless.
+    """
+    tokens = sequences(rollout)
+    batch, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
+    hidden, _ = transformer.forward(
+        weights, tokens, positions, config=config, numerics=numerics, remat=remat
+    )
+    # The token at position t is predicted by the hidden state at t - 1.
+    size = rollout.responses.shape[1]
+    rows = jax.vmap(partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0))(
+        hidden, rollout.prompt_lengths - 1
+    )
+    head = {name: weights[name] for name in ("final_norm", "head")}
+    log_probs, entropy = _head(head, rows, rollout.responses, config, numerics, sampling)
+    return log_probs, jax.lax.stop_gradient(entropy)
+
+
+def _head(head, hidden, tokens, config, numerics, sampling):
+    """Log-probs and entropies [B, R] of hidden states [B, R, d], `head_rows` rows at a time.
+
+    No array of [tokens, vocabulary] ever exists: the backward makes each tile's logits anew, and
+    sums the head's gradient in float32 whatever the compute dtype.
+    """
+    shape = tokens.shape
+    tile_rows = min(numerics.head_rows, tokens.size)
+    padding = -tokens.size % tile_rows
+
+    def tiled(x):
+        x = x.reshape(tokens.size, *x.shape[2:])
+        x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(-1, tile_rows, *x.shape[1:])
+
+    tile = partial(_head_tile, config=config, numerics=numerics, sampling=sampling)
+    plain = partial(_plain_head_tile, config=config, numerics=numerics, sampling=sampling)
+    fence = kernels.family(numerics).fence
+
+    def forward(head, hidden, tokens):
+        return jax.lax.map(lambda rows: fence(tile(head, *fence(rows))), (hidden, tokens))
+
+    def backward(residuals, cotangents):
+        head, hidden, tokens = residuals
+
+        def step(sums, rows):
+            hidden, tokens, cotangent = rows
+            dhead, dhidden = jax.vjp(partial(plain, tokens), head, hidden)[1](cotangent)
+            sums = jax.tree.map(lambda s, d: s + d.astype(jnp.float32), sums, dhead)
+            return sums, dhidden
+
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), head)
+        sums, dhidden = jax.lax.scan(step, zeros, (hidden, tokens, cotangents[0]))
+        return jax.tree.map(lambda s, w: s.astype(w.dtype), sums, head), dhidden, None
+
+    call = jax.custom_vjp(forward)
+    call.defvjp(lambda *args: (forward(*args), args), backward)
+    results = call(head, tiled(hidden), tiled(tokens))
+    return tuple(x.reshape(-1)[: tokens.size].reshape(shape) for x in results)
+
+
+def _head_tile(head, hidden, tokens, *, config, numerics, sampling):
+    logits = transformer.logits(head, hidden, config=config, numerics=numerics)
+    log_probs = policy.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
+    return log_probs, policy.entropy(logits, sampling=sampling)
+
+
+def _plain_head_tile(tokens, head, hidden, *, config, numerics, sampling):
+    plain = native.counterpart(numerics)
+    logits = transformer.logits(head, hidden, config=config, numerics=plain)
+    return policy.log_prob(logits, tokens, sampling=sampling, numerics=plain)

@@ -1,0 +1,79 @@
+"""Sums whose bits depend on the values alone: not on the split, the sharding or the padding.
+
+A plain `jnp.sum` adds in an order that the compiler picks per shape, fusion and device count.
+Here neighbours are added in pairs, then the pair sums in pairs, and so on: elementwise code, whose
+order no compiler changes. Because the pairs are anchored at index 0 and missing partners are zeros,
+zeros appended to the axis change nothing either.
+
+The input is clipped to the finite range. For finite values that is the identity, but it is what
+keeps a product that feeds the sum from being contracted into a fused multiply-add, which would
+change bits with the fusion (`optimization_barrier` does not prevent it on jax 0.10's CPU backend).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def tree_sum(values: jax.Array, axis: int = -1) -> jax.Array:
+    """Returns the sum of a float array over `axis`, in one fixed order. Differentiable."""
+    values = _finite(jnp.moveaxis(values, axis, -1))
+    while values.shape[-1] > 1:
+        left, right = _pairs(values)
+        values = left + right
+    return values[..., 0]
+
+
+def compensated_sum(values: jax.Array, axis: int = -1) -> tuple[jax.Array, jax.Array]:
+    """Returns `(high, low)`, the sum over `axis` as an unevaluated pair of floats.
+
+    The same tree with Knuth's exact two-sum at every node: `high` is the correctly rounded sum in
+    all but contrived cases, and `low` what it lacks. Same bits for any split, as for `tree_sum`.
+    """
+    high = _finite(jnp.moveaxis(values, axis, -1))
+    low = jnp.zeros_like(high)
+    while high.shape[-1] > 1:
+        (a, b), (low_a, low_b) = _pairs(high), _pairs(low)
+        high, error = two_sum(a, b)
+        low = (low_a + low_b) + error
+    return two_sum(high[..., 0], low[..., 0])
+
+
+def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns `(s, e)` with `s = fl(a + b)` and `s + e = a + b` exactly (Knuth, TAOCP 2, 4.2.2)."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+def row_count(mask: jax.Array) -> jax.Array:
+    """Returns i32[B], the number of True places in each row. Integers, so exact in any order."""
+    return jnp.sum(mask, axis=-1, dtype=jnp.int32)
+
+
+def count(mask: jax.Array) -> jax.Array:
+    """Returns f32[], the number of True places, at least 1: a safe divisor."""
+    return jnp.maximum(jnp.sum(mask, dtype=jnp.int32), 1).astype(jnp.float32)
+
+
+def _finite(values: jax.Array) -> jax.Array:
+    if values.shape[-1] == 0:
+        return jnp.zeros((*values.shape[:-1], 1), values.dtype)
+    limit = float(jnp.finfo(values.dtype).max)
+    return jnp.clip(_gathered(values), -limit, limit)
+
+
+def _gathered(values: jax.Array) -> jax.Array:
+    """Brings the last axis together where its sharding is part of the type (explicit meshes)."""
+    sharding = jax.typeof(values).sharding
+    if len(sharding.spec) < values.ndim or sharding.spec[-1] is None:
+        return values
+    whole = PartitionSpec(*sharding.spec[:-1], None)
+    return jax.sharding.reshard(values, NamedSharding(sharding.mesh, whole))
+
+
+def _pairs(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if values.shape[-1] % 2:
+        values = jnp.concatenate([values, jnp.zeros_like(values[..., :1])], axis=-1)
+    pairs = values.reshape(*values.shape[:-1], values.shape[-1] // 2, 2)
+    return pairs[..., 0], pairs[..., 1]

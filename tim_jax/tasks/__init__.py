@@ -1,0 +1,1 @@
+"""Tasks: prompts with verifiable answers, and the rewards for completions."""

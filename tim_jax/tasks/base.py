@@ -1,0 +1,151 @@
+"""What a task is: prompts with answers, a held-out share of them, and a way to grade completions.
+
+A `Task` is a value. Nothing here knows about models, tokens or devices: a task gives text and takes
+text. The order in which training prompts are visited is a pure function of (seed, step), so a
+resumed run needs no state to see the same data.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from tim_jax.errors import InputError
+
+Fault = Literal["timeout", "error"]
+TIMEOUT: Fault = "timeout"
+ERROR: Fault = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message; `role` is `system`, `user` or `assistant`."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One problem.
+
+    `solution` is a worked completion that ends in the answer; only tasks that can write one have it
+    (supervised warm start). `data` holds what else the grader needs and must not be written to.
+    """
+
+    prompt: str | tuple[Message, ...]
+    answer: str
+    data: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    solution: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """The verdict on one completion.
+
+    `reward` is finite. `fault` says that the grader, not the completion, had the last word: it ran
+    past its limit (`timeout`) or failed (`error`). The reward is then 0.
+    """
+
+    reward: float
+    fault: Fault | None = None
+
+
+Grader = Callable[[Sequence[Example], Sequence[str]], list[Grade]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts to train on, prompts held out (no prompt is in both), and their grader.
+
+    `train[i]` is a function of the task's parameters, its seed and i alone. `notes` are lines for
+    the user about how the task was made, such as rows left out. `close` ends the grader's worker
+    processes; they also end with the program.
+    """
+
+    name: str
+    train: Sequence[Example]
+    evaluation: Sequence[Example]
+    grade: Grader
+    notes: tuple[str, ...] = ()
+
+    def close(self) -> None:
+        for part in (self.grade, self.train):
+            close = getattr(part, "close", None)
+            if close is not None:
+                close()
+
+
+@dataclass(frozen=True)
+class Generated(Sequence[Example]):
+    """A sequence whose item i is `make(i)`, made when asked for."""
+
+    make: Callable[[int], Example]
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Example, ...]: ...
+    def __getitem__(self, index: int | slice) -> Example | tuple[Example, ...]:
+        if isinstance(index, slice):
+            return tuple(self.make(i) for i in range(*index.indices(self.size)))
+        if not -self.size <= index < self.size:
+            raise IndexError(index)
+        return self.make(int(index) % self.size)
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self.make(i) for i in range(self.size))
+
+
+def rewards(grades: Sequence[Grade]) -> np.ndarray:
+    """Returns the rewards, f32[N]."""
+    return np.array([grade.reward for grade in grades], np.float32)
+
+
+def faults(grades: Sequence[Grade]) -> dict[str, int]:
+    """Returns how many grades were cut off (`timeout`) and how many failed (`error`)."""
+    return {kind: sum(grade.fault == kind for grade in grades) for kind in (TIMEOUT, ERROR)}
+
+
+def order(seed: int, step: int, batch: int, size: int) -> np.ndarray:
+    """Returns the rows of `size` that step `step` visits, i64[batch].
+
+    Position p of the run reads entry p mod size of the permutation of epoch p div size, so every
+    row is visited once per epoch, and a batch that crosses an epoch's border takes the tail of one
+    permutation and the head of the next. A pure function: resuming needs no iterator state. The
+    permutation sorts 64-bit hashes made here, so that it does not depend on a library's version.
+
+    Raises:
+      InputError: if `step` is negative, or `batch` or `size` is not positive.
+    """
+    if step < 0 or batch < 1 or size < 1:
+        raise InputError(
+            f"data order: step must be >= 0, batch and size >= 1; got {step=}, {batch=}, {size=}"
+        )
+    position = step * batch + np.arange(batch, dtype=np.int64)
+    epoch = position // size
+    rows = np.empty(batch, np.int64)
+    for number in range(int(epoch[0]), int(epoch[-1]) + 1):
+        here = epoch == number
+        rows[here] = _permutation(seed, number, size)[position[here] % size]
+    return rows
+
+
+def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    mask = (1 << 64) - 1
+    key = _mix(np.array([seed & mask], np.uint64))
+    key = _mix(key ^ np.array([epoch & mask], np.uint64))
+    return np.argsort(_mix(key + np.arange(size, dtype=np.uint64)), kind="stable")
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """The SplitMix64 step on u64[...] (Steele, Lea and Flood, 2014, figure 14)."""
+    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

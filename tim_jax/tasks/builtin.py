@@ -1,0 +1,304 @@
+"""Small tasks with verifiable answers and room to work step by step; no download, no extras.
+
+  running sums  `3+8+5=`      ->  `3 1 6#6`                     the sum of the digits mod 10
+  sorting       `7305>`       ->  `7 37 037#0357`               insertion sort of the digits
+  countdown     `3 5 2:16`    ->  `3+5=8 8*2=16#(3+5)*2`        reach 16, each number used once
+
+The answer is what follows the last `#` of a completion; everything before it is working and free.
+A policy may answer at once (`#6`) or work first, which is longer and more often right: response
+length grows as training finds that out.
+
+All text is over `ALPHABET`. With the default sizes a prompt has at most 24 characters and a worked
+completion at most 48. Whether a problem is held out is decided by a hash of its prompt alone, so
+training and evaluation stay disjoint for every seed and size.
+"""
+
+import ast
+import hashlib
+import inspect
+import operator
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.tasks.base import Example, Generated, Grade, Task
+from tim_jax.tasks.draws import below, rng_for, share, span, whole
+
+ALPHABET = "0123456789 +-*()=:>#"
+MARKER = "#"
+HELD_OUT = 8  # one prompt in 8 belongs to the evaluation
+ATTEMPTS = 1000  # draws for one item before its sizes count as too small
+
+Draw = Callable[[random.Random], Example]
+Judge = Callable[[Example, str], bool]
+
+
+def running_sums(
+    *,
+    digits: tuple[int, int] = (4, 10),
+    seed: int = 0,
+    train_size: int = 8192,
+    eval_size: int = 256,
+    format_reward: float = 0.0,
+) -> Task:
+    """The sum of the digits mod 10; the worked form writes every running sum mod 10.
+
+    Args:
+      digits: fewest and most digits of a problem. A prompt has 2n characters, a worked completion
+        2n + 1.
+      seed: names the problems; held-out prompts are never trained on, whatever the seed.
+      train_size, eval_size: how many problems; those of the evaluation are all different.
+      format_reward: reward for a wrong answer of the right form; 1 is for the right answer.
+    """
+    least, most = span("digits", digits, 1)
+
+    def draw(rng: random.Random) -> Example:
+        terms = [below(rng, 10) for _ in range(least + below(rng, most - least + 1))]
+        steps = [str(sum(terms[: i + 1]) % 10) for i in range(len(terms))]
+        return _example("+".join(map(str, terms)) + "=", steps, steps[-1])
+
+    def well_formed(example: Example, answer: str) -> bool:
+        del example
+        return re.fullmatch(r"[0-9]", answer) is not None
+
+    grade = partial(_grade, _same, well_formed, share("format_reward", format_reward))
+    return _task("running_sums", draw, grade, seed, (train_size, eval_size))
+
+
+def sorting(
+    *,
+    digits: tuple[int, int] = (4, 8),
+    seed: int = 0,
+    train_size: int = 8192,
+    eval_size: int = 256,
+    format_reward: float = 0.0,
+) -> Task:
+    """Sort digits; the worked form shows the sorted part as it grows by one digit at a time.
+
+    Args:
+      digits: fewest and most digits. A prompt has n + 1 characters, a worked completion
+        n (n + 3) / 2, hence at most 44 for 8 digits.
+      seed, train_size, eval_size, format_reward: as for `running_sums`.
+    """
+    least, most = span("digits", digits, 2)
+
+    def draw(rng: random.Random) -> Example:
+        text = "".join(str(below(rng, 10)) for _ in range(least + below(rng, most - least + 1)))
+        steps = ["".join(sorted(text[: i + 1])) for i in range(len(text))]
+        return _example(text + ">", steps[:-1], steps[-1])
+
+    def well_formed(example: Example, answer: str) -> bool:
+        return re.fullmatch(r"[0-9]+", answer) is not None and len(answer) == len(example.answer)
+
+    grade = partial(_grade, _same, well_formed, share("format_reward", format_reward))
+    return _task("sorting", draw, grade, seed, (train_size, eval_size))
+
+
+def countdown(
+    *,
+    numbers: tuple[int, int] = (3, 4),
+    largest: int = 9,
+    largest_target: int = 99,
+    seed: int = 0,
+    train_size: int = 8192,
+    eval_size: int = 256,
+    format_reward: float = 0.0,
+) -> Task:
+    """Reach a target from given numbers with +, - and *, each number used exactly once.
+
+    Every problem has a solution with whole numbers from 1 to `largest_target` at each step. Any
+    expression that uses the numbers and has the value is right, not only the one in `answer`.
+
+    Args:
+      numbers: fewest and most numbers.
+      largest: numbers are drawn from 1 to this.
+      largest_target: targets, and all intermediate results of the worked form, are at most this.
+      seed, train_size, eval_size, format_reward: as for `running_sums`.
+    """
+    least, most = span("numbers", numbers, 2)
+    whole("largest", largest, least=1)
+    whole("largest_target", largest_target, least=largest)
+
+    def draw(rng: random.Random) -> Example:
+        return _countdown(rng, least + below(rng, most - least + 1), largest, largest_target)
+
+    def reached(example: Example, answer: str) -> bool:
+        return _reaches(answer, example.data["numbers"], example.data["target"])
+
+    def well_formed(example: Example, answer: str) -> bool:
+        del example
+        return _expression(answer) is not None
+
+    grade = partial(_grade, reached, well_formed, share("format_reward", format_reward))
+    return _task("countdown", draw, grade, seed, (train_size, eval_size))
+
+
+BUILTIN: Mapping[str, Callable[..., Task]] = MappingProxyType(
+    {"running_sums": running_sums, "sorting": sorting, "countdown": countdown}
+)
+
+
+def builtin_task(name: str, parameters: Mapping[str, Any] | None = None) -> Task:
+    """Returns the built-in task `name` with `parameters`, the keywords of its function.
+
+    Raises:
+      InputError: for an unknown name or parameter (the nearest is named), or a value out of range.
+    """
+    if name not in BUILTIN:
+        raise InputError(f"unknown built-in task {name!r}{did_you_mean(name, BUILTIN)}")
+    known = inspect.signature(BUILTIN[name]).parameters
+    parameters = dict(parameters or {})
+    for key in parameters:
+        if key not in known:
+            raise InputError(f"task {name}: unknown parameter {key!r}{did_you_mean(key, known)}")
+    return BUILTIN[name](**parameters)
+
+
+def answer_text(completion: str) -> str | None:
+    """Returns the text after the last `#`, stripped, or None if there is no `#`."""
+    _, marker, answer = completion.rpartition(MARKER)
+    return answer.strip() if marker else None
+
+
+def _example(
+    prompt: str, steps: Sequence[str], answer: str, data: Mapping[str, Any] | None = None
+) -> Example:
+    return Example(prompt, answer, data or {}, solution=" ".join(steps) + MARKER + answer)
+
+
+def _task(
+    name: str,
+    draw: Draw,
+    grade: Callable[[Sequence[Example], Sequence[str]], list[Grade]],
+    seed: int,
+    sizes: tuple[int, int],
+) -> Task:
+    train_size, eval_size = sizes
+    whole("seed", seed)
+    whole("train_size", train_size, least=1)
+    whole("eval_size", eval_size, least=1)
+    train = Generated(partial(_train_item, name, draw, seed), train_size)
+    train[0]  # too few problems is an error of the parameters: say so now, not in the first step
+    return Task(name, train, _evaluation(name, draw, seed, eval_size), grade)
+
+
+def _train_item(name: str, draw: Draw, seed: int, index: int) -> Example:
+    rng = rng_for(name, seed, index)
+    for _ in range(ATTEMPTS):
+        example = draw(rng)
+        if not _held_out(example):
+            return example
+    raise InputError(f"task {name}: these sizes allow too few different problems to hold some out")
+
+
+def _evaluation(name: str, draw: Draw, seed: int, size: int) -> tuple[Example, ...]:
+    rng = rng_for(name, seed, "evaluation")
+    found: dict[Any, Example] = {}
+    for _ in range(ATTEMPTS + 10 * HELD_OUT * size):
+        example = draw(rng)
+        if _held_out(example):
+            found.setdefault(example.prompt, example)
+        if len(found) == size:
+            return tuple(found.values())
+    raise InputError(
+        f"task {name}: these sizes allow too few different problems for eval_size={size}"
+        f" (found {len(found)}); take a smaller eval_size or larger problems"
+    )
+
+
+def _held_out(example: Example) -> bool:
+    digest = hashlib.blake2b(str(example.prompt).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % HELD_OUT == 0
+
+
+def _grade(
+    right: Judge,
+    well_formed: Judge,
+    format_reward: float,
+    examples: Sequence[Example],
+    completions: Sequence[str],
+) -> list[Grade]:
+    def reward(example: Example, completion: str) -> float:
+        answer = answer_text(completion)
+        if answer is None:
+            return 0.0
+        if right(example, answer):
+            return 1.0
+        return format_reward if well_formed(example, answer) else 0.0
+
+    return [Grade(reward(e, c)) for e, c in zip(examples, completions, strict=True)]
+
+
+def _same(example: Example, answer: str) -> bool:
+    return answer == example.answer
+
+
+OPERATORS = MappingProxyType({"+": operator.add, "-": operator.sub, "*": operator.mul})
+LONGEST = 64  # characters of an expression; also bounds the depth of the syntax tree
+
+
+def _countdown(rng: random.Random, count: int, largest: int, largest_target: int) -> Example:
+    """Joins two of the numbers at random until one is left; draws again on leaving the range."""
+    while True:
+        numbers = tuple(1 + below(rng, largest) for _ in range(count))
+        # Terms are (value, text, binding strength of the outermost operator).
+        terms = [(n, str(n), 3) for n in numbers]
+        steps = []
+        while len(terms) > 1:
+            a = terms.pop(below(rng, len(terms)))
+            b = terms.pop(below(rng, len(terms)))
+            sign = "+-*"[below(rng, 3)]
+            value = OPERATORS[sign](a[0], b[0])
+            if not 1 <= value <= largest_target:
+                break
+            steps.append(f"{a[0]}{sign}{b[0]}={value}")
+            terms.append((value, _join(a, sign, b), 2 if sign == "*" else 1))
+        else:
+            prompt = f"{' '.join(map(str, numbers))}:{terms[0][0]}"
+            data = {"numbers": numbers, "target": terms[0][0]}
+            return _example(prompt, steps, terms[0][1], data)
+
+
+def _join(a: tuple[int, str, int], sign: str, b: tuple[int, str, int]) -> str:
+    strength = 2 if sign == "*" else 1
+    left = a[1] if a[2] >= strength else f"({a[1]})"
+    right = b[1] if b[2] > strength or (b[2] == strength and sign != "-") else f"({b[1]})"
+    return f"{left}{sign}{right}"
+
+
+def _reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
+    evaluated = _expression(answer)
+    if evaluated is None:
+        return False
+    value, used = evaluated
+    return value == target and sorted(used) == sorted(numbers)
+
+
+def _expression(text: str) -> tuple[int, list[int]] | None:
+    """Returns the value of an expression of numbers, +, -, * and parentheses, and its numbers.
+
+    Returns None for everything else: signs (`-3`), powers, leading zeros, other characters. The
+    text is parsed, never run.
+    """
+    if len(text) > LONGEST or re.fullmatch(r"[0-9 +\-*()]+", text) is None:
+        return None
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _value(node: ast.expr) -> tuple[int, list[int]]:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number, [number]
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as sign, right=right):
+            a, used_a = _value(left)
+            b, used_b = _value(right)
+            apply = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+            return apply[type(sign)](a, b), used_a + used_b
+    raise ValueError(type(node).__name__)

@@ -1,0 +1,249 @@
+"""Tasks from datasets: rows in a common layout become prompts with ground truths.
+
+  GSM8K       `question`, `answer` with the number after `####`
+  MATH        `problem`, `solution` with the answer in its last `\\boxed{}`; `answer` if present
+  DAPO, verl  `prompt` as text or messages, `reward_model` with `ground_truth`
+  plain       `prompt` (or `question`, `problem`), `answer`
+
+The layout follows from the columns of the first row; named columns override it.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.tasks.base import Example, Grader, Message, Task
+from tim_jax.tasks.draws import share, whole
+from tim_jax.tasks.rows import Row, read_rows
+
+# (prompt, ground truth) columns, the first pair that a row has. `a.b` is column b inside column a.
+LAYOUTS = (
+    ("prompt", "reward_model.ground_truth"),
+    ("question", "answer"),
+    ("problem", "answer"),
+    ("problem", "solution"),
+    ("prompt", "answer"),
+    ("prompt", "solution"),
+)
+PLACE = "{prompt}"
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """Where a dataset lies and how to read it.
+
+    Attributes:
+      path: file, folder or hub name, as for `read_rows`.
+      split, subset: of a folder or a hub dataset.
+      prompt_column, answer_column: override the detection; `a.b` is column b inside column a.
+      template: text with `{prompt}` in it, put around a text prompt or the last user message.
+      system: system prompt; makes a text prompt a chat, and replaces a chat's own.
+      eval_path, eval_split: held-out rows of their own. If only one is given the other is as for
+        training.
+      eval_share: without those, this share of the prompts is held out; 0 for no evaluation.
+      eval_limit: at most so many held-out prompts, chosen by a hash.
+      seed: of the share and the choice.
+    """
+
+    path: str
+    split: str = "train"
+    subset: str | None = None
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    template: str | None = None
+    system: str | None = None
+    eval_path: str | None = None
+    eval_split: str | None = None
+    eval_share: float = 0.05
+    eval_limit: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        share("eval_share", self.eval_share)
+        whole("seed", self.seed)
+        if self.eval_limit is not None:
+            whole("eval_limit", self.eval_limit, least=1)
+        if self.template is not None and PLACE not in self.template:
+            raise InputError(f"template must contain {PLACE}, got {self.template!r}")
+
+
+def dataset_task(source: DatasetSource, grade: Grader) -> Task:
+    """Returns the dataset as a task; no prompt is both in training and held out.
+
+    With a share held out, equal prompts fall on the same side. With held-out rows of their own,
+    training rows with one of their prompts are left out, and `notes` says how many.
+
+    Raises:
+      InputError: as `read_rows`; for a missing column (naming those present), a value that is no
+        prompt or answer (file and line), and if nothing is left to train on or to evaluate.
+    """
+    rows = read_rows(source.path, split=source.split, subset=source.subset)
+    train = _examples(rows, source)
+    if source.eval_path is None and source.eval_split is None:
+        evaluation = [e for e in train if _held_out(e, source)]
+        notes = ()
+    else:
+        if source.eval_path is None and Path(source.path).expanduser().is_file():
+            raise InputError(f"dataset {source.path!r} is one file, without splits: set eval_path")
+        path = source.eval_path or source.path
+        split = source.eval_split or source.split
+        evaluation = _examples(read_rows(path, split=split, subset=source.subset), source)
+        notes = _overlap(train, evaluation)
+    held_out = {example.prompt for example in evaluation}
+    train = [example for example in train if example.prompt not in held_out]
+    if not train:
+        raise InputError(
+            f"dataset {source.path!r}: all prompts are held out, none left to train on"
+        )
+    if not evaluation and source.eval_share:
+        raise InputError(
+            f"dataset {source.path!r}: eval_share={source.eval_share} of {len(rows)} rows holds"
+            " none out; raise it, or set it to 0 for no evaluation"
+        )
+    if source.eval_limit is not None:
+        evaluation.sort(key=lambda e: _hash(e, source.seed))
+        del evaluation[source.eval_limit :]
+    return Task(source.path, tuple(train), tuple(evaluation), grade, notes)
+
+
+def truth_in(text: str) -> str:
+    """Returns the final answer in a reference solution, or all of a text that is only an answer.
+
+    That is what follows the last `####` (GSM8K), else the content of the last `\\boxed{}`.
+    """
+    _, marker, after = text.rpartition("####")
+    if marker:
+        return after.strip()
+    boxed = _last_boxed(text)
+    return text.strip() if boxed is None else boxed
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    begin, depth = start + len("\\boxed{"), 1
+    for i in range(begin, len(text)):
+        escaped = text[i - 1] == "\\"
+        depth += 0 if escaped else (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return text[begin:i].strip()
+    return None
+
+
+def _examples(rows: Sequence[Row], source: DatasetSource) -> list[Example]:
+    prompt, answer = _columns(rows[0], source)
+    return [_example(row, prompt, answer, source) for row in rows]
+
+
+def _columns(row: Row, source: DatasetSource) -> tuple[str, str]:
+    for prompt, answer in LAYOUTS:
+        prompt, answer = source.prompt_column or prompt, source.answer_column or answer
+        if _has(row.values, prompt) and _has(row.values, answer):
+            return prompt, answer
+    for name in (source.prompt_column, source.answer_column):
+        if name is not None and not _has(row.values, name):
+            raise _missing(row, name)
+    raise InputError(
+        f"dataset {row.where}: no layout fits the columns {_names(row)}; name them by prompt_column"
+        f" and answer_column, or have one of {', '.join(f'{p} + {a}' for p, a in LAYOUTS)}"
+    )
+
+
+def _example(row: Row, prompt: str, answer: str, source: DatasetSource) -> Example:
+    asked = _prompt(_get(row, prompt), f"dataset {row.where}: column {prompt!r}")
+    truth = _truth(_get(row, answer), f"dataset {row.where}: column {answer!r}", answer)
+    return Example(_dressed(asked, source), truth)
+
+
+def _truth(value: object, where: str, column: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise InputError(f"{where} must be text or a number, got {_shown(value)}")
+    text = str(value)
+    if column == "solution" and "####" not in text and _last_boxed(text) is None:
+        raise InputError(f"{where} has no \\boxed{{}} answer: {_shown(text[-60:])}")
+    truth = truth_in(text)
+    if not truth:
+        raise InputError(f"{where} has an empty answer: {_shown(text[-60:])}")
+    return truth
+
+
+def _prompt(value: object, where: str) -> str | tuple[Message, ...]:
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list) and value:
+        return tuple(_message(item, where) for item in value)
+    raise InputError(f"{where} must be text or a list of messages, not empty; got {_shown(value)}")
+
+
+def _message(value: object, where: str) -> Message:
+    match value:
+        case {"role": str(role), "content": str(content)}:
+            return Message(role, content)
+    raise InputError(f"{where}: a message needs a role and a content of text, got {_shown(value)}")
+
+
+def _dressed(prompt: str | tuple[Message, ...], source: DatasetSource) -> str | tuple[Message, ...]:
+    if isinstance(prompt, str):
+        text = prompt if source.template is None else source.template.replace(PLACE, prompt)
+        return text if source.system is None else _chat(source.system, Message("user", text))
+    last = max((i for i, m in enumerate(prompt) if m.role == "user"), default=None)
+    if source.template is not None and last is not None:
+        text = source.template.replace(PLACE, prompt[last].content)
+        prompt = (*prompt[:last], Message("user", text), *prompt[last + 1 :])
+    if source.system is None:
+        return prompt
+    return _chat(source.system, *(m for m in prompt if m.role != "system"))
+
+
+def _chat(system: str, *rest: Message) -> tuple[Message, ...]:
+    return (Message("system", system), *rest)
+
+
+def _held_out(example: Example, source: DatasetSource) -> bool:
+    return _hash(example, source.seed) < source.eval_share * 2**64
+
+
+def _hash(example: Example, seed: int) -> int:
+    text = f"{seed}\0{example.prompt!r}"
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest())
+
+
+def _overlap(train: Sequence[Example], evaluation: Sequence[Example]) -> tuple[str, ...]:
+    held_out = {example.prompt for example in evaluation}
+    count = sum(example.prompt in held_out for example in train)
+    return (f"{count} training rows left out: their prompts are held out",) if count else ()
+
+
+def _has(values: Mapping[str, Any], column: str) -> bool:
+    if column in values:
+        return True
+    outer, dot, inner = column.partition(".")
+    return bool(dot) and isinstance(values.get(outer), Mapping) and _has(values[outer], inner)
+
+
+def _get(row: Row, column: str) -> object:
+    values: Any = row.values
+    if not _has(values, column):
+        raise _missing(row, column)
+    while column not in values:
+        outer, _, column = column.partition(".")
+        values = values[outer]
+    return values[column]
+
+
+def _missing(row: Row, column: str) -> InputError:
+    hint = did_you_mean(column, map(str, row.values))
+    return InputError(f"dataset {row.where}: no column {column!r}; has {_names(row)}{hint}")
+
+
+def _names(row: Row) -> str:
+    return ", ".join(row.values) or "none"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

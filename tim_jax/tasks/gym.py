@@ -1,0 +1,151 @@
+"""Tasks of reasoning-gym (extra `gym`) by name and parameters, with their own score functions.
+
+Problems are made and scored in guarded worker processes (`guard`): five of the library's datasets
+depend on Python's hash seed, which is fixed there, and some scorers evaluate what the policy wrote.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.tasks.base import Example, Generated, Grade, Message, Task
+from tim_jax.tasks.draws import whole
+from tim_jax.tasks.guard import Guard, Limits, Outcome, Refusal, grade_of
+
+SYSTEM = (
+    "Solve the problem. Think step by step first if that helps, then give the final answer alone"
+    " between <answer> and </answer>, in the form that the problem asks for."
+)
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+KEPT = 4096  # problems held by a task
+ITEM_SECONDS = 60.0  # CPU seconds to make one problem; some datasets search for a good one
+
+
+def gym_task(
+    name: str,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    train_size: int = 4096,
+    eval_size: int = 128,
+    system: str | None = SYSTEM,
+    limits: Limits | None = None,
+) -> Task:
+    """Returns the reasoning-gym dataset `name` as a task.
+
+    Items 0 to train_size - 1 of the dataset are for training, the next eval_size for evaluation,
+    those with a question met before left out. A training item whose question is held out gives its
+    place to the next one that is not.
+
+    The answer is the text of the last `<answer>...</answer>`, or the whole completion without a
+    system prompt; rewards are the dataset's own, from 0 to 1.
+
+    Args:
+      parameters: the dataset's own, without `seed` and `size`.
+      system: system prompt of a chat; None gives the bare question as plain text.
+
+    Raises:
+      InputError: if reasoning-gym is missing, for an unknown name or parameter (the nearest is
+        named) or a value that the dataset refuses, and if it has too few different questions.
+    """
+    if find_spec("reasoning_gym") is None:
+        raise InputError(f"task {name!r} needs reasoning-gym: pip install 'tim-jax[gym]'")
+    for key in ("seed", "size"):
+        if key in (parameters or {}):
+            raise InputError(f"reasoning-gym task {name!r}: {key!r} is set by the task, not here")
+    whole("seed", seed, least=0)
+    whole("train_size", train_size, least=1)
+    whole("eval_size", eval_size, least=1)
+    given = {**(parameters or {}), "seed": seed, "size": train_size + eval_size}
+    guard = Guard("gym", {"name": name, "parameters": given}, limits or Limits())
+    source = _Source(name, guard, system)
+    evaluation = _distinct(source.examples(range(train_size, train_size + eval_size)))
+    held_out = frozenset(_question(example) for example in evaluation)
+
+    @lru_cache(maxsize=KEPT)
+    def train_item(index: int) -> Example:
+        for step in range(train_size):
+            example = source.examples([(index + step) % train_size])[0]
+            if _question(example) not in held_out:
+                return example
+        raise InputError(f"reasoning-gym task {name!r}: all training questions are held out")
+
+    train_item(0)
+    lacking = eval_size - len(evaluation)
+    notes = (f"{lacking} of {eval_size} evaluation questions left out: not new",) if lacking else ()
+    grader = GymGrader(guard, tagged=system is not None)
+    return Task(f"gym:{name}", Generated(train_item, train_size), evaluation, grader, notes)
+
+
+class GymGrader:
+    """The dataset's own score of an answer, 0 to 1. A score that is not finite is a fault."""
+
+    def __init__(self, guard: Guard, *, tagged: bool) -> None:
+        self._guard = guard
+        self._tagged = tagged
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        pairs = zip(examples, completions, strict=True)
+        outcomes = self._guard.map(
+            [{"index": example.data["index"], "answer": self._answer(c)} for example, c in pairs]
+        )
+        return [grade_of(outcome) for outcome in outcomes]
+
+    def close(self) -> None:
+        """Ends the workers; a later call starts new ones."""
+        self._guard.close()
+
+    def _answer(self, completion: str) -> str | None:
+        if not self._tagged:
+            return completion.strip()
+        answers = TAGGED.findall(completion)
+        return answers[-1].strip() if answers else None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Makes examples of one dataset in the workers."""
+
+    name: str
+    guard: Guard
+    system: str | None
+
+    def examples(self, indices: Sequence[int]) -> list[Example]:
+        bodies = [{"index": int(index)} for index in indices]
+        try:
+            outcomes = self.guard.map(bodies, seconds=ITEM_SECONDS)
+        except Refusal as refusal:
+            raise InputError(self._refused(refusal.reply)) from None
+        return [self._example(i, outcome) for i, outcome in zip(indices, outcomes, strict=True)]
+
+    def _example(self, index: int, outcome: Outcome) -> Example:
+        if outcome.fault is not None:
+            raise InputError(
+                f"reasoning-gym task {self.name!r}: item {index} could not be made:"
+                f" {outcome.fault} {outcome.detail}"
+            )
+        question = outcome.value["question"]
+        prompt = question
+        if self.system is not None:
+            prompt = (Message("system", self.system), Message("user", question))
+        return Example(prompt, str(outcome.value["answer"] or ""), {"index": index})
+
+    def _refused(self, reply: Mapping[str, Any]) -> str:
+        known = reply.get("known", ())
+        if "parameter" in reply:
+            hint = did_you_mean(reply["parameter"], known)
+        else:
+            hint = did_you_mean(self.name, known) if known else ""
+        return f"reasoning-gym task {self.name!r}: {reply['refused']}{hint}"
+
+
+def _question(example: Example) -> str:
+    return example.prompt if isinstance(example.prompt, str) else example.prompt[-1].content
+
+
+def _distinct(examples: Sequence[Example]) -> tuple[Example, ...]:
+    return tuple({_question(example): example for example in reversed(examples)}.values())[::-1]

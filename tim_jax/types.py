@@ -1,0 +1,34 @@
+"""The few structs that travel between rooms. Shapes are documented here, once.
+
+P: prompts, B: sequences (prompts times samples), Tp: padded prompt length, R: longest response.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Prompts:
+    """Prompts of different lengths, side by side, left-aligned: position 0 is the first token."""
+
+    tokens: jax.Array  # i32[P, Tp], anything beyond `lengths`
+    lengths: jax.Array  # i32[P], at least 1
+    ids: jax.Array  # i32[P], names the prompt's random numbers; not its row
+
+
+@struct.dataclass
+class Rollout:
+    """Sampled responses with the log-probs of the distribution that each token was drawn from."""
+
+    prompts: jax.Array  # i32[B, Tp]
+    prompt_lengths: jax.Array  # i32[B]
+    responses: jax.Array  # i32[B, R], stop token included
+    lengths: jax.Array  # i32[B], response tokens; the only source of masks
+    log_probs: jax.Array  # f32[B, R], 0 beyond `lengths`
+    finished: jax.Array  # bool[B], False where the maximum length cut the response
+
+    @property
+    def mask(self) -> jax.Array:
+        """bool[B, R], True on response tokens. A sampled pad token is a token: lengths decide."""
+        return jnp.arange(self.responses.shape[1])[None, :] < self.lengths[:, None]
