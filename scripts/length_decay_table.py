@@ -128,8 +128,8 @@ def table() -> str:
     lines = [
         "# Length-triggered decay on seeded traces",
         "",
-        "Written by `python scripts/length_decay_table.py`. The traces are synthetic, 1,000 of each",
-        f"kind, {STEPS} steps, seeds 0 and 1; the script says how they are made. Detector: defaults.",
+        "Written by `python scripts/length_decay_table.py`. The traces are synthetic, 1,000 of",
+        f"each kind, {STEPS} steps, seeds 0 and 1; the script says how. Detector: defaults.",
         "",
         "## No surge: how often does it fire?",
         "",
@@ -145,8 +145,8 @@ def table() -> str:
         "",
         "1,000 to 3,000-4,000 tokens within 3 to 8 steps, noise of 2% to 12%, growth of up to 1.3",
         "times before. Delay: steps from the surge's first to the one at which the state shows it.",
-        "The paper used periods of 204 (4B) and 160 (8B); its rule, 1.8 times the surge's step, gives",
-        "198 and 162.",
+        "The paper used periods of 204 (4B) and 160 (8B); its rule, 1.8 times the surge's step,",
+        "gives 198 and 162.",
         "",
         "| surge at | found, of 1,000 | found within 10 steps | delay: median, largest "
         "| error of the step: 5%, median, 95% | period: 5%, median, 95% |",

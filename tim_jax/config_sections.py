@@ -168,6 +168,8 @@ class Learner(Section):
     prompts_per_step: Count = 8
     micro_batch: Count | None = None
     """Sequences per forward and backward; left out: a whole mini-batch. Memory only."""
+    remat: bool = False
+    """Recompute each layer in the backward instead of keeping its activations. Memory only."""
     mini_batches: Count = 1
     """Updates per pass over a step's sequences."""
     epochs: Count = 1
@@ -363,3 +365,5 @@ class RunSection(Section):
     wandb_mode: WandbMode = "online"
     samples_logged: Whole = 4
     """Completions per step written to samples.jsonl."""
+    export: bool = True
+    """Write the final model to the run folder, as `transformers` loads it."""

@@ -17,3 +17,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+
+
+class MismatchError(Exception):
+    """An exact run met a token whose log-probs differ. The message says which, in one line."""

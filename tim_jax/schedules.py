@@ -3,8 +3,8 @@
 Source: "Beyond Precision" (arXiv 2602.01826). `length_decay` is its Algorithm 1 to the letter;
 `length_triggered_decay` finds the period itself, from an online detector of the surge of the mean
 response length, which the paper describes but does not specify. Both multiply the updates by a
-scale in [floor, 1], so any schedule (warm-up, cosine, constant) composes under them, and the paper's
-eta_0 is whatever that schedule gives.
+scale in [floor, 1], so any schedule (warm-up, cosine, constant) composes under them, and eta_0 of
+the paper is whatever that schedule gives.
 """
 
 import dataclasses

@@ -41,8 +41,7 @@ def score(
     `rollout.lengths` are finite and meaningless.
     """
     tokens = sequences(rollout)
-    batch, length = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
     hidden, _ = transformer.forward(
         weights, tokens, positions, config=config, numerics=numerics, remat=remat
     )

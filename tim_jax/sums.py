@@ -56,6 +56,18 @@ def count(mask: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.sum(mask, dtype=jnp.int32), 1).astype(jnp.float32)
 
 
+def whole(values: jax.Array) -> jax.Array:
+    """Returns the array unsharded where its sharding is part of the type, else as it is.
+
+    For what has no sharded form there, such as a sort over all elements. Elsewhere the compiler
+    places the data.
+    """
+    sharding = jax.typeof(values).sharding
+    if all(axis is None for axis in sharding.spec):
+        return values
+    return jax.sharding.reshard(values, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
 def _finite(values: jax.Array) -> jax.Array:
     if values.shape[-1] == 0:
         return jnp.zeros((*values.shape[:-1], 1), values.dtype)
@@ -68,8 +80,8 @@ def _gathered(values: jax.Array) -> jax.Array:
     sharding = jax.typeof(values).sharding
     if len(sharding.spec) < values.ndim or sharding.spec[-1] is None:
         return values
-    whole = PartitionSpec(*sharding.spec[:-1], None)
-    return jax.sharding.reshard(values, NamedSharding(sharding.mesh, whole))
+    together = PartitionSpec(*sharding.spec[:-1], None)
+    return jax.sharding.reshard(values, NamedSharding(sharding.mesh, together))
 
 
 def _pairs(values: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -23,7 +23,7 @@ def load_reward(name: str) -> Grader:
       InputError: when loading, if there is no such module or function or the import fails; when
         grading, if the function raises, or returns anything but as many finite numbers.
     """
-    function = _load(name)
+    function = load_function(name)
 
     def grade(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
         prompts = [_plain(example.prompt) for example in examples]
@@ -37,7 +37,7 @@ def load_reward(name: str) -> Grader:
     return grade
 
 
-def _load(name: str) -> Callable[..., Any]:
+def load_function(name: str) -> Callable[..., Any]:
     module_name, colon, function_name = name.partition(":")
     if module_name.endswith(".py") or os.sep in module_name:
         right = f"{module_name.removesuffix('.py').replace(os.sep, '.')}:{function_name}"

@@ -1,0 +1,277 @@
+"""Metrics against float64 NumPy, on quiet, wild and empty batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from tim_jax import corrections, metrics
+from tim_jax.objectives import Objective
+
+mismatch_metrics = jax.jit(metrics.mismatch_metrics)
+
+
+def draw(seed, spread, rows=12, width=37, empty=True):
+    rng = np.random.default_rng(seed)
+    train = np.float32(-rng.exponential(size=(rows, width)) * rng.choice([0.01, 1, 6], (rows, 1)))
+    rollout = np.float32(train + spread * rng.standard_normal((rows, width)))
+    rollout = np.where(rng.random((rows, width)) < 0.3, train, rollout)
+    lengths = rng.integers(1, width + 1, rows)
+    lengths[0] = 0 if empty else lengths[0]
+    mask = np.arange(width)[None, :] < lengths[:, None]
+    return np.where(mask, train, np.nan), np.where(mask, rollout, np.nan), mask
+
+
+def reference(train, rollout, mask):
+    """The definitions of mismatch_metrics, in float64."""
+    # The log-ratio is the float32 difference of float32 log-probs: that is the quantity defined.
+    d = (train - rollout)[mask].astype(np.float64)
+    t, q = train[mask].astype(np.float64), rollout[mask].astype(np.float64)
+    held = np.clip(d, -20, 20)
+    r, p_train, p_rollout = np.exp(held), np.exp(np.minimum(t, 0)), np.exp(np.minimum(q, 0))
+    rows = [(train - rollout)[i, m].astype(np.float64) for i, m in enumerate(mask) if m.any()]
+    sums, means = np.array([x.sum() for x in rows]), np.array([x.mean() for x in rows])
+    product = np.exp(np.clip(sums, -20, 20))
+    difference = np.abs(p_train - p_rollout)
+    ppl = [
+        np.mean([-x[i, m].astype(np.float64).mean() for i, m in enumerate(mask) if m.any()])
+        for x in (train, rollout)
+    ]
+    quantiles = {"p01": 0.01, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p99": 0.99, "p999": 0.999}
+    return {
+        "tokens": mask.sum(),
+        "unequal_tokens": np.sum(train[mask] != rollout[mask]),
+        "exact_share": np.mean(train[mask] == rollout[mask]),
+        "log_ratio_mean": d.mean(),
+        "log_ratio_abs_mean": np.abs(d).mean(),
+        "log_ratio_abs_max": np.abs(d).max(),
+        "mult_error": np.exp(np.abs(held)).mean(),
+        "log_ppl_train": ppl[0],
+        "log_ppl_rollout": ppl[1],
+        "log_ppl_diff": -means.mean(),
+        "log_ppl_abs_diff_sum": np.abs(sums).mean(),
+        "log_ppl_abs_diff_mean": np.abs(means).mean(),
+        "kl_k1": -d.mean(),
+        "kl_k3": (np.expm1(held) - held).mean(),
+        "chi2_token": (r**2).mean() - 1,
+        "chi2_sequence": (product**2).mean() - 1,
+        "ratio_mean": r.mean(),
+        "ratio_std": r.std(),
+        "ratio_min": r.min(),
+        "ratio_max": r.max(),
+        **{f"ratio_{k}": np.quantile(r, v) for k, v in quantiles.items()},
+        "ess_token": r.mean() ** 2 / (r**2).mean(),
+        "ess_sequence": product.mean() ** 2 / (product**2).mean(),
+        "sequence_log_ratio_min": sums.min(),
+        "sequence_log_ratio_max": sums.max(),
+        "outside_0.999_1.002": np.mean((r < 0.999) | (r > 1.002)),
+        "outside_1pct": np.mean((r < 0.99) | (r > 1.01)),
+        "outside_5pct": np.mean((r < 0.95) | (r > 1.05)),
+        "extreme_share": np.mean(np.abs(d) > np.log(2)),
+        "entropy_estimate": -t.mean(),
+        "prob_diff_mean": difference.mean(),
+        "prob_diff_std": difference.std(),
+        "prob_diff_max": difference.max(),
+        "prob_correlation": np.corrcoef(p_train, p_rollout)[0, 1],
+    }
+
+
+@pytest.mark.parametrize("spread", [1e-5, 1e-3, 0.1, 1.0, 30.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_scalars_match_the_definitions(seed, spread):
+    train, rollout, mask = draw(seed, spread)
+    ours = mismatch_metrics(train, rollout, mask)
+    expected = reference(train, rollout, mask)
+    assert set(ours) == set(expected)
+    # Rounded inputs to a difference: |p - q| is known no better than an ulp of p.
+    loose = {"prob_diff_mean": 1e-7, "prob_diff_max": 1e-7, "prob_diff_std": 1e-7}
+    for name, value in expected.items():
+        assert float(ours[name]) == pytest.approx(value, rel=1e-6, abs=loose.get(name, 1e-9)), name
+
+
+def test_the_indicator_of_the_paper_and_of_verl_differ_by_the_length():
+    train = jnp.full((12, 37), -1.0)
+    mask = jnp.broadcast_to(jnp.arange(37) < 30, (12, 37))
+    ours = mismatch_metrics(train, train - 0.01, mask)
+    assert float(ours["log_ppl_abs_diff_sum"]) == pytest.approx(0.3, rel=1e-4)
+    assert float(ours["log_ppl_abs_diff_mean"]) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_equal_bits_read_as_no_mismatch():
+    train, _, mask = draw(0, 1.0)
+    ours = mismatch_metrics(train, train, mask)
+    zero = ["kl_k1", "kl_k3", "chi2_token", "chi2_sequence", "ratio_std", "prob_diff_max"]
+    zero += ["unequal_tokens", "log_ppl_abs_diff_sum", "extreme_share", "outside_0.999_1.002"]
+    assert all(float(ours[name]) == 0.0 for name in zero)
+    one = ["exact_share", "ratio_mean", "ratio_min", "ratio_max", "ess_token", "mult_error"]
+    assert all(float(ours[name]) == 1.0 for name in one)
+    assert float(ours["prob_correlation"]) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_one_ulp_is_an_unequal_token():
+    train = jnp.full((1, 4), -0.5)
+    rollout = train.at[0, 2].set(np.nextafter(np.float32(-0.5), np.float32(0)))
+    ours = mismatch_metrics(train, rollout, jnp.ones((1, 4), bool))
+    assert int(ours["unequal_tokens"]) == 1
+    assert float(ours["exact_share"]) == 0.75
+
+
+@pytest.mark.parametrize("spread", [0.0, 800.0])
+def test_nothing_is_nan_for_empty_or_wild_batches(spread):
+    train, rollout, mask = draw(1, spread)
+    for kept in (mask, np.zeros_like(mask)):
+        log_ratio = jnp.asarray(train - rollout)
+        found = [
+            mismatch_metrics(train, rollout, kept),
+            metrics.correction_metrics(jnp.asarray(kept, jnp.float32), log_ratio, kept, upper=2.0),
+            metrics.update_skew(jnp.exp(jnp.clip(log_ratio, -20, 20)), jnp.ones(len(kept)), kept),
+            metrics.mismatch_profiles(train, rollout, kept),
+        ]
+        assert all(not np.any(np.isnan(x)) for x in jax.tree.leaves(found))
+    assert float(mismatch_metrics(train, rollout, 0 * mask > 0)["exact_share"]) == 0.0
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharding_changes_no_bit(kind):
+    train, rollout, mask = draw(2, 0.1, rows=16, width=40)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    place = NamedSharding(mesh, PartitionSpec("x", "y"))
+
+    @jax.jit
+    def measure(train, rollout, mask):
+        weights = jnp.exp(train - rollout)
+        return {
+            **metrics.mismatch_metrics(train, rollout, mask),
+            **metrics.correction_metrics(weights, train - rollout, mask, upper=2.0),
+            **metrics.update_skew(weights, jnp.linspace(-1.0, 1.0, 16), mask),
+        }
+
+    alone = measure(train, rollout, mask)
+    split = measure(*(jax.device_put(x, place) for x in (train, rollout, mask)))
+    for name, value in alone.items():
+        assert np.asarray(value).tobytes() == np.asarray(split[name]).tobytes(), name
+
+
+def test_correction_metrics_tell_masking_from_rejection():
+    log_ratio = jnp.log(jnp.asarray([[1.0, 3.0, 0.4], [1.0, 1.0, 9.0], [1.2, 1.0, 1.0]]))
+    mask = jnp.asarray([[True] * 3, [True] * 3, [True, True, False]])
+    coefficients = jnp.asarray([[1.0, 0.0, 0.4], [0.0, 0.0, 0.0], [1.2, 1.0, 7.0]])
+    ours = metrics.correction_metrics(coefficients, log_ratio, mask, lower=0.5, upper=2.0)
+    kept = np.asarray([1.0, 0.0, 0.4, 0, 0, 0, 1.2, 1.0])
+    expected = {
+        "zero_share": 4 / 8,
+        "masked_share": 1 / 8,
+        "rejected_share": 1 / 3,
+        "clipped_high_share": 2 / 8,
+        "clipped_low_share": 1 / 8,
+        "coefficient_mean": kept.mean(),
+        "coefficient_std": kept.std(),
+        "coefficient_min": 0.0,
+        "coefficient_max": 1.2,
+        "coefficient_p50": np.median(kept),
+        "coefficient_p99": np.quantile(kept, 0.99),
+        "ess": kept.mean() ** 2 / (kept**2).mean(),
+    }
+    for name, value in expected.items():
+        assert float(ours[name]) == pytest.approx(value, rel=1e-6), name
+
+
+def test_effective_sample_size_of_a_recipe_is_verls():
+    train, rollout, mask = draw(3, 0.5)
+    log_ratio = jnp.asarray(train - rollout)
+    weights = corrections.coefficients(
+        corrections.sequence_tis(), log_ratio=log_ratio, mask=jnp.asarray(mask)
+    )
+    ours = metrics.correction_metrics(weights, log_ratio, jnp.asarray(mask), level="sequence")
+    w = np.asarray(weights)[mask].astype(np.float64)
+    assert float(ours["ess"]) == pytest.approx(1 / ((w / w.mean()) ** 2).mean(), rel=1e-6)
+
+
+def test_update_skew_is_equation_5():
+    rng = np.random.default_rng(4)
+    r = np.float32(np.exp(0.3 * rng.standard_normal((6, 9))))
+    advantages = np.float32([1.0, -1.0, 0.5, -0.5, 0.0, 2.0])
+    mask = rng.random((6, 9)) < 0.7
+    ours = metrics.update_skew(jnp.asarray(r), jnp.asarray(advantages), jnp.asarray(mask))
+    c = -(r.astype(np.float64) - 1) * advantages[:, None]
+    side = np.broadcast_to(advantages[:, None], mask.shape)
+    assert float(ours["update_skew"]) == pytest.approx(c[mask].mean(), rel=1e-5)
+    positive = c[mask & (side > 0)].mean()
+    assert float(ours["update_skew_positive"]) == pytest.approx(positive, rel=1e-5)
+    negative = c[mask & (side < 0)].mean()
+    assert float(ours["update_skew_negative"]) == pytest.approx(negative, rel=1e-5)
+
+
+def test_recompute_mode_is_blind_where_bypass_mode_sees():
+    """Recompute mode's PPO ratio says nothing of the sampler; the ratio to the rollout does."""
+    train, rollout, mask = draw(5, 0.5)
+    old = train
+    seen = mismatch_metrics(train, rollout, mask)
+    blind = mismatch_metrics(train, old, mask)
+    assert float(seen["kl_k3"]) > 0.05
+    assert float(blind["kl_k3"]) == 0.0
+
+
+def test_profiles_count_every_token_once():
+    train, rollout, mask = draw(6, 0.3)
+    profiles = metrics.mismatch_profiles(train, rollout, mask, bins=5)
+    d = np.abs(train - rollout)
+    for profile in profiles.values():
+        assert int(profile.counts.sum()) == mask.sum()
+        total = (np.asarray(profile.counts) * np.float64(profile.means)).sum()
+        assert total == pytest.approx(d[mask].sum(), rel=1e-5)
+    position = np.minimum(np.arange(37) * 5 // 37, 4)[None, :] * np.ones_like(mask, int)
+    for k in range(5):
+        chosen = d[mask & (position == k)]
+        assert int(profiles["by_position"].counts[k]) == len(chosen)
+        assert float(profiles["by_position"].means[k]) == pytest.approx(chosen.mean(), rel=1e-5)
+    assert int(profiles["by_difference"].counts[0]) == np.sum(d[mask] < 1e-8)
+    rare = mask & (np.exp(train) < 1e-4)
+    assert int(profiles["by_probability"].counts[0]) == rare.sum()
+
+
+def test_loss_metrics_are_shares_of_tokens():
+    log_probs = jnp.log(jnp.asarray([[0.5, 0.9, 1.5, 9.0], [0.5, 0.9, 1.5, 9.0]]))
+    mask = jnp.asarray([[True, True, True, False]] * 2)
+    losses = Objective().token_losses(
+        log_probs, jnp.zeros((2, 4)), jnp.asarray([1.0, -1.0]), mask=mask
+    )
+    ours = metrics.loss_metrics(losses, mask)
+    assert float(ours["clipped_low_share"]) == pytest.approx(1 / 6)
+    assert float(ours["clipped_high_share"]) == pytest.approx(1 / 6)
+    assert float(ours["ppo_ratio_max"]) == pytest.approx(1.5)
+    assert float(ours["ppo_ratio_mean"]) == pytest.approx(2.9 / 3)
+
+
+def test_divergences_of_distributions():
+    rng = np.random.default_rng(7)
+    logits = rng.standard_normal((2, 4, 11))
+    p, q = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    q[0, :5] = 0.0
+    q /= q.sum(axis=-1, keepdims=True)
+    m = (p + q) / 2
+
+    def kl(a, b):
+        return np.sum(np.where(a > 0, a * np.log(np.where(a > 0, a, 1) / b), 0), axis=-1)
+
+    with np.errstate(divide="ignore"):
+        log_p, log_q = jnp.asarray(np.log(p), jnp.float32), jnp.asarray(np.log(q), jnp.float32)
+    np.testing.assert_allclose(
+        metrics.jensen_shannon(log_p, log_q), (kl(p, m) + kl(q, m)) / 2, rtol=2e-5
+    )
+    assert np.all(np.asarray(metrics.jensen_shannon(log_q, log_q)) == 0.0)
+    expected = -np.sum(np.where(q > 0, q * np.log(np.where(q > 0, q, 1)), 0), axis=-1)
+    np.testing.assert_allclose(metrics.entropy(log_q), expected, rtol=1e-5)
+
+
+def test_noise_scale_of_a_known_gradient():
+    signal, noise = 0.7, 12.0
+    ours = metrics.gradient_noise_scale(
+        jnp.float32(signal + noise / 8), jnp.float32(signal + noise / 64), small=8, big=64
+    )
+    assert float(ours["gradient_signal"]) == pytest.approx(signal, rel=1e-4)
+    assert float(ours["gradient_noise"]) == pytest.approx(noise, rel=1e-4)
+    assert float(ours["noise_scale"]) == pytest.approx(noise / signal, rel=1e-4)
+    none = metrics.gradient_noise_scale(jnp.float32(10.0), jnp.float32(1.0), small=8, big=64)
+    assert np.isinf(float(none["noise_scale"]))

@@ -1,0 +1,207 @@
+"""From a run's configuration to the values that the loops take: model, task, policy, programs."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax import calibration, corrections, optimizers, programs
+from tim_jax.config import RunConfig
+from tim_jax.config_sections import Architecture, Optimizer
+from tim_jax.errors import InputError
+from tim_jax.learner import Learning, Policy
+from tim_jax.model import hf
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.params import init_params
+from tim_jax.numerics import Numerics
+from tim_jax.policy import Sampling
+from tim_jax.programs import Programs
+from tim_jax.tasks import builtin, custom
+from tim_jax.tasks.base import Task
+from tim_jax.tasks.dataset import DatasetSource, dataset_task
+from tim_jax.tasks.guard import Limits
+from tim_jax.tasks.gym import gym_task
+from tim_jax.tasks.math import MathGrader
+from tim_jax.tokenizers import character_tokenizer
+from tim_jax.train import Text
+
+_LONG = 1024  # from this many positions on, larger key blocks cost less
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as it stands in a folder or is initialised: what to compute, and from what."""
+
+    config: ModelConfig
+    params: Any  # float32 master weights
+    tokenizer: Any
+    stop_tokens: tuple[int, ...]
+
+
+def load_model(source: str) -> Model:
+    """A checkpoint folder or hub name."""
+    folder = hf.resolve(source)
+    config = hf.load_config(folder)
+    tokenizer = hf.load_tokenizer(folder, config)
+    generation = hf.load_generation_config(folder).get("eos_token_id")
+    found = generation if isinstance(generation, list) else [generation]
+    stops = {tokenizer.eos_token_id, *config.eos_token_ids, *found} - {None}
+    params = jax.tree.map(jnp.asarray, hf.load_params(folder, config))
+    return Model(config, params, tokenizer, tuple(sorted(stops)))
+
+
+def random_model(architecture: Architecture, *, seed: int) -> Model:
+    """A Qwen3 with random weights and the built-in tasks' character tokenizer."""
+    tokenizer = character_tokenizer(builtin.ALPHABET)
+    config = ModelConfig(
+        model_type="qwen3",
+        vocab_size=len(tokenizer),
+        hidden_size=architecture.hidden_size,
+        num_layers=architecture.num_layers,
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        intermediate_size=architecture.intermediate_size,
+        max_positions=architecture.max_positions,
+        tied_embeddings=architecture.tied,
+        qk_norm=True,
+        eos_token_ids=(tokenizer.eos_token_id,),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    params = jax.tree.map(jnp.asarray, init_params(config, seed))
+    return Model(config, params, tokenizer, (tokenizer.eos_token_id,))
+
+
+def make_model(config: RunConfig) -> Model:
+    architecture = config.model.random_architecture
+    if architecture is not None:
+        return random_model(architecture, seed=config.seed)
+    assert config.model.path is not None  # the section has exactly one source
+    return load_model(config.model.path)
+
+
+def make_task(config: RunConfig) -> Task:
+    section = config.task
+    if section.kind == "builtin":
+        task = builtin.builtin_task(section.name, {"seed": config.seed, **section.parameters})
+    elif section.kind == "gym":
+        task = gym_task(
+            section.name,
+            section.parameters,
+            seed=section.seed,
+            train_size=section.train_size,
+            eval_size=section.eval_size,
+            limits=Limits(seconds=section.time_limit),
+        )
+    elif section.kind == "dataset":
+        names = DatasetSource.__dataclass_fields__
+        source = DatasetSource(**{k: v for k, v in section.model_dump().items() if k in names})
+        limits = Limits(seconds=section.time_limit)
+        grade = custom.load_reward(section.reward) if section.reward else MathGrader(limits)
+        return dataset_task(source, grade)
+    else:
+        task = custom.load_function(section.factory)(**section.parameters)
+        if not isinstance(task, Task):
+            raise InputError(
+                f"task.factory {section.factory} must return a tim_jax.tasks.base.Task, got"
+                f" {type(task).__name__}"
+            )
+    return replace(task, grade=custom.load_reward(section.reward)) if section.reward else task
+
+
+def make_text(config: RunConfig, model: Model) -> Text:
+    template = {"on": True, "off": False, "auto": "auto"}[config.model.chat_template]
+    return Text(
+        tokenizer=model.tokenizer,
+        max_prompt_length=config.sampling.max_prompt_length,
+        chat_template=template,
+        template_options=tuple(config.model.template_options.items()),
+    )
+
+
+def make_numerics(family: Any, dtype: str, model: ModelConfig, *, length: int, batch: int):
+    """Numerics for sequences of up to `length` tokens and decode batches of about `batch` rows."""
+    block = 32 if length < _LONG else 128
+    numerics = Numerics(family=family, compute_dtype=dtype, kv_block=block)
+    return calibration.calibrate(model, numerics, batch=batch)
+
+
+def make_policy(config: RunConfig, model: Model) -> Policy:
+    """The one policy of sampler and learner."""
+    section = config.sampling
+    length = section.max_prompt_length + section.max_response_length
+    if length > model.config.max_positions:
+        raise InputError(
+            f"sampling.max_response_length: {section.max_response_length} after a prompt of"
+            f" {section.max_prompt_length} is {length} tokens, more than the model's"
+            f" {model.config.max_positions} positions"
+        )
+    beyond = [t for t in section.stop_tokens if t >= model.config.vocab_size]
+    if beyond:
+        raise InputError(
+            f"sampling.stop_tokens: {beyond[0]} is outside the model's vocabulary of"
+            f" {model.config.vocab_size}"
+        )
+    return Policy(
+        config=model.config,
+        numerics=make_numerics(
+            config.numerics.family,
+            config.numerics.dtype,
+            model.config,
+            length=length,
+            batch=config.sequences_per_step,
+        ),
+        sampling=Sampling(
+            max_response_length=section.max_response_length,
+            temperature=section.temperature,
+            top_k=section.top_k,
+            top_p=section.top_p,
+            stop_tokens=tuple(sorted({*model.stop_tokens, *section.stop_tokens})),
+        ),
+    )
+
+
+def make_optimizer(section: Optimizer, *, steps: int):
+    kind, decay = section.length_decay, None
+    if kind.kind == "fixed":
+        decay = optimizers.Decay(period=kind.period, floor=kind.floor)
+    elif kind.kind == "reactive":
+        decay = optimizers.Decay(multiple=kind.multiplier, floor=kind.floor)
+    rate = optimizers.Rate(
+        peak=section.learning_rate,
+        warmup_steps=section.warmup_steps,
+        schedule=section.schedule,
+        total_steps=section.total_steps or steps,
+        final_share=section.final_share,
+    )
+    return optimizers.adamw(
+        rate,
+        b1=section.b1,
+        b2=section.b2,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+        decay=decay,
+    )
+
+
+def make_programs(config: RunConfig, policy: Policy) -> Programs:
+    section = config.learner
+    updates = config.steps * section.mini_batches * section.epochs
+    correction = corrections.build(list(section.corrections)) if section.corrections else None
+    learning = Learning(
+        objective=config.objective,
+        group_size=config.sampling.samples_per_prompt,
+        mode=section.mode,
+        micro_batch=section.micro_batch,
+        remat=section.remat,
+    )
+    return programs.build(
+        policy,
+        learning,
+        make_optimizer(config.optimizer, steps=updates),
+        correction=correction,
+        mini_batches=section.mini_batches,
+        epochs=section.epochs,
+    )

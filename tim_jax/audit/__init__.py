@@ -1,0 +1,38 @@
+"""Proves on the machine at hand that sampler and learner give every token the same log-prob bits.
+
+One set of sequences is drawn per distribution; its log-probs are then computed again by learners
+and samplers in other batches, micro-batches, paddings and orders, and compared as raw bits over all
+response tokens. The learner's log-probs are those inside a value-and-gradient program. Native
+numerics run as a control: the comparison must be able to see a difference.
+
+    results = []
+    for result in audit(params, config):
+        results.append(result)
+    print(to_json(summarise(results)))
+"""
+
+from tim_jax.audit.cases import Again, Case, Score, Sizes, standard_cases
+from tim_jax.audit.comparing import CaseResult, Unequal, compare, describe
+from tim_jax.audit.presets import PRESETS, random_params
+from tim_jax.audit.report import Summary, summarise, table, to_json
+from tim_jax.audit.running import audit, draw_prompts
+
+__all__ = [
+    "PRESETS",
+    "Again",
+    "Case",
+    "CaseResult",
+    "Score",
+    "Sizes",
+    "Summary",
+    "Unequal",
+    "audit",
+    "compare",
+    "describe",
+    "draw_prompts",
+    "random_params",
+    "standard_cases",
+    "summarise",
+    "table",
+    "to_json",
+]

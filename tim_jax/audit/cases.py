@@ -1,0 +1,111 @@
+"""What an audit compares: values only."""
+
+import dataclasses
+from dataclasses import dataclass, replace
+
+from tim_jax.errors import InputError
+from tim_jax.model.config import ModelConfig
+from tim_jax.policy import Sampling
+
+_STOPS = 24  # one token in so many ends a response
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much an audit draws: `prompts` x `samples` sequences after prompts of ragged lengths."""
+
+    prompts: int = 4
+    samples: int = 4
+    prompt_length: int = 24
+    response_length: int = 48
+    seed: int = 0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "seed" else 1
+            if value < least:
+                raise InputError(f"audit: {field.name} must be at least {least}, got {value}")
+
+    @classmethod
+    def fitting(cls, config: ModelConfig) -> "Sizes":
+        """The default sizes, less where the model has few positions."""
+        prompt = min(cls.prompt_length, max(1, config.max_positions // 3))
+        response = min(cls.response_length, config.max_positions - prompt)
+        return cls(prompt_length=prompt, response_length=response)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises `InputError` if the model has too few positions."""
+        longest = self.prompt_length + self.response_length
+        if longest > config.max_positions:
+            raise InputError(
+                f"audit: prompt and response of {longest} tokens exceed the model's "
+                f"{config.max_positions} positions"
+            )
+
+
+@dataclass(frozen=True)
+class Again:
+    """Samples prompts once more, in another batch; the tokens must be the same too."""
+
+    rows: tuple[int, ...] = ()  # of the prompts, in order; () is all of them
+    samples: int = 1  # at most `Sizes.samples`
+    one_by_one: bool = False  # a batch per prompt
+    padding: int = 0  # added to the padded prompt length and to the longest response
+
+
+@dataclass(frozen=True)
+class Score:
+    """Computes the log-probs of the drawn sequences in a learner."""
+
+    micro_batch: int | None = None  # rows per forward; None: all at once
+    loop: bool = False  # micro-batches in one program, as one accumulated gradient
+    reverse: bool = False  # rows in reverse order
+    padding: int = 0  # added to the padded prompt and response lengths, filled with other tokens
+    gradient: bool = True  # False: a forward of whole sequences, without cache or gradient
+    remat: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison with the drawn sequences of `sampling`."""
+
+    name: str
+    sampling: Sampling
+    against: Again | Score
+
+
+def plain_sampling(config: ModelConfig, sizes: Sizes) -> Sampling:
+    """Temperature 1; one token in 24 of the vocabulary stops, so that responses end anywhere."""
+    stops = tuple(range(min(3, config.vocab_size - 1), config.vocab_size, _STOPS))
+    return Sampling(sizes.response_length, stop_tokens=stops)
+
+
+def standard_cases(config: ModelConfig, sizes: Sizes, *, quick: bool = False) -> tuple[Case, ...]:
+    """The cases of an audit: the learner's side, the sampler's side, other distributions."""
+    plain = plain_sampling(config, sizes)
+    truncated = replace(plain, temperature=0.7, top_k=40, top_p=0.9)
+    group = sizes.samples
+    cases = (
+        Case("learner, whole batch", plain, Score()),
+        Case("learner, rows in reverse", plain, Score(reverse=True)),
+        Case("learner, one row at a time", plain, Score(micro_batch=1)),
+        Case("sampler, batches of one sequence", plain, Again(one_by_one=True)),
+        Case("top-k, top-p, T 0.7: learner", truncated, Score()),
+    )
+    if quick:
+        return cases
+    backwards = tuple(reversed(range(sizes.prompts)))[: max(1, sizes.prompts - 1)]
+    return (
+        *cases,
+        Case(f"learner, micro-batches of {group} in a loop", plain, Score(group, loop=True)),
+        Case("learner, longer padding", plain, Score(padding=21)),
+        Case("learner, layers recomputed", plain, Score(remat=True)),
+        Case("forward without cache or gradient", plain, Score(gradient=False)),
+        Case(
+            "sampler, other order, padding and group",
+            plain,
+            Again(rows=backwards, samples=max(1, group - 1), padding=5),
+        ),
+        Case("top-k, top-p, T 0.7: batches of one", truncated, Again(one_by_one=True)),
+        Case("T 1.4: learner", replace(plain, temperature=1.4), Score()),
+    )

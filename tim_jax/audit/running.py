@@ -1,0 +1,198 @@
+"""Runs an audit's cases: the host draws, asks again and compares; two programs do the rest."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax import sampler, scoring
+from tim_jax.audit.cases import Again, Case, Score, Sizes, standard_cases
+from tim_jax.audit.comparing import CaseResult, compare, describe
+from tim_jax.model import transformer
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.params import Params
+from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics
+from tim_jax.policy import Sampling
+from tim_jax.types import Prompts, Rollout
+
+
+class _Bench(NamedTuple):
+    """What is audited: a model, its numerics, and how much is drawn."""
+
+    weights: transformer.Weights
+    config: ModelConfig
+    numerics: Numerics
+    sizes: Sizes
+
+
+def audit(
+    params: Params,
+    config: ModelConfig,
+    *,
+    numerics: Sequence[Numerics] = (EXACT_F32, EXACT_BF16),
+    cases: Sequence[Case] | None = None,
+    sizes: Sizes | None = None,
+    quick: bool = False,
+    control: bool = True,
+) -> Iterator[CaseResult]:
+    """Runs the cases for each of `numerics`, and yields a result as soon as it is there.
+
+    Args:
+      params: master weights, float32.
+      cases: `standard_cases` by default. Compiling takes seconds a case, running takes little.
+      sizes: how much is drawn; by default 4 prompts x 4 samples, up to 24 + 48 tokens.
+      quick: fewer of the standard cases.
+      control: run native numerics too, where unequal tokens are expected, after each of `numerics`.
+
+    Raises:
+      InputError: if the model has too few positions for `sizes`.
+    """
+    sizes = Sizes.fitting(config) if sizes is None else sizes
+    sizes.check(config)
+    cases = standard_cases(config, sizes, quick=quick) if cases is None else cases
+    params = jax.tree.map(jnp.asarray, params)
+    for exact in numerics:
+        weights = _prepare(params, config=config, numerics=exact)
+        yield from _run(cases, _Bench(weights, config, exact, sizes), control=False)
+        if control and exact.family != "native":
+            native = Numerics(family="native", compute_dtype=exact.compute_dtype)
+            some = [case for case in cases if isinstance(case.against, Score)][:1]
+            yield from _run(some, _Bench(weights, config, native, sizes), control=True)
+
+
+def draw_prompts(config: ModelConfig, sizes: Sizes) -> Prompts:
+    """Random prompts of ragged lengths: the first is one token long, the last `prompt_length`."""
+    rng = np.random.default_rng(sizes.seed)
+    lengths = rng.integers(1, sizes.prompt_length + 1, sizes.prompts)
+    lengths[0], lengths[-1] = 1, sizes.prompt_length
+    tokens = rng.integers(0, config.vocab_size, (sizes.prompts, sizes.prompt_length))
+    return Prompts(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        lengths=jnp.asarray(lengths, jnp.int32),
+        ids=jnp.asarray(rng.permutation(1000 + sizes.prompts)[: sizes.prompts], jnp.int32),
+    )
+
+
+def _run(cases: Sequence[Case], bench: _Bench, *, control: bool) -> Iterator[CaseResult]:
+    prompts = draw_prompts(bench.config, bench.sizes)
+    drawn: dict[Sampling, Rollout] = {}
+    for case in cases:
+        start = time.perf_counter()
+        if case.sampling not in drawn:
+            everything = Again(samples=bench.sizes.samples)
+            drawn[case.sampling] = _sample_again(prompts, everything, case.sampling, bench)
+        recorded = drawn[case.sampling]
+        if isinstance(case.against, Again):
+            other = _sample_again(prompts, case.against, case.sampling, bench)
+            recorded, found = _in_common(recorded, other, case.against, bench.sizes)
+        else:
+            log_probs = _score_again(recorded, case.against, case.sampling, bench)
+            found = np.asarray(recorded.responses), np.asarray(recorded.mask), log_probs
+        yield CaseResult(
+            case.name,
+            describe(bench.numerics),
+            *compare(recorded, *found),
+            control=control,
+            seconds=time.perf_counter() - start,
+        )
+
+
+def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Bench) -> Rollout:
+    """The rollout of the chosen prompts, in one batch or one by one."""
+    rows = again.rows or tuple(range(bench.sizes.prompts))
+    batches = [(row,) for row in rows] if again.one_by_one else [rows]
+    limit = sampling.max_response_length + again.padding
+    parts = []
+    for batch in batches:
+        chosen = jax.tree.map(lambda x, b=batch: x[jnp.asarray(b)], prompts)
+        rollout = _sample(
+            bench.weights,
+            chosen.replace(tokens=_filled(chosen.tokens, again.padding, bench.config)),
+            jax.random.key(bench.sizes.seed),
+            samples=again.samples,
+            config=bench.config,
+            numerics=bench.numerics,
+            sampling=replace(sampling, max_response_length=limit),
+        )
+        parts.append(rollout)
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
+
+
+def _in_common(recorded: Rollout, other: Rollout, again: Again, sizes: Sizes):
+    """The sequences and positions that `other` has, of both."""
+    rows = np.asarray(again.rows or range(sizes.prompts))
+    rows = (rows[:, None] * sizes.samples + np.arange(again.samples)[None, :]).reshape(-1)
+    limit = recorded.responses.shape[1]
+    recorded = jax.tree.map(lambda x: x[rows], recorded)
+    found = other.responses[:, :limit], other.mask[:, :limit], other.log_probs[:, :limit]
+    return recorded, tuple(np.asarray(x) for x in found)
+
+
+def _score_again(recorded: Rollout, score: Score, sampling: Sampling, bench: _Bench) -> np.ndarray:
+    """Log-probs f32[B, R] of the recorded sequences, as `score` says."""
+    order = np.arange(recorded.lengths.shape[0])
+    order = order[::-1] if score.reverse else order
+    size = len(order) if score.micro_batch is None or score.loop else score.micro_batch
+    found = np.zeros(recorded.log_probs.shape, np.float32)
+    for start in range(0, len(order), size):
+        # The last batch is filled up with its own rows, so that there is one program.
+        rows = np.resize(order[start : start + size], size)
+        part = jax.tree.map(lambda x, r=rows: x[r], recorded)
+        log_probs, _ = _score(
+            bench.weights,
+            part.replace(
+                prompts=_filled(part.prompts, score.padding, bench.config),
+                responses=_filled(part.responses, score.padding, bench.config),
+            ),
+            config=bench.config,
+            numerics=bench.numerics,
+            sampling=sampling,
+            how=replace(score, micro_batch=score.micro_batch if score.loop else None),
+        )
+        found[rows] = np.asarray(log_probs)[:, : found.shape[1]]
+    return found
+
+
+def _filled(tokens: jax.Array, more: int, config: ModelConfig) -> jax.Array:
+    """Tokens [B, T] with `more` columns of other tokens appended."""
+    extra = jnp.arange(1, more + 1, dtype=jnp.int32)[None, :] % config.vocab_size
+    return jnp.concatenate([tokens, jnp.broadcast_to(extra, (len(tokens), more))], axis=1)
+
+
+@partial(jax.jit, static_argnames=("config", "numerics"))
+def _prepare(params, *, config, numerics):
+    return transformer.prepare(params, config=config, numerics=numerics)
+
+
+@partial(jax.jit, static_argnames=("samples", "config", "numerics", "sampling"))
+def _sample(weights, prompts, key, **options):
+    return sampler.sample(weights, prompts, key, **options)
+
+
+@partial(jax.jit, static_argnames=("config", "numerics", "sampling", "how"))
+def _score(weights, rollout: Rollout, *, config, numerics, sampling, how: Score):
+    """Log-probs [B, R], and the gradient if there is one: returned, so that it must be made."""
+    score = partial(scoring.score, config=config, numerics=numerics, sampling=sampling)
+    if not how.gradient:
+        return score(weights, rollout, remat=how.remat)[0], None
+
+    def loss(weights, part: Rollout):
+        log_probs, _ = score(weights, part, remat=how.remat)
+        return jnp.sum(jnp.where(part.mask, jnp.exp(log_probs), 0.0)), log_probs
+
+    def add(total, part):
+        (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights, part)
+        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient), log_probs
+
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    if how.micro_batch is None:
+        gradient, log_probs = add(zeros, rollout)
+        return log_probs, gradient
+    parts = jax.tree.map(lambda x: x.reshape(-1, how.micro_batch, *x.shape[1:]), rollout)
+    gradient, log_probs = jax.lax.scan(add, zeros, parts)
+    return log_probs.reshape(rollout.responses.shape), gradient

@@ -1,0 +1,349 @@
+"""Mismatch and training metrics: arrays in, named scalars and profiles out. Pure, no state.
+
+Throughout, `train` and `rollout` are the two log-probs of each token f32[B, R], `mask` bool[B, R]
+is True on response tokens and what stands elsewhere is never read; `d = train - rollout` and
+`r = exp(d)`, the exponent held within ±20; a probability is at most 1. B is the whole batch: take
+the log-probs of all its micro-batches together. Means are compensated sums in a fixed order
+(`tim_jax.sums`): they agree with float64 and do not depend on sharding. A mean over nothing is 0.
+docs/health.md says what is normal, what is alarm, and where a metric is blind.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax.corrections.ratios import LOG_RATIO_BOUND, Level, k3, ratio
+from tim_jax.objectives import TokenLosses
+from tim_jax.sums import compensated_sum, count, row_count, whole
+
+# Bands of the ratio whose outside is counted: NeMo-RL's sequence band, 1% and 5% (MaxText).
+BANDS = {"0.999_1.002": (0.999, 1.002), "1pct": (0.99, 1.01), "5pct": (0.95, 1.05)}
+# In thousandths.
+QUANTILES = {"p01": 10, "p25": 250, "p50": 500, "p75": 750, "p99": 990, "p999": 999}
+PROBABILITY_EDGES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+DIFFERENCE_EDGES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+
+
+def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    """Returns every scalar that the two log-probs alone give; f32[], counts i32[].
+
+    Exactness: `tokens`, `unequal_tokens` (different bits), `exact_share` (0 without tokens).
+    Difference: `log_ratio_{mean,abs_mean,abs_max}`; `mult_error`, mean exp|d| (NeMo-RL).
+    Indicator of arXiv 2602.01826, eq. 7 and 8: `log_ppl_abs_diff_sum`, over sequences the mean
+    |sum_t d_t|, as printed; `log_ppl_abs_diff_mean`, the mean |mean_t d_t|, as verl reports it.
+    Also `log_ppl_{train,rollout}` and `log_ppl_diff`, means over sequences of per-token means.
+    KL(rollout || train) from the rollout's tokens: `kl_k1` = mean(-d), `kl_k3` = mean(r - 1 - d).
+    Chi-squared: `chi2_token` = mean(r^2) - 1, `chi2_sequence` the same for products over sequences.
+    Ratio: `ratio_{mean,std,min,max,p01,p25,p50,p75,p99,p999}`; `ess_token` and `ess_sequence`,
+    mean(r)^2 / mean(r^2) of tokens and of products; `sequence_log_ratio_{min,max}`;
+    `outside_0.999_1.002`, `outside_1pct`, `outside_5pct` and `extreme_share` (|d| > ln 2), shares
+    of tokens. Probabilities: `prob_diff_{mean,std,max}` of |pi_train - pi_rollout| and
+    `prob_correlation` (Pearson). `entropy_estimate` = mean(-train), good where d is small.
+    """
+    train, rollout, mask = (whole(x) for x in (train, rollout, mask))
+    train, rollout = (jnp.where(mask, x, 0.0) for x in (train, rollout))
+    d = jnp.clip(train - rollout, -1e6, 1e6)
+    held = jnp.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    r, p, q = jnp.exp(held), *(jnp.exp(jnp.minimum(x, 0.0)) for x in (train, rollout))
+    columns = {
+        "d": d,
+        "abs_d": jnp.abs(d),
+        "k3": k3(held),
+        "r_less_1": jnp.expm1(held),
+        "r2_less_1": jnp.expm1(2.0 * held),
+        "error": jnp.exp(jnp.abs(held)),
+        "train": train,
+        "rollout": rollout,
+        "p": p,
+        "q": q,
+        "abs_p": jnp.abs(p - q),
+    }
+    rows = _row_sums(columns, mask)
+    mean = {name: _over_tokens(x, mask) for name, x in rows.items()}
+    return {
+        **_exactness(train, rollout, mask),
+        "log_ratio_mean": mean["d"],
+        "log_ratio_abs_mean": mean["abs_d"],
+        "log_ratio_abs_max": _extreme(jnp.abs(d), mask, jnp.max),
+        "mult_error": mean["error"],
+        **_perplexities(rows, mask),
+        "kl_k1": -mean["d"],
+        "kl_k3": mean["k3"],
+        "chi2_token": mean["r2_less_1"],
+        "ratio_mean": 1.0 + mean["r_less_1"],
+        "ess_token": _ess(1.0 + mean["r_less_1"], 1.0 + mean["r2_less_1"]),
+        "ratio_min": _extreme(r, mask, jnp.min),
+        "ratio_max": _extreme(r, mask, jnp.max),
+        **quantiles(r, mask, "ratio"),
+        **_sequence_ratios(rows["d"], mask),
+        **_bands(d, mask),
+        "entropy_estimate": -mean["train"],
+        "prob_diff_mean": mean["abs_p"],
+        "prob_diff_max": _extreme(jnp.abs(p - q), mask, jnp.max),
+        **_second_moments(jnp.expm1(held), p, q, mean, mask),
+    }
+
+
+def correction_metrics(
+    coefficients: jax.Array,
+    log_ratio: jax.Array,
+    mask: jax.Array,
+    *,
+    level: Level = "token",
+    lower: float | None = None,
+    upper: float | None = None,
+) -> dict[str, jax.Array]:
+    """Returns what a correction did: f32[] of the coefficients f32[B, R] it returned.
+
+    `coefficient_{mean,std,min,max,p01,...}` over response tokens and their `ess`; `zero_share` of
+    tokens; `rejected_share` of sequences (no token left) and `masked_share` of tokens (0 in a
+    sequence that is not rejected). `clipped_high_share` and `clipped_low_share`: tokens whose ratio
+    at `level` is above `upper` or below `lower`, where those are given.
+    """
+    coefficients, log_ratio, mask = (whole(x) for x in (coefficients, log_ratio, mask))
+    coefficients = jnp.where(mask, coefficients, 0.0)
+    zero = mask & (coefficients == 0.0)
+    full = jnp.any(mask, axis=1)
+    rejected = full & ~jnp.any(mask & ~zero, axis=1)
+    mean = _mean(coefficients, mask)
+    spread = _mean(jnp.square(coefficients - mean), mask)
+    shares = {
+        "zero_share": _share(zero, mask),
+        "masked_share": _share(zero & ~rejected[:, None], mask),
+        "rejected_share": _share(rejected, full),
+    }
+    at_level = jnp.broadcast_to(ratio(log_ratio, mask, level), mask.shape)
+    if upper is not None:
+        shares["clipped_high_share"] = _share(mask & (at_level > upper), mask)
+    if lower is not None:
+        shares["clipped_low_share"] = _share(mask & (at_level < lower), mask)
+    return {
+        **shares,
+        "coefficient_mean": mean,
+        "coefficient_std": jnp.sqrt(spread),
+        "coefficient_min": _extreme(coefficients, mask, jnp.min),
+        "coefficient_max": _extreme(coefficients, mask, jnp.max),
+        **quantiles(coefficients, mask, "coefficient"),
+        "ess": _ess(mean, spread + jnp.square(mean)),
+    }
+
+
+def loss_metrics(losses: TokenLosses, mask: jax.Array) -> dict[str, jax.Array]:
+    """Returns f32[] of the token losses: shares clipped, the PPO ratio, KL to the reference."""
+    return {
+        "clipped_low_share": _share(losses.clipped_low, mask),
+        "clipped_high_share": _share(losses.clipped_high, mask),
+        "clipped_dual_share": _share(losses.clipped_dual, mask),
+        "ppo_ratio_mean": _mean(losses.ratio, mask),
+        "ppo_ratio_max": _extreme(losses.ratio, mask, jnp.max),
+        "ppo_ratio_min": _extreme(losses.ratio, mask, jnp.min),
+        "reference_kl": _mean(losses.kl, mask),
+    }
+
+
+def update_skew(
+    ppo_ratio: jax.Array, advantages: jax.Array, mask: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns the skew of the update, `C_t = -(r_t - 1) A_t` (VeXact, arXiv 2605.14220, eq. 5).
+
+    `update_skew` is its mean over tokens, `update_skew_positive` and `_negative` over tokens with
+    A > 0 and A < 0 alone. `ppo_ratio` f32[B, R] is the ratio of the loss, `advantages` f32[B]. At
+    the weights of the rollout it is 0 without mismatch; one that depends on the advantage's sign
+    biases the update even where KL estimates are flat.
+    """
+    signed = jnp.broadcast_to(advantages[:, None], mask.shape)
+    contribution = jnp.where(mask, (1.0 - ppo_ratio) * signed, 0.0)
+    return {
+        "update_skew": _mean(contribution, mask),
+        "update_skew_positive": _mean(contribution, mask & (signed > 0.0)),
+        "update_skew_negative": _mean(contribution, mask & (signed < 0.0)),
+    }
+
+
+class Profile(NamedTuple):
+    """Tokens by bins: `edges` f32[K+1], `counts` i32[K], `means` f32[K] of |d| (0 where empty)."""
+
+    edges: jax.Array
+    counts: jax.Array
+    means: jax.Array
+
+
+def mismatch_profiles(
+    train: jax.Array, rollout: jax.Array, mask: jax.Array, *, bins: int = 16
+) -> dict[str, Profile]:
+    """Returns |d| `by_position` (equal bins of the response), `by_probability` and `by_difference`.
+
+    by_probability bins by pi_train (rare tokens differ most), by_difference by |d| itself: a
+    histogram with an underflow bin, which holds the exact zeros, and an overflow bin.
+    """
+    train, rollout, mask = (whole(x) for x in (train, rollout, mask))
+    train, rollout = (jnp.where(mask, x, 0.0) for x in (train, rollout))
+    difference = jnp.abs(train - rollout)
+    position = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.float32), mask.shape)
+    keys = {
+        "by_position": (position, np.linspace(0.0, max(mask.shape[1], 1), bins + 1)),
+        "by_probability": (jnp.exp(train), np.asarray(PROBABILITY_EDGES)),
+        "by_difference": (difference, np.asarray((0.0, *DIFFERENCE_EDGES, np.inf))),
+    }
+    return {
+        name: _profile(key, difference, mask, jnp.asarray(edges, jnp.float32))
+        for name, (key, edges) in keys.items()
+    }
+
+
+def quantiles(values: jax.Array, mask: jax.Array, name: str) -> dict[str, jax.Array]:
+    """Returns `{name_p01: ...}`, linearly interpolated quantiles of the masked values, f32[]."""
+    ordered = jnp.sort(jnp.where(mask, values, jnp.inf).reshape(-1))
+    last = jnp.maximum(jnp.sum(mask, dtype=jnp.int32) - 1, 0)
+    result = {}
+    for label, share in QUANTILES.items():
+        # last * share / 1000 in integers: a float32 place is too coarse for millions of tokens.
+        below = (last // 1000) * share + (last % 1000) * share // 1000
+        part = ((last % 1000) * share % 1000).astype(jnp.float32) / 1000.0
+        left, right = ordered[below], ordered[jnp.minimum(below + 1, last)]
+        found = left + part * (right - left)
+        result[f"{name}_{label}"] = jnp.where(jnp.any(mask), found, 0.0)
+    return result
+
+
+def entropy(log_distribution: jax.Array) -> jax.Array:
+    """Returns f32[...], `-sum_v p log p` (nats) of log-distributions f32[..., V]; -inf is p = 0."""
+    p = jnp.exp(log_distribution)
+    return -jnp.sum(jnp.where(p > 0.0, p * log_distribution, 0.0), axis=-1)
+
+
+def jensen_shannon(train: jax.Array, rollout: jax.Array) -> jax.Array:
+    """Returns f32[...], the Jensen-Shannon divergence in nats of log-distributions f32[..., V].
+
+    `(KL(p||m) + KL(q||m)) / 2` with `m = (p + q) / 2`: symmetric, at most ln 2, defined where one
+    side has no mass (a truncated sampler). 0 exactly for equal bits.
+    """
+    middle = jnp.logaddexp(train, rollout) - jnp.log(2.0)
+    terms = [
+        jnp.where(x > -jnp.inf, jnp.exp(x) * (x - jnp.where(x > -jnp.inf, middle, 0.0)), 0.0)
+        for x in (train, rollout)
+    ]
+    same = jnp.where(train == rollout, 0.0, 0.5 * (terms[0] + terms[1]))
+    return jnp.maximum(jnp.sum(same, axis=-1), 0.0)
+
+
+def gradient_noise_scale(
+    small_square: jax.Array, big_square: jax.Array, *, small: int, big: int
+) -> dict[str, jax.Array]:
+    """Returns the simple noise scale of McCandlish et al. (arXiv 1812.06162, appendix A.1).
+
+    From the squared norms f32[] of the mean gradient over `small` samples (averaged over
+    micro-batches) and over `big`: `gradient_signal` = |G|^2 and `gradient_noise` = tr(Sigma), both
+    unbiased, and `noise_scale` = tr(Sigma) / |G|^2, inf where the signal is not above 0.
+    """
+    signal = (big * big_square - small * small_square) / (big - small)
+    noise = (small_square - big_square) / (1.0 / small - 1.0 / big)
+    scale = jnp.where(signal > 0.0, noise / jnp.where(signal > 0.0, signal, 1.0), jnp.inf)
+    return {"gradient_signal": signal, "gradient_noise": noise, "noise_scale": scale}
+
+
+def _exactness(train, rollout, mask) -> dict[str, jax.Array]:
+    bits = [
+        jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in (train, rollout)
+    ]
+    unequal = mask & (bits[0] != bits[1])
+    return {
+        "tokens": jnp.sum(mask, dtype=jnp.int32),
+        "unequal_tokens": jnp.sum(unequal, dtype=jnp.int32),
+        "exact_share": _share(mask & ~unequal, mask),
+    }
+
+
+def _perplexities(rows, mask) -> dict[str, jax.Array]:
+    full = jnp.any(mask, axis=1)
+    lengths = jnp.maximum(row_count(mask), 1).astype(jnp.float32)
+    per_token = {name: rows[name] / lengths for name in ("d", "train", "rollout")}
+    return {
+        "log_ppl_train": -_mean(per_token["train"], full),
+        "log_ppl_rollout": -_mean(per_token["rollout"], full),
+        "log_ppl_diff": -_mean(per_token["d"], full),
+        "log_ppl_abs_diff_sum": _mean(jnp.abs(rows["d"]), full),
+        "log_ppl_abs_diff_mean": _mean(jnp.abs(per_token["d"]), full),
+    }
+
+
+def _sequence_ratios(sums, mask) -> dict[str, jax.Array]:
+    full = jnp.any(mask, axis=1)
+    held = jnp.clip(sums, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    excess = _mean(jnp.expm1(2.0 * held), full)
+    return {
+        "chi2_sequence": excess,
+        "ess_sequence": _ess(_mean(jnp.exp(held), full), 1.0 + excess),
+        "sequence_log_ratio_min": _extreme(sums, full, jnp.min),
+        "sequence_log_ratio_max": _extreme(sums, full, jnp.max),
+    }
+
+
+def _bands(d, mask) -> dict[str, jax.Array]:
+    shares = {
+        f"outside_{name}": _share(mask & ((d < np.log(low)) | (d > np.log(high))), mask)
+        for name, (low, high) in BANDS.items()
+    }
+    return {**shares, "extreme_share": _share(mask & (jnp.abs(d) > np.log(2.0)), mask)}
+
+
+def _second_moments(excess, p, q, mean, mask) -> dict[str, jax.Array]:
+    x, y, distance = p - mean["p"], q - mean["q"], jnp.abs(p - q) - mean["abs_p"]
+    products = {
+        "rr": jnp.square(excess - mean["r_less_1"]),
+        "xx": jnp.square(x),
+        "yy": jnp.square(y),
+        "xy": x * y,
+        "dd": jnp.square(distance),
+    }
+    moment = {n: _over_tokens(s, mask) for n, s in _row_sums(products, mask).items()}
+    scale = jnp.sqrt(moment["xx"]) * jnp.sqrt(moment["yy"])
+    return {
+        "ratio_std": jnp.sqrt(moment["rr"]),
+        "prob_diff_std": jnp.sqrt(moment["dd"]),
+        "prob_correlation": jnp.where(
+            scale > 0.0, moment["xy"] / jnp.where(scale > 0.0, scale, 1.0), 0.0
+        ),
+    }
+
+
+def _profile(key, difference, mask, edges) -> Profile:
+    bins = edges.shape[0] - 1
+    place = jnp.clip(jnp.searchsorted(edges, key, side="right") - 1, 0, bins - 1)
+    inside = mask[None] & (place[None] == jnp.arange(bins)[:, None, None])
+    counts = jnp.sum(inside, axis=(1, 2), dtype=jnp.int32)
+    totals = jnp.sum(jnp.where(inside, difference[None], 0.0), axis=(1, 2))
+    return Profile(edges, counts, totals / jnp.maximum(counts, 1).astype(jnp.float32))
+
+
+def _row_sums(columns: dict[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
+    """Sums each f32[B, R] over its rows' tokens, all in one tree: {name: f32[B]}."""
+    stacked = jnp.stack([jnp.where(mask, x, 0.0) for x in columns.values()])
+    return dict(zip(columns, compensated_sum(stacked)[0], strict=True))
+
+
+def _over_tokens(row_sums: jax.Array, mask: jax.Array) -> jax.Array:
+    return compensated_sum(row_sums)[0] / count(mask)
+
+
+def _mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    total = jnp.where(mask, values, 0.0)
+    for _ in range(total.ndim):
+        total, _ = compensated_sum(total)
+    return total / count(mask)
+
+
+def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
+    return jnp.sum(part, dtype=jnp.int32).astype(jnp.float32) / count(whole)
+
+
+def _ess(mean: jax.Array, mean_square: jax.Array) -> jax.Array:
+    """Effective sample size as a share, `mean(w)^2 / mean(w^2)`."""
+    return jnp.where(mean_square > 0.0, jnp.square(mean) / jnp.maximum(mean_square, 1e-38), 0.0)
+
+
+def _extreme(values: jax.Array, mask: jax.Array, function) -> jax.Array:
+    outside = -jnp.inf if function is jnp.max else jnp.inf
+    return jnp.where(jnp.any(mask), function(jnp.where(mask, values, outside)), 0.0)

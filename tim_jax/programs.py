@@ -1,0 +1,97 @@
+"""The one place that compiles: a run's programs, jitted, with their buffers donated."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tim_jax import learner, sampler
+from tim_jax.errors import InputError
+from tim_jax.learner import Experience, Learning, Policy, TrainState
+from tim_jax.types import Prompts, Rollout
+
+
+@dataclass(frozen=True)
+class Programs:
+    """A run's compiled programs. Each compiles once: shapes do not depend on the data."""
+
+    prepare: Callable[..., Any]  # params -> weights
+    sample: Callable[..., Rollout]  # weights, prompts, key -> rollout
+    experience: Callable[..., Any]  # see learner.experience
+    update: Callable[..., Any]  # state, weights, experience, index of mini-batch, length
+    init: Callable[..., TrainState]  # params -> state
+
+    learning: Learning
+    mini_batches: int
+    epochs: int
+
+
+def build(
+    policy: Policy,
+    learning: Learning,
+    optimizer: optax.GradientTransformationExtraArgs,
+    *,
+    correction: optax.GradientTransformationExtraArgs | None = None,
+    mini_batches: int = 1,
+    epochs: int = 1,
+) -> Programs:
+    """Programs of a training run."""
+    if mini_batches < 1 or epochs < 1:
+        raise InputError(
+            f"mini_batches and epochs must be positive, got {mini_batches} and {epochs}"
+        )
+
+    def update(state, weights, batch: Experience, index, response_length):
+        part = learner.mini_batch(batch, index, count=mini_batches)
+        return learner.update(
+            state,
+            weights,
+            part,
+            response_length,
+            policy=policy,
+            learning=learning,
+            optimizer=optimizer,
+        )
+
+    def init(params) -> TrainState:
+        with jax.numpy_dtype_promotion("standard"):
+            opt_state = optimizer.init(params)
+        return TrainState(
+            params=params,
+            optimizer=opt_state,
+            correction=optax.EmptyState() if correction is None else correction.init(params),
+            step=jnp.int32(0),
+        )
+
+    prepare = partial(learner.experience, policy=policy, learning=learning, correction=correction)
+    return Programs(
+        prepare=jax.jit(policy.prepare),
+        sample=sampling_program(policy, samples=learning.group_size),
+        experience=jax.jit(prepare),
+        update=jax.jit(update, donate_argnums=(0, 1)),
+        init=jax.jit(init),
+        learning=learning,
+        mini_batches=mini_batches,
+        epochs=epochs,
+    )
+
+
+def sampling_program(policy: Policy, *, samples: int) -> Callable[..., Rollout]:
+    """Jitted (weights, prompts, key) -> rollout, `samples` responses per prompt."""
+
+    def sample(weights, prompts: Prompts, key):
+        return sampler.sample(
+            weights,
+            prompts,
+            key,
+            samples=samples,
+            config=policy.config,
+            numerics=policy.numerics,
+            sampling=policy.sampling,
+        )
+
+    return jax.jit(sample)

@@ -1,0 +1,238 @@
+"""The loop: a generator of steps. No logging, no files: callers do that with what it yields."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax import schedules
+from tim_jax.errors import MismatchError
+from tim_jax.learner import Exactness, TrainState
+from tim_jax.programs import Programs
+from tim_jax.tasks import base
+from tim_jax.tasks.base import Example, Task
+from tim_jax.tokenizers import encode_prompt
+from tim_jax.types import Prompts, Rollout
+
+
+@dataclass(frozen=True)
+class Text:
+    """How a task's text becomes tokens."""
+
+    tokenizer: Any
+    max_prompt_length: int
+    chat_template: bool | str = "auto"
+    template_options: tuple[tuple[str, Any], ...] = ()
+
+    def prompts(self, examples: Sequence[Example], ids: Sequence[int]) -> Prompts:
+        """Encodes examples, padded to `max_prompt_length`; too long a prompt is refused."""
+        encoded = [
+            encode_prompt(
+                self.tokenizer,
+                example.prompt,
+                chat_template=self.chat_template,
+                template_options=dict(self.template_options),
+                max_length=self.max_prompt_length,
+            )
+            for example in examples
+        ]
+        tokens = np.zeros((len(encoded), self.max_prompt_length), np.int32)
+        for row, prompt in zip(tokens, encoded, strict=True):
+            row[: len(prompt)] = prompt
+        return Prompts(
+            tokens=jnp.asarray(tokens),
+            lengths=jnp.asarray([len(prompt) for prompt in encoded], jnp.int32),
+            ids=jnp.asarray(np.asarray(ids, np.int32)),
+        )
+
+    def completions(self, rollout: Rollout) -> list[str]:
+        """The responses as text, stop tokens left out."""
+        responses, lengths = jax.device_get((rollout.responses, rollout.lengths))
+        rows = (r[:n].tolist() for r, n in zip(responses, lengths, strict=True))
+        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+
+
+class Sample(NamedTuple):
+    """One completion and what came of it."""
+
+    prompt: str
+    completion: str
+    answer: str
+    reward: float
+
+
+class Step(NamedTuple):
+    """One finished RL step."""
+
+    number: int  # from 1
+    state: TrainState
+    weights: Any
+    metrics: dict[str, float]  # a function of the run's config and seed alone
+    timing: dict[str, float]  # seconds and rates
+    samples: list[Sample]
+
+
+def train(
+    state: TrainState,
+    task: Task,
+    text: Text,
+    *,
+    programs: Programs,
+    seed: int,
+    steps: int,
+    prompts_per_step: int,
+    exact: bool,
+    reference: Any = None,
+) -> Iterator[Step]:
+    """Yields RL steps from `state.step` to `steps`.
+
+    The data of a step and its random numbers are functions of (seed, step): a resumed loop goes on
+    as if it had not stopped. `state` is donated; use the yielded one.
+
+    Args:
+      exact: stop at the first token whose two log-probs are not the same bits.
+      reference: compute weights of the KL term's reference policy, if there is one.
+
+    Raises:
+      MismatchError: `exact`, and a token differs, or none was compared.
+      InputError: a prompt that is too long, a reward function that raises or returns nonsense.
+    """
+    weights = programs.prepare(state.params)
+    for number in range(int(state.step) + 1, steps + 1):
+        started = time.perf_counter()
+        indices = base.order(seed, number - 1, prompts_per_step, len(task.train))
+        examples = [task.train[int(i)] for i in indices]
+        prompts = text.prompts(examples, indices % 2**31)
+        rollout = jax.block_until_ready(programs.sample(weights, prompts, step_key(seed, number)))
+        sampled = time.perf_counter()
+        samples, faults = graded(task, text, examples, rollout, programs.learning.group_size)
+        rewards = jnp.asarray([s.reward for s in samples], jnp.float32)
+        graded_at = time.perf_counter()
+        state, weights, found, metrics = learn(
+            state, weights, rollout, rewards, programs=programs, reference=reference
+        )
+        state = state.replace(step=jnp.int32(number))
+        found = jax.device_get(found)
+        if exact:
+            check_exact(found, number)
+        metrics |= rollout_metrics(rollout, rewards) | exact_metrics(found) | faults
+        done = time.perf_counter()
+        tokens = metrics["response_tokens"]
+        timing = {
+            "seconds": done - started,
+            "seconds_sampling": sampled - started,
+            "seconds_grading": graded_at - sampled,
+            "seconds_learning": done - graded_at,
+            "tokens_per_second": tokens / (done - started),
+        }
+        yield Step(number, state, weights, metrics, timing, samples)
+
+
+def step_key(seed: int, step: int) -> jax.Array:
+    """The random key of a step; steps count from 1, evaluations use 0."""
+    return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def graded(
+    task: Task, text: Text, examples: Sequence[Example], rollout: Rollout, group_size: int
+) -> tuple[list[Sample], dict[str, float]]:
+    """Grades every completion; also how often the grader ran out of time or failed."""
+    repeated = [example for example in examples for _ in range(group_size)]
+    completions = text.completions(rollout)
+    grades = task.grade(repeated, completions)
+    samples = [
+        Sample(prompt_text(example), completion, example.answer, float(grade.reward))
+        for example, completion, grade in zip(repeated, completions, grades, strict=True)
+    ]
+    faults = {f"grader/{name}": float(n) for name, n in base.faults(grades).items()}
+    return samples, faults
+
+
+def prompt_text(example: Example) -> str:
+    """An example's prompt as one string."""
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return "\n".join(f"{message.role}: {message.content}" for message in example.prompt)
+
+
+def learn(
+    state: TrainState,
+    weights: Any,
+    rollout: Rollout,
+    rewards: jax.Array,
+    *,
+    programs: Programs,
+    reference: Any = None,
+) -> tuple[TrainState, Any, Exactness, dict[str, float]]:
+    """All updates of one step: epochs times mini-batches.
+
+    The exactness is that of the first pass before the weights move: of the forward over all rows
+    if there was one, and always of the first update's gradient program.
+    """
+    batch, correction, checked = programs.experience(
+        weights, reference, state.correction, rollout, rewards
+    )
+    state = state.replace(correction=correction)
+    length = jnp.mean(rollout.lengths.astype(jnp.float32))
+    found, reports = [] if checked is None else [checked], []
+    for epoch in range(programs.epochs):
+        for index in range(programs.mini_batches):
+            state, weights, report = programs.update(
+                state, weights, batch, jnp.int32(index), length
+            )
+            reports.append(report.metrics)
+            if epoch == index == 0:
+                found.append(report.exactness)
+    metrics = {
+        name: float(np.mean([report[name] for report in jax.device_get(reports)]))
+        for name in reports[0]
+    }
+    metrics |= {k: float(v) for k, v in schedules.decay_report(state.optimizer).items()}
+    return state, weights, merged(found), metrics
+
+
+def merged(found: Sequence[Exactness]) -> Exactness:
+    """The comparison that found something, or the one that compared the most."""
+    found = jax.device_get(list(found))
+    return max(found, key=lambda e: (int(e.unequal) > 0, int(e.compared)))
+
+
+def check_exact(found: Exactness, step: int) -> None:
+    """Raises MismatchError if a token differs or nothing was compared."""
+    if int(found.compared) == 0:
+        raise MismatchError(f"step {step}: no response token was compared")
+    if int(found.unequal):
+        row, position = (int(i) for i in found.first)
+        trainer, rollout = (float(v) for v in found.values)
+        raise MismatchError(
+            f"step {step}: {int(found.unequal)} of {int(found.compared)} response tokens have"
+            f" unequal log-probs; first: sequence {row}, response position {position}, learner"
+            f" {trainer!r} ({trainer.hex()}), sampler {rollout!r} ({rollout.hex()})"
+        )
+
+
+def exact_metrics(found: Exactness) -> dict[str, float]:
+    compared, unequal = int(found.compared), int(found.unequal)
+    return {
+        "exact_share": (compared - unequal) / compared if compared else float("nan"),
+        "compared_tokens": float(compared),
+        "unequal_tokens": float(unequal),
+        "log_prob_difference_max": float(found.max_difference),
+        "log_prob_difference_mean": float(found.mean_difference),
+    }
+
+
+def rollout_metrics(rollout: Rollout, rewards: jax.Array) -> dict[str, float]:
+    lengths, finished, rewards_ = jax.device_get((rollout.lengths, rollout.finished, rewards))
+    return {
+        "reward": float(np.mean(rewards_)),
+        "reward_std": float(np.std(rewards_)),
+        "response_length": float(np.mean(lengths)),
+        "response_length_max": float(np.max(lengths)),
+        "response_tokens": float(np.sum(lengths)),
+        "cut_share": float(1.0 - np.mean(finished)),
+    }
