@@ -14,7 +14,7 @@ from tim_jax.learner import Learning, Policy
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.params import init_params
-from tim_jax.numerics import Numerics
+from tim_jax.numerics import Family, Numerics
 from tim_jax.policy import Sampling
 from tim_jax.programs import Programs
 from tim_jax.tasks import builtin, custom
@@ -53,7 +53,7 @@ def load_model(source: str) -> Model:
 
 def random_model(architecture: Architecture, *, seed: int) -> Model:
     """A Qwen3 with random weights and the built-in tasks' character tokenizer."""
-    tokenizer = character_tokenizer(builtin.ALPHABET)
+    tokenizer: Any = character_tokenizer(builtin.ALPHABET)
     config = ModelConfig(
         model_type="qwen3",
         vocab_size=len(tokenizer),
@@ -120,11 +120,17 @@ def make_text(config: RunConfig, model: Model) -> Text:
     )
 
 
-def make_numerics(family: Any, dtype: str, model: ModelConfig, *, length: int, batch: int):
-    """Numerics for sequences of up to `length` tokens and decode batches of about `batch` rows."""
+def fixed_numerics(family: Family, dtype: str, *, length: int) -> Numerics:
+    """Numerics for sequences of up to `length` tokens that need no fact about the backend."""
     block = 32 if length < _LONG else 128
-    numerics = Numerics(family=family, compute_dtype=dtype, kv_block=block)
-    return calibration.calibrate(model, numerics, batch=batch)
+    return Numerics(family=family, compute_dtype=dtype, kv_block=block)
+
+
+def make_numerics(
+    family: Family, dtype: str, model: ModelConfig, *, length: int, batch: int
+) -> Numerics:
+    """The same with row ranges measured for decode batches of about `batch` rows."""
+    return calibration.calibrate(model, fixed_numerics(family, dtype, length=length), batch=batch)
 
 
 def make_policy(config: RunConfig, model: Model) -> Policy:
@@ -204,4 +210,5 @@ def make_programs(config: RunConfig, policy: Policy) -> Programs:
         correction=correction,
         mini_batches=section.mini_batches,
         epochs=section.epochs,
+        length_buckets=section.length_buckets,
     )

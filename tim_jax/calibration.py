@@ -6,6 +6,7 @@ with each other, raw bits; the widest ranges that hold become the `Rows` of a `N
 a fact of one backend, version and machine, found on random data: the audit has the last word.
 """
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -77,7 +78,7 @@ def _same_rows(contraction: int, width: int, numerics: Numerics) -> list[bool]:
     for count in _COUNTS:
         head, tail = dot(x[:count], weight), dot(x[-count:], weight)
         whole[count] = np.asarray(head).view(np.int32), np.asarray(tail).view(np.int32)
-    pairs = zip(_COUNTS, _COUNTS[1:], strict=False)
+    pairs = itertools.pairwise(_COUNTS)
     return [
         bool(
             np.array_equal(whole[small][0], whole[large][0][:small])

@@ -14,7 +14,7 @@ _BAD_INPUT, _MISMATCH, _INTERRUPTED = 2, 3, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 1 (audit failed), 2 (bad input), 3 (mismatch)."""
+    """Runs one command. Exit status: 0, 1 (audit failed), 2 (bad input), 3 (not exact)."""
     arguments = _parser().parse_args(argv)
     _quiet()
     try:
@@ -98,7 +98,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     metrics = jobs.evaluate_run(config, model=arguments.model)
     for name, value in metrics.items():
         print(f"{name:>12}  {value:.4f}")
-    _write_json(arguments.json, metrics)
+    _write(arguments.json, json.dumps(metrics, indent=2))
     return 0
 
 
@@ -132,15 +132,15 @@ def _audit(arguments: argparse.Namespace) -> int:
     from tim_jax import jobs
 
     report, passed = jobs.audit_model(arguments.model, quick=arguments.quick)
-    _write_json(arguments.json, report)
+    _write(arguments.json, report)
     return 0 if passed else 1
 
 
-def _write_json(path: Path | None, values: object) -> None:
+def _write(path: Path | None, text: str) -> None:
     if path is None:
         return
     try:
-        path.write_text(json.dumps(values, indent=2) + "\n")
+        path.write_text(text + "\n")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
 

@@ -170,6 +170,8 @@ class Learner(Section):
     """Sequences per forward and backward; left out: a whole mini-batch. Memory only."""
     remat: bool = False
     """Recompute each layer in the backward instead of keeping its activations. Memory only."""
+    length_buckets: Count = 1
+    """Response lengths that the learner is compiled for: the longest, its half, its quarter, ..."""
     mini_batches: Count = 1
     """Updates per pass over a step's sequences."""
     epochs: Count = 1

@@ -13,7 +13,7 @@ class InputError(ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns `"; did you mean 'x'?"` for the nearest of `known`, or the list of them if none is near."""
+    """Returns `"; did you mean 'x'?"` for the nearest of `known`, or all if none is near."""
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"

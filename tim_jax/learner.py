@@ -109,10 +109,13 @@ class Policy:
 
 
 def exactness(log_probs: jax.Array, rollout: Rollout) -> Exactness:
-    """Compares the learner's log-probs [B, R] with those that the rollout recorded."""
+    """Compares the learner's log-probs [B, R] with those that the rollout recorded.
+
+    A value that is not finite counts as unequal: two NaNs are no agreement.
+    """
     mask, recorded = rollout.mask, rollout.log_probs
     bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
-    unequal = mask & (bits(log_probs) != bits(recorded))
+    unequal = mask & ((bits(log_probs) != bits(recorded)) | ~jnp.isfinite(log_probs))
     difference = jnp.where(mask, jnp.abs(log_probs - recorded), 0.0)
     compared = jnp.sum(mask, dtype=jnp.int32)
     at = jnp.argmax(unequal)
@@ -224,7 +227,7 @@ def update(
         **_token_metrics(tokens, batch.mask),
     }
     report = Update(exactness(tokens["log_prob"], batch.rollout), metrics)
-    state = state.replace(params=params, optimizer=optimizer_state)
+    state = replace(state, params=params, optimizer=optimizer_state)
     return state, policy.prepare(params), report
 
 
@@ -271,7 +274,8 @@ def _loss(weights, batch: Experience, token_weights, *, policy: Policy, learning
 def _to_masters(gradient, params, policy: Policy):
     """Gradient with respect to the masters: `prepare` is linear, its transpose is taken in f32."""
     in_f32 = replace(policy, numerics=replace(policy.numerics, compute_dtype="float32"))
-    return jax.vjp(in_f32.prepare, params)[1](gradient)[0]
+    _, transpose = jax.vjp(in_f32.prepare, params)
+    return transpose(gradient)[0]
 
 
 def _token_metrics(tokens: dict[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
@@ -290,11 +294,17 @@ def _token_metrics(tokens: dict[str, jax.Array], mask: jax.Array) -> dict[str, j
 
 def _split(tree: Any, size: int) -> Any:
     """Rows [B, ...] of every leaf as [B / size, size, ...]."""
+    rows = jax.tree.leaves(tree)[0].shape[0]
+    if rows % size:
+        raise InputError(f"micro_batch must divide the {rows} sequences of an update, got {size}")
     return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), tree)
 
 
 def mini_batch(batch: Experience, index: jax.Array, *, count: int) -> Experience:
     """Rows of mini-batch `index` of `count`: contiguous, so that groups stay together."""
-    size = batch.advantages.shape[0] // count
+    rows = batch.advantages.shape[0]
+    if rows % count:
+        raise InputError(f"mini_batches must divide the {rows} sequences of a step, got {count}")
+    size = rows // count
     take: Callable = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
     return jax.tree.map(lambda x: take(x, index * size), batch)

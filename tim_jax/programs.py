@@ -17,7 +17,10 @@ from tim_jax.types import Prompts, Rollout
 
 @dataclass(frozen=True)
 class Programs:
-    """A run's compiled programs. Each compiles once: shapes do not depend on the data."""
+    """A run's compiled programs.
+
+    Each compiles once: shapes do not depend on the data, but for `length_buckets` learner shapes.
+    """
 
     prepare: Callable[..., Any]  # params -> weights
     sample: Callable[..., Rollout]  # weights, prompts, key -> rollout
@@ -28,6 +31,7 @@ class Programs:
     learning: Learning
     mini_batches: int
     epochs: int
+    length_buckets: int
 
 
 def build(
@@ -38,11 +42,13 @@ def build(
     correction: optax.GradientTransformationExtraArgs | None = None,
     mini_batches: int = 1,
     epochs: int = 1,
+    length_buckets: int = 1,
 ) -> Programs:
     """Programs of a training run."""
-    if mini_batches < 1 or epochs < 1:
+    if min(mini_batches, epochs, length_buckets) < 1:
         raise InputError(
-            f"mini_batches and epochs must be positive, got {mini_batches} and {epochs}"
+            "mini_batches, epochs and length_buckets must be positive, got"
+            f" {mini_batches}, {epochs} and {length_buckets}"
         )
 
     def update(state, weights, batch: Experience, index, response_length):
@@ -77,6 +83,7 @@ def build(
         learning=learning,
         mini_batches=mini_batches,
         epochs=epochs,
+        length_buckets=length_buckets,
     )
 
 

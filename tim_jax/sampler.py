@@ -1,5 +1,6 @@
 """Prompts -> Rollout: prefill once per prompt, then a decode loop around the one forward."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -86,7 +87,7 @@ def sample(
         ended=jnp.zeros((batch,), bool),
     )
     for span in _spans(prompts.tokens.shape[1], limit, numerics.kv_block):
-        state = state.replace(cache=_grow(state.cache, span))
+        state = replace(state, cache=_grow(state.cache, span))
         state = jax.lax.while_loop(partial(_unfinished, starts, span, limit), step, state)
     return Rollout(
         prompts=jnp.repeat(prompts.tokens, samples, axis=0),

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ class Text:
 
     tokenizer: Any
     max_prompt_length: int
-    chat_template: bool | str = "auto"
+    chat_template: bool | Literal["auto"] = "auto"
     template_options: tuple[tuple[str, Any], ...] = ()
 
     def prompts(self, examples: Sequence[Example], ids: Sequence[int]) -> Prompts:
@@ -115,7 +115,7 @@ def train(
         state, weights, found, metrics = learn(
             state, weights, rollout, rewards, programs=programs, reference=reference
         )
-        state = state.replace(step=jnp.int32(number))
+        state = replace(state, step=jnp.int32(number))
         found = jax.device_get(found)
         if exact:
             check_exact(found, number)
@@ -173,10 +173,11 @@ def learn(
     The exactness is that of the first pass before the weights move: of the forward over all rows
     if there was one, and always of the first update's gradient program.
     """
+    rollout = trimmed(rollout, programs.length_buckets)
     batch, correction, checked = programs.experience(
         weights, reference, state.correction, rollout, rewards
     )
-    state = state.replace(correction=correction)
+    state = replace(state, correction=correction)
     length = jnp.mean(rollout.lengths.astype(jnp.float32))
     found, reports = [] if checked is None else [checked], []
     for epoch in range(programs.epochs):
@@ -193,6 +194,19 @@ def learn(
     }
     metrics |= {k: float(v) for k, v in schedules.decay_report(state.optimizer).items()}
     return state, weights, merged(found), metrics
+
+
+def trimmed(rollout: Rollout, buckets: int) -> Rollout:
+    """Cuts padding off the responses: to R, R / 2, ... R / 2^(buckets - 1), whichever suffices.
+
+    Padding changes no bit, so this is speed alone, for one compilation a bucket.
+    """
+    full, longest = rollout.responses.shape[1], int(rollout.lengths.max())
+    sizes = [-(-full // 2**i) for i in range(buckets)]
+    size = min(size for size in sizes if size >= longest)
+    return replace(
+        rollout, responses=rollout.responses[:, :size], log_probs=rollout.log_probs[:, :size]
+    )
 
 
 def merged(found: Sequence[Exactness]) -> Exactness:

@@ -4,9 +4,9 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 
 import jax
-import jaxlib
 from rich.table import Table
 
 from tim_jax.audit.comparing import CaseResult
@@ -43,7 +43,7 @@ def summarise(results: Sequence[CaseResult], *, model: str = "") -> Summary:
         model=model,
         versions={
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
+            "jaxlib": version("jaxlib"),
             "python": platform.python_version(),
         },
         platform=device.platform,

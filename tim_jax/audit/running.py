@@ -152,10 +152,16 @@ def _score_again(recorded: Rollout, score: Score, sampling: Sampling, bench: _Be
             config=bench.config,
             numerics=bench.numerics,
             sampling=sampling,
-            how=replace(score, micro_batch=score.micro_batch if score.loop else None),
+            how=_program(score),
         )
         found[rows] = np.asarray(log_probs)[:, : found.shape[1]]
     return found
+
+
+def _program(score: Score) -> Score:
+    """What of `score` makes another program; the rest is in the arrays."""
+    micro_batch = score.micro_batch if score.loop else None
+    return Score(micro_batch=micro_batch, gradient=score.gradient, remat=score.remat)
 
 
 def _filled(tokens: jax.Array, more: int, config: ModelConfig) -> jax.Array:

@@ -8,14 +8,13 @@ device, on arrays sharded over many (under `jit`, nothing to do), and inside `sh
 added, before the tree. Counts are integers.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tim_jax.corrections.blocks import (
     Transform,
-    is_masked_node,
     map_coefficients,
     map_leaves,
     take_extra,
@@ -53,9 +52,9 @@ def normalise(
 
 
 class RunningMeanState(NamedTuple):
-    """State of `normalise_by_running_mean`: the running mean f32[] of each array."""
+    """State of `normalise_by_running_mean`."""
 
-    mean: Any
+    mean: jax.Array  # f32[], over all arrays of coefficients together
 
 
 def normalise_by_running_mean(
@@ -70,27 +69,28 @@ def normalise_by_running_mean(
     if not 0.0 <= decay < 1.0:
         raise InputError(f"decay is {decay}; it must lie in [0, 1)")
 
-    def advance(coefficients, mean, mask):
-        if is_masked_node(coefficients):
-            return coefficients
-        mask = mask.astype(bool)
-        coefficients = jnp.where(mask, coefficients, 0.0)
-        new = batch_mean(coefficients, mask, unit=unit, axis_name=axis_name)
-        new = jnp.where(jnp.any(mask), new, mean)
-        return jax.lax.stop_gradient(mean + (1.0 - decay) * (new - mean))
-
-    def divide(coefficients, mask, mean):
-        del mask
-        return coefficients / jnp.where(mean > 0.0, mean, 1.0)
-
     def init(params):
-        return RunningMeanState(jax.tree.map(lambda _: jnp.ones((), jnp.float32), params))
+        del params
+        return RunningMeanState(jnp.ones((), jnp.float32))
 
     def update(updates, state, params=None, **extra):
         del params
         mask = take_extra(extra, "mask", "normalise_by_running_mean")
-        means = jax.tree.map(advance, updates, state.mean, mask, is_leaf=is_masked_node)
-        return map_leaves(divide, updates, mask, state.mean), RunningMeanState(means)
+        safe = jnp.where(state.mean > 0.0, state.mean, 1.0)
+        rows = []
+
+        def divide(coefficients, mask):
+            rows.append(_row_totals(coefficients, mask, unit, "response"))
+            return coefficients / safe
+
+        divided = map_leaves(divide, updates, mask)
+        if not rows:
+            return divided, state
+        sums, counts = (jnp.concatenate(parts) for parts in zip(*rows, strict=True))
+        new = _mean_of(sums, counts, axis_name)
+        mean = jax.lax.stop_gradient(state.mean + (1.0 - decay) * (new - state.mean))
+        empty = jnp.sum(_gathered(counts, axis_name), dtype=jnp.int32) == 0
+        return divided, RunningMeanState(jnp.where(empty, state.mean, mean))
 
     return Transform(init, update)
 
@@ -133,12 +133,19 @@ def batch_mean(
 
     `coefficients` f32[B, R] are 0 off `mask`. Same bits however the batch is split.
     """
+    return _mean_of(*_row_totals(coefficients, mask, unit, among), axis_name)
+
+
+def _row_totals(coefficients, mask, unit: Unit, among: Among) -> tuple[jax.Array, jax.Array]:
+    """f32[B] and i32[B]: what each row adds to the mean's numerator and denominator."""
     counted = mask if among == "response" else mask & (coefficients != 0.0)
-    sums = compensated_sum(coefficients)[0]
-    counts = row_count(counted)
-    if unit == "sequence":
-        sums = sums / jnp.maximum(counts, 1).astype(jnp.float32)
-        counts = (counts > 0).astype(jnp.int32)
+    sums, counts = compensated_sum(coefficients)[0], row_count(counted)
+    if unit == "token":
+        return sums, counts
+    return sums / jnp.maximum(counts, 1).astype(jnp.float32), (counts > 0).astype(jnp.int32)
+
+
+def _mean_of(sums: jax.Array, counts: jax.Array, axis_name: str | None) -> jax.Array:
     return compensated_sum(_gathered(sums, axis_name))[0] / _number(_gathered(counts, axis_name))
 
 

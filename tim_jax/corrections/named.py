@@ -1,8 +1,9 @@
 """From a configuration's plain tables to a chain: a name and its keyword arguments, nothing more.
 
-corrections:
-  - {name: reject, statistic: k1, over: mean, lower: 0.999, upper: 1.001}
-  - {name: token_tis, cap: 2.0}
+corrections = [
+  { name = "reject", statistic = "k1", over = "mean", lower = 0.999, upper = 1.001 },
+  { name = "token_tis", cap = 2.0 },
+]
 """
 
 import inspect

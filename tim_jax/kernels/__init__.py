@@ -9,5 +9,5 @@ _FAMILIES = {"tiles": tiles, "native": native}
 
 
 def family(numerics: Numerics) -> ModuleType:
-    """The module with `fence`, `total`, `peak`, `unit`, `dot` and `attention` for these numerics."""
+    """The module with fence, total, peak, unit, dot and attention for these numerics."""
     return _FAMILIES[numerics.family]

@@ -124,12 +124,14 @@ def attention(
         return _attention(query, key, value, positions, numerics, aligned)
 
     def backward(args, cotangent):
-        *arrays, positions = fence(args)
+        query, key, value, positions = fence(args)
 
-        def plain(*arrays):
-            return native.attention(*arrays, positions, numerics=numerics, aligned=aligned)
+        def plain(query, key, value):
+            return native.attention(
+                query, key, value, positions, numerics=numerics, aligned=aligned
+            )
 
-        return (*jax.vjp(plain, *arrays)[1](cotangent), None)
+        return (*jax.vjp(plain, query, key, value)[1](cotangent), None)
 
     call = jax.custom_vjp(forward)
     call.defvjp(lambda *args: (forward(*args), args), backward)
@@ -184,7 +186,7 @@ def _attend(query, key, value, last, numerics: Numerics):
     scores = jnp.where(visible[:, None], scores, native.MASKED)
     highest = fence(peak(scores, lanes=block))
     weights = fence(jnp.exp(scores - highest[..., None]))
-    # Multiplied by the reciprocal: XLA turns a division by a broadcast into that or not, as it likes.
+    # By the reciprocal: XLA turns a division by a broadcast into that, or not, as it likes.
     scale = fence(1.0 / fence(total(weights, lanes=block)))
     mixed = _mix(formulas.rounded(weights, value.dtype), value, numerics)
     return fence(mixed * scale[..., None])

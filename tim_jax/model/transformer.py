@@ -8,6 +8,7 @@ D head size, S key positions, V vocabulary.
 """
 
 from functools import partial
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ from tim_jax.model import rope
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
 
-Params = dict  # master weights: see model/params.py
-Weights = dict  # compute weights: see `prepare`
+Params = dict[str, Any]  # master weights: see model/params.py
+Weights = dict[str, Any]  # compute weights: see `prepare`
 
 
 @struct.dataclass
@@ -68,6 +69,28 @@ def _join(layers: dict, names: tuple[str, ...]) -> jax.Array:
     return jnp.concatenate([layers[name] for name in names], axis=-1)
 
 
+@overload
+def forward(
+    weights: Weights,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: None = None,
+    *,
+    config: ModelConfig,
+    numerics: Numerics,
+    remat: bool = False,
+) -> tuple[jax.Array, LayerCache]: ...
+@overload
+def forward(
+    weights: Weights,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: Cache,
+    *,
+    config: ModelConfig,
+    numerics: Numerics,
+    remat: bool = False,
+) -> tuple[jax.Array, Cache]: ...
 def forward(
     weights: Weights,
     tokens: jax.Array,

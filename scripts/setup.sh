@@ -1,0 +1,24 @@
+# Sourced by the other scripts: makes a virtual environment in .venv and installs the project.
+# Use: setup "extra,extra". Needs Python 3.11 or newer (PYTHON names one) and a package index.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+find_python() {
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  echo "tim_jax needs Python 3.11 or newer; set PYTHON to one" >&2
+  return 1
+}
+
+setup() {
+  VENV="${VENV:-.venv}"
+  if [ ! -x "$VENV/bin/python" ]; then
+    python=$(find_python)
+    "$python" -m venv "$VENV"
+  fi
+  echo "installing into $VENV (a few minutes the first time) ..."
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${1:+[$1]}"
+}

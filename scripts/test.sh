@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Sets up an environment and runs the checks and the tests. Arguments go to pytest, such as:
+#   bash scripts/test.sh -m "not slow" tests/test_sampler.py
+# TORCH=0 leaves PyTorch out, and with it the comparisons with transformers' models.
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+extras="test,math"
+[ "${TORCH:-1}" = 0 ] || extras="$extras,reference"
+setup "$extras"
+# reasoning-gym needs a C compiler (through pycosat); its tests are left out where there is none.
+"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[gym]" \
+  >/dev/null 2>&1 || echo "reasoning-gym could not be installed: its tests are skipped"
+export JAX_PLATFORMS=cpu
+if [ $# -eq 0 ]; then
+  "$VENV/bin/ruff" check .
+  "$VENV/bin/ruff" format --check .
+  "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
+fi
+exec "$VENV/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile "$@"

@@ -1,0 +1,302 @@
+"""The kernels against float64, and the invariances that exactness stands on."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tim_jax.errors import InputError
+from tim_jax.kernels import formulas, native, tiles
+from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_BF16, NATIVE_F32, Numerics, Rows
+
+F32_ULP, BF16_ULP = 2.0**-23, 2.0**-8
+ALL = pytest.mark.parametrize(
+    "numerics", [EXACT_F32, EXACT_BF16, NATIVE_F32, NATIVE_BF16], ids=lambda n: n.family + n.dtype.name
+)
+EXACT = pytest.mark.parametrize("numerics", [EXACT_F32, EXACT_BF16], ids=["float32", "bfloat16"])
+FAMILIES = {"tiles": tiles, "native": native}
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def f64(x):
+    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
+
+
+def bits(x):
+    return np.asarray(x.astype(jnp.float32)).view(np.int32)
+
+
+# --- sums ------------------------------------------------------------------------------------
+
+
+@given(size=st.integers(1, 700), seed=st.integers(0, 99), lanes=st.sampled_from([1, 32, 128]))
+def test_total_and_peak_of_any_size(size, seed, lanes):
+    x = normal(seed, 3, size)
+    magnitude = np.abs(f64(x)).sum(-1)
+    error = np.abs(f64(tiles.total(x, lanes=lanes)) - f64(x).sum(-1))
+    assert (error <= magnitude * F32_ULP * (8 + size / lanes)).all()
+    np.testing.assert_array_equal(tiles.peak(x, lanes=lanes), np.asarray(x).max(-1))
+
+
+@given(size=st.integers(128, 300), zeros=st.integers(1, 300))
+def test_appended_zeros_change_no_bit_of_a_total(size, zeros):
+    x = normal(size, 2, size) ** 2
+    longer = jnp.pad(x, ((0, 0), (0, zeros)))
+    np.testing.assert_array_equal(bits(tiles.total(x)), bits(tiles.total(longer)))
+
+
+@pytest.mark.parametrize("size", [8_191, 8_192, 8_193, 20_000])
+def test_appended_zeros_change_no_bit_where_the_tree_gains_a_level(size):
+    x = normal(size, 2, size) ** 2
+    whole = bits(tiles.total(x))
+    for zeros in (1, 200, 8_192, 30_000):
+        longer = jnp.pad(x, ((0, 0), (0, zeros)))
+        np.testing.assert_array_equal(whole, bits(tiles.total(longer)))
+
+
+def test_a_total_is_not_numpys_own_order():
+    """The order is fixed by `fold`: lanes in sequence, then halves. A float32 reference of that."""
+    x = np.random.default_rng(0).standard_normal(1_000).astype(np.float32)
+    lanes = np.pad(x, (0, 24)).reshape(8, 128)
+    acc = lanes[0]
+    for chunk in lanes[1:]:
+        acc = acc + chunk
+    while len(acc) > 1:
+        acc = acc[: len(acc) // 2] + acc[len(acc) // 2 :]
+    assert float(tiles.total(jnp.asarray(x))) == acc[0]
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+@given(low=st.integers(1, 64), more=st.none() | st.integers(0, 64), count=st.integers(1, 2_000))
+def test_rows_split_covers_the_count_within_the_range(low, more, count):
+    rows = Rows(low, None if more is None else low + more)
+    number, size = rows.split(count)
+    assert number * size >= count
+    assert low <= size <= (rows.high or max(low, count))
+    assert rows.high is None or (number - 1) * rows.high < count  # no fewer tiles would do
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Rows(0, 3), "low=0"),
+        (lambda: Rows(8, 4), "high=4"),
+        (lambda: Numerics(family="tile"), "'tile'"),
+        (lambda: Numerics(compute_dtype="float16"), "'float16'"),
+        (lambda: Numerics(kv_block=48), "48"),
+        (lambda: Numerics(head_rows=0), "0"),
+    ],
+)
+def test_impossible_numerics_are_refused(build, message):
+    with pytest.raises(InputError, match=message):
+        build()
+
+
+@given(
+    rows=st.integers(1, 3_000),
+    group=st.sampled_from([1, 3, 5]),
+    tile=st.sampled_from([16, 48, 128]),
+    block=st.sampled_from([16, 32]),
+)
+def test_segments_cover_all_rows_with_all_the_keys_they_may_see(rows, group, tile, block):
+    length = -(-rows // group)
+    rows = length * group
+    runs = native.segments(rows, length, tile, block)
+    assert len(runs) <= 8
+    assert [start for start, _, _ in runs] == [0, *(stop for _, stop, _ in runs[:-1])]
+    assert runs[-1][1] == rows
+    for start, stop, keys in runs:
+        assert (stop - 1) // group + 1 <= keys
+        assert start % tile == 0
+        assert keys % block == 0
+
+
+# --- dots ------------------------------------------------------------------------------------
+
+
+@ALL
+@pytest.mark.parametrize(("rows", "size", "width"), [(1, 20, 7), (37, 60, 101), (130, 256, 33)])
+def test_dot_is_within_rounding_of_float64(numerics, rows, size, width):
+    x, weight = normal(0, rows, size, dtype=numerics.dtype), normal(1, size, width)
+    weight = weight.astype(numerics.dtype)
+    found = FAMILIES[numerics.family].dot(x, weight, numerics=numerics)
+    assert found.dtype == jnp.float32
+    # Operands are exact in float64 and sums are float32, whatever the compute dtype.
+    magnitude = np.abs(f64(x)) @ np.abs(f64(weight))
+    assert (np.abs(f64(found) - f64(x) @ f64(weight)) <= magnitude * F32_ULP * size**0.5).all()
+
+
+@EXACT
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(numerics):
+    x, weight = normal(0, 70, 60, dtype=numerics.dtype), normal(1, 60, 101, dtype=numerics.dtype)
+    dot = jax.jit(partial(tiles.dot, numerics=numerics))
+    whole = bits(dot(x, weight))
+    for count in (1, 2, 15, 16, 17, 33, 64):
+        np.testing.assert_array_equal(bits(dot(x[:count], weight)), whole[:count])
+        np.testing.assert_array_equal(bits(dot(x[-count:], weight)), whole[-count:])
+
+
+@EXACT
+def test_gradients_of_dot(numerics):
+    x, weight = normal(0, 21, 60, dtype=numerics.dtype), normal(1, 60, 33, dtype=numerics.dtype)
+    cotangent = normal(2, 21, 33)
+    _, pull = jax.vjp(partial(tiles.dot, numerics=numerics), x, weight)
+    dx, dweight = pull(cotangent)
+    ulp = BF16_ULP if numerics.compute_dtype == "bfloat16" else F32_ULP * 8
+    for found, exact in (
+        (dx, f64(cotangent) @ f64(weight).T),
+        (dweight, f64(x).T @ f64(cotangent)),
+    ):
+        assert found.dtype == numerics.dtype
+        assert np.abs(f64(found) - exact).max() <= 2 * ulp * np.abs(exact).max()
+
+
+# --- attention -------------------------------------------------------------------------------
+
+
+def attention_inputs(numerics, *, batch=2, kv_heads=3, group=5, size=20, length=70, seed=0):
+    """query [B, Kv, T G, D], key [B, Kv, D, T], value [B, Kv, T, D], positions [B, T G]."""
+    draw = partial(normal, dtype=numerics.dtype)
+    query = draw(seed, batch, kv_heads, length * group, size) * jnp.asarray(0.3, numerics.dtype)
+    key = draw(seed + 1, batch, kv_heads, size, length)
+    value = draw(seed + 2, batch, kv_heads, length, size)
+    positions = jnp.repeat(jnp.arange(length, dtype=jnp.int32), group)
+    return query, key, value, jnp.broadcast_to(positions, (batch, length * group))
+
+
+def reference_attention(query, key, value, positions):
+    scores = np.einsum("bkmd,bkds->bkms", f64(query), f64(key))
+    hidden = np.arange(key.shape[3])[None, None, None, :] > np.asarray(positions)[:, None, :, None]
+    scores = np.where(hidden, -np.inf, scores)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("bkms,bksd->bkmd", weights, f64(value))
+
+
+def attend(numerics, *, aligned):
+    return jax.jit(
+        partial(FAMILIES[numerics.family].attention, numerics=numerics, aligned=aligned)
+    )
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "length"), [(3, 5, 70), (1, 1, 33), (2, 4, 7)], ids=str
+)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_attention_is_within_rounding_of_float64(numerics, kv_heads, group, length, aligned):
+    inputs = attention_inputs(numerics, kv_heads=kv_heads, group=group, length=length)
+    found = attend(numerics, aligned=aligned)(*inputs)
+    assert found.dtype == jnp.float32
+    # In bfloat16 only the weights of the values are rounded: relative to the largest value.
+    ulp = BF16_ULP if numerics.compute_dtype == "bfloat16" else F32_ULP * 8
+    assert np.abs(f64(found) - reference_attention(*inputs)).max() <= 4 * ulp
+
+
+@EXACT
+def test_attention_of_a_few_rows_has_the_bits_of_whole_sequences(numerics):
+    """Any rows at any positions, over a cache of any length, with anything in its unused part."""
+    query, key, value, positions = attention_inputs(numerics)
+    whole = bits(attend(numerics, aligned=True)(query, key, value, positions))
+    rng = np.random.default_rng(0)
+    for spare, count in ((0, 5), (3, 10), (58, 15)):
+        rows = rng.integers(0, query.shape[2], count)
+        garbage = normal(9, *key.shape[:3], spare, dtype=numerics.dtype)
+        longer = jnp.concatenate([key, garbage], 3)
+        values = jnp.concatenate([value, garbage.transpose(0, 1, 3, 2)], 2)
+        found = attend(numerics, aligned=False)(
+            query[:, :, rows], longer, values, positions[:, rows]
+        )
+        np.testing.assert_array_equal(bits(found), whole[:, :, rows])
+
+
+@EXACT
+def test_attention_of_one_sequence_has_the_bits_of_a_batch(numerics):
+    inputs = attention_inputs(numerics, batch=4)
+    run = attend(numerics, aligned=True)
+    np.testing.assert_array_equal(bits(run(*inputs))[2:3], bits(run(*(x[2:3] for x in inputs))))
+
+
+@EXACT
+def test_attention_cut_short_has_the_bits_of_the_longer_sequence(numerics):
+    inputs = attention_inputs(numerics, length=70)
+    whole = bits(attend(numerics, aligned=True)(*inputs))
+    for length in (1, 31, 32, 33, 65):
+        query, key, value, positions = inputs
+        short = query[:, :, : 5 * length], key[..., :length], value[:, :, :length]
+        found = attend(numerics, aligned=True)(*short, positions[:, : 5 * length])
+        np.testing.assert_array_equal(bits(found), whole[:, :, : 5 * length])
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_gradients_of_attention(aligned):
+    query, key, value, positions = attention_inputs(EXACT_F32, length=40, group=4)
+    cotangent = normal(7, *query.shape)
+
+    def loss(arrays):
+        mixed = attend(EXACT_F32, aligned=aligned)(*arrays, positions)
+        return jnp.sum(mixed * cotangent)
+
+    found = jax.grad(loss)((query, key, value))
+    for index, gradient in enumerate(found):
+        arrays, step = [query, key, value], 1e-6
+        direction = f64(normal(11 + index, *gradient.shape))
+
+        def moved(sign, i=index, arrays=arrays, direction=direction, step=step):
+            shifted = [_Float64(f64(x)) for x in arrays]
+            shifted[i] = _Float64(shifted[i].array + sign * step * direction)
+            return (reference_attention(*shifted, positions) * f64(cotangent)).sum()
+
+        slope = (moved(1) - moved(-1)) / (2 * step)
+        assert (f64(gradient) * direction).sum() == pytest.approx(slope, rel=2e-5, abs=2e-4)
+
+
+class _Float64:
+    """A float64 array that `f64` hands through."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def astype(self, _):
+        return self.array
+
+
+# --- units -----------------------------------------------------------------------------------
+
+
+def test_a_unit_has_the_gradient_of_its_plain_form():
+    x = normal(0, 5, 12)
+    weight = 1.0 + normal(1, 12)
+    norm = partial(formulas.rms_norm, eps=1e-6)
+    unit = tiles.unit(partial(norm, total=tiles.total), partial(norm, total=native.total))
+    exact = jax.grad(lambda x, w: jnp.sum(jnp.sin(unit(x, w))), argnums=(0, 1))(x, weight)
+    plain = jax.grad(
+        lambda x, w: jnp.sum(jnp.sin(norm(x, w, total=native.total))), argnums=(0, 1)
+    )(x, weight)
+    for found, expected in zip(exact, plain, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rms_norm_against_float64():
+    x, weight = normal(0, 9, 60), normal(1, 60)
+    exact = f64(x) / np.sqrt((f64(x) ** 2).mean(-1, keepdims=True) + 1e-6) * f64(weight)
+    found = formulas.rms_norm(x, weight, eps=1e-6, total=tiles.total)
+    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-7)
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-1e38, max_value=1e38))
+def test_rounded_is_the_cast_to_bfloat16(value):
+    x = jnp.asarray([value], jnp.float32)
+    x = jnp.where(jnp.abs(x) < 1e-37, 0.0, x)  # subnormals are flushed by some backends
+    np.testing.assert_array_equal(
+        np.asarray(formulas.rounded(x, jnp.dtype(jnp.bfloat16))), np.asarray(x.astype(jnp.bfloat16))
+    )

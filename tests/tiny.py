@@ -1,0 +1,78 @@
+"""A model that compiles in a moment, and rollouts of ragged lengths drawn from it."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax.audit import random_params
+from tim_jax.learner import Policy
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import Numerics, Rows
+from tim_jax.policy import Sampling
+from tim_jax.programs import sampling_program
+from tim_jax.types import Prompts, Rollout
+
+CONFIG = ModelConfig(
+    model_type="qwen3",
+    vocab_size=23,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=24,
+    max_positions=64,
+    tied_embeddings=True,
+    qk_norm=True,
+)
+UNTIED = replace(CONFIG, tied_embeddings=False)
+NUMERICS = Numerics(rows=Rows(8, 8), attention_rows=Rows(8, 8), kv_block=16, head_rows=16)
+BF16 = replace(NUMERICS, compute_dtype="bfloat16")
+SAMPLING = Sampling(max_response_length=10, stop_tokens=(3, 5))
+POLICY = Policy(CONFIG, NUMERICS, SAMPLING)
+GROUP = 4
+PROMPTS = 3
+ROWS = PROMPTS * GROUP
+
+
+@cache
+def params(config=CONFIG, seed=0):
+    """Master weights, JAX arrays; not to be donated."""
+    return jax.tree.map(jnp.asarray, random_params(config, seed))
+
+
+def moved(tree, scale=0.03, seed=1):
+    """Parameters a little way off."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: x + scale * jnp.asarray(rng.standard_normal(x.shape, np.float32)), tree
+    )
+
+
+def prompts(seed=0, count=PROMPTS):
+    """Prompts of 1 to 6 tokens."""
+    rng = np.random.default_rng(seed)
+    return Prompts(
+        tokens=jnp.asarray(rng.integers(0, CONFIG.vocab_size, (count, 6)), jnp.int32),
+        lengths=jnp.asarray(rng.permutation(6)[:count] + 1, jnp.int32),
+        ids=jnp.asarray(rng.permutation(100)[:count], jnp.int32),
+    )
+
+
+@cache
+def rollout(policy=POLICY, seed=0) -> Rollout:
+    """`ROWS` sequences of `params(policy.config)`, in groups of `GROUP`."""
+    weights = jax.jit(policy.prepare)(params(policy.config))
+    return sampling_program(policy, samples=GROUP)(weights, prompts(), jax.random.key(seed))
+
+
+def rewards(seed=0, rows=ROWS):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(rows), jnp.float32)
+
+
+def bits(tree):
+    """Every array's bytes, for comparisons of trees."""
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
