@@ -7,6 +7,8 @@ import pathlib
 import re
 import subprocess
 import sys
+import textwrap
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +179,17 @@ def test_the_example_of_the_docs_trains():
     assert float(report["lr_scale"]) == 1.0
     expected = float(np.mean(np.asarray(batch["lengths"])))
     assert float(report["response_length_recent"]) == pytest.approx(expected)
+
+
+def test_the_docs_name_every_recipe_and_block_and_their_configuration_builds():
+    text = DOCS.read_text()
+    for name in (*corrections.RECIPES, *corrections.BLOCKS):
+        assert f"`{name}" in text, name
+    table = re.search(r"\n    \[learner\]\n(?:    .*\n)+", text)
+    assert table is not None
+    entries = tomllib.loads(textwrap.dedent(table.group(0)))["learner"]["corrections"]
+    assert [entry["name"] for entry in entries] == ["reject", "token_tis"]
+    corrections.build(entries)
 
 
 def test_corrections_and_schedules_load_without_the_rest():

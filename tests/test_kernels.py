@@ -1,6 +1,6 @@
 """The kernels against float64, and the invariances that exactness stands on."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_BF16, NATIVE_F32, Num
 
 F32_ULP, BF16_ULP = 2.0**-23, 2.0**-8
 ALL = pytest.mark.parametrize(
-    "numerics", [EXACT_F32, EXACT_BF16, NATIVE_F32, NATIVE_BF16], ids=lambda n: n.family + n.dtype.name
+    "numerics",
+    [EXACT_F32, EXACT_BF16, NATIVE_F32, NATIVE_BF16],
+    ids=lambda n: f"{n.family}-{n.compute_dtype}",
 )
 EXACT = pytest.mark.parametrize("numerics", [EXACT_F32, EXACT_BF16], ids=["float32", "bfloat16"])
 FAMILIES = {"tiles": tiles, "native": native}
@@ -36,33 +38,31 @@ def bits(x):
 # --- sums ------------------------------------------------------------------------------------
 
 
-@given(size=st.integers(1, 700), seed=st.integers(0, 99), lanes=st.sampled_from([1, 32, 128]))
-def test_total_and_peak_of_any_size(size, seed, lanes):
-    x = normal(seed, 3, size)
+total = jax.jit(tiles.total, static_argnames="lanes")
+peak = jax.jit(tiles.peak, static_argnames="lanes")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 31, 32, 127, 128, 129, 700, 9_000])
+@pytest.mark.parametrize("lanes", [32, 128])
+def test_total_and_peak_against_numpy(size, lanes):
+    x = normal(size, 50, size)
     magnitude = np.abs(f64(x)).sum(-1)
-    error = np.abs(f64(tiles.total(x, lanes=lanes)) - f64(x).sum(-1))
-    assert (error <= magnitude * F32_ULP * (8 + size / lanes)).all()
-    np.testing.assert_array_equal(tiles.peak(x, lanes=lanes), np.asarray(x).max(-1))
+    error = np.abs(f64(total(x, lanes=lanes)) - f64(x).sum(-1))
+    assert (error <= magnitude * F32_ULP * (8 + size / lanes) ** 0.5).all()
+    np.testing.assert_array_equal(peak(x, lanes=lanes), np.asarray(x).max(-1))
 
 
-@given(size=st.integers(128, 300), zeros=st.integers(1, 300))
+# From 8,192 elements on the tree of adds has one more level.
+@pytest.mark.parametrize("size", [128, 129, 300, 8_191, 8_192, 8_193, 20_000])
+@pytest.mark.parametrize("zeros", [1, 200, 8_192])
 def test_appended_zeros_change_no_bit_of_a_total(size, zeros):
-    x = normal(size, 2, size) ** 2
-    longer = jnp.pad(x, ((0, 0), (0, zeros)))
-    np.testing.assert_array_equal(bits(tiles.total(x)), bits(tiles.total(longer)))
+    x = normal(size, 20, size) ** 2
+    longer = jnp.asarray(np.pad(np.asarray(x), ((0, 0), (0, zeros))))
+    np.testing.assert_array_equal(bits(total(x)), bits(total(longer)))
 
 
-@pytest.mark.parametrize("size", [8_191, 8_192, 8_193, 20_000])
-def test_appended_zeros_change_no_bit_where_the_tree_gains_a_level(size):
-    x = normal(size, 2, size) ** 2
-    whole = bits(tiles.total(x))
-    for zeros in (1, 200, 8_192, 30_000):
-        longer = jnp.pad(x, ((0, 0), (0, zeros)))
-        np.testing.assert_array_equal(whole, bits(tiles.total(longer)))
-
-
-def test_a_total_is_not_numpys_own_order():
-    """The order is fixed by `fold`: lanes in sequence, then halves. A float32 reference of that."""
+def test_a_total_has_the_documented_order():
+    """Chunks of 128 lanes in sequence, then halves: NumPy's float32 adds have the same bits."""
     x = np.random.default_rng(0).standard_normal(1_000).astype(np.float32)
     lanes = np.pad(x, (0, 24)).reshape(8, 128)
     acc = lanes[0]
@@ -70,7 +70,7 @@ def test_a_total_is_not_numpys_own_order():
         acc = acc + chunk
     while len(acc) > 1:
         acc = acc[: len(acc) // 2] + acc[len(acc) // 2 :]
-    assert float(tiles.total(jnp.asarray(x))) == acc[0]
+    assert float(total(jnp.asarray(x))) == acc[0]
 
 
 # --- rows ------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(numerics):
     x, weight = normal(0, 70, 60, dtype=numerics.dtype), normal(1, 60, 101, dtype=numerics.dtype)
     dot = jax.jit(partial(tiles.dot, numerics=numerics))
     whole = bits(dot(x, weight))
-    for count in (1, 2, 15, 16, 17, 33, 64):
+    for count in (1, 15, 17, 48):
         np.testing.assert_array_equal(bits(dot(x[:count], weight)), whole[:count])
         np.testing.assert_array_equal(bits(dot(x[-count:], weight)), whole[-count:])
 
@@ -182,10 +182,9 @@ def reference_attention(query, key, value, positions):
     return np.einsum("bkms,bksd->bkmd", weights, f64(value))
 
 
+@cache
 def attend(numerics, *, aligned):
-    return jax.jit(
-        partial(FAMILIES[numerics.family].attention, numerics=numerics, aligned=aligned)
-    )
+    return jax.jit(partial(FAMILIES[numerics.family].attention, numerics=numerics, aligned=aligned))
 
 
 @ALL
@@ -208,7 +207,7 @@ def test_attention_of_a_few_rows_has_the_bits_of_whole_sequences(numerics):
     query, key, value, positions = attention_inputs(numerics)
     whole = bits(attend(numerics, aligned=True)(query, key, value, positions))
     rng = np.random.default_rng(0)
-    for spare, count in ((0, 5), (3, 10), (58, 15)):
+    for spare, count in ((0, 5), (58, 20)):
         rows = rng.integers(0, query.shape[2], count)
         garbage = normal(9, *key.shape[:3], spare, dtype=numerics.dtype)
         longer = jnp.concatenate([key, garbage], 3)
@@ -230,7 +229,7 @@ def test_attention_of_one_sequence_has_the_bits_of_a_batch(numerics):
 def test_attention_cut_short_has_the_bits_of_the_longer_sequence(numerics):
     inputs = attention_inputs(numerics, length=70)
     whole = bits(attend(numerics, aligned=True)(*inputs))
-    for length in (1, 31, 32, 33, 65):
+    for length in (1, 33):
         query, key, value, positions = inputs
         short = query[:, :, : 5 * length], key[..., :length], value[:, :, :length]
         found = attend(numerics, aligned=True)(*short, positions[:, : 5 * length])
@@ -279,9 +278,9 @@ def test_a_unit_has_the_gradient_of_its_plain_form():
     norm = partial(formulas.rms_norm, eps=1e-6)
     unit = tiles.unit(partial(norm, total=tiles.total), partial(norm, total=native.total))
     exact = jax.grad(lambda x, w: jnp.sum(jnp.sin(unit(x, w))), argnums=(0, 1))(x, weight)
-    plain = jax.grad(
-        lambda x, w: jnp.sum(jnp.sin(norm(x, w, total=native.total))), argnums=(0, 1)
-    )(x, weight)
+    plain = jax.grad(lambda x, w: jnp.sum(jnp.sin(norm(x, w, total=native.total))), argnums=(0, 1))(
+        x, weight
+    )
     for found, expected in zip(exact, plain, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -293,10 +292,12 @@ def test_rms_norm_against_float64():
     np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-7)
 
 
-@given(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-1e38, max_value=1e38))
-def test_rounded_is_the_cast_to_bfloat16(value):
-    x = jnp.asarray([value], jnp.float32)
-    x = jnp.where(jnp.abs(x) < 1e-37, 0.0, x)  # subnormals are flushed by some backends
-    np.testing.assert_array_equal(
-        np.asarray(formulas.rounded(x, jnp.dtype(jnp.bfloat16))), np.asarray(x.astype(jnp.bfloat16))
-    )
+def test_rounded_is_the_cast_to_bfloat16():
+    """Over random bits of every exponent, and ties; some backends flush subnormals."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-(2**31), 2**31, 100_000, np.int64).astype(np.int32).view(np.float32)
+    ties = rng.integers(-(2**15), 2**15, 10_000).astype(np.int32) * 2**16 + 2**15
+    x = np.concatenate([x, ties.view(np.float32)])
+    x = x[np.isfinite(x) & (np.abs(x) > 1e-37) & (np.abs(x) < 3e38)]
+    found = formulas.rounded(jnp.asarray(x), jnp.dtype(jnp.bfloat16))
+    np.testing.assert_array_equal(np.asarray(found), x.astype(jnp.bfloat16))

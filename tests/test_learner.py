@@ -88,7 +88,12 @@ def batch_of(policy=tiny.POLICY, learning=None, reference=None, rewards=None, fi
         reference = tiny.params(policy.config)
     rewards = tiny.rewards() if rewards is None else rewards
     batch, _ = experience(
-        tiny.rollout(policy), rewards, policy=policy, learning=learning, reference=reference, fix=fix
+        tiny.rollout(policy),
+        rewards,
+        policy=policy,
+        learning=learning,
+        reference=reference,
+        fix=fix,
     )
     return batch
 
@@ -190,7 +195,9 @@ def test_one_ulp_in_one_token_is_found_and_named(micro_batch):
     ours, theirs = true.log_probs[row, position], changed.log_probs[row, position]
     assert found.values.tolist() == [float(ours), float(theirs)]
     assert found.max_difference == abs(ours - theirs) > 0
-    np.testing.assert_allclose(found.mean_difference * found.compared, abs(ours - theirs), rtol=1e-5)
+    np.testing.assert_allclose(
+        found.mean_difference * found.compared, abs(ours - theirs), rtol=1e-5
+    )
     with pytest.raises(MismatchError) as caught:
         train.check_exact(found, 12)
     message = str(caught.value)
@@ -422,9 +429,7 @@ def test_recompute_mode_takes_the_old_log_probs_from_the_learner():
     rollout = tiny.rollout()
     changed = rollout.replace(log_probs=rollout.log_probs - 0.5)
     learning = Learning(GRPO, tiny.GROUP, mode="recompute")
-    batch, checked = experience(
-        changed, tiny.rewards(), learning=learning, reference=tiny.params()
-    )
+    batch, checked = experience(changed, tiny.rewards(), learning=learning, reference=tiny.params())
     mask = np.asarray(rollout.mask)
     assert (np.asarray(batch.old_log_probs) == np.asarray(rollout.log_probs))[mask].all()
     assert int(checked.unequal) == int(checked.compared) == mask.sum()
@@ -479,7 +484,10 @@ def test_mini_batches_are_whole_and_cover_every_row_once():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: learner.mini_batch(batch_of(), jnp.int32(0), count=5), "mini_batches.* 12 .*got 5"),
+        (
+            lambda: learner.mini_batch(batch_of(), jnp.int32(0), count=5),
+            "mini_batches.* 12 .*got 5",
+        ),
         (
             lambda: gradient(
                 tiny.params(), batch_of(), learning=Learning(GRPO, tiny.GROUP, micro_batch=5)
@@ -506,9 +514,7 @@ def test_bfloat16_gradients_of_micro_batches_are_summed_in_float32():
     the sum is that of one micro-batch to the bit; in bfloat16, of 8 bits, it could not be."""
     policy = replace(tiny.POLICY, numerics=tiny.BF16)
     learning = Learning(objectives.reinforce(), 1, micro_batch=1)
-    batch, _ = experience(
-        tiny.rollout(policy), tiny.rewards(), policy=policy, learning=learning
-    )
+    batch, _ = experience(tiny.rollout(policy), tiny.rewards(), policy=policy, learning=learning)
     row = int(np.argmax(np.abs(tiny.rewards())))
     one, report = gradient(tiny.params(), repeated(batch, row, 1), policy, learning)
     many, _ = gradient(tiny.params(), repeated(batch, row, 64), policy, learning)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tim_jax.errors import InputError
 from tim_jax.tasks import evaluate as scores
 from tim_jax.tasks.base import Task
 from tim_jax.train import Sample, Text, graded
@@ -31,8 +32,13 @@ def evaluate(
 
     Returns:
       mean@n, pass@k, the number of prompts and the mean response length, and all samples.
+
+    Raises:
+      InputError: the task has no held-out problems, or as the training loop.
     """
     count = min(prompts, len(task.evaluation))
+    if not count:
+        raise InputError(f"task {task.name} has no held-out problems to evaluate on")
     rows: list[Sample] = []
     lengths: list[np.ndarray] = []
     for start in range(0, count, batch):

@@ -1,8 +1,10 @@
 """The jobs behind the commands: train, evaluate, generate. Files and display live here."""
 
 import itertools
+import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -67,7 +69,7 @@ def train_run(config: RunConfig) -> Path:
     section = config.run
     text = config_io.dump(config)
     with runs.open_run(
-        section.folder, text, may_change=config.may_change(), keep=section.keep
+        section.folder, text, may_change=_may_change(config), keep=section.keep
     ) as run:
         job = _assemble(config)
         try:
@@ -79,12 +81,23 @@ def train_run(config: RunConfig) -> Path:
     return folder
 
 
+def _may_change(config: RunConfig) -> tuple[str, ...]:
+    """Keys in which a run in this folder may differ from the one before: all, if that left nothing.
+
+    Else a mistake in the config, found before the first checkpoint, could not be mended in place.
+    """
+    if checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
+        return config.may_change()
+    return tuple(RunConfig.model_fields)
+
+
 def _assemble(config: RunConfig) -> _Job:
     model = assembly.make_model(config)
     task = assembly.make_task(config)
     text = assembly.make_text(config, model)
     policy = assembly.make_policy(config, model)
-    evaluate = _evaluator(config, policy, task, text) if config.eval.every else None
+    wanted = config.eval.every and len(task.evaluation)
+    evaluate = _evaluator(config, policy, task, text) if wanted else None
     built = assembly.make_programs(config, policy)
     return _Job(config, model, task, text, policy, built, evaluate)
 
@@ -116,10 +129,13 @@ def _follow(job: _Job, run: Run) -> None:
     config = job.config
     state, reference, start, notes = _restored(job, run)
     title = f"{config.run.folder}: {job.task.name}"
-    with open_display(total=config.steps, start=start, title=title, extra=_EXTRA) as display:
+    with (
+        open_display(total=config.steps, start=start, title=title, extra=_EXTRA) as display,
+        closing(_extra_sinks(config, run, start)) as more,
+    ):
         for note in (*job.task.notes, *notes):
             display.note(note)
-        writer = sinks.Tee((run.metrics, *_extra_sinks(config, run, start)))
+        writer = sinks.Tee((run.metrics, more))
         if start < 0:
             state = _first_steps(job, state, run, writer, display)
             reference = _copied(state.params) if config.objective.kl_coefficient else None
@@ -138,12 +154,13 @@ def _follow(job: _Job, run: Run) -> None:
         for step in steps:
             state = step.state
             _record(job, step, run, writer, display)
+            if step.number == config.steps and config.run.export:
+                # Before the last checkpoint: a run that has that one is never resumed to this line.
+                _export(job, state, display)
             if _due(step.number, config.run.checkpoint_every, config.steps):
                 run.save(step.number, _saved(state, reference))
-        if config.run.export:
+        if config.run.export and not (run.folder / "model").exists():
             _export(job, state, display)
-        # Closes what is not the run's own.
-        sinks.Tee(writer.sinks[1:]).close()
 
 
 def _restored(job: _Job, run: Run) -> tuple[TrainState, Any, int, list[str]]:
@@ -172,8 +189,9 @@ def _copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _extra_sinks(config: RunConfig, run: Run, start: int) -> list[sinks.Sink]:
-    section, extra = config.run, []
+def _extra_sinks(config: RunConfig, run: Run, start: int) -> sinks.Tee:
+    section = config.run
+    extra: list[sinks.Sink] = []
     if "tensorboard" in section.sinks:
         folder = run.folder / "tensorboard"
         extra.append(sinks.TensorBoard(folder, resume_step=max(start, 0)))
@@ -187,7 +205,7 @@ def _extra_sinks(config: RunConfig, run: Run, start: int) -> list[sinks.Sink]:
                 mode=section.wandb_mode,
             )
         )
-    return extra
+    return sinks.Tee(tuple(extra))
 
 
 def _first_steps(
@@ -228,12 +246,7 @@ def _demonstrations(job: _Job) -> Iterator[Rollout]:
             start=step * section.batch,
             count=section.batch,
         )
-        yield warm_start.demonstrations(
-            pairs,
-            job.model.tokenizer,
-            prompt_size=sampling.max_prompt_length,
-            response_size=sampling.max_response_length,
-        )
+        yield warm_start.demonstrations(pairs, job.text, response_size=sampling.max_response_length)
 
 
 def _record(job: _Job, step: Step, run: Run, writer: sinks.Tee, display: Display) -> None:
@@ -261,12 +274,18 @@ def _shown(samples: Sequence[Sample]) -> list[Completion]:
 
 
 def _export(job: _Job, state: TrainState, display: Display) -> None:
-    folder = Path(job.config.run.folder) / "model"
-    if folder.exists():
-        return
+    """Writes the final model; that of a shorter run gives way once the new one is whole."""
+    folder = Path(job.config.run.folder)
+    final, new, old = folder / "model", folder / ".model.new", folder / ".model.old"
+    for left in (new, old):
+        shutil.rmtree(left, ignore_errors=True)
     params = jax.device_get(state.params)
-    hf.save(folder, params, job.model.config, tokenizer=job.model.tokenizer)
-    display.note(f"final model, as transformers loads it: {folder}")
+    hf.save(new, params, job.model.config, tokenizer=job.model.tokenizer)
+    if final.exists():
+        final.rename(old)
+    new.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    display.note(f"final model, as transformers loads it: {final}")
 
 
 def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, float]:

@@ -8,7 +8,7 @@ only bound memory: their gradients are summed in float32 under one normaliser.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -220,7 +220,7 @@ def update(
         changes, optimizer_state = optimizer.update(
             gradient, state.optimizer, state.params, response_length=response_length
         )
-        params = optax.apply_updates(state.params, changes)
+        params = cast(transformer.Params, optax.apply_updates(state.params, changes))
     metrics = {
         "loss": loss,
         "gradient_norm": optax.tree.norm(gradient),

@@ -106,7 +106,17 @@ def draw(
 def _scale(logits, sampling, ops):
     if sampling.temperature == 1:
         return logits
-    return ops.fence(logits * (1.0 / sampling.temperature))
+    return ops.fence(_uncontracted(logits * (1.0 / sampling.temperature)))
+
+
+def _uncontracted(product: jax.Array) -> jax.Array:
+    """The product itself, rounded: what is added to it cannot be contracted with it into an fma.
+
+    Fences do not keep XLA:CPU from that on jax 0.10, and then a token's log-prob can exceed 0. The
+    clip to the finite range does, and changes no finite number.
+    """
+    limit = jnp.finfo(product.dtype).max
+    return jnp.clip(product, -limit, limit)
 
 
 def _weights(scaled, peak, sampling, ops, *, keep):
@@ -178,7 +188,7 @@ def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """
     count, size = weights.shape
     by_lane = formulas.fold(weights, jnp.add, lanes=_LANES, neutral=0.0)
-    lane, rest = _pass(by_lane, lambda total: uniform * total)
+    lane, rest = _pass(by_lane, lambda total: _uncontracted(uniform * total))
     folded = jnp.pad(weights, ((0, 0), (0, -size % _LANES))).reshape(count, -1, _LANES)
     within = jnp.take_along_axis(folded, lane[:, None, None], axis=2)[..., 0]
     chunk, _ = _pass(within, lambda total: jnp.maximum(rest, 0.0))

@@ -1,6 +1,7 @@
 """The loop: a generator of steps. No logging, no files: callers do that with what it yields."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -37,8 +38,9 @@ class Text:
                 chat_template=self.chat_template,
                 template_options=dict(self.template_options),
                 max_length=self.max_prompt_length,
+                where=f"prompt {number}",
             )
-            for example in examples
+            for number, example in zip(ids, examples, strict=True)
         ]
         tokens = np.zeros((len(encoded), self.max_prompt_length), np.int32)
         for row, prompt in zip(tokens, encoded, strict=True):
@@ -106,7 +108,7 @@ def train(
         started = time.perf_counter()
         indices = base.order(seed, number - 1, prompts_per_step, len(task.train))
         examples = [task.train[int(i)] for i in indices]
-        prompts = text.prompts(examples, indices % 2**31)
+        prompts = text.prompts(examples, prompt_ids(indices, len(task.train)))
         rollout = jax.block_until_ready(programs.sample(weights, prompts, step_key(seed, number)))
         sampled = time.perf_counter()
         samples, faults = graded(task, text, examples, rollout, programs.learning.group_size)
@@ -135,6 +137,20 @@ def train(
 def step_key(seed: int, step: int) -> jax.Array:
     """The random key of a step; steps count from 1, evaluations use 0."""
     return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def prompt_ids(indices: np.ndarray, size: int) -> list[int]:
+    """Names for the random numbers of a step's prompts, rows `indices` of `size`.
+
+    A prompt's name is its row; where a small dataset comes round again within one step, each round
+    has names of its own, or its groups would be copies of each other.
+    """
+    rounds: Counter[int] = Counter()
+    names = []
+    for index in indices.tolist():
+        names.append((index + rounds[index] * size) % 2**31)
+        rounds[index] += 1
+    return names
 
 
 def graded(

@@ -9,31 +9,39 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tim_jax.errors import InputError
 from tim_jax.learner import Policy
+from tim_jax.tasks.base import Example
+from tim_jax.train import Text
 from tim_jax.types import Rollout
 
 
-def demonstrations(
-    pairs: Sequence[tuple[str, str]], tokenizer: Any, *, prompt_size: int, response_size: int
-) -> Rollout:
-    """(prompt, completion) pairs as a rollout, the end token appended, log-probs zero."""
-    count = len(pairs)
-    prompts = np.zeros((count, prompt_size), np.int32)
-    responses = np.zeros((count, response_size), np.int32)
-    sizes = np.zeros((2, count), np.int32)
-    for row, (prompt, completion) in enumerate(pairs):
-        before = tokenizer.encode(prompt, add_special_tokens=False)[:prompt_size]
-        after = tokenizer.encode(completion, add_special_tokens=False)
-        after = [*after, tokenizer.eos_token_id][:response_size]
-        prompts[row, : len(before)], responses[row, : len(after)] = before, after
-        sizes[:, row] = len(before), len(after)
+def demonstrations(pairs: Sequence[tuple[str, str]], text: Text, *, response_size: int) -> Rollout:
+    """(prompt, completion) pairs as a rollout, the end token appended, log-probs zero.
+
+    Raises:
+      InputError: a prompt or a completion is too long; to learn from a part would teach the wrong
+        thing.
+    """
+    prompts = text.prompts([Example(prompt, "") for prompt, _ in pairs], range(len(pairs)))
+    responses = np.zeros((len(pairs), response_size), np.int32)
+    lengths = np.zeros((len(pairs),), np.int32)
+    for row, (_, completion) in enumerate(pairs):
+        tokens = text.tokenizer.encode(completion, add_special_tokens=False)
+        tokens = [*tokens, text.tokenizer.eos_token_id]
+        if len(tokens) > response_size:
+            raise InputError(
+                f"a worked completion has {len(tokens)} tokens, more than"
+                f" max_response_length = {response_size}: {completion!r}"
+            )
+        responses[row, : len(tokens)], lengths[row] = tokens, len(tokens)
     return Rollout(
-        prompts=jnp.asarray(prompts),
-        prompt_lengths=jnp.asarray(sizes[0]),
+        prompts=prompts.tokens,
+        prompt_lengths=prompts.lengths,
         responses=jnp.asarray(responses),
-        lengths=jnp.asarray(sizes[1]),
+        lengths=jnp.asarray(lengths),
         log_probs=jnp.zeros(responses.shape, jnp.float32),
-        finished=jnp.ones((count,), bool),
+        finished=jnp.ones((len(pairs),), bool),
     )
 
 

@@ -1,0 +1,142 @@
+"""What the benchmarks share: the model and batch they run, timing, and the machine's description."""
+
+import argparse
+import os
+import pathlib
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "results"
+BATCHES = (8, 32, 64)
+DTYPES = ("float32", "bfloat16")
+_QUIET = 0.5  # load average above which figures are not to be trusted
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A Qwen3 with tied embeddings, and what is drawn from it: no response ends early."""
+
+    layers: int = 8
+    hidden: int = 256
+    intermediate: int = 768
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    vocabulary: int = 8192
+    prompt: int = 32
+    response: int = 128
+
+    def text(self) -> str:
+        """One sentence for a results page."""
+        return (
+            f"Model: Qwen3, {self.layers} layers, hidden size {self.hidden}, intermediate"
+            f" {self.intermediate}, {self.heads} heads and {self.kv_heads} key heads of"
+            f" {self.head_dim}, vocabulary {self.vocabulary:,}, tied embeddings, random weights."
+            f" Prompts of {self.prompt} tokens, {self.response} new tokens, temperature 1, no stop"
+            " token."
+        )
+
+
+SMALL = Sizes()
+SMOKE = Sizes(
+    layers=2,
+    hidden=32,
+    intermediate=48,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    vocabulary=256,
+    prompt=8,
+    response=8,
+)
+
+
+def cases(smoke: bool) -> tuple[tuple[int, str], ...]:
+    """(batch, dtype) of each row of a table."""
+    return tuple((batch, dtype) for batch in ((8,) if smoke else BATCHES) for dtype in DTYPES)
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], float]], repeats: int
+) -> dict[str, tuple[float, ...]]:
+    """Seconds of each call, `repeats` of each, taken in turns whose order alternates.
+
+    A and B next to each other meet the same machine; A B B A cancels what drifts.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats):
+        for name in list(calls) if repeat % 2 == 0 else reversed(list(calls)):
+            times[name].append(calls[name]())
+    return {name: tuple(values) for name, values in times.items()}
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
+    """The median of the ratios of neighbours, and the ratio of the two best times."""
+    pairs = zip(over, under, strict=True)
+    return statistics.median(a / b for a, b in pairs), min(over) / min(under)
+
+
+def load_average() -> float:
+    """The machine's load over the last minute. Take it before starting work of one's own."""
+    return os.getloadavg()[0]
+
+
+def machine_text(load: float, versions: Mapping[str, str]) -> list[str]:
+    """Markdown lines: processor, versions by name, load at the start, and a warning if it tells."""
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [
+        f"Machine: {cpu_model()}, {len(os.sched_getaffinity(0))} cores; {named}; load average at"
+        f" the start {load:.2f}.",
+        "",
+    ]
+    if load > _QUIET:
+        lines += [
+            f"**Warning: the machine was not idle (load average {load:.2f} > {_QUIET}); these"
+            " figures are not to be relied on.**",
+            "",
+        ]
+    return lines
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """This interpreter's version and those of its packages."""
+    found = {"Python": platform.python_version()}
+    return found | {name: metadata.version(name) for name in packages}
+
+
+def cpu_model() -> str:
+    """The processor's name, with the instruction sets that decide which kernels run."""
+    info = pathlib.Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() or platform.machine()
+    fields = {}
+    for line in info.read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags", "").split()
+    known = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    return f"{fields.get('model name', 'unknown')} ({', '.join(known)})"
+
+
+def parser(description: str, page: pathlib.Path) -> argparse.ArgumentParser:
+    """Arguments that every benchmark has."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--repeats", type=int, default=5, help="timed calls of each (default 5)")
+    options.add_argument("--smoke", action="store_true", help="tiny sizes: does the script run?")
+    options.add_argument(
+        "--out", type=pathlib.Path, help=f"page to write (default {page.name}; smoke: none)"
+    )
+    return options
+
+
+def publish(lines: Sequence[str], options: argparse.Namespace, page: pathlib.Path) -> None:
+    """Prints the page, and writes it to --out or, but for a smoke test, to its own place."""
+    text = "\n".join(lines).rstrip() + "\n"
+    print(text)
+    target = options.out or (None if options.smoke else page)
+    if target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)

@@ -1,0 +1,187 @@
+"""What exactness costs: exact over native numerics, and writes docs/results/exactness_cost.md.
+
+    JAX_PLATFORMS=cpu python scripts/bench_exactness_cost.py        # on an idle machine
+
+Both sides are the same functions with another `Numerics`, in one process, timed in turns.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import bench_common as common
+import jax
+import jax.numpy as jnp
+
+from tim_jax import calibration, learner, programs
+from tim_jax.audit.presets import random_params
+from tim_jax.learner import Exactness, Policy
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import Numerics
+from tim_jax.objectives import Objective
+from tim_jax.policy import Sampling
+from tim_jax.types import Prompts, Rollout
+
+PAGE = common.RESULTS / "exactness_cost.md"
+GOALS = {"sampler": 1.10, "learner": 1.00}
+_SEED = 0
+
+
+class Side(NamedTuple):
+    """One numerics' timed calls."""
+
+    sample: Callable[[], float]
+    gradient: Callable[[], float]
+
+
+class Row(NamedTuple):
+    """Times of one batch size and dtype."""
+
+    batch: int
+    dtype: str
+    times: Mapping[str, Mapping[str, tuple[float, ...]]]  # program -> side -> seconds
+    tokens: Mapping[str, int]  # program -> tokens per call
+    compared: int
+    unequal_native: int
+
+
+def model_config(sizes: common.Sizes) -> ModelConfig:
+    return ModelConfig(
+        model_type="qwen3",
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        num_layers=sizes.layers,
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.intermediate,
+        max_positions=sizes.prompt + sizes.response,
+        qk_norm=True,
+        tied_embeddings=True,
+    )
+
+
+def make_prompts(config: ModelConfig, sizes: common.Sizes, batch: int) -> Prompts:
+    shape = batch, sizes.prompt
+    return Prompts(
+        tokens=jax.random.randint(jax.random.key(_SEED), shape, 0, config.vocab_size),
+        lengths=jnp.full((batch,), sizes.prompt, jnp.int32),
+        ids=jnp.arange(batch, dtype=jnp.int32),
+    )
+
+
+def loss(weights: Any, rollout: Rollout, advantages: jax.Array, policy: Policy):
+    """The GRPO loss in bypass mode, and the exactness of its log-probs."""
+    objective = Objective()
+    log_probs, _ = policy.score(weights, rollout)
+    mask = rollout.mask
+    losses = objective.token_losses(log_probs, rollout.log_probs, advantages, mask=mask).loss
+    total = jnp.sum(objective.token_weights(mask) * losses)
+    return total, learner.exactness(log_probs, rollout)
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def make_side(policy: Policy, params: Any, prompts: Prompts) -> tuple[Side, Exactness]:
+    """Compiled programs with their data, warm, and how exact they were."""
+    weights = jax.jit(policy.prepare)(params)
+    sample = partial(
+        programs.sampling_program(policy, samples=1), weights, prompts, jax.random.key(_SEED)
+    )
+    rollout = sample()
+    advantages = jnp.where(jnp.arange(prompts.ids.size) % 2 == 0, 1.0, -1.0)
+    program = jax.jit(jax.value_and_grad(partial(loss, policy=policy), has_aux=True))
+    gradient = partial(program, weights, rollout, advantages)
+    (_, found), _ = jax.block_until_ready(gradient())
+    return Side(partial(seconds, sample), partial(seconds, gradient)), jax.device_get(found)
+
+
+def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
+    """Times one cell of the table; raises if the exact side is not exact."""
+    config = model_config(sizes)
+    params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
+    prompts = make_prompts(config, sizes, batch)
+    exact = calibration.calibrate(config, Numerics(compute_dtype=dtype), batch=batch)
+    sides, found = {}, {}
+    for name, numerics in {
+        "exact": exact,
+        "native": Numerics(family="native", compute_dtype=dtype),
+    }.items():
+        policy = Policy(config, numerics, Sampling(sizes.response))
+        sides[name], found[name] = make_side(policy, params, prompts)
+    compared, unequal = int(found["exact"].compared), int(found["exact"].unequal)
+    if unequal or compared != batch * sizes.response:
+        raise SystemExit(f"batch {batch}, {dtype}: {unequal} of {compared} tokens are unequal")
+    return Row(
+        batch,
+        dtype,
+        times={
+            "sampler": common.interleaved({n: s.sample for n, s in sides.items()}, repeats),
+            "learner": common.interleaved({n: s.gradient for n, s in sides.items()}, repeats),
+        },
+        tokens={
+            "sampler": batch * sizes.response,
+            "learner": batch * (sizes.prompt + sizes.response),
+        },
+        compared=compared,
+        unequal_native=int(found["native"].unequal),
+    )
+
+
+def table(rows: list[Row]) -> list[str]:
+    lines = [
+        "| program | batch | dtype | exact tok/s | native tok/s | time exact / native, median"
+        " | of the best times | goal | unequal tokens: exact, native |",
+        "|---|--:|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for program, goal in GOALS.items():
+        for row in rows:
+            exact, native = (row.times[program][side] for side in ("exact", "native"))
+            median, best = common.ratios(exact, native)
+            speeds = [f"{row.tokens[program] / sorted(t)[len(t) // 2]:,.0f}" for t in (exact, native)]
+            lines.append(
+                f"| {program} | {row.batch} | {row.dtype} | {speeds[0]} | {speeds[1]}"
+                f" | {median:.3f} | {best:.3f} | <= {goal:.2f}"
+                f" | 0, {row.unequal_native} of {row.compared:,} |"
+            )
+    return lines
+
+
+def main() -> None:
+    """Writes the page, or prints it for a smoke test."""
+    options = common.parser("Measures what exactness costs.", PAGE).parse_args()
+    load = common.load_average()
+    sizes = common.SMOKE if options.smoke else common.SMALL
+    rows = []
+    for batch, dtype in common.cases(options.smoke):
+        rows.append(measure(sizes, batch, dtype, options.repeats))
+        print("\n".join(table(rows[-1:])), flush=True)
+        jax.clear_caches()
+    publish(options, load, sizes, rows)
+
+
+def publish(options, load: float, sizes: common.Sizes, rows: list[Row]) -> None:
+    lines = [
+        "# What exactness costs",
+        "",
+        "Written by `python scripts/bench_exactness_cost.py`. Exact (tiles, calibrated for the"
+        " batch) over native numerics: same code, same process, calls in turns (A B B A),"
+        f" {options.repeats} of each; the ratio is the median of the ratios of neighbours. Tokens"
+        " per second are as of this machine: new tokens for the sampler, all tokens of the"
+        " sequences for the learner, which is value and gradient of a GRPO loss.",
+        "",
+        sizes.text(),
+        "",
+        *common.machine_text(load, common.versions("jax", "jaxlib")),
+        *table(rows),
+    ]
+    common.publish(lines, options, PAGE)
+
+
+if __name__ == "__main__":
+    main()

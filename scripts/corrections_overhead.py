@@ -1,0 +1,172 @@
+"""Times every recipe and all metrics against a learner step; writes docs/results/corrections.md.
+
+    python scripts/corrections_overhead.py --config configs/quickstart.toml
+
+The learner step is the update program of that configuration (forward, gradient, optimiser) on a
+full batch of random tokens; recipes and metrics are compiled on their own and run on arrays of the
+batch's shape. Interleaved, medians.
+"""
+
+import argparse
+import pathlib
+import platform
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax import assembly, config_io, corrections, learner, metrics
+from tim_jax.types import Rollout
+
+OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "corrections.md"
+REQUIRED = {"trust_region_masking": {"bound": 0.05}}
+LIMIT = 0.01
+
+
+def entries():
+    """Every recipe, shrinking where it can, and with a normalisation on top."""
+    for name, make in corrections.RECIPES.items():
+        shrink = {"shrink": "token_mean"} if "shrink" in make.__annotations__ else {}
+        yield name, [{"name": name, **shrink, **REQUIRED.get(name, {})}, {"name": "normalise"}]
+
+
+def make_batch(config, vocabulary: int) -> Rollout:
+    """A full batch of the configuration's shape, with random tokens and lengths."""
+    rng = np.random.default_rng(0)
+    rows, longest = config.sequences_per_step, config.sampling.max_response_length
+    prompt = config.sampling.max_prompt_length
+    return Rollout(
+        prompts=jnp.asarray(rng.integers(0, vocabulary, (rows, prompt)), jnp.int32),
+        prompt_lengths=jnp.full(rows, prompt, jnp.int32),
+        responses=jnp.asarray(rng.integers(0, vocabulary, (rows, longest)), jnp.int32),
+        lengths=jnp.asarray(rng.integers(longest // 2, longest + 1, rows), jnp.int32),
+        log_probs=jnp.asarray(-rng.exponential(size=(rows, longest)), jnp.float32),
+        finished=jnp.ones(rows, bool),
+    )
+
+
+def all_metrics(train, rollout, mask, coefficients, advantages):
+    """Everything of `tim_jax.metrics` that a step can report from its log-probs."""
+    d = train - rollout
+    ratio = jnp.exp(jnp.clip(d, -20.0, 20.0))
+    return (
+        metrics.mismatch_metrics(train, rollout, mask),
+        metrics.mismatch_profiles(train, rollout, mask),
+        metrics.correction_metrics(coefficients, d, mask, lower=0.5, upper=2.0),
+        metrics.update_skew(ratio, advantages, mask),
+    )
+
+
+def timed(function, *arguments) -> float:
+    """Seconds of one call, results waited for."""
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - start
+
+
+def correction_programs(batch: Rollout):
+    """Name -> a call without arguments that runs the compiled program once."""
+    rng = np.random.default_rng(1)
+    shape = batch.log_probs.shape
+    arrays = {
+        "log_ratio": jnp.asarray(1e-2 * rng.standard_normal(shape), jnp.float32),
+        "mask": batch.mask,
+        "log_probs": batch.log_probs,
+        "advantages": jnp.asarray(rng.standard_normal(shape[0]), jnp.float32),
+    }
+    train, rollout = batch.log_probs, batch.log_probs - arrays["log_ratio"]
+    measured = (train, rollout, batch.mask, jnp.exp(arrays["log_ratio"]), arrays["advantages"])
+    calls: dict[str, tuple] = {"all metrics": (jax.jit(all_metrics), measured)}
+    for name, chain in entries():
+        correction = corrections.build(chain)
+        run = jax.jit(lambda x, c=correction: corrections.coefficients(c, **x))
+        calls[name] = (run, (arrays,))
+    return calls
+
+
+class LearnerStep:
+    """The update program of a configuration, called again and again; its buffers are donated."""
+
+    def __init__(self, config):
+        model = assembly.make_model(config)
+        policy = assembly.make_policy(config, model)
+        built = assembly.make_programs(config, policy)
+        self.batch = make_batch(config, policy.config.vocab_size)
+        self.update = built.update
+        self.state = built.init(model.params)
+        self.weights = built.prepare(self.state.params)
+        self.experience = learner.Experience(
+            rollout=self.batch,
+            advantages=jnp.linspace(-1.0, 1.0, config.sequences_per_step),
+            mask=self.batch.mask,
+            old_log_probs=self.batch.log_probs,
+            coefficients=self.batch.mask.astype(jnp.float32),
+        )
+
+    def __call__(self):
+        self.state, self.weights, report = self.update(
+            self.state, self.weights, self.experience, jnp.int32(0), jnp.float32(10.0)
+        )
+        return self.state.params, report.metrics
+
+
+def measure(config, repeats: int) -> tuple[dict[str, float], tuple[int, int]]:
+    """Name -> median seconds, "learner step" among them; and the batch's shape [B, R]."""
+    step = LearnerStep(config)
+    calls = {"learner step": (step, ()), **correction_programs(step.batch)}
+    for function, arguments in calls.values():
+        timed(function, *arguments)
+    times = {name: [] for name in calls}
+    order = np.random.default_rng(2)
+    for _ in range(repeats):
+        for name in order.permutation(list(calls)):
+            function, arguments = calls[name]
+            times[name].append(timed(function, *arguments))
+    rows, longest = step.batch.log_probs.shape
+    return {name: float(np.median(x)) for name, x in times.items()}, (rows, longest)
+
+
+def table(config_name: str, seconds: dict[str, float], shape: tuple[int, int]) -> str:
+    """The page."""
+    step, everything = seconds["learner step"], seconds["all metrics"]
+    recipes = {k: v for k, v in seconds.items() if k not in ("learner step", "all metrics")}
+    worst = max(recipes, key=lambda name: recipes[name])
+    share = (recipes[worst] + everything) / step
+    device = jax.devices()[0].device_kind
+    lines = [
+        "# Cost of corrections and metrics",
+        "",
+        f"Written by `python scripts/corrections_overhead.py`. Learner step of `{config_name}`,"
+        f" batch of {shape[0]} x {shape[1]} response tokens, {device}, jax {jax.__version__},"
+        f" Python {platform.python_version()}. Medians of interleaved runs in shuffled order.",
+        "",
+        f"The most expensive recipe (`{worst}`) with all metrics takes **{100 * share:.2f}%** of a"
+        f" learner step; the aim is below {100 * LIMIT:.0f}%.",
+        "",
+        "| what | ms | share of the step |",
+        "|---|--:|--:|",
+        f"| learner step | {1e3 * step:.1f} | 100% |",
+        f"| all metrics | {1e3 * everything:.2f} | {100 * everything / step:.3f}% |",
+    ]
+    for name, value in sorted(recipes.items(), key=lambda item: -item[1]):
+        lines.append(
+            f"| `{name}` and `normalise` | {1e3 * value:.2f} | {100 * value / step:.3f}% |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Writes the page."""
+    parser = argparse.ArgumentParser(description="Times corrections against a learner step.")
+    parser.add_argument("--config", default="configs/quickstart.toml")
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    seconds, shape = measure(config_io.load(options.config), options.repeats)
+    text = table(options.config, seconds, shape)
+    OUT.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

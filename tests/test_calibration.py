@@ -1,0 +1,112 @@
+"""Row ranges: what is measured holds, what is chosen fits, and what differs is kept apart."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from tim_jax import calibration
+from tim_jax.kernels import native, tiles
+from tim_jax.numerics import NATIVE_F32, Rows
+
+COUNTS = (1, 2, 4, 8, 16, 17, 32, 64)
+DOTS = {16: {16, 23, 32, 48}, 24: {16}}  # contraction size -> widths, by tiny.CONFIG
+
+
+@pytest.fixture(autouse=True)
+def few_counts(monkeypatch):
+    """As in use, with fewer row counts to compile."""
+    monkeypatch.setattr(calibration, "_COUNTS", COUNTS)
+    monkeypatch.setattr(calibration, "_ATTENTION_COUNTS", (1, 2, 4, 8, 16))
+
+
+def in_classes(*borders):
+    """A dot whose bits change where the row count passes a border."""
+
+    def dot(x, weight):
+        kind = sum(x.shape[0] >= border for border in borders)
+        return jnp.full((x.shape[0], weight.shape[1]), float(kind), jnp.float32)
+
+    return dot
+
+
+def calibrated(batch, monkeypatch, dot):
+    """Rows by contraction, for a backend with this dot; attention is left out, to save time."""
+    monkeypatch.setattr(native, "dot", dot)
+    monkeypatch.setattr(calibration, "_attention", lambda *_: (False, Rows(8, 8)))
+    return dict(calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=batch).rows_by_contraction)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_the_ranges_found_a_row_has_the_same_bits_for_every_count(dtype):
+    start = replace(tiny.NUMERICS, compute_dtype=dtype)
+    numerics = calibration.calibrate(tiny.CONFIG, start, batch=4)
+    assert {size for size, _ in numerics.rows_by_contraction} == DOTS.keys()
+    rng = np.random.default_rng(7)  # other data than the measurement's
+    for size, widths in DOTS.items():
+        x = jnp.asarray(rng.standard_normal((70, size)), numerics.dtype)
+        weight = jnp.asarray(rng.standard_normal((size, max(widths))), numerics.dtype)
+        dot = jax.jit(lambda x, w: tiles.dot(x, w, numerics=numerics))
+        whole = np.asarray(dot(x, weight))
+        exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
+        np.testing.assert_allclose(whole, exact, rtol=1e-4, atol=1e-4)
+        for count in (1, 3, 5, 31, 33, 64):
+            part = np.asarray(dot(x[-count:], weight))
+            assert (part.view(np.int32) == whole[-count:].view(np.int32)).all(), (size, count)
+
+
+def test_a_decode_batch_gets_the_class_that_it_falls_in(monkeypatch):
+    dot = in_classes(2, 32)
+    assert calibrated(4, monkeypatch, dot) == dict.fromkeys(DOTS, Rows(2, 17))
+    assert calibrated(48, monkeypatch, dot) == dict.fromkeys(DOTS, Rows(32, 64))
+
+
+def test_one_class_for_all_counts_is_one_range(monkeypatch):
+    assert calibrated(4, monkeypatch, in_classes()) == dict.fromkeys(DOTS, Rows(1, 64))
+
+
+def test_without_two_equal_counts_the_fixed_tile_stays(monkeypatch):
+    everywhere = in_classes(*COUNTS)
+    assert calibrated(4, monkeypatch, everywhere) == dict.fromkeys(DOTS, tiny.NUMERICS.rows)
+
+
+def test_a_range_must_hold_for_every_width_of_its_contraction(monkeypatch):
+    def dot(x, weight):
+        borders = (8,) if weight.shape[1] == 23 else (32,)
+        return in_classes(*borders)(x, weight)
+
+    assert calibrated(4, monkeypatch, dot) == {16: Rows(1, 4), 24: Rows(1, 17)}
+
+
+def test_a_row_counts_wherever_it_stands(monkeypatch):
+    """A kernel that treats the last row of a matrix in another way has no ranges at all."""
+
+    def dot(x, weight):
+        place = jnp.arange(x.shape[0])[:, None] == x.shape[0] - 1
+        return jnp.where(place, x[:, :1] * 3.0, x[:, :1]) + jnp.zeros_like(weight[:1])
+
+    assert set(calibrated(4, monkeypatch, dot).values()) == {tiny.NUMERICS.rows}
+
+
+def test_keys_are_weighed_at_once_only_where_that_changes_nothing(monkeypatch):
+    found = calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4)
+    if found.whole_kv:
+        assert found.attention_rows.high == 16
+    true_mix = native.mix
+
+    def mix(weights, value):
+        return true_mix(weights, value) + float(value.shape[2])
+
+    monkeypatch.setattr(native, "mix", mix)
+    found = calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4)
+    assert not found.whole_kv
+    assert found.attention_rows == tiny.NUMERICS.attention_rows
+
+
+def test_native_numerics_and_other_backends_are_left_alone(monkeypatch):
+    assert calibration.calibrate(tiny.CONFIG, NATIVE_F32, batch=4) == NATIVE_F32
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4) == tiny.NUMERICS

@@ -1,0 +1,163 @@
+"""The optimiser chain against AdamW by the book, and the shape of its schedules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tim_jax import optimizers, schedules
+from tim_jax.errors import InputError
+from tim_jax.optimizers import Decay, Rate
+
+
+def rates(rate, steps):
+    schedule = rate.schedule_fn()
+    with jax.numpy_dtype_promotion("standard"):
+        return [float(schedule(step)) for step in range(steps)]
+
+
+def run(transform, params, gradients, **extra):
+    """Parameters after each gradient."""
+    state, path = transform.init(params), []
+    with jax.numpy_dtype_promotion("standard"):
+        for gradient in gradients:
+            changes, state = transform.update(gradient, state, params, **extra)
+            params = optax.apply_updates(params, changes)
+            path.append(params)
+    return path, state
+
+
+def adamw64(params, gradients, *, rates, b1, b2, eps, weight_decay, max_norm):
+    """Loshchilov and Hutter (arXiv:1711.05101), algorithm 2, after clipping by the global norm."""
+    first, second, path = 0.0, 0.0, []
+    for step, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        norm = np.sqrt((gradient**2).sum())
+        gradient = gradient * min(1.0, max_norm / norm) if max_norm else gradient
+        first = b1 * first + (1 - b1) * gradient
+        second = b2 * second + (1 - b2) * gradient**2
+        direction = (first / (1 - b1**step)) / (np.sqrt(second / (1 - b2**step)) + eps)
+        params = params - rate * (direction + weight_decay * params)
+        path.append(params)
+    return path
+
+
+GRADIENTS = np.random.default_rng(0).standard_normal((5, 7)) * np.array([3, 3, 0.01, 1, 5])[:, None]
+START = np.linspace(-1.0, 1.0, 7)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_adamw_is_the_books(max_norm):
+    rate = Rate(0.03, warmup_steps=3)
+    options = {"b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": 0.2}
+    ours = optimizers.adamw(rate, max_grad_norm=max_norm, **options)
+    gradients = [jnp.asarray(g, jnp.float32) for g in GRADIENTS]
+    path, _ = run(ours, jnp.asarray(START, jnp.float32), gradients, response_length=3.0)
+    expected = adamw64(
+        START, GRADIENTS, rates=[0.01, 0.02, 0.03, 0.03, 0.03], max_norm=max_norm, **options
+    )
+    np.testing.assert_allclose(path, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_counts_all_parameters_together():
+    params = {"a": jnp.zeros(1, jnp.float32), "b": jnp.zeros(1, jnp.float32)}
+    gradient = {"a": jnp.full(1, 3.0, jnp.float32), "b": jnp.full(1, 4.0, jnp.float32)}
+    transform = optimizers.adamw(Rate(1.0), max_grad_norm=1.0)
+    _, state = run(transform, params, [gradient])
+    (adam,) = (s for s in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(s))
+    np.testing.assert_allclose([adam.mu["a"][0], adam.mu["b"][0]], [0.06, 0.08], rtol=1e-6)
+
+
+def is_adam(node):
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+def test_rise_then_constant():
+    np.testing.assert_allclose(rates(Rate(0.6, warmup_steps=3), 6), [0.2, 0.4] + [0.6] * 4)
+    np.testing.assert_allclose(rates(Rate(0.6), 3), [0.6] * 3)
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_fall_ends_at_its_share(schedule, warmup):
+    total, final = 24, 0.1
+    found = rates(Rate(0.5, warmup, schedule, total, final), 2 * total)
+    rest = total - warmup
+    # With a rise, update u (from 1) has the rate of step u; without one, that of step u - 1.
+    done = np.clip((np.arange(2 * total) + (warmup > 0) - warmup) / rest, 0, 1)
+    shape = 1 - done if schedule == "linear" else 0.5 * (1 + np.cos(np.pi * done))
+    expected = 0.5 * (final + (1 - final) * shape)
+    if warmup:
+        expected[:warmup] = 0.5 * (np.arange(warmup) + 1) / warmup
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(found[total:], 0.05, rtol=1e-5)
+    assert found[0] > 0
+
+
+def test_length_decay_scales_the_finished_update():
+    """Last in the chain: it scales the weight decay too, and AdamW's moments do not see it."""
+    params, gradients = jnp.ones(3, jnp.float32), [jnp.full(3, 0.5, jnp.float32)] * 7
+    options = {"weight_decay": 0.1, "max_grad_norm": 0.0}
+    plain, _ = run(optimizers.adamw(Rate(1e-3), **options), params, gradients)
+    decayed, state = run(
+        optimizers.adamw(Rate(1e-3), decay=Decay(period=2, floor=0.2), **options),
+        params,
+        gradients,
+        response_length=jnp.float32(9.0),
+    )
+
+    def changes(path):
+        return -np.diff(np.stack([params, *path]).astype(np.float64)[:, 0])
+
+    scales = np.array([1, 0.5, 0.5, 0.25, 0.25, 0.2, 0.2])
+    np.testing.assert_allclose(changes(decayed) / changes(plain), scales, rtol=2e-3)
+    assert float(schedules.decay_report(state)["lr_scale"]) == pytest.approx(0.2)
+
+
+def test_reactive_decay_waits_for_a_surge():
+    transform = optimizers.adamw(Rate(1e-3), decay=Decay(multiple=1.0, floor=0.5))
+    params, gradient = jnp.ones(2, jnp.float32), jnp.ones(2, jnp.float32)
+    state = transform.init(params)
+
+    @jax.jit
+    def step(state, length):
+        with jax.numpy_dtype_promotion("standard"):
+            return transform.update(gradient, state, params, response_length=length)[1]
+
+    reports = []
+    for number in range(100):
+        state = step(state, jnp.float32(10.0 if number < 40 else 80.0))
+        reports.append({k: float(v) for k, v in schedules.decay_report(state).items()})
+    assert reports[39]["decay_period"] == 0
+    assert {report["lr_scale"] for report in reports[:79]} == {1.0}
+    assert reports[-1]["decay_period"] == reports[-1]["surge_step"] == 41
+    assert reports[-1]["lr_scale"] == 0.5
+
+
+def test_reactive_decay_needs_the_length():
+    transform = optimizers.adamw(Rate(1e-3), decay=Decay())
+    params = jnp.ones(2, jnp.float32)
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(InputError, match="response_length"),
+    ):
+        transform.update(params, transform.init(params), params)
+
+
+@pytest.mark.parametrize("decay", [None, Decay(period=3), Decay()])
+def test_one_trace_serves_all_steps(decay):
+    transform = optimizers.adamw(Rate(1e-3, 2, "cosine", 9), decay=decay)
+    params = {"w": jnp.ones((2, 3), jnp.float32)}
+    traces = []
+
+    @jax.jit
+    def step(params, state, length):
+        traces.append(None)
+        with jax.numpy_dtype_promotion("standard"):
+            changes, state = transform.update(params, state, params, response_length=length)
+            return optax.apply_updates(params, changes), state
+
+    state = jax.jit(transform.init)(params)
+    for _ in range(3):
+        params, state = step(params, state, jnp.float32(4.0))
+    assert len(traces) == 1

@@ -1,0 +1,139 @@
+"""A run's programs: how often they compile, what they refuse."""
+
+import logging
+import re
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from tim_jax import corrections, objectives, optimizers, programs, train
+from tim_jax.errors import InputError
+from tim_jax.learner import Learning
+from tim_jax.policy import Sampling
+
+OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2), decay=optimizers.Decay(period=2))
+
+
+class _Messages(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def compilations():
+    """A counter of what XLA compiles inside: program name -> times."""
+    counted, messages = Counter(), _Messages()
+    logger = logging.getLogger("jax")
+    logger.addHandler(messages)
+    try:
+        with jax.log_compiles():
+            yield counted
+    finally:
+        logger.removeHandler(messages)
+        for text in messages.texts:
+            if found := re.match(r"Finished XLA compilation of (?:jit\()?(\w+)", text):
+                counted[found[1]] += 1
+
+
+def build(**options):
+    policy = replace(tiny.POLICY, sampling=Sampling(12, stop_tokens=(3, 5)))
+    learning = Learning(objectives.rloo(), tiny.GROUP, micro_batch=3)
+    return programs.build(policy, learning, OPTIMIZER, **options)
+
+
+def copied(tree):
+    return jax.tree.map(jnp.array, tree)
+
+
+def test_every_program_compiles_once_whatever_the_prompts():
+    built = build(mini_batches=2, epochs=2, correction=corrections.build([{"name": "token_tis"}]))
+    with compilations() as counted:
+        state = built.init(copied(tiny.params()))
+        weights = built.prepare(state.params)
+        longest = set()
+        for step in range(3):
+            prompts = tiny.prompts(seed=step)
+            longest.add(int(prompts.lengths.max()))
+            rollout = built.sample(weights, prompts, train.step_key(0, step))
+            state, weights, found, _ = train.learn(
+                state, weights, rollout, tiny.rewards(step), programs=built
+            )
+            train.check_exact(found, step)
+            state = replace(state, step=jnp.int32(step))
+    assert len(longest) > 1
+    own = {name: n for name, n in counted.items() if name in ("sample", "experience", "update")}
+    assert own == {"sample": 1, "experience": 1, "update": 1}
+    assert counted["init"] == counted["prepare"] == 1
+
+
+def cut(rollout, longest):
+    """The same responses, none longer than `longest`."""
+    return rollout.replace(lengths=jnp.minimum(rollout.lengths, longest))
+
+
+def test_length_buckets_bound_the_learners_compilations():
+    built = build(length_buckets=3)
+    state = built.init(copied(tiny.params()))
+    weights = built.prepare(state.params)
+    prompts = tiny.prompts()
+    rollout = built.sample(weights, prompts, train.step_key(0, 1))
+    assert int(rollout.lengths.max()) == 12
+    sizes = []
+    with compilations() as counted:
+        for longest in (12, 3, 5, 2, 8, 6, 1, 11):
+            # Rewards without a signal: rloo's gradient is 0 and the weights stay.
+            short = cut(rollout, longest)
+            sizes.append(train.trimmed(short, 3).responses.shape[1])
+            state, weights, found, _ = train.learn(
+                state, weights, short, jnp.ones(tiny.ROWS, jnp.float32), programs=built
+            )
+            train.check_exact(found, longest)
+            assert int(found.compared) == int(short.lengths.sum())
+    assert sizes == [12, 3, 6, 3, 12, 6, 3, 12]
+    assert counted["update"] == counted["experience"] == 3
+
+
+def test_trimming_keeps_every_token_and_halves_the_rest():
+    rollout = tiny.rollout()
+    assert rollout.responses.shape[1] == 10
+    for buckets, longest, size in [
+        (1, 2, 10),
+        (2, 6, 10),
+        (2, 5, 5),
+        (3, 3, 3),
+        (3, 4, 5),
+        (9, 1, 1),
+    ]:
+        short = cut(rollout, longest)
+        found = train.trimmed(short, buckets)
+        assert found.responses.shape == found.log_probs.shape == (tiny.ROWS, size)
+        np.testing.assert_array_equal(found.lengths, short.lengths)
+        np.testing.assert_array_equal(found.responses, short.responses[:, :size])
+
+
+@pytest.mark.parametrize("name", ["mini_batches", "epochs", "length_buckets"])
+def test_counts_below_one_are_refused(name):
+    with pytest.raises(InputError, match=name):
+        build(**{name: 0})
+
+
+def test_an_update_gives_its_buffers_back():
+    """The state and the weights that go in are donated: memory holds one copy of each."""
+    built = build()
+    state = built.init(copied(tiny.params()))
+    weights = built.prepare(state.params)
+    rollout = built.sample(weights, tiny.prompts(), train.step_key(0, 1))
+    new, _, _, _ = train.learn(state, weights, rollout, tiny.rewards(), programs=built)
+    old = jax.tree.leaves((state.params, weights["layers"]))
+    assert all(leaf.is_deleted() for leaf in old)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))

@@ -1,0 +1,321 @@
+"""The loop: the same run from the same seed, from any of its steps, whatever else is asked of it."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from tim_jax import evaluation, objectives, optimizers, programs, train, warm_start
+from tim_jax.errors import InputError, MismatchError
+from tim_jax.learner import Learning
+from tim_jax.policy import Sampling
+from tim_jax.tasks import base, builtin
+from tim_jax.tasks.base import Example, Grade, Message, Task
+from tim_jax.tokenizers import character_tokenizer
+from tim_jax.train import Text
+
+TOKENIZER = character_tokenizer(builtin.ALPHABET)
+TEXT = Text(TOKENIZER, max_prompt_length=6)
+CONFIG = replace(tiny.CONFIG, vocab_size=len(TOKENIZER))
+POLICY = replace(
+    tiny.POLICY, config=CONFIG, sampling=Sampling(8, stop_tokens=(TOKENIZER.eos_token_id, 9))
+)
+OBJECTIVE = objectives.grpo(drop_uninformative=True)
+STEPS = 4
+
+
+def by_length(examples, completions):
+    """A reward with some variety, and faults now and then."""
+    del examples
+    return [Grade(len(c) / 8.0, base.TIMEOUT if len(c) == 1 else None) for c in completions]
+
+
+def make_task(grade=by_length, **sizes):
+    return replace(builtin.running_sums(**{"digits": (1, 3), "eval_size": 8, **sizes}), grade=grade)
+
+
+@cache
+def built():
+    """Two mini-batches, two passes: four updates a step."""
+    optimizer = optimizers.adamw(
+        optimizers.Rate(1e-2), weight_decay=0.1, decay=optimizers.Decay(period=3)
+    )
+    learning = Learning(OBJECTIVE, tiny.GROUP, micro_batch=2)
+    return programs.build(POLICY, learning, optimizer, mini_batches=2, epochs=2)
+
+
+def start_state():
+    return built().init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
+
+
+def loop(state=None, task=None, *, seed=0, steps=STEPS, exact=True, text=TEXT, prompts=2):
+    """Finished steps: (number, metrics, samples, copy of the state)."""
+    reference = built().prepare(tiny.params(CONFIG))
+    state = start_state() if state is None else state
+    for step in train.train(
+        state,
+        task or make_task(),
+        text,
+        programs=built(),
+        seed=seed,
+        steps=steps,
+        prompts_per_step=prompts,
+        exact=exact,
+        reference=reference,
+    ):
+        assert set(step.timing) >= {"seconds", "tokens_per_second"}
+        yield step.number, step.metrics, step.samples, jax.tree.map(jnp.array, step.state)
+
+
+@cache
+def whole(seed=0):
+    return list(loop(seed=seed))
+
+
+def told(steps):
+    """What a run says and ends with; repr tells every bit of a float."""
+    return [(n, repr(metrics), samples, tiny.bits(state)) for n, metrics, samples, state in steps]
+
+
+def test_same_seed_same_metrics_samples_and_parameters():
+    first, again = whole(), list(loop())
+    assert [number for number, *_ in first] == [1, 2, 3, 4]
+    assert told(first) == told(again)
+    assert len({tiny.bits(state.params)[0] for *_, state in first}) == STEPS  # it moves
+
+
+def test_another_seed_is_another_run():
+    assert told(whole(1))[0][1:3] != told(whole())[0][1:3]
+
+
+def test_from_the_middle_on_it_is_the_run_that_was_not_interrupted():
+    expected = whole()
+    _, _, _, middle = expected[1]
+    assert told(loop(jax.tree.map(jnp.array, middle))) == told(expected[2:])
+    assert list(loop(jax.tree.map(jnp.array, expected[-1][3]))) == []
+
+
+def test_a_longer_run_begins_with_the_shorter_one():
+    assert told(loop(steps=2)) == told(whole()[:2])
+
+
+def test_samples_do_not_depend_on_what_is_drawn_beside_them():
+    """The first prompt of step 1, alone in its step."""
+    task = make_task()
+    one = next(loop(task=task, prompts=2))[2][: tiny.GROUP]
+    rollouts = []
+    for count in (1, 2):
+        indices = base.order(0, 0, 2, len(task.train))[:count]
+        prompts = TEXT.prompts([task.train[int(i)] for i in indices], indices)
+        sample = programs.sampling_program(POLICY, samples=tiny.GROUP)
+        weights = built().prepare(tiny.params(CONFIG))
+        rollout = sample(weights, prompts, train.step_key(0, 1))
+        rollouts.append(TEXT.completions(rollout)[: tiny.GROUP])
+    assert rollouts[0] == rollouts[1] == [sample.completion for sample in one]
+    assert len(set(rollouts[0])) > 1
+
+
+def test_metrics_of_a_step():
+    number, metrics, samples, state = whole()[0]
+    assert number == int(state.step) == 1
+    rewards = np.array([sample.reward for sample in samples])
+    assert len(samples) == 2 * tiny.GROUP
+    assert metrics["reward"] == pytest.approx(rewards.mean())
+    assert metrics["reward_std"] == pytest.approx(rewards.std())
+    assert metrics["exact_share"] == 1.0
+    assert metrics["unequal_tokens"] == metrics["log_prob_difference_max"] == 0.0
+    # Off policy after the first of the four updates, and only then.
+    assert metrics["ratio"] != 1.0
+    assert metrics["reference_kl"] > 0.0
+    # The first pass compares the first mini-batch: after it the weights have moved.
+    assert 0 < metrics["compared_tokens"] < metrics["response_tokens"]
+    assert metrics["response_length"] == metrics["response_tokens"] / len(samples)
+    assert metrics["response_length_max"] <= 8
+    assert 0 <= metrics["cut_share"] < 1
+    ones = sum(len(sample.completion) == 1 for sample in samples)
+    assert (metrics["grader/timeout"], metrics["grader/error"]) == (ones, 0)
+    # Four updates a step, decay every third of them.
+    assert [m["lr_scale"] for _, m, *_ in whole()] == [0.5, 0.25, 0.1, 0.1]
+    assert all(np.isfinite(list(m.values())).all() for _, m, *_ in whole())
+
+
+def test_exact_required_stops_at_the_first_unequal_token(monkeypatch):
+    """Step 3's sampler is tampered with: the steps before it stand, and it names the token."""
+    true = built()
+
+    def sample(weights, prompts, key):
+        rollout = true.sample(weights, prompts, key)
+        if (jax.random.key_data(key) == jax.random.key_data(train.step_key(0, 3))).all():
+            return rollout.replace(log_probs=rollout.log_probs.at[1, 0].add(-1e-6))
+        return rollout
+
+    tampered = replace(true, sample=sample)
+    monkeypatch.setattr(f"{__name__}.built", lambda: tampered)
+    steps, run = [], loop()
+    with pytest.raises(MismatchError, match=r"step 3: 1 of \d+ .*sequence 1, response position 0"):
+        for step in run:
+            steps.append(step)
+    assert told(steps) == told(whole()[:2])
+    reported = list(loop(exact=False))
+    assert [m["unequal_tokens"] for _, m, *_ in reported] == [0, 0, 1, 0]
+    assert reported[2][1]["exact_share"] < 1 < reported[2][1]["compared_tokens"]
+
+
+def test_a_prompt_that_comes_twice_in_a_step_gets_two_groups_of_samples():
+    task = make_task()
+    small = replace(task, train=tuple(task.train[:3]))
+    _, _, samples, _ = next(loop(task=small, prompts=6))
+    groups = [samples[i : i + tiny.GROUP] for i in range(0, len(samples), tiny.GROUP)]
+    by_prompt = {}
+    for group in groups:
+        by_prompt.setdefault(group[0].prompt, []).append([s.completion for s in group])
+    assert [len(twice) for twice in by_prompt.values()] == [2, 2, 2]
+    assert all(first != second for first, second in by_prompt.values())
+
+
+@pytest.mark.parametrize("broken", ["raises", "short"])
+def test_a_grader_that_fails_ends_the_loop_after_whole_steps(broken):
+    calls = []
+
+    def grade(examples, completions):
+        calls.append(len(completions))
+        if len(calls) == 3:
+            raise InputError("reward my:own raised ValueError: no")
+        return by_length(examples, completions)
+
+    del broken
+    steps = []
+    with pytest.raises(InputError, match="my:own"):
+        for step in loop(task=make_task(grade)):
+            steps.append(step)
+    assert told(steps) == told(whole()[:2])
+
+
+# Text
+
+
+def test_prompts_are_left_aligned_with_their_lengths_and_names():
+    prompts = TEXT.prompts([Example("1+2=", "3"), Example("7=", "7")], [5, 3])
+    assert prompts.tokens.shape == (2, 6)
+    np.testing.assert_array_equal(prompts.lengths, [4, 2])
+    np.testing.assert_array_equal(prompts.ids, [5, 3])
+    assert TOKENIZER.decode(prompts.tokens[0, :4].tolist()) == "1+2="
+    assert not np.asarray(prompts.tokens)[1, 2:].any()
+    assert {x.dtype for x in jax.tree.leaves(prompts)} == {jnp.dtype("int32")}
+
+
+def test_too_long_a_prompt_is_refused_by_name():
+    with pytest.raises(InputError, match=r"prompt 8 has 8 tokens, at most 6 .*'1\+2\+3\+4='"):
+        TEXT.prompts([Example("1=", "1"), Example("1+2+3+4=", "0")], [4, 8])
+
+
+def test_completions_end_where_the_response_does():
+    rollout = tiny.rollout(POLICY)
+    texts = TEXT.completions(rollout)
+    for text, tokens, length in zip(
+        texts, rollout.responses.tolist(), rollout.lengths.tolist(), strict=True
+    ):
+        special = TOKENIZER.all_special_ids
+        assert len(text) == sum(token not in special for token in tokens[:length])
+
+
+def test_chat_prompts_are_shown_as_text():
+    chat = (Message("system", "Be brief."), Message("user", "1+1"))
+    assert train.prompt_text(Example(chat, "2")) == "system: Be brief.\nuser: 1+1"
+    assert train.prompt_text(Example("1+1", "2")) == "1+1"
+
+
+# Evaluation
+
+
+def evaluated(task, *, prompts=5, samples=2, batch=2, key=0):
+    sample = programs.sampling_program(POLICY, samples=samples)
+    weights = built().prepare(tiny.params(CONFIG))
+    return evaluation.evaluate(
+        weights,
+        task,
+        TEXT,
+        sample=sample,
+        key=jax.random.key(key),
+        prompts=prompts,
+        samples=samples,
+        batch=batch,
+        ks=(1, 2),
+    )
+
+
+def test_evaluation_does_not_depend_on_its_batches():
+    task = make_task()
+    metrics, samples = evaluated(task)
+    assert metrics["prompts"] == 5
+    assert [s.prompt for s in samples] == [e.prompt for e in task.evaluation[:5] for _ in range(2)]
+    lengths = [len(s.completion) for s in samples]
+    assert metrics["reward"] == metrics["mean@2"] == pytest.approx(np.mean(lengths) / 8)
+    assert evaluated(task, batch=5) == (metrics, samples)
+    assert evaluated(task, key=1)[1] != samples
+    assert evaluated(task, prompts=100)[0]["prompts"] == len(task.evaluation)
+
+
+def test_pass_at_k_counts_solved_prompts():
+    calls = iter([1, 0, 0, 0, 1, 1, 0, 0, 0, 0])
+    task = make_task(lambda e, c: [Grade(float(next(calls))) for _ in c])
+    metrics, _ = evaluated(task, batch=5)
+    assert metrics["mean@2"] == metrics["pass@1"] == pytest.approx(0.3)
+    assert metrics["pass@2"] == pytest.approx(0.4)
+
+
+def test_nothing_held_out_is_nothing_to_evaluate():
+    with pytest.raises(InputError, match="running_sums has no held-out problems"):
+        evaluated(replace(make_task(), evaluation=()))
+
+
+# Warm start
+
+
+PAIRS = [("1+2=", "1 3#3"), ("4=", "4#4"), ("2+2=", "2 4#4")]
+
+
+def demonstrations(size=8):
+    return warm_start.demonstrations(PAIRS, TEXT, response_size=size)
+
+
+def test_demonstrations_are_rollouts_that_end():
+    rollout = demonstrations()
+    np.testing.assert_array_equal(rollout.prompt_lengths, [4, 2, 4])
+    np.testing.assert_array_equal(rollout.lengths, [6, 4, 6])
+    for row, (_, completion) in enumerate(PAIRS):
+        tokens = rollout.responses[row, : rollout.lengths[row]].tolist()
+        assert tokens[-1] == TOKENIZER.eos_token_id
+        assert TOKENIZER.decode(tokens[:-1]) == completion
+    np.testing.assert_array_equal(
+        rollout.prompts, TEXT.prompts([Example(p, "") for p, _ in PAIRS], range(3)).tokens
+    )
+
+
+def test_a_demonstration_that_does_not_fit_is_refused():
+    with pytest.raises(InputError, match=r"6 tokens.*max_response_length = 5.*'1 3#3'"):
+        demonstrations(size=5)
+
+
+def test_warm_start_learns_its_pairs_and_leaves_its_input_whole():
+    params = tiny.params(CONFIG)
+    before = tiny.bits(params)
+    batches = iter([demonstrations()] * 40)
+    losses = []
+    for moved, loss in warm_start.warm_start(
+        params, batches, policy=POLICY, learning_rate=1e-2, steps=40
+    ):
+        losses.append(loss)
+    assert len(losses) == 40
+    # The first loss is the mean negative log-prob per token of the parameters it began with.
+    rollout = demonstrations()
+    log_probs, _ = jax.jit(POLICY.score)(jax.jit(POLICY.prepare)(params), rollout)
+    assert losses[0] == pytest.approx(-float(np.asarray(log_probs)[rollout.mask].mean()), rel=1e-5)
+    assert losses[-1] < 0.5 * losses[0]
+    assert tiny.bits(params) == before
+    assert float(optax.tree.norm(jax.tree.map(lambda a, b: a - b, moved, params))) > 0.1
