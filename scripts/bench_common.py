@@ -1,10 +1,12 @@
-"""What the benchmarks share: the model and batch they run, timing, and the machine's description."""
+"""What the benchmarks share: what they run, how they time, how they name the machine."""
 
 import argparse
+import json
 import os
 import pathlib
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -12,6 +14,7 @@ from importlib import metadata
 RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "results"
 BATCHES = (8, 32, 64)
 DTYPES = ("float32", "bfloat16")
+GROUP = 4  # samples of a prompt in a GRPO step
 _QUIET = 0.5  # load average above which figures are not to be trusted
 
 
@@ -84,15 +87,18 @@ def load_average() -> float:
     return os.getloadavg()[0]
 
 
-def machine_text(load: float, versions: Mapping[str, str]) -> list[str]:
-    """Markdown lines: processor, versions by name, load at the start, and a warning if it tells."""
+def machine_text(load: float, versions: Mapping[str, str], *, timed: bool = True) -> list[str]:
+    """Markdown lines: processor, versions by name, load at the start.
+
+    With a warning if figures of time cannot be trusted at that load.
+    """
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
         f"Machine: {cpu_model()}, {len(os.sched_getaffinity(0))} cores; {named}; load average at"
         f" the start {load:.2f}.",
         "",
     ]
-    if load > _QUIET:
+    if timed and load > _QUIET:
         lines += [
             f"**Warning: the machine was not idle (load average {load:.2f} > {_QUIET}); these"
             " figures are not to be relied on.**",
@@ -140,3 +146,32 @@ def publish(lines: Sequence[str], options: argparse.Namespace, page: pathlib.Pat
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
+
+
+def share_even(completion: str) -> float:
+    """The peer benchmark's reward: the share of even numbers among the words of a completion."""
+    words = completion.split()
+    return sum(int(word) % 2 == 0 for word in words) / max(1, len(words))
+
+
+def serve(operations: Mapping[str, Callable[[], dict]]) -> None:
+    """A worker's life: reads the name of an operation a line, answers with JSON a line.
+
+    Whatever libraries print goes to stderr, so that answers stand alone on stdout.
+    """
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        for line in sys.stdin:
+            answers.write(json.dumps(operations[line.strip()]()) + "\n")
+            answers.flush()
+    # The peer's idle threads would keep the process alive.
+    os._exit(0)
+
+
+def worker_parser(description: str) -> argparse.ArgumentParser:
+    """Arguments of a worker: one row of the table."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--batch", type=int, required=True)
+    options.add_argument("--dtype", choices=DTYPES, required=True)
+    options.add_argument("--smoke", action="store_true")
+    return options

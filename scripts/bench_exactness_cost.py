@@ -5,6 +5,7 @@
 Both sides are the same functions with another `Numerics`, in one process, timed in turns.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -143,7 +144,7 @@ def table(rows: list[Row]) -> list[str]:
         for row in rows:
             exact, native = (row.times[program][side] for side in ("exact", "native"))
             median, best = common.ratios(exact, native)
-            speeds = [f"{row.tokens[program] / sorted(t)[len(t) // 2]:,.0f}" for t in (exact, native)]
+            speeds = [f"{row.tokens[program] / statistics.median(t):,.0f}" for t in (exact, native)]
             lines.append(
                 f"| {program} | {row.batch} | {row.dtype} | {speeds[0]} | {speeds[1]}"
                 f" | {median:.3f} | {best:.3f} | <= {goal:.2f}"

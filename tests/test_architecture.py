@@ -85,8 +85,8 @@ def imports(name):
 
 def functions(name):
     """Every function of a module, methods and nested ones included."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    return [node for node in ast.walk(tree(name)) if isinstance(node, kinds)]
+    nodes = ast.walk(tree(name))
+    return [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def unit(name):
@@ -159,7 +159,7 @@ def test_the_environment_is_read_at_the_edge_alone(name):
         node.lineno
         for function in functions(name)
         for node in ast.walk(function)
-        if hasattr(node, "lineno")
+        if isinstance(node, ast.expr | ast.stmt)
     }
     assert set(uses) <= in_functions, "read when imported"
 

@@ -1,5 +1,7 @@
 """The optimiser chain against AdamW by the book, and the shape of its schedules."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,7 @@ START = np.linspace(-1.0, 1.0, 7)
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 def test_adamw_is_the_books(max_norm):
     rate = Rate(0.03, warmup_steps=3)
-    options = {"b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": 0.2}
+    options: Any = {"b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": 0.2}
     ours = optimizers.adamw(rate, max_grad_norm=max_norm, **options)
     gradients = [jnp.asarray(g, jnp.float32) for g in GRADIENTS]
     path, _ = run(ours, jnp.asarray(START, jnp.float32), gradients, response_length=3.0)
@@ -97,7 +99,7 @@ def test_fall_ends_at_its_share(schedule, warmup):
 def test_length_decay_scales_the_finished_update():
     """Last in the chain: it scales the weight decay too, and AdamW's moments do not see it."""
     params, gradients = jnp.ones(3, jnp.float32), [jnp.full(3, 0.5, jnp.float32)] * 7
-    options = {"weight_decay": 0.1, "max_grad_norm": 0.0}
+    options: Any = {"weight_decay": 0.1, "max_grad_norm": 0.0}
     plain, _ = run(optimizers.adamw(Rate(1e-3), **options), params, gradients)
     decayed, state = run(
         optimizers.adamw(Rate(1e-3), decay=Decay(period=2, floor=0.2), **options),

@@ -65,9 +65,12 @@ def test_every_program_compiles_once_whatever_the_prompts():
             prompts = tiny.prompts(seed=step)
             longest.add(int(prompts.lengths.max()))
             rollout = built.sample(weights, prompts, train.step_key(0, step))
+            before = jax.tree.leaves((state.params, weights["layers"]))
             state, weights, found, _ = train.learn(
                 state, weights, rollout, tiny.rewards(step), programs=built
             )
+            # Donated: memory holds one copy of state and weights.
+            assert all(leaf.is_deleted() for leaf in before)
             train.check_exact(found, step)
             state = replace(state, step=jnp.int32(step))
     assert len(longest) > 1
@@ -78,7 +81,7 @@ def test_every_program_compiles_once_whatever_the_prompts():
 
 def cut(rollout, longest):
     """The same responses, none longer than `longest`."""
-    return rollout.replace(lengths=jnp.minimum(rollout.lengths, longest))
+    return replace(rollout, lengths=jnp.minimum(rollout.lengths, longest))
 
 
 def test_length_buckets_bound_the_learners_compilations():
@@ -106,14 +109,8 @@ def test_length_buckets_bound_the_learners_compilations():
 def test_trimming_keeps_every_token_and_halves_the_rest():
     rollout = tiny.rollout()
     assert rollout.responses.shape[1] == 10
-    for buckets, longest, size in [
-        (1, 2, 10),
-        (2, 6, 10),
-        (2, 5, 5),
-        (3, 3, 3),
-        (3, 4, 5),
-        (9, 1, 1),
-    ]:
+    sizes = [(1, 2, 10), (2, 6, 10), (2, 5, 5), (3, 3, 3), (3, 4, 5), (9, 1, 1)]
+    for buckets, longest, size in sizes:
         short = cut(rollout, longest)
         found = train.trimmed(short, buckets)
         assert found.responses.shape == found.log_probs.shape == (tiny.ROWS, size)
@@ -125,15 +122,3 @@ def test_trimming_keeps_every_token_and_halves_the_rest():
 def test_counts_below_one_are_refused(name):
     with pytest.raises(InputError, match=name):
         build(**{name: 0})
-
-
-def test_an_update_gives_its_buffers_back():
-    """The state and the weights that go in are donated: memory holds one copy of each."""
-    built = build()
-    state = built.init(copied(tiny.params()))
-    weights = built.prepare(state.params)
-    rollout = built.sample(weights, tiny.prompts(), train.step_key(0, 1))
-    new, _, _, _ = train.learn(state, weights, rollout, tiny.rewards(), programs=built)
-    old = jax.tree.leaves((state.params, weights["layers"]))
-    assert all(leaf.is_deleted() for leaf in old)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))

@@ -50,6 +50,16 @@ def test_bits_do_not_depend_on_the_layout(function, seed):
     assert len(set(layouts(draw(64, seed), function).tolist())) == 1
 
 
+@pytest.mark.parametrize("shape", [(2,), (64,), (8, 16)], ids=str)
+def test_products_that_feed_a_sum_are_rounded_first(shape):
+    """A product fused into the first addition (fma) would change bits with the fusion."""
+    x, y = np.float32(np.random.default_rng(0).standard_normal((2, *shape)))
+    rounded = jnp.asarray(x * y)
+    for total in (sums.tree_sum, lambda v: jnp.stack(sums.compensated_sum(v))):
+        fused = jax.jit(lambda x, y, total=total: total(x * y))(x, y)
+        assert np.array_equal(np.asarray(fused), np.asarray(total(rounded)))
+
+
 def test_a_plain_sum_does_depend_on_the_layout():
     different = [len(set(layouts(draw(64, seed), plain).tolist())) for seed in range(3)]
     assert max(different) > 1

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from tim_jax import calibration, corrections, optimizers, programs
 from tim_jax.config import RunConfig
-from tim_jax.config_sections import Architecture, Optimizer
+from tim_jax.config_sections import Architecture, CustomTask, Optimizer
 from tim_jax.errors import InputError
 from tim_jax.learner import Learning, Policy
 from tim_jax.model import hf
@@ -101,13 +101,27 @@ def make_task(config: RunConfig) -> Task:
         grade = custom.load_reward(section.reward) if section.reward else MathGrader(limits)
         return dataset_task(source, grade)
     else:
-        task = custom.load_function(section.factory)(**section.parameters)
-        if not isinstance(task, Task):
-            raise InputError(
-                f"task.factory {section.factory} must return a tim_jax.tasks.base.Task, got"
-                f" {type(task).__name__}"
-            )
+        task = _custom_task(section)
     return replace(task, grade=custom.load_reward(section.reward)) if section.reward else task
+
+
+def _custom_task(section: CustomTask) -> Task:
+    make = custom.load_function(section.factory)
+    try:
+        task = make(**section.parameters)
+    except InputError:
+        raise
+    except Exception as error:  # whatever a user's code raises
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"task.factory {section.factory} raised {type(error).__name__}: {reason}"
+        ) from error
+    if not isinstance(task, Task):
+        raise InputError(
+            f"task.factory {section.factory} must return a tim_jax.tasks.base.Task, got"
+            f" {type(task).__name__}"
+        )
+    return task
 
 
 def make_text(config: RunConfig, model: Model) -> Text:

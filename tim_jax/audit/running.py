@@ -47,7 +47,7 @@ def audit(
       cases: `standard_cases` by default. Compiling takes seconds a case, running takes little.
       sizes: how much is drawn; by default 4 prompts x 4 samples, up to 24 + 48 tokens.
       quick: fewer of the standard cases.
-      control: run native numerics too, where unequal tokens are expected, after each of `numerics`.
+      control: run native numerics too, once per dtype, where unequal tokens are expected.
 
     Raises:
       InputError: if the model has too few positions for `sizes`.
@@ -56,11 +56,13 @@ def audit(
     sizes.check(config)
     cases = standard_cases(config, sizes, quick=quick) if cases is None else cases
     params = jax.tree.map(jnp.asarray, params)
+    seen: set[Numerics] = set()
     for exact in numerics:
         weights = _prepare(params, config=config, numerics=exact)
         yield from _run(cases, _Bench(weights, config, exact, sizes), control=False)
-        if control and exact.family != "native":
-            native = Numerics(family="native", compute_dtype=exact.compute_dtype)
+        native = Numerics(family="native", compute_dtype=exact.compute_dtype)
+        if control and exact.family != "native" and native not in seen:
+            seen.add(native)
             some = [case for case in cases if isinstance(case.against, Score)][:1]
             yield from _run(some, _Bench(weights, config, native, sizes), control=True)
 

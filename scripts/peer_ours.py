@@ -1,0 +1,95 @@
+"""bench_peer.py's worker for tim_jax: the exact sampler, and whole GRPO steps."""
+
+import time
+from functools import partial
+
+import bench_common as common
+import jax
+import jax.numpy as jnp
+from bench_exactness_cost import make_prompts, model_config
+
+from tim_jax import calibration, optimizers, programs, train
+from tim_jax.audit.presets import random_params
+from tim_jax.learner import Learning, Policy
+from tim_jax.numerics import Numerics
+from tim_jax.objectives import Objective
+from tim_jax.policy import Sampling
+from tim_jax.types import Rollout
+
+
+class Worker:
+    """Holds the compiled programs and the state that steps go on from."""
+
+    def __init__(self, sizes: common.Sizes, batch: int, dtype: str):
+        self.sizes, self.batch, self.calls = sizes, batch, 0
+        self.config = model_config(sizes)
+        numerics = calibration.calibrate(self.config, Numerics(compute_dtype=dtype), batch=batch)
+        self.policy = Policy(self.config, numerics, Sampling(sizes.response))
+        self.params = jax.tree.map(jnp.asarray, random_params(self.config, 0))
+
+    def key(self) -> jax.Array:
+        self.calls += 1
+        return jax.random.key(self.calls)
+
+    def about(self) -> dict:
+        return common.versions("jax", "jaxlib")
+
+    def prepare_sampler(self) -> dict:
+        self.weights = jax.jit(self.policy.prepare)(self.params)
+        prompts = make_prompts(self.config, self.sizes, self.batch)
+        program = programs.sampling_program(self.policy, samples=1)
+        self.draw = partial(program, self.weights, prompts)
+        return self.sample()
+
+    def sample(self) -> dict:
+        """A batch, down to texts and log-probs on the host, as the peer's call gives them."""
+        start = time.perf_counter()
+        rollout = self.draw(self.key())
+        texts(rollout)
+        log_probs = jax.device_get(rollout.log_probs)
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "tokens": int(rollout.lengths.sum()), "of": log_probs.size}
+
+    def prepare_learner(self) -> dict:
+        objective = Objective(aggregation="sequence_mean_token_mean")
+        learning = Learning(objective, group_size=common.GROUP)
+        optimizer = optimizers.adamw(optimizers.Rate(1e-4), b2=0.999, max_grad_norm=0.0)
+        self.programs = programs.build(self.policy, learning, optimizer)
+        self.prompts = make_prompts(self.config, self.sizes, self.batch // common.GROUP)
+        self.state = self.programs.init(self.params)
+        self.weights = self.programs.prepare(self.params)
+        return self.step()
+
+    def step(self) -> dict:
+        """Rollouts, rewards, one update. Raises if a log-prob differs."""
+        start = time.perf_counter()
+        rollout = self.programs.sample(self.weights, self.prompts, self.key())
+        rewards = jnp.asarray([common.share_even(text) for text in texts(rollout)], jnp.float32)
+        self.state, self.weights, found, _ = train.learn(
+            self.state, self.weights, rollout, rewards, programs=self.programs
+        )
+        jax.block_until_ready((self.state, self.weights))
+        seconds = time.perf_counter() - start
+        train.check_exact(found, self.calls)
+        return {"seconds": seconds, "tokens": int(rollout.lengths.sum())}
+
+
+def texts(rollout: Rollout) -> list[str]:
+    """Completions as the peer's tokenizer writes them: token ids in words."""
+    responses, lengths = jax.device_get((rollout.responses, rollout.lengths))
+    return [
+        " ".join(map(str, row[:length].tolist()))
+        for row, length in zip(responses, lengths, strict=True)
+    ]
+
+
+def main() -> None:
+    options = common.worker_parser(__doc__ or "").parse_args()
+    sizes = common.SMOKE if options.smoke else common.SMALL
+    worker = Worker(sizes, options.batch, options.dtype)
+    names = ("about", "prepare_sampler", "sample", "prepare_learner", "step")
+    common.serve({name: getattr(worker, name) for name in names})
+
+
+if __name__ == "__main__":
+    main()

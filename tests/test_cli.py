@@ -1,0 +1,643 @@
+"""The commands, as a user calls them: what they leave, and one clear line when they cannot."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+
+from tim_jax import assembly, cli, config_io, programs
+from tim_jax.model import hf
+from tim_jax.numerics import Numerics
+from tim_jax.sinks import read_lines
+from tim_jax.tasks import builtin
+from tim_jax.tokenizers import character_tokenizer
+
+CONFIG = """
+steps = 3
+
+[model.architecture]
+hidden_size = 16
+num_layers = 2
+num_heads = 2
+num_kv_heads = 1
+head_dim = 8
+intermediate_size = 24
+max_positions = 24
+
+[sampling]
+samples_per_prompt = 4
+max_prompt_length = 8
+max_response_length = 8
+stop_tokens = [7, 9, 11]
+
+[learner]
+prompts_per_step = 2
+
+[optimizer]
+learning_rate = 0.01
+
+[task]
+kind = "builtin"
+name = "running_sums"
+parameters = { digits = [1, 3], eval_size = 16 }
+reward = "cli_rewards:by_length"
+
+[warmup]
+steps = 2
+batch = 4
+
+[eval]
+every = 2
+prompts = 5
+samples = 2
+
+[run]
+checkpoint_every = 1
+"""
+
+# `plan` says what happens in a call of that number; the tests change it.
+REWARDS = """
+plan = {}
+calls = 0
+
+
+def by_length(prompts, completions, answers):
+    global calls
+    calls += 1
+    assert len(prompts) == len(completions) == len(answers)
+    rewards = [len(completion) / 8 for completion in completions]
+    return plan[calls](rewards) if calls in plan else rewards
+"""
+
+
+@pytest.fixture(scope="module")
+def patch():
+    with pytest.MonkeyPatch.context() as context:
+        yield context
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(patch, tmp_path_factory):
+    """The working folder: a config and a module of rewards. Row ranges are not measured here."""
+    path = tmp_path_factory.mktemp("work")
+    (path / "tiny.toml").write_text(CONFIG)
+    (path / "cli_rewards.py").write_text(REWARDS)
+    patch.chdir(path)
+    patch.syspath_prepend(str(path))
+    patch.setattr(assembly.calibration, "calibrate", lambda config, numerics, batch: numerics)
+    yield path
+    sys.modules.pop("cli_rewards", None)
+
+
+@pytest.fixture
+def rewards():
+    import cli_rewards  # pyright: ignore[reportMissingImports]
+
+    cli_rewards.plan, cli_rewards.calls = {}, 0
+    yield cli_rewards
+    cli_rewards.plan = {}
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs a command: (exit status, standard output, standard error)."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        status = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    """A run of three steps that came to its end."""
+    assert cli.main(["train", "tiny.toml", "run.folder=finished"]) == 0
+    return folder / "finished"
+
+
+def metrics_of(run):
+    return list(read_lines(run / "metrics.jsonl"))
+
+
+# What a run leaves
+
+
+def test_a_run_leaves_metrics_samples_chart_and_model(finished):
+    lines = metrics_of(finished)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["exact_share"] for line in lines[1:]] == [1.0, 1.0, 1.0]
+    assert all(line["compared_tokens"] > 0 == line["unequal_tokens"] for line in lines[1:])
+    # Before the first step, at every second, and after the last.
+    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2, 3]
+    assert all({"reward", "response_length", "loss", "gradient_norm"} <= set(m) for m in lines[1:])
+    timing = list(read_lines(finished / "timing.jsonl"))
+    assert [line["step"] for line in timing] == [1, 2, 3]
+    assert all(line["tokens_per_second"] > 0 for line in timing)
+    samples = list(read_lines(finished / "samples.jsonl"))
+    assert [line["step"] for line in samples] == [1] * 4 + [2] * 4 + [3] * 4
+    assert {"prompt", "completion", "answer", "reward"} < set(samples[0])
+    assert (finished / "chart.png").read_bytes().startswith(b"\x89PNG")
+    config = tomllib.loads((finished / "config.toml").read_text())
+    assert (config["steps"], config["optimizer"]["b2"]) == (3, 0.95)  # defaults are written out
+    assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_the_model_is_one_of_transformers(finished):
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    config = AutoConfig.from_pretrained(finished / "model")
+    assert (config.model_type, config.vocab_size) == ("qwen3", len(tokenizer))
+    assert tokenizer.decode(tokenizer.encode("1+2=")) == "1+2="
+    assert config.eos_token_id == tokenizer.eos_token_id
+    stored = load_file(finished / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {np.dtype("float32")}
+
+
+def test_the_model_is_that_of_the_last_step(finished):
+    model = assembly.load_model(str(finished / "model"))
+    restored = programs_state(finished)
+    assert tiny.bits(model.params) == tiny.bits(restored)
+
+
+def programs_state(run):
+    """The parameters of a run's newest checkpoint."""
+    from tim_jax import runs
+
+    config = config_io.load(run / "config.toml")
+    start = assembly.make_model(config).params
+    return runs.read_checkpoint(run, {"params": start}).state["params"]
+
+
+def test_a_finished_run_does_nothing_more(finished, call):
+    before = {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
+    lines = (finished / "metrics.jsonl").read_bytes()
+    status, out, _ = call("train", "tiny.toml", "run.folder=finished")
+    assert status == 0
+    assert "resumed after step 3" in out
+    assert (finished / "metrics.jsonl").read_bytes() == lines
+    assert before == {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
+
+
+def test_a_run_in_two_parts_is_the_run_in_one(finished, folder, call):
+    """Two steps, then the third: the same lines and samples, and the model of three steps."""
+    parts = folder / "parts"
+    assert call("train", "tiny.toml", "run.folder=parts", "steps=2", "eval.every=0")[0] == 0
+    short = (parts / "model" / "model.safetensors").read_bytes()
+    assert call("train", "tiny.toml", "run.folder=parts")[0] == 0
+    assert (parts / "samples.jsonl").read_bytes() == (finished / "samples.jsonl").read_bytes()
+    for ours, theirs in zip(metrics_of(parts), metrics_of(finished), strict=True):
+        kept = {k: v for k, v in theirs.items() if not k.startswith("eval/") or k in ours}
+        assert ours == kept
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        ours, theirs = parts / "model" / name, finished / "model" / name
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert (parts / "model" / "model.safetensors").read_bytes() != short
+    assert not [p for p in parts.iterdir() if p.name.startswith(".model")]
+
+
+def test_eval_of_a_run_is_its_last_evaluation(finished, folder, call):
+    out_file = folder / "scores.json"
+    status, out, _ = call("eval", "tiny.toml", "run.folder=finished", "--json", out_file)
+    assert status == 0
+    scores = json.loads(out_file.read_text())
+    last = metrics_of(finished)[-1]
+    assert scores == {name: last[f"eval/{name}"] for name in scores}
+    assert {"mean@2", "pass@1", "prompts", "reward", "length"} == set(scores)
+    assert all(name in out for name in scores)
+    status, _, _ = call(
+        "eval",
+        "tiny.toml",
+        "run.folder=elsewhere",
+        "--model",
+        finished / "model",
+        "--json",
+        out_file,
+    )
+    assert status == 0
+    assert json.loads(out_file.read_text()) == scores
+
+
+def test_eval_without_a_run_is_of_the_configs_own_model(finished, folder, call):
+    out_file = folder / "first.json"
+    status, _, _ = call("eval", "tiny.toml", "run.folder=nowhere", "--json", out_file)
+    assert status == 0
+    assert json.loads(out_file.read_text()).keys() == {
+        "mean@2",
+        "pass@1",
+        "prompts",
+        "reward",
+        "length",
+    }
+    assert not (folder / "nowhere").exists()
+
+
+def test_generate_says_prompt_completion_and_log_prob(finished, call):
+    arguments = ("generate", finished, "1+2=", "7=", "--samples", 3, "--max-tokens", 6)
+    status, out, _ = call(*arguments)
+    assert status == 0
+    assert out.count("1+2=\n") == out.count("7=\n") == 3
+    assert out.count("(log-prob -") == 6
+    assert call(*arguments) == (0, out, "")
+    assert call(*arguments, "--seed", 1)[1] != out
+    greedy = call("generate", finished / "model", "1+2=", "--temperature", 0, "--max-tokens", 6)[1]
+    assert greedy.count("(log-prob 0.000)") == 1
+
+
+@pytest.mark.slow
+def test_audit_of_a_run(finished, folder, call):
+    out_file = folder / "audit.json"
+    status, out, _ = call("audit", finished, "--quick", "--json", out_file)
+    report = json.loads(out_file.read_text())
+    assert status == 0
+    assert report["unequal_tokens"] == 0 < report["compared_tokens"]
+    assert len(report["cases"]) > 5
+    assert "exact: 0 of" in out
+
+
+# Stopped on the way
+
+
+def test_a_mismatch_ends_the_run_with_its_own_status(call, folder, monkeypatch):
+    true = programs.sampler.sample
+
+    def sample(*args, **options):
+        rollout = true(*args, **options)
+        return replace(rollout, log_probs=rollout.log_probs.at[3, 0].add(-1e-6))
+
+    monkeypatch.setattr(programs.sampler, "sample", sample)
+    status, _, err = call("train", "tiny.toml", "run.folder=mismatch", "eval.every=0")
+    assert status == 3
+    assert err.startswith("tim-jax: not exact: step 1: 1 of ")
+    assert "sequence 3, response position 0" in err
+    assert err.count("\n") == 1
+    assert [line["step"] for line in metrics_of(folder / "mismatch")] == [0]
+
+
+def interrupt(rewards):
+    del rewards
+    raise KeyboardInterrupt
+
+
+def fail(rewards):
+    del rewards
+    raise ValueError("no such\nanswer")
+
+
+FAILURES = {
+    "raises": (fail, 2, "tim-jax: reward cli_rewards:by_length raised ValueError: no such"),
+    "nan": (lambda r: [*r[:-1], float("nan")], 2, "finite numbers, got nan at 7"),
+    "interrupted": (interrupt, 130, ""),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_failure_under_way_keeps_what_was_written_and_can_be_resumed(
+    kind, finished, folder, rewards, call
+):
+    what, status, words = FAILURES[kind]
+    run = folder / f"failed-{kind}"
+    arguments = ("train", "tiny.toml", f"run.folder={run.name}", "eval.every=0")
+    rewards.plan = {3: what}
+    found, out, err = call(*arguments)
+    assert found == status
+    assert "Traceback" not in out + err
+    if status == 2:
+        assert err.startswith("tim-jax: ")
+        assert err.count("\n") == 1
+        assert words in err
+    else:
+        assert "interrupted" in out
+    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2]
+    assert len(list(read_lines(run / "samples.jsonl"))) == 8
+    if kind != "raises":
+        return
+    rewards.plan = {}
+    status, out, _ = call(*arguments)
+    assert status == 0
+    assert "resumed after step 2" in out
+    assert (run / "samples.jsonl").read_bytes() == (finished / "samples.jsonl").read_bytes()
+
+
+def test_a_mistake_found_before_the_first_checkpoint_can_be_mended_in_place(call, folder):
+    wrong = (
+        "train",
+        "tiny.toml",
+        "run.folder=mended",
+        "sampling.max_prompt_length=1",
+        "warmup.steps=0",
+    )
+    status, _, err = call(*wrong)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "at most 1 are allowed" in err
+    fixed = ("train", "tiny.toml", "run.folder=mended", "steps=1", "eval.every=0", "warmup.steps=0")
+    assert call(*fixed)[0] == 0
+    # From the first checkpoint on the config stands.
+    status, _, err = call(*fixed, "seed=1")
+    assert status == 2
+    assert "seed was 0, now 1" in err
+    assert [line["step"] for line in metrics_of(folder / "mended")] == [0, 1]
+
+
+# Bad input
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder):
+    """A model folder that is whole."""
+    tokenizer = character_tokenizer(builtin.ALPHABET)
+    config = config_io.load("tiny.toml")
+    assert config.model.architecture is not None
+    model = assembly.random_model(config.model.architecture, seed=0)
+    return hf.save(
+        folder / "checkpoint", jax.device_get(model.params), model.config, tokenizer=tokenizer
+    )
+
+
+def broken(checkpoint, name, change):
+    """A copy of the checkpoint whose tensors `change` has changed."""
+    folder = checkpoint.with_name(name)
+    shutil.copytree(checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def refused(call, *arguments):
+    """The one line on standard error."""
+    status, out, err = call(*arguments)
+    assert status == 2, (out, err)
+    assert err.startswith("tim-jax: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert "Traceback" not in out + err
+    return err
+
+
+def test_a_whole_checkpoint_is_taken(checkpoint, call):
+    arguments = ("train", "tiny.toml", "run.folder=whole", f"model={{path='{checkpoint}'}}")
+    assert call(*arguments, "steps=1", "warmup.steps=0", "eval.every=0")[0] == 0
+
+
+def truncate(checkpoint):
+    folder = checkpoint.with_name("truncated")
+    shutil.copytree(checkpoint, folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return folder
+
+
+def without_a_tensor(checkpoint):
+    return broken(checkpoint, "gapped", lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+
+
+def of_another_shape(checkpoint):
+    def change(tensors):
+        name = "model.layers.0.self_attn.o_proj.weight"
+        tensors[name] = np.ascontiguousarray(tensors[name][:, :-1])
+
+    return broken(checkpoint, "misshapen", change)
+
+
+def without_tokenizer(checkpoint):
+    folder = checkpoint.with_name("wordless")
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    return folder
+
+
+def without_config(checkpoint):
+    folder = checkpoint.with_name("unnamed")
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("config.json"))
+    return folder
+
+
+def of_another_architecture(checkpoint):
+    folder = checkpoint.with_name("other")
+    shutil.copytree(checkpoint, folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"model_type": "mamba"}))
+    return folder
+
+
+MODELS = {
+    "truncated": (truncate, "truncated or corrupt safetensors"),
+    "missing tensor": (without_a_tensor, "layers.1.mlp.up_proj.weight' is missing"),
+    "wrong shape": (of_another_shape, "o_proj.weight' has shape [16, 15], expected [16, 16]"),
+    "no tokenizer": (without_tokenizer, "has no tokenizer"),
+    "no config": (without_config, "has no config.json"),
+    "architecture": (of_another_architecture, "mamba"),
+    "missing folder": (lambda checkpoint: checkpoint / "gone", "does not exist"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_folder_that_is_not_right(kind, checkpoint, folder, call):
+    make, words = MODELS[kind]
+    model = make(checkpoint)
+    run = folder / f"model-{kind.replace(' ', '-')}"
+    for arguments in (
+        ("train", "tiny.toml", f"run.folder={run.name}", f"model={{path='{model}'}}"),
+        ("eval", "tiny.toml", f"run.folder={run.name}", "--model", model),
+        ("generate", model, "1+2="),
+        ("audit", model),
+    ):
+        if kind == "no tokenizer" and arguments[0] == "audit":
+            continue  # an audit draws token ids and needs none
+        err = refused(call, *arguments)
+        assert words in err
+        assert str(model) in err
+    # The mistake mended, the same command works: the folder holds nothing that stands in its way.
+    assert not (run / "metrics.jsonl").exists() or not metrics_of(run)
+
+
+BAD_CONFIGS = {
+    "unknown key": (["sampling.temprature=1.0"], "did you mean 'temperature'"),
+    "unknown section": (["smapling.temperature=1.0"], "did you mean 'sampling'"),
+    "unknown value": (["learner.objective.preset=grop"], "did you mean 'grpo'"),
+    "wrong type": (["steps=many"], "must be a whole number"),
+    "no equals sign": (["steps"], "write section.key=value"),
+    "no value": (["steps="], "no value"),
+    "not TOML": (["task.parameters={digits=[1}"], "not TOML"),
+    "out of range": (["sampling.top_p=1.5"], "must be 1"),
+    "positions": (["sampling.max_response_length=17"], "24 positions"),
+    "group of one": (["sampling.samples_per_prompt=1"], "baseline"),
+    "micro-batch": (["learner.micro_batch=3"], "must divide the 8 sequences"),
+    "mini-batches": (["learner.mini_batches=3"], "must divide the 8 sequences"),
+    "native and exact": (["numerics.family=native"], "native numerics are not exact"),
+    "no model": (["model={}"], "exactly one of path, preset, architecture"),
+    "no such task": (["task.name=sums"], "unknown value"),
+    "task parameter": (["task.parameters.digit=3"], "did you mean 'digits'"),
+    "task too small": (["task.parameters={digits=[1,1]}"], "eval_size=256"),
+    "stop token": (["sampling.stop_tokens=[99]"], "outside the model's vocabulary of 22"),
+    "no reward module": (["task.reward=nowhere:f"], "importing nowhere raised ModuleNotFoundError"),
+    "no reward function": (["task.reward=cli_rewards:by_lenght"], "did you mean 'by_length'"),
+    "reward as a file": (["task.reward=cli_rewards.py:f"], "module"),
+    "no task function": (["task={kind='custom', factory='cli_rewards:make'}"], "no 'make'"),
+    "not a task": (["task={kind='custom', factory='builtins:dict'}", "warmup.steps=0"], "got dict"),
+    "failing task": (
+        ["task={kind='custom', factory='math:log', parameters={x=1}}", "warmup.steps=0"],
+        "task.factory math:log raised TypeError",
+    ),
+    "prompt too long": (
+        ["sampling.max_prompt_length=3", "warmup.steps=0"],
+        "at most 3 are allowed",
+    ),
+    "demonstration too long": (["sampling.max_response_length=5"], "max_response_length = 5"),
+    "correction": (["learner.corrections=[{name='token_tiss'}]"], "did you mean 'token_tis'"),
+    "clipping": (["learner.objective.clip_low=2.0"], "must be 1"),
+    "no evaluation left": (["eval.k=[4]"], "must not exceed samples = 2"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CONFIGS)
+def test_a_config_that_is_not_right(kind, call, folder):
+    overrides, words = BAD_CONFIGS[kind]
+    name = f"run.folder=config-{kind.replace(' ', '-')}"
+    assert words in refused(call, "train", "tiny.toml", name, *overrides)
+
+
+def test_too_many_tokens_for_a_checkpoints_positions(checkpoint, call):
+    arguments = ("train", "tiny.toml", "run.folder=positions", f"model={{path='{checkpoint}'}}")
+    err = refused(call, *arguments, "sampling.max_response_length=17")
+    assert "sampling.max_response_length: 17 after a prompt of 8 is 25 tokens" in err
+    assert "24 positions" in err
+
+
+def test_a_config_file_that_is_not_right(call, folder):
+    assert "no such file" in refused(call, "train", "tony.toml")
+    (folder / "broken.toml").write_text("steps = = 3\n")
+    assert "not TOML" in refused(call, "train", "broken.toml")
+    (folder / "empty.toml").write_text("")
+    assert "is empty" in refused(call, "train", "empty.toml")
+
+
+DATASETS = {
+    "empty": ("", "is empty"),
+    "blank lines": ("\n\n", "is empty"),
+    "missing column": ('{"question": "1+1", "reply": "2"}\n', "question, reply"),
+    "late missing column": (
+        '{"question": "1+1", "answer": "2"}\n{"question": "1+2"}\n',
+        "line 2: no column 'answer'",
+    ),
+    "not JSON": ('{"question": \n', "line 1: not JSON"),
+    "not text": ('{"question": ["1+1"], "answer": "2"}\n', "line 1"),
+    "all held out": ('{"question": "1+1", "answer": "2"}\n', "none left to train on"),
+}
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+def test_a_dataset_that_is_not_right(kind, call, folder):
+    text, words = DATASETS[kind]
+    path = folder / f"{kind.replace(' ', '-')}.jsonl"
+    path.write_text(text)
+    share = 1.0 if kind == "all held out" else 0.0
+    task = (
+        f"task={{kind='dataset', path='{path}', reward='cli_rewards:by_length',"
+        f" eval_share={share}}}"
+    )
+    arguments = ("train", "tiny.toml", f"run.folder=data-{path.stem}", task, "warmup.steps=0")
+    assert words in refused(call, *arguments)
+
+
+def test_a_missing_dataset(call):
+    task = "task={kind='dataset', path='gone.jsonl', reward='cli_rewards:by_length'}"
+    err = refused(call, "train", "tiny.toml", "run.folder=gone", task, "warmup.steps=0")
+    assert "'gone.jsonl': no such file or folder" in err
+
+
+def test_a_dataset_without_held_out_rows_trains_without_evaluation(call, folder):
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(3)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = (
+        "task={kind='dataset', path='sums.jsonl', reward='cli_rewards:by_length', eval_share=0.0}"
+    )
+    arguments = ("tiny.toml", "run.folder=sums", task, "warmup.steps=0", "steps=1")
+    assert call("train", *arguments)[0] == 0
+    assert not any(key.startswith("eval/") for line in metrics_of(folder / "sums") for key in line)
+    assert "no held-out problems" in refused(call, "eval", *arguments)
+
+
+def test_a_folder_of_something_else_is_left_alone(call, folder):
+    (folder / "mine").mkdir()
+    (folder / "mine" / "letter.txt").write_text("dear")
+    assert "letter.txt" in refused(call, "train", "tiny.toml", "run.folder=mine")
+    assert [p.name for p in (folder / "mine").iterdir() if p.name[0] != "."] == ["letter.txt"]
+
+
+COMMANDS = {
+    "samples": (["--samples", "0"], "--samples must be at least 1"),
+    "tokens": (["--max-tokens", "0"], "max_response_length must be positive"),
+    "too many tokens": (["--max-tokens", "24"], "leaves no room for a prompt"),
+    "temperature": (["--temperature", "-1"], "temperature must be >= 0"),
+    "top-p": (["--top-p", "0"], "top_p must be in (0, 1]"),
+    "top-k": (["--top-k", "-3"], "top_k must be >= 0"),
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_generate_with_what_is_not_right(kind, checkpoint, call):
+    options, words = COMMANDS[kind]
+    assert words in refused(call, "generate", checkpoint, "1+2=", *options)
+
+
+def test_generate_with_prompts_that_are_not_right(checkpoint, call):
+    assert "without a token, 'ab'" in refused(call, "generate", checkpoint, "1+a+b=")
+    assert "empty" in refused(call, "generate", checkpoint, "")
+    long = refused(call, "generate", checkpoint, "1" * 20, "--max-tokens", "8")
+    assert "20 tokens, at most 16" in long
+
+
+def test_audit_of_nothing_known(call):
+    assert "did you mean 'qwen3'" in refused(call, "audit", "qwen33")
+
+
+def test_a_result_that_cannot_be_written(finished, folder, call):
+    err = refused(
+        call, "eval", "tiny.toml", "run.folder=finished", "--json", folder / "no" / "scores.json"
+    )
+    assert "cannot write" in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"], ["fly", "me"], ["generate", "x"]])
+def test_usage_errors_name_what_is_wanted(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: tim-jax" in capsys.readouterr().err
+
+
+# The installed command
+
+COMMAND = Path(sys.executable).with_name("tim-jax")
+
+
+@pytest.mark.skipif(not COMMAND.exists(), reason="the package is not installed")
+def test_the_installed_command_refuses_and_helps(folder):
+    help_text = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, check=True)
+    for name in ("train", "eval", "generate", "audit"):
+        assert name in help_text.stdout
+    found = subprocess.run(
+        [COMMAND, "train", "tiny.toml", "stepz=1"], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 2
+    assert found.stderr == "tim-jax: command line: stepz = 1: unknown key; did you mean 'steps'?\n"
+
+
+def test_no_option_takes_the_default_numerics():
+    """Every test above ran with fixed tiles; so does the fixture promise."""
+    config = config_io.load("tiny.toml")
+    policy = assembly.make_policy(config, assembly.make_model(config))
+    assert policy.numerics == Numerics()
