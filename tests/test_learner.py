@@ -527,15 +527,17 @@ def test_bfloat16_gradients_of_micro_batches_are_summed_in_float32():
 
 
 def test_bfloat16_gradient_is_near_that_of_float32():
+    """At small weights: with steep logits the rounding of the weights alone moves it by 15%."""
     learning = Learning(objectives.rloo(), tiny.GROUP)
     batch = batch_of(learning=learning)
-    rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), tiny.params())
-    exact, _ = gradient(rounded, batch, learning=learning)
-    found, report = gradient(rounded, batch, BF16, learning)
-    assert int(report.exactness.unequal) > 0  # another computation than the one that sampled
-    error = optax.tree.norm(jax.tree.map(lambda a, b: a - b, found, exact))
-    # Activations and cotangents of 8 bits through two layers; a lost term is of order one.
-    assert float(error) < 0.12 * float(optax.tree.norm(exact))
+    start = jax.tree.map(
+        lambda p: (0.5 * p).astype(jnp.bfloat16).astype(jnp.float32), tiny.params()
+    )
+    exact, _ = gradient(start, batch, learning=learning)
+    found, _ = gradient(start, batch, BF16, learning)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+        assert 1e-4 < error < 0.03
 
 
 @pytest.mark.xfail(strict=True, reason="the embedding's gradient is summed in bfloat16")

@@ -1,9 +1,5 @@
 """A run's programs: how often they compile, what they refuse."""
 
-import logging
-import re
-from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -20,31 +16,6 @@ from tim_jax.policy import Sampling
 OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2), decay=optimizers.Decay(period=2))
 
 
-class _Messages(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
-@contextmanager
-def compilations():
-    """A counter of what XLA compiles inside: program name -> times."""
-    counted, messages = Counter(), _Messages()
-    logger = logging.getLogger("jax")
-    logger.addHandler(messages)
-    try:
-        with jax.log_compiles():
-            yield counted
-    finally:
-        logger.removeHandler(messages)
-        for text in messages.texts:
-            if found := re.match(r"Finished XLA compilation of (?:jit\()?(\w+)", text):
-                counted[found[1]] += 1
-
-
 def build(**options):
     policy = replace(tiny.POLICY, sampling=Sampling(12, stop_tokens=(3, 5)))
     learning = Learning(objectives.rloo(), tiny.GROUP, micro_batch=3)
@@ -57,7 +28,7 @@ def copied(tree):
 
 def test_every_program_compiles_once_whatever_the_prompts():
     built = build(mini_batches=2, epochs=2, correction=corrections.build([{"name": "token_tis"}]))
-    with compilations() as counted:
+    with tiny.compilations() as counted:
         state = built.init(copied(tiny.params()))
         weights = built.prepare(state.params)
         longest = set()
@@ -92,7 +63,7 @@ def test_length_buckets_bound_the_learners_compilations():
     rollout = built.sample(weights, prompts, train.step_key(0, 1))
     assert int(rollout.lengths.max()) == 12
     sizes = []
-    with compilations() as counted:
+    with tiny.compilations() as counted:
         for longest in (12, 3, 5, 2, 8, 6, 1, 11):
             # Rewards without a signal: rloo's gradient is 0 and the weights stay.
             short = cut(rollout, longest)

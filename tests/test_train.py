@@ -103,6 +103,11 @@ def test_from_the_middle_on_it_is_the_run_that_was_not_interrupted():
     expected = whole()
     _, _, _, middle = expected[1]
     assert told(loop(jax.tree.map(jnp.array, middle))) == told(expected[2:])
+    # As from a checkpoint: bound to a device. That is another program, once.
+    bound = jax.device_put(jax.tree.map(jnp.array, middle), jax.devices()[0])
+    with tiny.compilations() as counted:
+        assert told(loop(bound)) == told(expected[2:])
+    assert max(counted[name] for name in ("sample", "experience", "update", "prepare")) <= 1
     assert list(loop(jax.tree.map(jnp.array, expected[-1][3]))) == []
 
 

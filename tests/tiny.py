@@ -1,5 +1,9 @@
 """A model that compiles in a moment, and rollouts of ragged lengths drawn from it."""
 
+import logging
+import re
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -76,3 +80,28 @@ def rewards(seed=0, rows=ROWS):
 def bits(tree):
     """Every array's bytes, for comparisons of trees."""
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+class _Messages(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def compilations():
+    """A counter of what XLA compiles inside: program name -> times."""
+    counted, messages = Counter(), _Messages()
+    logger = logging.getLogger("jax")
+    logger.addHandler(messages)
+    try:
+        with jax.log_compiles():
+            yield counted
+    finally:
+        logger.removeHandler(messages)
+        for text in messages.texts:
+            if found := re.match(r"Finished XLA compilation of (?:jit\()?(\w+)", text):
+                counted[found[1]] += 1

@@ -117,7 +117,9 @@ def train(
         state, weights, found, metrics = learn(
             state, weights, rollout, rewards, programs=programs, reference=reference
         )
-        state = replace(state, step=jnp.int32(number))
+        # Not a new array: one that is bound to a device like the others, or not, as they are. The
+        # update would be compiled again after its first step of a resumed run.
+        state = replace(state, step=state.step + jnp.int32(1))
         found = jax.device_get(found)
         if exact:
             check_exact(found, number)

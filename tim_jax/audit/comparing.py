@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from tim_jax.numerics import Numerics, Rows
 from tim_jax.types import Rollout
@@ -39,14 +40,15 @@ class CaseResult:
 
 
 def compare(
-    recorded: Rollout, tokens: np.ndarray, mask: np.ndarray, log_probs: np.ndarray
+    recorded: Rollout, tokens: ArrayLike, mask: ArrayLike, log_probs: ArrayLike
 ) -> tuple[int, int, float, Unequal | None]:
     """(tokens compared, unequal, largest |difference|, first unequal) against arrays [B, R].
 
     Compared are all places that are a response token on either side. Unequal are those that are
     one on one side only, hold another token, or whose log-probs are not the same finite bits.
     """
-    ours, drawn = np.asarray(recorded.log_probs), np.asarray(recorded.responses)
+    drawn, ours = np.asarray(recorded.responses), np.asarray(recorded.log_probs)
+    tokens, mask, log_probs = (np.asarray(x) for x in (tokens, mask, log_probs))
     theirs = np.asarray(recorded.mask)
     either, both = theirs | mask, theirs & mask
     same = both & (drawn == tokens) & (ours.view(np.int32) == log_probs.view(np.int32))

@@ -1,0 +1,382 @@
+"""Compares sampler and learner on thousands of drawn cases and writes docs/results/exactness.md.
+
+    python scripts/exactness_cases.py                 # 10,000 cases, half an hour on one core
+    python scripts/exactness_cases.py --cases 500 --out /tmp/exactness.md
+
+Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
+lengths and contents, and with what to compare: a learner of some micro-batch and padding, or a
+sampler of another batch. Shapes come from a few lists, so that a hundred compiled programs serve
+all cases; lengths, contents, orders, keys and weights vary inside them.
+"""
+
+import argparse
+import pathlib
+import platform
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from tim_jax import sampler, scoring
+from tim_jax.audit import PRESETS, Unequal, compare, describe, random_params
+from tim_jax.calibration import calibrate
+from tim_jax.model import transformer
+from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_BF16, NATIVE_F32, Numerics
+from tim_jax.policy import Sampling
+from tim_jax.types import Prompts, Rollout
+
+OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "exactness.md"
+MODEL = "qwen3-awkward"
+CONFIG = PRESETS[MODEL]
+WEIGHTS = 4  # sets of random weights
+LONGEST = 40  # response tokens
+STOPS = tuple(range(3, CONFIG.vocab_size, 24))
+
+SAMPLINGS = {
+    "T 1": Sampling(LONGEST, stop_tokens=STOPS),
+    "T 0.6": Sampling(LONGEST, temperature=0.6, stop_tokens=STOPS),
+    "T 1.3, top-p 0.95": Sampling(LONGEST, temperature=1.3, top_p=0.95, stop_tokens=STOPS),
+    "T 0.8, top-k 20, top-p 0.9": Sampling(
+        LONGEST, temperature=0.8, top_k=20, top_p=0.9, stop_tokens=STOPS
+    ),
+}
+
+
+class Batch(NamedTuple):
+    """A sampler's shape."""
+
+    prompts: int
+    samples: int
+    prompt_length: int
+    response_length: int
+
+
+class Learner(NamedTuple):
+    """A learner's shape."""
+
+    rows: int
+    prompt_length: int
+    response_length: int
+    remat: bool = False
+
+
+BATCHES = (Batch(1, 1, 9, LONGEST), Batch(3, 2, 30, 25), Batch(4, 4, 24, LONGEST))
+LEARNERS = (
+    Learner(1, 30, LONGEST),
+    Learner(3, 37, 57, remat=True),
+    Learner(8, 30, LONGEST),
+    Learner(16, 30, 45),
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One case."""
+
+    numerics: Numerics
+    sampling: str
+    batch: Batch
+    against: Batch | Learner
+    lengths: tuple[int, ...]  # of the prompts
+    contents: int  # seed of tokens, names, order
+    weights: int
+    key: int
+
+
+@st.composite
+def drawn_cases(draw, numerics, samplings):
+    batch = draw(st.sampled_from(BATCHES))
+    length = st.integers(1, batch.prompt_length)
+    others = tuple(other for other in BATCHES if other != batch)
+    return Drawn(
+        numerics=draw(st.sampled_from(numerics)),
+        sampling=draw(st.sampled_from(samplings)),
+        batch=batch,
+        against=draw(st.sampled_from(LEARNERS + others)),
+        lengths=tuple(draw(st.lists(length, min_size=batch.prompts, max_size=batch.prompts))),
+        contents=draw(st.integers(0, 2**32 - 1)),
+        weights=draw(st.integers(0, WEIGHTS - 1)),
+        key=draw(st.integers(0, 2**31 - 1)),
+    )
+
+
+# --- one case --------------------------------------------------------------------------------
+
+
+def check(case: Drawn):
+    """What `compare` returns for one case."""
+    rng = np.random.default_rng(case.contents)
+    count, length = case.batch.prompts, case.batch.prompt_length
+    prompts = Prompts(
+        tokens=jnp.asarray(rng.integers(0, CONFIG.vocab_size, (count, length)), jnp.int32),
+        lengths=jnp.asarray(case.lengths, jnp.int32),
+        ids=jnp.asarray(rng.integers(0, 2**31 - 1, count), jnp.int32),
+    )
+    rollout = draw(case, case.batch, prompts)
+    if isinstance(case.against, Batch):
+        return check_sampler(case, prompts, rollout, case.against, rng)
+    return check_learner(case, rollout, case.against, rng)
+
+
+def check_learner(case: Drawn, rollout: Rollout, learner: Learner, rng):
+    """Some rows of the rollout, in any order, some perhaps twice, in other paddings."""
+    size = rollout.lengths.shape[0]
+    rows = rng.permutation(size)[: learner.rows]
+    rows = np.concatenate([rows, rng.integers(0, size, learner.rows - len(rows))])
+    part = jax.tree.map(lambda x: x[rows], rollout)
+    log_probs = learn(
+        prepared(case.weights, case.numerics),
+        part.replace(
+            prompts=fitted(part.prompts, learner.prompt_length, rng),
+            responses=fitted(part.responses, learner.response_length, rng),
+        ),
+        numerics=case.numerics,
+        sampling=SAMPLINGS[case.sampling],
+        remat=learner.remat,
+    )
+    width = part.responses.shape[1]
+    return compare(part, part.responses, part.mask, np.asarray(log_probs)[:, :width])
+
+
+def check_sampler(case: Drawn, prompts: Prompts, rollout: Rollout, other: Batch, rng):
+    """Some of the prompts again, among others, in another batch, group and padding."""
+    prompts = jax.tree.map(np.asarray, prompts)
+    rows = np.flatnonzero(prompts.lengths <= other.prompt_length)
+    rows = rng.permutation(rows)[: other.prompts]
+    places = rng.permutation(other.prompts)[: len(rows)]
+    lengths = rng.integers(1, other.prompt_length + 1, other.prompts).astype(np.int32)
+    tokens = (other.prompts, other.prompt_length)
+    tokens = rng.integers(0, CONFIG.vocab_size, tokens).astype(np.int32)
+    ids = rng.integers(0, 2**31 - 1, other.prompts).astype(np.int32)
+    tokens[places] = fitted(prompts.tokens[rows], other.prompt_length, rng)
+    lengths[places], ids[places] = prompts.lengths[rows], prompts.ids[rows]
+    again = draw(case, other, Prompts(*(jnp.asarray(x) for x in (tokens, lengths, ids))))
+    sample = np.arange(min(case.batch.samples, other.samples))
+    before = (rows[:, None] * case.batch.samples + sample).reshape(-1)
+    after = (places[:, None] * other.samples + sample).reshape(-1)
+    width = min(case.batch.response_length, other.response_length)
+    first, second = cut(rollout, before, width), cut(again, after, width)
+    return compare(first, second.responses, second.mask, second.log_probs)
+
+
+def cut(rollout: Rollout, rows, width: int) -> Rollout:
+    """Rows of the rollout, their first `width` response tokens."""
+    part = jax.tree.map(lambda x: x[rows], rollout)
+    return part.replace(
+        responses=part.responses[:, :width],
+        log_probs=part.log_probs[:, :width],
+        lengths=np.minimum(part.lengths, width),
+    )
+
+
+def fitted(tokens, width: int, rng):
+    """Tokens [B, T] cut or filled with other tokens to [B, width]."""
+    filling = rng.integers(0, CONFIG.vocab_size, (len(tokens), width)).astype(np.int32)
+    filling[:, : tokens.shape[1]] = tokens[:, :width]
+    return filling
+
+
+def draw(case: Drawn, batch: Batch, prompts: Prompts) -> Rollout:
+    sampling = replace(SAMPLINGS[case.sampling], max_response_length=batch.response_length)
+    rollout = sample(
+        prepared(case.weights, case.numerics),
+        prompts,
+        jax.random.key(case.key),
+        samples=batch.samples,
+        numerics=case.numerics,
+        sampling=sampling,
+    )
+    return jax.tree.map(np.asarray, rollout)
+
+
+# --- programs --------------------------------------------------------------------------------
+
+
+@cache
+def prepared(index: int, numerics: Numerics):
+    params = jax.tree.map(jnp.asarray, random_params(CONFIG, index))
+    prepare = partial(transformer.prepare, config=CONFIG, numerics=numerics)
+    return jax.jit(prepare)(params)
+
+
+@partial(jax.jit, static_argnames=("samples", "numerics", "sampling"))
+def sample(weights, prompts, key, *, samples, numerics, sampling):
+    options = {"config": CONFIG, "numerics": numerics, "sampling": sampling}
+    return sampler.sample(weights, prompts, key, samples=samples, **options)
+
+
+@partial(jax.jit, static_argnames=("numerics", "sampling", "remat"))
+def learn_program(weights, rollout, *, numerics, sampling, remat):
+    options = {"config": CONFIG, "numerics": numerics, "sampling": sampling, "remat": remat}
+
+    def loss(weights):
+        log_probs, _ = scoring.score(weights, rollout, **options)
+        return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
+
+    (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
+    return log_probs, gradient
+
+
+def learn(weights, rollout, **static):
+    """Log-probs as they are inside the gradient program."""
+    return learn_program(weights, rollout, **static)[0]
+
+
+# --- all cases -------------------------------------------------------------------------------
+
+
+@dataclass
+class Count:
+    cases: int = 0
+    tokens: int = 0
+    unequal: int = 0
+    largest: float = 0.0
+
+    def add(self, tokens: int, unequal: int, largest: float):
+        self.cases += 1
+        self.tokens += tokens
+        self.unequal += unequal
+        self.largest = max(self.largest, largest)
+
+
+@dataclass
+class Tally:
+    """Counts by each property of the cases."""
+
+    total: Count = field(default_factory=Count)
+    by: dict = field(default_factory=lambda: defaultdict(lambda: defaultdict(Count)))
+    failures: list[tuple[Drawn, Unequal]] = field(default_factory=list)
+    skipped: int = 0  # no prompt fits into the other sampler: nothing to compare
+
+    def add(self, case: Drawn, found):
+        tokens, unequal, largest, first = found
+        if not tokens:
+            self.skipped += 1
+            return
+        kind = "sampler" if isinstance(case.against, Batch) else "learner"
+        self.total.add(tokens, unequal, largest)
+        for name, value in (
+            ("numerics", describe(case.numerics)),
+            ("distribution", case.sampling),
+            ("sampler's batch", in_words(case.batch)),
+            ("against", f"{kind}, {in_words(case.against)}"),
+        ):
+            self.by[name][value].add(tokens, unequal, largest)
+        if first is not None:
+            self.failures.append((case, first))
+
+
+def in_words(shape: Batch | Learner) -> str:
+    lengths = f"up to {shape.prompt_length} + {shape.response_length} tokens"
+    if isinstance(shape, Batch):
+        return f"{shape.prompts} x {shape.samples}, {lengths}"
+    remat = ", layers recomputed" if shape.remat else ""
+    return f"{shape.rows} rows padded to {shape.prompt_length} + {shape.response_length}{remat}"
+
+
+def run(numerics, *, cases: int, seed_: int, samplings=tuple(SAMPLINGS)) -> Tally:
+    tally, start = Tally(), time.perf_counter()
+
+    @seed(seed_)
+    @settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(drawn_cases(numerics, samplings))
+    def every(case):
+        tally.add(case, check(case))
+        if tally.total.cases % 250 == 0:
+            seconds = time.perf_counter() - start
+            total = tally.total
+            print(
+                f"{total.cases} cases, {total.tokens} tokens, {total.unequal} unequal,"
+                f" {seconds:.0f} s",
+                flush=True,
+            )
+
+    every()
+    return tally
+
+
+# --- the report ------------------------------------------------------------------------------
+
+
+def row(name: str, count: Count) -> str:
+    largest = f"{count.largest:.1e}" if count.largest else "0"
+    return f"| {name} | {count.cases:,} | {count.tokens:,} | {count.unequal:,} | {largest} |"
+
+
+def report(tally: Tally, control: Tally, command: str, seconds: float) -> str:
+    heading = "cases | response tokens compared | unequal | largest difference |"
+    rule = "|---|---:|---:|---:|---:|"
+    lines = [
+        "# Sampler against learner, drawn cases",
+        "",
+        f"Made by `{command}` in {seconds / 60:.0f} minutes.",
+        f"Model: the audit's preset `{MODEL}` (3 key heads, groups of 5, heads of 20, vocabulary 101),",
+        f"{WEIGHTS} sets of random weights. jax {jax.__version__}, jaxlib"
+        f" {jaxlib.version.__version__}, Python {platform.python_version()},",
+        f"{jax.default_backend()}: {processor()}.",
+        "",
+        "Hypothesis drew every case. The raw bits of the recorded log-probs are compared with those",
+        "computed again, and for a second sampler the tokens too, over all response tokens.",
+        "",
+        f"| | {heading}",
+        rule,
+        row("**all cases**", tally.total),
+        row("control: native numerics", control.total),
+    ]
+    for name, counts in tally.by.items():
+        lines += ["", f"| {name} | {heading}", rule]
+        lines += [row(value, counts[value]) for value in sorted(counts)]
+    for case, first in tally.failures[:20]:
+        lines += ["", f"Unequal: `{case}`: `{first}`"]
+    return "\n".join(lines) + "\n"
+
+
+def processor() -> str:
+    """The CPU's name, of /proc/cpuinfo where there is one, and its widest vectors."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    info = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    info = {name.strip(): value.strip() for name, value in info.items()}
+    flags = info.get("flags", "").split()
+    vectors = next((name for name in ("amx_tile", "avx512f", "avx2") if name in flags), "")
+    number = f"family {info.get('cpu family')} model {info.get('model')}"
+    return f"{info.get('model name', platform.machine())}, {number} {vectors}".strip()
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Sampler against learner.")
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path, default=OUT)
+    args = parser.parse_args()
+    start = time.perf_counter()
+    fixed = (EXACT_F32, EXACT_BF16)
+    wide = tuple(calibrate(CONFIG, numerics, batch=16) for numerics in fixed)
+    options = {"seed_": args.seed}
+    tally = run(tuple(dict.fromkeys(fixed + wide)), cases=args.cases, **options)
+    control = run((NATIVE_F32, NATIVE_BF16), cases=args.cases // 50, samplings=("T 1",), **options)
+    command = f"python scripts/exactness_cases.py --cases {args.cases} --seed {args.seed}"
+    text = report(tally, control, command, time.perf_counter() - start)
+    args.out.write_text(text)
+    print(text)
+    return 1 if tally.total.unequal or not tally.total.tokens else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

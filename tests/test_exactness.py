@@ -1,0 +1,167 @@
+"""The contract: equal numerics give every token the same log-prob, to the bit.
+
+The audit's comparisons on awkward architectures, and random shapes of data through compiled
+programs. Many more are in `scripts/exactness_cases.py`.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tim_jax import learner, objectives, sampler, scoring
+from tim_jax.audit import PRESETS, Again, Case, Score, Sizes, audit, random_params
+from tim_jax.audit.cases import plain_sampling
+from tim_jax.learner import Learning, Policy
+from tim_jax.model import transformer
+from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
+from tim_jax.types import Prompts
+
+EXACT = {"float32": EXACT_F32, "bfloat16": EXACT_BF16}
+SIZES = Sizes(prompts=3, samples=3, prompt_length=20, response_length=24)
+
+
+def check(results):
+    """All equal but the controls, of which at least one is not."""
+    results = list(results)
+    failed = [result for result in results if not result.passed]
+    assert not failed, failed
+    assert sum(result.unequal_tokens for result in results if result.control) > 0
+    assert sum(not result.control for result in results) > 0
+
+
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("name", PRESETS)
+def test_sampler_and_learner_agree_to_the_bit(name, dtype):
+    config = PRESETS[name]
+    cases = (Case("micro-batches", plain_sampling(config, SIZES), Score(3, loop=True)),)
+    options = {"numerics": (EXACT[dtype],), "cases": cases, "sizes": SIZES}
+    results = list(audit(random_params(config, 0), config, control=False, **options))
+    assert [(result.passed, result.unequal_tokens) for result in results] == [(True, 0)]
+    assert results[0].compared_tokens > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_whole_audit(name, dtype):
+    config = PRESETS[name]
+    check(audit(random_params(config, 1), config, numerics=(EXACT[dtype],)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", EXACT)
+def test_longer_sequences_of_more_key_blocks(dtype):
+    config = PRESETS["qwen3-awkward"]
+    sizes = Sizes(prompts=3, samples=2, prompt_length=70, response_length=200)
+    sampling = replace(plain_sampling(config, sizes), stop_tokens=())
+    cases = (
+        Case("learner", sampling, Score()),
+        Case("learner, one row at a time", sampling, Score(micro_batch=1)),
+        Case("sampler, one by one", sampling, Again(one_by_one=True)),
+    )
+    options = {"numerics": (EXACT[dtype],), "cases": cases, "sizes": sizes}
+    check(audit(random_params(config, 2), config, **options))
+
+
+# --- the update itself -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch", [None, 4])
+@pytest.mark.parametrize("numerics", [tiny.NUMERICS, tiny.BF16], ids=["float32", "bfloat16"])
+def test_the_log_probs_of_an_update_are_those_of_the_rollout(numerics, micro_batch):
+    policy = Policy(tiny.CONFIG, numerics, tiny.SAMPLING)
+    learning = Learning(objectives.grpo(), group_size=tiny.GROUP, micro_batch=micro_batch)
+    optimizer = optax.with_extra_args_support(optax.sgd(0.1))
+    params, rollout = tiny.params(), tiny.rollout(policy)
+    weights = jax.jit(policy.prepare)(params)
+
+    @jax.jit
+    def step(params, weights, rollout):
+        options = {"policy": policy, "learning": learning}
+        batch, _, _ = learner.experience(
+            weights, None, None, rollout, tiny.rewards(), correction=None, **options
+        )
+        state = learner.TrainState(params, optimizer.init(params), None, jnp.int32(0))
+        return learner.update(
+            state, weights, batch, jnp.float32(1), optimizer=optimizer, **options
+        )[2].exactness
+
+    found = step(params, weights, rollout)
+    assert int(found.compared) == int(np.sum(rollout.lengths)) > 50
+    assert int(found.unequal) == 0
+    assert float(found.max_difference) == 0
+
+
+# --- random data -----------------------------------------------------------------------------
+
+ROWS = Numerics(kv_block=16, head_rows=64)
+WIDE = Numerics(compute_dtype="bfloat16", attention_rows=Rows(3, 48), whole_kv=True)
+PROMPTS, SAMPLES, MICRO_BATCH = 3, 2, 2
+
+
+@pytest.fixture(scope="module", params=["tiles float32", "tiles bfloat16"])
+def bench(request):
+    """(weights, sampler, sampler of one sequence, learner), compiled once for all that is drawn."""
+    numerics = replace(ROWS, compute_dtype=request.param.split()[1])
+    sampling = replace(tiny.SAMPLING, max_response_length=14, temperature=0.9, top_p=0.95)
+    options = {"config": tiny.CONFIG, "numerics": numerics, "sampling": sampling}
+
+    @jax.jit
+    def learn(weights, rollout):
+        def loss(weights):
+            log_probs, _ = scoring.score(weights, rollout, **options)
+            return jnp.sum(jnp.where(rollout.mask, log_probs, 0.0)), log_probs
+
+        (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
+        return log_probs, gradient
+
+    prepare = partial(transformer.prepare, config=tiny.CONFIG, numerics=numerics)
+    draw = jax.jit(partial(sampler.sample, **options), static_argnames="samples")
+    return jax.jit(prepare), draw, learn
+
+
+@st.composite
+def batches(draw):
+    """Prompts of any lengths up to 12, any contents and names, and the seeds."""
+    seed = draw(st.integers(0, 2**20))
+    lengths = draw(st.lists(st.integers(1, 12), min_size=PROMPTS, max_size=PROMPTS))
+    rng = np.random.default_rng(seed)
+    prompts = Prompts(
+        tokens=jnp.asarray(rng.integers(0, tiny.CONFIG.vocab_size, (PROMPTS, 12)), jnp.int32),
+        lengths=jnp.asarray(lengths, jnp.int32),
+        ids=jnp.asarray(rng.integers(0, 2**30, PROMPTS), jnp.int32),
+    )
+    rows = draw(st.permutations(range(PROMPTS * SAMPLES)))
+    return prompts, rows[:MICRO_BATCH], draw(st.integers(0, 3))
+
+
+@given(batch=batches())
+@settings(max_examples=60)
+def test_random_prompts_in_random_micro_batches(bench, batch):
+    prepare, draw, learn = bench
+    prompts, rows, seed = batch
+    weights, key = prepare(tiny.params(seed=seed)), jax.random.key(seed)
+    rollout = draw(weights, prompts, key, samples=SAMPLES)
+    mask = np.asarray(rollout.mask)
+    recorded = np.asarray(rollout.log_probs).view(np.int32)
+    part = jax.tree.map(lambda x: x[jnp.asarray(rows)], rollout)
+    for taken, found in (
+        (list(range(PROMPTS * SAMPLES)), learn(weights, rollout)[0]),
+        (rows, learn(weights, part)[0]),
+    ):
+        found = np.asarray(found).view(np.int32)
+        assert np.array_equal(found[mask[taken]], recorded[taken][mask[taken]])
+    assert mask.sum() >= PROMPTS * SAMPLES
+    one = rows[0] // SAMPLES
+    alone = draw(weights, jax.tree.map(lambda x: x[one : one + 1], prompts), key, samples=1)
+    row = one * SAMPLES
+    assert tiny.bits(alone.responses) == tiny.bits(rollout.responses[row : row + 1])
+    assert tiny.bits(alone.log_probs) == tiny.bits(rollout.log_probs[row : row + 1])
