@@ -227,7 +227,8 @@ def test_a_fault_of_one_ulp_at_one_token_is_found(monkeypatch):
 
     def faulty(weights, rollout, **options):
         log_probs, entropy = honest(weights, rollout, **options)
-        moved = jnp.nextafter(log_probs, jnp.float32(0))
+        # Without a gradient: nextafter has none.
+        moved = jnp.nextafter(jax.lax.stop_gradient(log_probs), jnp.float32(0))
         place = (jnp.arange(log_probs.shape[0]) == 4)[:, None]
         place &= (jnp.arange(log_probs.shape[1]) == 0)[None, :]
         return jnp.where(place, moved, log_probs), entropy

@@ -485,7 +485,10 @@ BAD_CONFIGS = {
     "no reward module": (["task.reward=nowhere:f"], "importing nowhere raised ModuleNotFoundError"),
     "no reward function": (["task.reward=cli_rewards:by_lenght"], "did you mean 'by_length'"),
     "reward as a file": (["task.reward=cli_rewards.py:f"], "module"),
-    "no task function": (["task={kind='custom', factory='cli_rewards:make'}"], "no 'make'"),
+    "no task function": (
+        ["task={kind='custom', factory='cli_rewards:make'}", "warmup.steps=0"],
+        "no 'make'",
+    ),
     "not a task": (["task={kind='custom', factory='builtins:dict'}", "warmup.steps=0"], "got dict"),
     "failing task": (
         ["task={kind='custom', factory='math:log', parameters={x=1}}", "warmup.steps=0"],
@@ -594,9 +597,12 @@ def test_generate_with_what_is_not_right(kind, checkpoint, call):
 
 
 def test_generate_with_prompts_that_are_not_right(checkpoint, call):
-    assert "without a token, 'ab'" in refused(call, "generate", checkpoint, "1+a+b=")
-    assert "empty" in refused(call, "generate", checkpoint, "")
-    long = refused(call, "generate", checkpoint, "1" * 20, "--max-tokens", "8")
+    def err(prompt):
+        return refused(call, "generate", checkpoint, "1+2=", prompt, "--max-tokens", 8)
+
+    assert "without a token, 'ab'" in err("1+a+b=")
+    assert "empty" in err("")
+    long = err("1" * 20)
     assert "20 tokens, at most 16" in long
 
 

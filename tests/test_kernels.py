@@ -285,6 +285,23 @@ def test_a_unit_has_the_gradient_of_its_plain_form():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [20, 60, 128, 300])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_units_rows_do_not_depend_on_the_rows_beside_it(size, dtype):
+    """Elementwise code and written-out sums: in any number of rows, and inside a loop."""
+    x, weight = normal(0, 70, size, dtype=dtype), 1.0 + normal(1, size)
+    norm = partial(formulas.rms_norm, eps=1e-6)
+    unit = tiles.unit(partial(norm, total=tiles.total), partial(norm, total=native.total))
+    run = jax.jit(unit)
+    whole = bits(run(x, weight))
+    for count in (1, 7, 16):
+        np.testing.assert_array_equal(bits(run(x[:count], weight)), whole[:count])
+    looped = jax.jit(lambda x, w: jax.lax.map(lambda rows: unit(rows, w), x.reshape(7, 10, -1)))
+    np.testing.assert_array_equal(bits(looped(x, weight)).reshape(whole.shape), whole)
+    squares = jax.jit(lambda x, w: (unit(x + x, w), jnp.sum((x + x) ** 2)))
+    np.testing.assert_array_equal(bits(squares(x / 2, weight)[0]), whole)
+
+
 def test_rms_norm_against_float64():
     x, weight = normal(0, 9, 60), normal(1, 60)
     exact = f64(x) / np.sqrt((f64(x) ** 2).mean(-1, keepdims=True) + 1e-6) * f64(weight)

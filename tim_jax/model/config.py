@@ -130,9 +130,9 @@ def _check_scalars(config: ModelConfig) -> None:
         value = getattr(config, name)
         if not isinstance(value, bool):
             raise InputError(f"{name} must be true or false, found {value!r}")
-    ids = (*config.eos_token_ids, config.bos_token_id, config.pad_token_id)
-    for token in ids:
-        if token is not None and not _whole(token):
+    optional = (i for i in (config.bos_token_id, config.pad_token_id) if i is not None)
+    for token in (*config.eos_token_ids, *optional):
+        if not _whole(token):
             raise InputError(f"token ids must be whole numbers, found {token!r}")
 
 
