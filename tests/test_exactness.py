@@ -45,7 +45,7 @@ def test_sampler_and_learner_agree_to_the_bit(name, dtype):
     options = {"numerics": (EXACT[dtype],), "cases": cases, "sizes": SIZES}
     results = list(audit(random_params(config, 0), config, control=False, **options))
     assert [(result.passed, result.unequal_tokens) for result in results] == [(True, 0)]
-    assert results[0].compared_tokens > 100
+    assert results[0].compared_tokens > 50
 
 
 @pytest.mark.slow
@@ -78,7 +78,9 @@ def test_longer_sequences_of_more_key_blocks(dtype):
 @pytest.mark.parametrize("numerics", [tiny.NUMERICS, tiny.BF16], ids=["float32", "bfloat16"])
 def test_the_log_probs_of_an_update_are_those_of_the_rollout(numerics, micro_batch):
     policy = Policy(tiny.CONFIG, numerics, tiny.SAMPLING)
-    learning = Learning(objectives.grpo(), group_size=tiny.GROUP, micro_batch=micro_batch)
+    learning = Learning(
+        objectives.grpo(kl_coefficient=0.0), group_size=tiny.GROUP, micro_batch=micro_batch
+    )
     optimizer = optax.with_extra_args_support(optax.sgd(0.1))
     params, rollout = tiny.params(), tiny.rollout(policy)
     weights = jax.jit(policy.prepare)(params)
