@@ -1,6 +1,7 @@
 """Strict JAX for every test, on eight virtual devices."""
 
 import jax
+import pytest
 from hypothesis import settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -10,3 +11,21 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Compilation makes the first example slow; a failure prints what reproduces it.
 settings.register_profile("suite", deadline=None, print_blob=True)
 settings.load_profile("suite")
+
+
+
+def _mappings() -> int:
+    """Memory mappings of this process (Linux), which every compiled program adds to."""
+    try:
+        with open("/proc/self/maps") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _few_mappings():
+    """Forgets compiled programs before the kernel's limit on mappings (65,530) crashes a compile."""
+    yield
+    if _mappings() > 30_000:
+        jax.clear_caches()

@@ -40,9 +40,8 @@ def unit(forward: Callable, plain: Callable) -> Callable:
     return plain
 
 
-def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics | None = None) -> jax.Array:
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [N, K] @ weight [K, M] -> float32 [N, M]."""
-    del numerics
     return jnp.dot(x, weight, preferred_element_type=jnp.float32)
 
 
@@ -53,6 +52,17 @@ def dot_backward(residuals, cotangent):
     dx = jnp.dot(cotangent, weight.T, preferred_element_type=jnp.float32)
     dweight = jnp.dot(x.T, cotangent, preferred_element_type=jnp.float32)
     return dx.astype(x.dtype), dweight.astype(weight.dtype)
+
+
+# Its own gradient would multiply the float32 cotangent in float32, whatever the compute dtype.
+_dot = jax.custom_vjp(product)
+_dot.defvjp(lambda x, weight: (product(x, weight), (x, weight)), dot_backward)
+
+
+def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics | None = None) -> jax.Array:
+    """x [N, K] @ weight [K, M] -> float32 [N, M], with `dot_backward` as its gradient."""
+    del numerics
+    return _dot(x, weight)
 
 
 def scores(query: jax.Array, key: jax.Array) -> jax.Array:
