@@ -11,7 +11,7 @@ import optax
 import pytest
 import tiny
 
-from tim_jax import evaluation, objectives, optimizers, programs, train, warm_start
+from tim_jax import corrections, evaluation, objectives, optimizers, programs, train, warm_start
 from tim_jax.errors import InputError, MismatchError
 from tim_jax.learner import Learning
 from tim_jax.policy import Sampling
@@ -153,6 +153,30 @@ def test_metrics_of_a_step():
     scales = [m["lr_scale"] for _, m, *_ in whole()]
     np.testing.assert_allclose(scales, [0.5, 0.25, 0.1, 0.1], rtol=1e-6)
     assert all(np.isfinite(list(m.values())).all() for _, m, *_ in whole())
+
+
+@pytest.mark.slow
+def test_corrections_and_length_buckets_leave_an_exact_step_where_it_was():
+    """Coefficients of exactly one, and padding that changes no log-prob: the same update."""
+    fix = corrections.build([{"name": "vexact"}, {"name": "normalise"}])
+    learning = Learning(objectives.grpo(kl_coefficient=0.0), tiny.GROUP)
+    optimizer = optimizers.adamw(optimizers.Rate(1e-2))
+    whole = tiny.rollout(POLICY)
+    short = replace(whole, lengths=jnp.minimum(whole.lengths, 4))
+    ends = []
+    for options in ({}, {"correction": fix, "length_buckets": 2}):
+        built = programs.build(POLICY, learning, optimizer, **options)
+        state = built.init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
+        weights = built.prepare(state.params)
+        with tiny.compilations() as counted:
+            ends.append(train.learn(state, weights, short, tiny.rewards(), programs=built))
+        assert counted["update"] == 1
+    (plain, _, _, one), (changed, _, found, other) = ends
+    assert train.trimmed(short, 2).responses.shape[1] == 4 < short.responses.shape[1]
+    assert int(found.compared) == int(short.mask.sum()) > 0 == int(found.unequal)
+    assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
+    for x, y in zip(jax.tree.leaves(changed.params), jax.tree.leaves(plain.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
 
 
 def test_exact_required_stops_at_the_first_unequal_token(monkeypatch):
