@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Sets up an environment and runs the checks and the tests. Arguments go to pytest, such as:
-#   bash scripts/test.sh -m "not slow" tests/test_sampler.py
+# Sets up an environment and runs the checks and the tests, but for those marked slow, which CI adds
+# with `-m slow`. Arguments go to pytest in place of these defaults, such as:
+#   bash scripts/test.sh tests/test_sampler.py
 # TORCH=0 leaves PyTorch out, and with it the comparisons with transformers' models.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
@@ -15,5 +16,6 @@ if [ $# -eq 0 ]; then
   "$VENV/bin/ruff" check .
   "$VENV/bin/ruff" format --check .
   "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
+  set -- -m "not slow"
 fi
 exec "$VENV/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile "$@"

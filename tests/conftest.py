@@ -13,7 +13,6 @@ settings.register_profile("suite", deadline=None, print_blob=True)
 settings.load_profile("suite")
 
 
-
 def _mappings() -> int:
     """Memory mappings of this process (Linux), which every compiled program adds to."""
     try:
@@ -25,7 +24,7 @@ def _mappings() -> int:
 
 @pytest.fixture(autouse=True)
 def _few_mappings():
-    """Forgets compiled programs before the kernel's limit on mappings (65,530) crashes a compile."""
+    """Forgets compiled programs before a compile crashes at the kernel's 65,530 mappings."""
     yield
     if _mappings() > 30_000:
         jax.clear_caches()

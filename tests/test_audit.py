@@ -192,6 +192,7 @@ def run(cases=CASES, numerics=(tiny.NUMERICS,), **options):
     )
 
 
+@pytest.mark.slow
 def test_an_audit_of_exact_numerics_passes_and_its_control_differs():
     results = run()
     assert [result.name for result in results] == [*(case.name for case in CASES), "learner"]
@@ -222,6 +223,7 @@ def test_native_numerics_themselves_fail():
     assert abs(first.values[0] - first.values[1]) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_fault_of_one_ulp_at_one_token_is_found(monkeypatch):
     honest = running.scoring.score
 

@@ -40,6 +40,7 @@ def calibrated(batch, monkeypatch, dot):
     return dict(calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=batch).rows_by_contraction)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_the_ranges_found_a_row_has_the_same_bits_for_every_count(dtype):
     start = replace(tiny.NUMERICS, compute_dtype=dtype)
@@ -73,6 +74,7 @@ def test_without_two_equal_counts_the_fixed_tile_stays(monkeypatch):
     assert calibrated(4, monkeypatch, everywhere) == dict.fromkeys(DOTS, tiny.NUMERICS.rows)
 
 
+@pytest.mark.slow
 def test_a_range_must_hold_for_every_width_of_its_contraction(monkeypatch):
     def dot(x, weight):
         borders = (8,) if weight.shape[1] == 23 else (32,)

@@ -37,8 +37,14 @@ def check(results):
     assert sum(not result.control for result in results) > 0
 
 
+QUICK = ("qwen3-awkward", "llama")
+
+
 @pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PRESETS],
+)
 def test_sampler_and_learner_agree_to_the_bit(name, dtype):
     config = PRESETS[name]
     cases = (Case("micro-batches", plain_sampling(config, SIZES), Score(3, loop=True)),)
@@ -145,6 +151,7 @@ def batches(draw):
     return prompts, rows[:MICRO_BATCH], draw(st.integers(0, 3))
 
 
+@pytest.mark.slow
 @given(batch=batches())
 @settings(max_examples=60)
 def test_random_prompts_in_random_micro_batches(bench, batch):

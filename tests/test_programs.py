@@ -55,6 +55,7 @@ def cut(rollout, longest):
     return replace(rollout, lengths=jnp.minimum(rollout.lengths, longest))
 
 
+@pytest.mark.slow
 def test_length_buckets_bound_the_learners_compilations():
     built = build(length_buckets=3)
     state = built.init(copied(tiny.params()))

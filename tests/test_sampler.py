@@ -157,6 +157,7 @@ def test_cache_spans_hold_everything_and_are_few(prompt, response, block):
 # --- the distribution ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_indifferent_weights_draw_all_tokens_equally_often(indifferent):
     rollout = sample(indifferent, prompts_of([0], [1]), samples=64, sampling=Sampling(40))
     drawn = np.bincount(rollout.responses.reshape(-1), minlength=11)
@@ -228,6 +229,7 @@ def test_a_response_is_the_same_in_any_batch_order_and_group(pool, prompts, samp
     same(found, whole, [4 * p + s for p in prompts for s in range(samples)])
 
 
+@pytest.mark.slow
 def test_a_response_does_not_depend_on_the_padding(pool):
     weights, numerics, whole = pool
     padding = jnp.full((6, 9), 6, jnp.int32)
@@ -236,6 +238,7 @@ def test_a_response_does_not_depend_on_the_padding(pool):
     same(found, whole, np.arange(24))
 
 
+@pytest.mark.slow
 def test_a_longer_limit_only_continues(pool):
     weights, numerics, whole = pool
     sampling = replace(SAMPLING, max_response_length=33)

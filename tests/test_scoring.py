@@ -192,6 +192,7 @@ def test_gradients_of_the_exact_family_are_those_of_plain_autodiff(sampling, rem
         assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max(), name
 
 
+@pytest.mark.slow
 def test_no_gradient_flows_through_the_entropy():
     config = tiny.CONFIG
 

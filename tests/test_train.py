@@ -99,6 +99,7 @@ def test_another_seed_is_another_run():
     assert told(whole(1))[0][1:3] != told(whole())[0][1:3]
 
 
+@pytest.mark.slow
 def test_from_the_middle_on_it_is_the_run_that_was_not_interrupted():
     expected = whole()
     _, _, _, middle = expected[1]

@@ -115,7 +115,7 @@ def forward(
       the updated cache, or without one a `LayerCache` stacked over layers, [L, B, ...].
     """
     batch, length = tokens.shape
-    x = weights["embed"][tokens.reshape(-1)]
+    x = _embedded(weights["embed"], tokens.reshape(-1))
     span = length if cache is None else cache[0].key.shape[3]
     angles = _angles(positions.reshape(-1), span, config)
     layer = partial(_layer, config=config, numerics=numerics, shape=(batch, length))
@@ -142,6 +142,22 @@ def logits(
     ops = kernels.family(numerics)
     normed = _norm(hidden, weights["final_norm"], config, numerics)
     return ops.dot(normed, weights["head"], numerics=numerics)
+
+
+@jax.custom_vjp
+def _embedded(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows [N, d] of the embedding table [V, d]."""
+    return table[tokens]
+
+
+def _embedded_backward(residuals, cotangent):
+    """Sums the rows of a frequent token in float32, and rounds once."""
+    table, tokens = residuals
+    total = jnp.zeros(table.shape, jnp.float32).at[tokens].add(cotangent.astype(jnp.float32))
+    return total.astype(table.dtype), None
+
+
+_embedded.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _embedded_backward)
 
 
 def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
