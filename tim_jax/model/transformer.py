@@ -65,6 +65,21 @@ def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weigh
     }
 
 
+def unstacked(weights: Weights) -> Weights:
+    """`weights` with a dictionary per layer: what a loop around the cached forward should be given.
+
+    A kernel needs its weight as an array; a slice of the stack would be copied at every step.
+    """
+    return {**weights, "layers": _by_layer(weights["layers"])}
+
+
+def _by_layer(layers: dict | tuple) -> tuple[dict, ...]:
+    if isinstance(layers, tuple):
+        return layers
+    count = jax.tree.leaves(layers)[0].shape[0]
+    return tuple(jax.tree.map(lambda w, i=index: w[i], layers) for index in range(count))
+
+
 def _join(layers: dict, names: tuple[str, ...]) -> jax.Array:
     return jnp.concatenate([layers[name] for name in names], axis=-1)
 
@@ -127,8 +142,7 @@ def forward(
         x, keys_values = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights["layers"])
     else:
         updated = []
-        for index, old in enumerate(cache):
-            layer_weights = jax.tree.map(lambda w, i=index: w[i], weights["layers"])
+        for layer_weights, old in zip(_by_layer(weights["layers"]), cache, strict=True):
             x, new = layer(x, layer_weights, angles, positions, old)
             updated.append(new)
         keys_values = tuple(updated)
@@ -244,6 +258,25 @@ def _project(y, w, angles, config, numerics):
     return _unit_with_total(project, numerics)(y, *angles, optional)
 
 
+def _written(cache, rows, positions, *, axis):
+    """`rows` [B, T, Kv, D] in the cache, each at its own position along `axis` of [Kv, ...].
+
+    A write per row, in a loop: prompts of different lengths sit side by side, and what XLA:CPU
+    makes of one scatter in a large program copies the cache.
+    """
+    batch, length = positions.shape
+    rows = jnp.expand_dims(rows.reshape(batch * length, *rows.shape[2:]), axis + 1)
+    at = positions.reshape(-1)
+
+    def write(index, cache):
+        start = [index // length, 0, 0, 0]
+        start[axis + 1] = at[index]
+        row = jax.lax.dynamic_slice_in_dim(rows, index, 1)
+        return jax.lax.dynamic_update_slice(cache, row, start)
+
+    return jax.lax.fori_loop(0, batch * length, write, cache, unroll=4)
+
+
 def _attend(query, key, value, positions, cache, config, numerics, shape):
     """Lays out heads, writes the cache if there is one, and attends. Rows in, rows out."""
     batch, length = shape
@@ -256,11 +289,9 @@ def _attend(query, key, value, positions, cache, config, numerics, shape):
     if cache is None:
         new = LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
     else:
-        # Every row writes at its own position: prompts of different lengths sit side by side.
-        row = jnp.arange(batch)[:, None]
         new = LayerCache(
-            key=cache.key.at[row, :, :, positions].set(key),
-            value=cache.value.at[row, :, positions].set(value),
+            key=_written(cache.key, key, positions, axis=2),
+            value=_written(cache.value, value, positions, axis=1),
         )
     out = kernels.family(numerics).attention(
         query,
