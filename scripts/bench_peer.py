@@ -174,14 +174,15 @@ def main() -> None:
     """Writes the page, or prints it for a smoke test."""
     parser = common.parser("Measures tim_jax against google-tunix.", PAGE)
     parser.add_argument("--peer-python", required=True, help="interpreter with google-tunix 0.1.7")
+    parser.add_argument("--batch", type=int, nargs="+", help="these batch sizes only")
     options = parser.parse_args()
     load = common.load_average()
-    response = (common.SMOKE if options.smoke else common.SMALL).response
     rows = []
     for batch, dtype in common.cases(options.smoke):
-        rows.append(measure(batch, dtype, options))
-        print("\n".join(sampler_table(rows[-1:], response) + step_table(rows[-1:])), flush=True)
-    common.publish(page(rows, load, options), options, PAGE)
+        if options.batch is None or batch in options.batch:
+            rows.append(measure(batch, dtype, options))
+            # After every row: a run that is stopped keeps what it has measured.
+            common.publish(page(rows, load, options), options, PAGE)
 
 
 if __name__ == "__main__":
