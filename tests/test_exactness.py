@@ -55,8 +55,15 @@ def test_sampler_and_learner_agree_to_the_bit(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3-awkward", "float32"),
+        ("qwen3-awkward", "bfloat16"),
+        ("qwen2", "bfloat16"),
+        ("llama", "float32"),
+    ],
+)
 def test_a_whole_audit(name, dtype):
     """Of the most awkward architecture; fewer cases of the others."""
     config, quick = PRESETS[name], name != "qwen3-awkward"
