@@ -55,19 +55,11 @@ def test_sampler_and_learner_agree_to_the_bit(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("qwen3-awkward", "float32"),
-        ("qwen3-awkward", "bfloat16"),
-        ("qwen2", "bfloat16"),
-        ("llama", "float32"),
-    ],
-)
-def test_a_whole_audit(name, dtype):
-    """Of the most awkward architecture; fewer cases of the others."""
-    config, quick = PRESETS[name], name != "qwen3-awkward"
-    check(audit(random_params(config, 1), config, numerics=(EXACT[dtype],), quick=quick))
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3-awkward", "bfloat16"), ("llama", "float32")])
+def test_an_audit(name, dtype):
+    """The commonest cases; `tim-jax audit` has them all."""
+    config = PRESETS[name]
+    check(audit(random_params(config, 1), config, numerics=(EXACT[dtype],), quick=True))
 
 
 @pytest.mark.slow
