@@ -50,6 +50,10 @@ class Numerics:
     kv_block: int = 32  # keys per block, anchored at the sequence's first token
     whole_kv: bool = False  # weigh all value blocks in one dot; needs calibration's leave
     head_rows: int = 256  # rows whose logits exist at one time
+    column_tiles: int = 1  # equal parts that the columns of every weight matrix are multiplied in
+
+    # A dot's bits depend on its column count. Devices of a tensor axis hold some columns each, so
+    # that bits are the same for all sizes of it that divide `column_tiles`, and for those alone.
 
     def __post_init__(self):
         if self.family not in ("tiles", "native"):
@@ -64,6 +68,8 @@ class Numerics:
             raise InputError(f"Numerics: kv_block must be a power of two, got {self.kv_block}")
         if self.head_rows < 1:
             raise InputError(f"Numerics: head_rows must be positive, got {self.head_rows}")
+        if self.column_tiles < 1:
+            raise InputError(f"Numerics: column_tiles must be positive, got {self.column_tiles}")
 
     @property
     def dtype(self) -> np.dtype:
