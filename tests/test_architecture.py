@@ -22,9 +22,9 @@ LAYERS = (
     ("model",),
     ("policy", "calibration"),
     ("sampler", "scoring"),
-    ("learner", "audit"),
+    ("learner",),
     ("sharded",),
-    ("programs",),
+    ("programs", "audit"),
     ("tasks",),
     ("tokenizers",),
     ("train",),
@@ -36,7 +36,7 @@ LAYERS = (
     ("config",),
     ("config_io",),
     ("assembly",),
-    ("jobs",),
+    ("jobs", "auditing"),
     ("cli",),
 )
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}

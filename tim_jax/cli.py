@@ -133,9 +133,9 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from tim_jax import jobs
+    from tim_jax import auditing
 
-    report, passed = jobs.audit_model(arguments.model, quick=arguments.quick)
+    report, passed = auditing.audit_model(arguments.model, quick=arguments.quick)
     _write(arguments.json, report)
     return 0 if passed else 1
 

@@ -89,22 +89,21 @@ def build(
             step=jnp.int32(0),
         )
 
-    prepare = partial(
+    experience = partial(
         learner.experience,
         policy=policy,
         learning=learning,
         correction=correction,
         score=where.score(learning),
     )
-    state, weights, whole = where.state(init), where.weights, where.whole
+    state, whole = where.state(init), where.whole
+    updated = None if where.mesh is None else (state, where.weights, whole)
     return Programs(
         prepare=weights_program(policy),
         publish=publication(policy, drawing),
-        sample=sampling_program(drawing, samples=learning.group_size),
-        experience=jax.jit(prepare, out_shardings=whole),
-        update=jax.jit(
-            update, donate_argnums=(0, 1), out_shardings=where.mesh and (state, weights, whole)
-        ),
+        sample=where.arriving(sampling_program(drawing, samples=learning.group_size), drawing),
+        experience=jax.jit(experience, out_shardings=whole),
+        update=jax.jit(update, donate_argnums=(0, 1), out_shardings=updated),
         init=where.spreading(jax.jit(init, out_shardings=state)),
         learning=learning,
         mini_batches=mini_batches,
@@ -178,22 +177,31 @@ class _Where:
 
     @property
     def whole(self) -> Any:
-        return self.mesh and NamedSharding(self.mesh, PartitionSpec())
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def weights(self) -> Any:
-        leaf_axes = axes.weight_axes(self.policy.config, self.policy.numerics)
-        return self.mesh and placement.shardings(leaf_axes, self.mesh)
+        return self._laid(axes.weight_axes(self.policy.config, self.policy.numerics))
 
     @property
     def params(self) -> Any:
-        return self.mesh and placement.shardings(axes.param_axes(self.policy.config), self.mesh)
+        return self._laid(axes.param_axes(self.policy.config))
+
+    def _laid(self, leaf_axes: Any) -> Any:
+        return None if self.mesh is None else placement.shardings(leaf_axes, self.mesh)
 
     def spreading(self, program: Callable) -> Callable:
         """A program of params that are put in place first: no device ever holds all of them."""
         if self.mesh is None:
             return program
         return lambda params: program(jax.device_put(params, self.params))
+
+    def arriving(self, program: Callable, drawing: Policy) -> Callable:
+        """A sampler's program whose rollouts come to this policy's devices."""
+        if drawing.placement.shape == self.policy.placement.shape:
+            return program
+        here = self.whole or jax.devices()[0]
+        return lambda *args: jax.device_put(program(*args), here)
 
     def state(self, init: Callable[..., TrainState]) -> Any:
         """Shardings of a state: what belongs to a parameter lies where the parameter does."""
@@ -221,4 +229,6 @@ class _Where:
         return sharded.scoring(self.policy, self.mesh, micro_batch=learning.micro_batch)
 
     def gradient(self, learning: Learning) -> learner.Gradient | None:
-        return self.mesh and sharded.gradient(self.policy, self.mesh, learning=learning)
+        if self.mesh is None:
+            return None
+        return sharded.gradient(self.policy, self.mesh, learning=learning)

@@ -102,28 +102,36 @@ def gradient(policy: Policy, on: Mesh, *, learning: Learning) -> learner.Gradien
 
     The gradient in the same parts as the weights, summed over all devices; tokens whole.
     """
-    where = policy.placement
-    leaf_axes = axes.weight_axes(policy.config, policy.numerics)
-
-    def local(weights, batch: Experience, token_weights, own: Learning):
-        found, tokens = learner.gradient_rows(policy, weights, batch, token_weights, learning=own)
-        return collectives.sum_copies(found, leaf_axes, where), collectives.whole_rows(
-            tokens, where
-        )
 
     def differentiate(weights, batch: Experience, token_weights):
         rows = batch.advantages.shape[0]
-        micro = _own_micro_batch(learning.micro_batch, rows, where.shards)
+        micro = _own_micro_batch(learning.micro_batch, rows, policy.placement.shards)
         own = replace(learning, micro_batch=micro)
-        call = _over(
-            on,
-            partial(local, own=own),
-            (_weights(policy), _ROWS, _ROWS),
-            (_weights(policy), _WHOLE),
-        )
-        return call(weights, batch, token_weights)
+
+        def local(weights, rows):
+            found, tokens = learner.gradient_rows(policy, weights, *rows, learning=own)
+            return tokens, found
+
+        tokens, found = differentiating(policy, on, local)(weights, (batch, token_weights))
+        return found, tokens
 
     return differentiate
+
+
+def differentiating(policy: Policy, on: Mesh, local: Callable) -> Callable:
+    """(weights, rows) -> what is known of every row, whole, and the gradient, in parts.
+
+    `local` does the same for a device's own rows; its gradient is that of a sum over rows.
+    """
+    where = policy.placement
+    leaf_axes = axes.weight_axes(policy.config, policy.numerics)
+
+    def summed(weights, rows):
+        known, found = local(weights, rows)
+        found = collectives.sum_copies(found, leaf_axes, where)
+        return collectives.whole_rows(known, where), found
+
+    return _over(on, summed, (_weights(policy), _ROWS), (_WHOLE, _weights(policy)))
 
 
 def check_rows(rows: int, shards: int, what: str) -> None:
