@@ -9,7 +9,8 @@ from tim_jax.placement import SINGLE, Placement
 from tim_jax.sinks import read_lines
 
 REFUSED = {
-    "placement.fsdp=3": "placement.fsdp = 3: data x fsdp = 3 must divide the 64 sequences of a step",
+    "placement.fsdp=3": "placement.fsdp = 3: data x fsdp = 3 must divide the 64 sequences of a"
+    " step",
     "placement={fsdp=8, data=2} learner.mini_batches=8": "placement.fsdp = 8: data x fsdp = 16 must"
     " divide the 8 sequences of a mini-batch",
     "placement.fsdp=4 learner.micro_batch=2": "placement.fsdp = 4: data x fsdp = 4 must divide the"

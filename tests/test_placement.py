@@ -20,6 +20,8 @@ from tim_jax.placement import SINGLE, Placement
 
 WIDE = replace(
     tiny.CONFIG,
+    model_type="llama",
+    qk_norm=False,
     hidden_size=32,
     num_heads=8,
     num_kv_heads=4,
