@@ -50,10 +50,9 @@ class Numerics:
     kv_block: int = 32  # keys per block, anchored at the sequence's first token
     whole_kv: bool = False  # weigh all value blocks in one dot; needs calibration's leave
     head_rows: int = 256  # rows whose logits exist at one time
-    column_tiles: int = 1  # equal parts that the columns of every weight matrix are multiplied in
-
-    # A dot's bits depend on its column count. Devices of a tensor axis hold some columns each, so
-    # that bits are the same for all sizes of it that divide `column_tiles`, and for those alone.
+    # Equal parts that every weight matrix is multiplied in, by columns. A dot's bits depend on its
+    # column count, so that they are the same for tensor axes that divide this number, and no other.
+    column_tiles: int = 1
 
     def __post_init__(self):
         if self.family not in ("tiles", "native"):
