@@ -61,7 +61,7 @@ def test_a_mesh_has_tensor_neighbours_together():
 
 def test_counts():
     where = Placement(2, 3, 4)
-    assert (where.devices, where.shards, where.size("hidden"), where.single) == (24, 6, 12, False)
+    assert (where.devices, where.shards, where.shape, where.single) == (24, 6, (2, 3, 4), False)
     assert SINGLE.single
     assert where.held == Placement(2, 1, 4)
     assert str(Placement(fsdp=2, decode="sharded")) == "fsdp=2 decode=sharded"

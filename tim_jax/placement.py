@@ -85,10 +85,6 @@ class Placement:
         """The same for weights that have been gathered over fsdp."""
         return dataclasses.replace(self, fsdp=1)
 
-    def size(self, axis: Axis) -> int:
-        """Parts that a dimension of this logical axis is cut into."""
-        return int(np.prod([getattr(self, name) for name in RULES[axis]], dtype=int))
-
     def __str__(self) -> str:
         sizes = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1]
         if self.decode != "whole":

@@ -49,11 +49,13 @@ def build(
     epochs: int = 1,
     length_buckets: int = 1,
     sampler_placement: Placement | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Programs:
     """Programs of a training run.
 
     Args:
       policy: its placement is the learner's, and the sampler's if `sampler_placement` is None.
+      devices: what meshes are made of, `jax.devices()` if None.
 
     Raises:
       InputError: the model cannot be laid out so, or there are too few devices.
@@ -63,7 +65,7 @@ def build(
             "mini_batches, epochs and length_buckets must be positive, got"
             f" {mini_batches}, {epochs} and {length_buckets}"
         )
-    where = _Where.of(policy)
+    where = _Where.of(policy, devices)
     drawing = policy if sampler_placement is None else replace(policy, placement=sampler_placement)
 
     def update(state, weights, batch: Experience, index, response_length):
@@ -99,9 +101,11 @@ def build(
     state, whole = where.state(init), where.whole
     updated = None if where.mesh is None else (state, where.weights, whole)
     return Programs(
-        prepare=weights_program(policy),
-        publish=publication(policy, drawing),
-        sample=where.arriving(sampling_program(drawing, samples=learning.group_size), drawing),
+        prepare=weights_program(policy, devices),
+        publish=publication(policy, drawing, devices),
+        sample=where.arriving(
+            sampling_program(drawing, samples=learning.group_size, devices=devices), drawing
+        ),
         experience=jax.jit(experience, out_shardings=whole),
         update=jax.jit(update, donate_argnums=(0, 1), out_shardings=updated),
         init=where.spreading(jax.jit(init, out_shardings=state)),
@@ -112,9 +116,11 @@ def build(
     )
 
 
-def sampling_program(policy: Policy, *, samples: int) -> Callable[..., Rollout]:
+def sampling_program(
+    policy: Policy, *, samples: int, devices: Sequence[jax.Device] | None = None
+) -> Callable[..., Rollout]:
     """Jitted (weights, prompts, key) -> rollout, `samples` responses per prompt."""
-    where = _Where.of(policy)
+    where = _Where.of(policy, devices)
 
     def sample(weights, prompts: Prompts, key):
         return sampler.sample(
@@ -132,13 +138,17 @@ def sampling_program(policy: Policy, *, samples: int) -> Callable[..., Rollout]:
     return jax.jit(sharded.sampling(policy, where.mesh, samples=samples), out_shardings=where.whole)
 
 
-def weights_program(policy: Policy) -> Callable[..., Any]:
+def weights_program(
+    policy: Policy, devices: Sequence[jax.Device] | None = None
+) -> Callable[..., Any]:
     """Jitted params -> compute weights, where and as `policy` has them."""
-    where = _Where.of(policy)
+    where = _Where.of(policy, devices)
     return where.spreading(jax.jit(policy.prepare, out_shardings=where.weights))
 
 
-def publication(policy: Policy, to: Policy) -> Callable[..., Any]:
+def publication(
+    policy: Policy, to: Policy, devices: Sequence[jax.Device] | None = None
+) -> Callable[..., Any]:
     """(params, weights of `policy`) -> weights of `to`.
 
     The very same arrays if they lie in the same place and are prepared in the same way. Otherwise
@@ -149,8 +159,8 @@ def publication(policy: Policy, to: Policy) -> Callable[..., Any]:
         to.numerics.dtype,
         to.numerics.column_tiles,
     )
-    cast = None if same else weights_program(replace(to, placement=policy.placement))
-    target = _Where.of(to).weights or jax.devices()[0]
+    cast = None if same else weights_program(replace(to, placement=policy.placement), devices)
+    target = _Where.of(to, devices).weights or jax.devices()[0]
     stay = policy.placement.shape == to.placement.shape
 
     def publish(params, weights):
@@ -168,7 +178,7 @@ class _Where:
     mesh: Mesh | None
 
     @classmethod
-    def of(cls, policy: Policy, devices: Sequence[jax.Device] | None = None) -> "_Where":
+    def of(cls, policy: Policy, devices: Sequence[jax.Device] | None) -> "_Where":
         axes.check(policy.config, policy.numerics, policy.placement)
         if policy.placement.single:
             return cls(policy, None)

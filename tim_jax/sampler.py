@@ -59,18 +59,22 @@ def sample(
     limit = sampling.max_response_length
     uniforms = _uniforms(key, prompts.ids, samples, limit, first)
     rows = placement  # whose devices step together
-    if placement.decode == "whole":
+    if placement.decode == "whole" or placement.shards == 1:
         rows = SINGLE
         weights = collectives.hold(weights, axes.weight_axes(config, numerics), placement)
         placement = placement.held
     how = {"config": config, "numerics": numerics, "placement": placement}
-    run = partial(transformer.forward, weights, **how)
-    hidden, cache = _prefill(run, prompts, samples)
+    run = partial(transformer.forward, **how)
+    hidden, cache = _prefill(partial(run, weights), prompts, samples)
     starts = jnp.repeat(prompts.lengths, samples)
     stops = jnp.asarray(sampling.stop_tokens, jnp.int32)
 
     def step(state: _Decoding) -> _Decoding:
-        logits = transformer.logits(weights, state.hidden, **how)
+        now = weights
+        if rows is not SINGLE:
+            # Tied to the step, or XLA could gather them once before the loop and keep them.
+            now, _ = jax.lax.optimization_barrier((weights, state.step))
+        logits = transformer.logits(now, state.hidden, **how)
         token, log_prob = policy.draw(
             logits, uniforms[state.step], sampling=sampling, numerics=numerics
         )
@@ -78,7 +82,7 @@ def sample(
         # An ended row goes on in place: its tokens are masked by its length, its writes stay at
         # its own last position, and no other row sees it.
         positions = jnp.where(active, starts + state.step, starts + state.lengths - 1)
-        hidden, cache = run(token[:, None], positions[:, None], state.cache)
+        hidden, cache = run(now, token[:, None], positions[:, None], state.cache)
         return _Decoding(
             step=state.step + 1,
             hidden=hidden[:, 0],
