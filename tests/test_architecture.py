@@ -15,14 +15,16 @@ NAME = PACKAGE.name
 # package as a whole) imports from rows above its own, never from its own row.
 LAYERS = (
     ("errors", "types", "sums"),
-    ("numerics", "schedules", "objectives"),
+    ("numerics", "placement", "schedules", "objectives"),
     ("corrections", "optimizers"),
     ("metrics", "kernels"),
+    ("collectives",),
     ("model",),
     ("policy", "calibration"),
     ("sampler", "scoring"),
-    ("learner", "audit"),
-    ("programs",),
+    ("learner",),
+    ("sharded",),
+    ("programs", "audit"),
     ("tasks",),
     ("tokenizers",),
     ("train",),
@@ -30,10 +32,11 @@ LAYERS = (
     ("sinks", "checkpoints"),
     ("runs", "charts", "progress"),
     ("config_sections",),
+    ("config_placement",),
     ("config",),
     ("config_io",),
     ("assembly",),
-    ("jobs",),
+    ("jobs", "auditing"),
     ("cli",),
 )
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}

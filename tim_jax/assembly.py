@@ -4,17 +4,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from tim_jax import calibration, corrections, optimizers, programs
+from tim_jax import calibration, corrections, optimizers, placement, programs
 from tim_jax.config import RunConfig
 from tim_jax.config_sections import Architecture, CustomTask, Optimizer
 from tim_jax.errors import InputError
 from tim_jax.learner import Learning, Policy
-from tim_jax.model import hf
+from tim_jax.model import axes, hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.params import init_params
 from tim_jax.numerics import Family, Numerics
+from tim_jax.placement import Placement
 from tim_jax.policy import Sampling
 from tim_jax.programs import Programs
 from tim_jax.tasks import builtin, custom
@@ -34,7 +34,7 @@ class Model:
     """A model as it stands in a folder or is initialised: what to compute, and from what."""
 
     config: ModelConfig
-    params: Any  # float32 master weights
+    params: Any  # float32 master weights, on the host
     tokenizer: Any
     stop_tokens: tuple[int, ...]
 
@@ -47,8 +47,7 @@ def load_model(source: str) -> Model:
     generation = hf.load_generation_config(folder).get("eos_token_id")
     found = generation if isinstance(generation, list) else [generation]
     stops = {tokenizer.eos_token_id, *config.eos_token_ids, *found} - {None}
-    params = jax.tree.map(jnp.asarray, hf.load_params(folder, config))
-    return Model(config, params, tokenizer, tuple(sorted(stops)))
+    return Model(config, hf.load_params(folder, config), tokenizer, tuple(sorted(stops)))
 
 
 def random_model(architecture: Architecture, *, seed: int) -> Model:
@@ -69,8 +68,7 @@ def random_model(architecture: Architecture, *, seed: int) -> Model:
         eos_token_ids=(tokenizer.eos_token_id,),
         pad_token_id=tokenizer.pad_token_id,
     )
-    params = jax.tree.map(jnp.asarray, init_params(config, seed))
-    return Model(config, params, tokenizer, (tokenizer.eos_token_id,))
+    return Model(config, init_params(config, seed), tokenizer, (tokenizer.eos_token_id,))
 
 
 def make_model(config: RunConfig) -> Model:
@@ -134,17 +132,24 @@ def make_text(config: RunConfig, model: Model) -> Text:
     )
 
 
-def fixed_numerics(family: Family, dtype: str, *, length: int) -> Numerics:
+def fixed_numerics(family: Family, dtype: str, *, length: int, column_tiles: int = 1) -> Numerics:
     """Numerics for sequences of up to `length` tokens that need no fact about the backend."""
     block = 32 if length < _LONG else 128
-    return Numerics(family=family, compute_dtype=dtype, kv_block=block)
+    return Numerics(family=family, compute_dtype=dtype, kv_block=block, column_tiles=column_tiles)
 
 
 def make_numerics(
-    family: Family, dtype: str, model: ModelConfig, *, length: int, batch: int
+    family: Family,
+    dtype: str,
+    model: ModelConfig,
+    *,
+    length: int,
+    batch: int,
+    column_tiles: int = 1,
 ) -> Numerics:
     """The same with row ranges measured for decode batches of about `batch` rows."""
-    return calibration.calibrate(model, fixed_numerics(family, dtype, length=length), batch=batch)
+    fixed = fixed_numerics(family, dtype, length=length, column_tiles=column_tiles)
+    return calibration.calibrate(model, fixed, batch=batch)
 
 
 def make_policy(config: RunConfig, model: Model) -> Policy:
@@ -163,6 +168,8 @@ def make_policy(config: RunConfig, model: Model) -> Policy:
             f"sampling.stop_tokens: {beyond[0]} is outside the model's vocabulary of"
             f" {model.config.vocab_size}"
         )
+    where = config.placement.value
+    check_placement(where, model.config, config.column_tiles)
     return Policy(
         config=model.config,
         numerics=make_numerics(
@@ -170,8 +177,10 @@ def make_policy(config: RunConfig, model: Model) -> Policy:
             config.numerics.dtype,
             model.config,
             length=length,
-            batch=config.sequences_per_step,
+            batch=max(1, config.sequences_per_step // where.shards),
+            column_tiles=config.column_tiles,
         ),
+        placement=where,
         sampling=Sampling(
             max_response_length=section.max_response_length,
             temperature=section.temperature,
@@ -180,6 +189,29 @@ def make_policy(config: RunConfig, model: Model) -> Policy:
             stop_tokens=tuple(sorted({*model.stop_tokens, *section.stop_tokens})),
         ),
     )
+
+
+def generating_policy(
+    model: Model, sampling: Sampling, where: Placement, dtype: str, *, length: int, rows: int
+) -> Policy:
+    """The policy that samples `rows` sequences of up to `length` tokens outside of a run."""
+    check_placement(where, model.config, where.tensor)
+    numerics = make_numerics(
+        "tiles",
+        dtype,
+        model.config,
+        length=length,
+        batch=max(1, rows // where.shards),
+        column_tiles=where.tensor,
+    )
+    stops = tuple(sorted({*model.stop_tokens, *sampling.stop_tokens}))
+    return Policy(model.config, numerics, replace(sampling, stop_tokens=stops), where)
+
+
+def check_placement(where: Placement, model: ModelConfig, column_tiles: int) -> None:
+    """Raises `InputError` if the model cannot lie so, or there are too few devices."""
+    axes.check(model, Numerics(column_tiles=column_tiles), where)
+    placement.mesh(where, jax.devices())
 
 
 def make_optimizer(section: Optimizer, *, steps: int):
@@ -225,4 +257,5 @@ def make_programs(config: RunConfig, policy: Policy) -> Programs:
         mini_batches=section.mini_batches,
         epochs=section.epochs,
         length_buckets=section.length_buckets,
+        sampler_placement=config.placement.for_sampler,
     )

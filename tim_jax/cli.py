@@ -69,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--plain", action="store_true", help="no chat template")
+    for axis in ("data", "fsdp", "tensor"):
+        generate.add_argument(f"--{axis}", type=int, default=1, help=f"devices on the {axis} axis")
     generate.set_defaults(run=_generate)
 
     audit = commands.add_parser("audit", help="prove that sampler and learner agree to the bit")
@@ -104,6 +106,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     from tim_jax import jobs
+    from tim_jax.placement import Placement
     from tim_jax.policy import Sampling
 
     if arguments.samples < 1:
@@ -122,6 +125,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         seed=arguments.seed,
         chat_template=False if arguments.plain else "auto",
+        where=Placement(arguments.data, arguments.fsdp, arguments.tensor),
     )
     for prompt, completion, log_prob in rows:
         print(f"{prompt}\n  -> {completion}   (log-prob {log_prob:.3f})")
@@ -129,9 +133,9 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from tim_jax import jobs
+    from tim_jax import auditing
 
-    report, passed = jobs.audit_model(arguments.model, quick=arguments.quick)
+    report, passed = auditing.audit_model(arguments.model, quick=arguments.quick)
     _write(arguments.json, report)
     return 0 if passed else 1
 

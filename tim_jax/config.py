@@ -5,11 +5,13 @@ writes it out, defaults included. It is built once, at the edge; nothing below t
 reads one.
 """
 
+from math import lcm
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tim_jax import objectives
+from tim_jax.config_placement import PlacementSection
 from tim_jax.config_sections import (
     BuiltinTask,
     CustomTask,
@@ -40,6 +42,7 @@ class RunConfig(Section):
     """required: stop at the first token whose two log-probs differ. report: only count them."""
     model: Model = Model(preset="tiny")
     numerics: NumericsSection = NumericsSection()
+    placement: PlacementSection = PlacementSection()
     sampling: SamplingSection = SamplingSection()
     learner: Learner = Learner()
     optimizer: Optimizer = Optimizer()
@@ -58,9 +61,15 @@ class RunConfig(Section):
     def sequences_per_step(self) -> int:
         return self.learner.prompts_per_step * self.sampling.samples_per_prompt
 
+    @property
+    def column_tiles(self) -> int:
+        """Parts that weight matrices are multiplied in."""
+        tensor = self.placement.tensor, self.placement.for_sampler.tensor
+        return self.numerics.column_tiles or lcm(*tensor)
+
     def may_change(self) -> tuple[str, ...]:
         """Keys in which a resumed run may differ from what it was: none that changes past steps."""
-        free = ("exact", "eval", "run")
+        free = ("exact", "eval", "run", "placement")
         bound = self.optimizer.schedule != "constant" and self.optimizer.total_steps is None
         return free if bound else ("steps", *free)
 
@@ -114,6 +123,31 @@ class RunConfig(Section):
                 f"must divide the {total // minis} sequences of a mini-batch"
                 f" ({product} samples / {minis})",
             )
+        self._check_placement(total, total // minis, micro)
+
+    def _check_placement(self, total: int, mini_batch: int, micro: int | None) -> None:
+        learner, sampler = self.placement.value, self.placement.for_sampler
+        rows = {"a step": total, "a mini-batch": mini_batch}
+        if micro:
+            rows["a micro-batch"] = micro
+        for what, count in rows.items():
+            if count % learner.shards:
+                raise refusal(
+                    "placement.fsdp",
+                    self.placement.fsdp,
+                    f"data x fsdp = {learner.shards} must divide the {count} sequences of {what}",
+                )
+        if total % sampler.shards:
+            raise refusal(
+                "placement.sampler.fsdp",
+                sampler.fsdp,
+                f"data x fsdp = {sampler.shards} must divide the {total} sequences of a step",
+            )
+        for key, where in (("placement.tensor", learner), ("placement.sampler.tensor", sampler)):
+            if self.column_tiles % where.tensor:
+                raise refusal(
+                    key, where.tensor, f"must divide numerics.column_tiles = {self.column_tiles}"
+                )
 
     def _check_lengths(self) -> None:
         architecture, sampling = self.model.random_architecture, self.sampling

@@ -116,6 +116,9 @@ class NumericsSection(Section):
     """tiles: exact by construction. native: plain XLA."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation. The master weights are float32 in any case."""
+    column_tiles: Count | None = None
+    """Parts that weight matrices are multiplied in: bits are the same for every size of the tensor
+    axis that divides it. Left out: the largest tensor axis of the run."""
 
 
 class SamplingSection(Section):

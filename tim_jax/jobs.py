@@ -11,28 +11,26 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 
 from tim_jax import (
     assembly,
-    audit,
-    calibration,
     charts,
     checkpoints,
     config_io,
     evaluation,
     programs,
     runs,
+    sharded,
     sinks,
     train,
     warm_start,
 )
 from tim_jax.assembly import Model
 from tim_jax.config import RunConfig
-from tim_jax.errors import InputError, did_you_mean
+from tim_jax.errors import InputError
 from tim_jax.learner import Policy, TrainState
 from tim_jax.model import hf
-from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import Sampling
 from tim_jax.progress import Completion, Display, completion_line, open_display
 from tim_jax.runs import Run
@@ -105,6 +103,8 @@ def _assemble(config: RunConfig) -> _Job:
 def _evaluator(config: RunConfig, policy: Policy, task: Task, text: Text):
     section = config.eval
     batch = min(section.prompts, max(1, config.sequences_per_step // section.samples))
+    # Whole rows for every device; the evaluation fills up with prompts that are not counted.
+    batch += -batch % sharded.prompts_multiple(policy.placement, section.samples)
     sampling = replace(policy.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
     sample = programs.sampling_program(replace(policy, sampling=sampling), samples=section.samples)
 
@@ -216,9 +216,9 @@ def _first_steps(
     if warmup.steps:
         display.note(f"warm start: {warmup.steps} supervised steps on {job.task.name}")
         started = warm_start.warm_start(
-            state.params,
+            job.model.params,
             _demonstrations(job),
-            policy=job.policy,
+            policy=replace(job.policy, placement=SINGLE),
             learning_rate=warmup.learning_rate,
             steps=warmup.steps,
         )
@@ -323,6 +323,7 @@ def generate(
     dtype: str,
     seed: int,
     chat_template: bool | Literal["auto"] = "auto",
+    where: Placement = SINGLE,
 ) -> Iterator[tuple[str, str, float]]:
     """Yields (prompt, completion, log-prob of the completion) from a model folder, hub or run."""
     folder = Path(source) / "model"
@@ -339,61 +340,16 @@ def generate(
         for prompt in prompts
     )
     text = Text(model.tokenizer, longest, chat_template)
+    # Whole rows for every device: filled up with the last prompt, whose samples are dropped.
+    examples += examples[-1:] * (-len(prompts) % sharded.prompts_multiple(where, samples))
+    rows = len(examples) * samples
     length = longest + sampling.max_response_length
-    batch = len(prompts) * samples
-    numerics = assembly.make_numerics("tiles", dtype, model.config, length=length, batch=batch)
-    stops = tuple(sorted({*model.stop_tokens, *sampling.stop_tokens}))
-    policy = Policy(model.config, numerics, replace(sampling, stop_tokens=stops))
+    policy = assembly.generating_policy(model, sampling, where, dtype, length=length, rows=rows)
     program = programs.sampling_program(policy, samples=samples)
-    weights = jax.jit(policy.prepare)(model.params)
-    ids = range(len(prompts))
-    rollout = program(weights, text.prompts(examples, ids), train.step_key(seed, 0))
+    weights = programs.weights_program(policy)(model.params)
+    drawn = text.prompts(examples, range(len(examples)))
+    rollout = program(weights, drawn, train.step_key(seed, 0))
+    rollout = jax.tree.map(lambda x: x[: len(prompts) * samples], rollout)
     log_probs = jax.device_get(rollout.log_probs.sum(axis=1))
     for row, completion in enumerate(text.completions(rollout)):
         yield prompts[row // samples], completion, float(log_probs[row])
-
-
-def audit_model(source: str, *, quick: bool = False) -> tuple[str, bool]:
-    """Audits a preset, model folder, hub name or run folder; prints the table as it grows.
-
-    The numerics are those that a training run would use (row ranges measured on this backend), in
-    float32 and bfloat16, and unless `quick` the fixed tiles as well.
-
-    Returns:
-      The result as JSON, and whether every token of every case was equal.
-    """
-    config, params = _audited(source)
-    sizes = audit.Sizes.fitting(config)
-    length = sizes.prompt_length + sizes.response_length
-    numerics: list[Numerics] = []
-    for dtype in ("float32", "bfloat16"):
-        fixed = assembly.fixed_numerics("tiles", dtype, length=length)
-        measured = calibration.calibrate(config, fixed, batch=sizes.prompts * sizes.samples)
-        numerics += [measured] if quick or measured == fixed else [measured, fixed]
-    results = []
-    for result in audit.audit(params, config, numerics=numerics, sizes=sizes, quick=quick):
-        results.append(result)
-        done = "control" if result.control else f"{result.unequal_tokens} unequal"
-        print(
-            f"{result.numerics}; {result.name}: {result.compared_tokens} tokens, {done}", flush=True
-        )
-    summary = audit.summarise(results, model=source)
-    Console().print(audit.table(results))
-    print(
-        f"{'exact' if summary.passed else 'NOT EXACT'}: {summary.unequal_tokens} of"
-        f" {summary.compared_tokens} response tokens unequal"
-    )
-    return audit.to_json(summary), summary.passed
-
-
-def _audited(source: str):
-    if source in audit.PRESETS:
-        config = audit.PRESETS[source]
-        return config, audit.random_params(config, 0)
-    folder = Path(source) / "model"
-    source = str(folder) if folder.is_dir() else source
-    if not Path(source).exists() and "/" not in source:
-        hint = did_you_mean(source, audit.PRESETS)
-        raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
-    config = hf.load_config(source)
-    return config, hf.load_params(source, config)

@@ -50,6 +50,9 @@ class Numerics:
     kv_block: int = 32  # keys per block, anchored at the sequence's first token
     whole_kv: bool = False  # weigh all value blocks in one dot; needs calibration's leave
     head_rows: int = 256  # rows whose logits exist at one time
+    # Equal parts that every weight matrix is multiplied in, by columns. A dot's bits depend on its
+    # column count, so that they are the same for tensor axes that divide this number, and no other.
+    column_tiles: int = 1
 
     def __post_init__(self):
         if self.family not in ("tiles", "native"):
@@ -64,6 +67,8 @@ class Numerics:
             raise InputError(f"Numerics: kv_block must be a power of two, got {self.kv_block}")
         if self.head_rows < 1:
             raise InputError(f"Numerics: head_rows must be positive, got {self.head_rows}")
+        if self.column_tiles < 1:
+            raise InputError(f"Numerics: column_tiles must be positive, got {self.column_tiles}")
 
     @property
     def dtype(self) -> np.dtype:

@@ -1,17 +1,21 @@
 """The one place that compiles: a run's programs, jitted, with their buffers donated."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tim_jax import learner, sampler
+from tim_jax import learner, placement, sampler, sharded
 from tim_jax.errors import InputError
 from tim_jax.learner import Experience, Learning, Policy, TrainState
+from tim_jax.model import axes
+from tim_jax.model.params import parameter_shapes
+from tim_jax.placement import Placement
 from tim_jax.types import Prompts, Rollout
 
 
@@ -23,7 +27,8 @@ class Programs:
     """
 
     prepare: Callable[..., Any]  # params -> weights
-    sample: Callable[..., Rollout]  # weights, prompts, key -> rollout
+    publish: Callable[..., Any]  # params, weights -> the sampler's weights
+    sample: Callable[..., Rollout]  # the sampler's weights, prompts, key -> rollout
     experience: Callable[..., Any]  # see learner.experience
     update: Callable[..., Any]  # state, weights, experience, index of mini-batch, length
     init: Callable[..., TrainState]  # params -> state
@@ -43,13 +48,25 @@ def build(
     mini_batches: int = 1,
     epochs: int = 1,
     length_buckets: int = 1,
+    sampler_placement: Placement | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Programs:
-    """Programs of a training run."""
+    """Programs of a training run.
+
+    Args:
+      policy: its placement is the learner's, and the sampler's if `sampler_placement` is None.
+      devices: what meshes are made of, `jax.devices()` if None.
+
+    Raises:
+      InputError: the model cannot be laid out so, or there are too few devices.
+    """
     if min(mini_batches, epochs, length_buckets) < 1:
         raise InputError(
             "mini_batches, epochs and length_buckets must be positive, got"
             f" {mini_batches}, {epochs} and {length_buckets}"
         )
+    where = _Where.of(policy, devices)
+    drawing = policy if sampler_placement is None else replace(policy, placement=sampler_placement)
 
     def update(state, weights, batch: Experience, index, response_length):
         part = learner.mini_batch(batch, index, count=mini_batches)
@@ -61,6 +78,7 @@ def build(
             policy=policy,
             learning=learning,
             optimizer=optimizer,
+            gradient=where.gradient(learning),
         )
 
     def init(params) -> TrainState:
@@ -73,13 +91,24 @@ def build(
             step=jnp.int32(0),
         )
 
-    prepare = partial(learner.experience, policy=policy, learning=learning, correction=correction)
+    experience = partial(
+        learner.experience,
+        policy=policy,
+        learning=learning,
+        correction=correction,
+        score=where.score(learning),
+    )
+    state, whole = where.state(init), where.whole
+    updated = None if where.mesh is None else (state, where.weights, whole)
     return Programs(
-        prepare=jax.jit(policy.prepare),
-        sample=sampling_program(policy, samples=learning.group_size),
-        experience=jax.jit(prepare),
-        update=jax.jit(update, donate_argnums=(0, 1)),
-        init=jax.jit(init),
+        prepare=weights_program(policy, devices),
+        publish=publication(policy, drawing, devices),
+        sample=where.arriving(
+            sampling_program(drawing, samples=learning.group_size, devices=devices), drawing
+        ),
+        experience=jax.jit(experience, out_shardings=whole),
+        update=jax.jit(update, donate_argnums=(0, 1), out_shardings=updated),
+        init=where.spreading(jax.jit(init, out_shardings=state)),
         learning=learning,
         mini_batches=mini_batches,
         epochs=epochs,
@@ -87,8 +116,11 @@ def build(
     )
 
 
-def sampling_program(policy: Policy, *, samples: int) -> Callable[..., Rollout]:
+def sampling_program(
+    policy: Policy, *, samples: int, devices: Sequence[jax.Device] | None = None
+) -> Callable[..., Rollout]:
     """Jitted (weights, prompts, key) -> rollout, `samples` responses per prompt."""
+    where = _Where.of(policy, devices)
 
     def sample(weights, prompts: Prompts, key):
         return sampler.sample(
@@ -101,4 +133,112 @@ def sampling_program(policy: Policy, *, samples: int) -> Callable[..., Rollout]:
             sampling=policy.sampling,
         )
 
-    return jax.jit(sample)
+    if where.mesh is None:
+        return jax.jit(sample)
+    return jax.jit(sharded.sampling(policy, where.mesh, samples=samples), out_shardings=where.whole)
+
+
+def weights_program(
+    policy: Policy, devices: Sequence[jax.Device] | None = None
+) -> Callable[..., Any]:
+    """Jitted params -> compute weights, where and as `policy` has them."""
+    where = _Where.of(policy, devices)
+    return where.spreading(jax.jit(policy.prepare, out_shardings=where.weights))
+
+
+def publication(
+    policy: Policy, to: Policy, devices: Sequence[jax.Device] | None = None
+) -> Callable[..., Any]:
+    """(params, weights of `policy`) -> weights of `to`.
+
+    The very same arrays if they lie in the same place and are prepared in the same way. Otherwise
+    they are cast from the masters where these are, if `to` computes in another way, and then moved,
+    if it computes in another place; moving changes no bit.
+    """
+    same = (policy.numerics.dtype, policy.numerics.column_tiles) == (
+        to.numerics.dtype,
+        to.numerics.column_tiles,
+    )
+    cast = None if same else weights_program(replace(to, placement=policy.placement), devices)
+    target = _Where.of(to, devices).weights or jax.devices()[0]
+    stay = policy.placement.shape == to.placement.shape
+
+    def publish(params, weights):
+        weights = weights if cast is None else cast(params)
+        return weights if stay else jax.device_put(weights, target)
+
+    return publish
+
+
+@dataclass(frozen=True)
+class _Where:
+    """A policy's mesh and what lies where on it; all None on a single device."""
+
+    policy: Policy
+    mesh: Mesh | None
+
+    @classmethod
+    def of(cls, policy: Policy, devices: Sequence[jax.Device] | None) -> "_Where":
+        axes.check(policy.config, policy.numerics, policy.placement)
+        if policy.placement.single:
+            return cls(policy, None)
+        devices = jax.devices() if devices is None else devices
+        return cls(policy, placement.mesh(policy.placement, devices))
+
+    @property
+    def whole(self) -> Any:
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def weights(self) -> Any:
+        return self._laid(axes.weight_axes(self.policy.config, self.policy.numerics))
+
+    @property
+    def params(self) -> Any:
+        return self._laid(axes.param_axes(self.policy.config))
+
+    def _laid(self, leaf_axes: Any) -> Any:
+        return None if self.mesh is None else placement.shardings(leaf_axes, self.mesh)
+
+    def spreading(self, program: Callable) -> Callable:
+        """A program of params that are put in place first: no device ever holds all of them."""
+        if self.mesh is None:
+            return program
+        return lambda params: program(jax.device_put(params, self.params))
+
+    def arriving(self, program: Callable, drawing: Policy) -> Callable:
+        """A sampler's program whose rollouts come to this policy's devices."""
+        if drawing.placement.shape == self.policy.placement.shape:
+            return program
+        here = self.whole or jax.devices()[0]
+        return lambda *args: jax.device_put(program(*args), here)
+
+    def state(self, init: Callable[..., TrainState]) -> Any:
+        """Shardings of a state: what belongs to a parameter lies where the parameter does."""
+        if self.mesh is None:
+            return None
+        shapes = parameter_shapes(self.policy.config)
+        leaves = jax.tree_util.tree_leaves_with_path(shapes)
+        by_path = {
+            path: (shape.shape, sharding)
+            for (path, shape), sharding in zip(leaves, jax.tree.leaves(self.params), strict=True)
+        }
+
+        def leaf(path, shape):
+            for start in range(len(path)):
+                found = by_path.get(path[start:])
+                if found is not None and found[0] == shape.shape:
+                    return found[1]
+            return self.whole
+
+        return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(init, shapes))
+
+    def score(self, learning: Learning) -> learner.Score | None:
+        if self.mesh is None:
+            return None
+        return sharded.scoring(self.policy, self.mesh, micro_batch=learning.micro_batch)
+
+    def gradient(self, learning: Learning) -> learner.Gradient | None:
+        if self.mesh is None:
+            return None
+        return sharded.gradient(self.policy, self.mesh, learning=learning)

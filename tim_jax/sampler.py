@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tim_jax import policy
-from tim_jax.model import transformer
+from tim_jax import collectives, policy
+from tim_jax.model import axes, transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import Sampling
 from tim_jax.types import Prompts, Rollout
 
@@ -37,6 +38,8 @@ def sample(
     config: ModelConfig,
     numerics: Numerics,
     sampling: Sampling,
+    placement: Placement = SINGLE,
+    first: jax.Array | None = None,
 ) -> Rollout:
     """Draws `samples` responses to each prompt; rows are prompts major.
 
@@ -48,17 +51,30 @@ def sample(
       prompts: P prompts, padded to Tp tokens.
       key: a PRNG key.
       samples: responses per prompt (the group size).
+      placement: of more than one device: inside `shard_map`, on this device's parts of weights and
+        prompts, see `transformer.forward`.
+      first: i32[], number of each group's first sample here, where a group is split over devices.
     """
     batch = prompts.tokens.shape[0] * samples
     limit = sampling.max_response_length
-    uniforms = _uniforms(key, prompts.ids, samples, limit)
-    run = partial(transformer.forward, weights, config=config, numerics=numerics)
-    hidden, cache = _prefill(run, prompts, samples)
+    uniforms = _uniforms(key, prompts.ids, samples, limit, first)
+    rows = placement  # whose devices step together
+    if placement.decode == "whole" or placement.shards == 1:
+        rows = SINGLE
+        weights = collectives.hold(weights, axes.weight_axes(config, numerics), placement)
+        placement = placement.held
+    how = {"config": config, "numerics": numerics, "placement": placement}
+    run = partial(transformer.forward, **how)
+    hidden, cache = _prefill(partial(run, weights), prompts, samples)
     starts = jnp.repeat(prompts.lengths, samples)
     stops = jnp.asarray(sampling.stop_tokens, jnp.int32)
 
     def step(state: _Decoding) -> _Decoding:
-        logits = transformer.logits(weights, state.hidden, config=config, numerics=numerics)
+        now = weights
+        if rows is not SINGLE:
+            # Tied to the step, or XLA could gather them once before the loop and keep them.
+            now, _ = jax.lax.optimization_barrier((weights, state.step))
+        logits = transformer.logits(now, state.hidden, **how)
         token, log_prob = policy.draw(
             logits, uniforms[state.step], sampling=sampling, numerics=numerics
         )
@@ -66,7 +82,7 @@ def sample(
         # An ended row goes on in place: its tokens are masked by its length, its writes stay at
         # its own last position, and no other row sees it.
         positions = jnp.where(active, starts + state.step, starts + state.lengths - 1)
-        hidden, cache = run(token[:, None], positions[:, None], state.cache)
+        hidden, cache = run(now, token[:, None], positions[:, None], state.cache)
         return _Decoding(
             step=state.step + 1,
             hidden=hidden[:, 0],
@@ -86,9 +102,16 @@ def sample(
         lengths=jnp.zeros((batch,), jnp.int32),
         ended=jnp.zeros((batch,), bool),
     )
+    longest = jnp.max(collectives.whole_rows(starts, rows))
+
+    def unfinished(span, state: _Decoding):
+        """More tokens are wanted, and the next one's key still fits into `span` positions."""
+        wanted = (state.step < limit) & (longest + state.step < span)
+        return wanted & collectives.any_row(jnp.any(~state.ended), rows)
+
     for span in _spans(prompts.tokens.shape[1], limit, numerics.kv_block):
         state = replace(state, cache=_grow(state.cache, span))
-        state = jax.lax.while_loop(partial(_unfinished, starts, span, limit), step, state)
+        state = jax.lax.while_loop(partial(unfinished, span), step, state)
     return Rollout(
         prompts=jnp.repeat(prompts.tokens, samples, axis=0),
         prompt_lengths=starts,
@@ -97,12 +120,6 @@ def sample(
         log_probs=state.log_probs.T,
         finished=state.ended,
     )
-
-
-def _unfinished(starts, span, limit, state: _Decoding):
-    """More tokens are wanted, and the next one's key still fits into `span` cached positions."""
-    fits = jnp.max(starts) + state.step < span
-    return (state.step < limit) & jnp.any(~state.ended) & fits
 
 
 def _prefill(run, prompts: Prompts, samples: int):
@@ -147,8 +164,13 @@ def _grow(cache: transformer.Cache, span: int) -> transformer.Cache:
     return tuple(grow(layer) for layer in cache)
 
 
-def _uniforms(key: jax.Array, ids: jax.Array, samples: int, length: int) -> jax.Array:
+def _uniforms(
+    key: jax.Array, ids: jax.Array, samples: int, length: int, first: jax.Array | None
+) -> jax.Array:
     """float32 [R, B] in [0, 1), keyed by (key, prompt id, sample, position)."""
+    numbers = jnp.arange(samples)
+    if first is not None:
+        numbers = numbers + first
 
     def sequence(prompt, sample):
         own = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
@@ -156,4 +178,4 @@ def _uniforms(key: jax.Array, ids: jax.Array, samples: int, length: int) -> jax.
         return at(jnp.arange(length))
 
     of_group = jax.vmap(jax.vmap(sequence, in_axes=(None, 0)), in_axes=(0, None))
-    return of_group(ids, jnp.arange(samples)).reshape(-1, length).T
+    return of_group(ids, numbers).reshape(-1, length).T

@@ -109,7 +109,9 @@ def train(
         indices = base.order(seed, number - 1, prompts_per_step, len(task.train))
         examples = [task.train[int(i)] for i in indices]
         prompts = text.prompts(examples, prompt_ids(indices, len(task.train)))
-        rollout = jax.block_until_ready(programs.sample(weights, prompts, step_key(seed, number)))
+        published = programs.publish(state.params, weights)
+        key = step_key(seed, number)
+        rollout = jax.block_until_ready(programs.sample(published, prompts, key))
         sampled = time.perf_counter()
         samples, faults = graded(task, text, examples, rollout, programs.learning.group_size)
         rewards = jnp.asarray([s.reward for s in samples], jnp.float32)

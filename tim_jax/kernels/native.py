@@ -45,22 +45,45 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.dot(x, weight, preferred_element_type=jnp.float32)
 
 
-def dot_backward(residuals, cotangent):
-    """Gradients of `dot`, with the cotangent rounded to the compute dtype, sums in float32."""
-    x, weight = residuals
+def joined(weight: jax.Array) -> jax.Array:
+    """A weight matrix [K, M] of its column tiles [T, K, M / T]; a matrix as it is."""
+    if weight.ndim == 2:
+        return weight
+    return jnp.moveaxis(weight, 0, 1).reshape(weight.shape[1], -1)
+
+
+def dot_gradients(x, weight, cotangent):
+    """Gradients of `dot` in float32, with the cotangent rounded to the compute dtype."""
     cotangent = cotangent.astype(x.dtype)
-    dx = jnp.dot(cotangent, weight.T, preferred_element_type=jnp.float32)
+    dx = jnp.dot(cotangent, joined(weight).T, preferred_element_type=jnp.float32)
     dweight = jnp.dot(x.T, cotangent, preferred_element_type=jnp.float32)
+    if weight.ndim == 3:
+        tiles, contraction, width = weight.shape
+        dweight = jnp.moveaxis(dweight.reshape(contraction, tiles, width), 1, 0)
+    return dx, dweight
+
+
+def dot_backward(residuals, cotangent):
+    """`dot_gradients`, each rounded to the dtype of what it is the gradient of."""
+    x, weight = residuals
+    dx, dweight = dot_gradients(x, weight, cotangent)
     return dx.astype(x.dtype), dweight.astype(weight.dtype)
 
 
+def _whole_dot(x, weight):
+    return product(x, joined(weight))
+
+
 # Its own gradient would multiply the float32 cotangent in float32, whatever the compute dtype.
-_dot = jax.custom_vjp(product)
-_dot.defvjp(lambda x, weight: (product(x, weight), (x, weight)), dot_backward)
+_dot = jax.custom_vjp(_whole_dot)
+_dot.defvjp(lambda x, weight: (_whole_dot(x, weight), (x, weight)), dot_backward)
 
 
 def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics | None = None) -> jax.Array:
-    """x [N, K] @ weight [K, M] -> float32 [N, M], with `dot_backward` as its gradient."""
+    """x [N, K] @ weight [K, M] -> float32 [N, M], with `dot_backward` as its gradient.
+
+    `weight` may come in column tiles [T, K, M / T].
+    """
     del numerics
     return _dot(x, weight)
 

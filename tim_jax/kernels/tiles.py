@@ -96,11 +96,20 @@ def by_rows(tile: Callable, x: jax.Array, rows: Rows) -> jax.Array:
 
 
 def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
-    """x [N, K] @ weight [K, M] -> float32 [N, M]; a row's bits do not depend on N."""
-    rows = numerics.rows_for(weight.shape[0])
+    """x [N, K] @ weight [K, M] -> float32 [N, M]; a row's bits do not depend on N.
+
+    With `weight` in column tiles [T, K, M / T], each is a dot of its own: a column's bits depend on
+    its tile's columns, and not on how many tiles there are.
+    """
+    rows = numerics.rows_for(weight.shape[-2])
+
+    def columns(x, weight):
+        return by_rows(lambda t: fence(native.product(*pin(t, weight))), x, rows)
 
     def forward(x, weight):
-        return by_rows(lambda t: fence(native.product(*pin(t, weight))), x, rows)
+        if weight.ndim == 2:
+            return columns(x, weight)
+        return jnp.concatenate([columns(x, tile) for tile in fence(list(weight))], axis=-1)
 
     call = jax.custom_vjp(forward)
     call.defvjp(lambda x, w: (forward(x, w), (x, w)), native.dot_backward)

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from tim_jax import kernels
+from tim_jax import collectives, kernels
 from tim_jax.kernels import formulas
 from tim_jax.model import rope
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement
 
 Params = dict[str, Any]  # master weights: see model/params.py
 Weights = dict[str, Any]  # compute weights: see `prepare`
@@ -42,31 +43,46 @@ def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weigh
     Done once per update, outside every loop; sampler and learner use the same result, and the
     gradient flows through it to the float32 masters. Norm weights and biases stay float32, as they
     enter float32 arithmetic.
+
+    With T column tiles a matrix is [T, K, M / T], and tile i of what is joined holds the i-th part
+    of each; the head's columns are filled up with zeros to a multiple of T.
     """
-    layers, dtype = params["layers"], numerics.dtype
+    layers, dtype, tiles = params["layers"], numerics.dtype, numerics.column_tiles
     stay = ("attn_norm", "mlp_norm", "q_norm", "k_norm", "o_bias", "down_bias")
     joined = {
-        "qkv": _join(layers, ("q", "k", "v")).astype(dtype),
-        "gate_up": _join(layers, ("gate", "up")).astype(dtype),
-        "o": layers["o"].astype(dtype),
-        "down": layers["down"].astype(dtype),
+        "qkv": _join(layers, ("q", "k", "v"), tiles).astype(dtype),
+        "gate_up": _join(layers, ("gate", "up"), tiles).astype(dtype),
+        "o": _join(layers, ("o",), tiles).astype(dtype),
+        "down": _join(layers, ("down",), tiles).astype(dtype),
     }
     if "q_bias" in layers:
-        joined["qkv_bias"] = _join(layers, ("q_bias", "k_bias", "v_bias"))
+        joined["qkv_bias"] = _join(layers, ("q_bias", "k_bias", "v_bias"), tiles, axis=-1)
     if "gate_bias" in layers:
-        joined["gate_up_bias"] = _join(layers, ("gate_bias", "up_bias"))
+        joined["gate_up_bias"] = _join(layers, ("gate_bias", "up_bias"), tiles, axis=-1)
     joined.update({name: layers[name] for name in stay if name in layers})
     head = params["embed"].T if config.tied_embeddings else params["head"]
     return {
         "embed": params["embed"].astype(dtype),
         "layers": joined,
         "final_norm": params["final_norm"],
-        "head": head.astype(dtype),
+        "head": _tiled_head(head.astype(dtype), tiles),
     }
 
 
-def _join(layers: dict, names: tuple[str, ...]) -> jax.Array:
-    return jnp.concatenate([layers[name] for name in names], axis=-1)
+def _join(layers: dict, names: tuple[str, ...], tiles: int, axis: int = -2) -> jax.Array:
+    """Side by side, in column tiles if there are several, these along a new axis before `axis`."""
+    parts = [layers[name] for name in names]
+    if tiles > 1:
+        parts = [part.reshape(*part.shape[:-1], tiles, -1) for part in parts]
+    whole = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    return jnp.moveaxis(whole, -2, axis - 1) if tiles > 1 else whole
+
+
+def _tiled_head(head: jax.Array, tiles: int) -> jax.Array:
+    if tiles == 1:
+        return head
+    head = jnp.pad(head, ((0, 0), (0, -head.shape[1] % tiles)))
+    return jnp.moveaxis(head.reshape(head.shape[0], tiles, -1), 1, 0)
 
 
 @overload
@@ -78,6 +94,7 @@ def forward(
     *,
     config: ModelConfig,
     numerics: Numerics,
+    placement: Placement = SINGLE,
     remat: bool = False,
 ) -> tuple[jax.Array, LayerCache]: ...
 @overload
@@ -89,6 +106,7 @@ def forward(
     *,
     config: ModelConfig,
     numerics: Numerics,
+    placement: Placement = SINGLE,
     remat: bool = False,
 ) -> tuple[jax.Array, Cache]: ...
 def forward(
@@ -99,6 +117,7 @@ def forward(
     *,
     config: ModelConfig,
     numerics: Numerics,
+    placement: Placement = SINGLE,
     remat: bool = False,
 ) -> tuple[jax.Array, LayerCache | Cache]:
     """Hidden states of `tokens`, each attending to its sequence's tokens up to itself.
@@ -108,6 +127,9 @@ def forward(
       tokens: i32[B, T].
       positions: i32[B, T]. Without a cache they must be 0..T-1 in every row.
       cache: keys and values of the positions before; the tokens' own are written into it.
+      placement: of more than one device: this runs inside `shard_map` over its mesh, and arguments
+        and results are this device's parts: of the weights by their logical axes, its own rows of
+        the batch, its columns of the hidden states, its key heads of the cache.
       remat: recompute each layer in the backward instead of keeping its activations.
 
     Returns:
@@ -115,10 +137,17 @@ def forward(
       the updated cache, or without one a `LayerCache` stacked over layers, [L, B, ...].
     """
     batch, length = tokens.shape
-    x = _embedded(weights["embed"], tokens.reshape(-1))
+    embed = collectives.gather(weights["embed"], ("fsdp",), placement)
+    x = _embedded(embed, tokens.reshape(-1))
     span = length if cache is None else cache[0].key.shape[3]
     angles = _angles(positions.reshape(-1), span, config)
-    layer = partial(_layer, config=config, numerics=numerics, shape=(batch, length))
+    layer = partial(
+        _layer,
+        config=config,
+        numerics=numerics,
+        placement=placement,
+        shape=(batch, length),
+    )
     if cache is None:
 
         def body(x, layer_weights):
@@ -136,12 +165,18 @@ def forward(
 
 
 def logits(
-    weights: Weights, hidden: jax.Array, *, config: ModelConfig, numerics: Numerics
+    weights: Weights,
+    hidden: jax.Array,
+    *,
+    config: ModelConfig,
+    numerics: Numerics,
+    placement: Placement = SINGLE,
 ) -> jax.Array:
-    """Vocabulary logits float32 [N, V] of hidden states [N, d]."""
-    ops = kernels.family(numerics)
-    normed = _norm(hidden, weights["final_norm"], config, numerics)
-    return ops.dot(normed, weights["head"], numerics=numerics)
+    """Vocabulary logits float32 [N, V], all of them on every device, of hidden states [N, d]."""
+    normed = _norm(hidden, weights["final_norm"], config, numerics, placement)
+    own = collectives.dot(normed, weights["head"], numerics=numerics, placement=placement)
+    found = collectives.gather_same(own, ("tensor",), placement)
+    return found if found.shape[1] == config.vocab_size else found[:, : config.vocab_size]
 
 
 @jax.custom_vjp
@@ -172,29 +207,43 @@ def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.A
     return jnp.asarray(cos)[positions], jnp.asarray(sin)[positions]
 
 
-def _layer(x, w, angles, positions, cache, *, config, numerics, shape):
-    """One decoder layer on rows x [B * T, d]."""
+def _layer(x, w, angles, positions, cache, *, config, numerics, placement, shape):
+    """One decoder layer on rows x [B * T, d]; across a tensor axis, on its own columns of them."""
     ops = kernels.family(numerics)
-    dtype = numerics.dtype
-    dot = partial(ops.dot, numerics=numerics)
-    normed = _norm(x, w["attn_norm"], config, numerics)
-    query, key, value = _project(dot(normed, w["qkv"]), w, angles, config, numerics)
-    mixed, keys_values = _attend(query, key, value, positions, cache, config, numerics, shape)
-    x = _add(x, dot(mixed, w["o"]), w.get("o_bias"), numerics)
-    normed = _norm(x, w["mlp_norm"], config, numerics)
+    dtype, tiles = numerics.dtype, numerics.column_tiles // placement.tensor
+    dot = partial(collectives.dot, numerics=numerics, placement=placement)
+    whole = partial(collectives.gather, names=("tensor",), placement=placement)
+    normed = _norm(x, w["attn_norm"], config, numerics, placement)
+    query, key, value = _project(dot(normed, w["qkv"]), w, angles, config, numerics, placement)
+    mixed, keys_values = _attend(
+        query, key, value, positions, cache, config, numerics, placement, shape
+    )
+    x = _add(x, dot(whole(mixed), w["o"]), w.get("o_bias"), numerics)
+    normed = _norm(x, w["mlp_norm"], config, numerics, placement)
 
     def gated(y, *bias):
-        y = y + jnp.broadcast_to(bias[0], y.shape) if bias else y
-        gate, up = jnp.split(y, 2, axis=-1)
+        y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
+        gate, up = _parted(y, tiles, (1, 1))
         return formulas.rounded(formulas.gated_silu(gate, up), dtype)
 
     bias = (w["gate_up_bias"],) if "gate_up_bias" in w else ()
     hidden = ops.unit(gated, gated)(dot(normed, w["gate_up"]), *bias)
-    return _add(x, dot(hidden, w["down"]), w.get("down_bias"), numerics), keys_values
+    return _add(x, dot(whole(hidden), w["down"]), w.get("down_bias"), numerics), keys_values
 
 
-def _norm(x, weight, config, numerics):
-    """RMSNorm, rounded to the compute dtype."""
+def _parted(y, tiles, shares):
+    """Splits joint columns [N, M] by shares; each of `tiles` column tiles holds some of all."""
+    sizes = np.cumsum(shares[:-1]) * (y.shape[1] // tiles // sum(shares))
+    if tiles == 1:
+        return jnp.split(y, sizes, axis=-1)
+    parts = jnp.split(y.reshape(y.shape[0], tiles, -1), sizes, axis=-1)
+    return [part.reshape(y.shape[0], -1) for part in parts]
+
+
+def _norm(x, weight, config, numerics, placement):
+    """RMSNorm of whole rows, rounded to the compute dtype."""
+    x = collectives.gather(x, ("tensor",), placement)
+    weight = collectives.gather(weight, ("tensor", "fsdp"), placement)
 
     def norm(x, weight, total):
         y = formulas.rms_norm(x, weight, eps=config.rms_norm_eps, total=total)
@@ -220,14 +269,15 @@ def _add(x, y, bias, numerics):
     return kernels.family(numerics).unit(add, add)(x, y, *biases)
 
 
-def _project(y, w, angles, config, numerics):
+def _project(y, w, angles, config, numerics, placement):
     """Splits the joint projection [N, (H + 2 Kv) D] into normed, rotated, scaled q, k and v."""
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    heads, kv_heads = (n // placement.tensor for n in (config.num_heads, config.num_kv_heads))
+    size, tiles = config.head_dim, numerics.column_tiles // placement.tensor
 
     def project(y, cos, sin, optional, total):
         if "bias" in optional:
-            y = y + jnp.broadcast_to(optional["bias"], y.shape)
-        query, key, value = jnp.split(y, [heads * size, (heads + kv_heads) * size], axis=-1)
+            y = y + jnp.broadcast_to(optional["bias"].reshape(-1), y.shape)
+        query, key, value = _parted(y, tiles, (heads, kv_heads, kv_heads))
         query = query.reshape(-1, heads, size)
         key = key.reshape(-1, kv_heads, size)
         if "q_norm" in optional:
@@ -244,11 +294,11 @@ def _project(y, w, angles, config, numerics):
     return _unit_with_total(project, numerics)(y, *angles, optional)
 
 
-def _attend(query, key, value, positions, cache, config, numerics, shape):
+def _attend(query, key, value, positions, cache, config, numerics, placement, shape):
     """Lays out heads, writes the cache if there is one, and attends. Rows in, rows out."""
     batch, length = shape
-    kv_heads, size = config.num_kv_heads, config.head_dim
-    group = config.num_heads // kv_heads
+    kv_heads, size = config.num_kv_heads // placement.tensor, config.head_dim
+    group = config.num_heads // config.num_kv_heads
     query = query.reshape(batch, length, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
     query = query.reshape(batch, kv_heads, length * group, size)
     key = key.reshape(batch, length, kv_heads, size)
