@@ -6,9 +6,11 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.tile_sizes import GPU_BF16, GPU_F32, GpuTiles, TpuTiles
 
-Family = Literal["tiles", "native"]
+Family = Literal["tiles", "native", "pallas_gpu", "pallas_tpu"]
+FAMILIES: tuple[Family, ...] = ("tiles", "native", "pallas_gpu", "pallas_tpu")
 _COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -38,8 +40,9 @@ class Rows:
 class Numerics:
     """Two executions with equal `Numerics` give every token the same log-prob, to the bit.
 
-    With family "tiles" that is by construction; "native" is plain XLA, where kernels, fusions and
-    reduction orders follow the program and its shapes.
+    With every family but "native" that is by construction: "tiles" fences plain XLA operations of
+    fixed shapes, "pallas_gpu" and "pallas_tpu" are kernels of our own. "native" is plain XLA, where
+    kernels, fusions and reduction orders follow the program and its shapes.
     """
 
     family: Family = "tiles"
@@ -50,11 +53,19 @@ class Numerics:
     kv_block: int = 32  # keys per block, anchored at the sequence's first token
     whole_kv: bool = False  # weigh all value blocks in one dot; needs calibration's leave
     head_rows: int = 256  # rows whose logits exist at one time
+    gpu: GpuTiles = GpuTiles()  # of pallas_gpu
+    tpu: TpuTiles = TpuTiles()  # of pallas_tpu
+    interpret: bool = False  # run the Pallas kernels without their device, slowly: for tests
+    compiler_options: tuple[tuple[str, str | bool | int], ...] = ()  # XLA's, for every program
 
     def __post_init__(self):
-        if self.family not in ("tiles", "native"):
+        if self.family not in FAMILIES:
             raise InputError(
-                f"Numerics: unknown kernel family {self.family!r}; known: tiles, native"
+                f"Numerics: unknown kernel family {self.family!r}{did_you_mean(self.family, FAMILIES)}"
+            )
+        if self.interpret and not self.family.startswith("pallas"):
+            raise InputError(
+                f"Numerics: interpret is for the Pallas families, got family {self.family!r}"
             )
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise InputError(
@@ -78,3 +89,9 @@ EXACT_F32 = Numerics()
 EXACT_BF16 = Numerics(compute_dtype="bfloat16")
 NATIVE_F32 = Numerics(family="native")
 NATIVE_BF16 = Numerics(family="native", compute_dtype="bfloat16")
+GPU_EXACT_F32 = Numerics(family="pallas_gpu", kv_block=64, gpu=GPU_F32)
+GPU_EXACT_BF16 = Numerics(
+    family="pallas_gpu", compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16
+)
+TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=128)
+TPU_EXACT_BF16 = Numerics(family="pallas_tpu", compute_dtype="bfloat16", kv_block=128)

@@ -159,73 +159,32 @@ def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.A
 def _layer(x, w, angles, positions, cache, *, config, numerics, shape):
     """One decoder layer on rows x [B * T, d]."""
     ops = kernels.family(numerics)
-    dtype = numerics.dtype
-    dot = partial(ops.dot, numerics=numerics)
     normed = _norm(x, w["attn_norm"], config, numerics)
-    query, key, value = _project(dot(normed, w["qkv"]), w, angles, config, numerics)
+    query, key, value = _project(normed, w, angles, config, numerics)
     mixed, keys_values = _attend(query, key, value, positions, cache, config, numerics, shape)
-    x = _add(x, dot(mixed, w["o"]), w.get("o_bias"), numerics)
+    x = ops.dot_add(mixed, w["o"], x, w.get("o_bias"), numerics=numerics)
     normed = _norm(x, w["mlp_norm"], config, numerics)
-
-    def gated(y, *bias):
-        y = y + jnp.broadcast_to(bias[0], y.shape) if bias else y
-        gate, up = jnp.split(y, 2, axis=-1)
-        return formulas.rounded(formulas.gated_silu(gate, up), dtype)
-
-    bias = (w["gate_up_bias"],) if "gate_up_bias" in w else ()
-    hidden = ops.unit(gated, gated)(dot(normed, w["gate_up"]), *bias)
-    return _add(x, dot(hidden, w["down"]), w.get("down_bias"), numerics), keys_values
+    hidden = ops.gated_dot(normed, w["gate_up"], w.get("gate_up_bias"), numerics=numerics)
+    return ops.dot_add(hidden, w["down"], x, w.get("down_bias"), numerics=numerics), keys_values
 
 
 def _norm(x, weight, config, numerics):
     """RMSNorm, rounded to the compute dtype."""
-
-    def norm(x, weight, total):
-        y = formulas.rms_norm(x, weight, eps=config.rms_norm_eps, total=total)
-        return formulas.rounded(y, numerics.dtype)
-
-    return _unit_with_total(norm, numerics)(x, weight)
+    return kernels.family(numerics).norm(x, weight, eps=config.rms_norm_eps, numerics=numerics)
 
 
-def _unit_with_total(f, numerics):
-    """The family's unit of f(*args, total): its own sum forward, the plain sum backward."""
+def _project(normed, w, angles, config, numerics):
+    """The joint projection, split into normed, rotated, scaled q, k and v, [N, heads, D] each."""
     ops = kernels.family(numerics)
-    return ops.unit(partial(f, total=ops.total), partial(f, total=kernels.native.total))
-
-
-def _add(x, y, bias, numerics):
-    """The residual sum, rounded to the compute dtype."""
-
-    def add(x, y, *bias):
-        y = y + jnp.broadcast_to(bias[0], y.shape) if bias else y
-        return formulas.rounded(x.astype(jnp.float32) + y, numerics.dtype)
-
-    biases = () if bias is None else (bias,)
-    return kernels.family(numerics).unit(add, add)(x, y, *biases)
-
-
-def _project(y, w, angles, config, numerics):
-    """Splits the joint projection [N, (H + 2 Kv) D] into normed, rotated, scaled q, k and v."""
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-
-    def project(y, cos, sin, optional, total):
-        if "bias" in optional:
-            y = y + jnp.broadcast_to(optional["bias"], y.shape)
-        query, key, value = jnp.split(y, [heads * size, (heads + kv_heads) * size], axis=-1)
-        query = query.reshape(-1, heads, size)
-        key = key.reshape(-1, kv_heads, size)
-        if "q_norm" in optional:
-            norm = partial(formulas.rms_norm, eps=config.rms_norm_eps, total=total)
-            query, key = norm(query, optional["q_norm"]), norm(key, optional["k_norm"])
-        query = formulas.rotate(query, cos, sin) * size**-0.5
-        key = formulas.rotate(key, cos, sin)
-        value = value.reshape(-1, kv_heads, size)
-        return tuple(formulas.rounded(part, numerics.dtype) for part in (query, key, value))
-
-    optional = {"bias": w["qkv_bias"]} if "qkv_bias" in w else {}
-    if "q_norm" in w:
-        optional |= {"q_norm": w["q_norm"], "k_norm": w["k_norm"]}
-    return _unit_with_total(project, numerics)(y, *angles, optional)
+    names = (("bias", "qkv_bias"), ("q_norm", "q_norm"), ("k_norm", "k_norm"))
+    return ops.project(
+        ops.dot(normed, w["qkv"], numerics=numerics),
+        *angles,
+        {name: w[key] for name, key in names if key in w},
+        heads=kernels.Heads(config.num_heads, config.num_kv_heads, config.head_dim),
+        eps=config.rms_norm_eps,
+        numerics=numerics,
+    )
 
 
 def _attend(query, key, value, positions, cache, config, numerics, shape):
