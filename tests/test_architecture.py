@@ -15,11 +15,12 @@ NAME = PACKAGE.name
 # package as a whole) imports from rows above its own, never from its own row.
 LAYERS = (
     ("errors", "types", "sums"),
-    ("numerics", "schedules", "objectives"),
-    ("corrections", "optimizers"),
+    ("tile_sizes", "schedules", "objectives"),
+    ("numerics",),
+    ("corrections", "optimizers", "compiled"),
     ("metrics", "kernels"),
     ("model",),
-    ("policy", "calibration"),
+    ("policy", "calibration", "kernel_choice"),
     ("sampler", "scoring"),
     ("learner", "audit"),
     ("programs",),
@@ -33,7 +34,7 @@ LAYERS = (
     ("config",),
     ("config_io",),
     ("assembly",),
-    ("jobs",),
+    ("jobs", "audit_job"),
     ("cli",),
 )
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}

@@ -113,9 +113,11 @@ class NumericsSection(Section):
     """How numbers are computed; see `tim_jax.numerics`."""
 
     family: Family = "tiles"
-    """tiles: exact by construction. native: plain XLA."""
+    """tiles: exact by construction. native: plain XLA. pallas_gpu, pallas_tpu: exact kernels."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation. The master weights are float32 in any case."""
+    compiler_options: dict[str, str | bool | int] = {}
+    """XLA's, for every program of the run, such as `xla_allow_excess_precision = false`."""
 
 
 class SamplingSection(Section):

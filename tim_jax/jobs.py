@@ -1,6 +1,7 @@
 """The jobs behind the commands: train, evaluate, generate. Files and display live here."""
 
 import itertools
+import json
 import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,16 +12,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 
 from tim_jax import (
     assembly,
     audit,
-    calibration,
     charts,
     checkpoints,
     config_io,
     evaluation,
+    kernel_choice,
     programs,
     runs,
     sinks,
@@ -29,10 +29,9 @@ from tim_jax import (
 )
 from tim_jax.assembly import Model
 from tim_jax.config import RunConfig
-from tim_jax.errors import InputError, did_you_mean
+from tim_jax.errors import InputError
 from tim_jax.learner import Policy, TrainState
 from tim_jax.model import hf
-from tim_jax.numerics import Numerics
 from tim_jax.policy import Sampling
 from tim_jax.progress import Completion, Display, completion_line, open_display
 from tim_jax.runs import Run
@@ -127,6 +126,7 @@ def _evaluator(config: RunConfig, policy: Policy, task: Task, text: Text):
 def _follow(job: _Job, run: Run) -> None:
     """Restores or starts, then writes and shows what the loop yields."""
     config = job.config
+    _write_numerics(job, run)
     state, reference, start, notes = _restored(job, run)
     title = f"{config.run.folder}: {job.task.name}"
     with (
@@ -161,6 +161,19 @@ def _follow(job: _Job, run: Run) -> None:
                 run.save(step.number, _saved(state, reference))
         if config.run.export and not (run.folder / "model").exists():
             _export(job, state, display)
+
+
+def _write_numerics(job: _Job, run: Run) -> None:
+    """numerics.json: how numbers are computed, by which kernels, on what."""
+    device = jax.devices()[0]
+    found = {
+        "numerics": audit.describe(job.policy.numerics),
+        "kernels": kernel_choice.kernels_used(job.policy.config, job.policy.numerics),
+        "platform": device.platform,
+        "device": device.device_kind,
+        "jax": jax.__version__,
+    }
+    (run.folder / "numerics.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _restored(job: _Job, run: Run) -> tuple[TrainState, Any, int, list[str]]:
@@ -351,49 +364,3 @@ def generate(
     log_probs = jax.device_get(rollout.log_probs.sum(axis=1))
     for row, completion in enumerate(text.completions(rollout)):
         yield prompts[row // samples], completion, float(log_probs[row])
-
-
-def audit_model(source: str, *, quick: bool = False) -> tuple[str, bool]:
-    """Audits a preset, model folder, hub name or run folder; prints the table as it grows.
-
-    The numerics are those that a training run would use (row ranges measured on this backend), in
-    float32 and bfloat16, and unless `quick` the fixed tiles as well.
-
-    Returns:
-      The result as JSON, and whether every token of every case was equal.
-    """
-    config, params = _audited(source)
-    sizes = audit.Sizes.fitting(config)
-    length = sizes.prompt_length + sizes.response_length
-    numerics: list[Numerics] = []
-    for dtype in ("float32", "bfloat16"):
-        fixed = assembly.fixed_numerics("tiles", dtype, length=length)
-        measured = calibration.calibrate(config, fixed, batch=sizes.prompts * sizes.samples)
-        numerics += [measured] if quick or measured == fixed else [measured, fixed]
-    results = []
-    for result in audit.audit(params, config, numerics=numerics, sizes=sizes, quick=quick):
-        results.append(result)
-        done = "control" if result.control else f"{result.unequal_tokens} unequal"
-        print(
-            f"{result.numerics}; {result.name}: {result.compared_tokens} tokens, {done}", flush=True
-        )
-    summary = audit.summarise(results, model=source)
-    Console().print(audit.table(results))
-    print(
-        f"{'exact' if summary.passed else 'NOT EXACT'}: {summary.unequal_tokens} of"
-        f" {summary.compared_tokens} response tokens unequal"
-    )
-    return audit.to_json(summary), summary.passed
-
-
-def _audited(source: str):
-    if source in audit.PRESETS:
-        config = audit.PRESETS[source]
-        return config, audit.random_params(config, 0)
-    folder = Path(source) / "model"
-    source = str(folder) if folder.is_dir() else source
-    if not Path(source).exists() and "/" not in source:
-        hint = did_you_mean(source, audit.PRESETS)
-        raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
-    config = hf.load_config(source)
-    return config, hf.load_params(source, config)

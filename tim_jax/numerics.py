@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.errors import InputError, did_you_mean
-from tim_jax.tile_sizes import GPU_BF16, GPU_F32, GpuTiles, TpuTiles
+from tim_jax.tile_sizes import GPU_BF16, GPU_F32, TPU, GpuTiles, TpuTiles
 
 Family = Literal["tiles", "native", "pallas_gpu", "pallas_tpu"]
 FAMILIES: tuple[Family, ...] = ("tiles", "native", "pallas_gpu", "pallas_tpu")
@@ -53,16 +53,15 @@ class Numerics:
     kv_block: int = 32  # keys per block, anchored at the sequence's first token
     whole_kv: bool = False  # weigh all value blocks in one dot; needs calibration's leave
     head_rows: int = 256  # rows whose logits exist at one time
-    gpu: GpuTiles = GpuTiles()  # of pallas_gpu
-    tpu: TpuTiles = TpuTiles()  # of pallas_tpu
+    gpu: GpuTiles = GPU_BF16  # of pallas_gpu
+    tpu: TpuTiles = TPU  # of pallas_tpu
     interpret: bool = False  # run the Pallas kernels without their device, slowly: for tests
     compiler_options: tuple[tuple[str, str | bool | int], ...] = ()  # XLA's, for every program
 
     def __post_init__(self):
         if self.family not in FAMILIES:
-            raise InputError(
-                f"Numerics: unknown kernel family {self.family!r}{did_you_mean(self.family, FAMILIES)}"
-            )
+            hint = did_you_mean(self.family, FAMILIES)
+            raise InputError(f"Numerics: unknown kernel family {self.family!r}{hint}")
         if self.interpret and not self.family.startswith("pallas"):
             raise InputError(
                 f"Numerics: interpret is for the Pallas families, got family {self.family!r}"
@@ -90,8 +89,19 @@ EXACT_BF16 = Numerics(compute_dtype="bfloat16")
 NATIVE_F32 = Numerics(family="native")
 NATIVE_BF16 = Numerics(family="native", compute_dtype="bfloat16")
 GPU_EXACT_F32 = Numerics(family="pallas_gpu", kv_block=64, gpu=GPU_F32)
-GPU_EXACT_BF16 = Numerics(
-    family="pallas_gpu", compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16
-)
+GPU_EXACT_BF16 = Numerics(family="pallas_gpu", compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16)
 TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=128)
 TPU_EXACT_BF16 = Numerics(family="pallas_tpu", compute_dtype="bfloat16", kv_block=128)
+
+# Plain XLA on GPUs: no split sums, one tile for every Triton product, no timing-based choice, no
+# roundings left out. Candidates: what they buy on a device is for `scripts/gpu_check.sh` to say.
+GPU_PINNED_OPTIONS: tuple[tuple[str, str | bool | int], ...] = (
+    ("xla_allow_excess_precision", False),
+    ("xla_gpu_autotune_level", 0),
+    ("xla_gpu_cublas_fallback", False),
+    ("xla_gpu_experimental_force_split_k", 1),
+    (
+        "xla_gpu_override_gemm_autotuner",
+        "block_m: 64 block_n: 128 block_k: 64 num_stages: 3 num_warps: 4 num_ctas: 1",
+    ),
+)

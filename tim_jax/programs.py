@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from tim_jax import learner, sampler
+from tim_jax.compiled import jit
 from tim_jax.errors import InputError
 from tim_jax.learner import Experience, Learning, Policy, TrainState
 from tim_jax.types import Prompts, Rollout
@@ -74,12 +75,13 @@ def build(
         )
 
     prepare = partial(learner.experience, policy=policy, learning=learning, correction=correction)
+    numerics = policy.numerics
     return Programs(
-        prepare=jax.jit(policy.prepare),
+        prepare=jit(policy.prepare, numerics),
         sample=sampling_program(policy, samples=learning.group_size),
-        experience=jax.jit(prepare),
-        update=jax.jit(update, donate_argnums=(0, 1)),
-        init=jax.jit(init),
+        experience=jit(prepare, numerics),
+        update=jit(update, numerics, donate_argnums=(0, 1)),
+        init=jit(init, numerics),
         learning=learning,
         mini_batches=mini_batches,
         epochs=epochs,
@@ -101,4 +103,4 @@ def sampling_program(policy: Policy, *, samples: int) -> Callable[..., Rollout]:
             sampling=policy.sampling,
         )
 
-    return jax.jit(sample)
+    return jit(sample, policy.numerics)

@@ -32,6 +32,9 @@ class MatmulTile:
         _check(self, ("stages",), least=1)
 
 
+ONE_TILE = MatmulTile()
+
+
 @dataclass(frozen=True)
 class GpuTiles:
     """Tiles of `pallas_gpu`.
@@ -42,7 +45,7 @@ class GpuTiles:
     """
 
     block_k: int = 128  # elements of a contraction per step
-    matmul: tuple[tuple[int | None, MatmulTile], ...] = ((None, MatmulTile()),)  # (up to rows, ...)
+    matmul: tuple[tuple[int | None, MatmulTile], ...] = ((None, ONE_TILE),)  # (up to rows, tile)
     attention_rows: int = 64  # query rows (token times head of its group) per program
     attention_warps: int = 4
     attention_stages: int = 2
@@ -55,8 +58,8 @@ class GpuTiles:
         _check(self, ("attention_stages",), least=1)
         _check(self, ("block_k", "attention_rows"), least=16)
         limits = [limit for limit, _ in self.matmul]
-        rising = all(a is not None and (b is None or a < b) for a, b in zip(limits, limits[1:]))
-        if not limits or limits[-1] is not None or not rising:
+        finite = [limit for limit in limits[:-1] if limit is not None]
+        if not limits or limits[-1] is not None or limits != [*sorted(set(finite)), None]:
             raise InputError(
                 f"GpuTiles: matmul needs rising row limits that end with None, got {limits}"
             )
@@ -95,3 +98,4 @@ GPU_BF16_BY_ROWS = GpuTiles(
         (None, MatmulTile(rows=128, columns=128, warps=8, stages=3)),
     )
 )
+TPU = TpuTiles()

@@ -3,16 +3,17 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import sampler, scoring
+from tim_jax import kernel_choice, sampler, scoring
 from tim_jax.audit.cases import Again, Case, Score, Sizes, standard_cases
 from tim_jax.audit.comparing import CaseResult, compare, describe
+from tim_jax.compiled import jit
 from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.params import Params
@@ -50,10 +51,12 @@ def audit(
       control: run native numerics too, once per dtype, where unequal tokens are expected.
 
     Raises:
-      InputError: if the model has too few positions for `sizes`.
+      InputError: if the model has too few positions for `sizes`, or the numerics cannot run it.
     """
     sizes = Sizes.fitting(config) if sizes is None else sizes
     sizes.check(config)
+    for exact in numerics:
+        kernel_choice.check(config, exact)
     cases = standard_cases(config, sizes, quick=quick) if cases is None else cases
     params = jax.tree.map(jnp.asarray, params)
     seen: set[Numerics] = set()
@@ -172,18 +175,28 @@ def _filled(tokens: jax.Array, more: int, config: ModelConfig) -> jax.Array:
     return jnp.concatenate([tokens, jnp.broadcast_to(extra, (len(tokens), more))], axis=1)
 
 
-@partial(jax.jit, static_argnames=("config", "numerics"))
 def _prepare(params, *, config, numerics):
-    return transformer.prepare(params, config=config, numerics=numerics)
+    program = _compiled(transformer.prepare, ("config", "numerics"), numerics)
+    return program(params, config=config, numerics=numerics)
 
 
-@partial(jax.jit, static_argnames=("samples", "config", "numerics", "sampling"))
 def _sample(weights, prompts, key, **options):
-    return sampler.sample(weights, prompts, key, **options)
+    static = ("samples", "config", "numerics", "sampling")
+    return _compiled(sampler.sample, static, options["numerics"])(weights, prompts, key, **options)
 
 
-@partial(jax.jit, static_argnames=("config", "numerics", "sampling", "how"))
-def _score(weights, rollout: Rollout, *, config, numerics, sampling, how: Score):
+def _score(weights, rollout: Rollout, **options):
+    static = ("config", "numerics", "sampling", "how")
+    return _compiled(_log_probs, static, options["numerics"])(weights, rollout, **options)
+
+
+@cache
+def _compiled(function, static: tuple[str, ...], numerics: Numerics):
+    """One jitted function per numerics, whose compiler options it takes."""
+    return jit(function, numerics, static_argnames=static)
+
+
+def _log_probs(weights, rollout: Rollout, *, config, numerics, sampling, how: Score):
     """Log-probs [B, R], and the gradient if there is one: returned, so that it must be made."""
     score = partial(scoring.score, config=config, numerics=numerics, sampling=sampling)
     if not how.gradient:

@@ -9,8 +9,8 @@ __all__ = ["Heads", "Kernels", "family", "native", "tiles"]
 _FAMILIES: dict[str, Kernels] = {
     "tiles": composed.TILES,
     "native": composed.NATIVE,
-    "pallas_gpu": pallas_gpu,
-    "pallas_tpu": composed.TILES,
+    "pallas_gpu": pallas_gpu.KERNELS,
+    "pallas_tpu": pallas_tpu.KERNELS,
 }
 
 

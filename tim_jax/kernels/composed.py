@@ -88,9 +88,7 @@ class Composed:
         return self.log(self.row_sum(weights, numerics=numerics), numerics=numerics)
 
 
-TILES = Composed(
-    tiles.fence, tiles.total, tiles.peak, tiles.unit, tiles.dot, tiles.attention
-)
+TILES = Composed(tiles.fence, tiles.total, tiles.peak, tiles.unit, tiles.dot, tiles.attention)
 NATIVE = Composed(
     native.fence, native.total, native.peak, native.unit, native.dot, native.attention
 )

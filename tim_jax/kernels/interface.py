@@ -48,9 +48,7 @@ class Kernels(Protocol):
         """silu(gate) * up of x @ weight [K, 2 M] = (gate, up), rounded to compute [N, M]."""
         ...
 
-    def norm(
-        self, x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics
-    ) -> jax.Array:
+    def norm(self, x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
         """RMSNorm of x [N, d] with weight float32 [d], rounded to compute."""
         ...
 

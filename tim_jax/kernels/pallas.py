@@ -1,6 +1,9 @@
-"""What the Pallas families share: padding, gradients, and refusals by name."""
+"""What the Pallas kernels share: padding, refusals by name, and elementwise maths.
 
-from collections.abc import Callable, Mapping
+The maths runs inside kernels, on tiles: float32 [rows, columns].
+"""
+
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import jax
@@ -26,35 +29,50 @@ def padded(x: jax.Array, tile: int, axis: int = 0, value: int | float = 0) -> ja
     return jnp.pad(x, widths, constant_values=value)
 
 
-def with_gradient(kernel: Callable, plain: Callable) -> Callable:
-    """`kernel` between fences; its gradient is that of `plain`, taken at the same inputs.
+def residual_sum(product: jax.Array, residual: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """residual + (product + bias); bias [1, columns]."""
+    if bias is not None:
+        product = product + jnp.broadcast_to(bias, product.shape)
+    return residual.astype(jnp.float32) + product
 
-    The fences are for interpret mode, where a kernel is ordinary code that could be fused; around a
-    real kernel they cost nothing.
+
+def gated(gate: jax.Array, up: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """silu(gate) * up; bias [2, columns]."""
+    if bias is not None:
+        gate = gate + jnp.broadcast_to(bias[:1], gate.shape)
+        up = up + jnp.broadcast_to(bias[1:], up.shape)
+    return gate / (1.0 + jnp.exp(-gate)) * up
+
+
+def turned(pair, angle, norm, *, eps: float, scale: float) -> tuple[jax.Array, jax.Array]:
+    """The halves `pair` of a head [rows, D / 2], normed, rotated by `angle` = (cos, sin), scaled.
+
+    `norm`: the halves of the norm's weight, [1, D / 2] each, or None.
     """
-
-    def forward(*args):
-        return fence(kernel(*fence(args)))
-
-    def backward(args, cotangent):
-        return jax.vjp(plain, *fence(args))[1](cotangent)
-
-    call = jax.custom_vjp(forward)
-    call.defvjp(lambda *args: (forward(*args), args), backward)
-    return call
+    first, second = pair
+    shape = first.shape
+    if norm is not None:
+        squares = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
+        factor = jax.lax.rsqrt(squares * (0.5 / shape[1]) + eps)
+        factor = jnp.broadcast_to(factor[:, None], shape)
+        first = first * factor * jnp.broadcast_to(norm[0], shape)
+        second = second * factor * jnp.broadcast_to(norm[1], shape)
+    cos, sin = angle
+    return (first * cos - second * sin) * scale, (second * cos + first * sin) * scale
 
 
 def divides(tile: int, size: int, what: str, name: str) -> None:
     """Raises InputError unless `tile` divides `size`; `name` is the tile's place in Numerics."""
     if size % tile == 0:
         return
-    fitting = tile
-    while size % fitting:
-        fitting //= 2
-    raise InputError(
-        f"numerics: {name} = {tile} does not divide {what} of {size}; the largest power of two that"
-        f" does is {fitting}" + ("" if fitting >= 16 else ', too small for a tile: use family "tiles"')
-    )
+    fits = power_of_two_in(size)
+    advice = f"it can be {fits}" if fits >= 16 else 'no tile fits; family "tiles" takes any size'
+    raise InputError(f"numerics: {name} = {tile} does not divide {what} of {size}; {advice}")
+
+
+def power_of_two_in(size: int) -> int:
+    """The largest power of two that divides `size`."""
+    return size & -size
 
 
 def check_platform(numerics: Numerics) -> None:
@@ -66,7 +84,7 @@ def check_platform(numerics: Numerics) -> None:
     if found != wanted:
         raise InputError(
             f"numerics: family {numerics.family!r} needs a {wanted.upper()}, the default device is"
-            f" of platform {found!r}; use family \"tiles\" there, or interpret mode for tests"
+            f' of platform {found!r}; use family "tiles" there, or interpret mode for tests'
         )
 
 

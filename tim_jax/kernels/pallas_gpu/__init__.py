@@ -13,29 +13,16 @@ What makes them exact, whatever the batch, the padding and the program around th
 Backward passes are the plain XLA expressions at the same inputs.
 """
 
-from tim_jax.kernels.pallas import fence
-from tim_jax.kernels.pallas_gpu.attention import attention
-from tim_jax.kernels.pallas_gpu.head import (
-    exponentials,
-    log,
-    log_normaliser,
-    peak,
-    row_sum,
-)
-from tim_jax.kernels.pallas_gpu.matmul import dot, dot_add, gated_dot
-from tim_jax.kernels.pallas_gpu.rows import norm, project
+from tim_jax.kernels.pallas_family import PallasFamily
+from tim_jax.kernels.pallas_gpu import attention, head, matmul, rows
 
-__all__ = [
-    "attention",
-    "dot",
-    "dot_add",
-    "exponentials",
-    "fence",
-    "gated_dot",
-    "log",
-    "log_normaliser",
-    "norm",
-    "peak",
-    "project",
-    "row_sum",
-]
+KERNELS = PallasFamily(
+    product=matmul.product,
+    attend=attention.attend,
+    normed=rows.normed,
+    rotated=rows.rotated,
+    exponentials_kernel=head.exponentials,
+    row_sum_kernel=head.row_sum,
+    log_kernel=head.log,
+    log_normaliser_kernel=head.log_normaliser,
+)

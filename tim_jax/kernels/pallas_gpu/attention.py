@@ -11,43 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tim_jax.kernels import native
-from tim_jax.kernels.pallas import LOG2_E, MASKED, fence, padded
+from tim_jax.kernels.pallas import LOG2_E, MASKED, padded
 from tim_jax.kernels.pallas_gpu.call import call
 from tim_jax.numerics import Numerics
 
 
-def attention(
+def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     positions: jax.Array,
     *,
     numerics: Numerics,
-    aligned: bool,
 ) -> jax.Array:
-    """As `tiles.attention`, rounded to the compute dtype."""
-
-    def forward(*args):
-        return fence(_attention(*fence(args), numerics))
-
-    def backward(args, cotangent):
-        query, key, value, positions = fence(args)
-
-        def plain(query, key, value):
-            mixed = native.attention(
-                query, key, value, positions, numerics=numerics, aligned=aligned
-            )
-            return mixed.astype(numerics.dtype)
-
-        return (*jax.vjp(plain, query, key, value)[1](cotangent), None)
-
-    attend = jax.custom_vjp(forward)
-    attend.defvjp(lambda *args: (forward(*args), args), backward)
-    return attend(query, key, value, positions)
-
-
-def _attention(query, key, value, positions, numerics: Numerics):
+    """[B, Kv, N, D] in the compute dtype; the arguments are those of `tiles.attention`."""
     batch, heads, count, size = query.shape
     tiles, block = numerics.gpu, numerics.kv_block
     rows = tiles.attention_rows

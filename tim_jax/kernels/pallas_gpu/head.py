@@ -10,32 +10,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from tim_jax.kernels.pallas import LOG2_E, fence, padded
+from tim_jax.kernels.pallas import LOG2_E, padded
 from tim_jax.kernels.pallas_gpu.call import call
 from tim_jax.numerics import Numerics
 
 _WARPS = 8
 
 
-def peak(x: jax.Array) -> jax.Array:
-    """Maximum over the last axis. It has no rounding, so that any order will do."""
-    return jnp.max(x, axis=-1)
-
-
 def exponentials(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
     """exp(x - peak), elementwise."""
     lanes = _lanes(x, numerics)
     row = pl.BlockSpec((None, x.shape[1]), lambda i, j: (i, 0))
-    return _fenced(
+    return call(
         partial(_exponentials, lanes=lanes, width=x.shape[1]),
-        (x, peak),
-        numerics,
+        numerics=numerics,
+        warps=_WARPS,
         name="exponentials",
         grid=(x.shape[0], -(-x.shape[1] // lanes)),
         in_specs=[row, pl.BlockSpec((None,), lambda i, j: (i,))],
         out_specs=row,
         out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32),
-    )
+    )(x, peak)
 
 
 def row_sum(x: jax.Array, *, numerics: Numerics) -> jax.Array:
@@ -44,11 +39,8 @@ def row_sum(x: jax.Array, *, numerics: Numerics) -> jax.Array:
     return _by_row(kernel, (x,), numerics, name="row_sum")
 
 
-def log_normaliser(
-    x: jax.Array, peak: jax.Array, weights: jax.Array, *, numerics: Numerics
-) -> jax.Array:
-    """log(sum(exp(x - peak))), in one pass; the exponentials are not kept."""
-    del weights
+def log_normaliser(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """log(sum(exp(x - peak))), in one pass."""
     kernel = partial(_log_normaliser, lanes=_lanes(x, numerics), width=x.shape[1])
     return _by_row(kernel, (x, peak), numerics, name="log_normaliser")
 
@@ -58,16 +50,16 @@ def log(x: jax.Array, *, numerics: Numerics) -> jax.Array:
     tile = numerics.gpu.row_tile
     block = pl.BlockSpec((tile,), lambda i: (i,))
     rows = padded(x, tile, value=1.0)
-    return _fenced(
+    return call(
         _log,
-        (rows,),
-        numerics,
+        numerics=numerics,
+        warps=_WARPS,
         name="log",
         grid=(rows.shape[0] // tile,),
         in_specs=[block],
         out_specs=block,
         out_shape=jax.ShapeDtypeStruct(rows.shape, jnp.float32),
-    )[: x.shape[0]]
+    )(rows)[: x.shape[0]]
 
 
 def _lanes(x, numerics: Numerics) -> int:
@@ -78,21 +70,16 @@ def _by_row(kernel, inputs, numerics, *, name):
     """One number per row, of x [N, V] and further numbers per row."""
     rows, width = inputs[0].shape
     one = pl.BlockSpec((None,), lambda i: (i,))
-    return _fenced(
+    return call(
         kernel,
-        inputs,
-        numerics,
+        numerics=numerics,
+        warps=_WARPS,
         name=name,
         grid=(rows,),
         in_specs=[pl.BlockSpec((None, width), lambda i: (i, 0)), *(one,) * (len(inputs) - 1)],
         out_specs=one,
         out_shape=jax.ShapeDtypeStruct((rows,), jnp.float32),
-    )
-
-
-def _fenced(kernel, inputs, numerics, **options):
-    run = call(kernel, numerics=numerics, warps=_WARPS, **options)
-    return fence(run(*fence(inputs)))
+    )(*inputs)
 
 
 def _exponentials(x_ref, peak_ref, out_ref, *, lanes: int, width: int):

@@ -6,87 +6,15 @@ are true float32 (no TF32).
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tim_jax.kernels import formulas, native
-from tim_jax.kernels.composed import NATIVE
-from tim_jax.kernels.pallas import LOG2_E, divides, fence, padded, with_gradient
+from tim_jax.kernels.pallas import divides, padded
 from tim_jax.kernels.pallas_gpu.call import call
 from tim_jax.numerics import Numerics
-
-
-def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
-    """x [N, K] @ weight [K, M] -> float32 [N, M]."""
-
-    def forward(x, weight):
-        return fence(_product(fence((x, weight)), [], _plain, jnp.float32, numerics, name="dot"))
-
-    product = jax.custom_vjp(forward)
-    product.defvjp(lambda x, w: (forward(x, w), (x, w)), native.dot_backward)
-    return product(x, weight)
-
-
-def dot_add(
-    x: jax.Array,
-    weight: jax.Array,
-    residual: jax.Array,
-    bias: jax.Array | None,
-    *,
-    numerics: Numerics,
-) -> jax.Array:
-    """residual + (x @ weight + bias), rounded once."""
-
-    def kernel(x, weight, residual, *bias):
-        extras = [("tile", residual), *(("columns", b) for b in bias)]
-        return _product((x, weight), extras, _residual_sum, numerics.dtype, numerics, name="dot_add")
-
-    def plain(x, weight, residual, *bias):
-        return NATIVE.dot_add(x, weight, residual, bias[0] if bias else None, numerics=numerics)
-
-    biases = () if bias is None else (bias,)
-    return with_gradient(kernel, plain)(x, weight, residual, *biases)
-
-
-def gated_dot(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, numerics: Numerics
-) -> jax.Array:
-    """silu(gate) * up of x @ weight, weight [K, 2 M] = (gate, up): the products never leave the
-    program."""
-
-    def kernel(x, weight, *bias):
-        extras = [("halves", b.reshape(2, -1)) for b in bias]
-        return _product(
-            (x, weight), extras, _gated, numerics.dtype, numerics, name="gated_dot", halves=2
-        )
-
-    def plain(x, weight, *bias):
-        return NATIVE.gated_dot(x, weight, bias[0] if bias else None, numerics=numerics)
-
-    biases = () if bias is None else (bias,)
-    return with_gradient(kernel, plain)(x, weight, *biases)
-
-
-# --- epilogues: sums float32 [rows, columns], then what was loaded beside them ------------------
-
-
-def _plain(sums: Sequence[jax.Array]) -> jax.Array:
-    return sums[0]
-
-
-def _residual_sum(sums: Sequence[jax.Array], residual, bias=None) -> jax.Array:
-    y = sums[0] if bias is None else sums[0] + jnp.broadcast_to(bias[None, :], sums[0].shape)
-    return residual.astype(jnp.float32) + y
-
-
-def _gated(sums: Sequence[jax.Array], bias=None) -> jax.Array:
-    gate, up = sums
-    if bias is not None:
-        gate = gate + jnp.broadcast_to(bias[0][None, :], gate.shape)
-        up = up + jnp.broadcast_to(bias[1][None, :], up.shape)
-    return gate / (1.0 + jnp.exp2(-gate * LOG2_E)) * up
 
 
 def _kernel(x_ref, *refs, halves: int, block_k: int, epilogue: Callable):
@@ -107,12 +35,18 @@ def _kernel(x_ref, *refs, halves: int, block_k: int, epilogue: Callable):
     out_ref[...] = epilogue(sums, *(ref[...] for ref in extra_refs)).astype(out_ref.dtype)
 
 
-def _product(operands, extras, epilogue, dtype, numerics: Numerics, *, name: str, halves: int = 1):
-    """The epilogue of x [N, K] @ weight [K, halves * M], in `dtype` [N, M].
-
-    Extras are loaded by their kind: "tile" of [N, M], "columns" of [M], "halves" of [halves, M].
-    """
-    x, weight = operands
+def product(
+    x: jax.Array,
+    weight: jax.Array,
+    extras: Sequence[tuple[str, jax.Array]],
+    epilogue: Callable,
+    dtype: Any,
+    *,
+    numerics: Numerics,
+    name: str,
+    halves: int,
+) -> jax.Array:
+    """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
     rows, width = x.shape[0], weight.shape[1] // halves
     tile, block_k = numerics.gpu.tile(rows), numerics.gpu.block_k
     columns = max(16, tile.columns // halves)
@@ -128,8 +62,7 @@ def _product(operands, extras, epilogue, dtype, numerics: Numerics, *, name: str
 
     specs = {
         "tile": pl.BlockSpec((tile.rows, columns), lambda j, i: (i, j)),
-        "columns": pl.BlockSpec((columns,), lambda j, i: (j,)),
-        "halves": pl.BlockSpec((halves, columns), lambda j, i: (0, j)),
+        "bias": pl.BlockSpec((halves, columns), lambda j, i: (0, j)),
     }
     result = call(
         partial(_kernel, halves=halves, block_k=block_k, epilogue=epilogue),

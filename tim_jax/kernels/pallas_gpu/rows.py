@@ -7,32 +7,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from tim_jax.kernels import formulas
-from tim_jax.kernels.composed import NATIVE
 from tim_jax.kernels.interface import Heads
-from tim_jax.kernels.pallas import padded, with_gradient
+from tim_jax.kernels.pallas import padded, turned
 from tim_jax.kernels.pallas_gpu.call import call
 from tim_jax.numerics import Numerics
 
 
-def norm(x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
+def normed(x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight, one program per row; the block follows from the width."""
-
-    def kernel(x, weight):
-        rows, width = x.shape
-        row = pl.BlockSpec((None, width), lambda i: (i, 0))
-        return call(
-            partial(_norm, eps=eps, width=width),
-            numerics=numerics,
-            name="norm",
-            warps=4,
-            grid=(rows,),
-            in_specs=[row, pl.BlockSpec((width,), lambda i: (0,))],
-            out_specs=row,
-            out_shape=jax.ShapeDtypeStruct(x.shape, numerics.dtype),
-        )(x, weight)
-
-    return with_gradient(kernel, partial(NATIVE.norm, eps=eps, numerics=numerics))(x, weight)
+    rows, width = x.shape
+    row = pl.BlockSpec((None, width), lambda i: (i, 0))
+    return call(
+        partial(_norm, eps=eps, width=width),
+        numerics=numerics,
+        name="norm",
+        warps=4,
+        grid=(rows,),
+        in_specs=[row, pl.BlockSpec((width,), lambda i: (0,))],
+        out_specs=row,
+        out_shape=jax.ShapeDtypeStruct(x.shape, numerics.dtype),
+    )(x, weight)
 
 
 def _norm(x_ref, weight_ref, out_ref, *, eps: float, width: int):
@@ -45,7 +39,7 @@ def _norm(x_ref, weight_ref, out_ref, *, eps: float, width: int):
     plt.store(out_ref.at[at], y.astype(out_ref.dtype), mask=inside)
 
 
-def project(
+def rotated(
     y: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
@@ -54,26 +48,14 @@ def project(
     heads: Heads,
     eps: float,
     numerics: Numerics,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query and key by `_turned`; a value is only rounded."""
-
-    def kernel(y, cos, sin, optional):
-        rows, bias = y.shape[0], optional.get("bias")
-        parts = y.reshape(rows, -1, 2, heads.size // 2)
-        biases = None if bias is None else bias.reshape(-1, 2, heads.size // 2)
-        turn = partial(_turned, parts, cos, sin, biases, eps=eps, numerics=numerics)
-        query = turn(
-            optional.get("q_norm"), first=0, count=heads.query, scale=heads.size**-0.5
-        )
-        key = turn(optional.get("k_norm"), first=heads.query, count=heads.key, scale=1.0)
-        value = y[:, (heads.query + heads.key) * heads.size :]
-        if bias is not None:
-            value = value + bias[None, -value.shape[1] :]
-        value = formulas.rounded(value.reshape(rows, heads.key, heads.size), numerics.dtype)
-        return query, key, value
-
-    plain = partial(NATIVE.project, heads=heads, eps=eps, numerics=numerics)
-    return with_gradient(kernel, plain)(y, cos, sin, optional)
+) -> tuple[jax.Array, jax.Array]:
+    """Query and key of `Kernels.project`."""
+    half = heads.size // 2
+    parts = y.reshape(y.shape[0], -1, 2, half)
+    biases = optional["bias"].reshape(-1, 2, half) if "bias" in optional else None
+    turn = partial(_turned, parts, cos, sin, biases, eps=eps, numerics=numerics)
+    query = turn(optional.get("q_norm"), first=0, count=heads.query, scale=heads.size**-0.5)
+    return query, turn(optional.get("k_norm"), first=heads.query, count=heads.key, scale=1.0)
 
 
 def _turned(parts, cos, sin, biases, weight, *, first, count, scale, eps, numerics: Numerics):
@@ -90,7 +72,7 @@ def _turned(parts, cos, sin, biases, weight, *, first, count, scale, eps, numeri
     if weight is not None:
         inputs.append(weight.reshape(2, half))
         specs.append(pl.BlockSpec((2, half), lambda i, h: (0, 0)))
-    turned = call(
+    result = call(
         partial(_turn, biased=biases is not None, normed=weight is not None, scale=scale, eps=eps),
         numerics=numerics,
         name="turn",
@@ -100,25 +82,18 @@ def _turned(parts, cos, sin, biases, weight, *, first, count, scale, eps, numeri
         out_specs=pl.BlockSpec((tile, None, 2, half), lambda i, h: (i, h, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((parts.shape[0], count, 2, half), numerics.dtype),
     )(*inputs)
-    return turned[:rows].reshape(rows, count, 2 * half)
+    return result[:rows].reshape(rows, count, 2 * half)
 
 
 def _turn(parts_ref, cos_ref, sin_ref, *refs, biased: bool, normed: bool, scale: float, eps: float):
     """One head of a tile of rows; its two halves are the pairs that turn."""
-    out_ref = refs[-1]
-    shape = cos_ref.shape
-    first, second = parts_ref[:, 0, :], parts_ref[:, 1, :]
-
-    def row(ref, half):
-        return jnp.broadcast_to(ref[half, :][None, :], shape)
-
+    pair = [parts_ref[:, half, :] for half in (0, 1)]
     if biased:
-        first, second = first + row(refs[0], 0), second + row(refs[0], 1)
-    if normed:
-        squares = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
-        factor = jax.lax.rsqrt(squares * (0.5 / shape[1]) + eps)
-        factor = jnp.broadcast_to(factor[:, None], shape)
-        first, second = first * factor * row(refs[-2], 0), second * factor * row(refs[-2], 1)
-    cos, sin = cos_ref[...], sin_ref[...]
-    out_ref[:, 0, :] = ((first * cos - second * sin) * scale).astype(out_ref.dtype)
-    out_ref[:, 1, :] = ((second * cos + first * sin) * scale).astype(out_ref.dtype)
+        pair = [
+            part + jnp.broadcast_to(refs[0][half, :][None, :], part.shape)
+            for half, part in enumerate(pair)
+        ]
+    norm = [refs[-2][half, :][None, :] for half in (0, 1)] if normed else None
+    angle = cos_ref[...], sin_ref[...]
+    for half, part in enumerate(turned(pair, angle, norm, eps=eps, scale=scale)):
+        refs[-1][:, half, :] = part.astype(refs[-1].dtype)
