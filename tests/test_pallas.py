@@ -276,7 +276,7 @@ def test_gradients_are_those_of_the_plain_expressions(family, dtype):
 # --- the whole forward -----------------------------------------------------------------------
 
 CONFIG = ModelConfig(
-    model_type="qwen2",
+    model_type="qwen3",
     vocab_size=48,
     hidden_size=32,
     num_layers=1,
@@ -287,7 +287,6 @@ CONFIG = ModelConfig(
     max_positions=256,
     tied_embeddings=True,
     qk_norm=True,
-    attention_bias=True,
 )
 SIZES = audit.Sizes(3, 2, 9, 10)
 LEARNER = audit.Case("learner", plain_sampling(CONFIG, SIZES), audit.Score(2, loop=True))

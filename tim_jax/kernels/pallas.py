@@ -13,6 +13,7 @@ from tim_jax.errors import InputError
 from tim_jax.numerics import Numerics
 
 PLATFORMS: Mapping[str, str] = MappingProxyType({"pallas_gpu": "gpu", "pallas_tpu": "tpu"})
+Rows = tuple[jax.Array, ...]  # each [1, columns]
 MASKED = -1e30
 LOG2_E = 1.4426950408889634
 
@@ -29,18 +30,18 @@ def padded(x: jax.Array, tile: int, axis: int = 0, value: int | float = 0) -> ja
     return jnp.pad(x, widths, constant_values=value)
 
 
-def residual_sum(product: jax.Array, residual: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """residual + (product + bias); bias [1, columns]."""
-    if bias is not None:
-        product = product + jnp.broadcast_to(bias, product.shape)
+def residual_sum(product: jax.Array, residual: jax.Array, bias: Rows = ()) -> jax.Array:
+    """residual + (product + bias); bias: none, or one row."""
+    if bias:
+        product = product + jnp.broadcast_to(bias[0], product.shape)
     return residual.astype(jnp.float32) + product
 
 
-def gated(gate: jax.Array, up: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """silu(gate) * up; bias [2, columns]."""
-    if bias is not None:
-        gate = gate + jnp.broadcast_to(bias[:1], gate.shape)
-        up = up + jnp.broadcast_to(bias[1:], up.shape)
+def gated(gate: jax.Array, up: jax.Array, bias: Rows = ()) -> jax.Array:
+    """silu(gate) * up; bias: none, or two rows."""
+    if bias:
+        gate = gate + jnp.broadcast_to(bias[0], gate.shape)
+        up = up + jnp.broadcast_to(bias[1], up.shape)
     return gate / (1.0 + jnp.exp(-gate)) * up
 
 

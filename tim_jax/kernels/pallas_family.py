@@ -39,8 +39,8 @@ class PallasFamily:
 
     product(x, weight, extras, epilogue, dtype, *, numerics, name, halves): the epilogue of
         x [N, K] @ weight [K, halves * M], [N, M] in `dtype`. It gets the `halves` tiles of the
-        product, float32, and of each of the extras its part: "tile" of [N, M], "bias" of
-        [halves, M].
+        product, float32, and of each of the extras its part: of a "tile" [N, M] the tile, of a
+        "bias" [halves, M] a tuple of `halves` rows.
     attend(query, key, value, positions, *, numerics): attention in the compute dtype.
     normed(x, weight, *, eps, numerics): RMSNorm.
     rotated(y, cos, sin, optional, *, heads, eps, numerics): query and key of `project`.
@@ -71,7 +71,7 @@ class PallasFamily:
         return call(x, weight)
 
     def dot_add(self, x, weight, residual, bias, *, numerics: Numerics):
-        def epilogue(sums, residual, bias=None):
+        def epilogue(sums, residual, bias=()):
             return pallas.residual_sum(sums[0], residual, bias)
 
         def kernel(x, weight, residual, *bias):
@@ -85,7 +85,7 @@ class PallasFamily:
         return with_gradient(kernel, plain)(x, weight, residual, *_present(bias))
 
     def gated_dot(self, x, weight, bias, *, numerics: Numerics):
-        def epilogue(sums, bias=None):
+        def epilogue(sums, bias=()):
             return pallas.gated(*sums, bias)
 
         def kernel(x, weight, *bias):

@@ -17,7 +17,7 @@ from tim_jax.kernels.pallas_gpu.call import call
 from tim_jax.numerics import Numerics
 
 
-def _kernel(x_ref, *refs, halves: int, block_k: int, epilogue: Callable):
+def _kernel(x_ref, *refs, halves: int, kinds: tuple[str, ...], block_k: int, epilogue: Callable):
     """Sums over K for each of `halves` weight tiles, then the epilogue."""
     weight_refs, extra_refs, out_ref = refs[:halves], refs[halves:-1], refs[-1]
     precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
@@ -32,7 +32,11 @@ def _kernel(x_ref, *refs, halves: int, block_k: int, epilogue: Callable):
 
     zeros = (jnp.zeros(out_ref.shape, jnp.float32),) * halves
     sums = jax.lax.fori_loop(0, x_ref.shape[1] // block_k, step, zeros)
-    out_ref[...] = epilogue(sums, *(ref[...] for ref in extra_refs)).astype(out_ref.dtype)
+    extras = [
+        ref[...] if kind == "tile" else tuple(ref[half, :][None, :] for half in range(halves))
+        for kind, ref in zip(kinds, extra_refs, strict=True)
+    ]
+    out_ref[...] = epilogue(sums, *extras).astype(out_ref.dtype)
 
 
 def product(
@@ -65,7 +69,13 @@ def product(
         "bias": pl.BlockSpec((halves, columns), lambda j, i: (0, j)),
     }
     result = call(
-        partial(_kernel, halves=halves, block_k=block_k, epilogue=epilogue),
+        partial(
+            _kernel,
+            halves=halves,
+            kinds=tuple(kind for kind, _ in extras),
+            block_k=block_k,
+            epilogue=epilogue,
+        ),
         numerics=numerics,
         name=name,
         warps=tile.warps,

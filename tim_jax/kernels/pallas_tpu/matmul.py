@@ -13,7 +13,7 @@ from tim_jax.kernels.pallas_tpu.call import call, precision
 from tim_jax.numerics import Numerics
 
 
-def _kernel(x_ref, *refs, halves: int, epilogue: Callable):
+def _kernel(x_ref, *refs, halves: int, kinds: tuple[str, ...], epilogue: Callable):
     """One step of the sums of a tile; the epilogue after the last."""
     weight_refs, extra_refs = refs[:halves], refs[halves : -halves - 1]
     out_ref, sum_refs = refs[-halves - 1], refs[-halves:]
@@ -32,7 +32,11 @@ def _kernel(x_ref, *refs, halves: int, epilogue: Callable):
 
     @pl.when(index == pl.num_programs(2) - 1)
     def _finish():
-        y = epilogue([ref[...] for ref in sum_refs], *(ref[...] for ref in extra_refs))
+        extras = [
+            ref[...] if kind == "tile" else tuple(ref[h : h + 1, :] for h in range(halves))
+            for kind, ref in zip(kinds, extra_refs, strict=True)
+        ]
+        y = epilogue([ref[...] for ref in sum_refs], *extras)
         out_ref[...] = y.astype(out_ref.dtype)
 
 
@@ -66,7 +70,12 @@ def product(
         "bias": pl.BlockSpec((halves, tiles.columns), lambda i, j, k: (0, j)),
     }
     result = call(
-        partial(_kernel, halves=halves, epilogue=epilogue),
+        partial(
+            _kernel,
+            halves=halves,
+            kinds=tuple(kind for kind, _ in extras),
+            epilogue=epilogue,
+        ),
         numerics=numerics,
         name=name,
         grid=(x.shape[0] // tiles.rows, steps, size // tiles.block_k),
