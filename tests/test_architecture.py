@@ -15,12 +15,13 @@ NAME = PACKAGE.name
 # package as a whole) imports from rows above its own, never from its own row.
 LAYERS = (
     ("errors", "types", "sums"),
-    ("numerics", "placement", "schedules", "objectives"),
-    ("corrections", "optimizers"),
+    ("tile_sizes", "placement", "schedules", "objectives"),
+    ("numerics",),
+    ("corrections", "optimizers", "compiled"),
     ("metrics", "kernels"),
     ("collectives",),
     ("model",),
-    ("policy", "calibration"),
+    ("policy", "calibration", "kernel_choice"),
     ("sampler", "scoring"),
     ("learner",),
     ("sharded",),
@@ -36,7 +37,7 @@ LAYERS = (
     ("config",),
     ("config_io",),
     ("assembly",),
-    ("jobs", "auditing"),
+    ("jobs", "audit_job"),
     ("cli",),
 )
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}

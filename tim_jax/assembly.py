@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from tim_jax import calibration, corrections, optimizers, placement, programs
+from tim_jax import calibration, corrections, kernel_choice, optimizers, placement, programs
 from tim_jax.config import RunConfig
 from tim_jax.config_sections import Architecture, CustomTask, Optimizer
 from tim_jax.errors import InputError
@@ -13,7 +13,14 @@ from tim_jax.learner import Learning, Policy
 from tim_jax.model import axes, hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.params import init_params
-from tim_jax.numerics import Family, Numerics
+from tim_jax.numerics import (
+    GPU_EXACT_BF16,
+    GPU_EXACT_F32,
+    TPU_EXACT_BF16,
+    TPU_EXACT_F32,
+    Family,
+    Numerics,
+)
 from tim_jax.placement import Placement
 from tim_jax.policy import Sampling
 from tim_jax.programs import Programs
@@ -26,6 +33,10 @@ from tim_jax.tasks.math import MathGrader
 from tim_jax.tokenizers import character_tokenizer
 from tim_jax.train import Text
 
+_ACCELERATED = {
+    "pallas_gpu": {"float32": GPU_EXACT_F32, "bfloat16": GPU_EXACT_BF16},
+    "pallas_tpu": {"float32": TPU_EXACT_F32, "bfloat16": TPU_EXACT_BF16},
+}
 _LONG = 1024  # from this many positions on, larger key blocks cost less
 
 
@@ -134,6 +145,8 @@ def make_text(config: RunConfig, model: Model) -> Text:
 
 def fixed_numerics(family: Family, dtype: str, *, length: int, column_tiles: int = 1) -> Numerics:
     """Numerics for sequences of up to `length` tokens that need no fact about the backend."""
+    if family in _ACCELERATED:
+        return _ACCELERATED[family][dtype]
     block = 32 if length < _LONG else 128
     return Numerics(family=family, compute_dtype=dtype, kv_block=block, column_tiles=column_tiles)
 
@@ -147,8 +160,15 @@ def make_numerics(
     batch: int,
     column_tiles: int = 1,
 ) -> Numerics:
-    """The same with row ranges measured for decode batches of about `batch` rows."""
+    """The same with tiles that fit the model, and on a CPU with row ranges measured for decode
+    batches of about `batch` rows.
+
+    Raises:
+      InputError: the family cannot run this model, or not on this device.
+    """
     fixed = fixed_numerics(family, dtype, length=length, column_tiles=column_tiles)
+    fixed = kernel_choice.fitted(model, fixed)
+    kernel_choice.check(model, fixed)
     return calibration.calibrate(model, fixed, batch=batch)
 
 
@@ -170,16 +190,18 @@ def make_policy(config: RunConfig, model: Model) -> Policy:
         )
     where = config.placement.value
     check_placement(where, model.config, config.column_tiles)
+    numerics = make_numerics(
+        config.numerics.family,
+        config.numerics.dtype,
+        model.config,
+        length=length,
+        batch=max(1, config.sequences_per_step // where.shards),
+        column_tiles=config.column_tiles,
+    )
+    options = tuple(sorted(config.numerics.compiler_options.items()))
     return Policy(
         config=model.config,
-        numerics=make_numerics(
-            config.numerics.family,
-            config.numerics.dtype,
-            model.config,
-            length=length,
-            batch=max(1, config.sequences_per_step // where.shards),
-            column_tiles=config.column_tiles,
-        ),
+        numerics=replace(numerics, compiler_options=options),
         placement=where,
         sampling=Sampling(
             max_response_length=section.max_response_length,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tim_jax.errors import InputError, MismatchError
 
+_FAMILIES = ("tiles", "native", "pallas_gpu", "pallas_tpu")  # numerics.FAMILIES, without its JAX
 _BAD_INPUT, _MISMATCH, _INTERRUPTED = 2, 3, 130
 
 
@@ -77,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("model", help="folder, hub name, run folder, or a preset")
     audit.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     audit.add_argument("--quick", action="store_true", help="fewer cases")
+    audit.add_argument("--family", choices=_FAMILIES, default="tiles", help="kernels (tiles)")
+    audit.add_argument(
+        "--interpret", action="store_true", help="run Pallas kernels without their device, slowly"
+    )
     audit.set_defaults(run=_audit)
     return parser
 
@@ -133,9 +138,14 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from tim_jax import auditing
+    from tim_jax import audit_job
 
-    report, passed = auditing.audit_model(arguments.model, quick=arguments.quick)
+    report, passed = audit_job.audit_model(
+        arguments.model,
+        quick=arguments.quick,
+        family=arguments.family,
+        interpret=arguments.interpret,
+    )
     _write(arguments.json, report)
     return 0 if passed else 1
 

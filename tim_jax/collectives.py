@@ -14,6 +14,7 @@ Two kinds of gather differ in what follows them, and so in their transposes:
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax import kernels
-from tim_jax.kernels import native
+from tim_jax.kernels import Kernels, native
+from tim_jax.kernels.composed import Composed
 from tim_jax.numerics import Numerics
 from tim_jax.placement import RULES, Axes, Placement, missing
 
@@ -85,7 +87,37 @@ def gather_same(x: jax.Array, names: Names, placement: Placement) -> jax.Array:
     return _gather_same(x, names, x.ndim - 1) if names else x
 
 
-def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics, placement: Placement) -> jax.Array:
+def family(numerics: Numerics, placement: Placement) -> Kernels:
+    """The kernels of these numerics for weights that are split over fsdp, where they are composed.
+
+    Their dot gathers the rows of its weight just before use. Kernels that are not composed of a
+    dot take what `matrix` gives.
+    """
+    ops = kernels.family(numerics)
+    if not isinstance(ops, Composed) or not _present(RULES["in"], placement):
+        return ops
+    return replace(ops, dot=partial(_dot, ops.dot, placement))
+
+
+def matrix(weight: jax.Array, *, numerics: Numerics, placement: Placement) -> jax.Array:
+    """The weight as the dots of `family` take it: this device's part, or gathered over fsdp.
+
+    What is gathered here is kept for the backward, unless the layer is recomputed (`remat`).
+    """
+    names = _present(RULES["in"], placement)
+    if isinstance(kernels.family(numerics), Composed) or not names:
+        return weight
+    return _gather(weight, names, weight.ndim - 2)
+
+
+def _dot(
+    dot: Callable,
+    placement: Placement,
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    numerics: Numerics,
+) -> jax.Array:
     """x [N, K] @ weight -> float32 [N, M], the rows of `weight` gathered over fsdp just before use.
 
     Args:
@@ -93,10 +125,8 @@ def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics, placement: Place
 
     The backward gathers the weight again: no whole weight is kept from the forward.
     """
-    plain = partial(kernels.family(numerics).dot, numerics=numerics)
+    plain = partial(dot, numerics=numerics)
     names = _present(RULES["in"], placement)
-    if not names:
-        return plain(x, weight)
     axis = weight.ndim - 2
 
     def forward(x, weight):

@@ -113,12 +113,14 @@ class NumericsSection(Section):
     """How numbers are computed; see `tim_jax.numerics`."""
 
     family: Family = "tiles"
-    """tiles: exact by construction. native: plain XLA."""
+    """tiles: exact by construction. native: plain XLA. pallas_gpu, pallas_tpu: exact kernels."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation. The master weights are float32 in any case."""
     column_tiles: Count | None = None
     """Parts that weight matrices are multiplied in: bits are the same for every size of the tensor
     axis that divides it. Left out: the largest tensor axis of the run."""
+    compiler_options: dict[str, str | bool | int] = {}
+    """XLA's, for every program of the run, such as `xla_allow_excess_precision = false`."""
 
 
 class SamplingSection(Section):

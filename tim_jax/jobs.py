@@ -1,6 +1,7 @@
 """The jobs behind the commands: train, evaluate, generate. Files and display live here."""
 
 import itertools
+import json
 import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,12 @@ import jax.numpy as jnp
 
 from tim_jax import (
     assembly,
+    audit,
     charts,
     checkpoints,
     config_io,
     evaluation,
+    kernel_choice,
     programs,
     runs,
     sharded,
@@ -127,6 +130,7 @@ def _evaluator(config: RunConfig, policy: Policy, task: Task, text: Text):
 def _follow(job: _Job, run: Run) -> None:
     """Restores or starts, then writes and shows what the loop yields."""
     config = job.config
+    _write_numerics(job, run)
     state, reference, start, notes = _restored(job, run)
     title = f"{config.run.folder}: {job.task.name}"
     with (
@@ -161,6 +165,19 @@ def _follow(job: _Job, run: Run) -> None:
                 run.save(step.number, _saved(state, reference))
         if config.run.export and not (run.folder / "model").exists():
             _export(job, state, display)
+
+
+def _write_numerics(job: _Job, run: Run) -> None:
+    """numerics.json: how numbers are computed, by which kernels, on what."""
+    device = jax.devices()[0]
+    found = {
+        "numerics": audit.describe(job.policy.numerics),
+        "kernels": kernel_choice.kernels_used(job.policy.config, job.policy.numerics),
+        "platform": device.platform,
+        "device": device.device_kind,
+        "jax": jax.__version__,
+    }
+    (run.folder / "numerics.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _restored(job: _Job, run: Run) -> tuple[TrainState, Any, int, list[str]]:

@@ -6,9 +6,11 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.tile_sizes import GPU_BF16, GPU_F32, TPU, GpuTiles, TpuTiles
 
-Family = Literal["tiles", "native"]
+Family = Literal["tiles", "native", "pallas_gpu", "pallas_tpu"]
+FAMILIES: tuple[Family, ...] = ("tiles", "native", "pallas_gpu", "pallas_tpu")
 _COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -38,8 +40,9 @@ class Rows:
 class Numerics:
     """Two executions with equal `Numerics` give every token the same log-prob, to the bit.
 
-    With family "tiles" that is by construction; "native" is plain XLA, where kernels, fusions and
-    reduction orders follow the program and its shapes.
+    With every family but "native" that is by construction: "tiles" fences plain XLA operations of
+    fixed shapes, "pallas_gpu" and "pallas_tpu" are kernels of our own. "native" is plain XLA, where
+    kernels, fusions and reduction orders follow the program and its shapes.
     """
 
     family: Family = "tiles"
@@ -53,11 +56,23 @@ class Numerics:
     # Equal parts that every weight matrix is multiplied in, by columns. A dot's bits depend on its
     # column count, so that they are the same for tensor axes that divide this number, and no other.
     column_tiles: int = 1
+    gpu: GpuTiles = GPU_BF16  # of pallas_gpu
+    tpu: TpuTiles = TPU  # of pallas_tpu
+    interpret: bool = False  # run the Pallas kernels without their device, slowly: for tests
+    compiler_options: tuple[tuple[str, str | bool | int], ...] = ()  # XLA's, for every program
 
     def __post_init__(self):
-        if self.family not in ("tiles", "native"):
+        if self.family not in FAMILIES:
+            hint = did_you_mean(self.family, FAMILIES)
+            raise InputError(f"Numerics: unknown kernel family {self.family!r}{hint}")
+        if self.interpret and not self.family.startswith("pallas"):
             raise InputError(
-                f"Numerics: unknown kernel family {self.family!r}; known: tiles, native"
+                f"Numerics: interpret is for the Pallas families, got family {self.family!r}"
+            )
+        if self.column_tiles > 1 and self.family.startswith("pallas"):
+            raise InputError(
+                f"Numerics: column_tiles = {self.column_tiles} (a tensor axis) is for the families"
+                f" tiles and native, got family {self.family!r}"
             )
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise InputError(
@@ -83,3 +98,20 @@ EXACT_F32 = Numerics()
 EXACT_BF16 = Numerics(compute_dtype="bfloat16")
 NATIVE_F32 = Numerics(family="native")
 NATIVE_BF16 = Numerics(family="native", compute_dtype="bfloat16")
+GPU_EXACT_F32 = Numerics(family="pallas_gpu", kv_block=64, gpu=GPU_F32)
+GPU_EXACT_BF16 = Numerics(family="pallas_gpu", compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16)
+TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=128)
+TPU_EXACT_BF16 = Numerics(family="pallas_tpu", compute_dtype="bfloat16", kv_block=128)
+
+# Plain XLA on GPUs: no split sums, one tile for every Triton product, no timing-based choice, no
+# roundings left out. Candidates: what they buy on a device is for `scripts/gpu_check.sh` to say.
+GPU_PINNED_OPTIONS: tuple[tuple[str, str | bool | int], ...] = (
+    ("xla_allow_excess_precision", False),
+    ("xla_gpu_autotune_level", 0),
+    ("xla_gpu_cublas_fallback", False),
+    ("xla_gpu_experimental_force_split_k", 1),
+    (
+        "xla_gpu_override_gemm_autotuner",
+        "block_m: 64 block_n: 128 block_k: 64 num_stages: 3 num_warps: 4 num_ctas: 1",
+    ),
+)

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import learner, placement, sampler, sharded
+from tim_jax.compiled import jit
 from tim_jax.errors import InputError
 from tim_jax.learner import Experience, Learning, Policy, TrainState
 from tim_jax.model import axes
@@ -100,15 +101,16 @@ def build(
     )
     state, whole = where.state(init), where.whole
     updated = None if where.mesh is None else (state, where.weights, whole)
+    numerics = policy.numerics
     return Programs(
         prepare=weights_program(policy, devices),
         publish=publication(policy, drawing, devices),
         sample=where.arriving(
             sampling_program(drawing, samples=learning.group_size, devices=devices), drawing
         ),
-        experience=jax.jit(experience, out_shardings=whole),
-        update=jax.jit(update, donate_argnums=(0, 1), out_shardings=updated),
-        init=where.spreading(jax.jit(init, out_shardings=state)),
+        experience=jit(experience, numerics, out_shardings=whole),
+        update=jit(update, numerics, donate_argnums=(0, 1), out_shardings=updated),
+        init=where.spreading(jit(init, numerics, out_shardings=state)),
         learning=learning,
         mini_batches=mini_batches,
         epochs=epochs,
@@ -134,8 +136,9 @@ def sampling_program(
         )
 
     if where.mesh is None:
-        return jax.jit(sample)
-    return jax.jit(sharded.sampling(policy, where.mesh, samples=samples), out_shardings=where.whole)
+        return jit(sample, policy.numerics)
+    program = sharded.sampling(policy, where.mesh, samples=samples)
+    return jit(program, policy.numerics, out_shardings=where.whole)
 
 
 def weights_program(
@@ -143,7 +146,7 @@ def weights_program(
 ) -> Callable[..., Any]:
     """Jitted params -> compute weights, where and as `policy` has them."""
     where = _Where.of(policy, devices)
-    return where.spreading(jax.jit(policy.prepare, out_shardings=where.weights))
+    return where.spreading(jit(policy.prepare, policy.numerics, out_shardings=where.weights))
 
 
 def publication(

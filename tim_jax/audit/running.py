@@ -3,16 +3,17 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import placement, sampler, sharded
+from tim_jax import kernel_choice, placement, sampler, sharded
 from tim_jax.audit.cases import Again, Case, Score, Sizes, standard_cases
 from tim_jax.audit.comparing import CaseResult, compare, describe
+from tim_jax.compiled import jit
 from tim_jax.learner import Policy
 from tim_jax.model import axes, transformer
 from tim_jax.model.config import ModelConfig
@@ -62,10 +63,12 @@ def audit(
       control: run native numerics too, once per dtype, where unequal tokens are expected.
 
     Raises:
-      InputError: if the model has too few positions for `sizes`.
+      InputError: if the model has too few positions for `sizes`, or the numerics cannot run it.
     """
     sizes = Sizes.fitting(config) if sizes is None else sizes
     sizes.check(config)
+    for exact in numerics:
+        kernel_choice.check(config, exact)
     cases = standard_cases(config, sizes, quick=quick) if cases is None else cases
     params = jax.tree.map(jnp.asarray, params)
     seen: set[Numerics] = set()
@@ -180,13 +183,28 @@ def _filled(tokens: jax.Array, more: int, config: ModelConfig) -> jax.Array:
     return jnp.concatenate([tokens, jnp.broadcast_to(extra, (len(tokens), more))], axis=1)
 
 
-@partial(jax.jit, static_argnames=("config", "numerics"))
 def _prepare(params, *, config, numerics):
-    return transformer.prepare(params, config=config, numerics=numerics)
+    program = _compiled(transformer.prepare, ("config", "numerics"), numerics)
+    return program(params, config=config, numerics=numerics)
 
 
-@partial(jax.jit, static_argnames=("samples", "policy"))
 def _sample(weights, prompts, key, *, samples: int, policy: Policy):
+    program = _compiled(_drawn, ("samples", "policy"), policy.numerics)
+    return program(weights, prompts, key, samples=samples, policy=policy)
+
+
+def _score(weights, rollout: Rollout, *, policy: Policy, how: Score):
+    program = _compiled(_log_probs, ("policy", "how"), policy.numerics)
+    return program(weights, rollout, policy=policy, how=how)
+
+
+@cache
+def _compiled(function, static: tuple[str, ...], numerics: Numerics):
+    """One jitted function per numerics, whose compiler options it takes."""
+    return jit(function, numerics, static_argnames=static)
+
+
+def _drawn(weights, prompts, key, *, samples: int, policy: Policy):
     if not policy.placement.single:
         on = placement.mesh(policy.placement, jax.devices())
         return sharded.sampling(policy, on, samples=samples)(weights, prompts, key)
@@ -201,8 +219,7 @@ def _sample(weights, prompts, key, *, samples: int, policy: Policy):
     )
 
 
-@partial(jax.jit, static_argnames=("policy", "how"))
-def _score(weights, rollout: Rollout, *, policy: Policy, how: Score):
+def _log_probs(weights, rollout: Rollout, *, policy: Policy, how: Score):
     """Log-probs [B, R], and the gradient if there is one: returned, so that it must be made."""
     local = partial(_local_score, policy=policy, how=how)
     if policy.placement.single:

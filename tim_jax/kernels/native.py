@@ -167,4 +167,4 @@ def _attend(query, key, value, last):
 
 def counterpart(numerics: Numerics) -> Numerics:
     """The native numerics of the same dtypes: what backward passes are computed with."""
-    return replace(numerics, family="native")
+    return replace(numerics, family="native", interpret=False)

@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens each, d hidden size, H query heads, Kv key heads, 
 D head size, S key positions, V vocabulary.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
@@ -174,7 +175,9 @@ def logits(
 ) -> jax.Array:
     """Vocabulary logits float32 [N, V], all of them on every device, of hidden states [N, d]."""
     normed = _norm(hidden, weights["final_norm"], config, numerics, placement)
-    own = collectives.dot(normed, weights["head"], numerics=numerics, placement=placement)
+    ops = collectives.family(numerics, placement)
+    head = collectives.matrix(weights["head"], numerics=numerics, placement=placement)
+    own = ops.dot(normed, head, numerics=numerics)
     found = collectives.gather_same(own, ("tensor",), placement)
     return found if found.shape[1] == config.vocab_size else found[:, : config.vocab_size]
 
@@ -209,89 +212,44 @@ def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.A
 
 def _layer(x, w, angles, positions, cache, *, config, numerics, placement, shape):
     """One decoder layer on rows x [B * T, d]; across a tensor axis, on its own columns of them."""
-    ops = kernels.family(numerics)
-    dtype, tiles = numerics.dtype, numerics.column_tiles // placement.tensor
-    dot = partial(collectives.dot, numerics=numerics, placement=placement)
+    local = replace(numerics, column_tiles=numerics.column_tiles // placement.tensor)
+    ops = collectives.family(local, placement)
+    matrix = partial(collectives.matrix, numerics=local, placement=placement)
     whole = partial(collectives.gather, names=("tensor",), placement=placement)
     normed = _norm(x, w["attn_norm"], config, numerics, placement)
-    query, key, value = _project(dot(normed, w["qkv"]), w, angles, config, numerics, placement)
+    query, key, value = _project(normed, w, angles, config, local, placement)
     mixed, keys_values = _attend(
         query, key, value, positions, cache, config, numerics, placement, shape
     )
-    x = _add(x, dot(whole(mixed), w["o"]), w.get("o_bias"), numerics)
+    x = ops.dot_add(whole(mixed), matrix(w["o"]), x, w.get("o_bias"), numerics=local)
     normed = _norm(x, w["mlp_norm"], config, numerics, placement)
-
-    def gated(y, *bias):
-        y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
-        gate, up = _parted(y, tiles, (1, 1))
-        return formulas.rounded(formulas.gated_silu(gate, up), dtype)
-
-    bias = (w["gate_up_bias"],) if "gate_up_bias" in w else ()
-    hidden = ops.unit(gated, gated)(dot(normed, w["gate_up"]), *bias)
-    return _add(x, dot(whole(hidden), w["down"]), w.get("down_bias"), numerics), keys_values
-
-
-def _parted(y, tiles, shares):
-    """Splits joint columns [N, M] by shares; each of `tiles` column tiles holds some of all."""
-    sizes = np.cumsum(shares[:-1]) * (y.shape[1] // tiles // sum(shares))
-    if tiles == 1:
-        return jnp.split(y, sizes, axis=-1)
-    parts = jnp.split(y.reshape(y.shape[0], tiles, -1), sizes, axis=-1)
-    return [part.reshape(y.shape[0], -1) for part in parts]
+    bias = w.get("gate_up_bias")
+    hidden = ops.gated_dot(normed, matrix(w["gate_up"]), bias, numerics=local)
+    x = ops.dot_add(whole(hidden), matrix(w["down"]), x, w.get("down_bias"), numerics=local)
+    return x, keys_values
 
 
 def _norm(x, weight, config, numerics, placement):
     """RMSNorm of whole rows, rounded to the compute dtype."""
     x = collectives.gather(x, ("tensor",), placement)
     weight = collectives.gather(weight, ("tensor", "fsdp"), placement)
-
-    def norm(x, weight, total):
-        y = formulas.rms_norm(x, weight, eps=config.rms_norm_eps, total=total)
-        return formulas.rounded(y, numerics.dtype)
-
-    return _unit_with_total(norm, numerics)(x, weight)
+    return kernels.family(numerics).norm(x, weight, eps=config.rms_norm_eps, numerics=numerics)
 
 
-def _unit_with_total(f, numerics):
-    """The family's unit of f(*args, total): its own sum forward, the plain sum backward."""
-    ops = kernels.family(numerics)
-    return ops.unit(partial(f, total=ops.total), partial(f, total=kernels.native.total))
-
-
-def _add(x, y, bias, numerics):
-    """The residual sum, rounded to the compute dtype."""
-
-    def add(x, y, *bias):
-        y = y + jnp.broadcast_to(bias[0], y.shape) if bias else y
-        return formulas.rounded(x.astype(jnp.float32) + y, numerics.dtype)
-
-    biases = () if bias is None else (bias,)
-    return kernels.family(numerics).unit(add, add)(x, y, *biases)
-
-
-def _project(y, w, angles, config, numerics, placement):
-    """Splits the joint projection [N, (H + 2 Kv) D] into normed, rotated, scaled q, k and v."""
+def _project(normed, w, angles, config, numerics, placement):
+    """The joint projection, split into normed, rotated, scaled q, k and v, [N, heads, D] each."""
+    ops = collectives.family(numerics, placement)
+    names = (("bias", "qkv_bias"), ("q_norm", "q_norm"), ("k_norm", "k_norm"))
     heads, kv_heads = (n // placement.tensor for n in (config.num_heads, config.num_kv_heads))
-    size, tiles = config.head_dim, numerics.column_tiles // placement.tensor
-
-    def project(y, cos, sin, optional, total):
-        if "bias" in optional:
-            y = y + jnp.broadcast_to(optional["bias"].reshape(-1), y.shape)
-        query, key, value = _parted(y, tiles, (heads, kv_heads, kv_heads))
-        query = query.reshape(-1, heads, size)
-        key = key.reshape(-1, kv_heads, size)
-        if "q_norm" in optional:
-            norm = partial(formulas.rms_norm, eps=config.rms_norm_eps, total=total)
-            query, key = norm(query, optional["q_norm"]), norm(key, optional["k_norm"])
-        query = formulas.rotate(query, cos, sin) * size**-0.5
-        key = formulas.rotate(key, cos, sin)
-        value = value.reshape(-1, kv_heads, size)
-        return tuple(formulas.rounded(part, numerics.dtype) for part in (query, key, value))
-
-    optional = {"bias": w["qkv_bias"]} if "qkv_bias" in w else {}
-    if "q_norm" in w:
-        optional |= {"q_norm": w["q_norm"], "k_norm": w["k_norm"]}
-    return _unit_with_total(project, numerics)(y, *angles, optional)
+    weight = collectives.matrix(w["qkv"], numerics=numerics, placement=placement)
+    return ops.project(
+        ops.dot(normed, weight, numerics=numerics),
+        *angles,
+        {name: w[key] for name, key in names if key in w},
+        heads=kernels.Heads(heads, kv_heads, config.head_dim),
+        eps=config.rms_norm_eps,
+        numerics=numerics,
+    )
 
 
 def _attend(query, key, value, positions, cache, config, numerics, placement, shape):

@@ -1,0 +1,104 @@
+"""Kernel families of plain XLA operations: everything composed of a dot, a sum and a unit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax.kernels import formulas, native, tiles
+from tim_jax.kernels.interface import Heads
+from tim_jax.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A family of `interface.Kernels`, from the pieces of `tiles` or `native`."""
+
+    fence: Callable[[Any], Any]
+    total: Callable[..., jax.Array]
+    peak: Callable[..., jax.Array]
+    unit: Callable[[Callable, Callable], Callable]
+    dot: Callable[..., jax.Array]
+    attention: Callable[..., jax.Array]
+
+    def _row_unit(self, f: Callable) -> Callable:
+        """The unit of f(*args, total): the family's own sum forward, the plain sum backward."""
+        return self.unit(partial(f, total=self.total), partial(f, total=native.total))
+
+    def norm(self, x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics):
+        def norm(x, weight, total):
+            y = formulas.rms_norm(x, weight, eps=eps, total=total)
+            return formulas.rounded(y, numerics.dtype)
+
+        return self._row_unit(norm)(x, weight)
+
+    def dot_add(self, x, weight, residual, bias, *, numerics: Numerics):
+        def add(x, y, *bias):
+            y = y + jnp.broadcast_to(bias[0], y.shape) if bias else y
+            return formulas.rounded(x.astype(jnp.float32) + y, numerics.dtype)
+
+        biases = () if bias is None else (bias,)
+        return self.unit(add, add)(residual, self.dot(x, weight, numerics=numerics), *biases)
+
+    def gated_dot(self, x, weight, bias, *, numerics: Numerics):
+        def gated(y, *bias):
+            y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
+            gate, up = _parted(y, numerics.column_tiles, (1, 1))
+            return formulas.rounded(formulas.gated_silu(gate, up), numerics.dtype)
+
+        biases = () if bias is None else (bias,)
+        return self.unit(gated, gated)(self.dot(x, weight, numerics=numerics), *biases)
+
+    def project(self, y, cos, sin, optional, *, heads: Heads, eps: float, numerics: Numerics):
+        shares = (heads.query, heads.key, heads.key)
+
+        def project(y, cos, sin, optional, total):
+            if "bias" in optional:
+                y = y + jnp.broadcast_to(optional["bias"].reshape(-1), y.shape)
+            query, key, value = _parted(y, numerics.column_tiles, shares)
+            query = query.reshape(-1, heads.query, heads.size)
+            key = key.reshape(-1, heads.key, heads.size)
+            if "q_norm" in optional:
+                norm = partial(formulas.rms_norm, eps=eps, total=total)
+                query, key = norm(query, optional["q_norm"]), norm(key, optional["k_norm"])
+            query = formulas.rotate(query, cos, sin) * heads.size**-0.5
+            key = formulas.rotate(key, cos, sin)
+            value = value.reshape(-1, heads.key, heads.size)
+            return tuple(formulas.rounded(part, numerics.dtype) for part in (query, key, value))
+
+        return self._row_unit(project)(y, cos, sin, optional)
+
+    def exponentials(self, x: jax.Array, peak: jax.Array, *, numerics: Numerics):
+        del numerics
+        return self.fence(jnp.exp(x - peak[:, None]))
+
+    def row_sum(self, x: jax.Array, *, numerics: Numerics):
+        del numerics
+        return self.fence(self.total(x))
+
+    def log(self, x: jax.Array, *, numerics: Numerics):
+        del numerics
+        return self.fence(jnp.log(x))
+
+    def log_normaliser(self, x, peak, weights, *, numerics: Numerics):
+        del x, peak
+        return self.log(self.row_sum(weights, numerics=numerics), numerics=numerics)
+
+
+def _parted(y: jax.Array, tiles: int, shares: tuple[int, ...]) -> list[jax.Array]:
+    """Splits joint columns [N, M] by shares; each of `tiles` column tiles holds some of all."""
+    sizes = np.cumsum(shares[:-1]) * (y.shape[1] // tiles // sum(shares))
+    if tiles == 1:
+        return jnp.split(y, sizes, axis=-1)
+    parts = jnp.split(y.reshape(y.shape[0], tiles, -1), sizes, axis=-1)
+    return [part.reshape(y.shape[0], -1) for part in parts]
+
+
+TILES = Composed(tiles.fence, tiles.total, tiles.peak, tiles.unit, tiles.dot, tiles.attention)
+NATIVE = Composed(
+    native.fence, native.total, native.peak, native.unit, native.dot, native.attention
+)
