@@ -54,6 +54,8 @@ def sample(
     uniforms = _uniforms(key, prompts.ids, samples, limit)
     run = partial(transformer.forward, weights, config=config, numerics=numerics)
     hidden, cache = _prefill(run, prompts, samples)
+    weights = transformer.unstacked(weights)
+    run = partial(transformer.forward, weights, config=config, numerics=numerics)
     starts = jnp.repeat(prompts.lengths, samples)
     stops = jnp.asarray(sampling.stop_tokens, jnp.int32)
 
