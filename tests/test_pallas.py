@@ -290,8 +290,9 @@ CONFIG = ModelConfig(
     tied_embeddings=True,
     qk_norm=True,
 )
-SIZES = audit.Sizes(3, 2, 9, 10)
-LEARNER = audit.Case("learner", plain_sampling(CONFIG, SIZES), audit.Score(2, loop=True))
+SIZES = audit.Sizes(3, 2, 6, 9)  # one key block: a decode loop less to compile
+LONGER = audit.Sizes(3, 2, 9, 30)
+LEARNER = audit.Case("learner", plain_sampling(CONFIG, SIZES), audit.Score())
 ALONE = audit.Case("alone", plain_sampling(CONFIG, SIZES), audit.Again(one_by_one=True))
 
 
@@ -301,7 +302,7 @@ def test_sampler_and_learner_agree_to_the_bit(dtype):
     options = {"numerics": (numerics,), "cases": (LEARNER,), "sizes": SIZES, "control": False}
     (result,) = audit.audit(audit.random_params(CONFIG, 0), CONFIG, **options)
     assert result.passed
-    assert result.compared_tokens > 30
+    assert result.compared_tokens > 20
 
 
 @pytest.mark.slow
@@ -320,7 +321,7 @@ def test_sampler_and_learner_agree_to_the_bit_on_tpu_tiles(dtype, case):
 @pytest.mark.slow
 @DTYPES
 def test_a_whole_audit_in_interpret_mode(dtype):
-    options = {"numerics": (with_dtype(GPU, dtype),), "sizes": SIZES, "quick": True}
+    options = {"numerics": (with_dtype(GPU, dtype),), "sizes": LONGER, "quick": True}
     results = list(audit.audit(audit.random_params(CONFIG, 1), CONFIG, **options))
     assert all(result.passed for result in results)
     assert sum(result.unequal_tokens for result in results if result.control) > 0
