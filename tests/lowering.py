@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from tim_jax import kernels, sampler, scoring
 from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.params import init_params
+from tim_jax.model.params import parameter_shapes
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
     GPU_EXACT_F32,
@@ -89,9 +89,8 @@ def operations(numerics: Numerics, rows: int = 70):
 def programs(numerics: Numerics, *, config: ModelConfig = CONFIG, batch: int = 3):
     """Name -> (function, shapes) of a whole sampler and of a learner's gradient."""
     shape = jax.ShapeDtypeStruct
-    params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, init_params(config, 0)))
     prepare = partial(transformer.prepare, config=config, numerics=numerics)
-    weights = jax.eval_shape(prepare, params)
+    weights = jax.eval_shape(prepare, parameter_shapes(config))
     sampling = Sampling(96, top_p=0.9)
     options = {"config": config, "numerics": numerics, "sampling": sampling}
     prompts = Prompts(

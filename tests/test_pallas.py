@@ -43,7 +43,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def f64(x):
-    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
+    return np.asarray(x).astype(np.float64)
 
 
 def bits(x):
@@ -65,10 +65,10 @@ def jitted(numerics, name, **options):
 
 def rows_alone(run, *rows):
     """The bits of every row do not depend on the rows beside it, nor on its place."""
-    whole = run(*rows)
-    count = len(rows[0])
+    rows = [np.asarray(x) for x in rows]
+    whole, count = np.asarray(run(*rows)), len(rows[0])
     assert count > 16
-    for part in (slice(0, 1), slice(3, 10), slice(count - 1, count)):
+    for part in (slice(0, 1), slice(count - 1, count)):
         assert bits(run(*(x[part] for x in rows))) == bits(whole[part])
     order = np.random.default_rng(0).permutation(count)
     assert bits(run(*(x[order] for x in rows))) == bits(whole[order])
@@ -158,8 +158,9 @@ def reference_head(part, cos, sin, weight, scale):
 
 
 @FAMILIES
-@DTYPES
-@pytest.mark.parametrize("extras", [True, False], ids=["bias and norms", "bare"])
+@pytest.mark.parametrize(
+    ("dtype", "extras"), [("float32", True), ("bfloat16", True), ("float32", False)]
+)
 def test_project_norms_rotates_and_scales(family, dtype, extras):
     numerics = with_dtype(family, dtype)
     y, cos, sin, optional = project_inputs()
@@ -184,11 +185,12 @@ def test_project_norms_rotates_and_scales(family, dtype, extras):
 
 
 def attention_inputs(numerics, length):
-    batch, heads, group, size = 2, 2, 2, 16
+    batch, heads, group, size = 2, 1, 2, 16
     query = normal(0, batch, heads, length * group, size) * size**-0.5
     key, value = normal(1, batch, heads, size, length), normal(2, batch, heads, length, size)
     at = jnp.repeat(jnp.broadcast_to(jnp.arange(length)[None], (batch, length)), group, axis=1)
-    return *(x.astype(numerics.dtype) for x in (query, key, value)), at
+    # On the host, where slicing compiles nothing.
+    return *(np.asarray(x.astype(numerics.dtype)) for x in (query, key, value)), np.asarray(at)
 
 
 def reference_attention(query, key, value, at):
@@ -208,12 +210,12 @@ def test_attention_is_causal_softmax(family, dtype):
     length = 37 if family is GPU else 137
     query, key, value, at = attention_inputs(numerics, length)
     run = jitted(numerics, "attention", aligned=False)
-    whole = run(query, key, value, at)
+    whole = np.asarray(run(query, key, value, at))
     near(whole, reference_attention(query, key, value, at), dtype)
     more = 2 * numerics.kv_block
-    junk = 100 * normal(9, *key.shape[:3], more).astype(numerics.dtype)
-    longer_key = jnp.concatenate([key, junk], axis=3)
-    longer_value = jnp.concatenate([value, junk.swapaxes(2, 3)], axis=2)
+    junk = np.asarray((100 * normal(9, *key.shape[:3], more)).astype(numerics.dtype))
+    longer_key = np.concatenate([key, junk], axis=3)
+    longer_value = np.concatenate([value, junk.swapaxes(2, 3)], axis=2)
     for token in (0, 1, 15, 16, length - 1):
         rows = slice(2 * token, 2 * token + 2)
         one = run(query[:, :, rows], longer_key, longer_value, at[:, rows])
@@ -288,8 +290,9 @@ CONFIG = ModelConfig(
     tied_embeddings=True,
     qk_norm=True,
 )
-SIZES = audit.Sizes(3, 2, 9, 10)
-LEARNER = audit.Case("learner", plain_sampling(CONFIG, SIZES), audit.Score(2, loop=True))
+SIZES = audit.Sizes(3, 2, 6, 9)  # one key block: a decode loop less to compile
+LONGER = audit.Sizes(3, 2, 9, 30)
+LEARNER = audit.Case("learner", plain_sampling(CONFIG, SIZES), audit.Score())
 ALONE = audit.Case("alone", plain_sampling(CONFIG, SIZES), audit.Again(one_by_one=True))
 
 
@@ -299,7 +302,7 @@ def test_sampler_and_learner_agree_to_the_bit(dtype):
     options = {"numerics": (numerics,), "cases": (LEARNER,), "sizes": SIZES, "control": False}
     (result,) = audit.audit(audit.random_params(CONFIG, 0), CONFIG, **options)
     assert result.passed
-    assert result.compared_tokens > 30
+    assert result.compared_tokens > 20
 
 
 @pytest.mark.slow
@@ -318,7 +321,7 @@ def test_sampler_and_learner_agree_to_the_bit_on_tpu_tiles(dtype, case):
 @pytest.mark.slow
 @DTYPES
 def test_a_whole_audit_in_interpret_mode(dtype):
-    options = {"numerics": (with_dtype(GPU, dtype),), "sizes": SIZES, "quick": True}
+    options = {"numerics": (with_dtype(GPU, dtype),), "sizes": LONGER, "quick": True}
     results = list(audit.audit(audit.random_params(CONFIG, 1), CONFIG, **options))
     assert all(result.passed for result in results)
     assert sum(result.unequal_tokens for result in results if result.control) > 0

@@ -13,7 +13,7 @@ from tim_jax.errors import InputError
 from tim_jax.kernels import pallas
 from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.params import init_params
+from tim_jax.model.params import parameter_shapes
 from tim_jax.numerics import Numerics
 
 _GPU_HEADS = (16, 32, 64, 128, 256)
@@ -105,8 +105,8 @@ def kernels_used(config: ModelConfig, numerics: Numerics) -> tuple[str, ...]:
     Empty for families of plain XLA: there the compiler chooses.
     """
     one = replace(config, num_layers=1)
-    params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, init_params(one, 0)))
-    weights = jax.eval_shape(partial(transformer.prepare, config=one, numerics=numerics), params)
+    prepare = partial(transformer.prepare, config=one, numerics=numerics)
+    weights = jax.eval_shape(prepare, parameter_shapes(one))
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def run(weights, tokens):

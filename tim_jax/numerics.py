@@ -1,6 +1,6 @@
 """How numbers are computed. Values only: no arrays, no devices, nothing read from the outside."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax.numpy as jnp
@@ -98,8 +98,8 @@ EXACT_F32 = Numerics()
 EXACT_BF16 = Numerics(compute_dtype="bfloat16")
 NATIVE_F32 = Numerics(family="native")
 NATIVE_BF16 = Numerics(family="native", compute_dtype="bfloat16")
-GPU_EXACT_F32 = Numerics(family="pallas_gpu", kv_block=64, gpu=GPU_F32)
-GPU_EXACT_BF16 = Numerics(family="pallas_gpu", compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16)
+GPU_EXACT_F32 = Numerics(family="pallas_gpu", kv_block=64, head_rows=1024, gpu=GPU_F32)
+GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", gpu=GPU_BF16)
 TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=128)
 TPU_EXACT_BF16 = Numerics(family="pallas_tpu", compute_dtype="bfloat16", kv_block=128)
 

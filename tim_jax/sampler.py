@@ -66,6 +66,7 @@ def sample(
     how = {"config": config, "numerics": numerics, "placement": placement}
     run = partial(transformer.forward, **how)
     hidden, cache = _prefill(partial(run, weights), prompts, samples)
+    weights = transformer.unstacked(weights)
     starts = jnp.repeat(prompts.lengths, samples)
     stops = jnp.asarray(sampling.stop_tokens, jnp.int32)
 

@@ -70,6 +70,21 @@ def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weigh
     }
 
 
+def unstacked(weights: Weights) -> Weights:
+    """`weights` with a dictionary per layer: what a loop around the cached forward should be given.
+
+    A kernel needs its weight as an array; a slice of the stack would be copied at every step.
+    """
+    return {**weights, "layers": _by_layer(weights["layers"])}
+
+
+def _by_layer(layers: dict | tuple) -> tuple[dict, ...]:
+    if isinstance(layers, tuple):
+        return layers
+    count = jax.tree.leaves(layers)[0].shape[0]
+    return tuple(jax.tree.map(lambda w, i=index: w[i], layers) for index in range(count))
+
+
 def _join(layers: dict, names: tuple[str, ...], tiles: int, axis: int = -2) -> jax.Array:
     """Side by side, in column tiles if there are several, these along a new axis before `axis`."""
     parts = [layers[name] for name in names]
@@ -157,8 +172,7 @@ def forward(
         x, keys_values = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights["layers"])
     else:
         updated = []
-        for index, old in enumerate(cache):
-            layer_weights = jax.tree.map(lambda w, i=index: w[i], weights["layers"])
+        for layer_weights, old in zip(_by_layer(weights["layers"]), cache, strict=True):
             x, new = layer(x, layer_weights, angles, positions, old)
             updated.append(new)
         keys_values = tuple(updated)
