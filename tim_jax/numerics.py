@@ -9,7 +9,9 @@ import numpy as np
 from tim_jax.errors import InputError
 
 Family = Literal["tiles", "native"]
-_COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+Scale = Literal["none", "token"]
+_COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+CACHE_DTYPES = (*_COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,52 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """Dtypes beside the compute dtype. The defaults round nothing and add no operation."""
+
+    head: str | None = None  # operands of the dot with the head; None: the compute dtype
+    logits: str = "float32"  # what logits are rounded to
+    softmax: str = "float32"  # of the vocabulary: every step of it is rounded to this
+    attention_softmax: str = "float32"  # of the attention: likewise
+    cache: str | None = None  # of cached keys and values; None: the compute dtype
+    cache_scale: Scale = "none"  # token: a scale per token and head, from its largest element
+
+    def __post_init__(self):
+        for name in ("head", "logits", "softmax", "attention_softmax"):
+            value = getattr(self, name)
+            if value not in (*_COMPUTE_DTYPES, None) or (value is None and name != "head"):
+                known = ", ".join(_COMPUTE_DTYPES)
+                raise InputError(f"Precision: {name} = {value!r}; known: {known}")
+        if self.cache not in (*CACHE_DTYPES, None):
+            known = ", ".join(CACHE_DTYPES)
+            raise InputError(f"Precision: cache = {self.cache!r}; known: {known}")
+        if self.cache_scale not in ("none", "token"):
+            raise InputError(f"Precision: cache_scale = {self.cache_scale!r}; known: none, token")
+        if self.cache == "int8" and self.cache_scale == "none":
+            raise InputError(
+                'Precision: an int8 cache needs cache_scale "token"; without a scale it would hold'
+                " whole numbers only"
+            )
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which sums are taken, where it is not that of the kernels."""
+
+    lanes: int = 128  # partial sums of norms and of the vocabulary's softmax, a power of two
+    split_k: int = 1  # pieces that a contraction with a weight matrix is cut into
+    split_kv: int = 0  # programs that decoding attention is cut to fill; 0: it is not cut
+
+    def __post_init__(self):
+        if self.lanes < 1 or self.lanes & (self.lanes - 1):
+            raise InputError(f"Order: lanes must be a power of two, got {self.lanes}")
+        if self.split_k < 1:
+            raise InputError(f"Order: split_k must be at least 1, got {self.split_k}")
+        if self.split_kv < 0:
+            raise InputError(f"Order: split_kv must not be negative, got {self.split_kv}")
+
+
+@dataclass(frozen=True)
 class Numerics:
     """Two executions with equal `Numerics` give every token the same log-prob, to the bit.
 
@@ -50,6 +98,8 @@ class Numerics:
     kv_block: int = 32  # keys per block, anchored at the sequence's first token
     whole_kv: bool = False  # weigh all value blocks in one dot; needs calibration's leave
     head_rows: int = 256  # rows whose logits exist at one time
+    precision: Precision = Precision()
+    order: Order = Order()
 
     def __post_init__(self):
         if self.family not in ("tiles", "native"):
@@ -58,7 +108,8 @@ class Numerics:
             )
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise InputError(
-                f"Numerics: compute dtype {self.compute_dtype!r}; known: float32, bfloat16"
+                f"Numerics: compute dtype {self.compute_dtype!r}; known: "
+                + ", ".join(_COMPUTE_DTYPES)
             )
         if self.kv_block < 1 or self.kv_block & (self.kv_block - 1):
             raise InputError(f"Numerics: kv_block must be a power of two, got {self.kv_block}")
@@ -68,6 +119,10 @@ class Numerics:
     @property
     def dtype(self) -> np.dtype:
         return jnp.dtype(_COMPUTE_DTYPES[self.compute_dtype])
+
+    @property
+    def head_dtype(self) -> np.dtype:
+        return jnp.dtype(self.precision.head or self.compute_dtype)
 
     def rows_for(self, contraction: int) -> Rows:
         """The row range of dots that contract over `contraction` elements."""

@@ -6,6 +6,7 @@ log-prob to the bit.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -62,9 +63,9 @@ def log_prob(
     ops = kernels.family(numerics)
     scaled = _scale(logits, sampling, ops)
     peak = ops.fence(ops.peak(scaled))
-    weights = _weights(scaled, peak, sampling, ops, keep=tokens)
-    normaliser = ops.fence(ops.total(weights))
-    return _log_prob_of(scaled, peak, normaliser, tokens, ops)
+    weights = _weights(scaled, peak, sampling, numerics, keep=tokens)
+    normaliser = _normaliser(weights, numerics)
+    return _log_prob_of(scaled, peak, normaliser, tokens, numerics)
 
 
 def entropy(logits: jax.Array, *, sampling: Sampling) -> jax.Array:
@@ -97,10 +98,10 @@ def draw(
         return tokens, jnp.zeros(tokens.shape, jnp.float32)
     scaled = _scale(logits, sampling, ops)
     peak = ops.fence(ops.peak(scaled))
-    weights = _weights(scaled, peak, sampling, ops, keep=None)
+    weights = _weights(scaled, peak, sampling, numerics, keep=None)
     tokens = ops.fence(_invert(weights, uniform))
-    normaliser = ops.fence(ops.total(weights))
-    return tokens, _log_prob_of(scaled, peak, normaliser, tokens, ops)
+    normaliser = _normaliser(weights, numerics)
+    return tokens, _log_prob_of(scaled, peak, normaliser, tokens, numerics)
 
 
 def _scale(logits, sampling, ops):
@@ -119,9 +120,10 @@ def _uncontracted(product: jax.Array) -> jax.Array:
     return jnp.clip(product, -limit, limit)
 
 
-def _weights(scaled, peak, sampling, ops, *, keep):
+def _weights(scaled, peak, sampling, numerics, *, keep):
     """exp(logit - max), zero outside the truncated set."""
-    weights = ops.fence(jnp.exp(scaled - peak[:, None]))
+    ops, narrowed = kernels.family(numerics), _narrowed(numerics)
+    weights = narrowed(ops.fence(jnp.exp(narrowed(scaled - peak[:, None]))))
     if sampling.truncated:
         inside = _truncation(*jax.lax.stop_gradient((scaled, weights)), sampling, ops)
         if keep is not None:
@@ -130,9 +132,21 @@ def _weights(scaled, peak, sampling, ops, *, keep):
     return weights
 
 
-def _log_prob_of(scaled, peak, normaliser, tokens, ops):
+def _normaliser(weights, numerics):
+    ops = kernels.family(numerics)
+    return _narrowed(numerics)(ops.fence(ops.total(weights, lanes=numerics.order.lanes)))
+
+
+def _log_prob_of(scaled, peak, normaliser, tokens, numerics):
+    ops, narrowed = kernels.family(numerics), _narrowed(numerics)
     chosen = ops.fence(jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0])
-    return ops.fence((chosen - peak) - ops.fence(jnp.log(normaliser)))
+    below = narrowed(chosen - peak)
+    return ops.fence(narrowed(below - narrowed(ops.fence(jnp.log(normaliser)))))
+
+
+def _narrowed(numerics: Numerics):
+    """Rounds a step of the softmax to its dtype; nothing for float32."""
+    return partial(formulas.narrowed, dtype=numerics.precision.softmax)
 
 
 def _truncation(scaled, weights, sampling, ops):

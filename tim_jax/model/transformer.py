@@ -140,8 +140,9 @@ def logits(
 ) -> jax.Array:
     """Vocabulary logits float32 [N, V] of hidden states [N, d]."""
     ops = kernels.family(numerics)
-    normed = _norm(hidden, weights["final_norm"], config, numerics)
-    return ops.dot(normed, weights["head"], numerics=numerics)
+    normed = _norm(hidden, weights["final_norm"], config, numerics, numerics.head_dtype)
+    found = ops.dot(normed, weights["head"].astype(numerics.head_dtype), numerics=numerics)
+    return formulas.narrowed(found, numerics.precision.logits)
 
 
 def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -177,12 +178,12 @@ def _layer(x, w, angles, positions, cache, *, config, numerics, shape):
     return _add(x, dot(hidden, w["down"]), w.get("down_bias"), numerics), keys_values
 
 
-def _norm(x, weight, config, numerics):
-    """RMSNorm, rounded to the compute dtype."""
+def _norm(x, weight, config, numerics, dtype=None):
+    """RMSNorm, rounded to `dtype`, by default the compute dtype."""
 
     def norm(x, weight, total):
         y = formulas.rms_norm(x, weight, eps=config.rms_norm_eps, total=total)
-        return formulas.rounded(y, numerics.dtype)
+        return formulas.rounded(y, dtype or numerics.dtype)
 
     return _unit_with_total(norm, numerics)(x, weight)
 
@@ -190,7 +191,8 @@ def _norm(x, weight, config, numerics):
 def _unit_with_total(f, numerics):
     """The family's unit of f(*args, total): its own sum forward, the plain sum backward."""
     ops = kernels.family(numerics)
-    return ops.unit(partial(f, total=ops.total), partial(f, total=kernels.native.total))
+    total = partial(ops.total, lanes=numerics.order.lanes)
+    return ops.unit(partial(f, total=total), partial(f, total=kernels.native.total))
 
 
 def _add(x, y, bias, numerics):
@@ -237,6 +239,7 @@ def _attend(query, key, value, positions, cache, config, numerics, shape):
     query = query.reshape(batch, kv_heads, length * group, size)
     key = key.reshape(batch, length, kv_heads, size)
     value = value.reshape(batch, length, kv_heads, size)
+    key, value = (kernels.cached(x, numerics=numerics) for x in (key, value))
     if cache is None:
         new = LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
     else:
@@ -246,7 +249,7 @@ def _attend(query, key, value, positions, cache, config, numerics, shape):
             key=cache.key.at[row, :, :, positions].set(key),
             value=cache.value.at[row, :, positions].set(value),
         )
-    out = kernels.family(numerics).attention(
+    out = kernels.attention(
         query,
         new.key,
         new.value,
