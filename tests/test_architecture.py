@@ -21,6 +21,7 @@ LAYERS = (
     ("model",),
     ("policy", "calibration"),
     ("sampler", "scoring"),
+    ("mismatch",),
     ("learner", "audit"),
     ("programs",),
     ("tasks",),

@@ -225,4 +225,5 @@ def make_programs(config: RunConfig, policy: Policy) -> Programs:
         mini_batches=section.mini_batches,
         epochs=section.epochs,
         length_buckets=section.length_buckets,
+        mismatch=config.sampler.dial,
     )

@@ -21,6 +21,7 @@ from tim_jax.config_sections import (
     NumericsSection,
     Optimizer,
     RunSection,
+    SamplerSection,
     SamplingSection,
     Section,
     Warmup,
@@ -41,6 +42,7 @@ class RunConfig(Section):
     model: Model = Model(preset="tiny")
     numerics: NumericsSection = NumericsSection()
     sampling: SamplingSection = SamplingSection()
+    sampler: SamplerSection = SamplerSection()
     learner: Learner = Learner()
     optimizer: Optimizer = Optimizer()
     task: Annotated[
@@ -72,6 +74,13 @@ class RunConfig(Section):
         if self.exact == "required" and self.numerics.family == "native":
             raise refusal(
                 "exact", self.exact, 'native numerics are not exact; set "report", or family tiles'
+            )
+        active = self.sampler.dial.active
+        if self.exact == "required" and active:
+            raise refusal(
+                "exact",
+                self.exact,
+                f'sampler.mismatch has {active[0].name!r}, which is not exact; set "report"',
             )
         if self.warmup.steps and self.task.kind != "builtin":
             raise refusal(

@@ -27,9 +27,7 @@ def attention(
     """Attention by the family, or cut along the keys where the numerics say so of decoding."""
     ops = family(numerics)
     if numerics.order.split_kv and not aligned:
-        return split_kv.attention(
-            query, key, value, positions, numerics=numerics, fence=ops.fence
-        )
+        return split_kv.attention(query, key, value, positions, numerics=numerics, fence=ops.fence)
     return ops.attention(query, key, value, positions, numerics=numerics, aligned=aligned)
 
 

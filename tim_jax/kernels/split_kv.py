@@ -29,7 +29,7 @@ def attention(
     numerics: Numerics,
     fence: Callable,
 ) -> jax.Array:
-    """As `tiles.attention` of rows that are not aligned: same arguments, same result up to rounding.
+    """As `tiles.attention` of rows that are not aligned: same arguments, the same up to rounding.
 
     With m_i, l_i, o_i the maximum, sum and mix of piece i and m the largest m_i, the result is
     (sum_i exp(m_i - m) o_i) / (sum_i exp(m_i - m) l_i) (Dao et al. 2023, Flash-Decoding).
