@@ -29,12 +29,12 @@ LAYERS = (
     ("train",),
     ("warm_start", "evaluation"),
     ("sinks", "checkpoints"),
-    ("runs", "charts", "progress"),
+    ("runs", "charts", "source_charts", "progress"),
     ("config_sections",),
     ("config",),
     ("config_io",),
     ("assembly",),
-    ("jobs",),
+    ("jobs", "ablation_job"),
     ("cli",),
 )
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}

@@ -1,15 +1,16 @@
 """From a run's configuration to the values that the loops take: model, task, policy, programs."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tim_jax import calibration, corrections, optimizers, programs
+from tim_jax import audit, calibration, corrections, optimizers, programs
 from tim_jax.config import RunConfig
 from tim_jax.config_sections import Architecture, CustomTask, Optimizer
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, did_you_mean
 from tim_jax.learner import Learning, Policy
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
@@ -49,6 +50,20 @@ def load_model(source: str) -> Model:
     stops = {tokenizer.eos_token_id, *config.eos_token_ids, *found} - {None}
     params = jax.tree.map(jnp.asarray, hf.load_params(folder, config))
     return Model(config, params, tokenizer, tuple(sorted(stops)))
+
+
+def audited(source: str) -> tuple[ModelConfig, Any]:
+    """Config and parameters of what an audit names: a preset, a folder, a hub name or a run."""
+    if source in audit.PRESETS:
+        config = audit.PRESETS[source]
+        return config, audit.random_params(config, 0)
+    folder = Path(source) / "model"
+    source = str(folder) if folder.is_dir() else source
+    if not Path(source).exists() and "/" not in source:
+        hint = did_you_mean(source, audit.PRESETS)
+        raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
+    config = hf.load_config(source)
+    return config, hf.load_params(source, config)
 
 
 def random_model(architecture: Architecture, *, seed: int) -> Model:

@@ -29,7 +29,7 @@ from tim_jax import (
 )
 from tim_jax.assembly import Model
 from tim_jax.config import RunConfig
-from tim_jax.errors import InputError, did_you_mean
+from tim_jax.errors import InputError
 from tim_jax.learner import Policy, TrainState
 from tim_jax.model import hf
 from tim_jax.numerics import Numerics
@@ -363,7 +363,7 @@ def audit_model(source: str, *, quick: bool = False) -> tuple[str, bool]:
     Returns:
       The result as JSON, and whether every token of every case was equal.
     """
-    config, params = _audited(source)
+    config, params = assembly.audited(source)
     sizes = audit.Sizes.fitting(config)
     length = sizes.prompt_length + sizes.response_length
     numerics: list[Numerics] = []
@@ -385,16 +385,3 @@ def audit_model(source: str, *, quick: bool = False) -> tuple[str, bool]:
         f" {summary.compared_tokens} response tokens unequal"
     )
     return audit.to_json(summary), summary.passed
-
-
-def _audited(source: str):
-    if source in audit.PRESETS:
-        config = audit.PRESETS[source]
-        return config, audit.random_params(config, 0)
-    folder = Path(source) / "model"
-    source = str(folder) if folder.is_dir() else source
-    if not Path(source).exists() and "/" not in source:
-        hint = did_you_mean(source, audit.PRESETS)
-        raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
-    config = hf.load_config(source)
-    return config, hf.load_params(source, config)

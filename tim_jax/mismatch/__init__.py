@@ -9,7 +9,16 @@ docs/mismatch.md has what each imitates and how large the mismatch is that it ca
 """
 
 from tim_jax.mismatch.base import Entry, Names, Setting
-from tim_jax.mismatch.dial import Mismatch, check, describe, difference, label, refuse_stale, sample
+from tim_jax.mismatch.dial import (
+    EXACT,
+    Mismatch,
+    check,
+    describe,
+    difference,
+    label,
+    refuse_stale,
+    sample,
+)
 from tim_jax.mismatch.execution import NativeKernels, SplitK, SplitKV, SumOrder, TileSizes
 from tim_jax.mismatch.named import ENTRIES, GROUPS, build
 from tim_jax.mismatch.precision import AttentionSoftmax, Compute, Head, KVCache, Logits, Softmax
@@ -19,6 +28,7 @@ from tim_jax.mismatch.weights import QuantisedWeights, StaleWeights
 
 __all__ = [
     "ENTRIES",
+    "EXACT",
     "GROUPS",
     "AttentionSoftmax",
     "Compute",
