@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tim_jax import learner, metrics
+from tim_jax import learner, metrics, sampler
 from tim_jax.errors import InputError
 from tim_jax.learner import Experience, Learning, Policy, TrainState
 from tim_jax.mismatch import Mismatch, Setting, dial
@@ -107,12 +107,13 @@ def sampling_program(
     """
     dial.check(mismatch, Setting(policy.config, policy.numerics, policy.sampling))
 
+    differs = partial(dial.sample, mismatch=mismatch) if mismatch.active else sampler.sample
+
     def sample(weights, prompts: Prompts, key):
-        return dial.sample(
+        return differs(
             weights,
             prompts,
             key,
-            mismatch=mismatch,
             samples=samples,
             config=policy.config,
             numerics=policy.numerics,

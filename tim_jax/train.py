@@ -153,6 +153,12 @@ def first_history(weights: Any, programs: Programs, history: Sequence[Any]) -> d
     return deque(found, maxlen=length)
 
 
+def remember(history: deque[Any] | None, weights: Any) -> None:
+    """Puts weights that are about to be updated at the end of the history, if there is one."""
+    if history is not None and history.maxlen:
+        history.append(copied(weights))
+
+
 def copied(tree: Any) -> Any:
     """The same arrays in buffers of their own."""
     return jax.tree.map(jnp.copy, tree)
@@ -228,8 +234,7 @@ def learn(
     found, reports = [] if checked is None else [checked], []
     for epoch in range(programs.epochs):
         for index in range(programs.mini_batches):
-            if older is not None and older.maxlen:
-                older.append(copied(weights))
+            remember(older, weights)
             state, weights, report = programs.update(
                 state, weights, batch, jnp.int32(index), length
             )
