@@ -61,14 +61,16 @@ def _plain(node: Any) -> Any:
     return node
 
 
-def to_markdown(record: Mapping[str, Any], *, every_metric: bool = True) -> str:
-    """Tables of a record: the main metrics by case, profiles, and all metrics."""
+def to_markdown(
+    record: Mapping[str, Any], *, every_metric: bool = True, profiles: bool = True
+) -> str:
+    """Tables of a record: the main metrics by case, and if wanted the profiles and all metrics."""
     cases = record["cases"]
     lines = _table(
         ["sampler", *MAIN.values()],
         [[_name(case), *(_short(case["metrics"][name]) for name in MAIN)] for case in cases],
     )
-    for profile, title in PROFILES.items():
+    for profile, title in PROFILES.items() if profiles else ():
         lines += ["", f"Mean |d| by {title}; under each bin, the baseline's tokens:", ""]
         lines += _profile(cases, profile)
     if every_metric:
