@@ -15,6 +15,8 @@ from tim_jax.programs import sampling_program
 CONFIG = replace(tiny.CONFIG, num_layers=1)
 SAMPLING = Sampling(8, temperature=0.8, top_p=0.9, stop_tokens=(3, 5, 7))
 POLICY = Policy(CONFIG, tiny.NUMERICS, SAMPLING)
+# Shorter key blocks: a sequence has several to be split between.
+SHORT_BLOCKS = replace(POLICY, numerics=replace(tiny.NUMERICS, kv_block=4))
 SETTING = Setting(CONFIG, tiny.NUMERICS, SAMPLING)
 LEARNER = tiny.NUMERICS
 
@@ -41,6 +43,7 @@ ENTRIES = {
     "sum_order": ({"lanes": 2}, {"order.lanes"}, {"lanes": 128}),
     "split_k": ({"pieces": 3}, {"order.split_k"}, {"pieces": 1}),
     "split_kv": ({"programs": 132}, {"order.split_kv"}, {"programs": 0}),
+    "pallas_attention": ({"interpret": True}, {"attention"}, None),
     "raw_log_probs": ({}, set(), None),
     "ignored_truncation": ({}, set(), None),
     "dropped_end": ({"replacement": 0}, set(), {"share": 0.0}),

@@ -26,8 +26,9 @@ def lowered(dial):
     return program.lower(dials.weights(), tiny.prompts(), jax.random.key(0)).as_text()
 
 
-def found(rollout):
-    values = metrics.mismatch_metrics(dials.scored(rollout), rollout.log_probs, rollout.mask)
+def found(rollout, policy=dials.POLICY):
+    log_probs = dials.scored(rollout, policy)
+    values = metrics.mismatch_metrics(log_probs, rollout.log_probs, rollout.mask)
     assert int(values["tokens"]) > 20
     return {name: float(value) for name, value in values.items()}
 
@@ -137,13 +138,22 @@ def test_the_baseline_is_exactly_0():
     assert values["exact_share"] == 1
 
 
-FORWARD = ["compute", "kv_cache", "quantised_weights", "native_kernels", "split_kv", "logit_noise"]
+FORWARD = [
+    "compute",
+    "kv_cache",
+    "quantised_weights",
+    "native_kernels",
+    "split_kv",
+    "pallas_attention",
+    "logit_noise",
+]
 
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_a_divergent_sampler_is_seen_by_the_learner(name):
-    rollout = dials.rollout(dials.standard(name))
-    values = found(rollout)
+    policy = dials.SHORT_BLOCKS if name == "split_kv" else dials.POLICY
+    rollout = dials.rollout(dials.standard(name), policy)
+    values = found(rollout, policy)
     assert 0 < values["log_ratio_abs_mean"] < 0.5
     assert rollout.drawn_log_probs is None
     assert rollout.hidden is None
@@ -246,6 +256,15 @@ CLASHES = [
     ([{"name": "native_kernels"}, {"name": "sum_order", "lanes": 8}], ["'sum_order'", "native"]),
     ([{"name": "tile_sizes", "rows": 4}, {"name": "native_kernels"}], ["'tile_sizes'", "native"]),
     ([{"name": "raw_log_probs"}, {"name": "ignored_truncation"}], ["contradicts 'raw_log_probs'"]),
+    ([{"name": "pallas_attention"}], ["'pallas_attention'", "GPU or TPU", "cpu"]),
+    (
+        [{"name": "split_kv"}, {"name": "pallas_attention", "interpret": True}],
+        ["'pallas_attention'", "contradicts 'split_kv'"],
+    ),
+    (
+        [{"name": "pallas_attention", "interpret": True}, {"name": "split_kv"}],
+        ["'split_kv'", "contradicts 'pallas_attention'"],
+    ),
     ([{"name": "pad_mask", "pad": 23}], ["pad = 23", "vocabulary of 23"]),
     ([{"name": "dropped_end", "replacement": 99}], ["replacement = 99", "vocabulary of 23"]),
     (

@@ -156,6 +156,24 @@ def test_split_kv_is_attention(batch):
     np.testing.assert_allclose(np.asarray(plain), np.asarray(whole), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(3, 80), (90, 45)])
+def test_flash_attention_is_attention(rows, keys):
+    """Decoding rows at ragged lengths, and whole sequences of 45 tokens with groups of 2."""
+    rng = np.random.default_rng(0)
+    shapes = ((2, 2, rows, 8), (2, 2, 8, keys), (2, 2, keys, 8))
+    query, key, value = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in shapes)
+    last = rng.integers(0, keys, (2, 3)) if rows == 3 else np.arange(90)[None, :] // 2 + [[0], [0]]
+    last = jnp.asarray(last, jnp.int32)
+    numerics = replace(tiny.NUMERICS, attention="flash_interpreted")
+    attend = partial(kernels.attention, query, key, value, last, aligned=False)
+    found, whole = attend(numerics=numerics), attend(numerics=tiny.NUMERICS)
+    np.testing.assert_allclose(np.asarray(found), np.asarray(whole), rtol=1e-5, atol=1e-6)
+    # what lies beyond a row's position does not count
+    poisoned = jnp.where(jnp.arange(keys)[None, None, :, None] > jnp.max(last), 1e4, value)
+    again = kernels.attention(query, key, poisoned, last, numerics=numerics, aligned=False)
+    assert tiny.bits(again) == tiny.bits(found)
+
+
 # --- noise --------------------------------------------------------------------------------------
 
 

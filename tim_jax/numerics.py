@@ -1,7 +1,7 @@
 """How numbers are computed. Values only: no arrays, no devices, nothing read from the outside."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +10,7 @@ from tim_jax.errors import InputError
 
 Family = Literal["tiles", "native"]
 Scale = Literal["none", "token"]
+Attention = Literal["family", "flash", "flash_interpreted"]
 _COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 CACHE_DTYPES = (*_COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -100,8 +101,13 @@ class Numerics:
     head_rows: int = 256  # rows whose logits exist at one time
     precision: Precision = Precision()
     order: Order = Order()
+    attention: Attention = "family"  # the family's own, or a kernel in its place (samplers only)
 
     def __post_init__(self):
+        if self.attention not in get_args(Attention):
+            raise InputError(
+                f"Numerics: attention = {self.attention!r}; known: {', '.join(get_args(Attention))}"
+            )
         if self.family not in ("tiles", "native"):
             raise InputError(
                 f"Numerics: unknown kernel family {self.family!r}; known: tiles, native"

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import jax
 
-from tim_jax.kernels import caching, native, split_kv, tiles
+from tim_jax.kernels import caching, flash, native, split_kv, tiles
 from tim_jax.numerics import Numerics
 
 _FAMILIES = {"tiles": tiles, "native": native}
@@ -24,8 +24,11 @@ def attention(
     numerics: Numerics,
     aligned: bool,
 ) -> jax.Array:
-    """Attention by the family, or cut along the keys where the numerics say so of decoding."""
+    """Attention by the family, or by another kernel or cut along the keys, as the numerics say."""
     ops = family(numerics)
+    if numerics.attention != "family":
+        interpret = numerics.attention == "flash_interpreted"
+        return flash.attention(query, key, value, positions, numerics=numerics, interpret=interpret)
     if numerics.order.split_kv and not aligned:
         return split_kv.attention(query, key, value, positions, numerics=numerics, fence=ops.fence)
     return ops.attention(query, key, value, positions, numerics=numerics, aligned=aligned)

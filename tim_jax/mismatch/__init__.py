@@ -19,7 +19,14 @@ from tim_jax.mismatch.dial import (
     refuse_stale,
     sample,
 )
-from tim_jax.mismatch.execution import NativeKernels, SplitK, SplitKV, SumOrder, TileSizes
+from tim_jax.mismatch.execution import (
+    NativeKernels,
+    PallasAttention,
+    SplitK,
+    SplitKV,
+    SumOrder,
+    TileSizes,
+)
 from tim_jax.mismatch.named import ENTRIES, GROUPS, build
 from tim_jax.mismatch.precision import AttentionSoftmax, Compute, Head, KVCache, Logits, Softmax
 from tim_jax.mismatch.semantics import DroppedEnd, IgnoredTruncation, PadMask, RawLogProbs
@@ -44,6 +51,7 @@ __all__ = [
     "Names",
     "NativeKernels",
     "PadMask",
+    "PallasAttention",
     "QuantisedWeights",
     "RawLogProbs",
     "Setting",

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import jax
+
 from tim_jax.mismatch.base import Entry, Setting
 from tim_jax.numerics import Numerics, Rows
 
@@ -109,6 +111,36 @@ class SplitK(Entry):
 
 
 @dataclass(frozen=True)
+class PallasAttention(Entry):
+    """Prefill and decoding attention by a Pallas flash-attention kernel, on a GPU or TPU.
+
+    `interpret` runs the kernel's operations one by one on any backend, slowly.
+    """
+
+    interpret: bool = False
+
+    name: ClassVar[str] = "pallas_attention"
+    imitates: ClassVar[str] = (
+        "an engine's own attention kernel, with an online softmax, beside the trainer's"
+    )
+
+    def check(self, setting: Setting) -> None:
+        backend = jax.default_backend()
+        if not self.interpret and backend not in ("gpu", "tpu"):
+            raise self.refuse(
+                f"needs a GPU or TPU, this backend is {backend}; interpret = true runs it anyway"
+            )
+        numerics = setting.numerics
+        if numerics.order.split_kv:
+            raise self.refuse("contradicts 'split_kv': both decide how decoding attends")
+        if numerics.precision.attention_softmax != "float32":
+            raise self.refuse("contradicts 'attention_softmax': its softmax is float32")
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        return replace(numerics, attention="flash_interpreted" if self.interpret else "flash")
+
+
+@dataclass(frozen=True)
 class SplitKV(Entry):
     """Decoding attention is cut along the keys into as many pieces as fill `programs` programs.
 
@@ -125,6 +157,10 @@ class SplitKV(Entry):
 
     def __post_init__(self):
         self.need_number("programs", least=0)
+
+    def check(self, setting: Setting) -> None:
+        if setting.numerics.attention != "family":
+            raise self.refuse("contradicts 'pallas_attention': both decide how decoding attends")
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, order=replace(numerics.order, split_kv=self.programs))

@@ -13,7 +13,14 @@ from typing import Any
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.mismatch.base import Entry
 from tim_jax.mismatch.dial import Mismatch
-from tim_jax.mismatch.execution import NativeKernels, SplitK, SplitKV, SumOrder, TileSizes
+from tim_jax.mismatch.execution import (
+    NativeKernels,
+    PallasAttention,
+    SplitK,
+    SplitKV,
+    SumOrder,
+    TileSizes,
+)
 from tim_jax.mismatch.precision import AttentionSoftmax, Compute, Head, KVCache, Logits, Softmax
 from tim_jax.mismatch.semantics import DroppedEnd, IgnoredTruncation, PadMask, RawLogProbs
 from tim_jax.mismatch.synthetic import LogitNoise, LogProbNoise
@@ -22,7 +29,7 @@ from tim_jax.mismatch.weights import QuantisedWeights, StaleWeights
 GROUPS: dict[str, tuple[type[Entry], ...]] = {
     "precision": (Compute, Head, Logits, Softmax, AttentionSoftmax, KVCache),
     "weights": (QuantisedWeights, StaleWeights),
-    "kernels": (NativeKernels, TileSizes, SumOrder, SplitK, SplitKV),
+    "kernels": (NativeKernels, TileSizes, SumOrder, SplitK, SplitKV, PallasAttention),
     "semantics": (RawLogProbs, IgnoredTruncation, DroppedEnd, PadMask),
     "synthetic": (LogitNoise, LogProbNoise),
 }

@@ -183,7 +183,7 @@ def _norm(x, weight, config, numerics, dtype=None):
 
     def norm(x, weight, total):
         y = formulas.rms_norm(x, weight, eps=config.rms_norm_eps, total=total)
-        return formulas.rounded(y, dtype or numerics.dtype)
+        return formulas.rounded(y, numerics.dtype if dtype is None else dtype)
 
     return _unit_with_total(norm, numerics)(x, weight)
 
