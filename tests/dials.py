@@ -15,8 +15,6 @@ from tim_jax.programs import sampling_program
 CONFIG = replace(tiny.CONFIG, num_layers=1)
 SAMPLING = Sampling(8, temperature=0.8, top_p=0.9, stop_tokens=(3, 5, 7))
 POLICY = Policy(CONFIG, tiny.NUMERICS, SAMPLING)
-# Shorter key blocks: a sequence has several to be split between.
-SHORT_BLOCKS = replace(POLICY, numerics=replace(tiny.NUMERICS, kv_block=4))
 SETTING = Setting(CONFIG, tiny.NUMERICS, SAMPLING)
 LEARNER = tiny.NUMERICS
 

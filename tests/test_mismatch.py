@@ -151,9 +151,8 @@ FORWARD = [
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_a_divergent_sampler_is_seen_by_the_learner(name):
-    policy = dials.SHORT_BLOCKS if name == "split_kv" else dials.POLICY
-    rollout = dials.rollout(dials.standard(name), policy)
-    values = found(rollout, policy)
+    rollout = dials.rollout(dials.standard(name))
+    values = found(rollout)
     assert 0 < values["log_ratio_abs_mean"] < 0.5
     assert rollout.drawn_log_probs is None
     assert rollout.hidden is None

@@ -137,7 +137,7 @@ def test_split_kv_follows_the_batch():
     numerics = replace(tiny.NUMERICS, order=Order(split_kv=132))
     count = partial(split_kv.pieces, heads=8, keys=512, numerics=numerics)
     assert [count(batch) for batch in (1, 2, 4, 8, 16, 64)] == [17, 9, 5, 3, 2, 1]
-    assert split_kv.pieces(1, 8, 64, numerics=numerics) == 4  # no more than blocks of 16 keys
+    assert split_kv.pieces(1, 8, 64, numerics=numerics) == 8  # of 8 keys
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import metrics, mismatch, scoring
-from tim_jax.mismatch import Mismatch, Setting
+from tim_jax.mismatch import Mismatch, Setting, dial
 from tim_jax.model import transformer
 from tim_jax.types import Prompts, Rollout
 
@@ -55,10 +55,10 @@ class Case(NamedTuple):
     mismatch: Mismatch
 
 
-def alone_and_together(dial: Mismatch) -> list[Case]:
-    """The baseline, each entry of the dial alone, and the dial."""
-    alone = [Case(mismatch.label(entry), Mismatch((entry,))) for entry in dial.entries]
-    together = [Case(TOGETHER, dial)] if len(alone) > 1 else []
+def alone_and_together(whole: Mismatch) -> list[Case]:
+    """The baseline, each entry of the dial alone, and the whole dial."""
+    alone = [Case(mismatch.label(entry), Mismatch((entry,))) for entry in whole.entries]
+    together = [Case(TOGETHER, whole)] if len(alone) > 1 else []
     return [Case(BASELINE, Mismatch()), *alone, *together]
 
 
@@ -97,13 +97,18 @@ def ablate(
     key = jax.random.key(seed)
     learner = jax.jit(partial(_learner_log_probs, setting=setting))
     compare = jax.jit(_compare)
+    programs: dict[Mismatch, Callable[..., Rollout]] = {}  # a sampler is compiled once
     for case in cases:
         stale = case.mismatch.stale_updates
         source = older(stale) if stale and older is not None else weights
-        sample = jax.jit(
-            partial(mismatch.sample, mismatch=case.mismatch, samples=samples, **setting._asdict())
-        )
-        rollout = sample(source, prompts, key)
+        drawing = case.mismatch.drawing
+        if drawing not in programs:
+            sample = partial(dial.draw, mismatch=drawing, samples=samples, **setting._asdict())
+            programs[drawing] = jax.jit(sample)
+        own = jax.jit(case.mismatch.weights)(source)
+        rollout = programs[drawing](own, prompts, key)
+        report = partial(dial.report, mismatch=case.mismatch, samples=samples)
+        rollout = jax.jit(report)(rollout, prompts, key)
         log_probs, _ = learner(weights, replace(rollout, drawn_log_probs=None, hidden=None))
         yield _found(case, rollout, compare(log_probs, rollout), setting)
 

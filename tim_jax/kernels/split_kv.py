@@ -14,10 +14,13 @@ from tim_jax.kernels import formulas, native
 from tim_jax.numerics import Numerics
 
 
+_KEYS = 8  # in the smallest piece
+
+
 def pieces(batch: int, heads: int, keys: int, *, numerics: Numerics) -> int:
-    """How many pieces: as many as fill `split_kv` programs, at most one per block of keys."""
+    """How many pieces: as many as fill `split_kv` programs, at most one per 8 keys."""
     wanted = -(-numerics.order.split_kv // (batch * heads))
-    return max(1, min(wanted, -(-keys // numerics.kv_block)))
+    return max(1, min(wanted, -(-keys // _KEYS)))
 
 
 def attention(
@@ -34,9 +37,9 @@ def attention(
     With m_i, l_i, o_i the maximum, sum and mix of piece i and m the largest m_i, the result is
     (sum_i exp(m_i - m) o_i) / (sum_i exp(m_i - m) l_i) (Dao et al. 2023, Flash-Decoding).
     """
-    keys, block = key.shape[3], numerics.kv_block
+    keys = key.shape[3]
     count = pieces(query.shape[0], query.shape[1], keys, numerics=numerics)
-    size = -(-keys // (count * block)) * block
+    size = -(-keys // (count * _KEYS)) * _KEYS
     found = [
         fence(_piece(query, key, value, positions, start, min(start + size, keys), numerics))
         for start in range(0, keys, size)

@@ -32,6 +32,16 @@ class Mismatch:
         return tuple(entry for entry in self.entries if not entry.inert)
 
     @property
+    def drawing(self) -> "Mismatch":
+        """The part that makes another program of the sampler: not weights, not what is told."""
+        edits = (Entry.numerics, Entry.logits)
+        return Mismatch(
+            tuple(
+                e for e in self.active if e.reports or (type(e).numerics, type(e).logits) != edits
+            )
+        )
+
+    @property
     def stale_updates(self) -> int:
         """How many updates ago the sampler's weights are from."""
         return sum(e.updates for e in self.entries if isinstance(e, StaleWeights))
@@ -136,29 +146,65 @@ def sample(
     """`sampler.sample` with another execution: same arguments, of the learner, and `mismatch`.
 
     `weights` are the learner's compute weights (older ones where the entry `stale_weights` says so:
-    that is for the caller). Without an active entry it is `sampler.sample` and nothing else.
+    that is for the caller). Three steps, which may be programs of their own: `Mismatch.weights`,
+    `draw`, `report`.
+    """
+    rollout = draw(
+        mismatch.weights(weights),
+        prompts,
+        key,
+        mismatch=mismatch,
+        samples=samples,
+        config=config,
+        numerics=numerics,
+        sampling=sampling,
+    )
+    return report(rollout, prompts, key, mismatch=mismatch, samples=samples)
+
+
+def draw(
+    weights: transformer.Weights,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    mismatch: Mismatch,
+    samples: int,
+    config: ModelConfig,
+    numerics: Numerics,
+    sampling: Sampling,
+) -> Rollout:
+    """The second step of `sample`: draws with the sampler's own weights and execution.
+
+    Only `mismatch.drawing` matters. Without such an entry it is `sampler.sample` and nothing else.
     """
     other = mismatch.numerics(numerics)
-    names = Names(
-        key,
-        jnp.repeat(prompts.ids, samples),
-        jnp.tile(jnp.arange(samples, dtype=jnp.int32), prompts.ids.shape[0]),
-    )
-    reports = any(entry.reports for entry in mismatch.active)
-    rollout = sampler.sample(
-        mismatch.weights(weights),
+    return sampler.sample(
+        weights,
         prompts,
         key,
         samples=samples,
         config=config,
         numerics=other,
         sampling=sampling,
-        draw=_draw(mismatch.active, names, sampling, other),
-        records_drawn=reports,
+        draw=_draw(mismatch.active, _names(prompts, key, samples), sampling, other),
+        records_drawn=any(entry.reports for entry in mismatch.active),
     )
+
+
+def report(
+    rollout: Rollout, prompts: Prompts, key: jax.Array, *, mismatch: Mismatch, samples: int
+) -> Rollout:
+    """The last step of `sample`: what the learner is told of a rollout."""
+    names = _names(prompts, key, samples)
     for entry in mismatch.active:
         rollout = entry.rollout(rollout, names)
     return rollout
+
+
+def _names(prompts: Prompts, key: jax.Array, samples: int) -> Names:
+    count = prompts.ids.shape[0]
+    own = jnp.tile(jnp.arange(samples, dtype=jnp.int32), count)
+    return Names(key, jnp.repeat(prompts.ids, samples), own)
 
 
 def _draw(entries: Sequence[Entry], names: Names, sampling: Sampling, numerics: Numerics):
@@ -168,16 +214,16 @@ def _draw(entries: Sequence[Entry], names: Names, sampling: Sampling, numerics: 
     if not noisy and reporter is None:
         return None
 
-    def draw(logits, uniform, step):
+    def drawn(logits, uniform, step):
         for entry in noisy:
             logits = entry.logits(logits, step, names)
-        token, drawn = policy.draw(logits, uniform, sampling=sampling, numerics=numerics)
+        token, log_prob = policy.draw(logits, uniform, sampling=sampling, numerics=numerics)
         if reporter is None:
-            return token, drawn, None
+            return token, log_prob, None
         reported = reporter.reported(logits, token, sampling=sampling, numerics=numerics)
-        return token, reported, drawn
+        return token, reported, log_prob
 
-    return draw
+    return drawn
 
 
 def refuse_stale(mismatch: Mismatch, where: str) -> None:
