@@ -233,7 +233,8 @@ BAD = [
     ({"name": "logit_noise", "std": "much"}, ["std is 'much'", "a number"]),
     ({"name": "log_prob_noise", "by": "token"}, ["by = 'token'", "probability"]),
     ({"name": "log_prob_noise", "distribution": "cauchy"}, ["'cauchy'", "student"]),
-    ({"name": "placement"}, ["not available", "one device"]),
+    ({"name": "placement"}, ["not available", "one device", "split_k"]),
+    ({"name": "triton_attention"}, ["not available", "pallas_attention"]),
 ]
 
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from tim_jax.kernels import formulas, native
 from tim_jax.numerics import Numerics
 
-
 _KEYS = 8  # in the smallest piece
 
 

@@ -38,6 +38,7 @@ ENTRIES: dict[str, type[Entry]] = {kind.name: kind for kinds in GROUPS.values() 
 _ABSENT = {
     "placement": "this version runs on one device; 'split_k' sums partial products as a mesh would",
     "tensor_parallel": "this version runs on one device; 'split_k' sums partial products likewise",
+    "triton_attention": "there is no Triton kernel yet; 'pallas_attention' is one for GPU and TPU",
 }
 
 
