@@ -117,7 +117,12 @@ def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
     _, after = rest.split(END)
     middle = [
         BEGIN,
-        f"Measured with {where}; learner: {plain['learner']}, temperature 1:",
+        f"Made by `python scripts/mismatch_table.py` with {where}. All metrics and profiles:"
+        " [results](results/mismatch.md).",
+        "",
+        "![mismatch by source](results/mismatch.png)",
+        "",
+        f"Learner: {plain['learner']}; temperature 1:",
         "",
         ablation_report.to_markdown(plain, every_metric=False, profiles=False).rstrip(),
         "",
