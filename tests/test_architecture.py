@@ -23,6 +23,7 @@ LAYERS = (
     ("model",),
     ("policy", "calibration", "kernel_choice"),
     ("sampler", "scoring"),
+    ("mismatch",),
     ("learner",),
     ("sharded",),
     ("programs", "audit"),
@@ -31,13 +32,13 @@ LAYERS = (
     ("train",),
     ("warm_start", "evaluation"),
     ("sinks", "checkpoints"),
-    ("runs", "charts", "progress"),
+    ("runs", "charts", "source_charts", "progress"),
     ("config_sections",),
     ("config_placement",),
     ("config",),
     ("config_io",),
     ("assembly",),
-    ("jobs", "audit_job"),
+    ("jobs", "audit_job", "ablation_job"),
     ("cli",),
 )
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}

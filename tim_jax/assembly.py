@@ -1,14 +1,15 @@
 """From a run's configuration to the values that the loops take: model, task, policy, programs."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from tim_jax import calibration, corrections, kernel_choice, optimizers, placement, programs
+from tim_jax import audit, calibration, corrections, kernel_choice, optimizers, placement, programs
 from tim_jax.config import RunConfig
 from tim_jax.config_sections import Architecture, CustomTask, Optimizer
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, did_you_mean
 from tim_jax.learner import Learning, Policy
 from tim_jax.model import axes, hf
 from tim_jax.model.config import ModelConfig
@@ -59,6 +60,20 @@ def load_model(source: str) -> Model:
     found = generation if isinstance(generation, list) else [generation]
     stops = {tokenizer.eos_token_id, *config.eos_token_ids, *found} - {None}
     return Model(config, hf.load_params(folder, config), tokenizer, tuple(sorted(stops)))
+
+
+def audited(source: str) -> tuple[ModelConfig, Any]:
+    """Config and parameters of what an audit names: a preset, a folder, a hub name or a run."""
+    if source in audit.PRESETS:
+        config = audit.PRESETS[source]
+        return config, audit.random_params(config, 0)
+    folder = Path(source) / "model"
+    source = str(folder) if folder.is_dir() else source
+    if not Path(source).exists() and "/" not in source:
+        hint = did_you_mean(source, audit.PRESETS)
+        raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
+    config = hf.load_config(source)
+    return config, hf.load_params(source, config)
 
 
 def random_model(architecture: Architecture, *, seed: int) -> Model:
@@ -280,4 +295,5 @@ def make_programs(config: RunConfig, policy: Policy) -> Programs:
         epochs=section.epochs,
         length_buckets=section.length_buckets,
         sampler_placement=config.placement.for_sampler,
+        mismatch=config.sampler.dial,
     )

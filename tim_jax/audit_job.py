@@ -3,15 +3,12 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax
 from rich.console import Console
 
 from tim_jax import assembly, audit, calibration, kernel_choice
 from tim_jax.audit import CaseResult, Sizes
-from tim_jax.errors import InputError, did_you_mean
-from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.params import Params
 from tim_jax.numerics import Family, Numerics
@@ -40,7 +37,7 @@ def audit_model(
     Returns:
       The result as JSON, and whether every token of every case was equal.
     """
-    config, params = _model(source)
+    config, params = assembly.audited(source)
     it = _Audited(params, config, Sizes.fitting(config), family, interpret)
     numerics = _numerics(it, fixed=not quick)
     used = {audit.describe(one): kernel_choice.kernels_used(config, one) for one in numerics}
@@ -93,16 +90,3 @@ def _placed(it: _Audited) -> Iterator[CaseResult]:
                 sizes=it.sizes,
                 control=False,
             )
-
-
-def _model(source: str) -> tuple[ModelConfig, Params]:
-    if source in audit.PRESETS:
-        config = audit.PRESETS[source]
-        return config, audit.random_params(config, 0)
-    folder = Path(source) / "model"
-    source = str(folder) if folder.is_dir() else source
-    if not Path(source).exists() and "/" not in source:
-        hint = did_you_mean(source, audit.PRESETS)
-        raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
-    config = hf.load_config(source)
-    return config, hf.load_params(source, config)

@@ -82,6 +82,17 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument(
         "--interpret", action="store_true", help="run Pallas kernels without their device, slowly"
     )
+    audit.add_argument(
+        "--sampler",
+        metavar="ENTRIES",
+        help="measure the mismatch of a sampler instead: TOML file or inline list, such as"
+        """ '[{name = "kv_cache", dtype = "float8_e4m3fn"}]'; see docs/mismatch.md""",
+    )
+    audit.add_argument("--markdown", type=Path, metavar="FILE", help="with --sampler: tables")
+    audit.add_argument("--chart", type=Path, metavar="FILE", help="with --sampler: PNG, PDF or SVG")
+    audit.add_argument("--dtype", choices=("float32", "bfloat16"), help="with --sampler: learner's")
+    audit.add_argument("--prompts", type=int, default=32, help="with --sampler")
+    audit.add_argument("--samples", type=int, default=8, help="with --sampler: per prompt")
     audit.set_defaults(run=_audit)
     return parser
 
@@ -140,6 +151,11 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _audit(arguments: argparse.Namespace) -> int:
     from tim_jax import audit_job
 
+    if arguments.sampler is not None:
+        return _ablate(arguments)
+    for name in ("markdown", "chart", "dtype"):
+        if getattr(arguments, name) is not None:
+            raise InputError(f"--{name} goes with --sampler")
     report, passed = audit_job.audit_model(
         arguments.model,
         quick=arguments.quick,
@@ -148,6 +164,22 @@ def _audit(arguments: argparse.Namespace) -> int:
     )
     _write(arguments.json, report)
     return 0 if passed else 1
+
+
+def _ablate(arguments: argparse.Namespace) -> int:
+    from tim_jax import ablation_job
+
+    dial = ablation_job.read_dial(arguments.sampler)
+    bench = ablation_job.make_bench(
+        arguments.model,
+        prompts=arguments.prompts,
+        samples=arguments.samples,
+        dtype=arguments.dtype,
+    )
+    result = ablation_job.measure(bench, dial, chart=arguments.chart)
+    _write(arguments.json, result.json)
+    _write(arguments.markdown, result.markdown)
+    return 0 if result.exact else 1
 
 
 def _write(path: Path | None, text: str) -> None:

@@ -23,6 +23,7 @@ from tim_jax.config_sections import (
     NumericsSection,
     Optimizer,
     RunSection,
+    SamplerSection,
     SamplingSection,
     Section,
     Warmup,
@@ -44,6 +45,7 @@ class RunConfig(Section):
     numerics: NumericsSection = NumericsSection()
     placement: PlacementSection = PlacementSection()
     sampling: SamplingSection = SamplingSection()
+    sampler: SamplerSection = SamplerSection()
     learner: Learner = Learner()
     optimizer: Optimizer = Optimizer()
     task: Annotated[
@@ -81,6 +83,13 @@ class RunConfig(Section):
         if self.exact == "required" and self.numerics.family == "native":
             raise refusal(
                 "exact", self.exact, 'native numerics are not exact; set "report", or family tiles'
+            )
+        active = self.sampler.dial.active
+        if self.exact == "required" and active:
+            raise refusal(
+                "exact",
+                self.exact,
+                f'sampler.mismatch has {active[0].name!r}, which is not exact; set "report"',
             )
         if self.warmup.steps and self.task.kind != "builtin":
             raise refusal(

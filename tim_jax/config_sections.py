@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from tim_jax import corrections, objectives
 from tim_jax.errors import InputError
+from tim_jax.mismatch import Mismatch, named
 from tim_jax.numerics import Family
 from tim_jax.objectives import KL, Aggregation, Estimator, Loss, Objective
 from tim_jax.sinks import WandbMode
@@ -139,6 +140,26 @@ class SamplingSection(Section):
     """Draw from the most probable tokens that together have this probability; 1 is off."""
     stop_tokens: TokenIds = ()
     """Token ids that end a response, besides the tokenizer's own."""
+
+
+class SamplerSection(Section):
+    """What the sampler does otherwise than the learner; nothing, if left out."""
+
+    mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
+    """Entries of `tim_jax.mismatch`, in order: `{name = "kv_cache", dtype = "float8_e4m3fn"}`."""
+
+    @property
+    def dial(self) -> Mismatch:
+        return named.build(self.mismatch)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for index, entry in enumerate(self.mismatch):
+            try:
+                named.build([entry])
+            except InputError as error:
+                raise refusal(f"mismatch[{index}]", entry, str(error)) from error
+        return self
 
 
 class ObjectiveSection(Section):

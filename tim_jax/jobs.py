@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from tim_jax import (
     assembly,
@@ -21,6 +20,7 @@ from tim_jax import (
     config_io,
     evaluation,
     kernel_choice,
+    mismatch,
     programs,
     runs,
     sharded,
@@ -131,19 +131,23 @@ def _follow(job: _Job, run: Run) -> None:
     """Restores or starts, then writes and shows what the loop yields."""
     config = job.config
     _write_numerics(job, run)
-    state, reference, start, notes = _restored(job, run)
+    restored, start, notes = _restored(job, run)
+    state = TrainState(params=restored["params"], **restored["rest"])
+    reference, history = restored.get("reference"), restored.get("history", ())
     title = f"{config.run.folder}: {job.task.name}"
     with (
         open_display(total=config.steps, start=start, title=title, extra=_EXTRA) as display,
         closing(_extra_sinks(config, run, start)) as more,
     ):
-        for note in (*job.task.notes, *notes):
+        for note in (*job.task.notes, *notes, *_described(job)):
             display.note(note)
         writer = sinks.Tee((run.metrics, more))
         if start < 0:
             state = _first_steps(job, state, run, writer, display)
-            reference = _copied(state.params) if config.objective.kl_coefficient else None
-            run.save(0, _saved(state, reference))
+            # The parameters are donated to the next update; a reference must outlive it.
+            reference = train.copied(state.params) if config.objective.kl_coefficient else None
+            history = train.first_history(job.programs.prepare(state.params), job.programs, ())
+            run.save(0, runs.saved(state, reference, tuple(history)))
         steps = train.train(
             state,
             job.task,
@@ -154,6 +158,7 @@ def _follow(job: _Job, run: Run) -> None:
             prompts_per_step=config.learner.prompts_per_step,
             exact=config.exact == "required",
             reference=None if reference is None else job.programs.prepare(reference),
+            history=history,
         )
         for step in steps:
             state = step.state
@@ -162,7 +167,7 @@ def _follow(job: _Job, run: Run) -> None:
                 # Before the last checkpoint: a run that has that one is never resumed to this line.
                 _export(job, state, display)
             if _due(step.number, config.run.checkpoint_every, config.steps):
-                run.save(step.number, _saved(state, reference))
+                run.save(step.number, runs.saved(state, reference, step.history))
         if config.run.export and not (run.folder / "model").exists():
             _export(job, state, display)
 
@@ -180,30 +185,26 @@ def _write_numerics(job: _Job, run: Run) -> None:
     (run.folder / "numerics.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
-def _restored(job: _Job, run: Run) -> tuple[TrainState, Any, int, list[str]]:
-    """State, reference parameters, the step they are of (-1: nothing to resume), and notes."""
-    state = job.programs.init(job.model.params)
+def _restored(job: _Job, run: Run) -> tuple[checkpoints.State, int, list[str]]:
+    """What `runs.saved` holds, the step it is of (-1: nothing to resume), and notes."""
+    built, params = job.programs, job.model.params
+    state = built.init(params)
     reference = state.params if job.config.objective.kl_coefficient else None
-    found = run.restore(_saved(state, reference))
+    stale = built.mismatch.stale_updates
+    history = train.first_history(built.prepare(params), built, ()) if stale else ()
+    first = runs.saved(state, reference, tuple(history))
+    found = run.restore(first)
     if found is None:
-        return state, None, -1, []
-    rest = found.state["rest"]
-    state = TrainState(params=found.state["params"], **rest)
+        return first, -1, []
     notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in found.damaged]
     notes.append(f"resumed after step {found.step}")
-    return state, found.state.get("reference"), found.step, notes
+    return found.state, found.step, notes
 
 
-def _saved(state: TrainState, reference: Any) -> dict[str, Any]:
-    """What a checkpoint holds."""
-    rest = {"optimizer": state.optimizer, "correction": state.correction, "step": state.step}
-    saved = {"params": state.params, "rest": rest}
-    return saved if reference is None else {**saved, "reference": reference}
-
-
-def _copied(tree: Any) -> Any:
-    """The parameters are donated to the next update; a reference must outlive it."""
-    return jax.tree.map(jnp.copy, tree)
+def _described(job: _Job) -> list[str]:
+    """How the sampler differs from the learner, a line each."""
+    lines = mismatch.describe(job.programs.mismatch, job.policy.numerics)
+    return [f"the sampler differs: {line}" for line in lines]
 
 
 def _extra_sinks(config: RunConfig, run: Run, start: int) -> sinks.Tee:

@@ -1,7 +1,7 @@
 """How numbers are computed. Values only: no arrays, no devices, nothing read from the outside."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,10 @@ from tim_jax.tile_sizes import GPU_BF16, GPU_F32, TPU, GpuTiles, TpuTiles
 
 Family = Literal["tiles", "native", "pallas_gpu", "pallas_tpu"]
 FAMILIES: tuple[Family, ...] = ("tiles", "native", "pallas_gpu", "pallas_tpu")
-_COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+Scale = Literal["none", "token"]
+Attention = Literal["family", "flash", "flash_interpreted"]
+_COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+CACHE_DTYPES = (*_COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,52 @@ class Rows:
         """(tiles, rows per tile) that cover `count` rows with the fewest tiles."""
         tiles = 1 if self.high is None else -(-count // self.high)
         return tiles, max(self.low, -(-count // tiles))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes beside the compute dtype. The defaults round nothing and add no operation."""
+
+    head: str | None = None  # operands of the dot with the head; None: the compute dtype
+    logits: str = "float32"  # what logits are rounded to
+    softmax: str = "float32"  # of the vocabulary: every step of it is rounded to this
+    attention_softmax: str = "float32"  # of the attention: likewise
+    cache: str | None = None  # of cached keys and values; None: the compute dtype
+    cache_scale: Scale = "none"  # token: a scale per token and head, from its largest element
+
+    def __post_init__(self):
+        for name in ("head", "logits", "softmax", "attention_softmax"):
+            value = getattr(self, name)
+            if value not in (*_COMPUTE_DTYPES, None) or (value is None and name != "head"):
+                known = ", ".join(_COMPUTE_DTYPES)
+                raise InputError(f"Precision: {name} = {value!r}; known: {known}")
+        if self.cache not in (*CACHE_DTYPES, None):
+            known = ", ".join(CACHE_DTYPES)
+            raise InputError(f"Precision: cache = {self.cache!r}; known: {known}")
+        if self.cache_scale not in ("none", "token"):
+            raise InputError(f"Precision: cache_scale = {self.cache_scale!r}; known: none, token")
+        if self.cache == "int8" and self.cache_scale == "none":
+            raise InputError(
+                'Precision: an int8 cache needs cache_scale "token"; without a scale it would hold'
+                " whole numbers only"
+            )
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which sums are taken, where it is not that of the kernels."""
+
+    lanes: int = 128  # partial sums of norms and of the vocabulary's softmax, a power of two
+    split_k: int = 1  # pieces that a contraction with a weight matrix is cut into
+    split_kv: int = 0  # programs that decoding attention is cut to fill; 0: it is not cut
+
+    def __post_init__(self):
+        if self.lanes < 1 or self.lanes & (self.lanes - 1):
+            raise InputError(f"Order: lanes must be a power of two, got {self.lanes}")
+        if self.split_k < 1:
+            raise InputError(f"Order: split_k must be at least 1, got {self.split_k}")
+        if self.split_kv < 0:
+            raise InputError(f"Order: split_kv must not be negative, got {self.split_kv}")
 
 
 @dataclass(frozen=True)
@@ -60,14 +109,27 @@ class Numerics:
     tpu: TpuTiles = TPU  # of pallas_tpu
     interpret: bool = False  # run the Pallas kernels without their device, slowly: for tests
     compiler_options: tuple[tuple[str, str | bool | int], ...] = ()  # XLA's, for every program
+    precision: Precision = Precision()
+    order: Order = Order()
+    attention: Attention = "family"  # the family's own, or a kernel in its place (samplers only)
 
     def __post_init__(self):
+        if self.attention not in get_args(Attention):
+            raise InputError(
+                f"Numerics: attention = {self.attention!r}; known: {', '.join(get_args(Attention))}"
+            )
         if self.family not in FAMILIES:
             hint = did_you_mean(self.family, FAMILIES)
             raise InputError(f"Numerics: unknown kernel family {self.family!r}{hint}")
         if self.interpret and not self.family.startswith("pallas"):
             raise InputError(
                 f"Numerics: interpret is for the Pallas families, got family {self.family!r}"
+            )
+        narrow = {self.precision.softmax, self.precision.attention_softmax} != {"float32"}
+        if self.family.startswith("pallas") and (narrow or self.order != Order()):
+            raise InputError(
+                "Numerics: other softmax dtypes and orders of sums are for the families tiles and"
+                f" native, got family {self.family!r}"
             )
         if self.column_tiles > 1 and self.family.startswith("pallas"):
             raise InputError(
@@ -76,7 +138,8 @@ class Numerics:
             )
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise InputError(
-                f"Numerics: compute dtype {self.compute_dtype!r}; known: float32, bfloat16"
+                f"Numerics: compute dtype {self.compute_dtype!r}; known: "
+                + ", ".join(_COMPUTE_DTYPES)
             )
         if self.kv_block < 1 or self.kv_block & (self.kv_block - 1):
             raise InputError(f"Numerics: kv_block must be a power of two, got {self.kv_block}")
@@ -88,6 +151,12 @@ class Numerics:
     @property
     def dtype(self) -> np.dtype:
         return jnp.dtype(_COMPUTE_DTYPES[self.compute_dtype])
+
+    @property
+    def of_head(self) -> "Numerics":
+        """Those of the product with the head, whose operands may have a dtype of their own."""
+        head = self.precision.head
+        return self if head in (None, self.compute_dtype) else replace(self, compute_dtype=head)
 
     def rows_for(self, contraction: int) -> Rows:
         """The row range of dots that contract over `contraction` elements."""

@@ -6,6 +6,7 @@ log-prob to the bit.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -131,12 +132,13 @@ def _weights(scaled, peak, sampling, numerics, *, keep):
 
 def _log_prob_of(scaled, peak, weights, tokens, sampling, numerics):
     ops = kernels.family(numerics)
+    narrowed = partial(formulas.narrowed, dtype=numerics.precision.softmax)
     if sampling.truncated:
         log_normaliser = ops.log(ops.row_sum(weights, numerics=numerics), numerics=numerics)
     else:
         log_normaliser = ops.log_normaliser(scaled, peak, weights, numerics=numerics)
     chosen = ops.fence(jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0])
-    return ops.fence((chosen - peak) - log_normaliser)
+    return ops.fence(narrowed(narrowed(chosen - peak) - log_normaliser))
 
 
 def _truncation(scaled, weights, sampling, numerics):

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tim_jax import learner, placement, sampler, sharded
+from tim_jax import learner, metrics, placement, sampler, sharded
 from tim_jax.compiled import jit
 from tim_jax.errors import InputError
 from tim_jax.learner import Experience, Learning, Policy, TrainState
+from tim_jax.mismatch import Mismatch, Setting, dial
 from tim_jax.model import axes
 from tim_jax.model.params import parameter_shapes
 from tim_jax.placement import Placement
 from tim_jax.types import Prompts, Rollout
+
+_PARTS = ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3")
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,13 @@ class Programs:
     experience: Callable[..., Any]  # see learner.experience
     update: Callable[..., Any]  # state, weights, experience, index of mini-batch, length
     init: Callable[..., TrainState]  # params -> state
+    compare: Callable[..., Any] | None  # weights, the sampler's weights, rollout -> metrics
 
     learning: Learning
     mini_batches: int
     epochs: int
     length_buckets: int
+    mismatch: Mismatch = dial.EXACT
 
 
 def build(
@@ -51,12 +56,14 @@ def build(
     length_buckets: int = 1,
     sampler_placement: Placement | None = None,
     devices: Sequence[jax.Device] | None = None,
+    mismatch: Mismatch = dial.EXACT,
 ) -> Programs:
     """Programs of a training run.
 
     Args:
       policy: its placement is the learner's, and the sampler's if `sampler_placement` is None.
       devices: what meshes are made of, `jax.devices()` if None.
+      mismatch: what the sampler does differently, if anything.
 
     Raises:
       InputError: the model cannot be laid out so, or there are too few devices.
@@ -106,26 +113,47 @@ def build(
         prepare=weights_program(policy, devices),
         publish=publication(policy, drawing, devices),
         sample=where.arriving(
-            sampling_program(drawing, samples=learning.group_size, devices=devices), drawing
+            sampling_program(
+                drawing, samples=learning.group_size, devices=devices, mismatch=mismatch
+            ),
+            drawing,
         ),
         experience=jit(experience, numerics, out_shardings=whole),
         update=jit(update, numerics, donate_argnums=(0, 1), out_shardings=updated),
         init=where.spreading(jit(init, numerics, out_shardings=state)),
+        compare=comparing_program(policy, learning, mismatch) if mismatch.active else None,
         learning=learning,
         mini_batches=mini_batches,
         epochs=epochs,
         length_buckets=length_buckets,
+        mismatch=mismatch,
     )
 
 
 def sampling_program(
-    policy: Policy, *, samples: int, devices: Sequence[jax.Device] | None = None
+    policy: Policy,
+    *,
+    samples: int,
+    devices: Sequence[jax.Device] | None = None,
+    mismatch: Mismatch = dial.EXACT,
 ) -> Callable[..., Rollout]:
-    """Jitted (weights, prompts, key) -> rollout, `samples` responses per prompt."""
+    """Jitted (weights, prompts, key) -> rollout, `samples` responses per prompt.
+
+    `weights` and `policy` are the learner's; the sampler differs from it as `mismatch` says.
+
+    Raises:
+      InputError: an entry that this sampler cannot have, or two that contradict each other.
+    """
     where = _Where.of(policy, devices)
+    dial.check(mismatch, Setting(policy.config, policy.numerics, policy.sampling))
+    if mismatch.active and where.mesh is not None:
+        raise InputError(
+            f"mismatch: a sampler that differs runs on one device, got placement {policy.placement}"
+        )
+    differs = partial(dial.sample, mismatch=mismatch) if mismatch.active else sampler.sample
 
     def sample(weights, prompts: Prompts, key):
-        return sampler.sample(
+        return differs(
             weights,
             prompts,
             key,
@@ -245,3 +273,36 @@ class _Where:
         if self.mesh is None:
             return None
         return sharded.gradient(self.policy, self.mesh, learning=learning)
+
+
+def comparing_program(
+    policy: Policy, learning: Learning, mismatch: Mismatch
+) -> Callable[..., dict[str, jax.Array]]:
+    """Jitted (weights, sampler's weights, rollout) -> what the sampler's mismatch is.
+
+    `mismatch/*` are `metrics.mismatch_metrics` of the learner's log-probs, by a forward of its own,
+    against the recorded ones. Its parts, where there are any, in mean |d|, largest |d| and k3:
+    `drift/*` is the learner against itself at the sampler's weights, `numerical/*` that against
+    the recorded ones, and `reporting/*` the log-probs drawn with against the recorded ones.
+    """
+
+    def compare(weights, source, rollout: Rollout):
+        score = partial(
+            learner.score_rows, policy, rollout=rollout, micro_batch=learning.micro_batch
+        )
+        recorded, mask = rollout.log_probs, rollout.mask
+        trainer = score(weights=weights)
+        pairs = {}
+        if mismatch.stale_updates:
+            there = score(weights=source)
+            pairs |= {"drift": (trainer, there), "numerical": (there, recorded)}
+        if rollout.drawn_log_probs is not None:
+            pairs["reporting"] = rollout.drawn_log_probs, recorded
+        found = metrics.mismatch_metrics(trainer, recorded, mask)
+        report = {f"mismatch/{name}": value for name, value in found.items()}
+        for part, (first, second) in pairs.items():
+            found = metrics.mismatch_metrics(first, second, mask)
+            report |= {f"{part}/{name}": found[name] for name in _PARTS}
+        return report
+
+    return jit(compare, policy.numerics)

@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from tim_jax import checkpoints
 from tim_jax.checkpoints import Checkpoints, Restored, State
 from tim_jax.errors import InputError
+from tim_jax.learner import TrainState
 from tim_jax.sinks import JsonLines
 
 LINE_FILES = ("metrics", "timing", "samples")
@@ -180,6 +181,19 @@ def read_checkpoint(
     """
     found = checkpoints.restore(Path(folder) / "checkpoints", like, step=step)
     return Restored(found.step, found.state, found.extra["extra"], found.damaged)
+
+
+def saved(state: TrainState, reference: Any, history: Sequence[Any] = ()) -> State:
+    """What a checkpoint of a training run holds.
+
+    `reference` are the parameters of the KL term's policy, if there is one, and `history` the
+    weights of a sampler that is stale on purpose.
+    """
+    rest = {"optimizer": state.optimizer, "correction": state.correction, "step": state.step}
+    found: State = {"params": state.params, "rest": rest}
+    if reference is not None:
+        found = {**found, "reference": reference}
+    return {**found, "history": list(history)} if history else found
 
 
 @dataclass(frozen=True)

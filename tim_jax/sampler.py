@@ -1,5 +1,6 @@
 """Prompts -> Rollout: prefill once per prompt, then a decode loop around the one forward."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +16,10 @@ from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import Sampling
 from tim_jax.types import Prompts, Rollout
 
+# (logits f32[B, V], uniform f32[B], step i32[]) -> tokens i32[B], the log-probs f32[B] to record,
+# and those that the tokens were drawn with where they are others, else None.
+Draw = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]
+
 
 @struct.dataclass
 class _Decoding:
@@ -27,6 +32,7 @@ class _Decoding:
     log_probs: jax.Array  # f32[R, B]
     lengths: jax.Array  # i32[B]
     ended: jax.Array  # bool[B], drew a stop token
+    drawn: jax.Array | None = None  # f32[R, B], log-probs drawn with where others are recorded
 
 
 def sample(
@@ -40,6 +46,8 @@ def sample(
     sampling: Sampling,
     placement: Placement = SINGLE,
     first: jax.Array | None = None,
+    draw: Draw | None = None,
+    records_drawn: bool = False,
 ) -> Rollout:
     """Draws `samples` responses to each prompt; rows are prompts major.
 
@@ -54,6 +62,8 @@ def sample(
       placement: of more than one device: inside `shard_map`, on this device's parts of weights and
         prompts, see `transformer.forward`.
       first: i32[], number of each group's first sample here, where a group is split over devices.
+      draw: in place of `policy.draw`, for a sampler that differs on purpose.
+      records_drawn: `draw` returns log-probs to record that are not those it drew with.
     """
     batch = prompts.tokens.shape[0] * samples
     limit = sampling.max_response_length
@@ -69,6 +79,7 @@ def sample(
     weights = transformer.unstacked(weights)
     starts = jnp.repeat(prompts.lengths, samples)
     stops = jnp.asarray(sampling.stop_tokens, jnp.int32)
+    draw = draw or partial(_draw, sampling=sampling, numerics=numerics)
 
     def step(state: _Decoding) -> _Decoding:
         now = weights
@@ -76,9 +87,7 @@ def sample(
             # Tied to the step, or XLA could gather them once before the loop and keep them.
             now, _ = jax.lax.optimization_barrier((weights, state.step))
         logits = transformer.logits(now, state.hidden, **how)
-        token, log_prob = policy.draw(
-            logits, uniforms[state.step], sampling=sampling, numerics=numerics
-        )
+        token, log_prob, drawn = draw(logits, uniforms[state.step], state.step)
         active = ~state.ended
         # An ended row goes on in place: its tokens are masked by its length, its writes stay at
         # its own last position, and no other row sees it.
@@ -92,6 +101,7 @@ def sample(
             log_probs=state.log_probs.at[state.step].set(jnp.where(active, log_prob, 0.0)),
             lengths=state.lengths + active.astype(jnp.int32),
             ended=state.ended | jnp.any(token[:, None] == stops[None, :], axis=1),
+            drawn=_record(state.drawn, state.step, active, drawn),
         )
 
     state = _Decoding(
@@ -102,6 +112,7 @@ def sample(
         log_probs=jnp.zeros((limit, batch), jnp.float32),
         lengths=jnp.zeros((batch,), jnp.int32),
         ended=jnp.zeros((batch,), bool),
+        drawn=jnp.zeros((limit, batch), jnp.float32) if records_drawn else None,
     )
     longest = jnp.max(collectives.whole_rows(starts, rows))
 
@@ -120,7 +131,17 @@ def sample(
         lengths=state.lengths,
         log_probs=state.log_probs.T,
         finished=state.ended,
+        drawn_log_probs=None if state.drawn is None else state.drawn.T,
     )
+
+
+def _draw(logits, uniform, step, *, sampling, numerics):
+    del step
+    return (*policy.draw(logits, uniform, sampling=sampling, numerics=numerics), None)
+
+
+def _record(drawn, step, active, log_prob):
+    return None if drawn is None else drawn.at[step].set(jnp.where(active, log_prob, 0.0))
 
 
 def _prefill(run, prompts: Prompts, samples: int):

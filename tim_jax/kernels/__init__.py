@@ -1,6 +1,17 @@
 """The same few operations in several families, one family a module."""
 
-from tim_jax.kernels import composed, native, pallas_gpu, pallas_tpu, tiles
+import jax
+
+from tim_jax.kernels import (
+    caching,
+    composed,
+    flash,
+    native,
+    pallas_gpu,
+    pallas_tpu,
+    split_kv,
+    tiles,
+)
 from tim_jax.kernels.interface import Heads, Kernels
 from tim_jax.numerics import Numerics
 
@@ -17,3 +28,27 @@ _FAMILIES: dict[str, Kernels] = {
 def family(numerics: Numerics) -> Kernels:
     """The kernels of these numerics."""
     return _FAMILIES[numerics.family]
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    *,
+    numerics: Numerics,
+    aligned: bool,
+) -> jax.Array:
+    """Attention by the family, or by another kernel or cut along the keys, as the numerics say."""
+    ops = family(numerics)
+    if numerics.attention != "family":
+        interpret = numerics.attention == "flash_interpreted"
+        return flash.attention(query, key, value, positions, numerics=numerics, interpret=interpret)
+    if numerics.order.split_kv and not aligned:
+        return split_kv.attention(query, key, value, positions, numerics=numerics, fence=ops.fence)
+    return ops.attention(query, key, value, positions, numerics=numerics, aligned=aligned)
+
+
+def cached(x: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """Keys or values as the cache gives them back; see `caching.cached`."""
+    return caching.cached(x, numerics=numerics, ops=family(numerics))

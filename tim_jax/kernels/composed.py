@@ -25,16 +25,17 @@ class Composed:
     dot: Callable[..., jax.Array]
     attention: Callable[..., jax.Array]
 
-    def _row_unit(self, f: Callable) -> Callable:
+    def _row_unit(self, f: Callable, numerics: Numerics) -> Callable:
         """The unit of f(*args, total): the family's own sum forward, the plain sum backward."""
-        return self.unit(partial(f, total=self.total), partial(f, total=native.total))
+        total = partial(self.total, lanes=numerics.order.lanes)
+        return self.unit(partial(f, total=total), partial(f, total=native.total))
 
     def norm(self, x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics):
         def norm(x, weight, total):
             y = formulas.rms_norm(x, weight, eps=eps, total=total)
             return formulas.rounded(y, numerics.dtype)
 
-        return self._row_unit(norm)(x, weight)
+        return self._row_unit(norm, numerics)(x, weight)
 
     def dot_add(self, x, weight, residual, bias, *, numerics: Numerics):
         def add(x, y, *bias):
@@ -70,23 +71,26 @@ class Composed:
             value = value.reshape(-1, heads.key, heads.size)
             return tuple(formulas.rounded(part, numerics.dtype) for part in (query, key, value))
 
-        return self._row_unit(project)(y, cos, sin, optional)
+        return self._row_unit(project, numerics)(y, cos, sin, optional)
 
     def exponentials(self, x: jax.Array, peak: jax.Array, *, numerics: Numerics):
-        del numerics
-        return self.fence(jnp.exp(x - peak[:, None]))
+        narrowed = _narrowed(numerics)
+        return narrowed(self.fence(jnp.exp(narrowed(x - peak[:, None]))))
 
     def row_sum(self, x: jax.Array, *, numerics: Numerics):
-        del numerics
-        return self.fence(self.total(x))
+        return _narrowed(numerics)(self.fence(self.total(x, lanes=numerics.order.lanes)))
 
     def log(self, x: jax.Array, *, numerics: Numerics):
-        del numerics
-        return self.fence(jnp.log(x))
+        return _narrowed(numerics)(self.fence(jnp.log(x)))
 
     def log_normaliser(self, x, peak, weights, *, numerics: Numerics):
         del x, peak
         return self.log(self.row_sum(weights, numerics=numerics), numerics=numerics)
+
+
+def _narrowed(numerics: Numerics):
+    """Rounds a step of the vocabulary's softmax to its dtype; nothing for float32."""
+    return partial(formulas.narrowed, dtype=numerics.precision.softmax)
 
 
 def _parted(y: jax.Array, tiles: int, shares: tuple[int, ...]) -> list[jax.Array]:

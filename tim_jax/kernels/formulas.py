@@ -39,6 +39,11 @@ def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
+def narrowed(x: jax.Array, dtype: str) -> jax.Array:
+    """float32 that holds the values of `dtype`; x itself, and no operation, for "float32"."""
+    return x if dtype == "float32" else rounded(x, jnp.dtype(dtype)).astype(jnp.float32)
+
+
 def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up."""
     return jax.nn.silu(gate) * up

@@ -6,10 +6,12 @@ family.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from tim_jax.kernels import contraction, formulas
 from tim_jax.numerics import Numerics
 
 MASKED = -1e30
@@ -84,7 +86,8 @@ def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics | None = None) ->
 
     `weight` may come in column tiles [T, K, M / T].
     """
-    del numerics
+    if numerics is not None and numerics.order.split_k > 1:
+        return contraction.split_k(_dot, x, joined(weight), pieces=numerics.order.split_k)
     return _dot(x, weight)
 
 
@@ -124,20 +127,21 @@ def attention(
     aligned: bool,
 ) -> jax.Array:
     """As `tiles.attention`: same arguments, same result up to rounding."""
+    softmax = numerics.precision.attention_softmax
     if not aligned:
-        return _attend(query, key, value, positions)
+        return _attend(query, key, value, positions, softmax)
     count, length = query.shape[2], key.shape[3]
     pieces = []
     for start, stop, keys in segments(count, length, _BACKWARD_ROWS, numerics.kv_block):
         args = query[:, :, start:stop], key[..., :keys], value[:, :, :keys]
-        pieces.append(_attend_in_tiles(*args, positions[:, start:stop]))
+        pieces.append(_attend_in_tiles(*args, positions[:, start:stop], softmax))
     return jnp.concatenate(pieces, axis=2)
 
 
-def _attend_in_tiles(query, key, value, positions):
+def _attend_in_tiles(query, key, value, positions, softmax):
     """Rows in tiles whose scores are recomputed in the backward: no [S, S] array is kept."""
     count = query.shape[2]
-    attend = jax.checkpoint(_attend)
+    attend = jax.checkpoint(partial(_attend, softmax=softmax))
     if count <= _BACKWARD_ROWS:
         return attend(query, key, value, positions)
     tiles = count // _BACKWARD_ROWS
@@ -159,9 +163,11 @@ def _attend_in_tiles(query, key, value, positions):
     return jnp.concatenate([out, rest], axis=2)
 
 
-def _attend(query, key, value, last):
+def _attend(query, key, value, last, softmax):
     visible = jnp.arange(key.shape[3])[None, None, :] <= last[:, :, None]
-    weights = jax.nn.softmax(jnp.where(visible[:, None], scores(query, key), MASKED), axis=-1)
+    masked = jnp.where(visible[:, None], scores(query, key), MASKED)
+    weights = jax.nn.softmax(formulas.narrowed(masked, softmax), axis=-1)
+    weights = formulas.narrowed(weights, softmax)
     return mix(weights.astype(value.dtype), value)
 
 

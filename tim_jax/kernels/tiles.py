@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from tim_jax.kernels import formulas, native
+from tim_jax.kernels import contraction, formulas, native
 from tim_jax.numerics import Numerics, Rows
 
 fence = jax.lax.optimization_barrier
@@ -103,8 +103,16 @@ def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
     """
     rows = numerics.rows_for(weight.shape[-2])
 
+    def product(x, weight):
+        return fence(native.product(*pin(x, weight)))
+
+    def whole(x, weight):
+        if numerics.order.split_k == 1:
+            return product(x, weight)
+        return fence(contraction.split_k(product, x, weight, pieces=numerics.order.split_k))
+
     def columns(x, weight):
-        return by_rows(lambda t: fence(native.product(*pin(t, weight))), x, rows)
+        return by_rows(lambda t: whole(t, weight), x, rows)
 
     def forward(x, weight):
         if weight.ndim == 2:
@@ -203,9 +211,10 @@ def _attend(query, key, value, last, numerics: Numerics):
     visible = jnp.arange(key.shape[3])[None, None, :] <= last[:, :, None]
     scores = jnp.where(visible[:, None], scores, native.MASKED)
     highest = fence(peak(scores, lanes=block))
-    weights = fence(jnp.exp(scores - highest[..., None]))
+    narrowed = partial(formulas.narrowed, dtype=numerics.precision.attention_softmax)
+    weights = narrowed(fence(jnp.exp(narrowed(scores - highest[..., None]))))
     # By the reciprocal: XLA turns a division by a broadcast into that, or not, as it likes.
-    scale = fence(1.0 / fence(total(weights, lanes=block)))
+    scale = fence(1.0 / narrowed(fence(total(weights, lanes=block))))
     mixed = _mix(formulas.rounded(weights, value.dtype), value, numerics)
     return fence(mixed * scale[..., None])
 

@@ -188,10 +188,12 @@ def logits(
     placement: Placement = SINGLE,
 ) -> jax.Array:
     """Vocabulary logits float32 [N, V], all of them on every device, of hidden states [N, d]."""
-    normed = _norm(hidden, weights["final_norm"], config, numerics, placement)
-    ops = collectives.family(numerics, placement)
-    head = collectives.matrix(weights["head"], numerics=numerics, placement=placement)
-    own = ops.dot(normed, head, numerics=numerics)
+    of_head = numerics.of_head
+    normed = _norm(hidden, weights["final_norm"], config, of_head, placement)
+    ops = collectives.family(of_head, placement)
+    head = weights["head"].astype(of_head.dtype)
+    head = collectives.matrix(head, numerics=of_head, placement=placement)
+    own = formulas.narrowed(ops.dot(normed, head, numerics=of_head), numerics.precision.logits)
     found = collectives.gather_same(own, ("tensor",), placement)
     return found if found.shape[1] == config.vocab_size else found[:, : config.vocab_size]
 
@@ -275,6 +277,7 @@ def _attend(query, key, value, positions, cache, config, numerics, placement, sh
     query = query.reshape(batch, kv_heads, length * group, size)
     key = key.reshape(batch, length, kv_heads, size)
     value = value.reshape(batch, length, kv_heads, size)
+    key, value = (kernels.cached(x, numerics=numerics) for x in (key, value))
     if cache is None:
         new = LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
     else:
@@ -284,7 +287,7 @@ def _attend(query, key, value, positions, cache, config, numerics, placement, sh
             key=cache.key.at[row, :, :, positions].set(key),
             value=cache.value.at[row, :, positions].set(value),
         )
-    out = kernels.family(numerics).attention(
+    out = kernels.attention(
         query,
         new.key,
         new.value,
