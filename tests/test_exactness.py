@@ -58,8 +58,9 @@ def test_sampler_and_learner_agree_to_the_bit(name, dtype):
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_whole_audit(name, dtype):
-    config = PRESETS[name]
-    check(audit(random_params(config, 1), config, numerics=(EXACT[dtype],)))
+    """Of the most awkward architecture; fewer cases of the others."""
+    config, quick = PRESETS[name], name != "qwen3-awkward"
+    check(audit(random_params(config, 1), config, numerics=(EXACT[dtype],), quick=quick))
 
 
 @pytest.mark.slow

@@ -268,6 +268,25 @@ def _project(normed, w, angles, config, numerics, placement):
     )
 
 
+def _written(cache, rows, positions, *, axis):
+    """`rows` [B, T, Kv, D] in the cache, each at its own position along `axis` of [Kv, ...].
+
+    A write per row, in a loop: prompts of different lengths sit side by side, and what XLA:CPU
+    makes of one scatter in a large program copies the cache.
+    """
+    batch, length = positions.shape
+    rows = jnp.expand_dims(rows.reshape(batch * length, *rows.shape[2:]), axis + 1)
+    at = positions.reshape(-1)
+
+    def write(index, cache):
+        start = [index // length, 0, 0, 0]
+        start[axis + 1] = at[index]
+        row = jax.lax.dynamic_slice_in_dim(rows, index, 1)
+        return jax.lax.dynamic_update_slice(cache, row, start)
+
+    return jax.lax.fori_loop(0, batch * length, write, cache, unroll=4)
+
+
 def _attend(query, key, value, positions, cache, config, numerics, placement, shape):
     """Lays out heads, writes the cache if there is one, and attends. Rows in, rows out."""
     batch, length = shape
@@ -281,11 +300,9 @@ def _attend(query, key, value, positions, cache, config, numerics, placement, sh
     if cache is None:
         new = LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
     else:
-        # Every row writes at its own position: prompts of different lengths sit side by side.
-        row = jnp.arange(batch)[:, None]
         new = LayerCache(
-            key=cache.key.at[row, :, :, positions].set(key),
-            value=cache.value.at[row, :, positions].set(value),
+            key=_written(cache.key, key, positions, axis=2),
+            value=_written(cache.value, value, positions, axis=1),
         )
     out = kernels.attention(
         query,
