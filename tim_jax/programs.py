@@ -89,16 +89,7 @@ def build(
             gradient=where.gradient(learning),
         )
 
-    def init(params) -> TrainState:
-        with jax.numpy_dtype_promotion("standard"):
-            opt_state = optimizer.init(params)
-        return TrainState(
-            params=params,
-            optimizer=opt_state,
-            correction=optax.EmptyState() if correction is None else correction.init(params),
-            step=jnp.int32(0),
-        )
-
+    starting = partial(init, optimizer, correction)
     experience = partial(
         learner.experience,
         policy=policy,
@@ -106,7 +97,7 @@ def build(
         correction=correction,
         score=where.score(learning),
     )
-    state, whole = where.state(init), where.whole
+    state, whole = where.state(starting), where.whole
     updated = None if where.mesh is None else (state, where.weights, whole)
     numerics = policy.numerics
     return Programs(
@@ -120,13 +111,24 @@ def build(
         ),
         experience=jit(experience, numerics, out_shardings=whole),
         update=jit(update, numerics, donate_argnums=(0, 1), out_shardings=updated),
-        init=where.spreading(jit(init, numerics, out_shardings=state)),
+        init=where.spreading(jit(starting, numerics, out_shardings=state)),
         compare=comparing_program(policy, learning, mismatch) if mismatch.active else None,
         learning=learning,
         mini_batches=mini_batches,
         epochs=epochs,
         length_buckets=length_buckets,
         mismatch=mismatch,
+    )
+
+
+def init(optimizer, correction, params) -> TrainState:
+    with jax.numpy_dtype_promotion("standard"):
+        opt_state = optimizer.init(params)
+    return TrainState(
+        params=params,
+        optimizer=opt_state,
+        correction=optax.EmptyState() if correction is None else correction.init(params),
+        step=jnp.int32(0),
     )
 
 

@@ -104,16 +104,7 @@ def sample(
             drawn=_record(state.drawn, state.step, active, drawn),
         )
 
-    state = _Decoding(
-        step=jnp.int32(0),
-        hidden=hidden,
-        cache=cache,
-        tokens=jnp.zeros((limit, batch), jnp.int32),
-        log_probs=jnp.zeros((limit, batch), jnp.float32),
-        lengths=jnp.zeros((batch,), jnp.int32),
-        ended=jnp.zeros((batch,), bool),
-        drawn=jnp.zeros((limit, batch), jnp.float32) if records_drawn else None,
-    )
+    state = _beginning(hidden, cache, (limit, batch), records_drawn)
     longest = jnp.max(collectives.whole_rows(starts, rows))
 
     def unfinished(span, state: _Decoding):
@@ -132,6 +123,20 @@ def sample(
         log_probs=state.log_probs.T,
         finished=state.ended,
         drawn_log_probs=None if state.drawn is None else state.drawn.T,
+    )
+
+
+def _beginning(hidden, cache, shape: tuple[int, int], records_drawn: bool) -> _Decoding:
+    """Nothing drawn yet; `shape` is (most tokens, rows)."""
+    return _Decoding(
+        step=jnp.int32(0),
+        hidden=hidden,
+        cache=cache,
+        tokens=jnp.zeros(shape, jnp.int32),
+        log_probs=jnp.zeros(shape, jnp.float32),
+        lengths=jnp.zeros(shape[1:], jnp.int32),
+        ended=jnp.zeros(shape[1:], bool),
+        drawn=jnp.zeros(shape, jnp.float32) if records_drawn else None,
     )
 
 
