@@ -115,6 +115,11 @@ def sample(
     for span in _spans(prompts.tokens.shape[1], limit, numerics.kv_block):
         state = replace(state, cache=_grow(state.cache, span))
         state = jax.lax.while_loop(partial(unfinished, span), step, state)
+    return _rollout(prompts, starts, state)
+
+
+def _rollout(prompts: Prompts, starts: jax.Array, state: _Decoding) -> Rollout:
+    samples = starts.shape[0] // prompts.tokens.shape[0]
     return Rollout(
         prompts=jnp.repeat(prompts.tokens, samples, axis=0),
         prompt_lengths=starts,
