@@ -25,6 +25,7 @@ AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")  # what the rows of a batch are split over
 
 Axis = Literal["rows", "in", "out", "tile", "hidden", "whole"]
+Devices = Sequence[Any]  # of `jax.Device`, which no version of JAX declares as a type
 Axes = tuple[Axis, ...]  # of an array's dimensions, in order
 
 # Logical axis -> mesh axes.
@@ -95,7 +96,7 @@ class Placement:
 SINGLE = Placement()
 
 
-def mesh(placement: Placement, devices: Sequence[jax.Device]) -> Mesh:
+def mesh(placement: Placement, devices: Devices) -> Mesh:
     """The mesh of the first `placement.devices` of `devices`; tensor neighbours stand together.
 
     Raises:

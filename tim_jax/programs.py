@@ -1,6 +1,6 @@
 """The one place that compiles: a run's programs, jitted, with their buffers donated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from tim_jax.learner import Experience, Learning, Policy, TrainState
 from tim_jax.mismatch import Mismatch, Setting, dial
 from tim_jax.model import axes
 from tim_jax.model.params import parameter_shapes
-from tim_jax.placement import Placement
+from tim_jax.placement import Devices, Placement
 from tim_jax.types import Prompts, Rollout
 
 _PARTS = ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3")
@@ -55,7 +55,7 @@ def build(
     epochs: int = 1,
     length_buckets: int = 1,
     sampler_placement: Placement | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Devices | None = None,
     mismatch: Mismatch = dial.EXACT,
 ) -> Programs:
     """Programs of a training run.
@@ -136,7 +136,7 @@ def sampling_program(
     policy: Policy,
     *,
     samples: int,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Devices | None = None,
     mismatch: Mismatch = dial.EXACT,
 ) -> Callable[..., Rollout]:
     """Jitted (weights, prompts, key) -> rollout, `samples` responses per prompt.
@@ -171,17 +171,13 @@ def sampling_program(
     return jit(program, policy.numerics, out_shardings=where.whole)
 
 
-def weights_program(
-    policy: Policy, devices: Sequence[jax.Device] | None = None
-) -> Callable[..., Any]:
+def weights_program(policy: Policy, devices: Devices | None = None) -> Callable[..., Any]:
     """Jitted params -> compute weights, where and as `policy` has them."""
     where = _Where.of(policy, devices)
     return where.spreading(jit(policy.prepare, policy.numerics, out_shardings=where.weights))
 
 
-def publication(
-    policy: Policy, to: Policy, devices: Sequence[jax.Device] | None = None
-) -> Callable[..., Any]:
+def publication(policy: Policy, to: Policy, devices: Devices | None = None) -> Callable[..., Any]:
     """(params, weights of `policy`) -> weights of `to`.
 
     The very same arrays if they lie in the same place and are prepared in the same way. Otherwise
@@ -211,7 +207,7 @@ class _Where:
     mesh: Mesh | None
 
     @classmethod
-    def of(cls, policy: Policy, devices: Sequence[jax.Device] | None) -> "_Where":
+    def of(cls, policy: Policy, devices: Devices | None) -> "_Where":
         axes.check(policy.config, policy.numerics, policy.placement)
         if policy.placement.single:
             return cls(policy, None)

@@ -74,7 +74,7 @@ def sample(
         weights = collectives.hold(weights, axes.weight_axes(config, numerics), placement)
         placement = placement.held
     how = {"config": config, "numerics": numerics, "placement": placement}
-    run = partial(transformer.forward, **how)
+    run: Callable = partial(transformer.forward, **how)
     hidden, cache = _prefill(partial(run, weights), prompts, samples)
     weights = transformer.unstacked(weights)
     starts = jnp.repeat(prompts.lengths, samples)

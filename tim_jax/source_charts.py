@@ -43,7 +43,8 @@ def source_chart(
     figure = Figure(figsize=(12.5, height), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title or f"Mismatch by source: {record['model']}", fontsize=13, color=_INK)
-    left, right = figure.subfigures(1, 2, width_ratios=(3, 2))
+    halves: Any = figure.subfigures(1, 2, width_ratios=(3, 2))
+    left, right = halves
     _bars(left.subplots(), cases, len(record["cases"]) - len(cases))
     shown = _spread(cases)
     panels = right.subplots(len(_PANELS), 1)

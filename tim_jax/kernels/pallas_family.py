@@ -86,7 +86,8 @@ class PallasFamily:
 
     def gated_dot(self, x, weight, bias, *, numerics: Numerics):
         def epilogue(sums, bias=()):
-            return pallas.gated(*sums, bias)
+            gate, up = sums
+            return pallas.gated(gate, up, bias)
 
         def kernel(x, weight, *bias):
             extras = [("bias", b.reshape(2, -1)) for b in bias]

@@ -260,7 +260,8 @@ def _project(normed, w, angles, config, numerics, placement):
     weight = collectives.matrix(w["qkv"], numerics=numerics, placement=placement)
     return ops.project(
         ops.dot(normed, weight, numerics=numerics),
-        *angles,
+        angles[0],
+        angles[1],
         {name: w[key] for name, key in names if key in w},
         heads=kernels.Heads(heads, kv_heads, config.head_dim),
         eps=config.rms_norm_eps,

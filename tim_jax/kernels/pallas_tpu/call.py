@@ -28,7 +28,7 @@ def call(
     """
     check_platform(numerics)
     parallel = len(grid) - (1 if scratch else 0)
-    semantics = ("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel)
+    semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel)
     return pl.pallas_call(
         kernel,
         interpret=numerics.interpret,
