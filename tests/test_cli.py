@@ -14,7 +14,7 @@ import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
 
-from tim_jax import assembly, cli, config_io, programs
+from tim_jax import assembly, cli, config_io, programs, runs
 from tim_jax.model import hf
 from tim_jax.numerics import Numerics
 from tim_jax.sinks import read_lines
@@ -174,8 +174,6 @@ def test_the_model_is_that_of_the_last_step(finished):
 
 def programs_state(run):
     """The parameters of a run's newest checkpoint."""
-    from tim_jax import runs
-
     config = config_io.load(run / "config.toml")
     start = assembly.make_model(config).params
     return runs.read_checkpoint(run, {"params": start}).state["params"]

@@ -55,7 +55,8 @@ def test_sampler_and_learner_agree_to_the_bit(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [("qwen3-awkward", "bfloat16"), ("llama", "float32")])
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("name", PRESETS)
 def test_an_audit(name, dtype):
     """The commonest cases; `tim-jax audit` has them all."""
     config = PRESETS[name]

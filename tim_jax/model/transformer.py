@@ -66,18 +66,14 @@ def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weigh
 
 
 def unstacked(weights: Weights) -> Weights:
-    """`weights` with a dictionary per layer: what a loop around the cached forward should be given.
+    """`weights` with a dictionary per layer, as the forward with a cache takes them.
 
-    A kernel needs its weight as an array; a slice of the stack would be copied at every step.
+    To be called before a decode loop: a slice of the stack inside it is a copy at every step.
     """
-    return {**weights, "layers": _by_layer(weights["layers"])}
-
-
-def _by_layer(layers: dict | tuple) -> tuple[dict, ...]:
-    if isinstance(layers, tuple):
-        return layers
+    layers = weights["layers"]
     count = jax.tree.leaves(layers)[0].shape[0]
-    return tuple(jax.tree.map(lambda w, i=index: w[i], layers) for index in range(count))
+    split = tuple(jax.tree.map(lambda w, i=index: w[i], layers) for index in range(count))
+    return {**weights, "layers": split}
 
 
 def _join(layers: dict, names: tuple[str, ...]) -> jax.Array:
@@ -119,7 +115,7 @@ def forward(
     """Hidden states of `tokens`, each attending to its sequence's tokens up to itself.
 
     Args:
-      weights: from `prepare`.
+      weights: from `prepare`, and with a cache from `unstacked`.
       tokens: i32[B, T].
       positions: i32[B, T]. Without a cache they must be 0..T-1 in every row.
       cache: keys and values of the positions before; the tokens' own are written into it.
@@ -142,7 +138,7 @@ def forward(
         x, keys_values = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights["layers"])
     else:
         updated = []
-        for layer_weights, old in zip(_by_layer(weights["layers"]), cache, strict=True):
+        for layer_weights, old in zip(weights["layers"], cache, strict=True):
             x, new = layer(x, layer_weights, angles, positions, old)
             updated.append(new)
         keys_values = tuple(updated)
