@@ -5,8 +5,10 @@
 
 Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
 lengths and contents, and with what to compare: a learner of some micro-batch and padding, or a
-sampler of another batch. Shapes come from a few lists, so that a hundred compiled programs serve
-all cases; lengths, contents, orders, keys and weights vary inside them.
+sampler of another batch. Shapes come from a few lists, so that some 200 compiled programs serve
+all cases; lengths, contents, orders, keys and weights vary inside them. These programs need some
+120,000 memory mappings: with a kernel's usual limit of 65,530 they are compiled again and again,
+which takes hours (`sysctl vm.max_map_count=1000000`).
 """
 
 import argparse
@@ -280,6 +282,19 @@ def in_words(shape: Batch | Learner) -> str:
     return f"{shape.rows} rows padded to {shape.prompt_length} + {shape.response_length}{remat}"
 
 
+def mappings() -> int:
+    """Memory mappings of this process (Linux), which every compiled program adds to."""
+    maps = pathlib.Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
+@cache
+def most_mappings() -> int:
+    """Three quarters of the kernel's limit, at which compiling ends with an error."""
+    limit = pathlib.Path("/proc/sys/vm/max_map_count")
+    return int(limit.read_text()) * 3 // 4 if limit.exists() else 50_000
+
+
 def run(numerics, *, cases: int, seed_: int, samplings=tuple(SAMPLINGS)) -> Tally:
     tally, start = Tally(), time.perf_counter()
 
@@ -293,6 +308,8 @@ def run(numerics, *, cases: int, seed_: int, samplings=tuple(SAMPLINGS)) -> Tall
     )
     @given(drawn_cases(numerics, samplings))
     def every(case):
+        if mappings() > most_mappings():
+            jax.clear_caches()
         tally.add(case, check(case))
         if tally.total.cases % 250 == 0:
             seconds = time.perf_counter() - start

@@ -2,11 +2,13 @@
 # Sets up an environment and runs the checks and the tests, but for those marked slow, which CI adds
 # with `-m slow`. Arguments go to pytest in place of these defaults, such as:
 #   bash scripts/test.sh tests/test_sampler.py
-# TORCH=0 leaves PyTorch out, and with it the comparisons with transformers' models.
+# TORCH=0 leaves PyTorch out, and with it the comparisons with transformers' models. EXTRAS adds to
+# what is installed: EXTRAS=plan brings the TPU's compiler, which some slow tests need.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 extras="test,math"
 [ "${TORCH:-1}" = 0 ] || extras="$extras,reference"
+[ -z "${EXTRAS:-}" ] || extras="$extras,$EXTRAS"
 setup "$extras"
 # reasoning-gym needs a C compiler (through pycosat); its tests are left out where there is none.
 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[gym]" \

@@ -13,6 +13,18 @@ settings.register_profile("suite", deadline=None, print_blob=True)
 settings.load_profile("suite")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once(tmp_path_factory):
+    """A program that another test has compiled is not compiled again.
+
+    Each worker has a folder of its own: JAX writes its files in place, where another could read
+    half of one.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.getbasetemp() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def _mappings() -> int:
     """Memory mappings of this process (Linux), which every compiled program adds to."""
     try:

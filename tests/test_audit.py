@@ -12,7 +12,8 @@ import tiny
 from rich.console import Console
 
 from tim_jax import audit as auditing
-from tim_jax.audit import Again, Case, CaseResult, Score, Sizes, running
+from tim_jax import scoring
+from tim_jax.audit import Again, Case, CaseResult, Score, Sizes
 from tim_jax.audit.cases import plain_sampling
 from tim_jax.errors import InputError
 from tim_jax.model.params import check_params
@@ -225,7 +226,7 @@ def test_native_numerics_themselves_fail():
 
 @pytest.mark.slow
 def test_a_fault_of_one_ulp_at_one_token_is_found(monkeypatch):
-    honest = running.scoring.score
+    honest = scoring.score
 
     def faulty(weights, rollout, **options):
         log_probs, entropy = honest(weights, rollout, **options)
@@ -235,7 +236,7 @@ def test_a_fault_of_one_ulp_at_one_token_is_found(monkeypatch):
         place &= (jnp.arange(log_probs.shape[1]) == 0)[None, :]
         return jnp.where(place, moved, log_probs), entropy
 
-    monkeypatch.setattr(running.scoring, "score", faulty)
+    monkeypatch.setattr(scoring, "score", faulty)
     jax.clear_caches()  # the audit's programs may have been compiled with the honest one
     result = run(CASES[:1], control=False)[0]
     jax.clear_caches()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
+from tim_jax import calibrated as keeping
 from tim_jax import calibration
 from tim_jax.kernels import native, tiles
 from tim_jax.numerics import NATIVE_F32, Rows
@@ -112,3 +113,84 @@ def test_native_numerics_and_other_backends_are_left_alone(monkeypatch):
     assert calibration.calibrate(tiny.CONFIG, NATIVE_F32, batch=4) == NATIVE_F32
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4) == tiny.NUMERICS
+
+
+# --- kept in a file ----------------------------------------------------------------------------
+
+FOUND = replace(
+    tiny.NUMERICS,
+    rows_by_contraction=((16, Rows(2, 49)), (24, Rows(1, None))),
+    attention_rows=Rows(1, 48),
+    whole_kv=True,
+)
+
+
+@pytest.fixture
+def measuring(monkeypatch):
+    """How often something was measured; FOUND is what is found."""
+    calls = []
+
+    def calibrate(config, numerics, *, batch):
+        calls.append((numerics, batch))
+        return replace(FOUND, kv_block=numerics.kv_block)
+
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    return calls
+
+
+def kept(file, numerics=tiny.NUMERICS, batch=8, config=tiny.CONFIG):
+    return keeping.calibrate(config, numerics, batch=batch, file=file)
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path, measuring):
+    file = tmp_path / "calibration.json"
+    assert kept(file) == kept(file) == FOUND
+    assert len(measuring) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["calibration.json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"numerics": replace(tiny.NUMERICS, kv_block=32)},
+        {"config": replace(tiny.CONFIG, num_layers=3)},
+    ],
+)
+def test_something_else_is_measured_anew(tmp_path, measuring, change):
+    file = tmp_path / "calibration.json"
+    kept(file)
+    kept(file, **change)
+    assert len(measuring) == 2
+    kept(file, **change)
+    assert len(measuring) == 2
+
+
+def test_another_batch_or_placement_keeps_the_bits_of_a_run(tmp_path, measuring):
+    file = tmp_path / "calibration.json"
+    assert kept(file) == kept(file, batch=9) == FOUND
+    assert len(measuring) == 1
+
+
+def test_another_machine_measures_for_itself(tmp_path, measuring, monkeypatch):
+    file = tmp_path / "calibration.json"
+    kept(file)
+    monkeypatch.setattr(keeping, "_machine", lambda: "another")
+    kept(file)
+    assert len(measuring) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"of": 1}', "half", "low"])
+def test_a_damaged_file_is_measured_anew(tmp_path, measuring, text):
+    file = tmp_path / "calibration.json"
+    kept(file)
+    whole = file.read_text()
+    half, low = whole.replace("rows_by", "rows_of"), whole.replace("49", "1")
+    file.write_text({"half": half, "low": low}.get(text, text))
+    assert kept(file) == FOUND
+    assert len(measuring) == 2
+    assert file.read_text() == whole
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, measuring):
+    assert kept(tmp_path / "absent" / "calibration.json") == FOUND
+    assert not list(tmp_path.iterdir())

@@ -1,7 +1,9 @@
 """The commands, as a user calls them: what they leave, and one clear line when they cannot."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -14,7 +16,7 @@ import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
 
-from tim_jax import assembly, cli, config_io, programs, runs
+from tim_jax import assembly, calibration, cli, config_io, programs, runs
 from tim_jax.model import hf
 from tim_jax.numerics import Numerics
 from tim_jax.sinks import read_lines
@@ -93,7 +95,7 @@ def folder(patch, tmp_path_factory):
     (path / "cli_rewards.py").write_text(REWARDS)
     patch.chdir(path)
     patch.syspath_prepend(str(path))
-    patch.setattr(assembly.calibration, "calibrate", lambda config, numerics, batch: numerics)
+    patch.setattr(calibration, "calibrate", lambda config, numerics, batch: numerics)
     yield path
     sys.modules.pop("cli_rewards", None)
 
@@ -284,6 +286,50 @@ def test_a_mismatch_ends_the_run_with_its_own_status(call, folder, monkeypatch):
     assert [line["step"] for line in metrics_of(folder / "mismatch")] == [0]
 
 
+def test_any_checkpoint_is_exported_as_a_model(folder, finished, call):
+    assert call("export", finished, "exported")[0] == 0
+    newest = load_file(folder / "exported" / "model.safetensors")
+    last = load_file(finished / "model" / "model.safetensors")
+    assert {k: v.tobytes() for k, v in newest.items()} == {k: v.tobytes() for k, v in last.items()}
+    status, out, _ = call("export", finished, "exported-2", "--step", "2")
+    assert status == 0
+    assert "step 2" in out
+    earlier = load_file(folder / "exported-2" / "model.safetensors")
+    assert any(earlier[name].tobytes() != last[name].tobytes() for name in last)
+    assert call("generate", "exported-2", "12>", "--max-tokens", "4")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["export", pytest.param("eval", marks=pytest.mark.slow)])
+def test_a_damaged_checkpoint_is_named_by_what_reads_it(command, folder, finished, call):
+    run = folder / f"damaged-{command}"
+    shutil.copytree(finished, run)
+    with (run / "checkpoints" / "3" / "manifest.json").open("ab") as manifest:
+        manifest.truncate(10)
+    config = ("tiny.toml", f"run.folder={run.name}")
+    arguments = (run.name, f"{run.name}-model") if command == "export" else config
+    status, _, err = call(command, *arguments)
+    assert status == 0
+    assert "checkpoint of step 3 is damaged: manifest.json is cut short" in err
+    assert "taking step 2" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("finished", "exported-9", "--step", "9"), "no checkpoint of step 9; it has [2, 3]"),
+        (("finished", "finished"), "exists already and is not overwritten"),
+        (("nowhere", "exported-9"), "nowhere holds no run"),
+    ],
+)
+def test_an_export_that_cannot_be_is_refused(arguments, words, finished, call):
+    del finished
+    status, _, err = call("export", *arguments)
+    assert status == 2
+    assert err.startswith("tim-jax: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
 def interrupt(rewards):
     del rewards
     raise KeyboardInterrupt
@@ -294,6 +340,11 @@ def fail(rewards):
     raise ValueError("no such\nanswer")
 
 
+def terminate(rewards):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return rewards
+
+
 FAILURES = {
     "raises": (fail, 2, "tim-jax: reward cli_rewards:by_length raised ValueError: no such"),
     "nan": (lambda r: [*r[:-1], float("nan")], 2, "finite numbers, got nan at 7"),
@@ -301,7 +352,47 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(
+    folder, finished, rewards, call
+):
+    arguments = ("train", "tiny.toml", "run.folder=ended", "run.checkpoint_every=3")
+    rewards.plan = {4: terminate}  # in step 2: the first two calls are of the evaluation
+    before = signal.getsignal(signal.SIGTERM)
+    status, _, err = call(*arguments)
+    assert status == 143
+    assert err == "tim-jax: asked to end, saved after step 2; the same command goes on\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+    run = folder / "ended"
+    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2]
+    rewards.plan = {}
+    status, out, _ = call(*arguments)
+    assert status == 0
+    assert "resumed after step 2" in out
+    for name in ("metrics.jsonl", "samples.jsonl", "model/model.safetensors"):
+        assert (run / name).read_bytes() == (finished / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_no_longer_finite_ends_with_its_batch(folder, call):
+    """At this learning rate the first update leaves weights whose logits overflow."""
+    run = folder / "overflow"
+    changes = ("optimizer.learning_rate=1e38", "exact=report", "learner.max_skipped=2")
+    status, _, err = call("train", "tiny.toml", f"run.folder={run.name}", "steps=9", *changes)
+    assert status == 4
+    assert "the loss or gradient of 2 updates in a row was not finite" in err
+    assert err.count("\n") == 1
+    assert f"batch is in {run.name}/non_finite.npz" in err
+    with np.load(run / "non_finite.npz") as batch:
+        assert batch["rollout.responses"].shape == (8, 8)
+    skipped = [line["skipped"] for line in metrics_of(run) if line["step"]]
+    assert skipped == [0.0] * (len(skipped) - 1) + [1.0]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind == "raises" else pytest.mark.slow) for kind in FAILURES],
+)
 def test_a_failure_under_way_keeps_what_was_written_and_can_be_resumed(
     kind, finished, folder, rewards, call
 ):
@@ -317,7 +408,7 @@ def test_a_failure_under_way_keeps_what_was_written_and_can_be_resumed(
         assert err.count("\n") == 1
         assert words in err
     else:
-        assert "interrupted" in out
+        assert "interrupted" in err
     assert [line["step"] for line in metrics_of(run)] == [0, 1, 2]
     assert len(list(read_lines(run / "samples.jsonl"))) == 8
     if kind != "raises":

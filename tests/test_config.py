@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from tim_jax import config_io, config_sections
+from tim_jax import config_io, config_model, config_placement, config_sections
 from tim_jax.config import RunConfig
 from tim_jax.config_io import build, dump, load, parse_override
 from tim_jax.errors import InputError
@@ -193,6 +193,10 @@ REFUSED = [
         " (8 prompts x 8 samples / 1)",
     ),
     (
+        "sampler.micro_batch=7",
+        "sampler.micro_batch = 7: must divide the 64 sequences of a step (8 prompts x 8)",
+    ),
+    (
         "learner.mini_batches=5",
         "learner.mini_batches = 5: must divide the 64 sequences (8 prompts x 8)",
     ),
@@ -228,7 +232,7 @@ REFUSED = [
     ),
     (
         "optimizer={schedule='cosine', warmup_steps=100}",
-        "optimizer.warmup_steps = 100: must be less than the schedule's 100 steps",
+        "optimizer.warmup_steps = 100: must be less than the schedule's 100 updates",
     ),
 ]
 
@@ -301,8 +305,8 @@ def test_files_that_say_nothing_or_nonsense(tmp_path):
 def test_sections_are_frozen_and_documented():
     with pytest.raises(ValidationError, match="frozen"):
         RunConfig().seed = 1  # pyright: ignore
-    for name in vars(config_sections):
-        section = getattr(config_sections, name)
+    modules = (config_sections, config_model, config_placement)
+    for name, section in (pair for module in modules for pair in vars(module).items()):
         if (
             isinstance(section, type)
             and issubclass(section, BaseModel)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import transformers
 
-from tim_jax import cli
+from tim_jax import assembly, cli, config_io
 from tim_jax.model import hf, transformer
 from tim_jax.numerics import EXACT_F32
 from tim_jax.sinks import read_lines
@@ -73,6 +73,19 @@ def make_gsm8k(path):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def test_the_config_of_gsm8k_takes_files_as_the_readme_says(tmp_path):
+    files = {name: make_gsm8k(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    rows = [{"question": f"what is {i}?", "answer": f"#### {i}"} for i in range(300)]
+    files["test"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = Path(__file__).parent.parent / "configs" / "gsm8k_qwen3_0.6b.toml"
+    overrides = [f"task.path={files['train']}", f"task.eval_path={files['test']}"]
+    task = assembly.make_task(config_io.load(path, overrides))
+    try:
+        assert (len(task.train), len(task.evaluation)) == (16, 256)
+    finally:
+        task.close()
 
 
 def make_config(path, *, model, data, folder):

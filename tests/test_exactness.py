@@ -29,21 +29,32 @@ SIZES = Sizes(prompts=3, samples=3, prompt_length=20, response_length=24)
 
 
 def check(results):
-    """All equal but the controls, of which at least one is not."""
+    """All equal but the controls, of which at least one is not in float32.
+
+    One case draws again a sequence a prompt, which chance can end early: what it compares may be
+    little, but never nothing. In bfloat16 XLA:CPU's own products have been equal for all tokens of
+    a model. That an audit finds a difference there is shown by a planted one (test_audit).
+    """
     results = list(results)
     failed = [result for result in results if not result.passed]
     assert not failed, failed
-    assert sum(result.unequal_tokens for result in results if result.control) > 0
-    assert sum(not result.control for result in results) > 0
+    assert all(result.compared_tokens > 0 for result in results)
+    assert sum(result.compared_tokens for result in results) > 500
+    controls = [result for result in results if result.control]
+    assert 0 < len(controls) < len(results)
+    in_float32 = [result for result in controls if "float32" in result.numerics]
+    assert not in_float32 or sum(result.unequal_tokens for result in in_float32) > 0
 
 
 QUICK = ("qwen3-awkward", "llama")
+# The last has even sizes, for the Pallas families; these tests want odd ones.
+NAMES = tuple(name for name in PRESETS if name != "qwen3-blocks")
 
 
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PRESETS],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES],
 )
 def test_sampler_and_learner_agree_to_the_bit(name, dtype):
     config = PRESETS[name]
@@ -55,10 +66,9 @@ def test_sampler_and_learner_agree_to_the_bit(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("name", "dtype"), zip(QUICK, reversed(EXACT), strict=True))
 def test_an_audit(name, dtype):
-    """The commonest cases; `tim-jax audit` has them all."""
+    """The commonest cases of two models; `tim-jax audit` has them all, of every preset."""
     config = PRESETS[name]
     check(audit(random_params(config, 1), config, numerics=(EXACT[dtype],), quick=True))
 
@@ -98,7 +108,7 @@ def test_the_log_probs_of_an_update_are_those_of_the_rollout(numerics, micro_bat
         batch, _, _ = learner.experience(
             weights, None, None, rollout, tiny.rewards(), correction=None, **options
         )
-        state = learner.TrainState(params, optimizer.init(params), None, jnp.int32(0))
+        state = learner.TrainState(params, optimizer.init(params), None, jnp.int32(0), jnp.int32(0))
         return learner.update(
             state, weights, batch, jnp.float32(1), optimizer=optimizer, **options
         )[2].exactness

@@ -12,7 +12,7 @@ import tokenizers
 import transformers
 from checkpoints import CASES, make_config, make_model, torch_logits
 from reference import reference_log_probs, reference_logits
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from tim_jax.errors import InputError
@@ -241,6 +241,17 @@ def test_save_never_overwrites_and_leaves_nothing_half_written(tiny, tmp_path, m
     with pytest.raises(RuntimeError, match="disk full"):
         hf.save(tmp_path / "new", params, TINY, tokenizer=Broken())
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_a_disk_that_fills_while_saving_is_one_line(tmp_path, monkeypatch, kind):
+    def full(*args, **options):
+        raise kind("No space left on device")
+
+    monkeypatch.setattr(hf, "save_file", full)
+    with pytest.raises(InputError, match=r"new' cannot be written \(.*No space left on device"):
+        hf.save(tmp_path / "new", init_params(TINY, 0), TINY)
+    assert not list(tmp_path.iterdir())
 
 
 def test_save_refuses_what_does_not_fit(tmp_path):

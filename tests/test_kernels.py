@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tim_jax import kernels
 from tim_jax.errors import InputError
 from tim_jax.kernels import formulas, native, tiles
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_BF16, NATIVE_F32, Numerics, Rows
@@ -82,7 +83,16 @@ def test_rows_split_covers_the_count_within_the_range(low, more, count):
     number, size = rows.split(count)
     assert number * size >= count
     assert low <= size <= (rows.high or max(low, count))
-    assert rows.high is None or (number - 1) * rows.high < count  # no fewer tiles would do
+    fewest = 1 if rows.high is None else -(-count // rows.high)
+    assert number == fewest or (number < 2 * fewest and number * size == count)
+
+
+def test_rows_are_split_without_padding_where_few_more_tiles_allow_it():
+    assert Rows(2, 49).split(1280) == (32, 40)
+    assert Rows(2, 2048).split(5120) == (4, 1280)
+    assert Rows(2, 49).split(47) == (1, 47)
+    assert Rows(2, 49).split(53) == (2, 27)
+    assert Rows(16, 16).split(40) == (3, 16)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +101,10 @@ def test_rows_split_covers_the_count_within_the_range(low, more, count):
         (lambda: Rows(0, 3), "low=0"),
         (lambda: Rows(8, 4), "high=4"),
         (lambda: Numerics(family="tile"), "'tile'"),
-        (lambda: Numerics(compute_dtype="float16"), "'float16'"),
+        (lambda: Numerics(compute_dtype="float64"), "'float64'"),
         (lambda: Numerics(kv_block=48), "48"),
         (lambda: Numerics(head_rows=0), "0"),
+        (lambda: Numerics(cache_write="scater"), "scater"),  # pyright: ignore
     ],
 )
 def test_impossible_numerics_are_refused(build, message):
@@ -271,16 +282,18 @@ class _Float64:
 
 # --- units -----------------------------------------------------------------------------------
 
+EXACT_NORM, PLAIN_NORM = (
+    partial(formulas.rms_norm, eps=1e-6, lanes=128, maths=family.MATHS)
+    for family in (tiles, native)
+)
+
 
 def test_a_unit_has_the_gradient_of_its_plain_form():
     x = normal(0, 5, 12)
     weight = 1.0 + normal(1, 12)
-    norm = partial(formulas.rms_norm, eps=1e-6)
-    unit = tiles.unit(partial(norm, total=tiles.total), partial(norm, total=native.total))
+    unit = tiles.unit(EXACT_NORM, PLAIN_NORM)
     exact = jax.grad(lambda x, w: jnp.sum(jnp.sin(unit(x, w))), argnums=(0, 1))(x, weight)
-    plain = jax.grad(lambda x, w: jnp.sum(jnp.sin(norm(x, w, total=native.total))), argnums=(0, 1))(
-        x, weight
-    )
+    plain = jax.grad(lambda x, w: jnp.sum(jnp.sin(PLAIN_NORM(x, w))), argnums=(0, 1))(x, weight)
     for found, expected in zip(exact, plain, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -290,8 +303,7 @@ def test_a_unit_has_the_gradient_of_its_plain_form():
 def test_a_units_rows_do_not_depend_on_the_rows_beside_it(size, dtype):
     """Elementwise code and written-out sums: in any number of rows, and inside a loop."""
     x, weight = normal(0, 70, size, dtype=dtype), 1.0 + normal(1, size)
-    norm = partial(formulas.rms_norm, eps=1e-6)
-    unit = tiles.unit(partial(norm, total=tiles.total), partial(norm, total=native.total))
+    unit = tiles.unit(EXACT_NORM, PLAIN_NORM)
     run = jax.jit(unit)
     whole = bits(run(x, weight))
     for count in (1, 7, 16):
@@ -305,8 +317,26 @@ def test_a_units_rows_do_not_depend_on_the_rows_beside_it(size, dtype):
 def test_rms_norm_against_float64():
     x, weight = normal(0, 9, 60), normal(1, 60)
     exact = f64(x) / np.sqrt((f64(x) ** 2).mean(-1, keepdims=True) + 1e-6) * f64(weight)
-    found = formulas.rms_norm(x, weight, eps=1e-6, total=tiles.total)
-    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(EXACT_NORM(x, weight), exact, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize("size", [8, 36, 128])
+def test_the_norm_of_any_number_of_rows_is_ieee_arithmetic(size, heads):
+    """Bit for bit NumPy's: no fused multiply-add, and no root that is guessed and improved, which
+    XLA:CPU does in another way for another width of vectors, and so for another number of rows."""
+    x = normal(0, 96, heads, size)
+    squares = np.asarray(x) ** 2
+    lanes = 1 << (size - 1).bit_length()
+    total = np.pad(squares, ((0, 0), (0, 0), (0, lanes - size)))
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    mean = total[..., 0] * np.float32(1 / size)
+    expected = np.asarray(x) * (np.float32(1) / np.sqrt(mean + np.float32(1e-6)))[..., None]
+    run = jax.jit(lambda x: EXACT_NORM(x, jnp.ones(size)))
+    for count in (1, 2, 3, 5, 8, 12, 16, 33, 96):
+        np.testing.assert_array_equal(bits(run(x[:count])), bits(expected[:count]))
 
 
 def test_rounded_is_the_cast_to_bfloat16():
@@ -318,3 +348,23 @@ def test_rounded_is_the_cast_to_bfloat16():
     x = x[np.isfinite(x) & (np.abs(x) > 1e-37) & (np.abs(x) < 3e38)]
     found = formulas.rounded(jnp.asarray(x), jnp.dtype(jnp.bfloat16))
     np.testing.assert_array_equal(np.asarray(found), x.astype(jnp.bfloat16))
+
+
+# --- cache -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [2, 3])
+@pytest.mark.parametrize("length", [1, 3])
+def test_rows_land_at_their_own_positions_of_the_cache(axis, length):
+    batch, heads, size, span = 5, 2, 4, 9
+    shape = (batch, heads, span, size) if axis == 2 else (batch, heads, size, span)
+    cache, rows = normal(0, *shape), normal(1, batch, length, heads, size)
+    first = np.asarray([0, 6, 3, 5, 1])
+    positions = first[:, None] + np.arange(length)
+    expected = np.moveaxis(np.array(cache), axis, 1)
+    for b, t in np.ndindex(batch, length):
+        expected[b, positions[b, t]] = rows[b, t]
+    for how in ("rows", "scatter"):
+        write = partial(kernels.written, axis=axis, numerics=Numerics(cache_write=how))
+        found = np.moveaxis(np.asarray(jax.jit(write)(cache, rows, positions)), axis, 1)
+        np.testing.assert_array_equal(bits(found), bits(expected), err_msg=how)

@@ -41,7 +41,7 @@ def updater(policy=tiny.POLICY, learning=Learning(GRPO, tiny.GROUP), optimizer=N
 
     @jax.jit
     def run(params, batch):
-        state = learner.TrainState(params, transform.init(params), (), jnp.int32(0))
+        state = learner.TrainState(params, transform.init(params), (), jnp.int32(0), jnp.int32(0))
         return learner.update(
             state,
             policy.prepare(params),

@@ -381,9 +381,9 @@ import os, time
 from tim_jax import runs
 run = runs.open_run(sys.argv[1], test_runs.CONFIG)
 if os.fork() == 0:  # a worker that outlives its parent must not keep the folder
+    print("held", flush=True)  # by the worker: what a fork runs in it has run
     time.sleep(30)
     os._exit(0)
-print("held", flush=True)
 time.sleep(30)
 """
 

@@ -119,13 +119,20 @@ def test_token_zero_can_stop(counting):
 
 
 def test_the_loop_ends_with_the_last_response(counting, monkeypatch):
-    steps, draw = [], sampler.policy.draw
+    """And what was drawn last is not looked at: a draw more than forwards of a token."""
+    draws, forwards = [], []
 
-    def counted(*args, **options):
-        jax.debug.callback(lambda: steps.append(1))
-        return draw(*args, **options)
+    def counted(function, calls):
+        def run(*args, **options):
+            jax.debug.callback(lambda: calls.append(1))
+            return function(*args, **options)
 
-    monkeypatch.setattr(sampler.policy, "draw", counted)
+        return run
+
+    monkeypatch.setattr(sampler.policy, "draw", counted(sampler.policy.draw, draws))
+    monkeypatch.setattr(
+        sampler.transformer, "forward", counted(sampler.transformer.forward, forwards)
+    )
     sampling = Sampling(300, stop_tokens=(3,))
     program = jax.jit(sampler.sample, static_argnames=STATIC)
     rollout = program(
@@ -139,17 +146,18 @@ def test_the_loop_ends_with_the_last_response(counting, monkeypatch):
     )
     jax.effects_barrier()
     assert rollout.lengths.tolist() == [2, 8, 1]
-    assert len(steps) == 8
+    assert len(draws) == 8
+    assert len(forwards) == 1 + 7  # the prompts' own first
 
 
 @given(
     prompt=st.integers(1, 200), response=st.integers(1, 2_000), block=st.sampled_from([1, 16, 32])
 )
 def test_cache_spans_hold_everything_and_are_few(prompt, response, block):
-    spans = sampler._spans(prompt, response, block)
+    spans = sampler.spans(prompt, response, block)
     assert spans == sorted(set(spans))
-    assert spans[0] > prompt
-    assert prompt + response <= spans[-1] < prompt + response + block
+    assert spans[0] >= min(prompt + 1, prompt + response - 1)
+    assert prompt + response - 1 <= spans[-1] < prompt + response - 1 + block
     assert all(span % block == 0 for span in spans)
     assert len(spans) <= 2 + np.log2(spans[-1] / spans[0])
 
@@ -227,6 +235,13 @@ def test_a_response_is_the_same_in_any_batch_order_and_group(pool, prompts, samp
     chosen = jax.tree.map(lambda x: x[jnp.asarray(prompts)], POOL)
     found = sample(weights, chosen, samples=samples, sampling=SAMPLING, numerics=numerics)
     same(found, whole, [4 * p + s for p in prompts for s in range(samples)])
+
+
+def test_writing_the_cache_in_one_scatter_changes_no_bit(pool):
+    weights, numerics, whole = pool
+    numerics = replace(numerics, cache_write="scatter")
+    found = sample(weights, POOL, samples=4, sampling=SAMPLING, numerics=numerics)
+    same(found, whole, np.arange(24))
 
 
 @pytest.mark.slow

@@ -199,6 +199,15 @@ def test_missing_lengths_are_passed_over():
     assert np.all(np.isfinite(np.asarray(state.history)))
 
 
+def test_a_length_every_fourth_update_is_a_step_of_four_updates():
+    lengths = surge(110)
+    once, _ = feed(SurgeDetector(), lengths)
+    updates = np.full((len(lengths), 4), np.nan)
+    updates[:, 3] = lengths
+    state, _ = feed(SurgeDetector(), updates.reshape(-1))
+    assert int(state.surge_step) == 4 * int(once.surge_step) > 0
+
+
 def test_lengths_may_come_as_an_array_of_integers():
     transform = length_triggered_decay()
     state = transform.init(jnp.ones(()))

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -21,6 +22,7 @@ def test_lines_are_on_disk_after_every_write(tmp_path):
     sink.write(1, {"reward": 0.25})
     assert path.read_text() == '{"step": 1, "reward": 0.25}\n'
     sink.write(2, {"text": "π ≈ 3\n"})
+    sink.sync()
     assert path.stat().st_size == sink.size()
     assert list(read_lines(path)) == [
         {"step": 1, "reward": 0.25},
@@ -244,3 +246,15 @@ def test_tee_writes_to_all(tmp_path):
     tee.write(1, {"x": 1})
     tee.close()
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == '{"step": 1, "x": 1}\n'
+
+
+def test_a_disk_that_fails_when_lines_are_synced_is_one_line(tmp_path, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    lines = JsonLines(tmp_path / "a.jsonl")
+    lines.sync()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match=r"cannot write .*a\.jsonl: No space left"):
+        lines.sync()
+    JsonLines(os.devnull).sync()

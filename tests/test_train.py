@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from tim_jax import corrections, evaluation, objectives, optimizers, programs, train, warm_start
-from tim_jax.errors import InputError, MismatchError
+from tim_jax.errors import InputError, MismatchError, NonFiniteError
 from tim_jax.learner import Learning
 from tim_jax.policy import Sampling
 from tim_jax.tasks import base, builtin
@@ -158,21 +158,26 @@ def test_metrics_of_a_step():
 
 @pytest.mark.slow
 def test_corrections_and_length_buckets_leave_an_exact_step_where_it_was():
-    """Coefficients of exactly one, and padding that changes no log-prob: the same update."""
+    """Coefficients of exactly one, and padding that changes no log-prob: the same update.
+
+    Coefficients of a half halve the gradient: they are not left out of it.
+    """
     fix = corrections.build([{"name": "vexact"}, {"name": "normalise"}])
     learning = Learning(objectives.grpo(kl_coefficient=0.0), tiny.GROUP)
     optimizer = optimizers.adamw(optimizers.Rate(1e-2))
     whole = tiny.rollout(POLICY)
     short = replace(whole, lengths=jnp.minimum(whole.lengths, 4))
     ends = []
-    for options in ({}, {"correction": fix, "length_buckets": 2}):
+    half = optax.with_extra_args_support(optax.scale(0.5))
+    for options in ({}, {"correction": fix, "length_buckets": 2}, {"correction": half}):
         built = programs.build(POLICY, learning, optimizer, **options)
         state = built.init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
         weights = built.prepare(state.params)
         with tiny.compilations() as counted:
             ends.append(train.learn(state, weights, short, tiny.rewards(), programs=built))
         assert counted["update"] == 1
-    (plain, _, _, one), (changed, _, found, other) = ends
+    (plain, _, _, one), (changed, _, found, other), (*_, halved) = ends
+    assert halved["gradient_norm"] == pytest.approx(one["gradient_norm"] / 2, rel=1e-5)
     assert train.trimmed(short, 2).responses.shape[1] == 4 < short.responses.shape[1]
     assert int(found.compared) == int(short.mask.sum()) > 0 == int(found.unequal)
     assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
@@ -351,3 +356,71 @@ def test_warm_start_learns_its_pairs_and_leaves_its_input_whole():
     assert losses[-1] < 0.5 * losses[0]
     assert tiny.bits(params) == before
     assert float(optax.tree.norm(jax.tree.map(lambda a, b: a - b, last, params))) > 0.1
+
+
+def poisoned(steps):
+    """The programs, with advantages that are not numbers in these calls (from 0)."""
+    calls = iter(range(STEPS))
+
+    def experience(*arguments):
+        batch, correction, checked = built().experience(*arguments)
+        if next(calls) in steps:
+            wrong = jnp.full_like(batch.advantages, jnp.nan)
+            batch = replace(batch, advantages=wrong, mask=batch.rollout.mask)
+        return batch, correction, checked
+
+    return replace(built(), experience=experience)
+
+
+def steps_of(run, **options):
+    settings: dict[str, Any] = {"seed": 0, "steps": STEPS, "prompts_per_step": 2, "exact": True}
+    reference = built().prepare(tiny.params(CONFIG))
+    return train.train(
+        start_state(), make_task(), TEXT, programs=run, reference=reference, **settings | options
+    )
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted():
+    """Four updates a step: all of step 2 are skipped, and step 3 starts where step 1 ended."""
+    found = {}
+    for step in steps_of(poisoned({1}), steps=3):
+        state = step.state
+        found[step.number] = (
+            step.metrics["skipped"],
+            int(state.skipped),
+            tiny.bits((state.params, state.optimizer)),
+        )
+    assert [skipped for skipped, *_ in found.values()] == [0.0, 4.0, 0.0]
+    assert [row for _, row, _ in found.values()] == [0, 4, 0]
+    assert found[1][2] == found[2][2] != found[3][2]
+
+
+def test_a_step_has_one_length_for_the_detector_of_surges():
+    given = []
+
+    def update(*arguments):
+        given.append(float(arguments[4]))
+        return built().update(*arguments)
+
+    (step,) = steps_of(replace(built(), update=update), steps=1)
+    assert len(given) == 4
+    assert np.isnan(given[:3]).all()
+    assert given[3] == pytest.approx(step.metrics["response_length"])
+
+
+@pytest.mark.parametrize(
+    ("before", "skips", "most"),
+    [(0, [0, 0], 0), (2, [1, 0, 0], 3), (2, [0, 1, 1, 0], 2), (0, [0, 1, 1, 1], 3), (1, [1], 2)],
+)
+def test_the_longest_run_of_skipped_updates(before, skips, most):
+    assert train.most_in_a_row(before, skips) == most
+
+
+def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run_with_their_batch():
+    done = []
+    run = steps_of(poisoned({1, 2}))
+    with pytest.raises(NonFiniteError, match="step 3: the loss or gradient of 8 updates") as caught:
+        done.extend(step.number for step in run)
+    assert done == [1, 2]  # after the four of step 2 it goes on: the limit is five
+    assert np.isnan(caught.value.batch["advantages"]).all()
+    assert caught.value.batch["rollout.responses"].shape == (2 * tiny.GROUP, 8)

@@ -41,6 +41,41 @@ GROUP = 4
 PROMPTS = 3
 ROWS = PROMPTS * GROUP
 
+# A run that compiles in a moment, on up to four devices.
+RUN = """
+steps = 2
+
+[model.architecture]
+hidden_size = 16
+num_layers = 2
+num_heads = 2
+num_kv_heads = 2
+head_dim = 8
+intermediate_size = 24
+max_positions = 24
+
+[sampling]
+samples_per_prompt = 4
+max_prompt_length = 8
+max_response_length = 8
+
+[learner]
+prompts_per_step = 2
+
+[task]
+kind = "builtin"
+name = "running_sums"
+parameters = { digits = [1, 3], eval_size = 16 }
+
+[warmup]
+steps = 2
+batch = 4
+
+[eval]
+every = 2
+prompts = 5
+"""
+
 
 @cache
 def params(config=CONFIG, seed=0):

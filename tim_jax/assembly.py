@@ -1,20 +1,38 @@
 """From a run's configuration to the values that the loops take: model, task, policy, programs."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import optax
 
-from tim_jax import calibration, corrections, optimizers, programs
+from tim_jax import (
+    audit,
+    calibrated,
+    corrections,
+    kernel_choice,
+    optimizers,
+    placement,
+    programs,
+)
 from tim_jax.config import RunConfig
-from tim_jax.config_sections import Architecture, CustomTask, Optimizer
-from tim_jax.errors import InputError
+from tim_jax.config_model import Architecture
+from tim_jax.config_sections import CustomTask, Optimizer
+from tim_jax.errors import InputError, did_you_mean
 from tim_jax.learner import Learning, Policy
-from tim_jax.model import hf
+from tim_jax.model import axes, hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.params import init_params
-from tim_jax.numerics import Family, Numerics
+from tim_jax.numerics import (
+    GPU_EXACT_BF16,
+    GPU_EXACT_F32,
+    TPU_EXACT_BF16,
+    TPU_EXACT_F32,
+    Family,
+    Numerics,
+)
+from tim_jax.placement import Devices, Placement
 from tim_jax.policy import Sampling
 from tim_jax.programs import Programs
 from tim_jax.tasks import builtin, custom
@@ -26,6 +44,10 @@ from tim_jax.tasks.math import MathGrader
 from tim_jax.tokenizers import character_tokenizer
 from tim_jax.train import Text
 
+_ACCELERATED = {
+    "pallas_gpu": {"float32": GPU_EXACT_F32, "bfloat16": GPU_EXACT_BF16},
+    "pallas_tpu": {"float32": TPU_EXACT_F32, "bfloat16": TPU_EXACT_BF16},
+}
 _LONG = 1024  # from this many positions on, larger key blocks cost less
 
 
@@ -34,7 +56,7 @@ class Model:
     """A model as it stands in a folder or is initialised: what to compute, and from what."""
 
     config: ModelConfig
-    params: Any  # float32 master weights
+    params: Any  # float32 master weights, on the host
     tokenizer: Any
     stop_tokens: tuple[int, ...]
 
@@ -47,14 +69,34 @@ def load_model(source: str) -> Model:
     generation = hf.load_generation_config(folder).get("eos_token_id")
     found = generation if isinstance(generation, list) else [generation]
     stops = {tokenizer.eos_token_id, *config.eos_token_ids, *found} - {None}
-    params = jax.tree.map(jnp.asarray, hf.load_params(folder, config))
-    return Model(config, params, tokenizer, tuple(sorted(stops)))
+    return Model(config, hf.load_params(folder, config), tokenizer, tuple(sorted(stops)))
+
+
+def audited(source: str) -> tuple[ModelConfig, Any]:
+    """Config and parameters of what an audit names: a preset, a folder, a hub name or a run."""
+    if source in audit.PRESETS:
+        config = audit.PRESETS[source]
+        return config, audit.random_params(config, 0)
+    folder = Path(source) / "model"
+    source = str(folder) if folder.is_dir() else source
+    if not Path(source).exists() and "/" not in source:
+        hint = did_you_mean(source, audit.PRESETS)
+        raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
+    config = hf.load_config(source)
+    return config, hf.load_params(source, config)
 
 
 def random_model(architecture: Architecture, *, seed: int) -> Model:
     """A Qwen3 with random weights and the built-in tasks' character tokenizer."""
     tokenizer: Any = character_tokenizer(builtin.ALPHABET)
-    config = ModelConfig(
+    config = random_config(architecture)
+    return Model(config, init_params(config, seed), tokenizer, (tokenizer.eos_token_id,))
+
+
+def random_config(architecture: Architecture) -> ModelConfig:
+    """What `random_model` computes."""
+    tokenizer: Any = character_tokenizer(builtin.ALPHABET)
+    return ModelConfig(
         model_type="qwen3",
         vocab_size=len(tokenizer),
         hidden_size=architecture.hidden_size,
@@ -69,8 +111,6 @@ def random_model(architecture: Architecture, *, seed: int) -> Model:
         eos_token_ids=(tokenizer.eos_token_id,),
         pad_token_id=tokenizer.pad_token_id,
     )
-    params = jax.tree.map(jnp.asarray, init_params(config, seed))
-    return Model(config, params, tokenizer, (tokenizer.eos_token_id,))
 
 
 def make_model(config: RunConfig) -> Model:
@@ -134,21 +174,56 @@ def make_text(config: RunConfig, model: Model) -> Text:
     )
 
 
-def fixed_numerics(family: Family, dtype: str, *, length: int) -> Numerics:
+def fixed_numerics(family: Family, dtype: str, *, length: int, column_tiles: int = 1) -> Numerics:
     """Numerics for sequences of up to `length` tokens that need no fact about the backend."""
+    if family in _ACCELERATED:
+        return _ACCELERATED[family][dtype]
     block = 32 if length < _LONG else 128
-    return Numerics(family=family, compute_dtype=dtype, kv_block=block)
+    return Numerics(
+        family=family,
+        compute_dtype=dtype,
+        kv_block=block,
+        column_tiles=column_tiles,
+        cache_write="rows" if jax.default_backend() == "cpu" else "scatter",
+    )
 
 
 def make_numerics(
-    family: Family, dtype: str, model: ModelConfig, *, length: int, batch: int
+    family: Family,
+    dtype: str,
+    model: ModelConfig,
+    *,
+    length: int,
+    batch: int | None,
+    column_tiles: int = 1,
+    measured: Path | None = None,
 ) -> Numerics:
-    """The same with row ranges measured for decode batches of about `batch` rows."""
-    return calibration.calibrate(model, fixed_numerics(family, dtype, length=length), batch=batch)
+    """The same with tiles that fit the model, and on a CPU with row ranges measured for decode
+    batches of about `batch` rows; None: without. `measured` is the file that keeps these, if any.
+
+    Raises:
+      InputError: the family cannot run this model, or not on this device.
+    """
+    fixed = fixed_numerics(family, dtype, length=length, column_tiles=column_tiles)
+    fixed = kernel_choice.fitted(model, fixed)
+    kernel_choice.check(model, fixed)
+    if batch is None:
+        return fixed
+    return calibrated.calibrate(model, fixed, batch=batch, file=measured)
 
 
-def make_policy(config: RunConfig, model: Model) -> Policy:
-    """The one policy of sampler and learner."""
+def make_policy(
+    config: RunConfig,
+    model: Model,
+    *,
+    devices: Devices | None = None,
+    measured: Path | None = None,
+) -> Policy:
+    """The one policy of sampler and learner.
+
+    `devices`: those that are planned for; nothing is measured then. Left out: those at hand.
+    `measured`: see `make_numerics`.
+    """
     section = config.sampling
     length = section.max_prompt_length + section.max_response_length
     if length > model.config.max_positions:
@@ -163,15 +238,25 @@ def make_policy(config: RunConfig, model: Model) -> Policy:
             f"sampling.stop_tokens: {beyond[0]} is outside the model's vocabulary of"
             f" {model.config.vocab_size}"
         )
+    where = config.placement.value
+    check_placement(where, model.config, config.column_tiles, devices)
+    batch = max(1, config.sequences_per_step // where.shards)
+    numerics = make_numerics(
+        config.numerics.family,
+        config.numerics.dtype,
+        model.config,
+        length=length,
+        batch=batch if devices is None else None,
+        column_tiles=config.column_tiles,
+        measured=measured,
+    )
+    if devices is not None:  # none of them is the CPU at hand
+        numerics = replace(numerics, cache_write="scatter")
+    options = tuple(sorted(config.numerics.compiler_options.items()))
     return Policy(
         config=model.config,
-        numerics=make_numerics(
-            config.numerics.family,
-            config.numerics.dtype,
-            model.config,
-            length=length,
-            batch=config.sequences_per_step,
-        ),
+        numerics=replace(numerics, compiler_options=options),
+        placement=where,
         sampling=Sampling(
             max_response_length=section.max_response_length,
             temperature=section.temperature,
@@ -180,6 +265,31 @@ def make_policy(config: RunConfig, model: Model) -> Policy:
             stop_tokens=tuple(sorted({*model.stop_tokens, *section.stop_tokens})),
         ),
     )
+
+
+def generating_policy(
+    model: Model, sampling: Sampling, where: Placement, dtype: str, *, length: int, rows: int
+) -> Policy:
+    """The policy that samples `rows` sequences of up to `length` tokens outside of a run."""
+    check_placement(where, model.config, where.tensor)
+    numerics = make_numerics(
+        "tiles",
+        dtype,
+        model.config,
+        length=length,
+        batch=max(1, rows // where.shards),
+        column_tiles=where.tensor,
+    )
+    stops = tuple(sorted({*model.stop_tokens, *sampling.stop_tokens}))
+    return Policy(model.config, numerics, replace(sampling, stop_tokens=stops), where)
+
+
+def check_placement(
+    where: Placement, model: ModelConfig, column_tiles: int, devices: Devices | None = None
+) -> None:
+    """Raises `InputError` if the model cannot lie so, or there are too few devices."""
+    axes.check(model, Numerics(column_tiles=column_tiles), where)
+    placement.mesh(where, jax.devices() if devices is None else devices)
 
 
 def make_optimizer(section: Optimizer, *, steps: int):
@@ -206,23 +316,34 @@ def make_optimizer(section: Optimizer, *, steps: int):
     )
 
 
-def make_programs(config: RunConfig, policy: Policy) -> Programs:
+def make_learning(config: RunConfig) -> Learning:
     section = config.learner
-    updates = config.steps * section.mini_batches * section.epochs
-    correction = corrections.build(list(section.corrections)) if section.corrections else None
-    learning = Learning(
+    return Learning(
         objective=config.objective,
         group_size=config.sampling.samples_per_prompt,
         mode=section.mode,
         micro_batch=section.micro_batch,
         remat=section.remat,
+        max_skipped=section.max_skipped,
     )
+
+
+def make_correction(config: RunConfig) -> optax.GradientTransformationExtraArgs | None:
+    found = list(config.learner.corrections)
+    return corrections.build(found) if found else None
+
+
+def make_programs(config: RunConfig, policy: Policy) -> Programs:
+    section = config.learner
     return programs.build(
         policy,
-        learning,
-        make_optimizer(config.optimizer, steps=updates),
-        correction=correction,
+        make_learning(config),
+        make_optimizer(config.optimizer, steps=config.updates),
+        correction=make_correction(config),
         mini_batches=section.mini_batches,
         epochs=section.epochs,
         length_buckets=section.length_buckets,
+        sampler_placement=config.placement.for_sampler,
+        sampler_micro_batch=config.sampler.micro_batch,
+        mismatch=config.sampler.dial,
     )

@@ -37,7 +37,7 @@ def calibrate(config: ModelConfig, numerics: Numerics, *, batch: int) -> Numeric
     if numerics.family != "tiles" or jax.default_backend() != "cpu":
         return numerics
     by_contraction = []
-    for contraction, widths in sorted(_dots(config).items()):
+    for contraction, widths in sorted(_dots(config, numerics.column_tiles).items()):
         holds = [_same_rows(contraction, width, numerics) for width in widths]
         ranges = _common_ranges(holds)
         by_contraction.append((contraction, _choose(ranges, batch, numerics.rows)))
@@ -50,8 +50,8 @@ def calibrate(config: ModelConfig, numerics: Numerics, *, batch: int) -> Numeric
     )
 
 
-def _dots(config: ModelConfig) -> dict[int, set[int]]:
-    """Contraction size -> widths of the weight matrices that have it."""
+def _dots(config: ModelConfig, column_tiles: int) -> dict[int, set[int]]:
+    """Contraction size -> widths of the column tiles of the weight matrices that have it."""
     heads = config.num_heads * config.head_dim
     joint = heads + 2 * config.num_kv_heads * config.head_dim
     dots: dict[int, set[int]] = {}
@@ -62,7 +62,7 @@ def _dots(config: ModelConfig) -> dict[int, set[int]]:
         (config.intermediate_size, config.hidden_size),
         (config.hidden_size, config.vocab_size),
     ):
-        dots.setdefault(contraction, set()).add(width)
+        dots.setdefault(contraction, set()).add(-(-width // column_tiles))
     return dots
 
 

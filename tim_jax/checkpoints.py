@@ -7,6 +7,9 @@ A checkpoint is written under a hidden name, sealed by its manifest, and renamed
 process dies at, a directory named by a step is complete. Damage that comes later (a truncated or
 changed file) is found from the manifest, before an array is read; orbax alone restores an array
 with flipped bits without a word.
+
+Of several processes each writes and reads the parts that its devices hold, in one folder that all
+can reach; their first, the owner, does everything else.
 """
 
 import json
@@ -15,7 +18,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from tim_jax import processes
 from tim_jax.errors import InputError
 
 State = Mapping[str, Any]  # item name -> pytree of arrays
@@ -51,19 +55,27 @@ class Restored:
 class Checkpoints:
     """Writes checkpoints into one folder, in the background, keeping the newest `keep`.
 
-    One process writes at a time (`runs.open_run` holds the lock); what an earlier process left
-    unfinished is removed on opening. Errors of a save surface at the next `save`, `wait`, `close`.
+    One job writes at a time (`runs.open_run` holds the lock); what an earlier one left unfinished
+    is removed on opening. Errors of a save surface at the next `save`, `wait`, `close`.
+
+    Args:
+      owner: False in every process of a job but the first.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2):
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2, owner: bool = True):
         if keep < 1:
             raise InputError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self.folder = Path(folder).resolve()
         self._keep = keep
+        self._owner = owner
         self._pending: Future[None] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         logging.getLogger("absl").addFilter(_not_reraised)
+        if owner:
+            self._prepare()
+
+    def _prepare(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob(".*-*"):
@@ -83,7 +95,7 @@ class Checkpoints:
         """
         self.wait()
         final, saving = self.folder / str(step), self.folder / f"{_SAVING}{step}"
-        if final.exists():
+        if not processes.led(lambda: self._begin(saving, final)):
             return
         manifest = {
             "format": _FORMAT,
@@ -93,15 +105,26 @@ class Checkpoints:
         }
         items = {name: ocp.args.StandardSave({"tree": item}) for name, item in state.items()}
         try:
-            saving.mkdir()
             self._writer.save(saving / "state", args=ocp.args.Composite(**items))
         except (OSError, ValueError) as error:
             self._give_up(saving, error)
         self._pending = self._worker.submit(self._seal, saving, final, manifest)
 
+    def _begin(self, saving: Path, final: Path) -> bool:
+        """Makes the folder to save into; False if the step is there already."""
+        if final.exists():
+            return False
+        try:
+            saving.mkdir()
+        except OSError as error:
+            self._give_up(saving, error)
+        return True
+
     def _seal(self, saving: Path, final: Path, manifest: dict[str, Any]) -> None:
         try:
-            self._writer.wait_until_finished()
+            self._writer.wait_until_finished()  # for the parts of all processes
+            if not self._owner:
+                return
             files = sorted(path for path in (saving / "state").rglob("*") if path.is_file())
             manifest["files"] = {
                 path.relative_to(saving).as_posix(): [path.stat().st_size, _crc(path)]
@@ -109,6 +132,7 @@ class Checkpoints:
             }
             _write_synced(saving / "manifest.json", _sealed(manifest))
             saving.rename(final)
+            _sync_folder(self.folder)
             for old in list_steps(self.folder)[: -self._keep]:
                 doomed = self.folder / f"{_DELETING}{old}"
                 (self.folder / str(old)).rename(doomed)
@@ -117,7 +141,8 @@ class Checkpoints:
             self._give_up(saving, error)
 
     def _give_up(self, saving: Path, error: Exception) -> NoReturn:
-        shutil.rmtree(saving, ignore_errors=True)
+        if self._owner:
+            shutil.rmtree(saving, ignore_errors=True)
         reason = _os_reason(error)
         if reason is None:
             raise error
@@ -130,14 +155,24 @@ class Checkpoints:
         Otherwise as the function `restore`.
         """
         self.wait()
+        found = processes.led(lambda: self._newest(like))
+        if found is None:
+            return None
+        manifest, damaged = found
+        state = _read_state(self.folder / str(manifest["step"]) / "state", like)
+        return Restored(
+            manifest["step"], state, manifest["extra"], tuple((n, what) for n, what in damaged)
+        )
+
+    def _newest(self, like: State) -> tuple[dict[str, Any], list[tuple[int, str]]] | None:
         if not list_steps(self.folder):
             return None
-        found = restore(self.folder, like)
-        for step, _ in found.damaged:
+        manifest, damaged = _newest_whole(self.folder, like, list_steps(self.folder))
+        for step, _ in damaged:
             aside = self.folder / f"{_DAMAGED}{step}"
             shutil.rmtree(aside, ignore_errors=True)
             (self.folder / str(step)).rename(aside)
-        return found
+        return manifest, damaged
 
     def wait(self) -> None:
         """Returns when the last save is on disk; raises what went wrong with it."""
@@ -180,8 +215,17 @@ def restore(folder: str | os.PathLike[str], like: State, *, step: int | None = N
         raise InputError(f"{folder} holds no checkpoint")
     if step is not None and step not in steps:
         raise InputError(f"{folder} holds no checkpoint of step {step}; it has {steps}")
+    manifest, damaged = _newest_whole(folder, like, steps if step is None else [step])
+    state = _read_state(folder / str(manifest["step"]) / "state", like)
+    return Restored(manifest["step"], state, manifest["extra"], tuple(damaged))
+
+
+def _newest_whole(
+    folder: Path, like: State, steps: Sequence[int]
+) -> tuple[dict[str, Any], list[tuple[int, str]]]:
+    """The manifest of the last of `steps` that is whole and fits, and the damaged ones after it."""
     damaged = []
-    for candidate in [step] if step is not None else reversed(steps):
+    for candidate in reversed(steps):
         path = folder / str(candidate)
         try:
             manifest = _read_manifest(path)
@@ -190,8 +234,7 @@ def restore(folder: str | os.PathLike[str], like: State, *, step: int | None = N
             damaged.append((candidate, str(damage)))
             continue
         _check_fit(path, like, manifest["leaves"])
-        state = _read_state(path / "state", like)
-        return Restored(manifest["step"], state, manifest["extra"], tuple(damaged))
+        return manifest, damaged
     list_of_damage = "; ".join(f"step {number}: {what}" for number, what in damaged)
     raise InputError(f"no checkpoint in {folder} is whole: {list_of_damage}")
 
@@ -297,6 +340,15 @@ def _write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """The names in a folder on the disk, as a power cut would find them."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _os_reason(error: Exception) -> str | None:

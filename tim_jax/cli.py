@@ -5,29 +5,89 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tim_jax.errors import InputError, MismatchError
+from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 
-_BAD_INPUT, _MISMATCH, _INTERRUPTED = 2, 3, 130
+_FAMILIES = ("tiles", "native", "pallas_gpu", "pallas_tpu")  # numerics.FAMILIES, without its JAX
+_OVERRIDES = "changes to the config, such as steps=200 or optimizer.learning_rate=1e-6"
+_BAD_INPUT, _MISMATCH, _NOT_FINITE, _LOST, _INTERRUPTED, _PREEMPTED = 2, 3, 4, 5, 130, 143
+# What JAX's own errors say when another process is gone: of the transport, or of the coordinator.
+_SIGNS_OF_LOSS = ("gloo", "Gloo", "Connection", "coordination", "heartbeat", "UNAVAILABLE")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit status: 0, 1 (audit failed), 2 (bad input), 3 (not exact)."""
-    arguments = _parser().parse_args(argv)
+    """Runs one command.
+
+    Exit status: 0, 1 (audit failed, or a plan does not fit), 2 (bad input), 3 (not exact), 4 (loss
+    or gradient not finite), 5 (another process of the job is gone), 143 (asked to end, and saved).
+    """
+    arguments = _arguments(argv)
     _quiet()
+    if not _one_of_several(arguments):
+        return _run(arguments)
+    status = _run_with_others(arguments)
+    if status:
+        # JAX would wait at this process's end for others that may be gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         return arguments.run(arguments)
     except InputError as error:
-        print(f"tim-jax: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        return _ended(f"{error}", _BAD_INPUT)
     except MismatchError as error:
-        print(f"tim-jax: not exact: {error}", file=sys.stderr)
-        return _MISMATCH
+        return _ended(f"not exact: {error}", _MISMATCH)
+    except NonFiniteError as error:
+        return _ended(f"{error}", _NOT_FINITE)
+    except PreemptedError as error:
+        return _ended(f"{error}", _PREEMPTED)
     except KeyboardInterrupt:
-        print("tim-jax: interrupted; the same command goes on from the last checkpoint")
-        return _INTERRUPTED
+        line = "interrupted; the same command goes on from the last checkpoint"
+        return _ended(line, _INTERRUPTED)
+
+
+def _run_with_others(arguments: argparse.Namespace) -> int:
+    try:
+        return _run(arguments)
+    except Exception as error:
+        from jax.errors import JaxRuntimeError
+
+        reason = " ".join(str(error).split())
+        if isinstance(error, JaxRuntimeError) and any(sign in reason for sign in _SIGNS_OF_LOSS):
+            line = "another process of this job is gone; start all again with the same command"
+            return _ended(f"{line} ({reason[:200]})", _LOST)
+        traceback.print_exc()
+        return 1
+
+
+def _ended(line: str, status: int) -> int:
+    print(f"tim-jax: {line}", file=sys.stderr)
+    return status
+
+
+def _one_of_several(arguments: argparse.Namespace) -> bool:
+    names = ("coordinator", "processes", "process")
+    given = any(getattr(arguments, name, None) is not None for name in names)
+    return given or getattr(arguments, "distributed", False)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parsed; changes to the config may stand before and after options."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (rest[0].startswith("-") or not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _quiet() -> None:
@@ -44,20 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         description="RL for language models with sampler and learner log-probs equal to the bit.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    overrides = "changes to the config, such as steps=200 or optimizer.learning_rate=1e-6"
-
-    train = commands.add_parser("train", help="train (or resume) the run of a config")
-    train.add_argument("config", help="TOML file, see configs/")
-    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
-    train.set_defaults(run=_train)
-
-    evaluate = commands.add_parser("eval", help="evaluate on the held-out problems of a config")
-    evaluate.add_argument("config", help="TOML file, see configs/")
-    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
-    evaluate.add_argument("--model", help="folder or hub name; default: the run's checkpoint")
-    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the scores there")
-    evaluate.set_defaults(run=_evaluate)
-
+    _add_train_and_eval(commands)
     generate = commands.add_parser("generate", help="sample completions")
     generate.add_argument("model", help="folder, hub name or run folder")
     generate.add_argument("prompt", nargs="+")
@@ -69,14 +116,83 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--plain", action="store_true", help="no chat template")
+    for axis in ("data", "fsdp", "tensor"):
+        generate.add_argument(f"--{axis}", type=int, default=1, help=f"devices on the {axis} axis")
     generate.set_defaults(run=_generate)
+
+    export = commands.add_parser("export", help="write a run's checkpoint as transformers loads it")
+    export.add_argument("source", metavar="run", help="run folder")
+    export.add_argument("folder", help="new folder for the model")
+    export.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    export.set_defaults(run=_export)
 
     audit = commands.add_parser("audit", help="prove that sampler and learner agree to the bit")
     audit.add_argument("model", help="folder, hub name, run folder, or a preset")
     audit.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     audit.add_argument("--quick", action="store_true", help="fewer cases")
+    audit.add_argument("--family", choices=_FAMILIES, help="kernels (tiles)")
+    audit.add_argument(
+        "--interpret", action="store_true", help="run Pallas kernels without their device, slowly"
+    )
+    audit.add_argument(
+        "--sampler",
+        metavar="ENTRIES",
+        help="measure the mismatch of a sampler instead: TOML file or inline list, such as"
+        """ '[{name = "kv_cache", dtype = "float8_e4m3fn"}]'; see docs/mismatch.md""",
+    )
+    audit.add_argument("--markdown", type=Path, metavar="FILE", help="with --sampler: tables")
+    audit.add_argument("--chart", type=Path, metavar="FILE", help="with --sampler: PNG, PDF or SVG")
+    audit.add_argument("--dtype", choices=("float32", "bfloat16"), help="with --sampler: learner's")
+    audit.add_argument("--prompts", type=int, default=32, help="with --sampler")
+    audit.add_argument("--samples", type=int, default=8, help="with --sampler: per prompt")
     audit.set_defaults(run=_audit)
+
+    _add_plan(commands)
     return parser
+
+
+def _add_train_and_eval(commands: Any) -> None:
+    train = commands.add_parser("train", help="train (or resume) the run of a config")
+    train.add_argument("config", help="TOML file, see configs/")
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    train.add_argument(
+        "--distributed",
+        action="store_true",
+        help="one of several processes, as SLURM, Open MPI, GKE or a TPU pod started them",
+    )
+    train.add_argument("--coordinator", metavar="HOST:PORT", help="one of several: process 0")
+    train.add_argument("--processes", type=int, metavar="N", help="one of several: how many")
+    train.add_argument("--process", type=int, metavar="I", help="one of several: which, from 0")
+    train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser("eval", help="evaluate on the held-out problems of a config")
+    evaluate.add_argument("config", help="TOML file, see configs/")
+    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    evaluate.add_argument("--model", help="folder or hub name; default: the run's checkpoint")
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the scores there")
+    evaluate.set_defaults(run=_evaluate)
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="what a step would take on TPUs that are not here")
+    plan.add_argument("config", help="TOML file, see configs/")
+    plan.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    plan.add_argument("--topology", required=True, help="slice, such as v5e:4x4 or v5p:2x2x4")
+    plan.add_argument(
+        "--architecture",
+        type=Path,
+        metavar="FILE",
+        help="a config.json to plan for in place of the config's model",
+    )
+    plan.add_argument(
+        "--layers",
+        default="4,8",
+        help="sampler: compiled with two numbers of layers and continued to all (4,8), or: all",
+    )
+    plan.add_argument("--quick", action="store_true", help="do not search for the largest batch")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan there")
+    plan.set_defaults(run=_plan)
 
 
 # The jobs are imported by the command that needs them, so that --help and bad arguments do not
@@ -84,10 +200,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from tim_jax import config_io, jobs
+    from tim_jax import config_io, processes, train_job
 
-    folder = jobs.train_run(config_io.load(arguments.config, arguments.overrides))
-    print(f"metrics, samples, chart and model: {folder}")
+    if _one_of_several(arguments):
+        processes.join(arguments.coordinator, arguments.processes, arguments.process)
+    folder = train_job.train_run(config_io.load(arguments.config, arguments.overrides))
+    if processes.leads():
+        print(f"metrics, samples, chart and model: {folder}")
     return 0
 
 
@@ -104,6 +223,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     from tim_jax import jobs
+    from tim_jax.placement import Placement
     from tim_jax.policy import Sampling
 
     if arguments.samples < 1:
@@ -122,18 +242,91 @@ def _generate(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         seed=arguments.seed,
         chat_template=False if arguments.plain else "auto",
+        where=Placement(arguments.data, arguments.fsdp, arguments.tensor),
     )
     for prompt, completion, log_prob in rows:
         print(f"{prompt}\n  -> {completion}   (log-prob {log_prob:.3f})")
     return 0
 
 
-def _audit(arguments: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> int:
     from tim_jax import jobs
 
-    report, passed = jobs.audit_model(arguments.model, quick=arguments.quick)
+    step = jobs.export(
+        arguments.source, arguments.folder, step=arguments.step, dtype=arguments.dtype
+    )
+    print(f"checkpoint of step {step}, as transformers loads it: {arguments.folder}")
+    return 0
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from tim_jax import audit_job
+
+    if arguments.sampler is not None:
+        return _ablate(arguments)
+    for name in ("markdown", "chart", "dtype"):
+        if getattr(arguments, name) is not None:
+            raise InputError(f"--{name} goes with --sampler")
+    report, passed = audit_job.audit_model(
+        arguments.model,
+        quick=arguments.quick,
+        family=arguments.family or "tiles",
+        interpret=arguments.interpret,
+    )
     _write(arguments.json, report)
     return 0 if passed else 1
+
+
+def _ablate(arguments: argparse.Namespace) -> int:
+    from tim_jax import ablation_job
+
+    if arguments.quick or arguments.interpret or arguments.family is not None:
+        raise InputError("--quick, --family and --interpret do not go with --sampler")
+    dial = ablation_job.read_dial(arguments.sampler)
+    bench = ablation_job.make_bench(
+        arguments.model,
+        prompts=arguments.prompts,
+        samples=arguments.samples,
+        dtype=arguments.dtype,
+    )
+    result = ablation_job.measure(bench, dial, chart=arguments.chart)
+    _write(arguments.json, result.json)
+    _write(arguments.markdown, result.markdown)
+    return 0 if result.exact else 1
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    _for_libtpu()
+    from tim_jax import config_io, plan_job
+    from tim_jax.plan import report
+
+    plan = plan_job.plan_run(
+        config_io.load(arguments.config, arguments.overrides),
+        arguments.topology,
+        architecture=arguments.architecture,
+        layers=plan_job.parse_layers(arguments.layers),
+        searching=not arguments.quick,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    print(report.text(plan))
+    _write(arguments.json, json.dumps(report.as_json(plan), indent=2))
+    return 0 if plan.fits else 1
+
+
+def _for_libtpu() -> None:
+    """What libtpu wants to know before it compiles on a machine without TPU."""
+    for name, value in {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else its lock file keeps other processes out
+        "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "TPU_MIN_LOG_LEVEL": "3",
+        "TPU_LOG_DIR": "disabled",
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 def _write(path: Path | None, text: str) -> None:

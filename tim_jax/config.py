@@ -5,11 +5,14 @@ writes it out, defaults included. It is built once, at the edge; nothing below t
 reads one.
 """
 
+from math import lcm
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tim_jax import objectives
+from tim_jax.config_model import Model
+from tim_jax.config_placement import PlacementSection
 from tim_jax.config_sections import (
     BuiltinTask,
     CustomTask,
@@ -17,10 +20,10 @@ from tim_jax.config_sections import (
     Evaluation,
     GymTask,
     Learner,
-    Model,
     NumericsSection,
     Optimizer,
     RunSection,
+    SamplerSection,
     SamplingSection,
     Section,
     Warmup,
@@ -40,7 +43,9 @@ class RunConfig(Section):
     """required: stop at the first token whose two log-probs differ. report: only count them."""
     model: Model = Model(preset="tiny")
     numerics: NumericsSection = NumericsSection()
+    placement: PlacementSection = PlacementSection()
     sampling: SamplingSection = SamplingSection()
+    sampler: SamplerSection = SamplerSection()
     learner: Learner = Learner()
     optimizer: Optimizer = Optimizer()
     task: Annotated[
@@ -58,9 +63,20 @@ class RunConfig(Section):
     def sequences_per_step(self) -> int:
         return self.learner.prompts_per_step * self.sampling.samples_per_prompt
 
+    @property
+    def updates(self) -> int:
+        """Of the whole run."""
+        return self.steps * self.learner.mini_batches * self.learner.epochs
+
+    @property
+    def column_tiles(self) -> int:
+        """Parts that weight matrices are multiplied in."""
+        tensor = self.placement.tensor, self.placement.for_sampler.tensor
+        return self.numerics.column_tiles or lcm(*tensor)
+
     def may_change(self) -> tuple[str, ...]:
         """Keys in which a resumed run may differ from what it was: none that changes past steps."""
-        free = ("exact", "eval", "run")
+        free = ("exact", "eval", "run", "placement", "sampler.micro_batch")
         bound = self.optimizer.schedule != "constant" and self.optimizer.total_steps is None
         return free if bound else ("steps", *free)
 
@@ -73,18 +89,25 @@ class RunConfig(Section):
             raise refusal(
                 "exact", self.exact, 'native numerics are not exact; set "report", or family tiles'
             )
+        active = self.sampler.dial.active
+        if self.exact == "required" and active:
+            raise refusal(
+                "exact",
+                self.exact,
+                f'sampler.mismatch has {active[0].name!r}, which is not exact; set "report"',
+            )
         if self.warmup.steps and self.task.kind != "builtin":
             raise refusal(
                 "warmup.steps",
                 self.warmup.steps,
                 "only built-in tasks have solutions to learn from",
             )
-        end = self.optimizer.total_steps or self.steps
+        end = self.optimizer.total_steps or self.updates
         if self.optimizer.schedule != "constant" and self.optimizer.warmup_steps >= end:
             raise refusal(
                 "optimizer.warmup_steps",
                 self.optimizer.warmup_steps,
-                f"must be less than the schedule's {end} steps",
+                f"must be less than the schedule's {end} updates",
             )
         return self
 
@@ -114,6 +137,39 @@ class RunConfig(Section):
                 f"must divide the {total // minis} sequences of a mini-batch"
                 f" ({product} samples / {minis})",
             )
+        drawn = self.sampler.micro_batch
+        if drawn and total % drawn:
+            raise refusal(
+                "sampler.micro_batch",
+                drawn,
+                f"must divide the {total} sequences of a step ({product})",
+            )
+        self._check_placement(total, total // minis, micro)
+
+    def _check_placement(self, total: int, mini_batch: int, micro: int | None) -> None:
+        learner, sampler = self.placement.value, self.placement.for_sampler
+        rows = {"a step": total, "a mini-batch": mini_batch}
+        if micro:
+            rows["a micro-batch"] = micro
+        for what, count in rows.items():
+            if count % learner.shards:
+                raise refusal(
+                    "placement.fsdp",
+                    self.placement.fsdp,
+                    f"data x fsdp = {learner.shards} must divide the {count} sequences of {what}",
+                )
+        for count, what in ((total, "a step"), (self.sampler.micro_batch, "sampler.micro_batch")):
+            if count and count % sampler.shards:
+                raise refusal(
+                    "placement.sampler.fsdp",
+                    sampler.fsdp,
+                    f"data x fsdp = {sampler.shards} must divide the {count} sequences of {what}",
+                )
+        for key, where in (("placement.tensor", learner), ("placement.sampler.tensor", sampler)):
+            if self.column_tiles % where.tensor:
+                raise refusal(
+                    key, where.tensor, f"must divide numerics.column_tiles = {self.column_tiles}"
+                )
 
     def _check_lengths(self) -> None:
         architecture, sampling = self.model.random_architecture, self.sampling

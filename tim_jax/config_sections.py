@@ -4,7 +4,6 @@ Omitted keys have the defaults that stand here. What several sections say togeth
 `config.RunConfig`.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -12,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from tim_jax import corrections, objectives
 from tim_jax.errors import InputError
+from tim_jax.mismatch import Mismatch, named
 from tim_jax.numerics import Family
 from tim_jax.objectives import KL, Aggregation, Estimator, Loss, Objective
 from tim_jax.sinks import WandbMode
@@ -45,77 +45,18 @@ def refusal(key: str, value: Any, rule: str) -> PydanticCustomError:
     return PydanticCustomError("rule", "{rule}", {"key": key, "value": value, "rule": rule})
 
 
-class Architecture(Section):
-    """A Qwen3 to be initialised at random; its vocabulary is that of the task's tokenizer."""
-
-    hidden_size: Count = 128
-    num_layers: Count = 4
-    num_heads: Count = 4
-    num_kv_heads: Count = 2
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 32
-    intermediate_size: Count = 512
-    max_positions: Count = 256
-    """Longest prompt and response together, in tokens."""
-    tied: bool = True
-    """The head is the transpose of the embedding."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.num_heads % self.num_kv_heads:
-            raise refusal(
-                "num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}"
-            )
-        return self
-
-
-PRESETS: Mapping[str, Architecture] = {
-    "tiny": Architecture(),  # about 1M parameters
-    "small": Architecture(
-        hidden_size=256,
-        num_layers=8,
-        num_heads=8,
-        num_kv_heads=4,
-        intermediate_size=768,
-        max_positions=1024,
-    ),
-}
-
-
-class Model(Section):
-    """Where the model comes from: exactly one of `path`, `preset` and `architecture`."""
-
-    path: str | None = None
-    """Checkpoint folder, or a name on the Hugging Face hub."""
-    preset: Literal["tiny", "small"] | None = None
-    """A random-initialised architecture by name."""
-    architecture: Architecture | None = None
-    """A random-initialised architecture, spelt out."""
-    chat_template: Literal["auto", "on", "off"] = "auto"
-    """Whether text prompts are put into the tokenizer's chat template; auto: if it has one."""
-    template_options: dict[str, Any] = {}
-    """Passed to the chat template, such as `enable_thinking = false` for Qwen3."""
-
-    @property
-    def random_architecture(self) -> Architecture | None:
-        """The architecture to initialise at random; None if the model comes from `path`."""
-        return PRESETS[self.preset] if self.preset else self.architecture
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        given = [name for name in ("path", "preset", "architecture") if getattr(self, name)]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise refusal("", None, f"needs exactly one of path, preset, architecture; has {found}")
-        return self
-
-
 class NumericsSection(Section):
     """How numbers are computed; see `tim_jax.numerics`."""
 
     family: Family = "tiles"
-    """tiles: exact by construction. native: plain XLA."""
+    """tiles: exact by construction. native: plain XLA. pallas_gpu, pallas_tpu: exact kernels."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation. The master weights are float32 in any case."""
+    column_tiles: Count | None = None
+    """Parts that weight matrices are multiplied in: bits are the same for every size of the tensor
+    axis that divides it. Left out: the largest tensor axis of the run."""
+    compiler_options: dict[str, str | bool | int] = {}
+    """XLA's, for every program of the run, such as `xla_allow_excess_precision = false`."""
 
 
 class SamplingSection(Section):
@@ -134,6 +75,28 @@ class SamplingSection(Section):
     """Draw from the most probable tokens that together have this probability; 1 is off."""
     stop_tokens: TokenIds = ()
     """Token ids that end a response, besides the tokenizer's own."""
+
+
+class SamplerSection(Section):
+    """How a step is sampled, and what the sampler does otherwise than the learner."""
+
+    micro_batch: Count | None = None
+    """Sequences sampled at a time, over all devices; left out: all of a step. Memory only."""
+    mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
+    """Entries of `tim_jax.mismatch`, in order: `{name = "kv_cache", dtype = "float8_e4m3fn"}`."""
+
+    @property
+    def dial(self) -> Mismatch:
+        return named.build(self.mismatch)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for index, entry in enumerate(self.mismatch):
+            try:
+                named.build([entry])
+            except InputError as error:
+                raise refusal(f"mismatch[{index}]", entry, str(error)) from error
+        return self
 
 
 class ObjectiveSection(Section):
@@ -179,6 +142,8 @@ class Learner(Section):
     mode: Literal["bypass", "recompute"] = "bypass"
     """Old log-probs: the rollout's own (bypass), or those of a forward of the learner."""
     objective: ObjectiveSection = ObjectiveSection()
+    max_skipped: Count = 5
+    """Updates in a row with a loss or gradient that is not finite, each skipped, that end a run."""
     corrections: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
     """Recipes and blocks of `tim_jax.corrections`, in order: `{name = "token_tis", cap = 2.0}`."""
 
@@ -199,7 +164,10 @@ class DecayOff(Section):
 
 
 class DecayFixed(Section):
-    """The learning rate is halved every `period` steps (Beyond Precision, algorithm 1)."""
+    """The learning rate is halved every `period` updates (Beyond Precision, algorithm 1).
+
+    A step makes epochs x mini-batches of them.
+    """
 
     kind: Literal["fixed"]
     period: Count
@@ -223,11 +191,11 @@ class Optimizer(Section):
     learning_rate: Positive = 1e-3
     """At its highest."""
     warmup_steps: Whole = 0
-    """Steps of linear rise from 0."""
+    """Updates (epochs x mini-batches a step) of linear rise from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """After the rise."""
     total_steps: Count | None = None
-    """Where a cosine or linear schedule ends; left out: at the run's last step."""
+    """Updates after which a cosine or linear schedule ends; left out: the run's last."""
     final_share: Share = 0.0
     """Share of the learning rate that a cosine or linear schedule ends with."""
     weight_decay: NonNegative = 0.0

@@ -1,7 +1,8 @@
-"""The one exception that means: the user can mend this."""
+"""Exceptions with a message for users: what they can mend, and how a run may end early."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class InputError(ValueError):
@@ -21,3 +22,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 class MismatchError(Exception):
     """An exact run met a token whose log-probs differ. The message says which, in one line."""
+
+
+class NonFiniteError(Exception):
+    """Too many updates in a row had a loss or a gradient that is not finite.
+
+    Attributes:
+        batch: name -> NumPy array, what the last of them was computed from.
+    """
+
+    def __init__(self, message: str, batch: Mapping[str, Any]):
+        super().__init__(message)
+        self.batch = batch
+
+
+class PreemptedError(Exception):
+    """The system asked the process to end, and the run was saved. The message says where."""

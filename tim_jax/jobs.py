@@ -1,54 +1,45 @@
-"""The jobs behind the commands: train, evaluate, generate. Files and display live here."""
+"""The jobs behind the commands: evaluate, generate, export, and what training shares with them."""
 
-import itertools
-import shutil
-from collections import deque
+import sys
+import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from rich.console import Console
 
 from tim_jax import (
     assembly,
-    audit,
-    calibration,
-    charts,
     checkpoints,
     config_io,
     evaluation,
+    processes,
     programs,
     runs,
-    sinks,
+    sharded,
     train,
-    warm_start,
 )
 from tim_jax.assembly import Model
+from tim_jax.checkpoints import Restored
 from tim_jax.config import RunConfig
-from tim_jax.errors import InputError, did_you_mean
-from tim_jax.learner import Policy, TrainState
+from tim_jax.errors import InputError
+from tim_jax.learner import Policy
 from tim_jax.model import hf
-from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import Sampling
-from tim_jax.progress import Completion, Display, completion_line, open_display
-from tim_jax.runs import Run
+from tim_jax.progress import Completion, completion_line
 from tim_jax.tasks.base import Example, Task
-from tim_jax.tasks.supervised import Quality, supervised
+from tim_jax.tasks.shared import SharedGrader
 from tim_jax.tokenizers import encode_prompt
-from tim_jax.train import Sample, Step, Text
-from tim_jax.types import Rollout
+from tim_jax.train import Sample, Text
 
 _EVAL_KEY = 0
 _SHOWN = 4  # completions shown before and after
-_EXTRA = {"held-out": "eval/reward"}
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """Everything a training job was assembled from."""
 
     config: RunConfig
@@ -60,51 +51,34 @@ class _Job:
     evaluate: Any  # (weights) -> (metrics, samples), or None
 
 
-def train_run(config: RunConfig) -> Path:
-    """Runs (or resumes) the training job of `config`; returns the run folder.
-
-    Raises:
-      InputError, MismatchError: one clear line each; what was written stays.
-    """
-    section = config.run
-    text = config_io.dump(config)
-    with runs.open_run(
-        section.folder, text, may_change=_may_change(config), keep=section.keep
-    ) as run:
-        job = _assemble(config)
-        try:
-            _follow(job, run)
-        finally:
-            job.task.close()
-    folder = Path(section.folder)
-    charts.training_chart(folder / "metrics.jsonl", folder / "chart.png")
-    return folder
-
-
-def _may_change(config: RunConfig) -> tuple[str, ...]:
-    """Keys in which a run in this folder may differ from the one before: all, if that left nothing.
-
-    Else a mistake in the config, found before the first checkpoint, could not be mended in place.
-    """
-    if checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
-        return config.may_change()
-    return tuple(RunConfig.model_fields)
-
-
-def _assemble(config: RunConfig) -> _Job:
+def assemble(config: RunConfig, *, measured: Path | None = None) -> Job:
+    """All of a run; `measured` is the file that keeps what is measured of this machine, if any."""
     model = assembly.make_model(config)
-    task = assembly.make_task(config)
+    task = _shared(assembly.make_task(config))
     text = assembly.make_text(config, model)
-    policy = assembly.make_policy(config, model)
+    policy = assembly.make_policy(config, model, measured=measured)
     wanted = config.eval.every and len(task.evaluation)
     evaluate = _evaluator(config, policy, task, text) if wanted else None
     built = assembly.make_programs(config, policy)
-    return _Job(config, model, task, text, policy, built, evaluate)
+    return Job(config, model, task, text, policy, built, evaluate)
+
+
+def _shared(task: Task) -> Task:
+    """Each of several processes grades a part."""
+    count = jax.process_count()
+    if count == 1:
+        return task
+    return replace(
+        task, grade=SharedGrader(task.grade, jax.process_index(), count, processes.texts)
+    )
 
 
 def _evaluator(config: RunConfig, policy: Policy, task: Task, text: Text):
     section = config.eval
-    batch = min(section.prompts, max(1, config.sequences_per_step // section.samples))
+    rows = config.sampler.micro_batch or config.sequences_per_step
+    batch = min(section.prompts, max(1, rows // section.samples))
+    # Whole rows for every device; the evaluation fills up with prompts that are not counted.
+    batch += -batch % sharded.prompts_multiple(policy.placement, section.samples)
     sampling = replace(policy.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
     sample = programs.sampling_program(replace(policy, sampling=sampling), samples=section.samples)
 
@@ -124,168 +98,8 @@ def _evaluator(config: RunConfig, policy: Policy, task: Task, text: Text):
     return run
 
 
-def _follow(job: _Job, run: Run) -> None:
-    """Restores or starts, then writes and shows what the loop yields."""
-    config = job.config
-    state, reference, start, notes = _restored(job, run)
-    title = f"{config.run.folder}: {job.task.name}"
-    with (
-        open_display(total=config.steps, start=start, title=title, extra=_EXTRA) as display,
-        closing(_extra_sinks(config, run, start)) as more,
-    ):
-        for note in (*job.task.notes, *notes):
-            display.note(note)
-        writer = sinks.Tee((run.metrics, more))
-        if start < 0:
-            state = _first_steps(job, state, run, writer, display)
-            reference = _copied(state.params) if config.objective.kl_coefficient else None
-            run.save(0, _saved(state, reference))
-        steps = train.train(
-            state,
-            job.task,
-            job.text,
-            programs=job.programs,
-            seed=config.seed,
-            steps=config.steps,
-            prompts_per_step=config.learner.prompts_per_step,
-            exact=config.exact == "required",
-            reference=None if reference is None else job.programs.prepare(reference),
-        )
-        for step in steps:
-            state = step.state
-            _record(job, step, run, writer, display)
-            if step.number == config.steps and config.run.export:
-                # Before the last checkpoint: a run that has that one is never resumed to this line.
-                _export(job, state, display)
-            if _due(step.number, config.run.checkpoint_every, config.steps):
-                run.save(step.number, _saved(state, reference))
-        if config.run.export and not (run.folder / "model").exists():
-            _export(job, state, display)
-
-
-def _restored(job: _Job, run: Run) -> tuple[TrainState, Any, int, list[str]]:
-    """State, reference parameters, the step they are of (-1: nothing to resume), and notes."""
-    state = job.programs.init(job.model.params)
-    reference = state.params if job.config.objective.kl_coefficient else None
-    found = run.restore(_saved(state, reference))
-    if found is None:
-        return state, None, -1, []
-    rest = found.state["rest"]
-    state = TrainState(params=found.state["params"], **rest)
-    notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in found.damaged]
-    notes.append(f"resumed after step {found.step}")
-    return state, found.state.get("reference"), found.step, notes
-
-
-def _saved(state: TrainState, reference: Any) -> dict[str, Any]:
-    """What a checkpoint holds."""
-    rest = {"optimizer": state.optimizer, "correction": state.correction, "step": state.step}
-    saved = {"params": state.params, "rest": rest}
-    return saved if reference is None else {**saved, "reference": reference}
-
-
-def _copied(tree: Any) -> Any:
-    """The parameters are donated to the next update; a reference must outlive it."""
-    return jax.tree.map(jnp.copy, tree)
-
-
-def _extra_sinks(config: RunConfig, run: Run, start: int) -> sinks.Tee:
-    section = config.run
-    extra: list[sinks.Sink] = []
-    if "tensorboard" in section.sinks:
-        folder = run.folder / "tensorboard"
-        extra.append(sinks.TensorBoard(folder, resume_step=max(start, 0)))
-    if "wandb" in section.sinks:
-        extra.append(
-            sinks.Wandb(
-                run.folder,
-                project=section.wandb_project,
-                name=run.folder.name,
-                config=config.model_dump(),
-                mode=section.wandb_mode,
-            )
-        )
-    return sinks.Tee(tuple(extra))
-
-
-def _first_steps(
-    job: _Job, state: TrainState, run: Run, writer: sinks.Tee, display: Display
-) -> TrainState:
-    """Warm start, if asked for, and the first evaluation."""
-    warmup = job.config.warmup
-    if warmup.steps:
-        display.note(f"warm start: {warmup.steps} supervised steps on {job.task.name}")
-        started = warm_start.warm_start(
-            state.params,
-            _demonstrations(job),
-            policy=job.policy,
-            learning_rate=warmup.learning_rate,
-            steps=warmup.steps,
-        )
-        params, loss = deque(started, maxlen=1).pop()
-        display.note(f"warm start: {loss:.3f} nats per token after {warmup.steps} steps")
-        state = job.programs.init(params)
-    if job.evaluate is not None:
-        metrics, samples = job.evaluate(job.programs.prepare(state.params))
-        writer.write(0, {f"eval/{name}": value for name, value in metrics.items()})
-        display.note(f"held-out reward before training: {metrics['reward']:.3f}")
-        display.completions(_shown(samples), title="held-out completions before training")
-    else:
-        writer.write(0, {})
-    return state
-
-
-def _demonstrations(job: _Job) -> Iterator[Rollout]:
-    section, sampling = job.config.warmup, job.config.sampling
-    quality = Quality(section.worked, section.partial, section.errors)
-    for step in itertools.count():
-        pairs = supervised(
-            job.task,
-            quality,
-            seed=job.config.seed,
-            start=step * section.batch,
-            count=section.batch,
-        )
-        yield warm_start.demonstrations(pairs, job.text, response_size=sampling.max_response_length)
-
-
-def _record(job: _Job, step: Step, run: Run, writer: sinks.Tee, display: Display) -> None:
-    """Writes and shows one step, with an evaluation where one is due."""
-    config, metrics = job.config, dict(step.metrics)
-    shown: list[Sample] = []
-    if job.evaluate is not None and _due(step.number, config.eval.every, config.steps):
-        scores, shown = job.evaluate(step.weights)
-        metrics |= {f"eval/{name}": value for name, value in scores.items()}
-    run.timing.write(step.number, step.timing)
-    for sample in step.samples[: config.run.samples_logged]:
-        run.samples.write(step.number, sample._asdict())
-    writer.write(step.number, metrics)
-    display.update(step.number, metrics | step.timing)
-    if shown:
-        display.completions(_shown(shown), title=f"held-out completions after step {step.number}")
-
-
-def _due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
-
-
-def _shown(samples: Sequence[Sample]) -> list[Completion]:
+def shown(samples: Sequence[Sample]) -> list[Completion]:
     return [Completion(s.prompt, s.completion, s.reward) for s in samples[:_SHOWN]]
-
-
-def _export(job: _Job, state: TrainState, display: Display) -> None:
-    """Writes the final model; that of a shorter run gives way once the new one is whole."""
-    folder = Path(job.config.run.folder)
-    final, new, old = folder / "model", folder / ".model.new", folder / ".model.old"
-    for left in (new, old):
-        shutil.rmtree(left, ignore_errors=True)
-    params = jax.device_get(state.params)
-    hf.save(new, params, job.model.config, tokenizer=job.model.tokenizer)
-    if final.exists():
-        final.rename(old)
-    new.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-    display.note(f"final model, as transformers loads it: {final}")
 
 
 def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, float]:
@@ -299,19 +113,43 @@ def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, fl
             update={"path": model, "preset": None, "architecture": None}
         )
         config = config.model_copy(update={"model": section})
-    job = _assemble(config)
+    job = assemble(config)
     try:
         evaluate = job.evaluate or _evaluator(config, job.policy, job.task, job.text)
         params = job.model.params
         if model is None and checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
             restored = runs.read_checkpoint(config.run.folder, {"params": params})
+            _say_damage(restored)
             params = restored.state["params"]
         metrics, samples = evaluate(job.programs.prepare(params))
-        for row in _shown(samples):
+        for row in shown(samples):
             print(completion_line(row, width=160))
         return metrics
     finally:
         job.task.close()
+
+
+def export(run: str, folder: str, *, step: int | None = None, dtype: str = "float32") -> int:
+    """Writes a run's checkpoint (the newest if `step` is None) as a Hugging Face folder.
+
+    Returns the checkpoint's step.
+
+    Raises:
+      InputError: no such run or checkpoint, a damaged one, or `folder` exists and is not empty.
+    """
+    config = config_io.build(tomllib.loads(runs.read_config(run)), source=f"{run}/config.toml")
+    model = assembly.make_model(config)
+    found = runs.read_checkpoint(run, {"params": model.params}, step=step)
+    _say_damage(found)
+    params = jax.device_get(found.state["params"])
+    hf.save(folder, params, model.config, tokenizer=model.tokenizer, dtype=dtype)
+    return found.step
+
+
+def _say_damage(found: Restored) -> None:
+    for step, what in found.damaged:
+        line = f"checkpoint of step {step} is damaged: {what}; taking step {found.step}"
+        print(line, file=sys.stderr)
 
 
 def generate(
@@ -323,6 +161,7 @@ def generate(
     dtype: str,
     seed: int,
     chat_template: bool | Literal["auto"] = "auto",
+    where: Placement = SINGLE,
 ) -> Iterator[tuple[str, str, float]]:
     """Yields (prompt, completion, log-prob of the completion) from a model folder, hub or run."""
     folder = Path(source) / "model"
@@ -339,61 +178,16 @@ def generate(
         for prompt in prompts
     )
     text = Text(model.tokenizer, longest, chat_template)
+    # Whole rows for every device: filled up with the last prompt, whose samples are dropped.
+    examples += examples[-1:] * (-len(prompts) % sharded.prompts_multiple(where, samples))
+    rows = len(examples) * samples
     length = longest + sampling.max_response_length
-    batch = len(prompts) * samples
-    numerics = assembly.make_numerics("tiles", dtype, model.config, length=length, batch=batch)
-    stops = tuple(sorted({*model.stop_tokens, *sampling.stop_tokens}))
-    policy = Policy(model.config, numerics, replace(sampling, stop_tokens=stops))
+    policy = assembly.generating_policy(model, sampling, where, dtype, length=length, rows=rows)
     program = programs.sampling_program(policy, samples=samples)
-    weights = jax.jit(policy.prepare)(model.params)
-    ids = range(len(prompts))
-    rollout = program(weights, text.prompts(examples, ids), train.step_key(seed, 0))
+    weights = programs.weights_program(policy)(model.params)
+    drawn = text.prompts(examples, range(len(examples)))
+    rollout = program(weights, drawn, train.step_key(seed, 0))
+    rollout = jax.tree.map(lambda x: x[: len(prompts) * samples], rollout)
     log_probs = jax.device_get(rollout.log_probs.sum(axis=1))
     for row, completion in enumerate(text.completions(rollout)):
         yield prompts[row // samples], completion, float(log_probs[row])
-
-
-def audit_model(source: str, *, quick: bool = False) -> tuple[str, bool]:
-    """Audits a preset, model folder, hub name or run folder; prints the table as it grows.
-
-    The numerics are those that a training run would use (row ranges measured on this backend), in
-    float32 and bfloat16, and unless `quick` the fixed tiles as well.
-
-    Returns:
-      The result as JSON, and whether every token of every case was equal.
-    """
-    config, params = _audited(source)
-    sizes = audit.Sizes.fitting(config)
-    length = sizes.prompt_length + sizes.response_length
-    numerics: list[Numerics] = []
-    for dtype in ("float32", "bfloat16"):
-        fixed = assembly.fixed_numerics("tiles", dtype, length=length)
-        measured = calibration.calibrate(config, fixed, batch=sizes.prompts * sizes.samples)
-        numerics += [measured] if quick or measured == fixed else [measured, fixed]
-    results = []
-    for result in audit.audit(params, config, numerics=numerics, sizes=sizes, quick=quick):
-        results.append(result)
-        done = "control" if result.control else f"{result.unequal_tokens} unequal"
-        print(
-            f"{result.numerics}; {result.name}: {result.compared_tokens} tokens, {done}", flush=True
-        )
-    summary = audit.summarise(results, model=source)
-    Console().print(audit.table(results))
-    print(
-        f"{'exact' if summary.passed else 'NOT EXACT'}: {summary.unequal_tokens} of"
-        f" {summary.compared_tokens} response tokens unequal"
-    )
-    return audit.to_json(summary), summary.passed
-
-
-def _audited(source: str):
-    if source in audit.PRESETS:
-        config = audit.PRESETS[source]
-        return config, audit.random_params(config, 0)
-    folder = Path(source) / "model"
-    source = str(folder) if folder.is_dir() else source
-    if not Path(source).exists() and "/" not in source:
-        hint = did_you_mean(source, audit.PRESETS)
-        raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
-    config = hf.load_config(source)
-    return config, hf.load_params(source, config)

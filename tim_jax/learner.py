@@ -21,10 +21,14 @@ from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
+from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import Sampling
+from tim_jax.sums import count, tree_sum
 from tim_jax.types import Rollout
 
 Mode = Literal["bypass", "recompute"]
+Score = Callable[..., jax.Array]  # weights, rollout -> log-probs f32[B, R]
+Gradient = Callable[..., Any]  # weights, experience, token weights -> as `gradient_rows`
 
 
 @struct.dataclass
@@ -35,6 +39,7 @@ class TrainState:
     optimizer: optax.OptState
     correction: optax.OptState
     step: jax.Array  # i32[], RL steps done
+    skipped: jax.Array  # i32[], updates in a row, up to now, that were not finite
 
 
 @struct.dataclass
@@ -77,6 +82,7 @@ class Learning:
     mode: Mode = "bypass"
     micro_batch: int | None = None  # sequences per forward and backward; None: all of them
     remat: bool = False
+    max_skipped: int = 5  # updates in a row that may not be finite
 
     def __post_init__(self):
         objectives.check_group_size(self.objective.estimator, self.group_size)
@@ -91,6 +97,7 @@ class Policy:
     config: ModelConfig
     numerics: Numerics
     sampling: Sampling
+    placement: Placement = SINGLE
 
     def score(self, weights, rollout: Rollout, *, remat: bool = False):
         """Log-probs and entropies, float32 [B, R]; see `scoring.score`."""
@@ -100,6 +107,7 @@ class Policy:
             config=self.config,
             numerics=self.numerics,
             sampling=self.sampling,
+            placement=self.placement,
             remat=remat,
         )
 
@@ -124,7 +132,7 @@ def exactness(log_probs: jax.Array, rollout: Rollout) -> Exactness:
         compared=compared,
         unequal=jnp.sum(unequal, dtype=jnp.int32),
         max_difference=jnp.max(difference),
-        mean_difference=jnp.sum(difference) / jnp.maximum(compared, 1).astype(jnp.float32),
+        mean_difference=tree_sum(tree_sum(difference)) / count(mask),
         first=jnp.stack([row, column]).astype(jnp.int32),
         values=jnp.stack([log_probs[row, column], recorded[row, column]]),
     )
@@ -151,17 +159,22 @@ def experience(
     policy: Policy,
     learning: Learning,
     correction: optax.GradientTransformationExtraArgs | None,
+    score: Score | None = None,
 ) -> tuple[Experience, optax.OptState, Exactness | None]:
     """Prepares a step's rollouts, with every statistic taken over the whole batch.
 
     In recompute mode, and for corrections, a forward of the learner gives the trainer's log-probs
     at the weights that sampled. Corrections see log pi_trainer - log pi_rollout at those weights.
 
+    `score` is that forward, `score_rows` if it is None; across devices it is a program of its own
+    kind (`sharded.scoring`).
+
     Returns:
       The experience, the corrections' new state, and the forward's exactness if there was one.
     """
     objective = learning.objective
-    score = partial(score_rows, policy, rollout=rollout, micro_batch=learning.micro_batch)
+    if score is None:
+        score = partial(score_rows, policy, micro_batch=learning.micro_batch)
     mask = rollout.mask
     if objective.drop_uninformative:
         informative = objectives.informative_groups(rewards, learning.group_size)
@@ -170,7 +183,7 @@ def experience(
     old, checked = rollout.log_probs, None
     coefficients = mask.astype(jnp.float32)
     if learning.mode == "recompute" or correction is not None:
-        trainer = score(weights=weights)
+        trainer = score(weights, rollout)
         checked = exactness(trainer, rollout)
         old = trainer if learning.mode == "recompute" else old
         if correction is not None:
@@ -189,7 +202,7 @@ def experience(
         mask=mask,
         old_log_probs=old,
         coefficients=coefficients,
-        reference_log_probs=None if reference is None else score(weights=reference),
+        reference_log_probs=None if reference is None else score(reference, rollout),
     )
     return ready, correction_state, checked
 
@@ -203,51 +216,82 @@ def update(
     policy: Policy,
     learning: Learning,
     optimizer: optax.GradientTransformationExtraArgs,
+    gradient: Gradient | None = None,
+    norm: Callable[..., jax.Array] = optax.tree.norm,
 ) -> tuple[TrainState, transformer.Weights, Update]:
     """One optimiser step on the rows of `batch`.
+
+    If the loss or the gradient's norm is not finite, parameters and optimizer stay as they are, and
+    `skipped` of state and metrics counts it.
 
     Args:
       state: its `params` are the masters of `weights`.
       weights: `policy.prepare(state.params)`; handed on, so that the cast happens once per update.
       batch: a mini-batch of experience.
       response_length: f32[], mean response length of the step, for length-triggered decay.
+      gradient: what differentiates, `gradient_rows` if None; across devices `sharded.gradient`.
+      norm: of the gradient; across devices `sharded.gradient_norm`.
     """
+    if gradient is None:
+        gradient = partial(gradient_rows, policy, learning=learning)
     token_weights = learning.objective.token_weights(batch.mask)
-    gradient, loss, tokens = _gradient(weights, batch, token_weights, policy, learning)
-    gradient = _to_masters(gradient, state.params, policy)
+    found, tokens = gradient(weights, batch, token_weights)
+    found = _to_masters(found, state.params, policy)
     # optax computes with mixed dtypes (int steps, float decays) on purpose.
+    size = norm(found)
     with jax.numpy_dtype_promotion("standard"):
         changes, optimizer_state = optimizer.update(
-            gradient, state.optimizer, state.params, response_length=response_length
+            found,
+            state.optimizer,
+            state.params,
+            response_length=response_length,
+            gradient_norm=size,
         )
         params = cast(transformer.Params, optax.apply_updates(state.params, changes))
     metrics = {
-        "loss": loss,
-        "gradient_norm": optax.tree.norm(gradient),
+        "loss": tree_sum(tree_sum(token_weights * tokens["loss"])),
+        "gradient_norm": size,
         **_token_metrics(tokens, batch.mask),
     }
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["gradient_norm"])
+    metrics["skipped"] = 1.0 - finite.astype(jnp.float32)
     report = Update(exactness(tokens["log_prob"], batch.rollout), metrics)
-    state = replace(state, params=params, optimizer=optimizer_state)
-    return state, policy.prepare(params), report
+    changed = replace(state, params=params, optimizer=optimizer_state)
+    state = jax.tree.map(partial(jnp.where, finite), changed, state)
+    state = replace(state, skipped=jnp.where(finite, 0, state.skipped + 1))
+    return state, policy.prepare(state.params), report
 
 
-def _gradient(weights, batch, token_weights, policy, learning):
-    """Gradient with respect to the compute weights, in float32, the loss, and per-token values."""
+def gradient_rows(
+    policy: Policy,
+    weights: transformer.Weights,
+    batch: Experience,
+    token_weights: jax.Array,
+    *,
+    learning: Learning,
+) -> tuple[transformer.Weights, dict[str, jax.Array]]:
+    """Gradient of the loss's sum over rows with respect to the compute weights, in float32.
+
+    Args:
+      token_weights: f32[B, R], each token's share in the loss; they carry the one normaliser.
+
+    Returns:
+      The gradient, and what is known of every token, each [B, R].
+    """
     rows = batch.advantages.shape[0]
     size = learning.micro_batch or rows
     call = jax.value_and_grad(partial(_loss, policy=policy, learning=learning), has_aux=True)
 
     def add(total, part):
-        (loss, tokens), gradient = call(weights, *part)
-        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, (gradient, loss)), tokens
+        (_, tokens), gradient = call(weights, *part)
+        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient), tokens
 
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights), jnp.float32(0)
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
     if size == rows:
-        (gradient, loss), tokens = add(zeros, (batch, token_weights))
-        return gradient, loss, tokens
+        return add(zeros, (batch, token_weights))
     parts = _split((batch, token_weights), size)
-    (gradient, loss), tokens = jax.lax.scan(add, zeros, parts)
-    return gradient, loss, jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
+    gradient, tokens = jax.lax.scan(add, zeros, parts)
+    return gradient, jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
 
 
 def _loss(weights, batch: Experience, token_weights, *, policy: Policy, learning: Learning):
@@ -261,6 +305,7 @@ def _loss(weights, batch: Experience, token_weights, *, policy: Policy, learning
         reference_log_probs=batch.reference_log_probs,
     )
     tokens = {
+        "loss": losses.loss,
         "log_prob": log_probs,
         "entropy": entropy,
         "ratio": losses.ratio,
@@ -280,15 +325,14 @@ def _to_masters(gradient, params, policy: Policy):
 
 def _token_metrics(tokens: dict[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
     """Means over the tokens that are learnt from; 0 if there are none."""
-    count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
     def mean(x):
-        return jnp.sum(jnp.where(mask, x, 0.0)) / count
+        return tree_sum(tree_sum(jnp.where(mask, x, 0.0))) / count(mask)
 
     names = ("entropy", "ratio", "clipped_low", "clipped_high", "reference_kl")
     metrics = {name: mean(tokens[name]) for name in names}
     metrics["ratio_max"] = jnp.max(jnp.where(mask, tokens["ratio"], 0.0))
-    metrics["tokens"] = jnp.sum(mask, dtype=jnp.float32)
+    metrics["tokens"] = jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
     return metrics
 
 

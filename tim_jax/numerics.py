@@ -1,15 +1,21 @@
 """How numbers are computed. Values only: no arrays, no devices, nothing read from the outside."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.tile_sizes import GPU_BF16, GPU_F32, TPU, GpuTiles, TpuTiles
 
-Family = Literal["tiles", "native"]
-_COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+Family = Literal["tiles", "native", "pallas_gpu", "pallas_tpu"]
+FAMILIES: tuple[Family, ...] = ("tiles", "native", "pallas_gpu", "pallas_tpu")
+Scale = Literal["none", "token"]
+Attention = Literal["family", "flash", "flash_interpreted", "triton"]
+CacheWrite = Literal["rows", "scatter"]
+_COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+CACHE_DTYPES = (*_COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 @dataclass(frozen=True)
@@ -29,17 +35,79 @@ class Rows:
             raise InputError(f"Rows: need 1 <= low <= high, got low={self.low}, high={self.high}")
 
     def split(self, count: int) -> tuple[int, int]:
-        """(tiles, rows per tile) that cover `count` rows with the fewest tiles."""
-        tiles = 1 if self.high is None else -(-count // self.high)
-        return tiles, max(self.low, -(-count // tiles))
+        """(tiles, rows per tile) that cover `count` rows.
+
+        The fewest tiles, or up to twice as many if these need no padding: to pad many rows and to
+        cut them back costs more than smaller tiles do.
+        """
+        fewest = 1 if self.high is None else -(-count // self.high)
+        for tiles in range(fewest, 2 * fewest):
+            if count % tiles == 0 and count // tiles >= self.low:
+                return tiles, count // tiles
+        return fewest, max(self.low, -(-count // fewest))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes beside the compute dtype. The defaults round nothing and add no operation."""
+
+    head: str | None = None  # operands of the dot with the head; None: the compute dtype
+    logits: str = "float32"  # what logits are rounded to
+    softmax: str = "float32"  # of the vocabulary: every step of it is rounded to this
+    attention_softmax: str = "float32"  # of the attention: likewise
+    cache: str | None = None  # of cached keys and values; None: the compute dtype
+    cache_scale: Scale = "none"  # token: a scale per token and head, from its largest element
+
+    def __post_init__(self):
+        for name in ("head", "logits", "softmax", "attention_softmax"):
+            value = getattr(self, name)
+            if value not in (*_COMPUTE_DTYPES, None) or (value is None and name != "head"):
+                known = ", ".join(_COMPUTE_DTYPES)
+                raise InputError(f"Precision: {name} = {value!r}; known: {known}")
+        if self.cache not in (*CACHE_DTYPES, None):
+            known = ", ".join(CACHE_DTYPES)
+            raise InputError(f"Precision: cache = {self.cache!r}; known: {known}")
+        if self.cache_scale not in ("none", "token"):
+            raise InputError(f"Precision: cache_scale = {self.cache_scale!r}; known: none, token")
+        if self.cache == "int8" and self.cache_scale == "none":
+            raise InputError(
+                'Precision: an int8 cache needs cache_scale "token"; without a scale it would hold'
+                " whole numbers only"
+            )
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which sums are taken, where it is not that of the kernels."""
+
+    lanes: int = 128  # partial sums of norms and of the vocabulary's softmax, a power of two
+    split_k: int = 1  # pieces that a contraction with a weight matrix is cut into
+    split_kv: int = 0  # programs that decoding attention is cut to fill; 0: it is not cut
+    ranks: int = 1  # partial products that an all-reduce adds up, of the attention's and MLP's last
+    exchange: Literal["compute", "float32"] = "compute"  # dtype in which they are added up
+
+    def __post_init__(self):
+        if self.ranks < 1:
+            raise InputError(f"Order: ranks must be at least 1, got {self.ranks}")
+        if self.exchange not in ("compute", "float32"):
+            raise InputError(
+                f"Order: exchange must be 'compute' or 'float32', got {self.exchange!r}"
+            )
+        if self.lanes < 1 or self.lanes & (self.lanes - 1):
+            raise InputError(f"Order: lanes must be a power of two, got {self.lanes}")
+        if self.split_k < 1:
+            raise InputError(f"Order: split_k must be at least 1, got {self.split_k}")
+        if self.split_kv < 0:
+            raise InputError(f"Order: split_kv must not be negative, got {self.split_kv}")
 
 
 @dataclass(frozen=True)
 class Numerics:
     """Two executions with equal `Numerics` give every token the same log-prob, to the bit.
 
-    With family "tiles" that is by construction; "native" is plain XLA, where kernels, fusions and
-    reduction orders follow the program and its shapes.
+    With every family but "native" that is by construction: "tiles" fences plain XLA operations of
+    fixed shapes, "pallas_gpu" and "pallas_tpu" are kernels of our own. "native" is plain XLA, where
+    kernels, fusions and reduction orders follow the program and its shapes.
     """
 
     family: Family = "tiles"
@@ -50,24 +118,69 @@ class Numerics:
     kv_block: int = 32  # keys per block, anchored at the sequence's first token
     whole_kv: bool = False  # weigh all value blocks in one dot; needs calibration's leave
     head_rows: int = 256  # rows whose logits exist at one time
+    # Equal parts that every weight matrix is multiplied in, by columns. A dot's bits depend on its
+    # column count, so that they are the same for tensor axes that divide this number, and no other.
+    column_tiles: int = 1
+    gpu: GpuTiles = GPU_BF16  # of pallas_gpu
+    tpu: TpuTiles = TPU  # of pallas_tpu
+    # How new keys and values get into the cache, at no change of bits: a write per row, which a CPU
+    # does in place and an accelerator starts one by one, or all rows in one scatter.
+    cache_write: CacheWrite = "rows"
+    interpret: bool = False  # run the Pallas kernels without their device, slowly: for tests
+    compiler_options: tuple[tuple[str, str | bool | int], ...] = ()  # XLA's, for every program
+    precision: Precision = Precision()
+    order: Order = Order()
+    attention: Attention = "family"  # the family's own, or a kernel in its place (samplers only)
 
     def __post_init__(self):
-        if self.family not in ("tiles", "native"):
+        if self.attention not in get_args(Attention):
             raise InputError(
-                f"Numerics: unknown kernel family {self.family!r}; known: tiles, native"
+                f"Numerics: attention = {self.attention!r}; known: {', '.join(get_args(Attention))}"
+            )
+        if self.cache_write not in get_args(CacheWrite):
+            raise InputError(
+                f"Numerics: cache_write = {self.cache_write!r}; known:"
+                f" {', '.join(get_args(CacheWrite))}"
+            )
+        if self.family not in FAMILIES:
+            hint = did_you_mean(self.family, FAMILIES)
+            raise InputError(f"Numerics: unknown kernel family {self.family!r}{hint}")
+        if self.interpret and not self.family.startswith("pallas"):
+            raise InputError(
+                f"Numerics: interpret is for the Pallas families, got family {self.family!r}"
+            )
+        narrow = {self.precision.softmax, self.precision.attention_softmax} != {"float32"}
+        if self.family.startswith("pallas") and (narrow or self.order != Order()):
+            raise InputError(
+                "Numerics: other softmax dtypes and orders of sums are for the families tiles and"
+                f" native, got family {self.family!r}"
+            )
+        if self.column_tiles > 1 and self.family.startswith("pallas"):
+            raise InputError(
+                f"Numerics: column_tiles = {self.column_tiles} (a tensor axis) is for the families"
+                f" tiles and native, got family {self.family!r}"
             )
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise InputError(
-                f"Numerics: compute dtype {self.compute_dtype!r}; known: float32, bfloat16"
+                f"Numerics: compute dtype {self.compute_dtype!r}; known: "
+                + ", ".join(_COMPUTE_DTYPES)
             )
         if self.kv_block < 1 or self.kv_block & (self.kv_block - 1):
             raise InputError(f"Numerics: kv_block must be a power of two, got {self.kv_block}")
         if self.head_rows < 1:
             raise InputError(f"Numerics: head_rows must be positive, got {self.head_rows}")
+        if self.column_tiles < 1:
+            raise InputError(f"Numerics: column_tiles must be positive, got {self.column_tiles}")
 
     @property
     def dtype(self) -> np.dtype:
         return jnp.dtype(_COMPUTE_DTYPES[self.compute_dtype])
+
+    @property
+    def of_head(self) -> "Numerics":
+        """Those of the product with the head, whose operands may have a dtype of their own."""
+        head = self.precision.head
+        return self if head in (None, self.compute_dtype) else replace(self, compute_dtype=head)
 
     def rows_for(self, contraction: int) -> Rows:
         """The row range of dots that contract over `contraction` elements."""
@@ -78,3 +191,22 @@ EXACT_F32 = Numerics()
 EXACT_BF16 = Numerics(compute_dtype="bfloat16")
 NATIVE_F32 = Numerics(family="native")
 NATIVE_BF16 = Numerics(family="native", compute_dtype="bfloat16")
+GPU_EXACT_F32 = Numerics(
+    family="pallas_gpu", kv_block=64, head_rows=1024, gpu=GPU_F32, cache_write="scatter"
+)
+GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", gpu=GPU_BF16)
+TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=128, cache_write="scatter")
+TPU_EXACT_BF16 = replace(TPU_EXACT_F32, compute_dtype="bfloat16")
+
+# Plain XLA on GPUs: no split sums, one tile for every Triton product, no timing-based choice, no
+# roundings left out. Candidates: what they buy on a device is for `scripts/gpu_check.sh` to say.
+GPU_PINNED_OPTIONS: tuple[tuple[str, str | bool | int], ...] = (
+    ("xla_allow_excess_precision", False),
+    ("xla_gpu_autotune_level", 0),
+    ("xla_gpu_cublas_fallback", False),
+    ("xla_gpu_experimental_force_split_k", 1),
+    (
+        "xla_gpu_override_gemm_autotuner",
+        "block_m: 64 block_n: 128 block_k: 64 num_stages: 3 num_warps: 4 num_ctas: 1",
+    ),
+)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from tim_jax import schedules
@@ -48,6 +50,25 @@ class Decay:
         return schedules.length_triggered_decay(multiple=self.multiple, floor=self.floor)
 
 
+def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
+    """g -> g min(1, most / |g|), as `optax.clip_by_global_norm`, of a norm that may be known.
+
+    `update` takes `gradient_norm`, f32[]. A norm over a mesh that is taken in a fixed order keeps
+    the bits of an update from depending on how a runtime adds up.
+    """
+
+    def update(updates, state, params=None, *, gradient_norm=None, **_):
+        del params
+        norm = optax.tree.norm(updates) if gradient_norm is None else gradient_norm
+
+        def clip(g):
+            return jnp.where(norm < most, g, g / norm.astype(g.dtype) * most)
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
 def adamw(
     rate: Rate,
     *,
@@ -60,9 +81,9 @@ def adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """clip -> AdamW -> length-triggered decay; `update` takes `response_length`.
 
-    `max_grad_norm` 0 turns clipping off.
+    `max_grad_norm` 0 turns clipping off; else `update` may be given the `gradient_norm`.
     """
-    parts = [optax.clip_by_global_norm(max_grad_norm)] if max_grad_norm else []
+    parts = [clip_by_norm(max_grad_norm)] if max_grad_norm else []
     parts.append(optax.adamw(rate.schedule_fn(), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay))
     if decay is not None:
         parts.append(decay.transform())

@@ -6,6 +6,7 @@ log-prob to the bit.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -62,9 +63,8 @@ def log_prob(
     ops = kernels.family(numerics)
     scaled = _scale(logits, sampling, ops)
     peak = ops.fence(ops.peak(scaled))
-    weights = _weights(scaled, peak, sampling, ops, keep=tokens)
-    normaliser = ops.fence(ops.total(weights))
-    return _log_prob_of(scaled, peak, normaliser, tokens, ops)
+    weights = _weights(scaled, peak, sampling, numerics, keep=tokens)
+    return _log_prob_of(scaled, peak, weights, tokens, sampling, numerics)
 
 
 def entropy(logits: jax.Array, *, sampling: Sampling) -> jax.Array:
@@ -97,10 +97,9 @@ def draw(
         return tokens, jnp.zeros(tokens.shape, jnp.float32)
     scaled = _scale(logits, sampling, ops)
     peak = ops.fence(ops.peak(scaled))
-    weights = _weights(scaled, peak, sampling, ops, keep=None)
+    weights = _weights(scaled, peak, sampling, numerics, keep=None)
     tokens = ops.fence(_invert(weights, uniform))
-    normaliser = ops.fence(ops.total(weights))
-    return tokens, _log_prob_of(scaled, peak, normaliser, tokens, ops)
+    return tokens, _log_prob_of(scaled, peak, weights, tokens, sampling, numerics)
 
 
 def _scale(logits, sampling, ops):
@@ -119,24 +118,32 @@ def _uncontracted(product: jax.Array) -> jax.Array:
     return jnp.clip(product, -limit, limit)
 
 
-def _weights(scaled, peak, sampling, ops, *, keep):
+def _weights(scaled, peak, sampling, numerics, *, keep):
     """exp(logit - max), zero outside the truncated set."""
-    weights = ops.fence(jnp.exp(scaled - peak[:, None]))
+    ops = kernels.family(numerics)
+    weights = ops.exponentials(scaled, peak, numerics=numerics)
     if sampling.truncated:
-        inside = _truncation(*jax.lax.stop_gradient((scaled, weights)), sampling, ops)
+        inside = _truncation(*jax.lax.stop_gradient((scaled, weights)), sampling, numerics)
         if keep is not None:
             inside |= jnp.arange(scaled.shape[-1])[None, :] == keep[:, None]
         weights = ops.fence(jnp.where(inside, weights, 0.0))
     return weights
 
 
-def _log_prob_of(scaled, peak, normaliser, tokens, ops):
+def _log_prob_of(scaled, peak, weights, tokens, sampling, numerics):
+    ops = kernels.family(numerics)
+    narrowed = partial(formulas.narrowed, dtype=numerics.precision.softmax)
+    if sampling.truncated:
+        log_normaliser = ops.log(ops.row_sum(weights, numerics=numerics), numerics=numerics)
+    else:
+        log_normaliser = ops.log_normaliser(scaled, peak, weights, numerics=numerics)
     chosen = ops.fence(jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0])
-    return ops.fence((chosen - peak) - ops.fence(jnp.log(normaliser)))
+    return ops.fence(narrowed(narrowed(chosen - peak) - log_normaliser))
 
 
-def _truncation(scaled, weights, sampling, ops):
+def _truncation(scaled, weights, sampling, numerics):
     """bool[N, V]: the tokens that top-k and then top-p keep; equal logits are kept together."""
+    ops = kernels.family(numerics)
     order = _ordered_bits(scaled)
     inside = jnp.ones(scaled.shape, bool)
     if sampling.top_k:
@@ -148,11 +155,11 @@ def _truncation(scaled, weights, sampling, ops):
         inside = order >= _largest(enough, scaled.shape[0])[:, None]
     if sampling.top_p < 1:
         weights = jnp.where(inside, weights, 0.0)
-        target = ops.fence(ops.total(weights)) * sampling.top_p
+        target = ops.row_sum(weights, numerics=numerics) * sampling.top_p
 
         def covers(threshold):
             kept = ops.fence(jnp.where(order >= threshold[:, None], weights, 0.0))
-            return ops.fence(ops.total(kept)) >= target
+            return ops.row_sum(kept, numerics=numerics) >= target
 
         inside &= order >= _largest(covers, scaled.shape[0])[:, None]
     return inside

@@ -8,6 +8,8 @@
 
 A checkpoint records how long the three line files were when it was saved. Resuming cuts them back
 to that, so that no line is missing and none is there twice.
+
+Of several processes all save and restore, and process 0 alone holds the folder and writes lines.
 """
 
 import fcntl
@@ -15,21 +17,24 @@ import json
 import os
 import socket
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tim_jax import checkpoints
+from tim_jax import checkpoints, processes
 from tim_jax.checkpoints import Checkpoints, Restored, State
 from tim_jax.errors import InputError
+from tim_jax.learner import TrainState
 from tim_jax.sinks import JsonLines
 
 LINE_FILES = ("metrics", "timing", "samples")
 
 
 class Run:
-    """A run folder, held by this process alone. Made by `open_run`; a context manager.
+    """A run folder, held by this process (or by process 0, and `lock` is None). A context manager.
+
+    Made by `open_run`.
 
     The order of one step is: write its lines, then save. A folder that already holds checkpoints
     must be restored before anything is written.
@@ -38,11 +43,11 @@ class Run:
         resumed: the folder held this run before.
     """
 
-    def __init__(self, folder: Path, *, lock: "_Lock", keep: int, resumed: bool):
+    def __init__(self, folder: Path, *, lock: "_Lock | None", keep: int, resumed: bool):
         self.folder = folder
         self.resumed = resumed
         self._lock = lock
-        self._checkpoints = Checkpoints(folder / "checkpoints", keep=keep)
+        self._checkpoints = Checkpoints(folder / "checkpoints", keep=keep, owner=lock is not None)
         self._lines: dict[str, JsonLines] = {}
         if not checkpoints.list_steps(folder / "checkpoints"):
             self._open_lines({})
@@ -86,6 +91,8 @@ class Run:
                 f"write the metrics of step {step} before its checkpoint; the last line is of step"
                 f" {self.metrics.last_step}"
             )
+        for name in LINE_FILES:
+            self._line_file(name).sync()
         sizes = {name: self._line_file(name).size() for name in LINE_FILES}
         self._checkpoints.save(step, state, {"lines": sizes, "extra": dict(extra or {})})
 
@@ -100,7 +107,8 @@ class Run:
         finally:
             for lines in self._lines.values():
                 lines.close()
-            self._lock.release()
+            if self._lock is not None:
+                self._lock.release()
 
     def __enter__(self) -> "Run":
         return self
@@ -115,8 +123,11 @@ class Run:
 
     def _open_lines(self, sizes: Mapping[str, int]) -> None:
         for name in LINE_FILES:
-            path = self.folder / f"{name}.jsonl"
-            self._lines[name] = JsonLines(path, offset=sizes.get(name, 0))
+            if self._lock is None:
+                self._lines[name] = JsonLines(os.devnull)
+            else:
+                path = self.folder / f"{name}.jsonl"
+                self._lines[name] = JsonLines(path, offset=sizes.get(name, 0))
 
     def _line_file(self, name: str) -> JsonLines:
         if name not in self._lines:
@@ -132,7 +143,7 @@ def open_run(
     keep: int = 2,
     resume: bool = True,
 ) -> Run:
-    """Opens a run folder, new or from before, for this process alone.
+    """Opens a run folder, new or from before, for this process, or for process 0 of several.
 
     Args:
         config: the run's configuration as TOML text, kept in the folder as config.toml.
@@ -144,14 +155,26 @@ def open_run(
         InputError: another process holds the folder; it holds a run with another config (the keys
             are named) or files of something else; it cannot be written.
     """
-    folder = Path(folder)
+    folder, held = Path(folder), []
+
+    def hold() -> bool:
+        held.append(_hold(folder, config, tuple(may_change), keep=keep, resume=resume))
+        return held[0].resumed
+
+    resumed = processes.led(hold)
+    return held[0] if held else Run(folder, lock=None, keep=keep, resumed=resumed)
+
+
+def _hold(
+    folder: Path, config: str, may_change: tuple[str, ...], *, keep: int, resume: bool
+) -> Run:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _Lock(folder)
     except OSError as error:
         raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
     try:
-        resumed = _claim(folder, config, tuple(may_change), resume)
+        resumed = _claim(folder, config, may_change, resume)
         return Run(folder, lock=lock, keep=keep, resumed=resumed)
     except BaseException:
         lock.release()
@@ -180,6 +203,20 @@ def read_checkpoint(
     """
     found = checkpoints.restore(Path(folder) / "checkpoints", like, step=step)
     return Restored(found.step, found.state, found.extra["extra"], found.damaged)
+
+
+def saved(state: TrainState, reference: Any, history: Sequence[Any] = ()) -> State:
+    """What a checkpoint of a training run holds.
+
+    `reference` are the parameters of the KL term's policy, if there is one, and `history` the
+    weights of a sampler that is stale on purpose.
+    """
+    rest = {"optimizer": state.optimizer, "correction": state.correction}
+    rest |= {"step": state.step, "skipped": state.skipped}
+    found: State = {"params": state.params, "rest": rest}
+    if reference is not None:
+        found = {**found, "reference": reference}
+    return {**found, "history": list(history)} if history else found
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,25 @@
 """Prompts -> Rollout: prefill once per prompt, then a decode loop around the one forward."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tim_jax import policy
-from tim_jax.model import transformer
+from tim_jax import collectives, policy
+from tim_jax.model import axes, transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import Sampling
 from tim_jax.types import Prompts, Rollout
+
+# (logits f32[B, V], uniform f32[B], step i32[]) -> tokens i32[B], the log-probs f32[B] to record,
+# and those that the tokens were drawn with where they are others, else None.
+Draw = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]
 
 
 @struct.dataclass
@@ -20,12 +27,12 @@ class _Decoding:
     """State of the decode loop. Row b has drawn `step` tokens or has ended."""
 
     step: jax.Array  # i32[]
-    hidden: jax.Array  # compute dtype [B, d], of the newest token
-    cache: transformer.Cache
+    cache: transformer.Cache  # of all tokens but the newest
     tokens: jax.Array  # i32[R, B]
     log_probs: jax.Array  # f32[R, B]
     lengths: jax.Array  # i32[B]
     ended: jax.Array  # bool[B], drew a stop token
+    drawn: jax.Array | None = None  # f32[R, B], log-probs drawn with where others are recorded
 
 
 def sample(
@@ -37,6 +44,10 @@ def sample(
     config: ModelConfig,
     numerics: Numerics,
     sampling: Sampling,
+    placement: Placement = SINGLE,
+    first: jax.Array | None = None,
+    draw: Draw | None = None,
+    records_drawn: bool = False,
 ) -> Rollout:
     """Draws `samples` responses to each prompt; rows are prompts major.
 
@@ -48,49 +59,64 @@ def sample(
       prompts: P prompts, padded to Tp tokens.
       key: a PRNG key.
       samples: responses per prompt (the group size).
+      placement: of more than one device: inside `shard_map`, on this device's parts of weights and
+        prompts, see `transformer.forward`.
+      first: i32[], number of each group's first sample here, where a group is split over devices.
+      draw: in place of `policy.draw`, for a sampler that differs on purpose.
+      records_drawn: `draw` returns log-probs to record that are not those it drew with.
     """
     batch = prompts.tokens.shape[0] * samples
     limit = sampling.max_response_length
-    uniforms = _uniforms(key, prompts.ids, samples, limit)
-    run = partial(transformer.forward, weights, config=config, numerics=numerics)
-    hidden, cache = _prefill(run, prompts, samples)
+    uniforms = _uniforms(key, prompts.ids, samples, limit, first)
+    rows = placement  # whose devices step together
+    if placement.decode == "whole" or placement.shards == 1:
+        rows = SINGLE
+        weights = collectives.hold(weights, axes.weight_axes(config, numerics), placement)
+        placement = placement.held
+    how = {"config": config, "numerics": numerics, "placement": placement}
+    run: Callable[..., Any] = partial(transformer.forward, **how)
+    hidden, cache = _prefill(partial(run, weights), prompts, samples)
     weights = transformer.unstacked(weights)
-    run = partial(transformer.forward, weights, config=config, numerics=numerics)
     starts = jnp.repeat(prompts.lengths, samples)
     stops = jnp.asarray(sampling.stop_tokens, jnp.int32)
+    draw = draw or partial(_draw, sampling=sampling, numerics=numerics)
+
+    def extended(state: _Decoding, weights: transformer.Weights, hidden: jax.Array) -> _Decoding:
+        """By a token per row, drawn at `hidden` [B, d]."""
+        logits = transformer.logits(weights, hidden, **how)
+        return _recorded(state, *draw(logits, uniforms[state.step], state.step), stops)
 
     def step(state: _Decoding) -> _Decoding:
-        logits = transformer.logits(weights, state.hidden, config=config, numerics=numerics)
-        token, log_prob = policy.draw(
-            logits, uniforms[state.step], sampling=sampling, numerics=numerics
-        )
-        active = ~state.ended
-        # An ended row goes on in place: its tokens are masked by its length, its writes stay at
-        # its own last position, and no other row sees it.
-        positions = jnp.where(active, starts + state.step, starts + state.lengths - 1)
-        hidden, cache = run(token[:, None], positions[:, None], state.cache)
-        return _Decoding(
-            step=state.step + 1,
-            hidden=hidden[:, 0],
-            cache=cache,
-            tokens=state.tokens.at[state.step].set(jnp.where(active, token, 0)),
-            log_probs=state.log_probs.at[state.step].set(jnp.where(active, log_prob, 0.0)),
-            lengths=state.lengths + active.astype(jnp.int32),
-            ended=state.ended | jnp.any(token[:, None] == stops[None, :], axis=1),
-        )
+        """Looks at the newest token of every row, and draws the next.
 
-    state = _Decoding(
-        step=jnp.int32(0),
-        hidden=hidden,
-        cache=cache,
-        tokens=jnp.zeros((limit, batch), jnp.int32),
-        log_probs=jnp.zeros((limit, batch), jnp.float32),
-        lengths=jnp.zeros((batch,), jnp.int32),
-        ended=jnp.zeros((batch,), bool),
-    )
-    for span in _spans(prompts.tokens.shape[1], limit, numerics.kv_block):
+        An ended row goes on in place: its tokens are masked by its length, its writes stay at its
+        own last position, and no other row sees it.
+        """
+        now = weights
+        if rows is not SINGLE:
+            # Tied to the step, or XLA could gather them once before the loop and keep them.
+            now, _ = jax.lax.optimization_barrier((weights, state.step))
+        newest, positions = state.tokens[state.step - 1], starts + state.lengths - 1
+        found: Any = run(now, newest[:, None], positions[:, None], state.cache)
+        hidden, cache = found
+        return extended(replace(state, cache=cache), now, hidden[:, 0])
+
+    state = extended(_beginning(cache, (limit, batch), records_drawn), weights, hidden)
+    longest = jnp.max(collectives.whole_rows(starts, rows))
+
+    def unfinished(span, state: _Decoding):
+        """More tokens are wanted, and the newest one's key still fits into `span` positions."""
+        wanted = (state.step < limit) & (longest + state.step <= span)
+        return wanted & collectives.any_row(jnp.any(~state.ended), rows)
+
+    for span in spans(prompts.tokens.shape[1], limit, numerics.kv_block):
         state = replace(state, cache=_grow(state.cache, span))
-        state = jax.lax.while_loop(partial(_unfinished, starts, span, limit), step, state)
+        state = jax.lax.while_loop(partial(unfinished, span), step, state)
+    return _rollout(prompts, starts, state)
+
+
+def _rollout(prompts: Prompts, starts: jax.Array, state: _Decoding) -> Rollout:
+    samples = starts.shape[0] // prompts.tokens.shape[0]
     return Rollout(
         prompts=jnp.repeat(prompts.tokens, samples, axis=0),
         prompt_lengths=starts,
@@ -98,16 +124,47 @@ def sample(
         lengths=state.lengths,
         log_probs=state.log_probs.T,
         finished=state.ended,
+        drawn_log_probs=None if state.drawn is None else state.drawn.T,
     )
 
 
-def _unfinished(starts, span, limit, state: _Decoding):
-    """More tokens are wanted, and the next one's key still fits into `span` cached positions."""
-    fits = jnp.max(starts) + state.step < span
-    return (state.step < limit) & jnp.any(~state.ended) & fits
+def _beginning(cache, shape: tuple[int, int], records_drawn: bool) -> _Decoding:
+    """Nothing drawn yet; `shape` is (most tokens, rows)."""
+    return _Decoding(
+        step=jnp.int32(0),
+        cache=cache,
+        tokens=jnp.zeros(shape, jnp.int32),
+        log_probs=jnp.zeros(shape, jnp.float32),
+        lengths=jnp.zeros(shape[1:], jnp.int32),
+        ended=jnp.zeros(shape[1:], bool),
+        drawn=jnp.zeros(shape, jnp.float32) if records_drawn else None,
+    )
 
 
-def _prefill(run, prompts: Prompts, samples: int):
+def _draw(logits, uniform, step, *, sampling, numerics):
+    del step
+    return (*policy.draw(logits, uniform, sampling=sampling, numerics=numerics), None)
+
+
+def _recorded(state: _Decoding, token, log_prob, drawn, stops: jax.Array) -> _Decoding:
+    """With what was just drawn, in the rows that have not ended."""
+    active = ~state.ended
+
+    def put(values, new):
+        return values.at[state.step].set(jnp.where(active, new, jnp.zeros_like(new)))
+
+    return replace(
+        state,
+        step=state.step + 1,
+        tokens=put(state.tokens, token),
+        log_probs=put(state.log_probs, log_prob),
+        lengths=state.lengths + active.astype(jnp.int32),
+        ended=state.ended | jnp.any(token[:, None] == stops[None, :], axis=1),
+        drawn=None if state.drawn is None else put(state.drawn, drawn),
+    )
+
+
+def _prefill(run: Callable, prompts: Prompts, samples: int) -> tuple[jax.Array, transformer.Cache]:
     """Hidden state at each prompt's last token and the cache, repeated for the group."""
     count, length = prompts.tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length)[None, :], (count, length))
@@ -121,14 +178,14 @@ def _prefill(run, prompts: Prompts, samples: int):
     return jnp.repeat(last, samples, axis=0), cache
 
 
-def _spans(prompt: int, response: int, block: int) -> list[int]:
+def spans(prompt: int, response: int, block: int) -> list[int]:
     """Cache lengths of the decode loops, doubling, so that attention covers what is in use.
 
     Positions beyond the tokens in use would be exact no-ops; a loop per span, each over a shorter
-    cache, leaves most of them out at no change of bits.
+    cache, leaves most of them out at no change of bits. The last token drawn needs no place.
     """
-    blocks = -(-(prompt + response) // block)
-    span = max(1, -(-(prompt + 1) // block))
+    blocks = -(-(prompt + response - 1) // block)
+    span = -(-(prompt + 1) // block)
     spans = []
     while span < blocks:
         spans.append(span * block)
@@ -149,8 +206,13 @@ def _grow(cache: transformer.Cache, span: int) -> transformer.Cache:
     return tuple(grow(layer) for layer in cache)
 
 
-def _uniforms(key: jax.Array, ids: jax.Array, samples: int, length: int) -> jax.Array:
+def _uniforms(
+    key: jax.Array, ids: jax.Array, samples: int, length: int, first: jax.Array | None
+) -> jax.Array:
     """float32 [R, B] in [0, 1), keyed by (key, prompt id, sample, position)."""
+    numbers = jnp.arange(samples)
+    if first is not None:
+        numbers = numbers + first
 
     def sequence(prompt, sample):
         own = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
@@ -158,4 +220,4 @@ def _uniforms(key: jax.Array, ids: jax.Array, samples: int, length: int) -> jax.
         return at(jnp.arange(length))
 
     of_group = jax.vmap(jax.vmap(sequence, in_axes=(None, 0)), in_axes=(0, None))
-    return of_group(ids, jnp.arange(samples)).reshape(-1, length).T
+    return of_group(ids, numbers).reshape(-1, length).T

@@ -39,6 +39,7 @@ class SurgeState(NamedTuple):
     recent: jax.Array  # f32[], median of the newest lengths, tokens
     baseline: jax.Array  # f32[], median of the older lengths, tokens; 0 while too few are known
     history: jax.Array  # f32[window], log-lengths, newest last, +inf where not yet known
+    steps: jax.Array  # i32[window], the step of each of them, 0 where not yet known
 
 
 class TriggeredDecayState(NamedTuple):
@@ -123,7 +124,8 @@ class SurgeDetector:
         """Returns the state before any length is known."""
         none = jnp.zeros((), jnp.int32)
         zero = jnp.zeros((), jnp.float32)
-        return SurgeState(none, none, zero, zero, jnp.full(self.window, jnp.inf, jnp.float32))
+        unknown = jnp.full(self.window, jnp.inf, jnp.float32)
+        return SurgeState(none, none, zero, zero, unknown, jnp.zeros(self.window, jnp.int32))
 
     def update(self, state: SurgeState, length: jax.Array) -> SurgeState:
         """Takes the mean response length of one more step, f32[], in tokens."""
@@ -143,7 +145,8 @@ class SurgeDetector:
         found = known & ready & (state.surge_step == 0) & (level - baseline >= needed)
         raised = jnp.isfinite(history) & (history >= baseline + 0.5 * needed)
         step = state.step + 1
-        onset = step + 1 - jnp.sum(raised[-self.gap :], dtype=jnp.int32)
+        steps = jnp.where(known, jnp.append(state.steps[1:], step), state.steps)
+        onset = steps[-jnp.maximum(jnp.sum(raised[-self.gap :]), 1)]
         middle, some = _median(newest)
         return SurgeState(
             step=step,
@@ -151,6 +154,7 @@ class SurgeDetector:
             recent=jnp.where(some > 0, jnp.exp(middle), 0.0),
             baseline=jnp.where(ready, jnp.exp(baseline), 0.0),
             history=history,
+            steps=steps,
         )
 
 

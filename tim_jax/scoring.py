@@ -1,15 +1,17 @@
 """Log-probs of given responses: one forward over whole sequences, then the head tile by tile."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from tim_jax import kernels, policy
+from tim_jax import collectives, kernels, policy
 from tim_jax.kernels import native
-from tim_jax.model import transformer
+from tim_jax.model import axes, transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import Sampling
 from tim_jax.types import Rollout
 
@@ -32,18 +34,26 @@ def score(
     config: ModelConfig,
     numerics: Numerics,
     sampling: Sampling,
+    placement: Placement = SINGLE,
     remat: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """log pi(response token) and the entropy of its distribution, both float32 [B, R].
 
     The distribution is that of `sampling` (temperature, truncation replayed). Differentiable in
     `weights` through the log-probs; no gradient flows through the entropy. Values beyond
-    `rollout.lengths` are finite and meaningless.
+    `rollout.lengths` are finite and meaningless. With a placement of several devices: inside
+    `shard_map`, on this device's parts of weights and rows, see `transformer.forward`.
     """
     tokens = sequences(rollout)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
     hidden, _ = transformer.forward(
-        weights, tokens, positions, config=config, numerics=numerics, remat=remat
+        weights,
+        tokens,
+        positions,
+        config=config,
+        numerics=numerics,
+        placement=placement,
+        remat=remat,
     )
     # The token at position t is predicted by the hidden state at t - 1.
     size = rollout.responses.shape[1]
@@ -51,18 +61,29 @@ def score(
         hidden, rollout.prompt_lengths - 1
     )
     head = {name: weights[name] for name in ("final_norm", "head")}
-    log_probs, entropy = _head(head, rows, rollout.responses, config, numerics, sampling)
+    how = _How(config, numerics, sampling, placement)
+    log_probs, entropy = _head(head, rows, rollout.responses, how)
     return log_probs, jax.lax.stop_gradient(entropy)
 
 
-def _head(head, hidden, tokens, config, numerics, sampling):
+class _How(NamedTuple):
+    config: ModelConfig
+    numerics: Numerics
+    sampling: Sampling
+    placement: Placement
+
+
+def _head(head, hidden, tokens, how: _How):
     """Log-probs and entropies [B, R] of hidden states [B, R, d], `head_rows` rows at a time.
 
     No array of [tokens, vocabulary] ever exists: the backward makes each tile's logits anew, and
-    sums the head's gradient in float32 whatever the compute dtype.
+    sums the head's gradient in float32 whatever the compute dtype. The devices of a tensor group
+    share the rows of a tile: each has its own columns of all of them for the product, and all
+    columns of its own rows for what follows it.
     """
     shape = tokens.shape
-    tile_rows = min(numerics.head_rows, tokens.size)
+    tile_rows = min(how.numerics.head_rows, tokens.size)
+    tile_rows += -tile_rows % how.placement.tensor
     padding = -tokens.size % tile_rows
 
     def tiled(x):
@@ -70,24 +91,31 @@ def _head(head, hidden, tokens, config, numerics, sampling):
         x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(-1, tile_rows, *x.shape[1:])
 
-    tile = partial(_head_tile, config=config, numerics=numerics, sampling=sampling)
-    plain = partial(_plain_head_tile, config=config, numerics=numerics, sampling=sampling)
-    fence = kernels.family(numerics).fence
+    fence = kernels.family(how.numerics).fence
+    all_axes = axes.weight_axes(how.config, how.numerics)
+    head_axes = {name: all_axes[name] for name in head}
 
     def forward(head, hidden, tokens):
-        return jax.lax.map(lambda rows: fence(tile(head, *fence(rows))), (hidden, tokens))
+        whole = collectives.hold(head, head_axes, how.placement)
+        tile = partial(_head_tile, whole, how=how)
+        found = jax.lax.map(lambda rows: fence(tile(*fence(rows))), (hidden, tokens))
+        return tuple(collectives.tensor_whole(x, how.placement) for x in found)
 
     def backward(residuals, cotangents):
         head, hidden, tokens = residuals
+        whole = collectives.hold(head, head_axes, how.placement)
 
         def step(sums, rows):
             hidden, tokens, cotangent = rows
-            dhead, dhidden = jax.vjp(partial(plain, tokens), head, hidden)[1](cotangent)
+            plain = partial(_plain_head_tile, tokens, how=how)
+            own = collectives.own_rows(cotangent, how.placement)
+            dhead, dhidden = jax.vjp(plain, whole, hidden)[1](own)
             sums = jax.tree.map(lambda s, d: s + d.astype(jnp.float32), sums, dhead)
             return sums, dhidden
 
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), head)
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), whole)
         sums, dhidden = jax.lax.scan(step, zeros, (hidden, tokens, cotangents[0]))
+        sums = collectives.release(sums, head_axes, how.placement)
         return jax.tree.map(lambda s, w: s.astype(w.dtype), sums, head), dhidden, None
 
     call = jax.custom_vjp(forward)
@@ -96,13 +124,23 @@ def _head(head, hidden, tokens, config, numerics, sampling):
     return tuple(x.reshape(-1)[: tokens.size].reshape(shape) for x in results)
 
 
-def _head_tile(head, hidden, tokens, *, config, numerics, sampling):
-    logits = transformer.logits(head, hidden, config=config, numerics=numerics)
-    log_probs = policy.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
-    return log_probs, policy.entropy(logits, sampling=sampling)
+def _head_tile(head, hidden, tokens, *, how: _How):
+    """Of the device's own rows of the tile."""
+    logits = _logits(head, hidden, how, how.numerics)
+    tokens = collectives.own_rows(tokens, how.placement)
+    log_probs = policy.log_prob(logits, tokens, sampling=how.sampling, numerics=how.numerics)
+    return log_probs, policy.entropy(logits, sampling=how.sampling)
 
 
-def _plain_head_tile(tokens, head, hidden, *, config, numerics, sampling):
-    plain = native.counterpart(numerics)
-    logits = transformer.logits(head, hidden, config=config, numerics=plain)
-    return policy.log_prob(logits, tokens, sampling=sampling, numerics=plain)
+def _plain_head_tile(tokens, head, hidden, *, how: _How):
+    plain = native.counterpart(how.numerics)
+    logits = _logits(head, hidden, how, plain)
+    tokens = collectives.own_rows(tokens, how.placement)
+    return policy.log_prob(logits, tokens, sampling=how.sampling, numerics=plain)
+
+
+def _logits(head, hidden, how: _How, numerics: Numerics):
+    placement = how.placement.held
+    return transformer.logits_of_own_rows(
+        head, hidden, config=how.config, numerics=numerics, placement=placement
+    )

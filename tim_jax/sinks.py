@@ -7,6 +7,7 @@ strings, arrays, or lists and mappings of them. Nothing here decides what is mea
 import json
 import math
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,15 @@ class JsonLines:
         except OSError as error:
             raise InputError(f"cannot write {self.path}: {error.strerror}") from error
         self.last_step = int(step)
+
+    def sync(self) -> None:
+        """Returns when the lines are on the disk, as a power cut would find them."""
+        if stat.S_ISCHR(os.fstat(self._file.fileno()).st_mode):
+            return  # os.devnull has no disk
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}") from error
 
     def size(self) -> int:
         """Bytes in the file, all of them whole lines."""

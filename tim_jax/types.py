@@ -19,16 +19,22 @@ class Prompts:
 
 @struct.dataclass
 class Rollout:
-    """Sampled responses with the log-probs of the distribution that each token was drawn from."""
+    """Sampled responses with the log-probs of the distribution that each token was drawn from.
+
+    The last two fields are there only if a sampler misreports on purpose (`tim_jax.mismatch`).
+    """
 
     prompts: jax.Array  # i32[B, Tp]
     prompt_lengths: jax.Array  # i32[B]
     responses: jax.Array  # i32[B, R], stop token included
-    lengths: jax.Array  # i32[B], response tokens; the only source of masks
+    lengths: jax.Array  # i32[B], response tokens; the source of masks
     log_probs: jax.Array  # f32[B, R], 0 beyond `lengths`
     finished: jax.Array  # bool[B], False where the maximum length cut the response
+    drawn_log_probs: jax.Array | None = None  # f32[B, R], where `log_probs` reports others
+    hidden: jax.Array | None = None  # bool[B, R], response tokens that the mask leaves out
 
     @property
     def mask(self) -> jax.Array:
         """bool[B, R], True on response tokens. A sampled pad token is a token: lengths decide."""
-        return jnp.arange(self.responses.shape[1])[None, :] < self.lengths[:, None]
+        inside = jnp.arange(self.responses.shape[1])[None, :] < self.lengths[:, None]
+        return inside if self.hidden is None else inside & ~self.hidden

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tim_jax.compiled import jit
 from tim_jax.errors import InputError
 from tim_jax.learner import Policy
 from tim_jax.tasks.base import Example
@@ -57,7 +58,7 @@ def warm_start(
         mask = batch.mask
         return -jnp.sum(jnp.where(mask, log_probs, 0.0)) / jnp.sum(mask, dtype=jnp.float32)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jit, numerics=policy.numerics, donate_argnums=(0, 1))
     def step(params, state, batch):
         value, gradient = jax.value_and_grad(loss)(params, batch)
         with jax.numpy_dtype_promotion("standard"):

@@ -11,7 +11,15 @@ numerics run as a control: the comparison must be able to see a difference.
     print(to_json(summarise(results)))
 """
 
-from tim_jax.audit.cases import Again, Case, Score, Sizes, standard_cases
+from tim_jax.audit.cases import (
+    Again,
+    Case,
+    Score,
+    Sizes,
+    placed_cases,
+    placements,
+    standard_cases,
+)
 from tim_jax.audit.comparing import CaseResult, Unequal, compare, describe
 from tim_jax.audit.presets import PRESETS, random_params
 from tim_jax.audit.report import Summary, summarise, table, to_json
@@ -30,6 +38,8 @@ __all__ = [
     "compare",
     "describe",
     "draw_prompts",
+    "placed_cases",
+    "placements",
     "random_params",
     "standard_cases",
     "summarise",

@@ -1,10 +1,14 @@
 """What an audit compares: values only."""
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tim_jax.errors import InputError
+from tim_jax.model import axes
 from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import Sampling
 
 _STOPS = 24  # one token in so many ends a response
@@ -51,6 +55,7 @@ class Again:
     samples: int = 1  # at most `Sizes.samples`
     one_by_one: bool = False  # a batch per prompt
     padding: int = 0  # added to the padded prompt length and to the longest response
+    placement: Placement = SINGLE
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Score:
     padding: int = 0  # added to the padded prompt and response lengths, filled with other tokens
     gradient: bool = True  # False: a forward of whole sequences, without cache or gradient
     remat: bool = False
+    placement: Placement = SINGLE
 
 
 @dataclass(frozen=True)
@@ -108,4 +114,40 @@ def standard_cases(config: ModelConfig, sizes: Sizes, *, quick: bool = False) ->
         ),
         Case("top-k, top-p, T 0.7: batches of one", truncated, Again(one_by_one=True)),
         Case("T 1.4: learner", replace(plain, temperature=1.4), Score()),
+    )
+
+
+def placements(config: ModelConfig, sizes: Sizes, devices: int) -> tuple[Placement, ...]:
+    """Placements for an audit: 2, 4, 8, ... devices in every way that the model allows."""
+    counts = [2**i for i in range(1, devices.bit_length()) if 2**i <= devices]
+    tried = [Placement(fsdp=n) for n in counts]
+    tried += [Placement(data=n // 2, fsdp=2) for n in counts[1:]]
+    tried += [Placement(fsdp=n, decode="sharded") for n in counts[-1:]]
+    tried += [Placement(tensor=n) for n in counts]
+    tried += [Placement(fsdp=n // 2, tensor=2) for n in counts[1:]]
+    tried += [Placement(data=2, fsdp=n // 8, tensor=4) for n in counts[2:]]
+    rows = sizes.prompts * sizes.samples
+    return tuple(p for p in tried if rows % p.shards == 0 and _fits(config, p))
+
+
+def _fits(config: ModelConfig, placement: Placement) -> bool:
+    try:
+        axes.check(config, Numerics(column_tiles=placement.tensor), placement)
+    except InputError:
+        return False
+    return True
+
+
+def placed_cases(
+    config: ModelConfig, sizes: Sizes, placements: Iterable[Placement]
+) -> tuple[Case, ...]:
+    """Learner and sampler under each placement, against the sampler on one device."""
+    plain = plain_sampling(config, sizes)
+    return tuple(
+        case
+        for where in placements
+        for case in (
+            Case(f"learner, {where}", plain, Score(placement=where)),
+            Case(f"sampler, {where}", plain, Again(samples=sizes.samples, placement=where)),
+        )
     )

@@ -81,7 +81,10 @@ def describe(numerics: Numerics) -> str:
 
 def _short(value: Any) -> str:
     if isinstance(value, tuple):
-        return ",".join(f"{size}:{_short(rows)}" for size, rows in value)
+        return ",".join(f"{key}:{_short(part)}" for key, part in value)
     if isinstance(value, Rows):
         return f"{value.low}..{'any' if value.high is None else value.high}"
+    if dataclasses.is_dataclass(value):
+        parts = (_short(getattr(value, field.name)) for field in dataclasses.fields(value))
+        return f"({' '.join(parts)})"
     return str(value)

@@ -72,6 +72,20 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             attention_bias=True,
             tied_embeddings=True,
         ),
+        # whole tiles everywhere: what the Pallas families can take
+        "qwen3-blocks": ModelConfig(
+            model_type="qwen3",
+            vocab_size=256,
+            hidden_size=128,
+            num_layers=1,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            intermediate_size=128,
+            max_positions=512,
+            qk_norm=True,
+            tied_embeddings=True,
+        ),
     }
 )
 

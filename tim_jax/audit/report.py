@@ -2,9 +2,10 @@
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from types import MappingProxyType
 
 import jax
 from rich.table import Table
@@ -26,10 +27,16 @@ class Summary:
     versions: dict[str, str]
     platform: str
     device_kind: str
+    kernels: dict[str, list[str]]  # of each numerics, the Pallas kernels in its forward and head
 
 
-def summarise(results: Sequence[CaseResult], *, model: str = "") -> Summary:
-    """Sums the results up, with the versions and the device that they hold for."""
+def summarise(
+    results: Sequence[CaseResult],
+    *,
+    model: str = "",
+    kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Summary:
+    """Sums the results up, with the versions, the device and the kernels that they hold for."""
     checks = [result for result in results if not result.control]
     controls = [result for result in results if result.control]
     device = jax.devices()[0]
@@ -48,6 +55,7 @@ def summarise(results: Sequence[CaseResult], *, model: str = "") -> Summary:
         },
         platform=device.platform,
         device_kind=device.device_kind,
+        kernels={name: list(names) for name, names in kernels.items()},
     )
 
 

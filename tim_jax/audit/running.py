@@ -3,20 +3,23 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import sampler, scoring
+from tim_jax import kernel_choice, placement, sampler, sharded
 from tim_jax.audit.cases import Again, Case, Score, Sizes, standard_cases
 from tim_jax.audit.comparing import CaseResult, compare, describe
-from tim_jax.model import transformer
+from tim_jax.compiled import jit
+from tim_jax.learner import Policy
+from tim_jax.model import axes, transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.params import Params
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics
+from tim_jax.placement import Placement
 from tim_jax.policy import Sampling
 from tim_jax.types import Prompts, Rollout
 
@@ -28,6 +31,16 @@ class _Bench(NamedTuple):
     config: ModelConfig
     numerics: Numerics
     sizes: Sizes
+
+    def policy(self, sampling: Sampling, where: Placement) -> Policy:
+        return Policy(self.config, self.numerics, sampling, where)
+
+    def placed(self, where: Placement) -> transformer.Weights:
+        if where.single:
+            return self.weights
+        leaf_axes = axes.weight_axes(self.config, self.numerics)
+        on = placement.mesh(where, jax.devices())
+        return jax.device_put(self.weights, placement.shardings(leaf_axes, on))
 
 
 def audit(
@@ -50,10 +63,12 @@ def audit(
       control: run native numerics too, once per dtype, where unequal tokens are expected.
 
     Raises:
-      InputError: if the model has too few positions for `sizes`.
+      InputError: if the model has too few positions for `sizes`, or the numerics cannot run it.
     """
     sizes = Sizes.fitting(config) if sizes is None else sizes
     sizes.check(config)
+    for exact in numerics:
+        kernel_choice.check(config, exact)
     cases = standard_cases(config, sizes, quick=quick) if cases is None else cases
     params = jax.tree.map(jnp.asarray, params)
     seen: set[Numerics] = set()
@@ -113,16 +128,14 @@ def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Be
     for batch in batches:
         chosen = jax.tree.map(lambda x, b=batch: x[jnp.asarray(b)], prompts)
         rollout = _sample(
-            bench.weights,
+            bench.placed(again.placement),
             chosen.replace(tokens=_filled(chosen.tokens, again.padding, bench.config)),
             jax.random.key(bench.sizes.seed),
             samples=again.samples,
-            config=bench.config,
-            numerics=bench.numerics,
-            sampling=replace(sampling, max_response_length=limit),
+            policy=bench.policy(replace(sampling, max_response_length=limit), again.placement),
         )
-        parts.append(rollout)
-    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
+        parts.append(jax.device_get(rollout))
+    return jax.tree.map(lambda *xs: jnp.asarray(np.concatenate(xs)), *parts)
 
 
 def _in_common(recorded: Rollout, other: Rollout, again: Again, sizes: Sizes):
@@ -146,14 +159,12 @@ def _score_again(recorded: Rollout, score: Score, sampling: Sampling, bench: _Be
         rows = np.resize(order[start : start + size], size)
         part = jax.tree.map(lambda x, r=rows: x[r], recorded)
         log_probs, _ = _score(
-            bench.weights,
+            bench.placed(score.placement),
             part.replace(
                 prompts=_filled(part.prompts, score.padding, bench.config),
                 responses=_filled(part.responses, score.padding, bench.config),
             ),
-            config=bench.config,
-            numerics=bench.numerics,
-            sampling=sampling,
+            policy=bench.policy(sampling, score.placement),
             how=_program(score),
         )
         found[rows] = np.asarray(log_probs)[:, : found.shape[1]]
@@ -172,20 +183,55 @@ def _filled(tokens: jax.Array, more: int, config: ModelConfig) -> jax.Array:
     return jnp.concatenate([tokens, jnp.broadcast_to(extra, (len(tokens), more))], axis=1)
 
 
-@partial(jax.jit, static_argnames=("config", "numerics"))
 def _prepare(params, *, config, numerics):
-    return transformer.prepare(params, config=config, numerics=numerics)
+    program = _compiled(transformer.prepare, ("config", "numerics"), numerics)
+    return program(params, config=config, numerics=numerics)
 
 
-@partial(jax.jit, static_argnames=("samples", "config", "numerics", "sampling"))
-def _sample(weights, prompts, key, **options):
-    return sampler.sample(weights, prompts, key, **options)
+def _sample(weights, prompts, key, *, samples: int, policy: Policy):
+    program = _compiled(_drawn, ("samples", "policy"), policy.numerics)
+    return program(weights, prompts, key, samples=samples, policy=policy)
 
 
-@partial(jax.jit, static_argnames=("config", "numerics", "sampling", "how"))
-def _score(weights, rollout: Rollout, *, config, numerics, sampling, how: Score):
+def _score(weights, rollout: Rollout, *, policy: Policy, how: Score):
+    program = _compiled(_log_probs, ("policy", "how"), policy.numerics)
+    return program(weights, rollout, policy=policy, how=how)
+
+
+@cache
+def _compiled(function, static: tuple[str, ...], numerics: Numerics):
+    """One jitted function per numerics, whose compiler options it takes."""
+    return jit(function, numerics, static_argnames=static)
+
+
+def _drawn(weights, prompts, key, *, samples: int, policy: Policy):
+    if not policy.placement.single:
+        on = placement.mesh(policy.placement, jax.devices())
+        return sharded.sampling(policy, on, samples=samples)(weights, prompts, key)
+    return sampler.sample(
+        weights,
+        prompts,
+        key,
+        samples=samples,
+        config=policy.config,
+        numerics=policy.numerics,
+        sampling=policy.sampling,
+    )
+
+
+def _log_probs(weights, rollout: Rollout, *, policy: Policy, how: Score):
     """Log-probs [B, R], and the gradient if there is one: returned, so that it must be made."""
-    score = partial(scoring.score, config=config, numerics=numerics, sampling=sampling)
+    local = partial(_local_score, policy=policy, how=how)
+    if policy.placement.single:
+        return local(weights, rollout)
+    on = placement.mesh(policy.placement, jax.devices())
+    if not how.gradient:
+        return sharded.scoring(policy, on, micro_batch=None)(weights, rollout), None
+    return sharded.differentiating(policy, on, local)(weights, rollout)
+
+
+def _local_score(weights, rollout: Rollout, *, policy: Policy, how: Score):
+    score = policy.score
     if not how.gradient:
         return score(weights, rollout, remat=how.remat)[0], None
 

@@ -1,13 +1,59 @@
 """The same few operations in several families, one family a module."""
 
-from types import ModuleType
+import jax
 
-from tim_jax.kernels import native, tiles
+from tim_jax.kernels import (
+    caching,
+    composed,
+    flash,
+    native,
+    pallas_gpu,
+    pallas_tpu,
+    split_kv,
+    tiles,
+    triton_flash,
+)
+from tim_jax.kernels.caching import write as written
+from tim_jax.kernels.interface import Heads, Kernels
 from tim_jax.numerics import Numerics
 
-_FAMILIES = {"tiles": tiles, "native": native}
+__all__ = ["Heads", "Kernels", "family", "native", "tiles", "written"]
+
+_FAMILIES: dict[str, Kernels] = {
+    "tiles": composed.TILES,
+    "native": composed.NATIVE,
+    "pallas_gpu": pallas_gpu.KERNELS,
+    "pallas_tpu": pallas_tpu.KERNELS,
+}
 
 
-def family(numerics: Numerics) -> ModuleType:
-    """The module with fence, total, peak, unit, dot and attention for these numerics."""
+def family(numerics: Numerics) -> Kernels:
+    """The kernels of these numerics."""
     return _FAMILIES[numerics.family]
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    *,
+    numerics: Numerics,
+    aligned: bool,
+) -> jax.Array:
+    """Attention by the family, or by another kernel or cut along the keys, as the numerics say."""
+    ops = family(numerics)
+    if numerics.attention == "triton":
+        return triton_flash.attention(query, key, value, positions, numerics=numerics)
+    if numerics.attention != "family":
+        interpret = numerics.attention == "flash_interpreted"
+        return flash.attention(query, key, value, positions, numerics=numerics, interpret=interpret)
+    batch, heads = query.shape[:2]
+    if not aligned and split_kv.pieces(batch, heads, key.shape[3], numerics=numerics) > 1:
+        return split_kv.attention(query, key, value, positions, numerics=numerics, fence=ops.fence)
+    return ops.attention(query, key, value, positions, numerics=numerics, aligned=aligned)
+
+
+def cached(x: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """Keys or values as the cache gives them back; see `caching.cached`."""
+    return caching.cached(x, numerics=numerics, ops=family(numerics))

@@ -1,31 +1,47 @@
 """The elementwise maths of the model, written once for every kernel family.
 
-All functions work on rows: the leading axes are free, sums run over the last axis. `total` is the
-family's sum over the last axis. Inputs are of the compute dtype or float32, the arithmetic is
-float32, and the caller rounds the result.
+All functions work on rows: the leading axes are free, sums run over the last axis. Inputs are of
+the compute dtype or float32, the arithmetic is float32, and the caller rounds the result.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-Total = Callable[[jax.Array], jax.Array]
+Elementwise = Callable[[jax.Array], jax.Array]
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, total: Total) -> jax.Array:
+class Maths(NamedTuple):
+    """The sum and the elementary functions that a kernel family's formulas are made of."""
+
+    total: Callable[..., jax.Array]  # over the last axis; `lanes` of its order
+    exp: Elementwise
+    log: Elementwise
+    sigmoid: Elementwise
+    inverse_root: Elementwise  # 1 / sqrt(x)
+    alone: Elementwise  # x itself, which is not joined with the sum that it goes into
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, lanes: int, maths: Maths) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight, in float32 (Zhang and Sennrich 2019, eq. 4)."""
     x = x.astype(jnp.float32)
-    mean_square = total(x * x) * (1.0 / x.shape[-1])
-    return x * jax.lax.rsqrt(mean_square + eps)[..., None] * jnp.broadcast_to(weight, x.shape)
+    mean_square = maths.alone(maths.total(maths.alone(x * x), lanes=lanes) * (1.0 / x.shape[-1]))
+    factor = maths.inverse_root(mean_square + eps)
+    return x * factor[..., None] * jnp.broadcast_to(weight, x.shape)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, maths: Maths) -> jax.Array:
     """Rotary embedding of x [N, heads, head_dim] by angles [N, head_dim / 2], halves paired."""
     first, second = jnp.split(x, 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    halves = (
+        maths.alone(first * cos) - maths.alone(second * sin),
+        maths.alone(second * cos) + maths.alone(first * sin),
+    )
+    return jnp.concatenate(halves, axis=-1)
 
 
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -39,9 +55,14 @@ def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
-def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+def narrowed(x: jax.Array, dtype: str) -> jax.Array:
+    """float32 that holds the values of `dtype`; x itself, and no operation, for "float32"."""
+    return x if dtype == "float32" else rounded(x, jnp.dtype(dtype)).astype(jnp.float32)
+
+
+def gated_silu(gate: jax.Array, up: jax.Array, *, maths: Maths) -> jax.Array:
     """silu(gate) * up."""
-    return jax.nn.silu(gate) * up
+    return gate * maths.sigmoid(gate) * up
 
 
 def fold(

@@ -6,10 +6,13 @@ family.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from tim_jax.kernels import contraction, formulas
 from tim_jax.numerics import Numerics
 
 MASKED = -1e30
@@ -28,6 +31,9 @@ def total(x: jax.Array, *, lanes: int = 0) -> jax.Array:
     return jnp.sum(x, axis=-1)
 
 
+MATHS = formulas.Maths(total, jnp.exp, jnp.log, jax.nn.sigmoid, jax.lax.rsqrt, lambda x: x)
+
+
 def peak(x: jax.Array, *, lanes: int = 0) -> jax.Array:
     """Maximum over the last axis."""
     del lanes
@@ -40,39 +46,73 @@ def unit(forward: Callable, plain: Callable) -> Callable:
     return plain
 
 
+def precise(x: jax.Array) -> dict[str, Any]:
+    """How dots of `x` are asked for: sums in float32, and products too where `x` is float32.
+
+    Left to themselves, GPUs would round float32 operands to TF32, and TPUs to bfloat16.
+    """
+    highest = x.dtype == jnp.float32
+    precision = jax.lax.Precision.HIGHEST if highest else None
+    return {"precision": precision, "preferred_element_type": jnp.float32}
+
+
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [N, K] @ weight [K, M] -> float32 [N, M]."""
-    return jnp.dot(x, weight, preferred_element_type=jnp.float32)
+    return jnp.dot(x, weight, **precise(x))
+
+
+def joined(weight: jax.Array) -> jax.Array:
+    """A weight matrix [K, M] of its column tiles [T, K, M / T]; a matrix as it is."""
+    if weight.ndim == 2:
+        return weight
+    return jnp.moveaxis(weight, 0, 1).reshape(weight.shape[1], -1)
+
+
+def dot_gradients(x, weight, cotangent):
+    """Gradients of `dot` in float32, with the cotangent rounded to the compute dtype."""
+    cotangent = cotangent.astype(x.dtype)
+    dx = jnp.dot(cotangent, joined(weight).T, **precise(x))
+    dweight = jnp.dot(x.T, cotangent, **precise(x))
+    if weight.ndim == 3:
+        tiles, contraction, width = weight.shape
+        dweight = jnp.moveaxis(dweight.reshape(contraction, tiles, width), 1, 0)
+    return dx, dweight
 
 
 def dot_backward(residuals, cotangent):
-    """Gradients of `dot`, with the cotangent rounded to the compute dtype, sums in float32."""
+    """`dot_gradients`, each rounded to the dtype of what it is the gradient of."""
     x, weight = residuals
-    cotangent = cotangent.astype(x.dtype)
-    dx = jnp.dot(cotangent, weight.T, preferred_element_type=jnp.float32)
-    dweight = jnp.dot(x.T, cotangent, preferred_element_type=jnp.float32)
+    dx, dweight = dot_gradients(x, weight, cotangent)
     return dx.astype(x.dtype), dweight.astype(weight.dtype)
 
 
+def _whole_dot(x, weight):
+    return product(x, joined(weight))
+
+
 # Its own gradient would multiply the float32 cotangent in float32, whatever the compute dtype.
-_dot = jax.custom_vjp(product)
-_dot.defvjp(lambda x, weight: (product(x, weight), (x, weight)), dot_backward)
+_dot = jax.custom_vjp(_whole_dot)
+_dot.defvjp(lambda x, weight: (_whole_dot(x, weight), (x, weight)), dot_backward)
 
 
 def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics | None = None) -> jax.Array:
-    """x [N, K] @ weight [K, M] -> float32 [N, M], with `dot_backward` as its gradient."""
-    del numerics
+    """x [N, K] @ weight [K, M] -> float32 [N, M], with `dot_backward` as its gradient.
+
+    `weight` may come in column tiles [T, K, M / T].
+    """
+    if numerics is not None and numerics.order.split_k > 1:
+        return contraction.split_k(_dot, x, joined(weight), pieces=numerics.order.split_k)
     return _dot(x, weight)
 
 
 def scores(query: jax.Array, key: jax.Array) -> jax.Array:
     """query [B, Kv, M, D] @ key [B, Kv, D, S] -> float32 [B, Kv, M, S]."""
-    return jnp.einsum("bkmd,bkds->bkms", query, key, preferred_element_type=jnp.float32)
+    return jnp.einsum("bkmd,bkds->bkms", query, key, **precise(query))
 
 
 def mix(weights: jax.Array, value: jax.Array) -> jax.Array:
     """weights [B, Kv, M, S] @ value [B, Kv, S, D] -> float32 [B, Kv, M, D]."""
-    return jnp.einsum("bkms,bksd->bkmd", weights, value, preferred_element_type=jnp.float32)
+    return jnp.einsum("bkms,bksd->bkmd", weights, value, **precise(value))
 
 
 def segments(rows: int, length: int, tile: int, block: int) -> list[tuple[int, int, int]]:
@@ -101,20 +141,21 @@ def attention(
     aligned: bool,
 ) -> jax.Array:
     """As `tiles.attention`: same arguments, same result up to rounding."""
+    softmax = numerics.precision.attention_softmax
     if not aligned:
-        return _attend(query, key, value, positions)
+        return _attend(query, key, value, positions, softmax)
     count, length = query.shape[2], key.shape[3]
     pieces = []
     for start, stop, keys in segments(count, length, _BACKWARD_ROWS, numerics.kv_block):
         args = query[:, :, start:stop], key[..., :keys], value[:, :, :keys]
-        pieces.append(_attend_in_tiles(*args, positions[:, start:stop]))
+        pieces.append(_attend_in_tiles(*args, positions[:, start:stop], softmax))
     return jnp.concatenate(pieces, axis=2)
 
 
-def _attend_in_tiles(query, key, value, positions):
+def _attend_in_tiles(query, key, value, positions, softmax):
     """Rows in tiles whose scores are recomputed in the backward: no [S, S] array is kept."""
     count = query.shape[2]
-    attend = jax.checkpoint(_attend)
+    attend = jax.checkpoint(partial(_attend, softmax=softmax))
     if count <= _BACKWARD_ROWS:
         return attend(query, key, value, positions)
     tiles = count // _BACKWARD_ROWS
@@ -136,12 +177,14 @@ def _attend_in_tiles(query, key, value, positions):
     return jnp.concatenate([out, rest], axis=2)
 
 
-def _attend(query, key, value, last):
+def _attend(query, key, value, last, softmax):
     visible = jnp.arange(key.shape[3])[None, None, :] <= last[:, :, None]
-    weights = jax.nn.softmax(jnp.where(visible[:, None], scores(query, key), MASKED), axis=-1)
+    masked = jnp.where(visible[:, None], scores(query, key), MASKED)
+    weights = jax.nn.softmax(formulas.narrowed(masked, softmax), axis=-1)
+    weights = formulas.narrowed(weights, softmax)
     return mix(weights.astype(value.dtype), value)
 
 
 def counterpart(numerics: Numerics) -> Numerics:
     """The native numerics of the same dtypes: what backward passes are computed with."""
-    return replace(numerics, family="native")
+    return replace(numerics, family="native", interpret=False)

@@ -6,6 +6,7 @@ the same in every program. Hence:
 
 - a dot sees a row count inside `Rows` (a fixed tile, or a range measured to give the same bits);
 - sums are written as trees of adds, which are elementwise code and keep their order;
+- elementwise code is made of correctly rounded operations that are not joined (see `strict`);
 - `fence` (an optimisation barrier) stands on both sides of every unit, so that nothing is moved
   through it;
 - units are `custom_vjp`: the forward inside a gradient is the very same program, and the backward,
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from tim_jax.kernels import formulas, native
+from tim_jax.kernels import contraction, formulas, native, strict
 from tim_jax.numerics import Numerics, Rows
 
 fence = jax.lax.optimization_barrier
@@ -56,6 +57,11 @@ def _reduce(x, combine, lanes, neutral):
         x = formulas.fold(x, combine, lanes=_WIDE_LANES, neutral=neutral, fan=256)
     lanes = min(lanes, 1 << max(x.shape[-1] - 1, 0).bit_length())
     return formulas.halve(formulas.fold(x, combine, lanes=lanes, neutral=neutral), combine)
+
+
+MATHS = formulas.Maths(
+    total, strict.exp, strict.log, strict.sigmoid, strict.inverse_root, strict.alone
+)
 
 
 def pin(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -96,11 +102,28 @@ def by_rows(tile: Callable, x: jax.Array, rows: Rows) -> jax.Array:
 
 
 def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
-    """x [N, K] @ weight [K, M] -> float32 [N, M]; a row's bits do not depend on N."""
-    rows = numerics.rows_for(weight.shape[0])
+    """x [N, K] @ weight [K, M] -> float32 [N, M]; a row's bits do not depend on N.
+
+    With `weight` in column tiles [T, K, M / T], each is a dot of its own: a column's bits depend on
+    its tile's columns, and not on how many tiles there are.
+    """
+    rows = numerics.rows_for(weight.shape[-2])
+
+    def product(x, weight):
+        return fence(native.product(*pin(x, weight)))
+
+    def whole(x, weight):
+        if numerics.order.split_k == 1:
+            return product(x, weight)
+        return fence(contraction.split_k(product, x, weight, pieces=numerics.order.split_k))
+
+    def columns(x, weight):
+        return by_rows(lambda t: whole(t, weight), x, rows)
 
     def forward(x, weight):
-        return by_rows(lambda t: fence(native.product(*pin(t, weight))), x, rows)
+        if weight.ndim == 2:
+            return columns(x, weight)
+        return jnp.concatenate([columns(x, tile) for tile in fence(list(weight))], axis=-1)
 
     call = jax.custom_vjp(forward)
     call.defvjp(lambda x, w: (forward(x, w), (x, w)), native.dot_backward)
@@ -192,11 +215,13 @@ def _attend(query, key, value, last, numerics: Numerics):
     block = numerics.kv_block
     scores = _scores(query, key, numerics)
     visible = jnp.arange(key.shape[3])[None, None, :] <= last[:, :, None]
-    scores = jnp.where(visible[:, None], scores, native.MASKED)
+    # Fenced, or the mask is worked out again beside every exponential.
+    scores = fence(jnp.where(visible[:, None], scores, native.MASKED))
     highest = fence(peak(scores, lanes=block))
-    weights = fence(jnp.exp(scores - highest[..., None]))
+    narrowed = partial(formulas.narrowed, dtype=numerics.precision.attention_softmax)
+    weights = narrowed(fence(strict.exp(narrowed(scores - highest[..., None]))))
     # By the reciprocal: XLA turns a division by a broadcast into that, or not, as it likes.
-    scale = fence(1.0 / fence(total(weights, lanes=block)))
+    scale = fence(1.0 / narrowed(fence(total(weights, lanes=block))))
     mixed = _mix(formulas.rounded(weights, value.dtype), value, numerics)
     return fence(mixed * scale[..., None])
 

@@ -64,11 +64,13 @@ _LAYER_NAMES = {
 _TRANSPOSED = frozenset({"head", "q", "k", "v", "o", "gate", "up", "down"})
 
 
-def resolve(folder_or_hub: str | os.PathLike, *, revision: str | None = None) -> Path:
+def resolve(
+    folder_or_hub: str | os.PathLike, *, revision: str | None = None, config_only: bool = False
+) -> Path:
     """The local folder of a checkpoint; a name that is no folder is downloaded from the hub.
 
-    `revision` is a branch, tag or commit on the hub. Raises `InputError` if there is no such folder
-    and the hub does not give one.
+    `revision` is a branch, tag or commit on the hub; `config_only` leaves the weights there. Raises
+    `InputError` if there is no such folder and the hub does not give one.
     """
     name, path = str(folder_or_hub), Path(folder_or_hub).expanduser()
     if name and path.is_dir():
@@ -78,7 +80,8 @@ def resolve(folder_or_hub: str | os.PathLike, *, revision: str | None = None) ->
     if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
         raise InputError(f"model folder {name!r} does not exist")
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED_FILES))
+        wanted = ["config.json"] if config_only else _WANTED_FILES
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:  # whatever the transport, the hub or its cache raise
         reason = " ".join(str(error).split())[:200]
         raise InputError(
@@ -86,9 +89,12 @@ def resolve(folder_or_hub: str | os.PathLike, *, revision: str | None = None) ->
         ) from None
 
 
-def load_config(folder_or_hub: str | os.PathLike) -> ModelConfig:
-    """Reads config.json. Raises `InputError` if it is missing, malformed or not supported."""
-    path = resolve(folder_or_hub) / "config.json"
+def load_config(folder_or_hub: str | os.PathLike, *, config_only: bool = False) -> ModelConfig:
+    """Reads config.json. Raises `InputError` if it is missing, malformed or not supported.
+
+    `config_only`: of a hub name, nothing else is downloaded.
+    """
+    path = resolve(folder_or_hub, config_only=config_only) / "config.json"
     if not path.is_file():
         raise InputError(f"model folder {str(path.parent)!r} has no config.json")
     return from_hf(_read_json(path), where=str(path))
@@ -169,7 +175,8 @@ def save(
     of `config` if None). float32 keeps the bits; the others round to nearest even.
 
     Raises `InputError` if `folder` exists and is not empty (nothing is ever overwritten), for an
-    unknown dtype or a value beyond its range, or for parameters that do not fit `config`.
+    unknown dtype or a value beyond its range, for parameters that do not fit `config`, or if the
+    disk is full.
     """
     folder = Path(folder).expanduser()
     if dtype not in DTYPES:
@@ -195,8 +202,10 @@ def save(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         partial.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise InputError(f"{str(folder)!r} cannot be written ({error})") from None
         raise
     return folder
 

@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens each, d hidden size, H query heads, Kv key heads, 
 D head size, S key positions, V vocabulary.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
@@ -15,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from tim_jax import kernels
+from tim_jax import collectives, kernels
 from tim_jax.kernels import formulas
 from tim_jax.model import rope
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement
 
 Params = dict[str, Any]  # master weights: see model/params.py
 Weights = dict[str, Any]  # compute weights: see `prepare`
@@ -42,26 +44,29 @@ def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weigh
     Done once per update, outside every loop; sampler and learner use the same result, and the
     gradient flows through it to the float32 masters. Norm weights and biases stay float32, as they
     enter float32 arithmetic.
+
+    With T column tiles a matrix is [T, K, M / T], and tile i of what is joined holds the i-th part
+    of each; the head's columns are filled up with zeros to a multiple of T.
     """
-    layers, dtype = params["layers"], numerics.dtype
+    layers, dtype, tiles = params["layers"], numerics.dtype, numerics.column_tiles
     stay = ("attn_norm", "mlp_norm", "q_norm", "k_norm", "o_bias", "down_bias")
     joined = {
-        "qkv": _join(layers, ("q", "k", "v")).astype(dtype),
-        "gate_up": _join(layers, ("gate", "up")).astype(dtype),
-        "o": layers["o"].astype(dtype),
-        "down": layers["down"].astype(dtype),
+        "qkv": _join(layers, ("q", "k", "v"), tiles).astype(dtype),
+        "gate_up": _join(layers, ("gate", "up"), tiles).astype(dtype),
+        "o": _join(layers, ("o",), tiles).astype(dtype),
+        "down": _join(layers, ("down",), tiles).astype(dtype),
     }
     if "q_bias" in layers:
-        joined["qkv_bias"] = _join(layers, ("q_bias", "k_bias", "v_bias"))
+        joined["qkv_bias"] = _join(layers, ("q_bias", "k_bias", "v_bias"), tiles, axis=-1)
     if "gate_bias" in layers:
-        joined["gate_up_bias"] = _join(layers, ("gate_bias", "up_bias"))
+        joined["gate_up_bias"] = _join(layers, ("gate_bias", "up_bias"), tiles, axis=-1)
     joined.update({name: layers[name] for name in stay if name in layers})
     head = params["embed"].T if config.tied_embeddings else params["head"]
     return {
         "embed": params["embed"].astype(dtype),
         "layers": joined,
         "final_norm": params["final_norm"],
-        "head": head.astype(dtype),
+        "head": _tiled_head(head.astype(dtype), tiles),
     }
 
 
@@ -76,8 +81,20 @@ def unstacked(weights: Weights) -> Weights:
     return {**weights, "layers": split}
 
 
-def _join(layers: dict, names: tuple[str, ...]) -> jax.Array:
-    return jnp.concatenate([layers[name] for name in names], axis=-1)
+def _join(layers: dict, names: tuple[str, ...], tiles: int, axis: int = -2) -> jax.Array:
+    """Side by side, in column tiles if there are several, these along a new axis before `axis`."""
+    parts = [layers[name] for name in names]
+    if tiles > 1:
+        parts = [part.reshape(*part.shape[:-1], tiles, -1) for part in parts]
+    whole = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    return jnp.moveaxis(whole, -2, axis - 1) if tiles > 1 else whole
+
+
+def _tiled_head(head: jax.Array, tiles: int) -> jax.Array:
+    if tiles == 1:
+        return head
+    head = jnp.pad(head, ((0, 0), (0, -head.shape[1] % tiles)))
+    return jnp.moveaxis(head.reshape(head.shape[0], tiles, -1), 1, 0)
 
 
 @overload
@@ -89,6 +106,7 @@ def forward(
     *,
     config: ModelConfig,
     numerics: Numerics,
+    placement: Placement = SINGLE,
     remat: bool = False,
 ) -> tuple[jax.Array, LayerCache]: ...
 @overload
@@ -100,6 +118,7 @@ def forward(
     *,
     config: ModelConfig,
     numerics: Numerics,
+    placement: Placement = SINGLE,
     remat: bool = False,
 ) -> tuple[jax.Array, Cache]: ...
 def forward(
@@ -110,6 +129,7 @@ def forward(
     *,
     config: ModelConfig,
     numerics: Numerics,
+    placement: Placement = SINGLE,
     remat: bool = False,
 ) -> tuple[jax.Array, LayerCache | Cache]:
     """Hidden states of `tokens`, each attending to its sequence's tokens up to itself.
@@ -119,6 +139,9 @@ def forward(
       tokens: i32[B, T].
       positions: i32[B, T]. Without a cache they must be 0..T-1 in every row.
       cache: keys and values of the positions before; the tokens' own are written into it.
+      placement: of more than one device: this runs inside `shard_map` over its mesh, and arguments
+        and results are this device's parts: of the weights by their logical axes, its own rows of
+        the batch, its columns of the hidden states, its key heads of the cache.
       remat: recompute each layer in the backward instead of keeping its activations.
 
     Returns:
@@ -126,10 +149,17 @@ def forward(
       the updated cache, or without one a `LayerCache` stacked over layers, [L, B, ...].
     """
     batch, length = tokens.shape
-    x = _embedded(weights["embed"], tokens.reshape(-1))
+    embed = collectives.gather(weights["embed"], ("fsdp",), placement)
+    x = _embedded(embed, tokens.reshape(-1))
     span = length if cache is None else cache[0].key.shape[3]
     angles = _angles(positions.reshape(-1), span, config)
-    layer = partial(_layer, config=config, numerics=numerics, shape=(batch, length))
+    layer = partial(
+        _layer,
+        config=config,
+        numerics=numerics,
+        placement=placement,
+        shape=(batch, length),
+    )
     if cache is None:
 
         def body(x, layer_weights):
@@ -146,12 +176,49 @@ def forward(
 
 
 def logits(
-    weights: Weights, hidden: jax.Array, *, config: ModelConfig, numerics: Numerics
+    weights: Weights,
+    hidden: jax.Array,
+    *,
+    config: ModelConfig,
+    numerics: Numerics,
+    placement: Placement = SINGLE,
 ) -> jax.Array:
-    """Vocabulary logits float32 [N, V] of hidden states [N, d]."""
-    ops = kernels.family(numerics)
-    normed = _norm(hidden, weights["final_norm"], config, numerics)
-    return ops.dot(normed, weights["head"], numerics=numerics)
+    """Vocabulary logits float32 [N, V], all of them on every device, of hidden states [N, d].
+
+    Across a tensor axis not for differentiation, see `collectives.tensor_whole`.
+    """
+    own = _own_columns(weights, hidden, config, numerics, placement)
+    return _without_padding(collectives.tensor_whole(own, placement), config)
+
+
+def logits_of_own_rows(
+    weights: Weights,
+    hidden: jax.Array,
+    *,
+    config: ModelConfig,
+    numerics: Numerics,
+    placement: Placement = SINGLE,
+) -> jax.Array:
+    """The same bits, [N / tensor, V], of this device's `collectives.own_rows`; differentiable.
+
+    What follows the logits row by row is then done once in a tensor group, and not by each device.
+    """
+    own = _own_columns(weights, hidden, config, numerics, placement)
+    return _without_padding(collectives.rows_for_columns(own, placement), config)
+
+
+def _own_columns(weights, hidden, config, numerics, placement):
+    """This device's columns of the logits, [N, V / tensor], those of the padding among them."""
+    of_head = numerics.of_head
+    normed = _norm(hidden, weights["final_norm"], config, of_head, placement)
+    ops = collectives.family(of_head, placement)
+    head = weights["head"].astype(of_head.dtype)
+    head = collectives.matrix(head, numerics=of_head, placement=placement)
+    return formulas.narrowed(ops.dot(normed, head, numerics=of_head), numerics.precision.logits)
+
+
+def _without_padding(found, config):
+    return found if found.shape[1] == config.vocab_size else found[:, : config.vocab_size]
 
 
 @jax.custom_vjp
@@ -182,114 +249,67 @@ def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.A
     return jnp.asarray(cos)[positions], jnp.asarray(sin)[positions]
 
 
-def _layer(x, w, angles, positions, cache, *, config, numerics, shape):
-    """One decoder layer on rows x [B * T, d]."""
-    ops = kernels.family(numerics)
-    dtype = numerics.dtype
-    dot = partial(ops.dot, numerics=numerics)
-    normed = _norm(x, w["attn_norm"], config, numerics)
-    query, key, value = _project(dot(normed, w["qkv"]), w, angles, config, numerics)
-    mixed, keys_values = _attend(query, key, value, positions, cache, config, numerics, shape)
-    x = _add(x, dot(mixed, w["o"]), w.get("o_bias"), numerics)
-    normed = _norm(x, w["mlp_norm"], config, numerics)
-
-    def gated(y, *bias):
-        y = y + jnp.broadcast_to(bias[0], y.shape) if bias else y
-        gate, up = jnp.split(y, 2, axis=-1)
-        return formulas.rounded(formulas.gated_silu(gate, up), dtype)
-
-    bias = (w["gate_up_bias"],) if "gate_up_bias" in w else ()
-    hidden = ops.unit(gated, gated)(dot(normed, w["gate_up"]), *bias)
-    return _add(x, dot(hidden, w["down"]), w.get("down_bias"), numerics), keys_values
+def _layer(x, w, angles, positions, cache, *, config, numerics, placement, shape):
+    """One decoder layer on rows x [B * T, d]; across a tensor axis, on its own columns of them."""
+    local = replace(numerics, column_tiles=numerics.column_tiles // placement.tensor)
+    ops = collectives.family(local, placement)
+    matrix = partial(collectives.matrix, numerics=local, placement=placement)
+    whole = partial(collectives.gather, names=("tensor",), placement=placement)
+    normed = _norm(x, w["attn_norm"], config, numerics, placement)
+    query, key, value = _project(normed, w, angles, config, local, placement)
+    mixed, keys_values = _attend(
+        query, key, value, positions, cache, config, numerics, placement, shape
+    )
+    x = ops.dot_add(whole(mixed), matrix(w["o"]), x, w.get("o_bias"), numerics=local)
+    normed = _norm(x, w["mlp_norm"], config, numerics, placement)
+    bias = w.get("gate_up_bias")
+    hidden = ops.gated_dot(normed, matrix(w["gate_up"]), bias, numerics=local)
+    x = ops.dot_add(whole(hidden), matrix(w["down"]), x, w.get("down_bias"), numerics=local)
+    return x, keys_values
 
 
-def _norm(x, weight, config, numerics):
-    """RMSNorm, rounded to the compute dtype."""
-
-    def norm(x, weight, total):
-        y = formulas.rms_norm(x, weight, eps=config.rms_norm_eps, total=total)
-        return formulas.rounded(y, numerics.dtype)
-
-    return _unit_with_total(norm, numerics)(x, weight)
+def _norm(x, weight, config, numerics, placement):
+    """RMSNorm of whole rows, rounded to the compute dtype."""
+    x = collectives.gather(x, ("tensor",), placement)
+    weight = collectives.gather(weight, ("tensor", "fsdp"), placement)
+    return kernels.family(numerics).norm(x, weight, eps=config.rms_norm_eps, numerics=numerics)
 
 
-def _unit_with_total(f, numerics):
-    """The family's unit of f(*args, total): its own sum forward, the plain sum backward."""
-    ops = kernels.family(numerics)
-    return ops.unit(partial(f, total=ops.total), partial(f, total=kernels.native.total))
+def _project(normed, w, angles, config, numerics, placement):
+    """The joint projection, split into normed, rotated, scaled q, k and v, [N, heads, D] each."""
+    ops = collectives.family(numerics, placement)
+    names = (("bias", "qkv_bias"), ("q_norm", "q_norm"), ("k_norm", "k_norm"))
+    heads, kv_heads = (n // placement.tensor for n in (config.num_heads, config.num_kv_heads))
+    weight = collectives.matrix(w["qkv"], numerics=numerics, placement=placement)
+    return ops.project(
+        ops.dot(normed, weight, numerics=numerics),
+        angles[0],
+        angles[1],
+        {name: w[key] for name, key in names if key in w},
+        heads=kernels.Heads(heads, kv_heads, config.head_dim),
+        eps=config.rms_norm_eps,
+        numerics=numerics,
+    )
 
 
-def _add(x, y, bias, numerics):
-    """The residual sum, rounded to the compute dtype."""
-
-    def add(x, y, *bias):
-        y = y + jnp.broadcast_to(bias[0], y.shape) if bias else y
-        return formulas.rounded(x.astype(jnp.float32) + y, numerics.dtype)
-
-    biases = () if bias is None else (bias,)
-    return kernels.family(numerics).unit(add, add)(x, y, *biases)
-
-
-def _project(y, w, angles, config, numerics):
-    """Splits the joint projection [N, (H + 2 Kv) D] into normed, rotated, scaled q, k and v."""
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-
-    def project(y, cos, sin, optional, total):
-        if "bias" in optional:
-            y = y + jnp.broadcast_to(optional["bias"], y.shape)
-        query, key, value = jnp.split(y, [heads * size, (heads + kv_heads) * size], axis=-1)
-        query = query.reshape(-1, heads, size)
-        key = key.reshape(-1, kv_heads, size)
-        if "q_norm" in optional:
-            norm = partial(formulas.rms_norm, eps=config.rms_norm_eps, total=total)
-            query, key = norm(query, optional["q_norm"]), norm(key, optional["k_norm"])
-        query = formulas.rotate(query, cos, sin) * size**-0.5
-        key = formulas.rotate(key, cos, sin)
-        value = value.reshape(-1, kv_heads, size)
-        return tuple(formulas.rounded(part, numerics.dtype) for part in (query, key, value))
-
-    optional = {"bias": w["qkv_bias"]} if "qkv_bias" in w else {}
-    if "q_norm" in w:
-        optional |= {"q_norm": w["q_norm"], "k_norm": w["k_norm"]}
-    return _unit_with_total(project, numerics)(y, *angles, optional)
-
-
-def _written(cache, rows, positions, *, axis):
-    """`rows` [B, T, Kv, D] in the cache, each at its own position along `axis` of [Kv, ...].
-
-    A write per row, in a loop: prompts of different lengths sit side by side, and what XLA:CPU
-    makes of one scatter in a large program copies the cache.
-    """
-    batch, length = positions.shape
-    rows = jnp.expand_dims(rows.reshape(batch * length, *rows.shape[2:]), axis + 1)
-    at = positions.reshape(-1)
-
-    def write(index, cache):
-        start = [index // length, 0, 0, 0]
-        start[axis + 1] = at[index]
-        row = jax.lax.dynamic_slice_in_dim(rows, index, 1)
-        return jax.lax.dynamic_update_slice(cache, row, start)
-
-    return jax.lax.fori_loop(0, batch * length, write, cache, unroll=4)
-
-
-def _attend(query, key, value, positions, cache, config, numerics, shape):
+def _attend(query, key, value, positions, cache, config, numerics, placement, shape):
     """Lays out heads, writes the cache if there is one, and attends. Rows in, rows out."""
     batch, length = shape
-    kv_heads, size = config.num_kv_heads, config.head_dim
-    group = config.num_heads // kv_heads
+    kv_heads, size = config.num_kv_heads // placement.tensor, config.head_dim
+    group = config.num_heads // config.num_kv_heads
     query = query.reshape(batch, length, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
     query = query.reshape(batch, kv_heads, length * group, size)
     key = key.reshape(batch, length, kv_heads, size)
     value = value.reshape(batch, length, kv_heads, size)
+    key, value = (kernels.cached(x, numerics=numerics) for x in (key, value))
     if cache is None:
         new = LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
     else:
         new = LayerCache(
-            key=_written(cache.key, key, positions, axis=2),
-            value=_written(cache.value, value, positions, axis=1),
+            key=kernels.written(cache.key, key, positions, axis=3, numerics=numerics),
+            value=kernels.written(cache.value, value, positions, axis=2, numerics=numerics),
         )
-    out = kernels.family(numerics).attention(
+    out = kernels.attention(
         query,
         new.key,
         new.value,

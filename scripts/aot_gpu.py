@@ -1,0 +1,172 @@
+"""Compiles the GPU kernels and whole programs for a GPU that is not here, and looks at the result.
+
+    python scripts/aot_gpu.py TARGET_CONFIG [--layers 1] [--kernels-only]
+
+Needs no GPU and no driver, but the CUDA compiler: pip install --no-deps jax-cuda13-pjrt
+jax-cuda13-plugin nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink nvidia-cuda-runtime, of versions
+that go with the installed jax (Python 3.12). TARGET_CONFIG is a GpuTargetConfigProto as text; XLA's
+repository has one per device under xla/backends/gpu/target_config/specs/.
+
+Prints, for every tile and program: registers, spills and shared memory by ptxas, the float
+operations that XLA kept for itself, and whether programs of few and of many rows run the same float
+instructions.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+os.environ.setdefault("AOT_GPU_DUMP", tempfile.mkdtemp(prefix="aot_gpu_"))
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={os.environ['AOT_GPU_DUMP']}"
+    " --xla_gpu_dump_llvmir=true --xla_dump_emitter_re=.*",
+)
+
+import jax
+import jax.numpy as jnp
+import lowering
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tim_jax import kernels
+from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, Numerics
+from tim_jax.tile_sizes import GPU_BF16_BY_ROWS, MatmulTile
+
+DUMP = Path(os.environ["AOT_GPU_DUMP"])
+TILES = (
+    MatmulTile(64, 32, 4, 5),
+    MatmulTile(64, 64, 4, 4),
+    MatmulTile(64, 128, 4, 3),
+    MatmulTile(128, 64, 4, 3),
+    MatmulTile(128, 128, 8, 3),
+    MatmulTile(128, 256, 8, 2),
+)
+_FLOAT = re.compile(
+    r"\b(wgmma\.mma_async[\w.]*|mma\.sync[\w.]*|cvt\.rn[\w.]*"
+    r"|(?:add|sub|mul|fma|max|min|div|ex2|lg2|rsqrt|sqrt)\.[\w.]*(?:f32|bf16x?2?|f16x?2?))"
+)
+_XLA_MATHS = frozenset(
+    (
+        *("add", "subtract", "multiply", "divide", "power", "convert", "scatter"),
+        *("exponential", "log", "rsqrt", "sqrt", "tanh", "logistic"),
+        *("dot", "convolution", "reduce", "reduce-window"),
+    )
+)
+
+
+def compiled(function: Callable, shapes, sharding, options=None):
+    """The executable, and the PTX files it left, with those of the programs before it forgotten."""
+    for file in DUMP.iterdir():
+        file.unlink()
+    low = lowering.lower("pallas_gpu", function, shapes, sharding=sharding)
+    executable = low.compile(compiler_options=options)
+    return executable, sorted(DUMP.glob("*.ptx"))
+
+
+def left_to_xla(executable) -> str:
+    """Float operations in the optimised module outside of our kernels, by kind."""
+    found = Counter()
+    for text in executable.as_text().splitlines():
+        match = re.search(r"= \(?(?:f32|bf16)\[[^=]*? ([a-z][a-z0-9\-]*)\(", text)
+        if match and match[1] in _XLA_MATHS:
+            found[match[1]] += 1
+    return ", ".join(f"{name} {count}" for name, count in sorted(found.items())) or "none"
+
+
+def resources(ptx: list[Path]) -> str:
+    """Registers, spilled bytes and shared memory of the hungriest kernels of a program."""
+    assembler = next(Path(sys.prefix).glob("lib/python*/site-packages/nvidia/cu13/bin/ptxas"), None)
+    if assembler is None:
+        return "no ptxas"
+    text = ""
+    for file in ptx:
+        command = [assembler, "-arch=sm_90a", "-v", file, "-o", "/dev/null"]
+        text += subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    registers = max(map(int, re.findall(r"Used (\d+) registers", text)), default=0)
+    spills = max(map(int, re.findall(r"(\d+) bytes spill stores", text)), default=0)
+    return f"{registers} registers, {spills} bytes spilled"
+
+
+def fingerprint(ptx: list[Path]) -> dict[str, int]:
+    """How often each float instruction stands in the program."""
+    found: Counter[str] = Counter()
+    for file in ptx:
+        found.update(_FLOAT.findall(file.read_text()))
+    return dict(sorted(found.items()))
+
+
+def look_at_tiles(sharding) -> None:
+    shape = jax.ShapeDtypeStruct
+    shapes = shape((4096, 2048), jnp.bfloat16), shape((2048, 4096), jnp.bfloat16)
+    for tile in TILES:
+        gpu = replace(GPU_EXACT_BF16.gpu, matmul=((None, tile),))
+        numerics = replace(GPU_EXACT_BF16, gpu=gpu)
+        dot = partial(kernels.family(numerics).dot, numerics=numerics)
+        try:
+            _, ptx = compiled(dot, shapes, sharding)
+            print(f"dot, tile {tile}: {resources(ptx)}", flush=True)
+        except Exception as error:
+            print(f"dot, tile {tile}: {' '.join(str(error).split())[:200]}", flush=True)
+
+
+def look_at_kernels(numerics: Numerics, sharding) -> None:
+    """Each kernel at 5 and at 700 rows: the same float instructions?"""
+    few, many = lowering.operations(numerics, 5), lowering.operations(numerics, 700)
+    for name, (function, shapes) in few.items():
+        executable, ptx = compiled(function, shapes, sharding)
+        one, used = fingerprint(ptx), resources(ptx)
+        _, ptx = compiled(*many[name], sharding)
+        same = "same" if fingerprint(ptx) == one else "OTHER"
+        kept = left_to_xla(executable)
+        print(
+            f"{numerics.compute_dtype} {name}: {used}; 5 and 700 rows: {same} instructions;"
+            f" XLA: {kept}",
+            flush=True,
+        )
+
+
+def look_at_programs(numerics: Numerics, sharding, layers: int) -> None:
+    config = replace(lowering.CONFIG, num_layers=layers)
+    for name, (function, shapes) in lowering.programs(numerics, config=config).items():
+        executable, ptx = compiled(function, shapes, sharding)
+        memory = executable.memory_analysis()
+        print(
+            f"{numerics.compute_dtype} {name}, {layers} layers: {resources(ptx)};"
+            f" {memory.temp_size_in_bytes:,} bytes of temporaries; XLA: {left_to_xla(executable)}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", type=Path, help="GpuTargetConfigProto, text")
+    parser.add_argument("--layers", type=int, default=1, help="of the whole programs")
+    parser.add_argument("--kernels-only", action="store_true")
+    options = parser.parse_args()
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        target_config=options.target.read_text(),
+        topology="1x1x1",
+    )
+    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    look_at_tiles(sharding)
+    for numerics in (GPU_EXACT_BF16, GPU_EXACT_F32):
+        look_at_kernels(numerics, sharding)
+    if not options.kernels_only:
+        look_at_programs(replace(GPU_EXACT_BF16, gpu=GPU_BF16_BY_ROWS), sharding, options.layers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Part 2: log-probs against a float64 forward in NumPy, gradients against native float32."""
+
+import sys
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from records import Case
+from setting import Setting, same_bits
+
+from tim_jax import audit, scoring
+from tim_jax.compiled import jit
+from tim_jax.learner import Policy
+from tim_jax.numerics import Numerics
+from tim_jax.policy import Sampling
+from tim_jax.types import Rollout
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+import reference
+
+_F32_ERROR, _F32_GRADIENT = 1e-4, 1e-3
+_OVER_NATIVE = 1.25  # rounding to bfloat16 costs native numerics as much
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    config = setting.small_model()
+    params = jax.tree.map(jnp.asarray, audit.random_params(config, 3))
+    length = 24 if setting.smoke else 128
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, length))
+    rollout = _rollout(tokens)
+
+    @cache
+    def exact_values() -> np.ndarray:
+        host = jax.device_get(params)
+        rows = [reference.reference_log_probs(host, row, config) for row in tokens]
+        return np.stack(rows)
+
+    @cache
+    def computed(numerics: Numerics):
+        """Log-probs, the gradient of their sum, and whether a second run gives the same bits."""
+        numerics = setting.fitted(config, numerics)
+        sampling = Sampling(length - 1)
+        policy = Policy(config, numerics, sampling)
+
+        def loss(params):
+            log_probs, _ = scoring.score(
+                policy.prepare(params), rollout, config=config, numerics=numerics, sampling=sampling
+            )
+            return jnp.sum(log_probs), log_probs
+
+        run = jit(jax.value_and_grad(loss, has_aux=True), numerics)
+        ((_, log_probs), gradient), again = run(params), run(params)
+        same = map(same_bits, jax.tree.leaves(gradient), jax.tree.leaves(again[1]))
+        flat = [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(gradient)]
+        return np.asarray(log_probs, np.float64), np.concatenate(flat), all(same)
+
+    def check(numerics: Numerics):
+        dtype = numerics.compute_dtype
+        values, gradient, repeats = computed(numerics)
+        error = np.abs(values - exact_values())
+        native = computed(setting.native(dtype))[0]
+        best = computed(setting.native("float32"))[1]
+        own, theirs = error.mean(), np.abs(native - exact_values()).mean()
+        slope = np.linalg.norm(gradient - best) / np.linalg.norm(best)
+        good = own <= _OVER_NATIVE * theirs + 1e-7
+        if dtype == "float32":
+            good = error.max() < _F32_ERROR and slope < _F32_GRADIENT
+        return {
+            "passed": bool(good and np.isfinite(slope)),
+            "mean error": float(own),
+            "of native": float(theirs),
+            "max error": float(error.max()),
+            "gradient off by": float(slope),
+            "same gradient twice": repeats,
+        }
+
+    for dtype in ("float32", "bfloat16"):
+        yield Case(f"pallas_gpu {dtype}", partial(check, setting.exact(dtype)))
+    if not setting.smoke:
+        for dtype in ("float32", "bfloat16"):
+            yield Case(f"tiles {dtype}", partial(check, setting.tiles(dtype)))
+
+
+def _rollout(tokens: np.ndarray) -> Rollout:
+    """Prompts of one token, responses of all the others."""
+    rows, length = tokens.shape
+    return Rollout(
+        prompts=jnp.asarray(tokens[:, :1], jnp.int32),
+        prompt_lengths=jnp.ones((rows,), jnp.int32),
+        responses=jnp.asarray(tokens[:, 1:], jnp.int32),
+        lengths=jnp.full((rows,), length - 1, jnp.int32),
+        log_probs=jnp.zeros((rows, length - 1)),
+        finished=jnp.ones((rows,), bool),
+    )

@@ -1,0 +1,251 @@
+"""Part 3, kernels: does a row keep its bits whatever is around it, and how fast is each tile?"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from records import Case
+from setting import Setting, normal, same_bits, seconds
+
+from tim_jax import kernels
+from tim_jax.errors import InputError
+from tim_jax.kernels import native, triton_flash
+from tim_jax.numerics import Numerics
+from tim_jax.tile_sizes import GpuTiles, MatmulTile
+
+CANDIDATES = (
+    MatmulTile(64, 32, 4, 5),
+    MatmulTile(64, 64, 4, 4),
+    MatmulTile(64, 128, 4, 3),
+    MatmulTile(128, 64, 4, 3),
+    MatmulTile(128, 128, 8, 3),
+    MatmulTile(128, 256, 8, 2),
+)
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    for dtype in ("bfloat16", "float32"):
+        yield from _gates(setting, setting.exact(dtype))
+    yield from _sampler_attentions(setting)
+    yield from _tiles(setting)
+    if not setting.smoke:
+        yield Case("native dot: rows against row count", lambda: _native(setting))
+        yield from _timings(setting)
+
+
+def _sizes(setting: Setting) -> tuple[int, int, tuple[int, ...]]:
+    """(K, M, row counts)."""
+    return (
+        (32, 64, (1, 7, 17)) if setting.smoke else (2048, 4096, (1, 7, 8, 63, 65, 128, 500, 4096))
+    )
+
+
+def _gates(setting: Setting, numerics: Numerics) -> Iterator[Case]:
+    dtype = numerics.compute_dtype
+    ops = kernels.family(numerics)
+    size, width, counts = _sizes(setting)
+    x = normal(0, counts[-1], size, dtype=numerics.dtype)
+    weight = (normal(1, size, width) * size**-0.5).astype(numerics.dtype)
+    logits = 3 * normal(2, counts[1], 48 if setting.smoke else 151936)
+    norm_weight = 1 + 0.1 * normal(3, size)
+    use = {"numerics": numerics}
+    rows = {
+        "dot": jax.jit(lambda x: ops.dot(x, weight, **use)),
+        "gated_dot": jax.jit(lambda x: ops.gated_dot(x, weight, None, **use)),
+        "dot_add": jax.jit(lambda x: ops.dot_add(x, weight[:, :size], x, None, **use)),
+        "norm": jax.jit(lambda x: ops.norm(x, norm_weight, eps=1e-6, **use)),
+    }
+    if setting.smoke:
+        rows = {name: rows[name] for name in ("dot", "norm")}
+    for name, run in rows.items():
+        yield Case(f"{name} {dtype}: rows against row count", partial(_row_counts, run, x, counts))
+        yield Case(f"{name} {dtype}: place in the batch", partial(_places, run, x))
+    heads = {
+        "log_normaliser": lambda z: ops.log_normaliser(z, ops.peak(z), z, **use),
+        "row_sum": lambda z: ops.row_sum(z, **use),
+        "exponentials": lambda z: ops.exponentials(z, ops.peak(z), **use),
+    }
+    if dtype == "float32":
+        for name, run in heads.items():
+            run = jax.jit(run)
+            yield Case(f"{name}: rows against row count", partial(_row_counts, run, logits, (1, 3)))
+    yield Case(f"dot {dtype}: against float64", partial(_accuracy, rows["dot"], x, weight))
+    yield Case(
+        f"attention {dtype}: decode against whole sequence", partial(_decode, setting, numerics)
+    )
+
+
+def _row_counts(run, x, counts):
+    whole = run(x)
+    unequal = [n for n in counts if not same_bits(run(x[:n]), whole[:n])]
+    tail = same_bits(run(x[-1:]), whole[-1:])
+    return {"passed": not unequal and tail, "unequal at": unequal or "none"}
+
+
+def _places(run, x):
+    order = np.random.default_rng(0).permutation(x.shape[0])
+    return {"passed": same_bits(run(x[order]), run(x)[order])}
+
+
+def _accuracy(run, x, weight):
+    x, found = x[:64], np.asarray(run(x[:64]), np.float64)
+    exact = np.asarray(x.astype(jnp.float32), np.float64) @ np.asarray(
+        weight.astype(jnp.float32), np.float64
+    )
+    error = float(np.abs(found - exact).max() / np.abs(exact).max())
+    return {"passed": error < 1e-5, "largest error over largest value": error}
+
+
+def _decode(setting: Setting, numerics: Numerics):
+    """Rows one at a time against longer caches, a batch cut in half, and the whole."""
+    ops = kernels.family(numerics)
+    heads, group, size = 2, 2, 16 if setting.smoke else 128
+    batch, length = (2, 24) if setting.smoke else (4, 1000)
+    query = normal(5, batch, heads, length * group, size, dtype=numerics.dtype) * size**-0.5
+    key = normal(6, batch, heads, size, length, dtype=numerics.dtype)
+    value = normal(7, batch, heads, length, size, dtype=numerics.dtype)
+    at = jnp.repeat(jnp.broadcast_to(jnp.arange(length)[None, :], (batch, length)), group, axis=1)
+    attend = jax.jit(partial(ops.attention, numerics=numerics, aligned=False))
+    whole = attend(query.astype(numerics.dtype), key, value, at)
+    longer = length + 70
+    longer_key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, longer - length)))
+    longer_value = jnp.pad(value, ((0, 0), (0, 0), (0, longer - length), (0, 0)))
+    compared, unequal = 0, []
+    for token in range(0, length, 7 if setting.smoke else 61):
+        rows = slice(token * group, (token + 1) * group)
+        one = attend(
+            query[:, :, rows].astype(numerics.dtype), longer_key, longer_value, at[:, rows]
+        )
+        compared += 1
+        if not same_bits(one, whole[:, :, rows]):
+            unequal.append(token)
+    half = attend(query[1:2].astype(numerics.dtype), key[1:2], value[1:2], at[1:2])
+    return {
+        "passed": not unequal and compared > 2 and same_bits(half, whole[1:2]),
+        "positions compared": compared,
+        "unequal at": unequal[:5] or "none",
+    }
+
+
+def _sampler_attentions(setting: Setting) -> Iterator[Case]:
+    """The attentions that only a divergent sampler has: Pallas, and Triton if installed."""
+    for dtype in ("bfloat16", "float32"):
+        plain = Numerics(compute_dtype=dtype)
+        flash = replace(plain, attention="flash_interpreted" if setting.smoke else "flash")
+        yield Case(f"flash attention {dtype}: against float64", partial(_attention, setting, flash))
+        if not setting.smoke:
+            yield Case(
+                f"Triton attention {dtype}: against float64",
+                partial(_attention, setting, replace(plain, attention="triton")),
+            )
+
+
+def _attention(setting: Setting, numerics: Numerics):
+    """A prefill and a decode step of ragged lengths."""
+    if numerics.attention == "triton":
+        try:
+            triton_flash.check()
+        except InputError as error:
+            return {"left out": str(error)}
+    heads, group, size = 2, 2, 16 if setting.smoke else 128
+    batch, length = (2, 24) if setting.smoke else (4, 1000)
+    query = normal(5, batch, heads, length * group, size, dtype=numerics.dtype) * size**-0.5
+    query = query.astype(numerics.dtype)
+    key = normal(6, batch, heads, size, length, dtype=numerics.dtype)
+    value = normal(7, batch, heads, length, size, dtype=numerics.dtype)
+    at = jnp.repeat(jnp.broadcast_to(jnp.arange(length)[None, :], (batch, length)), group, axis=1)
+    attend = jax.jit(partial(kernels.attention, numerics=numerics, aligned=False))
+    rows = slice((length - 5) * group, (length - 4) * group)
+    exact = _attention_float64(query, key, value, at)
+    errors = {
+        "prefill": attend(query, key, value, at) - exact,
+        "decode": attend(query[:, :, rows], key, value, at[:, rows]) - exact[:, :, rows],
+    }
+    largest = {name: float(np.abs(error).max()) for name, error in errors.items()}
+    # In bfloat16 the weights are rounded to it before they meet the values.
+    limit = 1e-5 if numerics.compute_dtype == "float32" else 2e-2
+    return {"passed": max(largest.values()) < limit, **largest}
+
+
+def _attention_float64(query, key, value, at) -> np.ndarray:
+    query, key, value = (np.asarray(x.astype(jnp.float32), np.float64) for x in (query, key, value))
+    visible = np.arange(key.shape[3])[None, None, None, :] <= np.asarray(at)[:, None, :, None]
+    scores = np.where(visible, query @ key, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True) @ value
+
+
+def _tiles(setting: Setting) -> Iterator[Case]:
+    """Every candidate tile against the first."""
+    size, width, counts = _sizes(setting)
+    numerics = setting.exact("bfloat16")
+    x = normal(0, counts[-1], size, dtype=numerics.dtype)
+    weight = (normal(1, size, width) * size**-0.5).astype(numerics.dtype)
+    candidates = (MatmulTile(16, 16), MatmulTile(32, 32)) if setting.smoke else CANDIDATES
+
+    def compare(tile):
+        base = _with(numerics, candidates[0])
+        found, expected = _dot(_with(numerics, tile))(x, weight), _dot(base)(x, weight)
+        return {"passed": same_bits(found, expected)}
+
+    for tile in candidates[1:]:
+        yield Case(
+            f"dot bfloat16: tile {_text(tile)} against {_text(candidates[0])}",
+            partial(compare, tile),
+        )
+
+
+def _with(numerics: Numerics, tile: MatmulTile) -> Numerics:
+    tiles: GpuTiles = replace(numerics.gpu, matmul=((None, tile),))
+    return replace(numerics, gpu=tiles)
+
+
+def _dot(numerics: Numerics):
+    ops = kernels.family(numerics)
+    return jax.jit(lambda x, weight: ops.dot(x, weight, numerics=numerics))
+
+
+def _text(tile: MatmulTile) -> str:
+    return f"{tile.rows}x{tile.columns}, {tile.warps} warps, {tile.stages} stages"
+
+
+def _native(setting: Setting):
+    """For information: what plain XLA does on this device."""
+    size, width, counts = _sizes(setting)
+    x = normal(0, counts[-1], size, dtype=jnp.bfloat16)
+    weight = (normal(1, size, width) * size**-0.5).astype(jnp.bfloat16)
+    run = jax.jit(native.product)
+    whole = run(x, weight)
+    unequal = [n for n in counts if not same_bits(run(x[:n], weight), whole[:n])]
+    return {"row counts with other bits": unequal or "none"}
+
+
+def _timings(setting: Setting) -> Iterator[Case]:
+    """Each tile at the shapes of the 1.7B model, beside XLA's dot."""
+    numerics = setting.exact("bfloat16")
+    shapes = ((2048, 4096), (2048, 12288), (6144, 2048), (2048, 151936))
+
+    def measure(count: int, size: int, width: int):
+        x = normal(0, count, size, dtype=jnp.bfloat16)
+        weight = normal(1, size, width, dtype=jnp.bfloat16)
+        flops = 2 * count * size * width
+        moved = 2 * (count * size + size * width) + 4 * count * width
+        values = {}
+        for tile in CANDIDATES:
+            try:
+                time = seconds(partial(_dot(_with(numerics, tile)), x, weight), least=0.02)
+                values[_text(tile)] = (
+                    f"{flops / time / 1e12:.0f} TF/s {moved / time / 1e12:.2f} TB/s"
+                )
+            except Exception as error:  # a tile too large for this device is a finding
+                values[_text(tile)] = f"{type(error).__name__}"
+        time = seconds(partial(jax.jit(native.product), x, weight), least=0.02)
+        values["XLA"] = f"{flops / time / 1e12:.0f} TF/s {moved / time / 1e12:.2f} TB/s"
+        return values
+
+    for count in (64, 256, 4096):
+        for size, width in shapes[: 4 if count <= 256 else 3]:
+            yield Case(f"dot {count} x {size} x {width}", partial(measure, count, size, width))

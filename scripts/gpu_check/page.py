@@ -1,0 +1,56 @@
+"""gpu.md and gpu.json from the parts' records."""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from records import FAILED, LEFT, Record, show
+
+
+def driver() -> str:
+    """The NVIDIA driver's version, or why it is not known."""
+    command = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,name,memory.total",
+        "--format=csv,noheader",
+    ]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown ({type(error).__name__})"
+    return found.stdout.strip().splitlines()[0]
+
+
+def write(out: Path, machine: Mapping[str, Any], parts: Mapping[str, Sequence[Record]]) -> str:
+    """Writes both files; returns the page."""
+    page = "\n".join(_lines(machine, parts)) + "\n"
+    (out / "gpu.md").write_text(page)
+    content = {"machine": machine, "parts": {n: [asdict(r) for r in rs] for n, rs in parts.items()}}
+    (out / "gpu.json").write_text(json.dumps(content, indent=1, default=str) + "\n")
+    return page
+
+
+def _lines(machine: Mapping[str, Any], parts: Mapping[str, Sequence[Record]]):
+    yield "# GPU check"
+    yield ""
+    yield "Written by `bash scripts/gpu_check.sh`. " + "; ".join(
+        f"{name}: {value}" for name, value in machine.items()
+    )
+    if machine.get("smoke"):
+        yield ""
+        yield "**A smoke run: small sizes on a CPU, interpreted. The speeds mean nothing.**"
+    for name, records in parts.items():
+        failed = sum(r.status == FAILED for r in records)
+        left = sum(r.status == LEFT for r in records)
+        yield ""
+        yield f"## {name.capitalize()}: {len(records)} cases, {failed} failed, {left} not run"
+        yield ""
+        yield "| case | result | values | seconds |"
+        yield "|---|---|---|--:|"
+        for record in records:
+            values = "; ".join(f"{key}: {show(value)}" for key, value in record.values.items())
+            text = " ".join(f"{values} {record.reason}".split()).replace("|", "/")
+            yield f"| {record.name} | {record.status} | {text} | {record.seconds:.1f} |"

@@ -1,0 +1,171 @@
+"""What the parts share: sizes, models, numerics, timing. One value says if it is a smoke run."""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax import kernel_choice
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import (
+    GPU_EXACT_BF16,
+    GPU_EXACT_F32,
+    GPU_PINNED_OPTIONS,
+    Numerics,
+    Rows,
+)
+from tim_jax.tile_sizes import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile
+
+SMOKE_TILES = GpuTiles(
+    block_k=16,
+    matmul=((32, MatmulTile(16, 16)), (None, MatmulTile(32, 16))),
+    attention_rows=16,
+    row_tile=4,
+    lanes=32,
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How large everything is."""
+
+    smoke: bool
+    out: Path
+
+    def exact(self, dtype: str, *, tuned: bool = False) -> Numerics:
+        """`pallas_gpu`: one tile for all row counts or, `tuned`, a tile by row count."""
+        numerics = GPU_EXACT_BF16 if dtype == "bfloat16" else GPU_EXACT_F32
+        if self.smoke:
+            tiles = (
+                SMOKE_TILES if tuned else replace(SMOKE_TILES, matmul=((None, MatmulTile(16, 16)),))
+            )
+            return replace(numerics, gpu=tiles, kv_block=16, head_rows=32, interpret=True)
+        return replace(numerics, gpu=GPU_BF16_BY_ROWS) if tuned else numerics
+
+    def tiles(self, dtype: str) -> Numerics:
+        """The slow reference: fenced XLA operations on fixed tiles."""
+        rows = Rows(16, 16) if self.smoke else Rows(64, 64)
+        return Numerics(
+            compute_dtype=dtype, rows=rows, attention_rows=rows, kv_block=32, **self._on_a_gpu
+        )
+
+    def native(self, dtype: str, *, pinned: bool = False) -> Numerics:
+        """Plain XLA; `pinned` with the options under which it may be reproducible on a GPU."""
+        options = GPU_PINNED_OPTIONS if pinned and not self.smoke else ()
+        return Numerics(
+            family="native",
+            compute_dtype=dtype,
+            kv_block=64,
+            compiler_options=options,
+            **self._on_a_gpu,
+        )
+
+    @property
+    def _on_a_gpu(self) -> dict[str, Any]:
+        """What a run would choose there, as for the exact side: no handicap in the comparison."""
+        exact = GPU_EXACT_BF16
+        if self.smoke:
+            return {}
+        return {"cache_write": exact.cache_write, "head_rows": exact.head_rows}
+
+    def small_model(self, layers: int = 2) -> ModelConfig:
+        """A model that compiles fast and yet has full tiles."""
+        size = 32 if self.smoke else 512
+        return ModelConfig(
+            model_type="qwen3",
+            vocab_size=48 if self.smoke else 2048,
+            hidden_size=size,
+            num_layers=1 if self.smoke else layers,
+            num_heads=4 if self.smoke else 8,
+            num_kv_heads=2 if self.smoke else 4,
+            head_dim=16 if self.smoke else 128,
+            intermediate_size=size + 16 if self.smoke else 1536,
+            max_positions=16384,
+            tied_embeddings=True,
+            qk_norm=True,
+        )
+
+    def model(self, name: str) -> ModelConfig:
+        """Qwen3 of 0.6B or 1.7B parameters; in a smoke run the small model."""
+        if self.smoke:
+            return self.small_model()
+        hidden, intermediate = {"0.6B": (1024, 3072), "1.7B": (2048, 6144)}[name]
+        return ModelConfig(
+            model_type="qwen3",
+            vocab_size=151936,
+            hidden_size=hidden,
+            num_layers=28,
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=128,
+            intermediate_size=intermediate,
+            max_positions=40960,
+            tied_embeddings=True,
+            qk_norm=True,
+        )
+
+    def fitted(self, config: ModelConfig, numerics: Numerics) -> Numerics:
+        """Tiles that fit the model; refused by name where none does."""
+        fitted = kernel_choice.fitted(config, numerics)
+        kernel_choice.check(config, fitted)
+        return fitted
+
+
+def parameters(config: ModelConfig) -> int:
+    """Weights that a token meets: matrices of all layers and the head, once."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    layer = config.hidden_size * (heads + config.num_heads * config.head_dim)
+    layer += 3 * config.hidden_size * config.intermediate_size
+    return config.num_layers * layer + config.hidden_size * config.vocab_size
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def device_params(key: jax.Array, config: ModelConfig) -> dict[str, Any]:
+    """Random float32 parameters made on the device: the host would take minutes."""
+    d, inner, layers = config.hidden_size, config.intermediate_size, config.num_layers
+    query = config.num_heads * config.head_dim
+    joint = config.num_kv_heads * config.head_dim
+    shapes = {"q": (d, query), "k": (d, joint), "v": (d, joint), "o": (query, d)}
+    shapes |= {"gate": (d, inner), "up": (d, inner), "down": (inner, d)}
+    keys = iter(jax.random.split(key, len(shapes) + 1))
+    made = {
+        name: jax.random.normal(next(keys), (layers, *shape)) * shape[0] ** -0.5
+        for name, shape in shapes.items()
+    }
+    ones = {"attn_norm": d, "mlp_norm": d, "q_norm": config.head_dim, "k_norm": config.head_dim}
+    made |= {name: jnp.ones((layers, size)) for name, size in ones.items()}
+    return {
+        "embed": jax.random.normal(next(keys), (config.vocab_size, d)) * d**-0.5,
+        "layers": made,
+        "final_norm": jnp.ones((d,)),
+    }
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def same_bits(a: jax.Array, b: jax.Array) -> bool:
+    """Raw bits; nothing compared is no agreement."""
+    a, b = np.asarray(a), np.asarray(b)
+    return a.size > 0 and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def seconds(call: Callable[[], Any], *, least: float = 0.2, most: int = 20) -> float:
+    """Seconds per call, compiled: the mean over enough calls to fill `least` seconds."""
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    once = time.perf_counter() - start
+    count = max(1, min(most, int(least / max(once, 1e-6))))
+    start = time.perf_counter()
+    for _ in range(count):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / count

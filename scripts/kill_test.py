@@ -1,0 +1,147 @@
+"""Kills a training run at random moments, and writes docs/results/kills.md.
+
+    JAX_PLATFORMS=cpu python scripts/kill_test.py [--kills 20]
+
+One run is left alone. Another, of the same config, is ended by SIGKILL again and again, at moments
+drawn at random or while a checkpoint is being written, and started again by the same command. Both
+must end with the same metrics, samples and parameters, to the byte.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+import bench_common as common
+
+PAGE = common.RESULTS / "kills.md"
+_CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.toml"
+# The quickstart's model and task; a checkpoint a step, so that many moments are within a save.
+_CHANGES = (
+    "steps=24",
+    "warmup.steps=5",
+    "learner.prompts_per_step=8",
+    "eval.every=6",
+    "eval.prompts=16",
+    "run.checkpoint_every=1",
+)
+_FILES = ("metrics.jsonl", "samples.jsonl", "model/model.safetensors")
+_SEED = 0
+
+
+class Kill(NamedTuple):
+    """What one kill met."""
+
+    moment: str
+    step: int  # the last line of metrics.jsonl; -1: none
+    saving: bool
+
+
+def main() -> int:
+    """Runs both, compares them, writes the page; 1 if a byte differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    arguments = parser.parse_args()
+    load = common.load_average()
+    with tempfile.TemporaryDirectory() as folder:
+        whole, killed = pathlib.Path(folder, "whole"), pathlib.Path(folder, "killed")
+        started = time.monotonic()
+        _finish(_start(whole))
+        seconds = time.monotonic() - started
+        rng = random.Random(_SEED)
+        kills = [_kill(killed, number, rng, seconds) for number in range(arguments.kills)]
+        _finish(_start(killed))
+        same = {name: _digest(whole / name) == _digest(killed / name) for name in _FILES}
+        steps = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").open()]
+    PAGE.write_text(_page(kills, same, steps, load))
+    print(PAGE.read_text())
+    return 0 if all(same.values()) else 1
+
+
+def _start(folder: pathlib.Path) -> subprocess.Popen:
+    command = ["-m", "tim_jax.cli", "train", str(_CONFIG), *_CHANGES, f"run.folder={folder}"]
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _finish(process: subprocess.Popen) -> None:
+    output, _ = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"the run ended with status {process.returncode}:\n{output}")
+
+
+def _kill(folder: pathlib.Path, number: int, rng: random.Random, seconds: float) -> Kill:
+    """Starts the run and kills it: every third time in a save, else at any time of a whole run."""
+    process = _start(folder)
+    in_save = number % 3 == 0
+    at, skipped = time.monotonic() + rng.uniform(0, 0.8 * seconds), rng.randrange(3)
+    seen: set[str] = set()
+    while process.poll() is None:
+        saving = sorted(path.name for path in (folder / "checkpoints").glob(".saving-*"))
+        seen.update(saving)
+        if saving and len(seen) > skipped if in_save else time.monotonic() > at:
+            break
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    left = list((folder / "checkpoints").glob(".saving-*"))
+    if process.returncode != -signal.SIGKILL:
+        return Kill("had come to its end", _last_step(folder), False)
+    return Kill("in a save" if in_save else "at random", _last_step(folder), bool(left))
+
+
+def _last_step(folder: pathlib.Path) -> int:
+    path = folder / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else -1
+
+
+def _digest(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _page(kills: list[Kill], same: dict[str, bool], steps: list[int], load: float) -> str:
+    within = sum(kill.saving for kill in kills)
+    lines = [
+        "# A run that is killed",
+        "",
+        "Written by `python scripts/kill_test.py`. One run is left alone; another of the same"
+        f" config gets SIGKILL {len(kills)} times ({within} times with a checkpoint half written)"
+        " and is started again by the same command. The quickstart's model and task, shorter:"
+        f" `{' '.join(_CHANGES)}`.",
+        "",
+        *common.machine_text(load, common.versions("jax", "orbax-checkpoint"), timed=False),
+        "| file | same bytes as of the run left alone |",
+        "|---|---|",
+        *(f"| {name} | {'yes' if equal else 'NO'} |" for name, equal in same.items()),
+        "",
+        f"Steps in metrics.jsonl: {len(steps)} lines, {len(set(steps))} different, up to"
+        f" {max(steps)}.",
+        "",
+        "| kill | moment | last step on disk | checkpoint half written |",
+        "|--:|---|--:|---|",
+        *(
+            f"| {n} | {kill.moment} | {kill.step if kill.step >= 0 else 'none'} |"
+            f" {'yes' if kill.saving else 'no'} |"
+            for n, kill in enumerate(kills, 1)
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Measures every entry of the dial on a small trained model and writes docs/mismatch.md's table.
+
+    python scripts/mismatch_table.py                        # trains the model first; minutes
+    python scripts/mismatch_table.py --run runs/mismatch    # the model of an earlier call
+
+Writes docs/results/mismatch.{md,json,png} and the part of docs/mismatch.md between its markers.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tim_jax import ablation_job, config_io, mismatch, source_charts, train_job
+from tim_jax.audit import ablation_report
+from tim_jax.audit.ablation import BASELINE, TOGETHER, Case
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+# The quickstart up to step 75; its checkpoint of step 50 has the stale weights.
+CHANGES = ("steps=75", "eval.every=0", "run.folder=runs/mismatch")
+MODEL = "the quickstart's model after 75 steps"
+PLAIN: tuple[dict[str, Any], ...] = (
+    {"name": "compute", "dtype": "bfloat16"},
+    {"name": "compute", "dtype": "float16"},
+    {"name": "lm_head", "dtype": "bfloat16"},
+    {"name": "logits", "dtype": "bfloat16"},
+    {"name": "softmax", "dtype": "bfloat16"},
+    {"name": "attention_softmax", "dtype": "bfloat16"},
+    {"name": "kv_cache", "dtype": "bfloat16"},
+    {"name": "kv_cache", "dtype": "float8_e4m3fn"},
+    {"name": "kv_cache", "dtype": "float8_e5m2"},
+    {"name": "kv_cache", "dtype": "int8"},
+    {"name": "quantised_weights", "dtype": "int8"},
+    {"name": "quantised_weights", "dtype": "float8_e4m3fn"},
+    {"name": "quantised_weights", "dtype": "int4", "group": 32},
+    {"name": "quantised_weights", "dtype": "int4"},
+    {"name": "stale_weights", "updates": 25},
+    {"name": "native_kernels"},
+    {"name": "tile_sizes", "rows": 4, "attention_rows": 4, "kv_block": 8},
+    {"name": "sum_order", "lanes": 8},
+    {"name": "split_k", "pieces": 4},
+    {"name": "split_kv", "programs": 1024},  # two pieces at 512 (sequence, head) pairs
+    {"name": "tensor_parallel", "ranks": 2},
+    {"name": "pallas_attention", "interpret": True},
+    {"name": "logit_noise", "std": 0.01},
+    {"name": "log_prob_noise", "std": 0.01, "by": "probability"},
+    {"name": "log_prob_noise", "std": 0.01, "distribution": "student"},
+)
+# What a real engine might do at one time.
+ENGINE: tuple[dict[str, Any], ...] = (
+    {"name": "compute", "dtype": "bfloat16"},
+    {"name": "logits", "dtype": "bfloat16"},
+    {"name": "kv_cache", "dtype": "float8_e4m3fn"},
+    {"name": "quantised_weights", "dtype": "float8_e4m3fn"},
+    {"name": "native_kernels"},
+    {"name": "split_kv", "programs": 1024},
+)
+# Mistakes that show only under a temperature and a truncation, or at an end token.
+SEMANTIC: tuple[dict[str, Any], ...] = (
+    {"name": "raw_log_probs"},
+    {"name": "ignored_truncation"},
+    {"name": "dropped_end"},
+    {"name": "dropped_end", "replacement": 0},
+    {"name": "pad_mask", "pad": 0},
+)
+
+
+def cases(tables: Sequence[dict[str, Any]]) -> list[Case]:
+    dials = [mismatch.build([table]) for table in tables]
+    alone = [Case(mismatch.label(dial.entries[0]), dial) for dial in dials]
+    return [Case(BASELINE, mismatch.EXACT), *alone]
+
+
+def measure(folder: str, prompts: int, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The records at temperature 1, and at temperature 0.6 with top_p 0.8."""
+    bench = ablation_job.make_bench(folder, prompts=prompts, samples=samples)
+    # Of up to 24 tokens, so that a sequence has one block of keys: half the compiling.
+    sampling = replace(bench.policy.sampling, max_response_length=24)
+    bench = replace(bench, name=MODEL, policy=replace(bench.policy, sampling=sampling))
+    together = Case(f"{TOGETHER}, as an engine", mismatch.build(ENGINE))
+    plain = ablation_job.report(bench, [*cases(PLAIN), together]).record
+    sampling = replace(sampling, temperature=0.6, top_p=0.8)
+    stop = sampling.stop_tokens[0]
+    tables = [*SEMANTIC[:-1], {"name": "pad_mask", "pad": stop}]
+    policy = replace(bench.policy, sampling=sampling)
+    return plain, ablation_job.report(replace(bench, policy=policy), cases(tables)).record
+
+
+def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
+    results = DOCS / "results"
+    source_charts.source_chart(
+        plain,
+        results / "mismatch.png",
+        title=f"Mismatch by source: {MODEL}, float32 learner, temperature 1",
+    )
+    both = {"temperature_1": plain, "temperature_0.6_top_p_0.8": semantic}
+    (results / "mismatch.json").write_text(json.dumps(both, indent=1) + "\n")
+    where = f"jax {plain['jax']}, Python {plain['python']}, {plain['device']}"
+    full = [
+        "# Mismatch by source: all figures",
+        "",
+        f"Made by `python scripts/mismatch_table.py`: {where}. Learner: {plain['learner']}. What"
+        " the entries are, and what is normal elsewhere: [mismatch](../mismatch.md).",
+        "",
+        "## Temperature 1",
+        "",
+        ablation_report.to_markdown(plain),
+        "## Temperature 0.6, top_p 0.8",
+        "",
+        ablation_report.to_markdown(semantic),
+    ]
+    (results / "mismatch.md").write_text("\n".join(full))
+    page = DOCS / "mismatch.md"
+    before, rest = page.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    middle = [
+        BEGIN,
+        f"Made by `python scripts/mismatch_table.py` with {where}. All metrics and profiles:"
+        " [results](results/mismatch.md).",
+        "",
+        "![mismatch by source](results/mismatch.png)",
+        "",
+        f"Learner: {plain['learner']}; temperature 1:",
+        "",
+        ablation_report.to_markdown(plain, every_metric=False, profiles=False).rstrip(),
+        "",
+        "Under temperature 0.6 and top_p 0.8:",
+        "",
+        ablation_report.to_markdown(semantic, every_metric=False, profiles=False).rstrip(),
+        END,
+    ]
+    page.write_text(before + "\n".join(middle) + after)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", help="a run folder to measure instead of training one")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8)
+    arguments = parser.parse_args()
+    folder = arguments.run
+    if folder is None:
+        folder = str(train_job.train_run(config_io.load(ROOT / "configs/quickstart.toml", CHANGES)))
+    write(*measure(folder, arguments.prompts, arguments.samples))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Plans Qwen3-8B with the recipe of Beyond Precision on 16, 64 and 256 chips, and tabulates it.
+
+    python scripts/plan_table.py            # needs pip install -e ".[plan]"; no TPU
+
+Writes docs/results/plan.md. Every figure is read off programs compiled for the slice by
+`tim-jax plan`, which this runs once a slice; `--keep FOLDER` keeps (and takes again) its JSON.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import bench_common as common
+
+PAGE = common.RESULTS / "plan.md"
+ROOT = pathlib.Path(__file__).parent.parent
+CONFIG = "configs/beyond_precision.toml"
+ARCHITECTURE = "configs/architectures/qwen3_8b.json"
+FAMILY = "numerics.family=pallas_tpu"
+GIB = 2**30
+
+
+class Slice(NamedTuple):
+    """A slice of a pod, with every device on the fsdp axis and one sequence a device at a time."""
+
+    name: str
+    devices: int
+    drawn: int | None = None  # sequences sampled at a time, where all of a step do not fit
+    quick: bool = False  # without the search for the largest batch
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What is changed in the config, and how it is planned."""
+        changes = [f"placement.fsdp={self.devices}", f"learner.micro_batch={self.devices}", FAMILY]
+        if self.drawn:
+            changes.append(f"sampler.micro_batch={self.drawn}")
+        return (*(("--quick",) if self.quick else ()), *changes)
+
+    @property
+    def command(self) -> str:
+        """As one would type it."""
+        return (
+            f"tim-jax plan {CONFIG} --architecture {ARCHITECTURE}"
+            f" --topology {self.name} {' '.join(self.options)}"
+        )
+
+
+# Keys and values of the recipe's batch are 1.4 TiB: about all that 16 v5p chips have.
+SLICES = (
+    Slice("v5p:2x2x4", 16, drawn=512),
+    Slice("v5p:4x4x4", 64, quick=True),
+    Slice("v5p:4x8x8", 256, quick=True),
+)
+
+
+def planned(one: Slice, folder: pathlib.Path) -> dict[str, Any]:
+    """The plan's JSON; compiled, unless the folder has it."""
+    file = folder / f"{one.name.replace(':', '_')}.json"
+    if not file.exists():
+        command = [sys.executable, "-m", "tim_jax.cli", "plan", CONFIG]
+        command += ["--topology", one.name, "--architecture", ARCHITECTURE, "--json", str(file)]
+        found = subprocess.run([*command, *one.options], check=False, cwd=ROOT)
+        if not file.exists():
+            raise SystemExit(f"tim-jax plan ended with status {found.returncode}")
+    return json.loads(file.read_text())
+
+
+def page(plans: list[dict[str, Any]], load: float) -> list[str]:
+    return [*_intro(load), *_memory(plans), *_work(plans), *_largest(plans), *_audit(plans)]
+
+
+def _intro(load: float) -> list[str]:
+    return [
+        "# A plan for a pod",
+        "",
+        "Written by `python scripts/plan_table.py`, which runs `tim-jax plan` for each slice"
+        " ([what it does and counts](../plan.md)). Nothing ran on a TPU: programs were compiled for"
+        " these slices on the CPU machine below, and every figure is read off them.",
+        "",
+        "Qwen3-8B with the recipe of Beyond Precision (arXiv 2602.01826), Table 1:"
+        f" `{CONFIG}`, 64 prompts x 16 samples, prompts of up to 2,048 and responses of up to"
+        " 8,192 tokens, bfloat16 over float32 masters, kernels `pallas_tpu`. Every response is"
+        " taken to be of full length. All devices are on the fsdp axis, one sequence a device at a"
+        " time.",
+        "",
+        *common.machine_text(load, common.versions("jax", "jaxlib", "libtpu"), timed=False),
+        "```bash",
+        *(one.command for one in SLICES),
+        "```",
+        "",
+    ]
+
+
+def _memory(plans: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "## Memory of a device, GiB",
+        "",
+        "| slice | chips | devices | program | arguments | outputs | temporaries | aliased"
+        " | elsewhere | total | of | |",
+        "|---|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for plan in plans:
+        for name, stage in plan["stages"].items():
+            memory = {key: size / GIB for key, size in stage["memory"].items()}
+            lines.append(
+                f"| {plan['topology']} | {plan['chips']} | {plan['devices']} | {name}"
+                f" | {memory['arguments']:.2f} | {memory['outputs']:.2f}"
+                f" | {memory['temporaries'] + memory['together']:.2f} | {memory['aliased']:.2f}"
+                f" | {memory['resident']:.2f} | {memory['total']:.2f}"
+                f" | {plan['capacity'] / GIB:.2f} | {'fits' if stage['fits'] else '**too much**'} |"
+            )
+    fitting = [p["topology"] for p in plans if p["fits"]]
+    extrapolated = {tuple(p["stages"]["sampler"]["layers_compiled"]) for p in plans}
+    return [
+        *lines,
+        "",
+        f"The recipe fits on {', '.join(fitting) or 'none'}; where the commands above say"
+        " `sampler.micro_batch`, a step is sampled in rounds, because the keys and values of all of"
+        " it do not fit beside the weights. The bits are the same.",
+        "",
+        "Elsewhere: masters and optimiser while sampling and scoring. The sampler was compiled with"
+        f" {' or '.join(' and '.join(map(str, one)) for one in sorted(extrapolated))} layers and"
+        " continued to 36; the learner's programs whole.",
+        "",
+    ]
+
+
+def _work(plans: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "## Work of a device, per step",
+        "",
+        f"| slice | program | products, TFLOP | over {plans[0]['topology']} | memory traffic, TB"
+        " | collectives, GB received | by kind (times, GB) |",
+        "|---|---|--:|--:|--:|--:|---|",
+    ]
+    for plan in plans:
+        for name, stage in plan["stages"].items():
+            first = plans[0]["stages"][name]["flops"]
+            kinds = stage["collectives"]
+            received = sum(one["bytes"] for one in kinds.values()) / 1e9
+            written = "; ".join(
+                f"{kind} {one['count']:,}, {one['bytes'] / 1e9:,.1f}"
+                for kind, one in sorted(kinds.items())
+            )
+            lines.append(
+                f"| {plan['topology']} | {name} | {stage['flops'] / 1e12:,.0f}"
+                f" | {stage['flops'] / first:.3f} | {stage['bytes_accessed'] / 1e12:,.1f}"
+                f" | {received:,.1f} | {written} |"
+            )
+    return [*lines, ""]
+
+
+def _largest(plans: list[dict[str, Any]]) -> list[str]:
+    lines = ["## The largest batch that fits", ""]
+    for plan in plans:
+        for key, found in plan["largest"].items():
+            more = "" if found["bounded"] else ", all that there are"
+            lines.append(
+                f"- {plan['topology']}: `{key} = {found['count']}`{more}"
+                f" ({found['total'] / GIB:.1f} of {plan['capacity'] / GIB:.1f} GiB)"
+            )
+        lines += [f"- {plan['topology']}, what to change: {line}" for line in plan["advice"]]
+    return [*lines, ""]
+
+
+def _audit(plans: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "## The sampler's forward against the learner's",
+        "",
+        "Distinct kernels, products, float sums and sums over devices in the sampler's compiled"
+        " program (of the fewer layers), each against its nearest in the learner's forward: code,"
+        " operand types, layouts, and what is summed over.",
+        "",
+        "| slice | sites | twins | differ |",
+        "|---|--:|--:|--:|",
+    ]
+    for plan in plans:
+        compared = [twin for twin in plan["audit"] if twin["kind"] != "pick"]
+        differing = sum(bool(twin["differences"]) for twin in compared)
+        lines.append(
+            f"| {plan['topology']} | {len(compared)} | {len(compared) - differing} | {differing} |"
+        )
+    return [*lines, "", *_sites(plans[0]), ""]
+
+
+def _sites(plan: dict[str, Any]) -> Iterator[str]:
+    """The first slice's sites, one by one."""
+    yield f"On {plan['topology']}, one by one:"
+    yield ""
+    yield "| kind | name | times in the program | rows, sampler and learner | difference |"
+    yield "|---|---|--:|---|---|"
+    for twin in (one for one in plan["audit"] if one["kind"] != "pick"):
+        differences = "; ".join(twin["differences"]).replace("|", "/")
+        yield (
+            f"| {twin['kind']} | {twin['name']} | {twin['count']}"
+            f" | {', '.join(twin['row_sizes']) or 'the same'} | {differences or 'none'} |"
+        )
+
+
+def main() -> None:
+    """Writes the page, or prints it for a smoke test: one slice."""
+    parser = common.parser("Tabulates plans for TPU slices.", PAGE)
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for the plans' JSON")
+    options = parser.parse_args()
+    load = common.load_average()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or pathlib.Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        slices = SLICES[-1:] if options.smoke else SLICES
+        plans = [planned(one, folder.resolve()) for one in slices]
+    common.publish(page(plans, load), options, PAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Programs of the Pallas families, to be lowered or compiled for devices that are not here."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from tim_jax import kernels, sampler, scoring
+from tim_jax.model import transformer
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.params import parameter_shapes
+from tim_jax.numerics import (
+    GPU_EXACT_BF16,
+    GPU_EXACT_F32,
+    TPU_EXACT_BF16,
+    TPU_EXACT_F32,
+    Numerics,
+)
+from tim_jax.policy import Sampling
+from tim_jax.types import Prompts, Rollout
+
+NUMERICS = {
+    "pallas_gpu": {"float32": GPU_EXACT_F32, "bfloat16": GPU_EXACT_BF16},
+    "pallas_tpu": {"float32": TPU_EXACT_F32, "bfloat16": TPU_EXACT_BF16},
+}
+DEVICES = {
+    "pallas_gpu": ("cuda", AbstractDevice("NVIDIA H200", 132, "cuda")),
+    "pallas_tpu": ("tpu", AbstractDevice("TPU v5 lite", 1, "tpu")),
+}
+# Real proportions, few layers: heads of 128, groups of 2, a vocabulary that is no power of two.
+CONFIG = ModelConfig(
+    model_type="qwen3",
+    vocab_size=640,
+    hidden_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    intermediate_size=384,
+    max_positions=512,
+    tied_embeddings=True,
+    qk_norm=True,
+)
+
+
+def operations(numerics: Numerics, rows: int = 70):
+    """Name -> (function, shapes) of every kernel, with every option that makes it another one."""
+    ops, dtype, f32 = kernels.family(numerics), numerics.dtype, jnp.float32
+    heads = kernels.Heads(4, 2, 128)
+    shape = jax.ShapeDtypeStruct
+    x, weight = shape((rows, 256), dtype), shape((256, 512), dtype)
+    y, angle = shape((rows, 8 * 128), f32), shape((rows, 64), f32)
+    one, logits = shape((rows,), f32), shape((rows, 5000), f32)
+    extras = {name: shape((128,), f32) for name in ("q_norm", "k_norm")}
+    extras["bias"] = shape((8 * 128,), f32)
+    query = shape((3, 2, 2 * 70, 128), dtype)
+    key, value = shape((3, 2, 128, 200), dtype), shape((3, 2, 200, 128), dtype)
+    positions = shape((3, 140), jnp.int32)
+    use = {"numerics": numerics}
+    project = partial(ops.project, heads=heads, eps=1e-6, **use)
+    return {
+        "dot": (partial(ops.dot, **use), (x, weight)),
+        "dot_add": (
+            lambda x, w, r: ops.dot_add(x, w, r, None, **use),
+            (x, weight, shape((rows, 512), dtype)),
+        ),
+        "dot_add, bias": (
+            partial(ops.dot_add, **use),
+            (x, weight, shape((rows, 512), dtype), shape((512,), f32)),
+        ),
+        "gated_dot": (lambda x, w: ops.gated_dot(x, w, None, **use), (x, weight)),
+        "gated_dot, bias": (partial(ops.gated_dot, **use), (x, weight, shape((512,), f32))),
+        "norm": (partial(ops.norm, eps=1e-6, **use), (x, shape((256,), f32))),
+        "project": (project, (y, angle, angle, extras)),
+        "project, bare": (project, (y, angle, angle, {})),
+        "attention": (
+            partial(ops.attention, aligned=False, **use),
+            (query, key, value, positions),
+        ),
+        "exponentials": (partial(ops.exponentials, **use), (logits, one)),
+        "row_sum": (partial(ops.row_sum, **use), (logits,)),
+        "log": (partial(ops.log, **use), (one,)),
+        "log_normaliser": (lambda x, p: ops.log_normaliser(x, p, x, **use), (logits, one)),
+    }
+
+
+def programs(numerics: Numerics, *, config: ModelConfig = CONFIG, batch: int = 3):
+    """Name -> (function, shapes) of a whole sampler and of a learner's gradient."""
+    shape = jax.ShapeDtypeStruct
+    prepare = partial(transformer.prepare, config=config, numerics=numerics)
+    weights = jax.eval_shape(prepare, parameter_shapes(config))
+    sampling = Sampling(96, top_p=0.9)
+    options = {"config": config, "numerics": numerics, "sampling": sampling}
+    prompts = Prompts(
+        tokens=shape((batch, 40), jnp.int32),
+        lengths=shape((batch,), jnp.int32),
+        ids=shape((batch,), jnp.int32),
+    )
+    rollout = Rollout(
+        prompts=shape((batch, 40), jnp.int32),
+        prompt_lengths=shape((batch,), jnp.int32),
+        responses=shape((batch, 96), jnp.int32),
+        lengths=shape((batch,), jnp.int32),
+        log_probs=shape((batch, 96), jnp.float32),
+        finished=shape((batch,), jnp.bool_),
+    )
+
+    def sample(weights, prompts, seed):
+        return sampler.sample(weights, prompts, jax.random.key(seed), samples=1, **options)
+
+    def learn(weights, rollout):
+        def loss(weights):
+            log_probs, _ = scoring.score(weights, rollout, **options)
+            return jnp.sum(jnp.where(rollout.mask, log_probs, 0.0))
+
+        return jax.value_and_grad(loss)(weights)
+
+    return {
+        "sampler": (sample, (weights, prompts, shape((), jnp.uint32))),
+        "learner": (learn, (weights, rollout)),
+    }
+
+
+def lower(family: str, function, shapes, *, sharding=None):
+    """Lowered for the family's device, none of which need be here."""
+    platform, device = DEVICES[family]
+    if sharding is not None:
+        shapes = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes
+        )
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,))
+
+
+def one_layer() -> ModelConfig:
+    return replace(CONFIG, num_layers=1)

@@ -1,0 +1,407 @@
+"""The Pallas kernels in interpret mode: against float64, and against themselves, bit by bit."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tim_jax import audit, kernel_choice, kernels
+from tim_jax.audit.cases import plain_sampling
+from tim_jax.errors import InputError
+from tim_jax.kernels.composed import NATIVE
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import (
+    GPU_EXACT_BF16,
+    GPU_EXACT_F32,
+    TPU_EXACT_F32,
+    Numerics,
+)
+from tim_jax.tile_sizes import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile, TpuTiles
+
+GPU_TILES = GpuTiles(
+    block_k=16,
+    matmul=((20, MatmulTile(16, 16)), (None, MatmulTile(32, 16))),
+    attention_rows=16,
+    row_tile=4,
+    lanes=32,
+)
+TPU_TILES = TpuTiles(rows=16, attention_rows=16, lanes=128)
+GPU = Numerics(family="pallas_gpu", kv_block=16, head_rows=16, gpu=GPU_TILES, interpret=True)
+TPU = Numerics(family="pallas_tpu", kv_block=128, head_rows=16, tpu=TPU_TILES, interpret=True)
+FAMILIES = pytest.mark.parametrize("family", [GPU, TPU], ids=["gpu", "tpu"])
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+HEADS = kernels.Heads(query=4, key=2, size=16)
+ROWS = 21
+ERROR = {"float32": 2e-6, "bfloat16": 2**-8}  # of the largest value
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def f64(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def bits(x):
+    return np.asarray(x).tobytes()
+
+
+def with_dtype(family, dtype):
+    return replace(family, compute_dtype=dtype)
+
+
+def near(found, exact, dtype):
+    np.testing.assert_allclose(f64(found), exact, atol=ERROR[dtype] * np.abs(exact).max(), rtol=0)
+
+
+@cache
+def jitted(numerics, name, **options):
+    return jax.jit(partial(getattr(kernels.family(numerics), name), numerics=numerics, **options))
+
+
+def rows_alone(run, *rows):
+    """The bits of every row do not depend on the rows beside it, nor on its place."""
+    rows = [np.asarray(x) for x in rows]
+    whole, count = np.asarray(run(*rows)), len(rows[0])
+    assert count > 16
+    for part in (slice(0, 1), slice(count - 1, count)):
+        assert bits(run(*(x[part] for x in rows))) == bits(whole[part])
+    order = np.random.default_rng(0).permutation(count)
+    assert bits(run(*(x[order] for x in rows))) == bits(whole[order])
+    return whole
+
+
+# --- products --------------------------------------------------------------------------------
+
+
+def operands(numerics, family_is_gpu):
+    """x, weight, residual and bias: two steps of the contraction, two tiles of columns."""
+    size, width = (48, 32) if family_is_gpu else (256, 256)
+    x = normal(0, ROWS, size, dtype=numerics.dtype)
+    weight = (normal(1, size, width) * size**-0.5).astype(numerics.dtype)
+    return x, weight, normal(2, ROWS, width, dtype=numerics.dtype), normal(3, width)
+
+
+@FAMILIES
+@DTYPES
+def test_dot_is_the_product_and_rows_stand_alone(family, dtype):
+    numerics = with_dtype(family, dtype)
+    x, weight, _, _ = operands(numerics, family is GPU)
+    run = jitted(numerics, "dot")
+    near(rows_alone(lambda x: run(x, weight), x), f64(x) @ f64(weight), "float32")
+
+
+@FAMILIES
+@DTYPES
+def test_dot_add_is_the_residual_sum(family, dtype):
+    numerics = with_dtype(family, dtype)
+    x, weight, residual, bias = operands(numerics, family is GPU)
+    found = jitted(numerics, "dot_add")(x, weight, residual, bias)
+    near(found, f64(residual) + f64(x) @ f64(weight) + f64(bias), dtype)
+    run = jitted(numerics, "dot_add")
+    rows_alone(lambda x, r: run(x, weight, r, None), x, residual)
+
+
+@FAMILIES
+@DTYPES
+def test_gated_dot_is_silu_of_the_gate_times_up(family, dtype):
+    numerics = with_dtype(family, dtype)
+    x, weight, _, bias = operands(numerics, family is GPU)
+    gate, up = np.split(f64(x) @ f64(weight) + f64(bias), 2, axis=1)
+    run = jitted(numerics, "gated_dot")
+    near(run(x, weight, bias), gate / (1 + np.exp(-gate)) * up, dtype)
+    rows_alone(lambda x: run(x, weight, None), x)
+
+
+def test_gpu_tiles_change_with_the_row_count_and_the_bits_do_not():
+    """17 rows take the first tile of the table, 21 the second."""
+    assert GPU_TILES.tile(17) != GPU_TILES.tile(21)
+    x, weight, _, _ = operands(GPU, True)
+    run = jitted(GPU, "dot")
+    assert bits(run(x, weight)[:17]) == bits(run(x[:17], weight))
+
+
+# --- row functions ---------------------------------------------------------------------------
+
+
+@FAMILIES
+@DTYPES
+def test_norm_is_rms_norm(family, dtype):
+    numerics = with_dtype(family, dtype)
+    x, weight = normal(0, ROWS, 48, dtype=numerics.dtype), normal(1, 48)
+    run = jitted(numerics, "norm", eps=1e-6)
+    found = rows_alone(lambda x: run(x, weight), x)
+    exact = f64(x) / np.sqrt((f64(x) ** 2).mean(-1, keepdims=True) + 1e-6) * f64(weight)
+    near(found, exact, dtype)
+
+
+def project_inputs():
+    size = HEADS.size
+    y = normal(0, ROWS, (HEADS.query + 2 * HEADS.key) * size)
+    angle = np.random.default_rng(1).uniform(0, 6, (ROWS, size // 2))
+    cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    optional = {"bias": normal(2, y.shape[1]), "q_norm": normal(3, size), "k_norm": normal(4, size)}
+    return y, cos, sin, optional
+
+
+def reference_head(part, cos, sin, weight, scale):
+    """One head [N, D] in float64: normed if there is a weight, rotated, scaled."""
+    if weight is not None:
+        part = part / np.sqrt((part**2).mean(-1, keepdims=True) + 1e-6) * weight
+    first, second = np.split(part, 2, axis=1)
+    turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+    return turned * scale
+
+
+@FAMILIES
+@pytest.mark.parametrize(
+    ("dtype", "extras"), [("float32", True), ("bfloat16", True), ("float32", False)]
+)
+def test_project_norms_rotates_and_scales(family, dtype, extras):
+    numerics = with_dtype(family, dtype)
+    y, cos, sin, optional = project_inputs()
+    optional = optional if extras else {}
+    run = jitted(numerics, "project", heads=HEADS, eps=1e-6)
+    query, key, value = run(y, cos, sin, optional)
+    parts = f64(y) + (f64(optional["bias"]) if extras else 0)
+    parts = parts.reshape(ROWS, -1, HEADS.size)
+    weights = [f64(optional[name]) if extras else None for name in ("q_norm", "k_norm")]
+    for head in range(HEADS.query):
+        args = parts[:, head], f64(cos), f64(sin), weights[0], HEADS.size**-0.5
+        near(query[:, head], reference_head(*args), dtype)
+    for head in range(HEADS.key):
+        args = parts[:, HEADS.query + head], f64(cos), f64(sin), weights[1], 1.0
+        near(key[:, head], reference_head(*args), dtype)
+    near(value, parts[:, HEADS.query + HEADS.key :], dtype)
+    for index in range(3):
+        rows_alone(lambda *rows, i=index: run(*rows, optional)[i], y, cos, sin)
+
+
+# --- attention -------------------------------------------------------------------------------
+
+
+def attention_inputs(numerics, length):
+    batch, heads, group, size = 2, 1, 2, 16
+    query = normal(0, batch, heads, length * group, size) * size**-0.5
+    key, value = normal(1, batch, heads, size, length), normal(2, batch, heads, length, size)
+    at = jnp.repeat(jnp.broadcast_to(jnp.arange(length)[None], (batch, length)), group, axis=1)
+    # On the host, where slicing compiles nothing.
+    return *(np.asarray(x.astype(numerics.dtype)) for x in (query, key, value)), np.asarray(at)
+
+
+def reference_attention(query, key, value, at):
+    scores = np.einsum("bkmd,bkds->bkms", f64(query), f64(key))
+    hidden = np.arange(key.shape[3])[None, None, :] > np.asarray(at)[:, :, None]
+    scores = np.where(hidden[:, None], -np.inf, scores)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bkms,bksd->bkmd", weights / weights.sum(-1, keepdims=True), f64(value))
+
+
+@FAMILIES
+@DTYPES
+def test_attention_is_causal_softmax(family, dtype):
+    """And one token at a time, over a longer cache with anything in its unused places, has the bits
+    of the whole sequence."""
+    numerics = with_dtype(family, dtype)
+    length = 37 if family is GPU else 137
+    query, key, value, at = attention_inputs(numerics, length)
+    run = jitted(numerics, "attention", aligned=False)
+    whole = np.asarray(run(query, key, value, at))
+    near(whole, reference_attention(query, key, value, at), dtype)
+    more = 2 * numerics.kv_block
+    junk = np.asarray((100 * normal(9, *key.shape[:3], more)).astype(numerics.dtype))
+    longer_key = np.concatenate([key, junk], axis=3)
+    longer_value = np.concatenate([value, junk.swapaxes(2, 3)], axis=2)
+    for token in (0, 1, 15, 16, length - 1):
+        rows = slice(2 * token, 2 * token + 2)
+        one = run(query[:, :, rows], longer_key, longer_value, at[:, rows])
+        assert bits(one) == bits(whole[:, :, rows])
+    assert bits(run(query[1:], key[1:], value[1:], at[1:])) == bits(whole[1:])
+
+
+# --- the head --------------------------------------------------------------------------------
+
+
+@FAMILIES
+@pytest.mark.parametrize("width", [23, 300])
+def test_sums_over_the_vocabulary(family, width):
+    """300 elements are several blocks, the last one cut; 23 are less than one."""
+    x = 5 * normal(0, ROWS, width)
+    peak = jnp.max(x, axis=1)
+    exact = np.exp(f64(x) - f64(peak)[:, None])
+    weights = rows_alone(jitted(family, "exponentials"), x, peak)
+    near(weights, exact, "float32")
+    near(rows_alone(jitted(family, "row_sum"), weights), exact.sum(-1), "float32")
+    run = jitted(family, "log_normaliser")
+    near(rows_alone(lambda x, p: run(x, p, x), x, peak), np.log(exact.sum(-1)), "float32")
+    shifted = weights[:, 0] + 1
+    near(rows_alone(jitted(family, "log"), shifted), np.log(f64(shifted)), "float32")
+
+
+# --- gradients -------------------------------------------------------------------------------
+
+
+@FAMILIES
+@DTYPES
+def test_gradients_are_those_of_the_plain_expressions(family, dtype):
+    """Which are held to float64 elsewhere: a chain of a norm, both products and a rotation."""
+    numerics = with_dtype(family, dtype)
+    size = 128
+    x = normal(0, 17, size, dtype=numerics.dtype)
+    weights = normal(1, size), normal(2, size, 2 * size), normal(3, size, size), normal(4, size)
+    cast = [w.astype(numerics.dtype) for w in weights[1:3]]
+    arguments = (x, weights[0], cast[0] * 0.1, cast[1] * 0.1, weights[3])
+
+    def loss(ops, x, norm, gate_up, down, bias):
+        hidden = ops.gated_dot(
+            ops.norm(x, norm, eps=1e-6, numerics=numerics), gate_up, None, numerics=numerics
+        )
+        y = ops.dot_add(hidden, down, x, bias, numerics=numerics)
+        return jnp.sum(jnp.sin(ops.dot(y, down, numerics=numerics)))
+
+    ours, plain = (
+        jax.jit(jax.grad(partial(loss, ops), argnums=(0, 1, 2, 3, 4)))(*arguments)
+        for ops in (kernels.family(numerics), NATIVE)
+    )
+    for found, expected in zip(ours, plain, strict=True):
+        near(found, f64(expected), "bfloat16" if dtype == "bfloat16" else "float32")
+        assert np.abs(f64(found)).max() > 0
+
+
+# --- the whole forward -----------------------------------------------------------------------
+
+CONFIG = ModelConfig(
+    model_type="qwen3",
+    vocab_size=48,
+    hidden_size=32,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+    max_positions=256,
+    tied_embeddings=True,
+    qk_norm=True,
+)
+SIZES = audit.Sizes(3, 2, 6, 9)  # one key block: a decode loop less to compile
+LONGER = audit.Sizes(3, 2, 9, 30)
+LEARNER = audit.Case("learner", plain_sampling(CONFIG, SIZES), audit.Score())
+ALONE = audit.Case("alone", plain_sampling(CONFIG, SIZES), audit.Again(one_by_one=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_sampler_and_learner_agree_to_the_bit(dtype):
+    numerics = with_dtype(GPU, dtype)
+    options = {"numerics": (numerics,), "cases": (LEARNER,), "sizes": SIZES, "control": False}
+    (result,) = audit.audit(audit.random_params(CONFIG, 0), CONFIG, **options)
+    assert result.passed
+    assert result.compared_tokens > 20
+
+
+@pytest.mark.slow
+@DTYPES
+@pytest.mark.parametrize("case", [LEARNER, ALONE], ids=["learner", "alone"])
+def test_sampler_and_learner_agree_to_the_bit_on_tpu_tiles(dtype, case):
+    config = replace(CONFIG, vocab_size=128, hidden_size=128, num_heads=8, intermediate_size=128)
+    config = replace(config, num_kv_heads=4)
+    options = {"cases": (case,), "sizes": SIZES, "control": False}
+    params = audit.random_params(config, 0)
+    (result,) = audit.audit(params, config, numerics=(with_dtype(TPU, dtype),), **options)
+    assert result.passed
+    assert result.compared_tokens > 10
+
+
+@pytest.mark.slow
+def test_a_whole_audit_in_interpret_mode():
+    """In float32, where the control must differ; in bfloat16 the GPU check's small run has one."""
+    options = {"numerics": (with_dtype(GPU, "float32"),), "sizes": LONGER, "quick": True}
+    results = list(audit.audit(audit.random_params(CONFIG, 1), CONFIG, **options))
+    assert all(result.passed for result in results)
+    controls = [result for result in results if result.control]
+    assert controls
+    assert all(result.compared_tokens > 0 for result in results)
+    assert sum(result.unequal_tokens for result in controls) > 0
+
+
+# --- refusals and records --------------------------------------------------------------------
+
+
+def refused(config, numerics, message):
+    with pytest.raises(InputError, match=message) as caught:
+        kernel_choice.check(config, numerics)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_wrong_device_is_refused_by_name():
+    for numerics, device in ((GPU_EXACT_F32, "GPU"), (TPU_EXACT_F32, "TPU")):
+        refused(CONFIG, numerics, f"needs a {device}.*'cpu'.*tiles")
+        with pytest.raises(InputError, match=f"needs a {device}"):
+            next(audit.audit({}, CONFIG, numerics=(numerics,), sizes=SIZES))
+        ops = kernels.family(numerics)
+        with pytest.raises(InputError, match=f"needs a {device}"):
+            ops.dot(jnp.ones((4, 128)), jnp.ones((128, 128)), numerics=numerics)
+
+
+def test_what_a_kernel_cannot_take_is_refused_by_name():
+    refused(replace(CONFIG, head_dim=20), GPU, "heads of 20.*16, 32, 64, 128, 256")
+    refused(replace(CONFIG, head_dim=20), TPU, "heads of 20.*multiples of 16")
+    refused(CONFIG, replace(GPU, kv_block=8), "kv_block of at least 16, got 8")
+    refused(CONFIG, replace(TPU, kv_block=64), "kv_block of at least 128, got 64")
+    wide = replace(GPU, gpu=replace(GPU_TILES, block_k=64))
+    refused(CONFIG, wide, r"gpu.block_k = 64 does not divide .* of 32; it can be 32")
+    refused(replace(CONFIG, vocab_size=23), GPU, "vocabulary.* of 23; no tile fits.*tiles")
+    refused(CONFIG, TPU, r"tpu.block_k = 128 does not divide")
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: GpuTiles(block_k=48), "block_k must be a power of two, at least 16, got 48"),
+        (lambda: GpuTiles(block_k=8), "at least 16, got 8"),
+        (lambda: GpuTiles(matmul=((64, MatmulTile()),)), "end with None"),
+        (
+            lambda: GpuTiles(matmul=((9, MatmulTile()), (9, MatmulTile()), (None, MatmulTile()))),
+            "rising",
+        ),
+        (lambda: MatmulTile(rows=40), "rows must be a power of two, at least 1, got 40"),
+        (lambda: TpuTiles(columns=64), "columns must be at least 128, got 64"),
+        (lambda: Numerics(interpret=True), "interpret is for the Pallas families"),
+        (lambda: Numerics(family="palas_gpu"), "did you mean 'pallas_gpu'"),
+    ],
+)
+def test_impossible_tiles_are_refused(build, message):
+    with pytest.raises(InputError, match=message):
+        build()
+
+
+def test_tiles_are_fitted_to_the_model_and_not_beyond_it():
+    fitted = kernel_choice.fitted(CONFIG, replace(GPU_EXACT_BF16, interpret=True))
+    assert fitted.gpu.block_k == 16
+    assert [tile.columns for _, tile in fitted.gpu.matmul] == [16]
+    kernel_choice.check(CONFIG, fitted)
+    large = replace(CONFIG, vocab_size=1024, hidden_size=1024, head_dim=128, intermediate_size=2048)
+    for tiles in (GPU_EXACT_BF16.gpu, GPU_BF16_BY_ROWS):
+        numerics = replace(GPU_EXACT_BF16, gpu=tiles, interpret=True)
+        assert kernel_choice.fitted(large, numerics) == numerics
+
+
+@pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])
+def test_the_preset_of_whole_tiles_is_taken(family):
+    config = audit.PRESETS["qwen3-blocks"]
+    numerics = replace({"pallas_gpu": GPU_EXACT_BF16, "pallas_tpu": TPU}[family], interpret=True)
+    fitted = kernel_choice.fitted(config, numerics)
+    kernel_choice.check(config, fitted)
+    assert kernel_choice.kernels_used(config, fitted)
+
+
+def test_the_kernels_that_run_are_known_by_name():
+    assert kernel_choice.kernels_used(CONFIG, Numerics()) == ()
+    names = ("attention", "dot", "dot_add", "exponentials", "gated_dot", "log", "log_normaliser")
+    expected = {*names, "norm", "row_sum", "turn"}
+    assert set(kernel_choice.kernels_used(CONFIG, GPU)) == expected
+    tpu = replace(CONFIG, vocab_size=128, hidden_size=128, head_dim=32, intermediate_size=128)
+    assert set(kernel_choice.kernels_used(tpu, TPU)) == expected

@@ -1,0 +1,81 @@
+"""Placements in a run's configuration and in the commands."""
+
+import pytest
+import tiny
+
+from tim_jax import assembly, cli
+from tim_jax.config_io import load
+from tim_jax.errors import InputError
+from tim_jax.placement import SINGLE, Placement
+from tim_jax.sinks import read_lines
+
+REFUSED = {
+    "placement.fsdp=3": "placement.fsdp = 3: data x fsdp = 3 must divide the 64 sequences of a"
+    " step",
+    "placement={fsdp=8, data=2} learner.mini_batches=8": "placement.fsdp = 8: data x fsdp = 16 must"
+    " divide the 8 sequences of a mini-batch",
+    "placement.fsdp=4 learner.micro_batch=2": "placement.fsdp = 4: data x fsdp = 4 must divide the"
+    " 2 sequences of a micro-batch",
+    "placement.sampler={fsdp=5}": "placement.sampler.fsdp = 5: data x fsdp = 5 must divide the 64"
+    " sequences of a step",
+    "placement.tensor=2 numerics.column_tiles=3": "placement.tensor = 2: must divide"
+    " numerics.column_tiles = 3",
+    "placement.data=0": "placement.data = 0: must be 1 or more",
+    "placement.tensr=2": "placement.tensr = 2: unknown key; did you mean 'tensor'?",
+    'placement.decode="hole"': "placement.decode = \"hole\": unknown value; did you mean 'whole'?",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_a_bad_placement_is_refused(overrides):
+    words = overrides.replace(", ", ",").split(" ")
+    with pytest.raises(InputError) as caught:
+        load(None, [word.replace(",", ", ") for word in words])
+    assert REFUSED[overrides] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_placements_of_a_config():
+    assert load(None, []).placement.value == SINGLE
+    config = load(None, ["placement.fsdp=4", "placement.sampler.tensor=2"])
+    assert config.placement.value == Placement(fsdp=4)
+    assert config.placement.for_sampler == Placement(tensor=2)
+    assert config.column_tiles == 2
+    assert load(None, ["placement.tensor=2"]).placement.for_sampler == Placement(tensor=2)
+    assert load(None, ["placement.tensor=2", "numerics.column_tiles=4"]).column_tiles == 4
+    assert "placement" in config.may_change()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["placement.fsdp=16"], "data 1 x fsdp 16 x tensor 1 needs 16 devices, but there are 8"),
+        (["placement.tensor=4"], "column_tiles must divide the model's num_kv_heads = 2, got 4"),
+        (["numerics.column_tiles=3"], "must divide the model's num_kv_heads = 2, got 3"),
+    ],
+)
+def test_what_a_model_or_machine_cannot_be_is_refused_before_compiling(overrides, message):
+    config = load(None, overrides)
+    with pytest.raises(InputError, match=message):
+        assembly.make_policy(config, assembly.make_model(config))
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mesh_goes_on_on_another(tmp_path, capsys):
+    """Trains under fsdp and tensor, resumes under data, evaluates, and samples from the result."""
+    config, folder = tmp_path / "run.toml", tmp_path / "run"
+    config.write_text(f'{tiny.RUN}\n[run]\nfolder = "{folder}"\n')
+    meshed = ["placement.fsdp=2", "placement.tensor=2"]
+    assert cli.main(["train", str(config), *meshed]) == 0
+    assert cli.main(["train", str(config), "placement.data=4", "steps=3"]) == 0
+    lines = [line for line in read_lines(folder / "metrics.jsonl") if line["step"]]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["exact_share"] == 1.0 and line["compared_tokens"] > 0 for line in lines)
+    assert cli.main(["eval", str(config), "placement.data=4", "steps=3"]) == 0
+    outputs = []
+    for axes in (["--tensor", "2"], ["--fsdp", "2", "--tensor", "2"]):
+        capsys.readouterr()
+        assert cli.main(["generate", str(folder), "12>", "3>", "--max-tokens", "8", *axes]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert "log-prob" in outputs[0]

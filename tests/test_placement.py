@@ -1,0 +1,127 @@
+"""Placement: what it refuses, its mesh, and the logical axes of a model's arrays."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import PartitionSpec
+
+from tim_jax import placement
+from tim_jax.audit.cases import Sizes, placements
+from tim_jax.audit.presets import PRESETS
+from tim_jax.errors import InputError
+from tim_jax.model import axes, transformer
+from tim_jax.model.params import parameter_shapes
+from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement
+
+WIDE = replace(
+    tiny.CONFIG,
+    model_type="llama",
+    qk_norm=False,
+    hidden_size=32,
+    num_heads=8,
+    num_kv_heads=4,
+    intermediate_size=32,
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": 0}, "data must be a positive integer, got 0"),
+        ({"fsdp": -1}, "fsdp must be a positive integer, got -1"),
+        ({"tensor": 1.5}, "tensor must be a positive integer, got 1.5"),
+        ({"decode": "hole"}, "decode must be 'whole' or 'sharded', got 'hole'"),
+    ],
+)
+def test_bad_values_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        Placement(**options)
+
+
+def test_too_few_devices_are_refused_with_both_numbers():
+    with pytest.raises(InputError, match=r"fsdp 8 x tensor 2 needs 32 devices, but there are 8"):
+        placement.mesh(Placement(2, 8, 2), jax.devices())
+
+
+def test_a_mesh_has_tensor_neighbours_together():
+    devices = jax.devices()
+    found = placement.mesh(Placement(2, 2, 2), devices)
+    assert found.axis_names == ("data", "fsdp", "tensor")
+    assert found.devices.tolist() == np.array(devices).reshape(2, 2, 2).tolist()
+    assert placement.mesh(Placement(fsdp=3), devices).devices.size == 3
+
+
+def test_counts():
+    where = Placement(2, 3, 4)
+    assert (where.devices, where.shards, where.shape, where.single) == (24, 6, (2, 3, 4), False)
+    assert SINGLE.single
+    assert where.held == Placement(2, 1, 4)
+    assert str(Placement(fsdp=2, decode="sharded")) == "fsdp=2 decode=sharded"
+
+
+def test_rules():
+    assert placement.spec(("whole", "in", "out")) == PartitionSpec(None, ("fsdp",), ("tensor",))
+    assert placement.spec(("rows",)) == PartitionSpec(("data", "fsdp"))
+    assert placement.missing(("whole", "out")) == ("data", "fsdp")
+    assert placement.missing(("hidden",)) == ("data",)
+
+
+CONFIGS = {**PRESETS, "biases": WIDE, "untied biases": replace(WIDE, tied_embeddings=False)}
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logical_axes_are_those_of_the_arrays(name, tiles):
+    """One for every dimension of every parameter and weight, and no more."""
+    config, numerics = CONFIGS[name], Numerics(column_tiles=tiles)
+    shapes = parameter_shapes(config)
+    if any(n % tiles for n in (config.num_kv_heads, config.hidden_size)):
+        pytest.skip("the model has no such column tiles")
+    prepare = partial(transformer.prepare, config=config, numerics=numerics)
+    for tree, found in (
+        (shapes, axes.param_axes(config)),
+        (jax.eval_shape(prepare, shapes), axes.weight_axes(config, numerics)),
+    ):
+        ranks = jax.tree.map(lambda leaf: leaf.ndim, tree)
+        assert ranks == jax.tree.map(len, found, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def test_all_that_is_large_is_split_over_all_of_fsdp_and_tensor():
+    """Master weights, and with them the optimiser's moments."""
+    for config in CONFIGS.values():
+        found = axes.param_axes(config)
+        large = [found["embed"], found["final_norm"], found.get("head", found["embed"])]
+        large += [v for k, v in found["layers"].items() if k in ("q", "k", "v", "o", "up", "down")]
+        assert len(large) == 9
+        assert all(placement.missing(leaf) == ("data",) for leaf in large)
+
+
+@pytest.mark.parametrize(
+    ("where", "tiles", "message"),
+    [
+        (Placement(tensor=2), 1, "tensor = 2 needs numerics whose column_tiles are a multiple"),
+        (Placement(tensor=2), 3, "got column_tiles = 3"),
+        (SINGLE, 8, "column_tiles must divide the model's num_kv_heads = 4, got 8"),
+        (Placement(fsdp=3), 1, "fsdp x tensor = 3 must divide the model's hidden_size = 32"),
+    ],
+)
+def test_what_a_model_cannot_be_is_refused(where, tiles, message):
+    with pytest.raises(InputError, match=message):
+        axes.check(WIDE, Numerics(column_tiles=tiles), where)
+
+
+def test_an_audit_takes_the_placements_that_a_model_allows():
+    found = placements(PRESETS["qwen3"], Sizes(), 8)
+    assert {p.devices for p in found} == {2, 4, 8}
+    assert {p.tensor for p in found} == {1, 2}  # two key heads
+    assert any(p.decode == "sharded" for p in found)
+    assert placements(PRESETS["qwen3"], Sizes(), 1) == ()
+    assert all(52 % p.fsdp == 0 for p in placements(PRESETS["qwen3-awkward"], Sizes(), 8))

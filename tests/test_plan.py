@@ -1,0 +1,582 @@
+"""The plan: what is read off compiled programs, what fits, which slices there are.
+
+Programs are compiled for the suite's eight virtual devices; only the last tests need libtpu.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import lowering
+import pytest
+import tiny
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from tim_jax import cli, kernels, objectives, optimizers
+from tim_jax.errors import InputError
+from tim_jax.learner import Learning, Policy
+from tim_jax.model.config import to_hf
+from tim_jax.placement import Placement
+from tim_jax.plan import (
+    advice,
+    figures,
+    hlo,
+    memory,
+    mosaic,
+    planning,
+    recipe,
+    report,
+    search,
+    topology,
+    traffic,
+    twins,
+    work,
+)
+from tim_jax.plan.memory import Memory
+from tim_jax.plan.topology import Target
+from tim_jax.plan.traffic import Traffic
+
+HERE = Path(__file__).parent
+GIB = 2**30
+EIGHT = Target("eight virtual devices", "cpu", tuple(jax.devices()), 4 * GIB, 8)
+RECIPE = recipe.Recipe(
+    policy=Policy(tiny.CONFIG, tiny.NUMERICS, replace(tiny.SAMPLING, max_response_length=6)),
+    learning=Learning(objectives.rloo(), 4, mode="recompute"),
+    optimizer=optimizers.adamw(optimizers.Rate(1e-2)),
+    prompts=4,
+    prompt_length=8,
+)
+
+
+def on(where: Placement) -> recipe.Recipe:
+    return RECIPE.with_placement(where)
+
+
+@cache
+def stage(what: str, layers: int):
+    program = planning.PROGRAMS[what](on(Placement(fsdp=2)).with_layers(layers), EIGHT.devices)
+    return figures.compiled(program, EIGHT)
+
+
+# What programs say of themselves.
+
+
+def over_all(local, ins, outs, *arguments):
+    mesh = Mesh(jax.devices(), ("x",))
+    call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False))
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(arguments, ins, strict=True)
+    ]
+    return call.lower(*shapes).compile()
+
+
+@pytest.mark.parametrize(
+    ("local", "out", "kind", "received"),
+    [
+        (partial(jax.lax.all_gather, axis_name="x", tiled=True), Spec(), "all-gather", 7 * 64),
+        (partial(jax.lax.psum, axis_name="x"), Spec(), "all-reduce", 2 * 7 * 64 // 8),
+        (
+            partial(jax.lax.ppermute, axis_name="x", perm=[(i, (i + 1) % 8) for i in range(8)]),
+            Spec("x"),
+            "collective-permute",
+            64,
+        ),
+    ],
+)
+def test_collectives_are_found_with_what_a_chip_receives(local, out, kind, received):
+    compiled = over_all(local, (Spec("x"),), out, (128,))
+    found = traffic.collectives(hlo.parse(compiled.as_text()))
+    assert found == {kind: Traffic(1, received)}
+
+
+def test_a_collective_in_a_loop_counts_at_every_turn():
+    def local(x):
+        def step(carry, _):
+            whole = jax.lax.all_gather(carry, "x", tiled=True)
+            return carry * 2 + whole[:16], None
+
+        return jax.lax.scan(step, x, None, length=5)[0]
+
+    compiled = over_all(local, (Spec("x"),), Spec("x"), (128,))
+    found = traffic.collectives(hlo.parse(compiled.as_text()))
+    assert found == {"all-gather": Traffic(5, 5 * 7 * 64)}
+
+
+def test_open_loops_turn_as_often_as_they_are_said_to():
+    def local(x):
+        def step(state):
+            return state[0] + 1, state[1] + jax.lax.all_gather(state[1], "x", tiled=True)[:16]
+
+        def going(state):
+            return (state[0] < 9) & (state[1][0] < 3)
+
+        return jax.lax.while_loop(going, step, (jnp.int32(0), x))[1]
+
+    compiled = over_all(local, (Spec("x"),), Spec("x"), (128,))
+    module = hlo.parse(compiled.as_text())
+    assert traffic.collectives(module)["all-gather"].count == 1
+    assert traffic.collectives(module, (9,))["all-gather"].count == 9
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", 4),
+        ("[2,4]<=[8]", 4),
+        ("[4,2]<=[2,4]T(1,0)", 2),
+        ("mesh['data'=2,'fsdp'=4,'tensor'=1] {'fsdp'}", 4),
+        ("mesh['data'=2,'fsdp'=4,'tensor'=1] {'data','fsdp'}", 8),
+        ("{}", 8),
+    ],
+)
+def test_group_sizes(groups, size):
+    assert traffic.group_size(f"channel_id=1, replica_groups={groups}, dimensions=0", 8) == size
+
+
+def test_memory_is_the_compilers_own():
+    shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    compiled = jax.jit(lambda x, y: (x @ y, x), donate_argnums=1).lower(shape, shape).compile()
+    found = memory.of(compiled)
+    assert found.arguments == 2 * 4 * 256**2
+    assert found.outputs >= 2 * 4 * 256**2
+    assert found.aliased == 4 * 256**2
+    beside = found.outputs + found.temporaries - found.aliased + found.code
+    assert found.total == found.arguments + beside
+
+
+def test_a_refusal_says_how_much_was_wanted():
+    refused = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory"
+        " required for HLO temporaries (22.50G) exceeds available HBM (15.75G). HLO module: jit_f."
+    )
+    found = memory.of_refusal(refused)
+    assert found == Memory(together=round(22.5 * GIB))
+    assert found.total == round(22.5 * GIB)
+    assert memory.of_refusal("INTERNAL: something else") is None
+
+
+def test_products_are_counted_as_the_compiler_does():
+    """On a program without loops or kernels, where the compiler's own count is right."""
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 8, 32), (3, 32, 64))]
+    program = jax.jit(lambda x, y: jnp.einsum("bik,bkj->bij", x, y))
+    theirs = program.lower(*shapes).compile().cost_analysis()["flops"]
+    assert work.count(program.trace(*shapes).jaxpr).flops == theirs == 2 * 3 * 8 * 32 * 64
+
+
+def test_products_in_loops_and_in_kernels():
+    def run(x, w):
+        def step(x, _):
+            return x @ w, None
+
+        return jax.lax.scan(step, x, None, length=7)[0]
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 128), (128, 128))]
+    assert work.count(jax.jit(run).trace(*shapes).jaxpr).flops == 7 * 2 * 16 * 128 * 128
+
+
+def test_a_kernels_blocks_are_copied_when_their_place_changes():
+    numerics = replace(tiny.NUMERICS, family="pallas_tpu", interpret=True, kv_block=128)
+    ops = kernels.family(numerics)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((200, 256), (256, 384))]
+    traced = jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes)
+    found = work.count(traced.jaxpr)
+    tiles, columns, depth = 4, 3, 2  # of 64 rows, 128 columns, 128 of the contraction
+    assert found.flops == 2 * (tiles * 64) * 256 * 384
+    inputs = tiles * columns * depth * (64 * 128 + 128 * 128)
+    assert found.kernel_bytes == 4 * (inputs + tiles * columns * 64 * 128)
+
+
+def test_bytes_of_a_loop_over_slices_are_those_of_the_slices():
+    def run(stack, x):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, stack)[0]
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((50, 64, 64), (8, 64))]
+    module = hlo.parse(jax.jit(run).lower(*shapes).compile().as_text())
+    once = 4 * 50 * 64 * 64
+    assert once <= traffic.bytes_accessed(module) < 5 * once
+
+
+_WRITING = """HloModule writing
+
+%into (cache: f32[8,1024], at: s32[4,1], rows: f32[4,1024]) -> f32[8,1024] {
+  %cache = f32[8,1024] parameter(0)
+  %at = s32[4,1] parameter(1)
+  %rows = f32[4,1024] parameter(2)
+  ROOT %scatter = f32[8,1024] scatter(%cache, %at, %rows), to_apply=%second
+}
+
+ENTRY %main (cache: f32[8,1024], at: s32[4,1], rows: f32[4,1024]) -> f32[8,1024] {
+  %cache = f32[8,1024] parameter(0)
+  %at = s32[4,1] parameter(1)
+  %rows = f32[4,1024] parameter(2)
+  ROOT %fusion = f32[8,1024] fusion(%cache, %at, %rows), kind=kCustom, calls=%into
+}
+"""
+
+
+def test_bytes_of_a_write_into_a_cache_are_those_of_what_is_written():
+    """Not a pass over the cache, though the compiler put it into a fusion."""
+    rows, at = 4 * 4 * 1024, 4 * 4
+    assert traffic.bytes_accessed(hlo.parse(_WRITING)) == 2 * rows + at
+
+
+# A step.
+
+
+def test_a_line_through_two_values():
+    first = figures.Figures(Memory(10, 4, 6), 100, 7, {"all-gather": Traffic(2, 8)})
+    second = figures.Figures(Memory(14, 4, 9), 200, 7, {"all-gather": Traffic(4, 16)})
+    found = figures.along(first, second, at=(2, 4, 10))
+    assert found == figures.Figures(Memory(26, 4, 18), 500, 7, {"all-gather": Traffic(10, 40)})
+
+
+@pytest.mark.slow
+def test_two_and_four_layers_say_what_six_take():
+    small, large, six = (stage("sampler", n).figures for n in (2, 4, 6))
+    found = figures.along(small, large, at=(2, 4, 6))
+    assert found.collectives == six.collectives
+    assert found.flops == six.flops
+    assert found.memory.arguments == six.memory.arguments
+    assert found.memory.outputs == six.memory.outputs
+    assert found.memory.total == pytest.approx(six.memory.total, rel=0.02)
+    assert found.bytes_accessed == pytest.approx(six.bytes_accessed, rel=0.02)
+
+
+def test_decode_steps_add_up_to_the_longest_response_but_its_first_token():
+    assert sum(recipe.decode_steps(RECIPE)) == RECIPE.policy.sampling.max_response_length - 1
+    long = replace(
+        RECIPE,
+        prompt_length=20,
+        policy=replace(RECIPE.policy, sampling=replace(tiny.SAMPLING, max_response_length=100)),
+    )
+    assert recipe.decode_steps(long) == (12, 32, 55)
+
+
+def test_what_stays_on_a_chip_beside_a_program():
+    alone, four = (recipe.resident(on(Placement(fsdp=n)), EIGHT.devices, "sampler") for n in (1, 4))
+    params = sum(leaf.size for leaf in jax.tree.leaves(recipe.parameter_shapes(tiny.CONFIG)))
+    assert alone == pytest.approx(12 * params, rel=0.01)  # masters and two moments
+    assert four == pytest.approx(alone / 4, rel=0.05)
+    assert recipe.resident(RECIPE, EIGHT.devices, "update") == 0
+
+
+def test_a_sampler_elsewhere_leaves_the_learners_weights_where_they_are():
+    apart = replace(on(Placement(fsdp=4)), drawing=Placement(fsdp=2))
+    beside = recipe.resident(apart, EIGHT.devices, "sampler")
+    together = recipe.resident(replace(apart, drawing=None), EIGHT.devices, "sampler")
+    assert beside - together == pytest.approx(recipe.weight_bytes(apart) / 4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("where", "stage", "line"),
+    [
+        (Placement(fsdp=2), "sampler", "placement.fsdp = 8: the slice has devices"),
+        (Placement(data=8), "update", "placement.data = 1 with placement.fsdp = 8: masters"),
+        (Placement(fsdp=8), "sampler", 'placement.decode = "sharded"'),
+        (Placement(fsdp=8), "sampler", "sampler.micro_batch = 8: a step is sampled in 2 rounds"),
+        (Placement(fsdp=8), "update", "learner.remat = true"),
+        (Placement(fsdp=8), "update", "learner.micro_batch = 8: one sequence a device"),
+        (Placement(fsdp=8), "scoring", 'numerics.dtype = "bfloat16"'),
+    ],
+)
+def test_advice(where, stage, line):
+    found = list(advice.advice(on(where), stage, EIGHT.devices, rows_drawn=8))
+    assert any(one.startswith(line) for one in found)
+    assert all("\n" not in one for one in found)
+
+
+def test_advice_leaves_out_what_is_done_or_cannot_be():
+    done = replace(RECIPE, learning=replace(RECIPE.learning, remat=True, micro_batch=8))
+    found = list(
+        advice.advice(
+            done.with_placement(Placement(fsdp=8)), "update", EIGHT.devices, rows_drawn=None
+        )
+    )
+    assert not any("remat" in one or "micro_batch" in one or "placement" in one for one in found)
+
+
+def test_search_by_a_line_confirms_what_it_finds():
+    asked = []
+
+    def total(count):
+        asked.append(count)
+        return 100 + 7 * count
+
+    found = search.largest(total, range(1, 1000), capacity=1000, known={16: 212})
+    assert (found.count, found.total, found.bounded) == (128, 996, True)
+    assert asked == [1, 128]
+
+
+def test_search_goes_back_where_the_line_was_too_kind():
+    found = search.largest(lambda n: 10 * n + n * n, range(1, 50), capacity=500, known={})
+    assert found.total == 10 * found.count + found.count**2 <= 500
+    assert found.count > 10
+    assert search.largest(lambda n: 50 + n, [1, 2], capacity=10, known={}).count == 0
+    assert not search.largest(lambda n: n, [1, 2, 3], capacity=10, known={}).bounded
+
+
+# The static audit.
+
+
+def product_text(rows: int, *, dtype=jnp.float32, pieces: int = 1, transposed: bool = False) -> str:
+    """A product and a sum of its rows; `pieces`: of the contraction, added up."""
+
+    def run(x, w):
+        w = w.T if transposed else w
+        parts = zip(jnp.split(x, pieces, axis=1), jnp.split(w, pieces), strict=True)
+        y = sum(jax.lax.optimization_barrier(a @ b) for a, b in parts)
+        return jax.lax.reduce_sum_p.bind(jax.lax.optimization_barrier(y), axes=(1,))
+
+    wide = (160, 96) if transposed else (96, 160)
+    shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((rows, 96), wide)]
+    return jax.jit(run).lower(*shapes).compile().as_text()
+
+
+WEIGHTS = [(96, 160)]
+
+
+def test_equal_programs_are_twins():
+    text = product_text(24)
+    found = twins.audit(text, [text], weights=WEIGHTS)
+    assert {twin.site.kind for twin in found} == {"product", "sum"}
+    assert not any(twin.differences for twin in found)
+
+
+def test_more_rows_are_no_difference_and_are_named():
+    found = twins.audit(product_text(40), [product_text(48)], weights=WEIGHTS)
+    assert "product" in {twin.site.kind for twin in found}
+    for twin in found:
+        assert not twin.differences
+        assert twin.sizes == ("40 and 48",)
+
+
+@pytest.mark.parametrize("planted", [{"dtype": jnp.bfloat16}, {"pieces": 2}, {"transposed": True}])
+def test_a_planted_difference_is_found(planted):
+    found = twins.audit(product_text(24), [product_text(24, **planted)], weights=WEIGHTS)
+    assert any(twin.differences for twin in found)
+
+
+def test_rows_that_have_a_weights_shape_by_chance_are_no_difference():
+    found = twins.audit(product_text(40), [product_text(48)], weights=[*WEIGHTS, (40, 96)])
+    assert not any(twin.differences for twin in found)
+
+
+def test_another_width_is_a_difference():
+    def text(width):
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((24, 96), (96, width))]
+        return jax.jit(lambda x, w: x @ w).lower(*shapes).compile().as_text()
+
+    (twin,) = twins.audit(text(160), [text(320)], weights=[*WEIGHTS, (96, 320)])
+    assert any("sizes [96, 160] / [96, 320]" in line for line in twin.differences)
+
+
+def kernel_body(operation: str, rows: int) -> str:
+    """Of a kernel lowered for a TPU, as the audit reads it."""
+    function, shapes = lowering.operations(lowering.NUMERICS["pallas_tpu"]["bfloat16"], rows)[
+        operation
+    ]
+    text = lowering.lower("pallas_tpu", function, shapes).as_text()
+    return mosaic.body(text.replace("\\22", '"'))
+
+
+@pytest.mark.parametrize("operation", ["dot", "gated_dot", "norm", "row_sum"])
+def test_a_kernels_code_is_read_without_the_sizes_of_its_grid(operation):
+    few, many = kernel_body(operation, 140), kernel_body(operation, 700)
+    assert "stable_mosaic" in few
+    assert few == many
+
+
+def test_kernels_that_differ_have_other_code():
+    assert len({kernel_body(name, 70) for name in ("dot", "dot_add", "row_sum")}) == 3
+
+
+def test_a_kernels_last_step_is_that_of_its_own_grid():
+    code = """
+    %1 = "stable_mosaic.arith.constant"() {value = 0 : i32} : () -> i32
+    %2 = "stable_mosaic.arith.cmpi"(%arg1, %1) {predicate = 0 : i64} : (i32, i32) -> i1
+    %3 = "stable_mosaic.arith.constant"() {value = LAST : i32} : () -> i32
+    %4 = "stable_mosaic.arith.cmpi"(%arg1, %3) {predicate = 0 : i64} : (i32, i32) -> i1
+    iteration_bounds = array<i64: 7, BOUND>"""
+
+    def read(last: int, bound: int) -> str:
+        return mosaic.without_bounds(code.replace("LAST", str(last)).replace("BOUND", str(bound)))
+
+    assert read(15, 16) == read(0, 1) == read(79, 80)
+    assert read(14, 16) != read(15, 16)
+
+
+def test_gradients_are_no_twins():
+    text = product_text(24).replace("jit(run)", "jit(run)/transpose(jvp())")
+    found = {t.site.kind: t for t in twins.audit(product_text(24), [text], weights=WEIGHTS)}
+    assert found["product"].other is None
+    assert found["product"].differences == ("the learner has no product",)
+
+
+# Slices.
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5e", "write GENERATION:SIZES"),
+        ("v5e:4,4", "write GENERATION:SIZES"),
+        ("v5x:4x4", "unknown TPU generation 'v5x'; did you mean 'v5"),
+        ("h200:1x1", "unknown TPU generation 'h200'; known: tpu7x, v5e, v5p, v6e"),
+        ("v5e:4x5", "TPU v5e has no slice 4x5; it has 1x1, .*; nearest: v5e:4x8"),
+        ("v5p:4x4", "TPU v5p has no slice 4x4; it has 2x2x1, .*; nearest: v5p:2x2x4"),
+    ],
+)
+def test_slices_that_are_not_are_refused(name, message):
+    with pytest.raises(InputError, match=message):
+        topology.check(name)
+
+
+def test_slices_of_every_generation():
+    assert topology.check("v5e:16x16")[1] == topology.check("v5p:4x8x8")[1] == 256
+    assert topology.check("tpu7x:4x4x8")[1] == 256  # two devices a chip
+    for generation in topology.GENERATIONS.values():
+        sizes = [topology.chips(one) for one in generation.slices]
+        assert sizes == sorted(sizes)
+
+
+def test_too_few_chips_are_refused_with_a_slice_that_has_enough():
+    with pytest.raises(InputError, match=r"needs 64 devices, it has 16; v5e:8x8 has enough"):
+        topology.check_devices("v5e:4x4", 64)
+
+
+def test_a_missing_libtpu_names_the_extra(monkeypatch):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"install tim-jax\[plan\]"):
+        topology.target("v5e:1x1")
+
+
+# The whole.
+
+
+@pytest.mark.slow
+def test_a_plan_for_virtual_devices():
+    made = planning.make(on(Placement(fsdp=2, tensor=1)), EIGHT, layers=None)
+    assert made.fits
+    assert [one.name for one in made.stages] == ["sampler", "scoring", "update"]
+    sampler, scoring, update = (one.figures for one in made.stages)
+    assert set(sampler.collectives) == set(scoring.collectives) == {"all-gather"}
+    assert {"all-gather", "reduce-scatter"} <= set(update.collectives) | {"reduce-scatter"}
+    assert update.flops > 2.5 * scoring.flops
+    found = json.loads(json.dumps(report.as_json(made)))
+    assert found["stages"]["update"]["memory"]["total"] == made.stages[-1].total
+    text = report.text(made)
+    assert "fits" in text
+    assert "static audit" in text
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_comes_with_advice():
+    small = replace(EIGHT, capacity=2**16)
+    made = planning.make(on(Placement(fsdp=2)), small, layers=None, searching=False)
+    assert not made.fits
+    assert any("placement.fsdp = 8" in line for line in made.advice)
+    assert "DOES NOT FIT" in report.text(made)
+
+
+@pytest.mark.slow
+def test_a_sampler_that_does_not_fit_is_planned_in_rounds():
+    what = on(Placement(fsdp=2))
+    whole = planning.make(what, EIGHT, layers=None, searching=False).stages[0].total
+    made = planning.make(what, replace(EIGHT, capacity=whole - 1), layers=None)
+    found = made.largest["sampler.micro_batch"]
+    assert 2 <= found.count < what.sequences
+    assert found.total < whole
+    assert any(f"sampler.micro_batch = {found.count}: " in line for line in made.advice)
+    again = planning.make(what.with_rows_drawn(found.count), EIGHT, layers=None, searching=False)
+    assert again.stages[0].total == found.total
+    assert f"sampled {found.count} at a time" in report.text(again)
+
+
+# What a kernel for TPUs can take.
+POD = replace(
+    tiny.UNTIED,
+    vocab_size=640,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    intermediate_size=384,
+    max_positions=256,
+)
+CONFIG = """
+[model]
+preset = "tiny"
+
+[numerics]
+family = "tiles"
+dtype = "bfloat16"
+
+[sampling]
+samples_per_prompt = 4
+max_prompt_length = 64
+max_response_length = 64
+
+[learner]
+prompts_per_step = 8
+mode = "recompute"
+
+[placement]
+fsdp = 4
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "pod.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology", "v5e:1x1"], "the placement needs 4 devices, it has 1; v5e:2x2 has enough"),
+        (["--topology", "v5e:2x2", "--layers", "3"], "--layers '3': write"),
+        (["--topology", "v5e:2x2", "numerics.family=pallas_gpu"], "is for GPUs"),
+        (["--topology", "v5e:2x2", "--architecture", "no.json"], "--architecture no.json: No such"),
+        (["--topology", "v6:2x2"], "did you mean 'v6e'"),
+    ],
+)
+def test_bad_input_is_one_line(config, arguments, message, capsys):
+    assert cli.main(["plan", str(config), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_command_plans_for_a_tpu(config, tmp_path):
+    """In a process of its own: libtpu wants its environment before JAX is there."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (pip install tim-jax[plan])")
+    command = [sys.executable, "-m", "tim_jax.cli", "plan", str(config)]
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(POD)))
+    options = ["--topology", "v5e:2x2", "--quick", "--json", str(tmp_path / "plan.json")]
+    options += ["--architecture", str(tmp_path / "config.json")]
+    found = subprocess.run(
+        [*command, *options, "numerics.family=pallas_tpu"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["fits"]
+    assert plan["stages"]["sampler"]["collectives"]["all-gather"]["bytes"] > 0
+    assert "static audit" in found.stdout

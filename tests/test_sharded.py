@@ -1,0 +1,404 @@
+"""Sharding: the same bits on any devices, what lies where, and what crosses devices."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from tim_jax import collectives as crossing
+from tim_jax import (
+    corrections,
+    mismatch,
+    objectives,
+    optimizers,
+    placement,
+    programs,
+    sharded,
+    train,
+)
+from tim_jax.errors import InputError
+from tim_jax.learner import Learning, Policy
+from tim_jax.placement import SINGLE, Placement
+
+# 4 key heads, so that a tensor axis can have 4 devices; a vocabulary of 23, which none divides.
+CONFIG = replace(
+    tiny.UNTIED,
+    hidden_size=32,
+    num_heads=8,
+    num_kv_heads=4,
+    intermediate_size=32,
+)
+BIASED = replace(
+    CONFIG,
+    model_type="llama",
+    tied_embeddings=True,
+    qk_norm=False,
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+)
+TILED = replace(tiny.NUMERICS, column_tiles=4)
+GROUP, PROMPTS = 4, 4
+LEARNING = Learning(objectives.rloo(), GROUP)
+OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2))
+PLACEMENTS = (
+    Placement(fsdp=2),
+    Placement(tensor=4),
+    Placement(data=2, fsdp=2, tensor=2),
+    Placement(fsdp=4, decode="sharded"),
+)
+SLOW = (
+    Placement(data=2),
+    Placement(tensor=2),
+    Placement(fsdp=8),
+    Placement(data=4, fsdp=2),
+    Placement(data=2, tensor=4),
+    Placement(fsdp=2, tensor=2, decode="sharded"),
+)
+BOTH = [
+    *PLACEMENTS[2:],
+    *(pytest.param(p, marks=pytest.mark.slow) for p in (*PLACEMENTS[:2], *SLOW)),
+]
+
+
+def policy(where=SINGLE, config=CONFIG, numerics=TILED, **options):
+    return Policy(config, numerics, replace(tiny.SAMPLING, **options), where)
+
+
+@cache
+def built(what: Policy, **options):
+    return programs.build(what, LEARNING, OPTIMIZER, **options)
+
+
+@cache
+def rollout(what: Policy):
+    weights = built(what).prepare(tiny.params(what.config))
+    return jax.device_get(
+        built(what).sample(weights, tiny.prompts(count=PROMPTS), jax.random.key(0))
+    )
+
+
+def stepped(what: Policy):
+    """(state, exactness, metrics) of one update on `rollout(what)`."""
+    run = built(what)
+    state = run.init(tiny.params(what.config))
+    weights, rewards = run.prepare(state.params), tiny.rewards(rows=PROMPTS * GROUP)
+    state, _, found, metrics = train.learn(state, weights, rollout(what), rewards, programs=run)
+    return state, found, metrics
+
+
+@cache
+def single(what: Policy):
+    return stepped(replace(what, placement=SINGLE))
+
+
+def check(what: Policy):
+    """Rollout and log-probs of `what` are those of one device; returns the update's results."""
+    alone = rollout(replace(what, placement=SINGLE))
+    here = rollout(what)
+    assert int(here.lengths.sum()) > 50
+    assert tiny.bits(here) == tiny.bits(alone)
+    state, found, metrics = stepped(what)
+    assert int(found.compared) == int(here.lengths.sum())
+    assert int(found.unequal) == 0
+    return state, metrics
+
+
+@pytest.mark.parametrize("where", BOTH, ids=str)
+def test_tokens_and_log_probs_are_those_of_one_device(where):
+    what = policy(where)
+    state, metrics = check(what)
+    alone, _, expected = single(what)
+    # Statistics of tokens take no notice of the split; gradients are sums over devices.
+    for name in ("loss", "ratio", "ratio_max", "tokens", "clipped_low", "reference_kl"):
+        assert metrics[name] == expected[name], name
+    assert metrics["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=1e-4)
+    moments = state.optimizer[1][0].mu, alone.optimizer[1][0].mu
+    for ours, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
+        scale = float(np.abs(theirs).max())
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        Placement(data=2, tensor=2),
+        pytest.param(Placement(fsdp=2, decode="sharded"), marks=pytest.mark.slow),
+        pytest.param(Placement(fsdp=8), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_sampling_in_rounds_changes_no_bit(where):
+    what = policy(where)
+    weights = built(what).prepare(tiny.params(CONFIG))
+    run = programs.sampling_program(what, samples=GROUP, micro_batch=8)
+    found = run(weights, tiny.prompts(count=PROMPTS), jax.random.key(0))
+    assert tiny.bits(found) == tiny.bits(rollout(policy()))
+
+
+BF16 = replace(TILED, compute_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        Placement(data=2, fsdp=2, tensor=2),
+        *(pytest.param(p, marks=pytest.mark.slow) for p in (*PLACEMENTS[:2], *SLOW)),
+    ],
+    ids=str,
+)
+def test_in_bfloat16_and_with_tied_embeddings_and_biases(where):
+    check(policy(where, config=BIASED, numerics=BF16))
+
+
+@pytest.mark.slow
+def test_any_fsdp_size_without_column_tiles():
+    check(policy(Placement(data=2, fsdp=4), numerics=tiny.NUMERICS))
+
+
+def test_parameters_and_optimizer_state_are_fully_sharded():
+    what = policy(Placement(data=2, fsdp=2, tensor=2))
+    run = built(what)
+    state = run.init(tiny.params(CONFIG))
+    weights = run.prepare(state.params)
+    for tree in (state.params, state.optimizer[1][0].mu, state.optimizer[1][0].nu, weights):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            share = leaf.addressable_shards[0].data.size
+            within_heads = path[-1].key in ("q_norm", "k_norm")
+            assert share * (1 if within_heads else 4) == leaf.size, path
+    after = stepped(what)[0]
+    expected = jax.tree.map(lambda x: x.sharding, state)
+    assert jax.tree.map(lambda x: x.sharding, after) == expected
+
+
+def collectives(compiled) -> Counter:
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    return Counter(re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text()))
+
+
+@pytest.mark.parametrize("where", [Placement(2, 2, 2), Placement(1, 4, 1, "sharded")], ids=str)
+def test_a_forward_moves_bits_and_adds_nothing(where):
+    """Gathers; and where a tensor group shares the head's rows, an exchange of columns for rows."""
+    what = policy(where)
+    run, drawn = built(what), rollout(what)
+    weights = run.prepare(tiny.params(CONFIG))
+    sample = run.sample.lower(weights, tiny.prompts(count=PROMPTS), jax.random.key(0)).compile()
+    assert set(collectives(sample)) == {"all-gather"}
+    on = placement.mesh(where, jax.devices())
+    score = jax.jit(sharded.scoring(what, on, micro_batch=None))
+    exchanged = {"all-to-all"} if where.tensor > 1 else set()
+    found = collectives(score.lower(weights, drawn).compile())
+    assert set(found) == {"all-gather"} | exchanged
+
+
+def test_gradients_come_back_in_parts_added_in_the_order_of_the_devices():
+    """By an exchange: no reduction of the runtime, whose order would be its own."""
+    what = policy(Placement(fsdp=2))
+    run = built(what)
+    state = run.init(tiny.params(CONFIG))
+    weights = run.prepare(state.params)
+    batch, _, _ = run.experience(
+        weights, None, state.correction, rollout(what), tiny.rewards(rows=PROMPTS * GROUP)
+    )
+    on = placement.mesh(what.placement, jax.devices())
+    differentiate = jax.jit(sharded.gradient(what, on, learning=LEARNING))
+    shares = jnp.ones(batch.mask.shape, jnp.float32)
+    found = collectives(differentiate.lower(weights, batch, shares).compile())
+    assert found["all-to-all"] > 0
+    assert found["all-gather"] > 0
+    assert found["reduce-scatter"] == found["all-reduce"] == 0
+
+
+@pytest.mark.parametrize("where", [Placement(data=2, fsdp=2), Placement(data=4)], ids=str)
+def test_an_update_only_gathers_and_exchanges(where):
+    """Statistics of tokens are worked out whole on every device, with nothing to reduce."""
+    what = policy(where)
+    run = built(what)
+    state = run.init(tiny.params(CONFIG))
+    weights, rewards = run.prepare(state.params), tiny.rewards(rows=PROMPTS * GROUP)
+    batch, _, _ = run.experience(weights, None, state.correction, rollout(policy()), rewards)
+    update = run.update.lower(state, weights, batch, jnp.int32(0), jnp.float32(3)).compile()
+    assert set(collectives(update)) == {"all-gather", "all-to-all"}
+
+
+def test_corrections_are_the_same_bits_for_any_split():
+    correction = corrections.build([{"name": "token_tis"}, {"name": "normalise"}])
+    results = []
+    for where in (SINGLE, Placement(data=2, fsdp=2)):
+        what = policy(where)
+        learning = replace(LEARNING, mode="recompute", micro_batch=4)
+        run = programs.build(what, learning, OPTIMIZER, correction=correction)
+        # Another policy's log-probs, so that there is something to correct.
+        other = run.prepare(tiny.moved(tiny.params(CONFIG)))
+        state = run.init(tiny.params(CONFIG))
+        rewards = tiny.rewards(rows=PROMPTS * GROUP)
+        found = run.experience(other, None, state.correction, rollout(policy()), rewards)
+        results.append(tiny.bits(found))
+    assert results[0] == results[1]
+    assert len(set(np.asarray(found[0].coefficients).ravel().tolist())) > 5
+
+
+def test_one_mesh_shares_the_very_arrays():
+    what = policy(Placement(fsdp=2))
+    run = built(what)
+    weights = run.prepare(tiny.params(CONFIG))
+    assert run.publish(None, weights) is weights
+
+
+@pytest.mark.parametrize(
+    ("learner_at", "sampler_at"),
+    [
+        (Placement(fsdp=4), Placement(data=2, tensor=2)),
+        (SINGLE, Placement(fsdp=2)),
+        (Placement(tensor=2), SINGLE),
+    ],
+    ids=str,
+)
+def test_publish_moves_every_bit(learner_at, sampler_at):
+    learner, drawing = policy(learner_at), policy(sampler_at)
+    params = tiny.params(CONFIG)
+    weights = programs.weights_program(learner)(params)
+    moved = programs.publication(learner, drawing)(params, weights)
+    assert tiny.bits(moved) == tiny.bits(weights)
+    expected = programs.weights_program(drawing)(params)
+    assert tiny.bits(moved) == tiny.bits(expected)
+    where = jax.tree.map(lambda x: x.sharding.device_set, expected)
+    assert jax.tree.map(lambda x: x.sharding.device_set, moved) == where
+
+
+def test_publish_casts_from_the_masters():
+    learner = policy(Placement(fsdp=2))
+    drawing = policy(Placement(tensor=2), numerics=BF16)
+    params = programs.build(learner, LEARNING, OPTIMIZER).init(tiny.params(CONFIG)).params
+    weights = programs.weights_program(learner)(params)
+    moved = programs.publication(learner, drawing)(params, weights)
+    assert tiny.bits(moved) == tiny.bits(programs.weights_program(drawing)(params))
+    assert moved["head"].dtype == jnp.bfloat16
+
+
+def test_a_sampler_on_another_mesh_is_exact():
+    what = policy(Placement(fsdp=2))
+    run = built(what, sampler_placement=Placement(tensor=4))
+    state = run.init(tiny.params(CONFIG))
+    weights = run.prepare(state.params)
+    published = run.publish(state.params, weights)
+    drawn = run.sample(published, tiny.prompts(count=PROMPTS), jax.random.key(0))
+    rewards = tiny.rewards(rows=PROMPTS * GROUP)
+    assert tiny.bits(drawn) == tiny.bits(rollout(policy()))
+    _, _, found, _ = train.learn(state, weights, drawn, rewards, programs=run)
+    assert (int(found.unequal), int(found.compared)) == (0, int(drawn.lengths.sum()))
+
+
+@pytest.mark.parametrize(
+    ("count", "where"),
+    [
+        (6, Placement(fsdp=4)),
+        pytest.param(2, Placement(fsdp=4), marks=pytest.mark.slow),
+        pytest.param(1, Placement(fsdp=2), marks=pytest.mark.slow),
+    ],
+)
+def test_groups_may_be_split_over_devices(count, where):
+    """More devices than prompts, or a number of prompts that they do not divide."""
+    what = policy(where, numerics=tiny.NUMERICS)
+    weights = programs.weights_program(what)(tiny.params(CONFIG))
+    prompts = tiny.prompts(count=count) if count <= 4 else tiny.prompts(count=count, seed=3)
+    found = built(what).sample(weights, prompts, jax.random.key(2))
+    alone = replace(what, placement=SINGLE)
+    weights = programs.weights_program(alone)(tiny.params(CONFIG))
+    expected = built(alone).sample(weights, prompts, jax.random.key(2))
+    assert tiny.bits(found) == tiny.bits(expected)
+
+
+def test_rows_that_do_not_divide_are_refused():
+    what = policy(Placement(fsdp=8), numerics=tiny.NUMERICS)
+    weights = programs.weights_program(what)(tiny.params(CONFIG))
+    with pytest.raises(InputError, match=r"data x fsdp = 8 must divide the 4 sequences"):
+        built(what).sample(weights, tiny.prompts(count=1), jax.random.key(0))
+
+
+def test_every_program_compiles_once():
+    what = policy(Placement(data=2, fsdp=2))
+    run = programs.build(what, LEARNING, OPTIMIZER)
+    with tiny.compilations() as counted:
+        state = run.init(tiny.params(CONFIG))
+        weights = run.prepare(state.params)
+        for step in range(3):
+            prompts = tiny.prompts(seed=step, count=PROMPTS)
+            published = run.publish(state.params, weights)
+            drawn = run.sample(published, prompts, train.step_key(0, step))
+            rewards = tiny.rewards(seed=step, rows=PROMPTS * GROUP)
+            state, weights, found, _ = train.learn(state, weights, drawn, rewards, programs=run)
+            state = replace(state, step=state.step + jnp.int32(1))
+            assert int(found.unequal) == 0
+    for name in ("sample", "update", "init"):
+        assert counted[name] == 1, (name, counted)
+
+
+@pytest.mark.parametrize("names", [("fsdp",), ("data", "tensor")], ids=str)
+def test_sums_over_devices_are_in_order_and_whole(names):
+    """Of addends of very different sizes, one a device; against the same sum on one device."""
+    where = Placement(data=2, fsdp=4) if names == ("fsdp",) else Placement(data=2, tensor=4)
+    count = 4 if names == ("fsdp",) else 8
+    on = placement.mesh(where, jax.devices())
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((count, 3, 5)) * 10.0 ** rng.integers(-6, 6, (count, 1, 1)))
+    x = x.astype(jnp.float32)
+    spec = jax.sharding.PartitionSpec(names)
+    local = jax.shard_map(
+        lambda x: crossing.total(x[0], names),
+        mesh=on,
+        in_specs=spec,
+        out_specs=jax.sharding.PartitionSpec(),
+        check_vma=False,
+    )
+    expected = x
+    while expected.shape[0] > 1:
+        expected = expected[::2] + expected[1::2]
+    assert tiny.bits(jax.jit(local)(x)) == tiny.bits(expected[0])
+
+
+DIAL = mismatch.build(
+    [
+        {"name": "quantised_weights", "dtype": "int8"},
+        {"name": "kv_cache", "dtype": "float8_e4m3fn"},
+        {"name": "tensor_parallel", "ranks": 4},
+        {"name": "logit_noise", "std": 0.05},
+        {"name": "raw_log_probs"},
+        {"name": "dropped_end", "replacement": 0},
+    ]
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where",
+    [Placement(data=2, fsdp=2, tensor=2), Placement(fsdp=8), Placement(tensor=4)],
+    ids=str,
+)
+def test_a_sampler_that_differs_differs_in_the_same_way_on_every_mesh(where):
+    """Its entries see the same model, and its noise does not know the device."""
+    what = policy(where, temperature=0.8)
+    found = []
+    for here in (replace(what, placement=SINGLE), what):
+        run = programs.build(here, LEARNING, OPTIMIZER, mismatch=DIAL)
+        state = run.init(tiny.params(CONFIG))
+        weights = run.prepare(state.params)
+        drawn = run.sample(weights, tiny.prompts(count=PROMPTS), jax.random.key(0))
+        compared = run.compare(weights, weights, drawn)
+        found.append((tiny.bits(drawn), {k: float(v) for k, v in compared.items()}))
+    assert found[0] == found[1]
+    assert found[0][1]["mismatch/log_ratio_abs_mean"] > 0.01
+
+
+def test_ranks_need_whole_weights():
+    dial = mismatch.build([{"name": "tensor_parallel", "ranks": 2}])
+    with pytest.raises(InputError, match=r"'tensor_parallel': needs whole rows"):
+        programs.build(
+            policy(Placement(fsdp=4, decode="sharded")), LEARNING, OPTIMIZER, mismatch=dial
+        )

@@ -1,0 +1,136 @@
+"""Strict elementwise functions: accurate, and the same bits in any array, beside any neighbour."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special
+
+from tim_jax.kernels import formulas, native, strict, tiles
+
+TINY = np.finfo(np.float32).tiny
+RNG = np.random.default_rng(0)
+EXPONENTS = np.concatenate([np.linspace(-90, 87.3, 40001), 4 * RNG.standard_normal(24000)])
+EXPONENTS = EXPONENTS.astype(np.float32)
+POSITIVE = np.exp(RNG.uniform(-87, 88, 60000)).astype(np.float32)
+POSITIVE = np.concatenate([POSITIVE, RNG.uniform(0.9, 1.1, 5000).astype(np.float32)])
+
+
+def bits(x):
+    return np.asarray(x).view(np.int32)
+
+
+def ulps(found, exact):
+    """The largest error in units of the last place, where the exact value is a normal float32."""
+    with np.errstate(over="ignore"):
+        nearest = exact.astype(np.float32)
+    normal = np.isfinite(nearest) & (np.abs(nearest) >= TINY)
+    assert normal.sum() > 1000
+    error = np.abs(np.asarray(found, np.float64) - exact)[normal]
+    return np.max(error / np.spacing(np.abs(nearest[normal])))
+
+
+def test_exp_is_within_an_ulp():
+    exact = np.exp(EXPONENTS.astype(np.float64))
+    found = np.asarray(jax.jit(strict.exp)(EXPONENTS))
+    inside = np.abs(EXPONENTS) < 87.33
+    assert ulps(found[inside], exact[inside]) < 1
+    np.testing.assert_array_equal(found[EXPONENTS < -87.33], 0)
+
+
+def test_the_normal_quantile_is_accurate():
+    u = (np.concatenate([np.arange(2000), RNG.integers(0, 2**23, 60000)]) + 0.5) / 2**23
+    u = np.concatenate([u, 1 - u, 10.0 ** -np.arange(8, 37)]).astype(np.float32)
+    exact = special.ndtri(u.astype(np.float64))
+    np.testing.assert_allclose(jax.jit(strict.normal_quantile)(u), exact, rtol=2e-6, atol=1e-7)
+
+
+def test_log_is_within_an_ulp():
+    assert ulps(jax.jit(strict.log)(POSITIVE), np.log(POSITIVE.astype(np.float64))) < 1
+
+
+def test_sigmoid_is_accurate():
+    x = EXPONENTS[np.abs(EXPONENTS) < 87.33]
+    exact = 1 / (1 + np.exp(-x.astype(np.float64)))
+    found = jax.jit(strict.sigmoid)(EXPONENTS)
+    assert ulps(found[np.abs(EXPONENTS) < 87.33], exact) < 2.5
+    assert np.min(jax.jit(strict.sigmoid)(jnp.asarray([*EXPONENTS, -1e30, -jnp.inf]))) >= TINY
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_at_the_edges(compiled):
+    wrap = jax.jit if compiled else (lambda f: f)
+    inf, nan = np.inf, np.nan
+    exp = wrap(strict.exp)(jnp.asarray([0.0, -0.0, -inf, nan, -88, -1e30, -3e38]))
+    np.testing.assert_array_equal(exp, [1, 1, 0, nan, 0, 0, 0])
+    log = wrap(strict.log)(jnp.asarray([1.0, 0, -0.0, inf, -inf, nan, -1, 1e-40]))
+    np.testing.assert_array_equal(log, [0, -inf, -inf, inf, nan, nan, nan, -inf])
+    np.testing.assert_array_equal(
+        wrap(strict.sigmoid)(jnp.asarray([0.0, 200, inf, nan])), [0.5, 1, 1, nan]
+    )
+    assert np.isfinite(wrap(strict.inverse_root)(jnp.float32(0)))
+
+
+def test_gradients():
+    x = jnp.asarray([-3.0, 0.2, 1.7])
+    for found, plain in (
+        (strict.exp, jnp.exp),
+        (lambda x: strict.log(x * x), lambda x: jnp.log(x * x)),
+    ):
+        gradients = [jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(x) for f in (found, plain)]
+        np.testing.assert_allclose(*gradients, rtol=1e-5)
+
+
+# Each beside an operation that XLA:CPU was seen to change it with.
+BESIDE = {
+    "exp": strict.exp,
+    "log": lambda x: strict.log(jnp.abs(x)),
+    "sigmoid": strict.sigmoid,
+    "inverse_root": lambda x: strict.inverse_root(jnp.abs(x)),
+    "gated": lambda x: formulas.gated_silu(x, 1 - x, maths=tiles.MATHS),
+    "quotient": lambda x: 1 / strict.exp(x),
+    "sum": lambda x: x + strict.exp(x),
+    "difference": lambda x: x - strict.log(jnp.abs(x)),
+    "quantile": lambda x: strict.normal_quantile(strict.exp(-jnp.abs(x) - 1)),
+    "products": lambda x: strict.alone(x * x) - strict.alone((x + 1) * (x - 1)),
+}
+SIZES = (1, 2, 3, 5, 6, 7, 8, 12, 17, 33, 100)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_number_has_the_bits_of_ieee_arithmetic_in_any_array(name):
+    """Operation by operation, uncompiled, each is rounded by itself: that is the reference."""
+    x, run = RNG.permutation(EXPONENTS)[:20000], jax.jit(BESIDE[name])
+    expected = bits(BESIDE[name](x))
+    np.testing.assert_array_equal(bits(run(x)), expected)
+    for size in SIZES:
+        for start in range(0, 20 * size, size):
+            found = bits(run(x[start : start + size]))
+            np.testing.assert_array_equal(found, expected[start : start + size])
+        rows = x[: 16 * size].reshape(16, size)
+        np.testing.assert_array_equal(bits(run(rows)).reshape(-1), expected[: 16 * size])
+        across = bits(jax.jit(lambda x: BESIDE[name](x.T).T)(rows))
+        np.testing.assert_array_equal(across.reshape(-1), expected[: 16 * size])
+
+
+def test_rotation_has_the_bits_of_ieee_arithmetic_for_any_number_of_rows():
+    x, angles = RNG.standard_normal((64, 3, 8)), RNG.uniform(0, 6, (64, 4))
+    x, cos, sin = (a.astype(np.float32) for a in (x, np.cos(angles), np.sin(angles)))
+    first, second = x[..., :4], x[..., 4:]
+    c, s = cos[:, None], sin[:, None]
+    expected = np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+    run = jax.jit(lambda *args: formulas.rotate(*args, maths=tiles.MATHS))
+    for count in (1, 2, 3, 5, 8, 12, 64):
+        found = run(x[:count], cos[:count], sin[:count])
+        np.testing.assert_array_equal(bits(found), bits(expected[:count]))
+
+
+def test_native_maths_are_plain_xla():
+    """What is measured as native must not be the exact family in disguise."""
+
+    def program(maths):
+        gated = jax.jit(lambda x: formulas.gated_silu(x, x, maths=maths))
+        return gated.lower(EXPONENTS).as_text()
+
+    assert "exponential" in program(native.MATHS)
+    assert "exponential" not in program(tiles.MATHS)

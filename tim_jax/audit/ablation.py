@@ -1,0 +1,177 @@
+"""How much mismatch each difference of a sampler causes, alone and together, by where it occurs.
+
+For every case a sampler draws from the same prompts with the same random numbers, and the learner
+scores what it drew, inside a value-and-gradient program. The baseline is a sampler with the
+learner's own execution: every difference of it is exactly 0.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax import compiled, metrics, mismatch, scoring
+from tim_jax.mismatch import Mismatch, Setting, dial
+from tim_jax.model import transformer
+from tim_jax.types import Prompts, Rollout
+
+BASELINE = "the learner's own"
+TOGETHER = "all together"
+_LENGTH_BINS = 6
+_POSITION_BINS = 8
+
+
+class Bin(NamedTuple):
+    """Tokens of one bin: low <= key < high, how many, and their mean |d| in nats."""
+
+    low: float
+    high: float
+    tokens: int
+    mean: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one case found. d is the learner's log-prob minus the recorded one."""
+
+    case: str
+    group: str  # of the entry; "" for the baseline and for several entries
+    entries: tuple[str, ...]
+    differences: dict[str, str]  # of the sampler's numerics
+    metrics: dict[str, float]  # every one of `metrics.mismatch_metrics`; `tokens` counts
+    reporting: dict[str, float] | None  # of what was drawn with against what was recorded
+    profiles: dict[str, tuple[Bin, ...]]  # by_position, by_probability, by_difference, by_length
+
+
+class Case(NamedTuple):
+    """A dial with a name."""
+
+    name: str
+    mismatch: Mismatch
+
+
+def alone_and_together(whole: Mismatch) -> list[Case]:
+    """The baseline, each entry of the dial alone, and the whole dial."""
+    alone = [Case(mismatch.label(entry), Mismatch((entry,))) for entry in whole.entries]
+    together = [Case(TOGETHER, whole)] if len(alone) > 1 else []
+    return [Case(BASELINE, Mismatch()), *alone, *together]
+
+
+def check(cases: Sequence[Case], setting: Setting, *, older: bool) -> None:
+    """Raises InputError for a case that cannot be run, before anything is compiled."""
+    for case in cases:
+        mismatch.check(case.mismatch, setting)
+        if case.mismatch.stale_updates and not older:
+            mismatch.refuse_stale(
+                case.mismatch, "there are no older weights here; audit a run folder that has them"
+            )
+
+
+def ablate(
+    weights: transformer.Weights,
+    prompts: Prompts,
+    cases: Sequence[Case],
+    *,
+    setting: Setting,
+    samples: int,
+    seed: int = 0,
+    older: Callable[[int], transformer.Weights] | None = None,
+) -> Iterator[Found]:
+    """Runs the cases and yields what each found.
+
+    Args:
+      weights: the learner's compute weights.
+      setting: the learner.
+      samples: responses per prompt.
+      older: number of updates -> the compute weights of so many updates ago.
+
+    Raises:
+      InputError: as `check`.
+    """
+    check(cases, setting, older=older is not None)
+    key = jax.random.key(seed)
+    learner = compiled.jit(partial(_learner_log_probs, setting=setting), setting.numerics)
+    compare = jax.jit(_compare)
+    programs: dict[Mismatch, Callable[..., Rollout]] = {}  # a sampler is compiled once
+    for case in cases:
+        stale = case.mismatch.stale_updates
+        source = older(stale) if stale and older is not None else weights
+        drawing = case.mismatch.drawing
+        if drawing not in programs:
+            sample = partial(dial.draw, mismatch=drawing, samples=samples, **setting._asdict())
+            programs[drawing] = compiled.jit(sample, setting.numerics)
+        own = jax.jit(case.mismatch.weights)(source)
+        rollout = programs[drawing](own, prompts, key)
+        report = partial(dial.report, mismatch=case.mismatch, samples=samples)
+        rollout = jax.jit(report)(rollout, prompts, key)
+        log_probs, _ = learner(weights, replace(rollout, drawn_log_probs=None, hidden=None))
+        yield _found(case, rollout, compare(log_probs, rollout), setting)
+
+
+def _learner_log_probs(weights, rollout: Rollout, *, setting: Setting):
+    """Log-probs [B, R], and the gradient: returned, so that it must be made."""
+
+    def loss(weights):
+        log_probs, _ = scoring.score(weights, rollout, **setting._asdict())
+        return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
+
+    (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
+    return log_probs, gradient
+
+
+def _compare(log_probs, rollout: Rollout) -> dict[str, Any]:
+    recorded, mask = rollout.log_probs, rollout.mask
+    found = {
+        "metrics": metrics.mismatch_metrics(log_probs, recorded, mask),
+        "profiles": metrics.mismatch_profiles(log_probs, recorded, mask, bins=_POSITION_BINS),
+        "difference": jnp.where(mask, jnp.abs(log_probs - recorded), 0.0),
+    }
+    if rollout.drawn_log_probs is not None:
+        found["reporting"] = metrics.mismatch_metrics(rollout.drawn_log_probs, recorded, mask)
+    return found
+
+
+def _found(case: Case, rollout: Rollout, compared: Any, setting: Setting) -> Found:
+    compared = jax.device_get(compared)
+    entries = case.mismatch.entries
+    alone = len(entries) == 1
+    groups = [g for g, kinds in mismatch.GROUPS.items() if alone and isinstance(entries[0], kinds)]
+    changed = mismatch.difference(setting.numerics, case.mismatch.numerics(setting.numerics))
+    profiles = {name: _bins(profile) for name, profile in compared["profiles"].items()}
+    profiles["by_length"] = _by_length(compared["difference"], rollout)
+    reporting = compared.get("reporting")
+    return Found(
+        case=case.name,
+        group=groups[0] if groups else "",
+        entries=tuple(mismatch.label(entry) for entry in entries),
+        differences={name: f"{a} -> {b}" for name, (a, b) in changed.items()},
+        metrics={name: float(value) for name, value in compared["metrics"].items()},
+        reporting=None if reporting is None else {k: float(v) for k, v in reporting.items()},
+        profiles=profiles,
+    )
+
+
+def _bins(profile: metrics.Profile) -> tuple[Bin, ...]:
+    edges, counts, means = (np.asarray(x, np.float64).tolist() for x in profile)
+    return tuple(
+        Bin(low, high, int(count), mean)
+        for low, high, count, mean in zip(edges, edges[1:], counts, means, strict=False)
+    )
+
+
+def _by_length(difference: np.ndarray, rollout: Rollout) -> tuple[Bin, ...]:
+    """Tokens by the length of their response, in bins of equal width."""
+    mask, longest = np.asarray(rollout.mask), rollout.responses.shape[1]
+    lengths = np.broadcast_to(np.asarray(rollout.lengths)[:, None], mask.shape)
+    edges = np.linspace(1, longest + 1, min(_LENGTH_BINS, longest) + 1)
+    found = []
+    for low, high in itertools.pairwise(edges):
+        inside = mask & (lengths >= low) & (lengths < high)
+        mean = float(np.mean(difference, where=inside)) if inside.any() else 0.0
+        found.append(Bin(float(low), float(high), int(inside.sum()), mean))
+    return tuple(found)

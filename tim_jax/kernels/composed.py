@@ -1,0 +1,130 @@
+"""Kernel families of plain XLA operations: everything composed of a dot, a sum and a unit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax.kernels import contraction, formulas, native, tiles
+from tim_jax.kernels.interface import Heads
+from tim_jax.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A family of `interface.Kernels`, from the pieces of `tiles` or `native`."""
+
+    fence: Callable[[Any], Any]
+    maths: formulas.Maths
+    peak: Callable[..., jax.Array]
+    unit: Callable[[Callable, Callable], Callable]
+    dot: Callable[..., jax.Array]
+    attention: Callable[..., jax.Array]
+
+    def _in_both(self, formula: Callable) -> Callable:
+        """The unit of formula(*args, maths): in the family's own maths, its gradient in plain."""
+        return self.unit(partial(formula, maths=self.maths), partial(formula, maths=native.MATHS))
+
+    def norm(self, x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics):
+        def norm(x, weight, maths):
+            lanes = numerics.order.lanes
+            y = formulas.rms_norm(x, weight, eps=eps, lanes=lanes, maths=maths)
+            return formulas.rounded(y, numerics.dtype)
+
+        return self._in_both(norm)(x, weight)
+
+    def dot_add(self, x, weight, residual, bias, *, numerics: Numerics):
+        def add(x, y, *bias):
+            y = y + jnp.broadcast_to(bias[0], y.shape) if bias else y
+            return formulas.rounded(x.astype(jnp.float32) + y, numerics.dtype)
+
+        biases = () if bias is None else (bias,)
+        return self.unit(add, add)(residual, self._reduced(x, weight, numerics), *biases)
+
+    def _reduced(self, x: jax.Array, weight: jax.Array, numerics: Numerics) -> jax.Array:
+        """x @ weight, or the sum of what `order.ranks` ranks make of their parts of it."""
+        order, product = numerics.order, partial(self.dot, numerics=numerics)
+        if order.ranks == 1:
+            return product(x, weight)
+        dtype = numerics.compute_dtype if order.exchange == "compute" else "float32"
+        rounded = partial(formulas.narrowed, dtype=dtype)
+        return contraction.all_reduced(product, x, weight, ranks=order.ranks, rounded=rounded)
+
+    def gated_dot(self, x, weight, bias, *, numerics: Numerics):
+        def gated(y, *bias, maths):
+            y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
+            gate, up = _parted(y, numerics.column_tiles, (1, 1))
+            return formulas.rounded(formulas.gated_silu(gate, up, maths=maths), numerics.dtype)
+
+        biases = () if bias is None else (bias,)
+        return self._in_both(gated)(self.dot(x, weight, numerics=numerics), *biases)
+
+    def project(self, y, cos, sin, optional, *, heads: Heads, eps: float, numerics: Numerics):
+        shares = (heads.query, heads.key, heads.key)
+        rms_norm = partial(formulas.rms_norm, eps=eps, lanes=numerics.order.lanes)
+
+        def project(y, cos, sin, optional, maths):
+            if "bias" in optional:
+                y = y + jnp.broadcast_to(optional["bias"].reshape(-1), y.shape)
+            query, key, value = _parted(y, numerics.column_tiles, shares)
+            query = query.reshape(-1, heads.query, heads.size)
+            key = key.reshape(-1, heads.key, heads.size)
+            if "q_norm" in optional:
+                query = rms_norm(query, optional["q_norm"], maths=maths)
+                key = rms_norm(key, optional["k_norm"], maths=maths)
+            query = formulas.rotate(query, cos, sin, maths=maths) * heads.size**-0.5
+            key = formulas.rotate(key, cos, sin, maths=maths)
+            value = value.reshape(-1, heads.key, heads.size)
+            return tuple(formulas.rounded(part, numerics.dtype) for part in (query, key, value))
+
+        return self._in_both(project)(y, cos, sin, optional)
+
+    def exponentials(self, x: jax.Array, peak: jax.Array, *, numerics: Numerics):
+        narrowed = _narrowed(numerics)
+        return narrowed(self.fence(self.maths.exp(narrowed(x - peak[:, None]))))
+
+    def row_sum(self, x: jax.Array, *, numerics: Numerics):
+        return _narrowed(numerics)(self.fence(self.maths.total(x, lanes=numerics.order.lanes)))
+
+    def log(self, x: jax.Array, *, numerics: Numerics):
+        return _narrowed(numerics)(self.fence(self.maths.log(x)))
+
+    def log_normaliser(self, x, peak, weights, *, numerics: Numerics):
+        del x, peak
+        return self.log(self.row_sum(weights, numerics=numerics), numerics=numerics)
+
+
+def _narrowed(numerics: Numerics):
+    """Rounds a step of the vocabulary's softmax to its dtype; nothing for float32."""
+    return partial(formulas.narrowed, dtype=numerics.precision.softmax)
+
+
+def _parted(y: jax.Array, tiles: int, shares: tuple[int, ...]) -> list[jax.Array]:
+    """Splits joint columns [N, M] by shares; each of `tiles` column tiles holds some of all."""
+    sizes = np.cumsum(shares[:-1]) * (y.shape[1] // tiles // sum(shares))
+    if tiles == 1:
+        return jnp.split(y, sizes, axis=-1)
+    parts = jnp.split(y.reshape(y.shape[0], tiles, -1), sizes, axis=-1)
+    return [part.reshape(y.shape[0], -1) for part in parts]
+
+
+TILES = Composed(
+    tiles.fence,
+    tiles.MATHS,
+    tiles.peak,
+    tiles.unit,
+    tiles.dot,
+    tiles.attention,
+)
+NATIVE = Composed(
+    native.fence,
+    native.MATHS,
+    native.peak,
+    native.unit,
+    native.dot,
+    native.attention,
+)

@@ -1,0 +1,126 @@
+"""Elementwise functions of correctly rounded operations only, so that their bits are IEEE 754's.
+
+XLA:CPU's own exp, log and rsqrt give a number other bits in an array of another size: one code is
+used for whole vectors, another for what is left over, and a third where a small loop is unrolled
+into its neighbours. And a product that goes into a sum may become a fused multiply-add or not.
+What is written here uses sums, products, quotients, roots and comparisons, each rounded by itself,
+and bit patterns: a float gives the same bits in every program, and NumPy gives them too.
+
+exp and log take the argument apart as Cody and Waite (1980) do. The polynomial of exp is a minimax
+fit of (e^r - 1 - r) / r^2 over |r| <= ln(2) / 2, that of log is Moshier's (Cephes, logf). No
+subnormal number comes out, and those that go into log count as zero. The normal quantile's rational
+functions are Wichura's (1988, algorithm AS 241, PPND7).
+"""
+
+import jax
+import jax.numpy as jnp
+
+_INFO = jnp.finfo(jnp.float32)
+_TINY, _HUGE = float(_INFO.tiny), float(_INFO.max)
+_LOG2_E = 1.44269504088896341
+# ln 2 in two parts of 15 bits: their products with an exponent, of 8 bits, are exact.
+_LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.4285906217992306e-06
+_FURTHEST = 87.33  # e^x and e^-x are normal numbers up to here
+_MANTISSA, _BIAS = 23, 127
+_EXP = (1.3814539e-3, 8.3687454e-3, 4.1668389e-2, 1.6666521e-1, 4.9999994e-1)
+_LOG = (
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
+# Numerators and denominators of the normal quantile: in the middle, outside, and far outside.
+_MIDDLE = (5.9109374720e1, 1.5929113202e2, 5.0434271938e1, 3.3871327179)
+_MIDDLE_BELOW = (6.7187563600e1, 7.8757757664e1, 1.7895169469e1, 1.0)
+_OUTSIDE = (1.7023821103e-1, 1.3067284816, 2.7568153900, 1.4234372777)
+_OUTSIDE_BELOW = (1.2021132975e-1, 7.3700164250e-1, 1.0)
+_FAR = (1.7337203997e-2, 4.2868294337e-1, 3.0812263860, 6.6579051150)
+_FAR_BELOW = (1.2258202635e-2, 2.4197894225e-1, 1.0)
+
+
+def alone(x: jax.Array) -> jax.Array:
+    """x, and nothing that a compiler could see as a product: a comparison that changes no finite x.
+
+    It stands between a product and a sum that must not become a fused multiply-add.
+    """
+    return jnp.where(x > _HUGE, _HUGE, x)
+
+
+def inverse_root(x: jax.Array) -> jax.Array:
+    """1 / sqrt(x) of x >= 0, as a root and a quotient; not infinite at 0."""
+    root = jnp.sqrt(x)
+    return 1.0 / jnp.where(root > _TINY, root, _TINY)
+
+
+def sigmoid(x: jax.Array) -> jax.Array:
+    """1 / (1 + e^-x), below -87.33 as there. Not for differentiation: its gradient overflows."""
+    return 1.0 / (1.0 + exp(jnp.where(x < -_FURTHEST, _FURTHEST, -x)))
+
+
+@jax.custom_jvp
+def exp(x: jax.Array) -> jax.Array:
+    """e^x of float32 x up to 87.33, to 1 ulp; 0 below -87.33. Beyond 87.33 it is no exponential:
+    a softmax takes its maximum off before, and to check for it would take a tenth of the time."""
+    exponent = jax.lax.round(x * _LOG2_E, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    rest = x - exponent * _LN2_HIGH - exponent * _LN2_LOW
+    y = alone(_polynomial(rest, _EXP) * (rest * rest)) + rest + 1.0
+    bits = jax.lax.bitcast_convert_type(y, jnp.int32) + (exponent.astype(jnp.int32) << _MANTISSA)
+    return jnp.where(x < -_FURTHEST, 0.0, jax.lax.bitcast_convert_type(bits, jnp.float32))
+
+
+@exp.defjvp
+def _exp_jvp(primals, tangents):
+    y = exp(*primals)
+    return y, y * tangents[0]
+
+
+@jax.custom_jvp
+def log(x: jax.Array) -> jax.Array:
+    """The natural logarithm of float32 x, to 1 ulp; -inf at 0 and for subnormal numbers."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    exponent = (bits >> _MANTISSA) - (_BIAS - 1)
+    mantissa = (bits & ((1 << _MANTISSA) - 1)) | ((_BIAS - 1) << _MANTISSA)
+    part = jax.lax.bitcast_convert_type(mantissa, jnp.float32)  # in [1/2, 1)
+    small = part < 0.5**0.5
+    power = jnp.where(small, exponent - 1, exponent).astype(jnp.float32)
+    rest = jnp.where(small, part + part, part) - 1.0
+    square = alone(rest * rest)
+    y = alone(alone(_polynomial(rest, _LOG) * rest) * square)
+    y = y + power * _LN2_LOW - 0.5 * square
+    y = rest + y + power * _LN2_HIGH
+    y = jnp.where(x < _TINY, -jnp.inf, jnp.where(x > _HUGE, jnp.inf, y))
+    return jnp.where(x >= 0, y, jnp.nan)
+
+
+@log.defjvp
+def _log_jvp(primals, tangents):
+    return log(*primals), tangents[0] / primals[0]
+
+
+def normal_quantile(u: jax.Array) -> jax.Array:
+    """The standard normal number below which another is with probability u in (0, 1), float32.
+
+    To about 1e-6 of it. The gradient is not meant to be taken.
+    """
+    off = u - 0.5
+    r = 0.180625 - alone(off * off)
+    middle = off * _polynomial(r, _MIDDLE) / _polynomial(r, _MIDDLE_BELOW)
+    root = jnp.sqrt(-log(jnp.where(off < 0, u, 1.0 - u)))
+    near, far = root - 1.6, root - 5.0
+    outside = _polynomial(near, _OUTSIDE) / _polynomial(near, _OUTSIDE_BELOW)
+    outside = jnp.where(root > 5.0, _polynomial(far, _FAR) / _polynomial(far, _FAR_BELOW), outside)
+    outside = jnp.where(off < 0, -outside, outside)
+    return jnp.where(jnp.abs(off) <= 0.425, middle, outside)
+
+
+def _polynomial(x: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
+    """By Horner's rule, the highest power's coefficient first."""
+    y = jnp.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        y = alone(y * x) + coefficient
+    return y

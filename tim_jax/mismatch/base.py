@@ -1,0 +1,103 @@
+"""What an entry of the dial is: a small value that edits the sampler in one named way."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+
+from tim_jax.errors import InputError
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement
+from tim_jax.policy import Sampling
+from tim_jax.types import Rollout
+
+
+class Setting(NamedTuple):
+    """The learner that a sampler is to differ from."""
+
+    config: ModelConfig
+    numerics: Numerics
+    sampling: Sampling
+    placement: Placement = SINGLE  # the sampler's own
+
+
+class Names(NamedTuple):
+    """What names a row's random numbers, as in the sampler: never its place in the batch."""
+
+    key: jax.Array  # a PRNG key of seed and step
+    prompts: jax.Array  # i32[B]
+    samples: jax.Array  # i32[B]
+
+    def keys(self, salt: int) -> jax.Array:
+        """Keys [B] of the rows, other ones for every `salt`."""
+
+        def own(prompt, sample):
+            return jax.random.fold_in(jax.random.fold_in(salted, prompt), sample)
+
+        salted = jax.random.fold_in(self.key, salt)
+        return jax.vmap(own)(self.prompts, self.samples)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One named edit. A method that an entry does not have leaves its part of the sampler alone.
+
+    The name, keyword arguments and defaults of a configuration's table are the class variable
+    `name` and the fields. `imitates` says which real system behaves like this.
+    """
+
+    name: ClassVar[str] = ""
+    imitates: ClassVar[str] = ""
+    reports: ClassVar[bool] = False  # has `reported`
+    repeatable: ClassVar[bool] = False  # may stand in a dial more than once
+
+    @property
+    def inert(self) -> bool:
+        """Strength 0: the entry changes nothing, and adds nothing to the program."""
+        return False
+
+    def check(self, setting: Setting) -> None:
+        """Raises InputError, naming this entry, if it cannot be applied to a sampler like this."""
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        """The sampler's numerics."""
+        return numerics
+
+    def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """The sampler's weights, of the learner's compute weights (`transformer.prepare`)."""
+        return weights
+
+    def logits(self, logits: jax.Array, step: jax.Array, names: Names) -> jax.Array:
+        """Logits f32[B, V] to draw from; `step` is the response position."""
+        del step, names
+        return logits
+
+    def reported(
+        self, logits: jax.Array, tokens: jax.Array, *, sampling: Sampling, numerics: Numerics
+    ) -> jax.Array:
+        """Log-probs f32[B] to record in place of those drawn with."""
+        raise AssertionError(f"{self.name} reports nothing")
+
+    def rollout(self, rollout: Rollout, names: Names) -> Rollout:
+        """The rollout that the learner is given."""
+        del names
+        return rollout
+
+    def refuse(self, rule: str) -> InputError:
+        """An error that names this entry."""
+        return InputError(f"mismatch {self.name!r}: {rule}")
+
+    def need_number(self, argument: str, *, least: float, most: float | None = None) -> None:
+        """Refuses an argument outside [least, most], or one that is not a finite number."""
+        value = getattr(self, argument)
+        if not least <= value < float("inf") or (most is not None and value > most):
+            bounds = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise self.refuse(f"{argument} must be {bounds}, got {value}")
+
+    def need_choice(self, argument: str, known: tuple[str, ...]) -> None:
+        """Refuses a value that is not one of `known`."""
+        if getattr(self, argument) not in known:
+            raise self.refuse(
+                f"{argument} = {getattr(self, argument)!r}; known: {', '.join(known)}"
+            )

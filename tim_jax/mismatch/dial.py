@@ -1,0 +1,217 @@
+"""The dial itself: entries together, checked against a learner, and the sampler they make."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax import policy, sampler
+from tim_jax.errors import InputError
+from tim_jax.mismatch.base import Entry, Names, Setting
+from tim_jax.mismatch.semantics import DroppedEnd, PadMask
+from tim_jax.mismatch.weights import StaleWeights
+from tim_jax.model import transformer
+from tim_jax.numerics import Numerics, Order, Precision
+from tim_jax.policy import Sampling
+from tim_jax.types import Prompts, Rollout
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """How a sampler differs from its learner: entries, applied in their order. None: not at all."""
+
+    entries: tuple[Entry, ...] = ()
+
+    @property
+    def active(self) -> tuple[Entry, ...]:
+        """The entries with a strength above 0."""
+        return tuple(entry for entry in self.entries if not entry.inert)
+
+    @property
+    def drawing(self) -> "Mismatch":
+        """The part that makes another program of the sampler: not weights, not what is told."""
+        edits = (Entry.numerics, Entry.logits)
+        return Mismatch(
+            tuple(
+                e for e in self.active if e.reports or (type(e).numerics, type(e).logits) != edits
+            )
+        )
+
+    @property
+    def stale_updates(self) -> int:
+        """How many updates ago the sampler's weights are from."""
+        return sum(e.updates for e in self.entries if isinstance(e, StaleWeights))
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        """The sampler's numerics."""
+        for entry in self.active:
+            numerics = entry.numerics(numerics)
+        return numerics
+
+    def weights(self, weights: transformer.Weights) -> transformer.Weights:
+        """The sampler's weights, of the learner's compute weights."""
+        for entry in self.active:
+            weights = entry.weights(weights)
+        return weights
+
+
+EXACT = Mismatch()
+
+
+def check(mismatch: Mismatch, setting: Setting) -> None:
+    """Raises InputError for an entry that this learner's sampler cannot have, or two that clash.
+
+    What two entries may not do: stand there twice (but for noise), set the same field of the
+    numerics, or both decide what is reported.
+    """
+    names, setters = set(), {}
+    reporter, numerics = None, setting.numerics
+    for entry in mismatch.entries:
+        if entry.name in names and not entry.repeatable:
+            raise entry.refuse("stands there twice; give it once")
+        names.add(entry.name)
+        entry.check(setting._replace(numerics=numerics))
+        edited = _edited(entry, numerics)
+        for field in difference(numerics, edited):
+            if field in setters:
+                raise entry.refuse(f"contradicts {setters[field]!r}: both set {field}")
+            setters[field] = entry.name
+        numerics = edited
+        if entry.reports and reporter is not None:
+            raise entry.refuse(f"contradicts {reporter!r}: both decide what is reported")
+        reporter = entry.name if entry.reports else reporter
+    _check_together(mismatch, numerics)
+
+
+def _edited(entry: Entry, numerics: Numerics) -> Numerics:
+    try:
+        return entry.numerics(numerics)
+    except InputError as error:
+        raise entry.refuse(str(error)) from error
+
+
+def _check_together(mismatch: Mismatch, numerics: Numerics) -> None:
+    if numerics.family != "tiles":
+        for entry in mismatch.entries:
+            if entry.name in ("tile_sizes", "sum_order"):
+                raise entry.refuse(f"contradicts {numerics.family!r} kernels, which choose it")
+    ends = [entry for entry in mismatch.entries if isinstance(entry, DroppedEnd)]
+    pads = [entry for entry in mismatch.entries if isinstance(entry, PadMask)]
+    if ends and pads and ends[0].replacement == pads[0].pad:
+        raise pads[0].refuse("contradicts 'dropped_end': it hides the very token that is put there")
+
+
+def difference(first: Any, second: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Fields in which two values of one dataclass differ, dotted: the experiment's description."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for field in dataclasses.fields(first):
+        one, other = getattr(first, field.name), getattr(second, field.name)
+        name = f"{prefix}{field.name}"
+        if one == other:
+            continue
+        if isinstance(one, Precision | Order):
+            found |= difference(one, other, f"{name}.")
+        else:
+            found[name] = (one, other)
+    return found
+
+
+def describe(mismatch: Mismatch, numerics: Numerics) -> list[str]:
+    """One line per entry, and the differences of the sampler's numerics from `numerics`."""
+    lines = [label(entry) for entry in mismatch.entries]
+    changed = difference(numerics, mismatch.numerics(numerics))
+    return [*lines, *(f"numerics.{k}: {a} -> {b}" for k, (a, b) in changed.items())]
+
+
+def label(entry: Entry) -> str:
+    """Name and arguments that are not the defaults: `kv_cache(float8_e4m3fn)`."""
+    words = []
+    for index, field in enumerate(dataclasses.fields(entry)):
+        value = getattr(entry, field.name)
+        if field.default is dataclasses.MISSING and index == 0:
+            words.append(str(value))
+        elif value != field.default:
+            words.append(f"{field.name}={value}")
+    return f"{entry.name}({', '.join(words)})" if words else entry.name
+
+
+def draw(
+    weights: transformer.Weights,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    mismatch: Mismatch,
+    samples: int,
+    numerics: Numerics,
+    sampling: Sampling,
+    first: jax.Array | None = None,
+    **where: Any,
+) -> Rollout:
+    """`sampler.sample` with another execution: the second of a divergent sampler's three steps.
+
+    The first is `Mismatch.weights`, of the learner's compute weights (older ones where the entry
+    `stale_weights` says so: that is for the caller), the last is `report`. On a mesh this one is a
+    device's own, and the others see whole arrays. `numerics` are the learner's. Only
+    `mismatch.drawing` matters here; without such an entry this is `sampler.sample` and nothing
+    else, whose other arguments (`config`, `placement`) it takes as well.
+    """
+    other = mismatch.numerics(numerics)
+    names = _names(prompts, key, samples, first)
+    return sampler.sample(
+        weights,
+        prompts,
+        key,
+        samples=samples,
+        numerics=other,
+        sampling=sampling,
+        first=first,
+        draw=_draw(mismatch.active, names, sampling, other),
+        records_drawn=any(entry.reports for entry in mismatch.active),
+        **where,
+    )
+
+
+def report(
+    rollout: Rollout, prompts: Prompts, key: jax.Array, *, mismatch: Mismatch, samples: int
+) -> Rollout:
+    """The last step: what the learner is told of a rollout."""
+    names = _names(prompts, key, samples)
+    for entry in mismatch.active:
+        rollout = entry.rollout(rollout, names)
+    return rollout
+
+
+def _names(prompts: Prompts, key: jax.Array, samples: int, first: jax.Array | None = None) -> Names:
+    count = prompts.ids.shape[0]
+    own = jnp.tile(jnp.arange(samples, dtype=jnp.int32), count)
+    own = own if first is None else own + first
+    return Names(key, jnp.repeat(prompts.ids, samples), own)
+
+
+def _draw(entries: Sequence[Entry], names: Names, sampling: Sampling, numerics: Numerics):
+    """A draw with the entries' logits and reports; None if none has any."""
+    noisy = [e for e in entries if type(e).logits is not Entry.logits]
+    reporter = next((entry for entry in entries if entry.reports), None)
+    if not noisy and reporter is None:
+        return None
+
+    def drawn(logits, uniform, step):
+        for entry in noisy:
+            logits = entry.logits(logits, step, names)
+        token, log_prob = policy.draw(logits, uniform, sampling=sampling, numerics=numerics)
+        if reporter is None:
+            return token, log_prob, None
+        reported = reporter.reported(logits, token, sampling=sampling, numerics=numerics)
+        return token, reported, log_prob
+
+    return drawn
+
+
+def refuse_stale(mismatch: Mismatch, where: str) -> None:
+    """Raises InputError if the sampler needs old weights, which `where` does not have."""
+    for entry in mismatch.entries:
+        if isinstance(entry, StaleWeights) and not entry.inert:
+            raise InputError(f"mismatch 'stale_weights': {where}")

@@ -1,0 +1,91 @@
+"""Entries that give the sampler other weights than the learner's."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.kernels import formats, tiles
+from tim_jax.mismatch.base import Entry, Setting
+
+_FORMATS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
+_MATRICES = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass(frozen=True)
+class QuantisedWeights(Entry):
+    """Weight matrices are rounded to a narrow format, with symmetric scales from largest elements.
+
+    per "channel": a scale per output column, "tensor": one per matrix (q, k and v are one, and so
+    are gate and up). `group` > 0 gives every so many rows of a column a scale of their own. Only
+    weights: activations and sums are those of the compute dtype.
+    """
+
+    dtype: str
+    per: Literal["channel", "tensor"] = "channel"
+    group: int = 0
+    head: bool = False  # the LM head too; engines leave it, and the embedding, as they are
+
+    name: ClassVar[str] = "quantised_weights"
+    imitates: ClassVar[str] = (
+        "a quantised rollout engine (FlashRL's int8 and fp8; int4 in groups of 128 as in GPTQ and"
+        " AWQ)"
+    )
+
+    def __post_init__(self):
+        self.need_choice("dtype", _FORMATS)
+        self.need_choice("per", ("channel", "tensor"))
+        self.need_number("group", least=0)
+        if self.group and self.per == "tensor":
+            raise self.refuse(f'group = {self.group} contradicts per = "tensor"')
+
+    def check(self, setting: Setting) -> None:
+        config = setting.config
+        sizes = {
+            "hidden_size": config.hidden_size,
+            "heads": config.num_heads * config.head_dim,
+            "intermediate_size": config.intermediate_size,
+        }
+        for what, size in sizes.items():
+            if self.group and size % self.group:
+                raise self.refuse(f"group = {self.group} does not divide the model's {what} {size}")
+
+    def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        layers = weights["layers"]
+        layers = layers | {n: self.rounded(layers[n], tiled=layers[n].ndim == 4) for n in _MATRICES}
+        head = weights["head"]
+        head = self.rounded(head, tiled=head.ndim == 3) if self.head else head
+        return weights | {"layers": layers, "head": head}
+
+    def rounded(self, matrix: jax.Array, *, tiled: bool = False) -> jax.Array:
+        """Matrices [..., in, out], or in column tiles [..., T, in, out / T], in their own dtype."""
+        wide = matrix.astype(jnp.float32)
+        if self.group:
+            wide = wide.reshape(*wide.shape[:-2], -1, self.group, wide.shape[-1])
+        whole = (-3, -2, -1) if tiled else (-2, -1)
+        axes = (-2,) if self.per == "channel" else whole
+        largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+        found = formats.scaled(wide, self.dtype, largest=largest, fence=tiles.fence)
+        return found.reshape(matrix.shape).astype(matrix.dtype)
+
+
+@dataclass(frozen=True)
+class StaleWeights(Entry):
+    """The sampler has the weights of so many updates ago (at the start of a run: the first ones).
+
+    The only entry that is drift and not mismatch: at equal weights it is exact. The training loop
+    keeps the old weights.
+    """
+
+    updates: int
+
+    name: ClassVar[str] = "stale_weights"
+    imitates: ClassVar[str] = "asynchronous RL, or a weight transfer that arrives late"
+
+    def __post_init__(self):
+        self.need_number("updates", least=0)
+
+    @property
+    def inert(self) -> bool:
+        return self.updates == 0

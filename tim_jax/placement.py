@@ -1,0 +1,148 @@
+"""Where a computation runs: a mesh's axes, and which dimension of an array goes on which axis.
+
+Values and pure functions: no devices until `mesh` is given some.
+
+Axes of the mesh:
+
+- `data`: rows of the batch. Every slice holds the whole model, so gradients are summed over it.
+- `fsdp`: rows of the batch as well, and the inputs of every weight matrix: a device keeps a part of
+  each and gathers the rest just before use.
+- `tensor`: columns of every weight matrix, and the heads. Its devices work on the same rows.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tim_jax.errors import InputError
+
+AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")  # what the rows of a batch are split over
+
+Axis = Literal["rows", "in", "out", "tile", "hidden", "whole"]
+Devices = Sequence[Any]  # of `jax.Device`, which no version of JAX declares as a type
+Axes = tuple[Axis, ...]  # of an array's dimensions, in order
+
+# Logical axis -> mesh axes.
+RULES: dict[Axis, tuple[str, ...]] = {
+    "rows": ROWS,
+    "in": ("fsdp",),  # what a weight matrix contracts over
+    "out": ("tensor",),  # columns of a weight matrix
+    "tile": ("tensor",),  # column tiles of a weight matrix
+    "hidden": ("tensor", "fsdp"),  # the hidden size of embedding and norms: an out of ins
+    "whole": (),
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How many devices each mesh axis has.
+
+    decode: where the sampler's weights are during the decode loop. "whole": gathered over fsdp once
+      before it, so that a device holds the model's compute weights / tensor, and every device (of
+      one tensor group) stops when its own rows have ended. "sharded": gathered layer by layer at
+      every token, so that a device never holds more than a layer more than its share; all devices
+      go on until the last row has ended.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    decode: Literal["whole", "sharded"] = "whole"
+
+    def __post_init__(self):
+        for axis in AXES:
+            size = getattr(self, axis)
+            if not isinstance(size, int) or size < 1:
+                raise InputError(f"Placement: {axis} must be a positive integer, got {size!r}")
+        if self.decode not in ("whole", "sharded"):
+            raise InputError(f"Placement: decode must be 'whole' or 'sharded', got {self.decode!r}")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sizes of the mesh axes."""
+        return self.data, self.fsdp, self.tensor
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def shards(self) -> int:
+        """Parts that the rows of a batch are split into."""
+        return self.data * self.fsdp
+
+    @property
+    def single(self) -> bool:
+        return self.devices == 1
+
+    @property
+    def held(self) -> "Placement":
+        """The same for weights that have been gathered over fsdp."""
+        return dataclasses.replace(self, fsdp=1)
+
+    def __str__(self) -> str:
+        sizes = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1]
+        if self.decode != "whole":
+            sizes.append(f"decode={self.decode}")
+        return " ".join(sizes) or "one device"
+
+
+SINGLE = Placement()
+
+
+def mesh(placement: Placement, devices: Devices) -> Mesh:
+    """The mesh of the first `placement.devices` of `devices`; tensor neighbours stand together.
+
+    Raises:
+      InputError: there are fewer devices.
+    """
+    wanted = placement.devices
+    if len(devices) < wanted:
+        sizes = " x ".join(f"{name} {getattr(placement, name)}" for name in AXES)
+        raise InputError(
+            f"placement: a mesh of {sizes} needs {wanted} devices, but there are {len(devices)}"
+        )
+    chosen = np.array(list(devices[:wanted])).reshape(placement.shape)
+    return Mesh(chosen, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec(axes: Axes) -> PartitionSpec:
+    """How an array with these logical axes lies on a mesh."""
+    return PartitionSpec(*(RULES[axis] or None for axis in axes))
+
+
+def specs(tree: Any) -> Any:
+    """`spec` of every leaf of a tree of logical axes."""
+    return jax.tree.map(spec, tree, is_leaf=_is_axes)
+
+
+def shardings(tree: Any, on: Mesh) -> Any:
+    """`NamedSharding`s on a mesh, of a tree of logical axes."""
+    return jax.tree.map(lambda axes: NamedSharding(on, spec(axes)), tree, is_leaf=_is_axes)
+
+
+def put(tree: Any, target: Any) -> Any:
+    """A tree of arrays with these shardings, no device holding more than its part on the way."""
+
+    def leaf(x: Any, sharding: NamedSharding) -> jax.Array:
+        # Devices of other processes are filled by these: each from its own copy on the host.
+        elsewhere = not sharding.is_fully_addressable and getattr(x, "is_fully_addressable", False)
+        return jax.device_put(np.asarray(x) if elsewhere else x, sharding)
+
+    return jax.tree.map(leaf, tree, target)
+
+
+def missing(axes: Axes) -> tuple[str, ...]:
+    """Mesh axes over which an array with these logical axes is replicated."""
+    used = {name for axis in axes for name in RULES[axis]}
+    return tuple(name for name in AXES if name not in used)
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple)

@@ -1,0 +1,197 @@
+"""The text of a compiled program, read into instructions."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+_TYPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"\b(calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_PARTITIONS = re.compile(r"num_partitions=(\d+)")
+
+
+@dataclass(frozen=True)
+class Type:
+    """An array's element type, sizes and layout; the layout as XLA writes it, tiles included."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: str
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements; what a layout pads is not counted."""
+        return prod(self.dims) * _bits(self.dtype) // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]{self.layout}"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line. `attributes` is all that stands after the operands."""
+
+    name: str
+    types: tuple[Type, ...]  # several for a tuple
+    opcode: str
+    operands: tuple[str, ...]
+    arguments: str  # the operands as they are written
+    attributes: str
+    root: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.bytes for one in self.types)
+
+    @property
+    def op_name(self) -> str:
+        """Where it comes from in the traced program; "" if nowhere."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """Names of the computations that it calls, by role."""
+        return {
+            role: tuple(name.strip(" %") for name in names.strip("{}").split(","))
+            for role, names in _CALLED.findall(self.attributes)
+        }
+
+
+Computation = Mapping[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A program: computations by name, instructions by name and in order within each."""
+
+    computations: Mapping[str, Computation]
+    entry: str
+    partitions: int  # devices that run it together
+
+
+@dataclass(frozen=True)
+class Visit:
+    """An instruction and how often a run of the program comes to it."""
+
+    instruction: Instruction
+    computation: Computation
+    times: int
+    fused: bool  # inside a fusion: it reads and writes no memory of its own
+
+
+def parse(text: str) -> Module:
+    """Reads `compiled.as_text()`."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        found = _LINE.match(line)
+        if found and current is not None:
+            instruction = _instruction(found[2], found[3], bool(found[1]))
+            current[instruction.name] = instruction
+        elif header := _HEADER.match(line):
+            current = computations.setdefault(header[2], {})
+            entry = header[2] if header[1] else entry
+    partitions = _PARTITIONS.search(text[: text.find("\n")])
+    return Module(computations, entry, int(partitions[1]) if partitions else 1)
+
+
+def visits(module: Module, trips: Sequence[int] = ()) -> Iterator[Visit]:
+    """All that runs, with how often.
+
+    Args:
+      trips: of the loops whose trips the compiler does not know, in the program's order. What runs
+        beyond these counts once.
+    """
+    yield from _visits(module, module.entry, 1, False, iter(trips))
+
+
+def _visits(module, name, times, fused, trips) -> Iterator[Visit]:
+    computation = module.computations[name]
+    for instruction in computation.values():
+        yield Visit(instruction, computation, times, fused)
+        inside = fused or instruction.opcode == "fusion"
+        called = instruction.called
+        if instruction.opcode == "while":
+            known = _trips(instruction, module)
+            count = next(trips, 1) if known is None else known
+            for body in called.pop("body"):
+                yield from _visits(module, body, times * count, inside, trips)
+            for condition in called.pop("condition"):
+                yield from _visits(module, condition, times * (count + 1), inside, trips)
+        elif instruction.opcode in _APPLIES:
+            called.pop("to_apply", None)  # to single numbers: no arrays of its own
+        for names in called.values():
+            for one in names:
+                if one in module.computations:
+                    yield from _visits(module, one, times, inside, trips)
+
+
+def _trips(loop: Instruction, module: Module) -> int | None:
+    """How often a loop's body runs: as the compiler says, or up to what its condition compares a
+    counter with (JAX's count from 0 by 1); None if it ends by something else."""
+    if found := _TRIPS.search(loop.attributes):
+        return int(found[1])
+    (name,) = loop.called["condition"]
+    condition = module.computations[name]
+    ends = next(one for one in condition.values() if one.root)
+    limit = condition.get(ends.operands[-1]) if ends.opcode == "compare" else None
+    if limit is None or limit.opcode != "constant" or "direction=LT" not in ends.attributes:
+        return None
+    return int(limit.arguments)
+
+
+_APPLIES = (
+    "reduce",
+    "reduce-window",
+    "scatter",
+    "sort",
+    "map",
+    "select-and-scatter",
+    "all-reduce",
+    "all-reduce-start",
+    "reduce-scatter",
+)
+
+
+def _instruction(name: str, rest: str, root: bool) -> Instruction:
+    end = _balanced(rest) if rest.startswith("(") else rest.index(" ")
+    types = tuple(
+        Type(dtype, tuple(int(n.strip("<=")) for n in dims.split(",") if n), layout)
+        for dtype, dims, layout in _TYPE.findall(rest[:end])
+    )
+    opcode, paren, _ = rest[end:].strip().partition("(")
+    start = rest.index(paren + "", end) if paren else len(rest)
+    stop = start + _balanced(rest[start:])
+    arguments = rest[start + 1 : stop - 1]
+    return Instruction(
+        name=name,
+        types=types,
+        opcode=opcode,
+        operands=tuple(_OPERAND.findall(arguments)),
+        arguments=arguments,
+        attributes=rest[stop:],
+        root=root,
+    )
+
+
+def _balanced(text: str) -> int:
+    """Length of the parenthesis that `text` begins with."""
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return index + 1
+    return len(text)
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    return int(digits[1]) if digits else 0  # tokens and the like

@@ -1,0 +1,181 @@
+"""A plan as text, as JSON, and as rows of a page."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from tim_jax.plan import sites
+from tim_jax.plan.planning import Plan, Stage
+from tim_jax.plan.search import Largest
+from tim_jax.plan.twins import Twin
+
+_GIB = 2**30
+
+
+def text(plan: Plan) -> str:
+    """What the command prints."""
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    policy, target = plan.recipe.policy, plan.target
+    numerics = policy.numerics
+    yield (
+        f"{target.name}: {target.chips} chips, {len(target.devices)} devices of"
+        f" {_gib(target.capacity)};"
+        f" placement {_placement(plan)}; kernels {numerics.family}, {numerics.compute_dtype}"
+    )
+    if numerics.family in ("tiles", "native"):
+        yield f"  {numerics.family} is plain XLA, slow on a TPU; a pod should run pallas_tpu"
+    drawn = plan.recipe.rows_drawn
+    yield (
+        f"  {plan.recipe.prompts} prompts x {plan.recipe.learning.group_size} samples,"
+        f" up to {plan.recipe.prompt_length} + {policy.sampling.max_response_length} tokens,"
+        f" {f'sampled {drawn} at a time, ' if drawn else ''}micro-batch {plan.recipe.micro_batch},"
+        f" remat {'on' if plan.recipe.learning.remat else 'off'}"
+    )
+    for stage in plan.stages:
+        yield from _stage(stage)
+    for key, found in plan.largest.items():
+        yield _largest(key, found, plan)
+    if plan.advice:
+        yield "what to change:"
+    yield from (f"  {line}" for line in plan.advice)
+    yield from _audit(plan.audit)
+
+
+def _stage(stage: Stage) -> Iterator[str]:
+    found, memory = stage.figures, stage.figures.memory
+    layers = f", from {stage.layers[0]} and {stage.layers[1]} layers" if stage.layers[1:] else ""
+    yield f"{stage.name}, per device{layers}, compiled in {stage.seconds:.0f} s"
+    parts = (
+        ("arguments", memory.arguments),
+        ("outputs", memory.outputs),
+        ("temporaries", memory.temporaries),
+        ("aliased", -memory.aliased),
+        ("code and reserved", memory.code),
+        ("the program, refused", memory.together),
+        ("elsewhere in the run", stage.resident),
+    )
+    written = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
+    verdict = "fits" if stage.fits else "DOES NOT FIT"
+    yield f"  memory     {_gib(stage.total)} of {_gib(stage.capacity)}, {verdict}: {written}"
+    yield f"  products   {found.flops / 1e12:,.1f} TFLOP"
+    yield f"  memory traffic  {found.bytes_accessed / 1e9:,.1f} GB"
+    if not found.collectives and not any(stage.texts):
+        yield "  collectives unknown: the program did not fit"
+    for kind, one in sorted(found.collectives.items()):
+        yield f"  {kind:<18} {one.count:>10,} times, {one.bytes / 1e9:,.2f} GB received"
+
+
+def _largest(key: str, found: Largest, plan: Plan) -> str:
+    if not found.count:
+        return f"largest {key}: none fits; the smallest takes {_gib(found.total)}"
+    more = "" if found.bounded else ", the most that was looked at"
+    return (
+        f"largest {key}: {found.count} ({_gib(found.total)} of {_gib(plan.target.capacity)}){more}"
+    )
+
+
+def _audit(found: tuple[Twin, ...]) -> Iterator[str]:
+    if not found:
+        yield "static audit: not done, as a program did not compile"
+        return
+    compared = [twin for twin in found if twin.site.kind != "pick"]
+    different = [twin for twin in compared if twin.differences]
+    counts = [(sum(twin.site.kind == kind for twin in compared), kind) for kind in sites.KINDS]
+    yield (
+        f"static audit: {len(compared)} different sites in the sampler's program"
+        f" ({', '.join(f'{n} {kind}s' for n, kind in counts if n)});"
+        f" {len(compared) - len(different)} have their twin in the learner's forward,"
+        f" {len(different)} differ"
+    )
+    for twin in different:
+        yield f"  {twin.site.kind} {twin.site.name} x {twin.count}: {'; '.join(twin.differences)}"
+        yield f"    at {twin.site.place or 'no place given'}"
+    picks = sum(twin.count for twin in found) - sum(twin.count for twin in compared)
+    if picks:
+        yield f"  not compared: {picks} slices and gathers that the compiler wrote as sums of zeros"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values; sizes in bytes."""
+    recipe, policy = plan.recipe, plan.recipe.policy
+    return {
+        "topology": plan.target.name,
+        "chips": plan.target.chips,
+        "devices": len(plan.target.devices),
+        "capacity": plan.target.capacity,
+        "placement": _axes(policy.placement),
+        "sampler_placement": _axes(recipe.sampling_policy.placement),
+        "family": policy.numerics.family,
+        "dtype": policy.numerics.compute_dtype,
+        "prompts_per_step": recipe.prompts,
+        "samples_per_prompt": recipe.learning.group_size,
+        "sampler_micro_batch": recipe.rows_drawn or recipe.sequences,
+        "micro_batch": recipe.micro_batch,
+        "fits": plan.fits,
+        "stages": {stage.name: _stage_values(stage) for stage in plan.stages},
+        "largest": {
+            key: {"count": found.count, "total": found.total, "bounded": found.bounded}
+            for key, found in plan.largest.items()
+        },
+        "advice": list(plan.advice),
+        "audit": [_twin_values(twin) for twin in plan.audit],
+    }
+
+
+def _stage_values(stage: Stage) -> dict[str, Any]:
+    found, memory = stage.figures, stage.figures.memory
+    return {
+        "layers_compiled": list(stage.layers),
+        "seconds": round(stage.seconds, 1),
+        "fits": stage.fits,
+        "memory": {
+            "arguments": memory.arguments,
+            "outputs": memory.outputs,
+            "temporaries": memory.temporaries,
+            "aliased": memory.aliased,
+            "code": memory.code,
+            "together": memory.together,
+            "resident": stage.resident,
+            "total": stage.total,
+        },
+        "flops": found.flops,
+        "bytes_accessed": found.bytes_accessed,
+        "collectives": {
+            kind: {"count": one.count, "bytes": one.bytes}
+            for kind, one in found.collectives.items()
+        },
+    }
+
+
+def _twin_values(twin: Twin) -> dict[str, Any]:
+    return {
+        "kind": twin.site.kind,
+        "name": twin.site.name,
+        "count": twin.count,
+        "operands": [str(one) for one in twin.site.operands],
+        "place": twin.site.place,
+        "learner_place": twin.other.place if twin.other else None,
+        "differences": list(twin.differences),
+        "row_sizes": list(twin.sizes),
+    }
+
+
+def _axes(where) -> dict[str, Any]:
+    return {
+        "data": where.data,
+        "fsdp": where.fsdp,
+        "tensor": where.tensor,
+        "decode": where.decode,
+    }
+
+
+def _placement(plan: Plan) -> str:
+    learner = plan.recipe.policy.placement
+    own = plan.recipe.drawing
+    return str(learner) if own is None else f"{learner} (sampler: {own})"
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.2f} GiB"
