@@ -121,6 +121,53 @@ def test_two_processes_agree_and_share_a_checkpoint(tmp_path):
     assert one.state["state"]["x"].tolist() == list(range(8))
 
 
+WAIT = """
+import sys, time
+from tim_jax import last_words, processes
+
+index, address = int(sys.argv[1]), sys.argv[2]
+with last_words.if_aborted("the others are gone"):
+    processes.join(address, 2, index)
+    print("joined", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_process_that_only_waits_says_so_when_another_dies(tmp_path, dead):
+    """JAX's coordination aborts it: at once when process 0 is gone, else when heartbeats stop."""
+    running = started(
+        lambda index, address: ["-c", WAIT, str(index), address],
+        count=2,
+        devices=1,
+        folder=tmp_path,
+    )
+    for process in running:
+        assert process.stdout.readline() == "joined\n"
+    running[dead].kill()
+    found = finished(running, 60)
+    assert found[dead][0] == -signal.SIGKILL
+    assert "the others are gone" not in found[dead][2]
+    status, _, err = found[1 - dead]
+    assert status == -signal.SIGABRT
+    assert err.splitlines()[-1] == "the others are gone"
+    assert "Fatal Python error: Aborted" in err
+
+
+def test_last_words_are_for_aborts_alone(tmp_path):
+    for end, status in (("os._exit(3)", 3), ("sys.exit()", 0), ("os.kill(os.getpid(), 9)", -9)):
+        code = f"""
+import os, sys
+from tim_jax import last_words
+with last_words.if_aborted("the others are gone"):
+    {end}
+"""
+        [(found, out, err)] = finished(
+            started(lambda *_, code=code: ["-c", code], count=1, devices=1, folder=tmp_path)
+        )
+        assert (found, out, err) == (status, "", "")
+
+
 def test_one_process_agrees_with_itself():
     assert processes.leads()
     assert processes.texts("x") == ["x"]

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tim_jax import last_words
 from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 
 _FAMILIES = ("tiles", "native", "pallas_gpu", "pallas_tpu")  # numerics.FAMILIES, without its JAX
 _OVERRIDES = "changes to the config, such as steps=200 or optimizer.learning_rate=1e-6"
 _BAD_INPUT, _MISMATCH, _NOT_FINITE, _LOST, _INTERRUPTED, _PREEMPTED = 2, 3, 4, 5, 130, 143
 # What JAX's own errors say when another process is gone: of the transport, or of the coordinator.
+_GONE = "another process of this job is gone; start all again with the same command"
 _SIGNS_OF_LOSS = ("gloo", "Gloo", "Connection", "coordination", "heartbeat", "UNAVAILABLE")
 
 
@@ -23,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Exit status: 0, 1 (audit failed, or a plan does not fit), 2 (bad input), 3 (not exact), 4 (loss
-    or gradient not finite), 5 (another process of the job is gone), 143 (asked to end, and saved).
+    or gradient not finite), 5 (another process of the job is gone; 134 where JAX's runtime was the
+    first to know), 143 (asked to end, and saved).
     """
     arguments = _arguments(argv)
     _quiet()
@@ -56,14 +59,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _run_with_others(arguments: argparse.Namespace) -> int:
     try:
-        return _run(arguments)
+        with last_words.if_aborted(f"tim-jax: aborted by JAX's runtime; most likely {_GONE}"):
+            return _run(arguments)
     except Exception as error:
         from jax.errors import JaxRuntimeError
 
         reason = " ".join(str(error).split())
         if isinstance(error, JaxRuntimeError) and any(sign in reason for sign in _SIGNS_OF_LOSS):
-            line = "another process of this job is gone; start all again with the same command"
-            return _ended(f"{line} ({reason[:200]})", _LOST)
+            return _ended(f"{_GONE} ({reason[:200]})", _LOST)
         traceback.print_exc()
         return 1
 
