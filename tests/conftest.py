@@ -15,14 +15,20 @@ settings.load_profile("suite")
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once(tmp_path_factory):
-    """A program that another test has compiled is not compiled again.
+    """A program that another test has compiled is not compiled again, nor in a child process.
 
-    Each worker has a folder of its own: JAX writes its files in place, where another could read
-    half of one.
+    Each worker has folders of its own: JAX writes its files in place, where another could read half
+    of one. So could a test after a child that it killed: children have a folder to themselves.
     """
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.getbasetemp() / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    base = tmp_path_factory.getbasetemp()
+    jax.config.update("jax_compilation_cache_dir", str(base / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(base / "compiled_by_children"))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
 
 
 def _mappings() -> int:
