@@ -1,5 +1,7 @@
 """Strict JAX for every test, on eight virtual devices."""
 
+import os
+
 import jax
 import pytest
 from hypothesis import settings
@@ -7,6 +9,9 @@ from hypothesis import settings
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
+# A device that is late at a collective is waited for: eight share two cores with another worker.
+_PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_PATIENT}"
 
 # Compilation makes the first example slow; a failure prints what reproduces it.
 settings.register_profile("suite", deadline=None, print_blob=True)

@@ -13,7 +13,7 @@ from tim_jax import calibration
 from tim_jax.kernels import native, tiles
 from tim_jax.numerics import NATIVE_F32, Rows
 
-COUNTS = (1, 2, 4, 8, 16, 17, 32, 64)
+COUNTS = (1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 33, 64)
 DOTS = {16: {16, 23, 32, 48}, 24: {16}}  # contraction size -> widths, by tiny.CONFIG
 
 

@@ -26,13 +26,13 @@ class Row:
         self.d, self.log_probs, self.advantage = d, log_probs, advantage
         self.close = np.zeros(len(d), bool)
 
-    def inside(self, x, lower=None, upper=None):
+    def inside(self, x, lower=None, upper=None, slack=0.0):
         x = np.asarray(x, np.float64)
         good = np.ones(x.shape, bool)
         for bound, side in ((lower, 1.0), (upper, -1.0)):
             if bound is not None:
                 good &= side * (x - bound) >= 0
-                self.close |= np.abs(x - bound) <= CLOSE * max(abs(bound), 1e-3)
+                self.close |= np.abs(x - bound) <= CLOSE * max(abs(bound), 1e-3) + slack
         return good.astype(np.float64)
 
     def token(self):
@@ -70,8 +70,10 @@ class Row:
         def divergence(p, q):
             return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
 
-        return self.inside(divergence(p, q), None, bound) * self.inside(
-            divergence(q, p), None, bound
+        # Near 1 a float32's 1 - p is off by 6e-8, and with it the divergence.
+        slack = 1.2e-7 * np.maximum((1 - p) / (1 - q), (1 - q) / (1 - p))
+        return self.inside(divergence(p, q), None, bound, slack) * self.inside(
+            divergence(q, p), None, bound, slack
         )
 
     def dppo_kept(self, bound):
@@ -197,9 +199,9 @@ def test_raw_ratios_match_from_1e_minus_30_to_1e30(level):
     if level != "token":
         x = x.sum(axis=1, keepdims=True) * np.ones_like(x)
         x = x / mask.sum(axis=1, keepdims=True) if level == "geometric" else x
-    # The geometric exponent is a rounded float; from 16 on half a unit in its last place is 9.5e-7.
+    # The geometric exponent is rounded twice; from 16 on half a unit in its last place is 9.5e-7.
     np.testing.assert_allclose(
-        ours, np.where(mask, np.exp(held(x)), 0), rtol=1.1e-6 if level == "geometric" else 1e-6
+        ours, np.where(mask, np.exp(held(x)), 0), rtol=2.2e-6 if level == "geometric" else 1e-6
     )
 
 

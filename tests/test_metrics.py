@@ -86,8 +86,11 @@ def test_scalars_match_the_definitions(seed, spread):
     assert set(ours) == set(expected)
     # Rounded inputs to a difference: |p - q| is known no better than an ulp of p.
     loose = {"prob_diff_mean": 1e-7, "prob_diff_max": 1e-7, "prob_diff_std": 1e-7}
+    # The exponential of a rounded sum is known no better than the sum; near 16 its ulp is 1e-6.
+    near = {"chi2_sequence": 3e-6, "ess_sequence": 3e-6}
     for name, value in expected.items():
-        assert float(ours[name]) == pytest.approx(value, rel=1e-6, abs=loose.get(name, 1e-9)), name
+        close = pytest.approx(value, rel=near.get(name, 1e-6), abs=loose.get(name, 1e-9))
+        assert float(ours[name]) == close, name
 
 
 def test_the_indicator_of_the_paper_and_of_verl_differ_by_the_length():

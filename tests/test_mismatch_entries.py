@@ -108,7 +108,7 @@ def test_int8_by_channel_against_numpy():
     scale = np.abs(matrix).max(axis=1, keepdims=True) / 127
     expected = np.clip(np.rint(matrix / scale), -127, 127) * scale
     found = dials.entry("quantised_weights", dtype="int8").rounded(jnp.asarray(matrix))
-    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-5)
     assert len(np.unique(np.rint(np.asarray(found) / scale)[0, :, 0])) > 20
 
 
@@ -159,10 +159,10 @@ def test_split_kv_is_attention(batch):
     assert split_kv.pieces(batch, 2, 80, numerics=cut) > 1
     found = kernels.attention(query, key, value, last, numerics=cut, aligned=False)
     whole = native.attention(query, key, value, last, numerics=tiny.NUMERICS, aligned=False)
-    np.testing.assert_allclose(np.asarray(found), np.asarray(whole), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(found), np.asarray(whole), rtol=1e-5, atol=1e-5)
     # without a split it is the family's own attention
     plain = kernels.attention(query, key, value, last, numerics=tiny.NUMERICS, aligned=False)
-    np.testing.assert_allclose(np.asarray(plain), np.asarray(whole), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(plain), np.asarray(whole), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(3, 80), (90, 45)])
@@ -176,7 +176,7 @@ def test_flash_attention_is_attention(rows, keys):
     numerics = replace(tiny.NUMERICS, attention="flash_interpreted")
     attend = partial(kernels.attention, query, key, value, last, aligned=False)
     found, whole = attend(numerics=numerics), attend(numerics=tiny.NUMERICS)
-    np.testing.assert_allclose(np.asarray(found), np.asarray(whole), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(found), np.asarray(whole), rtol=1e-5, atol=1e-5)
     # what lies beyond a row's position does not count
     poisoned = jnp.where(jnp.arange(keys)[None, None, :, None] > jnp.max(last), 1e4, value)
     again = kernels.attention(query, key, poisoned, last, numerics=numerics, aligned=False)

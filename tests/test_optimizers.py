@@ -1,5 +1,6 @@
 """The optimiser chain against AdamW by the book, and the shape of its schedules."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -166,13 +167,13 @@ def test_one_trace_serves_all_steps(decay):
 
 
 def test_a_norm_that_is_known_is_the_one_that_clips():
-    """The same bits as of optax's clipping by a norm of its own; another norm clips otherwise."""
+    """As optax clips by a norm of its own; another norm clips otherwise."""
     gradient = {"a": jnp.asarray([3.0, -1.0]), "b": jnp.asarray([[2.0]])}
     clip, reference = optimizers.clip_by_norm(1.5), optax.clip_by_global_norm(1.5)
     expected, _ = reference.update(gradient, reference.init(gradient))
     for known in (None, optax.tree.norm(gradient)):
         found, _ = clip.update(gradient, clip.init(gradient), gradient_norm=known)
-        assert jax.tree.map(jnp.array_equal, found, expected) == {"a": True, "b": True}
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=3e-7), found, expected)
     halved, _ = clip.update(gradient, clip.init(gradient), gradient_norm=jnp.float32(3.0))
     np.testing.assert_allclose(halved["a"], gradient["a"] / 2, rtol=1e-6)
     same, _ = clip.update(gradient, clip.init(gradient), gradient_norm=jnp.float32(1.0))
