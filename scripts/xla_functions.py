@@ -3,14 +3,14 @@
     JAX_PLATFORMS=cpu python scripts/xla_functions.py
 
 Prints for each function the shapes at which a number's result has other bits than among 4,096
-numbers, and the largest share of them; `kernels/strict.py` beside it, which must have none.
+numbers, and the largest share of them; `strict.py` beside it, which must have none.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.kernels import strict
+from tim_jax import strict
 
 MANY = 4096
 SHAPES = (*((n,) for n in range(1, 18)), (2, 8), (4, 8), (16, 8), (16, 64))

@@ -14,7 +14,7 @@ NAME = PACKAGE.name
 # From the values that know nothing to the command line that knows all. A unit (a module, or a
 # package as a whole) imports from rows above its own, never from its own row.
 LAYERS = (
-    ("errors", "types", "sums", "preemption", "last_words"),
+    ("errors", "types", "sums", "strict", "preemption", "last_words"),
     ("tile_sizes", "placement", "schedules", "objectives", "processes", "rounds"),
     ("numerics",),
     ("corrections", "optimizers", "compiled"),

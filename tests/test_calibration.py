@@ -13,7 +13,7 @@ from tim_jax import calibration
 from tim_jax.kernels import native, tiles
 from tim_jax.numerics import NATIVE_F32, Rows
 
-COUNTS = (1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 33, 64)
+COUNTS = (1, 2, 4, 8, 16, 17, 32, 64)
 DOTS = {16: {16, 23, 32, 48}, 24: {16}}  # contraction size -> widths, by tiny.CONFIG
 
 
@@ -43,7 +43,9 @@ def calibrated(batch, monkeypatch, dot):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_in_the_ranges_found_a_row_has_the_same_bits_for_every_count(dtype):
+def test_in_the_ranges_found_a_row_has_the_same_bits_for_every_count(dtype, monkeypatch):
+    # Nearly as many as in use: a border between them is looked for at every count checked below.
+    monkeypatch.setattr(calibration, "_COUNTS", (1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 33, 64))
     start = replace(tiny.NUMERICS, compute_dtype=dtype)
     numerics = calibration.calibrate(tiny.CONFIG, start, batch=4)
     assert {size for size, _ in numerics.rows_by_contraction} == DOTS.keys()

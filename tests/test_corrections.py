@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tim_jax import corrections
-from tim_jax.corrections import blocks, coefficients
+from tim_jax.corrections import blocks, coefficients, ratios
 from tim_jax.errors import InputError
 
 REQUIRED = {"trust_region_masking": {"bound": 0.05}}
@@ -117,6 +117,21 @@ def test_extreme_ratios_give_numbers(size):
     for case, result in run_all(arrays).items():
         assert np.all(np.isfinite(np.asarray(result))), case
         assert np.all(np.asarray(result) >= 0), case
+
+
+@pytest.mark.parametrize("statistic", ["ratio", "error", "k3", "binary_kl"])
+def test_a_tokens_statistic_has_the_same_bits_among_any_number_of_tokens(statistic):
+    """XLA's own exp and log do not: their bits may follow the number of elements."""
+    rng = np.random.default_rng(0)
+    drawn = jnp.asarray(rng.standard_normal((1, 400)) * 10 ** rng.uniform(-4, 1, 400), jnp.float32)
+    log_probs = jnp.asarray(-rng.exponential(size=(1, 400)), jnp.float32)
+    run = jax.jit(lambda d, t: ratios.token_statistic(statistic, d, log_probs=t))
+    whole = np.asarray(run(drawn, log_probs))
+    assert len(np.unique(whole)) > 300
+    for count in (1, 3, 5, 7, 11, 13, 14, 15, 31):
+        start = 400 - 3 * count
+        part = run(drawn[:, start : start + count], log_probs[:, start : start + count])
+        assert np.asarray(part).tobytes() == whole[:, start : start + count].tobytes(), count
 
 
 def test_jit_gives_the_bits_of_eager():

@@ -3,7 +3,8 @@
 `log_ratio` is always `d_t = log pi_train(a_t) - log pi_rollout(a_t)`, f32[B, R], and the ratio
 `r_t = exp(d_t)`: trainer over rollout, never the inverse. `mask` is bool[B, R], True on response
 tokens; what stands elsewhere is never read. Every exponent is held within ±20 (exp(20) = 4.9e8), as
-in verl.
+in verl. Exponentials and logarithms are `strict`, so that a token's number has the same bits in a
+chunk, on a device's part and in the whole.
 """
 
 from typing import Literal, get_args
@@ -11,6 +12,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from tim_jax import strict
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.sums import compensated_sum, row_count
 
@@ -99,8 +101,9 @@ def k3(log_ratio: jax.Array) -> jax.Array:
     d = jnp.clip(log_ratio, -1.0, 1.0)
     series = jnp.full_like(d, _K3_SERIES[0])
     for term in _K3_SERIES[1:]:
-        series = series * d + term
-    return jnp.where(d == log_ratio, jnp.square(d) * series, jnp.expm1(log_ratio) - log_ratio)
+        series = strict.alone(series * d) + term
+    far = strict.exp(log_ratio) - 1.0 - log_ratio
+    return jnp.where(d == log_ratio, jnp.square(d) * series, far)
 
 
 def aggregate(values: jax.Array, mask: jax.Array, over: Literal["sum", "mean"]) -> jax.Array:
@@ -113,8 +116,9 @@ def aggregate(values: jax.Array, mask: jax.Array, over: Literal["sum", "mean"]) 
 
 def probabilities(log_probs: jax.Array, log_ratio: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `(pi_train, pi_rollout)`, f32[B, R] each, from the trainer's log-probs."""
-    train = jnp.exp(log_probs)
-    return train, jnp.where(log_ratio == 0.0, train, jnp.exp(log_probs - log_ratio))
+    train = strict.exp(log_probs)
+    rollout = strict.exp(jnp.minimum(log_probs - log_ratio, LOG_RATIO_BOUND))
+    return train, jnp.where(log_ratio == 0.0, train, rollout)
 
 
 def _binary_kl(log_probs: jax.Array, log_ratio: jax.Array) -> jax.Array:
@@ -122,10 +126,12 @@ def _binary_kl(log_probs: jax.Array, log_ratio: jax.Array) -> jax.Array:
         jnp.clip(x, PROBABILITY_FLOOR, 1.0 - PROBABILITY_FLOOR)
         for x in probabilities(log_probs, log_ratio)
     )
-    log_odds = jnp.log(p / q), jnp.log((1.0 - p) / (1.0 - q))
-    forward = p * log_odds[0] + (1.0 - p) * log_odds[1]
-    backward = -(q * log_odds[0] + (1.0 - q) * log_odds[1])
-    return jnp.maximum(forward, backward)
+    log_odds = strict.log(p / q), strict.log((1.0 - p) / (1.0 - q))
+
+    def divergence(x):
+        return strict.alone(x * log_odds[0]) + strict.alone((1.0 - x) * log_odds[1])
+
+    return jnp.maximum(divergence(p), -divergence(q))
 
 
 def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
@@ -144,5 +150,5 @@ def _finite(log_ratio: jax.Array) -> jax.Array:
 
 
 def _exp(exponent: jax.Array) -> jax.Array:
-    # On-policy coefficients are 1 by contract, not by the grace of a backend's exp.
-    return jnp.where(exponent == 0.0, 1.0, jnp.exp(exponent))
+    # On-policy coefficients are 1 by contract, not by the grace of an exponential's rounding.
+    return jnp.where(exponent == 0.0, 1.0, strict.exp(exponent))

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from tim_jax.kernels import contraction, formulas, native, strict
+from tim_jax import strict
+from tim_jax.kernels import contraction, formulas, native
 from tim_jax.numerics import Numerics, Rows
 
 fence = jax.lax.optimization_barrier

@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from tim_jax.kernels import strict, tiles
+from tim_jax import strict
+from tim_jax.kernels import tiles
 from tim_jax.mismatch.base import Entry, Names
 from tim_jax.types import Rollout
 
