@@ -15,6 +15,7 @@ import pytest
 import transformers
 
 from tim_jax import assembly, cli, config_io
+from tim_jax.checkpoints import list_steps
 from tim_jax.model import hf, transformer
 from tim_jax.numerics import EXACT_F32
 from tim_jax.sinks import read_lines
@@ -244,7 +245,9 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path):
     process = start("killed")
     metrics = tmp_path / "killed" / "metrics.jsonl"
     until = time.monotonic() + 500
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 6):  # step 5 is written
+    kept = tmp_path / "killed" / "checkpoints"
+    # Step 5 is written, and the checkpoint of step 4 has its seal.
+    while not (4 in list_steps(kept) and metrics.read_bytes().count(b"\n") >= 6):
         assert time.monotonic() < until
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)

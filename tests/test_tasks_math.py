@@ -74,18 +74,24 @@ def grader():
         yield made
 
 
-def test_right_and_wrong(grader):
-    assert grade(grader, RIGHT + WRONG) == [Grade(1.0)] * len(RIGHT) + [Grade(0.0)] * len(WRONG)
-    assert grader([], []) == []
+@pytest.fixture(scope="module")
+def patient():
+    with MathGrader(Limits(workers=2)) as made:
+        yield made
 
 
-def test_grades_are_those_of_the_library(grader):
+def test_right_and_wrong(patient):
+    assert grade(patient, RIGHT + WRONG) == [Grade(1.0)] * len(RIGHT) + [Grade(0.0)] * len(WRONG)
+    assert patient([], []) == []
+
+
+def test_grades_are_those_of_the_library(patient):
     """The limits and the processes around it change nothing."""
     for (answer, _), (_, text) in itertools.product(RIGHT, RIGHT):
         expected = math_verify.verify(
             math_verify.parse(f"\\boxed{{{answer}}}"), math_verify.parse(text)
         )
-        assert grade(grader, [(answer, text)]) == [Grade(float(expected))], (answer, text)
+        assert grade(patient, [(answer, text)]) == [Grade(float(expected))], (answer, text)
 
 
 def test_hostile_answers_cost_no_one_else(grader):
@@ -156,12 +162,16 @@ def test_a_killed_worker_is_replaced(grader):
 
 def test_a_sleeping_worker_is_ended_by_the_clock(grader, monkeypatch):
     """CPU time does not pass for a stopped process: only the clock can tell."""
-    monkeypatch.setattr("tim_jax.tasks.guard.CLOCK_EXTRA", 0.5)
-    monkeypatch.setattr("tim_jax.tasks.guard.CLOCK_FACTOR", 1.0)
-    grade(grader, RIGHT[:4])
-    for pid in pids(grader):
-        os.kill(pid, signal.SIGSTOP)
-    assert grade(grader, RIGHT[:2]) == [Grade(0.0, "timeout")] * 2
+    until = time.monotonic() + 60
+    while not (grader._guard._workers and all(worker.idle for worker in grader._guard._workers)):
+        assert time.monotonic() < until
+        grade(grader, RIGHT[:4])
+    with monkeypatch.context() as patch:
+        patch.setattr("tim_jax.tasks.guard.CLOCK_EXTRA", 0.5)
+        patch.setattr("tim_jax.tasks.guard.CLOCK_FACTOR", 1.0)
+        for pid in pids(grader):
+            os.kill(pid, signal.SIGSTOP)
+        assert grade(grader, RIGHT[:2]) == [Grade(0.0, "timeout")] * 2
     assert grade(grader, RIGHT[:2]) == [Grade(1.0)] * 2
 
 

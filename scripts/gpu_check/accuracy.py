@@ -23,6 +23,7 @@ import reference
 
 _F32_ERROR, _F32_GRADIENT = 1e-4, 1e-3
 _OVER_NATIVE = 1.25  # rounding to bfloat16 costs native numerics as much
+_OVER_NATIVE_SMOKE = 2.5  # of 46 tokens, and a processor may keep float32 between operations
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -65,7 +66,7 @@ def cases(setting: Setting) -> Iterator[Case]:
         best = computed(setting.native("float32"))[1]
         own, theirs = error.mean(), np.abs(native - exact_values()).mean()
         slope = np.linalg.norm(gradient - best) / np.linalg.norm(best)
-        good = own <= _OVER_NATIVE * theirs + 1e-7
+        good = own <= (_OVER_NATIVE_SMOKE if setting.smoke else _OVER_NATIVE) * theirs + 1e-7
         if dtype == "float32":
             good = error.max() < _F32_ERROR and slope < _F32_GRADIENT
         return {
