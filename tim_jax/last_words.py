@@ -39,4 +39,5 @@ def if_aborted(line: str) -> Iterator[None]:
     finally:
         faulthandler.disable()
         listener.stdin.close()
+        listener.kill()  # not by the pipe's end alone: a child that was forked would keep it open
         listener.wait()
