@@ -134,6 +134,15 @@ def test_a_tokens_statistic_has_the_same_bits_among_any_number_of_tokens(statist
         assert np.asarray(part).tobytes() == whole[:, start : start + count].tobytes(), count
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_no_recipe_takes_an_exponential_or_logarithm_of_xla(case):
+    """Whose bits may follow the number of elements, on processors that this suite may not meet."""
+    program = jax.jit(lambda arrays: run(case, arrays)).lower(batch()).as_text()
+    assert "stablehlo" in program
+    for name in ("exponential", "stablehlo.log", "power", "tanh"):
+        assert name not in program
+
+
 def test_jit_gives_the_bits_of_eager():
     arrays = batch(4)
     all_same_bits(run_all(arrays), run_each(arrays))

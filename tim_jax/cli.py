@@ -16,8 +16,8 @@ from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedE
 _FAMILIES = ("tiles", "native", "pallas_gpu", "pallas_tpu")  # numerics.FAMILIES, without its JAX
 _OVERRIDES = "changes to the config, such as steps=200 or optimizer.learning_rate=1e-6"
 _BAD_INPUT, _MISMATCH, _NOT_FINITE, _LOST, _INTERRUPTED, _PREEMPTED = 2, 3, 4, 5, 130, 143
-# What JAX's own errors say when another process is gone: of the transport, or of the coordinator.
 _GONE = "another process of this job is gone; start all again with the same command"
+# What JAX's own errors say when another process is gone: of the transport, or of the coordinator.
 _SIGNS_OF_LOSS = ("gloo", "Gloo", "Connection", "coordination", "heartbeat", "UNAVAILABLE")
 
 

@@ -68,7 +68,7 @@ def exp(x: jax.Array) -> jax.Array:
     a softmax takes its maximum off before, and to check for it would take a tenth of the time."""
     exponent = jax.lax.round(x * _LOG2_E, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     rest = x - exponent * _LN2_HIGH - exponent * _LN2_LOW
-    y = alone(_polynomial(rest, _EXP) * (rest * rest)) + rest + 1.0
+    y = alone(polynomial(rest, _EXP) * (rest * rest)) + rest + 1.0
     bits = jax.lax.bitcast_convert_type(y, jnp.int32) + (exponent.astype(jnp.int32) << _MANTISSA)
     return jnp.where(x < -_FURTHEST, 0.0, jax.lax.bitcast_convert_type(bits, jnp.float32))
 
@@ -90,7 +90,7 @@ def log(x: jax.Array) -> jax.Array:
     power = jnp.where(small, exponent - 1, exponent).astype(jnp.float32)
     rest = jnp.where(small, part + part, part) - 1.0
     square = alone(rest * rest)
-    y = alone(alone(_polynomial(rest, _LOG) * rest) * square)
+    y = alone(alone(polynomial(rest, _LOG) * rest) * square)
     y = y + power * _LN2_LOW - 0.5 * square
     y = rest + y + power * _LN2_HIGH
     y = jnp.where(x < _TINY, -jnp.inf, jnp.where(x > _HUGE, jnp.inf, y))
@@ -109,16 +109,16 @@ def normal_quantile(u: jax.Array) -> jax.Array:
     """
     off = u - 0.5
     r = 0.180625 - alone(off * off)
-    middle = off * _polynomial(r, _MIDDLE) / _polynomial(r, _MIDDLE_BELOW)
+    middle = off * polynomial(r, _MIDDLE) / polynomial(r, _MIDDLE_BELOW)
     root = jnp.sqrt(-log(jnp.where(off < 0, u, 1.0 - u)))
     near, far = root - 1.6, root - 5.0
-    outside = _polynomial(near, _OUTSIDE) / _polynomial(near, _OUTSIDE_BELOW)
-    outside = jnp.where(root > 5.0, _polynomial(far, _FAR) / _polynomial(far, _FAR_BELOW), outside)
+    outside = polynomial(near, _OUTSIDE) / polynomial(near, _OUTSIDE_BELOW)
+    outside = jnp.where(root > 5.0, polynomial(far, _FAR) / polynomial(far, _FAR_BELOW), outside)
     outside = jnp.where(off < 0, -outside, outside)
     return jnp.where(jnp.abs(off) <= 0.425, middle, outside)
 
 
-def _polynomial(x: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
+def polynomial(x: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
     """By Horner's rule, the highest power's coefficient first."""
     y = jnp.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:

@@ -99,11 +99,8 @@ def token_statistic(
 def k3(log_ratio: jax.Array) -> jax.Array:
     """Returns `exp(d) - 1 - d` to full relative precision: near 0 the plain terms cancel."""
     d = jnp.clip(log_ratio, -1.0, 1.0)
-    series = jnp.full_like(d, _K3_SERIES[0])
-    for term in _K3_SERIES[1:]:
-        series = strict.alone(series * d) + term
-    far = strict.exp(log_ratio) - 1.0 - log_ratio
-    return jnp.where(d == log_ratio, jnp.square(d) * series, far)
+    near = jnp.square(d) * strict.polynomial(d, _K3_SERIES)
+    return jnp.where(d == log_ratio, near, strict.exp(log_ratio) - 1.0 - log_ratio)
 
 
 def aggregate(values: jax.Array, mask: jax.Array, over: Literal["sum", "mean"]) -> jax.Array:
