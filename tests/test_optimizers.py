@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from tim_jax import optimizers, schedules
+from tim_jax import assembly, config_optimizer, optimizers, schedules
 from tim_jax.errors import InputError
 from tim_jax.optimizers import Decay, Rate
 
@@ -135,6 +135,60 @@ def test_reactive_decay_waits_for_a_surge():
     assert {report["lr_scale"] for report in reports[:79]} == {1.0}
     assert reports[-1]["decay_period"] == reports[-1]["surge_step"] == 41
     assert reports[-1]["lr_scale"] == 0.5
+
+
+def test_reactive_decay_takes_its_detector_from_the_configuration():
+    keys = {"rise": 1.5, "window": 40, "gap": 12, "hold": 8, "minimum": 10, "max_length": 64}
+    section = config_optimizer.Optimizer(
+        length_decay=config_optimizer.DecayReactive(kind="reactive", multiplier=2.0, **keys)
+    )
+    transform = assembly.make_optimizer(section, steps=1, max_response_length=9)
+    params = jnp.ones(2, jnp.float32)
+    state = transform.init(params)
+    update = jax.jit(lambda state, x: transform.update(params, state, params, response_length=x)[1])
+    with jax.numpy_dtype_promotion("standard"):
+        for number in range(40):
+            state = update(state, jnp.float32(10.0 if number < 20 else 17.0))
+    report = schedules.decay_report(state)
+    assert (int(report["surge_step"]), int(report["decay_period"])) == (21, 42)
+
+
+def test_lengths_are_pinned_at_the_runs_longest_response_if_nothing_else_is_said(monkeypatch):
+    made = []
+
+    def transform(**how):
+        made.append(how)
+        return optax.with_extra_args_support(optax.identity())
+
+    monkeypatch.setattr(schedules, "length_triggered_decay", transform)
+    for keys in ({}, {"max_length": 20}):
+        decay = config_optimizer.DecayReactive(kind="reactive", **keys)
+        section = config_optimizer.Optimizer(length_decay=decay)
+        assembly.make_optimizer(section, steps=1, max_response_length=32)
+    assert [how["detector"].max_length for how in made] == [32, 20]
+
+
+def test_root_of_the_effective_sample_size_scales_the_finished_update():
+    """The very last: AdamW would divide it out, and it scales weight and length decay too."""
+    params, gradients = jnp.ones(3, jnp.float32), [jnp.full(3, 0.5, jnp.float32)] * 3
+    decay = config_optimizer.DecayFixed(kind="fixed", period=2)
+
+    def changes(share, **options):
+        section = config_optimizer.Optimizer(weight_decay=0.1, length_decay=decay, **options)
+        transform = assembly.make_optimizer(section, steps=1, max_response_length=8)
+        known = {"response_length": jnp.float32(5.0), "effective_sample_size": share}
+        path, state = run(transform, params, gradients, **known)
+        moments = [x for x in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(x)]
+        return np.diff(np.stack([params, *path]).astype(np.float64)[:, 0]), moments
+
+    plain, moments = changes(jnp.float32(0.25))
+    half, same = changes(jnp.float32(0.25), ess_reference=1.0)
+    np.testing.assert_allclose(half[0] / plain[0], 0.5, rtol=1e-4)
+    np.testing.assert_array_equal(same[0].mu, moments[0].mu)
+    full, _ = changes(jnp.float32(0.5), ess_reference=0.5)
+    np.testing.assert_array_equal(full, plain)
+    with pytest.raises(InputError, match="effective_sample_size"):
+        changes(None, ess_reference=1.0)
 
 
 def test_reactive_decay_needs_the_length():

@@ -1,26 +1,35 @@
-"""Learning-rate decay by response length, as optax transforms for the end of any chain.
+"""Step sizes that follow the responses: by their length, or by the weights that they have.
 
-Source: "Beyond Precision" (arXiv 2602.01826). `length_decay` is its Algorithm 1 to the letter;
-`length_triggered_decay` finds the period itself, from an online detector of the surge of the mean
-response length, which the paper describes but does not specify. Both multiply the updates by a
-scale in [floor, 1], so any schedule (warm-up, cosine, constant) composes under them, and eta_0 of
-the paper is whatever that schedule gives.
+Decay by length, after "Beyond Precision" (arXiv 2602.01826): `length_decay` is its Algorithm 1 to
+the letter; `length_triggered_decay` finds the period itself, from an online detector of the surge
+of the mean response length, which the paper describes but does not specify. Both multiply the
+updates by a scale in [floor, 1], so any schedule (warm-up, cosine, constant) composes under them,
+and eta_0 of the paper is whatever that schedule gives. `scale_by_root_ess` is the step size of VCPO
+(arXiv 2602.17616). All are optax transforms for the end of a chain.
 """
 
 import dataclasses
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
+from tim_jax import strict
 from tim_jax.errors import InputError
+from tim_jax.sums import compensated_sum, count
 
 # Share of the maximum length from which the recent lengths count as pinned: cut off, not grown.
 PINNED = 0.95
 # The median absolute deviation of a normal distribution, times this, is its standard deviation.
 MAD_TO_DEVIATION = 1.4826
+# Shares of the needed rise: what holds the new level, and what belongs to the way up to it.
+HELD, SET_IN = 0.6, 0.25
+# Log-ratios of whole sequences are held to +- this before the exponential, as the metrics do.
+LOG_RATIO_BOUND = 20.0
 
 
 class LengthDecayState(NamedTuple):
@@ -37,7 +46,7 @@ class SurgeState(NamedTuple):
     step: jax.Array  # i32[], lengths offered so far, missing ones included
     surge_step: jax.Array  # i32[], the step at which the surge set in; 0 while there is none
     recent: jax.Array  # f32[], median of the newest lengths, tokens
-    baseline: jax.Array  # f32[], median of the older lengths, tokens; 0 while too few are known
+    baseline: jax.Array  # f32[], median of the older lengths, tokens; 0 while none is known
     history: jax.Array  # f32[window], log-lengths, newest last, +inf where not yet known
     steps: jax.Array  # i32[window], the step of each of them, 0 where not yet known
 
@@ -56,12 +65,13 @@ def length_decay(
 
     t counts updates from 1, so the update at step `period` is the first one halved. `factor` is the
     1/2, `floor` the paper's eta_inf / eta_0. `response_length` may be passed and is not read.
+    All three may be scheduled with `optax.inject_hyperparams`; a value that is known only when the
+    program runs is not checked, and a period of 0 is then no decay.
 
     Raises:
-        InputError: period below 1, floor outside [0, 1] or factor outside (0, 1).
+        InputError: period not an integer or below 1, floor outside [0, 1] or factor outside (0, 1).
     """
-    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-        raise InputError(f"period is {period!r}; it must be a whole number of steps, at least 1")
+    period = _checked_period(period)
     _check_decay(floor, factor)
 
     def init(params):
@@ -70,39 +80,64 @@ def length_decay(
 
     def update(updates, state, params=None, **extra):
         del params, extra
-        state = _advance(state, state.period, floor=floor, factor=factor)
+        state = _advance(state, jnp.asarray(period, jnp.int32), floor=floor, factor=factor)
         return _scaled(updates, state.scale), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def length_decay_schedule(
+    init_value: float, period: int, *, floor: float = 0.1, factor: float = 0.5
+) -> optax.Schedule:
+    """Algorithm 1 of arXiv 2602.01826 as a schedule, `step -> rate`, f32[] or of the step's shape.
+
+    `step` counts from 0, as optax does, so `period - 1` is the first step with a halved rate:
+    `rate = init_value * max(factor^floor((step + 1) / period), floor)`. As the learning rate of an
+    optimiser it does what `length_decay` does at the end of a chain.
+
+    Raises:
+        InputError: period not an integer or below 1, floor outside [0, 1] or factor outside (0, 1).
+    """
+    period = _checked_period(period)
+    _check_decay(floor, factor)
+
+    def rate(step):
+        halvings = jnp.asarray((step + 1) // period, jnp.float32)
+        return init_value * jnp.maximum(jnp.float32(factor) ** halvings, jnp.float32(floor))
+
+    return rate
 
 
 @dataclasses.dataclass(frozen=True)
 class SurgeDetector:
     """Finds the first surge of a noisy series of mean response lengths, online.
 
-    The baseline is the median of the remembered lengths that are older than `gap` steps. A surge is
-    found when all but one of the `recent` newest lengths exceed it by a factor of `rise`, and by
-    `noise` standard deviations of the baseline's lengths (from their median absolute deviation), in
-    logarithms. Single batches gone astray are not enough; the baseline moves along, so growth that
-    takes longer than `window` steps is not seen. Nothing looks ahead.
+    The baseline is the median of the `window` remembered lengths without the newest `gap`. The
+    needed rise is a factor of `rise`, or `noise` standard deviations of the baseline's lengths
+    (from their median absolute deviation) if that is more. A surge is found when, in logarithms,
 
-    The surge's step is then read back from the memory: the lengths of the newest `gap` steps that
-    stand above half the rise (in logarithms) belong to it.
+    - the median of the `recent` newest lengths exceeds the baseline by the needed rise,
+    - all but one of the `hold` newest exceed it by 0.6 of that, so that a burst is over before, and
+    - that median exceeds nine tenths of the baseline's lengths by 0.6 of it as well, so that a
+      return from a dip is none.
 
-    - no surge: `surge_step` stays 0
-    - a second surge: not looked for; the first sets the period
-    - lengths pinned at `max_length` (all but one of the newest at 95% of it or more): their true
-      rise is cut off, so a factor of sqrt(rise) is enough; pinned from the start, nothing is seen
-    - a missing length (NaN or not positive) leaves the memory as it is
-    - no surge is found before `gap + minimum` lengths are known
+    Its step is then read back from the memory: the first since which the lengths, smoothed by
+    medians of five, stay above the baseline by a quarter of the needed rise. With fewer than
+    `minimum` remembered lengths before that step it is no surge, but how a run begins; so no period
+    is shorter than `multiple * minimum`. Nothing looks ahead, and only the first surge counts.
+
+    Lengths pinned at `max_length` (all but one of the newest `hold` at 95% of it or more) have
+    their true rise cut off, so a factor of sqrt(rise) is enough; pinned from the start, nothing is
+    seen. A missing length (NaN, infinite or not positive) leaves the memory as it is.
     """
 
     rise: float = 1.8
-    window: int = 60
-    gap: int = 10
+    window: int = 160
+    gap: int = 24
     recent: int = 6
-    minimum: int = 20
-    noise: float = 4.0
+    hold: int = 13
+    minimum: int = 30
+    noise: float = 3.0
     max_length: int | None = None
 
     def __post_init__(self) -> None:
@@ -110,13 +145,14 @@ class SurgeDetector:
             raise InputError(f"rise is {self.rise}; it must be above 1")
         if not self.noise >= 0.0:
             raise InputError(f"noise is {self.noise}; it must be 0 or more")
-        if not 2 <= self.recent <= self.gap:
-            raise InputError(f"recent is {self.recent}; it must lie in [2, gap], gap is {self.gap}")
+        if not 5 <= self.hold <= self.gap:
+            raise InputError(f"hold is {self.hold}; it must lie in [5, gap], gap is {self.gap}")
+        if not 2 <= self.recent <= self.hold:
+            rule = f"it must lie in [2, hold], hold is {self.hold}"
+            raise InputError(f"recent is {self.recent}; {rule}")
         if not 1 <= self.minimum <= self.window - self.gap:
-            raise InputError(
-                f"minimum is {self.minimum}; it must lie in [1, window - gap], which is"
-                f" {self.window - self.gap}"
-            )
+            rule = f"it must lie in [1, window - gap], which is {self.window - self.gap}"
+            raise InputError(f"minimum is {self.minimum}; {rule}")
         if self.max_length is not None and self.max_length < 1:
             raise InputError(f"max_length is {self.max_length}; it must be at least 1")
 
@@ -130,32 +166,37 @@ class SurgeDetector:
     def update(self, state: SurgeState, length: jax.Array) -> SurgeState:
         """Takes the mean response length of one more step, f32[], in tokens."""
         known = jnp.isfinite(length) & (length > 0.0)
-        newest = jnp.log(jnp.where(known, length, 1.0))
+        step = state.step + 1
+        newest = strict.log(jnp.where(known, length, 1.0))
         history = jnp.where(known, jnp.append(state.history[1:], newest), state.history)
-        newest = history[-self.recent :]
-        level = jnp.sort(newest)[1]
+        steps = jnp.where(known, jnp.append(state.steps[1:], step), state.steps)
         older = history[: -self.gap]
         baseline, number = _median(older)
-        spread, _ = _median(jnp.where(jnp.isfinite(older), jnp.abs(older - baseline), jnp.inf))
-        rise = jnp.float32(math.log(self.rise))
-        if self.max_length is not None:
-            rise = jnp.where(level >= math.log(PINNED * self.max_length), 0.5 * rise, rise)
-        needed = jnp.maximum(rise, self.noise * MAD_TO_DEVIATION * spread)
-        ready = number >= self.minimum
-        found = known & ready & (state.surge_step == 0) & (level - baseline >= needed)
-        raised = jnp.isfinite(history) & (history >= baseline + 0.5 * needed)
-        step = state.step + 1
-        steps = jnp.where(known, jnp.append(state.steps[1:], step), state.steps)
-        onset = steps[-jnp.maximum(jnp.sum(raised[-self.gap :]), 1)]
-        middle, some = _median(newest)
+        high = jnp.sort(older)[9 * number // 10]
+        level, some = _median(history[-self.recent :])
+        held = jnp.sort(history[-self.hold :])[1]
+        needed = self._needed(older, baseline, held)
+        onset, before = _onset(history, baseline + SET_IN * needed)
+        risen = (level >= baseline + needed) & (held >= baseline + HELD * needed)
+        new = risen & (level >= high + HELD * needed) & (before >= self.minimum)
+        found = known & new & (state.surge_step == 0)
         return SurgeState(
             step=step,
-            surge_step=jnp.where(found, onset, state.surge_step),
-            recent=jnp.where(some > 0, jnp.exp(middle), 0.0),
-            baseline=jnp.where(ready, jnp.exp(baseline), 0.0),
+            surge_step=jnp.where(found, steps[onset], state.surge_step),
+            recent=jnp.where(some > 0, jnp.exp(level), 0.0),
+            baseline=jnp.where(number > 0, jnp.exp(baseline), 0.0),
             history=history,
             steps=steps,
         )
+
+    def _needed(self, older: jax.Array, baseline: jax.Array, held: jax.Array) -> jax.Array:
+        """The rise that is asked for, f32[], in logarithms."""
+        deviations = jnp.where(jnp.isfinite(older), jnp.abs(older - baseline), jnp.inf)
+        spread, _ = _median(deviations)
+        rise = jnp.float32(math.log(self.rise))
+        if self.max_length is not None:
+            rise = jnp.where(held >= math.log(PINNED * self.max_length), 0.5 * rise, rise)
+        return jnp.maximum(rise, self.noise * MAD_TO_DEVIATION * spread)
 
 
 def length_triggered_decay(
@@ -171,13 +212,14 @@ def length_triggered_decay(
     number or an array that is then averaged. Until the surge is found the scale is 1; if it never
     comes, it stays 1. The halvings fall on the steps t with `t mod period == 0`, t counted from the
     first update of the run. Everything is in the state (`decay_report` reads it), so a run that is
-    resumed from a checkpoint goes on as if it had not stopped.
+    resumed from a checkpoint goes on as if it had not stopped. `multiple`, `floor` and `factor` may
+    be scheduled with `optax.inject_hyperparams`, unchecked where only the running program has them.
 
     Raises:
         InputError: multiple not above 0, floor outside [0, 1] or factor outside (0, 1); and
             `response_length` missing from `update`.
     """
-    if not multiple > 0.0:
+    if not _traced(multiple) and not multiple > 0.0:
         raise InputError(f"multiple is {multiple}; it must be above 0")
     _check_decay(floor, factor)
     detector = SurgeDetector() if detector is None else detector
@@ -192,7 +234,8 @@ def length_triggered_decay(
             raise InputError("length_triggered_decay needs the extra argument 'response_length'")
         length = jnp.mean(jnp.asarray(extra["response_length"]).astype(jnp.float32))
         surge = detector.update(state.surge, length)
-        period = jnp.maximum(jnp.round(multiple * surge.surge_step.astype(jnp.float32)), 1.0)
+        times = jnp.asarray(multiple, jnp.float32)
+        period = jnp.maximum(jnp.round(times * surge.surge_step.astype(jnp.float32)), 1.0)
         period = jnp.where(surge.surge_step > 0, period.astype(jnp.int32), 0)
         decay = _advance(state.decay, period, floor=floor, factor=factor)
         return _scaled(updates, decay.scale), TriggeredDecayState(decay, surge)
@@ -200,40 +243,103 @@ def length_triggered_decay(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def scale_by_root_ess(*, reference: float = 1.0) -> optax.GradientTransformationExtraArgs:
+    """VCPO's step size (arXiv 2602.17616): updates times sqrt(min(ess / reference, 1)).
+
+    `update` needs `effective_sample_size`, f32[], the share (sum w)^2 / (B sum w^2) in (0, 1] of
+    the batch's B importance weights w. `reference` is the share that on-policy batches have: the
+    paper's appendix F has 1.0 for single-turn tasks and 0.55 for long ones of many turns. A share
+    that is NaN makes the updates NaN.
+
+    It goes last in a chain: Adam divides by the gradient's own size, so a factor on the gradient
+    would not reach the step.
+
+    Raises:
+        InputError: reference outside (0, 1]; `effective_sample_size` missing from `update`.
+    """
+    if not _traced(reference) and not 0.0 < reference <= 1.0:
+        raise InputError(f"reference is {reference}; it must lie in (0, 1]")
+
+    def update(updates, state, params=None, *, effective_sample_size=None, **extra):
+        del params, extra
+        if effective_sample_size is None:
+            raise InputError("scale_by_root_ess needs the extra argument 'effective_sample_size'")
+        share = jnp.asarray(effective_sample_size, jnp.float32) / jnp.float32(reference)
+        return _scaled(updates, jnp.sqrt(jnp.minimum(share, 1.0))), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def effective_sample_size(log_weights: jax.Array, valid: jax.Array) -> jax.Array:
+    """(sum w)^2 / (B sum w^2) of w = exp(log_weights) over the B valid sequences; f32[] in [0, 1].
+
+    Takes f32[B] log-ratios of whole sequences, held to +-20 as in the metric `ess_sequence`, and
+    bool[B]. 1 when all weights are equal, 1 / B when one has all of it, 0 when none is valid. What
+    is not valid is not read; a NaN among the valid shows.
+    """
+    held = jnp.clip(jnp.where(valid, log_weights, 0.0), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weights = jnp.where(valid, strict.exp(held), 0.0)
+    total, _ = compensated_sum(weights)
+    squares, _ = compensated_sum(jnp.square(weights))
+    # All weights are at least e^-20, so squares are 0 only where none is valid.
+    return jnp.square(total) / (count(valid) * jnp.where(squares == 0.0, 1.0, squares))
+
+
 def decay_report(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns what to log from any optimiser state that holds one of this module's states.
+    """Returns what to log from any optimiser state that holds this module's decay states.
 
     `lr_scale` f32[], `decay_period` i32[] (0: none yet); from `length_triggered_decay` also
     `surge_step` i32[] (0: none yet), `response_length_recent` and `response_length_baseline` f32[]
     in tokens. Empty if there is no such state.
+
+    Where there are several, each key ends in what tells their places in the state apart:
+    `lr_scale/actor` and `lr_scale/critic` of an `optax.partition` with these labels, `lr_scale/0`
+    and `lr_scale/1` of a chain of two.
     """
     kinds = (LengthDecayState, TriggeredDecayState)
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
-    report = {}
-    for state in leaves:
-        if isinstance(state, TriggeredDecayState):
-            report |= {
-                "surge_step": state.surge.surge_step,
-                "response_length_recent": state.surge.recent,
-                "response_length_baseline": state.surge.baseline,
-            }
-            state = state.decay
-        if isinstance(state, LengthDecayState):
-            report |= {"lr_scale": state.scale, "decay_period": state.period}
-    return report
+    leaves, _ = jax.tree.flatten_with_path(opt_state, is_leaf=lambda x: isinstance(x, kinds))
+    found = [(path, state) for path, state in leaves if isinstance(state, kinds)]
+    places = _told_apart([path for path, _ in found])
+    return {
+        name + place: value
+        for (_, state), place in zip(found, places, strict=True)
+        for name, value in _report(state).items()
+    }
 
 
-def _initial_decay(period: int) -> LengthDecayState:
+def _report(state: LengthDecayState | TriggeredDecayState) -> dict[str, jax.Array]:
+    if isinstance(state, LengthDecayState):
+        return {"lr_scale": state.scale, "decay_period": state.period}
+    return _report(state.decay) | {
+        "surge_step": state.surge.surge_step,
+        "response_length_recent": state.surge.recent,
+        "response_length_baseline": state.surge.baseline,
+    }
+
+
+def _told_apart(paths: list[tuple[Any, ...]]) -> list[str]:
+    """Paths in a tree as endings of names, without what they begin and end with in common."""
+    if len(paths) < 2:
+        return ["" for _ in paths]
+    start = next(i for i, keys in enumerate(zip(*paths, strict=False)) if len(set(keys)) > 1)
+    rests = [path[start:] for path in paths]
+    while min(map(len, rests)) > 1 and len({rest[-1] for rest in rests}) == 1:
+        rests = [rest[:-1] for rest in rests]
+    return ["/" + jax.tree_util.keystr(rest, simple=True, separator="/") for rest in rests]
+
+
+def _initial_decay(period) -> LengthDecayState:
     return LengthDecayState(
-        jnp.zeros((), jnp.int32), jnp.full((), period, jnp.int32), jnp.ones((), jnp.float32)
+        jnp.zeros((), jnp.int32), jnp.asarray(period, jnp.int32), jnp.ones((), jnp.float32)
     )
 
 
-def _advance(state: LengthDecayState, period, *, floor: float, factor: float) -> LengthDecayState:
+def _advance(state: LengthDecayState, period, *, floor, factor) -> LengthDecayState:
     step = state.step + 1
     due = (period > 0) & (step % jnp.maximum(period, 1) == 0)
-    scale = jnp.where(due, jnp.maximum(state.scale * factor, floor), state.scale)
-    return LengthDecayState(step, period, scale)
+    lower = state.scale * jnp.asarray(factor, jnp.float32)
+    lower = jnp.maximum(lower, jnp.asarray(floor, jnp.float32))
+    return LengthDecayState(step, period, jnp.where(due, lower, state.scale))
 
 
 def _scaled(updates, scale: jax.Array):
@@ -249,8 +355,45 @@ def _median(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     return 0.5 * (lower + upper), number
 
 
-def _check_decay(floor: float, factor: float) -> None:
-    if not 0.0 <= floor <= 1.0:
+def _onset(history: jax.Array, threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the lengths rose above the threshold to stay, and how many are known before; i32[]."""
+    smooth = _median_of_five(*(history[i : history.shape[0] - 4 + i] for i in range(5)))
+    raised = jnp.isfinite(history[2:-2]) & (smooth >= threshold)
+    # The first neighbourhood of five has its middle at 2.
+    onset = 3 + jnp.max(jnp.where(raised, -1, jnp.arange(raised.shape[0], dtype=jnp.int32)))
+    unknown = jnp.sum(~jnp.isfinite(history), dtype=jnp.int32)
+    return onset, onset - unknown
+
+
+def _median_of_five(a, b, c, d, e):
+    """Elementwise: what is left when of two pairs the least and the greatest are gone."""
+    low = jnp.maximum(jnp.minimum(a, b), jnp.minimum(c, d))
+    high = jnp.minimum(jnp.maximum(a, b), jnp.maximum(c, d))
+    return jnp.maximum(jnp.minimum(low, high), jnp.minimum(e, jnp.maximum(low, high)))
+
+
+def _traced(value: Any) -> bool:  # a number that is known only when the program runs
+    return isinstance(value, Tracer)
+
+
+def _checked_period(period: Any):
+    """The period as an int, or as it is where only the running program has it."""
+    error = f"period is {period!r}; it must be a whole number of steps, from 1 to 2^31 - 1"
+    if _traced(period):
+        if not jnp.issubdtype(period.dtype, jnp.integer):
+            raise InputError(error)
+        return period
+    try:
+        whole = 0 if isinstance(period, bool) else operator.index(period)
+    except TypeError:
+        whole = 0
+    if not 1 <= whole < 2**31:
+        raise InputError(error)
+    return whole
+
+
+def _check_decay(floor: Any, factor: Any) -> None:
+    if not _traced(floor) and not 0.0 <= floor <= 1.0:
         raise InputError(f"floor is {floor}; it must lie in [0, 1]")
-    if not 0.0 < factor < 1.0:
+    if not _traced(factor) and not 0.0 < factor < 1.0:
         raise InputError(f"factor is {factor}; it must lie in (0, 1)")
