@@ -15,9 +15,9 @@ import bench_common as common
 import jax
 import jax.numpy as jnp
 
-from tim_jax import calibration, learner, programs
+from tim_jax import calibration, programs
 from tim_jax.audit.presets import random_params
-from tim_jax.learner import Exactness, Policy
+from tim_jax.learning import Exactness, Policy, exactness
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
@@ -75,11 +75,11 @@ def make_prompts(config: ModelConfig, sizes: common.Sizes, batch: int) -> Prompt
 def loss(weights: Any, rollout: Rollout, advantages: jax.Array, policy: Policy):
     """The GRPO loss in bypass mode, and the exactness of its log-probs."""
     objective = Objective()
-    log_probs, _ = policy.score(weights, rollout)
+    log_probs = policy.score(weights, rollout).log_probs
     mask = rollout.mask
     losses = objective.token_losses(log_probs, rollout.log_probs, advantages, mask=mask).loss
     total = jnp.sum(objective.token_weights(mask) * losses)
-    return total, learner.exactness(log_probs, rollout)
+    return total, exactness(log_probs, rollout)
 
 
 def seconds(call: Callable[[], Any]) -> float:

@@ -20,7 +20,7 @@ from bench_exactness_cost import make_prompts, model_config, seconds
 
 from tim_jax import calibration, objectives, optimizers, programs, train
 from tim_jax.audit.presets import random_params
-from tim_jax.learner import Learning, Policy
+from tim_jax.learning import Learning, Policy
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import Sampling

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import assembly, config_io, corrections, learner, metrics
+from tim_jax import assembly, config_io, corrections, metrics
 from tim_jax.types import Rollout
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "corrections.md"
@@ -96,7 +96,7 @@ class LearnerStep:
         self.update = built.update
         self.state = built.init(model.params)
         self.weights = built.prepare(self.state.params)
-        self.experience = learner.Experience(
+        self.experience = learning.Experience(
             rollout=self.batch,
             advantages=jnp.linspace(-1.0, 1.0, config.sequences_per_step),
             mask=self.batch.mask,

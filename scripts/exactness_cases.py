@@ -221,7 +221,7 @@ def learn_program(weights, rollout, *, numerics, sampling, remat):
     options = {"config": CONFIG, "numerics": numerics, "sampling": sampling, "remat": remat}
 
     def loss(weights):
-        log_probs, _ = scoring.score(weights, rollout, **options)
+        log_probs = scoring.score(weights, rollout, **options).log_probs
         return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
 
     (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights)

@@ -13,7 +13,7 @@ import bench_common as common
 import jax
 import jax.numpy as jnp
 
-from tim_jax.learner import Policy
+from tim_jax.learning import Policy
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.params import parameter_shapes
 from tim_jax.numerics import Numerics
@@ -75,7 +75,7 @@ def rollout_shapes(length: int) -> Rollout:
 def loss(weights, rollout: Rollout, advantages: jax.Array, policy: Policy):
     """The GRPO loss, and the log-probs and entropies that a step reports."""
     objective = Objective()
-    log_probs, entropy = policy.score(weights, rollout, remat=True)
+    log_probs, entropy, _ = policy.score(weights, rollout, remat=True)
     mask = rollout.mask
     losses = objective.token_losses(log_probs, rollout.log_probs, advantages, mask=mask).loss
     return jnp.sum(objective.token_weights(mask) * losses), (log_probs, entropy)

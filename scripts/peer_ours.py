@@ -10,7 +10,7 @@ from bench_exactness_cost import make_prompts, model_config
 
 from tim_jax import calibration, optimizers, programs, train
 from tim_jax.audit.presets import random_params
-from tim_jax.learner import Learning, Policy
+from tim_jax.learning import Learning, Policy
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
 from tim_jax.policy import Sampling

@@ -7,7 +7,7 @@ import jax
 import tiny
 
 from tim_jax import mismatch
-from tim_jax.learner import Policy
+from tim_jax.learning import Policy
 from tim_jax.mismatch import EXACT, Mismatch, Names, Setting
 from tim_jax.policy import Sampling
 from tim_jax.programs import sampling_program

@@ -112,7 +112,7 @@ def programs(numerics: Numerics, *, config: ModelConfig = CONFIG, batch: int = 3
 
     def learn(weights, rollout):
         def loss(weights):
-            log_probs, _ = scoring.score(weights, rollout, **options)
+            log_probs = scoring.score(weights, rollout, **options).log_probs
             return jnp.sum(jnp.where(rollout.mask, log_probs, 0.0))
 
         return jax.value_and_grad(loss)(weights)

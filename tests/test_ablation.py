@@ -12,7 +12,7 @@ from tim_jax import ablation_job, assembly, cli, mismatch, source_charts
 from tim_jax.ablation_job import Bench
 from tim_jax.audit import ablation, ablation_report
 from tim_jax.errors import InputError
-from tim_jax.learner import Policy
+from tim_jax.learning import Policy
 
 DIAL = dials.dial(
     {"name": "log_prob_noise", "std": 0.01, "by": "probability"},

@@ -15,7 +15,10 @@ NAME = PACKAGE.name
 # package as a whole) imports from rows above its own, never from its own row.
 LAYERS = (
     ("errors", "types", "sums", "strict", "preemption", "last_words"),
-    ("tile_sizes", "placement", "schedules", "objectives", "processes", "rounds"),
+    ("tile_sizes", "placement", "schedules", "processes", "rounds"),
+    ("masked", "aggregation", "losses", "advantages"),
+    ("shaping",),
+    ("objectives",),
     ("numerics",),
     ("corrections", "optimizers", "compiled"),
     ("metrics", "kernels"),
@@ -25,18 +28,21 @@ LAYERS = (
     ("calibrated",),
     ("sampler", "scoring"),
     ("mismatch",),
+    ("learning",),
+    ("experience",),
     ("learner",),
     ("sharded",),
     ("programs", "audit"),
     ("plan",),
     ("tasks",),
     ("tokenizers",),
+    ("drawing",),
     ("train",),
     ("warm_start", "evaluation"),
     ("sinks", "checkpoints"),
     ("runs", "charts", "source_charts", "progress"),
     ("config_sections",),
-    ("config_placement", "config_model"),
+    ("config_placement", "config_model", "config_optimizer"),
     ("config",),
     ("config_io",),
     ("assembly",),
@@ -129,6 +135,25 @@ def test_sampler_and_learner_do_not_know_each_other():
     assert "model.transformer" in reachable("sampler", set()) & reachable("learner", set())
     assert "learner" not in reachable("sampler", set())
     assert "sampler" not in reachable("learner", set())
+
+
+ARITHMETIC = (
+    "aggregation",
+    "advantages",
+    "corrections",
+    "losses",
+    "masked",
+    "objectives",
+    "schedules",
+    "shaping",
+)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if unit(name) in ARITHMETIC])
+def test_the_arithmetic_of_learning_knows_no_model(name):
+    """Log-probs and rewards in, numbers out: they are functions of arrays, for any model."""
+    known = {*ARITHMETIC, "errors", "strict", "sums", "types"}
+    assert {unit(found) for found in imports(name)} <= known
 
 
 def test_there_are_no_cycles():

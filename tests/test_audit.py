@@ -229,12 +229,13 @@ def test_a_fault_of_one_ulp_at_one_token_is_found(monkeypatch):
     honest = scoring.score
 
     def faulty(weights, rollout, **options):
-        log_probs, entropy = honest(weights, rollout, **options)
+        found = honest(weights, rollout, **options)
+        log_probs = found.log_probs
         # Without a gradient: nextafter has none.
         moved = jnp.nextafter(jax.lax.stop_gradient(log_probs), jnp.float32(0))
         place = (jnp.arange(log_probs.shape[0]) == 4)[:, None]
         place &= (jnp.arange(log_probs.shape[1]) == 0)[None, :]
-        return jnp.where(place, moved, log_probs), entropy
+        return found._replace(log_probs=jnp.where(place, moved, log_probs))
 
     monkeypatch.setattr(scoring, "score", faulty)
     jax.clear_caches()  # the audit's programs may have been compiled with the honest one

@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from tim_jax import config_io, config_model, config_placement, config_sections
+from tim_jax import (
+    assembly,
+    config_io,
+    config_model,
+    config_optimizer,
+    config_placement,
+    config_sections,
+    corrections,
+    losses,
+)
 from tim_jax.config import RunConfig
 from tim_jax.config_io import build, dump, load, parse_override
 from tim_jax.errors import InputError
@@ -48,7 +57,7 @@ def test_the_paper_recipe_is_its_table_1():
     assert (sampling.samples_per_prompt, sampling.max_response_length) == (16, 8192)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 1.0)
     assert got.numerics.dtype == "bfloat16"
-    assert got.optimizer.length_decay == config_sections.DecayFixed(
+    assert got.optimizer.length_decay == config_optimizer.DecayFixed(
         kind="fixed", period=204, floor=0.1
     )
 
@@ -84,7 +93,7 @@ def test_any_value_survives_the_round_trip(parameters, folder, learning_rate):
     data = {
         "task": {"kind": "gym", "name": folder, "parameters": parameters},
         "optimizer": {"learning_rate": learning_rate, "length_decay": {"kind": "reactive"}},
-        "learner": {"corrections": [{"name": "token_tis", "cap": 3.5}]},
+        "learner": {"mode": "recompute", "corrections": [{"name": "token_tis", "cap": 3.5}]},
         "model": {"architecture": {"num_heads": 8}},
     }
     made = build(data)
@@ -98,8 +107,10 @@ def test_overrides_win_over_the_file_and_need_no_quotes(tmp_path):
     path.write_text('seed = 1\n[run]\nfolder = "a"\nkeep = 5\n')
     got = load(path, ["run.folder=runs/b-1", "seed=7", "eval.k = [1, 2]", "eval.samples=2"])
     assert (got.run.folder, got.run.keep, got.seed, got.eval.k) == ("runs/b-1", 5, 7, (1, 2))
-    tis = load(path, ['learner.corrections=[{name="token_tis", cap=2.0}]']).learner.corrections
-    assert tis == ({"name": "token_tis", "cap": 2.0},)
+    masked = load(
+        path, ['learner.corrections=[{name="k3_rejection", bound=0.2}]']
+    ).learner.corrections
+    assert masked == ({"name": "k3_rejection", "bound": 0.2},)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +163,18 @@ REFUSED = [
     (
         "optimizer.length_decay={kind='fixed', perod=3, period=2}",
         "optimizer.length_decay.perod = 3: unknown key; did you mean 'period'?",
+    ),
+    (
+        "optimizer.length_decay={kind='reactive', rise=1.0}",
+        "optimizer.length_decay: rise is 1.0; it must be above 1",
+    ),
+    (
+        "optimizer.length_decay={kind='reactive', hold=30}",
+        "optimizer.length_decay: hold is 30; it must lie in [5, gap], gap is 24",
+    ),
+    (
+        "optimizer.length_decay={kind='reactive', window=60.0}",
+        "optimizer.length_decay.window = 60.0: must be a whole number",
     ),
     (
         "learner.objective.estimator=rlo",
@@ -231,6 +254,18 @@ REFUSED = [
         "learner.objective: dual_clip is 1.1; it must lie above 1 + clip_high, which is 1.2",
     ),
     (
+        "optimizer.ess_reference=1.5",
+        "optimizer.ess_reference = 1.5: must be 1.0 or less",
+    ),
+    (
+        "optimizer.ess_reference=0.0",
+        "optimizer.ess_reference = 0.0: must be greater than 0.0",
+    ),
+    (
+        "optimizer.length_decay={kind='reactive', max_length=0}",
+        "optimizer.length_decay.max_length = 0: must be 1 or more",
+    ),
+    (
         "optimizer={schedule='cosine', warmup_steps=100}",
         "optimizer.warmup_steps = 100: must be less than the schedule's 100 updates",
     ),
@@ -305,7 +340,7 @@ def test_files_that_say_nothing_or_nonsense(tmp_path):
 def test_sections_are_frozen_and_documented():
     with pytest.raises(ValidationError, match="frozen"):
         RunConfig().seed = 1  # pyright: ignore
-    modules = (config_sections, config_model, config_placement)
+    modules = (config_sections, config_model, config_optimizer, config_placement)
     for name, section in (pair for module in modules for pair in vars(module).items()):
         if (
             isinstance(section, type)
@@ -323,7 +358,258 @@ def test_what_a_resumed_run_may_change():
     assert "steps" in fixed.may_change()
 
 
+OBJECTIVE_REFUSED = [
+    # Options that the loss does not have.
+    (
+        {"loss": "dppo_tv", "loss_options": {"ratio_cup": 5.0}},
+        ": the loss 'dppo_tv': option 'ratio_cup' is unknown; did you mean 'ratio_cap'?",
+    ),
+    (
+        {"loss": "cispo", "dual_clip": 3.0},
+        ": the loss 'cispo': option 'dual_clip' is unknown; known: clip_high, clip_low",
+    ),
+    (
+        {"loss": "reinforce", "clip_low": 0.1},
+        ": the loss 'reinforce' has no options, but 'clip_low' was given",
+    ),
+    (
+        {"loss": "sapo", "clip_high": 0.1},
+        ": the loss 'sapo': option 'clip_high' is unknown;"
+        " known: temperature_negative, temperature_positive",
+    ),
+    ({"clip_low": 1.5}, ": clip_low is 1.5; it must lie in [0, 1]"),
+    ({"clip_high": -0.1}, ".clip_high = -0.1: must be 0.0 or more"),
+    ({"loss": "gspo", "dual_clip": 1.0}, ".dual_clip = 1.0: must be greater than 1.0"),
+    (
+        {"loss": "dppo_tv", "loss_options": {"ratio_cap": 0.5}},
+        ": ratio_cap is 0.5; it must be 1 or more",
+    ),
+    (
+        {"loss": "kl_cov", "loss_options": {"share": 0}},
+        ": share is 0.0; it must lie in (0, 1]",
+    ),
+    (
+        {"loss_options": {"clip_low": "x"}},
+        '.loss_options.clip_low = "x": must be a number',
+    ),
+    ({"loss_options": {"clip_low": float("nan")}}, ".loss_options.clip_low = nan: must be finite"),
+    (
+        {"loss_options": {"clip_high": float("inf")}},
+        ".loss_options.clip_high = inf: must be finite",
+    ),
+    # KL and entropy.
+    ({"kl_estimator": "k4"}, ".kl_estimator = \"k4\": unknown value; did you mean 'k3+'?"),
+    ({"kl_cap": 0.0}, ".kl_cap = 0.0: must be greater than 0.0"),
+    ({"kl_coefficient": -1.0}, ".kl_coefficient = -1.0: must be 0.0 or more"),
+    ({"entropy_coefficient": float("inf")}, ".entropy_coefficient = inf: must be finite"),
+    ({"denominator": "survivor"}, '.denominator = "survivor": unknown value; did you mean'),
+    # What changes rewards and masks.
+    ({"drop_cut": 1}, ".drop_cut = 1: must be true or false"),
+    (
+        {"overlong_cache": 65},
+        ": overlong_cache is 65; it must lie in [1, max_length], which is 64",
+    ),
+    ({"overlong_cache": 0}, ".overlong_cache = 0: must be 1 or more"),
+    (
+        {"reward_kl_target": 6.0},
+        ": reward_kl_target is 6.0, but reward_kl_coefficient, which it would steer, is 0",
+    ),
+    (
+        {"reward_kl_coefficient": 0.1, "reward_kl_target": 0.0},
+        ".reward_kl_target = 0.0: must be greater than 0.0",
+    ),
+    (
+        {"reward_kl_coefficient": 0.1, "reward_kl_target": 6.0, "reward_kl_horizon": 12},
+        ".reward_kl_horizon = 12: must be more than 12, a fifth of the 64 sequences of a step:"
+        " one step could end the penalty",
+    ),
+    ({"estimator": "remacs"}, ".estimator = \"remacs\": unknown value; did you mean 'remax'?"),
+    ({"preset": "dpo"}, '.preset = "dpo": unknown value; did you mean'),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"), OBJECTIVE_REFUSED, ids=[r[1][:44] for r in OBJECTIVE_REFUSED]
+)
+def test_an_objective_that_makes_no_sense_is_one_line(changes, line):
+    found = refused(data={"learner": {"objective": changes}})
+    assert found.startswith(f"f.toml: learner.objective{line}")
+
+
+LEARNER_REFUSED = [
+    ({"refills": -1}, {}, "learner.refills = -1: must be 0 or more"),
+    (
+        {"refills": 2, "objective": {"preset": "reinforce"}},
+        {"sampling": {"samples_per_prompt": 1}},
+        "learner.refills = 2: must be 0 with samples_per_prompt = 1: no group of one has unequal"
+        " rewards",
+    ),
+    (
+        {"noise_scale": True},
+        {},
+        "learner.noise_scale = true: needs a micro_batch below the 64 sequences of a mini-batch",
+    ),
+    (
+        {"noise_scale": True, "mini_batches": 4, "micro_batch": 16},
+        {},
+        "learner.noise_scale = true: needs a micro_batch below the 16 sequences of a mini-batch",
+    ),
+    (
+        {"prompts_per_step": 2, "objective": {"estimator": "remax"}},
+        {"placement": {"fsdp": 4}},
+        "learner.prompts_per_step = 2: must be a multiple of the sampler's data x fsdp = 4: the"
+        " estimator 'remax' draws one greedy response a prompt",
+    ),
+    (
+        {"prompts_per_step": 2, "objective": {"estimator": "remax"}},
+        {"placement": {"sampler": {"data": 4}}},
+        "learner.prompts_per_step = 2: must be a multiple of the sampler's data x fsdp = 4: the"
+        " estimator 'remax' draws one greedy response a prompt",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("learner", "more", "line"), LEARNER_REFUSED, ids=[r[2][:44] for r in LEARNER_REFUSED]
+)
+def test_a_learner_that_makes_no_sense_is_one_line(learner, more, line):
+    assert refused(data={"learner": learner, **more}) == f"f.toml: {line}"
+
+
+def made(*, mode="bypass", fixes=(), more=None, **objective):
+    """A config's objective, or with `more` its whole learner section and others."""
+    learner = {"mode": mode, "corrections": list(fixes), "objective": objective}
+    return build({"learner": learner, **(more or {})})
+
+
 def test_objective_follows_preset_and_changes():
-    made = build({"learner": {"objective": {"preset": "dr_grpo", "clip_high": 0.3}}}).objective
-    assert (made.estimator, made.aggregation, made.max_length) == ("dr_grpo", "constant_length", 64)
-    assert (made.clip_low, made.clip_high) == (0.2, 0.3)
+    found = made(preset="dr_grpo", clip_high=0.3).objective
+    assert (found.estimator, found.aggregation, found.max_length) == (
+        "dr_grpo",
+        "constant_length",
+        64,
+    )
+    assert (found.clip_low, found.options) == (None, {"clip_high": 0.3})
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo"])
+def test_a_loss_clips_where_its_own_paper_does(preset):
+    """A preset's bounds are those of its own loss: with another they are that one's."""
+    assert losses.options("gspo")["clip_low"] == 3e-4
+    assert made(preset=preset, loss="gspo").objective.options == {}
+    assert made(preset=preset, loss="reinforce").objective.options == {}
+    given = made(preset=preset, loss="gspo", clip_high=0.1).objective
+    assert {**losses.options("gspo"), **given.options}["clip_low"] == 3e-4
+    assert given.options == {"clip_high": 0.1}
+    assert made(preset="dapo").objective.options == {"clip_high": 0.28}
+    assert made(preset="dapo", loss="clip").objective.options == {"clip_high": 0.28}
+
+
+def test_every_key_of_an_objective_reaches_it():
+    keys = {
+        "loss": "dppo_tv",
+        "loss_options": {"ratio_cap": 5},
+        "denominator": "survivors",
+        "kl_coefficient": 0.1,
+        "kl_estimator": "k3+",
+        "kl_cap": 10.0,
+        "entropy_coefficient": -0.01,
+        "drop_cut": True,
+        "overlong_cache": 16,
+        "reward_kl_coefficient": 0.2,
+        "reward_kl_target": 6.0,
+        "reward_kl_horizon": 13,
+    }
+    found = made(more={"sampling": {"max_response_length": 16}}, **keys).objective
+    options = found.loss_options
+    assert options == (("ratio_cap", 5.0),)
+    plain = {name: value for name, value in keys.items() if name != "loss_options"}
+    assert {name: getattr(found, name) for name in plain} == plain
+    assert found.max_length == 16
+    assert found.has_reference
+    assert found.controller is not None
+    assert (found.controller.target, found.controller.horizon) == (6.0, 13)
+    assert made(reward_kl_coefficient=0.2, kl_coefficient=0.0).objective.has_reference
+
+
+def test_a_config_with_tables_in_its_objective_survives_the_round_trip():
+    config = made(loss="dppo_tv", loss_options={"ratio_cap": 5})
+    assert build(tomllib.loads(dump(config))) == config
+    assert "[learner.objective.loss_options]\nratio_cap = 5.0\n" in dump(config)
+
+
+def test_what_the_learner_is_told():
+    data = {
+        "learner": {"noise_scale": True, "micro_batch": 8, "refills": 3, "mode": "recompute"},
+        "placement": {"sampler": {"data": 4}},
+    }
+    config = build(data)
+    learning = assembly.make_learning(config)
+    assert (learning.noise_scale, learning.mode, learning.micro_batch) == (True, "recompute", 8)
+    assert config.learner.refills == 3
+    remax = build({"learner": {"objective": {"estimator": "remax"}}, **{"placement": {"data": 8}}})
+    assert assembly.make_learning(remax).needs_greedy
+    assert not learning.needs_greedy
+
+
+# What may be combined
+
+WEIGHT = [{"name": "token_tis", "cap": 2.0}]
+
+
+@pytest.mark.parametrize("loss", [name for name in losses.LOSSES if name != "reinforce"])
+def test_a_weight_beside_a_ratio_of_bypass_mode_is_refused_with_the_ways_out(loss):
+    given = {"loss": loss}
+    data = {"learner": {"corrections": WEIGHT, "objective": given}}
+    line = (
+        'f.toml: learner.corrections = [{name = "token_tis", cap = 2.0}]: scale_by_truncated_ratio'
+        f" weights by pi / pi_rollout, and so does the loss {loss!r} in bypass mode: the ratio"
+        ' would count twice; set mode = "recompute", or a loss without ratio ("reinforce")'
+    )
+    assert refused(data=data) == line
+    made(mode="recompute", fixes=WEIGHT, loss=loss)
+    made(fixes=WEIGHT, loss="reinforce")
+
+
+WEIGHTS = [
+    "token_tis",
+    "sequence_tis",
+    "icepop",
+    "kpop",
+    "scale_by_ratio",
+    "k3_rejection_token_tis",
+]
+ANYWHERE = [
+    "dppo",
+    "off_policy_sequence_mask",
+    "geometric_rejection",
+    "k3_rejection",
+    "error_rejection",
+]
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, *ANYWHERE])
+@pytest.mark.parametrize("mode", ["bypass", "recompute"])
+def test_masks_and_rejections_go_with_every_mode_and_loss(name, mode):
+    effects = corrections.build([{"name": name}]).effects
+    assert ("weight" in effects) == (name in WEIGHTS)
+    for loss in ("clip", "gspo", "cispo", "reinforce"):
+        if name in WEIGHTS and mode == "bypass" and loss != "reinforce":
+            assert "twice" in refused(
+                data={
+                    "learner": {
+                        "mode": mode,
+                        "corrections": [{"name": name}],
+                        "objective": {"loss": loss},
+                    }
+                }
+            )
+        else:
+            made(mode=mode, fixes=[{"name": name}], loss=loss)
+
+
+@pytest.mark.parametrize("arm", ["token_tis", "token_mis"])
+def test_the_arms_of_the_paper_are_one_line_away(arm):
+    path = Path(__file__).parents[1] / "configs" / "beyond_precision.toml"
+    config = load(path, [f'learner.corrections=[{{name="{arm}", cap=2.0}}]'])
+    assert assembly.make_learning(config).correction.blocks

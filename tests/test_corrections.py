@@ -1,5 +1,8 @@
 """Identities that hold for every recipe, composition, state, and refusal of wrong construction."""
 
+import inspect
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tim_jax import corrections
-from tim_jax.corrections import blocks, coefficients, ratios
+from tim_jax.corrections import base, coefficients, correct, ratios
 from tim_jax.errors import InputError
 
 REQUIRED = {"trust_region_masking": {"bound": 0.05}}
@@ -18,12 +21,7 @@ CASES = {
     name: corrections.build([{"name": name, **REQUIRED.get(name, {})}])
     for name in corrections.RECIPES
 }
-ROW_BY_ROW = list(CASES)
-SHRUNK = {
-    f"{name}-{aggregation}": corrections.build([{"name": name, "shrink": aggregation}])
-    for name in ("vexact", "k3_rejection_token_tis")
-    for aggregation in ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum")
-}
+RECIPES = list(CASES)
 NORMALISED = {
     f"normalised-{unit}-{among}": corrections.build(
         [
@@ -41,8 +39,8 @@ BLOCKS = {
     "k2-token": corrections.reject("k2", over="token", upper=0.1),
     "k1-max": corrections.reject("k1", over="max", lower=0.5, upper=2.0),
 }
-CASES = {**CASES, **SHRUNK, **NORMALISED, **BLOCKS}
-ROW_BY_ROW = ROW_BY_ROW + list(BLOCKS)
+CASES = {**CASES, **NORMALISED, **BLOCKS}
+ROW_BY_ROW = [case for case in CASES if not CASES[case].whole_batch]
 
 
 def batch(seed=0, rows=8, width=13, spread=0.2):
@@ -67,6 +65,44 @@ def run_each(arrays):
 
 
 run_all = jax.jit(run_each)
+
+# One program a recipe, of the recipe as a function of everything it may read.
+CORRECT = {
+    name: jax.jit(lambda arrays, correction=CASES[name]: correct(correction, **arrays))
+    for name in RECIPES
+}
+
+# What a recipe reads beside the log-ratio, and a number for each of its arguments: one that is an
+# integer where that is allowed.
+READS = {
+    "none": (),
+    "kpop": ("log_ratio", "log_probs"),
+    "dppo": ("log_ratio", "log_probs", "advantages"),
+    "off_policy_sequence_mask": ("log_ratio", "advantages"),
+}
+ARGUMENTS = {
+    "token_tis": {"cap": 3},
+    "sequence_tis": {"cap": 3},
+    "token_mis": {"cap": 1},
+    "sequence_mis": {"cap": 4},
+    "geometric_mis": {"lower": 0.75, "upper": 1},
+    "icepop": {"lower": 1, "upper": 2},
+    "kpop": {"bound": 1},
+    "geometric_rejection": {"lower": 0.75, "upper": 2},
+    "geometric_rejection_token_tis": {"lower": 0.75, "upper": 2, "cap": 1},
+    "geometric_rejection_sequence_tis": {"lower": 0.75, "upper": 2, "cap": 4},
+    "k3_rejection": {"bound": 1},
+    "k3_rejection_token_tis": {"bound": 1, "cap": 2},
+    "sequence_tis_product_rejection": {"cap": 4, "lower": 0.25, "upper": 8},
+    "seq_mask_tis": {"lower": 1, "upper": 2},
+    "token_tis_veto": {"cap": 2, "threshold": 0.5},
+    "trust_region_masking": {"bound": 1},
+    "dppo": {"bound": 0.25},
+    "off_policy_sequence_mask": {"bound": 0.25},
+    "error_rejection": {"bound": 2},
+    "vexact": {"cap": 2, "bound": 0.25},
+    "ais": {"cap": 2, "kl_scale": 1},
+}
 
 
 def same_bits(left, right, what=""):
@@ -186,11 +222,11 @@ def test_shard_map_gives_the_bits_of_one_device(devices, unit):
     arrays = batch(8)
 
     def chain(axis_name):
-        return optax.chain(
+        return corrections.chain(
             corrections.reject("k3", over="mean", upper=1e-3),
-            corrections.shrink_denominator("sequence_mean_token_mean", axis_name=axis_name),
             corrections.token_tis(),
             corrections.normalise(unit, axis_name=axis_name),
+            corrections.mix_in_adaptively(upper=2.0, axis_name=axis_name),
         )
 
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
@@ -210,7 +246,7 @@ def test_shard_map_gives_the_bits_of_one_device(devices, unit):
 @settings(deadline=None, max_examples=20)
 def test_normalised_coefficients_average_one(unit, seed, spread):
     arrays = batch(seed, spread=spread)
-    chain = optax.chain(corrections.token_tis(), corrections.normalise(unit))
+    chain = corrections.chain(corrections.token_tis(), corrections.normalise(unit))
     result = np.float64(coefficients(chain, **arrays))
     lengths = np.asarray(arrays["mask"]).sum(axis=1)[:-1]
     rows_mean = result.sum(axis=1)[:-1] / lengths
@@ -225,24 +261,23 @@ def test_multiplying_blocks_commute_and_batch_statistics_do_not():
     normalise = corrections.normalise("token")
 
     def of(*chain):
-        return np.asarray(coefficients(optax.chain(*chain), **arrays))
+        return np.asarray(coefficients(corrections.chain(*chain), **arrays))
 
     same_bits(of(tis, rejection), of(rejection, tis))
     rejected_last, rejected_first = of(tis, normalise, rejection), of(rejection, tis, normalise)
     assert 0 < np.count_nonzero(rejected_last) == np.count_nonzero(rejected_first)
     assert rejected_first.sum() > 1.01 * rejected_last.sum()
-    shrink = corrections.shrink_denominator("token_mean")
-    assert of(rejection, shrink).sum() == pytest.approx(float(arrays["mask"].sum()))
-    assert of(shrink, rejection).sum() == of(rejection).sum() < int(arrays["mask"].sum())
 
 
 def test_survivors_alone_can_be_normalised():
     arrays = batch(9)
     rejection = corrections.reject("k3", over="mean", upper=1e-3)
     kept = coefficients(rejection, **arrays)
-    everyone = coefficients(optax.chain(rejection, corrections.normalise("sequence")), **arrays)
+    everyone = coefficients(
+        corrections.chain(rejection, corrections.normalise("sequence")), **arrays
+    )
     among = corrections.normalise("sequence", among="survivors")
-    survivors = coefficients(optax.chain(rejection, among), **arrays)
+    survivors = coefficients(corrections.chain(rejection, among), **arrays)
     share = np.mean(np.asarray(kept)[:-1].max(axis=1))
     assert 0 < share < 1
     np.testing.assert_allclose(everyone, kept / share, rtol=1e-6)
@@ -250,7 +285,7 @@ def test_survivors_alone_can_be_normalised():
 
 
 def test_running_mean_divides_by_the_past_and_stays_one_on_policy():
-    block = optax.chain(
+    block = corrections.chain(
         corrections.token_tis(cap=5.0), corrections.normalise_by_running_mean(decay=0.9)
     )
     first, second = batch(10), batch(11)
@@ -273,7 +308,7 @@ def test_running_mean_divides_by_the_past_and_stays_one_on_policy():
 
 def test_updates_compile_once():
     traces = []
-    block = CASES["vexact-token_mean"]
+    block = CASES["normalised-token-survivors"]
 
     @jax.jit
     def update(arrays):
@@ -383,8 +418,9 @@ def test_a_missing_extra_argument_is_named(case, missing):
         (lambda: corrections.normalise("row"), "unit 'row' is unknown"),
         (lambda: corrections.normalise("token", among="kept"), "among 'kept' is unknown"),
         (lambda: corrections.normalise_by_running_mean(decay=1.0), "decay is 1.0"),
-        (lambda: corrections.shrink_denominator("mean"), "aggregation 'mean' is unknown"),
-        (lambda: corrections.vexact(shrink="mean"), "aggregation 'mean' is unknown"),
+        (lambda: corrections.ais(cap=0.5), "upper is 0.5; below 1"),
+        (lambda: corrections.ais(kl_scale=0.0), "kl_scale is 0.0"),
+        (lambda: corrections.mix_in_adaptively("row", upper=2.0), "level 'row' is unknown"),
         (lambda: corrections.build([{"cap": 2.0}]), "has no name"),
         (lambda: corrections.build([{"name": "token_ti"}]), "did you mean 'token_tis'"),
         (lambda: corrections.build([{"name": "token_tis", "cup": 2}]), "did you mean 'cap'"),
@@ -400,12 +436,11 @@ def test_wrong_construction_is_refused_in_one_line(make, message):
 
 def test_named_entries_chain_in_order():
     entries = [{"name": "icepop", "upper": 4.0}, {"name": "normalise", "unit": "token"}]
-    by_hand = optax.chain(corrections.icepop(upper=4.0), corrections.normalise("token"))
+    by_hand = corrections.chain(corrections.icepop(upper=4.0), corrections.normalise("token"))
     arrays = batch(17)
     same_bits(coefficients(corrections.build(entries), **arrays), coefficients(by_hand, **arrays))
-    assert corrections.needs_whole_batch(entries)
-    assert corrections.needs_whole_batch([{"name": "vexact", "shrink": "token_mean"}])
-    assert not corrections.needs_whole_batch([{"name": "vexact"}, {"name": "icepop"}])
+    assert corrections.build(entries).whole_batch
+    assert not corrections.build([{"name": "vexact"}, {"name": "icepop"}]).whole_batch
     same_bits(coefficients(corrections.build([]), **arrays), arrays["mask"].astype(jnp.float32))
 
 
@@ -421,4 +456,546 @@ def test_integer_masks_and_starts_are_understood():
     whole = {**arrays, "mask": arrays["mask"].astype(jnp.int32)}
     result, _ = CASES["vexact"].update(whole["mask"], CASES["vexact"].init(whole["mask"]), **whole)
     same_bits(result, expected)
-    assert blocks.is_masked_node(optax.MaskedNode())
+    assert base.is_masked_node(optax.MaskedNode())
+
+
+def poisoned(x, at):
+    return x.at[at].set(jnp.nan)
+
+
+@pytest.mark.parametrize("name", sorted(set(RECIPES) - {"none"}))
+def test_a_nan_on_a_response_token_shows_in_every_recipe(name):
+    arrays = batch(20)
+    row, column = (int(i) for i in np.argwhere(np.asarray(arrays["mask"]))[5])
+    per_token = jnp.broadcast_to(arrays["advantages"][:, None], arrays["mask"].shape)
+    plain = CORRECT[name](arrays)
+    assert np.all(np.isfinite(np.asarray(plain.coefficients)))
+    for what in READS.get(name, ("log_ratio",)):
+        found = CORRECT[name]({**arrays, what: poisoned(arrays[what], row)})
+        whole_row = np.isnan(np.asarray(found.coefficients[row]))
+        assert np.array_equal(whole_row, np.asarray(arrays["mask"][row])), what
+        given = {**arrays, "advantages": per_token} if what == "advantages" else arrays
+        alone = {**given, what: poisoned(given[what], (row, column))}
+        found = CORRECT[name](alone)
+        assert np.isnan(float(found.coefficients[row, column])), what
+        assert not np.any(np.isnan(np.asarray(found.coefficients)[~np.asarray(arrays["mask"])]))
+        assert bool(found.kept[row, column])
+        for metric in ("coefficient_mean", "coefficient_max", "coefficient_p50", "ess"):
+            assert np.isnan(float(found.metrics[metric])), (what, metric)
+        if not CASES[name].whole_batch:
+            others = np.arange(8) != row
+            same_bits(found.coefficients[others], plain.coefficients[others])
+
+
+def test_a_nan_of_a_divergence_and_of_a_custom_blocks_argument_shows():
+    arrays = batch(21)
+    divergence = poisoned(jnp.zeros((8, 13)), (0, 0))
+    block = corrections.trust_region_masking(bound=0.1, statistic="divergence")
+    assert np.isnan(float(coefficients(block, **arrays, divergence=divergence)[0, 0]))
+    own = corrections.map_coefficients("own", lambda c, mask, x: c, needs=("temperature",))
+    for bad in (poisoned(jnp.zeros((8, 13)), (0, 0)), poisoned(jnp.zeros(8), 0)):
+        assert np.isnan(float(coefficients(own, **arrays, temperature=bad)[0, 0]))
+    start = poisoned(arrays["mask"].astype(jnp.float32), (0, 0))
+    result, _ = CASES["dppo"].update(start, CASES["dppo"].init(start), **arrays)
+    assert np.isnan(float(result[0, 0]))
+
+
+def test_a_nan_is_not_remembered_by_the_running_mean():
+    block = corrections.chain(corrections.token_tis(), corrections.normalise_by_running_mean())
+    good = batch(22, spread=1.0)
+    bad = {**good, "log_ratio": poisoned(good["log_ratio"], (0, 0))}
+    before = correct(block, **good)
+    after = correct(block, **bad, state=before.state)
+    assert np.isnan(float(after.coefficients[0, 0]))
+    assert float(after.state[1].mean) == float(before.state[1].mean) != 1.0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_any_float_dtype_gives_the_bits_of_its_values_in_float32(dtype):
+    rng = np.random.default_rng(23)
+    arrays = batch(23)
+    fine = {k: np.float64(v) for k, v in arrays.items() if k != "mask"}
+    fine = {k: v * (1.0 + 1e-5 * rng.standard_normal(v.shape)) for k, v in fine.items()}
+    with jax.enable_x64(dtype == "float64"):
+        given = {k: jnp.asarray(v).astype(dtype) for k, v in fine.items()}
+        assert all(str(v.dtype) == dtype for v in given.values())
+        ours = jax.jit(lambda x, mask: {n: run(n, {**x, "mask": mask}) for n in RECIPES})(
+            given, arrays["mask"]
+        )
+        ours = jax.tree.map(np.asarray, ours)
+        cast = {k: np.asarray(v.astype(jnp.float32)) for k, v in given.items()}
+    expected = run_all({**jax.tree.map(jnp.asarray, cast), "mask": arrays["mask"]})
+    all_same_bits(ours, expected, RECIPES)
+
+
+def test_a_batch_statistic_and_a_packed_batch_stay_float32_where_float64_is_on():
+    arrays = batch(24)
+    chain = corrections.chain(
+        corrections.token_tis(cap=np.float64(1.5)),
+        corrections.normalise(),
+        corrections.normalise_by_running_mean(decay=np.float64(0.5)),
+    )
+    ids = jnp.asarray(np.repeat(np.arange(8), 13), jnp.int32)
+    flat = {k: v.reshape(-1) for k, v in arrays.items()}
+    plain = correct(chain, **arrays)
+    run_flat = jax.jit(lambda given, ids: correct(chain, **given, segment_ids=ids, segments=8))
+    with jax.enable_x64(True):
+        for kind in (np.int64, np.int32, np.uint8):
+            wide = {k: v if k == "mask" else np.float64(v) for k, v in flat.items()}
+            given = {k: jnp.asarray(np.asarray(v)) for k, v in wide.items()}
+            found = run_flat(given, jnp.asarray(ids, kind))
+            same_bits(found.coefficients.reshape(8, 13), plain.coefficients)
+            assert found.state[2].mean.dtype == jnp.float32
+            assert {str(x.dtype) for x in found.metrics.values()} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("token_tis", {"mask": (8, 1)}),
+        ("none", {"mask": (8, 1)}),
+        ("none", {"mask": (8,)}),
+        ("token_tis", {"log_ratio": (13,)}),
+        ("token_tis", {"log_ratio": (8,)}),
+        ("none", {"log_ratio": (8,)}),
+        ("token_tis", {"log_ratio": (8, 1)}),
+        ("token_tis", {"log_ratio": (8, 13, 1), "mask": (8, 13, 1)}),
+        ("none", {"log_ratio": (8, 13, 1), "mask": (8, 13, 1)}),
+        ("kpop", {"log_probs": (8,)}),
+        ("dppo", {"log_probs": (8, 12)}),
+        ("dppo", {"advantages": (8, 1)}),
+        ("dppo", {"advantages": (13,)}),
+        ("dppo", {"advantages": (1, 13)}),
+        ("dppo", {"advantages": (8, 13, 1)}),
+        ("off_policy_sequence_mask", {"advantages": ()}),
+    ],
+)
+def test_arrays_that_would_broadcast_over_other_tokens_are_refused_in_one_line(case, changes):
+    arrays = batch(25)
+    given = {k: jnp.ones(shape, arrays[k].dtype) for k, shape in changes.items()}
+    with pytest.raises(InputError, match="must both be") as error:
+        run(case, {**arrays, **given})
+    assert "\n" not in str(error.value)
+    # Nor does a square batch hide it.
+    square = {k: jnp.ones((8, 8) if v.ndim == 2 else 8, v.dtype) for k, v in arrays.items()}
+    with pytest.raises(InputError, match="must both be"):
+        run("token_tis", {**square, "log_ratio": jnp.ones(8)})
+
+
+def test_a_wrong_shape_is_refused_by_update_as_well():
+    arrays = batch(26)
+    start = arrays["mask"].astype(jnp.float32)
+    for bad in (start[0], start[:, :1], start[:, 0]):
+        with pytest.raises(InputError, match="coefficients has shape"):
+            CASES["token_tis"].update(bad, CASES["token_tis"].init(bad), **arrays)
+
+
+def test_state_is_refused_where_it_would_be_forgotten_and_carried_where_it_is_given():
+    block = corrections.chain(
+        corrections.token_tis(cap=5.0), corrections.normalise_by_running_mean(decay=0.5)
+    )
+    scheduled = optax.inject_hyperparams(corrections.token_tis)(cap=lambda count: 2.0)
+    for stateful in (block, scheduled, optax.chain(block)):
+        with pytest.raises(InputError, match="forgets the state") as error:
+            coefficients(stateful, **batch())
+        assert "\n" not in str(error.value)
+    state, by_hand = None, block.init(batch()["mask"])
+    step = jax.jit(lambda arrays, state: correct(block, **arrays, state=state))
+    results = []
+    for seed in range(3):
+        arrays = batch(seed, spread=1.0)
+        found = step(arrays, state)
+        expected, by_hand = block.update(arrays["mask"].astype(jnp.float32), by_hand, **arrays)
+        same_bits(found.coefficients, expected)
+        state = found.state
+        assert jax.tree.structure(state) == jax.tree.structure(by_hand)
+        jax.tree.map(same_bits, state, by_hand)
+        results.append(found.coefficients)
+    forgotten = correct(block, **batch(2, spread=1.0)).coefficients
+    assert not np.array_equal(np.asarray(results[-1]), np.asarray(forgotten))
+
+
+def numbers_of(name):
+    return {
+        argument
+        for argument, parameter in inspect.signature(corrections.RECIPES[name]).parameters.items()
+        if parameter.annotation is float
+    }
+
+
+def test_the_table_of_arguments_names_every_number_of_every_recipe():
+    assert {name: set(ARGUMENTS.get(name, ())) for name in RECIPES} == {
+        name: numbers_of(name) for name in RECIPES
+    }
+
+
+KINDS = [np.float16, np.float32, np.float64, np.int64, np.uint8, jnp.float32, jnp.bfloat16]
+
+
+def program_of(correction, arrays):
+    """The operations that update() is made of, whatever its parts are called in memory."""
+    start = arrays["mask"].astype(jnp.float32)
+    update = jax.make_jaxpr(
+        lambda arrays: correction.update(start, correction.init(start), **arrays)
+    )
+    return re.sub("0x[0-9a-f]+", "", str(update(arrays)))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_numbers_may_be_of_any_kind_and_count_by_their_value(name):
+    """All values of the table are exact in 16 bits, so that a kind changes nothing."""
+    arrays = batch(27)
+    expected = program_of(corrections.RECIPES[name](**ARGUMENTS[name]), arrays)
+    for kind in KINDS:
+        whole = kind in (np.int64, np.uint8)
+        given = {k: v if whole and v != int(v) else kind(v) for k, v in ARGUMENTS[name].items()}
+        assert program_of(corrections.RECIPES[name](**given), arrays) == expected
+        assert program_of(corrections.build([{"name": name, **given}]), arrays) == expected
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("wrong", [True, np.bool_(True), "2", "two", [2.0, 3.0], float("nan")])
+def test_what_is_no_number_is_refused_for_every_argument(name, wrong):
+    for argument in ARGUMENTS[name]:
+        given = {**ARGUMENTS[name], argument: wrong}
+        for make in (
+            lambda given=given: corrections.RECIPES[name](**given),
+            lambda given=given: corrections.build([{"name": name, **given}]),
+        ):
+            with pytest.raises(InputError) as error:
+                make()
+            assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_number_may_be_scheduled_and_a_constant_schedule_changes_nothing(name):
+    arrays = batch(28, spread=1.0)
+    plain = coefficients(corrections.RECIPES[name](**ARGUMENTS[name]), **arrays)
+    constant = {k: lambda count, v=v: v for k, v in ARGUMENTS[name].items()}
+    scheduled = optax.inject_hyperparams(corrections.RECIPES[name])(**constant)
+    step = jax.jit(lambda arrays, state: correct(scheduled, **arrays, state=state))
+    first = step(arrays, correct_state(scheduled, arrays))
+    same_bits(first.coefficients, plain)
+    same_bits(step(arrays, first.state).coefficients, plain)
+    assert np.any(np.asarray(plain))
+
+
+def correct_state(transform, arrays):
+    return corrections.chain(transform).init(arrays["mask"].astype(jnp.float32))
+
+
+def test_a_scheduled_cap_takes_effect_at_its_call():
+    scheduled = optax.inject_hyperparams(corrections.token_tis)(
+        cap=lambda count: 2.0 + count.astype(jnp.float32)
+    )
+    arrays = {"log_ratio": jnp.full((2, 3), 3.0), "mask": jnp.ones((2, 3), bool)}
+    step = jax.jit(lambda state: correct(scheduled, **arrays, state=state))
+    state, caps = correct_state(scheduled, arrays), []
+    for _ in range(3):
+        found = step(state)
+        state = found.state
+        caps.append(float(found.coefficients[0, 0]))
+    assert caps == [2.0, 3.0, 4.0]
+
+
+PACKED_ROWS, PACKED_WIDTH = 5, 6
+
+
+def packed_batch(seed, interleaved):
+    """The same tokens twice: sequences as rows, and all in one row of tokens with their ids."""
+    rng = np.random.default_rng(seed)
+    rows = batch(seed, rows=PACKED_ROWS, width=PACKED_WIDTH, spread=0.5)
+    lengths = rng.integers(0, PACKED_WIDTH + 1, PACKED_ROWS)
+    used = np.arange(PACKED_WIDTH)[None, :] < lengths[:, None]
+    rows["mask"] = jnp.asarray(used & (rng.random(used.shape) < 0.8))
+    own = np.repeat(np.arange(PACKED_ROWS), lengths)
+    # The rest of the row belongs to no sequence, whatever its mask and its numbers.
+    strange = rng.choice([-1, -7, PACKED_ROWS, 10**6], PACKED_ROWS * PACKED_WIDTH - len(own))
+    ids = np.concatenate([own, strange])
+    ids = rng.permutation(ids) if interleaved else ids
+    columns = np.zeros(len(ids), int)
+    for row in range(PACKED_ROWS):
+        columns[ids == row] = np.arange(lengths[row])
+    known = (ids >= 0) & (ids < PACKED_ROWS)
+    at = np.where(known, ids, 0), columns
+    flat = {"mask": jnp.asarray(np.where(known, np.asarray(rows["mask"])[at], True))}
+    for name in ("log_ratio", "log_probs"):
+        flat[name] = jnp.asarray(np.where(known, np.asarray(rows[name])[at], np.float32(np.nan)))
+    return rows, {**flat, "advantages": rows["advantages"]}, jnp.asarray(ids, jnp.int32), known, at
+
+
+def packed_case(case):
+    if case == "normalised":
+        return NORMALISED["normalised-sequence-survivors"]
+    return CASES[case]
+
+
+PACKED_CASES = (*RECIPES, "normalised")
+
+
+@jax.jit
+def run_rows(arrays):
+    return {case: coefficients(packed_case(case), **arrays) for case in PACKED_CASES}
+
+
+@jax.jit
+def run_packed(arrays, ids):
+    given = {**arrays, "segment_ids": ids, "segments": PACKED_ROWS}
+    return {case: coefficients(packed_case(case), **given) for case in PACKED_CASES}
+
+
+@given(seed=st.integers(0, 10**6), interleaved=st.booleans(), per_token=st.booleans())
+@settings(deadline=None, max_examples=15)
+def test_a_packed_batch_gives_the_bits_of_its_sequences_as_rows(seed, interleaved, per_token):
+    rows, flat, ids, known, at = packed_batch(seed, interleaved)
+    if per_token:
+        rng = np.random.default_rng(seed)
+        by_token = np.float32(rng.standard_normal(rows["mask"].shape))
+        rows["advantages"] = jnp.asarray(by_token)
+        flat["advantages"] = jnp.asarray(np.where(known, by_token[at], np.float32(np.nan)))
+    packed, whole = run_packed(flat, ids), run_rows(rows)
+    for case in PACKED_CASES:
+        assert packed[case].shape == ids.shape
+        same_bits(packed[case], np.where(known, np.asarray(whole[case])[at], np.float32(0)), case)
+
+
+def test_kept_state_and_metrics_of_a_packed_batch_are_those_of_its_rows():
+    rows, flat, ids, known, at = packed_batch(4, True)
+    chain = corrections.chain(
+        corrections.icepop(),
+        corrections.k3_rejection(bound=0.02),
+        corrections.normalise_by_running_mean(),
+    )
+    whole = jax.jit(lambda rows: correct(chain, **rows))(rows)
+    given = {**flat, "segment_ids": ids}
+    found = jax.jit(lambda given: correct(chain, **given, segments=PACKED_ROWS))(given)
+    assert np.array_equal(np.asarray(found.kept), known & np.asarray(whole.kept)[at])
+    assert 0 < np.sum(np.asarray(found.kept)) < int(rows["mask"].sum())
+    jax.tree.map(same_bits, found.state, whole.state)
+    assert set(found.metrics) == set(whole.metrics)
+    for name, value in whole.metrics.items():
+        same_bits(found.metrics[name], value, name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"segments": None}, "segments is None"),
+        ({"segments": 0}, "segments is 0"),
+        ({"segment_ids": jnp.zeros((2, 15), jnp.int32)}, "one row of tokens"),
+        ({"segment_ids": jnp.zeros(7, jnp.int32)}, "one row of tokens"),
+        ({"mask": jnp.ones((1, 30), bool)}, "one row of tokens"),
+        ({"log_probs": jnp.zeros(29)}, "one number a token, or one a sequence"),
+        ({"advantages": jnp.zeros(4)}, "one number a token, or one a sequence"),
+        ({"advantages": jnp.zeros((5, 6))}, "one number a token, or one a sequence"),
+        ({"log_ratio": jnp.zeros(5)}, "must both be"),
+    ],
+)
+def test_wrong_packing_is_refused_in_one_line(changes, message):
+    _, flat, ids, _, _ = packed_batch(0, False)
+    given = {**flat, "segment_ids": ids, "segments": PACKED_ROWS, **changes}
+    with pytest.raises(InputError, match=message) as error:
+        correct(CASES["token_tis"], **given)
+    assert "\n" not in str(error.value)
+
+
+# The effects of a recipe's blocks in their order, as first letters.
+EFFECTS = {
+    "none": "",
+    "token_tis": "w",
+    "sequence_tis": "w",
+    "token_mis": "wm",
+    "sequence_mis": "wm",
+    "geometric_mis": "wm",
+    "icepop": "wm",
+    "kpop": "wr",
+    "geometric_rejection": "r",
+    "geometric_rejection_token_tis": "rw",
+    "geometric_rejection_sequence_tis": "rw",
+    "k3_rejection": "r",
+    "k3_rejection_token_tis": "rw",
+    "sequence_tis_product_rejection": "rw",
+    "seq_mask_tis": "rw",
+    "token_tis_veto": "rw",
+    "trust_region_masking": "r",
+    "dppo": "mm",
+    "off_policy_sequence_mask": "m",
+    "error_rejection": "r",
+    "vexact": "rw",
+    "ais": "w",
+}
+ON_CURRENT = {"dppo", "off_policy_sequence_mask"}
+
+
+def effects_of(correction):
+    return "".join(block.effect[0] for block in correction.blocks)
+
+
+def test_every_recipe_says_what_it_does_and_what_it_reads():
+    assert {name: effects_of(CASES[name]) for name in RECIPES} == EFFECTS
+    for name in RECIPES:
+        reads = {block.reads for block in CASES[name].blocks}
+        assert reads <= {"current" if name in ON_CURRENT else "old"}, name
+        assert CASES[name].whole_batch == (name == "ais"), name
+    assert CASES["vexact"].effects == {"reject", "weight"}
+
+
+def test_blocks_say_what_they_do_and_which_need_the_whole_batch():
+    whole = {
+        "normalise": (corrections.normalise(), "s"),
+        "normalise_by_running_mean": (corrections.normalise_by_running_mean(), "s"),
+        "mix_in_adaptively": (corrections.mix_in_adaptively(upper=2.0), "w"),
+        "optax": (corrections.chain(optax.scale(0.5)), "w"),
+        "optax.chain": (corrections.chain(optax.chain(CASES["token_mis"])), "w"),
+    }
+    for name, (correction, effect) in whole.items():
+        assert correction.whole_batch, name
+        assert effects_of(correction) == effect, name
+    by_row = {
+        "scale_by_ratio": (corrections.scale_by_ratio(), "w"),
+        "scale_by_truncated_ratio": (corrections.scale_by_truncated_ratio(upper=2.0), "w"),
+        "mask_outside": (corrections.mask_outside(upper=2.0), "m"),
+        "reject": (corrections.reject("k3", over="max", upper=2.0), "r"),
+        "veto": (corrections.veto(), "r"),
+        "mask_probability_difference": (corrections.mask_probability_difference(upper=0.1), "m"),
+    }
+    for name, (correction, effect) in by_row.items():
+        assert not correction.whole_batch, name
+        assert effects_of(correction) == effect, name
+    assert set(by_row) | set(whole) - {"optax", "optax.chain"} == set(corrections.BLOCKS)
+
+
+def test_where_advantage_keeps_what_its_blocks_say():
+    def traits(correction):
+        return [(b.effect, b.reads, b.whole_batch) for b in correction.blocks]
+
+    for inner in (*CASES.values(), corrections.chain(optax.scale(2.0)), corrections.normalise()):
+        assert traits(corrections.where_advantage("negative", inner)) == traits(inner)
+
+
+def test_where_advantage_gives_inner_on_its_side_and_counts_its_rejections():
+    arrays = batch(9)
+    block = corrections.where_advantage("negative", CASES["k3_rejection_token_tis"])
+    inner = CORRECT["k3_rejection_token_tis"](arrays)
+    found = correct(block, **arrays)
+    mask, side = np.asarray(arrays["mask"]), np.asarray(arrays["advantages"])[:, None] < 0
+    same_bits(found.coefficients, np.where(side, inner.coefficients, np.float32(mask)))
+    expected = np.where(side, np.asarray(inner.kept), mask)
+    assert np.array_equal(np.asarray(found.kept), expected)
+    assert expected.sum() < mask.sum()
+    per_token = {**arrays, "advantages": jnp.broadcast_to(arrays["advantages"][:, None], (8, 13))}
+    same_bits(correct(block, **per_token).coefficients, found.coefficients)
+
+
+def test_chains_are_flat_and_a_chain_of_optax_is_one_transform():
+    first, second = CASES["token_mis"], CASES["vexact"]
+    flat = corrections.chain(first, corrections.chain(second, corrections.chain()))
+    assert flat.blocks == (*first.blocks, *second.blocks)
+    wrapped = corrections.chain(optax.chain(first, second))
+    assert len(wrapped.blocks) == 1
+    arrays = batch(30)
+    same_bits(coefficients(wrapped, **arrays), coefficients(flat, **arrays))
+    by_optax = optax.chain(first, second)
+    same_bits(coefficients(by_optax, **arrays), coefficients(flat, **arrays))
+    # An optax transform may hide anything: all tokens are kept, for nothing says otherwise.
+    assert np.array_equal(np.asarray(correct(by_optax, **arrays).kept), np.asarray(arrays["mask"]))
+
+
+def test_a_declaration_changes_what_is_said_and_not_what_is_done():
+    arrays = batch(31)
+    said = corrections.declared(CASES["k3_rejection"], reads="current", effect="mask")
+    assert [(b.effect, b.reads) for b in said.blocks] == [("mask", "current")]
+    same_bits(coefficients(said, **arrays), run("k3_rejection", arrays))
+    assert np.array_equal(np.asarray(correct(said, **arrays).kept), np.asarray(arrays["mask"]))
+
+
+MIXED = corrections.chain(
+    corrections.token_tis(),
+    corrections.normalise_by_running_mean(),
+    corrections.dppo(),
+    corrections.k3_rejection(),
+    corrections.off_policy_sequence_mask(),
+)
+
+
+def test_stages_part_a_correction_by_what_it_reads():
+    recompute = corrections.stages(MIXED, "recompute")
+    assert effects_of(recompute.step) == "wsr"
+    assert effects_of(recompute.update) == "mmm"
+    assert recompute.step.blocks + recompute.update.blocks != MIXED.blocks
+    assert set(recompute.step.blocks) | set(recompute.update.blocks) == set(MIXED.blocks)
+    bypass = corrections.stages(MIXED, "bypass")
+    assert bypass.step.blocks == ()
+    assert bypass.update.blocks == MIXED.blocks
+
+
+@pytest.mark.parametrize("mode", ["recompute", "bypass"])
+def test_a_state_comes_together_again_after_its_stages(mode):
+    state = tuple(f"state of block {i}" for i in range(len(MIXED.blocks)))
+    parts = corrections.split_state(MIXED, mode, state)
+    assert corrections.join_state(MIXED, mode, *parts) == state
+    for part, stage in zip(parts, corrections.stages(MIXED, mode), strict=True):
+        assert part == tuple(state[MIXED.blocks.index(block)] for block in stage.blocks)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "bypass"])
+def test_both_stages_one_after_the_other_are_the_whole_on_the_same_log_probs(mode):
+    arrays = batch(32)
+    start = arrays["mask"].astype(jnp.float32)
+    whole = correct(MIXED, **arrays)
+    parts = corrections.stages(MIXED, mode)
+    states = corrections.split_state(MIXED, mode, MIXED.init(start))
+    first = corrections.apply(parts.step, start, states[0], **arrays)
+    second = corrections.apply(parts.update, first.coefficients, states[1], **arrays)
+    same_bits(second.coefficients, whole.coefficients)
+    assert np.array_equal(np.asarray(first.kept & second.kept), np.asarray(whole.kept))
+    joined = corrections.join_state(MIXED, mode, first.state, second.state)
+    jax.tree.map(same_bits, joined, whole.state)
+
+
+BY_EFFECT = {
+    "weight": corrections.token_tis(),
+    "scale": corrections.normalise(),
+    "mask": corrections.mask_outside(upper=2.0),
+    "reject": corrections.k3_rejection(),
+}
+
+
+@pytest.mark.parametrize("reads", ["old", "current"])
+@pytest.mark.parametrize("effect", BY_EFFECT)
+@pytest.mark.parametrize("has_ratio", [True, False])
+@pytest.mark.parametrize("mode", ["recompute", "bypass"])
+def test_a_weight_is_refused_exactly_where_the_ratio_would_count_twice(
+    mode, has_ratio, effect, reads
+):
+    block = corrections.declared(BY_EFFECT[effect], reads=reads)
+    ask = {"mode": mode, "loss": "clip", "has_ratio": has_ratio}
+    if mode == "bypass" and has_ratio and effect == "weight":
+        for refused in (block, corrections.chain(CASES["none"], CASES["dppo"], block)):
+            with pytest.raises(InputError, match="would count twice") as error:
+                corrections.check(refused, **ask)
+            assert "scale_by_truncated_ratio" in str(error.value)
+            assert "'clip'" in str(error.value)
+            assert "\n" not in str(error.value)
+    else:
+        corrections.check(block, **ask)
+
+
+def test_a_scale_after_what_reads_the_current_policy_is_refused_in_recompute_mode():
+    late = corrections.chain(CASES["dppo"], corrections.normalise())
+    ask = {"loss": "clip", "has_ratio": True}
+    with pytest.raises(InputError, match="normalise comes after where_advantage") as error:
+        corrections.check(late, mode="recompute", **ask)
+    assert "\n" not in str(error.value)
+    corrections.check(late, mode="bypass", **ask)
+    early = corrections.chain(corrections.normalise(), CASES["dppo"], CASES["k3_rejection"])
+    corrections.check(early, mode="recompute", **ask)
+    both = corrections.declared(late, reads="current")
+    corrections.check(both, mode="recompute", **ask)
+
+
+def test_a_plain_optax_transform_counts_as_a_weight():
+    ask = {"mode": "bypass", "loss": "clip", "has_ratio": True}
+    for transform in (optax.scale(0.5), optax.chain(CASES["k3_rejection"])):
+        with pytest.raises(InputError, match="a transform of your own weights"):
+            corrections.check(corrections.chain(transform), **ask)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from tim_jax import learner, objectives, sampler, scoring
 from tim_jax.audit import PRESETS, Again, Case, Score, Sizes, audit, random_params
 from tim_jax.audit.cases import plain_sampling
-from tim_jax.learner import Learning, Policy
+from tim_jax.experience import experience
+from tim_jax.learning import Carried, Learning, Policy, TrainState
 from tim_jax.model import transformer
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
 from tim_jax.types import Prompts
@@ -105,10 +106,9 @@ def test_the_log_probs_of_an_update_are_those_of_the_rollout(numerics, micro_bat
     @jax.jit
     def step(params, weights, rollout):
         options = {"policy": policy, "learning": learning}
-        batch, _, _ = learner.experience(
-            weights, None, None, rollout, tiny.rewards(), correction=None, **options
-        )
-        state = learner.TrainState(params, optimizer.init(params), None, jnp.int32(0), jnp.int32(0))
+        ready = experience(weights, None, Carried(()), rollout, tiny.rewards(), **options)
+        batch = ready.experience
+        state = TrainState(params, optimizer.init(params), (), jnp.int32(0), jnp.int32(0))
         return learner.update(
             state, weights, batch, jnp.float32(1), optimizer=optimizer, **options
         )[2].exactness
@@ -136,7 +136,7 @@ def bench(request):
     @jax.jit
     def learn(weights, rollout):
         def loss(weights):
-            log_probs, _ = scoring.score(weights, rollout, **options)
+            log_probs = scoring.score(weights, rollout, **options).log_probs
             return jnp.sum(jnp.where(rollout.mask, log_probs, 0.0)), log_probs
 
         (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights)

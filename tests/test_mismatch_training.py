@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import tiny
 
-from tim_jax import assembly, config_io, learner, mismatch, objectives, optimizers, programs, train
+from tim_jax import assembly, config_io, mismatch, objectives, optimizers, programs, train
 from tim_jax.errors import InputError
-from tim_jax.learner import Learning
+from tim_jax.experience import score_rows
+from tim_jax.learning import Learning
 
 LEARNING = Learning(objectives.rloo(), tiny.GROUP)
 
@@ -50,7 +51,7 @@ def moved():
 
 def compared(tables, weights):
     dial = mismatch.build(tables)
-    score = partial(learner.score_rows, dials.POLICY, micro_batch=None)
+    score = partial(score_rows, dials.POLICY, micro_batch=None)
     compare = jax.jit(programs.comparison(score, dial))
     rollout = dials.rollout(dial)  # by the older weights
     return {k: float(v) for k, v in compare(weights, dials.weights(), rollout).items()}

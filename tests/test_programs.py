@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tiny
 
-from tim_jax import corrections, objectives, optimizers, programs, train
+from tim_jax import corrections, drawing, objectives, optimizers, programs, train
 from tim_jax.errors import InputError
-from tim_jax.learner import Learning
+from tim_jax.learning import Learning
 from tim_jax.policy import Sampling
 
 OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2), decay=optimizers.Decay(period=2))
@@ -18,7 +18,8 @@ OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2), decay=optimizers.Decay(perio
 
 def build(**options):
     policy = replace(tiny.POLICY, sampling=Sampling(12, stop_tokens=(3, 5)))
-    learning = Learning(objectives.rloo(), tiny.GROUP, micro_batch=3)
+    correction = options.pop("correction", corrections.none())
+    learning = Learning(objectives.rloo(), tiny.GROUP, micro_batch=3, correction=correction)
     return programs.build(policy, learning, OPTIMIZER, **options)
 
 
@@ -35,7 +36,7 @@ def test_every_program_compiles_once_whatever_the_prompts():
         for step in range(3):
             prompts = tiny.prompts(seed=step)
             longest.add(int(prompts.lengths.max()))
-            rollout = built.sample(weights, prompts, train.step_key(0, step))
+            rollout = built.sample(weights, prompts, drawing.step_key(0, step))
             before = jax.tree.leaves((state.params, weights["layers"]))
             state, weights, found, _ = train.learn(
                 state, weights, rollout, tiny.rewards(step), programs=built
@@ -61,7 +62,7 @@ def test_length_buckets_bound_the_learners_compilations():
     state = built.init(copied(tiny.params()))
     weights = built.prepare(state.params)
     prompts = tiny.prompts()
-    rollout = built.sample(weights, prompts, train.step_key(0, 1))
+    rollout = built.sample(weights, prompts, drawing.step_key(0, 1))
     assert int(rollout.lengths.max()) == 12
     sizes = []
     with tiny.compilations() as counted:

@@ -115,9 +115,9 @@ def gradient_program(config, numerics, sampling, *, remat=False):
 
     def loss(params, rollout, cotangent):
         weights = transformer.prepare(params, config=config, numerics=numerics)
-        log_probs, _ = scoring.score(
+        log_probs = scoring.score(
             weights, rollout, config=config, numerics=numerics, sampling=sampling, remat=remat
-        )
+        ).log_probs
         return jnp.sum(jnp.where(rollout.mask, cotangent * log_probs, 0.0))
 
     return jax.jit(jax.grad(loss))
@@ -240,9 +240,9 @@ def temporary_bytes(rows, *, config, numerics):
     )
 
     def loss(weights, rollout):
-        log_probs, _ = scoring.score(
+        log_probs = scoring.score(
             weights, rollout, config=config, numerics=numerics, sampling=SAMPLING
-        )
+        ).log_probs
         return jnp.sum(jnp.where(rollout.mask, log_probs, 0.0)), log_probs
 
     program = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(weights, rollout)

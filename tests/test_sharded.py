@@ -14,6 +14,7 @@ import tiny
 from tim_jax import collectives as crossing
 from tim_jax import (
     corrections,
+    drawing,
     mismatch,
     objectives,
     optimizers,
@@ -23,7 +24,7 @@ from tim_jax import (
     train,
 )
 from tim_jax.errors import InputError
-from tim_jax.learner import Learning, Policy
+from tim_jax.learning import Learning, Policy
 from tim_jax.placement import SINGLE, Placement
 
 # 4 key heads, so that a tensor axis can have 4 devices; a vocabulary of 23, which none divides.
@@ -222,7 +223,7 @@ def test_an_update_only_gathers_and_exchanges(where):
     run = built(what)
     state = run.init(tiny.params(CONFIG))
     weights, rewards = run.prepare(state.params), tiny.rewards(rows=PROMPTS * GROUP)
-    batch, _, _ = run.experience(weights, None, state.correction, rollout(policy()), rewards)
+    batch = run.experience(weights, None, state.carried, rollout(policy()), rewards).experience
     update = run.update.lower(state, weights, batch, jnp.int32(0), jnp.float32(3)).compile()
     assert set(collectives(update)) == {"all-gather", "all-to-all"}
 
@@ -232,16 +233,16 @@ def test_corrections_are_the_same_bits_for_any_split():
     results = []
     for where in (SINGLE, Placement(data=2, fsdp=2)):
         what = policy(where)
-        learning = replace(LEARNING, mode="recompute", micro_batch=4)
-        run = programs.build(what, learning, OPTIMIZER, correction=correction)
+        learning = replace(LEARNING, mode="recompute", micro_batch=4, correction=correction)
+        run = programs.build(what, learning, OPTIMIZER)
         # Another policy's log-probs, so that there is something to correct.
         other = run.prepare(tiny.moved(tiny.params(CONFIG)))
         state = run.init(tiny.params(CONFIG))
         rewards = tiny.rewards(rows=PROMPTS * GROUP)
-        found = run.experience(other, None, state.correction, rollout(policy()), rewards)
+        found = run.experience(other, None, state.carried, rollout(policy()), rewards)
         results.append(tiny.bits(found))
     assert results[0] == results[1]
-    assert len(set(np.asarray(found[0].coefficients).ravel().tolist())) > 5
+    assert len(set(np.asarray(found.experience.coefficients).ravel().tolist())) > 5
 
 
 def test_one_mesh_shares_the_very_arrays():
@@ -331,7 +332,7 @@ def test_every_program_compiles_once():
         for step in range(3):
             prompts = tiny.prompts(seed=step, count=PROMPTS)
             published = run.publish(state.params, weights)
-            drawn = run.sample(published, prompts, train.step_key(0, step))
+            drawn = run.sample(published, prompts, drawing.step_key(0, step))
             rewards = tiny.rewards(seed=step, rows=PROMPTS * GROUP)
             state, weights, found, _ = train.learn(state, weights, drawn, rewards, programs=run)
             state = replace(state, step=state.step + jnp.int32(1))

@@ -11,14 +11,23 @@ import optax
 import pytest
 import tiny
 
-from tim_jax import corrections, evaluation, objectives, optimizers, programs, train, warm_start
+from tim_jax import (
+    corrections,
+    drawing,
+    evaluation,
+    objectives,
+    optimizers,
+    programs,
+    train,
+    warm_start,
+)
+from tim_jax.drawing import Text
 from tim_jax.errors import InputError, MismatchError, NonFiniteError
-from tim_jax.learner import Learning
+from tim_jax.learning import Learning
 from tim_jax.policy import Sampling
 from tim_jax.tasks import base, builtin
 from tim_jax.tasks.base import Example, Grade, Message
 from tim_jax.tokenizers import character_tokenizer
-from tim_jax.train import Text
 
 TOKENIZER: Any = character_tokenizer(builtin.ALPHABET)
 TEXT = Text(TOKENIZER, max_prompt_length=6)
@@ -125,7 +134,7 @@ def test_samples_do_not_depend_on_what_is_drawn_beside_them():
         indices = base.order(0, 0, 2, len(task.train))[:count].tolist()
         prompts = TEXT.prompts([task.train[i] for i in indices], indices)
         weights = built().prepare(tiny.params(CONFIG))
-        rollout = sampler(tiny.GROUP)(weights, prompts, train.step_key(0, 1))
+        rollout = sampler(tiny.GROUP)(weights, prompts, drawing.step_key(0, 1))
         rollouts.append(TEXT.completions(rollout)[: tiny.GROUP])
     assert rollouts[0] == rollouts[1] == [sample.completion for sample in one]
     assert len(set(rollouts[0])) > 1
@@ -141,8 +150,8 @@ def test_metrics_of_a_step():
     assert metrics["exact_share"] == 1.0
     assert metrics["unequal_tokens"] == metrics["log_prob_difference_max"] == 0.0
     # Off policy after the first of the four updates, and only then.
-    assert metrics["ratio"] != 1.0
-    assert metrics["reference_kl"] > 0.0
+    assert metrics["loss/ppo_ratio_mean"] != 1.0
+    assert metrics["loss/reference_kl"] > 0.0
     # The first pass compares the first mini-batch: after it the weights have moved.
     assert 0 < metrics["compared_tokens"] < metrics["response_tokens"]
     assert metrics["response_length"] == metrics["response_tokens"] / len(samples)
@@ -163,14 +172,15 @@ def test_corrections_and_length_buckets_leave_an_exact_step_where_it_was():
     Coefficients of a half halve the gradient: they are not left out of it.
     """
     fix = corrections.build([{"name": "vexact"}, {"name": "normalise"}])
-    learning = Learning(objectives.grpo(kl_coefficient=0.0), tiny.GROUP)
+    plainly = Learning(objectives.grpo(kl_coefficient=0.0), tiny.GROUP, mode="recompute")
     optimizer = optimizers.adamw(optimizers.Rate(1e-2))
     whole = tiny.rollout(POLICY)
     short = replace(whole, lengths=jnp.minimum(whole.lengths, 4))
     ends = []
-    half = optax.with_extra_args_support(optax.scale(0.5))
-    for options in ({}, {"correction": fix, "length_buckets": 2}, {"correction": half}):
-        built = programs.build(POLICY, learning, optimizer, **options)
+    half = corrections.chain(optax.scale(0.5))
+    for correction, buckets in ((corrections.none(), 1), (fix, 2), (half, 1)):
+        learning = replace(plainly, correction=correction)
+        built = programs.build(POLICY, learning, optimizer, length_buckets=buckets)
         state = built.init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
         weights = built.prepare(state.params)
         with tiny.compilations() as counted:
@@ -191,7 +201,7 @@ def test_exact_required_stops_at_the_first_unequal_token(monkeypatch):
 
     def sample(weights, prompts, key):
         rollout = true.sample(weights, prompts, key)
-        if (jax.random.key_data(key) == jax.random.key_data(train.step_key(0, 3))).all():
+        if (jax.random.key_data(key) == jax.random.key_data(drawing.step_key(0, 3))).all():
             return replace(rollout, log_probs=rollout.log_probs.at[1, 0].add(-1e-6))
         return rollout
 
@@ -216,8 +226,8 @@ def test_a_prompt_that_comes_twice_in_a_step_gets_two_groups_of_samples():
 
 
 def test_prompt_names_are_their_rows_until_they_come_again():
-    assert train.prompt_ids(np.array([4, 0, 2]), 5) == [4, 0, 2]
-    assert train.prompt_ids(np.array([1, 0, 1, 0, 1]), 2) == [1, 0, 3, 2, 5]
+    assert drawing.prompt_ids(np.array([4, 0, 2]), 5) == [4, 0, 2]
+    assert drawing.prompt_ids(np.array([1, 0, 1, 0, 1]), 2) == [1, 0, 3, 2, 5]
 
 
 def test_a_grader_that_fails_ends_the_loop_after_whole_steps():
@@ -265,8 +275,8 @@ def test_completions_end_where_the_response_does():
 
 def test_chat_prompts_are_shown_as_text():
     chat = (Message("system", "Be brief."), Message("user", "1+1"))
-    assert train.prompt_text(Example(chat, "2")) == "system: Be brief.\nuser: 1+1"
-    assert train.prompt_text(Example("1+1", "2")) == "1+1"
+    assert drawing.prompt_text(Example(chat, "2")) == "system: Be brief.\nuser: 1+1"
+    assert drawing.prompt_text(Example("1+1", "2")) == "1+1"
 
 
 # Evaluation
@@ -351,7 +361,7 @@ def test_warm_start_learns_its_pairs_and_leaves_its_input_whole():
     assert len(losses) == 40
     # The first loss is the mean negative log-prob per token of the parameters it began with.
     rollout = demonstrations()
-    log_probs, _ = jax.jit(POLICY.score)(jax.jit(POLICY.prepare)(params), rollout)
+    log_probs = jax.jit(POLICY.score)(jax.jit(POLICY.prepare)(params), rollout).log_probs
     assert losses[0] == pytest.approx(-float(np.asarray(log_probs)[rollout.mask].mean()), rel=1e-5)
     assert losses[-1] < 0.5 * losses[0]
     assert tiny.bits(params) == before
@@ -363,11 +373,13 @@ def poisoned(steps):
     calls = iter(range(STEPS))
 
     def experience(*arguments):
-        batch, correction, checked = built().experience(*arguments)
+        prepared = built().experience(*arguments)
         if next(calls) in steps:
+            batch = prepared.experience
             wrong = jnp.full_like(batch.advantages, jnp.nan)
             batch = replace(batch, advantages=wrong, mask=batch.rollout.mask)
-        return batch, correction, checked
+            prepared = prepared._replace(experience=batch)
+        return prepared
 
     return replace(built(), experience=experience)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.audit import random_params
-from tim_jax.learner import Policy
+from tim_jax.learning import Policy
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics, Rows
 from tim_jax.policy import Sampling

@@ -14,7 +14,7 @@ from tim_jax.audit import ablation, ablation_report
 from tim_jax.audit.cases import Sizes, plain_sampling
 from tim_jax.config import RunConfig
 from tim_jax.errors import InputError
-from tim_jax.learner import Policy
+from tim_jax.learning import Policy
 from tim_jax.mismatch import Mismatch, Setting
 from tim_jax.types import Prompts
 

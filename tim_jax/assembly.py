@@ -18,9 +18,11 @@ from tim_jax import (
 )
 from tim_jax.config import RunConfig
 from tim_jax.config_model import Architecture
-from tim_jax.config_sections import CustomTask, Optimizer
+from tim_jax.config_optimizer import Optimizer
+from tim_jax.config_sections import CustomTask
+from tim_jax.drawing import Text
 from tim_jax.errors import InputError, did_you_mean
-from tim_jax.learner import Learning, Policy
+from tim_jax.learning import Learning, Policy
 from tim_jax.model import axes, hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.params import init_params
@@ -42,7 +44,6 @@ from tim_jax.tasks.guard import Limits
 from tim_jax.tasks.gym import gym_task
 from tim_jax.tasks.math import MathGrader
 from tim_jax.tokenizers import character_tokenizer
-from tim_jax.train import Text
 
 _ACCELERATED = {
     "pallas_gpu": {"float32": GPU_EXACT_F32, "bfloat16": GPU_EXACT_BF16},
@@ -292,12 +293,16 @@ def check_placement(
     placement.mesh(where, jax.devices() if devices is None else devices)
 
 
-def make_optimizer(section: Optimizer, *, steps: int):
+def make_optimizer(
+    section: Optimizer, *, steps: int, max_response_length: int
+) -> optax.GradientTransformationExtraArgs:
+    """The chain of a run with so many updates and so long responses."""
     kind, decay = section.length_decay, None
     if kind.kind == "fixed":
         decay = optimizers.Decay(period=kind.period, floor=kind.floor)
     elif kind.kind == "reactive":
-        decay = optimizers.Decay(multiple=kind.multiplier, floor=kind.floor)
+        detector = kind.detector(max_response_length)
+        decay = optimizers.Decay(multiple=kind.multiplier, floor=kind.floor, detector=detector)
     rate = optimizers.Rate(
         peak=section.learning_rate,
         warmup_steps=section.warmup_steps,
@@ -313,6 +318,7 @@ def make_optimizer(section: Optimizer, *, steps: int):
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
         decay=decay,
+        ess_reference=section.ess_reference,
     )
 
 
@@ -322,15 +328,12 @@ def make_learning(config: RunConfig) -> Learning:
         objective=config.objective,
         group_size=config.sampling.samples_per_prompt,
         mode=section.mode,
+        correction=corrections.build(section.corrections),
         micro_batch=section.micro_batch,
         remat=section.remat,
+        noise_scale=section.noise_scale,
         max_skipped=section.max_skipped,
     )
-
-
-def make_correction(config: RunConfig) -> optax.GradientTransformationExtraArgs | None:
-    found = list(config.learner.corrections)
-    return corrections.build(found) if found else None
 
 
 def make_programs(config: RunConfig, policy: Policy) -> Programs:
@@ -338,8 +341,11 @@ def make_programs(config: RunConfig, policy: Policy) -> Programs:
     return programs.build(
         policy,
         make_learning(config),
-        make_optimizer(config.optimizer, steps=config.updates),
-        correction=make_correction(config),
+        make_optimizer(
+            config.optimizer,
+            steps=config.updates,
+            max_response_length=config.sampling.max_response_length,
+        ),
         mini_batches=section.mini_batches,
         epochs=section.epochs,
         length_buckets=section.length_buckets,

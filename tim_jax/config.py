@@ -10,8 +10,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tim_jax import objectives
+from tim_jax import advantages, corrections
 from tim_jax.config_model import Model
+from tim_jax.config_optimizer import Optimizer
 from tim_jax.config_placement import PlacementSection
 from tim_jax.config_sections import (
     BuiltinTask,
@@ -21,7 +22,6 @@ from tim_jax.config_sections import (
     GymTask,
     Learner,
     NumericsSection,
-    Optimizer,
     RunSection,
     SamplerSection,
     SamplingSection,
@@ -31,6 +31,9 @@ from tim_jax.config_sections import (
 )
 from tim_jax.errors import InputError
 from tim_jax.objectives import Objective
+
+# From so many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
+_STEP_OVER_HORIZON = 5
 
 
 class RunConfig(Section):
@@ -83,7 +86,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_objective()
+        self._check_correction()
         self._check_batches()
+        self._check_drawing()
+        self._check_noise_scale()
         self._check_lengths()
         if self.exact == "required" and self.numerics.family == "native":
             raise refusal(
@@ -114,13 +120,59 @@ class RunConfig(Section):
     def _check_objective(self) -> None:
         group = self.sampling.samples_per_prompt
         try:
-            estimator = self.objective.estimator
+            objective = self.objective
         except InputError as error:
             raise refusal("learner.objective", None, str(error)) from error
         try:
-            objectives.check_group_size(estimator, group)
+            advantages.check_group_size(objective.estimator, group)
         except InputError as error:
             raise refusal("sampling.samples_per_prompt", group, str(error)) from error
+        horizon, sequences = objective.reward_kl_horizon, self.sequences_per_step
+        if objective.controller is not None and sequences >= _STEP_OVER_HORIZON * horizon:
+            raise refusal(
+                "learner.objective.reward_kl_horizon",
+                horizon,
+                f"must be more than {sequences // _STEP_OVER_HORIZON}, a fifth of the {sequences}"
+                " sequences of a step: one step could end the penalty",
+            )
+
+    def _check_correction(self) -> None:
+        section, objective = self.learner, self.objective
+        try:
+            corrections.check(
+                corrections.build(section.corrections),
+                mode=section.mode,
+                loss=objective.loss,
+                has_ratio=objective.has_ratio,
+            )
+        except InputError as error:
+            raise refusal("learner.corrections", list(section.corrections), str(error)) from error
+
+    def _check_drawing(self) -> None:
+        prompts, shards = self.learner.prompts_per_step, self.placement.for_sampler.shards
+        if "greedy_rewards" in advantages.needs(self.objective.estimator) and prompts % shards:
+            raise refusal(
+                "learner.prompts_per_step",
+                prompts,
+                f"must be a multiple of the sampler's data x fsdp = {shards}: the estimator"
+                f" {self.objective.estimator!r} draws one greedy response a prompt",
+            )
+        if self.learner.refills and self.sampling.samples_per_prompt == 1:
+            raise refusal(
+                "learner.refills",
+                self.learner.refills,
+                "must be 0 with samples_per_prompt = 1: no group of one has unequal rewards",
+            )
+
+    def _check_noise_scale(self) -> None:
+        section = self.learner
+        rows = self.sequences_per_step // section.mini_batches
+        if section.noise_scale and (section.micro_batch or rows) >= rows:
+            raise refusal(
+                "learner.noise_scale",
+                True,
+                f"needs a micro_batch below the {rows} sequences of a mini-batch",
+            )
 
     def _check_batches(self) -> None:
         total, minis = self.sequences_per_step, self.learner.mini_batches

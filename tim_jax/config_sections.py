@@ -10,10 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tim_jax import corrections, objectives
+from tim_jax.advantages import Estimator
 from tim_jax.errors import InputError
+from tim_jax.losses import KL
 from tim_jax.mismatch import Mismatch, named
 from tim_jax.numerics import Family
-from tim_jax.objectives import KL, Aggregation, Estimator, Loss, Objective
+from tim_jax.objectives import Aggregation, Denominator, Loss, Objective
 from tim_jax.sinks import WandbMode
 
 Count = Annotated[int, Field(ge=1)]
@@ -99,25 +101,60 @@ class SamplerSection(Section):
         return self
 
 
+Preset = Literal[
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "dppo",
+]
+
+
 class ObjectiveSection(Section):
     """Advantages and token loss: a preset of `tim_jax.objectives`, and changes to it.
 
     A key that is left out is as the preset has it.
     """
 
-    preset: Literal["grpo", "dr_grpo", "rloo", "reinforce", "dapo", "gspo"] = "grpo"
+    preset: Preset = "grpo"
     estimator: Estimator | None = None
     loss: Loss | None = None
-    clip_low: Share | None = None
+    clip_low: NonNegative | None = None
+    """Where the loss clips its ratio, below and above; left out, and not the preset's: where the
+    loss's paper does."""
     clip_high: NonNegative | None = None
     dual_clip: Annotated[float, Field(gt=1)] | None = None
+    loss_options: dict[str, float] | None = None
+    """Further options of the loss, such as `{ ratio_cap = 5.0 }` of "dppo_tv"."""
     aggregation: Aggregation | None = None
+    denominator: Denominator | None = None
+    """What rejected tokens count in: "response" (as if kept), "survivors" (not), "verl"."""
     kl_coefficient: NonNegative | None = None
     """Above 0 a frozen copy of the first weights is kept as the reference."""
     kl_estimator: KL | None = None
+    kl_cap: Positive | None = None
+    """A bound on the size of a token's KL estimate."""
+    entropy_coefficient: float | None = None
+    """Of the policy's entropy, which is added to the objective."""
     advantage_eps: NonNegative | None = None
     drop_uninformative: bool | None = None
     """Leave out groups whose rewards are all equal."""
+    drop_cut: bool | None = None
+    """Leave out responses that the longest length cut off."""
+    overlong_cache: Count | None = None
+    """Tokens before the longest length from which on a response loses reward, down to -1."""
+    reward_kl_coefficient: NonNegative | None = None
+    """Of the KL to the reference that is taken off the reward."""
+    reward_kl_target: Positive | None = None
+    """KL in nats a response that this coefficient is steered to."""
+    reward_kl_horizon: Count | None = None
+    """Responses over which it is steered."""
 
     def value(self, max_response_length: int) -> Objective:
         """Returns the objective; `max_response_length` is the length of 'constant_length'."""
@@ -135,6 +172,10 @@ class Learner(Section):
     """Recompute each layer in the backward instead of keeping its activations. Memory only."""
     length_buckets: Count = 1
     """Response lengths that the learner is compiled for: the longest, its half, its quarter, ..."""
+    refills: Whole = 0
+    """How often a step may draw again for groups whose rewards are all equal (DAPO)."""
+    noise_scale: bool = False
+    """Log the gradient's noise scale, from the gradients of the micro-batches."""
     mini_batches: Count = 1
     """Updates per pass over a step's sequences."""
     epochs: Count = 1
@@ -155,58 +196,6 @@ class Learner(Section):
             except InputError as error:
                 raise refusal(f"corrections[{index}]", entry, str(error)) from error
         return self
-
-
-class DecayOff(Section):
-    """No length-triggered decay."""
-
-    kind: Literal["off"] = "off"
-
-
-class DecayFixed(Section):
-    """The learning rate is halved every `period` updates (Beyond Precision, algorithm 1).
-
-    A step makes epochs x mini-batches of them.
-    """
-
-    kind: Literal["fixed"]
-    period: Count
-    floor: Share = 0.1
-    """The lowest share of the first learning rate."""
-
-
-class DecayReactive(Section):
-    """As fixed, with the period found from the surge of the mean response length."""
-
-    kind: Literal["reactive"]
-    multiplier: Positive = 1.8
-    """Period over the step of the surge."""
-    floor: Share = 0.1
-    """The lowest share of the first learning rate."""
-
-
-class Optimizer(Section):
-    """AdamW, its schedule, and the length-triggered decay that comes on top."""
-
-    learning_rate: Positive = 1e-3
-    """At its highest."""
-    warmup_steps: Whole = 0
-    """Updates (epochs x mini-batches a step) of linear rise from 0."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """After the rise."""
-    total_steps: Count | None = None
-    """Updates after which a cosine or linear schedule ends; left out: the run's last."""
-    final_share: Share = 0.0
-    """Share of the learning rate that a cosine or linear schedule ends with."""
-    weight_decay: NonNegative = 0.0
-    b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    b2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Positive = 1e-8
-    max_grad_norm: NonNegative = 1.0
-    """Global norm that gradients are scaled down to; 0 is off."""
-    length_decay: Annotated[DecayOff | DecayFixed | DecayReactive, Field(discriminator="kind")] = (
-        DecayOff()
-    )
 
 
 class BuiltinTask(Section):

@@ -20,6 +20,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
 
 
+def check_choice(what: str, value: object, known: Iterable[str]) -> None:
+    """Refuses a value that is not among the known ones, naming the nearest."""
+    if value not in (known := tuple(known)):
+        raise InputError(f"{what} {value!r} is unknown{did_you_mean(str(value), known)}")
+
+
 class MismatchError(Exception):
     """An exact run met a token whose log-probs differ. The message says which, in one line."""
 

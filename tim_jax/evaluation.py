@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from tim_jax.drawing import Sample, Text, graded
 from tim_jax.errors import InputError
 from tim_jax.tasks import evaluate as scores
 from tim_jax.tasks.base import Task
-from tim_jax.train import Sample, Text, graded
 from tim_jax.types import Rollout
 
 

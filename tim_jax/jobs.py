@@ -13,18 +13,19 @@ from tim_jax import (
     assembly,
     checkpoints,
     config_io,
+    drawing,
     evaluation,
     processes,
     programs,
     runs,
     sharded,
-    train,
 )
 from tim_jax.assembly import Model
 from tim_jax.checkpoints import Restored
 from tim_jax.config import RunConfig
+from tim_jax.drawing import Sample, Text
 from tim_jax.errors import InputError
-from tim_jax.learner import Policy
+from tim_jax.learning import Policy
 from tim_jax.model import hf
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import Sampling
@@ -32,7 +33,6 @@ from tim_jax.progress import Completion, completion_line
 from tim_jax.tasks.base import Example, Task
 from tim_jax.tasks.shared import SharedGrader
 from tim_jax.tokenizers import encode_prompt
-from tim_jax.train import Sample, Text
 
 _EVAL_KEY = 0
 _SHOWN = 4  # completions shown before and after
@@ -88,7 +88,7 @@ def _evaluator(config: RunConfig, policy: Policy, task: Task, text: Text):
             task,
             text,
             sample=sample,
-            key=train.step_key(config.seed, _EVAL_KEY),
+            key=drawing.step_key(config.seed, _EVAL_KEY),
             prompts=section.prompts,
             samples=section.samples,
             batch=batch,
@@ -186,7 +186,7 @@ def generate(
     program = programs.sampling_program(policy, samples=samples)
     weights = programs.weights_program(policy)(model.params)
     drawn = text.prompts(examples, range(len(examples)))
-    rollout = program(weights, drawn, train.step_key(seed, 0))
+    rollout = program(weights, drawn, drawing.step_key(seed, 0))
     rollout = jax.tree.map(lambda x: x[: len(prompts) * samples], rollout)
     log_probs = jax.device_get(rollout.log_probs.sum(axis=1))
     for row, completion in enumerate(text.completions(rollout)):

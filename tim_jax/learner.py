@@ -1,210 +1,37 @@
-"""Rollout -> updated state: value-and-grad around the one forward.
+"""Experience -> updated state: value-and-grad around the one forward.
 
-A step's rollouts first become an `Experience` (advantages, old log-probs, coefficients, all from
-statistics of the whole batch), then one or more updates of mini-batches of its rows. Micro-batches
-only bound memory: their gradients are summed in float32 under one normaliser.
+A step's experience (`experience`) serves one or more updates, each of a mini-batch of its rows.
+Micro-batches only bound memory: their gradients are summed in float32 under one normaliser, that of
+their mini-batch. What is defined on the policy of each update is evaluated here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 
-from tim_jax import objectives, scoring
+from tim_jax import corrections, metrics, objectives
+from tim_jax.corrections import Correction
 from tim_jax.errors import InputError
+from tim_jax.experience import score_rows
+from tim_jax.learning import (
+    Experience,
+    Learning,
+    Policy,
+    Score,
+    TrainState,
+    Update,
+    exactness,
+    split_rows,
+)
 from tim_jax.model import transformer
-from tim_jax.model.config import ModelConfig
-from tim_jax.numerics import Numerics
-from tim_jax.objectives import Objective
-from tim_jax.placement import SINGLE, Placement
-from tim_jax.policy import Sampling
 from tim_jax.sums import count, tree_sum
-from tim_jax.types import Rollout
 
-Mode = Literal["bypass", "recompute"]
-Score = Callable[..., jax.Array]  # weights, rollout -> log-probs f32[B, R]
 Gradient = Callable[..., Any]  # weights, experience, token weights -> as `gradient_rows`
-
-
-@struct.dataclass
-class TrainState:
-    """Everything that an update changes."""
-
-    params: transformer.Params  # float32 master weights
-    optimizer: optax.OptState
-    correction: optax.OptState
-    step: jax.Array  # i32[], RL steps done
-    skipped: jax.Array  # i32[], updates in a row, up to now, that were not finite
-
-
-@struct.dataclass
-class Experience:
-    """A batch of rollouts, ready to learn from. All rows; an update takes some of them."""
-
-    rollout: Rollout
-    advantages: jax.Array  # f32[B]
-    mask: jax.Array  # bool[B, R], tokens that are learnt from
-    old_log_probs: jax.Array  # f32[B, R], denominators of the importance ratio
-    coefficients: jax.Array  # f32[B, R], from the corrections
-    reference_log_probs: jax.Array | None = None  # f32[B, R], if there is a KL term
-
-
-@struct.dataclass
-class Exactness:
-    """Raw bits of two sets of log-probs compared over all response tokens."""
-
-    compared: jax.Array  # i32[]
-    unequal: jax.Array  # i32[]
-    max_difference: jax.Array  # f32[]
-    mean_difference: jax.Array  # f32[]
-    first: jax.Array  # i32[2], row and response position of the first unequal token
-    values: jax.Array  # f32[2], its log-prob by the learner and by the rollout
-
-
-class Update(NamedTuple):
-    """What one update reports."""
-
-    exactness: Exactness  # of its rows' log-probs in the gradient program against the rollout's
-    metrics: dict[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class Learning:
-    """How rollouts become gradients."""
-
-    objective: Objective
-    group_size: int
-    mode: Mode = "bypass"
-    micro_batch: int | None = None  # sequences per forward and backward; None: all of them
-    remat: bool = False
-    max_skipped: int = 5  # updates in a row that may not be finite
-
-    def __post_init__(self):
-        objectives.check_group_size(self.objective.estimator, self.group_size)
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise InputError(f"Learning: micro_batch must be positive, got {self.micro_batch}")
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What turns weights into log-probs: the same value for sampler and learner, if exact."""
-
-    config: ModelConfig
-    numerics: Numerics
-    sampling: Sampling
-    placement: Placement = SINGLE
-
-    def score(self, weights, rollout: Rollout, *, remat: bool = False):
-        """Log-probs and entropies, float32 [B, R]; see `scoring.score`."""
-        return scoring.score(
-            weights,
-            rollout,
-            config=self.config,
-            numerics=self.numerics,
-            sampling=self.sampling,
-            placement=self.placement,
-            remat=remat,
-        )
-
-    def prepare(self, params: transformer.Params) -> transformer.Weights:
-        """Compute weights of the master weights; see `transformer.prepare`."""
-        return transformer.prepare(params, config=self.config, numerics=self.numerics)
-
-
-def exactness(log_probs: jax.Array, rollout: Rollout) -> Exactness:
-    """Compares the learner's log-probs [B, R] with those that the rollout recorded.
-
-    A value that is not finite counts as unequal: two NaNs are no agreement.
-    """
-    mask, recorded = rollout.mask, rollout.log_probs
-    bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
-    unequal = mask & ((bits(log_probs) != bits(recorded)) | ~jnp.isfinite(log_probs))
-    difference = jnp.where(mask, jnp.abs(log_probs - recorded), 0.0)
-    compared = jnp.sum(mask, dtype=jnp.int32)
-    at = jnp.argmax(unequal)
-    row, column = at // mask.shape[1], at % mask.shape[1]
-    return Exactness(
-        compared=compared,
-        unequal=jnp.sum(unequal, dtype=jnp.int32),
-        max_difference=jnp.max(difference),
-        mean_difference=tree_sum(tree_sum(difference)) / count(mask),
-        first=jnp.stack([row, column]).astype(jnp.int32),
-        values=jnp.stack([log_probs[row, column], recorded[row, column]]),
-    )
-
-
-def score_rows(
-    policy: Policy, weights: transformer.Weights, rollout: Rollout, *, micro_batch: int | None
-) -> jax.Array:
-    """Log-probs float32 [B, R] by a forward without gradient, `micro_batch` rows at a time."""
-    rows = rollout.lengths.shape[0]
-    if micro_batch is None or micro_batch == rows:
-        return policy.score(weights, rollout)[0]
-    parts = jax.lax.map(lambda part: policy.score(weights, part)[0], _split(rollout, micro_batch))
-    return parts.reshape(rows, -1)
-
-
-def experience(
-    weights: transformer.Weights,
-    reference: transformer.Weights | None,
-    correction_state: optax.OptState,
-    rollout: Rollout,
-    rewards: jax.Array,
-    *,
-    policy: Policy,
-    learning: Learning,
-    correction: optax.GradientTransformationExtraArgs | None,
-    score: Score | None = None,
-) -> tuple[Experience, optax.OptState, Exactness | None]:
-    """Prepares a step's rollouts, with every statistic taken over the whole batch.
-
-    In recompute mode, and for corrections, a forward of the learner gives the trainer's log-probs
-    at the weights that sampled. Corrections see log pi_trainer - log pi_rollout at those weights.
-
-    `score` is that forward, `score_rows` if it is None; across devices it is a program of its own
-    kind (`sharded.scoring`).
-
-    Returns:
-      The experience, the corrections' new state, and the forward's exactness if there was one.
-    """
-    objective = learning.objective
-    if score is None:
-        score = partial(score_rows, policy, micro_batch=learning.micro_batch)
-    mask = rollout.mask
-    if objective.drop_uninformative:
-        informative = objectives.informative_groups(rewards, learning.group_size)
-        mask = mask & informative[:, None]
-    advantages = objective.advantages(rewards, group_size=learning.group_size)
-    old, checked = rollout.log_probs, None
-    coefficients = mask.astype(jnp.float32)
-    if learning.mode == "recompute" or correction is not None:
-        trainer = score(weights, rollout)
-        checked = exactness(trainer, rollout)
-        old = trainer if learning.mode == "recompute" else old
-        if correction is not None:
-            updates, correction_state = correction.update(
-                coefficients,
-                correction_state,
-                log_ratio=trainer - rollout.log_probs,
-                mask=mask,
-                log_probs=trainer,
-                advantages=advantages,
-            )
-            coefficients = jnp.asarray(updates)
-    ready = Experience(
-        rollout=rollout,
-        advantages=advantages,
-        mask=mask,
-        old_log_probs=old,
-        coefficients=coefficients,
-        reference_log_probs=None if reference is None else score(reference, rollout),
-    )
-    return ready, correction_state, checked
 
 
 def update(
@@ -217,12 +44,13 @@ def update(
     learning: Learning,
     optimizer: optax.GradientTransformationExtraArgs,
     gradient: Gradient | None = None,
+    score: Score | None = None,
     norm: Callable[..., jax.Array] = optax.tree.norm,
 ) -> tuple[TrainState, transformer.Weights, Update]:
     """One optimiser step on the rows of `batch`.
 
-    If the loss or the gradient's norm is not finite, parameters and optimizer stay as they are, and
-    `skipped` of state and metrics counts it.
+    If the loss, the gradient's norm or the effective sample size is not finite, parameters and
+    optimizer stay as they are, and `skipped` of state and metrics counts it.
 
     Args:
       state: its `params` are the masters of `weights`.
@@ -230,15 +58,22 @@ def update(
       batch: a mini-batch of experience.
       response_length: f32[], mean response length of the step, for length-triggered decay.
       gradient: what differentiates, `gradient_rows` if None; across devices `sharded.gradient`.
+      score: a forward without gradient, `score_rows` if None; across devices `sharded.scoring`.
       norm: of the gradient; across devices `sharded.gradient_norm`.
     """
     if gradient is None:
         gradient = partial(gradient_rows, policy, learning=learning)
-    token_weights = learning.objective.token_weights(batch.mask)
-    found, tokens = gradient(weights, batch, token_weights)
-    found = _to_masters(found, state.params, policy)
+    if score is None:
+        score = partial(score_rows, policy, micro_batch=learning.micro_batch)
+    batch, correction = _current(state, weights, batch, learning, score)
+    token_weights = learning.objective.token_weights(batch.mask, batch.kept)
+    masters = partial(_to_masters, params=state.params, policy=policy)
+    found, tokens, noise = _gradient(
+        gradient, weights, batch, token_weights, learning=learning, norm=norm, masters=masters
+    )
+    found = masters(found)
     # optax computes with mixed dtypes (int steps, float decays) on purpose.
-    size = norm(found)
+    size, share = norm(found), _effective_sample_size(tokens["log_prob"], batch)
     with jax.numpy_dtype_promotion("standard"):
         changes, optimizer_state = optimizer.update(
             found,
@@ -246,20 +81,96 @@ def update(
             state.params,
             response_length=response_length,
             gradient_norm=size,
+            effective_sample_size=share,
         )
         params = cast(transformer.Params, optax.apply_updates(state.params, changes))
-    metrics = {
+    report = {
         "loss": tree_sum(tree_sum(token_weights * tokens["loss"])),
         "gradient_norm": size,
-        **_token_metrics(tokens, batch.mask),
+        "effective_sample_size": share,
+        **noise(size),
+        **_token_metrics(tokens, batch, learning),
     }
-    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["gradient_norm"])
-    metrics["skipped"] = 1.0 - finite.astype(jnp.float32)
-    report = Update(exactness(tokens["log_prob"], batch.rollout), metrics)
-    changed = replace(state, params=params, optimizer=optimizer_state)
+    finite = jnp.isfinite(report["loss"]) & jnp.isfinite(size) & jnp.isfinite(share)
+    report["skipped"] = 1.0 - finite.astype(jnp.float32)
+    known = Update(exactness(tokens["log_prob"], batch.rollout), report, tokens["log_prob"])
+    changed = replace(state, params=params, optimizer=optimizer_state, correction=correction)
     state = jax.tree.map(partial(jnp.where, finite), changed, state)
     state = replace(state, skipped=jnp.where(finite, 0, state.skipped + 1))
-    return state, policy.prepare(state.params), report
+    return state, policy.prepare(state.params), known
+
+
+def _current(
+    state: TrainState, weights, batch: Experience, learning: Learning, score: Score
+) -> tuple[Experience, Any]:
+    """The batch with what a statistic of all its rows at these weights says, and the new state."""
+    if not learning.needs_whole_update:
+        return batch, state.correction
+    log_probs, _ = score(weights, batch.rollout)
+    own = state.correction
+    of_step, of_update = corrections.split_state(learning.correction, learning.mode, own)
+    applied = _applied(learning.stages.update, of_update, log_probs, batch)
+    joined = corrections.join_state(learning.correction, learning.mode, of_step, applied.state)
+    batch = replace(batch, coefficients=applied.coefficients, kept=applied.kept & batch.kept)
+    if learning.objective.selects:
+        chosen = learning.objective.select(
+            log_probs, batch.old_log_probs, batch.advantages, mask=batch.mask
+        )
+        batch = replace(batch, selected=chosen)
+    return batch, joined
+
+
+def _applied(correction: Correction, state, log_probs, batch: Experience) -> corrections.Applied:
+    """A correction on the policy's log-probs f32[B, R] at the weights of an update."""
+    log_probs = jax.lax.stop_gradient(log_probs)
+    return corrections.apply(
+        correction,
+        batch.coefficients,
+        state,
+        log_ratio=log_probs - batch.rollout.log_probs,
+        mask=batch.mask,
+        log_probs=log_probs,
+        advantages=batch.advantages,
+    )
+
+
+def _effective_sample_size(log_probs: jax.Array, batch: Experience) -> jax.Array:
+    """f32[], of the sequences' importance weights, for step sizes that depend on it."""
+    log_ratio = log_probs - batch.rollout.log_probs
+    return metrics.effective_sample_size(log_ratio, batch.mask)
+
+
+def _gradient(
+    gradient: Gradient, weights, batch: Experience, token_weights, *, learning, norm, masters
+) -> tuple[Any, dict[str, jax.Array], Callable[[jax.Array], dict[str, jax.Array]]]:
+    """The gradient, its tokens, and a function that makes metrics of the noise from its norm."""
+    if not learning.noise_scale:
+        return *gradient(weights, batch, token_weights), lambda size: {}
+    rows, size = batch.mask.shape[0], learning.micro_batch or batch.mask.shape[0]
+    if size == rows:
+        raise InputError(
+            f"noise_scale needs two or more micro-batches, but micro_batch is {size}, all of the"
+            f" {rows} sequences of an update"
+        )
+
+    def add(carry, part):
+        total, square = carry
+        own, tokens = gradient(weights, *part)
+        square = square + jnp.square(norm(masters(own)))
+        return (jax.tree.map(jnp.add, total, own), square), tokens
+
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    parts = split_rows((batch, token_weights), size)
+    (total, square), tokens = jax.lax.scan(add, (zeros, jnp.float32(0.0)), parts)
+    tokens = jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
+    number = rows // size
+
+    def noise(whole: jax.Array) -> dict[str, jax.Array]:
+        # A part's gradient has the whole's normaliser: its own mean is `number` times it.
+        small = square * number
+        return metrics.gradient_noise_scale(small, jnp.square(whole), small=size, big=rows)
+
+    return total, tokens, noise
 
 
 def gradient_rows(
@@ -278,8 +189,8 @@ def gradient_rows(
     Returns:
       The gradient, and what is known of every token, each [B, R].
     """
-    rows = batch.advantages.shape[0]
-    size = learning.micro_batch or rows
+    rows = batch.mask.shape[0]
+    size = min(learning.micro_batch or rows, rows)
     call = jax.value_and_grad(partial(_loss, policy=policy, learning=learning), has_aux=True)
 
     def add(total, part):
@@ -289,31 +200,46 @@ def gradient_rows(
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
     if size == rows:
         return add(zeros, (batch, token_weights))
-    parts = _split((batch, token_weights), size)
+    parts = split_rows((batch, token_weights), size)
     gradient, tokens = jax.lax.scan(add, zeros, parts)
     return gradient, jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
 
 
 def _loss(weights, batch: Experience, token_weights, *, policy: Policy, learning: Learning):
-    log_probs, entropy = policy.score(weights, batch.rollout, remat=learning.remat)
-    losses = learning.objective.token_losses(
+    objective = learning.objective
+    scores = policy.score(
+        weights,
+        batch.rollout,
+        remat=learning.remat,
+        entropy_gradient=bool(objective.entropy_coefficient),
+    )
+    log_probs = scores.log_probs
+    coefficients, kept = batch.coefficients, batch.kept
+    update = learning.stages.update
+    if update.blocks and not learning.needs_whole_update:
+        nothing = update.init(batch.coefficients)  # row by row means without state
+        applied = _applied(update, nothing, log_probs, batch)
+        coefficients, kept = applied.coefficients, applied.kept & kept
+    losses = objective.token_losses(
         log_probs,
         batch.old_log_probs,
         batch.advantages,
         mask=batch.mask,
-        coefficients=batch.coefficients,
+        coefficients=coefficients,
+        kept=kept,
         reference_log_probs=batch.reference_log_probs,
+        entropy=scores.entropy,
+        selected=batch.selected,
     )
     tokens = {
         "loss": losses.loss,
         "log_prob": log_probs,
-        "entropy": entropy,
-        "ratio": losses.ratio,
-        "clipped_low": losses.clipped_low.astype(jnp.float32),
-        "clipped_high": losses.clipped_high.astype(jnp.float32),
-        "reference_kl": losses.kl,
+        "entropy": scores.entropy,
+        "coefficient": coefficients,
+        "kept": kept,
+        **{f"loss/{name}": x for name, x in losses._asdict().items() if name != "loss"},
     }
-    return jnp.sum(token_weights * losses.loss), tokens
+    return jnp.sum(token_weights * losses.loss), jax.lax.stop_gradient(tokens)
 
 
 def _to_masters(gradient, params, policy: Policy):
@@ -323,32 +249,27 @@ def _to_masters(gradient, params, policy: Policy):
     return transpose(gradient)[0]
 
 
-def _token_metrics(tokens: dict[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
-    """Means over the tokens that are learnt from; 0 if there are none."""
-
-    def mean(x):
-        return tree_sum(tree_sum(jnp.where(mask, x, 0.0))) / count(mask)
-
-    names = ("entropy", "ratio", "clipped_low", "clipped_high", "reference_kl")
-    metrics = {name: mean(tokens[name]) for name in names}
-    metrics["ratio_max"] = jnp.max(jnp.where(mask, tokens["ratio"], 0.0))
-    metrics["tokens"] = jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
-    return metrics
-
-
-def _split(tree: Any, size: int) -> Any:
-    """Rows [B, ...] of every leaf as [B / size, size, ...]."""
-    rows = jax.tree.leaves(tree)[0].shape[0]
-    if rows % size:
-        raise InputError(f"micro_batch must divide the {rows} sequences of an update, got {size}")
-    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), tree)
-
-
-def mini_batch(batch: Experience, index: jax.Array, *, count: int) -> Experience:
-    """Rows of mini-batch `index` of `count`: contiguous, so that groups stay together."""
-    rows = batch.advantages.shape[0]
-    if rows % count:
-        raise InputError(f"mini_batches must divide the {rows} sequences of a step, got {count}")
-    size = rows // count
-    take: Callable = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
-    return jax.tree.map(lambda x: take(x, index * size), batch)
+def _token_metrics(tokens, batch: Experience, learning: Learning) -> dict[str, jax.Array]:
+    """Of the tokens that are learnt from; means over none are 0."""
+    mask, rollout = batch.mask, batch.rollout
+    fields = {name.removeprefix("loss/"): x for name, x in tokens.items() if "loss/" in name}
+    losses = objectives.TokenLosses(loss=tokens["loss"], **fields)
+    found = {f"loss/{name}": x for name, x in metrics.loss_metrics(losses, mask).items()}
+    current = tokens["log_prob"] - rollout.log_probs
+    to_rollout = jnp.exp(jnp.clip(current, -20.0, 20.0))
+    used = losses.ratio if learning.objective.has_ratio else to_rollout
+    found |= metrics.update_skew(used, batch.advantages, mask)
+    if learning.mode == "recompute":
+        # The loss's own ratio is 1 in a step's first update, whatever the sampler did.
+        skew = metrics.update_skew(to_rollout, batch.advantages, mask)
+        found |= {name.replace("skew", "skew_rollout"): x for name, x in skew.items()}
+    if learning.correction.blocks:
+        mismatch = batch.old_log_probs - rollout.log_probs
+        old = current if learning.mode == "bypass" else mismatch
+        log_ratios: dict[corrections.Reads, jax.Array] = {"old": old, "current": current}
+        made = corrections.correction_metrics(tokens["coefficient"], mask, kept=tokens["kept"])
+        made |= corrections.bound_metrics(learning.correction, log_ratios, mask)
+        found |= {f"correction/{name}": x for name, x in made.items()}
+    entropy = tree_sum(tree_sum(jnp.where(mask, tokens["entropy"], 0.0))) / count(mask)
+    tokens_learnt = jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
+    return {"entropy": entropy, "tokens": tokens_learnt, **found}

@@ -8,20 +8,21 @@ the log-probs of all its micro-batches together. Means are compensated sums in a
 docs/health.md says what is normal, what is alarm, and where a metric is blind.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.corrections.ratios import LOG_RATIO_BOUND, Level, k3, ratio
+from tim_jax import masked
+from tim_jax.corrections.ratios import LOG_RATIO_BOUND, k3
+from tim_jax.errors import InputError
 from tim_jax.objectives import TokenLosses
 from tim_jax.sums import compensated_sum, count, row_count, whole
 
 # Bands of the ratio whose outside is counted: NeMo-RL's sequence band, 1% and 5% (MaxText).
 BANDS = {"0.999_1.002": (0.999, 1.002), "1pct": (0.99, 1.01), "5pct": (0.95, 1.05)}
-# In thousandths.
-QUANTILES = {"p01": 10, "p25": 250, "p50": 500, "p75": 750, "p99": 990, "p999": 999}
 PROBABILITY_EDGES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 DIFFERENCE_EDGES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
@@ -42,8 +43,7 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
     of tokens. Probabilities: `prob_diff_{mean,std,max}` of |pi_train - pi_rollout| and
     `prob_correlation` (Pearson). `entropy_estimate` = mean(-train), good where d is small.
     """
-    train, rollout, mask = (whole(x) for x in (train, rollout, mask))
-    train, rollout = (jnp.where(mask, x, 0.0) for x in (train, rollout))
+    train, rollout, mask = _float32(train, rollout, mask)
     d = jnp.clip(train - rollout, -1e6, 1e6)
     held = jnp.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     r, p, q = jnp.exp(held), *(jnp.exp(jnp.minimum(x, 0.0)) for x in (train, rollout))
@@ -66,80 +66,36 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
         **_exactness(train, rollout, mask),
         "log_ratio_mean": mean["d"],
         "log_ratio_abs_mean": mean["abs_d"],
-        "log_ratio_abs_max": _extreme(jnp.abs(d), mask, jnp.max),
+        "log_ratio_abs_max": masked.extreme(jnp.abs(d), mask, jnp.max),
         "mult_error": mean["error"],
         **_perplexities(rows, mask),
         "kl_k1": -mean["d"],
         "kl_k3": mean["k3"],
         "chi2_token": mean["r2_less_1"],
         "ratio_mean": 1.0 + mean["r_less_1"],
-        "ess_token": _ess(1.0 + mean["r_less_1"], 1.0 + mean["r2_less_1"]),
-        "ratio_min": _extreme(r, mask, jnp.min),
-        "ratio_max": _extreme(r, mask, jnp.max),
-        **quantiles(r, mask, "ratio"),
+        "ess_token": masked.effective_share(1.0 + mean["r_less_1"], 1.0 + mean["r2_less_1"]),
+        "ratio_min": masked.extreme(r, mask, jnp.min),
+        "ratio_max": masked.extreme(r, mask, jnp.max),
+        **masked.quantiles(r, mask, "ratio"),
         **_sequence_ratios(rows["d"], mask),
         **_bands(d, mask),
         "entropy_estimate": -mean["train"],
         "prob_diff_mean": mean["abs_p"],
-        "prob_diff_max": _extreme(jnp.abs(p - q), mask, jnp.max),
+        "prob_diff_max": masked.extreme(jnp.abs(p - q), mask, jnp.max),
         **_second_moments(jnp.expm1(held), p, q, mean, mask),
-    }
-
-
-def correction_metrics(
-    coefficients: jax.Array,
-    log_ratio: jax.Array,
-    mask: jax.Array,
-    *,
-    level: Level = "token",
-    lower: float | None = None,
-    upper: float | None = None,
-) -> dict[str, jax.Array]:
-    """Returns what a correction did: f32[] of the coefficients f32[B, R] it returned.
-
-    `coefficient_{mean,std,min,max,p01,...}` over response tokens and their `ess`; `zero_share` of
-    tokens; `rejected_share` of sequences (no token left) and `masked_share` of tokens (0 in a
-    sequence that is not rejected). `clipped_high_share` and `clipped_low_share`: tokens whose ratio
-    at `level` is above `upper` or below `lower`, where those are given.
-    """
-    coefficients, log_ratio, mask = (whole(x) for x in (coefficients, log_ratio, mask))
-    coefficients = jnp.where(mask, coefficients, 0.0)
-    zero = mask & (coefficients == 0.0)
-    full = jnp.any(mask, axis=1)
-    rejected = full & ~jnp.any(mask & ~zero, axis=1)
-    mean = _mean(coefficients, mask)
-    spread = _mean(jnp.square(coefficients - mean), mask)
-    shares = {
-        "zero_share": _share(zero, mask),
-        "masked_share": _share(zero & ~rejected[:, None], mask),
-        "rejected_share": _share(rejected, full),
-    }
-    at_level = jnp.broadcast_to(ratio(log_ratio, mask, level), mask.shape)
-    if upper is not None:
-        shares["clipped_high_share"] = _share(mask & (at_level > upper), mask)
-    if lower is not None:
-        shares["clipped_low_share"] = _share(mask & (at_level < lower), mask)
-    return {
-        **shares,
-        "coefficient_mean": mean,
-        "coefficient_std": jnp.sqrt(spread),
-        "coefficient_min": _extreme(coefficients, mask, jnp.min),
-        "coefficient_max": _extreme(coefficients, mask, jnp.max),
-        **quantiles(coefficients, mask, "coefficient"),
-        "ess": _ess(mean, spread + jnp.square(mean)),
     }
 
 
 def loss_metrics(losses: TokenLosses, mask: jax.Array) -> dict[str, jax.Array]:
     """Returns f32[] of the token losses: shares clipped, the PPO ratio, KL to the reference."""
     return {
-        "clipped_low_share": _share(losses.clipped_low, mask),
-        "clipped_high_share": _share(losses.clipped_high, mask),
-        "clipped_dual_share": _share(losses.clipped_dual, mask),
-        "ppo_ratio_mean": _mean(losses.ratio, mask),
-        "ppo_ratio_max": _extreme(losses.ratio, mask, jnp.max),
-        "ppo_ratio_min": _extreme(losses.ratio, mask, jnp.min),
-        "reference_kl": _mean(losses.kl, mask),
+        "clipped_low_share": masked.share(losses.clipped_low, mask),
+        "clipped_high_share": masked.share(losses.clipped_high, mask),
+        "clipped_dual_share": masked.share(losses.clipped_dual, mask),
+        "ppo_ratio_mean": masked.mean(losses.ratio, mask),
+        "ppo_ratio_max": masked.extreme(losses.ratio, mask, jnp.max),
+        "ppo_ratio_min": masked.extreme(losses.ratio, mask, jnp.min),
+        "reference_kl": masked.mean(losses.kl, mask),
     }
 
 
@@ -149,17 +105,34 @@ def update_skew(
     """Returns the skew of the update, `C_t = -(r_t - 1) A_t` (VeXact, arXiv 2605.14220, eq. 5).
 
     `update_skew` is its mean over tokens, `update_skew_positive` and `_negative` over tokens with
-    A > 0 and A < 0 alone. `ppo_ratio` f32[B, R] is the ratio of the loss, `advantages` f32[B]. At
-    the weights of the rollout it is 0 without mismatch; one that depends on the advantage's sign
-    biases the update even where KL estimates are flat.
+    A > 0 and A < 0 alone. `ppo_ratio` f32[B, R] is the ratio of the loss, `advantages` f32[B] or
+    f32[B, R]. At the weights of the rollout it is 0 without mismatch; one that depends on the
+    advantage's sign biases the update even where KL estimates are flat.
     """
-    signed = jnp.broadcast_to(advantages[:, None], mask.shape)
+    if ppo_ratio.shape != mask.shape or advantages.shape not in (mask.shape, mask.shape[:1]):
+        raise InputError(
+            f"ppo_ratio has shape {ppo_ratio.shape} and advantages {advantages.shape}; with a mask"
+            f" of {mask.shape} they must be {mask.shape}, and advantages may be {mask.shape[:1]}"
+        )
+    ppo_ratio, advantages = (x.astype(jnp.float32) for x in (ppo_ratio, advantages))
+    per_token = advantages[:, None] if advantages.ndim == 1 else advantages
+    signed = jnp.broadcast_to(per_token, mask.shape)
     contribution = jnp.where(mask, (1.0 - ppo_ratio) * signed, 0.0)
     return {
-        "update_skew": _mean(contribution, mask),
-        "update_skew_positive": _mean(contribution, mask & (signed > 0.0)),
-        "update_skew_negative": _mean(contribution, mask & (signed < 0.0)),
+        "update_skew": masked.mean(contribution, mask),
+        "update_skew_positive": masked.mean(contribution, mask & (signed > 0.0)),
+        "update_skew_negative": masked.mean(contribution, mask & (signed < 0.0)),
     }
+
+
+def effective_sample_size(log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns f32[] in (0, 1], that of the sequences' importance weights over their number.
+
+    `mean(w)^2 / mean(w^2)` over sequences with a token, `w = prod_t r_t` of log-ratios f32[B, R]
+    (`ess_sequence` of `mismatch_metrics`): 1 where all weights are equal.
+    """
+    sums = compensated_sum(jnp.where(mask, log_ratio.astype(jnp.float32), 0.0))[0]
+    return _sequence_ratios(sums, mask)["ess_sequence"]
 
 
 class Profile(NamedTuple):
@@ -178,8 +151,7 @@ def mismatch_profiles(
     by_probability bins by pi_train (rare tokens differ most), by_difference by |d| itself: a
     histogram with an underflow bin, which holds the exact zeros, and an overflow bin.
     """
-    train, rollout, mask = (whole(x) for x in (train, rollout, mask))
-    train, rollout = (jnp.where(mask, x, 0.0) for x in (train, rollout))
+    train, rollout, mask = _float32(train, rollout, mask)
     difference = jnp.abs(train - rollout)
     position = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.float32), mask.shape)
     keys = {
@@ -191,21 +163,6 @@ def mismatch_profiles(
         name: _profile(key, difference, mask, jnp.asarray(edges, jnp.float32))
         for name, (key, edges) in keys.items()
     }
-
-
-def quantiles(values: jax.Array, mask: jax.Array, name: str) -> dict[str, jax.Array]:
-    """Returns `{name_p01: ...}`, linearly interpolated quantiles of the masked values, f32[]."""
-    ordered = jnp.sort(jnp.where(mask, values, jnp.inf).reshape(-1))
-    last = jnp.maximum(jnp.sum(mask, dtype=jnp.int32) - 1, 0)
-    result = {}
-    for label, share in QUANTILES.items():
-        # last * share / 1000 in integers: a float32 place is too coarse for millions of tokens.
-        below = (last // 1000) * share + (last % 1000) * share // 1000
-        part = ((last % 1000) * share % 1000).astype(jnp.float32) / 1000.0
-        left, right = ordered[below], ordered[jnp.minimum(below + 1, last)]
-        found = left + part * (right - left)
-        result[f"{name}_{label}"] = jnp.where(jnp.any(mask), found, 0.0)
-    return result
 
 
 def entropy(log_distribution: jax.Array) -> jax.Array:
@@ -244,15 +201,24 @@ def gradient_noise_scale(
     return {"gradient_signal": signal, "gradient_noise": noise, "noise_scale": scale}
 
 
+def _float32(train, rollout, mask) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probs of any float dtype in float32, 0 off the bool mask, and all of them unsharded."""
+    for name, x in (("train", train), ("rollout", rollout)):
+        if x.shape != mask.shape:
+            raise InputError(f"{name} has shape {x.shape}; it must be the mask's, {mask.shape}")
+    train, rollout, mask = (whole(x) for x in (train, rollout, mask))
+    mask = mask.astype(bool)
+    train, rollout = (jnp.where(mask, x.astype(jnp.float32), 0.0) for x in (train, rollout))
+    return train, rollout, mask
+
+
 def _exactness(train, rollout, mask) -> dict[str, jax.Array]:
-    bits = [
-        jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in (train, rollout)
-    ]
+    bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (train, rollout)]
     unequal = mask & (bits[0] != bits[1])
     return {
         "tokens": jnp.sum(mask, dtype=jnp.int32),
         "unequal_tokens": jnp.sum(unequal, dtype=jnp.int32),
-        "exact_share": _share(mask & ~unequal, mask),
+        "exact_share": masked.share(mask & ~unequal, mask),
     }
 
 
@@ -261,32 +227,32 @@ def _perplexities(rows, mask) -> dict[str, jax.Array]:
     lengths = jnp.maximum(row_count(mask), 1).astype(jnp.float32)
     per_token = {name: rows[name] / lengths for name in ("d", "train", "rollout")}
     return {
-        "log_ppl_train": -_mean(per_token["train"], full),
-        "log_ppl_rollout": -_mean(per_token["rollout"], full),
-        "log_ppl_diff": -_mean(per_token["d"], full),
-        "log_ppl_abs_diff_sum": _mean(jnp.abs(rows["d"]), full),
-        "log_ppl_abs_diff_mean": _mean(jnp.abs(per_token["d"]), full),
+        "log_ppl_train": -masked.mean(per_token["train"], full),
+        "log_ppl_rollout": -masked.mean(per_token["rollout"], full),
+        "log_ppl_diff": -masked.mean(per_token["d"], full),
+        "log_ppl_abs_diff_sum": masked.mean(jnp.abs(rows["d"]), full),
+        "log_ppl_abs_diff_mean": masked.mean(jnp.abs(per_token["d"]), full),
     }
 
 
 def _sequence_ratios(sums, mask) -> dict[str, jax.Array]:
     full = jnp.any(mask, axis=1)
     held = jnp.clip(sums, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    excess = _mean(jnp.expm1(2.0 * held), full)
+    excess = masked.mean(jnp.expm1(2.0 * held), full)
     return {
         "chi2_sequence": excess,
-        "ess_sequence": _ess(_mean(jnp.exp(held), full), 1.0 + excess),
-        "sequence_log_ratio_min": _extreme(sums, full, jnp.min),
-        "sequence_log_ratio_max": _extreme(sums, full, jnp.max),
+        "ess_sequence": masked.effective_share(masked.mean(jnp.exp(held), full), 1.0 + excess),
+        "sequence_log_ratio_min": masked.extreme(sums, full, jnp.min),
+        "sequence_log_ratio_max": masked.extreme(sums, full, jnp.max),
     }
 
 
 def _bands(d, mask) -> dict[str, jax.Array]:
     shares = {
-        f"outside_{name}": _share(mask & ((d < np.log(low)) | (d > np.log(high))), mask)
+        f"outside_{name}": masked.share(mask & ((d < math.log(low)) | (d > math.log(high))), mask)
         for name, (low, high) in BANDS.items()
     }
-    return {**shares, "extreme_share": _share(mask & (jnp.abs(d) > np.log(2.0)), mask)}
+    return {**shares, "extreme_share": masked.share(mask & (jnp.abs(d) > math.log(2.0)), mask)}
 
 
 def _second_moments(excess, p, q, mean, mask) -> dict[str, jax.Array]:
@@ -312,7 +278,7 @@ def _second_moments(excess, p, q, mean, mask) -> dict[str, jax.Array]:
 def _profile(key, difference, mask, edges) -> Profile:
     bins = edges.shape[0] - 1
     place = jnp.clip(jnp.searchsorted(edges, key, side="right") - 1, 0, bins - 1)
-    inside = mask[None] & (place[None] == jnp.arange(bins)[:, None, None])
+    inside = mask[None] & (place[None] == jnp.arange(bins, dtype=place.dtype)[:, None, None])
     counts = jnp.sum(inside, axis=(1, 2), dtype=jnp.int32)
     totals = jnp.sum(jnp.where(inside, difference[None], 0.0), axis=(1, 2))
     return Profile(edges, counts, totals / jnp.maximum(counts, 1).astype(jnp.float32))
@@ -326,24 +292,3 @@ def _row_sums(columns: dict[str, jax.Array], mask: jax.Array) -> dict[str, jax.A
 
 def _over_tokens(row_sums: jax.Array, mask: jax.Array) -> jax.Array:
     return compensated_sum(row_sums)[0] / count(mask)
-
-
-def _mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    total = jnp.where(mask, values, 0.0)
-    for _ in range(total.ndim):
-        total, _ = compensated_sum(total)
-    return total / count(mask)
-
-
-def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
-    return jnp.sum(part, dtype=jnp.int32).astype(jnp.float32) / count(whole)
-
-
-def _ess(mean: jax.Array, mean_square: jax.Array) -> jax.Array:
-    """Effective sample size as a share, `mean(w)^2 / mean(w^2)`."""
-    return jnp.where(mean_square > 0.0, jnp.square(mean) / jnp.maximum(mean_square, 1e-38), 0.0)
-
-
-def _extreme(values: jax.Array, mask: jax.Array, function) -> jax.Array:
-    outside = -jnp.inf if function is jnp.max else jnp.inf
-    return jnp.where(jnp.any(mask), function(jnp.where(mask, values, outside)), 0.0)

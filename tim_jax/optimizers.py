@@ -1,4 +1,4 @@
-"""The optimiser of a run: an optax chain that ends in the length-triggered decay."""
+"""The optimiser of a run: an optax chain that ends in what scales finished steps."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -43,11 +43,14 @@ class Decay:
     period: int | None = None
     multiple: float = 1.8
     floor: float = 0.1
+    detector: schedules.SurgeDetector | None = None  # of the surge; None: its defaults
 
     def transform(self) -> optax.GradientTransformationExtraArgs:
         if self.period is not None:
             return schedules.length_decay(self.period, floor=self.floor)
-        return schedules.length_triggered_decay(multiple=self.multiple, floor=self.floor)
+        return schedules.length_triggered_decay(
+            multiple=self.multiple, floor=self.floor, detector=self.detector
+        )
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
@@ -78,13 +81,18 @@ def adamw(
     weight_decay: float = 0.0,
     max_grad_norm: float = 1.0,
     decay: Decay | None = None,
+    ess_reference: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """clip -> AdamW -> length-triggered decay; `update` takes `response_length`.
+    """clip -> AdamW -> length-triggered decay -> root of the effective sample size.
 
-    `max_grad_norm` 0 turns clipping off; else `update` may be given the `gradient_norm`.
+    `max_grad_norm` 0 turns clipping off; else `update` may be given the `gradient_norm`. With
+    `decay` it takes `response_length`, with `ess_reference` (see `schedules.scale_by_root_ess`)
+    `effective_sample_size`.
     """
     parts = [clip_by_norm(max_grad_norm)] if max_grad_norm else []
     parts.append(optax.adamw(rate.schedule_fn(), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay))
     if decay is not None:
         parts.append(decay.transform())
+    if ess_reference is not None:
+        parts.append(schedules.scale_by_root_ess(reference=ess_reference))
     return optax.with_extra_args_support(optax.chain(*parts))

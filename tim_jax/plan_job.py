@@ -75,11 +75,15 @@ def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Recipe
         policy = assembly.make_policy(config, bare, devices=target.devices)
     section = config.learner
     own = config.placement.for_sampler
+    optimizer = assembly.make_optimizer(
+        config.optimizer,
+        steps=config.updates,
+        max_response_length=config.sampling.max_response_length,
+    )
     return Recipe(
         policy=policy,
         learning=assembly.make_learning(config),
-        optimizer=assembly.make_optimizer(config.optimizer, steps=config.updates),
-        correction=assembly.make_correction(config),
+        optimizer=optimizer,
         prompts=section.prompts_per_step,
         prompt_length=config.sampling.max_prompt_length,
         mini_batches=section.mini_batches,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tim_jax import learner, metrics, placement, rounds, sampler, sharded
 from tim_jax.compiled import jit
 from tim_jax.errors import InputError
-from tim_jax.learner import Experience, Learning, Policy, TrainState
+from tim_jax.experience import experience, score_rows
+from tim_jax.learning import Experience, Learning, Policy, Score, TrainState, mini_batch
 from tim_jax.mismatch import Mismatch, Setting, dial
 from tim_jax.model import axes
 from tim_jax.model.params import parameter_shapes
@@ -33,8 +34,11 @@ class Programs:
     prepare: Callable[..., Any]  # params -> weights
     publish: Callable[..., Any]  # params, weights -> the sampler's weights
     sample: Callable[..., Rollout]  # the sampler's weights, prompts, key -> rollout
-    experience: Callable[..., Any]  # see learner.experience
+    greedy: Callable[..., Rollout] | None  # the same, one greedy response a prompt, if needed
+    merge: Callable[..., Rollout]  # rollout, another, i32[B] -> those rows of both, one after other
+    experience: Callable[..., Any]  # see experience.experience
     update: Callable[..., Any]  # state, weights, experience, index of mini-batch, length
+    mismatch_report: Callable[..., Any]  # see mismatch_report
     init: Callable[..., TrainState]  # params -> state
     compare: Callable[..., Any] | None  # weights, the sampler's weights, rollout -> metrics
 
@@ -50,7 +54,6 @@ def build(
     learning: Learning,
     optimizer: optax.GradientTransformationExtraArgs,
     *,
-    correction: optax.GradientTransformationExtraArgs | None = None,
     mini_batches: int = 1,
     epochs: int = 1,
     length_buckets: int = 1,
@@ -78,27 +81,13 @@ def build(
     where = _Where.of(policy, devices)
     drawing = policy if sampler_placement is None else replace(policy, placement=sampler_placement)
 
-    def update(state, weights, batch: Experience, index, response_length):
-        part = learner.mini_batch(batch, index, count=mini_batches)
-        return learner.update(
-            state,
-            weights,
-            part,
-            response_length,
-            policy=policy,
-            learning=learning,
-            optimizer=optimizer,
-            gradient=where.gradient(learning),
-            norm=where.norm,
-        )
-
-    starting = partial(init, optimizer, correction)
-    experience = partial(
-        learner.experience,
+    update = _updating(where, learning, optimizer, mini_batches=mini_batches)
+    starting = partial(init, optimizer, learning)
+    preparing = partial(
+        experience,
         policy=policy,
         learning=learning,
-        correction=correction,
-        score=where.score(learning),
+        score=where.score(learning, energy=learning.needs_energy),
     )
     state, whole = where.state(starting), where.whole
     updated = None if where.mesh is None else (state, where.weights, whole)
@@ -116,8 +105,11 @@ def build(
             ),
             drawing,
         ),
-        experience=jit(experience, numerics, out_shardings=whole),
+        greedy=where.greedy(drawing, devices) if learning.needs_greedy else None,
+        merge=jax.jit(_merged, out_shardings=whole),
+        experience=jit(preparing, numerics, out_shardings=whole),
         update=jit(update, numerics, donate_argnums=(0, 1), out_shardings=updated),
+        mismatch_report=jit(mismatch_report, numerics, out_shardings=whole),
         init=where.spreading(jit(starting, numerics, out_shardings=state)),
         compare=where.comparing(learning, mismatch) if mismatch.active else None,
         learning=learning,
@@ -126,6 +118,27 @@ def build(
         length_buckets=length_buckets,
         mismatch=mismatch,
     )
+
+
+def _updating(where: "_Where", learning: Learning, optimizer, *, mini_batches: int) -> Callable:
+    """(state, weights, experience, index, response length) -> as `learner.update`."""
+
+    def update(state, weights, batch: Experience, index, response_length):
+        part = mini_batch(batch, index, count=mini_batches)
+        return learner.update(
+            state,
+            weights,
+            part,
+            response_length,
+            policy=where.policy,
+            learning=learning,
+            optimizer=optimizer,
+            gradient=where.gradient(learning),
+            score=where.score(learning),
+            norm=where.norm,
+        )
+
+    return update
 
 
 @dataclass(frozen=True)
@@ -142,15 +155,18 @@ def layout(policy: Policy, starting: Callable[..., TrainState], devices: Devices
     return Layout(where.state(starting), where.weights)
 
 
-def init(optimizer, correction, params) -> TrainState:
+def init(optimizer, learning: Learning, params) -> TrainState:
     with jax.numpy_dtype_promotion("standard"):
         opt_state = optimizer.init(params)
+    objective = learning.objective
+    adapted = objective.controller is not None
     return TrainState(
         params=params,
         optimizer=opt_state,
-        correction=optax.EmptyState() if correction is None else correction.init(params),
+        correction=cast(tuple, learning.correction.init(params)),
         step=jnp.int32(0),
         skipped=jnp.int32(0),
+        reward_kl=jnp.float32(objective.reward_kl_coefficient) if adapted else None,
     )
 
 
@@ -267,6 +283,12 @@ class _Where:
         here = self.whole or jax.devices()[0]
         return lambda *args: jax.device_put(program(*args), here)
 
+    def greedy(self, drawing: Policy, devices: Devices | None) -> Callable:
+        """One greedy response a prompt, by the sampler's own numbers and without its mismatch."""
+        best = replace(drawing.sampling, temperature=0.0, top_k=0, top_p=1.0)
+        program = sampling_program(replace(drawing, sampling=best), samples=1, devices=devices)
+        return self.arriving(program, drawing)
+
     def state(self, init: Callable[..., TrainState]) -> Any:
         """Shardings of a state: what belongs to a parameter lies where the parameter does."""
         if self.mesh is None:
@@ -287,10 +309,11 @@ class _Where:
 
         return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(init, shapes))
 
-    def score(self, learning: Learning) -> learner.Score | None:
+    def score(self, learning: Learning, *, energy: bool = False) -> Score | None:
         if self.mesh is None:
             return None
-        return sharded.scoring(self.policy, self.mesh, micro_batch=learning.micro_batch)
+        micro = learning.micro_batch
+        return sharded.scoring(self.policy, self.mesh, micro_batch=micro, energy=energy)
 
     @property
     def norm(self) -> Callable[..., jax.Array]:
@@ -299,7 +322,7 @@ class _Where:
         )
 
     def comparing(self, learning: Learning, mismatch: Mismatch) -> Callable[..., Any]:
-        own = partial(learner.score_rows, self.policy, micro_batch=learning.micro_batch)
+        own = partial(score_rows, self.policy, micro_batch=learning.micro_batch)
         compare = comparison(self.score(learning) or own, mismatch)
         return jit(compare, self.policy.numerics, out_shardings=self.whole)
 
@@ -309,7 +332,18 @@ class _Where:
         return sharded.gradient(self.policy, self.mesh, learning=learning)
 
 
-def comparison(score: learner.Score, mismatch: Mismatch) -> Callable[..., dict[str, jax.Array]]:
+def _merged(rollout: Rollout, other: Rollout, rows: jax.Array) -> Rollout:
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y])[rows], rollout, other)
+
+
+def mismatch_report(log_probs: jax.Array, rollout: Rollout) -> dict[str, jax.Array]:
+    """`mismatch/*`: `metrics.mismatch_metrics` of log-probs [b, R] of a rollout's first b rows."""
+    rows = log_probs.shape[0]
+    found = metrics.mismatch_metrics(log_probs, rollout.log_probs[:rows], rollout.mask[:rows])
+    return {f"mismatch/{name}": value for name, value in found.items()}
+
+
+def comparison(score: Score, mismatch: Mismatch) -> Callable[..., dict[str, jax.Array]]:
     """(weights, sampler's weights, rollout) -> what the sampler's mismatch is.
 
     `mismatch/*` are `metrics.mismatch_metrics` of the learner's log-probs, by a forward of its own,
@@ -320,15 +354,14 @@ def comparison(score: learner.Score, mismatch: Mismatch) -> Callable[..., dict[s
 
     def compare(weights, source, rollout: Rollout):
         recorded, mask = rollout.log_probs, rollout.mask
-        trainer = score(weights, rollout)
+        trainer = score(weights, rollout)[0]
         pairs = {}
         if mismatch.stale_updates:
-            there = score(source, rollout)
+            there = score(source, rollout)[0]
             pairs |= {"drift": (trainer, there), "numerical": (there, recorded)}
         if rollout.drawn_log_probs is not None:
             pairs["reporting"] = rollout.drawn_log_probs, recorded
-        found = metrics.mismatch_metrics(trainer, recorded, mask)
-        report = {f"mismatch/{name}": value for name, value in found.items()}
+        report = mismatch_report(trainer, rollout)
         for part, (first, second) in pairs.items():
             found = metrics.mismatch_metrics(first, second, mask)
             report |= {f"{part}/{name}": found[name] for name in _PARTS}

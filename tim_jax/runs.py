@@ -25,7 +25,7 @@ from typing import Any
 from tim_jax import checkpoints, processes
 from tim_jax.checkpoints import Checkpoints, Restored, State
 from tim_jax.errors import InputError
-from tim_jax.learner import TrainState
+from tim_jax.learning import TrainState
 from tim_jax.sinks import JsonLines
 
 LINE_FILES = ("metrics", "timing", "samples")
@@ -213,6 +213,8 @@ def saved(state: TrainState, reference: Any, history: Sequence[Any] = ()) -> Sta
     """
     rest = {"optimizer": state.optimizer, "correction": state.correction}
     rest |= {"step": state.step, "skipped": state.skipped}
+    if state.reward_kl is not None:
+        rest |= {"reward_kl": state.reward_kl}
     found: State = {"params": state.params, "rest": rest}
     if reference is not None:
         found = {**found, "reference": reference}

@@ -27,6 +27,14 @@ def sequences(rollout: Rollout) -> jax.Array:
     return jnp.where(after < 0, prompt, response)
 
 
+class Scores(NamedTuple):
+    """What a policy says of given responses. float32 [B, R]; finite and meaningless beyond them."""
+
+    log_probs: jax.Array  # log pi(response token)
+    entropy: jax.Array  # of the token's distribution, nats
+    energy: jax.Array | None = None  # see `policy.score_energy`, if asked for
+
+
 def score(
     weights: transformer.Weights,
     rollout: Rollout,
@@ -36,13 +44,15 @@ def score(
     sampling: Sampling,
     placement: Placement = SINGLE,
     remat: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """log pi(response token) and the entropy of its distribution, both float32 [B, R].
+    entropy_gradient: bool = False,
+    energy: bool = False,
+) -> Scores:
+    """Log-probs of the response tokens, and the entropies of their distributions.
 
     The distribution is that of `sampling` (temperature, truncation replayed). Differentiable in
-    `weights` through the log-probs; no gradient flows through the entropy. Values beyond
-    `rollout.lengths` are finite and meaningless. With a placement of several devices: inside
-    `shard_map`, on this device's parts of weights and rows, see `transformer.forward`.
+    `weights` through the log-probs, and through the entropies only with `entropy_gradient`, which
+    changes no bit of what is returned. With a placement of several devices: inside `shard_map`, on
+    this device's parts of weights and rows, see `transformer.forward`.
     """
     tokens = sequences(rollout)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
@@ -61,9 +71,11 @@ def score(
         hidden, rollout.prompt_lengths - 1
     )
     head = {name: weights[name] for name in ("final_norm", "head")}
-    how = _How(config, numerics, sampling, placement)
-    log_probs, entropy = _head(head, rows, rollout.responses, how)
-    return log_probs, jax.lax.stop_gradient(entropy)
+    how = _How(config, numerics, sampling, placement, entropy_gradient, energy)
+    found = Scores(*_head(head, rows, rollout.responses, how))
+    if entropy_gradient:
+        return found
+    return found._replace(entropy=jax.lax.stop_gradient(found.entropy))
 
 
 class _How(NamedTuple):
@@ -71,6 +83,8 @@ class _How(NamedTuple):
     numerics: Numerics
     sampling: Sampling
     placement: Placement
+    entropy_gradient: bool
+    energy: bool
 
 
 def _head(head, hidden, tokens, how: _How):
@@ -108,13 +122,14 @@ def _head(head, hidden, tokens, how: _How):
         def step(sums, rows):
             hidden, tokens, cotangent = rows
             plain = partial(_plain_head_tile, tokens, how=how)
-            own = collectives.own_rows(cotangent, how.placement)
+            own = tuple(collectives.own_rows(x, how.placement) for x in cotangent)
             dhead, dhidden = jax.vjp(plain, whole, hidden)[1](own)
             sums = jax.tree.map(lambda s, d: s + d.astype(jnp.float32), sums, dhead)
             return sums, dhidden
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), whole)
-        sums, dhidden = jax.lax.scan(step, zeros, (hidden, tokens, cotangents[0]))
+        wanted = tuple(cotangents[: 2 if how.entropy_gradient else 1])
+        sums, dhidden = jax.lax.scan(step, zeros, (hidden, tokens, wanted))
         sums = collectives.release(sums, head_axes, how.placement)
         return jax.tree.map(lambda s, w: s.astype(w.dtype), sums, head), dhidden, None
 
@@ -129,14 +144,21 @@ def _head_tile(head, hidden, tokens, *, how: _How):
     logits = _logits(head, hidden, how, how.numerics)
     tokens = collectives.own_rows(tokens, how.placement)
     log_probs = policy.log_prob(logits, tokens, sampling=how.sampling, numerics=how.numerics)
-    return log_probs, policy.entropy(logits, sampling=how.sampling)
+    entropy = policy.entropy(logits, sampling=how.sampling)
+    if not how.energy:
+        return log_probs, entropy
+    return log_probs, entropy, policy.score_energy(logits, tokens, sampling=how.sampling)
 
 
 def _plain_head_tile(tokens, head, hidden, *, how: _How):
+    """What has a gradient, in plain operations."""
     plain = native.counterpart(how.numerics)
     logits = _logits(head, hidden, how, plain)
     tokens = collectives.own_rows(tokens, how.placement)
-    return policy.log_prob(logits, tokens, sampling=how.sampling, numerics=plain)
+    log_probs = policy.log_prob(logits, tokens, sampling=how.sampling, numerics=plain)
+    if not how.entropy_gradient:
+        return (log_probs,)
+    return log_probs, policy.entropy(logits, sampling=how.sampling)
 
 
 def _logits(head, hidden, how: _How, numerics: Numerics):

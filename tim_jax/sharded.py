@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import collectives, learner, placement, rounds, sampler
 from tim_jax.errors import InputError
-from tim_jax.learner import Experience, Learning, Policy
+from tim_jax.experience import score_rows
+from tim_jax.learning import Experience, Learning, Policy, Score
 from tim_jax.model import axes
 from tim_jax.placement import Placement
 from tim_jax.types import Prompts, Rollout
@@ -72,15 +73,15 @@ def sampling(
     return sample
 
 
-def scoring(policy: Policy, on: Mesh, *, micro_batch: int | None) -> learner.Score:
-    """(weights, rollout) -> log-probs f32[B, R], as `learner.score_rows`; whole on every device."""
+def scoring(policy: Policy, on: Mesh, *, micro_batch: int | None, energy: bool = False) -> Score:
+    """(weights, rollout) -> as `experience.score_rows`, f32[B, R]; whole on every device."""
     where = policy.placement
 
     def local(weights, rollout: Rollout, micro: int | None):
-        log_probs = learner.score_rows(policy, weights, rollout, micro_batch=micro)
-        return collectives.whole_rows(log_probs, where)
+        found = score_rows(policy, weights, rollout, micro_batch=micro, energy=energy)
+        return collectives.whole_rows(found, where)
 
-    def score(weights, rollout: Rollout) -> jax.Array:
+    def score(weights, rollout: Rollout) -> tuple[jax.Array, jax.Array | None]:
         micro = _own_micro_batch(micro_batch, rollout.lengths.shape[0], where.shards)
         call = _over(on, partial(local, micro=micro), (_weights(policy), _ROWS), _WHOLE)
         return call(weights, rollout)
@@ -95,8 +96,9 @@ def gradient(policy: Policy, on: Mesh, *, learning: Learning) -> learner.Gradien
     """
 
     def differentiate(weights, batch: Experience, token_weights):
-        rows = batch.advantages.shape[0]
-        micro = _own_micro_batch(learning.micro_batch, rows, policy.placement.shards)
+        rows = batch.mask.shape[0]
+        micro_batch = None if learning.micro_batch is None else min(learning.micro_batch, rows)
+        micro = _own_micro_batch(micro_batch, rows, policy.placement.shards)
         own = replace(learning, micro_batch=micro)
 
         def local(weights, rows):

@@ -1,72 +1,24 @@
 """The loop: a generator of steps. No logging, no files: callers do that with what it yields."""
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import schedules
+from tim_jax import drawing, schedules
+from tim_jax.drawing import Sample, Text
 from tim_jax.errors import MismatchError, NonFiniteError
-from tim_jax.learner import Exactness, Experience, TrainState
+from tim_jax.learning import Exactness, Experience, TrainState
 from tim_jax.programs import Programs
-from tim_jax.tasks import base
-from tim_jax.tasks.base import Example, Task
-from tim_jax.tokenizers import encode_prompt
-from tim_jax.types import Prompts, Rollout
+from tim_jax.tasks.base import Task
+from tim_jax.types import Rollout
 
 _OPTIONAL = ("drawn_log_probs", "hidden")
-
-
-@dataclass(frozen=True)
-class Text:
-    """How a task's text becomes tokens."""
-
-    tokenizer: Any
-    max_prompt_length: int
-    chat_template: bool | Literal["auto"] = "auto"
-    template_options: tuple[tuple[str, Any], ...] = ()
-
-    def prompts(self, examples: Sequence[Example], ids: Sequence[int]) -> Prompts:
-        """Encodes examples, padded to `max_prompt_length`; too long a prompt is refused."""
-        encoded = [
-            encode_prompt(
-                self.tokenizer,
-                example.prompt,
-                chat_template=self.chat_template,
-                template_options=dict(self.template_options),
-                max_length=self.max_prompt_length,
-                where=f"prompt {number}",
-            )
-            for number, example in zip(ids, examples, strict=True)
-        ]
-        tokens = np.zeros((len(encoded), self.max_prompt_length), np.int32)
-        for row, prompt in zip(tokens, encoded, strict=True):
-            row[: len(prompt)] = prompt
-        return Prompts(
-            tokens=jnp.asarray(tokens),
-            lengths=jnp.asarray([len(prompt) for prompt in encoded], jnp.int32),
-            ids=jnp.asarray(np.asarray(ids, np.int32)),
-        )
-
-    def completions(self, rollout: Rollout) -> list[str]:
-        """The responses as text, stop tokens left out."""
-        responses, lengths = jax.device_get((rollout.responses, rollout.lengths))
-        rows = (r[:n].tolist() for r, n in zip(responses, lengths, strict=True))
-        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-
-
-class Sample(NamedTuple):
-    """One completion and what came of it."""
-
-    prompt: str
-    completion: str
-    answer: str
-    reward: float
 
 
 class Step(NamedTuple):
@@ -91,6 +43,7 @@ def train(
     steps: int,
     prompts_per_step: int,
     exact: bool,
+    refills: int = 0,
     reference: Any = None,
     history: Sequence[Any] = (),
 ) -> Iterator[Step]:
@@ -101,6 +54,7 @@ def train(
 
     Args:
       exact: stop at the first token whose two log-probs are not the same bits.
+      refills: how often a step may draw again for groups whose rewards are all equal.
       reference: compute weights of the KL term's reference policy, if there is one.
       history: of a resumed loop whose sampler has stale weights: that of the last step.
 
@@ -113,23 +67,27 @@ def train(
     older = first_history(weights, programs, history)
     for number in range(int(state.step) + 1, steps + 1):
         started = time.perf_counter()
-        indices = base.order(seed, number - 1, prompts_per_step, len(task.train))
-        examples = [task.train[int(i)] for i in indices]
-        prompts = text.prompts(examples, prompt_ids(indices, len(task.train)))
-        rollout = jax.block_until_ready(
+        drawn = drawing.draw(
             # No name for what is published: a copy elsewhere is not to stay while learning.
-            programs.sample(
-                programs.publish(state.params, older[0] if older else weights),
-                prompts,
-                step_key(seed, number),
-            )
+            programs.publish(state.params, older[0] if older else weights),
+            task,
+            text,
+            programs=programs,
+            seed=seed,
+            step=number,
+            prompts=prompts_per_step,
+            refills=refills,
         )
-        sampled = time.perf_counter()
-        samples, faults = graded(task, text, examples, rollout, programs.learning.group_size)
-        rewards = jnp.asarray([s.reward for s in samples], jnp.float32)
-        graded_at = time.perf_counter()
+        drawn_at = time.perf_counter()
         state, weights, found, metrics = learn(
-            state, weights, rollout, rewards, programs=programs, reference=reference, older=older
+            state,
+            weights,
+            drawn.rollout,
+            jnp.asarray(drawn.rewards),
+            programs=programs,
+            greedy_rewards=drawn.greedy_rewards,
+            reference=reference,
+            older=older,
         )
         # Not a new array: one that is bound to a device like the others, or not, as they are. The
         # update would be compiled again after its first step of a resumed run.
@@ -137,17 +95,17 @@ def train(
         found = jax.device_get(found)
         if exact:
             check_exact(found, number)
-        metrics |= rollout_metrics(rollout, rewards) | exact_metrics(found) | faults
+        metrics |= drawn.metrics | exact_metrics(found)
         done = time.perf_counter()
         tokens = metrics["response_tokens"]
         timing = {
             "seconds": done - started,
-            "seconds_sampling": sampled - started,
-            "seconds_grading": graded_at - sampled,
-            "seconds_learning": done - graded_at,
+            "seconds_sampling": drawn.seconds["sampling"],
+            "seconds_grading": drawn.seconds["grading"],
+            "seconds_learning": done - drawn_at,
             "tokens_per_second": tokens / (done - started),
         }
-        yield Step(number, state, weights, metrics, timing, samples, tuple(older))
+        yield Step(number, state, weights, metrics, timing, drawn.samples, tuple(older))
 
 
 def first_history(weights: Any, programs: Programs, history: Sequence[Any]) -> deque[Any]:
@@ -171,47 +129,6 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def step_key(seed: int, step: int) -> jax.Array:
-    """The random key of a step; steps count from 1, evaluations use 0."""
-    return jax.random.fold_in(jax.random.key(seed), step)
-
-
-def prompt_ids(indices: np.ndarray, size: int) -> list[int]:
-    """Names for the random numbers of a step's prompts, rows `indices` of `size`.
-
-    A prompt's name is its row; where a small dataset comes round again within one step, each round
-    has names of its own, or its groups would be copies of each other.
-    """
-    rounds: Counter[int] = Counter()
-    names = []
-    for index in indices.tolist():
-        names.append((index + rounds[index] * size) % 2**31)
-        rounds[index] += 1
-    return names
-
-
-def graded(
-    task: Task, text: Text, examples: Sequence[Example], rollout: Rollout, group_size: int
-) -> tuple[list[Sample], dict[str, float]]:
-    """Grades every completion; also how often the grader ran out of time or failed."""
-    repeated = [example for example in examples for _ in range(group_size)]
-    completions = text.completions(rollout)
-    grades = task.grade(repeated, completions)
-    samples = [
-        Sample(prompt_text(example), completion, example.answer, float(grade.reward))
-        for example, completion, grade in zip(repeated, completions, grades, strict=True)
-    ]
-    faults = {f"grader/{name}": float(n) for name, n in base.faults(grades).items()}
-    return samples, faults
-
-
-def prompt_text(example: Example) -> str:
-    """An example's prompt as one string."""
-    if isinstance(example.prompt, str):
-        return example.prompt
-    return "\n".join(f"{message.role}: {message.content}" for message in example.prompt)
-
-
 def learn(
     state: TrainState,
     weights: Any,
@@ -219,27 +136,31 @@ def learn(
     rewards: jax.Array,
     *,
     programs: Programs,
+    greedy_rewards: np.ndarray | None = None,
     reference: Any = None,
     older: deque[Any] | None = None,
 ) -> tuple[TrainState, Any, Exactness, dict[str, float]]:
     """All updates of one step: epochs times mini-batches.
 
     The exactness is that of the first pass before the weights move: of the forward over all rows
-    if there was one, and always of the first update's gradient program. `older` is the history of
-    a sampler with stale weights; it moves on.
+    if there was one, and always of the first update's gradient program. `mismatch/*` are taken from
+    the same log-probs: in bypass mode with mini-batches, of the first mini-batch. `older` is the
+    history of a sampler with stale weights; it moves on.
 
     Raises:
       NonFiniteError: `programs.learning.max_skipped` updates in a row were not finite.
     """
     rollout = trimmed(rollout, programs.length_buckets)
-    compared = {}
+    compared = None
     if programs.compare is not None:
         source = older[0] if older else weights
-        compared = jax.device_get(programs.compare(weights, source, rollout))
-    batch, correction, checked = programs.experience(
-        weights, reference, state.correction, rollout, rewards
-    )
-    state = replace(state, correction=correction)
+        compared = programs.compare(weights, source, rollout)
+    greedy = None if greedy_rewards is None else jnp.asarray(greedy_rewards)
+    prepared = programs.experience(weights, reference, state.carried, rollout, rewards, greedy)
+    batch, checked = prepared.experience, prepared.exactness
+    state = replace(state, **prepared.carried._asdict())
+    if compared is None and prepared.trainer is not None:
+        compared = programs.mismatch_report(prepared.trainer, rollout)
     length = jnp.mean(rollout.lengths.astype(jnp.float32))
     unknown = length * jnp.float32(jnp.nan)
     before = int(state.skipped)
@@ -255,15 +176,30 @@ def learn(
             reports.append(report.metrics)
             if epoch == index == 0:
                 found.append(report.exactness)
-    reports = jax.device_get(reports)
+                if compared is None:
+                    compared = programs.mismatch_report(report.log_probs, rollout)
+    reports, compared, shaped = jax.device_get((reports, compared, prepared.metrics))
     skips = [report["skipped"] for report in reports]
-    metrics = {
-        name: float(np.mean([report[name] for report in reports])) for name in reports[0]
-    } | {"skipped": float(np.sum(skips))}
-    metrics |= {name: float(value) for name, value in compared.items()}
+    metrics = joined(reports) | {"skipped": float(np.sum(skips))}
+    metrics |= {name: float(value) for name, value in (shaped | compared).items()}
     metrics |= {k: float(v) for k, v in schedules.decay_report(state.optimizer).items()}
     check_finite(state, batch, most_in_a_row(before, skips), programs.learning.max_skipped)
     return state, weights, merged(found), metrics
+
+
+def joined(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """A step's metrics from those of its updates: means, of extremes the outermost."""
+
+    def over(name: str) -> float:
+        values = [report[name] for report in reports]
+        which = {"_max": np.max, "_min": np.min}.get(name[-4:], np.mean)
+        return float(which(values))
+
+    made = {name: over(name) for name in reports[0]}
+    if "noise_scale" in made:  # a mean of quotients is infinite as soon as one of them is
+        noise, signal = made["gradient_noise"], made["gradient_signal"]
+        made["noise_scale"] = noise / signal if signal > 0.0 else float("inf")
+    return made
 
 
 def trimmed(rollout: Rollout, buckets: int) -> Rollout:
@@ -328,16 +264,4 @@ def exact_metrics(found: Exactness) -> dict[str, float]:
         "unequal_tokens": float(unequal),
         "log_prob_difference_max": float(found.max_difference),
         "log_prob_difference_mean": float(found.mean_difference),
-    }
-
-
-def rollout_metrics(rollout: Rollout, rewards: jax.Array) -> dict[str, float]:
-    lengths, finished, rewards_ = jax.device_get((rollout.lengths, rollout.finished, rewards))
-    return {
-        "reward": float(np.mean(rewards_)),
-        "reward_std": float(np.std(rewards_)),
-        "response_length": float(np.mean(lengths)),
-        "response_length_max": float(np.max(lengths)),
-        "response_tokens": float(np.sum(lengths)),
-        "cut_share": float(1.0 - np.mean(finished)),
     }

@@ -31,16 +31,17 @@ from tim_jax import (
     warm_start,
 )
 from tim_jax.config import RunConfig
+from tim_jax.drawing import Sample
 from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 from tim_jax.jobs import Job, assemble, shown
-from tim_jax.learner import TrainState
+from tim_jax.learning import TrainState
 from tim_jax.model import hf
 from tim_jax.placement import SINGLE
 from tim_jax.preemption import Preemption
 from tim_jax.progress import Display, open_display
 from tim_jax.runs import Run
 from tim_jax.tasks.supervised import Quality, supervised
-from tim_jax.train import Sample, Step
+from tim_jax.train import Step
 from tim_jax.types import Rollout
 
 _EXTRA = {"held-out": "eval/reward"}
@@ -119,7 +120,7 @@ def _follow(job: Job, run: Run) -> None:
         if start < 0:
             state = _first_steps(job, state, run, writer, display)
             # The parameters are donated to the next update; a reference must outlive it.
-            reference = train.copied(state.params) if config.objective.kl_coefficient else None
+            reference = train.copied(state.params) if config.objective.has_reference else None
             history = train.first_history(job.programs.prepare(state.params), job.programs, ())
             run.save(0, runs.saved(state, reference, tuple(history)))
             _end_if(processes.any_of(preemption.asked), 0, config.steps)
@@ -150,6 +151,7 @@ def _steps(job: Job, run: Run, state: TrainState, reference: Any, history: Any) 
             steps=config.steps,
             prompts_per_step=config.learner.prompts_per_step,
             exact=config.exact == "required",
+            refills=config.learner.refills,
             reference=None if reference is None else job.programs.prepare(reference),
             history=history,
         )
@@ -231,7 +233,7 @@ def _first(job: Job) -> checkpoints.State:
     """What a run starts with."""
     built, params = job.programs, job.model.params
     state = built.init(params)
-    reference = state.params if job.config.objective.kl_coefficient else None
+    reference = state.params if job.config.objective.has_reference else None
     stale = built.mismatch.stale_updates
     history = train.first_history(built.prepare(params), built, ()) if stale else ()
     return runs.saved(state, reference, tuple(history))

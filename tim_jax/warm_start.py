@@ -10,10 +10,10 @@ import numpy as np
 import optax
 
 from tim_jax.compiled import jit
+from tim_jax.drawing import Text
 from tim_jax.errors import InputError
-from tim_jax.learner import Policy
+from tim_jax.learning import Policy
 from tim_jax.tasks.base import Example
-from tim_jax.train import Text
 from tim_jax.types import Rollout
 
 
@@ -54,7 +54,7 @@ def warm_start(
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
 
     def loss(params, batch: Rollout):
-        log_probs, _ = policy.score(policy.prepare(params), batch)
+        log_probs = policy.score(policy.prepare(params), batch).log_probs
         mask = batch.mask
         return -jnp.sum(jnp.where(mask, log_probs, 0.0)) / jnp.sum(mask, dtype=jnp.float32)
 

@@ -13,7 +13,7 @@ from setting import Setting, same_bits
 
 from tim_jax import audit, scoring
 from tim_jax.compiled import jit
-from tim_jax.learner import Policy
+from tim_jax.learning import Policy
 from tim_jax.numerics import Numerics
 from tim_jax.policy import Sampling
 from tim_jax.types import Rollout
@@ -47,9 +47,9 @@ def cases(setting: Setting) -> Iterator[Case]:
         policy = Policy(config, numerics, sampling)
 
         def loss(params):
-            log_probs, _ = scoring.score(
+            log_probs = scoring.score(
                 policy.prepare(params), rollout, config=config, numerics=numerics, sampling=sampling
-            )
+            ).log_probs
             return jnp.sum(log_probs), log_probs
 
         run = jit(jax.value_and_grad(loss, has_aux=True), numerics)

@@ -12,9 +12,9 @@ import optax
 from records import Case
 from setting import Setting, device_params, normal, parameters, seconds
 
-from tim_jax import learner, objectives, programs
+from tim_jax import objectives, programs
 from tim_jax.compiled import jit
-from tim_jax.learner import Learning, Policy, TrainState
+from tim_jax.learning import Experience, Learning, Policy, TrainState
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
 from tim_jax.policy import Sampling
@@ -172,7 +172,7 @@ def _learner(setting, config, numerics, amounts: Amounts):
     }
 
 
-def _experience(config: ModelConfig, rows: int, prompt: int, new: int) -> learner.Experience:
+def _experience(config: ModelConfig, rows: int, prompt: int, new: int) -> Experience:
     draw = partial(jax.random.randint, minval=0, maxval=config.vocab_size)
     rollout = Rollout(
         prompts=draw(jax.random.key(3), (rows, prompt)),
@@ -182,12 +182,13 @@ def _experience(config: ModelConfig, rows: int, prompt: int, new: int) -> learne
         log_probs=jnp.full((rows, new), -10.0),
         finished=jnp.ones((rows,), bool),
     )
-    return learner.Experience(
+    return Experience(
         rollout=rollout,
         advantages=normal(5, rows),
         mask=rollout.mask,
         old_log_probs=rollout.log_probs,
         coefficients=jnp.ones((rows, new)),
+        kept=rollout.mask,
     )
 
 

@@ -117,7 +117,7 @@ def _learner_log_probs(weights, rollout: Rollout, *, setting: Setting):
     """Log-probs [B, R], and the gradient: returned, so that it must be made."""
 
     def loss(weights):
-        log_probs, _ = scoring.score(weights, rollout, **setting._asdict())
+        log_probs = scoring.score(weights, rollout, **setting._asdict()).log_probs
         return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
 
     (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights)

@@ -14,7 +14,7 @@ from tim_jax import kernel_choice, placement, sampler, sharded
 from tim_jax.audit.cases import Again, Case, Score, Sizes, standard_cases
 from tim_jax.audit.comparing import CaseResult, compare, describe
 from tim_jax.compiled import jit
-from tim_jax.learner import Policy
+from tim_jax.learning import Policy
 from tim_jax.model import axes, transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.params import Params
@@ -226,7 +226,7 @@ def _log_probs(weights, rollout: Rollout, *, policy: Policy, how: Score):
         return local(weights, rollout)
     on = placement.mesh(policy.placement, jax.devices())
     if not how.gradient:
-        return sharded.scoring(policy, on, micro_batch=None)(weights, rollout), None
+        return sharded.scoring(policy, on, micro_batch=None)(weights, rollout)[0], None
     return sharded.differentiating(policy, on, local)(weights, rollout)
 
 
@@ -236,7 +236,7 @@ def _local_score(weights, rollout: Rollout, *, policy: Policy, how: Score):
         return score(weights, rollout, remat=how.remat)[0], None
 
     def loss(weights, part: Rollout):
-        log_probs, _ = score(weights, part, remat=how.remat)
+        log_probs = score(weights, part, remat=how.remat).log_probs
         return jnp.sum(jnp.where(part.mask, jnp.exp(log_probs), 0.0)), log_probs
 
     def add(total, part):

@@ -1,22 +1,27 @@
-"""Corrections of the mismatch between trainer and rollout policy, as optax transforms.
+"""Corrections of the mismatch between trainer and rollout policy: functions and optax transforms.
 
-See `blocks` for what a correction is, `recipes` for the named ones, `named` for configurations.
+`correct` is the plain function: log-ratios and a mask in, coefficients and metrics out. `recipes`
+are the corrections that the literature names, `blocks` what they are made of, `base` says what a
+correction is, `stages` when it is evaluated, `named` builds them from configurations.
 """
 
-from typing import cast
-
-import jax
-import jax.numpy as jnp
-
+from tim_jax.corrections.base import (
+    Block,
+    Bounds,
+    Correction,
+    Effect,
+    Reads,
+    chain,
+    declared,
+    map_coefficients,
+)
 from tim_jax.corrections.batch import (
     batch_mean,
+    mix_in_adaptively,
     normalise,
     normalise_by_running_mean,
-    shrink_denominator,
 )
 from tim_jax.corrections.blocks import (
-    Transform,
-    map_coefficients,
     mask_outside,
     mask_probability_difference,
     reject,
@@ -25,8 +30,10 @@ from tim_jax.corrections.blocks import (
     veto,
     where_advantage,
 )
-from tim_jax.corrections.named import BLOCKS, RECIPES, build, needs_whole_batch
+from tim_jax.corrections.named import BLOCKS, RECIPES, build
+from tim_jax.corrections.pure import Applied, Corrected, apply, coefficients, correct
 from tim_jax.corrections.recipes import (
+    ais,
     dppo,
     error_rejection,
     geometric_mis,
@@ -49,30 +56,33 @@ from tim_jax.corrections.recipes import (
     trust_region_masking,
     vexact,
 )
-
-
-def coefficients(
-    correction: Transform, *, log_ratio: jax.Array, mask: jax.Array, **extra: jax.Array
-) -> jax.Array:
-    """Returns f32[B, R], the coefficients of a correction without state, from the response mask on.
-
-    `log_ratio` f32[B, R] and `mask` bool[B, R] as in `blocks`; `extra` holds `log_probs`,
-    `advantages` and whatever else the chain reads. For a chain with state use `init` and `update`.
-    """
-    start = mask.astype(jnp.float32)
-    result, _ = correction.update(
-        start, correction.init(start), log_ratio=log_ratio, mask=mask, **extra
-    )
-    return cast(jax.Array, result)
-
+from tim_jax.corrections.report import bound_metrics, clipped_shares, correction_metrics
+from tim_jax.corrections.stages import Mode, Stages, check, join_state, split_state, stages
 
 __all__ = [
     "BLOCKS",
     "RECIPES",
-    "Transform",
+    "Applied",
+    "Block",
+    "Bounds",
+    "Corrected",
+    "Correction",
+    "Effect",
+    "Mode",
+    "Reads",
+    "Stages",
+    "ais",
+    "apply",
     "batch_mean",
+    "bound_metrics",
     "build",
+    "chain",
+    "check",
+    "clipped_shares",
     "coefficients",
+    "correct",
+    "correction_metrics",
+    "declared",
     "dppo",
     "error_rejection",
     "geometric_mis",
@@ -80,13 +90,14 @@ __all__ = [
     "geometric_rejection_sequence_tis",
     "geometric_rejection_token_tis",
     "icepop",
+    "join_state",
     "k3_rejection",
     "k3_rejection_token_tis",
     "kpop",
     "map_coefficients",
     "mask_outside",
     "mask_probability_difference",
-    "needs_whole_batch",
+    "mix_in_adaptively",
     "none",
     "normalise",
     "normalise_by_running_mean",
@@ -98,7 +109,8 @@ __all__ = [
     "sequence_mis",
     "sequence_tis",
     "sequence_tis_product_rejection",
-    "shrink_denominator",
+    "split_state",
+    "stages",
     "token_mis",
     "token_tis",
     "token_tis_veto",

@@ -1,4 +1,4 @@
-"""Blocks that need a statistic of the whole batch: normalisation and denominators.
+"""Blocks that need a statistic of the whole batch: normalisation, and adaptive mixing.
 
 The batch's statistic must not depend on how the batch was split. So `update` has to see the whole
 batch: with micro-batches, compute the log-ratios of all of them first. Each row is then summed in a
@@ -13,15 +13,22 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tim_jax.corrections.blocks import (
+from tim_jax import strict
+from tim_jax.corrections import ratios
+from tim_jax.corrections.base import (
+    Block,
+    Bounds,
+    Correction,
     Transform,
+    known_number,
     map_coefficients,
     map_leaves,
+    plain_number,
     take_extra,
 )
-from tim_jax.corrections.ratios import check_choice
+from tim_jax.corrections.blocks import checked_bounds
+from tim_jax.corrections.ratios import Level, check_choice
 from tim_jax.errors import InputError
-from tim_jax.objectives import Aggregation
 from tim_jax.sums import compensated_sum, row_count
 
 Unit = Literal["token", "sequence"]
@@ -30,7 +37,7 @@ Among = Literal["response", "survivors"]
 
 def normalise(
     unit: Unit = "token", *, among: Among = "response", axis_name: str | None = None
-) -> Transform:
+) -> Correction:
     """Divides the coefficients by their mean over the batch, so that they average 1.
 
     - unit token: the mean over tokens; unit sequence: the mean over sequences of each one's mean
@@ -48,7 +55,7 @@ def normalise(
         mean = batch_mean(coefficients, mask, unit=unit, among=among, axis_name=axis_name)
         return coefficients / jnp.where(mean != 0.0, mean, 1.0)
 
-    return map_coefficients("normalise", divide, needs=())
+    return map_coefficients("normalise", divide, needs=(), effect="scale", whole_batch=True)
 
 
 class RunningMeanState(NamedTuple):
@@ -59,15 +66,18 @@ class RunningMeanState(NamedTuple):
 
 def normalise_by_running_mean(
     unit: Unit = "token", *, decay: float = 0.99, axis_name: str | None = None
-) -> Transform:
+) -> Correction:
     """Divides by a running mean of the batches' means: `m <- m + (1 - decay) (mean - m)`, m_0 = 1.
 
-    The mean that divides a batch comes from the batches before it. So within a step the block is
-    row by row, and micro-batches need no pass of their own; with them, take the state of the last.
+    The mean that divides a batch comes from the batches before it. `update` must see a whole batch
+    at a time all the same, or the state would move once for every part of it. A batch without
+    tokens, or with a NaN, leaves the mean as it is.
     """
     check_choice("unit", unit, Unit)
-    if not 0.0 <= decay < 1.0:
+    known = known_number(decay)
+    if known is not None and not 0.0 <= known < 1.0:
         raise InputError(f"decay is {decay}; it must lie in [0, 1)")
+    decay = plain_number(decay)
 
     def init(params):
         del params
@@ -90,35 +100,59 @@ def normalise_by_running_mean(
         new = _mean_of(sums, counts, axis_name)
         mean = jax.lax.stop_gradient(state.mean + (1.0 - decay) * (new - state.mean))
         empty = jnp.sum(_gathered(counts, axis_name), dtype=jnp.int32) == 0
-        return divided, RunningMeanState(jnp.where(empty, state.mean, mean))
+        return divided, RunningMeanState(jnp.where(empty | jnp.isnan(new), state.mean, mean))
 
-    return Transform(init, update)
+    name = "normalise_by_running_mean"
+    block = Block(name, Transform(init, update), effect="scale", whole_batch=True)
+    return Correction((block,))
 
 
-def shrink_denominator(aggregation: Aggregation, *, axis_name: str | None = None) -> Transform:
-    """Scales survivors as if rejected tokens had never been in the loss's denominator.
+def mix_in_adaptively(
+    level: Level = "token", *, upper: float, kl_scale: float = 0.01, axis_name: str | None = None
+) -> Correction:
+    """Multiplies by `1 + m (min(ratio, upper) - 1)`, with one m in [0, 1] for the whole batch.
 
-    A token's coefficient is multiplied by its weight among survivors over its weight among all
-    response tokens, both of the loss's aggregation (`objectives.token_weights`): for token_mean,
-    by (response tokens) / (surviving tokens). Survivors are coefficients that are not 0 at this
-    point of the chain: put it right after the rejections, and before any mask whose tokens should
-    stay in the denominator. verl and slime shrink; NeMo-RL and OpenRLHF keep, which is the default
-    here. A loss whose weights already come from the survivors must not use it.
+    m = 0 leaves the gradient as it is, m = 1 is truncated importance sampling. m comes from three
+    figures of the batch, after AIS (Zhou et al., arXiv 2605.13907):
+
+    - reliability: the effective sample size of the truncated weights w over the number of tokens,
+      `mean(w)^2 / mean(w^2)`
+    - severity: `1 - exp(-K3 / kl_scale)`, K3 = mean(r - 1 - log r), nats a token
+    - amplification: `v / (1 + v)`, v the weights' standard deviation over their mean
+
+    and `m = reliability * max(severity, amplification)`: correct more where the policies differ
+    more, and less where few tokens would carry the correction. The paper's abstract names the three
+    figures and the mixture; how they are joined here is ours.
     """
-    check_choice("aggregation", aggregation, Aggregation)
+    check_choice("level", level, Level)
+    _, upper = checked_bounds(None, upper, what="the ratio")
+    known = known_number(kl_scale)
+    if known is not None and not known > 0.0:
+        raise InputError(f"kl_scale is {kl_scale}; it must be above 0")
+    kl_scale = plain_number(kl_scale)
 
-    def scale(coefficients, mask):
-        own = row_count(mask), row_count(mask & (coefficients != 0.0))
-        lengths, surviving = (_gathered(x, axis_name) for x in own)
-        if aggregation == "token_mean":
-            return coefficients * (_number(lengths) / _number(surviving))
-        factor = _number(lengths > 0) / _number(surviving > 0)
-        if aggregation == "sequence_mean_token_mean":
-            before, after = (jnp.maximum(x, 1).astype(jnp.float32) for x in own)
-            return coefficients * (factor * (before / after)[:, None])
-        return coefficients * factor
+    def mixed(coefficients, mask, log_ratio):
+        def mean(values):
+            return batch_mean(jnp.where(mask, values, 0.0), mask, axis_name=axis_name)
 
-    return map_coefficients("shrink_denominator", scale, needs=())
+        ratio = jnp.broadcast_to(ratios.ratio(log_ratio, mask, level), mask.shape)
+        weights = jnp.minimum(ratio, upper)
+        square, centre = mean(jnp.square(weights)), mean(weights)
+        reliability = jnp.square(centre) / jnp.where(square > 0.0, square, 1.0)
+        spread = jnp.sqrt(mean(jnp.square(weights - centre)))
+        amplification = spread / jnp.where(spread + centre > 0.0, spread + centre, 1.0)
+        divergence = mean(ratios.token_statistic("k3", log_ratio))
+        severity = 1.0 - strict.exp(-divergence / kl_scale)
+        share = reliability * jnp.maximum(severity, amplification)
+        return coefficients * (1.0 + strict.alone(share * (weights - 1.0)))
+
+    return map_coefficients(
+        "mix_in_adaptively",
+        mixed,
+        needs=("log_ratio",),
+        whole_batch=True,
+        bounds=Bounds(level, None, upper),
+    )
 
 
 def batch_mean(

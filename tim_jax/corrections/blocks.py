@@ -1,22 +1,21 @@
-"""Building blocks of corrections, each an optax transform over the token coefficients.
+"""Building blocks of corrections; see `base` for what a correction is.
 
-With a policy loss `L = sum_t w_t c_t l_t`, where `l_t` depends on `log pi(a_t)` and no gradient
-flows through the coefficient `c_t`, the gradient with respect to `log pi(a_t)` is linear in `c_t`.
-So a correction maps coefficients to coefficients: `updates` is the f32[B, R] array of them (to
-begin with, the response mask) or a pytree of such arrays, each a batch of its own. Extra arguments:
+Extra arguments of `update`:
 
 - `log_ratio`: f32[B, R], trainer's minus rollout's log-prob of each token
 - `mask`: bool[B, R], True on response tokens; coefficients elsewhere become 0
 - `log_probs` (f32[B, R], the trainer's), `advantages` (f32[B] or f32[B, R]), `divergence`
   (f32[B, R]): only where a block says so. Unknown extras are ignored
 
-Every bound is a bound on the ratio r = pi_train / pi_rollout or on a named statistic of it, never
-on the running coefficient; so all blocks that only multiply commute. Order matters for three:
-`normalise`, `normalise_by_running_mean` and `shrink_denominator` look at the coefficients so far.
-Bounds must leave the on-policy ratio alone, so that zero mismatch gives coefficients of exactly 1.
+Log-probs of any float dtype are taken; the arithmetic is float32. Every bound is a bound on the
+ratio r = pi_train / pi_rollout or on a named statistic of it, never on the running coefficient; so
+all blocks that only multiply commute. Order matters for those that look at the coefficients so far
+(`normalise`, `normalise_by_running_mean`, `mix_in_adaptively`). Bounds must leave the on-policy
+ratio alone, so that zero mismatch gives coefficients of exactly 1. They may be traced numbers
+(`optax.inject_hyperparams`); then nothing about them can be refused.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -24,15 +23,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tim_jax import strict
 from tim_jax.corrections import ratios
+from tim_jax.corrections.base import (
+    Block,
+    Bounds,
+    Correction,
+    Transform,
+    chain,
+    known_number,
+    map_coefficients,
+    map_leaves,
+    plain_number,
+    take_extra,
+)
 from tim_jax.corrections.ratios import Level, Over, Statistic, check_choice
 from tim_jax.errors import InputError
 
 Sign = Literal["positive", "negative"]
-Transform = optax.GradientTransformationExtraArgs
+Bound = float | jax.Array | None
 
 
-def scale_by_ratio(level: Level = "token") -> Transform:
+def scale_by_ratio(level: Level = "token") -> Correction:
     """Multiplies by the importance ratio at a level (see `ratios.ratio`), not truncated.
 
     Unbiased at level sequence (arXiv 2602.01826, eq. 4), up to the bound of e^20, and of a variance
@@ -48,46 +60,58 @@ def scale_by_ratio(level: Level = "token") -> Transform:
 
 def scale_by_truncated_ratio(
     level: Level = "token", *, upper: float, lower: float | None = None
-) -> Transform:
+) -> Correction:
     """Multiplies by `min(ratio, upper)`, or by the ratio clipped to [lower, upper] (TIS).
 
     Yao et al. 2025; arXiv 2602.01826, eq. 5. With `lower` it is the two-sided form of OpenRLHF and
     slime, without it that of verl and tunix.
     """
     check_choice("level", level, Level)
-    check_bounds(lower, upper, what="the ratio")
+    lower, upper = checked_bounds(lower, upper, what="the ratio")
 
     def scale(coefficients, mask, log_ratio):
         return coefficients * jnp.clip(ratios.ratio(log_ratio, mask, level), lower, upper)
 
-    return map_coefficients("scale_by_truncated_ratio", scale, needs=("log_ratio",))
+    return map_coefficients(
+        "scale_by_truncated_ratio",
+        scale,
+        needs=("log_ratio",),
+        bounds=Bounds(level, lower, upper),
+    )
 
 
 def mask_outside(
     level: Level = "token", *, lower: float | None = None, upper: float | None = None
-) -> Transform:
+) -> Correction:
     """Zeroes the coefficients of tokens, or of sequences, whose ratio is outside [lower, upper].
 
     With `scale_by_ratio` at the same level this is MIS (arXiv 2602.01826, eq. 6) or, two-sided at
-    level token, IcePop (arXiv 2510.18855). The bounds belong to the interval.
+    level token, IcePop (arXiv 2510.18855). The bounds belong to the interval. A masked token stays
+    in the loss's denominator; `reject` is the one that takes it out.
     """
     check_choice("level", level, Level)
-    check_bounds(lower, upper, what="the ratio")
+    lower, upper = checked_bounds(lower, upper, what="the ratio")
 
     def keep(coefficients, mask, log_ratio):
         inside = _inside(ratios.ratio(log_ratio, mask, level), lower, upper)
         return jnp.where(inside, coefficients, 0.0)
 
-    return map_coefficients("mask_outside", keep, needs=("log_ratio",))
+    return map_coefficients(
+        "mask_outside",
+        keep,
+        needs=("log_ratio",),
+        effect="mask",
+        bounds=Bounds(level, lower, upper),
+    )
 
 
 def reject(
     statistic: Statistic,
     *,
     over: Over,
-    lower: float | None = None,
-    upper: float | None = None,
-) -> Transform:
+    lower: Bound = None,
+    upper: Bound = None,
+) -> Correction:
     """Zeroes tokens (`over="token"`) or whole sequences whose statistic is outside [lower, upper].
 
     `over` says how the statistic of a sequence comes from its tokens': sum, mean or max (max: every
@@ -101,6 +125,7 @@ def reject(
     check_choice("statistic", statistic, Statistic)
     check_choice("over", over, Over)
     _check_statistic_bounds(statistic, over, lower, upper)
+    lower, upper = plain_number(lower), plain_number(upper)
     needs = {"binary_kl": ("log_ratio", "log_probs"), "divergence": ("log_ratio", "divergence")}
 
     def keep(coefficients, mask, log_ratio, other=None):
@@ -110,29 +135,33 @@ def reject(
         return jnp.where(inside, coefficients, 0.0)
 
     return map_coefficients(
-        f"reject({statistic!r})", keep, needs=needs.get(statistic, ("log_ratio",))
+        f"reject({statistic!r})",
+        keep,
+        needs=needs.get(statistic, ("log_ratio",)),
+        effect="reject",
     )
 
 
-def veto(threshold: float = 1e-4) -> Transform:
+def veto(threshold: float = 1e-4) -> Correction:
     """Zeroes every sequence with a token whose ratio is below `threshold` (verl until 2025, slime).
 
     The ratio is not held within ±20 here: thresholds down to 1e-30 mean what they say.
     """
-    if not 0.0 < _number(threshold) < 1.0:
+    known = known_number(threshold)
+    if known is not None and not 0.0 < known < 1.0:
         raise InputError(f"veto threshold is {threshold}; it must lie in (0, 1)")
-    limit = float(np.log(threshold))
+    limit = _log(threshold)
 
     def keep(coefficients, mask, log_ratio):
         fatal = jnp.any(mask & (log_ratio < limit), axis=-1, keepdims=True)
         return jnp.where(fatal, 0.0, coefficients)
 
-    return map_coefficients("veto", keep, needs=("log_ratio",))
+    return map_coefficients("veto", keep, needs=("log_ratio",), effect="reject")
 
 
 def mask_probability_difference(
     *, lower: float | None = None, upper: float | None = None
-) -> Transform:
+) -> Correction:
     """Zeroes tokens whose `pi_train - pi_rollout` is outside [lower, upper]. Needs `log_probs`.
 
     A difference of probabilities, not of their logarithms: blind to rare tokens, whose ratio may be
@@ -141,27 +170,58 @@ def mask_probability_difference(
     if lower is None and upper is None:
         raise InputError("mask_probability_difference has no bound; give lower, upper or both")
     for name, bound, good in (("lower", lower, (-1.0, 0.0)), ("upper", upper, (0.0, 1.0))):
-        if bound is not None and not good[0] <= _number(bound) <= good[1]:
+        known = 0.0 if bound is None else known_number(bound)
+        if known is not None and not good[0] <= known <= good[1]:
             raise InputError(
                 f"{name} is {bound}; as a bound on the probability difference it must lie in"
                 f" [{good[0]:g}, {good[1]:g}]"
             )
+    lower, upper = plain_number(lower), plain_number(upper)
 
     def keep(coefficients, mask, log_ratio, log_probs):
         del mask
         train, rollout = ratios.probabilities(log_probs, log_ratio)
         return jnp.where(_inside(train - rollout, lower, upper), coefficients, 0.0)
 
-    return map_coefficients("mask_probability_difference", keep, needs=("log_ratio", "log_probs"))
+    return map_coefficients(
+        "mask_probability_difference", keep, needs=("log_ratio", "log_probs"), effect="mask"
+    )
 
 
-def where_advantage(sign: Sign, inner: optax.GradientTransformation) -> Transform:
+def where_advantage(sign: Sign, inner: optax.GradientTransformation) -> Correction:
     """Applies `inner` where the advantage is above (or below) 0 and leaves the rest as it is.
 
-    Needs `advantages`. `inner` sees the whole batch; a row statistic of it is over the whole row.
+    Needs `advantages`. Each block of `inner` sees the whole batch; a row statistic of it is over
+    the whole row. It keeps its effect and the log-probs that it reads.
     """
     check_choice("sign", sign, Sign)
-    inner = optax.with_extra_args_support(inner)
+    return Correction(tuple(_chosen(sign, block) for block in chain(inner).blocks))
+
+
+def checked_bounds(lower: Any, upper: Any, *, what: str) -> tuple[Any, Any]:
+    """Returns both as `plain_number`s, and refuses bounds on a ratio that make no sense.
+
+    Those are negative, crossed, absent, or exclude 1.
+    """
+    if lower is None and upper is None:
+        raise InputError(f"no bound on {what}; give lower, upper or both")
+    known = {}
+    for name, bound in (("lower", lower), ("upper", upper)):
+        known[name] = None if bound is None else known_number(bound)
+        if known[name] is not None and not known[name] > 0.0:
+            raise InputError(f"{name} is {bound}; a bound on {what} must be above 0")
+    low, high = known["lower"], known["upper"]
+    if low is not None and high is not None and low > high:
+        raise InputError(f"lower is {lower}, above upper, which is {upper}")
+    if low is not None and low > 1.0:
+        raise InputError(f"lower is {lower}; above 1 it would change on-policy tokens")
+    if high is not None and not high >= 1.0:
+        raise InputError(f"upper is {upper}; below 1 it would change on-policy tokens")
+    return plain_number(lower), plain_number(upper)
+
+
+def _chosen(sign: Sign, block: Block) -> Block:
+    """The block, where the advantage has the sign."""
 
     def choose(coefficients, mask, advantages, changed):
         del mask
@@ -170,79 +230,20 @@ def where_advantage(sign: Sign, inner: optax.GradientTransformation) -> Transfor
 
     def update(updates, state, params=None, **extra):
         mask, advantages = (take_extra(extra, x, "where_advantage") for x in ("mask", "advantages"))
-        changed, state = inner.update(updates, state, params, **extra)
-        return map_leaves(choose, updates, mask, advantages, changed), state
+        changed, state = block.transform.update(updates, state, params, **extra)
+        return map_leaves(choose, updates, mask, advantages=advantages, changed=changed), state
 
-    return Transform(inner.init, update)
-
-
-def map_coefficients(
-    what: str, function: Callable[..., jax.Array], *, needs: tuple[str, ...]
-) -> Transform:
-    """Makes a stateless block from `function(coefficients, mask, *needs) -> coefficients`.
-
-    The way to write a block of one's own: `function` sees one f32[B, R] array at a time, `mask` as
-    bool and the named extra arguments; the result is cut to the mask and carries no gradient.
-    `what` names the block when an extra argument is missing (InputError).
-    """
-
-    def update(updates, state, params=None, **extra):
-        del params
-        arguments = [take_extra(extra, name, what) for name in ("mask", *needs)]
-        return map_leaves(function, updates, *arguments), state
-
-    return Transform(lambda params: optax.EmptyState(), update)
-
-
-def map_leaves(function: Callable[..., jax.Array], updates: Any, *trees: Any) -> Any:
-    """Applies `function(coefficients, mask, ...)` to each array, leaving optax's masked nodes."""
-
-    def one(coefficients, mask, *arguments):
-        if is_masked_node(coefficients):
-            return coefficients
-        mask = mask.astype(bool)
-        coefficients = jnp.where(mask, coefficients.astype(jnp.float32), 0.0)
-        result = function(coefficients, mask, *arguments)
-        return jax.lax.stop_gradient(jnp.where(mask, result, 0.0))
-
-    return jax.tree.map(one, updates, *trees, is_leaf=is_masked_node)
-
-
-def is_masked_node(leaf: Any) -> bool:
-    """True for the place that `optax.masked` or `optax.partition` leaves for another transform."""
-    return isinstance(leaf, optax.MaskedNode)
-
-
-def take_extra(extra: dict[str, Any], name: str, what: str) -> Any:
-    """Returns an extra argument of `update`, or says in one line which one is missing."""
-    if extra.get(name) is None:
-        raise InputError(f"{what} needs the extra argument {name!r} in update(...)")
-    return extra[name]
-
-
-def check_bounds(lower: float | None, upper: float | None, *, what: str) -> None:
-    """Refuses bounds on a ratio that are negative, crossed, absent, or that exclude 1."""
-    if lower is None and upper is None:
-        raise InputError(f"no bound on {what}; give lower, upper or both")
-    for name, bound in (("lower", lower), ("upper", upper)):
-        if bound is not None and not _number(bound) > 0.0:
-            raise InputError(f"{name} is {bound}; a bound on {what} must be above 0")
-    if lower is not None and upper is not None and lower > upper:
-        raise InputError(f"lower is {lower}, above upper, which is {upper}")
-    if lower is not None and lower > 1.0:
-        raise InputError(f"lower is {lower}; above 1 it would change on-policy tokens")
-    if upper is not None and not upper >= 1.0:
-        raise InputError(f"upper is {upper}; below 1 it would change on-policy tokens")
-
-
-def _number(value: object) -> float:
-    """The value if it is a number, else NaN: that fails every check, whose message names it."""
-    return float(value) if isinstance(value, int | float) else float("nan")
+    return replace(
+        block,
+        name=f"where_advantage({sign!r}, {block.name})",
+        transform=Transform(block.transform.init, update),
+        bounds=None,
+    )
 
 
 def _check_statistic_bounds(statistic, over, lower, upper) -> None:
     if statistic in ("ratio", "k1"):
-        check_bounds(lower, upper, what="the ratio")
+        checked_bounds(lower, upper, what="the ratio")
         if statistic == "ratio" and over == "sum":
             raise InputError(
                 "reject('ratio', over='sum') grows with length; 'k1' bounds the product"
@@ -253,15 +254,15 @@ def _check_statistic_bounds(statistic, over, lower, upper) -> None:
     least = 1.0 if statistic == "error" else 0.0
     if statistic == "error" and over == "sum":
         raise InputError("reject('error', over='sum') grows with length; use over='mean'")
-    if upper is None or not _number(upper) >= least:
+    known = known_number(upper)
+    if known is not None and not known >= least:
         raise InputError(f"upper is {upper}; for {statistic!r} it must be {least:g} or more")
 
 
 def _inside_statistic(tokens, mask, statistic, over, bounds) -> jax.Array:
     lower, upper = bounds
     if statistic == "k1":
-        lower = None if lower is None else float(np.log(lower))
-        upper = None if upper is None else float(np.log(upper))
+        lower, upper = (None if bound is None else _log(bound) for bound in bounds)
     if over == "max":
         return jnp.all(~mask | _inside(tokens, lower, upper), axis=-1, keepdims=True)
     if over != "token":
@@ -269,10 +270,16 @@ def _inside_statistic(tokens, mask, statistic, over, bounds) -> jax.Array:
     return _inside(tokens, lower, upper)
 
 
-def _inside(values: jax.Array, lower: float | None, upper: float | None) -> jax.Array:
+def _inside(values: jax.Array, lower: Any, upper: Any) -> jax.Array:
     inside = jnp.ones(values.shape, bool)
     if lower is not None:
         inside &= values >= lower
     if upper is not None:
         inside &= values <= upper
     return inside
+
+
+def _log(bound: Any) -> Any:
+    """The logarithm of a bound: to float64's precision where its value is known."""
+    known = known_number(bound)
+    return strict.log(jnp.asarray(bound, jnp.float32)) if known is None else float(np.log(known))

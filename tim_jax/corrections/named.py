@@ -10,12 +10,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import optax
-
-from tim_jax.corrections import batch, blocks, recipes
+from tim_jax.corrections import base, batch, blocks, recipes
 from tim_jax.errors import InputError, did_you_mean
 
-RECIPES: dict[str, Callable[..., blocks.Transform]] = {
+RECIPES: dict[str, Callable[..., base.Correction]] = {
     "none": recipes.none,
     "token_tis": recipes.token_tis,
     "sequence_tis": recipes.sequence_tis,
@@ -37,9 +35,10 @@ RECIPES: dict[str, Callable[..., blocks.Transform]] = {
     "off_policy_sequence_mask": recipes.off_policy_sequence_mask,
     "error_rejection": recipes.error_rejection,
     "vexact": recipes.vexact,
+    "ais": recipes.ais,
 }
 
-BLOCKS: dict[str, Callable[..., blocks.Transform]] = {
+BLOCKS: dict[str, Callable[..., base.Correction]] = {
     "scale_by_ratio": blocks.scale_by_ratio,
     "scale_by_truncated_ratio": blocks.scale_by_truncated_ratio,
     "mask_outside": blocks.mask_outside,
@@ -48,13 +47,11 @@ BLOCKS: dict[str, Callable[..., blocks.Transform]] = {
     "mask_probability_difference": blocks.mask_probability_difference,
     "normalise": batch.normalise,
     "normalise_by_running_mean": batch.normalise_by_running_mean,
-    "shrink_denominator": batch.shrink_denominator,
+    "mix_in_adaptively": batch.mix_in_adaptively,
 }
 
-WHOLE_BATCH = ("normalise", "shrink_denominator")
 
-
-def build(entries: Iterable[Mapping[str, Any]]) -> blocks.Transform:
+def build(entries: Iterable[Mapping[str, Any]]) -> base.Correction:
     """Returns the chain of recipes and blocks named by the entries, in their order.
 
     An entry is a table with `name` and the keyword arguments of that function. No entries: no
@@ -63,18 +60,10 @@ def build(entries: Iterable[Mapping[str, Any]]) -> blocks.Transform:
     Raises:
         InputError: unknown name or argument, a missing one, or a value that the function refuses.
     """
-    chain = [_build_one(entry) for entry in entries]
-    return optax.chain(*chain) if chain else recipes.none()
+    return base.chain(*(_build_one(entry) for entry in entries))
 
 
-def needs_whole_batch(entries: Iterable[Mapping[str, Any]]) -> bool:
-    """True if the chain takes a statistic of the whole batch, which a micro-batch would change."""
-    return any(
-        entry.get("name") in WHOLE_BATCH or entry.get("shrink") is not None for entry in entries
-    )
-
-
-def _build_one(entry: Mapping[str, Any]) -> blocks.Transform:
+def _build_one(entry: Mapping[str, Any]) -> base.Correction:
     known = {**RECIPES, **BLOCKS}
     if "name" not in entry:
         raise InputError(
@@ -96,7 +85,8 @@ def _build_one(entry: Mapping[str, Any]) -> blocks.Transform:
 
 
 def _check_number(name: str, argument: str, annotation: object, value: object) -> None:
-    if annotation not in (float, float | None) or value is None:
+    if annotation not in (float, float | None, blocks.Bound) or value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    known = base.known_number(value)
+    if known is not None and known != known:
         raise InputError(f"correction {name!r}: {argument} is {value!r}; it must be a number")

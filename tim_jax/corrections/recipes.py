@@ -1,20 +1,21 @@
 """Corrections by the names of the literature, each one chain of blocks.
 
-Caps and bounds are on r = pi_train / pi_rollout. `shrink` names the loss's aggregation if rejected
-tokens are to leave its denominator too, as in verl and slime; None keeps it, as in NeMo-RL. In
-chains the rejections come first, so that `shrink_denominator` sees them alone. The same recipe
-serves bypass mode (log-ratio of the policy with gradient over the rollout's) and recompute mode
-(of the recomputed old policy over the rollout's).
+Caps and bounds are on r = pi_train / pi_rollout. Which pi_train that is, each recipe says: the
+trainer's policy at the weights that sampled ("old"), which makes the ratio the mismatch alone, or
+that of each update ("current"). In bypass mode there is no old policy: all of them read the current
+one (`stages`). What a rejection does to the loss's denominator is the loss's business
+(`Objective.denominator`).
 """
 
 from typing import Literal
 
+import jax.numpy as jnp
 import numpy as np
-import optax
 
-from tim_jax.corrections.batch import shrink_denominator
+from tim_jax import strict
+from tim_jax.corrections.base import Correction, chain, declared, known_number, plain_number
+from tim_jax.corrections.batch import mix_in_adaptively
 from tim_jax.corrections.blocks import (
-    Transform,
     mask_outside,
     mask_probability_difference,
     reject,
@@ -24,59 +25,54 @@ from tim_jax.corrections.blocks import (
     where_advantage,
 )
 from tim_jax.errors import InputError
-from tim_jax.objectives import Aggregation
 
 
-def none() -> Transform:
+def none() -> Correction:
     """No correction: coefficients stay the response mask (verl's `disabled`)."""
-    return optax.with_extra_args_support(optax.identity())
+    return chain()
 
 
-def token_tis(*, cap: float = 2.0) -> Transform:
+def token_tis(*, cap: float = 2.0) -> Correction:
     """Token-level truncated importance sampling, `min(r_t, cap)` (Yao et al. 2025; 2602.01826)."""
-    return optax.chain(scale_by_truncated_ratio("token", upper=cap))
+    return scale_by_truncated_ratio("token", upper=cap)
 
 
-def sequence_tis(*, cap: float = 2.0) -> Transform:
+def sequence_tis(*, cap: float = 2.0) -> Correction:
     """Sequence-level TIS, `min(prod_t r_t, cap)` on every token (Liu et al. 2025)."""
-    return optax.chain(scale_by_truncated_ratio("sequence", upper=cap))
+    return scale_by_truncated_ratio("sequence", upper=cap)
 
 
-def token_mis(*, cap: float = 2.0) -> Transform:
+def token_mis(*, cap: float = 2.0) -> Correction:
     """Token-level masked importance sampling, `r_t 1[r_t <= cap]` (2602.01826, eq. 6, C = 2)."""
-    return optax.chain(scale_by_ratio("token"), mask_outside("token", upper=cap))
+    return chain(scale_by_ratio("token"), mask_outside("token", upper=cap))
 
 
-def sequence_mis(*, cap: float = 3.0) -> Transform:
+def sequence_mis(*, cap: float = 3.0) -> Correction:
     """Sequence-level MIS, `R 1[R <= cap]`, R = prod_t r_t (Liu et al. 2025; TRL's default, 3)."""
-    return optax.chain(scale_by_ratio("sequence"), mask_outside("sequence", upper=cap))
+    return chain(scale_by_ratio("sequence"), mask_outside("sequence", upper=cap))
 
 
-def geometric_mis(*, lower: float = 0.999, upper: float = 1.001) -> Transform:
+def geometric_mis(*, lower: float = 0.999, upper: float = 1.001) -> Correction:
     """MIS with the length-normalised ratio, `g 1[lower <= g <= upper]`, g = exp(mean_t d_t)."""
-    return optax.chain(
-        scale_by_ratio("geometric"), mask_outside("geometric", lower=lower, upper=upper)
-    )
+    return chain(scale_by_ratio("geometric"), mask_outside("geometric", lower=lower, upper=upper))
 
 
-def icepop(*, lower: float = 0.5, upper: float = 5.0) -> Transform:
+def icepop(*, lower: float = 0.5, upper: float = 5.0) -> Correction:
     """IcePop, `r_t 1[lower <= r_t <= upper]` (arXiv 2510.18855). The denominator is kept."""
-    return optax.chain(scale_by_ratio("token"), mask_outside("token", lower=lower, upper=upper))
+    return chain(scale_by_ratio("token"), mask_outside("token", lower=lower, upper=upper))
 
 
-def kpop(*, bound: float = 0.1) -> Transform:
+def kpop(*, bound: float = 0.1) -> Correction:
     """KPop (Ring-2.6, 2026): IcePop with a region of binary KL, both ways at most `bound`.
 
     Needs `log_probs`.
     """
-    return optax.chain(scale_by_ratio("token"), reject("binary_kl", over="token", upper=bound))
+    return chain(scale_by_ratio("token"), reject("binary_kl", over="token", upper=bound))
 
 
-def geometric_rejection(
-    *, lower: float = 0.999, upper: float = 1.001, shrink: Aggregation | None = None
-) -> Transform:
+def geometric_rejection(*, lower: float = 0.999, upper: float = 1.001) -> Correction:
     """Keeps sequences with `lower <= exp(mean_t d_t) <= upper`, unweighted (verl's geo_rs)."""
-    return optax.chain(*_rejection("k1", "mean", (lower, upper), shrink))
+    return _rejection("k1", "mean", (lower, upper))
 
 
 def geometric_rejection_token_tis(
@@ -84,11 +80,10 @@ def geometric_rejection_token_tis(
     lower: float = 0.999,
     upper: float = 1.001,
     cap: float = 2.0,
-    shrink: Aggregation | None = None,
-) -> Transform:
+) -> Correction:
     """`geometric_rejection` with token TIS on the survivors (verl's geo_rs_token_tis)."""
-    return optax.chain(
-        *_rejection("k1", "mean", (lower, upper), shrink),
+    return chain(
+        _rejection("k1", "mean", (lower, upper)),
         scale_by_truncated_ratio("token", upper=cap),
     )
 
@@ -98,26 +93,23 @@ def geometric_rejection_sequence_tis(
     lower: float = 0.999,
     upper: float = 1.001,
     cap: float = 2.0,
-    shrink: Aggregation | None = None,
-) -> Transform:
+) -> Correction:
     """`geometric_rejection` with sequence TIS on the survivors (verl's geo_rs_seq_tis)."""
-    return optax.chain(
-        *_rejection("k1", "mean", (lower, upper), shrink),
+    return chain(
+        _rejection("k1", "mean", (lower, upper)),
         scale_by_truncated_ratio("sequence", upper=cap),
     )
 
 
-def k3_rejection(*, bound: float = 0.01, shrink: Aggregation | None = None) -> Transform:
+def k3_rejection(*, bound: float = 0.01) -> Correction:
     """Keeps sequences with `mean_t (r_t - 1 - log r_t) <= bound`, unweighted (verl's k3_rs)."""
-    return optax.chain(*_rejection("k3", "mean", (None, bound), shrink))
+    return _rejection("k3", "mean", (None, bound))
 
 
-def k3_rejection_token_tis(
-    *, bound: float = 0.01, cap: float = 2.0, shrink: Aggregation | None = None
-) -> Transform:
+def k3_rejection_token_tis(*, bound: float = 0.01, cap: float = 2.0) -> Correction:
     """`k3_rejection` with token TIS on the survivors (verl's k3_rs_token_tis)."""
-    return optax.chain(
-        *_rejection("k3", "mean", (None, bound), shrink),
+    return chain(
+        _rejection("k3", "mean", (None, bound)),
         scale_by_truncated_ratio("token", upper=cap),
     )
 
@@ -127,73 +119,68 @@ def sequence_tis_product_rejection(
     cap: float = 2.0,
     lower: float = 0.5,
     upper: float = 2.0,
-    shrink: Aggregation | None = None,
-) -> Transform:
+) -> Correction:
     """Sequence TIS on sequences whose product ratio is in [lower, upper] (verl's seq_is_rs)."""
-    return optax.chain(
-        *_rejection("k1", "sum", (lower, upper), shrink),
+    return chain(
+        _rejection("k1", "sum", (lower, upper)),
         scale_by_truncated_ratio("sequence", upper=cap),
     )
 
 
-def seq_mask_tis(
-    *, lower: float = 0.999, upper: float = 1.002, shrink: Aggregation | None = None
-) -> Transform:
+def seq_mask_tis(*, lower: float = 0.999, upper: float = 1.002) -> Correction:
     """Geometric filter; survivors keep the raw, untruncated token ratio (NeMo-RL, OpenRLHF)."""
-    return optax.chain(*_rejection("k1", "mean", (lower, upper), shrink), scale_by_ratio("token"))
+    return chain(_rejection("k1", "mean", (lower, upper)), scale_by_ratio("token"))
 
 
-def token_tis_veto(
-    *, cap: float = 2.0, threshold: float = 1e-4, shrink: Aggregation | None = None
-) -> Transform:
+def token_tis_veto(*, cap: float = 2.0, threshold: float = 1e-4) -> Correction:
     """Token TIS; a token with `r_t < threshold` rejects its sequence (verl until 2025, slime)."""
-    return optax.chain(
-        veto(threshold), *_shrink(shrink), scale_by_truncated_ratio("token", upper=cap)
-    )
+    return chain(veto(threshold), scale_by_truncated_ratio("token", upper=cap))
 
 
 def trust_region_masking(
     *,
     bound: float,
     statistic: Literal["k3", "divergence"] = "k3",
-    shrink: Aggregation | None = None,
-) -> Transform:
+) -> Correction:
     """Keeps sequences with `max_t D_t <= bound`, unweighted (TRM, arXiv 2512.23075).
 
     D_t is the k3 surrogate, or with statistic "divergence" the exact KL per token that the caller
     passes as `divergence`. The paper has no one default for the bound.
     """
-    return optax.chain(*_rejection(statistic, "max", (None, bound), shrink))
+    return _rejection(statistic, "max", (None, bound))
 
 
-def dppo(*, bound: float = 0.2) -> Transform:
+def dppo(*, bound: float = 0.2) -> Correction:
     """DPPO's mask (arXiv 2602.04879; prime-rl): drops a token when the update would widen the gap,
 
     `A > 0 and pi_train - pi_rollout > bound`, or `A < 0 and pi_train - pi_rollout < -bound`.
-    Unweighted. Needs `log_probs` and `advantages`.
+    Unweighted, on the policy of each update ("current"). Needs `log_probs` and `advantages`. The
+    paper's whole objective, with the ratio as its weight, is the loss `dppo_tv`.
     """
-    return optax.chain(
+    masks = chain(
         where_advantage("positive", mask_probability_difference(upper=bound)),
-        where_advantage("negative", mask_probability_difference(lower=-bound)),
+        where_advantage("negative", mask_probability_difference(lower=-plain_number(bound))),
     )
+    return declared(masks, reads="current")
 
 
-def off_policy_sequence_mask(*, bound: float = 0.5, shrink: Aggregation | None = None) -> Transform:
+def off_policy_sequence_mask(*, bound: float = 0.5) -> Correction:
     """DeepSeek-V3.2's off-policy mask: drops a sequence with `A < 0` and `-mean_t d_t > bound`.
 
-    Unweighted. Needs `advantages`.
+    Unweighted, on the policy of each update ("current"); what it drops stays in the denominator.
+    Needs `advantages`.
     """
-    if not bound >= 0.0:
+    known = known_number(bound)
+    if known is not None and not known >= 0.0:
         raise InputError(f"bound is {bound}; it must be 0 or more")
-    lower = float(np.exp(-bound))
-    return optax.chain(
-        where_advantage("negative", reject("k1", over="mean", lower=lower)), *_shrink(shrink)
-    )
+    lower = strict.exp(-jnp.asarray(bound, jnp.float32)) if known is None else np.exp(-known)
+    below = where_advantage("negative", reject("k1", over="mean", lower=lower))
+    return declared(below, reads="current", effect="mask")
 
 
-def error_rejection(*, bound: float = 2.0, shrink: Aggregation | None = None) -> Transform:
+def error_rejection(*, bound: float = 2.0) -> Correction:
     """Keeps sequences with `mean_t exp|d_t| <= bound` (NeMo-RL's seq_logprob_error_threshold)."""
-    return optax.chain(*_rejection("error", "mean", (None, bound), shrink))
+    return _rejection("error", "mean", (None, bound))
 
 
 def vexact(
@@ -201,27 +188,32 @@ def vexact(
     cap: float = 2.0,
     bound: float = 0.001,
     statistic: Literal["k1", "k3"] = "k1",
-    shrink: Aggregation | None = None,
-) -> Transform:
+) -> Correction:
     """The VeXact paper's best remedy (arXiv 2605.14220, 4.2): token TIS and sequence rejection.
 
     Truncation at `cap` with rejection at `bound`: for k1 the geometric ratio must lie within
     1 ± bound, for k3 its mean must be at most `bound`. The ratio is trainer over rollout at the
     same weights; on the PPO ratio the paper found it to work less well.
     """
-    if not 0.0 <= bound < 1.0:
+    known = known_number(bound)
+    if known is not None and not 0.0 <= known < 1.0:
         raise InputError(f"bound is {bound}; it must lie in [0, 1)")
+    bound = plain_number(bound)
     bounds = (1.0 - bound, 1.0 + bound) if statistic == "k1" else (None, bound)
-    return optax.chain(
-        *_rejection(statistic, "mean", bounds, shrink),
+    return chain(
+        _rejection(statistic, "mean", bounds),
         scale_by_truncated_ratio("token", upper=cap),
     )
 
 
-def _rejection(statistic, over, bounds, shrink) -> tuple[Transform, ...]:
+def ais(*, cap: float = 2.0, kl_scale: float = 0.01) -> Correction:
+    """AIS (arXiv 2605.13907): token TIS, mixed in as far as the batch calls for it.
+
+    See `mix_in_adaptively` for the mixture, and for what of it is ours.
+    """
+    return mix_in_adaptively("token", upper=cap, kl_scale=kl_scale)
+
+
+def _rejection(statistic, over, bounds) -> Correction:
     lower, upper = bounds
-    return (reject(statistic, over=over, lower=lower, upper=upper), *_shrink(shrink))
-
-
-def _shrink(aggregation: Aggregation | None) -> tuple[Transform, ...]:
-    return () if aggregation is None else (shrink_denominator(aggregation),)
+    return reject(statistic, over=over, lower=lower, upper=upper)

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tim_jax import placement, programs, sampler
-from tim_jax.learner import Learning, Policy
+from tim_jax.learning import Learning, Policy
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.params import parameter_shapes
 from tim_jax.placement import Devices, Placement
@@ -30,7 +30,6 @@ class Recipe:
     optimizer: optax.GradientTransformationExtraArgs
     prompts: int
     prompt_length: int
-    correction: optax.GradientTransformationExtraArgs | None = None
     mini_batches: int = 1
     drawing: Placement | None = None  # the sampler's, if it has its own
     rows_drawn: int | None = None  # sequences sampled at a time, over all devices; None: all
@@ -54,21 +53,21 @@ class Recipe:
     @property
     def scores(self) -> bool:
         """Whether a step has a forward of the learner before its updates."""
-        learning = self.learning
-        needed = learning.mode == "recompute" or self.correction is not None
-        return needed or self.has_reference
+        return self.learning.needs_forward or self.has_reference
 
     @property
     def has_reference(self) -> bool:
-        return self.learning.objective.kl_coefficient > 0
+        return self.learning.objective.has_reference
 
     @property
     def least_prompts(self) -> int:
         """Of what the number of prompts must be a multiple, as it is laid out."""
-        shards = max(self.policy.placement.shards, self.sampling_policy.placement.shards)
+        drawing = self.sampling_policy.placement.shards
+        shards = max(self.policy.placement.shards, drawing)
         rows = self.mini_batches * max(self.learning.micro_batch or 1, shards)
         rows = lcm(rows, self.rows_drawn or 1)
-        return rows // gcd(rows, self.learning.group_size)
+        prompts = rows // gcd(rows, self.learning.group_size)
+        return lcm(prompts, drawing) if self.learning.needs_greedy else prompts
 
     def with_layers(self, layers: int) -> "Recipe":
         config = replace(self.policy.config, num_layers=layers)
@@ -132,7 +131,7 @@ def scoring(recipe: Recipe, devices: Devices) -> Program:
 def updating(recipe: Recipe, devices: Devices) -> Program:
     """One update: forward, backward and optimiser."""
     laid = _Laid(recipe, recipe.policy, devices)
-    batch, _, _ = jax.eval_shape(laid.built.experience, *laid.for_experience)
+    batch = jax.eval_shape(laid.built.experience, *laid.for_experience).experience
     index, length = _shape((), jnp.int32), _shape((), jnp.float32)
     arguments = (laid.state, laid.weights, *laid.whole((batch, index, length)))
     return Program("update", laid.built.update, arguments)
@@ -205,7 +204,6 @@ class _Laid:
             self.policy,
             recipe.learning,
             recipe.optimizer,
-            correction=recipe.correction,
             mini_batches=recipe.mini_batches,
             devices=self.devices,
         )
@@ -216,7 +214,7 @@ class _Laid:
 
     @property
     def _layout(self) -> programs.Layout:
-        start = partial(programs.init, self.recipe.optimizer, self.recipe.correction)
+        start = partial(programs.init, self.recipe.optimizer, self.recipe.learning)
         return programs.layout(self.policy, start, self.devices)
 
     @property
@@ -225,7 +223,7 @@ class _Laid:
 
     @property
     def state(self) -> Tree:
-        start: Callable = partial(programs.init, self.recipe.optimizer, self.recipe.correction)
+        start: Callable = partial(programs.init, self.recipe.optimizer, self.recipe.learning)
         return self._on(jax.eval_shape(start, self.params), self._layout.state)
 
     @property
@@ -247,8 +245,10 @@ class _Laid:
         weights = self.weights
         reference = weights if self.recipe.has_reference else None
         rewards = _shape((self.recipe.sequences,), jnp.float32)
-        correction = self.state.correction
-        return weights, reference, correction, *self.whole((self._rollout, rewards))
+        given = [self._rollout, rewards]
+        if self.recipe.learning.needs_greedy:
+            given.append(_shape((self.recipe.prompts,), jnp.float32))
+        return weights, reference, self.state.carried, *self.whole(tuple(given))
 
     @property
     def _rollout(self) -> Rollout:

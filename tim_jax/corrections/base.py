@@ -1,0 +1,220 @@
+"""What a correction is: a chain of blocks over token coefficients, and an optax transform.
+
+With a policy loss `L = sum_t w_t c_t l_t`, where `l_t` depends on `log pi(a_t)` and no gradient
+flows through the coefficient `c_t`, the gradient with respect to `log pi(a_t)` is linear in `c_t`.
+So a correction maps coefficients to coefficients: `updates` is the f32[B, R] array of them (to
+begin with, the response mask) or a pytree of such arrays, each a batch of its own.
+
+A `Correction` is an optax transform that also says of each block what it does to a token and which
+log-probs it reads, because what may be combined with which loss depends on both (`stages`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from tim_jax.errors import InputError
+
+Effect = Literal["weight", "scale", "mask", "reject"]
+Reads = Literal["old", "current"]
+Transform = optax.GradientTransformationExtraArgs
+
+# What holds a number for every token; other extra arguments may hold one for every sequence.
+_OF_TOKENS = ("coefficients", "log_ratio", "log_probs", "divergence")
+
+
+class Bounds(NamedTuple):
+    """Bounds on the importance ratio at a level, for reports of how often they are exceeded."""
+
+    level: Literal["token", "sequence", "geometric"]
+    lower: Any  # None, a number, or a traced f32[]
+    upper: Any
+
+
+@dataclass(frozen=True)
+class Block:
+    """One link of a correction."""
+
+    name: str
+    transform: Transform
+    effect: Effect = "weight"
+    """weight: multiplies by an importance ratio. scale: multiplies all by a number. mask: zeroes
+    tokens, which stay in the loss's denominator. reject: zeroes tokens as if they had never been
+    sampled: `Objective.denominator` says what becomes of the denominator, and KL and entropy terms
+    leave them out."""
+    reads: Reads = "old"
+    """old: the mismatch, the trainer's policy at the weights that sampled against the rollout's.
+    current: the trainer's policy at the weights of each update against the rollout's."""
+    whole_batch: bool = False
+    """Takes a statistic of the batch, which part of the rows would change."""
+    bounds: Bounds | None = None
+
+
+class Correction(optax.GradientTransformationExtraArgs):
+    """An optax transform of token coefficients that knows its blocks.
+
+    Its state is the tuple of its blocks' states. Made by `chain`, by the recipes and by the blocks.
+    """
+
+    blocks: tuple[Block, ...]
+
+    def __new__(cls, blocks: tuple[Block, ...]) -> "Correction":
+        def init(params):
+            return tuple(block.transform.init(params) for block in blocks)
+
+        def update(updates, state, params=None, **extra):
+            states = []
+            for block, own in zip(blocks, state, strict=True):
+                updates, own = block.transform.update(updates, own, params, **extra)
+                states.append(own)
+            return updates, tuple(states)
+
+        made = super().__new__(cls, init, update)
+        made.blocks = tuple(blocks)
+        return made
+
+    @property
+    def whole_batch(self) -> bool:
+        """True if `update` must see all rows of a batch at once: a batch statistic, or state."""
+        return any(block.whole_batch for block in self.blocks)
+
+    @property
+    def effects(self) -> frozenset[Effect]:
+        """What its blocks do to tokens."""
+        return frozenset(block.effect for block in self.blocks)
+
+
+def chain(*transforms: optax.GradientTransformation) -> Correction:
+    """Returns the correction that applies the transforms in their order, as `optax.chain`.
+
+    A transform that is not a `Correction` (one of your own, or of optax) counts as a weight with a
+    statistic of the whole batch, which is the most that it could be. `map_coefficients` makes one
+    that says better.
+    """
+    blocks: list[Block] = []
+    for transform in transforms:
+        if isinstance(transform, Correction):
+            blocks += transform.blocks
+        else:
+            extended = optax.with_extra_args_support(transform)
+            blocks.append(Block("a transform of your own", extended, whole_batch=True))
+    return Correction(tuple(blocks))
+
+
+def declared(correction: Correction, **changes: Any) -> Correction:
+    """The same arithmetic, with other statements about its blocks (`effect`, `reads`, ...)."""
+    return Correction(tuple(replace(block, **changes) for block in correction.blocks))
+
+
+def map_coefficients(
+    name: str,
+    function: Callable[..., jax.Array],
+    *,
+    needs: tuple[str, ...],
+    effect: Effect = "weight",
+    whole_batch: bool = False,
+    bounds: Bounds | None = None,
+) -> Correction:
+    """Makes a stateless block from `function(coefficients, mask, *needs) -> coefficients`.
+
+    The way to write a block of one's own: `function` sees one f32[B, R] array at a time, `mask` as
+    bool and the named extra arguments in float32; the result is cut to the mask and carries no
+    gradient. A NaN among what `function` reads of a response token stays a NaN, whatever it
+    returns. `name` says which block it is when an extra argument is missing (InputError); see
+    `Block` for the other arguments.
+    """
+
+    def update(updates, state, params=None, **extra):
+        del params
+        mask, *arguments = (take_extra(extra, need, name) for need in ("mask", *needs))
+        return map_leaves(
+            function, updates, mask, **dict(zip(needs, arguments, strict=True))
+        ), state
+
+    transform = Transform(lambda params: optax.EmptyState(), update)
+    block = Block(name, transform, effect=effect, whole_batch=whole_batch, bounds=bounds)
+    return Correction((block,))
+
+
+def map_leaves(function: Callable[..., jax.Array], updates: Any, mask: Any, /, **named: Any) -> Any:
+    """Applies `function(coefficients, mask, ...)` to each array, leaving optax's masked nodes."""
+    names = ("coefficients", *named)
+
+    def one(coefficients, mask, *arguments):
+        if is_masked_node(coefficients):
+            return coefficients
+        mask = jnp.asarray(mask).astype(bool)
+        arguments = [_float32(x) for x in arguments]
+        for name, x in zip(names, (coefficients, *arguments), strict=True):
+            check_shape(name, x.shape, mask.shape)
+        coefficients = jnp.where(mask, coefficients.astype(jnp.float32), 0.0)
+        result = function(coefficients, mask, *arguments)
+        for x in (coefficients, *arguments):
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                result = jnp.where(jnp.isnan(x[:, None] if x.ndim == 1 else x), jnp.nan, result)
+        return jax.lax.stop_gradient(jnp.where(mask, result, 0.0))
+
+    return jax.tree.map(one, updates, mask, *named.values(), is_leaf=is_masked_node)
+
+
+def is_masked_node(leaf: Any) -> bool:
+    """True for the place that `optax.masked` or `optax.partition` leaves for another transform."""
+    return isinstance(leaf, optax.MaskedNode)
+
+
+def take_extra(extra: dict[str, Any], name: str, what: str) -> Any:
+    """Returns an extra argument of `update`, or says in one line which one is missing."""
+    if extra.get(name) is None:
+        raise InputError(f"{what} needs the extra argument {name!r} in update(...)")
+    return extra[name]
+
+
+def known_number(value: object) -> float | None:
+    """A number that can be checked now; NaN for what is none, None for a traced value.
+
+    Under `optax.inject_hyperparams` a bound is an array whose value is known only when the program
+    runs: nothing can be refused then.
+    """
+    if isinstance(value, Tracer):
+        return None
+    if isinstance(value, bool | np.bool_ | str) or value is None:
+        return float("nan")
+    try:
+        return float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        return float("nan")
+
+
+def plain_number(value: Any) -> Any:
+    """A bound as what float32 may be compared with: a Python float, or f32[] if it is traced.
+
+    A NumPy scalar would bring its own dtype along.
+    """
+    if value is None:
+        return None
+    known = known_number(value)
+    return jnp.asarray(value, jnp.float32) if known is None else known
+
+
+def check_shape(name: str, shape: tuple[int, ...], of_mask: tuple[int, ...]) -> None:
+    """Only what fits the mask token by token, or holds one number a sequence where that may be."""
+    of_sequences = () if name in _OF_TOKENS else (of_mask[:1],)
+    if len(of_mask) != 2 or shape not in (of_mask, *of_sequences):
+        raise InputError(
+            f"{name} has shape {shape} and the mask {of_mask}; they must both be [batch, tokens]"
+            " (advantages may be [batch])"
+        )
+
+
+def _float32(x: Any) -> Any:
+    """Log-probs of any float dtype as float32; whatever else a block reads (a bool mask) as it is.
+
+    The strict functions are made for float32: another dtype would give other bits, or none.
+    """
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
