@@ -11,12 +11,15 @@ import argparse
 import pathlib
 import platform
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import assembly, config_io, corrections, metrics
+from tim_jax import assembly, config_io, corrections, metrics, objectives
+from tim_jax.experience import score_rows
+from tim_jax.learning import Experience
 from tim_jax.types import Rollout
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "corrections.md"
@@ -25,10 +28,9 @@ LIMIT = 0.01
 
 
 def entries():
-    """Every recipe, shrinking where it can, and with a normalisation on top."""
-    for name, make in corrections.RECIPES.items():
-        shrink = {"shrink": "token_mean"} if "shrink" in make.__annotations__ else {}
-        yield name, [{"name": name, **shrink, **REQUIRED.get(name, {})}, {"name": "normalise"}]
+    """Every recipe, with a normalisation on top."""
+    for name in corrections.RECIPES:
+        yield name, [{"name": name, **REQUIRED.get(name, {})}, {"name": "normalise"}]
 
 
 def make_batch(config, vocabulary: int) -> Rollout:
@@ -47,14 +49,19 @@ def make_batch(config, vocabulary: int) -> Rollout:
 
 
 def all_metrics(train, rollout, mask, coefficients, advantages):
-    """Everything of `tim_jax.metrics` that a step can report from its log-probs."""
+    """Everything that a step with a correction logs of its log-probs."""
     d = train - rollout
     ratio = jnp.exp(jnp.clip(d, -20.0, 20.0))
+    never = jnp.zeros(mask.shape, bool)
+    losses = objectives.TokenLosses(ratio, ratio, never, never, never, ratio)
+    tis = corrections.scale_by_truncated_ratio("token", lower=0.5, upper=2.0)
     return (
         metrics.mismatch_metrics(train, rollout, mask),
-        metrics.mismatch_profiles(train, rollout, mask),
-        metrics.correction_metrics(coefficients, d, mask, lower=0.5, upper=2.0),
+        metrics.loss_metrics(losses, mask),
         metrics.update_skew(ratio, advantages, mask),
+        metrics.update_skew(2.0 * ratio, advantages, mask),
+        corrections.correction_metrics(coefficients, mask, kept=mask),
+        corrections.bound_metrics(tis, {"old": d, "current": d}, mask),
     )
 
 
@@ -80,9 +87,12 @@ def correction_programs(batch: Rollout):
     calls: dict[str, tuple] = {"all metrics": (jax.jit(all_metrics), measured)}
     for name, chain in entries():
         correction = corrections.build(chain)
-        run = jax.jit(lambda x, c=correction: corrections.coefficients(c, **x))
-        calls[name] = (run, (arrays,))
+        calls[name] = (jax.jit(partial(_coefficients, correction)), (arrays,))
     return calls
+
+
+def _coefficients(correction, arrays):
+    return corrections.coefficients(correction, **arrays)
 
 
 class LearnerStep:
@@ -96,12 +106,14 @@ class LearnerStep:
         self.update = built.update
         self.state = built.init(model.params)
         self.weights = built.prepare(self.state.params)
-        self.experience = learning.Experience(
+        self.score = jax.jit(partial(score_rows, policy, micro_batch=config.learner.micro_batch))
+        self.experience = Experience(
             rollout=self.batch,
             advantages=jnp.linspace(-1.0, 1.0, config.sequences_per_step),
             mask=self.batch.mask,
             old_log_probs=self.batch.log_probs,
             coefficients=self.batch.mask.astype(jnp.float32),
+            kept=self.batch.mask,
         )
 
     def __call__(self):
@@ -110,11 +122,16 @@ class LearnerStep:
         )
         return self.state.params, report.metrics
 
+    def forward(self):
+        """The trainer's log-probs of all rows, without a gradient."""
+        return self.score(self.weights, self.batch)
+
 
 def measure(config, repeats: int) -> tuple[dict[str, float], tuple[int, int]]:
     """Name -> median seconds, "learner step" among them; and the batch's shape [B, R]."""
     step = LearnerStep(config)
-    calls = {"learner step": (step, ()), **correction_programs(step.batch)}
+    calls = {"learner step": (step, ()), "forward": (step.forward, ())}
+    calls |= correction_programs(step.batch)
     for function, arguments in calls.values():
         timed(function, *arguments)
     times = {name: [] for name in calls}
@@ -130,7 +147,8 @@ def measure(config, repeats: int) -> tuple[dict[str, float], tuple[int, int]]:
 def table(config_name: str, seconds: dict[str, float], shape: tuple[int, int]) -> str:
     """The page."""
     step, everything = seconds["learner step"], seconds["all metrics"]
-    recipes = {k: v for k, v in seconds.items() if k not in ("learner step", "all metrics")}
+    others = ("learner step", "all metrics", "forward")
+    recipes = {k: v for k, v in seconds.items() if k not in others}
     worst = max(recipes, key=lambda name: recipes[name])
     share = (recipes[worst] + everything) / step
     device = jax.devices()[0].device_kind
@@ -141,6 +159,10 @@ def table(config_name: str, seconds: dict[str, float], shape: tuple[int, int]) -
         f" batch of {shape[0]} x {shape[1]} response tokens, {device}, jax {jax.__version__},"
         f" Python {platform.python_version()}. Medians of interleaved runs in shuffled order.",
         "",
+        "A forward is needed once a step in recompute mode, and before an update whose correction,",
+        "loss or denominator needs a statistic of all its rows at its own weights (`normalise` in",
+        "bypass mode, `clip_cov`, `kl_cov`). All other corrections in bypass mode need none.",
+        "",
         f"The most expensive recipe (`{worst}`) with all metrics takes **{100 * share:.2f}%** of a"
         f" learner step; the aim is below {100 * LIMIT:.0f}%.",
         "",
@@ -148,6 +170,8 @@ def table(config_name: str, seconds: dict[str, float], shape: tuple[int, int]) -
         "|---|--:|--:|",
         f"| learner step | {1e3 * step:.1f} | 100% |",
         f"| all metrics | {1e3 * everything:.2f} | {100 * everything / step:.3f}% |",
+        f"| a forward of all rows | {1e3 * seconds['forward']:.1f}"
+        f" | {100 * seconds['forward'] / step:.0f}% |",
     ]
     for name, value in sorted(recipes.items(), key=lambda item: -item[1]):
         lines.append(

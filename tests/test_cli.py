@@ -44,6 +44,11 @@ stop_tokens = [7, 9, 11]
 [learner]
 prompts_per_step = 2
 
+[learner.objective]
+reward_kl_coefficient = 0.1
+reward_kl_target = 1.0
+reward_kl_horizon = 20
+
 [optimizer]
 learning_rate = 0.01
 
@@ -78,6 +83,10 @@ def by_length(prompts, completions, answers):
     assert len(prompts) == len(completions) == len(answers)
     rewards = [len(completion) / 8 for completion in completions]
     return plan[calls](rewards) if calls in plan else rewards
+
+
+def at_length(prompts, completions, answers):
+    return [float(len(completion) > 7) for completion in completions]
 """
 
 
@@ -144,6 +153,12 @@ def test_a_run_leaves_metrics_samples_chart_and_model(finished):
     # Before the first step, at every second, and after the last.
     assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2, 3]
     assert all({"reward", "response_length", "loss", "gradient_norm"} <= set(m) for m in lines[1:])
+    # The coefficient of the KL in the reward is steered: 8 sequences of a step, horizon 20. The
+    # policy begins as its own reference.
+    steered = [line["reward_kl_coefficient"] for line in lines[1:]]
+    assert lines[1]["reward_kl"] == 0.0
+    assert steered[:2] == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 20)])
+    assert len(set(steered)) == 3
     timing = list(read_lines(finished / "timing.jsonl"))
     assert [line["step"] for line in timing] == [1, 2, 3]
     assert all(line["tokens_per_second"] > 0 for line in timing)
@@ -374,6 +389,30 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(
 
 
 @pytest.mark.slow
+def test_what_is_drawn_again_and_what_corrections_remember_survive_a_resume(folder, call):
+    """Three steps in one, and one step and then two: the same lines."""
+    changes = (
+        "learner.refills=2",
+        'learner.mode="recompute"',
+        'learner.corrections=[{name="token_tis"}, {name="normalise_by_running_mean"}]',
+        "task.reward=cli_rewards:at_length",
+        "optimizer.ess_reference=0.5",
+        "eval.every=0",
+    )
+    call("train", "tiny.toml", "run.folder=one", *changes)
+    call("train", "tiny.toml", "run.folder=two", "steps=1", *changes)
+    assert "resumed after step 1" in call("train", "tiny.toml", "run.folder=two", *changes)[1]
+    whole, parts = metrics_of(folder / "one"), metrics_of(folder / "two")
+    # The first part evaluates after its last step, as every run.
+    kept = [{k: v for k, v in m.items() if not k.startswith("eval/")} for m in parts]
+    assert [{k: v for k, v in m.items() if not k.startswith("eval/")} for m in whole] == kept
+    assert sum(line["refill/rounds"] for line in whole[1:]) > 0
+    assert {line["correction/clipped_high_share"] for line in whole[1:]} == {0.0}
+    samples = [(folder / run / "samples.jsonl").read_bytes() for run in ("one", "two")]
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.slow
 def test_a_run_that_is_no_longer_finite_ends_with_its_batch(folder, call):
     """At this learning rate the first update leaves weights whose logits overflow."""
     run = folder / "overflow"
@@ -589,7 +628,7 @@ BAD_CONFIGS = {
     ),
     "demonstration too long": (["sampling.max_response_length=5"], "max_response_length = 5"),
     "correction": (["learner.corrections=[{name='token_tiss'}]"], "did you mean 'token_tis'"),
-    "clipping": (["learner.objective.clip_low=2.0"], "must be 1"),
+    "clipping": (["learner.objective.clip_low=2.0"], "must lie in [0, 1]"),
     "no evaluation left": (["eval.k=[4]"], "must not exceed samples = 2"),
 }
 

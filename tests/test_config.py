@@ -397,8 +397,12 @@ OBJECTIVE_REFUSED = [
         {"loss_options": {"clip_high": float("inf")}},
         ".loss_options.clip_high = inf: must be finite",
     ),
+    (
+        {"clip_low": 0.1, "loss_options": {"clip_low": 0.3}},
+        ": clip_low is given twice, as 0.1 and in loss_options as 0.3",
+    ),
     # KL and entropy.
-    ({"kl_estimator": "k4"}, ".kl_estimator = \"k4\": unknown value; did you mean 'k3+'?"),
+    ({"kl_estimator": "k4"}, '.kl_estimator = "k4": unknown value; known: abs, k1, k1+, k2, k3'),
     ({"kl_cap": 0.0}, ".kl_cap = 0.0: must be greater than 0.0"),
     ({"kl_coefficient": -1.0}, ".kl_coefficient = -1.0: must be 0.0 or more"),
     ({"entropy_coefficient": float("inf")}, ".entropy_coefficient = inf: must be finite"),

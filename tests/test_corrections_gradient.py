@@ -13,7 +13,6 @@ import tomllib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from tim_jax import corrections, schedules
@@ -24,8 +23,8 @@ CASES = {
     name: corrections.build([{"name": name, **REQUIRED.get(name, {})}])
     for name in corrections.RECIPES
 }
-CASES["normalised"] = optax.chain(CASES["token_tis"], corrections.normalise())
-CASES["shrunk"] = corrections.vexact(bound=0.05, shrink="token_mean")
+CASES["normalised"] = corrections.chain(CASES["token_tis"], corrections.normalise())
+CASES["wide"] = corrections.vexact(bound=0.05)
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "corrections.md"
 
 ROWS, WIDTH, WORDS = 6, 7, 5
@@ -105,7 +104,7 @@ def test_no_gradient_flows_through_a_coefficient_in_bypass_mode(case):
     assert not np.any(np.asarray(moved(params)))
 
 
-@pytest.mark.parametrize("case", ["token_tis", "sequence_tis", "shrunk", "dppo"])
+@pytest.mark.parametrize("case", ["token_tis", "sequence_tis", "wide", "ais", "dppo"])
 def test_recompute_mode_at_the_old_weights_corrects_as_reinforce_does(case):
     """In recompute mode the coefficients come from the old policy, before the gradient program."""
     params, batch = problem(spread=0.01)
@@ -179,6 +178,40 @@ def test_the_example_of_the_docs_trains():
     assert float(report["lr_scale"]) == 1.0
     expected = float(np.mean(np.asarray(batch["lengths"])))
     assert float(report["response_length_recent"]) == pytest.approx(expected)
+
+
+def test_the_example_of_the_docs_trains_a_policy_in_half_precision(monkeypatch):
+    """bfloat16 parameters and log-probs; and the coefficients stay float32."""
+    params, batch = problem(3, spread=1e-4)
+    seen = []
+
+    def half(params, tokens):
+        log_probs = policy(params, tokens)
+        assert log_probs.dtype == jnp.bfloat16
+        return log_probs
+
+    def noted(function):
+        def call(correction, **arrays):
+            found = function(correction, **arrays)
+            of_tokens = found if function is coefficients else found.coefficients
+            seen.append((arrays["log_ratio"].dtype, of_tokens.dtype))
+            return found
+
+        return call
+
+    coefficients = corrections.coefficients
+    for name in ("coefficients", "correct"):
+        monkeypatch.setattr(corrections, name, noted(getattr(corrections, name)))
+    params = params.astype(jnp.bfloat16)
+    batch["rollout_log_probs"] = half(params, batch["tokens"])
+    names = {"policy": half, "params": params, "batches": [batch] * 5}
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile(example(), str(DOCS), "exec"), names)
+    assert set(seen) == {(jnp.dtype("bfloat16"), jnp.dtype("float32"))}
+    assert names["params"].dtype == jnp.bfloat16
+    change = np.float32(names["params"]) - np.float32(params)
+    assert np.all(np.isfinite(change))
+    assert np.any(change != 0.0)
 
 
 def test_the_docs_name_every_recipe_and_block_and_their_configuration_builds():

@@ -3,6 +3,9 @@
 The formulas here are written from the definitions, row by row, without the library's functions.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -162,8 +165,13 @@ def reference(name, d, log_probs, advantages, mask):
     return expected, close
 
 
+# What takes a statistic of the batch has a reference of its own.
+OF_THE_BATCH = {"ais"}
+
+
 def test_every_recipe_has_a_reference():
-    assert set(REFERENCE) == set(corrections.RECIPES)
+    assert set(REFERENCE) | OF_THE_BATCH == set(corrections.RECIPES)
+    assert not set(REFERENCE) & OF_THE_BATCH
 
 
 @pytest.mark.parametrize("name", REFERENCE)
@@ -293,6 +301,7 @@ def verl(d, mask, *, weight=None, threshold=2.0, rejection=None, bounds=None, ba
 # verl compares -log r with the logarithms of its bounds, so ours are their inverses, swapped.
 GEO = (0.999, 1.001)
 OURS = {"lower": 1 / 1.001, "upper": 1 / 0.999}
+DENOMINATORS = ("response", "survivors", "verl")
 VERL_PRESETS = {
     "token_is": ("token_tis", {}, {"weight": "token"}),
     "seq_is": ("sequence_tis", {}, {"weight": "sequence"}),
@@ -323,29 +332,81 @@ VERL_PRESETS = {
 }
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
-@pytest.mark.parametrize("preset", VERL_PRESETS)
-def test_verl_presets_give_verl_its_loss_weights(preset, aggregation):
-    name, options, verl_options = VERL_PRESETS[preset]
+def agg_loss(losses, mask, mode, sequences):
+    """verl's agg_loss over the last two axes, with its number of sequences in the mini-batch."""
+    if mode == "token_mean":
+        return (losses * mask).sum(axis=(-2, -1)) / mask.sum()
+    rows = (losses * mask).sum(axis=-1)
+    if mode == "sequence_mean_token_mean":
+        rows = rows / (mask.sum(axis=-1) + 1e-8)
+    return (rows * (mask.sum(axis=-1) > 0)).sum(axis=-1) / sequences
+
+
+def loss_weights(mask, mode, sequences):
+    """The derivative of agg_loss, which is linear, with respect to each token's loss."""
+    units = np.eye(mask.size).reshape(mask.size, *mask.shape)
+    return agg_loss(units, mask, mode, sequences).reshape(mask.shape)
+
+
+@functools.cache
+def verl_batch():
+    """Log-ratios of 16 sequences, from quiet to wild; one is empty."""
     rng = np.random.default_rng(11)
     scale = np.array([1e-5, 3e-4, 1e-3, 5e-3, 0.05, 0.1, 0.2, 2.0] * 2)[:, None]
     d = np.float32(scale * rng.standard_normal((16, 40)))
-    mask = np.arange(40)[None, :] < rng.integers(5, 41, size=(16, 1))
+    lengths = rng.integers(5, 41, size=(16, 1))
+    lengths[5] = 0
+    return d, np.arange(40)[None, :] < lengths
+
+
+AGGREGATIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"]
+
+
+@pytest.mark.parametrize("preset", VERL_PRESETS)
+def test_verl_presets_give_verl_its_loss_weights(preset):
+    name, options, verl_options = VERL_PRESETS[preset]
+    d, mask = verl_batch()
+    correction = corrections.build([{"name": name, **options}])
+    found = jax.jit(lambda d, mask: corrections.correct(correction, log_ratio=d, mask=mask)[:2])
+    coefficients, kept = found(jnp.asarray(d), jnp.asarray(mask))
+    weights, modified = verl(d, mask, **verl_options)
+    assert np.array_equal(np.asarray(kept), modified)
     if "rejection" in verl_options:
-        options = {**options, "shrink": aggregation}
-    ours = corrections.coefficients(
-        corrections.build([{"name": name, **options}]),
-        log_ratio=jnp.asarray(d),
-        mask=jnp.asarray(mask),
-    ) * token_weights(jnp.asarray(mask), aggregation=aggregation)
-    weights, kept = verl(d, mask, **verl_options)
-    rows = kept.sum(axis=1, keepdims=True)
-    per_token = kept / kept.sum()
-    if aggregation == "sequence_mean_token_mean":
-        per_token = kept / np.maximum(rows, 1) / (rows > 0).sum()
-    np.testing.assert_allclose(ours, weights * per_token, rtol=2e-6, atol=1e-12)
-    if "rejection" in verl_options:
-        assert 0 < kept.any(axis=1).sum() < 16, "the case must keep some and reject some"
+        assert 0 < modified.any(axis=1).sum() < 15, "the case must keep some and reject some"
+    sequences = mask.any(axis=1).sum()
+    for aggregation in AGGREGATIONS:
+        for denominator, their_mask, their_sequences in (
+            ("verl", modified, sequences),
+            ("survivors", modified, modified.any(axis=1).sum()),
+            ("response", mask, sequences),
+        ):
+            ours = coefficients * token_weights(
+                jnp.asarray(mask), aggregation=aggregation, kept=kept, denominator=denominator
+            )
+            theirs = weights * modified * loss_weights(their_mask, aggregation, their_sequences)
+            np.testing.assert_allclose(
+                ours, theirs, rtol=2e-6, atol=1e-12, err_msg=f"{aggregation} {denominator}"
+            )
+
+
+@pytest.mark.parametrize("name", ["geometric_rejection", "k3_rejection_token_tis", "kpop"])
+def test_survivors_weigh_as_if_the_rejected_had_never_been_sampled(name):
+    d, mask = (jnp.asarray(x) for x in verl_batch())
+    log_probs = jnp.full(d.shape, -0.7)
+    options = {"bound": 0.01} if name == "kpop" else {}
+    correction = corrections.build([{"name": name, **options}])
+    found = corrections.correct(correction, log_ratio=d, mask=mask, log_probs=log_probs)
+    kept = found.kept
+    assert 0 < int(kept.sum()) < int(mask.sum())
+    for aggregation in (*AGGREGATIONS, "constant_length"):
+        how = {"aggregation": aggregation, "max_length": 40}
+        ours = token_weights(mask, kept=kept, denominator="survivors", **how)
+        alone = token_weights(kept, **how)
+        assert np.array_equal(np.where(kept, ours, 0.0), np.asarray(alone))
+        # And where no token is rejected, the denominators are one.
+        for denominator in DENOMINATORS:
+            weights = token_weights(mask, kept=mask, denominator=denominator, **how)
+            assert np.array_equal(np.asarray(weights), np.asarray(token_weights(mask, **how)))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -368,3 +429,194 @@ def test_verl_batch_normalisation(level):
         bounds=(0.5, 2.0),
     )
     np.testing.assert_allclose(ours, weights * kept, rtol=1e-6)
+
+
+def ais(d, mask, cap=2.0, kl_scale=0.01, level="token"):
+    """The documented mixture in float64: (coefficients, m)."""
+    d = np.where(mask, np.float64(d), 0.0)
+    ratio = np.exp(held(d))
+    if level != "token":
+        total = d.sum(axis=1, keepdims=True) * np.ones(d.shape)
+        length = 1 if level == "sequence" else np.maximum(mask.sum(axis=1, keepdims=True), 1)
+        ratio = np.exp(held(total / length))
+    w = np.minimum(ratio, cap)
+    x = held(d[mask])
+    k3 = np.where(np.abs(x) < 1e-4, x**2 / 2 + x**3 / 6, np.expm1(x) - x).mean()
+    reliability = w[mask].mean() ** 2 / (w[mask] ** 2).mean()
+    severity = 1 - np.exp(-k3 / kl_scale)
+    v = w[mask].std() / w[mask].mean()
+    m = reliability * max(severity, v / (1 + v))
+    return np.where(mask, 1 + m * (w - 1), 0.0), m
+
+
+run_ais = jax.jit(
+    lambda d, mask, cap, kl_scale, level: corrections.chain(
+        corrections.mix_in_adaptively(level, upper=cap, kl_scale=kl_scale)
+    ).update(mask.astype(jnp.float32), ((),), log_ratio=d, mask=mask)[0],
+    static_argnums=(2, 3, 4),
+)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    spread=st.sampled_from([0.0, 1e-5, 1e-3, 1e-2, 0.1, 1.0, 60.0]),
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+    numbers=st.sampled_from([(2.0, 0.01), (1.2, 1.0)]),
+)
+@settings(deadline=None, max_examples=40)
+def test_ais_matches_its_formula(seed, spread, level, numbers):
+    d, _, _, mask = draw(seed, spread)
+    expected, m = ais(d, mask, *numbers, level)
+    ours = np.float64(run_ais(jnp.asarray(d), jnp.asarray(mask), *numbers, level))
+    # 1 + m (w - 1) cancels where w is near 0.
+    np.testing.assert_allclose(ours, expected, rtol=3e-6, atol=5e-7)
+    assert 0.0 <= m <= 1.0
+    # One m for all tokens, between none of the correction and all of it.
+    full = np.where(mask, ais(d, mask, *numbers, level)[0] - 1, 0.0) / max(m, 1e-300)
+    clear = mask & (np.abs(full) > 0.1)
+    shares = (ours[clear] - 1) / full[clear]
+    assert np.all((shares > -2e-6) & (shares < 1 + 2e-6))
+    np.testing.assert_allclose(shares, m, atol=2e-5)
+
+
+def test_ais_is_nothing_without_mismatch_and_moves_towards_tis_with_it():
+    rng = np.random.default_rng(4)
+    noise, mask = np.float32(rng.standard_normal((8, 30))), np.ones((8, 30), bool)
+
+    def moved(d, **options):
+        """The share of the way to TIS, by least squares."""
+        given = {"log_ratio": jnp.asarray(np.float32(d)), "mask": jnp.asarray(mask)}
+        mixed = np.float64(corrections.coefficients(corrections.ais(**options), **given)) - 1
+        tis = np.float64(corrections.coefficients(corrections.token_tis(), **given)) - 1
+        return (mixed * tis).sum() / (tis**2).sum()
+
+    ones = corrections.coefficients(
+        corrections.ais(), log_ratio=jnp.zeros((8, 30)), mask=jnp.asarray(mask)
+    )
+    assert np.all(np.asarray(ones) == 1.0)
+    shares = [moved(scale * noise) for scale in (1e-3, 1e-2, 0.03, 0.1)]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.01 < 0.3 < shares[-1]
+    assert moved(0.03 * noise, kl_scale=1e-4) > 0.9 > 0.1 > moved(0.03 * noise, kl_scale=10.0)
+    # The same large ratio everywhere: as reliable as severe, and so all of TIS.
+    assert moved(np.full((8, 30), 3.0)) == pytest.approx(1.0, abs=1e-6)
+    # And where few tokens would carry everything, less of it.
+    lonely = np.where(np.arange(30) == 0, 1.0, -6.0) * np.ones((8, 1))
+    assert moved(lonely) < 0.1
+
+
+def case(name):
+    return corrections.build([{"name": name, **REQUIRED.get(name, {})}])
+
+
+@jax.jit
+def correct_all(arrays):
+    """Of each recipe what `correct` says of coefficients and kept tokens, and `coefficients`."""
+
+    def found(correction):
+        alone = corrections.coefficients(correction, **arrays)
+        return *corrections.correct(correction, **arrays)[:2], alone
+
+    return {name: found(case(name)) for name in corrections.RECIPES}
+
+
+def inputs(seed, spread):
+    names = ("log_ratio", "log_probs", "advantages", "mask")
+    return dict(zip(names, map(jnp.asarray, draw(seed, spread)), strict=True))
+
+
+# The recipes whose zeros stay in the denominator, and those that take them out.
+MASKING = {"token_mis", "sequence_mis", "geometric_mis", "icepop", "dppo"}
+MASKING |= {"off_policy_sequence_mask"}
+WEIGHTING = {"none", "token_tis", "sequence_tis", "ais"}
+
+
+@given(seed=st.integers(0, 10**6), spread=st.sampled_from([0.0, 1e-3, 0.1, 1.0]))
+@settings(deadline=None, max_examples=15)
+def test_correct_keeps_all_but_what_a_rejecting_block_zeroed(seed, spread):
+    arrays = inputs(seed, spread)
+    mask = np.asarray(arrays["mask"])
+    for name, (coefficients, kept, alone) in correct_all(arrays).items():
+        assert np.asarray(coefficients).tobytes() == np.asarray(alone).tobytes(), name
+        zeroed = np.asarray(coefficients) == 0.0
+        expected = mask if name in MASKING | WEIGHTING else mask & ~zeroed
+        assert np.array_equal(np.asarray(kept), expected), name
+
+
+def test_every_recipe_that_zeroes_does_so_somewhere():
+    """So that the test above says something of each."""
+    found = [correct_all(inputs(seed, spread)) for seed in range(3) for spread in (0.1, 1.0)]
+    masks = [inputs(seed, 1.0)["mask"] for seed in range(3) for _ in range(2)]
+    for name in set(corrections.RECIPES) - WEIGHTING:
+        zeros = sum(
+            np.sum(np.asarray(mask) & (np.asarray(result[name][0]) == 0.0))
+            for result, mask in zip(found, masks, strict=True)
+        )
+        assert zeros > 0, name
+
+
+def test_kept_does_not_depend_on_what_was_masked_before():
+    arrays = inputs(1, 0.3)
+    mask, rejection = (
+        corrections.icepop(lower=0.99, upper=1.01),
+        corrections.k3_rejection(bound=0.02),
+    )
+    alone = corrections.correct(rejection, **arrays).kept
+    assert 0 < int(alone.sum()) < int(arrays["mask"].sum())
+    for chain in (corrections.chain(mask, rejection), corrections.chain(rejection, mask)):
+        found = corrections.correct(chain, **arrays)
+        assert np.array_equal(np.asarray(found.kept), np.asarray(alone))
+        survivors = arrays["mask"] & (found.coefficients != 0.0)
+        assert int(survivors.sum()) < int(alone.sum())
+    # A stage that starts from masked coefficients finds the same.
+    masked = corrections.coefficients(mask, **arrays)
+    later = corrections.apply(rejection, masked, rejection.init(masked), **arrays)
+    assert np.array_equal(np.asarray(later.kept), np.asarray(alone))
+
+
+def figures(coefficients, mask, kept):
+    """correction_metrics in float64."""
+    c, kept = np.float64(coefficients)[mask], np.asarray(kept)
+    zero = mask & (np.asarray(coefficients) == 0.0)
+    full = mask.any(axis=1)
+    rejected = full & ~(mask & ~zero).any(axis=1)
+    shares = {"p01": 0.01, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p99": 0.99, "p999": 0.999}
+    return {
+        "zero_share": zero.sum() / mask.sum(),
+        "masked_share": (zero & ~rejected[:, None]).sum() / mask.sum(),
+        "rejected_share": rejected.sum() / full.sum(),
+        "removed_share": (mask & ~kept).sum() / mask.sum(),
+        "coefficient_mean": c.mean(),
+        "coefficient_std": c.std(),
+        "coefficient_min": c.min(),
+        "coefficient_max": c.max(),
+        **{f"coefficient_{k}": np.quantile(c, v) for k, v in shares.items()},
+        "ess": c.mean() ** 2 / (c**2).mean(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("token_tis", None, 2.0),
+        ("icepop", 0.5, 5.0),
+        ("k3_rejection_token_tis", None, 2.0),
+        ("dppo", None, None),
+        ("ais", None, 2.0),
+    ],
+)
+@pytest.mark.parametrize("spread", [0.05, 1.0])
+def test_correct_counts_what_it_did(name, low, high, spread):
+    arrays = inputs(2, spread)
+    found = corrections.correct(case(name), **arrays)
+    mask = np.asarray(arrays["mask"])
+    expected = figures(found.coefficients, mask, found.kept)
+    r = np.exp(held(np.float64(arrays["log_ratio"])[mask]))
+    if high is not None:
+        expected["clipped_high_share"] = np.mean(r > high)
+        expected["clipped_low_share"] = 0.0 if low is None else np.mean(r < low)
+        assert spread < 1.0 or expected["clipped_high_share"] > 0.0
+    assert set(found.metrics) == set(expected)
+    for metric, value in expected.items():
+        assert float(found.metrics[metric]) == pytest.approx(value, rel=2e-6, abs=1e-7), metric
+        assert found.metrics[metric].dtype == jnp.float32

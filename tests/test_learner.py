@@ -447,6 +447,47 @@ def test_corrections_see_trainer_over_rollout():
     np.testing.assert_array_equal(batch.old_log_probs[mask], rollout.log_probs[mask])
 
 
+IN_THE_LOSS = {
+    "row by row": ("rloo", [{"name": "vexact", "bound": 0.5}], {}),
+    "on all rows": ("rloo", [{"name": "token_tis"}, {"name": "normalise"}], {}),
+    "current policy": ("dapo", [{"name": "dppo"}, {"name": "k3_rejection"}], {}),
+    "denominator": ("dapo", [{"name": "k3_rejection"}], {"denominator": "survivors"}),
+    "chosen tokens": ("dapo", [], {"loss": "kl_cov", "clip_high": None}),
+}
+
+
+def _cases():
+    quick = (("row by row", "bfloat16"), ("on all rows", "float32"))
+    for case in IN_THE_LOSS:
+        for numerics in (tiny.NUMERICS, tiny.BF16):
+            one = (case, numerics.compute_dtype)
+            marks = () if one in quick else (pytest.mark.slow,)
+            yield pytest.param(case, numerics, marks=marks, id="-".join(one))
+
+
+@pytest.mark.parametrize(("case", "numerics"), _cases())
+def test_what_an_update_evaluates_changes_no_bit_of_its_log_probs(case, numerics):
+    preset, entries, changes = IN_THE_LOSS[case]
+    policy = replace(tiny.POLICY, numerics=numerics)
+    learning = Learning(
+        objectives.PRESETS[preset](**changes),
+        tiny.GROUP,
+        correction=corrections.build(entries),
+        micro_batch=4,
+    )
+    batch, checked = experience(
+        tiny.rollout(policy), tiny.rewards(), policy=policy, learning=learning
+    )
+    assert checked is None
+    state, report = gradient(tiny.params(), batch, policy, learning)
+    assert int(report.exactness.compared) == int(batch.rollout.lengths.sum()) > 50
+    assert int(report.exactness.unequal) == 0
+    assert np.any(np.asarray(state["embed"]))
+    if entries:  # on policy every coefficient is 1
+        assert float(report.metrics["correction/coefficient_min"]) == 1.0
+        assert float(report.metrics["correction/coefficient_max"]) == 1.0
+
+
 def test_recompute_mode_takes_the_old_log_probs_from_the_learner():
     rollout = tiny.rollout()
     changed = replace(rollout, log_probs=rollout.log_probs - 0.5)

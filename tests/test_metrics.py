@@ -7,9 +7,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tim_jax import corrections, metrics
+from tim_jax.errors import InputError
 from tim_jax.objectives import Objective
 
 mismatch_metrics = jax.jit(metrics.mismatch_metrics)
+TIS = corrections.scale_by_truncated_ratio("token", lower=0.5, upper=2.0)
 
 
 def draw(seed, spread, rows=12, width=37, empty=True):
@@ -127,7 +129,9 @@ def test_nothing_is_nan_for_empty_or_wild_batches(spread):
         log_ratio = jnp.asarray(train - rollout)
         found = [
             mismatch_metrics(train, rollout, kept),
-            metrics.correction_metrics(jnp.asarray(kept, jnp.float32), log_ratio, kept, upper=2.0),
+            corrections.correction_metrics(jnp.asarray(kept, jnp.float32), kept, kept=kept),
+            corrections.bound_metrics(TIS, {"old": log_ratio}, kept),
+            metrics.effective_sample_size(log_ratio, kept),
             metrics.update_skew(jnp.exp(jnp.clip(log_ratio, -20, 20)), jnp.ones(len(kept)), kept),
             metrics.mismatch_profiles(train, rollout, kept),
         ]
@@ -135,23 +139,25 @@ def test_nothing_is_nan_for_empty_or_wild_batches(spread):
     assert float(mismatch_metrics(train, rollout, 0 * mask > 0)["exact_share"]) == 0.0
 
 
+@jax.jit
+def measure_all(train, rollout, mask):
+    weights = jnp.exp(train - rollout)
+    return {
+        **metrics.mismatch_metrics(train, rollout, mask),
+        **corrections.correction_metrics(weights, mask, kept=weights < 2.0),
+        **corrections.bound_metrics(TIS, {"old": train - rollout}, mask),
+        "ess_alone": metrics.effective_sample_size(train - rollout, mask),
+        **metrics.update_skew(weights, jnp.linspace(-1.0, 1.0, 16), mask),
+    }
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharding_changes_no_bit(kind):
     train, rollout, mask = draw(2, 0.1, rows=16, width=40)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
     place = NamedSharding(mesh, PartitionSpec("x", "y"))
-
-    @jax.jit
-    def measure(train, rollout, mask):
-        weights = jnp.exp(train - rollout)
-        return {
-            **metrics.mismatch_metrics(train, rollout, mask),
-            **metrics.correction_metrics(weights, train - rollout, mask, upper=2.0),
-            **metrics.update_skew(weights, jnp.linspace(-1.0, 1.0, 16), mask),
-        }
-
-    alone = measure(train, rollout, mask)
-    split = measure(*(jax.device_put(x, place) for x in (train, rollout, mask)))
+    alone = measure_all(train, rollout, mask)
+    split = measure_all(*(jax.device_put(x, place) for x in (train, rollout, mask)))
     for name, value in alone.items():
         assert np.asarray(value).tobytes() == np.asarray(split[name]).tobytes(), name
 
@@ -160,12 +166,16 @@ def test_correction_metrics_tell_masking_from_rejection():
     log_ratio = jnp.log(jnp.asarray([[1.0, 3.0, 0.4], [1.0, 1.0, 9.0], [1.2, 1.0, 1.0]]))
     mask = jnp.asarray([[True] * 3, [True] * 3, [True, True, False]])
     coefficients = jnp.asarray([[1.0, 0.0, 0.4], [0.0, 0.0, 0.0], [1.2, 1.0, 7.0]])
-    ours = metrics.correction_metrics(coefficients, log_ratio, mask, lower=0.5, upper=2.0)
+    rejected = jnp.asarray([[True] * 3, [False] * 3, [True, True, False]])
+    ours = corrections.correction_metrics(coefficients, mask, kept=rejected)
+    assert "removed_share" not in corrections.correction_metrics(coefficients, mask)
+    ours |= corrections.bound_metrics(TIS, {"old": log_ratio}, mask)
     kept = np.asarray([1.0, 0.0, 0.4, 0, 0, 0, 1.2, 1.0])
     expected = {
         "zero_share": 4 / 8,
         "masked_share": 1 / 8,
         "rejected_share": 1 / 3,
+        "removed_share": 3 / 8,
         "clipped_high_share": 2 / 8,
         "clipped_low_share": 1 / 8,
         "coefficient_mean": kept.mean(),
@@ -186,9 +196,134 @@ def test_effective_sample_size_of_a_recipe_is_verls():
     weights = corrections.coefficients(
         corrections.sequence_tis(), log_ratio=log_ratio, mask=jnp.asarray(mask)
     )
-    ours = metrics.correction_metrics(weights, log_ratio, jnp.asarray(mask), level="sequence")
+    ours = corrections.correction_metrics(weights, jnp.asarray(mask))
     w = np.asarray(weights)[mask].astype(np.float64)
     assert float(ours["ess"]) == pytest.approx(1 / ((w / w.mean()) ** 2).mean(), rel=1e-6)
+
+
+def test_effective_sample_size_is_that_of_the_sequences():
+    train, rollout, mask = draw(4, 0.1)
+    log_ratio = jnp.asarray(train - rollout)
+    expected = mismatch_metrics(train, rollout, mask)["ess_sequence"]
+    for given in (log_ratio, np.asarray(log_ratio, np.float64)):
+        ours = metrics.effective_sample_size(jnp.asarray(given), jnp.asarray(mask))
+        assert float(ours) == pytest.approx(float(expected), rel=1e-6)
+    assert 0.0 < float(expected) < 1.0
+    assert float(metrics.effective_sample_size(0 * log_ratio, jnp.asarray(mask))) == 1.0
+
+
+def test_bounds_at_any_level_count_a_token_once():
+    log_ratio = jnp.log(jnp.asarray([[3.0, 1.0, 1.0], [1.5, 1.5, 1.5], [0.1, 1.0, 1.0]]))
+    mask = jnp.asarray([[True] * 3, [True] * 3, [True, True, False]])
+
+    def shares(*blocks):
+        log_ratios = {"old": log_ratio, "current": -log_ratio}
+        found = corrections.bound_metrics(corrections.chain(*blocks), log_ratios, mask)
+        return {name: float(share) for name, share in found.items()}
+
+    low, high = "clipped_low_share", "clipped_high_share"
+    token, sequence = corrections.token_tis(), corrections.sequence_tis()
+    assert shares() == shares(corrections.k3_rejection()) == {}
+    assert shares(token) == {low: 0.0, high: pytest.approx(1 / 8)}
+    assert shares(sequence) == {low: 0.0, high: pytest.approx(6 / 8)}
+    assert shares(token, sequence, corrections.token_mis()) == shares(sequence)
+    geometric = corrections.geometric_mis(lower=0.5, upper=1.45)
+    assert shares(geometric) == {low: pytest.approx(2 / 8), high: pytest.approx(3 / 8)}
+    current = corrections.declared(token, reads="current")
+    assert shares(current) == {low: 0.0, high: pytest.approx(1 / 8)}
+    assert shares(corrections.icepop(lower=0.2, upper=2.0), current)[high] == pytest.approx(2 / 8)
+
+
+def test_a_nan_shows_in_every_figure_of_the_coefficients():
+    coefficients = jnp.asarray([[1.0, jnp.nan, 0.5, 7.0], [0.0, 2.0, 7.0, jnp.nan]])
+    mask = jnp.asarray([[True, True, True, False], [True, True, False, False]])
+    ours = corrections.correction_metrics(coefficients, mask)
+    for name, value in ours.items():
+        shown = name.startswith("coefficient") or name == "ess"
+        assert np.isnan(float(value)) == shown, name
+    clean = corrections.correction_metrics(jnp.nan_to_num(coefficients), mask)
+    assert np.all(np.isfinite([float(value) for value in clean.values()]))
+    train, rollout, tokens = draw(8, 0.1)
+    row, column = np.argwhere(tokens)[3]
+    train[row, column] = np.nan
+    found = mismatch_metrics(train, rollout, tokens)
+    for name in (
+        "kl_k3",
+        "log_ratio_abs_max",
+        "ratio_max",
+        "ratio_p50",
+        "ess_token",
+        "ess_sequence",
+    ):
+        assert np.isnan(float(found[name])), name
+
+
+@jax.jit
+def measure(train, rollout, mask):
+    profiles = metrics.mismatch_profiles(train, rollout, mask, bins=4)
+    return {
+        **metrics.mismatch_metrics(train, rollout, mask),
+        **{name: profile._asdict() for name, profile in profiles.items()},
+        "alone": metrics.effective_sample_size(train - rollout, mask),
+        **metrics.update_skew(jnp.exp(train - rollout), rollout, mask),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_any_float_dtype_gives_the_bits_of_its_values_in_float32(dtype):
+    train, rollout, mask = draw(9, 0.1, rows=5, width=9)
+    rng = np.random.default_rng(9)
+    wide = [np.float64(x) * (1 + 1e-6 * rng.standard_normal(x.shape)) for x in (train, rollout)]
+    # The differences are taken of the cast values: those of 16 bits would be rounded once more.
+    with jax.enable_x64(dtype == "float64"):
+        given = [jnp.asarray(x).astype(dtype) for x in wide]
+        assert all(str(x.dtype) == dtype for x in given)
+        ours = jax.tree.map(np.asarray, measure(*given, mask))
+        cast = [np.asarray(x.astype(jnp.float32)) for x in given]
+    expected = measure(*cast, mask)
+    for name in ("alone", "update_skew", "update_skew_positive", "update_skew_negative"):
+        assert ours[name].dtype == jnp.float32
+        assert float(ours.pop(name)) == pytest.approx(float(expected.pop(name)), rel=0.05), name
+    same = jax.tree.map(lambda a, b: a.tobytes() == np.asarray(b).tobytes(), ours, expected)
+    assert all(jax.tree.leaves(same)), same
+
+
+def test_integer_masks_are_understood():
+    train, rollout, mask = draw(9, 0.1, rows=5, width=9)
+    profiles = [metrics.mismatch_profiles(train, rollout, m) for m in (mask, np.int32(mask))]
+    same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)), *profiles)
+    assert all(jax.tree.leaves(same))
+    shapes = [jax.eval_shape(mismatch_metrics, train, rollout, m) for m in (mask, np.int32(mask))]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "mask"),
+    [
+        ((4, 3), (4, 3), (4, 1)),
+        ((4, 3), (4, 3), (3,)),
+        ((4, 1), (4, 3), (4, 3)),
+        ((4, 3), (3,), (4, 3)),
+        ((1, 3), (4, 3), (4, 3)),
+    ],
+)
+def test_log_probs_that_would_broadcast_are_refused_in_one_line(train, rollout, mask):
+    given = jnp.zeros(train), jnp.zeros(rollout), jnp.ones(mask, bool)
+    for measure in (metrics.mismatch_metrics, metrics.mismatch_profiles):
+        with pytest.raises(InputError, match="it must be the mask's") as error:
+            measure(*given)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 1), (1, 3), ()])
+def test_advantages_of_the_skew_are_by_sequence_or_by_token(shape):
+    ratio, mask = jnp.full((4, 3), 1.5), jnp.ones((4, 3), bool)
+    with pytest.raises(InputError, match="advantages may be"):
+        metrics.update_skew(ratio, jnp.ones(shape), mask)
+    by_sequence = metrics.update_skew(ratio, jnp.asarray([1.0, -2.0, 3.0, 0.0]), mask)
+    by_token = jnp.broadcast_to(jnp.asarray([1.0, -2.0, 3.0, 0.0])[:, None], (4, 3))
+    assert by_sequence == metrics.update_skew(ratio, by_token, mask)
+    assert float(by_sequence["update_skew"]) == pytest.approx(-0.25)
 
 
 def test_update_skew_is_equation_5():
@@ -278,3 +413,18 @@ def test_noise_scale_of_a_known_gradient():
     assert float(ours["noise_scale"]) == pytest.approx(noise / signal, rel=1e-4)
     none = metrics.gradient_noise_scale(jnp.float32(10.0), jnp.float32(1.0), small=8, big=64)
     assert np.isinf(float(none["noise_scale"]))
+
+
+def test_a_nan_log_prob_is_seen_by_every_share_and_moment():
+    rng = np.random.default_rng(0)
+    train = jnp.asarray(-rng.exponential(size=(4, 6)), jnp.float32)
+    mask = jnp.ones((4, 6), bool)
+    found = metrics.mismatch_metrics(train.at[1, 2].set(jnp.nan), train, mask)
+    counts = ("tokens", "log_ppl_rollout")  # of the mask and of the rollout alone
+    shares = {"unequal_tokens": 1, "exact_share": 23 / 24, "extreme_share": 1 / 24}
+    shares |= {f"outside_{band}": 1 / 24 for band in metrics.BANDS}
+    for name, value in found.items():
+        if name in shares:
+            assert float(value) == pytest.approx(shares[name]), name
+        elif name not in counts:
+            assert np.isnan(float(value)), name

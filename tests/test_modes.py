@@ -364,5 +364,6 @@ def test_what_would_count_the_ratio_twice_is_refused_and_nothing_else(mode, loss
 
 
 if __name__ == "__main__":
-    text = DOCS.read_text()
-    DOCS.write_text(text.replace(documented(), accepted_table()))
+    before, rest = DOCS.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    DOCS.write_text(before + BEGIN + accepted_table() + END + after)

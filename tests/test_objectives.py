@@ -268,3 +268,102 @@ def test_presets_are_their_papers():
         objectives.rloo(clip_hihg=0.28)
     with pytest.raises(InputError, match="max_length is None"):
         objectives.dr_grpo()
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "clip", "gspo"])
+def test_advantages_may_be_per_token_and_no_shape_is_broadcast(loss):
+    log_probs, old, advantages, mask = batch(seed=9)
+    objective = Objective(loss=loss)
+    per_row = objective.token_losses(log_probs, old, jnp.asarray(advantages), mask=mask)
+    per_token = jnp.broadcast_to(jnp.asarray(advantages)[:, None], mask.shape)
+    same = objective.token_losses(log_probs, old, per_token, mask=mask)
+    assert per_row.loss.shape == same.loss.shape == mask.shape
+    np.testing.assert_array_equal(per_row.loss, same.loss)
+    uneven = per_token.at[:, 0].set(0.0)
+    changed = objective.token_losses(log_probs, old, uneven, mask=mask)
+    assert not np.any(np.asarray(changed.loss)[:, 0])
+    wrong = {
+        "advantages have shape": [
+            {"advantages": jnp.asarray(advantages)[:, None]},
+            {"advantages": jnp.ones(mask.shape[1])},
+            {"advantages": jnp.ones((1, *mask.shape))},
+        ],
+        "has shape": [
+            {"mask": jnp.asarray(mask)[:, :1]},
+            {"mask": jnp.asarray(mask)[:, 0]},
+            {"coefficients": jnp.ones((mask.shape[0], 1))},
+            {"kept": jnp.ones((1, mask.shape[1]), bool)},
+            {"log_probs": jnp.asarray(log_probs)[:1]},
+            {"old_log_probs": jnp.asarray(old)[:, :1]},
+            {"reference_log_probs": jnp.asarray(old)[:, :1]},
+            {"entropy": jnp.ones((1, 1))},
+        ],
+    }
+    right = {"log_probs": log_probs, "old_log_probs": old, "mask": jnp.asarray(mask)}
+    right["advantages"] = jnp.asarray(advantages)
+    for message, cases in wrong.items():
+        for case in cases:
+            with pytest.raises(InputError, match=message) as error:
+                objective.token_losses(**{**right, **case})
+            assert "\n" not in str(error.value)
+
+
+def test_a_denominator_counts_what_it_says():
+    mask = jnp.asarray([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], bool)
+    kept = mask & jnp.asarray([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]], bool)
+    first = {
+        ("token_mean", "response"): 1 / 9,
+        ("token_mean", "survivors"): 1 / 6,
+        ("token_mean", "verl"): 1 / 6,
+        ("sequence_mean_token_mean", "response"): 1 / (3 * 3),
+        ("sequence_mean_token_mean", "survivors"): 1 / (2 * 2),
+        ("sequence_mean_token_mean", "verl"): 1 / (3 * 2),
+        ("sequence_mean_token_sum", "response"): 1 / 3,
+        ("sequence_mean_token_sum", "survivors"): 1 / 2,
+        ("sequence_mean_token_sum", "verl"): 1 / 3,
+        ("constant_length", "response"): 1 / (3 * 5),
+        ("constant_length", "survivors"): 1 / (2 * 5),
+        ("constant_length", "verl"): 1 / (3 * 5),
+    }
+    for (aggregation, denominator), expected in first.items():
+        objective = Objective(aggregation=aggregation, denominator=denominator, max_length=5)
+        weights = objective.token_weights(mask, kept)
+        assert float(weights[0, 0]) == pytest.approx(expected), (aggregation, denominator)
+        assert not np.any(np.asarray(weights)[~np.asarray(mask)])
+        whole = objective.token_weights(mask)
+        np.testing.assert_array_equal(
+            whole, Objective(aggregation=aggregation, max_length=5).token_weights(mask)
+        )
+
+
+def test_a_nan_log_prob_shows_and_padding_does_not():
+    log_probs, old, advantages, mask = batch(seed=4)
+    for name in ("reinforce", "clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl"):
+        objective = Objective(loss=name)
+        bad = np.where(mask, log_probs, np.nan)
+        fine = objective.token_losses(bad, old, jnp.asarray(advantages), mask=jnp.asarray(mask))
+        assert np.all(np.isfinite(fine.loss)), name
+        bad[2, 0] = np.nan
+        shown = objective.token_losses(bad, old, jnp.asarray(advantages), mask=jnp.asarray(mask))
+        assert np.isnan(np.asarray(shown.loss)[2, 0]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_options": {"ratio_cup": 2.0}, "loss": "dppo_tv"}, "did you mean 'ratio_cap'"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip"),
+        ({"loss": "reinforce", "clip_low": 0.2}, "clip_low"),
+        ({"kl_cap": -1.0}, "kl_cap is -1.0"),
+        ({"kl_coefficient": float("nan")}, "kl_coefficient is nan"),
+        ({"entropy_coefficient": float("inf")}, "entropy_coefficient is inf"),
+        ({"overlong_cache": 5}, "overlong_cache is 5; it must lie in"),
+        ({"overlong_cache": 9, "max_length": 8}, "max_length\\], which is 8"),
+        ({"reward_kl_target": 3.0}, "reward_kl_coefficient, which it would steer, is 0"),
+        ({"denominator": "survivor"}, "did you mean 'survivors'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(changes, message):
+    with pytest.raises(InputError, match=message) as error:
+        Objective(**changes)
+    assert "\n" not in str(error.value)

@@ -269,6 +269,28 @@ def test_what_stays_on_a_chip_beside_a_program():
     assert recipe.resident(RECIPE, EIGHT.devices, "update") == 0
 
 
+def test_a_step_is_given_what_its_estimator_needs():
+    """Shapes alone; with greedy responses every device of the sampler has as many prompts."""
+    for estimator in ("remax", "optimal_token_baseline", "rloo"):
+        learning = replace(RECIPE.learning, objective=objectives.rloo(estimator=estimator))
+        what = replace(on(Placement(fsdp=4)), learning=learning)
+        program = recipe.scoring(what, EIGHT.devices)
+        made = jax.eval_shape(program.function, *program.arguments).experience
+        assert made.advantages.shape[0] == what.sequences
+        assert what.least_prompts == (4 if estimator == "remax" else 1)
+    steered = objectives.rloo(reward_kl_coefficient=0.1, reward_kl_target=1.0)
+    what = replace(RECIPE, learning=replace(RECIPE.learning, objective=steered))
+    program = recipe.scoring(what, EIGHT.devices)
+    assert jax.eval_shape(program.function, *program.arguments).carried.reward_kl.shape == ()
+
+
+def test_noise_is_planned_for_where_there_are_several_micro_batches():
+    noisy = replace(RECIPE, learning=replace(RECIPE.learning, micro_batch=4, noise_scale=True))
+    assert noisy.with_micro_batch(8).learning.noise_scale
+    assert not noisy.with_micro_batch(16).learning.noise_scale
+    assert not RECIPE.with_micro_batch(8).learning.noise_scale
+
+
 def test_a_sampler_elsewhere_leaves_the_learners_weights_where_they_are():
     apart = replace(on(Placement(fsdp=4)), drawing=Placement(fsdp=2))
     beside = recipe.resident(apart, EIGHT.devices, "sampler")

@@ -15,19 +15,23 @@ from tim_jax import (
     corrections,
     drawing,
     evaluation,
+    learner,
     objectives,
     optimizers,
     programs,
+    runs,
     train,
     warm_start,
 )
 from tim_jax.drawing import Text
 from tim_jax.errors import InputError, MismatchError, NonFiniteError
-from tim_jax.learning import Learning
+from tim_jax.experience import experience
+from tim_jax.learning import Carried, Learning, TrainState
 from tim_jax.policy import Sampling
 from tim_jax.tasks import base, builtin
 from tim_jax.tasks.base import Example, Grade, Message
 from tim_jax.tokenizers import character_tokenizer
+from tim_jax.types import Prompts
 
 TOKENIZER: Any = character_tokenizer(builtin.ALPHABET)
 TEXT = Text(TOKENIZER, max_prompt_length=6)
@@ -151,9 +155,17 @@ def test_metrics_of_a_step():
     assert metrics["unequal_tokens"] == metrics["log_prob_difference_max"] == 0.0
     # Off policy after the first of the four updates, and only then.
     assert metrics["loss/ppo_ratio_mean"] != 1.0
+    assert metrics["loss/ppo_ratio_min"] < 1.0 < metrics["loss/ppo_ratio_max"]
+    assert 0.0 < metrics["effective_sample_size"] < 1.0
+    assert metrics["update_skew"] != 0.0
     assert metrics["loss/reference_kl"] > 0.0
     # The first pass compares the first mini-batch: after it the weights have moved.
     assert 0 < metrics["compared_tokens"] < metrics["response_tokens"]
+    # The mismatch is taken from the same log-probs; an exact run has none.
+    assert metrics["mismatch/tokens"] == metrics["compared_tokens"]
+    assert metrics["mismatch/kl_k3"] == metrics["mismatch/log_ratio_abs_max"] == 0.0
+    assert metrics["mismatch/exact_share"] == metrics["mismatch/ess_sequence"] == 1.0
+    assert not any(name.startswith(("correction/", "refill/")) for name in metrics)
     assert metrics["response_length"] == metrics["response_tokens"] / len(samples)
     assert metrics["response_length_max"] <= 8
     assert 0 <= metrics["cut_share"] < 1
@@ -193,6 +205,236 @@ def test_corrections_and_length_buckets_leave_an_exact_step_where_it_was():
     assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
     for x, y in zip(jax.tree.leaves(changed.params), jax.tree.leaves(plain.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
+
+
+# What stands between the sampler's reward and the update
+
+STEERED = objectives.grpo(
+    kl_coefficient=0.0,
+    reward_kl_coefficient=0.5,
+    reward_kl_target=0.01,
+    reward_kl_horizon=100,
+    max_length=8,
+    overlong_cache=4,
+)
+
+
+@cache
+def everything():
+    """One update a step, which every part of a step's preparation and report takes part in."""
+    learning = Learning(
+        STEERED,
+        tiny.GROUP,
+        mode="recompute",
+        correction=corrections.build([{"name": "token_tis", "cap": 2.0}]),
+        micro_batch=2,
+        noise_scale=True,
+    )
+    return programs.build(POLICY, learning, optimizers.adamw(optimizers.Rate(1e-2)))
+
+
+def first_state(run):
+    return run.init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
+
+
+def run_everything(run, state, *, exact=True, steps=3, seed=0):
+    """(metrics, copy of the state) after each step, from where `state` stands."""
+    reference = run.prepare(tiny.moved(tiny.params(CONFIG)))
+    options: dict[str, Any] = {"seed": seed, "steps": steps, "prompts_per_step": 2}
+    loop = train.train(
+        state, make_task(), TEXT, programs=run, exact=exact, reference=reference, **options
+    )
+    return [(step.metrics, jax.tree.map(jnp.array, step.state)) for step in loop]
+
+
+@pytest.mark.slow
+def test_the_penalty_of_the_reward_is_steered_from_step_to_step():
+    """The controller by hand (arXiv 1909.08593, 2.2), and a loop that begins at its second step."""
+    found = run_everything(everything(), first_state(everything()))
+    coefficient = 0.5
+    for metrics, state in found:
+        assert metrics["reward_kl_coefficient"] == pytest.approx(coefficient)
+        error = np.clip(metrics["reward_kl"] / 0.01 - 1.0, -0.2, 0.2)
+        coefficient *= 1.0 + error * 2 * tiny.GROUP / 100
+        assert float(state.reward_kl) == pytest.approx(coefficient)
+        assert -1.0 < metrics["overlong_penalty"] < 0.0
+        assert metrics["correction/clipped_high_share"] == 0.0
+        assert metrics["correction/coefficient_min"] == 1.0 == metrics["exact_share"]
+        assert metrics["mismatch/kl_k3"] == metrics["update_skew_rollout"] == 0.0
+        assert metrics["mismatch/tokens"] == metrics["response_tokens"] > 0
+        assert np.isfinite(metrics["gradient_noise"])
+    resumed = run_everything(everything(), jax.tree.map(jnp.array, found[0][1]))
+    assert [repr(metrics) for metrics, _ in resumed] == [repr(metrics) for metrics, _ in found[1:]]
+    assert tiny.bits(resumed[-1][1]) == tiny.bits(found[-1][1])
+
+
+@pytest.mark.slow
+def test_a_correction_of_what_the_sampler_misreports_is_reported():
+    """Log-probs that are one nat too low: every ratio is e, above the cap of 2."""
+
+    def sample(weights, prompts, key):
+        rollout = everything().sample(weights, prompts, key)
+        low = jnp.where(rollout.mask, rollout.log_probs - 1.0, 0.0)
+        return replace(rollout, log_probs=low)
+
+    run = replace(everything(), sample=sample)
+    ((metrics, _),) = run_everything(run, first_state(run), exact=False, steps=1)
+    assert metrics["correction/clipped_high_share"] == 1.0
+    assert metrics["correction/coefficient_mean"] == 2.0
+    assert metrics["mismatch/log_ratio_mean"] == pytest.approx(1.0, rel=1e-6)
+    assert metrics["loss/ppo_ratio_mean"] == 1.0  # the loss's own ratio is to the trainer's
+    assert metrics["update_skew_rollout"] != 0.0 == metrics["update_skew"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "finite"), [(1, True), (0, False)])
+def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed, finite):
+    """McCandlish et al. (arXiv 1812.06162), appendix A.1, in float64 from each part's gradient.
+
+    The estimate of the signal is unbiased, so with much noise it may be below 0.
+    """
+    run = everything()
+    state = first_state(run)
+    weights, rollout = run.prepare(state.params), tiny.rollout(POLICY)
+    reference = run.prepare(tiny.moved(tiny.params(CONFIG)))
+    rewards = tiny.rewards(seed)
+    batch = run.experience(weights, reference, state.carried, rollout, rewards).experience
+    shares = STEERED.token_weights(batch.mask, batch.kept)
+    _, transpose = jax.vjp(POLICY.prepare, state.params)
+
+    @jax.jit
+    def part(weights, rows):
+        found, _ = learner.gradient_rows(POLICY, weights, *rows, learning=run.learning)
+        return transpose(found)
+
+    count = tiny.ROWS // 2
+    gradients = []
+    for index in range(count):
+        rows = jax.tree.map(lambda x, at=2 * index: x[at : at + 2], (batch, shares))
+        leaves = jax.tree.leaves(part(weights, rows))
+        gradients.append(np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves]))
+    small = np.mean([np.sum((count * g) ** 2) for g in gradients])
+    big = np.sum(np.sum(gradients, axis=0) ** 2)
+    signal = (tiny.ROWS * big - 2 * small) / (tiny.ROWS - 2)
+    noise = (small - big) / (1 / 2 - 1 / tiny.ROWS)
+    *_, metrics = train.learn(state, weights, rollout, rewards, programs=run, reference=reference)
+    assert metrics["gradient_norm"] == pytest.approx(np.sqrt(big), rel=1e-5)
+    assert metrics["gradient_signal"] == pytest.approx(signal, abs=1e-4 * big)
+    assert metrics["gradient_noise"] == pytest.approx(noise, rel=1e-4)
+    assert (signal > 0.0) == finite
+    expected = noise / signal if finite else np.inf
+    assert metrics["noise_scale"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_remax_compares_with_the_reward_of_the_greedy_response():
+    """The greedy response is the likeliest token each time, and its reward is the baseline."""
+    learning = Learning(objectives.rloo(estimator="remax"), tiny.GROUP)
+    built = programs.build(POLICY, learning, optimizers.adamw(optimizers.Rate(1e-2)))
+    assert built.greedy is not None
+    given = []
+
+    def experience(*arguments):
+        prepared = built.experience(*arguments)
+        given.append((*arguments[3:], prepared.experience.advantages))
+        return prepared
+
+    run = replace(built, experience=experience)
+    (step,) = train.train(
+        first_state(run),
+        make_task(),
+        TEXT,
+        programs=run,
+        seed=0,
+        steps=1,
+        prompts_per_step=2,
+        exact=True,
+    )
+    ((rollout, rewards, greedy, advantages),) = given
+    weights = built.prepare(tiny.params(CONFIG))
+    prompts = Prompts(
+        tokens=rollout.prompts[:: tiny.GROUP],
+        lengths=rollout.prompt_lengths[:: tiny.GROUP],
+        ids=jnp.arange(2),
+    )
+    best = built.greedy(weights, prompts, jax.random.key(9))  # no draw: any key will do
+    lengths = [len(text) for text in TEXT.completions(best)]
+    np.testing.assert_array_equal(greedy, np.float32(lengths) / 8)
+    np.testing.assert_array_equal(advantages, rewards - jnp.repeat(greedy, tiny.GROUP))
+    assert len({*greedy.tolist(), *rewards.tolist()}) > 2
+    assert not np.asarray(best.log_probs).any()
+    assert step.metrics["exact_share"] == 1.0
+    graded = 2 * tiny.GROUP + 2
+    assert 0 <= step.metrics["grader/timeout"] <= graded
+
+
+def prepared(objective, rollout, rewards, **given):
+    """A step's preparation in bypass mode, which needs no model."""
+    learning = Learning(objective, tiny.GROUP)
+    how = {"policy": POLICY, "learning": learning}
+    return experience(None, None, Carried(()), rollout, jnp.asarray(rewards), **given, **how)
+
+
+def ragged(lengths):
+    """Responses of these lengths; those of 8 tokens were cut."""
+    rollout = tiny.rollout(POLICY)
+    lengths = jnp.asarray(lengths, jnp.int32)
+    return replace(rollout, lengths=lengths, finished=lengths < 8)
+
+
+LENGTHS = [1, 4, 5, 8, 8, 7, 6, 2, 8, 8, 8, 8]
+
+
+def test_a_long_response_loses_reward():
+    """Eq. 13 of arXiv 2503.14476 with a longest length of 8 and a cache of 4, by hand."""
+    objective = objectives.reinforce(max_length=8, overlong_cache=4)
+    found = prepared(objective, ragged(LENGTHS), np.full(tiny.ROWS, 2.0, np.float32))
+    penalty = [0, 0, -0.25, -1, -1, -0.75, -0.5, 0, -1, -1, -1, -1]
+    np.testing.assert_allclose(found.experience.advantages, 2.0 + np.array(penalty))
+    assert float(found.metrics["overlong_penalty"]) == pytest.approx(np.mean(penalty))
+
+
+def test_cut_responses_are_in_no_mask_and_no_denominator():
+    rewards = np.arange(tiny.ROWS, dtype=np.float32)
+    rollout, kinds = ragged(LENGTHS), ("token_mean", "sequence_mean_token_mean")
+    for aggregation in kinds:
+        objective = objectives.reinforce(drop_cut=True, aggregation=aggregation)
+        batch = prepared(objective, rollout, rewards).experience
+        mask = np.asarray(rollout.mask) & (np.array(LENGTHS) < 8)[:, None]
+        np.testing.assert_array_equal(batch.mask, mask)
+        shares = objective.token_weights(batch.mask, batch.kept)
+        left = [n for n in LENGTHS if n < 8]
+        expected = 1 / sum(left) if aggregation == "token_mean" else 1 / (len(left) * left[0])
+        assert float(shares[0, 0]) == pytest.approx(expected)
+        assert float(jnp.sum(shares)) == pytest.approx(1.0)
+        whole = replace(objective, drop_cut=False)
+        assert bool(jnp.all(prepared(whole, rollout, rewards).experience.mask == rollout.mask))
+
+
+def test_only_a_run_that_steers_its_penalty_keeps_the_coefficient():
+    """Checkpoints of other runs have the structure that they always had."""
+    for state, kept in ((first_state(built()), False), (first_state(everything()), True)):
+        held = runs.saved(state, None)["rest"]
+        assert ("reward_kl" in held) == kept == (state.reward_kl is not None)
+        restored = TrainState(params=state.params, **held)
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+
+
+def test_metrics_of_a_step_are_means_but_for_extremes_and_the_noise_scale():
+    first = {"loss": 1.0, "a_max": 3.0, "a_min": 1.0, "skipped": 0.0}
+    second = {"loss": 2.0, "a_max": 2.0, "a_min": -1.0, "skipped": 1.0}
+    assert train.joined([first, second]) == {
+        "loss": 1.5,
+        "a_max": 3.0,
+        "a_min": -1.0,
+        "skipped": 0.5,
+    }
+    noise = [
+        {"gradient_noise": 4.0, "gradient_signal": 3.0, "noise_scale": 4 / 3},
+        {"gradient_noise": 2.0, "gradient_signal": -1.0, "noise_scale": float("inf")},
+    ]
+    assert train.joined(noise)["noise_scale"] == 3.0
+    assert train.joined(noise[1:])["noise_scale"] == float("inf")
 
 
 def test_exact_required_stops_at_the_first_unequal_token(monkeypatch):

@@ -150,12 +150,8 @@ def advantages(
     """
     check_group_size(estimator, group_size)
     groups = _groups(rewards, group_size)
-    given = {
-        "mask": mask,
-        "greedy_rewards": greedy_rewards,
-        "energies": energies,
-        "log_ratio": log_ratio,
-    }
+    given = {"mask": mask, "greedy_rewards": greedy_rewards}
+    given |= {"energies": energies, "log_ratio": log_ratio}
     _check_given(estimator, groups.shape, given)
     if weight_cap is not None and not weight_cap > 0.0:
         raise InputError(f"weight_cap is {weight_cap}; it must be positive, or None for no cap")
@@ -378,10 +374,7 @@ def _groups(rewards: jax.Array, group_size: int) -> jax.Array:
 def _differing(
     groups: jax.Array, counted: jax.Array | None = None, *, axis: int | None = 1
 ) -> jax.Array:
-    """True where `axis`, which stays with size 1, has more than one value; None is all axes.
-
-    Exact: no arithmetic.
-    """
+    """True where `axis` (kept with size 1; None: all) has more than one value. No arithmetic."""
     if counted is None:
         counted = jnp.ones_like(groups, dtype=bool)
     largest = jnp.max(jnp.where(counted, groups, -jnp.inf), axis=axis, keepdims=True)

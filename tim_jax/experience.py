@@ -79,7 +79,8 @@ def experience(
         score = partial(
             score_rows, policy, micro_batch=learning.micro_batch, energy=learning.needs_energy
         )
-    mask = _learnt(rollout, rewards, learning)
+    counted = _counted(rollout, rewards, learning)
+    mask = counted & rollout.finished[:, None] if objective.drop_cut else counted
     trainer, energies, checked = None, None, None
     if learning.needs_forward:
         trainer, energies = score(weights, rollout)
@@ -91,7 +92,7 @@ def experience(
     estimated = objective.advantages(
         rewards,
         group_size=learning.group_size,
-        mask=mask,
+        mask=counted,
         greedy_rewards=greedy_rewards,
         energies=energies,
         log_ratio=None if trainer is None else trainer - rollout.log_probs,
@@ -120,13 +121,16 @@ def experience(
     return Prepared(ready, Carried(joined, reward_kl), checked, trainer, report)
 
 
-def _learnt(rollout: Rollout, rewards: jax.Array, learning: Learning) -> jax.Array:
-    """bool[B, R], the response tokens of groups and responses that are not left out."""
-    objective, mask = learning.objective, rollout.mask
-    if objective.drop_uninformative:
-        informative = advantages.informative_groups(rewards, learning.group_size)
-        mask = mask & informative[:, None]
-    return mask & rollout.finished[:, None] if objective.drop_cut else mask
+def _counted(rollout: Rollout, rewards: jax.Array, learning: Learning) -> jax.Array:
+    """bool[B, R], the response tokens of groups that are not left out.
+
+    Responses that were cut off count in their group's baseline, learnt from or not: their reward is
+    as good as any.
+    """
+    if not learning.objective.drop_uninformative:
+        return rollout.mask
+    informative = advantages.informative_groups(rewards, learning.group_size)
+    return rollout.mask & informative[:, None]
 
 
 def _shaped(rewards, rollout: Rollout, old, reference, coefficient, objective: Objective):

@@ -129,10 +129,10 @@ def effective_sample_size(log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns f32[] in (0, 1], that of the sequences' importance weights over their number.
 
     `mean(w)^2 / mean(w^2)` over sequences with a token, `w = prod_t r_t` of log-ratios f32[B, R]
-    (`ess_sequence` of `mismatch_metrics`): 1 where all weights are equal.
+    (`ess_sequence` of `mismatch_metrics`): 1 where all weights are equal, and of no sequences.
     """
     sums = compensated_sum(jnp.where(mask, log_ratio.astype(jnp.float32), 0.0))[0]
-    return _sequence_ratios(sums, mask)["ess_sequence"]
+    return jnp.where(jnp.any(mask), _sequence_ratios(sums, mask)["ess_sequence"], 1.0)
 
 
 class Profile(NamedTuple):
@@ -248,11 +248,14 @@ def _sequence_ratios(sums, mask) -> dict[str, jax.Array]:
 
 
 def _bands(d, mask) -> dict[str, jax.Array]:
-    shares = {
-        f"outside_{name}": masked.share(mask & ((d < math.log(low)) | (d > math.log(high))), mask)
-        for name, (low, high) in BANDS.items()
-    }
-    return {**shares, "extreme_share": masked.share(mask & (jnp.abs(d) > math.log(2.0)), mask)}
+    """Shares of tokens outside: a NaN is inside nothing."""
+
+    def outside(low, high):
+        inside = (d >= math.log(low)) & (d <= math.log(high))
+        return masked.share(mask & ~inside, mask)
+
+    shares = {f"outside_{name}": outside(*band) for name, band in BANDS.items()}
+    return {**shares, "extreme_share": outside(0.5, 2.0)}
 
 
 def _second_moments(excess, p, q, mean, mask) -> dict[str, jax.Array]:
@@ -270,7 +273,7 @@ def _second_moments(excess, p, q, mean, mask) -> dict[str, jax.Array]:
         "ratio_std": jnp.sqrt(moment["rr"]),
         "prob_diff_std": jnp.sqrt(moment["dd"]),
         "prob_correlation": jnp.where(
-            scale > 0.0, moment["xy"] / jnp.where(scale > 0.0, scale, 1.0), 0.0
+            scale == 0.0, 0.0, moment["xy"] / jnp.where(scale == 0.0, 1.0, scale)
         ),
     }
 

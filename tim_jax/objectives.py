@@ -88,7 +88,7 @@ class Objective:
         check_choice("denominator", self.denominator, get_args(Denominator))
         check_choice("kl_estimator", self.kl_estimator, get_args(KL))
         check_aggregation(self.aggregation, self.max_length)
-        losses.check_options(self.loss, self.options)
+        self._check_options()
         for name in ("kl_coefficient", "advantage_eps", "reward_kl_coefficient"):
             value = getattr(self, name)
             if not 0.0 <= value < math.inf:
@@ -100,6 +100,15 @@ class Objective:
         if self.kl_cap is not None and not self.kl_cap > 0.0:
             raise InputError(f"kl_cap is {self.kl_cap}; it must be above 0")
         self._check_shaping()
+
+    def _check_options(self) -> None:
+        for name, value in self.loss_options:
+            if getattr(self, name, None) is not None:
+                raise InputError(
+                    f"{name} is given twice, as {getattr(self, name)} and in loss_options as"
+                    f" {value}"
+                )
+        losses.check_options(self.loss, self.options)
 
     def _check_shaping(self) -> None:
         cache, longest = self.overlong_cache, self.max_length

@@ -79,6 +79,12 @@ class Correction(optax.GradientTransformationExtraArgs):
         made.blocks = tuple(blocks)
         return made
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Correction) and self.blocks == other.blocks
+
+    def __hash__(self) -> int:
+        return hash(self.blocks)
+
     @property
     def whole_batch(self) -> bool:
         """True if `update` must see all rows of a batch at once: a batch statistic, or state."""

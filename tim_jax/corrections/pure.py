@@ -61,9 +61,9 @@ def correct(
     arrays = {"log_ratio": log_ratio, "mask": mask, **extra}
     arrays, layout = _rows(arrays, segment_ids, segments)
     applied = _applied(chained, state, arrays)
-    log_ratios = dict.fromkeys(("old", "current"), arrays["log_ratio"].astype(jnp.float32))
+    log_ratio = jnp.asarray(arrays["log_ratio"]).astype(jnp.float32)
     metrics = correction_metrics(applied.coefficients, arrays["mask"], kept=applied.kept)
-    metrics |= bound_metrics(chained, log_ratios, arrays["mask"])
+    metrics |= bound_metrics(chained, {"old": log_ratio, "current": log_ratio}, arrays["mask"])
     found = applied.coefficients, applied.kept
     if layout is not None:
         found = packed.pack(found[0], layout), packed.pack(found[1], layout)

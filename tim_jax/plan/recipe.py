@@ -74,7 +74,9 @@ class Recipe:
         return replace(self, policy=replace(self.policy, config=config))
 
     def with_micro_batch(self, rows: int) -> "Recipe":
-        return replace(self, learning=replace(self.learning, micro_batch=rows))
+        """The gradient's noise is measured only where there are several micro-batches."""
+        noise = self.learning.noise_scale and rows < self.sequences // self.mini_batches
+        return replace(self, learning=replace(self.learning, micro_batch=rows, noise_scale=noise))
 
     def with_rows_drawn(self, rows: int) -> "Recipe":
         return replace(self, rows_drawn=rows)
