@@ -131,7 +131,6 @@ def test_nothing_is_nan_for_empty_or_wild_batches(spread):
             mismatch_metrics(train, rollout, kept),
             corrections.correction_metrics(jnp.asarray(kept, jnp.float32), kept, kept=kept),
             corrections.bound_metrics(TIS, {"old": log_ratio}, kept),
-            metrics.effective_sample_size(log_ratio, kept),
             metrics.update_skew(jnp.exp(jnp.clip(log_ratio, -20, 20)), jnp.ones(len(kept)), kept),
             metrics.mismatch_profiles(train, rollout, kept),
         ]

@@ -1,5 +1,6 @@
 """The optimiser chain against AdamW by the book, and the shape of its schedules."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tabular
+import tiny
 
-from tim_jax import assembly, config_optimizer, optimizers, schedules
+from tim_jax import assembly, config_optimizer, learner, optimizers, schedules
 from tim_jax.errors import InputError
+from tim_jax.experience import experience
+from tim_jax.learning import Carried, Learning, TrainState
+from tim_jax.objectives import Objective
 from tim_jax.optimizers import Decay, Rate
 
 
@@ -189,6 +195,34 @@ def test_root_of_the_effective_sample_size_scales_the_finished_update():
     np.testing.assert_array_equal(full, plain)
     with pytest.raises(InputError, match="effective_sample_size"):
         changes(None, ess_reference=1.0)
+
+
+def test_an_update_whose_sample_size_is_not_a_number_is_skipped():
+    """The loss never looks at the rollout's log-probs; what scales the step does."""
+    section = config_optimizer.Optimizer(ess_reference=1.0)
+    optimizer = assembly.make_optimizer(section, steps=1, max_response_length=8)
+    learning = Learning(Objective(estimator="reinforce", loss="reinforce"), 1)
+    params = {"table": jnp.asarray(tabular.table(1), jnp.float32)}
+    zero = jnp.int32(0)
+    state = TrainState(params, optimizer.init(params), (), zero, zero)
+    how = {"policy": tabular.Tabular(), "learning": learning}
+    rewards = jnp.arange(tabular.ROWS, dtype=jnp.float32)
+
+    def step(rollout):
+        ready = experience(params, None, Carried(()), rollout, rewards, **how).experience
+        return learner.update(state, params, ready, jnp.float32(1), optimizer=optimizer, **how)
+
+    rollout = tabular.rollout(tabular.table(0))
+    moved, _, known = step(rollout)
+    assert (float(known.metrics["skipped"]), int(moved.skipped)) == (0.0, 0)
+    assert 0.0 < known.metrics["effective_sample_size"] < 1.0
+    log_probs = rollout.log_probs.at[0, 0].set(jnp.nan)
+    kept, _, known = step(replace(rollout, log_probs=log_probs))
+    assert np.isfinite(known.metrics["loss"])
+    assert np.isfinite(known.metrics["gradient_norm"])
+    assert (float(known.metrics["skipped"]), int(kept.skipped)) == (1.0, 1)
+    assert tiny.bits((kept.params, kept.optimizer)) == tiny.bits((params, state.optimizer))
+    assert tiny.bits(moved.params) != tiny.bits(params)
 
 
 def test_reactive_decay_needs_the_length():

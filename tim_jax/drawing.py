@@ -122,7 +122,8 @@ def draw(
     drawn = round_of(0)
     metrics = rollout_metrics(drawn.rollout, drawn.rewards)
     silent = _silent(drawn.rewards, group)
-    metrics["groups_without_signal"] = float(np.mean(silent))
+    if group > 1:  # one sample alone has nothing to differ from
+        metrics["groups_without_signal"] = float(np.mean(silent))
     if not refills:
         return drawn._replace(metrics=metrics | drawn.metrics)
     rounds = 0

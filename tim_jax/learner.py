@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tim_jax import corrections, metrics, objectives
+from tim_jax import corrections, metrics, objectives, schedules
 from tim_jax.corrections import Correction
 from tim_jax.errors import InputError
 from tim_jax.experience import score_rows
@@ -29,7 +29,7 @@ from tim_jax.learning import (
     split_rows,
 )
 from tim_jax.model import transformer
-from tim_jax.sums import count, tree_sum
+from tim_jax.sums import compensated_sum, count, tree_sum
 
 Gradient = Callable[..., Any]  # weights, experience, token weights -> as `gradient_rows`
 
@@ -137,7 +137,8 @@ def _applied(correction: Correction, state, log_probs, batch: Experience) -> cor
 def _effective_sample_size(log_probs: jax.Array, batch: Experience) -> jax.Array:
     """f32[], of the sequences' importance weights, for step sizes that depend on it."""
     log_ratio = log_probs - batch.rollout.log_probs
-    return metrics.effective_sample_size(log_ratio, batch.mask)
+    sums, _ = compensated_sum(jnp.where(batch.mask, log_ratio, 0.0))
+    return schedules.effective_sample_size(sums, jnp.any(batch.mask, axis=1))
 
 
 def _gradient(

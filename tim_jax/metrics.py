@@ -125,16 +125,6 @@ def update_skew(
     }
 
 
-def effective_sample_size(log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns f32[] in (0, 1], that of the sequences' importance weights over their number.
-
-    `mean(w)^2 / mean(w^2)` over sequences with a token, `w = prod_t r_t` of log-ratios f32[B, R]
-    (`ess_sequence` of `mismatch_metrics`): 1 where all weights are equal, and of no sequences.
-    """
-    sums = compensated_sum(jnp.where(mask, log_ratio.astype(jnp.float32), 0.0))[0]
-    return jnp.where(jnp.any(mask), _sequence_ratios(sums, mask)["ess_sequence"], 1.0)
-
-
 class Profile(NamedTuple):
     """Tokens by bins: `edges` f32[K+1], `counts` i32[K], `means` f32[K] of |d| (0 where empty)."""
 
