@@ -247,6 +247,22 @@ def _normalised(coefficients, b):
     return coefficients / np.where(b.mask, coefficients, 0.0).sum() * b.mask.sum()
 
 
+def _binary_kl(d, p):
+    ours, theirs = (np.clip(np.exp(x), 1e-6, 1 - 1e-6) for x in (p, p - d))
+    odds = np.log(ours / theirs), np.log((1 - ours) / (1 - theirs))
+    one = ours * odds[0] + (1 - ours) * odds[1]
+    return np.maximum(one, -(theirs * odds[0] + (1 - theirs) * odds[1]))
+
+
+def _mixed(d, b):
+    """AIS, as `mix_in_adaptively` documents it."""
+    weights = np.minimum(np.exp(held(d)), 1.5)
+    w = weights[b.mask]
+    reliability, spread = w.mean() ** 2 / (w**2).mean(), w.std() / w.mean()
+    severity = 1 - np.exp(-_k3(d)[b.mask].mean() / 0.05)
+    return 1 + reliability * max(severity, spread / (1 + spread)) * (weights - 1)
+
+
 def _dppo_mask(d, p, b):
     gap, a = np.exp(p) - np.exp(p - d), b.advantages[:, None]
     return np.where(((a > 0) & (gap > 0.1)) | ((a < 0) & (gap < -0.1)), 0.0, 1.0), b.mask
@@ -282,6 +298,29 @@ CORRECTIONS = {
     "vexact": (
         [{"name": "vexact", "cap": 1.5, "bound": 0.1}],
         lambda d, p, b: _rejecting(_geometric(d, b), b, np.minimum(np.exp(held(d)), 1.5)),
+    ),
+    "sequence_mis": (
+        [{"name": "sequence_mis", "cap": 2.0}],
+        lambda d, p, b: (
+            np.exp(held(_sum(d, b))) * (np.exp(held(_sum(d, b))) <= 2.0) * np.ones(d.shape),
+            b.mask,
+        ),
+    ),
+    "kpop": (
+        [{"name": "kpop", "bound": 0.05}],
+        lambda d, p, b: _rejecting(_binary_kl(d, p) <= 0.05, b, np.exp(held(d))),
+    ),
+    "veto": (
+        [{"name": "veto", "threshold": 0.8}],
+        lambda d, p, b: _rejecting(np.all(~b.mask | (d >= np.log(0.8)), axis=1, keepdims=True), b),
+    ),
+    "trust_region_masking": (
+        [{"name": "trust_region_masking", "bound": 0.1}],
+        lambda d, p, b: _rejecting(np.all(~b.mask | (_k3(d) <= 0.1), axis=1, keepdims=True), b),
+    ),
+    "ais": (
+        [{"name": "ais", "cap": 1.5, "kl_scale": 0.05}],
+        lambda d, p, b: (_mixed(d, b), b.mask),
     ),
     "dppo": ([{"name": "dppo", "bound": 0.1}], _dppo_mask),
     "off_policy_sequence_mask": (

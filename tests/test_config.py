@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from tim_jax import (
     assembly,
+    checkpoints,
     config_io,
     config_model,
     config_optimizer,
@@ -15,6 +16,7 @@ from tim_jax import (
     config_sections,
     corrections,
     losses,
+    train_job,
 )
 from tim_jax.config import RunConfig
 from tim_jax.config_io import build, dump, load, parse_override
@@ -444,19 +446,58 @@ LEARNER_REFUSED = [
     ({"refills": -1}, {}, "learner.refills = -1: must be 0 or more"),
     (
         {"refills": 2, "objective": {"preset": "reinforce"}},
-        {"sampling": {"samples_per_prompt": 1}},
-        "learner.refills = 2: must be 0 with samples_per_prompt = 1: no group of one has unequal"
-        " rewards",
+        {},
+        "learner.refills = 2: must be 0: the estimator 'reinforce' learns from groups of equal"
+        " rewards too",
+    ),
+    (
+        {"noise_scale": True, "micro_batch": 4},
+        {},
+        "learner.noise_scale = true: needs a micro_batch below the 64 sequences of a mini-batch,"
+        " and a multiple of samples_per_prompt = 8: groups stay together",
+    ),
+    (
+        {"objective": {"preset": "rloo", "entropy_coefficient": 0.1}},
+        {"sampling": {"top_k": 5}},
+        "learner.objective: entropy_coefficient = 0.1 is about the whole distribution, which top_k"
+        " or top_p cut off; set top_k = 0 and top_p = 1",
+    ),
+    (
+        {"objective": {"estimator": "optimal_token_baseline"}},
+        {"sampling": {"top_p": 0.9}},
+        "learner.objective: the estimator 'optimal_token_baseline' is about the whole distribution,"
+        " which top_k or top_p cut off; set top_k = 0 and top_p = 1",
+    ),
+    (
+        {"objective": {"estimator": "remax", "drop_uninformative": True}},
+        {},
+        "learner.objective: drop_uninformative leaves out groups of equal rewards, but the"
+        " estimator 'remax' learns from them; use one with a baseline of the group",
+    ),
+    (
+        {
+            "mode": "recompute",
+            "mini_batches": 2,
+            "objective": {"preset": "rloo"},
+            "corrections": [{"name": "token_tis"}],
+        },
+        {},
+        'learner.corrections = [{name = "token_tis"}]: scale_by_truncated_ratio weights by pi_old /'
+        " pi_rollout, and the loss 'reinforce' has no ratio that would bring the 2 updates of a"
+        ' step from pi_old to pi; set mode = "bypass", which weights by pi / pi_rollout in every'
+        " update, or make one update a step",
     ),
     (
         {"noise_scale": True},
         {},
-        "learner.noise_scale = true: needs a micro_batch below the 64 sequences of a mini-batch",
+        "learner.noise_scale = true: needs a micro_batch below the 64 sequences of a mini-batch,"
+        " and a multiple of samples_per_prompt = 8: groups stay together",
     ),
     (
         {"noise_scale": True, "mini_batches": 4, "micro_batch": 16},
         {},
-        "learner.noise_scale = true: needs a micro_batch below the 16 sequences of a mini-batch",
+        "learner.noise_scale = true: needs a micro_batch below the 16 sequences of a mini-batch,"
+        " and a multiple of samples_per_prompt = 8: groups stay together",
     ),
     (
         {"prompts_per_step": 2, "objective": {"estimator": "remax"}},
@@ -617,3 +658,17 @@ def test_the_arms_of_the_paper_are_one_line_away(arm):
     path = Path(__file__).parents[1] / "configs" / "beyond_precision.toml"
     config = load(path, [f'learner.corrections=[{{name="{arm}", cap=2.0}}]'])
     assert assembly.make_learning(config).correction.blocks
+
+
+def test_a_run_of_an_older_version_goes_on_where_new_keys_have_their_defaults(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [1])
+    config = build({"run": {"folder": str(tmp_path)}})
+    older = [line for line in dump(config).splitlines() if "refills" not in line]
+    (tmp_path / "config.toml").write_text("\n".join(older))
+    key = "learner.refills"
+    assert key in train_job._may_change(config)
+    learner = config.learner.model_copy(update={"refills": 2})
+    assert key not in train_job._may_change(config.model_copy(update={"learner": learner}))
+    assert "learner.mini_batches" not in train_job._may_change(config)

@@ -971,7 +971,8 @@ def test_a_weight_is_refused_exactly_where_the_ratio_would_count_twice(
 ):
     block = corrections.declared(BY_EFFECT[effect], reads=reads)
     ask = {"mode": mode, "loss": "clip", "has_ratio": has_ratio}
-    if mode == "bypass" and has_ratio and effect == "weight":
+    twice = mode == "bypass" or reads == "current"
+    if twice and has_ratio and effect == "weight":
         for refused in (block, corrections.chain(CASES["none"], CASES["dppo"], block)):
             with pytest.raises(InputError, match="would count twice") as error:
                 corrections.check(refused, **ask)
@@ -1000,3 +1001,72 @@ def test_a_plain_optax_transform_counts_as_a_weight():
     for transform in (optax.scale(0.5), optax.chain(CASES["k3_rejection"])):
         with pytest.raises(InputError, match="a transform of your own weights"):
             corrections.check(corrections.chain(transform), **ask)
+
+
+def test_weights_without_a_ratio_in_the_loss_are_for_one_update_a_step_in_recompute_mode():
+    ask = {"loss": "reinforce", "has_ratio": False}
+    tis = corrections.token_tis()
+    corrections.check(tis, mode="recompute", updates=1, **ask)
+    corrections.check(tis, mode="bypass", updates=4, **ask)
+    corrections.check(corrections.geometric_rejection(), mode="recompute", updates=4, **ask)
+    corrections.check(tis, mode="recompute", loss="clip", has_ratio=True, updates=4)
+    with pytest.raises(InputError, match=r'4 updates of a step.*mode = "bypass"') as error:
+        corrections.check(tis, mode="recompute", updates=4, **ask)
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_trainer_cannot_give_is_refused():
+    exact = corrections.trust_region_masking(bound=0.1, statistic="divergence")
+    with pytest.raises(InputError, match="needs a 'divergence'"):
+        corrections.check(exact, mode="recompute", loss="clip", has_ratio=True)
+    with pytest.raises(InputError, match="no argument 'axis_name'"):
+        corrections.build([{"name": "normalise", "axis_name": "data"}])
+
+
+def test_a_transform_of_ones_own_may_not_stand_after_the_current_policy():
+    own = corrections.chain(corrections.dppo(), optax.scale(0.5))
+    with pytest.raises(InputError, match="put a transform of your own before it"):
+        corrections.check(own, mode="recompute", loss="clip", has_ratio=True)
+
+
+SCHEDULED = {
+    "token_tis": {"cap": 1.3},
+    "geometric_rejection": {"lower": 0.95, "upper": 1.05},
+    "dppo": {"bound": 0.05},
+    "vexact": {"cap": 1.3, "bound": 0.05},
+    "token_mis": {"cap": 1.3},
+    "ais": {"cap": 1.3},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_scheduled_recipe_is_the_recipe_that_says_what_it_does(name):
+    arguments, arrays = SCHEDULED[name], batch(21)
+    plain = corrections.RECIPES[name](**arguments)
+    constant = {key: lambda _, x=x: jnp.float32(x) for key, x in arguments.items()}
+    moving = corrections.scheduled(corrections.RECIPES[name], **constant)
+    said = [(block.effect, block.reads, block.needs) for block in plain.blocks]
+    assert [(block.effect, block.reads, block.needs) for block in moving.blocks] == said
+    assert moving.whole_batch
+    start = arrays["mask"].astype(jnp.float32)
+    update = jax.jit(lambda state, arrays: moving.update(start, state, **arrays))
+    found, _ = update(moving.init(start), arrays)
+    np.testing.assert_allclose(found, coefficients(plain, **arrays), rtol=1e-5)
+    kept = corrections.correct(moving, **arrays).kept
+    np.testing.assert_array_equal(kept, corrections.correct(plain, **arrays).kept)
+
+
+def test_a_schedule_moves_with_every_batch():
+    arrays = {
+        "log_ratio": jnp.full((2, 3), jnp.log(3.0)) * jnp.asarray([[1.0], [0.0]]),
+        "mask": jnp.ones((2, 3), bool),
+    }
+    wide = corrections.scheduled(
+        corrections.token_tis, cap=lambda count: jnp.where(count < 1, 2.0, 1.2)
+    )
+    state, caps = None, []
+    for _ in range(3):
+        found = corrections.correct(wide, state=state, **arrays)
+        state = found.state
+        caps.append(float(found.coefficients[0, 0]))
+    assert caps == pytest.approx([2.0, 1.2, 1.2])

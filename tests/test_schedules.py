@@ -500,4 +500,4 @@ def test_effective_sample_size_at_its_edges(log_weights, share):
     values, valid = jnp.asarray(log_weights, jnp.float32), jnp.ones(4, bool)
     got = effective_sample_size(values, valid)
     np.testing.assert_allclose(got, share, rtol=1e-6)
-    assert float(effective_sample_size(values, ~valid)) == 0.0
+    assert float(effective_sample_size(values, ~valid)) == 1.0

@@ -227,7 +227,7 @@ def everything():
         tiny.GROUP,
         mode="recompute",
         correction=corrections.build([{"name": "token_tis", "cap": 2.0}]),
-        micro_batch=2,
+        micro_batch=tiny.GROUP,
         noise_scale=True,
     )
     return programs.build(POLICY, learning, optimizers.adamw(optimizers.Rate(1e-2)))
@@ -307,16 +307,17 @@ def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed, finite):
         found, _ = learner.gradient_rows(POLICY, weights, *rows, learning=run.learning)
         return transpose(found)
 
-    count = tiny.ROWS // 2
+    size = tiny.GROUP
+    count = tiny.ROWS // size
     gradients = []
     for index in range(count):
-        rows = jax.tree.map(lambda x, at=2 * index: x[at : at + 2], (batch, shares))
+        rows = jax.tree.map(lambda x, at=size * index: x[at : at + size], (batch, shares))
         leaves = jax.tree.leaves(part(weights, rows))
         gradients.append(np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves]))
     small = np.mean([np.sum((count * g) ** 2) for g in gradients])
     big = np.sum(np.sum(gradients, axis=0) ** 2)
-    signal = (tiny.ROWS * big - 2 * small) / (tiny.ROWS - 2)
-    noise = (small - big) / (1 / 2 - 1 / tiny.ROWS)
+    signal = (tiny.ROWS * big - size * small) / (tiny.ROWS - size)
+    noise = (small - big) / (1 / size - 1 / tiny.ROWS)
     *_, metrics = train.learn(state, weights, rollout, rewards, programs=run, reference=reference)
     assert metrics["gradient_norm"] == pytest.approx(np.sqrt(big), rel=1e-5)
     assert metrics["gradient_signal"] == pytest.approx(signal, abs=1e-4 * big)

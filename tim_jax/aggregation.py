@@ -68,6 +68,13 @@ def token_weights(
     return jnp.where(mask, per_row[:, None], 0.0)
 
 
+def counts_kept(aggregation: Aggregation, denominator: Denominator) -> bool:
+    """True if `token_weights` depend on which tokens are kept."""
+    if denominator == "verl":
+        return aggregation in ("token_mean", "sequence_mean_token_mean")
+    return denominator == "survivors"
+
+
 def check_tokens(arrays: Mapping[str, jax.Array | None], shape: tuple[int, ...]) -> None:
     """Refuses arrays that are not [B, R]: broadcasting would count them in several tokens."""
     if len(shape) != 2:

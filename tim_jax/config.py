@@ -121,6 +121,8 @@ class RunConfig(Section):
         group = self.sampling.samples_per_prompt
         try:
             objective = self.objective
+            if self.sampling.top_k or self.sampling.top_p < 1:
+                objective.check_whole_distribution()
         except InputError as error:
             raise refusal("learner.objective", None, str(error)) from error
         try:
@@ -144,6 +146,7 @@ class RunConfig(Section):
                 mode=section.mode,
                 loss=objective.loss,
                 has_ratio=objective.has_ratio,
+                updates=section.mini_batches * section.epochs,
             )
         except InputError as error:
             raise refusal("learner.corrections", list(section.corrections), str(error)) from error
@@ -157,7 +160,13 @@ class RunConfig(Section):
                 f"must be a multiple of the sampler's data x fsdp = {shards}: the estimator"
                 f" {self.objective.estimator!r} draws one greedy response a prompt",
             )
-        if self.learner.refills and self.sampling.samples_per_prompt == 1:
+        if not self.learner.refills:
+            return
+        estimator = self.objective.estimator
+        if estimator not in advantages.GROUP_BASELINES:
+            rule = f"must be 0: the estimator {estimator!r} learns from groups of equal rewards too"
+            raise refusal("learner.refills", self.learner.refills, rule)
+        if self.sampling.samples_per_prompt == 1:
             raise refusal(
                 "learner.refills",
                 self.learner.refills,
@@ -167,11 +176,15 @@ class RunConfig(Section):
     def _check_noise_scale(self) -> None:
         section = self.learner
         rows = self.sequences_per_step // section.mini_batches
-        if section.noise_scale and (section.micro_batch or rows) >= rows:
+        if not section.noise_scale:
+            return
+        group, micro = self.sampling.samples_per_prompt, section.micro_batch or rows
+        if micro >= rows or micro % group:
             raise refusal(
                 "learner.noise_scale",
                 True,
-                f"needs a micro_batch below the {rows} sequences of a mini-batch",
+                f"needs a micro_batch below the {rows} sequences of a mini-batch, and a multiple"
+                f" of samples_per_prompt = {group}: groups stay together",
             )
 
     def _check_batches(self) -> None:

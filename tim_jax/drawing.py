@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tim_jax.errors import InputError
 from tim_jax.programs import Programs
 from tim_jax.tasks import base
 from tim_jax.tasks.base import Example, Task
@@ -106,13 +107,15 @@ def draw(
     Raises:
       InputError: a prompt that is too long, a reward function that raises or returns nonsense.
     """
+    group = programs.learning.group_size
+    if refills and group == 1:
+        raise InputError(f"refills is {refills}; a group of one sample never has a signal")
     size, key = len(task.train), step_key(seed, step)
     indices = base.order(seed, step - 1, prompts, size)
     if refills:
         more = base.order(seed + _REFILL, step - 1, prompts * refills, size)
         indices = np.concatenate([indices, more])
     names = prompt_ids(indices, size)
-    group = programs.learning.group_size
 
     def round_of(number: int) -> Drawn:
         rows = slice(number * prompts, (number + 1) * prompts)

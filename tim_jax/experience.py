@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax import advantages, corrections, shaping
+from tim_jax.errors import InputError
 from tim_jax.learning import (
     Carried,
     Experience,
@@ -44,7 +45,7 @@ def score_rows(
         return found.log_probs, found.energy
 
     rows = rollout.lengths.shape[0]
-    if micro_batch is None or micro_batch == rows:
+    if micro_batch is None or micro_batch >= rows:
         return score(rollout)
     parts = jax.lax.map(score, split_rows(rollout, micro_batch))
     return jax.tree.map(lambda x: x.reshape(rows, -1), parts)
@@ -75,9 +76,14 @@ def experience(
         kind (`sharded.scoring`).
     """
     objective = learning.objective
+    if objective.has_reference and reference is None:
+        raise InputError("the objective has a KL to a reference policy, but reference is None")
     if score is None:
         score = partial(
-            score_rows, policy, micro_batch=learning.micro_batch, energy=learning.needs_energy
+            score_rows,
+            policy,
+            micro_batch=learning.micro_batch,
+            energy=learning.objective.needs_energy,
         )
     counted = _counted(rollout, rewards, learning)
     mask = counted & rollout.finished[:, None] if objective.drop_cut else counted

@@ -103,7 +103,8 @@ def update(
 def _current(
     state: TrainState, weights, batch: Experience, learning: Learning, score: Score
 ) -> tuple[Experience, Any]:
-    """The batch with what a statistic of all its rows at these weights says, and the new state."""
+    """The batch with what depends on a statistic of all its rows at these weights, by a forward of
+    them; and the corrections' new state. As it is where nothing does."""
     if not learning.needs_whole_update:
         return batch, state.correction
     log_probs, _ = score(weights, batch.rollout)
@@ -114,7 +115,7 @@ def _current(
     batch = replace(batch, coefficients=applied.coefficients, kept=applied.kept & batch.kept)
     if learning.objective.selects:
         chosen = learning.objective.select(
-            log_probs, batch.old_log_probs, batch.advantages, mask=batch.mask
+            log_probs, batch.old_log_probs, batch.advantages, mask=batch.mask & batch.kept
         )
         batch = replace(batch, selected=chosen)
     return batch, joined
@@ -251,18 +252,19 @@ def _to_masters(gradient, params, policy: Policy):
 
 
 def _token_metrics(tokens, batch: Experience, learning: Learning) -> dict[str, jax.Array]:
-    """Of the tokens that are learnt from; means over none are 0."""
+    """Of the tokens that are learnt from, those of the loss without the rejected ones."""
     mask, rollout = batch.mask, batch.rollout
     fields = {name.removeprefix("loss/"): x for name, x in tokens.items() if "loss/" in name}
     losses = objectives.TokenLosses(loss=tokens["loss"], **fields)
-    found = {f"loss/{name}": x for name, x in metrics.loss_metrics(losses, mask).items()}
+    left = mask & tokens["kept"]
+    found = {f"loss/{name}": x for name, x in metrics.loss_metrics(losses, left).items()}
     current = tokens["log_prob"] - rollout.log_probs
     to_rollout = jnp.exp(jnp.clip(current, -20.0, 20.0))
     used = losses.ratio if learning.objective.has_ratio else to_rollout
-    found |= metrics.update_skew(used, batch.advantages, mask)
+    found |= metrics.update_skew(used, batch.advantages, left)
     if learning.mode == "recompute":
         # The loss's own ratio is 1 in a step's first update, whatever the sampler did.
-        skew = metrics.update_skew(to_rollout, batch.advantages, mask)
+        skew = metrics.update_skew(to_rollout, batch.advantages, left)
         found |= {name.replace("skew", "skew_rollout"): x for name, x in skew.items()}
     if learning.correction.blocks:
         mismatch = batch.old_log_probs - rollout.log_probs

@@ -109,12 +109,18 @@ class Learning:
 
     def __post_init__(self):
         objective = self.objective
+        object.__setattr__(self, "correction", corrections.chain(self.correction))
         advantages.check_group_size(objective.estimator, self.group_size)
         corrections.check(
             self.correction, mode=self.mode, loss=objective.loss, has_ratio=objective.has_ratio
         )
         if self.micro_batch is not None and self.micro_batch < 1:
             raise InputError(f"Learning: micro_batch must be positive, got {self.micro_batch}")
+        if self.noise_scale and (self.micro_batch or self.group_size) % self.group_size:
+            raise InputError(
+                f"noise_scale compares micro-batches, which must be independent: micro_batch is"
+                f" {self.micro_batch}, and must be a multiple of the group size, {self.group_size}"
+            )
 
     @property
     def stages(self) -> corrections.Stages:
@@ -124,12 +130,7 @@ class Learning:
     @property
     def needs_forward(self) -> bool:
         """True if a step needs the trainer's log-probs at the weights that sampled."""
-        return self.mode == "recompute" or self.needs_energy
-
-    @property
-    def needs_energy(self) -> bool:
-        """True if the advantages weight tokens by the size of their score."""
-        return "energies" in advantages.needs(self.objective.estimator)
+        return self.mode == "recompute" or self.objective.needs_energy
 
     @property
     def needs_greedy(self) -> bool:
@@ -144,7 +145,7 @@ class Learning:
         selects tokens, or of the denominator that an update's rejections leave.
         """
         update = self.stages.update
-        rejects = "reject" in update.effects and self.objective.denominator != "response"
+        rejects = "reject" in update.effects and self.objective.counts_kept
         return update.whole_batch or rejects or self.objective.selects
 
 
@@ -172,6 +173,24 @@ class Policy:
     def prepare(self, params: transformer.Params) -> transformer.Weights:
         """Compute weights of the master weights; see `transformer.prepare`."""
         return transformer.prepare(params, config=self.config, numerics=self.numerics)
+
+
+def check_steps(policy: Policy, learning: Learning, *, updates: int) -> None:
+    """Refuses what a policy's sampling or a step's number of updates would make another formula.
+
+    Raises:
+      InputError: one line.
+    """
+    objective = learning.objective
+    corrections.check(
+        learning.correction,
+        mode=learning.mode,
+        loss=objective.loss,
+        has_ratio=objective.has_ratio,
+        updates=updates,
+    )
+    if policy.sampling.truncated:
+        objective.check_whole_distribution()
 
 
 def exactness(log_probs: jax.Array, rollout: Rollout) -> Exactness:

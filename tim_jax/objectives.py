@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax import losses
-from tim_jax.advantages import Estimator, advantages
+from tim_jax.advantages import GROUP_BASELINES, Estimator, advantages, needs
 from tim_jax.aggregation import (
     Aggregation,
     Denominator,
     check_aggregation,
     check_tokens,
+    counts_kept,
     token_weights,
 )
 from tim_jax.errors import InputError, check_choice
@@ -111,6 +112,11 @@ class Objective:
         losses.check_options(self.loss, self.options)
 
     def _check_shaping(self) -> None:
+        if self.drop_uninformative and self.estimator not in GROUP_BASELINES:
+            raise InputError(
+                f"drop_uninformative leaves out groups of equal rewards, but the estimator"
+                f" {self.estimator!r} learns from them; use one with a baseline of the group"
+            )
         cache, longest = self.overlong_cache, self.max_length
         if cache is not None and not (longest is not None and 1 <= cache <= longest):
             raise InputError(
@@ -122,6 +128,22 @@ class Objective:
                 " would steer, is 0"
             )
         _ = self.controller
+
+    def check_whole_distribution(self) -> None:
+        """Refuses what is about the whole distribution, for samplers that cut it off.
+
+        Raises:
+            InputError: an entropy term, or an estimator that weights by the size of the score.
+        """
+        for what, asked in (
+            (f"entropy_coefficient = {self.entropy_coefficient}", self.entropy_coefficient),
+            (f"the estimator {self.estimator!r}", self.needs_energy),
+        ):
+            if asked:
+                raise InputError(
+                    f"{what} is about the whole distribution, which top_k or top_p cut off; set"
+                    " top_k = 0 and top_p = 1"
+                )
 
     @property
     def options(self) -> dict[str, float]:
@@ -146,6 +168,16 @@ class Objective:
     def has_ratio(self) -> bool:
         """True if the loss holds the importance ratio of the policy to the old one."""
         return losses.uses_ratio(self.loss)
+
+    @property
+    def needs_energy(self) -> bool:
+        """True if the advantages weight tokens by the size of their score."""
+        return "energies" in needs(self.estimator)
+
+    @property
+    def counts_kept(self) -> bool:
+        """True if rejected tokens change the other tokens' weights."""
+        return counts_kept(self.aggregation, self.denominator)
 
     @property
     def selects(self) -> bool:
@@ -185,7 +217,8 @@ class Objective:
         The arrays must be those of the whole update batch.
         """
         advantages = _token_advantages(advantages, mask.shape)
-        log_probs, old = (jnp.where(mask, x, 0.0) for x in (log_probs, old_log_probs))
+        given = (log_probs, old_log_probs)
+        log_probs, old = (jnp.where(mask, x.astype(jnp.float32), 0.0) for x in given)
         return losses.select(self.loss, log_probs, old, advantages, mask, self.options)
 
     def token_losses(
@@ -204,6 +237,7 @@ class Objective:
         """Returns the losses of f32[B, R] log-probs, advantages f32[B] or [B, R], mask bool[B, R].
 
         `loss_t = c_t * policy_loss_t + kept_t (kl_coefficient * kl_t - entropy_coefficient * H_t)`.
+        A statistic that a loss takes of a row (GSPO's mean) or of the batch is of the kept tokens.
         The coefficients c (f32[B, R], ones if None) and `kept` (bool[B, R], all if None) come from
         `tim_jax.corrections`; `selected` (bool[B, R]) from `select`, for losses that need it;
         `entropy` (f32[B, R]) is that of the policy, with its gradient. No gradient flows into
@@ -221,8 +255,9 @@ class Objective:
         advantages = jax.lax.stop_gradient(_token_advantages(advantages, mask.shape))
         log_probs = jnp.where(mask, log_probs.astype(jnp.float32), 0.0)
         old = jax.lax.stop_gradient(jnp.where(mask, old_log_probs.astype(jnp.float32), 0.0))
+        counted = mask if kept is None else mask & kept
         found = losses.policy_loss(
-            self.loss, log_probs, old, advantages, mask, self.options, selected=selected
+            self.loss, log_probs, old, advantages, counted, self.options, selected=selected
         )
         loss = found.loss
         if coefficients is not None:

@@ -14,7 +14,15 @@ from tim_jax import learner, metrics, placement, rounds, sampler, sharded
 from tim_jax.compiled import jit
 from tim_jax.errors import InputError
 from tim_jax.experience import experience, score_rows
-from tim_jax.learning import Experience, Learning, Policy, Score, TrainState, mini_batch
+from tim_jax.learning import (
+    Experience,
+    Learning,
+    Policy,
+    Score,
+    TrainState,
+    check_steps,
+    mini_batch,
+)
 from tim_jax.mismatch import Mismatch, Setting, dial
 from tim_jax.model import axes
 from tim_jax.model.params import parameter_shapes
@@ -78,6 +86,7 @@ def build(
             "mini_batches, epochs and length_buckets must be positive, got"
             f" {mini_batches}, {epochs} and {length_buckets}"
         )
+    check_steps(policy, learning, updates=mini_batches * epochs)
     where = _Where.of(policy, devices)
     drawing = policy if sampler_placement is None else replace(policy, placement=sampler_placement)
 
@@ -87,7 +96,7 @@ def build(
         experience,
         policy=policy,
         learning=learning,
-        score=where.score(learning, energy=learning.needs_energy),
+        score=where.score(learning, energy=learning.objective.needs_energy),
     )
     state, whole = where.state(starting), where.whole
     updated = None if where.mesh is None else (state, where.weights, whole)

@@ -271,10 +271,10 @@ def scale_by_root_ess(*, reference: float = 1.0) -> optax.GradientTransformation
 
 
 def effective_sample_size(log_weights: jax.Array, valid: jax.Array) -> jax.Array:
-    """(sum w)^2 / (B sum w^2) of w = exp(log_weights) over the B valid sequences; f32[] in [0, 1].
+    """(sum w)^2 / (B sum w^2) of w = exp(log_weights) over the B valid sequences; f32[] in (0, 1].
 
     Takes f32[B] log-ratios of whole sequences, held to +-20 as in the metric `ess_sequence`, and
-    bool[B]. 1 when all weights are equal, 1 / B when one has all of it, 0 when none is valid. What
+    bool[B]. 1 when all weights are equal, 1 / B when one has all of it, 1 when none is valid. What
     is not valid is not read; a NaN among the valid shows.
     """
     held = jnp.clip(jnp.where(valid, log_weights, 0.0), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -282,7 +282,8 @@ def effective_sample_size(log_weights: jax.Array, valid: jax.Array) -> jax.Array
     total, _ = compensated_sum(weights)
     squares, _ = compensated_sum(jnp.square(weights))
     # All weights are at least e^-20, so squares are 0 only where none is valid.
-    return jnp.square(total) / (count(valid) * jnp.where(squares == 0.0, 1.0, squares))
+    share = jnp.square(total) / (count(valid) * jnp.where(squares == 0.0, 1.0, squares))
+    return jnp.where(jnp.any(valid), share, 1.0)
 
 
 def decay_report(opt_state: Any) -> dict[str, jax.Array]:

@@ -82,7 +82,9 @@ def scoring(policy: Policy, on: Mesh, *, micro_batch: int | None, energy: bool =
         return collectives.whole_rows(found, where)
 
     def score(weights, rollout: Rollout) -> tuple[jax.Array, jax.Array | None]:
-        micro = _own_micro_batch(micro_batch, rollout.lengths.shape[0], where.shards)
+        rows = rollout.lengths.shape[0]
+        own = None if micro_batch is None else min(micro_batch, rows)
+        micro = _own_micro_batch(own, rows, where.shards)
         call = _over(on, partial(local, micro=micro), (_weights(policy), _ROWS), _WHOLE)
         return call(weights, rollout)
 

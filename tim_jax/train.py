@@ -86,6 +86,7 @@ def train(
             jnp.asarray(drawn.rewards),
             programs=programs,
             greedy_rewards=drawn.greedy_rewards,
+            response_length=drawn.metrics["response_length"],
             reference=reference,
             older=older,
         )
@@ -137,6 +138,7 @@ def learn(
     *,
     programs: Programs,
     greedy_rewards: np.ndarray | None = None,
+    response_length: float | None = None,
     reference: Any = None,
     older: deque[Any] | None = None,
 ) -> tuple[TrainState, Any, Exactness, dict[str, float]]:
@@ -162,6 +164,8 @@ def learn(
     if compared is None and prepared.trainer is not None:
         compared = programs.mismatch_report(prepared.trainer, rollout)
     length = jnp.mean(rollout.lengths.astype(jnp.float32))
+    if response_length is not None:
+        length = jnp.full_like(length, response_length)
     unknown = length * jnp.float32(jnp.nan)
     before = int(state.skipped)
     found, reports = [] if checked is None else [checked], []

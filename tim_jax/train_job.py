@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import tomllib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -99,8 +100,23 @@ def _may_change(config: RunConfig) -> tuple[str, ...]:
     Else a mistake in the config, found before the first checkpoint, could not be mended in place.
     """
     if checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
-        return config.may_change()
+        return (*config.may_change(), *_new_keys(config))
     return tuple(RunConfig.model_fields)
+
+
+def _new_keys(config: RunConfig) -> tuple[str, ...]:
+    """Keys that the run's config did not have yet, because its version of the library had not.
+
+    They may be set now to what that run had all along: the default.
+    """
+    before = runs.read_config(config.run.folder)
+    try:
+        filled = config_io.dump(config_io.build(tomllib.loads(before)))
+    except (InputError, tomllib.TOMLDecodeError):
+        return ()  # a comparison with the new config says more
+    changed = {one.key for one in runs.config_differences(filled, config_io.dump(config))}
+    new = {one.key for one in runs.config_differences(before, filled) if one.before is None}
+    return tuple(sorted(new - changed))
 
 
 def _follow(job: Job, run: Run) -> None:

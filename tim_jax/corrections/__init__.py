@@ -14,6 +14,7 @@ from tim_jax.corrections.base import (
     chain,
     declared,
     map_coefficients,
+    scheduled,
 )
 from tim_jax.corrections.batch import (
     batch_mean,
@@ -105,6 +106,7 @@ __all__ = [
     "reject",
     "scale_by_ratio",
     "scale_by_truncated_ratio",
+    "scheduled",
     "seq_mask_tis",
     "sequence_mis",
     "sequence_tis",

@@ -9,6 +9,7 @@ A `Correction` is an optax transform that also says of each block what it does t
 log-probs it reads, because what may be combined with which loss depends on both (`stages`).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -49,11 +50,18 @@ class Block:
     sampled: `Objective.denominator` says what becomes of the denominator, and KL and entropy terms
     leave them out."""
     reads: Reads = "old"
-    """old: the mismatch, the trainer's policy at the weights that sampled against the rollout's.
+    """old: the mismatch, the trainer's policy at the start of a step against the rollout's.
     current: the trainer's policy at the weights of each update against the rollout's."""
     whole_batch: bool = False
     """Takes a statistic of the batch, which part of the rows would change."""
     bounds: Bounds | None = None
+    needs: tuple[str, ...] = ()
+    """Extra arguments that it reads beside `mask`."""
+
+    @property
+    def has_state(self) -> bool:
+        """True if it remembers something from batch to batch."""
+        return bool(jax.tree.leaves(jax.eval_shape(self.transform.init, jnp.zeros((1, 1)))))
 
 
 class Correction(optax.GradientTransformationExtraArgs):
@@ -88,7 +96,7 @@ class Correction(optax.GradientTransformationExtraArgs):
     @property
     def whole_batch(self) -> bool:
         """True if `update` must see all rows of a batch at once: a batch statistic, or state."""
-        return any(block.whole_batch for block in self.blocks)
+        return any(block.whole_batch or block.has_state for block in self.blocks)
 
     @property
     def effects(self) -> frozenset[Effect]:
@@ -118,6 +126,26 @@ def declared(correction: Correction, **changes: Any) -> Correction:
     return Correction(tuple(replace(block, **changes) for block in correction.blocks))
 
 
+def scheduled(make: Callable[..., Correction], **arguments: Any) -> Correction:
+    """Returns `make(**arguments)`, in which arguments may be schedules: functions of the batch.
+
+    `scheduled(token_tis, cap=optax.linear_schedule(2.0, 1.2, 100))` counts its updates. It is
+    `optax.inject_hyperparams` of every block, and the blocks go on saying what they do. They have
+    no `bounds` to report, because these move.
+    """
+    first = {name: x(0) if callable(x) else x for name, x in arguments.items()}
+
+    def one(number: int, block: Block) -> Block:
+        @functools.wraps(make)
+        def transform(*positional, **named):
+            return make(*positional, **named).blocks[number].transform
+
+        injected = optax.inject_hyperparams(transform)(**arguments)
+        return replace(block, transform=injected, bounds=None)
+
+    return Correction(tuple(one(i, block) for i, block in enumerate(make(**first).blocks)))
+
+
 def map_coefficients(
     name: str,
     function: Callable[..., jax.Array],
@@ -144,7 +172,7 @@ def map_coefficients(
         ), state
 
     transform = Transform(lambda params: optax.EmptyState(), update)
-    block = Block(name, transform, effect=effect, whole_batch=whole_batch, bounds=bounds)
+    block = Block(name, transform, effect, whole_batch=whole_batch, bounds=bounds, needs=needs)
     return Correction((block,))
 
 

@@ -72,7 +72,8 @@ def _build_one(entry: Mapping[str, Any]) -> base.Correction:
     name, arguments = entry["name"], {k: v for k, v in entry.items() if k != "name"}
     if name not in known:
         raise InputError(f"correction {name!r} is unknown{did_you_mean(str(name), known)}")
-    parameters = inspect.signature(known[name]).parameters
+    parameters = dict(inspect.signature(known[name]).parameters)
+    parameters.pop("axis_name", None)  # of a mesh axis inside `shard_map`: not for configurations
     for argument in arguments:
         if argument not in parameters:
             hint = did_you_mean(argument, parameters) if parameters else "; it takes none"

@@ -1,7 +1,7 @@
 """When a correction is evaluated, on which log-probs, and which losses it may be combined with.
 
 Three policies give a token of a rollout a probability: the rollout's own, mu; the trainer's at the
-weights that sampled, pi_old; and the trainer's at the weights of an update, pi. A weight must bring
+start of the step, pi_old; and the trainer's at the weights of an update, pi. A weight must bring
 the loss from mu to pi exactly once:
 
 | mode | loss's ratio | a correction reads | together |
@@ -9,6 +9,7 @@ the loss from mu to pi exactly once:
 | recompute | pi / pi_old | pi_old / mu, once a step | pi / mu |
 | bypass | pi / mu | pi / mu, in every update | a weight would count the ratio twice: refused |
 | bypass, a loss without ratio | none | pi / mu, in every update | pi / mu |
+| recompute, a loss without ratio | none | pi_old / mu, once a step | one update a step |
 
 Masks and rejections count nothing and go with every loss. What is defined on the current policy
 (`Block.reads`) reads pi / mu in every update, in recompute mode too.
@@ -55,28 +56,50 @@ def join_state(correction: Correction, mode: Mode, step: tuple, update: tuple) -
     return tuple(next(parts[block.reads]) for block in correction.blocks)
 
 
-def check(correction: Correction, *, mode: Mode, loss: str, has_ratio: bool) -> None:
-    """Refuses what would count a ratio twice, or depends on an order that the stages undo.
+def check(
+    correction: Correction, *, mode: Mode, loss: str, has_ratio: bool, updates: int = 1
+) -> None:
+    """Refuses what would count a ratio twice or not at all, or what the trainer cannot give.
 
     Args:
       loss: the name of the loss.
       has_ratio: whether the importance ratio to the old policy is in it.
+      updates: of a step, mini-batches times epochs.
 
     Raises:
       InputError: one line that names the block and the ways out.
     """
-    weights = [block.name for block in correction.blocks if block.effect == "weight"]
-    if mode == "bypass" and has_ratio and weights:
+    for block in correction.blocks:
+        if "divergence" in block.needs:
+            raise InputError(
+                f"{block.name} needs a 'divergence' for every token, which the trainer does not"
+                " have; take another statistic"
+            )
+    weights = [block for block in correction.blocks if block.effect == "weight"]
+    twice = [block for block in weights if mode == "bypass" or block.reads == "current"]
+    if has_ratio and twice:
+        way = 'set mode = "recompute"' if mode == "bypass" else "let it read the old policy"
         raise InputError(
-            f"{weights[0]} weights by pi / pi_rollout, and so does the loss {loss!r} in bypass"
-            ' mode: the ratio would count twice; set mode = "recompute", or a loss without ratio'
-            ' ("reinforce")'
+            f"{twice[0].name} weights by pi / pi_rollout, and so does the loss {loss!r} in {mode}"
+            f' mode: the ratio would count twice; {way}, or a loss without ratio ("reinforce")'
         )
+    if mode == "recompute" and not has_ratio and weights and updates > 1:
+        raise InputError(
+            f"{weights[0].name} weights by pi_old / pi_rollout, and the loss {loss!r} has no ratio"
+            f" that would bring the {updates} updates of a step from pi_old to pi; set mode ="
+            ' "bypass", which weights by pi / pi_rollout in every update, or make one update a step'
+        )
+    if mode == "recompute":
+        _check_order(correction)
+
+
+def _check_order(correction: Correction) -> None:
+    """Refuses a block that looks at the coefficients so far, after one that is evaluated later."""
     seen = None
     for block in correction.blocks:
         if block.reads == "current":
             seen = block.name
-        elif mode == "recompute" and block.effect == "scale" and seen:
+        elif seen and (block.effect == "scale" or block.whole_batch):
             raise InputError(
                 f"{block.name} comes after {seen}, which reads the current policy and is evaluated"
                 f" later in recompute mode; put {block.name} before it"
