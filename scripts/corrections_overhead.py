@@ -131,6 +131,10 @@ def measure(config, repeats: int) -> tuple[dict[str, float], tuple[int, int]]:
     """Name -> median seconds, "learner step" among them; and the batch's shape [B, R]."""
     step = LearnerStep(config)
     calls = {"learner step": (step, ()), "forward": (step.forward, ())}
+    for name, noise in (("in parts", False), ("in parts, noise", True)):
+        parts = {"micro_batch": config.sequences_per_step // 4, "noise_scale": noise}
+        learner = config.learner.model_copy(update=parts)
+        calls[name] = (LearnerStep(config.model_copy(update={"learner": learner})), ())
     calls |= correction_programs(step.batch)
     for function, arguments in calls.values():
         timed(function, *arguments)
@@ -147,7 +151,7 @@ def measure(config, repeats: int) -> tuple[dict[str, float], tuple[int, int]]:
 def table(config_name: str, seconds: dict[str, float], shape: tuple[int, int]) -> str:
     """The page."""
     step, everything = seconds["learner step"], seconds["all metrics"]
-    others = ("learner step", "all metrics", "forward")
+    others = ("learner step", "all metrics", "forward", "in parts", "in parts, noise")
     recipes = {k: v for k, v in seconds.items() if k not in others}
     worst = max(recipes, key=lambda name: recipes[name])
     share = (recipes[worst] + everything) / step
@@ -172,6 +176,10 @@ def table(config_name: str, seconds: dict[str, float], shape: tuple[int, int]) -
         f"| all metrics | {1e3 * everything:.2f} | {100 * everything / step:.3f}% |",
         f"| a forward of all rows | {1e3 * seconds['forward']:.1f}"
         f" | {100 * seconds['forward'] / step:.0f}% |",
+        f"| learner step in 4 micro-batches | {1e3 * seconds['in parts']:.1f}"
+        f" | {100 * seconds['in parts'] / step:.0f}% |",
+        f"| the same with `noise_scale` | {1e3 * seconds['in parts, noise']:.1f}"
+        f" | {100 * seconds['in parts, noise'] / step:.0f}% |",
     ]
     for name, value in sorted(recipes.items(), key=lambda item: -item[1]):
         lines.append(

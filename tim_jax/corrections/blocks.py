@@ -10,7 +10,7 @@ Extra arguments of `update`:
 Log-probs of any float dtype are taken; the arithmetic is float32. Every bound is a bound on the
 ratio r = pi_train / pi_rollout or on a named statistic of it, never on the running coefficient; so
 all blocks that only multiply commute. Order matters for those that look at the coefficients so far
-(`normalise`, `normalise_by_running_mean`, `mix_in_adaptively`). Bounds must leave the on-policy
+(`normalise`, `normalise_by_running_mean`). Bounds must leave the on-policy
 ratio alone, so that zero mismatch gives coefficients of exactly 1. They may be traced numbers
 (`optax.inject_hyperparams`); then nothing about them can be refused.
 """
