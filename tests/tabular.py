@@ -244,7 +244,8 @@ def _geometric(d, b):
 
 
 def _normalised(coefficients, b):
-    return coefficients / np.where(b.mask, coefficients, 0.0).sum() * b.mask.sum()
+    mean = np.where(b.mask, coefficients, 0.0).sum() / b.mask.sum()
+    return coefficients / mean if mean else coefficients
 
 
 def _binary_kl(d, p):

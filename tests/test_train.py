@@ -620,7 +620,8 @@ def poisoned(steps):
         if next(calls) in steps:
             batch = prepared.experience
             wrong = jnp.full_like(batch.advantages, jnp.nan)
-            batch = replace(batch, advantages=wrong, mask=batch.rollout.mask)
+            every = batch.rollout.mask
+            batch = replace(batch, advantages=wrong, mask=every, kept=every)
             prepared = prepared._replace(experience=batch)
         return prepared
 
