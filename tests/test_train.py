@@ -287,8 +287,8 @@ def test_a_correction_of_what_the_sampler_misreports_is_reported():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "finite"), [(1, True), (0, False)])
-def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed, finite):
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed):
     """McCandlish et al. (arXiv 1812.06162), appendix A.1, in float64 from each part's gradient.
 
     The estimate of the signal is unbiased, so with much noise it may be below 0.
@@ -322,8 +322,7 @@ def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed, finite):
     assert metrics["gradient_norm"] == pytest.approx(np.sqrt(big), rel=1e-5)
     assert metrics["gradient_signal"] == pytest.approx(signal, abs=1e-4 * big)
     assert metrics["gradient_noise"] == pytest.approx(noise, rel=1e-4)
-    assert (signal > 0.0) == finite
-    expected = noise / signal if finite else np.inf
+    expected = noise / signal if signal > 0.0 else np.inf
     assert metrics["noise_scale"] == pytest.approx(expected, rel=1e-3)
 
 
