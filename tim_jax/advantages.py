@@ -55,8 +55,6 @@ _MEANING = {
     "energies": "1 - 2 pi + sum pi^2 at each token, f32[B, R]",
 }
 
-# exp(20) = 4.9e8: beyond it a ratio carries no information, only overflow. verl's bound as well.
-_LOG_RATIO_BOUND = 20.0
 # A token that cannot be has log-ratio -inf; sums of two such must stay a number.
 _LOG_RATIO_FINITE = 1e6
 # verl adds it to the variance when it whitens.
@@ -345,7 +343,7 @@ def _energies(batch: _Batch) -> jax.Array:
 
 
 def _weights(batch: _Batch, log_weights: jax.Array) -> jax.Array:
-    held = jnp.clip(log_weights, -_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+    held = jnp.clip(log_weights, -strict.LOG_RATIO_BOUND, strict.LOG_RATIO_BOUND)
     weights = strict.exp(held)
     return weights if batch.weight_cap is None else jnp.minimum(weights, batch.weight_cap)
 

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import masked
-from tim_jax.corrections.ratios import LOG_RATIO_BOUND, k3
+from tim_jax.corrections.ratios import k3
 from tim_jax.errors import InputError
 from tim_jax.objectives import TokenLosses
+from tim_jax.strict import LOG_RATIO_BOUND
 from tim_jax.sums import compensated_sum, count, row_count, whole
 
 # Bands of the ratio whose outside is counted: NeMo-RL's sequence band, 1% and 5% (MaxText).

@@ -28,8 +28,6 @@ PINNED = 0.95
 MAD_TO_DEVIATION = 1.4826
 # Shares of the needed rise: what holds the new level, and what belongs to the way up to it.
 HELD, SET_IN = 0.6, 0.25
-# Log-ratios of whole sequences are held to +- this before the exponential, as the metrics do.
-LOG_RATIO_BOUND = 20.0
 
 
 class LengthDecayState(NamedTuple):
@@ -277,7 +275,9 @@ def effective_sample_size(log_weights: jax.Array, valid: jax.Array) -> jax.Array
     bool[B]. 1 when all weights are equal, 1 / B when one has all of it, 1 when none is valid. What
     is not valid is not read; a NaN among the valid shows.
     """
-    held = jnp.clip(jnp.where(valid, log_weights, 0.0), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    held = jnp.clip(
+        jnp.where(valid, log_weights, 0.0), -strict.LOG_RATIO_BOUND, strict.LOG_RATIO_BOUND
+    )
     weights = jnp.where(valid, strict.exp(held), 0.0)
     total, _ = compensated_sum(weights)
     squares, _ = compensated_sum(jnp.square(weights))

@@ -15,6 +15,10 @@ functions are Wichura's (1988, algorithm AS 241, PPND7).
 import jax
 import jax.numpy as jnp
 
+# Log-ratios are held within ±20 before they are exponents: beyond exp(20) = 4.9e8 a ratio carries
+# no information, only overflow. verl's bound as well.
+LOG_RATIO_BOUND = 20.0
+
 _INFO = jnp.finfo(jnp.float32)
 _TINY, _HUGE = float(_INFO.tiny), float(_INFO.max)
 _LOG2_E = 1.44269504088896341

@@ -8,7 +8,7 @@ device, on arrays sharded over many (under `jit`, nothing to do), and inside `sh
 added, before the tree. Counts are integers.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from tim_jax.corrections.base import (
     take_extra,
 )
 from tim_jax.corrections.blocks import checked_bounds
-from tim_jax.corrections.ratios import Level, check_choice
-from tim_jax.errors import InputError
+from tim_jax.corrections.ratios import Level
+from tim_jax.errors import InputError, check_choice
 from tim_jax.sums import compensated_sum, row_count
 
 Unit = Literal["token", "sequence"]
@@ -48,8 +48,8 @@ def normalise(
     Order: put it after the ratio; what comes later in the chain is not in the mean.
     A batch without survivors stays 0.
     """
-    check_choice("unit", unit, Unit)
-    check_choice("among", among, Among)
+    check_choice("unit", unit, get_args(Unit))
+    check_choice("among", among, get_args(Among))
 
     def divide(coefficients, mask):
         mean = batch_mean(coefficients, mask, unit=unit, among=among, axis_name=axis_name)
@@ -73,7 +73,7 @@ def normalise_by_running_mean(
     at a time all the same, or the state would move once for every part of it. A batch without
     tokens, or with a NaN, leaves the mean as it is.
     """
-    check_choice("unit", unit, Unit)
+    check_choice("unit", unit, get_args(Unit))
     known = known_number(decay)
     if known is not None and not 0.0 <= known < 1.0:
         raise InputError(f"decay is {decay}; it must lie in [0, 1)")
@@ -124,7 +124,7 @@ def mix_in_adaptively(
     more, and less where few tokens would carry the correction. The paper's abstract names the three
     figures and the mixture; how they are joined here is ours.
     """
-    check_choice("level", level, Level)
+    check_choice("level", level, get_args(Level))
     _, upper = checked_bounds(None, upper, what="the ratio")
     known = known_number(kl_scale)
     if known is not None and not known > 0.0:

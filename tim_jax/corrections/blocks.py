@@ -16,7 +16,7 @@ ratio alone, so that zero mismatch gives coefficients of exactly 1. They may be 
 """
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,8 @@ from tim_jax.corrections.base import (
     plain_number,
     take_extra,
 )
-from tim_jax.corrections.ratios import Level, Over, Statistic, check_choice
-from tim_jax.errors import InputError
+from tim_jax.corrections.ratios import Level, Over, Statistic
+from tim_jax.errors import InputError, check_choice
 
 Sign = Literal["positive", "negative"]
 Bound = float | jax.Array | None
@@ -50,7 +50,7 @@ def scale_by_ratio(level: Level = "token") -> Correction:
     Unbiased at level sequence (arXiv 2602.01826, eq. 4), up to the bound of e^20, and of a variance
     that grows with the length; use `scale_by_truncated_ratio` or add `mask_outside`.
     """
-    check_choice("level", level, Level)
+    check_choice("level", level, get_args(Level))
 
     def scale(coefficients, mask, log_ratio):
         return coefficients * ratios.ratio(log_ratio, mask, level)
@@ -66,7 +66,7 @@ def scale_by_truncated_ratio(
     Yao et al. 2025; arXiv 2602.01826, eq. 5. With `lower` it is the two-sided form of OpenRLHF and
     slime, without it that of verl and tunix.
     """
-    check_choice("level", level, Level)
+    check_choice("level", level, get_args(Level))
     lower, upper = checked_bounds(lower, upper, what="the ratio")
 
     def scale(coefficients, mask, log_ratio):
@@ -89,7 +89,7 @@ def mask_outside(
     level token, IcePop (arXiv 2510.18855). The bounds belong to the interval. A masked token stays
     in the loss's denominator; `reject` is the one that takes it out.
     """
-    check_choice("level", level, Level)
+    check_choice("level", level, get_args(Level))
     lower, upper = checked_bounds(lower, upper, what="the ratio")
 
     def keep(coefficients, mask, log_ratio):
@@ -122,8 +122,8 @@ def reject(
     Note that verl compares `k1 = -log r` with the logarithms of its bounds: its "0.6_1.6" is
     `lower=1/1.6, upper=1/0.6` here.
     """
-    check_choice("statistic", statistic, Statistic)
-    check_choice("over", over, Over)
+    check_choice("statistic", statistic, get_args(Statistic))
+    check_choice("over", over, get_args(Over))
     _check_statistic_bounds(statistic, over, lower, upper)
     lower, upper = plain_number(lower), plain_number(upper)
     needs = {"binary_kl": ("log_ratio", "log_probs"), "divergence": ("log_ratio", "divergence")}
@@ -194,7 +194,7 @@ def where_advantage(sign: Sign, inner: optax.GradientTransformation) -> Correcti
     Needs `advantages`. Each block of `inner` sees the whole batch; a row statistic of it is over
     the whole row. It keeps its effect and the log-probs that it reads.
     """
-    check_choice("sign", sign, Sign)
+    check_choice("sign", sign, get_args(Sign))
     return Correction(tuple(_chosen(sign, block) for block in chain(inner).blocks))
 
 

@@ -7,32 +7,25 @@ in verl. Exponentials and logarithms are `strict`, so that a token's number has 
 chunk, on a device's part and in the whole.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from tim_jax import strict
-from tim_jax.errors import InputError, did_you_mean
+from tim_jax.errors import InputError
 from tim_jax.sums import compensated_sum, row_count
 
 Level = Literal["token", "sequence", "geometric"]
 Statistic = Literal["ratio", "k1", "k2", "k3", "error", "binary_kl", "divergence"]
 Over = Literal["token", "sum", "mean", "max"]
 
-LOG_RATIO_BOUND = 20.0
 PROBABILITY_FLOOR = 1e-6
 
 # k3 = exp(d) - 1 - d = d^2 (1/2! + d/3! + ...): the Taylor coefficients, highest power first.
 _K3_SERIES = tuple(
     1.0 / f for f in (479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2)
 )
-
-
-def check_choice(what: str, value: str, kind) -> None:
-    """Refuses a value that is not among the literals of `kind`."""
-    if value not in get_args(kind):
-        raise InputError(f"{what} {value!r} is unknown{did_you_mean(str(value), get_args(kind))}")
 
 
 def ratio(log_ratio: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
@@ -114,7 +107,7 @@ def aggregate(values: jax.Array, mask: jax.Array, over: Literal["sum", "mean"]) 
 def probabilities(log_probs: jax.Array, log_ratio: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `(pi_train, pi_rollout)`, f32[B, R] each, from the trainer's log-probs."""
     train = strict.exp(log_probs)
-    rollout = strict.exp(jnp.minimum(log_probs - log_ratio, LOG_RATIO_BOUND))
+    rollout = strict.exp(jnp.minimum(log_probs - log_ratio, strict.LOG_RATIO_BOUND))
     return train, jnp.where(log_ratio == 0.0, train, rollout)
 
 
@@ -138,7 +131,7 @@ def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _held(exponent: jax.Array) -> jax.Array:
-    return jnp.clip(exponent, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return jnp.clip(exponent, -strict.LOG_RATIO_BOUND, strict.LOG_RATIO_BOUND)
 
 
 def _finite(log_ratio: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ a correction's coefficients act on tokens everywhere. The covariance losses (cli
 to know which tokens of the whole batch they act on: the functions in `SELECTIONS` find them.
 """
 
-from tim_jax.losses.base import LOG_RATIO_BOUND, PolicyLoss
+from tim_jax.losses.base import PolicyLoss
 from tim_jax.losses.covariance import clip_cov, kl_cov, select_clip_cov, select_kl_cov
 from tim_jax.losses.kl import KL, kl_estimate
 from tim_jax.losses.named import (
@@ -34,7 +34,6 @@ from tim_jax.losses.ratio import cispo, clip, dppo_kl, dppo_tv, gmpo, gspo, rein
 
 __all__ = [
     "KL",
-    "LOG_RATIO_BOUND",
     "LOSSES",
     "SELECTIONS",
     "Loss",

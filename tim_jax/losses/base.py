@@ -5,10 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tim_jax.strict import LOG_RATIO_BOUND
 from tim_jax.sums import row_count, tree_sum
-
-# exp(20) = 4.9e8: beyond it a ratio carries no information, only overflow. verl's bound as well.
-LOG_RATIO_BOUND = 20.0
 
 
 class PolicyLoss(NamedTuple):
@@ -50,7 +48,9 @@ def clipped(ratio, advantages, mask, clip_low, clip_high, dual_clip) -> PolicyLo
     return result(loss, ratio, mask, low=clipped_low, high=clipped_high, dual=clipped_dual)
 
 
-def inside(log_probs, old_log_probs, advantages, mask, divergence, bounds, ratio_cap) -> PolicyLoss:
+def trust_region(
+    log_probs, old_log_probs, advantages, mask, divergence, bounds, ratio_cap
+) -> PolicyLoss:
     ratio = jax.lax.stop_gradient(token_ratio(log_probs, old_log_probs, mask))
     low = (advantages <= 0.0) & (log_probs < old_log_probs) & (divergence > bounds[0])
     high = (advantages > 0.0) & (log_probs > old_log_probs) & (divergence > bounds[1])

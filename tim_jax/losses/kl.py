@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.errors import InputError, check_choice
-from tim_jax.losses.base import LOG_RATIO_BOUND, absolute
+from tim_jax.losses.base import absolute
+from tim_jax.strict import LOG_RATIO_BOUND
 
 KL = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
 

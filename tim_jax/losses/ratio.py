@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.losses.base import (
-    LOG_RATIO_BOUND,
     PolicyLoss,
     clipped,
-    inside,
     log_ratios,
     result,
     row_mean,
     token_ratio,
+    trust_region,
     unclipped,
 )
+from tim_jax.strict import LOG_RATIO_BOUND
 
 # For the divergence of two coins. A float32 log-prob of 0 is a rounded one: taken at its word, any
 # other policy would be infinitely far from it. The authors of DPPO allow for the same 1e-8.
@@ -159,7 +159,7 @@ def dppo_tv(
     larger = jnp.exp(jnp.maximum(log_probs, old_log_probs))
     divergence = -larger * jnp.expm1(-jnp.abs(log_probs - old_log_probs))
     bounds = clip_low, clip_high
-    return inside(log_probs, old_log_probs, advantages, mask, divergence, bounds, ratio_cap)
+    return trust_region(log_probs, old_log_probs, advantages, mask, divergence, bounds, ratio_cap)
 
 
 def dppo_kl(
@@ -181,4 +181,4 @@ def dppo_kl(
     others = jax.nn.log1mexp(-q) - jax.nn.log1mexp(-p)
     divergence = jnp.exp(q) * (q - p) - jnp.expm1(q) * others
     bounds = clip_low, clip_high
-    return inside(log_probs, old_log_probs, advantages, mask, divergence, bounds, ratio_cap)
+    return trust_region(log_probs, old_log_probs, advantages, mask, divergence, bounds, ratio_cap)
