@@ -101,7 +101,8 @@ def gradient(policy: Policy, on: Mesh, *, learning: Learning) -> learner.Gradien
         rows = batch.mask.shape[0]
         micro_batch = None if learning.micro_batch is None else min(learning.micro_batch, rows)
         micro = _own_micro_batch(micro_batch, rows, policy.placement.shards)
-        own = replace(learning, micro_batch=micro)
+        # A device's own rows. The noise is measured between micro-batches of all devices' rows.
+        own = replace(learning, micro_batch=micro, noise_scale=False)
 
         def local(weights, rows):
             found, tokens = learner.gradient_rows(policy, weights, *rows, learning=own)

@@ -221,7 +221,7 @@ def _whole_step(setting, config, numerics, amounts: Amounts) -> dict[str, Any]:
         start = time.perf_counter()
         rollout = jax.block_until_ready(built.sample(weights, prompts, jax.random.key(number)))
         sampled = time.perf_counter()
-        batch, _, _ = built.experience(weights, None, state.correction, rollout, rewards)
+        batch = built.experience(weights, None, state.carried, rollout, rewards).experience
         state, weights, report = built.update(state, weights, batch, jnp.int32(0), jnp.float32(new))
         jax.block_until_ready(weights)
         took = sampled - start, time.perf_counter() - sampled
