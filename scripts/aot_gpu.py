@@ -41,7 +41,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tim_jax import kernels
 from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, Numerics
-from tim_jax.tile_sizes import GPU_BF16_BY_ROWS, MatmulTile
+from tim_jax.numerics.value import GPU_BF16_BY_ROWS, MatmulTile
 
 DUMP = Path(os.environ["AOT_GPU_DUMP"])
 TILES = (

@@ -15,13 +15,14 @@ import bench_common as common
 import jax
 import jax.numpy as jnp
 
-from tim_jax import calibration, programs
-from tim_jax.audit.presets import random_params
-from tim_jax.learning import Exactness, Policy, exactness
+from tim_jax.audit.cases import random_params
+from tim_jax.model import calibration
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
-from tim_jax.policy import Sampling
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl import programs
+from tim_jax.rl.learning import Exactness, Policy, exactness
 from tim_jax.types import Prompts, Rollout
 
 PAGE = common.RESULTS / "exactness_cost.md"

@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 from bench_exactness_cost import make_prompts, model_config, seconds
 
-from tim_jax import calibration, objectives, optimizers, programs, train
-from tim_jax.audit.presets import random_params
-from tim_jax.learning import Learning, Policy
+from tim_jax import objectives, optimizers
+from tim_jax.audit.cases import random_params
+from tim_jax.model import calibration
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
-from tim_jax.policy import Sampling
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl import loop, programs
+from tim_jax.rl.learning import Learning, Policy
 
 PAGE = common.RESULTS / "sharding.md"
 GOAL = 1.3
@@ -67,11 +69,11 @@ def make_side(policy: Policy, params, prompts) -> tuple[dict[str, Callable[[], f
         fresh = jax.block_until_ready(run.init(params))
         cast = jax.block_until_ready(run.prepare(fresh.params))
         start = time.perf_counter()
-        jax.block_until_ready(train.learn(fresh, cast, rollout, rewards, programs=run)[:2])
+        jax.block_until_ready(loop.learn(fresh, cast, rollout, rewards, programs=run)[:2])
         return time.perf_counter() - start
 
     learn()
-    _, _, found, _ = train.learn(state, weights, rollout, rewards, programs=run)
+    _, _, found, _ = loop.learn(state, weights, rollout, rewards, programs=run)
     unequal, compared = int(found.unequal), int(found.compared)
     if unequal or compared != int(rollout.lengths.sum()):
         raise SystemExit(f"{policy.placement}: {unequal} of {compared} tokens are unequal")

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import assembly, config_io, corrections, metrics, objectives
-from tim_jax.experience import score_rows
-from tim_jax.learning import Experience
+from tim_jax import corrections, metrics, objectives
+from tim_jax.config import toml
+from tim_jax.rl.experience import score_rows
+from tim_jax.rl.learning import Experience
+from tim_jax.run import assembly
 from tim_jax.types import Rollout
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "corrections.md"
@@ -194,7 +196,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/quickstart.toml")
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
-    seconds, shape = measure(config_io.load(options.config), options.repeats)
+    seconds, shape = measure(toml.load(options.config), options.repeats)
     text = table(options.config, seconds, shape)
     OUT.write_text(text)
     print(text)

@@ -27,12 +27,12 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
-from tim_jax import sampler, scoring
 from tim_jax.audit import PRESETS, Unequal, compare, describe, random_params
-from tim_jax.calibration import calibrate
 from tim_jax.model import transformer
+from tim_jax.model.calibration import calibrate
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_BF16, NATIVE_F32, Numerics
-from tim_jax.policy import Sampling
+from tim_jax.policy import sampler, scoring
+from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Prompts, Rollout
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "exactness.md"

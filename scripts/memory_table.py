@@ -13,12 +13,12 @@ import bench_common as common
 import jax
 import jax.numpy as jnp
 
-from tim_jax.learning import Policy
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.params import parameter_shapes
+from tim_jax.model.parameters import parameter_shapes
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
-from tim_jax.policy import Sampling
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl.learning import Policy
 from tim_jax.types import Rollout
 
 PAGE = common.RESULTS / "memory.md"

@@ -13,9 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tim_jax import ablation_job, config_io, mismatch, source_charts, train_job
+from tim_jax import mismatch
 from tim_jax.audit import ablation_report
 from tim_jax.audit.ablation import BASELINE, TOGETHER, Case
+from tim_jax.config import toml
+from tim_jax.jobs import audit, train
+from tim_jax.run import source_charts
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -77,17 +80,17 @@ def cases(tables: Sequence[dict[str, Any]]) -> list[Case]:
 
 def measure(folder: str, prompts: int, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The records at temperature 1, and at temperature 0.6 with top_p 0.8."""
-    bench = ablation_job.make_bench(folder, prompts=prompts, samples=samples)
+    bench = audit.make_bench(folder, prompts=prompts, samples=samples)
     # Of up to 24 tokens, so that a sequence has one block of keys: half the compiling.
     sampling = replace(bench.policy.sampling, max_response_length=24)
     bench = replace(bench, name=MODEL, policy=replace(bench.policy, sampling=sampling))
     together = Case(f"{TOGETHER}, as an engine", mismatch.build(ENGINE))
-    plain = ablation_job.report(bench, [*cases(PLAIN), together]).record
+    plain = audit.report(bench, [*cases(PLAIN), together]).record
     sampling = replace(sampling, temperature=0.6, top_p=0.8)
     stop = sampling.stop_tokens[0]
     tables = [*SEMANTIC[:-1], {"name": "pad_mask", "pad": stop}]
     policy = replace(bench.policy, sampling=sampling)
-    return plain, ablation_job.report(replace(bench, policy=policy), cases(tables)).record
+    return plain, audit.report(replace(bench, policy=policy), cases(tables)).record
 
 
 def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
@@ -144,7 +147,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.run
     if folder is None:
-        folder = str(train_job.train_run(config_io.load(ROOT / "configs/quickstart.toml", CHANGES)))
+        folder = str(train.train_run(toml.load(ROOT / "configs/quickstart.toml", CHANGES)))
     write(*measure(folder, arguments.prompts, arguments.samples))
 
 

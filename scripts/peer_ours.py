@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from bench_exactness_cost import make_prompts, model_config
 
-from tim_jax import calibration, optimizers, programs, train
-from tim_jax.audit.presets import random_params
-from tim_jax.learning import Learning, Policy
+from tim_jax import optimizers
+from tim_jax.audit.cases import random_params
+from tim_jax.model import calibration
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
-from tim_jax.policy import Sampling
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl import loop, programs
+from tim_jax.rl.learning import Learning, Policy
 from tim_jax.types import Rollout
 
 
@@ -65,12 +67,12 @@ class Worker:
         start = time.perf_counter()
         rollout = self.programs.sample(self.weights, self.prompts, self.key())
         rewards = jnp.asarray([common.share_even(text) for text in texts(rollout)], jnp.float32)
-        self.state, self.weights, found, _ = train.learn(
+        self.state, self.weights, found, _ = loop.learn(
             self.state, self.weights, rollout, rewards, programs=self.programs
         )
         jax.block_until_ready((self.state, self.weights))
         seconds = time.perf_counter() - start
-        train.check_exact(found, self.calls)
+        loop.check_exact(found, self.calls)
         return {"seconds": seconds, "tokens": int(rollout.lengths.sum())}
 
 

@@ -14,8 +14,9 @@ import time
 
 import bench_common as common
 
-from tim_jax import assembly, config_io, runs
-from tim_jax.checkpoints import Checkpoints
+from tim_jax.config import toml
+from tim_jax.run import assembly, folders
+from tim_jax.run.checkpoints import Checkpoints
 
 PAGE = common.RESULTS / "quickstart_time.md"
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.toml"
@@ -26,7 +27,7 @@ def main() -> None:
     options = common.parser("times the quickstart", PAGE).parse_args()
     load = common.load_average()
     changes = ["steps=3", "warmup.steps=3"] if options.smoke else []
-    config = config_io.load(str(CONFIG), changes)
+    config = toml.load(str(CONFIG), changes)
     with tempfile.TemporaryDirectory() as folder:
         run = pathlib.Path(folder, "run")
         whole = _seconds_until_done(run, changes)
@@ -99,7 +100,7 @@ def _seconds_of_saves(config, folder: pathlib.Path, repeats: int) -> list[float]
     kept, seconds = Checkpoints(folder), []
     for step in range(repeats + 1):
         started = time.monotonic()
-        kept.save(step, runs.saved(state, None), {})
+        kept.save(step, folders.saved(state, None), {})
         kept.wait()
         seconds.append(time.monotonic() - started)
     kept.close()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import strict
+from tim_jax.numerics import strict
 
 MANY = 4096
 SHAPES = (*((n,) for n in range(1, 18)), (2, 8), (4, 8), (16, 8), (16, 64))

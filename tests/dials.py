@@ -7,10 +7,10 @@ import jax
 import tiny
 
 from tim_jax import mismatch
-from tim_jax.learning import Policy
 from tim_jax.mismatch import EXACT, Mismatch, Names, Setting
-from tim_jax.policy import Sampling
-from tim_jax.programs import sampling_program
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl.learning import Policy
+from tim_jax.rl.programs import sampling_program
 
 CONFIG = replace(tiny.CONFIG, num_layers=1)
 SAMPLING = Sampling(8, temperature=0.8, top_p=0.9, stop_tokens=(3, 5, 7))

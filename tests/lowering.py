@@ -7,18 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from tim_jax import kernels, sampler, scoring
+from tim_jax import kernels
 from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.params import parameter_shapes
-from tim_jax.numerics import (
-    GPU_EXACT_BF16,
-    GPU_EXACT_F32,
-    TPU_EXACT_BF16,
-    TPU_EXACT_F32,
-    Numerics,
-)
-from tim_jax.policy import Sampling
+from tim_jax.model.parameters import parameter_shapes
+from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, TPU_EXACT_BF16, TPU_EXACT_F32, Numerics
+from tim_jax.policy import sampler, scoring
+from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Prompts, Rollout
 
 NUMERICS = {

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.numerics import Numerics
-from tim_jax.scoring import Scores
+from tim_jax.policy.scoring import Scores
 from tim_jax.types import Rollout
 
 WORDS, LONGEST, ROWS = 3, 3, 16

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import tiny
 
-from tim_jax import ablation_job, assembly, cli, mismatch, source_charts
-from tim_jax.ablation_job import Bench
+from tim_jax import cli, mismatch
 from tim_jax.audit import ablation, ablation_report
 from tim_jax.errors import InputError
-from tim_jax.learning import Policy
+from tim_jax.jobs import audit
+from tim_jax.jobs.audit import Bench
+from tim_jax.rl.learning import Policy
+from tim_jax.run import assembly, source_charts
 
 DIAL = dials.dial(
     {"name": "log_prob_noise", "std": 0.01, "by": "probability"},
@@ -24,7 +26,7 @@ BENCH = Bench("tiny", dials.POLICY, tiny.params(dials.CONFIG), tiny.prompts(), t
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     chart = tmp_path_factory.mktemp("ablation") / "chart.png"
-    return ablation_job.measure(BENCH, DIAL, chart=chart), chart
+    return audit.measure(BENCH, DIAL, chart=chart), chart
 
 
 def test_baseline_each_alone_and_together(result):
@@ -102,7 +104,7 @@ def test_short_numbers():
 
 def test_stale_weights_need_older_ones():
     with tiny.compilations() as counted, pytest.raises(InputError, match="no older weights"):
-        ablation_job.measure(BENCH, dials.standard("stale_weights"))
+        audit.measure(BENCH, dials.standard("stale_weights"))
     assert not counted.get("_learner_log_probs")
 
 
@@ -113,7 +115,7 @@ def test_stale_weights_are_those_that_are_given(capsys):
         ablation.Case("stale", dials.standard("stale_weights")),
         ablation.Case(ablation.BASELINE, mismatch.EXACT),
     ]
-    found = ablation_job.report(bench, cases)
+    found = audit.report(bench, cases)
     assert found.record["cases"][0]["metrics"]["log_ratio_abs_mean"] > 0.01
     assert found.record["cases"][1]["metrics"]["unequal_tokens"] == 0
     assert not found.exact  # the first case is to be the baseline
@@ -132,7 +134,7 @@ def test_stale_weights_are_those_that_are_given(capsys):
 )
 def test_a_bad_sampler_is_refused(text, words):
     with pytest.raises(InputError) as error:
-        ablation_job.read_dial(text)
+        audit.read_dial(text)
     for word in words:
         assert word in str(error.value), str(error.value)
 
@@ -140,14 +142,14 @@ def test_a_bad_sampler_is_refused(text, words):
 def test_a_dial_from_text_and_from_files(tmp_path):
     entries = '[{ name = "kv_cache", dtype = "int8" }, { name = "native_kernels" }]'
     expected = dials.dial({"name": "kv_cache", "dtype": "int8"}, {"name": "native_kernels"})
-    assert ablation_job.read_dial(f" {entries}") == expected
+    assert audit.read_dial(f" {entries}") == expected
     for number, head in enumerate(("", "[sampler]\n")):
         path = tmp_path / f"{number}.toml"
         path.write_text(f"{head}mismatch = {entries}\n")
-        assert ablation_job.read_dial(str(path)) == expected
+        assert audit.read_dial(str(path)) == expected
     (tmp_path / "other.toml").write_text("x = 1\n")
     with pytest.raises(InputError, match="no list `mismatch`"):
-        ablation_job.read_dial(str(tmp_path / "other.toml"))
+        audit.read_dial(str(tmp_path / "other.toml"))
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tim_jax.advantages import (
+from tim_jax.errors import InputError
+from tim_jax.objectives.advantages import (
     GROUP_BASELINES,
     Estimator,
     advantages,
@@ -19,7 +20,6 @@ from tim_jax.advantages import (
     informative_groups,
     needs,
 )
-from tim_jax.errors import InputError
 
 ESTIMATORS = get_args(Estimator)
 BY_TOKEN = "optimal_token_baseline"

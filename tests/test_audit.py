@@ -12,12 +12,12 @@ import tiny
 from rich.console import Console
 
 from tim_jax import audit as auditing
-from tim_jax import scoring
 from tim_jax.audit import Again, Case, CaseResult, Score, Sizes
 from tim_jax.audit.cases import plain_sampling
 from tim_jax.errors import InputError
-from tim_jax.model.params import check_params
+from tim_jax.model.parameters import check_params
 from tim_jax.numerics import EXACT_BF16, NATIVE_F32, Numerics, Rows
+from tim_jax.policy import scoring
 from tim_jax.types import Rollout
 
 SIZES = Sizes(prompts=3, samples=2, prompt_length=7, response_length=11)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tiny
 
-from tim_jax import calibrated as keeping
-from tim_jax import calibration
 from tim_jax.kernels import native, tiles
+from tim_jax.model import calibration
+from tim_jax.model import calibration as keeping
 from tim_jax.numerics import NATIVE_F32, Rows
 
 COUNTS = (1, 2, 4, 8, 16, 17, 32, 64)
@@ -141,7 +141,7 @@ def measuring(monkeypatch):
 
 
 def kept(file, numerics=tiny.NUMERICS, batch=8, config=tiny.CONFIG):
-    return keeping.calibrate(config, numerics, batch=batch, file=file)
+    return keeping.calibrate_once(config, numerics, batch=batch, file=file)
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path, measuring):

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tim_jax.charts import series, smooth, training_chart
 from tim_jax.errors import InputError
-from tim_jax.sinks import JsonLines
+from tim_jax.run.charts import series, smooth, training_chart
+from tim_jax.run.sinks import JsonLines
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -16,12 +16,15 @@ import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
 
-from tim_jax import assembly, calibration, cli, config_io, programs, runs
-from tim_jax.model import hf
+from tim_jax import cli
+from tim_jax.config import toml
+from tim_jax.model import calibration, hf
 from tim_jax.numerics import Numerics
-from tim_jax.sinks import read_lines
+from tim_jax.rl import programs
+from tim_jax.run import assembly, folders
+from tim_jax.run.sinks import read_lines
 from tim_jax.tasks import builtin
-from tim_jax.tokenizers import character_tokenizer
+from tim_jax.tasks.text import character_tokenizer
 
 CONFIG = """
 steps = 3
@@ -191,9 +194,9 @@ def test_the_model_is_that_of_the_last_step(finished):
 
 def programs_state(run):
     """The parameters of a run's newest checkpoint."""
-    config = config_io.load(run / "config.toml")
+    config = toml.load(run / "config.toml")
     start = assembly.make_model(config).params
-    return runs.read_checkpoint(run, {"params": start}).state["params"]
+    return folders.read_checkpoint(run, {"params": start}).state["params"]
 
 
 def test_a_finished_run_does_nothing_more(finished, call):
@@ -486,7 +489,7 @@ def test_a_mistake_found_before_the_first_checkpoint_can_be_mended_in_place(call
 def checkpoint(folder):
     """A model folder that is whole."""
     tokenizer = character_tokenizer(builtin.ALPHABET)
-    config = config_io.load("tiny.toml")
+    config = toml.load("tiny.toml")
     assert config.model.architecture is not None
     model = assembly.random_model(config.model.architecture, seed=0)
     return hf.save(
@@ -772,6 +775,6 @@ def test_the_installed_command_refuses_and_helps(folder):
 
 def test_no_option_takes_the_default_numerics():
     """Every test above ran with fixed tiles; so does the fixture promise."""
-    config = config_io.load("tiny.toml")
+    config = toml.load("tiny.toml")
     policy = assembly.make_policy(config, assembly.make_model(config))
     assert policy.numerics == Numerics()

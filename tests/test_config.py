@@ -6,21 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from tim_jax import (
-    assembly,
-    checkpoints,
-    config_io,
-    config_model,
-    config_optimizer,
-    config_placement,
-    config_sections,
-    corrections,
-    losses,
-    train_job,
-)
-from tim_jax.config import RunConfig
-from tim_jax.config_io import build, dump, load, parse_override
+from tim_jax import corrections
+from tim_jax.config import model, optimization, sections, toml
+from tim_jax.config.run import RunConfig
+from tim_jax.config.toml import build, dump, load, parse_override
 from tim_jax.errors import InputError
+from tim_jax.jobs import train
+from tim_jax.objectives import losses
+from tim_jax.run import assembly, checkpoints
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 
@@ -59,7 +52,7 @@ def test_the_paper_recipe_is_its_table_1():
     assert (sampling.samples_per_prompt, sampling.max_response_length) == (16, 8192)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 1.0)
     assert got.numerics.dtype == "bfloat16"
-    assert got.optimizer.length_decay == config_optimizer.DecayFixed(
+    assert got.optimizer.length_decay == optimization.DecayFixed(
         kind="fixed", period=204, floor=0.1
     )
 
@@ -71,7 +64,7 @@ def test_defaults_are_a_config_and_every_default_can_be_written():
     def sections(model):
         yield model
         for field in model.model_fields.values():
-            for part in config_io._sections(field.annotation):
+            for part in toml._sections(field.annotation):
                 yield from sections(part)
 
     found = set(sections(RunConfig))
@@ -342,7 +335,7 @@ def test_files_that_say_nothing_or_nonsense(tmp_path):
 def test_sections_are_frozen_and_documented():
     with pytest.raises(ValidationError, match="frozen"):
         RunConfig().seed = 1  # pyright: ignore
-    modules = (config_sections, config_model, config_optimizer, config_placement)
+    modules = (sections, model, optimization, sections)
     for name, section in (pair for module in modules for pair in vars(module).items()):
         if (
             isinstance(section, type)
@@ -668,7 +661,7 @@ def test_a_run_of_an_older_version_goes_on_where_new_keys_have_their_defaults(
     older = [line for line in dump(config).splitlines() if "refills" not in line]
     (tmp_path / "config.toml").write_text("\n".join(older))
     key = "learner.refills"
-    assert key in train_job._may_change(config)
+    assert key in train._may_change(config)
     learner = config.learner.model_copy(update={"refills": 2})
-    assert key not in train_job._may_change(config.model_copy(update={"learner": learner}))
-    assert "learner.mini_batches" not in train_job._may_change(config)
+    assert key not in train._may_change(config.model_copy(update={"learner": learner}))
+    assert "learner.mini_batches" not in train._may_change(config)

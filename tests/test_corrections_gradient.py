@@ -228,7 +228,7 @@ def test_the_docs_name_every_recipe_and_block_and_their_configuration_builds():
 def test_corrections_and_schedules_load_without_the_rest():
     code = (
         "import sys; from tim_jax import corrections, schedules, metrics;"
-        "heavy = ('tim_jax.model', 'tim_jax.kernels', 'tim_jax.learner', 'tim_jax.sampler',"
+        "heavy = ('tim_jax.model', 'tim_jax.kernels', 'tim_jax.rl', 'tim_jax.policy',"
         " 'transformers', 'flax', 'torch');"
         "print([m for m in sys.modules if m.startswith(heavy)])"
     )

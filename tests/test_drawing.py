@@ -17,13 +17,14 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tim_jax import drawing, objectives, optimizers, programs
-from tim_jax.drawing import Text
+from tim_jax import objectives, optimizers
 from tim_jax.errors import InputError
-from tim_jax.learning import Learning
+from tim_jax.rl import drawing, programs
+from tim_jax.rl.drawing import Text
+from tim_jax.rl.learning import Learning
 from tim_jax.tasks import base, builtin
 from tim_jax.tasks.base import Example, Grade, Task
-from tim_jax.tokenizers import character_tokenizer
+from tim_jax.tasks.text import character_tokenizer
 from tim_jax.types import Rollout
 
 TOKENIZER: Any = character_tokenizer(builtin.ALPHABET)

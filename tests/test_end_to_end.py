@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 import transformers
 
-from tim_jax import assembly, cli, config_io
-from tim_jax.checkpoints import list_steps
+from tim_jax import cli
+from tim_jax.config import toml
 from tim_jax.model import hf, transformer
 from tim_jax.numerics import EXACT_F32
-from tim_jax.sinks import read_lines
-from tim_jax.tokenizers import character_tokenizer
+from tim_jax.run import assembly
+from tim_jax.run.checkpoints import list_steps
+from tim_jax.run.sinks import read_lines
+from tim_jax.tasks.text import character_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +84,7 @@ def test_the_config_of_gsm8k_takes_files_as_the_readme_says(tmp_path):
     files["test"].write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = Path(__file__).parent.parent / "configs" / "gsm8k_qwen3_0.6b.toml"
     overrides = [f"task.path={files['train']}", f"task.eval_path={files['test']}"]
-    task = assembly.make_task(config_io.load(path, overrides))
+    task = assembly.make_task(toml.load(path, overrides))
     try:
         assert (len(task.train), len(task.evaluation)) == (16, 256)
     finally:

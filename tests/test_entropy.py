@@ -10,9 +10,9 @@ import pytest
 import tiny
 
 from tim_jax import objectives
-from tim_jax.experience import experience
-from tim_jax.learner import gradient_rows
-from tim_jax.learning import Carried, Learning, exactness
+from tim_jax.rl.experience import experience
+from tim_jax.rl.learner import gradient_rows
+from tim_jax.rl.learning import Carried, Learning, exactness
 
 BF16 = replace(tiny.POLICY, numerics=tiny.BF16)
 

@@ -16,13 +16,15 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tim_jax import learner, objectives, sampler, scoring
+from tim_jax import objectives
 from tim_jax.audit import PRESETS, Again, Case, Score, Sizes, audit, random_params
 from tim_jax.audit.cases import plain_sampling
-from tim_jax.experience import experience
-from tim_jax.learning import Carried, Learning, Policy, TrainState
 from tim_jax.model import transformer
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
+from tim_jax.policy import sampler, scoring
+from tim_jax.rl import learner
+from tim_jax.rl.experience import experience
+from tim_jax.rl.learning import Carried, Learning, Policy, TrainState
 from tim_jax.types import Prompts
 
 EXACT = {"float32": EXACT_F32, "bfloat16": EXACT_BF16}

@@ -11,11 +11,12 @@ import pytest
 import tiny
 from reference import reference_log_probs
 
-from tim_jax import corrections, learner, objectives, optimizers, train
-from tim_jax import experience as preparing
+from tim_jax import corrections, objectives, optimizers
 from tim_jax.errors import InputError, MismatchError
-from tim_jax.learning import Carried, Learning, TrainState, exactness, mini_batch
 from tim_jax.numerics import Numerics
+from tim_jax.rl import experience as preparing
+from tim_jax.rl import learner, loop
+from tim_jax.rl.learning import Carried, Learning, TrainState, exactness, mini_batch
 
 UNTIED = replace(tiny.POLICY, config=tiny.UNTIED)
 BF16 = replace(tiny.POLICY, numerics=tiny.BF16)
@@ -210,7 +211,7 @@ def test_one_ulp_in_one_token_is_found_and_named(micro_batch):
         found.mean_difference * found.compared, abs(ours - theirs), rtol=1e-5
     )
     with pytest.raises(MismatchError) as caught:
-        train.check_exact(found, 12)
+        loop.check_exact(found, 12)
     message = str(caught.value)
     assert "\n" not in message
     compared = int(true.lengths.sum())
@@ -234,7 +235,7 @@ def test_a_difference_beyond_the_response_is_none():
     log_probs = rollout.log_probs.at[row, place].set(jnp.nan)
     found = exactness(log_probs, rollout)
     assert int(found.unequal) == 0
-    train.check_exact(jax.device_get(found), 1)
+    loop.check_exact(jax.device_get(found), 1)
 
 
 def test_a_value_that_is_not_a_number_is_not_exact_though_its_bits_are_equal():
@@ -243,7 +244,7 @@ def test_a_value_that_is_not_a_number_is_not_exact_though_its_bits_are_equal():
     found = exactness(both, replace(rollout, log_probs=both))
     assert (int(found.unequal), found.first.tolist()) == (1, [2, 0])
     with pytest.raises(MismatchError, match=r"sequence 2, response position 0, learner nan"):
-        train.check_exact(jax.device_get(found), 1)
+        loop.check_exact(jax.device_get(found), 1)
 
 
 def test_zero_compared_tokens_are_a_failure():
@@ -252,8 +253,8 @@ def test_zero_compared_tokens_are_a_failure():
     found = jax.device_get(exactness(rollout.log_probs, empty))
     assert (int(found.compared), int(found.unequal)) == (0, 0)
     with pytest.raises(MismatchError, match="no response token was compared"):
-        train.check_exact(found, 3)
-    assert np.isnan(train.exact_metrics(found)["exact_share"])
+        loop.check_exact(found, 3)
+    assert np.isnan(loop.exact_metrics(found)["exact_share"])
 
 
 def test_merged_reports_the_comparison_that_found_something():
@@ -263,8 +264,8 @@ def test_merged_reports_the_comparison_that_found_something():
     found = exactness(rollout.log_probs, one_ulp(short, 4, 1))
     assert int(found.compared) < int(clean.compared)
     for order in ([clean, found], [found, clean]):
-        assert int(train.merged(order).unequal) == 1
-    assert int(train.merged([clean]).compared) == int(rollout.lengths.sum())
+        assert int(loop.merged(order).unequal) == 1
+    assert int(loop.merged([clean]).compared) == int(rollout.lengths.sum())
 
 
 # Gradients against float64

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tim_jax import losses
 from tim_jax.errors import InputError
+from tim_jax.objectives import losses
 
 OPTIONS = {
     "reinforce": [{}],

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
-from tim_jax import metrics, mismatch, sampler
+from tim_jax import metrics, mismatch
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Mismatch
-from tim_jax.policy import Sampling
-from tim_jax.programs import sampling_program
+from tim_jax.policy import sampler
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl.programs import sampling_program
 
 NAMES = list(dials.ENTRIES)
 REPORTS = ("raw_log_probs", "ignored_truncation", "dropped_end", "pad_mask", "log_prob_noise")

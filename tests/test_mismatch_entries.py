@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax import kernels
-from tim_jax.kernels import contraction, formats, native, split_kv
-from tim_jax.mismatch import Names, synthetic
+from tim_jax.kernels import cache, formulas, native, variants
+from tim_jax.mismatch import Names, reporting
 from tim_jax.numerics import Order
 from tim_jax.types import Rollout
 
@@ -51,7 +51,7 @@ def test_8_bit_floats_are_those_of_ml_dtypes(name):
     x = np.concatenate([every, middles, others.astype(np.float32)])
     largest = float(ml_dtypes.finfo(dtype).max)
     expected = np.clip(x, -largest, largest).astype(dtype).astype(np.float32)
-    found = jax.jit(partial(formats.nearest, name=name))(jnp.asarray(x))
+    found = jax.jit(partial(cache.nearest, name=name))(jnp.asarray(x))
     np.testing.assert_array_equal(np.asarray(found), expected)
     assert len(every) > 200
 
@@ -60,14 +60,14 @@ def test_8_bit_floats_are_those_of_ml_dtypes(name):
 def test_integers_are_whole_and_bounded(name, largest):
     x = jnp.asarray([-1e9, -1.5, -0.5, 0.5, 1.4, 2.5, largest + 0.4, 1e9], jnp.float32)
     expected = [-largest, -2, 0, 0, 1, 2, largest, largest]
-    assert formats.nearest(x, name).tolist() == expected
+    assert cache.nearest(x, name).tolist() == expected
 
 
 def test_a_scaled_format_keeps_the_largest_and_zero():
     x = jnp.asarray([[0.3, -8.0, 0.0], [0.0, 0.0, 0.0]], jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=1, keepdims=True)
     for name in ("int8", "int4", "float8_e4m3fn"):
-        found = np.asarray(formats.scaled(x, name, largest=largest, fence=lambda y: y))
+        found = np.asarray(cache.scaled(x, name, largest=largest, fence=lambda y: y))
         np.testing.assert_allclose(found[0, 1], -8.0, rtol=1e-6)
         assert (found[:, 2] == 0).all()
         assert (found[1] == 0).all()
@@ -138,15 +138,15 @@ def test_int8_as_qwix_does_it():
 def test_split_k_adds_the_pieces(pieces, size):
     rng = np.random.default_rng(size)
     x, weight = (rng.standard_normal(shape, np.float32) for shape in ((3, size), (size, 4)))
-    found = contraction.split_k(np.dot, x, weight, pieces=pieces)
+    found = formulas.split_k(np.dot, x, weight, pieces=pieces)
     np.testing.assert_allclose(found, x.astype(np.float64) @ weight, rtol=1e-4, atol=1e-5)
 
 
 def test_split_kv_follows_the_batch():
     numerics = replace(tiny.NUMERICS, order=Order(split_kv=132))
-    count = partial(split_kv.pieces, heads=8, keys=512, numerics=numerics)
+    count = partial(variants.pieces, heads=8, keys=512, numerics=numerics)
     assert [count(batch) for batch in (1, 2, 4, 8, 16, 64)] == [17, 9, 5, 3, 2, 1]
-    assert split_kv.pieces(1, 8, 64, numerics=numerics) == 8  # of 8 keys
+    assert variants.pieces(1, 8, 64, numerics=numerics) == 8  # of 8 keys
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -156,7 +156,7 @@ def test_split_kv_is_attention(batch):
     query, key, value = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in shapes)
     last = jnp.asarray(rng.integers(0, 80, (batch, 3)), jnp.int32)
     cut = replace(tiny.NUMERICS, order=Order(split_kv=24))
-    assert split_kv.pieces(batch, 2, 80, numerics=cut) > 1
+    assert variants.pieces(batch, 2, 80, numerics=cut) > 1
     found = kernels.attention(query, key, value, last, numerics=cut, aligned=False)
     whole = native.attention(query, key, value, last, numerics=tiny.NUMERICS, aligned=False)
     np.testing.assert_allclose(np.asarray(found), np.asarray(whole), rtol=1e-5, atol=1e-5)
@@ -189,7 +189,7 @@ def test_flash_attention_is_attention(rows, keys):
 def test_students_t_has_unit_variance_and_heavy_tails():
     keys = jax.random.split(jax.random.key(0), 2)
     gauss, student = (
-        np.asarray(synthetic.draw(key, (200_000,), kind))
+        np.asarray(reporting.draw(key, (200_000,), kind))
         for key, kind in zip(keys, ("gaussian", "student"), strict=True)
     )
     for draws in (gauss, student):

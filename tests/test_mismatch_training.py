@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import tiny
 
-from tim_jax import assembly, config_io, mismatch, objectives, optimizers, programs, train
+from tim_jax import mismatch, objectives, optimizers
+from tim_jax.config import toml
 from tim_jax.errors import InputError
-from tim_jax.experience import score_rows
-from tim_jax.learning import Learning
+from tim_jax.rl import loop, programs
+from tim_jax.rl.experience import score_rows
+from tim_jax.rl.learning import Learning
+from tim_jax.run import assembly
 
 LEARNING = Learning(objectives.rloo(), tiny.GROUP)
 
@@ -29,17 +32,17 @@ def test_the_sampler_has_the_weights_of_so_many_updates_ago(stale, per_step):
         mini_batches=per_step,
         epochs=1,
     )
-    older = train.first_history(jnp.int32(0), built, ())
+    older = loop.first_history(jnp.int32(0), built, ())
     weights = 0
     for _ in range(5):
         expected = max(0, weights - stale)
         assert int(older[0] if older else weights) == expected
         for _ in range(per_step):
-            train.remember(older, jnp.int32(weights))
+            loop.remember(older, jnp.int32(weights))
             weights += 1
     assert len(older) == stale
     # a resumed loop goes on from there
-    again = train.first_history(jnp.int32(weights), built, list(older))
+    again = loop.first_history(jnp.int32(weights), built, list(older))
     assert [int(w) for w in again] == [int(w) for w in older]
 
 
@@ -96,7 +99,7 @@ def test_a_step_reports_the_mismatch():
     kept, shown = int(rollout.mask.sum()), np.asarray(rollout.mask)
     assert 20 < kept < int(rollout.lengths.sum())
     assert not (np.asarray(rollout.responses)[shown] == 3).any()
-    _, _, found, metrics = train.learn(state, weights, rollout, tiny.rewards(), programs=built)
+    _, _, found, metrics = loop.learn(state, weights, rollout, tiny.rewards(), programs=built)
     assert int(found.compared) == kept
     assert int(found.unequal) > 0.9 * kept
     assert 0.05 < metrics["mismatch/log_ratio_abs_mean"] < 0.12
@@ -115,15 +118,15 @@ NOISE = {"name": "logit_noise", "std": 0.1}
 
 def test_a_dial_in_a_config_and_back():
     data = {"exact": "report", "sampler": {"mismatch": [{"name": "kv_cache", "dtype": "int8"}]}}
-    config = config_io.build(data)
+    config = toml.build(data)
     assert config.sampler.dial.entries == (dials.entry("kv_cache", dtype="int8"),)
-    assert 'mismatch = [{name = "kv_cache", dtype = "int8"}]' in config_io.dump(config)
+    assert 'mismatch = [{name = "kv_cache", dtype = "int8"}]' in toml.dump(config)
     assert "sampler" not in config.may_change()
 
 
 def test_overrides_name_the_dial_too():
     text = 'sampler.mismatch=[{name = "logit_noise", std = 0.1}]'
-    config = config_io.load(None, ["exact=report", text])
+    config = toml.load(None, ["exact=report", text])
     assert config.sampler.dial.entries == (dials.entry(**NOISE),)
 
 
@@ -140,13 +143,13 @@ def test_overrides_name_the_dial_too():
 )
 def test_a_bad_dial_is_refused(data, words):
     with pytest.raises(InputError) as error:
-        config_io.build(data)
+        toml.build(data)
     for word in words:
         assert word in str(error.value), str(error.value)
 
 
 def test_a_dial_of_strength_0_may_be_exact():
-    config = config_io.build({"sampler": {"mismatch": [{"name": "logit_noise", "std": 0.0}]}})
+    config = toml.build({"sampler": {"mismatch": [{"name": "logit_noise", "std": 0.0}]}})
     assert config.exact == "required"
     assert config.sampler.dial.entries != ()
     assert config.sampler.dial.active == ()
@@ -154,7 +157,7 @@ def test_a_dial_of_strength_0_may_be_exact():
 
 def test_a_dial_that_the_model_cannot_have_is_refused_before_compiling():
     data = {"exact": "report", "sampler": {"mismatch": [{"name": "pad_mask", "pad": 4000}]}}
-    config = config_io.build(data)
+    config = toml.build(data)
     model = SimpleNamespace(config=dials.CONFIG)
     policy = replace(dials.POLICY, config=model.config)
     with tiny.compilations() as counted, pytest.raises(InputError, match="pad = 4000"):

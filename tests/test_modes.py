@@ -21,11 +21,12 @@ import pytest
 import tabular
 from tabular import CORRECTIONS, LOSSES, Batch
 
-from tim_jax import corrections, learner, losses
+from tim_jax import corrections
 from tim_jax.errors import InputError
-from tim_jax.experience import experience
-from tim_jax.learning import Learning, TrainState, mini_batch
-from tim_jax.objectives import Objective
+from tim_jax.objectives import Objective, losses
+from tim_jax.rl import learner
+from tim_jax.rl.experience import experience
+from tim_jax.rl.learning import Learning, TrainState, mini_batch
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "corrections.md"
 BEGIN, END = "<!-- accepted: begin -->\n", "<!-- accepted: end -->"

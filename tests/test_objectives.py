@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tim_jax import losses, objectives
-from tim_jax.aggregation import token_weights
+from tim_jax import objectives
 from tim_jax.errors import InputError
-from tim_jax.objectives import Objective
+from tim_jax.objectives import Objective, losses
+from tim_jax.objectives.aggregation import token_weights
 
 AGGREGATIONS = {
     "token_mean": {},

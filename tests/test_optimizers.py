@@ -12,12 +12,15 @@ import pytest
 import tabular
 import tiny
 
-from tim_jax import assembly, config_optimizer, learner, optimizers, schedules
+from tim_jax import optimizers, schedules
+from tim_jax.config import optimization
 from tim_jax.errors import InputError
-from tim_jax.experience import experience
-from tim_jax.learning import Carried, Learning, TrainState
 from tim_jax.objectives import Objective
 from tim_jax.optimizers import Decay, Rate
+from tim_jax.rl import learner
+from tim_jax.rl.experience import experience
+from tim_jax.rl.learning import Carried, Learning, TrainState
+from tim_jax.run import assembly
 
 
 def rates(rate, steps):
@@ -145,8 +148,8 @@ def test_reactive_decay_waits_for_a_surge():
 
 def test_reactive_decay_takes_its_detector_from_the_configuration():
     keys = {"rise": 1.5, "window": 40, "gap": 12, "hold": 8, "minimum": 10, "max_length": 64}
-    section = config_optimizer.Optimizer(
-        length_decay=config_optimizer.DecayReactive(kind="reactive", multiplier=2.0, **keys)
+    section = optimization.Optimizer(
+        length_decay=optimization.DecayReactive(kind="reactive", multiplier=2.0, **keys)
     )
     transform = assembly.make_optimizer(section, steps=1, max_response_length=9)
     params = jnp.ones(2, jnp.float32)
@@ -168,8 +171,8 @@ def test_lengths_are_pinned_at_the_runs_longest_response_if_nothing_else_is_said
 
     monkeypatch.setattr(schedules, "length_triggered_decay", transform)
     for keys in ({}, {"max_length": 20}):
-        decay = config_optimizer.DecayReactive(kind="reactive", **keys)
-        section = config_optimizer.Optimizer(length_decay=decay)
+        decay = optimization.DecayReactive(kind="reactive", **keys)
+        section = optimization.Optimizer(length_decay=decay)
         assembly.make_optimizer(section, steps=1, max_response_length=32)
     assert [how["detector"].max_length for how in made] == [32, 20]
 
@@ -177,10 +180,10 @@ def test_lengths_are_pinned_at_the_runs_longest_response_if_nothing_else_is_said
 def test_root_of_the_effective_sample_size_scales_the_finished_update():
     """The very last: AdamW would divide it out, and it scales weight and length decay too."""
     params, gradients = jnp.ones(3, jnp.float32), [jnp.full(3, 0.5, jnp.float32)] * 3
-    decay = config_optimizer.DecayFixed(kind="fixed", period=2)
+    decay = optimization.DecayFixed(kind="fixed", period=2)
 
     def changes(share, **options):
-        section = config_optimizer.Optimizer(weight_decay=0.1, length_decay=decay, **options)
+        section = optimization.Optimizer(weight_decay=0.1, length_decay=decay, **options)
         transform = assembly.make_optimizer(section, steps=1, max_response_length=8)
         known = {"response_length": jnp.float32(5.0), "effective_sample_size": share}
         path, state = run(transform, params, gradients, **known)
@@ -199,7 +202,7 @@ def test_root_of_the_effective_sample_size_scales_the_finished_update():
 
 def test_an_update_whose_sample_size_is_not_a_number_is_skipped():
     """The loss never looks at the rollout's log-probs; what scales the step does."""
-    section = config_optimizer.Optimizer(ess_reference=1.0)
+    section = optimization.Optimizer(ess_reference=1.0)
     optimizer = assembly.make_optimizer(section, steps=1, max_response_length=8)
     learning = Learning(Objective(estimator="reinforce", loss="reinforce"), 1)
     params = {"table": jnp.asarray(tabular.table(1), jnp.float32)}

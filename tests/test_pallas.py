@@ -8,18 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tim_jax import audit, kernel_choice, kernels
+from tim_jax import audit, kernels
 from tim_jax.audit.cases import plain_sampling
 from tim_jax.errors import InputError
 from tim_jax.kernels.composed import NATIVE
+from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
-from tim_jax.numerics import (
-    GPU_EXACT_BF16,
-    GPU_EXACT_F32,
-    TPU_EXACT_F32,
-    Numerics,
-)
-from tim_jax.tile_sizes import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile, TpuTiles
+from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, TPU_EXACT_F32, Numerics
+from tim_jax.numerics.value import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile, TpuTiles
 
 GPU_TILES = GpuTiles(
     block_k=16,
@@ -336,7 +332,7 @@ def test_a_whole_audit_in_interpret_mode():
 
 def refused(config, numerics, message):
     with pytest.raises(InputError, match=message) as caught:
-        kernel_choice.check(config, numerics)
+        fitting.check(config, numerics)
     assert "\n" not in str(caught.value)
 
 
@@ -383,29 +379,29 @@ def test_impossible_tiles_are_refused(build, message):
 
 
 def test_tiles_are_fitted_to_the_model_and_not_beyond_it():
-    fitted = kernel_choice.fitted(CONFIG, replace(GPU_EXACT_BF16, interpret=True))
+    fitted = fitting.fitted(CONFIG, replace(GPU_EXACT_BF16, interpret=True))
     assert fitted.gpu.block_k == 16
     assert [tile.columns for _, tile in fitted.gpu.matmul] == [16]
-    kernel_choice.check(CONFIG, fitted)
+    fitting.check(CONFIG, fitted)
     large = replace(CONFIG, vocab_size=1024, hidden_size=1024, head_dim=128, intermediate_size=2048)
     for tiles in (GPU_EXACT_BF16.gpu, GPU_BF16_BY_ROWS):
         numerics = replace(GPU_EXACT_BF16, gpu=tiles, interpret=True)
-        assert kernel_choice.fitted(large, numerics) == numerics
+        assert fitting.fitted(large, numerics) == numerics
 
 
 @pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])
 def test_the_preset_of_whole_tiles_is_taken(family):
     config = audit.PRESETS["qwen3-blocks"]
     numerics = replace({"pallas_gpu": GPU_EXACT_BF16, "pallas_tpu": TPU}[family], interpret=True)
-    fitted = kernel_choice.fitted(config, numerics)
-    kernel_choice.check(config, fitted)
-    assert kernel_choice.kernels_used(config, fitted)
+    fitted = fitting.fitted(config, numerics)
+    fitting.check(config, fitted)
+    assert fitting.kernels_used(config, fitted)
 
 
 def test_the_kernels_that_run_are_known_by_name():
-    assert kernel_choice.kernels_used(CONFIG, Numerics()) == ()
+    assert fitting.kernels_used(CONFIG, Numerics()) == ()
     names = ("attention", "dot", "dot_add", "exponentials", "gated_dot", "log", "log_normaliser")
     expected = {*names, "norm", "row_sum", "turn"}
-    assert set(kernel_choice.kernels_used(CONFIG, GPU)) == expected
+    assert set(fitting.kernels_used(CONFIG, GPU)) == expected
     tpu = replace(CONFIG, vocab_size=128, hidden_size=128, head_dim=32, intermediate_size=128)
-    assert set(kernel_choice.kernels_used(tpu, TPU)) == expected
+    assert set(fitting.kernels_used(tpu, TPU)) == expected

@@ -10,11 +10,10 @@ import tiny
 from jax.sharding import PartitionSpec
 
 from tim_jax import placement
-from tim_jax.audit.cases import Sizes, placements
-from tim_jax.audit.presets import PRESETS
+from tim_jax.audit.cases import PRESETS, Sizes, placements
 from tim_jax.errors import InputError
-from tim_jax.model import axes, transformer
-from tim_jax.model.params import parameter_shapes
+from tim_jax.model import parameters, transformer
+from tim_jax.model.parameters import parameter_shapes
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
 
@@ -87,8 +86,8 @@ def test_logical_axes_are_those_of_the_arrays(name, tiles):
         pytest.skip("the model has no such column tiles")
     prepare = partial(transformer.prepare, config=config, numerics=numerics)
     for tree, found in (
-        (shapes, axes.param_axes(config)),
-        (jax.eval_shape(prepare, shapes), axes.weight_axes(config, numerics)),
+        (shapes, parameters.param_axes(config)),
+        (jax.eval_shape(prepare, shapes), parameters.weight_axes(config, numerics)),
     ):
         ranks = jax.tree.map(lambda leaf: leaf.ndim, tree)
         assert ranks == jax.tree.map(len, found, is_leaf=lambda node: isinstance(node, tuple))
@@ -97,7 +96,7 @@ def test_logical_axes_are_those_of_the_arrays(name, tiles):
 def test_all_that_is_large_is_split_over_all_of_fsdp_and_tensor():
     """Master weights, and with them the optimiser's moments."""
     for config in CONFIGS.values():
-        found = axes.param_axes(config)
+        found = parameters.param_axes(config)
         large = [found["embed"], found["final_norm"], found.get("head", found["embed"])]
         large += [v for k, v in found["layers"].items() if k in ("q", "k", "v", "o", "up", "down")]
         assert len(large) == 9
@@ -115,7 +114,7 @@ def test_all_that_is_large_is_split_over_all_of_fsdp_and_tensor():
 )
 def test_what_a_model_cannot_be_is_refused(where, tiles, message):
     with pytest.raises(InputError, match=message):
-        axes.check(WIDE, Numerics(column_tiles=tiles), where)
+        parameters.check(WIDE, Numerics(column_tiles=tiles), where)
 
 
 def test_an_audit_takes_the_placements_that_a_model_allows():

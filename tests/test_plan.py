@@ -22,27 +22,12 @@ from jax.sharding import PartitionSpec as Spec
 
 from tim_jax import cli, kernels, objectives, optimizers
 from tim_jax.errors import InputError
-from tim_jax.learning import Learning, Policy
 from tim_jax.model.config import to_hf
 from tim_jax.placement import Placement
-from tim_jax.plan import (
-    advice,
-    figures,
-    hlo,
-    memory,
-    mosaic,
-    planning,
-    recipe,
-    report,
-    search,
-    topology,
-    traffic,
-    twins,
-    work,
-)
-from tim_jax.plan.memory import Memory
+from tim_jax.plan import costs, hlo, planning, recipe, report, topology, twins
+from tim_jax.plan.costs import Memory, Traffic
 from tim_jax.plan.topology import Target
-from tim_jax.plan.traffic import Traffic
+from tim_jax.rl.learning import Learning, Policy
 
 HERE = Path(__file__).parent
 GIB = 2**30
@@ -63,7 +48,7 @@ def on(where: Placement) -> recipe.Recipe:
 @cache
 def stage(what: str, layers: int):
     program = planning.PROGRAMS[what](on(Placement(fsdp=2)).with_layers(layers), EIGHT.devices)
-    return figures.compiled(program, EIGHT)
+    return costs.compiled(program, EIGHT)
 
 
 # What programs say of themselves.
@@ -94,7 +79,7 @@ def over_all(local, ins, outs, *arguments):
 )
 def test_collectives_are_found_with_what_a_chip_receives(local, out, kind, received):
     compiled = over_all(local, (Spec("x"),), out, (128,))
-    found = traffic.collectives(hlo.parse(compiled.as_text()))
+    found = costs.collectives(hlo.parse(compiled.as_text()))
     assert found == {kind: Traffic(1, received)}
 
 
@@ -107,7 +92,7 @@ def test_a_collective_in_a_loop_counts_at_every_turn():
         return jax.lax.scan(step, x, None, length=5)[0]
 
     compiled = over_all(local, (Spec("x"),), Spec("x"), (128,))
-    found = traffic.collectives(hlo.parse(compiled.as_text()))
+    found = costs.collectives(hlo.parse(compiled.as_text()))
     assert found == {"all-gather": Traffic(5, 5 * 7 * 64)}
 
 
@@ -123,8 +108,8 @@ def test_open_loops_turn_as_often_as_they_are_said_to():
 
     compiled = over_all(local, (Spec("x"),), Spec("x"), (128,))
     module = hlo.parse(compiled.as_text())
-    assert traffic.collectives(module)["all-gather"].count == 1
-    assert traffic.collectives(module, (9,))["all-gather"].count == 9
+    assert costs.collectives(module)["all-gather"].count == 1
+    assert costs.collectives(module, (9,))["all-gather"].count == 9
 
 
 @pytest.mark.parametrize(
@@ -139,13 +124,13 @@ def test_open_loops_turn_as_often_as_they_are_said_to():
     ],
 )
 def test_group_sizes(groups, size):
-    assert traffic.group_size(f"channel_id=1, replica_groups={groups}, dimensions=0", 8) == size
+    assert costs.group_size(f"channel_id=1, replica_groups={groups}, dimensions=0", 8) == size
 
 
 def test_memory_is_the_compilers_own():
     shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     compiled = jax.jit(lambda x, y: (x @ y, x), donate_argnums=1).lower(shape, shape).compile()
-    found = memory.of(compiled)
+    found = costs.of(compiled)
     assert found.arguments == 2 * 4 * 256**2
     assert found.outputs >= 2 * 4 * 256**2
     assert found.aliased == 4 * 256**2
@@ -158,10 +143,10 @@ def test_a_refusal_says_how_much_was_wanted():
         "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory"
         " required for HLO temporaries (22.50G) exceeds available HBM (15.75G). HLO module: jit_f."
     )
-    found = memory.of_refusal(refused)
+    found = costs.of_refusal(refused)
     assert found == Memory(together=round(22.5 * GIB))
     assert found.total == round(22.5 * GIB)
-    assert memory.of_refusal("INTERNAL: something else") is None
+    assert costs.of_refusal("INTERNAL: something else") is None
 
 
 def test_products_are_counted_as_the_compiler_does():
@@ -169,7 +154,7 @@ def test_products_are_counted_as_the_compiler_does():
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 8, 32), (3, 32, 64))]
     program = jax.jit(lambda x, y: jnp.einsum("bik,bkj->bij", x, y))
     theirs = program.lower(*shapes).compile().cost_analysis()["flops"]
-    assert work.count(program.trace(*shapes).jaxpr).flops == theirs == 2 * 3 * 8 * 32 * 64
+    assert costs.count(program.trace(*shapes).jaxpr).flops == theirs == 2 * 3 * 8 * 32 * 64
 
 
 def test_products_in_loops_and_in_kernels():
@@ -180,7 +165,7 @@ def test_products_in_loops_and_in_kernels():
         return jax.lax.scan(step, x, None, length=7)[0]
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 128), (128, 128))]
-    assert work.count(jax.jit(run).trace(*shapes).jaxpr).flops == 7 * 2 * 16 * 128 * 128
+    assert costs.count(jax.jit(run).trace(*shapes).jaxpr).flops == 7 * 2 * 16 * 128 * 128
 
 
 def test_a_kernels_blocks_are_copied_when_their_place_changes():
@@ -188,7 +173,7 @@ def test_a_kernels_blocks_are_copied_when_their_place_changes():
     ops = kernels.family(numerics)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((200, 256), (256, 384))]
     traced = jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes)
-    found = work.count(traced.jaxpr)
+    found = costs.count(traced.jaxpr)
     tiles, columns, depth = 4, 3, 2  # of 64 rows, 128 columns, 128 of the contraction
     assert found.flops == 2 * (tiles * 64) * 256 * 384
     inputs = tiles * columns * depth * (64 * 128 + 128 * 128)
@@ -202,7 +187,7 @@ def test_bytes_of_a_loop_over_slices_are_those_of_the_slices():
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((50, 64, 64), (8, 64))]
     module = hlo.parse(jax.jit(run).lower(*shapes).compile().as_text())
     once = 4 * 50 * 64 * 64
-    assert once <= traffic.bytes_accessed(module) < 5 * once
+    assert once <= costs.bytes_accessed(module) < 5 * once
 
 
 _WRITING = """HloModule writing
@@ -226,23 +211,23 @@ ENTRY %main (cache: f32[8,1024], at: s32[4,1], rows: f32[4,1024]) -> f32[8,1024]
 def test_bytes_of_a_write_into_a_cache_are_those_of_what_is_written():
     """Not a pass over the cache, though the compiler put it into a fusion."""
     rows, at = 4 * 4 * 1024, 4 * 4
-    assert traffic.bytes_accessed(hlo.parse(_WRITING)) == 2 * rows + at
+    assert costs.bytes_accessed(hlo.parse(_WRITING)) == 2 * rows + at
 
 
 # A step.
 
 
 def test_a_line_through_two_values():
-    first = figures.Figures(Memory(10, 4, 6), 100, 7, {"all-gather": Traffic(2, 8)})
-    second = figures.Figures(Memory(14, 4, 9), 200, 7, {"all-gather": Traffic(4, 16)})
-    found = figures.along(first, second, at=(2, 4, 10))
-    assert found == figures.Figures(Memory(26, 4, 18), 500, 7, {"all-gather": Traffic(10, 40)})
+    first = costs.Figures(Memory(10, 4, 6), 100, 7, {"all-gather": Traffic(2, 8)})
+    second = costs.Figures(Memory(14, 4, 9), 200, 7, {"all-gather": Traffic(4, 16)})
+    found = costs.along(first, second, at=(2, 4, 10))
+    assert found == costs.Figures(Memory(26, 4, 18), 500, 7, {"all-gather": Traffic(10, 40)})
 
 
 @pytest.mark.slow
 def test_two_and_four_layers_say_what_six_take():
     small, large, six = (stage("sampler", n).figures for n in (2, 4, 6))
-    found = figures.along(small, large, at=(2, 4, 6))
+    found = costs.along(small, large, at=(2, 4, 6))
     assert found.collectives == six.collectives
     assert found.flops == six.flops
     assert found.memory.arguments == six.memory.arguments
@@ -311,7 +296,7 @@ def test_a_sampler_elsewhere_leaves_the_learners_weights_where_they_are():
     ],
 )
 def test_advice(where, stage, line):
-    found = list(advice.advice(on(where), stage, EIGHT.devices, rows_drawn=8))
+    found = list(planning.advice(on(where), stage, EIGHT.devices, rows_drawn=8))
     assert any(one.startswith(line) for one in found)
     assert all("\n" not in one for one in found)
 
@@ -319,7 +304,7 @@ def test_advice(where, stage, line):
 def test_advice_leaves_out_what_is_done_or_cannot_be():
     done = replace(RECIPE, learning=replace(RECIPE.learning, remat=True, micro_batch=8))
     found = list(
-        advice.advice(
+        planning.advice(
             done.with_placement(Placement(fsdp=8)), "update", EIGHT.devices, rows_drawn=None
         )
     )
@@ -333,17 +318,17 @@ def test_search_by_a_line_confirms_what_it_finds():
         asked.append(count)
         return 100 + 7 * count
 
-    found = search.largest(total, range(1, 1000), capacity=1000, known={16: 212})
+    found = planning.largest(total, range(1, 1000), capacity=1000, known={16: 212})
     assert (found.count, found.total, found.bounded) == (128, 996, True)
     assert asked == [1, 128]
 
 
 def test_search_goes_back_where_the_line_was_too_kind():
-    found = search.largest(lambda n: 10 * n + n * n, range(1, 50), capacity=500, known={})
+    found = planning.largest(lambda n: 10 * n + n * n, range(1, 50), capacity=500, known={})
     assert found.total == 10 * found.count + found.count**2 <= 500
     assert found.count > 10
-    assert search.largest(lambda n: 50 + n, [1, 2], capacity=10, known={}).count == 0
-    assert not search.largest(lambda n: n, [1, 2, 3], capacity=10, known={}).bounded
+    assert planning.largest(lambda n: 50 + n, [1, 2], capacity=10, known={}).count == 0
+    assert not planning.largest(lambda n: n, [1, 2, 3], capacity=10, known={}).bounded
 
 
 # The static audit.
@@ -407,7 +392,7 @@ def kernel_body(operation: str, rows: int) -> str:
         operation
     ]
     text = lowering.lower("pallas_tpu", function, shapes).as_text()
-    return mosaic.body(text.replace("\\22", '"'))
+    return hlo.body(text.replace("\\22", '"'))
 
 
 @pytest.mark.parametrize("operation", ["dot", "gated_dot", "norm", "row_sum"])
@@ -430,7 +415,7 @@ def test_a_kernels_last_step_is_that_of_its_own_grid():
     iteration_bounds = array<i64: 7, BOUND>"""
 
     def read(last: int, bound: int) -> str:
-        return mosaic.without_bounds(code.replace("LAST", str(last)).replace("BOUND", str(bound)))
+        return hlo.without_bounds(code.replace("LAST", str(last)).replace("BOUND", str(bound)))
 
     assert read(15, 16) == read(0, 1) == read(79, 80)
     assert read(14, 16) != read(15, 16)

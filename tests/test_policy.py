@@ -9,16 +9,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tim_jax import policy
 from tim_jax.errors import InputError
 from tim_jax.numerics import EXACT_F32, NATIVE_F32
-from tim_jax.policy import Sampling
+from tim_jax.policy import distribution
+from tim_jax.policy.distribution import Sampling
 
 BOTH = pytest.mark.parametrize("numerics", [EXACT_F32, NATIVE_F32], ids=["tiles", "native"])
 STATIC = ("sampling", "numerics")
-draw = jax.jit(policy.draw, static_argnames=STATIC)
-log_prob = jax.jit(policy.log_prob, static_argnames=STATIC)
-entropy = jax.jit(policy.entropy, static_argnames="sampling")
+draw = jax.jit(distribution.draw, static_argnames=STATIC)
+log_prob = jax.jit(distribution.log_prob, static_argnames=STATIC)
+entropy = jax.jit(distribution.entropy, static_argnames="sampling")
 
 VOCABULARY = 301
 LOGITS = np.random.default_rng(0).normal(0, 2.5, (4, VOCABULARY)).astype(np.float32)
@@ -307,7 +307,7 @@ def test_compiles_once_for_all_contents():
     @partial(jax.jit, static_argnames="sampling")
     def run(logits, uniforms, *, sampling):
         traces.append(1)
-        return policy.draw(logits, uniforms, sampling=sampling, numerics=EXACT_F32)
+        return distribution.draw(logits, uniforms, sampling=sampling, numerics=EXACT_F32)
 
     for seed in range(3):
         rng = np.random.default_rng(seed)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import tiny
 
-from tim_jax import checkpoints, processes
 from tim_jax.errors import InputError
-from tim_jax.sinks import read_lines
-from tim_jax.tasks.base import Example, Grade
-from tim_jax.tasks.shared import SharedGrader
+from tim_jax.placement import processes
+from tim_jax.run import checkpoints
+from tim_jax.run.sinks import read_lines
+from tim_jax.tasks.base import Example, Grade, SharedGrader
 
 ROOT = Path(__file__).parents[1]
 

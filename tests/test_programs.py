@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import tiny
 
-from tim_jax import corrections, drawing, objectives, optimizers, programs, train
+from tim_jax import corrections, objectives, optimizers
 from tim_jax.errors import InputError
-from tim_jax.learning import Learning
-from tim_jax.policy import Sampling
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl import drawing, loop, programs
+from tim_jax.rl.learning import Learning
 
 OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2), decay=optimizers.Decay(period=2))
 
@@ -38,12 +39,12 @@ def test_every_program_compiles_once_whatever_the_prompts():
             longest.add(int(prompts.lengths.max()))
             rollout = built.sample(weights, prompts, drawing.step_key(0, step))
             before = jax.tree.leaves((state.params, weights["layers"]))
-            state, weights, found, _ = train.learn(
+            state, weights, found, _ = loop.learn(
                 state, weights, rollout, tiny.rewards(step), programs=built
             )
             # Donated: memory holds one copy of state and weights.
             assert all(leaf.is_deleted() for leaf in before)
-            train.check_exact(found, step)
+            loop.check_exact(found, step)
             state = replace(state, step=jnp.int32(step))
     assert len(longest) > 1
     own = {name: n for name, n in counted.items() if name in ("sample", "experience", "update")}
@@ -69,11 +70,11 @@ def test_length_buckets_bound_the_learners_compilations():
         for longest in (12, 3, 5, 2, 8, 6, 1, 11):
             # Rewards without a signal: rloo's gradient is 0 and the weights stay.
             short = cut(rollout, longest)
-            sizes.append(train.trimmed(short, 3).responses.shape[1])
-            state, weights, found, _ = train.learn(
+            sizes.append(loop.trimmed(short, 3).responses.shape[1])
+            state, weights, found, _ = loop.learn(
                 state, weights, short, jnp.ones(tiny.ROWS, jnp.float32), programs=built
             )
-            train.check_exact(found, longest)
+            loop.check_exact(found, longest)
             assert int(found.compared) == int(short.lengths.sum())
     assert sizes == [12, 3, 6, 3, 12, 6, 3, 12]
     assert counted["update"] == counted["experience"] == 3
@@ -85,7 +86,7 @@ def test_trimming_keeps_every_token_and_halves_the_rest():
     sizes = [(1, 2, 10), (2, 6, 10), (2, 5, 5), (3, 3, 3), (3, 4, 5), (9, 1, 1)]
     for buckets, longest, size in sizes:
         short = cut(rollout, longest)
-        found = train.trimmed(short, buckets)
+        found = loop.trimmed(short, buckets)
         assert found.responses.shape == found.log_probs.shape == (tiny.ROWS, size)
         np.testing.assert_array_equal(found.lengths, short.lengths)
         np.testing.assert_array_equal(found.responses, short.responses[:, :size])

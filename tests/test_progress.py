@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tim_jax import progress
-from tim_jax.progress import Completion, Display, exact_text, open_display
-from tim_jax.sinks import MetricNames
+from tim_jax.run import display
+from tim_jax.run.display import Completion, Display, exact_text, open_display
+from tim_jax.run.sinks import MetricNames
 
 METRICS = {
     "reward": 0.4123,
@@ -93,32 +93,32 @@ def test_an_unequal_token_never_reads_as_100_percent(compared, unequal):
     [(-1, "0:00"), (7.4, "0:07"), (750, "12:30"), (11040, "3:04:00"), (187200, "2 days 4 h")],
 )
 def test_duration(seconds, expected):
-    assert progress.duration(seconds) == expected
+    assert display.duration(seconds) == expected
 
 
 def test_time_left_starts_after_the_compiling_step():
-    assert progress.time_left([(1, 0.0)], 10) == ""
-    assert progress.time_left([(5, 50.0), (7, 54.0)], 17) == "0:20 left"
-    assert progress.time_left([(9, 0.0), (10, 1.0)], 10) == "done"
+    assert display.time_left([(1, 0.0)], 10) == ""
+    assert display.time_left([(5, 50.0), (7, 54.0)], 17) == "0:20 left"
+    assert display.time_left([(9, 0.0), (10, 1.0)], 10) == "done"
 
 
 def test_sparkline():
-    assert progress.sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert progress.sparkline([2.0, 2.0]) == "▄▄"
-    assert progress.sparkline([float("nan"), 0.0, 1.0, float("inf")]) == "·▁█·"
-    assert progress.sparkline([]) == ""
+    assert display.sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert display.sparkline([2.0, 2.0]) == "▄▄"
+    assert display.sparkline([float("nan"), 0.0, 1.0, float("inf")]) == "·▁█·"
+    assert display.sparkline([]) == ""
 
 
 @given(st.text(), st.text(), st.integers(30, 200))
 def test_completions_never_send_control_characters(prompt, response, width):
-    line = progress.completion_line(Completion(prompt, response, 1.0), width=width)
+    line = display.completion_line(Completion(prompt, response, 1.0), width=width)
     assert line.isprintable()
     assert len(line) <= width
 
 
 def test_completions_keep_the_answer_and_cut_the_middle():
     row = Completion("p" * 300, "r" * 300 + "\x1b[2J 42\n", 0.5)
-    line = progress.completion_line(row, width=80)
+    line = display.completion_line(row, width=80)
     assert len(line) <= 80
     assert re.fullmatch(r" 0\.50  p+… → …r+<1b>\[2J 42⏎", line)
 

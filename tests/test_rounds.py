@@ -8,9 +8,9 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tim_jax import rounds
 from tim_jax.errors import InputError
-from tim_jax.programs import sampling_program
+from tim_jax.policy import rounds
+from tim_jax.rl.programs import sampling_program
 
 
 def program(micro_batch, **options):

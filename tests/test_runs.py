@@ -15,10 +15,10 @@ import numpy as np
 import optax
 import pytest
 
-from tim_jax import runs
-from tim_jax.checkpoints import Checkpoints, list_steps, restore
 from tim_jax.errors import InputError
-from tim_jax.sinks import read_lines
+from tim_jax.run import folders
+from tim_jax.run.checkpoints import Checkpoints, list_steps, restore
+from tim_jax.run.sinks import read_lines
 
 CONFIG = 'seed = 0\nsteps = 10\n\n[optimizer]\nlearning_rate = 0.001\n\n[run]\nfolder = "x"\n'
 TRANSFORM = optax.chain(optax.clip(1.0), optax.adamw(1e-2))
@@ -74,7 +74,7 @@ def abstract(tree):
 
 def train(folder, *, stop, every=2, keep=2, pause=0.0):
     """A run without a model: a state, two lines a step, a checkpoint every few steps."""
-    with runs.open_run(folder, CONFIG, keep=keep) as run:
+    with folders.open_run(folder, CONFIG, keep=keep) as run:
         state, step = first_state(), 0
         if restored := run.restore(state):
             state, step = restored.state, restored.step
@@ -103,14 +103,14 @@ def test_a_run_and_its_resumption_are_the_same_bits(tmp_path):
 def test_restored_bits_structure_and_extra(tmp_path):
     state = train(tmp_path, stop=6)
     for like in (first_state(), abstract(first_state())):
-        found = runs.read_checkpoint(tmp_path, like)
+        found = folders.read_checkpoint(tmp_path, like)
         assert (found.step, found.extra, found.damaged) == (6, {"cursor": 60}, ())
         assert raw(found.state) == raw(state)
-    only = runs.read_checkpoint(tmp_path, {"params": first_state()["params"]}, step=4)
+    only = folders.read_checkpoint(tmp_path, {"params": first_state()["params"]}, step=4)
     assert only.step == 4
     assert set(only.state) == {"params"}
     assert raw(only.state["params"]) != raw(state["params"])
-    assert runs.read_config(tmp_path) == CONFIG
+    assert folders.read_config(tmp_path) == CONFIG
 
 
 def test_restore_onto_other_devices(tmp_path):
@@ -150,7 +150,7 @@ def test_retention_and_saving_a_step_twice(tmp_path):
     saver = Checkpoints(tmp_path / "checkpoints", keep=3)
     saver.save(9, {"other": jnp.zeros((1,))}, {})
     saver.close()
-    assert runs.read_checkpoint(tmp_path, first_state()).step == 9
+    assert folders.read_checkpoint(tmp_path, first_state()).step == 9
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["7", "8", "9"]
     with pytest.raises(InputError, match="keep is 0"):
         Checkpoints(tmp_path / "c", keep=0)
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, dama
     folder = tmp_path / "b"
     train(folder, stop=6)
     what = damage(folder / "checkpoints" / "6")
-    with runs.open_run(folder, CONFIG) as run:
+    with folders.open_run(folder, CONFIG) as run:
         found = run.restore(first_state())
         assert found is not None
         assert found.step == 4
@@ -223,7 +223,7 @@ def test_no_whole_checkpoint_is_refused_and_nothing_is_touched(tmp_path):
         _truncate(tmp_path / "checkpoints" / str(step))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.jsonl")}
     with (
-        runs.open_run(tmp_path, CONFIG) as run,
+        folders.open_run(tmp_path, CONFIG) as run,
         pytest.raises(InputError, match=r"is whole: step 4: state/.*; step 2: state/"),
     ):
         run.restore(first_state())
@@ -238,20 +238,20 @@ def test_another_state_is_refused_by_leaf(tmp_path):
     with pytest.raises(
         InputError, match=r"params\['w'\] is float32\[20,30\] in it, float32\[20,31"
     ):
-        runs.read_checkpoint(tmp_path, other)
+        folders.read_checkpoint(tmp_path, other)
     with pytest.raises(InputError, match=r"params\['half'\] is bfloat16\[7\] in it, absent here"):
-        runs.read_checkpoint(tmp_path, {"params": {}})
+        folders.read_checkpoint(tmp_path, {"params": {}})
     with pytest.raises(InputError, match=r"holds no 'adapter'; it has \['optimizer'"):
-        runs.read_checkpoint(tmp_path, {"adapter": {}})
+        folders.read_checkpoint(tmp_path, {"adapter": {}})
     with pytest.raises(InputError, match=r"holds no checkpoint of step 3; it has \[2\]"):
-        runs.read_checkpoint(tmp_path, first_state(), step=3)
+        folders.read_checkpoint(tmp_path, first_state(), step=3)
     with pytest.raises(InputError, match="holds no checkpoint"):
-        runs.read_checkpoint(tmp_path / "absent", first_state())
+        folders.read_checkpoint(tmp_path / "absent", first_state())
 
 
 def test_order_of_calls_is_checked(tmp_path):
     train(tmp_path, stop=2)
-    with runs.open_run(tmp_path, CONFIG) as run:
+    with folders.open_run(tmp_path, CONFIG) as run:
         assert run.resumed
         with pytest.raises(ValueError, match="call restore before writing"):
             run.metrics.write(3, {})
@@ -264,28 +264,28 @@ def test_order_of_calls_is_checked(tmp_path):
 def test_a_run_without_a_checkpoint_starts_over(tmp_path):
     train(tmp_path, stop=1)
     assert (tmp_path / "metrics.jsonl").stat().st_size > 0
-    with runs.open_run(tmp_path, CONFIG) as run:
+    with folders.open_run(tmp_path, CONFIG) as run:
         assert run.restore(first_state()) is None
         assert run.metrics.size() == run.samples.size() == run.timing.size() == 0
 
 
 def test_another_config_is_refused_by_key(tmp_path):
-    runs.open_run(tmp_path, CONFIG).close()
+    folders.open_run(tmp_path, CONFIG).close()
     other = CONFIG.replace("0.001", "0.002").replace("steps = 10", "steps = 20")
     with pytest.raises(InputError) as caught:
-        runs.open_run(tmp_path, other, may_change=("steps",))
+        folders.open_run(tmp_path, other, may_change=("steps",))
     assert "optimizer.learning_rate was 0.001, now 0.002" in str(caught.value)
     assert "steps was" not in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert runs.read_config(tmp_path) == CONFIG
-    runs.open_run(tmp_path, other, may_change=("steps", "optimizer")).close()
-    assert runs.read_config(tmp_path) == other
+    assert folders.read_config(tmp_path) == CONFIG
+    folders.open_run(tmp_path, other, may_change=("steps", "optimizer")).close()
+    assert folders.read_config(tmp_path) == other
     with pytest.raises(InputError, match="already holds a run"):
-        runs.open_run(tmp_path, other, resume=False)
+        folders.open_run(tmp_path, other, resume=False)
 
 
 def test_config_differences_tell_types_and_absence():
-    found = runs.config_differences("a = 1\n[t]\nb = true\n", "a = 1.0\n[t]\nc = 'x'\n")
+    found = folders.config_differences("a = 1\n[t]\nb = true\n", "a = 1.0\n[t]\nc = 'x'\n")
     assert [str(difference) for difference in found] == [
         "a was 1, now 1.0",
         "t.b was true, now not set",
@@ -296,11 +296,11 @@ def test_config_differences_tell_types_and_absence():
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(InputError, match=r"holds no run \(no config.toml, but thesis.tex\)"):
-        runs.open_run(tmp_path, CONFIG)
+        folders.open_run(tmp_path, CONFIG)
     with pytest.raises(InputError, match="holds no run: cannot read"):
-        runs.read_config(tmp_path)
+        folders.read_config(tmp_path)
     with pytest.raises(InputError, match=r"cannot use the run folder .*thesis\.tex"):
-        runs.open_run(tmp_path / "thesis.tex" / "run", CONFIG)
+        folders.open_run(tmp_path / "thesis.tex" / "run", CONFIG)
 
 
 def _unwritable(tmp_path):
@@ -313,7 +313,7 @@ def _unwritable(tmp_path):
 
 def test_a_read_only_folder_is_one_line(tmp_path):
     with pytest.raises(InputError, match="cannot use the run folder") as caught:
-        runs.open_run(_unwritable(tmp_path), CONFIG)
+        folders.open_run(_unwritable(tmp_path), CONFIG)
     assert "\n" not in str(caught.value)
 
 
@@ -394,10 +394,10 @@ def test_lock_of_a_live_and_of_a_dead_process(tmp_path):
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         with pytest.raises(InputError, match=rf"in use by process {process.pid} on .*; wait"):
-            runs.open_run(tmp_path, CONFIG)
+            folders.open_run(tmp_path, CONFIG)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        runs.open_run(tmp_path, CONFIG).close()
+        folders.open_run(tmp_path, CONFIG).close()
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # the worker
         process.communicate()
@@ -405,9 +405,9 @@ def test_lock_of_a_live_and_of_a_dead_process(tmp_path):
 
 def test_the_same_process_cannot_open_a_run_twice(tmp_path):
     match = f"in use by process {os.getpid()}"
-    with runs.open_run(tmp_path, CONFIG), pytest.raises(InputError, match=match):
-        runs.open_run(tmp_path, CONFIG)
-    runs.open_run(tmp_path, CONFIG).close()
+    with folders.open_run(tmp_path, CONFIG), pytest.raises(InputError, match=match):
+        folders.open_run(tmp_path, CONFIG)
+    folders.open_run(tmp_path, CONFIG).close()
 
 
 FULL_DISK_CHILD = """
@@ -440,7 +440,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line_and_harms_nothing(tmp_path):
     assert "File too large; earlier checkpoints are unharmed" in out
     assert err == ""
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["2"]
-    with runs.open_run(tmp_path, CONFIG) as run:
+    with folders.open_run(tmp_path, CONFIG) as run:
         found = run.restore(first_state())
     assert found is not None
     assert raw(found.state) == raw(state)

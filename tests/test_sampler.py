@@ -11,9 +11,9 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tim_jax import sampler
 from tim_jax.model import transformer
-from tim_jax.policy import Sampling
+from tim_jax.policy import sampler
+from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Prompts
 
 CONFIG = replace(tiny.CONFIG, vocab_size=11, tied_embeddings=False)

@@ -11,12 +11,12 @@ import tiny
 from reference import reference_log_probs
 from reference import reference_logits as logits_in_float64
 
-from tim_jax import scoring
 from tim_jax.audit import PRESETS, random_params
 from tim_jax.model import transformer
-from tim_jax.model.params import parameter_shapes
+from tim_jax.model.parameters import parameter_shapes
 from tim_jax.numerics import EXACT_F32, NATIVE_F32, Numerics, Rows
-from tim_jax.policy import Sampling
+from tim_jax.policy import scoring
+from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Rollout
 
 STATIC = ("config", "numerics", "sampling", "remat")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax.errors import InputError
-from tim_jax.shaping import AdaptiveKL, adapted_coefficient, kl_penalty, overlong_penalty
+from tim_jax.objectives.shaping import AdaptiveKL, adapted_coefficient, kl_penalty, overlong_penalty
 
 
 def soft_overlong(length, longest, cache):

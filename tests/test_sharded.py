@@ -11,21 +11,12 @@ import numpy as np
 import pytest
 import tiny
 
-from tim_jax import collectives as crossing
-from tim_jax import (
-    corrections,
-    drawing,
-    mismatch,
-    objectives,
-    optimizers,
-    placement,
-    programs,
-    sharded,
-    train,
-)
+from tim_jax import corrections, mismatch, objectives, optimizers, placement
 from tim_jax.errors import InputError
-from tim_jax.learning import Learning, Policy
 from tim_jax.placement import SINGLE, Placement
+from tim_jax.placement import collectives as crossing
+from tim_jax.rl import drawing, loop, programs, sharded
+from tim_jax.rl.learning import Learning, Policy
 
 # 4 key heads, so that a tensor axis can have 4 devices; a vocabulary of 23, which none divides.
 CONFIG = replace(
@@ -90,7 +81,7 @@ def stepped(what: Policy):
     run = built(what)
     state = run.init(tiny.params(what.config))
     weights, rewards = run.prepare(state.params), tiny.rewards(rows=PROMPTS * GROUP)
-    state, _, found, metrics = train.learn(state, weights, rollout(what), rewards, programs=run)
+    state, _, found, metrics = loop.learn(state, weights, rollout(what), rewards, programs=run)
     return state, found, metrics
 
 
@@ -256,7 +247,7 @@ def test_energies_and_the_gradients_noise_are_those_of_one_device():
         state, rewards = run.init(tiny.params(CONFIG)), tiny.rewards(rows=PROMPTS * GROUP)
         weights, drawn = run.prepare(state.params), rollout(policy())
         prepared.append(run.experience(weights, None, state.carried, drawn, rewards))
-        steps.append(train.learn(state, weights, drawn, rewards, programs=run)[-1])
+        steps.append(loop.learn(state, weights, drawn, rewards, programs=run)[-1])
     assert tiny.bits(prepared[0]) == tiny.bits(prepared[1])
     assert prepared[0].experience.advantages.ndim == 2
     for name in ("gradient_signal", "gradient_noise", "noise_scale", "gradient_norm", "loss"):
@@ -323,7 +314,7 @@ def test_a_sampler_on_another_mesh_is_exact():
     drawn = run.sample(published, tiny.prompts(count=PROMPTS), jax.random.key(0))
     rewards = tiny.rewards(rows=PROMPTS * GROUP)
     assert tiny.bits(drawn) == tiny.bits(rollout(policy()))
-    _, _, found, _ = train.learn(state, weights, drawn, rewards, programs=run)
+    _, _, found, _ = loop.learn(state, weights, drawn, rewards, programs=run)
     assert (int(found.unequal), int(found.compared)) == (0, int(drawn.lengths.sum()))
 
 
@@ -365,7 +356,7 @@ def test_every_program_compiles_once():
             published = run.publish(state.params, weights)
             drawn = run.sample(published, prompts, drawing.step_key(0, step))
             rewards = tiny.rewards(seed=step, rows=PROMPTS * GROUP)
-            state, weights, found, _ = train.learn(state, weights, drawn, rewards, programs=run)
+            state, weights, found, _ = loop.learn(state, weights, drawn, rewards, programs=run)
             state = replace(state, step=state.step + jnp.int32(1))
             assert int(found.unequal) == 0
     for name in ("sample", "update", "init"):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import special
 
-from tim_jax import strict
 from tim_jax.kernels import formulas, native, tiles
+from tim_jax.numerics import strict
 
 TINY = np.finfo(np.float32).tiny
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tim_jax import sums
+from tim_jax.numerics import sums
 
 
 def draw(rows, seed=0):

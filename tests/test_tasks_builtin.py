@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 
 from tim_jax.errors import InputError
 from tim_jax.tasks.base import Example, Task, rewards
-from tim_jax.tasks.builtin import ALPHABET, BUILTIN, MARKER, answer_text, builtin_task
-from tim_jax.tasks.supervised import Quality, supervised
+from tim_jax.tasks.builtin import (
+    ALPHABET,
+    BUILTIN,
+    MARKER,
+    Quality,
+    answer_text,
+    builtin_task,
+    supervised,
+)
 
 NAMES = sorted(BUILTIN)
 SMALL = {"train_size": 300, "eval_size": 64}

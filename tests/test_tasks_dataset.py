@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from tim_jax.errors import InputError
 from tim_jax.tasks.base import Grade, Message
-from tim_jax.tasks.dataset import DatasetSource, dataset_task, truth_in
-from tim_jax.tasks.rows import read_rows
+from tim_jax.tasks.dataset import DatasetSource, dataset_task, read_rows, truth_in
 
 
 def no_grade(examples, completions):
@@ -287,7 +286,7 @@ def test_hub(monkeypatch):
 
 
 def test_missing_extras_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("tim_jax.tasks.rows.find_spec", lambda name: None)
+    monkeypatch.setattr("tim_jax.tasks.dataset.find_spec", lambda name: None)
     (tmp_path / "a.parquet").write_bytes(b"")
     for path in (tmp_path / "a.parquet", "openai/gsm8k"):
         with pytest.raises(InputError, match=r"pip install 'tim-jax\[math\]'"):

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tim_jax.errors import InputError
 from tim_jax.tasks.base import Message
 from tim_jax.tasks.builtin import ALPHABET, BUILTIN, builtin_task
-from tim_jax.tokenizers import character_tokenizer, encode_prompt, load_tokenizer
+from tim_jax.tasks.text import character_tokenizer, encode_prompt, load_tokenizer
 
 TOKENIZER = character_tokenizer(ALPHABET)
 CHAT = (

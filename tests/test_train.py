@@ -11,26 +11,17 @@ import optax
 import pytest
 import tiny
 
-from tim_jax import (
-    corrections,
-    drawing,
-    evaluation,
-    learner,
-    objectives,
-    optimizers,
-    programs,
-    runs,
-    train,
-    warm_start,
-)
-from tim_jax.drawing import Text
+from tim_jax import corrections, objectives, optimizers
 from tim_jax.errors import InputError, MismatchError, NonFiniteError
-from tim_jax.experience import experience
-from tim_jax.learning import Carried, Learning, TrainState
-from tim_jax.policy import Sampling
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl import drawing, evaluation, learner, loop, programs, warm_start
+from tim_jax.rl.drawing import Text
+from tim_jax.rl.experience import experience
+from tim_jax.rl.learning import Carried, Learning, TrainState
+from tim_jax.run import folders
 from tim_jax.tasks import base, builtin
 from tim_jax.tasks.base import Example, Grade, Message
-from tim_jax.tokenizers import character_tokenizer
+from tim_jax.tasks.text import character_tokenizer
 from tim_jax.types import Prompts
 
 TOKENIZER: Any = character_tokenizer(builtin.ALPHABET)
@@ -67,11 +58,11 @@ def start_state():
     return built().init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
 
 
-def loop(state=None, task=None, *, seed=0, steps=STEPS, exact=True, text=TEXT, prompts=2):
+def finished(state=None, task=None, *, seed=0, steps=STEPS, exact=True, text=TEXT, prompts=2):
     """Finished steps: (number, metrics, samples, copy of the state)."""
     reference = built().prepare(tiny.params(CONFIG))
     state = start_state() if state is None else state
-    for step in train.train(
+    for step in loop.train(
         state,
         task or make_task(),
         text,
@@ -93,7 +84,7 @@ def sampler(samples):
 
 @cache
 def whole(seed=0):
-    return list(loop(seed=seed))
+    return list(finished(seed=seed))
 
 
 def told(steps):
@@ -102,7 +93,7 @@ def told(steps):
 
 
 def test_same_seed_same_metrics_samples_and_parameters():
-    first, again = whole(), list(loop())
+    first, again = whole(), list(finished())
     assert [number for number, *_ in first] == [1, 2, 3, 4]
     assert told(first) == told(again)
     assert len({tiny.bits(state.params)[0] for *_, state in first}) == STEPS  # it moves
@@ -116,23 +107,23 @@ def test_another_seed_is_another_run():
 def test_from_the_middle_on_it_is_the_run_that_was_not_interrupted():
     expected = whole()
     _, _, _, middle = expected[1]
-    assert told(loop(jax.tree.map(jnp.array, middle))) == told(expected[2:])
+    assert told(finished(jax.tree.map(jnp.array, middle))) == told(expected[2:])
     # As from a checkpoint: bound to a device. That is another program, once.
     bound = jax.device_put(jax.tree.map(jnp.array, middle), jax.devices()[0])
     with tiny.compilations() as counted:
-        assert told(loop(bound)) == told(expected[2:])
+        assert told(finished(bound)) == told(expected[2:])
     assert max(counted[name] for name in ("sample", "experience", "update", "prepare")) <= 1
-    assert list(loop(jax.tree.map(jnp.array, expected[-1][3]))) == []
+    assert list(finished(jax.tree.map(jnp.array, expected[-1][3]))) == []
 
 
 def test_a_longer_run_begins_with_the_shorter_one():
-    assert told(loop(steps=2)) == told(whole()[:2])
+    assert told(finished(steps=2)) == told(whole()[:2])
 
 
 def test_samples_do_not_depend_on_what_is_drawn_beside_them():
     """The first prompt of step 1, alone in its step."""
     task = make_task()
-    one = next(loop(task=task, prompts=2))[2][: tiny.GROUP]
+    one = next(finished(task=task, prompts=2))[2][: tiny.GROUP]
     rollouts = []
     for count in (1, 2):
         indices = base.order(0, 0, 2, len(task.train))[:count].tolist()
@@ -196,11 +187,11 @@ def test_corrections_and_length_buckets_leave_an_exact_step_where_it_was():
         state = built.init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
         weights = built.prepare(state.params)
         with tiny.compilations() as counted:
-            ends.append(train.learn(state, weights, short, tiny.rewards(), programs=built))
+            ends.append(loop.learn(state, weights, short, tiny.rewards(), programs=built))
         assert counted["update"] == 1
     (plain, _, _, one), (changed, _, found, other), (*_, halved) = ends
     assert halved["gradient_norm"] == pytest.approx(one["gradient_norm"] / 2, rel=1e-5)
-    assert train.trimmed(short, 2).responses.shape[1] == 4 < short.responses.shape[1]
+    assert loop.trimmed(short, 2).responses.shape[1] == 4 < short.responses.shape[1]
     assert int(found.compared) == int(short.mask.sum()) > 0 == int(found.unequal)
     assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
     for x, y in zip(jax.tree.leaves(changed.params), jax.tree.leaves(plain.params), strict=True):
@@ -241,10 +232,10 @@ def run_everything(run, state, *, exact=True, steps=3, seed=0):
     """(metrics, copy of the state) after each step, from where `state` stands."""
     reference = run.prepare(tiny.moved(tiny.params(CONFIG)))
     options: dict[str, Any] = {"seed": seed, "steps": steps, "prompts_per_step": 2}
-    loop = train.train(
+    following = loop.train(
         state, make_task(), TEXT, programs=run, exact=exact, reference=reference, **options
     )
-    return [(step.metrics, jax.tree.map(jnp.array, step.state)) for step in loop]
+    return [(step.metrics, jax.tree.map(jnp.array, step.state)) for step in following]
 
 
 @pytest.mark.slow
@@ -318,7 +309,7 @@ def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed):
     big = np.sum(np.sum(gradients, axis=0) ** 2)
     signal = (tiny.ROWS * big - size * small) / (tiny.ROWS - size)
     noise = (small - big) / (1 / size - 1 / tiny.ROWS)
-    *_, metrics = train.learn(state, weights, rollout, rewards, programs=run, reference=reference)
+    *_, metrics = loop.learn(state, weights, rollout, rewards, programs=run, reference=reference)
     assert metrics["gradient_norm"] == pytest.approx(np.sqrt(big), rel=1e-5)
     assert metrics["gradient_signal"] == pytest.approx(signal, abs=1e-4 * big)
     assert metrics["gradient_noise"] == pytest.approx(noise, rel=1e-4)
@@ -340,7 +331,7 @@ def test_remax_compares_with_the_reward_of_the_greedy_response():
         return prepared
 
     run = replace(built, experience=experience)
-    (step,) = train.train(
+    (step,) = loop.train(
         first_state(run),
         make_task(),
         TEXT,
@@ -414,7 +405,7 @@ def test_cut_responses_are_in_no_mask_and_no_denominator():
 def test_only_a_run_that_steers_its_penalty_keeps_the_coefficient():
     """Checkpoints of other runs have the structure that they always had."""
     for state, kept in ((first_state(built()), False), (first_state(everything()), True)):
-        held = runs.saved(state, None)["rest"]
+        held = folders.saved(state, None)["rest"]
         assert ("reward_kl" in held) == kept == (state.reward_kl is not None)
         restored = TrainState(params=state.params, **held)
         assert jax.tree.structure(restored) == jax.tree.structure(state)
@@ -423,7 +414,7 @@ def test_only_a_run_that_steers_its_penalty_keeps_the_coefficient():
 def test_metrics_of_a_step_are_means_but_for_extremes_and_the_noise_scale():
     first = {"loss": 1.0, "a_max": 3.0, "a_min": 1.0, "skipped": 0.0}
     second = {"loss": 2.0, "a_max": 2.0, "a_min": -1.0, "skipped": 1.0}
-    assert train.joined([first, second]) == {
+    assert loop.joined([first, second]) == {
         "loss": 1.5,
         "a_max": 3.0,
         "a_min": -1.0,
@@ -433,8 +424,8 @@ def test_metrics_of_a_step_are_means_but_for_extremes_and_the_noise_scale():
         {"gradient_noise": 4.0, "gradient_signal": 3.0, "noise_scale": 4 / 3},
         {"gradient_noise": 2.0, "gradient_signal": -1.0, "noise_scale": float("inf")},
     ]
-    assert train.joined(noise)["noise_scale"] == 3.0
-    assert train.joined(noise[1:])["noise_scale"] == float("inf")
+    assert loop.joined(noise)["noise_scale"] == 3.0
+    assert loop.joined(noise[1:])["noise_scale"] == float("inf")
 
 
 def test_exact_required_stops_at_the_first_unequal_token(monkeypatch):
@@ -451,9 +442,9 @@ def test_exact_required_stops_at_the_first_unequal_token(monkeypatch):
     monkeypatch.setattr(f"{__name__}.built", lambda: tampered)
     steps = []
     with pytest.raises(MismatchError, match=r"step 3: 1 of \d+ .*sequence 1, response position 0"):
-        steps.extend(loop())
+        steps.extend(finished())
     assert told(steps) == told(whole()[:2])
-    reported = list(loop(exact=False))
+    reported = list(finished(exact=False))
     assert [m["unequal_tokens"] for _, m, *_ in reported] == [0, 0, 1, 0]
     assert reported[2][1]["exact_share"] < 1 < reported[2][1]["compared_tokens"]
 
@@ -461,7 +452,7 @@ def test_exact_required_stops_at_the_first_unequal_token(monkeypatch):
 def test_a_prompt_that_comes_twice_in_a_step_gets_two_groups_of_samples():
     task = make_task()
     only = replace(task, train=(task.train[0],))
-    _, _, samples, _ = next(loop(task=only))
+    _, _, samples, _ = next(finished(task=only))
     first, second = samples[: tiny.GROUP], samples[tiny.GROUP :]
     assert {sample.prompt for sample in samples} == {task.train[0].prompt}
     assert [s.completion for s in first] != [s.completion for s in second]
@@ -483,7 +474,7 @@ def test_a_grader_that_fails_ends_the_loop_after_whole_steps():
 
     steps = []
     with pytest.raises(InputError, match="my:own"):
-        steps.extend(loop(task=make_task(grade)))
+        steps.extend(finished(task=make_task(grade)))
     assert told(steps) == told(whole()[:2])
 
 
@@ -630,7 +621,7 @@ def poisoned(steps):
 def steps_of(run, **options):
     settings: dict[str, Any] = {"seed": 0, "steps": STEPS, "prompts_per_step": 2, "exact": True}
     reference = built().prepare(tiny.params(CONFIG))
-    return train.train(
+    return loop.train(
         start_state(), make_task(), TEXT, programs=run, reference=reference, **settings | options
     )
 
@@ -668,7 +659,7 @@ def test_a_step_has_one_length_for_the_detector_of_surges():
     [(0, [0, 0], 0), (2, [1, 0, 0], 3), (2, [0, 1, 1, 0], 2), (0, [0, 1, 1, 1], 3), (1, [1], 2)],
 )
 def test_the_longest_run_of_skipped_updates(before, skips, most):
-    assert train.most_in_a_row(before, skips) == most
+    assert loop.most_in_a_row(before, skips) == most
 
 
 def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run_with_their_batch():

@@ -15,7 +15,7 @@ import pytest
 from jaxlib import gpu_triton
 
 from tim_jax.errors import InputError
-from tim_jax.kernels import triton_flash
+from tim_jax.kernels import variants
 from tim_jax.numerics import Numerics
 
 
@@ -129,10 +129,10 @@ def test_the_source_is_attention(source, monkeypatch, count, size, keys):
 
     packages = {"jax_triton": SimpleNamespace(triton_call=triton_call)}
     monkeypatch.setattr(
-        triton_flash.importlib, "import_module", lambda name: packages.get(name, source)
+        variants.importlib, "import_module", lambda name: packages.get(name, source)
     )
     numerics = Numerics(kv_block=16)
-    found = triton_flash.attention(query, key, value, last, numerics=numerics)  # type: ignore
+    found = variants.triton_attention(query, key, value, last, numerics=numerics)  # type: ignore
     assert calls == [(6, -(-count // 64))]
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
@@ -143,7 +143,7 @@ def versions(monkeypatch, found):
             raise PackageNotFoundError(name)
         return found[name]
 
-    monkeypatch.setattr(triton_flash, "version", version)
+    monkeypatch.setattr(variants, "version", version)
 
 
 GOOD = {"jax": "0.11.2", "jax-triton": "0.4.1", "triton": "3.7.1"}
@@ -159,16 +159,16 @@ GOOD = {"jax": "0.11.2", "jax-triton": "0.4.1", "triton": "3.7.1"}
 )
 def test_versions_that_do_not_fit_are_refused_by_name(monkeypatch, changes, message):
     versions(monkeypatch, GOOD)
-    triton_flash.check()
+    variants.check()
     versions(monkeypatch, {k: v for k, v in (GOOD | changes).items() if v is not None})
     with pytest.raises(InputError, match=message):
-        triton_flash.check()
+        variants.check()
 
 
 def lowers():
     """Lowering asks JAX's CUDA plugin, which needs no device for it."""
     try:
-        triton_flash.check()
+        variants.check()
     except InputError:
         return False
     return hasattr(gpu_triton, "TritonKernelCall")
@@ -185,5 +185,5 @@ def test_it_lowers_for_cuda(count, size, keys, dtype):
         shape((3, 2, keys, size), dtype),
         shape((3, count), jnp.int32),
     )
-    function = partial(triton_flash.attention, numerics=Numerics(kv_block=16))
+    function = partial(variants.triton_attention, numerics=Numerics(kv_block=16))
     assert "triton_kernel_call" in lowering.lower("pallas_gpu", function, shapes).as_text()

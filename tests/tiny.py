@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.audit import random_params
-from tim_jax.learning import Policy
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics, Rows
-from tim_jax.policy import Sampling
-from tim_jax.programs import sampling_program
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl.learning import Policy
+from tim_jax.rl.programs import sampling_program
 from tim_jax.types import Prompts, Rollout
 
 CONFIG = ModelConfig(

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tim_jax import last_words
 from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
+from tim_jax.run import signals
 
 _FAMILIES = ("tiles", "native", "pallas_gpu", "pallas_tpu")  # numerics.FAMILIES, without its JAX
 _OVERRIDES = "changes to the config, such as steps=200 or optimizer.learning_rate=1e-6"
@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _run_with_others(arguments: argparse.Namespace) -> int:
     try:
-        with last_words.if_aborted(f"tim-jax: aborted by JAX's runtime; most likely {_GONE}"):
+        with signals.if_aborted(f"tim-jax: aborted by JAX's runtime; most likely {_GONE}"):
             return _run(arguments)
     except Exception as error:
         from jax.errors import JaxRuntimeError
@@ -203,21 +203,24 @@ def _add_plan(commands: Any) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from tim_jax import config_io, processes, train_job
+    from tim_jax.config import toml
+    from tim_jax.jobs import train
+    from tim_jax.placement import processes
 
     if _one_of_several(arguments):
         processes.join(arguments.coordinator, arguments.processes, arguments.process)
-    folder = train_job.train_run(config_io.load(arguments.config, arguments.overrides))
+    folder = train.train_run(toml.load(arguments.config, arguments.overrides))
     if processes.leads():
         print(f"metrics, samples, chart and model: {folder}")
     return 0
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from tim_jax import config_io, jobs
+    from tim_jax.config import toml
+    from tim_jax.jobs import models
 
-    config = config_io.load(arguments.config, arguments.overrides)
-    metrics = jobs.evaluate_run(config, model=arguments.model)
+    config = toml.load(arguments.config, arguments.overrides)
+    metrics = models.evaluate_run(config, model=arguments.model)
     for name, value in metrics.items():
         print(f"{name:>12}  {value:.4f}")
     _write(arguments.json, json.dumps(metrics, indent=2))
@@ -225,9 +228,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from tim_jax import jobs
+    from tim_jax.jobs import models
     from tim_jax.placement import Placement
-    from tim_jax.policy import Sampling
+    from tim_jax.policy.distribution import Sampling
 
     if arguments.samples < 1:
         raise InputError(f"--samples must be at least 1, got {arguments.samples}")
@@ -237,7 +240,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
     )
-    rows = jobs.generate(
+    rows = models.generate(
         arguments.model,
         arguments.prompt,
         samples=arguments.samples,
@@ -253,9 +256,9 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from tim_jax import jobs
+    from tim_jax.jobs import models
 
-    step = jobs.export(
+    step = models.export(
         arguments.source, arguments.folder, step=arguments.step, dtype=arguments.dtype
     )
     print(f"checkpoint of step {step}, as transformers loads it: {arguments.folder}")
@@ -263,14 +266,14 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from tim_jax import audit_job
+    from tim_jax.jobs import audit
 
     if arguments.sampler is not None:
         return _ablate(arguments)
     for name in ("markdown", "chart", "dtype"):
         if getattr(arguments, name) is not None:
             raise InputError(f"--{name} goes with --sampler")
-    report, passed = audit_job.audit_model(
+    report, passed = audit.audit_model(
         arguments.model,
         quick=arguments.quick,
         family=arguments.family or "tiles",
@@ -281,18 +284,18 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _ablate(arguments: argparse.Namespace) -> int:
-    from tim_jax import ablation_job
+    from tim_jax.jobs import audit
 
     if arguments.quick or arguments.interpret or arguments.family is not None:
         raise InputError("--quick, --family and --interpret do not go with --sampler")
-    dial = ablation_job.read_dial(arguments.sampler)
-    bench = ablation_job.make_bench(
+    dial = audit.read_dial(arguments.sampler)
+    bench = audit.make_bench(
         arguments.model,
         prompts=arguments.prompts,
         samples=arguments.samples,
         dtype=arguments.dtype,
     )
-    result = ablation_job.measure(bench, dial, chart=arguments.chart)
+    result = audit.measure(bench, dial, chart=arguments.chart)
     _write(arguments.json, result.json)
     _write(arguments.markdown, result.markdown)
     return 0 if result.exact else 1
@@ -300,14 +303,15 @@ def _ablate(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     _for_libtpu()
-    from tim_jax import config_io, plan_job
+    from tim_jax.config import toml
+    from tim_jax.jobs import planning
     from tim_jax.plan import report
 
-    plan = plan_job.plan_run(
-        config_io.load(arguments.config, arguments.overrides),
+    plan = planning.plan_run(
+        toml.load(arguments.config, arguments.overrides),
         arguments.topology,
         architecture=arguments.architecture,
-        layers=plan_job.parse_layers(arguments.layers),
+        layers=planning.parse_layers(arguments.layers),
         searching=not arguments.quick,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )

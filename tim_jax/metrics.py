@@ -4,8 +4,8 @@ Throughout, `train` and `rollout` are the two log-probs of each token f32[B, R],
 is True on response tokens and what stands elsewhere is never read; `d = train - rollout` and
 `r = exp(d)`, the exponent held within ±20; a probability is at most 1. B is the whole batch: take
 the log-probs of all its micro-batches together. Means are compensated sums in a fixed order
-(`tim_jax.sums`): they agree with float64 and do not depend on sharding. A mean over nothing is 0.
-docs/health.md says what is normal, what is alarm, and where a metric is blind.
+(`tim_jax.numerics.sums`): they agree with float64 and do not depend on sharding. A mean over
+nothing is 0. docs/health.md says what is normal, what is alarm, and where a metric is blind.
 """
 
 import math
@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import masked
 from tim_jax.corrections.ratios import k3
 from tim_jax.errors import InputError
+from tim_jax.numerics import masked
+from tim_jax.numerics.strict import LOG_RATIO_BOUND
+from tim_jax.numerics.sums import compensated_sum, count, row_count, whole
 from tim_jax.objectives import TokenLosses
-from tim_jax.strict import LOG_RATIO_BOUND
-from tim_jax.sums import compensated_sum, count, row_count, whole
 
 # Bands of the ratio whose outside is counted: NeMo-RL's sequence band, 1% and 5% (MaxText).
 BANDS = {"0.999_1.002": (0.999, 1.002), "1pct": (0.99, 1.01), "5pct": (0.95, 1.05)}

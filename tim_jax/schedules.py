@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from tim_jax import strict
 from tim_jax.errors import InputError
-from tim_jax.sums import compensated_sum, count
+from tim_jax.numerics import strict
+from tim_jax.numerics.sums import compensated_sum, count
 
 # Share of the maximum length from which the recent lengths count as pinned: cut off, not grown.
 PINNED = 0.95

@@ -11,11 +11,12 @@ import numpy as np
 from records import Case
 from setting import Setting, same_bits
 
-from tim_jax import audit, scoring
-from tim_jax.compiled import jit
-from tim_jax.learning import Policy
+from tim_jax import audit
+from tim_jax.model.execution import jit
 from tim_jax.numerics import Numerics
-from tim_jax.policy import Sampling
+from tim_jax.policy import scoring
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl.learning import Policy
 from tim_jax.types import Rollout
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))

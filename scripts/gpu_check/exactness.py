@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from records import Case
 from setting import Setting
 
-from tim_jax import audit, kernel_choice
+from tim_jax import audit
 from tim_jax.audit.cases import plain_sampling
+from tim_jax.model import fitting
 from tim_jax.numerics import Numerics
 
 
@@ -35,7 +36,7 @@ def cases(setting: Setting) -> Iterator[Case]:
             "tokens": result.compared_tokens,
             "unequal": result.unequal_tokens,
             "max diff": result.max_abs_diff,
-            "kernels": ", ".join(kernel_choice.kernels_used(config, fitted)) or "XLA",
+            "kernels": ", ".join(fitting.kernels_used(config, fitted)) or "XLA",
         }
         return values | ({"passed": result.passed} if must else {})
 

@@ -12,9 +12,9 @@ from setting import Setting, normal, same_bits, seconds
 
 from tim_jax import kernels
 from tim_jax.errors import InputError
-from tim_jax.kernels import native, triton_flash
+from tim_jax.kernels import native, variants
 from tim_jax.numerics import Numerics
-from tim_jax.tile_sizes import GpuTiles, MatmulTile
+from tim_jax.numerics.value import GpuTiles, MatmulTile
 
 CANDIDATES = (
     MatmulTile(64, 32, 4, 5),
@@ -147,7 +147,7 @@ def _attention(setting: Setting, numerics: Numerics):
     """A prefill and a decode step of ragged lengths."""
     if numerics.attention == "triton":
         try:
-            triton_flash.check()
+            variants.check()
         except InputError as error:
             return {"left out": str(error)}
     heads, group, size = 2, 2, 16 if setting.smoke else 128

@@ -11,16 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import kernel_choice
+from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
-from tim_jax.numerics import (
-    GPU_EXACT_BF16,
-    GPU_EXACT_F32,
-    GPU_PINNED_OPTIONS,
-    Numerics,
-    Rows,
-)
-from tim_jax.tile_sizes import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile
+from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, GPU_PINNED_OPTIONS, Numerics, Rows
+from tim_jax.numerics.value import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile
 
 SMOKE_TILES = GpuTiles(
     block_k=16,
@@ -112,8 +106,8 @@ class Setting:
 
     def fitted(self, config: ModelConfig, numerics: Numerics) -> Numerics:
         """Tiles that fit the model; refused by name where none does."""
-        fitted = kernel_choice.fitted(config, numerics)
-        kernel_choice.check(config, fitted)
+        fitted = fitting.fitted(config, numerics)
+        fitting.check(config, fitted)
         return fitted
 
 

@@ -12,12 +12,13 @@ import optax
 from records import Case
 from setting import Setting, device_params, normal, parameters, seconds
 
-from tim_jax import objectives, programs
-from tim_jax.compiled import jit
-from tim_jax.learning import Experience, Learning, Policy, TrainState
+from tim_jax import objectives
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import jit
 from tim_jax.numerics import Numerics
-from tim_jax.policy import Sampling
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl import programs
+from tim_jax.rl.learning import Experience, Learning, Policy, TrainState
 from tim_jax.types import Prompts, Rollout
 
 _GROUP = 8

@@ -12,18 +12,18 @@ numerics run as a control: the comparison must be able to see a difference.
 """
 
 from tim_jax.audit.cases import (
+    PRESETS,
     Again,
     Case,
     Score,
     Sizes,
     placed_cases,
     placements,
+    random_params,
     standard_cases,
 )
-from tim_jax.audit.comparing import CaseResult, Unequal, compare, describe
-from tim_jax.audit.presets import PRESETS, random_params
 from tim_jax.audit.report import Summary, summarise, table, to_json
-from tim_jax.audit.running import audit, draw_prompts
+from tim_jax.audit.running import CaseResult, Unequal, audit, compare, describe, draw_prompts
 
 __all__ = [
     "PRESETS",

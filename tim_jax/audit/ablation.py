@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import compiled, metrics, mismatch, scoring
+from tim_jax import metrics, mismatch
 from tim_jax.mismatch import Mismatch, Setting, dial
-from tim_jax.model import transformer
+from tim_jax.model import execution, transformer
+from tim_jax.policy import scoring
 from tim_jax.types import Prompts, Rollout
 
 BASELINE = "the learner's own"
@@ -95,7 +96,7 @@ def ablate(
     """
     check(cases, setting, older=older is not None)
     key = jax.random.key(seed)
-    learner = compiled.jit(partial(_learner_log_probs, setting=setting), setting.numerics)
+    learner = execution.jit(partial(_learner_log_probs, setting=setting), setting.numerics)
     compare = jax.jit(_compare)
     programs: dict[Mismatch, Callable[..., Rollout]] = {}  # a sampler is compiled once
     for case in cases:
@@ -104,7 +105,7 @@ def ablate(
         drawing = case.mismatch.drawing
         if drawing not in programs:
             sample = partial(dial.draw, mismatch=drawing, samples=samples, **setting._asdict())
-            programs[drawing] = compiled.jit(sample, setting.numerics)
+            programs[drawing] = execution.jit(sample, setting.numerics)
         own = jax.jit(case.mismatch.weights)(source)
         rollout = programs[drawing](own, prompts, key)
         report = partial(dial.report, mismatch=case.mismatch, samples=samples)

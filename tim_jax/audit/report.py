@@ -10,7 +10,7 @@ from types import MappingProxyType
 import jax
 from rich.table import Table
 
-from tim_jax.audit.comparing import CaseResult
+from tim_jax.audit.running import CaseResult
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,112 @@
-"""Runs an audit's cases: the host draws, asks again and compares; two programs do the rest."""
+"""Raw bits against raw bits, on the host.
 
+Runs an audit's cases: the host draws, asks again and compares; two programs do the rest.
+"""
+
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from tim_jax import kernel_choice, placement, sampler, sharded
+from tim_jax import placement
 from tim_jax.audit.cases import Again, Case, Score, Sizes, standard_cases
-from tim_jax.audit.comparing import CaseResult, compare, describe
-from tim_jax.compiled import jit
-from tim_jax.learning import Policy
-from tim_jax.model import axes, transformer
+from tim_jax.model import fitting, parameters, transformer
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.params import Params
-from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics
+from tim_jax.model.execution import jit
+from tim_jax.model.parameters import Params
+from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
 from tim_jax.placement import Placement
-from tim_jax.policy import Sampling
+from tim_jax.policy import sampler
+from tim_jax.policy.distribution import Sampling
+from tim_jax.rl import sharded
+from tim_jax.rl.learning import Policy
 from tim_jax.types import Prompts, Rollout
+
+
+class Unequal(NamedTuple):
+    """Where two computations of a log-prob first part, in order of sequences and positions."""
+
+    sequence: int
+    position: int  # of the response
+    tokens: tuple[int, int]  # drawn, and found by the other computation
+    values: tuple[float, float]  # their log-probs
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What a case found."""
+
+    name: str
+    numerics: str
+    compared_tokens: int
+    unequal_tokens: int
+    max_abs_diff: float
+    first_unequal: Unequal | None
+    control: bool = False  # unequal tokens are expected, and no failure
+    seconds: float = 0.0  # compilation included
+
+    @property
+    def passed(self) -> bool:
+        """Zero compared tokens is a failure."""
+        return self.control or (self.compared_tokens > 0 and self.unequal_tokens == 0)
+
+
+def compare(
+    recorded: Rollout, tokens: ArrayLike, mask: ArrayLike, log_probs: ArrayLike
+) -> tuple[int, int, float, Unequal | None]:
+    """(tokens compared, unequal, largest |difference|, first unequal) against arrays [B, R].
+
+    Compared are all places that are a response token on either side. Unequal are those that are
+    one on one side only, hold another token, or whose log-probs are not the same finite bits.
+    """
+    drawn, ours = np.asarray(recorded.responses), np.asarray(recorded.log_probs)
+    tokens, mask, log_probs = (np.asarray(x) for x in (tokens, mask, log_probs))
+    theirs = np.asarray(recorded.mask)
+    either, both = theirs | mask, theirs & mask
+    same = both & (drawn == tokens) & (ours.view(np.int32) == log_probs.view(np.int32))
+    unequal = either & ~(same & np.isfinite(ours))
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(ours.astype(np.float64) - log_probs)
+    largest = float(np.max(difference, where=both, initial=0.0))
+    if not unequal.any():
+        return int(either.sum()), 0, largest, None
+    row, column = (int(i) for i in np.argwhere(unequal)[0])
+    first = Unequal(
+        row,
+        column,
+        (int(drawn[row, column]), int(tokens[row, column])),
+        (float(ours[row, column]), float(log_probs[row, column])),
+    )
+    return int(either.sum()), int(unequal.sum()), largest, first
+
+
+def describe(numerics: Numerics) -> str:
+    """Short text: family, dtype, and what differs from the default of both."""
+    plain = Numerics(family=numerics.family, compute_dtype=numerics.compute_dtype)
+    words = [numerics.family, numerics.compute_dtype]
+    for field in dataclasses.fields(numerics):
+        value = getattr(numerics, field.name)
+        if value != getattr(plain, field.name):
+            words.append(f"{field.name}={_short(value)}")
+    return " ".join(words)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(f"{key}:{_short(part)}" for key, part in value)
+    if isinstance(value, Rows):
+        return f"{value.low}..{'any' if value.high is None else value.high}"
+    if dataclasses.is_dataclass(value):
+        parts = (_short(getattr(value, field.name)) for field in dataclasses.fields(value))
+        return f"({' '.join(parts)})"
+    return str(value)
 
 
 class _Bench(NamedTuple):
@@ -38,7 +123,7 @@ class _Bench(NamedTuple):
     def placed(self, where: Placement) -> transformer.Weights:
         if where.single:
             return self.weights
-        leaf_axes = axes.weight_axes(self.config, self.numerics)
+        leaf_axes = parameters.weight_axes(self.config, self.numerics)
         on = placement.mesh(where, jax.devices())
         return jax.device_put(self.weights, placement.shardings(leaf_axes, on))
 
@@ -68,7 +153,7 @@ def audit(
     sizes = Sizes.fitting(config) if sizes is None else sizes
     sizes.check(config)
     for exact in numerics:
-        kernel_choice.check(config, exact)
+        fitting.check(config, exact)
     cases = standard_cases(config, sizes, quick=quick) if cases is None else cases
     params = jax.tree.map(jnp.asarray, params)
     seen: set[Numerics] = set()

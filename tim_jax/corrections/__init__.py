@@ -10,11 +10,17 @@ from tim_jax.corrections.base import (
     Bounds,
     Correction,
     Effect,
+    Mode,
     Reads,
+    Stages,
     chain,
+    check,
     declared,
+    join_state,
     map_coefficients,
     scheduled,
+    split_state,
+    stages,
 )
 from tim_jax.corrections.batch import (
     batch_mean,
@@ -31,10 +37,21 @@ from tim_jax.corrections.blocks import (
     veto,
     where_advantage,
 )
-from tim_jax.corrections.named import BLOCKS, RECIPES, build
-from tim_jax.corrections.pure import Applied, Corrected, apply, coefficients, correct
+from tim_jax.corrections.pure import (
+    Applied,
+    Corrected,
+    apply,
+    bound_metrics,
+    clipped_shares,
+    coefficients,
+    correct,
+    correction_metrics,
+)
 from tim_jax.corrections.recipes import (
+    BLOCKS,
+    RECIPES,
     ais,
+    build,
     dppo,
     error_rejection,
     geometric_mis,
@@ -57,8 +74,6 @@ from tim_jax.corrections.recipes import (
     trust_region_masking,
     vexact,
 )
-from tim_jax.corrections.report import bound_metrics, clipped_shares, correction_metrics
-from tim_jax.corrections.stages import Mode, Stages, check, join_state, split_state, stages
 
 __all__ = [
     "BLOCKS",

@@ -2,9 +2,9 @@
 
 The batch's statistic must not depend on how the batch was split. So `update` has to see the whole
 batch: with micro-batches, compute the log-ratios of all of them first. Each row is then summed in a
-fixed order, and the rows' sums in a fixed tree (`tim_jax.sums`), which gives the same bits on one
-device, on arrays sharded over many (under `jit`, nothing to do), and inside `shard_map`, where
-`axis_name` names the mesh axis that the rows are split over: the rows' sums are gathered, not
+fixed order, and the rows' sums in a fixed tree (`tim_jax.numerics.sums`), which gives the same bits
+on one device, on arrays sharded over many (under `jit`, nothing to do), and inside `shard_map`,
+where `axis_name` names the mesh axis that the rows are split over: the rows' sums are gathered, not
 added, before the tree. Counts are integers.
 """
 
@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from tim_jax import strict
 from tim_jax.corrections import ratios
 from tim_jax.corrections.base import (
     Block,
@@ -29,7 +28,8 @@ from tim_jax.corrections.base import (
 from tim_jax.corrections.blocks import checked_bounds
 from tim_jax.corrections.ratios import Level
 from tim_jax.errors import InputError, check_choice
-from tim_jax.sums import compensated_sum, row_count
+from tim_jax.numerics import strict
+from tim_jax.numerics.sums import compensated_sum, row_count
 
 Unit = Literal["token", "sequence"]
 Among = Literal["response", "survivors"]

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tim_jax import strict
 from tim_jax.corrections import ratios
 from tim_jax.corrections.base import (
     Block,
@@ -39,6 +38,7 @@ from tim_jax.corrections.base import (
 )
 from tim_jax.corrections.ratios import Level, Over, Statistic
 from tim_jax.errors import InputError, check_choice
+from tim_jax.numerics import strict
 
 Sign = Literal["positive", "negative"]
 Bound = float | jax.Array | None

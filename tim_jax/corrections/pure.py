@@ -1,15 +1,133 @@
-"""Corrections as plain functions: log-ratios and a mask in, coefficients and metrics out."""
+"""Packed batches: several sequences in one row of tokens, told apart by segment ids.
 
+A packed row is laid out as one row for each of its sequences, corrected there, and brought back. So
+a sequence's coefficients have the bits that they have in an unpacked batch.
+
+What a correction did to a batch, as numbers to log.
+
+Corrections as plain functions: log-ratios and a mask in, coefficients and metrics out.
+"""
+
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from tim_jax.corrections import packed
-from tim_jax.corrections.base import Correction, chain, check_shape
-from tim_jax.corrections.report import bound_metrics, correction_metrics
+from tim_jax.corrections.base import Bounds, Correction, Reads, chain, check_shape
+from tim_jax.corrections.ratios import ratio
 from tim_jax.errors import InputError
+from tim_jax.numerics import masked
+from tim_jax.numerics.sums import whole
+
+
+class Layout(NamedTuple):
+    """Where each token of a packed row [N] lies in the rows [segments, N] of its sequences."""
+
+    row: jax.Array  # i32[N]
+    column: jax.Array  # i32[N]
+    segments: int
+
+
+def layout_of(segment_ids: jax.Array, segments: int | None, mask: jax.Array) -> Layout:
+    """Returns the layout of i32[N] ids; tokens of a sequence keep their order."""
+    if segments is None or segments < 1:
+        raise InputError(
+            f"segments is {segments}; with segment_ids it must be the number of sequences"
+        )
+    if segment_ids.ndim != 1 or segment_ids.shape != mask.shape:
+        raise InputError(
+            f"segment_ids have shape {segment_ids.shape} and the mask {mask.shape}; a packed batch"
+            " is one row of tokens, and they must both have its length"
+        )
+    segment_ids = jnp.asarray(segment_ids).astype(jnp.int32)
+    own = segment_ids[None, :] == jnp.arange(segments, dtype=jnp.int32)[:, None]
+    before = jnp.cumsum(own, axis=1, dtype=jnp.int32) - 1
+    row = jnp.clip(segment_ids, 0, segments - 1)
+    column = jnp.take_along_axis(before, row[None, :], axis=0)[0]
+    # A token of no sequence is put nowhere: beyond the last column.
+    known = (segment_ids >= 0) & (segment_ids < segments)
+    return Layout(row, jnp.where(known, column, segment_ids.shape[0]), segments)
+
+
+def unpack(x: jax.Array, at: Layout) -> jax.Array:
+    """[N] -> [segments, N], zeros where no token is; [segments], if it is not N, stays as it is."""
+    if x.shape == (at.segments,) and x.shape != at.row.shape:
+        return x
+    if x.shape != at.row.shape:
+        raise InputError(
+            f"an array of shape {x.shape} in a packed batch of {at.row.shape[0]} tokens and"
+            f" {at.segments} sequences; it must have one number a token, or one a sequence"
+        )
+    rows = jnp.zeros((at.segments, x.shape[0]), x.dtype)
+    return rows.at[at.row, at.column].set(x, mode="drop")
+
+
+def pack(x: jax.Array, at: Layout) -> jax.Array:
+    """[segments, N] -> [N]; 0 for a token of no sequence."""
+    return x.at[at.row, at.column].get(mode="fill", fill_value=0)
+
+
+def correction_metrics(
+    coefficients: jax.Array, mask: jax.Array, *, kept: jax.Array | None = None
+) -> dict[str, jax.Array]:
+    """Returns f32[] of the coefficients f32[B, R] that a correction gave to the tokens of `mask`.
+
+    `coefficient_{mean,std,min,max,p01,...}` over response tokens and their `ess` (mean(c)^2 /
+    mean(c^2)); `zero_share` of tokens; `rejected_share` of sequences (no token left) and
+    `masked_share` of tokens (0 in a sequence that is not rejected). With `kept` (bool[B, R], see
+    `Corrected`) also `removed_share`, the tokens that rejections took out of the loss.
+    """
+    coefficients, mask = whole(coefficients), whole(mask)
+    coefficients = jnp.where(mask, coefficients, 0.0)
+    zero = mask & (coefficients == 0.0)
+    full = jnp.any(mask, axis=1)
+    rejected = full & ~jnp.any(mask & ~zero, axis=1)
+    mean = masked.mean(coefficients, mask)
+    spread = masked.mean(jnp.square(coefficients - mean), mask)
+    removed = {} if kept is None else {"removed_share": masked.share(mask & ~whole(kept), mask)}
+    return {
+        "zero_share": masked.share(zero, mask),
+        "masked_share": masked.share(zero & ~rejected[:, None], mask),
+        "rejected_share": masked.share(rejected, full),
+        **removed,
+        "coefficient_mean": mean,
+        "coefficient_std": jnp.sqrt(spread),
+        "coefficient_min": masked.extreme(coefficients, mask, jnp.min),
+        "coefficient_max": masked.extreme(coefficients, mask, jnp.max),
+        **masked.quantiles(coefficients, mask, "coefficient"),
+        "ess": masked.effective_share(mean, spread + jnp.square(mean)),
+    }
+
+
+def clipped_shares(
+    bounds: Bounds, log_ratio: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns bool[B, R] twice: the tokens whose ratio is below and above the bounds."""
+    log_ratio, mask = whole(log_ratio), whole(mask)
+    at_level = jnp.broadcast_to(ratio(log_ratio, mask, bounds.level), mask.shape)
+    never = jnp.zeros(mask.shape, bool)
+    low = never if bounds.lower is None else mask & (at_level < bounds.lower)
+    high = never if bounds.upper is None else mask & (at_level > bounds.upper)
+    return low, high
+
+
+def bound_metrics(
+    correction: Correction, log_ratios: Mapping[Reads, jax.Array], mask: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns `clipped_low_share` and `clipped_high_share`, f32[]: tokens beyond a block's bound.
+
+    `log_ratios` holds the f32[B, R] that the blocks read, by what they read; a token counts once
+    however many blocks bound it. Empty if no block has bounds.
+    """
+    found: dict[str, Any] = {}
+    for block in correction.blocks:
+        if block.bounds is not None:
+            flags = clipped_shares(block.bounds, log_ratios[block.reads], mask)
+            for name, flag in zip(("clipped_low_share", "clipped_high_share"), flags, strict=True):
+                found[name] = found.get(name, False) | flag
+    return {name: masked.share(flag, mask) for name, flag in found.items()}
 
 
 class Applied(NamedTuple):
@@ -66,7 +184,7 @@ def correct(
     metrics |= bound_metrics(chained, {"old": log_ratio, "current": log_ratio}, arrays["mask"])
     found = applied.coefficients, applied.kept
     if layout is not None:
-        found = packed.pack(found[0], layout), packed.pack(found[1], layout)
+        found = pack(found[0], layout), pack(found[1], layout)
     return Corrected(*found, applied.state, metrics)
 
 
@@ -92,7 +210,7 @@ def coefficients(
     arrays = {"log_ratio": log_ratio, "mask": mask, **extra}
     arrays, layout = _rows(arrays, segment_ids, segments)
     found = _applied(chained, None, arrays).coefficients
-    return found if layout is None else packed.pack(found, layout)
+    return found if layout is None else pack(found, layout)
 
 
 def apply(correction: Correction, start: jax.Array, state: Any, **extra: Any) -> Applied:
@@ -113,13 +231,13 @@ def apply(correction: Correction, start: jax.Array, state: Any, **extra: Any) ->
     return Applied(coefficients, kept, tuple(states))
 
 
-def _rows(arrays, segment_ids, segments) -> tuple[dict[str, Any], packed.Layout | None]:
+def _rows(arrays, segment_ids, segments) -> tuple[dict[str, Any], Layout | None]:
     """The arrays [B, R], the mask as bool, and where the tokens of a packed batch lie in them."""
     arrays = {name: x for name, x in arrays.items() if x is not None}
     layout = None
     if segment_ids is not None:
-        layout = packed.layout(segment_ids, segments, arrays["mask"])
-        arrays = {name: packed.unpack(x, layout) for name, x in arrays.items()}
+        layout = layout_of(segment_ids, segments, arrays["mask"])
+        arrays = {name: unpack(x, layout) for name, x in arrays.items()}
     check_shape("log_ratio", arrays["log_ratio"].shape, arrays["mask"].shape)
     return {**arrays, "mask": arrays["mask"].astype(bool)}, layout
 

@@ -12,9 +12,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from tim_jax import strict
 from tim_jax.errors import InputError
-from tim_jax.sums import compensated_sum, row_count
+from tim_jax.numerics import strict
+from tim_jax.numerics.sums import compensated_sum, row_count
 
 Level = Literal["token", "sequence", "geometric"]
 Statistic = Literal["ratio", "k1", "k2", "k3", "error", "binary_kl", "divergence"]

@@ -5,14 +5,24 @@ trainer's policy at the weights that sampled ("old"), which makes the ratio the 
 that of each update ("current"). In bypass mode there is no old policy: all of them read the current
 one (`stages`). What a rejection does to the loss's denominator is the loss's business
 (`Objective.denominator`).
+
+From a configuration's plain tables to a chain: a name and its keyword arguments, nothing more.
+
+corrections = [
+  { name = "reject", statistic = "k1", over = "mean", lower = 0.999, upper = 1.001 },
+  { name = "token_tis", cap = 2.0 },
+]
+
 """
 
-from typing import Literal
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import strict
+from tim_jax.corrections import base, batch, blocks
 from tim_jax.corrections.base import Correction, chain, declared, known_number, plain_number
 from tim_jax.corrections.batch import mix_in_adaptively
 from tim_jax.corrections.blocks import (
@@ -24,7 +34,8 @@ from tim_jax.corrections.blocks import (
     veto,
     where_advantage,
 )
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.numerics import strict
 
 
 def none() -> Correction:
@@ -217,3 +228,83 @@ def ais(*, cap: float = 2.0, kl_scale: float = 0.01) -> Correction:
 def _rejection(statistic, over, bounds) -> Correction:
     lower, upper = bounds
     return reject(statistic, over=over, lower=lower, upper=upper)
+
+
+RECIPES: dict[str, Callable[..., base.Correction]] = {
+    "none": none,
+    "token_tis": token_tis,
+    "sequence_tis": sequence_tis,
+    "token_mis": token_mis,
+    "sequence_mis": sequence_mis,
+    "geometric_mis": geometric_mis,
+    "icepop": icepop,
+    "kpop": kpop,
+    "geometric_rejection": geometric_rejection,
+    "geometric_rejection_token_tis": geometric_rejection_token_tis,
+    "geometric_rejection_sequence_tis": geometric_rejection_sequence_tis,
+    "k3_rejection": k3_rejection,
+    "k3_rejection_token_tis": k3_rejection_token_tis,
+    "sequence_tis_product_rejection": sequence_tis_product_rejection,
+    "seq_mask_tis": seq_mask_tis,
+    "token_tis_veto": token_tis_veto,
+    "trust_region_masking": trust_region_masking,
+    "dppo": dppo,
+    "off_policy_sequence_mask": off_policy_sequence_mask,
+    "error_rejection": error_rejection,
+    "vexact": vexact,
+    "ais": ais,
+}
+
+BLOCKS: dict[str, Callable[..., base.Correction]] = {
+    "scale_by_ratio": blocks.scale_by_ratio,
+    "scale_by_truncated_ratio": blocks.scale_by_truncated_ratio,
+    "mask_outside": blocks.mask_outside,
+    "reject": blocks.reject,
+    "veto": blocks.veto,
+    "mask_probability_difference": blocks.mask_probability_difference,
+    "normalise": batch.normalise,
+    "normalise_by_running_mean": batch.normalise_by_running_mean,
+    "mix_in_adaptively": batch.mix_in_adaptively,
+}
+
+
+def build(entries: Iterable[Mapping[str, Any]]) -> base.Correction:
+    """Returns the chain of recipes and blocks named by the entries, in their order.
+
+    An entry is a table with `name` and the keyword arguments of that function. No entries: no
+    correction.
+
+    Raises:
+        InputError: unknown name or argument, a missing one, or a value that the function refuses.
+    """
+    return base.chain(*(_build_one(entry) for entry in entries))
+
+
+def _build_one(entry: Mapping[str, Any]) -> base.Correction:
+    known = {**RECIPES, **BLOCKS}
+    if "name" not in entry:
+        raise InputError(
+            f"correction {dict(entry)!r} has no name; known: {', '.join(sorted(known))}"
+        )
+    name, arguments = entry["name"], {k: v for k, v in entry.items() if k != "name"}
+    if name not in known:
+        raise InputError(f"correction {name!r} is unknown{did_you_mean(str(name), known)}")
+    parameters = dict(inspect.signature(known[name]).parameters)
+    parameters.pop("axis_name", None)  # of a mesh axis inside `shard_map`: not for configurations
+    for argument in arguments:
+        if argument not in parameters:
+            hint = did_you_mean(argument, parameters) if parameters else "; it takes none"
+            raise InputError(f"correction {name!r} has no argument {argument!r}{hint}")
+    for argument, parameter in parameters.items():
+        if parameter.default is parameter.empty and argument not in arguments:
+            raise InputError(f"correction {name!r} needs the argument {argument!r}")
+        _check_number(name, argument, parameter.annotation, arguments.get(argument))
+    return known[name](**arguments)
+
+
+def _check_number(name: str, argument: str, annotation: object, value: object) -> None:
+    if annotation not in (float, float | None, blocks.Bound) or value is None:
+        return
+    known = base.known_number(value)
+    if known is not None and known != known:
+        raise InputError(f"correction {name!r}: {argument} is {value!r}; it must be a number")

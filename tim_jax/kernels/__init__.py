@@ -2,18 +2,8 @@
 
 import jax
 
-from tim_jax.kernels import (
-    caching,
-    composed,
-    flash,
-    native,
-    pallas_gpu,
-    pallas_tpu,
-    split_kv,
-    tiles,
-    triton_flash,
-)
-from tim_jax.kernels.caching import write as written
+from tim_jax.kernels import cache, composed, native, pallas_gpu, pallas_tpu, tiles, variants
+from tim_jax.kernels.cache import write as written
 from tim_jax.kernels.interface import Heads, Kernels
 from tim_jax.numerics import Numerics
 
@@ -44,16 +34,20 @@ def attention(
     """Attention by the family, or by another kernel or cut along the keys, as the numerics say."""
     ops = family(numerics)
     if numerics.attention == "triton":
-        return triton_flash.attention(query, key, value, positions, numerics=numerics)
+        return variants.triton_attention(query, key, value, positions, numerics=numerics)
     if numerics.attention != "family":
         interpret = numerics.attention == "flash_interpreted"
-        return flash.attention(query, key, value, positions, numerics=numerics, interpret=interpret)
+        return variants.flash_attention(
+            query, key, value, positions, numerics=numerics, interpret=interpret
+        )
     batch, heads = query.shape[:2]
-    if not aligned and split_kv.pieces(batch, heads, key.shape[3], numerics=numerics) > 1:
-        return split_kv.attention(query, key, value, positions, numerics=numerics, fence=ops.fence)
+    if not aligned and variants.pieces(batch, heads, key.shape[3], numerics=numerics) > 1:
+        return variants.split_attention(
+            query, key, value, positions, numerics=numerics, fence=ops.fence
+        )
     return ops.attention(query, key, value, positions, numerics=numerics, aligned=aligned)
 
 
 def cached(x: jax.Array, *, numerics: Numerics) -> jax.Array:
     """Keys or values as the cache gives them back; see `caching.cached`."""
-    return caching.cached(x, numerics=numerics, ops=family(numerics))
+    return cache.cached(x, numerics=numerics, ops=family(numerics))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.kernels import contraction, formulas, native, tiles
+from tim_jax.kernels import formulas, native, tiles
 from tim_jax.kernels.interface import Heads
 from tim_jax.numerics import Numerics
 
@@ -52,7 +52,7 @@ class Composed:
             return product(x, weight)
         dtype = numerics.compute_dtype if order.exchange == "compute" else "float32"
         rounded = partial(formulas.narrowed, dtype=dtype)
-        return contraction.all_reduced(product, x, weight, ranks=order.ranks, rounded=rounded)
+        return formulas.all_reduced(product, x, weight, ranks=order.ranks, rounded=rounded)
 
     def gated_dot(self, x, weight, bias, *, numerics: Numerics):
         def gated(y, *bias, maths):

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tim_jax.kernels import contraction, formulas
+from tim_jax.kernels import formulas
 from tim_jax.numerics import Numerics
 
 MASKED = -1e30
@@ -101,7 +101,7 @@ def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics | None = None) ->
     `weight` may come in column tiles [T, K, M / T].
     """
     if numerics is not None and numerics.order.split_k > 1:
-        return contraction.split_k(_dot, x, joined(weight), pieces=numerics.order.split_k)
+        return formulas.split_k(_dot, x, joined(weight), pieces=numerics.order.split_k)
     return _dot(x, weight)
 
 

@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from tim_jax import strict
-from tim_jax.kernels import contraction, formulas, native
-from tim_jax.numerics import Numerics, Rows
+from tim_jax.kernels import formulas, native
+from tim_jax.numerics import Numerics, Rows, strict
 
 fence = jax.lax.optimization_barrier
 _LANES = 128
@@ -116,7 +115,7 @@ def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
     def whole(x, weight):
         if numerics.order.split_k == 1:
             return product(x, weight)
-        return fence(contraction.split_k(product, x, weight, pieces=numerics.order.split_k))
+        return fence(formulas.split_k(product, x, weight, pieces=numerics.order.split_k))
 
     def columns(x, weight):
         return by_rows(lambda t: whole(t, weight), x, rows)

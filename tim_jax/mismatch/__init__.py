@@ -8,19 +8,15 @@ sums, weights) or its outputs. Entries combine; their list is the description of
 docs/mismatch.md has what each imitates and how large the mismatch is that it causes.
 """
 
-from tim_jax.mismatch.base import Entry, Names, Setting
-from tim_jax.mismatch.dial import (
-    EXACT,
-    Mismatch,
-    check,
-    describe,
-    difference,
-    label,
-    refuse_stale,
-)
-from tim_jax.mismatch.execution import (
+from tim_jax.mismatch.arithmetic import (
+    AttentionSoftmax,
+    Compute,
+    Head,
+    KVCache,
+    Logits,
     NativeKernels,
     PallasAttention,
+    Softmax,
     SplitK,
     SplitKV,
     SumOrder,
@@ -28,10 +24,17 @@ from tim_jax.mismatch.execution import (
     TileSizes,
     TritonAttention,
 )
+from tim_jax.mismatch.base import Entry, Names, Setting
+from tim_jax.mismatch.dial import EXACT, Mismatch, check, describe, difference, label, refuse_stale
 from tim_jax.mismatch.named import ENTRIES, GROUPS, build
-from tim_jax.mismatch.precision import AttentionSoftmax, Compute, Head, KVCache, Logits, Softmax
-from tim_jax.mismatch.semantics import DroppedEnd, IgnoredTruncation, PadMask, RawLogProbs
-from tim_jax.mismatch.synthetic import LogitNoise, LogProbNoise
+from tim_jax.mismatch.reporting import (
+    DroppedEnd,
+    IgnoredTruncation,
+    LogitNoise,
+    LogProbNoise,
+    PadMask,
+    RawLogProbs,
+)
 from tim_jax.mismatch.weights import QuantisedWeights, StaleWeights
 
 __all__ = [

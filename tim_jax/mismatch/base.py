@@ -9,7 +9,7 @@ from tim_jax.errors import InputError
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
-from tim_jax.policy import Sampling
+from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Rollout
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tim_jax import policy, sampler
 from tim_jax.errors import InputError
 from tim_jax.mismatch.base import Entry, Names, Setting
-from tim_jax.mismatch.semantics import DroppedEnd, PadMask
+from tim_jax.mismatch.reporting import DroppedEnd, PadMask
 from tim_jax.mismatch.weights import StaleWeights
 from tim_jax.model import transformer
 from tim_jax.numerics import Numerics, Order, Precision
-from tim_jax.policy import Sampling
+from tim_jax.policy import distribution, sampler
+from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Prompts, Rollout
 
 
@@ -201,7 +201,7 @@ def _draw(entries: Sequence[Entry], names: Names, sampling: Sampling, numerics: 
     def drawn(logits, uniform, step):
         for entry in noisy:
             logits = entry.logits(logits, step, names)
-        token, log_prob = policy.draw(logits, uniform, sampling=sampling, numerics=numerics)
+        token, log_prob = distribution.draw(logits, uniform, sampling=sampling, numerics=numerics)
         if reporter is None:
             return token, log_prob, None
         reported = reporter.reported(logits, token, sampling=sampling, numerics=numerics)

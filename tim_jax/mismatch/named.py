@@ -11,11 +11,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tim_jax.errors import InputError, did_you_mean
-from tim_jax.mismatch.base import Entry
-from tim_jax.mismatch.dial import Mismatch
-from tim_jax.mismatch.execution import (
+from tim_jax.mismatch.arithmetic import (
+    AttentionSoftmax,
+    Compute,
+    Head,
+    KVCache,
+    Logits,
     NativeKernels,
     PallasAttention,
+    Softmax,
     SplitK,
     SplitKV,
     SumOrder,
@@ -23,9 +27,16 @@ from tim_jax.mismatch.execution import (
     TileSizes,
     TritonAttention,
 )
-from tim_jax.mismatch.precision import AttentionSoftmax, Compute, Head, KVCache, Logits, Softmax
-from tim_jax.mismatch.semantics import DroppedEnd, IgnoredTruncation, PadMask, RawLogProbs
-from tim_jax.mismatch.synthetic import LogitNoise, LogProbNoise
+from tim_jax.mismatch.base import Entry
+from tim_jax.mismatch.dial import Mismatch
+from tim_jax.mismatch.reporting import (
+    DroppedEnd,
+    IgnoredTruncation,
+    LogitNoise,
+    LogProbNoise,
+    PadMask,
+    RawLogProbs,
+)
 from tim_jax.mismatch.weights import QuantisedWeights, StaleWeights
 
 GROUPS: dict[str, tuple[type[Entry], ...]] = {

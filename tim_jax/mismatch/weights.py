@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from tim_jax.kernels import formats, tiles
+from tim_jax.kernels import cache, tiles
 from tim_jax.mismatch.base import Entry, Setting
 
 _FORMATS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
@@ -66,7 +66,7 @@ class QuantisedWeights(Entry):
         whole = (-3, -2, -1) if tiled else (-2, -1)
         axes = (-2,) if self.per == "channel" else whole
         largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
-        found = formats.scaled(wide, self.dtype, largest=largest, fence=tiles.fence)
+        found = cache.scaled(wide, self.dtype, largest=largest, fence=tiles.fence)
         return found.reshape(matrix.shape).astype(matrix.dtype)
 
 

@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.model.config import ModelConfig, from_hf, to_hf
-from tim_jax.model.params import Params, check_params, parameter_shapes
+from tim_jax.model.parameters import Params, check_params, parameter_shapes
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from tim_jax import collectives, kernels
+from tim_jax import kernels
 from tim_jax.kernels import formulas
 from tim_jax.model import rope
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
-from tim_jax.placement import SINGLE, Placement
+from tim_jax.placement import SINGLE, Placement, collectives
 
 Params = dict[str, Any]  # master weights: see model/params.py
 Weights = dict[str, Any]  # compute weights: see `prepare`

@@ -1,16 +1,160 @@
-"""From a recipe and a target to a plan: what each program takes, what fits, what to change."""
+"""What to change where a step does not fit.
 
-from collections.abc import Callable, Mapping, Sequence
+The largest batch that fits: memory is close to linear in rows, so few programs are compiled.
+
+From a recipe and a target to a plan: what each program takes, what fits, what to change.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 
-from tim_jax.plan import advice, figures, recipe, search, twins
-from tim_jax.plan.figures import Compiled, Figures
+from tim_jax.errors import InputError
+from tim_jax.model import parameters
+from tim_jax.placement import Devices, Placement
+from tim_jax.plan import costs, recipe, twins
+from tim_jax.plan import recipe as shapes
+from tim_jax.plan.costs import Compiled, Figures
 from tim_jax.plan.recipe import Program, Recipe
-from tim_jax.plan.search import Largest
 from tim_jax.plan.topology import Target
 from tim_jax.plan.twins import Twin
+
+_GIB = 2**30
+
+
+def advice(
+    recipe: Recipe, stage: str, devices: Devices, *, rows_drawn: int | None
+) -> Iterator[str]:
+    """One line per change, those that cost least first.
+
+    Args:
+      stage: the program that does not fit.
+      rows_drawn: the most sequences at a time for which the sampler fits, if that is known; 0 if
+        it never does.
+    """
+    yield from _spread(recipe, devices)
+    if stage == "sampler":
+        yield from _of_sampler(recipe, rows_drawn)
+    else:
+        yield from _of_learner(recipe)
+    if recipe.policy.numerics.compute_dtype == "float32":
+        yield 'numerics.dtype = "bfloat16": half the weights, keys and values, and activations'
+    yield "a slice of more chips: a batch's rows, masters and optimiser are split over all of them"
+
+
+def _spread(recipe: Recipe, devices: Devices) -> Iterator[str]:
+    """More of the slice's devices, and state on all of them."""
+    where = recipe.policy.placement
+    spare = len(devices) // where.devices
+    wider = replace(where, fsdp=where.fsdp * spare)
+    if spare > 1 and _possible(recipe, wider):
+        yield f"placement.fsdp = {wider.fsdp}: the slice has devices that nothing lies on"
+    merged = replace(where, data=1, fsdp=where.data * where.fsdp)
+    if where.data > 1 and _possible(recipe, merged):
+        now, then = (_state(recipe.with_placement(one), devices) for one in (where, merged))
+        yield (
+            f"placement.data = 1 with placement.fsdp = {merged.fsdp}: masters and optimiser take"
+            f" {then / _GIB:.1f} instead of {now / _GIB:.1f} GiB a device"
+        )
+
+
+def _possible(recipe: Recipe, where: Placement) -> bool:
+    try:
+        parameters.check(recipe.policy.config, recipe.policy.numerics, where)
+    except InputError:
+        return False
+    return recipe.sequences % where.shards == 0
+
+
+def _state(recipe: Recipe, devices: Devices) -> int:
+    return shapes.resident(recipe, devices, "scoring")
+
+
+def _of_sampler(recipe: Recipe, rows_drawn: int | None) -> Iterator[str]:
+    where = recipe.sampling_policy.placement
+    key = "placement" if recipe.drawing is None else "placement.sampler"
+    if rows_drawn:
+        rounds = recipe.sequences // rows_drawn
+        yield f"sampler.micro_batch = {rows_drawn}: a step is sampled in {rounds} rounds, same bits"
+    yield "sampling.max_response_length: room for keys and values is made for the longest response"
+    if where.decode == "whole" and where.fsdp > 1:
+        whole = shapes.weight_bytes(recipe) / where.tensor
+        saved = whole * (1 - 1 / where.fsdp) / _GIB
+        yield (
+            f'{key}.decode = "sharded": {saved:.1f} GiB less a device, but all weights are gathered'
+            " for every token"
+        )
+    if recipe.policy.numerics.family in ("tiles", "native"):
+        yield f"{key}.tensor = {2 * where.tensor}: half the weights and key heads a device"
+
+
+def _of_learner(recipe: Recipe) -> Iterator[str]:
+    learning, shards = recipe.learning, recipe.policy.placement.shards
+    if not learning.remat:
+        yield "learner.remat = true: activations of one layer at a time, for a second forward"
+    if recipe.micro_batch > shards:
+        yield f"learner.micro_batch = {shards}: one sequence a device at a time"
+
+
+Total = Callable[[int], int]  # a count -> bytes on a chip, by compiling
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest of the counts that may be chosen."""
+
+    count: int  # 0: not even the smallest fits
+    total: int  # bytes on a chip at that count, or at the smallest
+    bounded: bool  # False: all counts that were allowed fit
+
+
+def largest(
+    total: Total, allowed: Sequence[int], *, capacity: int, known: dict[int, int]
+) -> Largest:
+    """The largest of `allowed`, ascending, that is found to be within `capacity`.
+
+    The line through the two totals nearest to the capacity says which; a compilation confirms it or
+    makes the line better.
+
+    Args:
+      total: compiles.
+      known: totals already found, by count; those that are asked for are added.
+    """
+
+    def at(count: int) -> int:
+        if count not in known:
+            known[count] = total(count)
+        return known[count]
+
+    if len(known) < 2:
+        at(next((count for count in allowed if count not in known), allowed[0]))
+    low, high = 0, len(allowed)  # allowed[:low] fit, allowed[high:] do not
+    while low < high:
+        guess = min(_guess(known, allowed, capacity), high - 1)
+        if low and guess < low:
+            break  # by the line, no larger one fits
+        if at(allowed[max(guess, low)]) <= capacity:
+            low = max(guess, low) + 1
+        else:
+            high = max(guess, low)
+    if low == 0:
+        return Largest(0, at(allowed[0]), True)
+    return Largest(allowed[low - 1], at(allowed[low - 1]), low < len(allowed))
+
+
+def _guess(known: dict[int, int], allowed: Sequence[int], capacity: int) -> int:
+    """Index of the largest count that should fit, by the line through the two nearest totals."""
+    near = sorted(known, key=lambda count: abs(known[count] - capacity))[:2]
+    if len(near) < 2:
+        return len(allowed) - 1
+    first, second = sorted(near)
+    slope = (known[second] - known[first]) / (second - first)
+    if slope <= 0:
+        return len(allowed) - 1
+    limit = first + (capacity - known[first]) / slope
+    return max(sum(count <= limit for count in allowed) - 1, 0)
+
 
 Layers = tuple[int, int] | None  # the two numbers of layers to draw a line through; None: all
 Say = Callable[[str], None]
@@ -87,7 +231,7 @@ def make(
         line
         for stage in stages
         if not stage.fits
-        for line in advice.advice(
+        for line in advice(
             what,
             stage.name,
             target.devices,
@@ -138,7 +282,7 @@ def _stage(what: Recipe, target: Target, name: str, layers: Layers, say: Say) ->
     found = [_compiled(what.with_layers(n), target, name, say) for n in line or (own,)]
     total = found[0].figures
     if line:
-        total = figures.along(total, found[1].figures, at=(*line, own))
+        total = costs.along(total, found[1].figures, at=(*line, own))
     return Stage(
         name=name,
         figures=total,
@@ -153,7 +297,7 @@ def _stage(what: Recipe, target: Target, name: str, layers: Layers, say: Say) ->
 def _compiled(what: Recipe, target: Target, name: str, say: Say) -> Compiled:
     with target.tracing():
         program: Program = PROGRAMS[name](what, target.devices)
-    found = figures.compiled(program, target)
+    found = costs.compiled(program, target)
     say(
         f"compiled {name}: {what.policy.config.num_layers} layers, {what.sequences} sequences,"
         f" micro-batch {what.micro_batch}, {found.seconds:.0f} s"
@@ -170,7 +314,7 @@ def _most_prompts(what: Recipe, target: Target, stage: Stage, layers: Layers, sa
         return _stage(replace(what, prompts=prompts), target, "sampler", layers, say).total
 
     known = {what.prompts: stage.total}
-    return search.largest(total, allowed, capacity=target.capacity, known=known)
+    return largest(total, allowed, capacity=target.capacity, known=known)
 
 
 def _most_drawn(what: Recipe, target: Target, stage: Stage, layers: Layers, say: Say) -> Largest:
@@ -182,7 +326,7 @@ def _most_drawn(what: Recipe, target: Target, stage: Stage, layers: Layers, say:
         return _stage(what.with_rows_drawn(size), target, "sampler", layers, say).total
 
     known = {what.rows_drawn or rows: stage.total}
-    return search.largest(total, allowed, capacity=target.capacity, known=known)
+    return largest(total, allowed, capacity=target.capacity, known=known)
 
 
 def _largest_micro_batch(what: Recipe, target: Target, stage: Stage, say: Say) -> Largest:
@@ -194,4 +338,4 @@ def _largest_micro_batch(what: Recipe, target: Target, stage: Stage, say: Say) -
         return _stage(what.with_micro_batch(size), target, "update", None, say).total
 
     known = {what.micro_batch: stage.total}
-    return search.largest(total, allowed, capacity=target.capacity, known=known)
+    return largest(total, allowed, capacity=target.capacity, known=known)

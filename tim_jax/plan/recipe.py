@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tim_jax import placement, programs, sampler
-from tim_jax.learning import Learning, Policy
+from tim_jax import placement
 from tim_jax.mismatch import Mismatch, dial
-from tim_jax.model.params import parameter_shapes
+from tim_jax.model.parameters import parameter_shapes
 from tim_jax.placement import Devices, Placement
+from tim_jax.policy import sampler
+from tim_jax.rl import programs
+from tim_jax.rl.learning import Learning, Policy
 from tim_jax.types import Prompts, Rollout
 
 Tree = Any

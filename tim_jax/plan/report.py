@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tim_jax.plan import sites
-from tim_jax.plan.planning import Plan, Stage
-from tim_jax.plan.search import Largest
+from tim_jax.plan import twins
+from tim_jax.plan.planning import Largest, Plan, Stage
 from tim_jax.plan.twins import Twin
 
 _GIB = 2**30
@@ -82,7 +81,7 @@ def _audit(found: tuple[Twin, ...]) -> Iterator[str]:
         return
     compared = [twin for twin in found if twin.site.kind != "pick"]
     different = [twin for twin in compared if twin.differences]
-    counts = [(sum(twin.site.kind == kind for twin in compared), kind) for kind in sites.KINDS]
+    counts = [(sum(twin.site.kind == kind for twin in compared), kind) for kind in twins.KINDS]
     yield (
         f"static audit: {len(compared)} different sites in the sampler's program"
         f" ({', '.join(f'{n} {kind}s' for n, kind in counts if n)});"

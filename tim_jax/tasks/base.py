@@ -3,8 +3,18 @@
 A `Task` is a value. Nothing here knows about models, tokens or devices: a task gives text and takes
 text. The order in which training prompts are visited is a pure function of (seed, step), so a
 resumed run needs no state to see the same data.
+
+Random draws that do not change between versions, and checks of the numbers that shape them.
+
+Grading shared among processes: each grades its part, and all get the same verdicts.
+
+Every completion is graded once. Were each process to grade all of them, a time limit could be hit
+on one and not on another, and they would go on to train on different rewards.
+
 """
 
+import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
@@ -149,3 +159,66 @@ def _mix(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def rng_for(*key: object) -> random.Random:
+    """Returns a generator that depends on `key` alone (values with a stable repr)."""
+    return random.Random(repr(key))
+
+
+def below(rng: random.Random, n: int) -> int:
+    """Returns a whole number in 0..n-1. Of `random`, only `random()` is promised to stay."""
+    return int(rng.random() * n)
+
+
+def whole(name: str, value: object, *, least: int | None = None) -> int:
+    """Returns `value`, checked to be a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{name} must be a whole number, got {value!r}")
+    if least is not None and value < least:
+        raise InputError(f"{name} must be at least {least}, got {value}")
+    return value
+
+
+def span(name: str, value: object, least: int) -> tuple[int, int]:
+    """Returns `value`, checked to be two whole numbers in order, the first at least `least`."""
+    match value:
+        case (int(fewest), int(most)) if least <= fewest <= most:
+            return fewest, most
+    raise InputError(
+        f"{name} must be two whole numbers (fewest, most), the first at least {least} and"
+        f" not above the second; got {value!r}"
+    )
+
+
+def share(name: str, value: object) -> float:
+    """Returns `value` as a float, checked to be a number from 0 to 1."""
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise InputError(f"{name} must be a number from 0 to 1, got {value!r}")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class SharedGrader:
+    """A grader of every process's own part of the rows.
+
+    exchange: this process's text -> the texts of all processes, in order.
+    """
+
+    grade: Grader
+    index: int
+    count: int
+    exchange: Callable[[str], list[str]]
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        size = -(-len(completions) // self.count)
+        own = slice(self.index * size, (self.index + 1) * size)
+        grades = self.grade(examples[own], completions[own]) if completions[own] else []
+        # As JSON, a float comes back to the bit.
+        parts = self.exchange(json.dumps([[grade.reward, grade.fault] for grade in grades]))
+        return [Grade(reward, fault) for part in parts for reward, fault in json.loads(part)]
+
+    def close(self) -> None:
+        close = getattr(self.grade, "close", None)
+        if close is not None:
+            close()

@@ -1,0 +1,1 @@
+"""What a run can be asked for: sections, checked values, TOML."""

@@ -1,0 +1,248 @@
+"""What a run can be asked for: one frozen value, checked when it is made.
+
+`config_io.load` makes a `RunConfig` from a TOML file and the command line, and `config_io.dump`
+writes it out, defaults included. It is built once, at the edge; nothing below the command line
+reads one.
+"""
+
+from math import lcm
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tim_jax import corrections
+from tim_jax.config.model import Model
+from tim_jax.config.optimization import Optimizer
+from tim_jax.config.sections import (
+    BuiltinTask,
+    CustomTask,
+    DatasetTask,
+    Evaluation,
+    GymTask,
+    Learner,
+    NumericsSection,
+    PlacementSection,
+    RunSection,
+    SamplerSection,
+    SamplingSection,
+    Section,
+    Warmup,
+    refusal,
+)
+from tim_jax.errors import InputError
+from tim_jax.objectives import Objective, advantages
+
+# From so many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
+_STEP_OVER_HORIZON = 5
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of everything random. Samples are named by (seed, step, prompt, sample, position)."""
+    steps: Annotated[int, Field(ge=1, lt=2**31)] = 100
+    exact: Literal["required", "report"] = "required"
+    """required: stop at the first token whose two log-probs differ. report: only count them."""
+    model: Model = Model(preset="tiny")
+    numerics: NumericsSection = NumericsSection()
+    placement: PlacementSection = PlacementSection()
+    sampling: SamplingSection = SamplingSection()
+    sampler: SamplerSection = SamplerSection()
+    learner: Learner = Learner()
+    optimizer: Optimizer = Optimizer()
+    task: Annotated[
+        BuiltinTask | GymTask | DatasetTask | CustomTask, Field(discriminator="kind")
+    ] = BuiltinTask()
+    warmup: Warmup = Warmup()
+    eval: Evaluation = Evaluation()
+    run: RunSection = RunSection()
+
+    @property
+    def objective(self) -> Objective:
+        return self.learner.objective.value(self.sampling.max_response_length)
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.learner.prompts_per_step * self.sampling.samples_per_prompt
+
+    @property
+    def updates(self) -> int:
+        """Of the whole run."""
+        return self.steps * self.learner.mini_batches * self.learner.epochs
+
+    @property
+    def column_tiles(self) -> int:
+        """Parts that weight matrices are multiplied in."""
+        tensor = self.placement.tensor, self.placement.for_sampler.tensor
+        return self.numerics.column_tiles or lcm(*tensor)
+
+    def may_change(self) -> tuple[str, ...]:
+        """Keys in which a resumed run may differ from what it was: none that changes past steps."""
+        free = ("exact", "eval", "run", "placement", "sampler.micro_batch")
+        bound = self.optimizer.schedule != "constant" and self.optimizer.total_steps is None
+        return free if bound else ("steps", *free)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_objective()
+        self._check_correction()
+        self._check_batches()
+        self._check_drawing()
+        self._check_noise_scale()
+        self._check_lengths()
+        if self.exact == "required" and self.numerics.family == "native":
+            raise refusal(
+                "exact", self.exact, 'native numerics are not exact; set "report", or family tiles'
+            )
+        active = self.sampler.dial.active
+        if self.exact == "required" and active:
+            raise refusal(
+                "exact",
+                self.exact,
+                f'sampler.mismatch has {active[0].name!r}, which is not exact; set "report"',
+            )
+        if self.warmup.steps and self.task.kind != "builtin":
+            raise refusal(
+                "warmup.steps",
+                self.warmup.steps,
+                "only built-in tasks have solutions to learn from",
+            )
+        end = self.optimizer.total_steps or self.updates
+        if self.optimizer.schedule != "constant" and self.optimizer.warmup_steps >= end:
+            raise refusal(
+                "optimizer.warmup_steps",
+                self.optimizer.warmup_steps,
+                f"must be less than the schedule's {end} updates",
+            )
+        return self
+
+    def _check_objective(self) -> None:
+        group = self.sampling.samples_per_prompt
+        try:
+            objective = self.objective
+            if self.sampling.top_k or self.sampling.top_p < 1:
+                objective.check_whole_distribution()
+        except InputError as error:
+            raise refusal("learner.objective", None, str(error)) from error
+        try:
+            advantages.check_group_size(objective.estimator, group)
+        except InputError as error:
+            raise refusal("sampling.samples_per_prompt", group, str(error)) from error
+        horizon, sequences = objective.reward_kl_horizon, self.sequences_per_step
+        if objective.controller is not None and sequences >= _STEP_OVER_HORIZON * horizon:
+            raise refusal(
+                "learner.objective.reward_kl_horizon",
+                horizon,
+                f"must be more than {sequences // _STEP_OVER_HORIZON}, a fifth of the {sequences}"
+                " sequences of a step: one step could end the penalty",
+            )
+
+    def _check_correction(self) -> None:
+        section, objective = self.learner, self.objective
+        try:
+            corrections.check(
+                corrections.build(section.corrections),
+                mode=section.mode,
+                loss=objective.loss,
+                has_ratio=objective.has_ratio,
+                updates=section.mini_batches * section.epochs,
+            )
+        except InputError as error:
+            raise refusal("learner.corrections", list(section.corrections), str(error)) from error
+
+    def _check_drawing(self) -> None:
+        prompts, shards = self.learner.prompts_per_step, self.placement.for_sampler.shards
+        if "greedy_rewards" in advantages.needs(self.objective.estimator) and prompts % shards:
+            raise refusal(
+                "learner.prompts_per_step",
+                prompts,
+                f"must be a multiple of the sampler's data x fsdp = {shards}: the estimator"
+                f" {self.objective.estimator!r} draws one greedy response a prompt",
+            )
+        if not self.learner.refills:
+            return
+        estimator = self.objective.estimator
+        if estimator not in advantages.GROUP_BASELINES:
+            rule = f"must be 0: the estimator {estimator!r} learns from groups of equal rewards too"
+            raise refusal("learner.refills", self.learner.refills, rule)
+        if self.sampling.samples_per_prompt == 1:
+            raise refusal(
+                "learner.refills",
+                self.learner.refills,
+                "must be 0 with samples_per_prompt = 1: no group of one has unequal rewards",
+            )
+
+    def _check_noise_scale(self) -> None:
+        section = self.learner
+        rows = self.sequences_per_step // section.mini_batches
+        if not section.noise_scale:
+            return
+        group, micro = self.sampling.samples_per_prompt, section.micro_batch or rows
+        if micro >= rows or micro % group:
+            raise refusal(
+                "learner.noise_scale",
+                True,
+                f"needs a micro_batch below the {rows} sequences of a mini-batch, and a multiple"
+                f" of samples_per_prompt = {group}: groups stay together",
+            )
+
+    def _check_batches(self) -> None:
+        total, minis = self.sequences_per_step, self.learner.mini_batches
+        product = f"{self.learner.prompts_per_step} prompts x {self.sampling.samples_per_prompt}"
+        if total % minis:
+            raise refusal(
+                "learner.mini_batches", minis, f"must divide the {total} sequences ({product})"
+            )
+        micro = self.learner.micro_batch
+        if micro and (total // minis) % micro:
+            raise refusal(
+                "learner.micro_batch",
+                micro,
+                f"must divide the {total // minis} sequences of a mini-batch"
+                f" ({product} samples / {minis})",
+            )
+        drawn = self.sampler.micro_batch
+        if drawn and total % drawn:
+            raise refusal(
+                "sampler.micro_batch",
+                drawn,
+                f"must divide the {total} sequences of a step ({product})",
+            )
+        self._check_placement(total, total // minis, micro)
+
+    def _check_placement(self, total: int, mini_batch: int, micro: int | None) -> None:
+        learner, sampler = self.placement.value, self.placement.for_sampler
+        rows = {"a step": total, "a mini-batch": mini_batch}
+        if micro:
+            rows["a micro-batch"] = micro
+        for what, count in rows.items():
+            if count % learner.shards:
+                raise refusal(
+                    "placement.fsdp",
+                    self.placement.fsdp,
+                    f"data x fsdp = {learner.shards} must divide the {count} sequences of {what}",
+                )
+        for count, what in ((total, "a step"), (self.sampler.micro_batch, "sampler.micro_batch")):
+            if count and count % sampler.shards:
+                raise refusal(
+                    "placement.sampler.fsdp",
+                    sampler.fsdp,
+                    f"data x fsdp = {sampler.shards} must divide the {count} sequences of {what}",
+                )
+        for key, where in (("placement.tensor", learner), ("placement.sampler.tensor", sampler)):
+            if self.column_tiles % where.tensor:
+                raise refusal(
+                    key, where.tensor, f"must divide numerics.column_tiles = {self.column_tiles}"
+                )
+
+    def _check_lengths(self) -> None:
+        architecture, sampling = self.model.random_architecture, self.sampling
+        longest = sampling.max_prompt_length + sampling.max_response_length
+        if architecture and longest > architecture.max_positions:
+            raise refusal(
+                "sampling.max_response_length",
+                sampling.max_response_length,
+                f"with max_prompt_length = {sampling.max_prompt_length} is {longest}, more than"
+                f" the model's {architecture.max_positions} positions",
+            )

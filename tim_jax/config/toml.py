@@ -1,0 +1,259 @@
+"""TOML files and command-line overrides to a `RunConfig`, and back.
+
+Whatever is wrong is one line: where it was said, the dotted key, the value, what would be right.
+"""
+
+import datetime
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from tim_jax.config.run import RunConfig
+from tim_jax.errors import InputError, did_you_mean
+
+COMMAND_LINE = "command line"
+
+_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_RULES = {
+    "missing": "is missing",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": 'must be text in quotes, "like this"',
+    "tuple_type": "must be a list, [like, this]",
+    "dict_type": "must be a table of keys and values",
+    "model_type": "must be a table of keys and values",
+    "model_attributes_type": "must be a table of keys and values",
+    "finite_number": "must be finite",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be {le} or less",
+    "multiple_of": "must be a multiple of {multiple_of}",
+    "string_pattern_mismatch": 'must be written "module:function"',
+    "rule": "{rule}",
+}
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a TOML file (None: defaults only), applies `section.key=value` overrides, checks all.
+
+    A value of an override is read as TOML (`8`, `true`, `[1, 2]`, `{name = "x"}`); what is not
+    TOML is a string, so quotes may be left out.
+
+    Raises:
+        InputError: the file is missing, empty or no TOML; a key is unknown; a value is wrong or
+            does not go with another. One line, for the first thing that is wrong.
+    """
+    data = {} if path is None else read_toml(path)
+    keys = [_override(data, text) for text in overrides]
+    return build(data, source=str(path or "defaults"), command_line=keys)
+
+
+def build(
+    data: Mapping[str, Any], *, source: str = "config", command_line: Iterable[Sequence[str]] = ()
+) -> RunConfig:
+    """Returns the checked config of a nested dict; `source` is named in errors.
+
+    `command_line` are the keys, as paths, that errors blame on the command line instead.
+
+    Raises:
+        InputError: as `load`.
+    """
+    try:
+        return RunConfig.model_validate(dict(data))
+    except ValidationError as error:
+        # A misspelt key comes first: it often is the reason for the others.
+        problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        key, text = _describe(problems[0], data)
+        said_here = any(_overlap(key, path) for path in command_line)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise InputError(f"{COMMAND_LINE if said_here else source}: {text}{more}") from None
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Returns the nested dict of a TOML file.
+
+    Raises:
+        InputError: it cannot be read, is no TOML (with line and column), or says nothing.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        near = [str(other) for other in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        hint = did_you_mean(str(path), near) if near else ""
+        raise InputError(f"config {path}: no such file{hint}") from error
+    except OSError as error:
+        raise InputError(f"config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"config {path}: not UTF-8 text (byte {error.start})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"config {path}: not TOML: {error}") from error
+    if not data:
+        raise InputError(f"config {path}: is empty; it must set at least one key")
+    return data
+
+
+def dump(config: RunConfig) -> str:
+    """Returns the config as TOML text, defaults included; loading it gives an equal config."""
+    lines = [*_table((), config.model_dump(exclude_none=True))]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """Returns the key's path and the value of `section.key=value`.
+
+    Raises:
+        InputError: there is no `=`, no value, the key is no dotted name, or a value that begins
+            like a TOML string, list or table does not end like one.
+    """
+    key, equals, value = text.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(_KEY.fullmatch(part) for part in path):
+        raise InputError(f"{COMMAND_LINE}: {text!r}: write section.key=value")
+    value = value.strip()
+    if not value:
+        raise InputError(f"{COMMAND_LINE}: {text!r}: no value; write {key}='\"\"' for no text")
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError as error:
+        if value[0] in "[{\"'":
+            raise InputError(f"{COMMAND_LINE}: {text!r}: not TOML: {error}") from error
+        return path, value
+    return path, parsed["value"] if len(parsed) == 1 else value
+
+
+def _override(data: dict[str, Any], text: str) -> tuple[str, ...]:
+    path, value = parse_override(text)
+    table = data
+    for depth, part in enumerate(path[:-1]):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            where = ".".join(path[: depth + 1])
+            raise InputError(
+                f"{COMMAND_LINE}: {text!r}: {where} = {_shown(table)} is no table and has no keys"
+            )
+    table[path[-1]] = value
+    return path
+
+
+def _describe(error: Any, data: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+    """The key to blame, as a path, and the line about it without its source."""
+    kind, context = error["type"], error.get("ctx", {})
+    key, sections = _walk(error["loc"], data)
+    value = error["input"]
+    if kind == "rule":
+        key, value = (*key, *filter(None, context["key"].split("."))), context["value"]
+    if kind == "extra_forbidden":
+        _, parents = _walk(error["loc"][:-1], data)
+        known = {name for section in parents for name in section.model_fields}
+        rule = f"unknown key{did_you_mean(key[-1], known)}"
+    elif kind == "literal_error":
+        rule = "unknown value" + _near(value, re.findall(r"'([^']*)'", context["expected"]))
+    elif kind == "union_tag_invalid":
+        key, value = (*key, "kind"), context["tag"]
+        rule = "unknown value" + _near(value, re.findall(r"'([^']*)'", context["expected_tags"]))
+    elif kind == "union_tag_not_found":
+        kinds = {get_args(section.model_fields["kind"].annotation)[0] for section in sections}
+        rule = f"needs the key 'kind', one of {', '.join(sorted(kinds))}"
+    else:
+        rule = _RULES[kind].format(**context) if kind in _RULES else str(error["msg"])
+    # A whole table is no use in a message; a missing key has no value.
+    shown = isinstance(value, Mapping) or value is None or kind == "missing"
+    return key, f"{_dotted(key)}{'' if shown else f' = {_shown(value)}'}: {rule}"
+
+
+def _overlap(key: Sequence[str], path: Sequence[str]) -> bool:
+    """Whether one is the other or lies inside it; list indices of the key do not count."""
+    return all(part.split("[")[0] == other for part, other in zip(key, path, strict=False))
+
+
+def _walk(
+    location: Sequence[str | int], data: Any
+) -> tuple[tuple[str, ...], list[type[BaseModel]]]:
+    """The key as it stands in the file, and the sections that may stand there (none: a value).
+
+    Pydantic puts the tag of a union into the location, where the file has no such level.
+    """
+    key: list[str] = []
+    sections: list[type[BaseModel]] = [RunConfig]
+    for part in location:
+        tagged = [
+            section
+            for section in sections
+            if "kind" in section.model_fields
+            and part in get_args(section.model_fields["kind"].annotation)
+        ]
+        if tagged and not (isinstance(data, Mapping) and part in data):
+            sections = tagged
+            continue
+        if isinstance(part, int):
+            key[-1] += f"[{part}]"
+        else:
+            key.append(part)
+        fields = [s.model_fields[str(part)] for s in sections if str(part) in s.model_fields]
+        sections = [section for field in fields for section in _sections(field.annotation)]
+        data = data.get(part) if isinstance(data, Mapping) else None
+    return tuple(key), sections
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in _sections(part)]
+
+
+def _near(value: Any, known: list[str]) -> str:
+    return did_you_mean(str(value), known)
+
+
+def _dotted(key: Sequence[str]) -> str:
+    return ".".join(key) or "config"
+
+
+def _shown(value: Any) -> str:
+    text = _inline(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _table(path: tuple[str, ...], values: Mapping[str, Any]) -> Iterable[str]:
+    if path:
+        yield f"\n[{'.'.join(map(_quoted_key, path))}]"
+    # Free-form tables (parameters) stay on one line; only sections become tables.
+    sections = {name for name, value in values.items() if isinstance(value, dict) and value}
+    sections -= {"parameters", "template_options"}
+    for name, value in values.items():
+        if name not in sections:
+            yield f"{_quoted_key(name)} = {_inline(value)}"
+    for name in values:
+        if name in sections:
+            yield from _table((*path, name), values[name])
+
+
+def _inline(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            # JSON's strings are TOML's but for DEL, which TOML wants escaped.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(map(_inline, value))}]"
+        case Mapping():
+            items = [f"{_quoted_key(k)} = {_inline(v)}" for k, v in value.items()]
+            return f"{{{', '.join(items)}}}"
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+    raise TypeError(f"{value!r} has no form in TOML")
+
+
+def _quoted_key(key: str) -> str:
+    return key if _KEY.fullmatch(key) else _inline(key)

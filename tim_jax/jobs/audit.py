@@ -1,0 +1,279 @@
+"""The job behind `tim-jax audit`: which numerics, cases and placements of which model.
+
+The job behind `tim-jax audit --sampler`: what mismatch a sampler's differences really cause.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from tim_jax import audit, mismatch
+from tim_jax.audit import CaseResult, Sizes, ablation, ablation_report
+from tim_jax.audit.cases import plain_sampling
+from tim_jax.config import toml
+from tim_jax.config.run import RunConfig
+from tim_jax.errors import InputError
+from tim_jax.mismatch import Mismatch, Setting
+from tim_jax.model import calibration, fitting
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.parameters import Params
+from tim_jax.numerics import Family, Numerics
+from tim_jax.rl.learning import Policy
+from tim_jax.run import assembly, checkpoints, folders, source_charts
+from tim_jax.types import Prompts
+
+
+@dataclass(frozen=True)
+class _Audited:
+    """A model, and the kernels that it is audited with."""
+
+    params: Params
+    config: ModelConfig
+    sizes: Sizes
+    family: Family
+    interpret: bool
+
+
+def audit_model(
+    source: str, *, quick: bool = False, family: Family = "tiles", interpret: bool = False
+) -> tuple[str, bool]:
+    """Audits a preset, model folder, hub name or run folder; prints the table as it grows.
+
+    The numerics are those that a training run would use, in float32 and bfloat16; for tiles with
+    row ranges measured on this backend, and unless `quick` with fixed tiles as well. Where there
+    are several devices, placements over them are compared with one device too (if `quick`, those
+    over the most).
+
+    Returns:
+      The result as JSON, and whether every token of every case was equal.
+    """
+    config, params = assembly.audited(source)
+    it = _Audited(params, config, Sizes.fitting(config), family, interpret)
+    numerics = _numerics(it, fixed=not quick)
+    used = {audit.describe(one): fitting.kernels_used(config, one) for one in numerics}
+    results = []
+    single = audit.audit(params, config, numerics=numerics, sizes=it.sizes, quick=quick)
+    for result in itertools.chain(single, _placed(it, quick)):
+        results.append(result)
+        done = "control" if result.control else f"{result.unequal_tokens} unequal"
+        print(
+            f"{result.numerics}; {result.name}: {result.compared_tokens} tokens, {done}", flush=True
+        )
+    summary = audit.summarise(results, model=source, kernels=used)
+    Console().print(audit.table(results))
+    for name, kernels in used.items():
+        print(f"{name}: {', '.join(kernels) or 'kernels of XLA'}")
+    print(
+        f"{'exact' if summary.passed else 'NOT EXACT'}: {summary.unequal_tokens} of"
+        f" {summary.compared_tokens} response tokens unequal"
+    )
+    return audit.to_json(summary), summary.passed
+
+
+def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> list[Numerics]:
+    """As a run would have them, and with `fixed` the tiles that need no fact about the backend."""
+    length = it.sizes.prompt_length + it.sizes.response_length
+    found: list[Numerics] = []
+    for dtype in ("float32", "bfloat16"):
+        plain = assembly.fixed_numerics(it.family, dtype, length=length, column_tiles=column_tiles)
+        plain = fitting.fitted(it.config, replace(plain, interpret=it.interpret))
+        fitting.check(it.config, plain)
+        batch = it.sizes.prompts * it.sizes.samples
+        measured = calibration.calibrate(it.config, plain, batch=batch)
+        found += [measured, plain] if fixed and measured != plain else [measured]
+    return found
+
+
+def _placed(it: _Audited, quick: bool) -> Iterator[CaseResult]:
+    """Placements over the devices at hand; a tensor axis needs numerics with column tiles.
+
+    If `quick`, only those that take as many devices as any does.
+    """
+    found = audit.placements(it.config, it.sizes, jax.device_count())
+    most = max((p.devices for p in found), default=0)
+    found = tuple(p for p in found if p.devices == most or not quick)
+    for column_tiles, some in (
+        (1, [p for p in found if p.tensor == 1]),
+        (max((p.tensor for p in found), default=1), [p for p in found if p.tensor > 1]),
+    ):
+        if some and (column_tiles == 1 or it.family in ("tiles", "native")):
+            yield from audit.audit(
+                it.params,
+                it.config,
+                numerics=_numerics(it, column_tiles=column_tiles),
+                cases=audit.placed_cases(it.config, it.sizes, some),
+                sizes=it.sizes,
+                control=False,
+            )
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model, a learner and prompts, on which samplers are measured."""
+
+    name: str
+    policy: Policy
+    params: Any
+    prompts: Prompts
+    samples: int
+    older: Callable[[int], Any] | None = None  # updates -> parameters of so many updates ago
+    seed: int = 0
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.policy.config, self.policy.numerics, self.policy.sampling)
+
+
+class Result(NamedTuple):
+    """What a measurement says, in every form; `exact`: nothing of the baseline differs."""
+
+    record: dict[str, Any]
+    json: str
+    markdown: str
+    exact: bool
+
+
+def read_dial(text: str) -> Mismatch:
+    """A dial from a TOML file with `mismatch = [...]` or `[sampler] mismatch = [...]`, or a list.
+
+    Raises:
+      InputError: it is neither, or an entry is wrong.
+    """
+    if text.strip().startswith("["):
+        _, entries = toml.parse_override(f"mismatch={text.strip()}")
+    else:
+        data = toml.read_toml(text)
+        entries = data.get("mismatch", data.get("sampler", {}).get("mismatch"))
+        if entries is None:
+            raise InputError(f"{text}: no list `mismatch`, nor one in a table [sampler]")
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"--sampler: {text!r} is no list of entries: [{{name = ...}}, ...]")
+    return mismatch.build(entries)
+
+
+def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = None) -> Bench:
+    """What `tim-jax audit` can name: a run folder, with its own task's prompts, its sampling and
+    numerics and its checkpoints; else a model or preset, with random prompts at temperature 1.
+
+    Raises:
+      InputError: there is no such model, or a number is not positive.
+    """
+    for name, value in (("prompts", prompts), ("samples", samples)):
+        if value < 1:
+            raise InputError(f"--{name} must be at least 1, got {value}")
+    if (Path(source) / "config.toml").is_file():
+        return _bench_of_run(source, prompts=prompts, samples=samples, dtype=dtype)
+    config, params = assembly.audited(source)
+    fitting = Sizes.fitting(config)
+    sizes = Sizes(prompts, samples, fitting.prompt_length, fitting.response_length)
+    length = sizes.prompt_length + sizes.response_length
+    numerics = assembly.make_numerics(
+        "tiles", dtype or "float32", config, length=length, batch=prompts * samples
+    )
+    policy = Policy(config, numerics, plain_sampling(config, sizes))
+    return Bench(source, policy, _arrays(params), audit.draw_prompts(config, sizes), samples)
+
+
+def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Bench:
+    changes = [f"numerics.dtype={dtype}"] if dtype else []
+    config = toml.load(Path(source) / "config.toml", changes)
+    model = assembly.make_model(config)
+    policy = assembly.make_policy(config, model)
+    task = assembly.make_task(config)
+    try:
+        examples = list(task.evaluation[:prompts])
+        found = assembly.make_text(config, model).prompts(examples, range(len(examples)))
+    finally:
+        task.close()
+    steps = checkpoints.list_steps(Path(source) / "checkpoints")
+    if not steps:
+        raise InputError(f"audit: the run {source} has no checkpoint yet")
+
+    def older(updates: int) -> Any:
+        return _checkpoint(source, config, model.params, steps, updates)
+
+    return Bench(source, policy, older(0), found, samples, older, config.seed)
+
+
+def _checkpoint(source: str, config: RunConfig, like: Any, steps: Sequence[int], updates: int):
+    """Parameters of the newest checkpoint but for `updates` updates."""
+    per_step = config.learner.mini_batches * config.learner.epochs
+    newest = max(steps)
+    wanted, rest = newest - updates // per_step, updates % per_step
+    if rest or wanted not in steps:
+        ages = sorted((newest - step) * per_step for step in steps if step != newest)
+        known = ", ".join(map(str, ages)) or "none"
+        raise InputError(
+            f"mismatch 'stale_weights': the run {source} has no checkpoint of {updates} updates"
+            f" ago; it has those of: {known}"
+        )
+    return _arrays(folders.read_checkpoint(source, {"params": like}, step=wanted).state["params"])
+
+
+def _arrays(params: Any) -> Any:
+    return jax.tree.map(jnp.asarray, params)
+
+
+def measure(bench: Bench, dial: Mismatch, *, chart: str | os.PathLike[str] | None = None) -> Result:
+    """Runs the baseline, every entry alone and all together; prints a line for each as it is there.
+
+    Raises:
+      InputError: an entry that this learner's sampler cannot have, before anything is compiled.
+    """
+    return report(bench, ablation.alone_and_together(dial), chart=chart)
+
+
+def report(
+    bench: Bench, cases: Sequence[ablation.Case], *, chart: str | os.PathLike[str] | None = None
+) -> Result:
+    """As `measure`, of cases of your own; the first is to be the baseline."""
+    older, prepare = bench.older, jax.jit(bench.policy.prepare)
+    ablation.check(cases, bench.setting, older=older is not None)
+    stale = {
+        updates: prepare(older(updates))
+        for updates in {case.mismatch.stale_updates for case in cases} - {0}
+        if older is not None
+    }
+    found = []
+    for one in ablation.ablate(
+        prepare(bench.params),
+        bench.prompts,
+        cases,
+        setting=bench.setting,
+        samples=bench.samples,
+        seed=bench.seed,
+        older=stale.__getitem__ if older else None,
+    ):
+        found.append(one)
+        print(_line(one), flush=True)
+    sampling, numerics = bench.policy.sampling, audit.describe(bench.policy.numerics)
+    about = {
+        "learner": numerics,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+    }
+    record = ablation_report.to_record(found, model=bench.name, about=about)
+    baseline = found[0].metrics
+    exact = baseline["tokens"] > 0 and baseline["unequal_tokens"] == 0
+    print(f"{'exact' if exact else 'NOT EXACT'} where the sampler is the learner's own")
+    if chart is not None and any(case.metrics["unequal_tokens"] for case in found):
+        source_charts.source_chart(record, chart)
+    text = ablation_report.to_markdown(record)
+    return Result(record, ablation_report.to_json(record), text, exact)
+
+
+def _line(found: ablation.Found) -> str:
+    values = found.metrics
+    return (
+        f"{found.case:<44} {int(values['tokens']):>7,} tokens {int(values['unequal_tokens']):>7,}"
+        f" unequal  mean |d| {values['log_ratio_abs_mean']:.2e}"
+        f"  max {values['log_ratio_abs_max']:.2e}  k3 {values['kl_k3']:.2e}"
+    )

@@ -1,0 +1,116 @@
+"""The job behind `tim-jax plan`: which recipe of which model, on which slice."""
+
+import json
+from pathlib import Path
+
+from tim_jax.config.run import RunConfig
+from tim_jax.errors import InputError
+from tim_jax.model import hf
+from tim_jax.model.config import ModelConfig, from_hf
+from tim_jax.plan import planning, topology
+from tim_jax.plan.planning import Layers, Plan, Say
+from tim_jax.plan.recipe import Recipe
+from tim_jax.plan.topology import Target
+from tim_jax.run import assembly
+from tim_jax.run.assembly import Model
+
+
+def plan_run(
+    config: RunConfig,
+    slice_name: str,
+    *,
+    architecture: Path | None = None,
+    layers: Layers = (4, 8),
+    searching: bool = True,
+    say: Say = lambda text: None,
+) -> Plan:
+    """Plans a run's step on a TPU slice, which need not be here; no weights are made.
+
+    Args:
+      slice_name: such as "v5e:4x4".
+      architecture: a config.json to take in place of the config's model.
+      layers: see `planning.make`.
+
+    Raises:
+      InputError: the slice, the model or the placement is not possible, or libtpu is missing;
+        before anything is compiled.
+    """
+    topology.check(slice_name)
+    wanted = max(config.placement.value.devices, config.placement.for_sampler.devices)
+    topology.check_devices(slice_name, wanted)
+    if config.numerics.family == "pallas_gpu":
+        raise InputError(
+            'plan: numerics.family = "pallas_gpu" is for GPUs; on a TPU it can be "pallas_tpu"'
+        )
+    model = model_config(config, architecture)
+    target = topology.target(slice_name)
+    made = make_recipe(config, model, target)
+    return planning.make(made, target, layers=layers, searching=searching, say=say)
+
+
+def parse_layers(text: str) -> Layers:
+    """ "all", or two numbers of layers such as "4,8".
+
+    Raises:
+      InputError: anything else.
+    """
+    if text == "all":
+        return None
+    parts = text.split(",")
+    if len(parts) == 2 and all(part.isdecimal() for part in parts):
+        low, high = (int(part) for part in parts)
+        if 0 < low < high:
+            return low, high
+    raise InputError(f'--layers {text!r}: write "all", or two rising numbers such as 4,8')
+
+
+def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Recipe:
+    """A step of a run on the target's devices.
+
+    Raises:
+      InputError: as `assembly.make_policy`.
+    """
+    bare = Model(model, None, None, model.eos_token_ids)
+    with target.tracing():
+        policy = assembly.make_policy(config, bare, devices=target.devices)
+    section = config.learner
+    own = config.placement.for_sampler
+    optimizer = assembly.make_optimizer(
+        config.optimizer,
+        steps=config.updates,
+        max_response_length=config.sampling.max_response_length,
+    )
+    return Recipe(
+        policy=policy,
+        learning=assembly.make_learning(config),
+        optimizer=optimizer,
+        prompts=section.prompts_per_step,
+        prompt_length=config.sampling.max_prompt_length,
+        mini_batches=section.mini_batches,
+        drawing=None if own == policy.placement else own,
+        rows_drawn=config.sampler.micro_batch,
+        mismatch=config.sampler.dial,
+    )
+
+
+def model_config(config: RunConfig, architecture: Path | None) -> ModelConfig:
+    """The architecture alone: of a file, of the config's sizes, or of a folder's config.json."""
+    if architecture is not None:
+        return from_hf(_read(architecture), where=str(architecture))
+    own = config.model.random_architecture
+    if own is not None:
+        return assembly.random_config(own)
+    assert config.model.path is not None  # the section has exactly one source
+    return hf.load_config(config.model.path, config_only=True)
+
+
+def _read(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"--architecture {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"--architecture {path}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"--architecture {path}: must be an object, as in a config.json")
+    return found

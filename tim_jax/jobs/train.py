@@ -1,0 +1,351 @@
+"""The training job: what a run writes and shows while the loop yields its steps.
+
+Of several processes each runs this on the same config; see `processes`.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import tomllib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tim_jax import audit, mismatch
+from tim_jax.config import toml
+from tim_jax.config.run import RunConfig
+from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
+from tim_jax.jobs.models import Job, assemble, shown
+from tim_jax.model import fitting, hf
+from tim_jax.placement import SINGLE, processes
+from tim_jax.rl import loop, warm_start
+from tim_jax.rl.drawing import Sample
+from tim_jax.rl.learning import TrainState
+from tim_jax.rl.loop import Step
+from tim_jax.run import charts, checkpoints, folders, sinks
+from tim_jax.run.display import Display, open_display
+from tim_jax.run.folders import Run
+from tim_jax.run.signals import Preemption
+from tim_jax.tasks.builtin import Quality, supervised
+from tim_jax.types import Rollout
+
+_EXTRA = {"held-out": "eval/reward"}
+
+
+def train_run(config: RunConfig) -> Path:
+    """Runs (or resumes) the training job of `config`; returns the run folder.
+
+    Raises:
+      InputError, MismatchError, NonFiniteError, PreemptedError: one clear line each; what was
+        written stays.
+    """
+    section = config.run
+    text = toml.dump(config)
+    processes.agree(f"jax {jax.__version__}, config {text}", "its config or version of JAX")
+    _check_devices(config)
+    with folders.open_run(
+        section.folder, text, may_change=_may_change(config), keep=section.keep
+    ) as run:
+        job = assemble(config, measured=run.folder / "calibration.json")
+        try:
+            processes.agree(repr(job.policy), "what was measured of its machine")
+            _follow(job, run)
+        except (MismatchError, NonFiniteError, PreemptedError):
+            # These end all processes, and a launcher kills the others once one has ended: none
+            # may while process 0 still seals the last checkpoint.
+            run.wait()
+            processes.meet()
+            raise
+        finally:
+            job.task.close()
+    folder = Path(section.folder)
+    if processes.leads():
+        charts.training_chart(folder / "metrics.jsonl", folder / "chart.png")
+    return folder
+
+
+def _check_devices(config: RunConfig) -> None:
+    """Every process must have a part of every mesh, or it could not take part."""
+    if jax.process_count() == 1:
+        return
+    count = len(jax.devices())
+    section = config.placement
+    for name, where in (("", section.value), (".sampler", section.for_sampler)):
+        if where.devices != count:
+            raise InputError(
+                f"placement{name} ({where}) uses {where.devices} devices, but the"
+                f" {jax.process_count()} processes have {count}, and with several all must be used"
+            )
+
+
+def _may_change(config: RunConfig) -> tuple[str, ...]:
+    """Keys in which a run in this folder may differ from the one before: all, if that left nothing.
+
+    Else a mistake in the config, found before the first checkpoint, could not be mended in place.
+    """
+    if checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
+        return (*config.may_change(), *_new_keys(config))
+    return tuple(RunConfig.model_fields)
+
+
+def _new_keys(config: RunConfig) -> tuple[str, ...]:
+    """Keys that the run's config did not have yet, because its version of the library had not.
+
+    They may be set now to what that run had all along: the default.
+    """
+    before = folders.read_config(config.run.folder)
+    try:
+        filled = toml.dump(toml.build(tomllib.loads(before)))
+    except (InputError, tomllib.TOMLDecodeError):
+        return ()  # a comparison with the new config says more
+    changed = {one.key for one in folders.config_differences(filled, toml.dump(config))}
+    new = {one.key for one in folders.config_differences(before, filled) if one.before is None}
+    return tuple(sorted(new - changed))
+
+
+def _follow(job: Job, run: Run) -> None:
+    """Restores or starts, then writes and shows what the loop yields."""
+    config = job.config
+    _write_numerics(job, run)
+    restored, start, notes = _restored(job, run)
+    state = TrainState(params=restored["params"], **restored["rest"])
+    reference, history = restored.get("reference"), restored.get("history", ())
+    with ExitStack() as stack:
+        display = stack.enter_context(_display(job, start, stack))
+        more = stack.enter_context(closing(_extra_sinks(config, run, start)))
+        preemption = stack.enter_context(Preemption())
+        for note in (*job.task.notes, *notes, *_described(job)):
+            display.note(note)
+        writer = sinks.Tee((run.metrics, more))
+        if start < 0:
+            state = _first_steps(job, state, run, writer, display)
+            # The parameters are donated to the next update; a reference must outlive it.
+            reference = loop.copied(state.params) if config.objective.has_reference else None
+            history = loop.first_history(job.programs.prepare(state.params), job.programs, ())
+            run.save(0, folders.saved(state, reference, tuple(history)))
+            _end_if(processes.any_of(preemption.asked), 0, config.steps)
+        for step in _steps(job, run, state, reference, history):
+            state = step.state
+            _record(job, step, run, writer, display)
+            asked = processes.any_of(preemption.asked)
+            if step.number == config.steps and config.run.export:
+                # Before the last checkpoint: a run that has that one is never resumed to this line.
+                _export(job, state, display)
+            if asked or _due(step.number, config.run.checkpoint_every, config.steps):
+                run.save(step.number, folders.saved(state, reference, step.history))
+            _end_if(asked, step.number, config.steps)
+        if config.run.export and not processes.led((run.folder / "model").exists):
+            _export(job, state, display)
+
+
+def _steps(job: Job, run: Run, state: TrainState, reference: Any, history: Any) -> Iterator[Step]:
+    """The loop's steps; the batch that ends a run which is no longer finite is kept."""
+    config = job.config
+    try:
+        yield from loop.train(
+            state,
+            job.task,
+            job.text,
+            programs=job.programs,
+            seed=config.seed,
+            steps=config.steps,
+            prompts_per_step=config.learner.prompts_per_step,
+            exact=config.exact == "required",
+            refills=config.learner.refills,
+            reference=None if reference is None else job.programs.prepare(reference),
+            history=history,
+        )
+    except NonFiniteError as error:
+        path = run.folder / "non_finite.npz"
+        if processes.leads():
+            with _writing(path):
+                np.savez(path, **error.batch)
+        raise NonFiniteError(f"{error}; the last one's batch is in {path}", error.batch) from error
+
+
+def _end_if(asked: bool, step: int, last: int) -> None:
+    if asked and step < last:
+        raise PreemptedError(f"asked to end, saved after step {step}; the same command goes on")
+
+
+def _display(job: Job, start: int, stack: ExitStack) -> Display:
+    """On standard output, of process 0 alone."""
+    config = job.config
+    file = None
+    if not processes.leads():
+        file = stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115
+    title = f"{config.run.folder}: {job.task.name}"
+    return open_display(total=config.steps, start=start, title=title, extra=_EXTRA, file=file)
+
+
+def _write_numerics(job: Job, run: Run) -> None:
+    """numerics.json: how numbers are computed, by which kernels, on what."""
+    if not processes.leads():
+        return
+    device = jax.devices()[0]
+    own, drawing = job.policy.numerics, job.programs.mismatch.numerics(job.policy.numerics)
+    found = {
+        "numerics": audit.describe(own),
+        "kernels": fitting.kernels_used(job.policy.config, own),
+        "sampler_numerics": audit.describe(drawing),
+        "sampler_kernels": fitting.kernels_used(job.policy.config, drawing),
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": len(jax.devices()),
+        "processes": jax.process_count(),
+        "jax": jax.__version__,
+    }
+    path = run.folder / "numerics.json"
+    with _writing(path):
+        path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _restored(job: Job, run: Run) -> tuple[checkpoints.State, int, list[str]]:
+    """What `runs.saved` holds, the step it is of (-1: nothing to resume), and notes."""
+    found = run.restore(_shapes(job))
+    if found is None:
+        return _first(job), -1, []
+    notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in found.damaged]
+    notes.append(f"resumed after step {found.step}")
+    return found.state, found.step, notes
+
+
+def _shapes(job: Job) -> checkpoints.State:
+    """`_first` without its arrays: a state is not to be on the devices twice while one is read."""
+
+    def shape(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+    return jax.tree.map(shape, _first(job))
+
+
+def _first(job: Job) -> checkpoints.State:
+    """What a run starts with."""
+    built, params = job.programs, job.model.params
+    state = built.init(params)
+    reference = state.params if job.config.objective.has_reference else None
+    stale = built.mismatch.stale_updates
+    history = loop.first_history(built.prepare(params), built, ()) if stale else ()
+    return folders.saved(state, reference, tuple(history))
+
+
+def _described(job: Job) -> list[str]:
+    """How the sampler differs from the learner, a line each."""
+    lines = mismatch.describe(job.programs.mismatch, job.policy.numerics)
+    return [f"the sampler differs: {line}" for line in lines]
+
+
+def _extra_sinks(config: RunConfig, run: Run, start: int) -> sinks.Tee:
+    section = config.run
+    extra: list[sinks.Sink] = []
+    if not processes.leads():
+        return sinks.Tee(())
+    if "tensorboard" in section.sinks:
+        folder = run.folder / "tensorboard"
+        extra.append(sinks.TensorBoard(folder, resume_step=max(start, 0)))
+    if "wandb" in section.sinks:
+        extra.append(
+            sinks.Wandb(
+                run.folder,
+                project=section.wandb_project,
+                name=run.folder.name,
+                config=config.model_dump(),
+                mode=section.wandb_mode,
+            )
+        )
+    return sinks.Tee(tuple(extra))
+
+
+def _first_steps(
+    job: Job, state: TrainState, run: Run, writer: sinks.Tee, display: Display
+) -> TrainState:
+    """Warm start, if asked for, and the first evaluation."""
+    warmup = job.config.warmup
+    if warmup.steps:
+        display.note(f"warm start: {warmup.steps} supervised steps on {job.task.name}")
+        started = warm_start.warm_start(
+            job.model.params,
+            _demonstrations(job),
+            policy=replace(job.policy, placement=SINGLE),
+            learning_rate=warmup.learning_rate,
+            steps=warmup.steps,
+        )
+        params, loss = deque(started, maxlen=1).pop()
+        display.note(f"warm start: {loss:.3f} nats per token after {warmup.steps} steps")
+        state = job.programs.init(params)
+    if job.evaluate is not None:
+        metrics, samples = job.evaluate(job.programs.prepare(state.params))
+        writer.write(0, {f"eval/{name}": value for name, value in metrics.items()})
+        display.note(f"held-out reward before training: {metrics['reward']:.3f}")
+        display.completions(shown(samples), title="held-out completions before training")
+    else:
+        writer.write(0, {})
+    return state
+
+
+def _demonstrations(job: Job) -> Iterator[Rollout]:
+    section, sampling = job.config.warmup, job.config.sampling
+    quality = Quality(section.worked, section.partial, section.errors)
+    for step in itertools.count():
+        pairs = supervised(
+            job.task,
+            quality,
+            seed=job.config.seed,
+            start=step * section.batch,
+            count=section.batch,
+        )
+        yield warm_start.demonstrations(pairs, job.text, response_size=sampling.max_response_length)
+
+
+def _record(job: Job, step: Step, run: Run, writer: sinks.Tee, display: Display) -> None:
+    """Writes and shows one step, with an evaluation where one is due."""
+    config, metrics = job.config, dict(step.metrics)
+    chosen: list[Sample] = []
+    if job.evaluate is not None and _due(step.number, config.eval.every, config.steps):
+        scores, chosen = job.evaluate(step.weights)
+        metrics |= {f"eval/{name}": value for name, value in scores.items()}
+    run.timing.write(step.number, step.timing)
+    for sample in step.samples[: config.run.samples_logged]:
+        run.samples.write(step.number, sample._asdict())
+    writer.write(step.number, metrics)
+    display.update(step.number, metrics | step.timing)
+    if chosen:
+        display.completions(shown(chosen), title=f"held-out completions after step {step.number}")
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _export(job: Job, state: TrainState, display: Display) -> None:
+    """Writes the final model; that of a shorter run gives way once the new one is whole."""
+    params = processes.whole(state.params)
+    if not processes.leads():
+        return
+    folder = Path(job.config.run.folder)
+    final, new, old = folder / "model", folder / ".model.new", folder / ".model.old"
+    for left in (new, old, *folder.glob(f".{new.name}.*")):  # the last: of a save that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    hf.save(new, params, job.model.config, tokenizer=job.model.tokenizer)
+    if final.exists():
+        final.rename(old)
+    new.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    display.note(f"final model, as transformers loads it: {final}")

@@ -1,0 +1,123 @@
+"""Rounding to narrow number formats: 8-bit floats and integers, with or without a scale.
+
+The values are those of the format, in the dtype they came in; the bytes are not saved. Casts would
+do for the 8-bit floats, but XLA may drop a cast down and up again, and a cast of what is too large
+gives NaN where hardware saturates.
+
+How keys and values get into the KV cache, and what a cache of a narrower dtype does to them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.kernels import formulas
+from tim_jax.kernels.interface import Kernels
+from tim_jax.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class _Float8:
+    mantissa: int  # bits
+    exponent: int  # of the smallest normal number
+    largest: float
+
+
+_FLOATS = {"float8_e4m3fn": _Float8(3, -6, 448.0), "float8_e5m2": _Float8(2, -14, 57344.0)}
+_LARGEST = {"int8": 127.0, "int4": 7.0} | {name: f.largest for name, f in _FLOATS.items()}
+
+
+def nearest(x: jax.Array, name: str) -> jax.Array:
+    """The format's number nearest to each of x float32, ties to even, held within its range.
+
+    Formats: "float8_e4m3fn", "float8_e5m2", "int8" (whole numbers to 127), "int4" (to 7), and the
+    dtypes of `numerics`, which are not held within their range.
+    """
+    if name not in _LARGEST:
+        return formulas.narrowed(x, name)
+    x = jnp.clip(x, -_LARGEST[name], _LARGEST[name])
+    if name not in _FLOATS:
+        return jnp.round(x)
+    kind = _FLOATS[name]
+    step = 2.0 ** (kind.exponent - kind.mantissa)
+    below = jnp.round(x * (1.0 / step)) * step
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=kind.mantissa)
+    return jnp.where(jnp.abs(x) < 2.0**kind.exponent, below, normal)
+
+
+def scaled(x: jax.Array, name: str, *, largest: jax.Array, fence: Callable) -> jax.Array:
+    """`nearest` of x / s, times s, with s such that `largest`, of x's rank, is the format's own."""
+    scale = fence(jnp.where(largest > 0, largest, 1.0) * (1.0 / _LARGEST[name]))
+    inverse = fence(1.0 / scale)
+    quantised = nearest(fence(x * jnp.broadcast_to(inverse, x.shape)), name)
+    return fence(quantised) * jnp.broadcast_to(scale, x.shape)
+
+
+def is_scaled(name: str) -> bool:
+    """Whether the format is narrow enough to be used with a scale."""
+    return name in _LARGEST
+
+
+def cached(x: jax.Array, *, numerics: Numerics, ops: Kernels) -> jax.Array:
+    """Keys or values [..., D] as they come back out of the cache, in the dtype they went in.
+
+    x itself, and no operation, where the cache has the compute dtype. Straight-through: the
+    gradient is that of the identity.
+    """
+    if numerics.precision.cache in (None, numerics.compute_dtype):
+        return x
+    call = jax.custom_vjp(partial(_rounded, numerics=numerics, ops=ops))
+    call.defvjp(lambda x: (_rounded(x, numerics=numerics, ops=ops), None), lambda _, g: (g,))
+    return call(x)
+
+
+def _rounded(x, *, numerics, ops):
+    name, fence = numerics.precision.cache, ops.fence
+    wide = fence(x).astype(jnp.float32)
+    if numerics.precision.cache_scale == "token" and is_scaled(name):
+        largest = fence(ops.peak(jnp.abs(wide)))[..., None]
+        wide = scaled(wide, name, largest=largest, fence=fence)
+    else:
+        wide = nearest(wide, name)
+    return fence(formulas.rounded(wide, x.dtype))
+
+
+def write(
+    cache: jax.Array, rows: jax.Array, positions: jax.Array, *, axis: int, numerics: Numerics
+) -> jax.Array:
+    """The cache with `rows` in it, each at its own position.
+
+    Args:
+      cache: keys [B, Kv, D, S] or values [B, Kv, S, D].
+      rows: [B, T, Kv, D].
+      positions: i32[B, T], inside the cache and different from each other within a sequence.
+      axis: that of the positions, 3 or 2.
+    """
+    how = _by_scatter if numerics.cache_write == "scatter" else _by_rows
+    return how(cache, rows, positions, axis)
+
+
+def _by_scatter(cache, rows, positions, axis):
+    places = [jnp.arange(cache.shape[0])[:, None], slice(None), slice(None), slice(None)]
+    places[axis] = positions
+    at = cache.at[tuple(places)]
+    return at.set(rows, unique_indices=True, mode="promise_in_bounds")
+
+
+def _by_rows(cache, rows, positions, axis):
+    """A write per row, in a loop: what XLA:CPU makes of one scatter in a large program copies the
+    cache."""
+    batch, length = positions.shape
+    rows = jnp.expand_dims(rows.reshape(batch * length, *rows.shape[2:]), axis)
+    at = positions.reshape(-1)
+
+    def one(index, cache):
+        start = [index // length, 0, 0, 0]
+        start[axis] = at[index]
+        row = jax.lax.dynamic_slice_in_dim(rows, index, 1)
+        return jax.lax.dynamic_update_slice(cache, row, start)
+
+    return jax.lax.fori_loop(0, batch * length, one, cache, unroll=4)

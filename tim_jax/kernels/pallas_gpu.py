@@ -1,0 +1,412 @@
+"""The one place that calls Pallas for a GPU.
+
+Products with weight matrices: one chain of multiply-adds per element, in the order of K.
+
+A program owns a tile of the result and runs over all of K in steps of `block_k`. Float32 products
+are true float32 (no TF32).
+
+
+Causal attention with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
+
+One kernel for prefill, decode and training: a tile of query rows against the key blocks of its
+sequence, ascending from position 0. What a row's own position hides adds exact zeros: its weight is
+exp2(-1e30 - peak) = 0, and the running peak and sums stay as they are.
+
+
+Row functions: RMSNorm, and the rotation of queries and keys.
+
+Sums and exponentials over the vocabulary, one program per row (or per block of a row).
+
+A row is read in blocks of `lanes`, ascending: lane i of the sum takes elements i, i + lanes, ...
+
+
+Exact kernels for GPUs, in Pallas' Triton dialect.
+
+What makes them exact, whatever the batch, the padding and the program around them:
+
+- A sum lives in one program and runs over ascending blocks from 0. Block sizes are constants of the
+  numerics, never of the row count or the sequence length; nothing is split among programs.
+- Rows are padded to a tile; a single row takes the same path as a thousand.
+- Key blocks are anchored at a sequence's first token. Blocks after a row's own position add exact
+  zeros, so a tile may run as far as its longest row needs.
+- What is not elementwise, and every exp, log and rsqrt, is inside a kernel, where XLA cannot choose
+  another order or another approximation. Elementwise sums in XLA are rounded to nearest on GPUs.
+
+Backward passes are the plain XLA expressions at the same inputs.
+
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from tim_jax.kernels.interface import Heads
+from tim_jax.kernels.pallas import (
+    LOG2_E,
+    MASKED,
+    PallasFamily,
+    check_platform,
+    divides,
+    padded,
+    turned,
+)
+from tim_jax.numerics import Numerics
+
+
+def call(
+    kernel: Callable, *, numerics: Numerics, name: str, warps: int, stages: int = 1, **options: Any
+) -> Callable:
+    """`pl.pallas_call`, compiled by Triton, or interpreted if the numerics say so."""
+    check_platform(numerics)
+    return pl.pallas_call(
+        kernel,
+        interpret=numerics.interpret,
+        name=name,
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        **options,
+    )
+
+
+def _kernel(x_ref, *refs, halves: int, kinds: tuple[str, ...], block_k: int, epilogue: Callable):
+    """Sums over K for each of `halves` weight tiles, then the epilogue."""
+    weight_refs, extra_refs, out_ref = refs[:halves], refs[halves:-1], refs[-1]
+    precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+
+    def step(index, sums):
+        at = pl.ds(index * block_k, block_k)
+        x = x_ref[:, at]
+        return tuple(
+            total + jnp.dot(x, ref[at, :], precision=precision, preferred_element_type=jnp.float32)
+            for total, ref in zip(sums, weight_refs, strict=True)
+        )
+
+    zeros = (jnp.zeros(out_ref.shape, jnp.float32),) * halves
+    sums = jax.lax.fori_loop(0, x_ref.shape[1] // block_k, step, zeros)
+    extras = [
+        ref[...] if kind == "tile" else tuple(ref[half, :][None, :] for half in range(halves))
+        for kind, ref in zip(kinds, extra_refs, strict=True)
+    ]
+    out_ref[...] = epilogue(sums, *extras).astype(out_ref.dtype)
+
+
+def product(
+    x: jax.Array,
+    weight: jax.Array,
+    extras: Sequence[tuple[str, jax.Array]],
+    epilogue: Callable,
+    dtype: Any,
+    *,
+    numerics: Numerics,
+    name: str,
+    halves: int,
+) -> jax.Array:
+    """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
+    rows, width = x.shape[0], weight.shape[1] // halves
+    tile, block_k = numerics.gpu.tile(rows), numerics.gpu.block_k
+    columns = max(16, tile.columns // halves)
+    shape = f"a weight of shape {weight.shape[0]} x {weight.shape[1]}"
+    divides(block_k, weight.shape[0], f"the rows of {shape},", "gpu.block_k")
+    divides(columns, width, f"the columns of {shape}, in {halves} parts", "the gpu tile's columns")
+    x = padded(x, tile.rows)
+    extras = [(kind, padded(e, tile.rows) if kind == "tile" else e) for kind, e in extras]
+    steps = width // columns
+
+    def columns_of(half: int) -> pl.BlockSpec:
+        return pl.BlockSpec((weight.shape[0], columns), lambda j, i: (0, j + half * steps))
+
+    specs = {
+        "tile": pl.BlockSpec((tile.rows, columns), lambda j, i: (i, j)),
+        "bias": pl.BlockSpec((halves, columns), lambda j, i: (0, j)),
+    }
+    result = call(
+        partial(
+            _kernel,
+            halves=halves,
+            kinds=tuple(kind for kind, _ in extras),
+            block_k=block_k,
+            epilogue=epilogue,
+        ),
+        numerics=numerics,
+        name=name,
+        warps=tile.warps,
+        stages=max(1, tile.stages * 2 // x.dtype.itemsize),
+        grid=(steps, x.shape[0] // tile.rows),
+        in_specs=[
+            pl.BlockSpec((tile.rows, x.shape[1]), lambda j, i: (i, 0)),
+            *(columns_of(half) for half in range(halves)),
+            *(specs[kind] for kind, _ in extras),
+        ],
+        out_specs=specs["tile"],
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], width), dtype),
+    )(x, *(weight,) * halves, *(extra for _, extra in extras))
+    return result[:rows]
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    *,
+    numerics: Numerics,
+) -> jax.Array:
+    """[B, Kv, N, D] in the compute dtype; the arguments are those of `tiles.attention`."""
+    batch, heads, count, size = query.shape
+    tiles, block = numerics.gpu, numerics.kv_block
+    rows = tiles.attention_rows
+    key, value = padded(key, block, axis=3), padded(value, block, axis=2)
+    query = padded(query, rows, axis=2)
+    positions = padded(positions, rows, axis=1, value=-1)
+    length = key.shape[3]
+    tile = pl.BlockSpec((None, None, rows, size), lambda i, h, b: (b, h, i, 0))
+    mixed = call(
+        partial(_attend, block=block),
+        numerics=numerics,
+        name="attention",
+        warps=tiles.attention_warps,
+        stages=tiles.attention_stages,
+        grid=(query.shape[2] // rows, heads, batch),
+        in_specs=[
+            tile,
+            pl.BlockSpec((None, None, size, length), lambda i, h, b: (b, h, 0, 0)),
+            pl.BlockSpec((None, None, length, size), lambda i, h, b: (b, h, 0, 0)),
+            pl.BlockSpec((None, rows), lambda i, h, b: (b, i)),
+        ],
+        out_specs=tile,
+        out_shape=jax.ShapeDtypeStruct(query.shape, numerics.dtype),
+    )(query, key, value, positions)
+    return mixed[:, :, :count]
+
+
+def _attend(query_ref, key_ref, value_ref, position_ref, out_ref, *, block: int):
+    query, last = query_ref[...], position_ref[...]
+    rows, size = query.shape
+    precise = {"preferred_element_type": jnp.float32}
+    if query.dtype == jnp.float32:
+        precise["precision"] = jax.lax.Precision.HIGHEST
+
+    def step(index, state):
+        mixed, peak, total = state
+        at = pl.ds(index * block, block)
+        scores = jnp.dot(query, key_ref[:, at], **precise) * LOG2_E
+        visible = (index * block + jnp.arange(block))[None, :] <= last[:, None]
+        scores = jnp.where(visible, scores, MASKED)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+        shrink = jnp.exp2(peak - new_peak)
+        weights = jnp.exp2(scores - new_peak[:, None])
+        mixed = mixed * shrink[:, None] + jnp.dot(
+            weights.astype(value_ref.dtype), value_ref[at, :], **precise
+        )
+        return mixed, new_peak, total * shrink + jnp.sum(weights, axis=1)
+
+    start = (
+        jnp.zeros((rows, size), jnp.float32),
+        jnp.full((rows,), MASKED, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+    blocks = jax.lax.div(jnp.max(last) + block, block)
+    mixed, _, total = jax.lax.fori_loop(0, blocks, step, start)
+    out_ref[...] = (mixed / total[:, None]).astype(out_ref.dtype)
+
+
+def normed(x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * weight, one program per row; the block follows from the width."""
+    rows, width = x.shape
+    row = pl.BlockSpec((None, width), lambda i: (i, 0))
+    return call(
+        partial(_norm, eps=eps, width=width),
+        numerics=numerics,
+        name="norm",
+        warps=4,
+        grid=(rows,),
+        in_specs=[row, pl.BlockSpec((width,), lambda i: (0,))],
+        out_specs=row,
+        out_shape=jax.ShapeDtypeStruct(x.shape, numerics.dtype),
+    )(x, weight)
+
+
+def _norm(x_ref, weight_ref, out_ref, *, eps: float, width: int):
+    at = jnp.arange(pl.next_power_of_2(width))
+    inside = at < width
+    x = plt.load(x_ref.at[at], mask=inside, other=0.0).astype(jnp.float32)
+    weight = plt.load(weight_ref.at[at], mask=inside, other=0.0)
+    mean_square = jnp.sum(x * x) * (1.0 / width)
+    y = x * jax.lax.rsqrt(mean_square + eps) * weight
+    plt.store(out_ref.at[at], y.astype(out_ref.dtype), mask=inside)
+
+
+def rotated(
+    y: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    optional: dict[str, jax.Array],
+    *,
+    heads: Heads,
+    eps: float,
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array]:
+    """Query and key of `Kernels.project`."""
+    half = heads.size // 2
+    parts = y.reshape(y.shape[0], -1, 2, half)
+    biases = optional["bias"].reshape(-1, 2, half) if "bias" in optional else None
+    turn = partial(_turned, parts, cos, sin, biases, eps=eps, numerics=numerics)
+    query = turn(optional.get("q_norm"), first=0, count=heads.query, scale=heads.size**-0.5)
+    return query, turn(optional.get("k_norm"), first=heads.query, count=heads.key, scale=1.0)
+
+
+def _turned(parts, cos, sin, biases, weight, *, first, count, scale, eps, numerics: Numerics):
+    """Heads `first`.. of parts [N, heads, 2, D / 2], normed, rotated and scaled: [N, count, D]."""
+    rows, _, _, half = parts.shape
+    tile = numerics.gpu.row_tile
+    parts, cos, sin = (padded(x, tile) for x in (parts, cos, sin))
+    angle = pl.BlockSpec((tile, half), lambda i, h: (i, 0))
+    inputs = [parts, cos, sin]
+    specs = [pl.BlockSpec((tile, None, 2, half), lambda i, h: (i, h + first, 0, 0)), angle, angle]
+    if biases is not None:
+        inputs.append(biases)
+        specs.append(pl.BlockSpec((None, 2, half), lambda i, h: (h + first, 0, 0)))
+    if weight is not None:
+        inputs.append(weight.reshape(2, half))
+        specs.append(pl.BlockSpec((2, half), lambda i, h: (0, 0)))
+    result = call(
+        partial(_turn, biased=biases is not None, normed=weight is not None, scale=scale, eps=eps),
+        numerics=numerics,
+        name="turn",
+        warps=4,
+        grid=(parts.shape[0] // tile, count),
+        in_specs=specs,
+        out_specs=pl.BlockSpec((tile, None, 2, half), lambda i, h: (i, h, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((parts.shape[0], count, 2, half), numerics.dtype),
+    )(*inputs)
+    return result[:rows].reshape(rows, count, 2 * half)
+
+
+def _turn(parts_ref, cos_ref, sin_ref, *refs, biased: bool, normed: bool, scale: float, eps: float):
+    """One head of a tile of rows; its two halves are the pairs that turn."""
+    pair = [parts_ref[:, half, :] for half in (0, 1)]
+    if biased:
+        pair = [
+            part + jnp.broadcast_to(refs[0][half, :][None, :], part.shape)
+            for half, part in enumerate(pair)
+        ]
+    norm = [refs[-2][half, :][None, :] for half in (0, 1)] if normed else None
+    angle = cos_ref[...], sin_ref[...]
+    for half, part in enumerate(turned(pair, angle, norm, eps=eps, scale=scale)):
+        refs[-1][:, half, :] = part.astype(refs[-1].dtype)
+
+
+_WARPS = 8
+
+
+def exponentials(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """exp(x - peak), elementwise."""
+    lanes = _lanes(x, numerics)
+    row = pl.BlockSpec((None, x.shape[1]), lambda i, j: (i, 0))
+    return call(
+        partial(_exponentials, lanes=lanes, width=x.shape[1]),
+        numerics=numerics,
+        warps=_WARPS,
+        name="exponentials",
+        grid=(x.shape[0], -(-x.shape[1] // lanes)),
+        in_specs=[row, pl.BlockSpec((None,), lambda i, j: (i,))],
+        out_specs=row,
+        out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32),
+    )(x, peak)
+
+
+def row_sum(x: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """Sum over the last axis."""
+    kernel = partial(_row_sum, lanes=_lanes(x, numerics), width=x.shape[1])
+    return _by_row(kernel, (x,), numerics, name="row_sum")
+
+
+def log_normaliser(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """log(sum(exp(x - peak))), in one pass."""
+    kernel = partial(_log_normaliser, lanes=_lanes(x, numerics), width=x.shape[1])
+    return _by_row(kernel, (x, peak), numerics, name="log_normaliser")
+
+
+def log(x: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """Natural logarithm, elementwise."""
+    tile = numerics.gpu.row_tile
+    block = pl.BlockSpec((tile,), lambda i: (i,))
+    rows = padded(x, tile, value=1.0)
+    return call(
+        _log,
+        numerics=numerics,
+        warps=_WARPS,
+        name="log",
+        grid=(rows.shape[0] // tile,),
+        in_specs=[block],
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct(rows.shape, jnp.float32),
+    )(rows)[: x.shape[0]]
+
+
+def _lanes(x, numerics: Numerics) -> int:
+    return min(numerics.gpu.lanes, pl.next_power_of_2(x.shape[1]))
+
+
+def _by_row(kernel, inputs, numerics, *, name):
+    """One number per row, of x [N, V] and further numbers per row."""
+    rows, width = inputs[0].shape
+    one = pl.BlockSpec((None,), lambda i: (i,))
+    return call(
+        kernel,
+        numerics=numerics,
+        warps=_WARPS,
+        name=name,
+        grid=(rows,),
+        in_specs=[pl.BlockSpec((None, width), lambda i: (i, 0)), *(one,) * (len(inputs) - 1)],
+        out_specs=one,
+        out_shape=jax.ShapeDtypeStruct((rows,), jnp.float32),
+    )(*inputs)
+
+
+def _exponentials(x_ref, peak_ref, out_ref, *, lanes: int, width: int):
+    at = pl.program_id(1) * lanes + jnp.arange(lanes)
+    x = plt.load(x_ref.at[at], mask=at < width, other=0.0)
+    plt.store(out_ref.at[at], jnp.exp2((x - peak_ref[...]) * LOG2_E), mask=at < width)
+
+
+def _row_sum(x_ref, out_ref, *, lanes: int, width: int):
+    out_ref[...] = jnp.sum(_folded(lambda x: x, x_ref, lanes, width, neutral=0.0))
+
+
+def _log_normaliser(x_ref, peak_ref, out_ref, *, lanes: int, width: int):
+    peak = peak_ref[...]
+    weights = _folded(
+        lambda x: jnp.exp2((x - peak) * LOG2_E), x_ref, lanes, width, neutral=-jnp.inf
+    )
+    out_ref[...] = jnp.log(jnp.sum(weights))
+
+
+def _folded(f, x_ref, lanes, width, *, neutral):
+    """f(x) [lanes], summed over the blocks of a row; `neutral` stands beyond its end."""
+
+    def step(index, total):
+        at = index * lanes + jnp.arange(lanes)
+        return total + f(plt.load(x_ref.at[at], mask=at < width, other=neutral))
+
+    return jax.lax.fori_loop(0, -(-width // lanes), step, jnp.zeros((lanes,), jnp.float32))
+
+
+def _log(x_ref, out_ref):
+    out_ref[...] = jnp.log(x_ref[...])
+
+
+KERNELS = PallasFamily(
+    product=product,
+    attend=attend,
+    normed=normed,
+    rotated=rotated,
+    exponentials_kernel=exponentials,
+    row_sum_kernel=row_sum,
+    log_kernel=log,
+    log_normaliser_kernel=log_normaliser,
+)

@@ -1,0 +1,392 @@
+"""The one place that calls Pallas for a TPU.
+
+Products with weight matrices: partial sums in vector memory, K in ascending blocks.
+
+Causal attention with an online softmax; key blocks along the sequential axis of the grid.
+
+Row functions: RMSNorm, and the rotation of queries and keys.
+
+Sums and exponentials over the vocabulary, in blocks of `lanes`, ascending.
+
+Lane i of a sum takes elements i, i + lanes, ...; what a block has beyond the row's end counts as
+nothing.
+
+
+Exact kernels for TPUs, in Pallas' Mosaic dialect.
+
+As on GPUs: a sum runs over ascending blocks of a fixed size, here along the last, sequential axis
+of a kernel's grid with the partial sum in vector memory; rows are padded to a tile; key blocks are
+anchored at a sequence's first token. Backward passes are the plain XLA expressions.
+
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tim_jax.kernels.interface import Heads
+from tim_jax.kernels.pallas import MASKED, PallasFamily, check_platform, divides, padded, turned
+from tim_jax.numerics import Numerics
+
+
+def call(
+    kernel: Callable,
+    *,
+    numerics: Numerics,
+    name: str,
+    grid: tuple[int, ...],
+    scratch: Sequence[tuple[int, int]] = (),
+    **options: Any,
+) -> Callable:
+    """`pl.pallas_call`, compiled by Mosaic, or interpreted if the numerics say so.
+
+    With scratch (float32 arrays of vector memory) the last axis of the grid runs in order, as the
+    steps of a sum; all other axes may run in any.
+    """
+    check_platform(numerics)
+    parallel = len(grid) - (1 if scratch else 0)
+    semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel)
+    return pl.pallas_call(
+        kernel,
+        interpret=numerics.interpret,
+        name=name,
+        grid=grid,
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        **options,
+    )
+
+
+def precision(dtype) -> jax.lax.Precision | None:
+    """True float32 products of float32 operands."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def _kernel(x_ref, *refs, halves: int, kinds: tuple[str, ...], epilogue: Callable):
+    """One step of the sums of a tile; the epilogue after the last."""
+    weight_refs, extra_refs = refs[:halves], refs[halves : -halves - 1]
+    out_ref, sum_refs = refs[-halves - 1], refs[-halves:]
+    index = pl.program_id(2)
+
+    @pl.when(index == 0)
+    def _start():
+        for ref in sum_refs:
+            ref[...] = jnp.zeros_like(ref)
+
+    x = x_ref[...]
+    for total, weight in zip(sum_refs, weight_refs, strict=True):
+        total[...] += jnp.dot(
+            x, weight[...], precision=precision(x.dtype), preferred_element_type=jnp.float32
+        )
+
+    @pl.when(index == pl.num_programs(2) - 1)
+    def _finish():
+        extras = [
+            ref[...] if kind == "tile" else tuple(ref[h : h + 1, :] for h in range(halves))
+            for kind, ref in zip(kinds, extra_refs, strict=True)
+        ]
+        y = epilogue([ref[...] for ref in sum_refs], *extras)
+        out_ref[...] = y.astype(out_ref.dtype)
+
+
+def product(
+    x: jax.Array,
+    weight: jax.Array,
+    extras: Sequence[tuple[str, jax.Array]],
+    epilogue: Callable,
+    dtype: Any,
+    *,
+    numerics: Numerics,
+    name: str,
+    halves: int,
+) -> jax.Array:
+    """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
+    rows, (size, width) = x.shape[0], (weight.shape[0], weight.shape[1] // halves)
+    tiles = numerics.tpu
+    shape = f"a weight of shape {size} x {weight.shape[1]}"
+    divides(tiles.block_k, size, f"the rows of {shape},", "tpu.block_k")
+    divides(tiles.columns, width, f"the columns of {shape}, in {halves} parts", "tpu.columns")
+    x = padded(x, tiles.rows)
+    extras = [(kind, padded(e, tiles.rows) if kind == "tile" else e) for kind, e in extras]
+    steps = width // tiles.columns
+
+    def columns_of(half: int) -> pl.BlockSpec:
+        block = (tiles.block_k, tiles.columns)
+        return pl.BlockSpec(block, lambda i, j, k: (k, j + half * steps))
+
+    specs = {
+        "tile": pl.BlockSpec((tiles.rows, tiles.columns), lambda i, j, k: (i, j)),
+        "bias": pl.BlockSpec((halves, tiles.columns), lambda i, j, k: (0, j)),
+    }
+    result = call(
+        partial(
+            _kernel,
+            halves=halves,
+            kinds=tuple(kind for kind, _ in extras),
+            epilogue=epilogue,
+        ),
+        numerics=numerics,
+        name=name,
+        grid=(x.shape[0] // tiles.rows, steps, size // tiles.block_k),
+        scratch=[(tiles.rows, tiles.columns)] * halves,
+        in_specs=[
+            pl.BlockSpec((tiles.rows, tiles.block_k), lambda i, j, k: (i, k)),
+            *(columns_of(half) for half in range(halves)),
+            *(specs[kind] for kind, _ in extras),
+        ],
+        out_specs=specs["tile"],
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], width), dtype),
+    )(x, *(weight,) * halves, *(extra for _, extra in extras))
+    return result[:rows]
+
+
+_LANES = 128  # a statistic per row fills a whole register row
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    *,
+    numerics: Numerics,
+) -> jax.Array:
+    """[B, Kv, N, D] in the compute dtype; the arguments are those of `tiles.attention`."""
+    batch, heads, count, size = query.shape
+    rows, block = numerics.tpu.attention_rows, numerics.kv_block
+    key, value = padded(key, block, axis=3), padded(value, block, axis=2)
+    query = padded(query, rows, axis=2)
+    positions = padded(positions, rows, axis=1, value=-1)[:, :, None]
+    tile = pl.BlockSpec((None, None, rows, size), lambda b, h, i, j: (b, h, i, 0))
+    mixed = call(
+        partial(_attend, block=block),
+        numerics=numerics,
+        name="attention",
+        grid=(batch, heads, query.shape[2] // rows, key.shape[3] // block),
+        scratch=[(rows, size), (rows, _LANES), (rows, _LANES)],
+        in_specs=[
+            tile,
+            pl.BlockSpec((None, None, size, block), lambda b, h, i, j: (b, h, 0, j)),
+            pl.BlockSpec((None, None, block, size), lambda b, h, i, j: (b, h, j, 0)),
+            pl.BlockSpec((None, rows, 1), lambda b, h, i, j: (b, i, 0)),
+        ],
+        out_specs=tile,
+        out_shape=jax.ShapeDtypeStruct(query.shape, numerics.dtype),
+    )(query, key, value, positions)
+    return mixed[:, :, :count]
+
+
+def _attend(query_ref, key_ref, value_ref, last_ref, out_ref, mixed, peak, total, *, block: int):
+    index = pl.program_id(3)
+    last = last_ref[...]
+
+    @pl.when(index == 0)
+    def _start():
+        mixed[...] = jnp.zeros_like(mixed)
+        peak[...] = jnp.full_like(peak, MASKED)
+        total[...] = jnp.zeros_like(total)
+
+    @pl.when(index * block <= jnp.max(last))
+    def _step():
+        query, value = query_ref[...], value_ref[...]
+        precise = {"precision": precision(query.dtype), "preferred_element_type": jnp.float32}
+        scores = jnp.dot(query, key_ref[...], **precise)
+        at = index * block + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        scores = jnp.where(at <= jnp.broadcast_to(last, scores.shape), scores, MASKED)
+        old = peak[...][:, :1]
+        new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
+        shrink = jnp.exp(old - new)
+        weights = jnp.exp(scores - new)
+        mixed[...] = mixed[...] * shrink + jnp.dot(weights.astype(value.dtype), value, **precise)
+        total[...] = total[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        peak[...] = jnp.broadcast_to(new, peak.shape)
+
+    @pl.when(index == pl.num_programs(3) - 1)
+    def _finish():
+        out_ref[...] = (mixed[...] / total[...][:, :1]).astype(out_ref.dtype)
+
+
+def normed(x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * weight, whole rows at a time."""
+    rows, width = x.shape
+    x = padded(x, numerics.tpu.rows)
+    tile = pl.BlockSpec((numerics.tpu.rows, width), lambda i: (i, 0))
+    return call(
+        partial(_norm, eps=eps),
+        numerics=numerics,
+        name="norm",
+        grid=(x.shape[0] // numerics.tpu.rows,),
+        in_specs=[tile, pl.BlockSpec((1, width), lambda i: (0, 0))],
+        out_specs=tile,
+        out_shape=jax.ShapeDtypeStruct(x.shape, numerics.dtype),
+    )(x, weight[None, :])[:rows]
+
+
+def _norm(x_ref, weight_ref, out_ref, *, eps: float):
+    x = x_ref[...].astype(jnp.float32)
+    mean_square = jnp.sum(x * x, axis=1, keepdims=True) * (1.0 / x.shape[1])
+    y = x * jax.lax.rsqrt(mean_square + eps) * jnp.broadcast_to(weight_ref[...], x.shape)
+    out_ref[...] = y.astype(out_ref.dtype)
+
+
+def rotated(
+    y: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    optional: dict[str, jax.Array],
+    *,
+    heads: Heads,
+    eps: float,
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array]:
+    """Query and key of `Kernels.project`."""
+    if "bias" in optional:
+        y = y + optional["bias"][None, :]
+    parts = y.reshape(y.shape[0], -1, 2, heads.size // 2).transpose(1, 2, 0, 3)
+    turn = partial(_turned, cos=cos, sin=sin, eps=eps, numerics=numerics)
+    query, key = parts[: heads.query], parts[heads.query : heads.query + heads.key]
+    query = turn(query, optional.get("q_norm"), scale=heads.size**-0.5)
+    return query, turn(key, optional.get("k_norm"), scale=1.0)
+
+
+def _turned(parts, weight, *, cos, sin, scale, eps, numerics: Numerics):
+    """Heads of parts [heads, 2, N, D / 2], normed, rotated and scaled: [N, heads, D]."""
+    count, _, rows, half = parts.shape
+    tile = numerics.tpu.rows
+    parts, cos, sin = padded(parts, tile, axis=2), padded(cos, tile), padded(sin, tile)
+    pair = pl.BlockSpec((None, 2, tile, half), lambda i, h: (h, 0, i, 0))
+    angle = pl.BlockSpec((tile, half), lambda i, h: (i, 0))
+    inputs, specs = [parts, cos, sin], [pair, angle, angle]
+    if weight is not None:
+        inputs.append(weight.reshape(2, half))
+        specs.append(pl.BlockSpec((2, half), lambda i, h: (0, 0)))
+    result = call(
+        partial(_turn, normed=weight is not None, scale=scale, eps=eps),
+        numerics=numerics,
+        name="turn",
+        grid=(parts.shape[2] // tile, count),
+        in_specs=specs,
+        out_specs=pair,
+        out_shape=jax.ShapeDtypeStruct(parts.shape, numerics.dtype),
+    )(*inputs)
+    return result[:, :, :rows].transpose(2, 0, 1, 3).reshape(rows, count, 2 * half)
+
+
+def _turn(parts_ref, cos_ref, sin_ref, *refs, normed: bool, scale: float, eps: float):
+    """One head of a tile of rows; its two halves are the pairs that turn."""
+    pair = parts_ref[0], parts_ref[1]
+    norm = [refs[0][half : half + 1, :] for half in (0, 1)] if normed else None
+    angle = cos_ref[...], sin_ref[...]
+    for half, part in enumerate(turned(pair, angle, norm, eps=eps, scale=scale)):
+        refs[-1][half] = part.astype(refs[-1].dtype)
+
+
+_ROWS = 8
+
+
+def exponentials(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """exp(x - peak), elementwise."""
+
+    def kernel(x_ref, peak_ref, out_ref):
+        out_ref[...] = jnp.exp(x_ref[...] - jnp.broadcast_to(peak_ref[...], x_ref.shape))
+
+    rows, lanes = padded(x, _ROWS), numerics.tpu.lanes
+    tile = pl.BlockSpec((_ROWS, lanes), lambda i, j: (i, j))
+    return call(
+        kernel,
+        numerics=numerics,
+        name="exponentials",
+        grid=(rows.shape[0] // _ROWS, -(-x.shape[1] // lanes)),
+        in_specs=[tile, pl.BlockSpec((_ROWS, 1), lambda i, j: (i, 0))],
+        out_specs=tile,
+        out_shape=jax.ShapeDtypeStruct(rows.shape, jnp.float32),
+    )(rows, padded(peak[:, None], _ROWS))[: x.shape[0]]
+
+
+def row_sum(x: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """Sum over the last axis."""
+    return _folded(lambda x: x, lambda total: total, (x,), numerics, name="row_sum")
+
+
+def log_normaliser(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """log(sum(exp(x - peak))), in one pass."""
+
+    def weight(x, peak):
+        return jnp.exp(x - jnp.broadcast_to(peak, x.shape))
+
+    inputs = x, peak[:, None]
+    return _folded(weight, jnp.log, inputs, numerics, name="log_normaliser")
+
+
+def log(x: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """Natural logarithm, elementwise."""
+
+    def kernel(x_ref, out_ref):
+        out_ref[...] = jnp.log(x_ref[...])
+
+    rows = padded(x[:, None], _ROWS, value=1.0)
+    block = pl.BlockSpec((_ROWS, 1), lambda i: (i, 0))
+    return call(
+        kernel,
+        numerics=numerics,
+        name="log",
+        grid=(rows.shape[0] // _ROWS,),
+        in_specs=[block],
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct(rows.shape, jnp.float32),
+    )(rows)[: x.shape[0], 0]
+
+
+def _folded(f, finish, inputs, numerics, *, name):
+    """finish(sum of f(x)) per row, of x [N, V] and further numbers per row [N, 1]."""
+    count, width = inputs[0].shape
+    inputs = [padded(x, _ROWS) for x in inputs]
+    lanes = numerics.tpu.lanes
+    one = pl.BlockSpec((_ROWS, 1), lambda i, j: (i, 0))
+    return call(
+        partial(_fold, f=f, finish=finish, width=width),
+        numerics=numerics,
+        name=name,
+        grid=(inputs[0].shape[0] // _ROWS, -(-width // lanes)),
+        scratch=[(_ROWS, lanes)],
+        in_specs=[
+            pl.BlockSpec((_ROWS, lanes), lambda i, j: (i, j)),
+            *(one,) * (len(inputs) - 1),
+        ],
+        out_specs=one,
+        out_shape=jax.ShapeDtypeStruct((inputs[0].shape[0], 1), jnp.float32),
+    )(*inputs)[:count, 0]
+
+
+def _fold(x_ref, *refs, f, finish, width: int):
+    numbers, out_ref, total = refs[:-2], refs[-2], refs[-1]
+    index = pl.program_id(1)
+
+    @pl.when(index == 0)
+    def _start():
+        total[...] = jnp.zeros_like(total)
+
+    x = x_ref[...]
+    at = index * x.shape[1] + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    total[...] += jnp.where(at < width, f(x, *(ref[...] for ref in numbers)), 0.0)
+
+    @pl.when(index == pl.num_programs(1) - 1)
+    def _finish():
+        out_ref[...] = finish(jnp.sum(total[...], axis=1, keepdims=True))
+
+
+KERNELS = PallasFamily(
+    product=product,
+    attend=attend,
+    normed=normed,
+    rotated=rotated,
+    exponentials_kernel=exponentials,
+    row_sum_kernel=row_sum,
+    log_kernel=log,
+    log_normaliser_kernel=log_normaliser,
+)

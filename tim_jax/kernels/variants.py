@@ -1,0 +1,206 @@
+"""Flash attention as one Pallas kernel, for GPU and TPU; for the sampler, prefill and decode.
+
+One program per sequence, key head and tile of rows. It walks over the keys in fixed blocks from
+the sequence's first token, keeps a running maximum, sum and mix (Dao et al. 2022, algorithm 1),
+and stops after the last block that any of its rows can see. Grouped queries share a key head's
+program; causality and lengths are in `positions`: a row attends to keys 0..position.
+
+Decoding attention cut along the keys, as FlashDecoding and the engines built on it do.
+
+Each piece of the keys has a softmax of its own, and the pieces are merged by their maxima and
+sums. How many pieces there are follows the batch: a small batch is cut more, to fill the machine.
+So a sequence's bits depend on the batch it is decoded in, which is what this imitates.
+
+
+Attention by the kernel of `triton_source`, through jax-triton: NVIDIA GPUs, for the sampler.
+
+Needs the extra `triton`. jax, jax-triton and triton fit each other only in part: `check` refuses
+other versions by name.
+
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from tim_jax.errors import InputError
+from tim_jax.kernels import formulas, native
+from tim_jax.numerics import Numerics
+
+_FLASH_ROWS = 64  # rows of a program where there are as many
+_LEAST_ROWS = 16  # what a matrix unit takes
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    *,
+    numerics: Numerics,
+    interpret: bool,
+) -> jax.Array:
+    """As `tiles.attention`: [B, Kv, N, D] by keys [B, Kv, D, S] and values [B, Kv, S, D].
+
+    `positions` i32[B, N]; rows are (token, head of the group), so that decoding has the group's
+    heads as rows. The result is float32 [B, Kv, N, D]. `interpret` runs the kernel's operations
+    one by one on any backend: slow, for tests. No gradient: this is for samplers.
+    """
+    batch, heads, count, size = query.shape
+    block = max(numerics.kv_block, _LEAST_ROWS)
+    rows = min(_FLASH_ROWS, max(_LEAST_ROWS, 1 << (count - 1).bit_length()))
+    padding, keys = -count % rows, key.shape[3] + -key.shape[3] % block
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    last = jnp.pad(positions, ((0, 0), (0, padding)))[..., None]
+    key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, keys - key.shape[3])))
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, keys - value.shape[2]), (0, 0)))
+    out = pl.pallas_call(
+        partial(_kernel, block=block),
+        grid=(batch, heads, (count + padding) // rows),
+        in_specs=[
+            pl.BlockSpec((None, None, rows, size), lambda b, h, i: (b, h, i, 0)),
+            pl.BlockSpec((None, None, size, keys), lambda b, h, i: (b, h, 0, 0)),
+            pl.BlockSpec((None, None, keys, size), lambda b, h, i: (b, h, 0, 0)),
+            pl.BlockSpec((None, rows, 1), lambda b, h, i: (b, i, 0)),
+        ],
+        out_specs=pl.BlockSpec((None, None, rows, size), lambda b, h, i: (b, h, i, 0)),
+        out_shape=jax.ShapeDtypeStruct(query.shape, jnp.float32),
+        interpret=interpret,
+    )(query, key, value, last)
+    return out[:, :, :count]
+
+
+def _kernel(query_ref, key_ref, value_ref, last_ref, out_ref, *, block: int):
+    """query [M, D], key [D, S], value [S, D], last [M, 1] -> out [M, D]."""
+    query, last = query_ref[...], last_ref[...]
+    rows, size = query.shape
+
+    def step(index, carry):
+        peak, total, mixed = carry
+        span = pl.ds(index * block, block)
+        scores = jnp.dot(query, key_ref[:, span], **native.precise(query))
+        at = index * block + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        visible = at <= jnp.broadcast_to(last, scores.shape)
+        scores = jnp.where(visible, scores, native.MASKED)
+        highest = jnp.maximum(peak, jnp.max(scores, axis=1, keepdims=True))
+        shrink = jnp.exp(peak - highest)
+        weights = jnp.exp(scores - jnp.broadcast_to(highest, scores.shape))
+        values = value_ref[span, :]
+        part = jnp.dot(weights.astype(values.dtype), values, **native.precise(values))
+        total = total * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        return highest, total, mixed * jnp.broadcast_to(shrink, mixed.shape) + part
+
+    first = (
+        jnp.full((rows, 1), native.MASKED, jnp.float32),
+        jnp.zeros((rows, 1), jnp.float32),
+        jnp.zeros((rows, size), jnp.float32),
+    )
+    blocks = jnp.max(last) // block + 1
+    _, total, mixed = jax.lax.fori_loop(0, blocks, step, first)
+    out_ref[...] = mixed / jnp.broadcast_to(total, mixed.shape)
+
+
+_KEYS = 8  # in the smallest piece
+
+
+def pieces(batch: int, heads: int, keys: int, *, numerics: Numerics) -> int:
+    """How many pieces: as many as fill `split_kv` programs, at most one per 8 keys."""
+    wanted = -(-numerics.order.split_kv // (batch * heads))
+    return max(1, min(wanted, -(-keys // _KEYS)))
+
+
+def split_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    *,
+    numerics: Numerics,
+    fence: Callable,
+) -> jax.Array:
+    """As `tiles.attention` of rows that are not aligned: same arguments, the same up to rounding.
+
+    With m_i, l_i, o_i the maximum, sum and mix of piece i and m the largest m_i, the result is
+    (sum_i exp(m_i - m) o_i) / (sum_i exp(m_i - m) l_i) (Dao et al. 2023, Flash-Decoding).
+    """
+    keys = key.shape[3]
+    count = pieces(query.shape[0], query.shape[1], keys, numerics=numerics)
+    size = -(-keys // (count * _KEYS)) * _KEYS
+    found = [
+        fence(_piece(query, key, value, positions, start, min(start + size, keys), numerics))
+        for start in range(0, keys, size)
+    ]
+    peaks, totals, mixes = (jnp.stack(parts) for parts in zip(*found, strict=True))
+    shares = fence(jnp.exp(peaks - jnp.max(peaks, axis=0, keepdims=True)))
+    mixed = jnp.sum(mixes * shares[..., None], axis=0)
+    return fence(mixed / jnp.sum(totals * shares, axis=0)[..., None])
+
+
+def _piece(query, key, value, last, start, stop, numerics):
+    """Maximum [B, Kv, N], sum [B, Kv, N] and mix [B, Kv, N, D] over keys start..stop."""
+    visible = jnp.arange(start, stop)[None, None, :] <= last[:, :, None]
+    found = native.scores(query, key[..., start:stop])
+    found = jnp.where(visible[:, None], found, native.MASKED)
+    peak = jnp.max(found, axis=-1)
+    weights = jnp.exp(found - peak[..., None])
+    weights = formulas.narrowed(weights, numerics.precision.attention_softmax)
+    rounded = formulas.rounded(weights, value.dtype)
+    return peak, jnp.sum(weights, axis=-1), native.mix(rounded, value[:, :, start:stop])
+
+
+NEEDS = {"jax": ((0, 11), (0, 12)), "jax-triton": ((0, 4), (0, 5)), "triton": ((3, 7), (3, 8))}
+_TRITON_ROWS = 64
+_LEAST = 16  # rows, keys and head sizes that a matrix unit takes
+
+
+def triton_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    *,
+    numerics: Numerics,
+) -> jax.Array:
+    """As `flash.attention`, by Triton; for the platform "cuda" only."""
+    jax_triton = importlib.import_module("jax_triton")
+    source = importlib.import_module("tim_jax.kernels.triton_source")
+    batch, heads, count, size = query.shape
+    rows = min(_TRITON_ROWS, max(_LEAST, 1 << (count - 1).bit_length()))
+    return jax_triton.triton_call(
+        query,
+        key,
+        value,
+        positions,
+        kernel=source.flash_kernel,
+        out_type=jax.ShapeDtypeStruct(query.shape, jnp.float32),
+        grid=(batch * heads, -(-count // rows)),
+        num_warps=4,
+        num_stages=2,
+        HEADS=heads,
+        COUNT=count,
+        KEYS=key.shape[3],
+        SIZE=size,
+        ROWS=rows,
+        DIMS=max(_LEAST, 1 << (size - 1).bit_length()),
+        BLOCK=max(numerics.kv_block, _LEAST),
+    )
+
+
+def check() -> None:
+    """Raises InputError naming the first package that is missing or does not fit."""
+    for name, (low, high) in NEEDS.items():
+        wanted = f"{'.'.join(map(str, low))} up to, not with, {'.'.join(map(str, high))}"
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            raise InputError(
+                f"Triton attention needs {name} {wanted}, which is not installed; install"
+                " tim-jax[triton] (Python 3.12 or newer)"
+            ) from None
+        if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
+            raise InputError(f"Triton attention needs {name} {wanted}; here it is {found}")

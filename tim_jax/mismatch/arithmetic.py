@@ -1,0 +1,380 @@
+"""Entries that give part of the sampler's arithmetic another dtype.
+
+Entries that give the sampler other kernels, tiles or orders of sums; all dtypes stay.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.errors import InputError
+from tim_jax.kernels import variants
+from tim_jax.mismatch.base import Entry, Setting
+from tim_jax.numerics import CACHE_DTYPES, Numerics, Rows, Scale
+
+FLOATS = ("float32", "bfloat16", "float16")
+_STAYS = ("_norm", "_bias")  # names of what is float32 in any compute dtype
+
+
+@dataclass(frozen=True)
+class Compute(Entry):
+    """The sampler's weights and activations have another dtype; sums and logits stay float32."""
+
+    dtype: str
+
+    name: ClassVar[str] = "compute"
+    imitates: ClassVar[str] = (
+        "a bfloat16 or float16 engine beside a float32 trainer (arXiv 2510.26788 has float16 on"
+        " both sides as the remedy)"
+    )
+
+    def __post_init__(self):
+        self.need_choice("dtype", FLOATS)
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        return replace(numerics, compute_dtype=self.dtype)
+
+    def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return recast(weights, jnp.dtype(self.dtype))
+
+
+def recast(weights: dict[str, Any], dtype: jnp.dtype) -> dict[str, Any]:
+    """Compute weights in another compute dtype; norms and biases are float32 in any."""
+
+    def cast(path, leaf: jax.Array) -> jax.Array:
+        return leaf if path[-1].key.endswith(_STAYS) else leaf.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, weights)
+
+
+@dataclass(frozen=True)
+class _Part(Entry):
+    """One field of the numerics' `precision` is another float dtype."""
+
+    dtype: str
+
+    field: ClassVar[str] = ""
+
+    def __post_init__(self):
+        self.need_choice("dtype", FLOATS)
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        return replace(numerics, precision=replace(numerics.precision, **{self.field: self.dtype}))
+
+
+class Head(_Part):
+    """Operands of the dot with the LM head, the last norm's result included."""
+
+    name = "lm_head"
+    field = "head"
+    imitates = "a float32 head in one engine alone (ScaleRL, MiniMax; TRL issue 4303)"
+
+
+class Logits(_Part):
+    """Logits are rounded to this dtype before the softmax."""
+
+    name = "logits"
+    field = "logits"
+    imitates = "bfloat16 logits, whose step is 0.03 at 8 (MaxText pull request 5231)"
+
+
+class Softmax(_Part):
+    """Every step of the vocabulary's softmax is rounded; the sum itself is taken in float32."""
+
+    name = "softmax"
+    field = "softmax"
+    imitates = "a log-softmax in the compute dtype, the framework's default on logits"
+
+
+class AttentionSoftmax(_Part):
+    """Every step of the attention's softmax is rounded; the sum itself is taken in float32."""
+
+    name = "attention_softmax"
+    field = "attention_softmax"
+    imitates = "attention weights normalised in the compute dtype"
+
+
+@dataclass(frozen=True)
+class KVCache(Entry):
+    """Keys and values are rounded to this dtype where they enter the cache.
+
+    Without a scale what is too large saturates. scale "token": one scale per token and head, from
+    its largest element; int8 has it by default and cannot do without.
+    """
+
+    dtype: str
+    scale: Scale | None = None
+
+    name: ClassVar[str] = "kv_cache"
+    imitates: ClassVar[str] = (
+        'vLLM\'s kv_cache_dtype="fp8" with its default scale of 1; int8 with a scale per token and'
+        " head (LMDeploy)"
+    )
+
+    def __post_init__(self):
+        self.need_choice("dtype", CACHE_DTYPES)
+        if self.scale is not None:
+            self.need_choice("scale", ("none", "token"))
+        if self.dtype == "int8" and self.scale == "none":
+            raise self.refuse('int8 needs scale = "token"; without one it holds whole numbers only')
+        if self.dtype in FLOATS and self.scale == "token":
+            raise self.refuse(f"{self.dtype} is stored as it is; leave scale out")
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        scale = self.scale or ("token" if self.dtype == "int8" else "none")
+        precision = replace(numerics.precision, cache=self.dtype, cache_scale=scale)
+        return replace(numerics, precision=precision)
+
+    def check(self, setting: Setting) -> None:
+        wide = setting.numerics.compute_dtype
+        if self.dtype == "float32" and wide != "float32":
+            raise self.refuse(
+                f"float32 is wider than the sampler's {wide}, whose keys and values it would hold"
+                " as they are; narrower: " + ", ".join(CACHE_DTYPES[1:])
+            )
+
+
+_TPU_LANES = 128
+
+
+@dataclass(frozen=True)
+class NativeKernels(Entry):
+    """Plain XLA instead of exact tiles: kernels, fusions and orders as the compiler likes."""
+
+    name: ClassVar[str] = "native_kernels"
+    imitates: ClassVar[str] = (
+        "one model code jitted twice, as generator and trainer (the usual JAX stack)"
+    )
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        return replace(numerics, family="native")
+
+
+@dataclass(frozen=True)
+class TileSizes(Entry):
+    """Other tiles. What is left out stays as it is.
+
+    `rows` of dots with weights and `attention_rows` are fixed sizes; `kv_block` is the keys per
+    block, over which the attention's mix is summed.
+    """
+
+    rows: int | None = None
+    attention_rows: int | None = None
+    kv_block: int | None = None
+
+    name: ClassVar[str] = "tile_sizes"
+    imitates: ClassVar[str] = (
+        "an autotuner that gives generator and trainer other tiles (SGLang-JAX issue 1270)"
+    )
+
+    def __post_init__(self):
+        for argument in ("rows", "attention_rows", "kv_block"):
+            value = getattr(self, argument)
+            if value is not None:
+                self.need_number(argument, least=1)
+        if self.kv_block is not None and self.kv_block & (self.kv_block - 1):
+            raise self.refuse(f"kv_block must be a power of two, got {self.kv_block}")
+        if (self.rows, self.attention_rows, self.kv_block) == (None, None, None):
+            raise self.refuse("needs one of rows, attention_rows, kv_block")
+
+    def check(self, setting: Setting) -> None:
+        if setting.numerics.family != "tiles":
+            family = setting.numerics.family
+            raise self.refuse(f"sets the tiles of the family tiles, and the kernels are {family}")
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        if self.rows is not None:
+            rows = Rows(self.rows, self.rows)
+            numerics = replace(numerics, rows=rows, rows_by_contraction=())
+        if self.attention_rows is not None:
+            rows = Rows(self.attention_rows, self.attention_rows)
+            numerics = replace(numerics, attention_rows=rows)
+        if self.kv_block is not None:
+            # One dot over all keys would not know of blocks.
+            numerics = replace(numerics, kv_block=self.kv_block, whole_kv=False)
+        return numerics
+
+
+@dataclass(frozen=True)
+class SumOrder(Entry):
+    """Norms and the vocabulary's softmax are summed over another number of lanes."""
+
+    lanes: int
+
+    name: ClassVar[str] = "sum_order"
+    imitates: ClassVar[str] = (
+        "a normalisation kernel with another block size (vLLM's RMSNorm changes its own at 256"
+        " tokens, issue 51187)"
+    )
+
+    def __post_init__(self):
+        self.need_number("lanes", least=1)
+        if self.lanes & (self.lanes - 1):
+            raise self.refuse(f"lanes must be a power of two, got {self.lanes}")
+
+    def check(self, setting: Setting) -> None:
+        if setting.numerics.family != "tiles":
+            raise self.refuse(f"{setting.numerics.family} kernels choose the order themselves")
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        return replace(numerics, order=replace(numerics.order, lanes=self.lanes))
+
+
+@dataclass(frozen=True)
+class SplitK(Entry):
+    """Every dot with a weight matrix is cut along the contraction, and the pieces are added."""
+
+    pieces: int
+
+    name: ClassVar[str] = "split_k"
+    imitates: ClassVar[str] = (
+        "split-K matrix products, which GPU libraries choose for the few rows of a decode step;"
+        " also the sum of partial products in row-parallel tensor parallelism"
+    )
+
+    def __post_init__(self):
+        self.need_number("pieces", least=1)
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        return replace(numerics, order=replace(numerics.order, split_k=self.pieces))
+
+
+@dataclass(frozen=True)
+class TensorParallel(Entry):
+    """The attention's and the MLP's last products are sums of one partial product a rank.
+
+    `exchange` is the dtype that they are sent and added up in: the compute dtype, or float32. The
+    ranks are played by each device in turn, so that any number of them works anywhere. 1 rank
+    changes nothing.
+    """
+
+    ranks: int
+    exchange: Literal["compute", "float32"] = "compute"
+
+    name: ClassVar[str] = "tensor_parallel"
+    imitates: ClassVar[str] = (
+        "a sampler under tensor parallelism with all-reduce (vLLM, SGLang, Megatron) beside a"
+        " learner without, or with another number of ranks"
+    )
+
+    def __post_init__(self):
+        self.need_number("ranks", least=1)
+        self.need_choice("exchange", ("compute", "float32"))
+
+    @property
+    def inert(self) -> bool:
+        return self.ranks == 1
+
+    def check(self, setting: Setting) -> None:
+        where = setting.placement
+        if where.decode == "sharded" and where.fsdp > 1:
+            raise self.refuse('needs whole rows of the weights: placement.decode = "whole"')
+        sizes = {
+            "num_heads": setting.config.num_heads,
+            "intermediate_size": setting.config.intermediate_size,
+        }
+        for name, size in sizes.items():
+            if size % self.ranks:
+                raise self.refuse(f"ranks = {self.ranks} must divide the model's {name} = {size}")
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        order = replace(numerics.order, ranks=self.ranks, exchange=self.exchange)
+        return replace(numerics, order=order)
+
+
+@dataclass(frozen=True)
+class PallasAttention(Entry):
+    """Prefill and decoding attention by a Pallas flash-attention kernel, on a GPU or TPU.
+
+    `interpret` runs the kernel's operations one by one on any backend, slowly.
+    """
+
+    interpret: bool = False
+
+    name: ClassVar[str] = "pallas_attention"
+    imitates: ClassVar[str] = (
+        "an engine's own attention kernel, with an online softmax, beside the trainer's"
+    )
+
+    def check(self, setting: Setting) -> None:
+        backend = jax.default_backend()
+        if not self.interpret and backend not in ("gpu", "tpu"):
+            raise self.refuse(
+                f"needs a GPU or TPU, this backend is {backend}; interpret = true runs it anyway"
+            )
+        size, block = setting.config.head_dim, setting.numerics.kv_block
+        if backend == "gpu" and size & (size - 1):
+            raise self.refuse(f"takes heads of a power of two on a GPU, the model's have {size}")
+        if backend == "tpu" and block % _TPU_LANES:
+            raise self.refuse(f"needs a kv_block of at least {_TPU_LANES} on a TPU, got {block}")
+        _check_alone(self, setting.numerics)
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        return replace(numerics, attention="flash_interpreted" if self.interpret else "flash")
+
+
+@dataclass(frozen=True)
+class TritonAttention(Entry):
+    """Prefill and decoding attention by a Triton flash-attention kernel, on an NVIDIA GPU."""
+
+    name: ClassVar[str] = "triton_attention"
+    imitates: ClassVar[str] = "the Triton attention that vLLM and SGLang fall back to"
+
+    def check(self, setting: Setting) -> None:
+        backend = jax.default_backend()
+        if backend != "gpu":
+            raise self.refuse(
+                f"needs an NVIDIA GPU, this backend is {backend}; 'pallas_attention' with"
+                " interpret = true runs anywhere"
+            )
+        try:
+            variants.check()
+        except InputError as error:
+            raise self.refuse(str(error)) from error
+        _check_alone(self, setting.numerics)
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        return replace(numerics, attention="triton")
+
+
+def _check_alone(entry: Entry, numerics: Numerics) -> None:
+    """Refuses what also decides how attention is computed."""
+    if numerics.order.split_kv:
+        raise entry.refuse("contradicts 'split_kv': both decide how decoding attends")
+    if numerics.precision.attention_softmax != "float32":
+        raise entry.refuse("contradicts 'attention_softmax': its softmax is float32")
+    if numerics.attention not in ("family", entry.numerics(numerics).attention):
+        raise entry.refuse(_contradicts_kernel(numerics))
+
+
+def _contradicts_kernel(numerics: Numerics) -> str:
+    name = TritonAttention.name if numerics.attention == "triton" else PallasAttention.name
+    return f"contradicts {name!r}: both decide how decoding attends"
+
+
+@dataclass(frozen=True)
+class SplitKV(Entry):
+    """Decoding attention is cut along the keys into as many pieces as fill `programs` programs.
+
+    So a smaller batch is cut more, and a sequence's bits depend on its batch. 0 does not cut.
+    """
+
+    programs: int = 132
+
+    name: ClassVar[str] = "split_kv"
+    imitates: ClassVar[str] = (
+        "FlashDecoding as vLLM and SGLang use it unless told to be batch-invariant; 132 is the"
+        " number of multiprocessors of an H100"
+    )
+
+    def __post_init__(self):
+        self.need_number("programs", least=0)
+
+    def check(self, setting: Setting) -> None:
+        if setting.numerics.attention != "family":
+            raise self.refuse(_contradicts_kernel(setting.numerics))
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        return replace(numerics, order=replace(numerics.order, split_kv=self.programs))

@@ -1,0 +1,131 @@
+"""Which kernels a model gets: tiles that fit it, refusals by name, and a record of what runs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+
+from tim_jax import kernels
+from tim_jax.errors import InputError
+from tim_jax.kernels import pallas
+from tim_jax.model import transformer
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.parameters import parameter_shapes
+from tim_jax.numerics import Numerics
+
+_GPU_HEADS = (16, 32, 64, 128, 256)
+_GPU_LEAST, _TPU_LEAST = 16, 128
+
+
+def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
+    """`numerics` with tiles no larger than those that divide the model's matrices."""
+    depth = min(pallas.power_of_two_in(size) for _, size, _, _ in _weights(config))
+    if numerics.family == "pallas_gpu":
+        width = min(pallas.power_of_two_in(w) * parts for _, _, w, parts in _weights(config))
+        gpu = numerics.gpu
+        tiles = tuple(
+            (limit, replace(t, columns=max(_GPU_LEAST, min(t.columns, width))))
+            for limit, t in gpu.matmul
+        )
+        block_k = max(_GPU_LEAST, min(gpu.block_k, depth))
+        return replace(numerics, gpu=replace(gpu, block_k=block_k, matmul=tiles))
+    if numerics.family == "pallas_tpu":
+        width = min(pallas.power_of_two_in(w) for _, _, w, _ in _weights(config))
+        tpu = numerics.tpu
+        columns = max(_TPU_LEAST, min(tpu.columns, width))
+        block_k = max(_TPU_LEAST, min(tpu.block_k, depth))
+        return replace(numerics, tpu=replace(tpu, columns=columns, block_k=block_k))
+    return numerics
+
+
+def check(config: ModelConfig, numerics: Numerics) -> None:
+    """Raises InputError if these numerics cannot run this model on the default device.
+
+    Before anything is compiled: the wrong device, a head size or key block that a kernel cannot
+    take, a tile that does not divide a matrix.
+    """
+    pallas.check_platform(numerics)
+    if numerics.family == "pallas_gpu":
+        _check_gpu(config, numerics)
+    elif numerics.family == "pallas_tpu":
+        _check_tpu(config, numerics)
+
+
+def _check_gpu(config: ModelConfig, numerics: Numerics) -> None:
+    if config.head_dim not in _GPU_HEADS:
+        raise InputError(
+            f"numerics: pallas_gpu cannot take heads of {config.head_dim}; it takes"
+            f' {", ".join(map(str, _GPU_HEADS))}, and family "tiles" any'
+        )
+    if numerics.kv_block < _GPU_LEAST:
+        raise InputError(
+            f"numerics: pallas_gpu needs a kv_block of at least {_GPU_LEAST}, got"
+            f" {numerics.kv_block}"
+        )
+    for name, size, width, parts in _weights(config):
+        pallas.divides(numerics.gpu.block_k, size, f"the input of {name},", "gpu.block_k")
+        for _, tile in numerics.gpu.matmul:
+            columns = max(_GPU_LEAST, tile.columns // parts)
+            pallas.divides(columns, width, f"the output of {name},", "gpu tile columns")
+
+
+def _check_tpu(config: ModelConfig, numerics: Numerics) -> None:
+    if config.head_dim % 16:
+        raise InputError(
+            f"numerics: pallas_tpu cannot take heads of {config.head_dim}; it takes multiples of"
+            ' 16, and family "tiles" any'
+        )
+    if numerics.kv_block < _TPU_LEAST:
+        raise InputError(
+            f"numerics: pallas_tpu needs a kv_block of at least {_TPU_LEAST}, got"
+            f" {numerics.kv_block}"
+        )
+    for name, size, width, _ in _weights(config):
+        pallas.divides(numerics.tpu.block_k, size, f"the input of {name},", "tpu.block_k")
+        pallas.divides(numerics.tpu.columns, width, f"the output of {name},", "tpu.columns")
+
+
+def _weights(config: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
+    """(name, inputs, outputs of each part, parts that share a program) of the model's matrices."""
+    heads = config.num_heads * config.head_dim
+    joint = heads + 2 * config.num_kv_heads * config.head_dim
+    yield "the query, key and value projection", config.hidden_size, joint, 1
+    yield "the output projection", heads, config.hidden_size, 1
+    yield "the gate and up projection", config.hidden_size, config.intermediate_size, 2
+    yield "the down projection", config.intermediate_size, config.hidden_size, 1
+    yield "the head (vocabulary)", config.hidden_size, config.vocab_size, 1
+
+
+def kernels_used(config: ModelConfig, numerics: Numerics) -> tuple[str, ...]:
+    """Names of the Pallas kernels in the forward and the head, found by tracing them.
+
+    Empty for families of plain XLA: there the compiler chooses.
+    """
+    one = replace(config, num_layers=1)
+    prepare = partial(transformer.prepare, config=one, numerics=numerics)
+    weights = jax.eval_shape(prepare, parameter_shapes(one))
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+    def run(weights, tokens):
+        hidden, _ = transformer.forward(weights, tokens, tokens, config=one, numerics=numerics)
+        logits = transformer.logits(weights, hidden[:, 0], config=one, numerics=numerics)
+        ops = kernels.family(numerics)
+        peak = ops.peak(logits)
+        exponentials = ops.exponentials(logits, peak, numerics=numerics)
+        total = ops.log(ops.row_sum(exponentials, numerics=numerics), numerics=numerics)
+        return total, ops.log_normaliser(logits, peak, exponentials, numerics=numerics)
+
+    return tuple(sorted(set(_pallas_calls(jax.make_jaxpr(run)(weights, tokens).jaxpr))))
+
+
+def _pallas_calls(jaxpr) -> Iterator[str]:
+    """Names of the kernels that a jaxpr calls, inner jaxprs included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation.params["name"]
+            continue
+        for inner in jaxprs_in_params(equation.params):
+            yield from _pallas_calls(inner)

@@ -1,0 +1,62 @@
+"""Statistics of masked arrays: means, shares, quantiles and extremes, as f32[].
+
+Means are compensated sums in a fixed order (`sums`), so they agree with float64 and do not depend
+on padding or sharding. A mean over nothing is 0.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.numerics.sums import compensated_sum, count
+
+# In thousandths.
+QUANTILES = {"p01": 10, "p25": 250, "p50": 500, "p75": 750, "p99": 990, "p999": 999}
+
+
+def mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns f32[], the mean of the values [...] where the mask bool[...] is True."""
+    total = jnp.where(mask, values, 0.0)
+    for _ in range(total.ndim):
+        total, _ = compensated_sum(total)
+    return total / count(mask)
+
+
+def share(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """Returns f32[], the number of True places of `part` over that of `whole`."""
+    return jnp.sum(part, dtype=jnp.int32).astype(jnp.float32) / count(whole)
+
+
+def effective_share(mean: jax.Array, mean_square: jax.Array) -> jax.Array:
+    """Returns the effective sample size of weights as a share, `mean(w)^2 / mean(w^2)`.
+
+    0 where all weights are; a NaN shows.
+    """
+    return jnp.where(mean_square == 0.0, 0.0, jnp.square(mean) / jnp.maximum(mean_square, 1e-38))
+
+
+def extreme(values: jax.Array, mask: jax.Array, function: Callable) -> jax.Array:
+    """Returns f32[], `jnp.max` or `jnp.min` of the masked values; 0 if there are none."""
+    outside = -jnp.inf if function is jnp.max else jnp.inf
+    return jnp.where(jnp.any(mask), function(jnp.where(mask, values, outside)), 0.0)
+
+
+def quantiles(values: jax.Array, mask: jax.Array, name: str) -> dict[str, jax.Array]:
+    """Returns `{name_p01: ...}`, linearly interpolated quantiles of the masked values, f32[].
+
+    A NaN among them is not ordered: all quantiles are NaN then, as NumPy's.
+    """
+    unordered = jnp.any(mask & jnp.isnan(values))
+    ordered = jnp.sort(jnp.where(mask, values, jnp.inf).reshape(-1))
+    last = jnp.maximum(jnp.sum(mask, dtype=jnp.int32) - 1, 0)
+    result = {}
+    for label, share in QUANTILES.items():
+        # last * share / 1000 in integers: a float32 place is too coarse for millions of tokens.
+        below = (last // 1000) * share + (last % 1000) * share // 1000
+        part = ((last % 1000) * share % 1000).astype(jnp.float32) / 1000.0
+        left, right = ordered[below], ordered[jnp.minimum(below + 1, last)]
+        found = left + part * (right - left)
+        found = jnp.where(unordered, jnp.nan, found)
+        result[f"{name}_{label}"] = jnp.where(jnp.any(mask), found, 0.0)
+    return result

@@ -1,0 +1,309 @@
+"""Tile sizes of the accelerator kernels. Values only; they belong to `Numerics`.
+
+A result's bits follow from the order of its sum alone: `block_k` and the key block are the same for
+every row count, and every sum runs over ascending blocks inside one program. What else stands here
+says how work is cut up among programs.
+
+How numbers are computed. Values only: no arrays, no devices, nothing read from the outside.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax.errors import InputError, did_you_mean
+
+
+def _check(value, names: tuple[str, ...], *, least: int, power: bool = False) -> None:
+    for name in names:
+        size = getattr(value, name)
+        if size < least or (power and size & (size - 1)):
+            rule = f"{'a power of two, ' if power else ''}at least {least}"
+            raise InputError(f"{type(value).__name__}: {name} must be {rule}, got {size}")
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """A program's part of a product: `rows` x `columns`, and how Triton compiles it."""
+
+    rows: int = 64
+    columns: int = 64
+    warps: int = 4
+    stages: int = 4  # loads in flight, of 2-byte elements; half as many in float32
+
+    def __post_init__(self):
+        _check(self, ("rows", "columns", "warps"), least=1, power=True)
+        _check(self, ("stages",), least=1)
+
+
+ONE_TILE = MatmulTile()
+
+
+@dataclass(frozen=True)
+class GpuTiles:
+    """Tiles of `pallas_gpu`.
+
+    One matmul tile for every row count needs no fact about the device. Several, by row count, are
+    as exact only where the tensor cores add up a contraction in the same order whatever the tile:
+    `scripts/gpu_check.sh --only kernels` looks.
+    """
+
+    block_k: int = 128  # elements of a contraction per step
+    matmul: tuple[tuple[int | None, MatmulTile], ...] = ((None, ONE_TILE),)  # (up to rows, tile)
+    attention_rows: int = 64  # query rows (token times head of its group) per program
+    attention_warps: int = 4
+    attention_stages: int = 2
+    row_tile: int = 16  # rows per program of the elementwise kernels
+    lanes: int = 4096  # elements of a vocabulary row per step
+
+    def __post_init__(self):
+        _check(self, ("block_k", "attention_rows"), least=16, power=True)
+        _check(self, ("attention_warps", "row_tile", "lanes"), least=1, power=True)
+        _check(self, ("attention_stages",), least=1)
+        limits = [limit for limit, _ in self.matmul]
+        finite = [limit for limit in limits[:-1] if limit is not None]
+        if not limits or limits[-1] is not None or limits != [*sorted(set(finite)), None]:
+            raise InputError(
+                f"GpuTiles: matmul needs rising row limits that end with None, got {limits}"
+            )
+        for _, tile in self.matmul:
+            _check(tile, ("rows", "columns"), least=16)
+
+    def tile(self, rows: int) -> MatmulTile:
+        """The matmul tile for products of `rows` rows."""
+        return next(tile for limit, tile in self.matmul if limit is None or rows <= limit)
+
+
+@dataclass(frozen=True)
+class TpuTiles:
+    """Tiles of `pallas_tpu`, in elements."""
+
+    rows: int = 64
+    columns: int = 128
+    block_k: int = 128
+    attention_rows: int = 64
+    lanes: int = 2048  # elements of a vocabulary row per step
+
+    def __post_init__(self):
+        _check(self, tuple(f.name for f in fields(self)), least=8, power=True)
+        _check(self, ("rows", "attention_rows"), least=16)
+        _check(self, ("columns", "block_k", "lanes"), least=128)
+
+
+# Float32 products run on the plain cores: shorter steps, and tiles whose sums fit in registers.
+GPU_F32 = GpuTiles(block_k=32)
+GPU_BF16 = GpuTiles()
+# By row count, for Hopper: narrow tiles keep all cores busy at the few rows of a decode step.
+GPU_BF16_BY_ROWS = GpuTiles(
+    matmul=(
+        (128, MatmulTile(rows=64, columns=32, warps=4, stages=5)),
+        (1024, MatmulTile(rows=64, columns=64, warps=4, stages=4)),
+        (None, MatmulTile(rows=128, columns=128, warps=8, stages=3)),
+    )
+)
+TPU = TpuTiles()
+
+
+Family = Literal["tiles", "native", "pallas_gpu", "pallas_tpu"]
+FAMILIES: tuple[Family, ...] = ("tiles", "native", "pallas_gpu", "pallas_tpu")
+Scale = Literal["none", "token"]
+Attention = Literal["family", "flash", "flash_interpreted", "triton"]
+CacheWrite = Literal["rows", "scatter"]
+_COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+CACHE_DTYPES = (*_COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows a dot may have: fewer than `low` are padded, more than `high` are split.
+
+    `low == high` is a fixed tile, whose bits need no fact about the backend. A wider range says
+    that on this backend a row's bits do not depend on the row count inside it (calibration.py
+    measures such ranges). `high=None`: any number.
+    """
+
+    low: int
+    high: int | None
+
+    def __post_init__(self):
+        if self.low < 1 or (self.high is not None and self.high < self.low):
+            raise InputError(f"Rows: need 1 <= low <= high, got low={self.low}, high={self.high}")
+
+    def split(self, count: int) -> tuple[int, int]:
+        """(tiles, rows per tile) that cover `count` rows.
+
+        The fewest tiles, or up to twice as many if these need no padding: to pad many rows and to
+        cut them back costs more than smaller tiles do.
+        """
+        fewest = 1 if self.high is None else -(-count // self.high)
+        for tiles in range(fewest, 2 * fewest):
+            if count % tiles == 0 and count // tiles >= self.low:
+                return tiles, count // tiles
+        return fewest, max(self.low, -(-count // fewest))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes beside the compute dtype. The defaults round nothing and add no operation."""
+
+    head: str | None = None  # operands of the dot with the head; None: the compute dtype
+    logits: str = "float32"  # what logits are rounded to
+    softmax: str = "float32"  # of the vocabulary: every step of it is rounded to this
+    attention_softmax: str = "float32"  # of the attention: likewise
+    cache: str | None = None  # of cached keys and values; None: the compute dtype
+    cache_scale: Scale = "none"  # token: a scale per token and head, from its largest element
+
+    def __post_init__(self):
+        for name in ("head", "logits", "softmax", "attention_softmax"):
+            value = getattr(self, name)
+            if value not in (*_COMPUTE_DTYPES, None) or (value is None and name != "head"):
+                known = ", ".join(_COMPUTE_DTYPES)
+                raise InputError(f"Precision: {name} = {value!r}; known: {known}")
+        if self.cache not in (*CACHE_DTYPES, None):
+            known = ", ".join(CACHE_DTYPES)
+            raise InputError(f"Precision: cache = {self.cache!r}; known: {known}")
+        if self.cache_scale not in ("none", "token"):
+            raise InputError(f"Precision: cache_scale = {self.cache_scale!r}; known: none, token")
+        if self.cache == "int8" and self.cache_scale == "none":
+            raise InputError(
+                'Precision: an int8 cache needs cache_scale "token"; without a scale it would hold'
+                " whole numbers only"
+            )
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which sums are taken, where it is not that of the kernels."""
+
+    lanes: int = 128  # partial sums of norms and of the vocabulary's softmax, a power of two
+    split_k: int = 1  # pieces that a contraction with a weight matrix is cut into
+    split_kv: int = 0  # programs that decoding attention is cut to fill; 0: it is not cut
+    ranks: int = 1  # partial products that an all-reduce adds up, of the attention's and MLP's last
+    exchange: Literal["compute", "float32"] = "compute"  # dtype in which they are added up
+
+    def __post_init__(self):
+        if self.ranks < 1:
+            raise InputError(f"Order: ranks must be at least 1, got {self.ranks}")
+        if self.exchange not in ("compute", "float32"):
+            raise InputError(
+                f"Order: exchange must be 'compute' or 'float32', got {self.exchange!r}"
+            )
+        if self.lanes < 1 or self.lanes & (self.lanes - 1):
+            raise InputError(f"Order: lanes must be a power of two, got {self.lanes}")
+        if self.split_k < 1:
+            raise InputError(f"Order: split_k must be at least 1, got {self.split_k}")
+        if self.split_kv < 0:
+            raise InputError(f"Order: split_kv must not be negative, got {self.split_kv}")
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Two executions with equal `Numerics` give every token the same log-prob, to the bit.
+
+    With every family but "native" that is by construction: "tiles" fences plain XLA operations of
+    fixed shapes, "pallas_gpu" and "pallas_tpu" are kernels of our own. "native" is plain XLA, where
+    kernels, fusions and reduction orders follow the program and its shapes.
+    """
+
+    family: Family = "tiles"
+    compute_dtype: str = "float32"  # dtype of weights and activations; sums and logits are float32
+    rows: Rows = Rows(16, 16)  # rows of every dot with a weight matrix
+    rows_by_contraction: tuple[tuple[int, Rows], ...] = ()  # exceptions, by contraction size
+    attention_rows: Rows = Rows(16, 16)  # rows (query times head of its group) of attention dots
+    kv_block: int = 32  # keys per block, anchored at the sequence's first token
+    whole_kv: bool = False  # weigh all value blocks in one dot; needs calibration's leave
+    head_rows: int = 256  # rows whose logits exist at one time
+    # Equal parts that every weight matrix is multiplied in, by columns. A dot's bits depend on its
+    # column count, so that they are the same for tensor axes that divide this number, and no other.
+    column_tiles: int = 1
+    gpu: GpuTiles = GPU_BF16  # of pallas_gpu
+    tpu: TpuTiles = TPU  # of pallas_tpu
+    # How new keys and values get into the cache, at no change of bits: a write per row, which a CPU
+    # does in place and an accelerator starts one by one, or all rows in one scatter.
+    cache_write: CacheWrite = "rows"
+    interpret: bool = False  # run the Pallas kernels without their device, slowly: for tests
+    compiler_options: tuple[tuple[str, str | bool | int], ...] = ()  # XLA's, for every program
+    precision: Precision = Precision()
+    order: Order = Order()
+    attention: Attention = "family"  # the family's own, or a kernel in its place (samplers only)
+
+    def __post_init__(self):
+        if self.attention not in get_args(Attention):
+            raise InputError(
+                f"Numerics: attention = {self.attention!r}; known: {', '.join(get_args(Attention))}"
+            )
+        if self.cache_write not in get_args(CacheWrite):
+            raise InputError(
+                f"Numerics: cache_write = {self.cache_write!r}; known:"
+                f" {', '.join(get_args(CacheWrite))}"
+            )
+        if self.family not in FAMILIES:
+            hint = did_you_mean(self.family, FAMILIES)
+            raise InputError(f"Numerics: unknown kernel family {self.family!r}{hint}")
+        if self.interpret and not self.family.startswith("pallas"):
+            raise InputError(
+                f"Numerics: interpret is for the Pallas families, got family {self.family!r}"
+            )
+        narrow = {self.precision.softmax, self.precision.attention_softmax} != {"float32"}
+        if self.family.startswith("pallas") and (narrow or self.order != Order()):
+            raise InputError(
+                "Numerics: other softmax dtypes and orders of sums are for the families tiles and"
+                f" native, got family {self.family!r}"
+            )
+        if self.column_tiles > 1 and self.family.startswith("pallas"):
+            raise InputError(
+                f"Numerics: column_tiles = {self.column_tiles} (a tensor axis) is for the families"
+                f" tiles and native, got family {self.family!r}"
+            )
+        if self.compute_dtype not in _COMPUTE_DTYPES:
+            raise InputError(
+                f"Numerics: compute dtype {self.compute_dtype!r}; known: "
+                + ", ".join(_COMPUTE_DTYPES)
+            )
+        if self.kv_block < 1 or self.kv_block & (self.kv_block - 1):
+            raise InputError(f"Numerics: kv_block must be a power of two, got {self.kv_block}")
+        if self.head_rows < 1:
+            raise InputError(f"Numerics: head_rows must be positive, got {self.head_rows}")
+        if self.column_tiles < 1:
+            raise InputError(f"Numerics: column_tiles must be positive, got {self.column_tiles}")
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(_COMPUTE_DTYPES[self.compute_dtype])
+
+    @property
+    def of_head(self) -> "Numerics":
+        """Those of the product with the head, whose operands may have a dtype of their own."""
+        head = self.precision.head
+        return self if head in (None, self.compute_dtype) else replace(self, compute_dtype=head)
+
+    def rows_for(self, contraction: int) -> Rows:
+        """The row range of dots that contract over `contraction` elements."""
+        return dict(self.rows_by_contraction).get(contraction, self.rows)
+
+
+EXACT_F32 = Numerics()
+EXACT_BF16 = Numerics(compute_dtype="bfloat16")
+NATIVE_F32 = Numerics(family="native")
+NATIVE_BF16 = Numerics(family="native", compute_dtype="bfloat16")
+GPU_EXACT_F32 = Numerics(
+    family="pallas_gpu", kv_block=64, head_rows=1024, gpu=GPU_F32, cache_write="scatter"
+)
+GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", gpu=GPU_BF16)
+TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=128, cache_write="scatter")
+TPU_EXACT_BF16 = replace(TPU_EXACT_F32, compute_dtype="bfloat16")
+
+# Plain XLA on GPUs: no split sums, one tile for every Triton product, no timing-based choice, no
+# roundings left out. Candidates: what they buy on a device is for `scripts/gpu_check.sh` to say.
+GPU_PINNED_OPTIONS: tuple[tuple[str, str | bool | int], ...] = (
+    ("xla_allow_excess_precision", False),
+    ("xla_gpu_autotune_level", 0),
+    ("xla_gpu_cublas_fallback", False),
+    ("xla_gpu_experimental_force_split_k", 1),
+    (
+        "xla_gpu_override_gemm_autotuner",
+        "block_m: 64 block_n: 128 block_k: 64 num_stages: 3 num_warps: 4 num_ctas: 1",
+    ),
+)

@@ -1,0 +1,40 @@
+"""From rewards and log-probs to a loss: advantages, token losses, aggregation, presets."""
+
+from tim_jax.objectives.aggregation import Aggregation, Denominator
+from tim_jax.objectives.losses.named import Loss
+from tim_jax.objectives.objective import (
+    PRESETS,
+    Objective,
+    TokenLosses,
+    cispo,
+    dapo,
+    dppo,
+    dr_grpo,
+    gmpo,
+    grpo,
+    gspo,
+    reinforce,
+    reinforce_plus_plus,
+    rloo,
+    sapo,
+)
+
+__all__ = [
+    "PRESETS",
+    "Aggregation",
+    "Denominator",
+    "Loss",
+    "Objective",
+    "TokenLosses",
+    "cispo",
+    "dapo",
+    "dppo",
+    "dr_grpo",
+    "gmpo",
+    "grpo",
+    "gspo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "rloo",
+    "sapo",
+]

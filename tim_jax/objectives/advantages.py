@@ -1,0 +1,396 @@
+"""Advantages: rewards of groups in, one number per sequence or per token out. No model, no state.
+
+B sequences stand in P groups of G rows each (the samples of one prompt), in consecutive rows; R is
+the longest response. Every sum over the batch has a fixed order, so that neither the sharding nor
+padding changes a bit.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.errors import InputError, check_choice
+from tim_jax.numerics import strict
+from tim_jax.numerics.sums import row_count, tree_sum
+
+Estimator = Literal[
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_batch",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "remax",
+    "pass_at_k",
+    "optimal_token_baseline",
+    "off_policy_baseline",
+]
+
+GROUP_BASELINES: tuple[Estimator, ...] = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "pass_at_k",
+    "optimal_token_baseline",
+    "off_policy_baseline",
+)
+
+_NEEDS: dict[Estimator, frozenset[str]] = {
+    "reinforce_plus_plus": frozenset({"mask"}),
+    "reinforce_plus_plus_baseline": frozenset({"mask"}),
+    "opo": frozenset({"mask"}),
+    "remax": frozenset({"greedy_rewards"}),
+    "optimal_token_baseline": frozenset({"mask", "energies"}),
+    "off_policy_baseline": frozenset({"mask", "energies"}),
+}
+_MEANING = {
+    "mask": "the response mask, bool[B, R]",
+    "greedy_rewards": "the reward of each prompt's greedy response, f32[B / group_size]",
+    "energies": "1 - 2 pi + sum pi^2 at each token, f32[B, R]",
+}
+
+# A token that cannot be has log-ratio -inf; sums of two such must stay a number.
+_LOG_RATIO_FINITE = 1e6
+# verl adds it to the variance when it whitens.
+_VARIANCE_FLOOR = 1e-8
+
+
+def needs(estimator: Estimator) -> frozenset[str]:
+    """Returns which of `mask`, `greedy_rewards`, `energies` `advantages` must be given.
+
+    Raises:
+        InputError: an unknown estimator.
+    """
+    check_choice("estimator", estimator, get_args(Estimator))
+    return _NEEDS.get(estimator, frozenset())
+
+
+def check_group_size(estimator: Estimator, group_size: int) -> None:
+    """Refuses what has no meaning: a group's baseline needs at least two samples of a prompt."""
+    check_choice("estimator", estimator, get_args(Estimator))
+    if group_size < 1:
+        raise InputError(f"group_size is {group_size}; it must be at least 1")
+    if estimator in GROUP_BASELINES and group_size == 1:
+        raise InputError(
+            f"group_size is 1, but the estimator {estimator!r} takes its baseline from the group;"
+            " use group_size 2 or more, or 'reinforce'"
+        )
+
+
+def advantages(
+    rewards: jax.Array,
+    *,
+    group_size: int,
+    estimator: Estimator,
+    eps: float = 1e-6,
+    mask: jax.Array | None = None,
+    greedy_rewards: jax.Array | None = None,
+    energies: jax.Array | None = None,
+    log_ratio: jax.Array | None = None,
+    weight_cap: float | None = None,
+) -> jax.Array:
+    """Returns the advantages f32[B] of the rewards f32[B]; f32[B, R] for optimal_token_baseline.
+
+    With rewards r, response lengths T, and sums and means over the group:
+
+    - grpo: `(r - mean) / (std + eps)`. The paper (arXiv 2402.03300, 4.1.2) leaves the estimator of
+      std open; here it is the sample deviation (divisor G - 1) and eps is 1e-6, as in verl. TRL's
+      eps is 1e-4.
+    - dr_grpo: `r - mean` (arXiv 2503.20783).
+    - rloo: `r_i - mean of the other G - 1` (arXiv 2402.14740).
+    - reinforce: `r`, no baseline (Williams 1992). reinforce_batch: `r - mean of the batch`.
+    - reinforce_plus_plus: r whitened over the tokens of the batch (arXiv 2501.03262),
+      `(r - m) / sqrt(v + 1e-8)`, where each sequence counts T times in the mean m and in the
+      variance v, whose divisor is the number of tokens less 1, as in verl.
+    - reinforce_plus_plus_baseline: the same of `r - mean` in place of r.
+    - opo: `r - sum(T r) / sum(T)` (arXiv 2505.23585).
+    - remax: `r - r_greedy`, the reward of the greedy response to the same prompt (arXiv
+      2310.10505).
+    - pass_at_k: `(best - second best) / (std + eps)` for the group's best response, the first of
+      equals, and 0 for all others (arXiv 2503.19595, scaled as in verl). A tie for best gives 0.
+    - optimal_token_baseline: at token t `r_i - sum(W_it r_i) / sum(W_it)`, over the rows that have
+      a token t (arXiv 2602.07078, as in verl). `W_it = sum_{j<=t} rho_ij^2 e_ij` is what the
+      gradient has gathered up to t: e are the `energies`, rho the token's importance weight.
+    - off_policy_baseline: `r - sum(w^2 n r) / sum(w^2 n)` (VCPO, arXiv 2602.17616), where w is the
+      sequence's importance weight and n the squared norm of its score. In the paper that is the
+      norm of the gradient by the parameters, which takes a backward pass per sequence. Here it is
+      not: `n_i = sum_t e_it`, with respect to the logits, which the forward pass gives.
+
+    A group whose rewards are all equal gets exact zeros from every group baseline, except that
+    reinforce_plus_plus_baseline whitens such zeros with the rest; it gives exact zeros where all
+    groups are such. Where all weights are 0, the weighted means are plain means. NaN rewards give
+    NaN to what is computed from them.
+
+    Args:
+        rewards: f32[B], one per sequence.
+        group_size: G.
+        estimator: one of the above.
+        eps: added to the deviations of grpo and pass_at_k.
+        mask: bool[B, R], True on response tokens. If given, rows without a token count in no
+            statistic and get 0, whichever the estimator.
+        greedy_rewards: f32[B / group_size], for remax.
+        energies: f32[B, R], `1 - 2 pi + sum_v pi_v^2`, where pi is the probability of the token
+            and pi_v of each in the vocabulary: the squared norm of the gradient of log pi by the
+            logits. Below 0, by rounding, it counts as 0; what stands off the mask is not read.
+        log_ratio: f32[B, R], log pi_trainer - log pi_rollout, for the importance weights of the
+            last two; a token's and a sequence's sum are held within ±20. None: all weights are 1.
+        weight_cap: upper bound on those weights. None: none but exp(20).
+
+    Raises:
+        InputError: an unknown estimator, group size 1 with a group baseline, B not a multiple of
+            the group size, an array missing or of another shape, or a cap that is not positive.
+    """
+    check_group_size(estimator, group_size)
+    groups = _groups(rewards, group_size)
+    given = {"mask": mask, "greedy_rewards": greedy_rewards}
+    given |= {"energies": energies, "log_ratio": log_ratio}
+    _check_given(estimator, groups.shape, given)
+    if weight_cap is not None and not weight_cap > 0.0:
+        raise InputError(f"weight_cap is {weight_cap}; it must be positive, or None for no cap")
+    arrays = {
+        name: None if x is None else x.reshape(groups.shape[0], -1, *x.shape[1:])
+        for name, x in given.items()
+    }
+    counted = jnp.ones(rewards.shape, bool) if mask is None else jnp.any(mask, axis=-1)
+    batch = _Batch(groups, counted.reshape(groups.shape), **arrays, eps=eps, weight_cap=weight_cap)
+    values = _RULES[estimator](batch)
+    return values.reshape(rewards.shape[0], *values.shape[2:])
+
+
+def informative_groups(rewards: jax.Array, group_size: int) -> jax.Array:
+    """Returns bool[B], False for every row of a group whose rewards f32[B] are all equal."""
+    groups = _groups(rewards, group_size)
+    return jnp.broadcast_to(_differing(groups), groups.shape).reshape(-1)
+
+
+class _Batch(NamedTuple):
+    """What the estimators read, by group. An array that was not given is None."""
+
+    rewards: jax.Array  # f32[P, G]
+    counted: jax.Array  # bool[P, G], the row has a token
+    mask: Any  # bool[P, G, R]
+    greedy_rewards: Any  # f32[P, 1]
+    energies: Any  # f32[P, G, R]
+    log_ratio: Any  # f32[P, G, R]
+    eps: float
+    weight_cap: float | None
+
+
+def _grpo(batch: _Batch) -> jax.Array:
+    centred = _centred(batch)
+    return _informative(batch, centred / (_deviation(batch, centred) + batch.eps))
+
+
+def _dr_grpo(batch: _Batch) -> jax.Array:
+    return _informative(batch, _centred(batch))
+
+
+def _rloo(batch: _Batch) -> jax.Array:
+    others = _group_sum(batch) - batch.rewards
+    return _informative(batch, batch.rewards - _quotient(others, _one_less(_number(batch))))
+
+
+def _reinforce(batch: _Batch) -> jax.Array:
+    return jnp.where(batch.counted, batch.rewards, 0.0)
+
+
+def _reinforce_batch(batch: _Batch) -> jax.Array:
+    total = tree_sum(_reinforce(batch).reshape(-1))
+    number = jnp.maximum(jnp.sum(batch.counted, dtype=jnp.int32), 1).astype(jnp.float32)
+    return jnp.where(batch.counted, batch.rewards - _quotient(total, number), 0.0)
+
+
+def _reinforce_plus_plus(batch: _Batch) -> jax.Array:
+    return _whitened(batch, _reinforce(batch))
+
+
+def _reinforce_plus_plus_baseline(batch: _Batch) -> jax.Array:
+    return _whitened(batch, _dr_grpo(batch))
+
+
+def _opo(batch: _Batch) -> jax.Array:
+    lengths = row_count(batch.mask).astype(jnp.float32)
+    baseline = _weighted_mean(batch.rewards, lengths, batch.counted)
+    return _informative(batch, batch.rewards - baseline)
+
+
+def _remax(batch: _Batch) -> jax.Array:
+    return jnp.where(batch.counted, batch.rewards - batch.greedy_rewards, 0.0)
+
+
+def _pass_at_k(batch: _Batch) -> jax.Array:
+    rewards = jnp.where(batch.counted, batch.rewards, -jnp.inf)
+    place = jnp.arange(rewards.shape[1])[None, :]
+    best = place == jnp.argmax(rewards, axis=1, keepdims=True)
+    second = jnp.max(jnp.where(best, -jnp.inf, rewards), axis=1, keepdims=True)
+    scale = _deviation(batch, _centred(batch)) + batch.eps
+    return _informative(batch, jnp.where(best, (rewards - second) / scale, 0.0))
+
+
+def _optimal_token_baseline(batch: _Batch) -> jax.Array:
+    gathered = _energies(batch)
+    if batch.log_ratio is not None:
+        log_ratio = jnp.where(batch.mask, batch.log_ratio, 0.0)
+        gathered = gathered * jnp.square(_weights(batch, log_ratio))
+    # The reward comes at the end: what a token still brings is the same at all of a row's tokens.
+    returns = batch.rewards[:, :, None]
+    baseline = _weighted_mean(returns, _running_sum(gathered), batch.mask)
+    return jnp.where(batch.mask & _differing(returns, batch.mask), returns - baseline, 0.0)
+
+
+def _off_policy_baseline(batch: _Batch) -> jax.Array:
+    norms = tree_sum(_energies(batch))
+    if batch.log_ratio is not None:
+        finite = jnp.clip(batch.log_ratio, -_LOG_RATIO_FINITE, _LOG_RATIO_FINITE)
+        norms = norms * jnp.square(_weights(batch, tree_sum(jnp.where(batch.mask, finite, 0.0))))
+    baseline = _weighted_mean(batch.rewards, norms, batch.counted)
+    return _informative(batch, batch.rewards - baseline)
+
+
+_RULES: dict[Estimator, Callable[[_Batch], jax.Array]] = {
+    "grpo": _grpo,
+    "dr_grpo": _dr_grpo,
+    "rloo": _rloo,
+    "reinforce": _reinforce,
+    "reinforce_batch": _reinforce_batch,
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "opo": _opo,
+    "remax": _remax,
+    "pass_at_k": _pass_at_k,
+    "optimal_token_baseline": _optimal_token_baseline,
+    "off_policy_baseline": _off_policy_baseline,
+}
+
+
+def _group_sum(batch: _Batch) -> jax.Array:
+    return tree_sum(jnp.where(batch.counted, batch.rewards, 0.0))[:, None]
+
+
+def _number(batch: _Batch) -> jax.Array:
+    """f32[P, 1], the rows of a group that count, at least 1."""
+    return jnp.maximum(row_count(batch.counted), 1).astype(jnp.float32)[:, None]
+
+
+def _one_less(number: jax.Array) -> jax.Array:
+    return jnp.maximum(number - 1.0, 1.0)
+
+
+def _quotient(total: jax.Array, number: jax.Array) -> jax.Array:
+    """total / number, as it is compiled for a constant number: times the rounded reciprocal.
+
+    So a constant and a count give the same bits. Kept apart from the subtraction that follows,
+    which would make it a fused multiply-add in some programs and not in others.
+    """
+    return strict.alone(total * (1.0 / number))
+
+
+def _centred(batch: _Batch) -> jax.Array:
+    """f32[P, G], rewards less the group's mean; 0 in rows that do not count."""
+    mean = _quotient(_group_sum(batch), _number(batch))
+    return jnp.where(batch.counted, batch.rewards - mean, 0.0)
+
+
+def _deviation(batch: _Batch, centred: jax.Array) -> jax.Array:
+    """f32[P, 1], the sample deviation of what `_centred` returned."""
+    total = tree_sum(jnp.square(centred))[:, None]
+    return jnp.sqrt(_quotient(total, _one_less(_number(batch))))
+
+
+def _informative(batch: _Batch, values: jax.Array) -> jax.Array:
+    """The values of rows that count in groups with more than one reward; exact zeros elsewhere.
+
+    Without it the rounding of a mean, divided by a deviation of the same size, is a signal.
+    """
+    return jnp.where(batch.counted & _differing(batch.rewards, batch.counted), values, 0.0)
+
+
+def _whitened(batch: _Batch, values: jax.Array) -> jax.Array:
+    """f32[P, G], the values f32[P, G] less their mean, over their deviation; by tokens."""
+    lengths = row_count(batch.mask)
+    tokens = jnp.maximum(jnp.sum(lengths, dtype=jnp.int32), 1).astype(jnp.float32)
+    share = lengths.astype(jnp.float32)
+    centred = values - tree_sum((share * values).reshape(-1)) / tokens
+    centred = jnp.where(batch.counted, centred, 0.0)
+    variance = tree_sum((share * jnp.square(centred)).reshape(-1)) / _one_less(tokens)
+    whitened = centred * strict.inverse_root(variance + _VARIANCE_FLOOR)
+    # As in `_informative`: equal values are no signal.
+    return jnp.where(_differing(values, batch.counted, axis=None), whitened, 0.0)
+
+
+def _weighted_mean(values: jax.Array, weights: jax.Array, counted: jax.Array) -> jax.Array:
+    """Means over axis 1, which stays with size 1; plain ones where all weights are 0.
+
+    `values` and `weights` broadcast to the shape of `counted`; the weights are 0 or more.
+    """
+    weights = jnp.where(counted, weights, 0.0)
+    weightless = jnp.max(weights, axis=1, keepdims=True) == 0.0
+    weights = jnp.where(weightless, counted.astype(weights.dtype), weights)
+    values = jnp.where(counted, values, 0.0)
+    total = jnp.expand_dims(tree_sum(weights, axis=1), 1)
+    weighted = jnp.expand_dims(tree_sum(weights * values, axis=1), 1)
+    return weighted / jnp.where(total == 0.0, 1.0, total)
+
+
+def _energies(batch: _Batch) -> jax.Array:
+    return jnp.where(batch.mask, jnp.maximum(batch.energies, 0.0), 0.0)
+
+
+def _weights(batch: _Batch, log_weights: jax.Array) -> jax.Array:
+    held = jnp.clip(log_weights, -strict.LOG_RATIO_BOUND, strict.LOG_RATIO_BOUND)
+    weights = strict.exp(held)
+    return weights if batch.weight_cap is None else jnp.minimum(weights, batch.weight_cap)
+
+
+def _running_sum(values: jax.Array) -> jax.Array:
+    """Sums of the last axis up to each place, itself included, in log2(R) rounds of doubling.
+
+    A place's order of additions depends on the place alone, so that a longer axis changes no bit.
+    """
+    values, reach = strict.alone(values), 1
+    before = [(0, 0)] * (values.ndim - 1)
+    while reach < values.shape[-1]:
+        values = values + jnp.pad(values[..., :-reach], [*before, (reach, 0)])
+        reach *= 2
+    return values
+
+
+def _groups(rewards: jax.Array, group_size: int) -> jax.Array:
+    if rewards.ndim != 1 or group_size < 1 or rewards.shape[0] % group_size:
+        raise InputError(
+            f"rewards have shape {rewards.shape}; they must be one row of groups of {group_size}"
+        )
+    return rewards.reshape(-1, group_size)
+
+
+def _differing(
+    groups: jax.Array, counted: jax.Array | None = None, *, axis: int | None = 1
+) -> jax.Array:
+    """True where `axis` (kept with size 1; None: all) has more than one value. No arithmetic."""
+    if counted is None:
+        counted = jnp.ones_like(groups, dtype=bool)
+    largest = jnp.max(jnp.where(counted, groups, -jnp.inf), axis=axis, keepdims=True)
+    return jnp.any(counted & (groups != largest), axis=axis, keepdims=True)
+
+
+def _check_given(estimator: Estimator, groups: tuple[int, ...], given: dict[str, Any]) -> None:
+    for name in sorted(needs(estimator)):
+        if given[name] is None:
+            raise InputError(
+                f"{name} is None, but the estimator {estimator!r} needs it: {_MEANING[name]}"
+            )
+    prompts, size = groups
+    by_token = [given[name] for name in ("mask", "energies", "log_ratio")]
+    width = next((x.shape[-1:] for x in by_token if x is not None), ())
+    for name, array in given.items():
+        right = (prompts,) if name == "greedy_rewards" else (prompts * size, *width)
+        if array is not None and array.shape != right:
+            raise InputError(
+                f"{name} has shape {array.shape}; for {prompts} groups of {size} it must be {right}"
+            )

@@ -1,0 +1,122 @@
+"""What a policy loss returns, and what its formulas share.
+
+Estimates of the KL divergence from a reference policy, token by token.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.errors import InputError, check_choice
+from tim_jax.numerics.strict import LOG_RATIO_BOUND
+from tim_jax.numerics.sums import row_count, tree_sum
+
+
+class PolicyLoss(NamedTuple):
+    """What a loss says of each token. [B, R]; 0 or False off the mask."""
+
+    loss: jax.Array  # f32, to be weighted and summed
+    ratio: jax.Array  # f32 without gradient, the importance ratio before it is clipped
+    clipped_low: jax.Array  # bool, cut off where the loss would lower the token's probability
+    clipped_high: jax.Array  # bool, cut off where the loss would raise it
+    clipped_dual: jax.Array  # bool, cut off by `dual_clip`
+
+
+def log_ratios(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.where(mask, log_probs - old_log_probs, 0.0)
+
+
+def token_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array) -> jax.Array:
+    difference = log_ratios(log_probs, old_log_probs, mask)
+    return jnp.exp(jnp.clip(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+
+def row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """f32[B, 1], the mean over each row's tokens of values that are 0 off the mask."""
+    lengths = jnp.maximum(row_count(mask), 1).astype(values.dtype)
+    return (tree_sum(values) / lengths)[:, None]
+
+
+def clipped(ratio, advantages, mask, clip_low, clip_high, dual_clip) -> PolicyLoss:
+    """`-min(r A, clip(r) A)`, by cases: a tie between the arms of min leaves the gradient whole."""
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    clipped_low = mask & (advantages < 0.0) & (ratio < low)
+    clipped_high = mask & (advantages > 0.0) & (ratio > high)
+    used = jnp.where(clipped_low, low, jnp.where(clipped_high, high, ratio))
+    clipped_dual = jnp.zeros_like(clipped_low)
+    if dual_clip is not None:
+        clipped_dual = mask & (advantages < 0.0) & (ratio > dual_clip)
+        used = jnp.where(clipped_dual, dual_clip, used)
+    loss = -used * advantages
+    return result(loss, ratio, mask, low=clipped_low, high=clipped_high, dual=clipped_dual)
+
+
+def trust_region(
+    log_probs, old_log_probs, advantages, mask, divergence, bounds, ratio_cap
+) -> PolicyLoss:
+    ratio = jax.lax.stop_gradient(token_ratio(log_probs, old_log_probs, mask))
+    low = (advantages <= 0.0) & (log_probs < old_log_probs) & (divergence > bounds[0])
+    high = (advantages > 0.0) & (log_probs > old_log_probs) & (divergence > bounds[1])
+    loss = -advantages * jnp.minimum(ratio, ratio_cap) * log_probs
+    return result(jnp.where(low | high, 0.0, loss), ratio, mask, low=low, high=high)
+
+
+def unclipped(loss: jax.Array, ratio: jax.Array, mask: jax.Array) -> PolicyLoss:
+    never = jnp.zeros_like(mask)
+    return result(loss, ratio, mask, low=never, high=never)
+
+
+def result(loss, ratio, mask, *, low, high, dual=None) -> PolicyLoss:
+    ratio = jax.lax.stop_gradient(jnp.where(mask, ratio, 0.0))
+    dual = jnp.zeros_like(mask) if dual is None else dual
+    return PolicyLoss(jnp.where(mask, loss, 0.0), ratio, mask & low, mask & high, mask & dual)
+
+
+def absolute(values: jax.Array) -> jax.Array:
+    """`|x|` with no gradient at 0, where `jnp.abs` has 1: equal policies must not be pushed."""
+    return values * jax.lax.stop_gradient(jnp.sign(values))
+
+
+KL = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+
+
+def kl_estimate(
+    log_probs: jax.Array, reference: jax.Array, *, estimator: KL, cap: float | None = None
+) -> jax.Array:
+    """Returns per-token estimates f32[B, R] of KL(pi || reference) from tokens drawn from pi.
+
+    With `d = log pi - log reference` (Schulman, "Approximating KL divergence", 2020):
+    k1 `d`; k2 `d^2 / 2`; k3 `exp(-d) - 1 + d`, with d held within ±20; abs `|d|`. As a loss, k2 is
+    the one whose gradient is the divergence's in expectation; k1's has expectation 0; k3 is GRPO's
+    choice. `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2.
+
+    `cap` holds the estimate within ±cap: verl's k3 has a cap of 10. Beyond it there is no gradient,
+    but for k1+ and k3+, whose gradient it leaves alone.
+
+    Raises:
+        InputError: an unknown estimator, or a cap that is not positive.
+    """
+    check_choice("estimator", estimator, get_args(KL))
+    if cap is not None and not cap > 0.0:
+        raise InputError(f"cap is {cap}; it must be positive, or None for no cap")
+    difference = log_probs - reference
+    value = _divergence_estimate(difference, estimator.removesuffix("+"))
+    if cap is not None:
+        value = jnp.clip(value, -cap, cap)
+    if not estimator.endswith("+"):
+        return value
+    # Zero, with the gradient of k2, which is d.
+    constant = jax.lax.stop_gradient(difference)
+    return jax.lax.stop_gradient(value) + constant * (difference - constant)
+
+
+def _divergence_estimate(difference: jax.Array, estimator: str) -> jax.Array:
+    if estimator == "k1":
+        return difference
+    if estimator == "abs":
+        return absolute(difference)
+    if estimator == "k2":
+        return 0.5 * jnp.square(difference)
+    held = jnp.clip(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return jnp.expm1(-held) + held

@@ -1,0 +1,391 @@
+"""Objectives: rewards and log-probs in, a loss for every token and its weight out. No model.
+
+An `Objective` joins an advantage estimator (`advantages`), a policy loss (`losses`), KL and entropy
+terms and the way that token losses become one number. B sequences stand in groups of equal size
+(samples of one prompt), in consecutive rows; R is the longest response. A batch's loss is
+`sum(weights * losses)`, where the weights hold the one normaliser of the whole batch: a micro-batch
+takes its rows of both and adds up, and the gradient is the same but for rounding.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.errors import InputError, check_choice
+from tim_jax.objectives import losses
+from tim_jax.objectives.advantages import GROUP_BASELINES, Estimator, advantages, needs
+from tim_jax.objectives.aggregation import (
+    Aggregation,
+    Denominator,
+    check_aggregation,
+    check_tokens,
+    counts_kept,
+    token_weights,
+)
+from tim_jax.objectives.losses import KL, Loss, kl_estimate
+from tim_jax.objectives.shaping import AdaptiveKL
+
+
+class TokenLosses(NamedTuple):
+    """A token's contribution, and what a report wants to know. [B, R]; 0 or False off the mask."""
+
+    loss: jax.Array  # f32, to be weighted by `token_weights` and summed
+    ratio: jax.Array  # f32, importance ratio pi / pi_old that the loss used; 1.0 for 'reinforce'
+    clipped_low: jax.Array  # bool, the loss cut its ratio off from below; see the loss
+    clipped_high: jax.Array  # bool, from above
+    clipped_dual: jax.Array  # bool, ratio above dual_clip with a negative advantage: no gradient
+    kl: jax.Array  # f32, the KL estimate to the reference policy; 0 without one
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """A policy-gradient objective as a value. Checked when built."""
+
+    estimator: Estimator = "grpo"
+    loss: Loss = "clip"
+    clip_low: float | None = None
+    """Where the loss clips its ratio from below, as a distance from 1; None: the loss's own."""
+    clip_high: float | None = None
+    """The same from above (eps_low and eps_high in DAPO)."""
+    dual_clip: float | None = None
+    """A bound above 1 on the ratio for negative advantages; None: none."""
+    loss_options: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
+    """Further options of the loss, such as `{"ratio_cap": 5.0}`; see `losses.options`."""
+    aggregation: Aggregation = "token_mean"
+    max_length: int | None = None
+    """The length that 'constant_length' divides by."""
+    denominator: Denominator = "response"
+    """What rejections do to the weights; see `token_weights`."""
+    kl_coefficient: float = 0.0
+    """Of the KL term to the reference policy in the loss."""
+    kl_estimator: KL = "k3"
+    kl_cap: float | None = None
+    """A bound on the size of a token's KL estimate (verl: 10); None: none."""
+    entropy_coefficient: float = 0.0
+    """Of the entropy that is added to the objective, to be kept up."""
+    advantage_eps: float = 1e-6
+    drop_uninformative: bool = False
+    """Leave out groups whose rewards are all equal."""
+    drop_cut: bool = False
+    """Leave out responses that the longest length cut off (DAPO's overlong filtering)."""
+    overlong_cache: int | None = None
+    """Tokens before `max_length` from which on a response loses reward (DAPO, eq. 13)."""
+    reward_kl_coefficient: float = 0.0
+    """Of the KL to the reference policy that is taken off the reward; adapted with a target."""
+    reward_kl_target: float | None = None
+    """KL in nats a sequence that the coefficient is steered to; None: the coefficient stays."""
+    reward_kl_horizon: int = 10_000
+    """Sequences over which the coefficient is steered."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss_options", tuple(sorted(dict(self.loss_options).items())))
+        check_choice("estimator", self.estimator, get_args(Estimator))
+        check_choice("loss", self.loss, get_args(Loss))
+        check_choice("aggregation", self.aggregation, get_args(Aggregation))
+        check_choice("denominator", self.denominator, get_args(Denominator))
+        check_choice("kl_estimator", self.kl_estimator, get_args(KL))
+        check_aggregation(self.aggregation, self.max_length)
+        self._check_options()
+        for name in ("kl_coefficient", "advantage_eps", "reward_kl_coefficient"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise InputError(f"{name} is {value}; it must be 0 or more")
+        if not math.isfinite(self.entropy_coefficient):
+            raise InputError(
+                f"entropy_coefficient is {self.entropy_coefficient}; it must be finite"
+            )
+        if self.kl_cap is not None and not self.kl_cap > 0.0:
+            raise InputError(f"kl_cap is {self.kl_cap}; it must be above 0")
+        self._check_shaping()
+
+    def _check_options(self) -> None:
+        for name, value in self.loss_options:
+            if getattr(self, name, None) is not None:
+                raise InputError(
+                    f"{name} is given twice, as {getattr(self, name)} and in loss_options as"
+                    f" {value}"
+                )
+        losses.check_options(self.loss, self.options)
+
+    def _check_shaping(self) -> None:
+        if self.drop_uninformative and self.estimator not in GROUP_BASELINES:
+            raise InputError(
+                f"drop_uninformative leaves out groups of equal rewards, but the estimator"
+                f" {self.estimator!r} learns from them; use one with a baseline of the group"
+            )
+        cache, longest = self.overlong_cache, self.max_length
+        if cache is not None and not (longest is not None and 1 <= cache <= longest):
+            raise InputError(
+                f"overlong_cache is {cache}; it must lie in [1, max_length], which is {longest}"
+            )
+        if self.reward_kl_target is not None and not self.reward_kl_coefficient > 0.0:
+            raise InputError(
+                f"reward_kl_target is {self.reward_kl_target}, but reward_kl_coefficient, which it"
+                " would steer, is 0"
+            )
+        _ = self.controller
+
+    def check_whole_distribution(self) -> None:
+        """Refuses what is about the whole distribution, for samplers that cut it off.
+
+        Raises:
+            InputError: an entropy term, or an estimator that weights by the size of the score.
+        """
+        for what, asked in (
+            (f"entropy_coefficient = {self.entropy_coefficient}", self.entropy_coefficient),
+            (f"the estimator {self.estimator!r}", self.needs_energy),
+        ):
+            if asked:
+                raise InputError(
+                    f"{what} is about the whole distribution, which top_k or top_p cut off; set"
+                    " top_k = 0 and top_p = 1"
+                )
+
+    @property
+    def options(self) -> dict[str, float]:
+        """What the loss is told beyond its own defaults."""
+        named = {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
+        given = {name: value for name, value in named.items() if value is not None}
+        return {**given, **dict(self.loss_options)}
+
+    @property
+    def controller(self) -> AdaptiveKL | None:
+        """What steers the coefficient of the KL in the reward, if anything does."""
+        if self.reward_kl_target is None:
+            return None
+        return AdaptiveKL(target=self.reward_kl_target, horizon=self.reward_kl_horizon)
+
+    @property
+    def has_reference(self) -> bool:
+        """True if there is a KL to a reference policy, in the loss or in the reward."""
+        return self.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
+
+    @property
+    def has_ratio(self) -> bool:
+        """True if the loss holds the importance ratio of the policy to the old one."""
+        return losses.uses_ratio(self.loss)
+
+    @property
+    def needs_energy(self) -> bool:
+        """True if the advantages weight tokens by the size of their score."""
+        return "energies" in needs(self.estimator)
+
+    @property
+    def counts_kept(self) -> bool:
+        """True if rejected tokens change the other tokens' weights."""
+        return counts_kept(self.aggregation, self.denominator)
+
+    @property
+    def selects(self) -> bool:
+        """True if the loss chooses tokens by a statistic of the whole batch."""
+        return self.loss in losses.SELECTIONS
+
+    def advantages(self, rewards: jax.Array, *, group_size: int, **known: Any) -> jax.Array:
+        """Returns f32[B] or f32[B, R]; see `advantages.advantages`, also for what may be known."""
+        return advantages(
+            rewards,
+            group_size=group_size,
+            estimator=self.estimator,
+            eps=self.advantage_eps,
+            **known,
+        )
+
+    def token_weights(self, mask: jax.Array, kept: jax.Array | None = None) -> jax.Array:
+        """Returns f32[B, R]; see `token_weights`."""
+        return token_weights(
+            mask,
+            aggregation=self.aggregation,
+            max_length=self.max_length,
+            kept=kept,
+            denominator=self.denominator,
+        )
+
+    def select(
+        self,
+        log_probs: jax.Array,
+        old_log_probs: jax.Array,
+        advantages: jax.Array,
+        *,
+        mask: jax.Array,
+    ) -> jax.Array:
+        """Returns bool[B, R], the tokens that a loss which `selects` treats apart.
+
+        The arrays must be those of the whole update batch.
+        """
+        advantages = _token_advantages(advantages, mask.shape)
+        given = (log_probs, old_log_probs)
+        log_probs, old = (jnp.where(mask, x.astype(jnp.float32), 0.0) for x in given)
+        return losses.select(self.loss, log_probs, old, advantages, mask, self.options)
+
+    def token_losses(
+        self,
+        log_probs: jax.Array,
+        old_log_probs: jax.Array,
+        advantages: jax.Array,
+        *,
+        mask: jax.Array,
+        coefficients: jax.Array | None = None,
+        kept: jax.Array | None = None,
+        reference_log_probs: jax.Array | None = None,
+        entropy: jax.Array | None = None,
+        selected: jax.Array | None = None,
+    ) -> TokenLosses:
+        """Returns the losses of f32[B, R] log-probs, advantages f32[B] or [B, R], mask bool[B, R].
+
+        `loss_t = c_t * policy_loss_t + kept_t (kl_coefficient * kl_t - entropy_coefficient * H_t)`.
+        A statistic that a loss takes of a row (GSPO's mean) or of the batch is of the kept tokens.
+        The coefficients c (f32[B, R], ones if None) and `kept` (bool[B, R], all if None) come from
+        `tim_jax.corrections`; `selected` (bool[B, R]) from `select`, for losses that need it;
+        `entropy` (f32[B, R]) is that of the policy, with its gradient. No gradient flows into
+        `old_log_probs`, `advantages`, `coefficients` or `reference_log_probs`; equal log-probs give
+        ratios of exactly 1. Whatever stands off the mask, NaN too, is ignored, by the gradient as
+        well; a NaN on it shows.
+
+        Raises:
+            InputError: a shape that does not fit, or an array that the objective needs is missing.
+        """
+        self._check_given(reference_log_probs, entropy)
+        tokens = {"log_probs": log_probs, "old_log_probs": old_log_probs, "kept": kept}
+        tokens |= {"coefficients": coefficients, "reference_log_probs": reference_log_probs}
+        check_tokens(tokens | {"entropy": entropy, "selected": selected}, mask.shape)
+        advantages = jax.lax.stop_gradient(_token_advantages(advantages, mask.shape))
+        log_probs = jnp.where(mask, log_probs.astype(jnp.float32), 0.0)
+        old = jax.lax.stop_gradient(jnp.where(mask, old_log_probs.astype(jnp.float32), 0.0))
+        counted = mask if kept is None else mask & kept
+        found = losses.policy_loss(
+            self.loss, log_probs, old, advantages, counted, self.options, selected=selected
+        )
+        loss = found.loss
+        if coefficients is not None:
+            loss = loss * jax.lax.stop_gradient(jnp.where(mask, coefficients, 0.0))
+        kl = jnp.zeros_like(loss)
+        if reference_log_probs is not None:
+            reference = jax.lax.stop_gradient(jnp.where(mask, reference_log_probs, 0.0))
+            kl = kl_estimate(log_probs, reference, estimator=self.kl_estimator, cap=self.kl_cap)
+        terms = jnp.zeros_like(loss)
+        if self.kl_coefficient > 0.0:  # without a coefficient the estimate is only reported
+            terms = terms + self.kl_coefficient * kl
+        if self.entropy_coefficient and entropy is not None:
+            terms = terms - self.entropy_coefficient * jnp.where(mask, entropy, 0.0)
+        loss = loss + (terms if kept is None else jnp.where(kept, terms, 0.0))
+        return TokenLosses(
+            loss=jnp.where(mask, loss, 0.0),
+            ratio=found.ratio,
+            clipped_low=found.clipped_low,
+            clipped_high=found.clipped_high,
+            clipped_dual=found.clipped_dual,
+            kl=jax.lax.stop_gradient(jnp.where(mask, kl, 0.0)),
+        )
+
+    def _check_given(self, reference_log_probs: Any, entropy: Any) -> None:
+        if self.kl_coefficient > 0.0 and reference_log_probs is None:
+            raise InputError(
+                f"kl_coefficient is {self.kl_coefficient}, but no reference log-probs were given"
+            )
+        if self.entropy_coefficient and entropy is None:
+            raise InputError(
+                f"entropy_coefficient is {self.entropy_coefficient}, but no entropies were given"
+            )
+
+
+def grpo(**changes) -> Objective:
+    """GRPO (arXiv 2402.03300): group mean and deviation, clip 0.2, mean of means, KL 0.04 by k3."""
+    return _build(changes, aggregation="sequence_mean_token_mean", kl_coefficient=0.04)
+
+
+def dr_grpo(**changes) -> Objective:
+    """Dr. GRPO (arXiv 2503.20783): group mean only, sums over the `max_length` to be given."""
+    return _build(changes, estimator="dr_grpo", aggregation="constant_length")
+
+
+def rloo(**changes) -> Objective:
+    """RLOO (arXiv 2402.14740): leave-one-out baseline, policy gradient of whole sequences."""
+    return _build(
+        changes, estimator="rloo", loss="reinforce", aggregation="sequence_mean_token_sum"
+    )
+
+
+def reinforce(**changes) -> Objective:
+    """REINFORCE (Williams 1992): the raw reward, policy gradient of whole sequences."""
+    return _build(
+        changes, estimator="reinforce", loss="reinforce", aggregation="sequence_mean_token_sum"
+    )
+
+
+def reinforce_plus_plus(**changes) -> Objective:
+    """REINFORCE++ (arXiv 2501.03262): rewards whitened over the batch, clip 0.2, token mean."""
+    return _build(changes, estimator="reinforce_plus_plus")
+
+
+def dapo(**changes) -> Objective:
+    """DAPO (arXiv 2503.14476): GRPO's advantage, clip 0.2 / 0.28, token mean, groups dropped.
+
+    Its dynamic sampling is the loop's (`refills`); its penalty and filter for overlong responses
+    are `overlong_cache` and `drop_cut`.
+    """
+    return _build(changes, clip_high=0.28, drop_uninformative=True)
+
+
+def gspo(**changes) -> Objective:
+    """GSPO (arXiv 2507.18071): GRPO's advantage, sequence ratio clipped at 3e-4 / 4e-4."""
+    return _build(changes, loss="gspo", aggregation="sequence_mean_token_mean")
+
+
+def cispo(**changes) -> Objective:
+    """CISPO (arXiv 2506.13585): GRPO's advantage, clipped ratio as a weight, token mean."""
+    return _build(changes, loss="cispo")
+
+
+def sapo(**changes) -> Objective:
+    """SAPO (arXiv 2511.20347): GRPO's advantage, soft gates on the ratio, mean of means."""
+    return _build(changes, loss="sapo", aggregation="sequence_mean_token_mean")
+
+
+def gmpo(**changes) -> Objective:
+    """GMPO (arXiv 2507.20673): GRPO's advantage, geometric mean of clipped ratios."""
+    return _build(changes, loss="gmpo", aggregation="sequence_mean_token_mean")
+
+
+def dppo(**changes) -> Objective:
+    """DPPO (arXiv 2602.04879): GRPO's advantage, trust region of total variation, token mean."""
+    return _build(changes, loss="dppo_tv")
+
+
+PRESETS = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce": reinforce,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "dapo": dapo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo": dppo,
+}
+
+
+def _build(changes: dict, **defaults) -> Objective:
+    known = [field.name for field in dataclasses.fields(Objective)]
+    for name in changes:
+        check_choice("objective option", name, known)
+    own = defaults.get("loss", Objective.loss)
+    if changes.get("loss", own) != own:
+        defaults.pop("clip_high", None)  # a preset's bound is one of its own loss
+    return Objective(**{**defaults, **changes})
+
+
+def _token_advantages(advantages: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """f32[B, R] of advantages [B] or [B, R], and of nothing else."""
+    if advantages.shape not in (shape, shape[:1]):
+        raise InputError(
+            f"advantages have shape {advantages.shape}; with a mask of {shape} they must be"
+            f" {shape[:1]}, one a sequence, or {shape}, one a token"
+        )
+    values = advantages.astype(jnp.float32)
+    return jnp.broadcast_to(values[:, None] if values.ndim == 1 else values, shape)

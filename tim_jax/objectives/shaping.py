@@ -1,0 +1,133 @@
+"""What is added to rewards or taken off them before advantages are computed. Pure functions.
+
+B sequences; R is the longest response. Rewards are f32[B], one per sequence.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.errors import InputError
+from tim_jax.numerics.sums import tree_sum
+from tim_jax.objectives.losses import KL, kl_estimate
+
+# The largest relative error of the KL that the controller answers to (Ziegler et al. 2019, 2.2).
+_LARGEST_ERROR = 0.2
+
+
+def overlong_penalty(lengths: jax.Array, *, longest: int, cache: int) -> jax.Array:
+    """Returns f32[B] in [-1, 0], to be added to the rewards: DAPO's soft overlong punishment.
+
+    0 up to `longest - cache` tokens, `(longest - cache - length) / cache` from there to `longest`,
+    -1 beyond (arXiv 2503.14476, eq. 13).
+
+    Args:
+        lengths: i32[B], tokens of each response, the end-of-sequence token included.
+        longest: the length at which the penalty is complete, in tokens.
+        cache: over how many tokens before that it grows.
+
+    Raises:
+        InputError: `cache` is not in [1, longest].
+    """
+    if not 1 <= cache <= longest:
+        raise InputError(f"cache is {cache}; it must lie in [1, longest], which is [1, {longest}]")
+    beyond = (longest - cache - lengths).astype(jnp.float32)
+    # A quotient by a constant is compiled as this product in most programs, not in all. It ends in
+    # a select: it must not fuse with the reward's sum, and -1 is exact.
+    penalty = jnp.clip(beyond * (1.0 / cache), -1.0, 0.0)
+    return jnp.where(lengths >= longest, -1.0, penalty)
+
+
+def kl_penalty(
+    log_probs: jax.Array,
+    reference_log_probs: jax.Array,
+    mask: jax.Array,
+    *,
+    coefficient: float | jax.Array,
+    estimator: KL = "k1",
+) -> jax.Array:
+    """Returns f32[B], to be taken off the rewards: `coefficient * sum_t kl_t` of each response.
+
+    The sum over tokens of the estimated KL from the reference (Ouyang et al. 2022, arXiv
+    2203.02155, eq. 2, with `estimator` k1). See `tim_jax.objectives.losses.kl_estimate`.
+
+    Args:
+        log_probs: f32[B, R], of the policy that sampled.
+        reference_log_probs: f32[B, R], of the reference policy.
+        mask: bool[B, R], True on response tokens. What stands elsewhere, NaN too, is not read.
+        coefficient: in units of reward per nat; a float or an f32[], such as `AdaptiveKL` gives.
+        estimator: of the KL at a token.
+
+    Raises:
+        InputError: arrays of different shapes, or a coefficient below 0 that is a Python number.
+    """
+    if not log_probs.shape == reference_log_probs.shape == mask.shape:
+        raise InputError(
+            f"log_probs, reference_log_probs and mask have shapes {log_probs.shape},"
+            f" {reference_log_probs.shape} and {mask.shape}; they must be the same"
+        )
+    if isinstance(coefficient, float | int) and not coefficient >= 0.0:
+        raise InputError(f"coefficient is {coefficient}; it must be 0 or more")
+    ours, theirs = (jnp.where(mask, x, 0.0) for x in (log_probs, reference_log_probs))
+    estimates = kl_estimate(ours, theirs, estimator=estimator)
+    # Inside the sum: as its last step the product could fuse with what the caller subtracts from.
+    return tree_sum(coefficient * jnp.where(mask, estimates, 0.0))
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A controller of the KL penalty's coefficient. Checked when built.
+
+    `target` is the KL to be held, in nats per sequence or per token, as the measured one is.
+    `horizon` is the number of sequences over which a KL that is 20% or more off changes the
+    coefficient by about 20%. The coefficient itself is the caller's state.
+    """
+
+    target: float
+    horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        if not self.target > 0.0:
+            raise InputError(f"target is {self.target}; the KL to be held must be positive")
+        if not self.horizon >= 1:
+            raise InputError(f"horizon is {self.horizon}; it must be at least 1 sequence")
+
+    def update(self, coefficient: jax.Array, kl: jax.Array, *, sequences: int) -> jax.Array:
+        """Returns the next coefficient f32[]; see `adapted_coefficient`."""
+        return adapted_coefficient(
+            coefficient, kl, target=self.target, horizon=self.horizon, sequences=sequences
+        )
+
+
+def adapted_coefficient(
+    coefficient: jax.Array, kl: jax.Array, *, target: float, horizon: int, sequences: int
+) -> jax.Array:
+    """Returns f32[], the KL coefficient after a step on `sequences` sequences of divergence `kl`.
+
+    `coefficient * (1 + clip((kl - target) / target, -0.2, 0.2) * sequences / horizon)`, the
+    log-space proportional controller of Ziegler et al. 2019 (arXiv 1909.08593, section 2.2), whose
+    K_beta of 0.1 per step is `sequences / horizon`. A coefficient of 0 stays 0.
+
+    A `kl` that is not finite is no measurement and leaves the coefficient unchanged: the state
+    outlives the step, and a NaN in it would never leave.
+
+    Args:
+        coefficient: f32[], 0 or more.
+        kl: f32[], measured in the unit of `target`.
+        target, horizon: as in `AdaptiveKL`, positive.
+        sequences: of this step; below `5 * horizon`, where the factor could reach 0.
+
+    Raises:
+        InputError: `sequences` is below 0, or `5 * horizon` or more.
+    """
+    if not 0 <= sequences < horizon / _LARGEST_ERROR:
+        raise InputError(
+            f"sequences is {sequences}; with horizon {horizon} it must lie in"
+            f" [0, {horizon / _LARGEST_ERROR:g}), or one step could end the penalty"
+        )
+    # Each factor is inside a clip or a select, so that no sum becomes a fused multiply-add.
+    gain = sequences / horizon
+    limit = _LARGEST_ERROR * gain
+    change = jnp.clip((kl - target) / target * gain, -limit, limit)
+    return jnp.where(jnp.isfinite(kl), coefficient * (1.0 + change), coefficient)

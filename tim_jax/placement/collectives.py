@@ -1,0 +1,226 @@
+"""What crosses devices inside the model: gathers on the way forward, their transposes back.
+
+Everything here runs inside `shard_map` over a placement's mesh, and does nothing along a mesh axis
+of one device. The forward only moves bits: nothing is added up, so that a value does not depend on
+how many devices it was computed on. Gradients are summed over devices in float32, whatever the
+compute dtype, and in the order of the devices: parts are exchanged and then added up locally, which
+moves as many bytes as a reduce-scatter. A reduction by the runtime adds in an order of its own,
+which on a CPU is another one as soon as there are several processes.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax import kernels
+from tim_jax.kernels import Kernels, native
+from tim_jax.kernels.composed import Composed
+from tim_jax.numerics import Numerics
+from tim_jax.placement.layout import AXES, RULES, Axes, Placement, missing
+
+Names = tuple[str, ...]
+
+
+def _present(names: Names, placement: Placement) -> Names:
+    return tuple(name for name in names if getattr(placement, name) > 1)
+
+
+def _collect(x: jax.Array, names: Names, axis: int) -> jax.Array:
+    return jax.lax.all_gather(x, names, axis=axis, tiled=True)
+
+
+def _reduce(x: jax.Array, names: Names, axis: int) -> jax.Array:
+    """This device's part of the sum over devices, float32."""
+    x = jnp.moveaxis(x.astype(jnp.float32), axis, 0)
+    parts = x.reshape(jax.lax.axis_size(names), -1, *x.shape[1:])
+    parts = jax.lax.all_to_all(parts, names, split_axis=0, concat_axis=0)
+    return jnp.moveaxis(_added(parts), 0, axis)
+
+
+def _added(parts: jax.Array) -> jax.Array:
+    """The sum of [n, ...] over n, neighbours first, then their sums."""
+    while parts.shape[0] > 1:
+        pairs = parts.shape[0] // 2
+        sums = parts[: 2 * pairs : 2] + parts[1 : 2 * pairs : 2]
+        parts = jnp.concatenate([sums, parts[2 * pairs :]])
+    return parts[0]
+
+
+def total(x: jax.Array, names: Names) -> jax.Array:
+    """The sum of `x` over the devices along `names`, whole on each; float32."""
+    count = jax.lax.axis_size(names)
+    flat = x.reshape(-1)
+    own = _reduce(jnp.pad(flat, (0, -flat.size % count)), names, 0)
+    return _collect(own, names, 0)[: flat.size].reshape(x.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x, names, axis):
+    return _collect(x, names, axis)
+
+
+def _gather_backward(names, axis, dtype, cotangent):
+    return (_reduce(cotangent, names, axis).astype(dtype.dtype),)
+
+
+_gather.defvjp(
+    lambda x, names, axis: (_collect(x, names, axis), jnp.zeros((0,), x.dtype)), _gather_backward
+)
+
+
+def gather(x: jax.Array, names: Names, placement: Placement) -> jax.Array:
+    """The last axis of `x` of all devices along the mesh axes `names`, in order.
+
+    Every device is to do something else with the whole (such as its own columns of a product), so
+    that the transpose sums the cotangents of all, each device keeping its part.
+    """
+    names = _present(names, placement)
+    return _gather(x, names, x.ndim - 1) if names else x
+
+
+def tensor_whole(x: jax.Array, placement: Placement) -> jax.Array:
+    """The last axis of `x` of all devices of a tensor group, which then all do the same with it.
+
+    Not for differentiation: their cotangents are copies of one, and not parts of a sum.
+    """
+    return _collect(x, ("tensor",), x.ndim - 1) if placement.tensor > 1 else x
+
+
+def rows_for_columns(x: jax.Array, placement: Placement) -> jax.Array:
+    """Own columns [N, M / tensor] of all rows, for all columns [N / tensor, M] of own rows.
+
+    Differentiable: the transpose is the exchange back. `tensor` must divide N.
+    """
+    if placement.tensor == 1:
+        return x
+    return jax.lax.all_to_all(x, "tensor", split_axis=0, concat_axis=1, tiled=True)
+
+
+def own_rows(x: jax.Array, placement: Placement) -> jax.Array:
+    """This device's rows [N / tensor, ...], those of `rows_for_columns`, of [N, ...]."""
+    if placement.tensor == 1:
+        return x
+    size = x.shape[0] // placement.tensor
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * size, size)
+
+
+def family(numerics: Numerics, placement: Placement) -> Kernels:
+    """The kernels of these numerics for weights that are split over fsdp, where they are composed.
+
+    Their dot gathers the rows of its weight just before use. Kernels that are not composed of a
+    dot take what `matrix` gives.
+    """
+    ops = kernels.family(numerics)
+    if not isinstance(ops, Composed) or not _present(RULES["in"], placement):
+        return ops
+    return replace(ops, dot=partial(_dot, ops.dot, placement))
+
+
+def matrix(weight: jax.Array, *, numerics: Numerics, placement: Placement) -> jax.Array:
+    """The weight as the dots of `family` take it: this device's part, or gathered over fsdp.
+
+    What is gathered here is kept for the backward, unless the layer is recomputed (`remat`).
+    """
+    names = _present(RULES["in"], placement)
+    if isinstance(kernels.family(numerics), Composed) or not names:
+        return weight
+    return _gather(weight, names, weight.ndim - 2)
+
+
+def _dot(
+    dot: Callable,
+    placement: Placement,
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    numerics: Numerics,
+) -> jax.Array:
+    """x [N, K] @ weight -> float32 [N, M], the rows of `weight` gathered over fsdp just before use.
+
+    Args:
+      weight: this device's part, [K / fsdp, M] or column tiles [T, K / fsdp, M / T].
+
+    The backward gathers the weight again: no whole weight is kept from the forward.
+    """
+    plain = partial(dot, numerics=numerics)
+    names = _present(RULES["in"], placement)
+    axis = weight.ndim - 2
+
+    def forward(x, weight):
+        return plain(x, _collect(weight, names, axis))
+
+    def backward(residuals, cotangent):
+        x, weight = residuals
+        dx, dweight = native.dot_gradients(x, _collect(weight, names, axis), cotangent)
+        return dx.astype(x.dtype), _reduce(dweight, names, axis).astype(weight.dtype)
+
+    call = jax.custom_vjp(forward)
+    call.defvjp(lambda x, w: (forward(x, w), (x, w)), backward)
+    return call(x, weight)
+
+
+def hold(weights: Any, axes: Any, placement: Placement) -> Any:
+    """Weights whole along fsdp, as a placement's `held` expects them. Not for differentiation."""
+    return _along_fsdp(_collect, weights, axes, placement)
+
+
+def release(sums: Any, axes: Any, placement: Placement) -> Any:
+    """The transpose of `hold`: this device's part of the sums over fsdp, float32."""
+    return _along_fsdp(_reduce, sums, axes, placement)
+
+
+def _along_fsdp(move: Callable, tree: Any, axes: Any, placement: Placement) -> Any:
+    def leaf(x: jax.Array, axes: Axes) -> jax.Array:
+        for index, axis in enumerate(axes):
+            if "fsdp" in RULES[axis]:
+                return move(x, ("fsdp",), index)
+        return x
+
+    return jax.tree.map(leaf, tree, axes) if placement.fsdp > 1 else tree
+
+
+def sum_copies(gradients: Any, axes: Any, placement: Placement) -> Any:
+    """Gradients summed over the mesh axes along which their weights are copies of each other."""
+
+    def leaf(x: jax.Array, axes: Axes) -> jax.Array:
+        names = _present(missing(axes), placement)
+        return total(x, names) if names else x
+
+    return jax.tree.map(leaf, gradients, axes)
+
+
+def any_row(flag: jax.Array, placement: Placement) -> jax.Array:
+    """bool[], whether `flag` bool[] holds on a device of any rows. A gather, not a sum."""
+    names = _present(RULES["rows"], placement)
+    if not names:
+        return flag
+    flags = jax.lax.all_gather(flag.astype(jnp.int32), names)
+    return jnp.any(flags.reshape(-1) > 0)
+
+
+def whole_rows(tree: Any, placement: Placement) -> Any:
+    """Arrays [B / shards, ...] of every device's rows as the whole [B, ...]."""
+    names = _present(RULES["rows"], placement)
+
+    def leaf(x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.bool_:
+            return _collect(x.astype(jnp.int8), names, 0) > 0
+        return _collect(x, names, 0)
+
+    return jax.tree.map(leaf, tree) if names else tree
+
+
+def norm(tree: Any, axes: Any, placement: Placement) -> jax.Array:
+    """f32[], the Euclidean norm of arrays that lie on the mesh by these logical axes."""
+
+    def squares(x: jax.Array, axes: Axes) -> jax.Array:
+        found = jnp.sum(jnp.square(x.astype(jnp.float32)))
+        copies = [jax.lax.axis_index(name) for name in _present(missing(axes), placement)]
+        return jnp.where(sum(copies) == 0, found, 0.0) if copies else found
+
+    own: Any = sum(jax.tree.leaves(jax.tree.map(squares, tree, axes)), jnp.float32(0))
+    return jnp.sqrt(total(own[None], _present(AXES, placement))[0])

@@ -1,0 +1,384 @@
+"""How much of a device's memory a compiled program takes.
+
+What a traced program computes: floating-point operations of products, and traffic of kernels.
+
+Counted where the program is traced, because there every loop has its length and every kernel its
+grid and blocks; a compiler's own count takes loop bodies once, and does not look into kernels.
+
+
+What a compiled program moves: between chips, and between a chip's memory and its cores.
+
+What a program takes on one chip, as numbers that can be drawn along a line.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from math import prod
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
+from tim_jax.errors import InputError
+from tim_jax.plan import hlo
+from tim_jax.plan.hlo import Computation, Instruction, Module, Visit
+from tim_jax.plan.recipe import Program
+from tim_jax.plan.topology import Target
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_REFUSED = re.compile(r"memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    arguments: int = 0
+    outputs: int = 0
+    temporaries: int = 0
+    aliased: int = 0  # outputs that take the place of arguments
+    code: int = 0
+    together: int = 0  # of a program that the compiler refused: all of it, and nothing else
+
+    @property
+    def total(self) -> int:
+        own = self.arguments + self.outputs + self.temporaries - self.aliased + self.code
+        return own + self.together
+
+
+def of(compiled: Any) -> Memory:
+    """That of a compiled program.
+
+    Raises:
+      InputError: this compiler does not say.
+    """
+    found = compiled.memory_analysis()
+    if found is None:
+        raise InputError("plan: this compiler does not say how much memory a program takes")
+    return Memory(
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+        aliased=found.alias_size_in_bytes,
+        code=found.generated_code_size_in_bytes,
+    )
+
+
+def of_refusal(message: str) -> Memory | None:
+    """What the TPU compiler says of a program that does not fit: one sum, to a hundredth of its
+    unit, which it calls temporaries and which has arguments and outputs in it. None if the message
+    is about something else."""
+    found = _REFUSED.search(message)
+    if not found:
+        return None
+    return Memory(together=round(float(found[1]) * _UNITS[found[2]]))
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one device; where a program is not local to devices, of all of it."""
+
+    flops: int = 0  # a multiplication and an addition are two
+    kernel_bytes: int = 0  # between memory and Pallas kernels
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.kernel_bytes + other.kernel_bytes)
+
+    def times(self, count: int) -> "Work":
+        return Work(self.flops * count, self.kernel_bytes * count)
+
+
+def count(jaxpr: Any, trips: Sequence[int] = ()) -> Work:
+    """Work of a jaxpr, inner ones included.
+
+    A branch counts as its most expensive side; so a kernel counts all its blocks, also those that
+    a causal mask lets it skip.
+
+    Args:
+      trips: of loops that end by a condition, in the program's order; beyond these, one each.
+    """
+    return _count(jaxpr, iter(trips))
+
+
+def _count(jaxpr, trips: Iterator[int]) -> Work:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum((_equation(one, trips) for one in jaxpr.eqns), Work())
+
+
+def _equation(equation, trips: Iterator[int]) -> Work:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        return Work(flops=_product(equation))
+    if name == "pallas_call":
+        return _kernel(params, trips)
+    if name == "while":
+        body = _count(params["body_jaxpr"], trips)
+        return body.times(next(trips, 1)) + _count(params["cond_jaxpr"], trips)
+    if name == "cond":
+        return max((_count(one, trips) for one in params["branches"]), key=lambda w: w.flops)
+    inner = sum((_count(one, trips) for one in jaxprs_in_params(params)), Work())
+    return inner.times(params["length"]) if name == "scan" else inner
+
+
+def _product(equation) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return 2 * prod(equation.outvars[0].aval.shape) * prod(shape[axis] for axis in contracted)
+
+
+def _kernel(params, trips: Iterator[int]) -> Work:
+    mapping = params["grid_mapping"]
+    steps = prod(mapping.grid)
+    moved = sum(_moved(block, mapping.grid) for block in mapping.block_mappings)
+    return _count(params["jaxpr"], trips).times(steps) + Work(kernel_bytes=moved)
+
+
+def _moved(block, grid: tuple[int, ...]) -> int:
+    """Bytes of all copies of a block: one whenever its place changes, the last axis fastest."""
+    innermost = max(_axes_used(block.index_map_jaxpr, len(grid)), default=-1)
+    copies = prod(grid[: innermost + 1])
+    size = prod(block.transformed_block_aval.shape) * block.array_aval.dtype.itemsize
+    return copies * size
+
+
+def _axes_used(index_map, count: int) -> set[int]:
+    """Axes of the grid that a block's place depends on."""
+    jaxpr = getattr(index_map, "jaxpr", index_map)
+    behind: dict[Any, set[int]] = {var: {i} for i, var in enumerate(jaxpr.invars[:count])}
+
+    def of(atom) -> set[int]:
+        return behind.get(atom, set()) if not hasattr(atom, "val") else set()
+
+    for equation in jaxpr.eqns:
+        found = set().union(*(of(atom) for atom in equation.invars))
+        behind |= dict.fromkeys(equation.outvars, found)
+    return set().union(*(of(atom) for atom in jaxpr.outvars))
+
+
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# Names, tuples and views: nothing is read or written.
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "after-all",
+    "opt-barrier",
+    "optimization-barrier",
+    "partition-id",
+    "replica-id",
+    "custom-call",  # kernels: counted where they are traced
+    "async-start",
+    "async-update",
+    "async-done",
+}
+# Groups along the axes of a mesh: mesh['data'=1,'fsdp'=4] {'fsdp'}
+_MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_AXIS = re.compile(r"'(\w+)'=(\d+)")
+_TAKES = ("dynamic-slice", "gather", "slice")
+# What writes into its first operand in place, and which operand says what is written.
+_PUTS = {"dynamic-update-slice": 1, "scatter": -1}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind, per chip: how many run, and the bytes that a chip receives."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.count + other.count, self.bytes + other.bytes)
+
+
+def collectives(module: Module, trips: Sequence[int] = ()) -> Mapping[str, Traffic]:
+    """By kind. Bytes are those that arrive at a chip in a ring of its group of g chips: of n bytes
+    that it puts in, n (g - 1) for an all-gather, n (g - 1) / g for a reduce-scatter and an
+    all-to-all, twice that for an all-reduce, n for the others.
+
+    `trips`: see `hlo.visits`.
+    """
+    found: dict[str, Traffic] = {}
+    for visit in hlo.visits(module, trips):
+        kind = visit.instruction.opcode.removesuffix("-start")
+        if kind in KINDS:
+            size = _received(kind, visit, module)
+            found[kind] = found.get(kind, Traffic()) + Traffic(visit.times, visit.times * size)
+    return found
+
+
+def _received(kind: str, visit: Visit, module: Module) -> int:
+    given = sum(visit.computation[name].bytes for name in visit.instruction.operands)
+    group = group_size(visit.instruction.attributes, module.partitions)
+    if kind == "all-gather":
+        return given * (group - 1)
+    if kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all"):
+        return given * (group - 1) // group
+    return 2 * given * (group - 1) // group if kind == "all-reduce" else given
+
+
+def group_size(attributes: str, partitions: int) -> int:
+    """How many devices take part in one collective, from its `replica_groups`."""
+    _, found, rest = attributes.partition("replica_groups=")
+    if found and rest.startswith("{{"):
+        return rest[2 : rest.index("}")].count(",") + 1
+    if found and rest.startswith("["):
+        return int(rest[1 : rest.index("]")].split(",")[-1])
+    if mesh := _MESH.match(rest):
+        sizes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
+        return prod(sizes.get(name, 1) for name in re.findall(r"'(\w+)'", mesh[2]))
+    return partitions
+
+
+def bytes_accessed(module: Module, trips: Sequence[int] = ()) -> int:
+    """Bytes that the instructions of XLA read and write in a chip's memory.
+
+    A fusion reads its arguments and writes its results; of what it only cuts a piece from, or
+    writes a piece into, the piece counts. Kernels (custom calls) are not in it. `trips`: see
+    `hlo.visits`.
+    """
+    return sum(
+        visit.times * _accessed(visit.instruction, visit.computation, module)
+        for visit in hlo.visits(module, trips)
+        if not visit.fused
+    )
+
+
+def _accessed(one: Instruction, computation: Computation, module: Module) -> int:
+    if one.opcode in _FREE or one.opcode.endswith("-done"):
+        return 0
+    sizes = [computation[name].bytes if name in computation else 0 for name in one.operands]
+    if one.opcode == "fusion":
+        (name,) = one.called["calls"]
+        return _fusion(module.computations[name], sizes, one.bytes)
+    if one.opcode in _TAKES:
+        return 2 * one.bytes
+    if one.opcode in _PUTS:
+        return 2 * sizes[_PUTS[one.opcode]]
+    return sum(sizes) + one.bytes
+
+
+def _fusion(body: Computation, sizes: list[int], result: int) -> int:
+    """Reads and writes of a fusion whose arguments have these sizes."""
+    users: dict[str, list[Instruction]] = {}
+    for one in body.values():
+        for name in dict.fromkeys(one.operands):
+            users.setdefault(name, []).append(one)
+    total = 0
+    for one in body.values():
+        if one.opcode == "parameter":
+            index = int(one.arguments)
+            whole = sizes[index] if index < len(sizes) else one.bytes
+            total += min(whole, _read(one, users, whole))
+    updates = [one for one in body.values() if one.opcode in _PUTS]
+    written = sum(body[one.operands[_PUTS[one.opcode]]].bytes for one in updates)
+    return total + max(result - sum(one.bytes for one in updates), 0) + written
+
+
+def _read(value: Instruction, users: Mapping[str, list[Instruction]], whole: int) -> int:
+    """Bytes of a value that its users look at; views of it are looked through."""
+    total = 0
+    for user in users.get(value.name, []):
+        if user.opcode == "bitcast":
+            total += _read(user, users, whole)
+        elif user.opcode in _TAKES and user.operands[0] == value.name:
+            total += user.bytes
+        elif user.opcode not in _PUTS or user.operands[0] != value.name:
+            return whole
+    return total
+
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Per chip and run of a program."""
+
+    memory: Memory
+    flops: int  # of products
+    bytes_accessed: int  # of a chip's memory
+    collectives: Mapping[str, Traffic]
+
+    @property
+    def collective_bytes(self) -> int:
+        return sum(one.bytes for one in self.collectives.values())
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program's figures, and its text; no text where it did not fit and the compiler gave up."""
+
+    figures: Figures
+    text: str
+    seconds: float  # to trace, lower and compile
+
+
+def compiled(program: Program, target: Target) -> Compiled:
+    """Compiles for the target. A program that does not fit has the memory that its refusal names,
+    and neither collectives nor the traffic of its instructions.
+
+    Raises:
+      InputError: the compiler fails on it for another reason.
+    """
+    start = time.perf_counter()
+    with target.tracing():
+        traced = program.function.trace(*program.arguments)
+        lowered = traced.lower(lowering_platforms=(target.platform,))
+    done = count(traced.jaxpr, program.trips)
+    try:
+        executable = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        found = of_refusal(str(error))
+        if found is None:
+            reason = " ".join(str(error).split())[:300]
+            raise InputError(
+                f"plan: the compiler of {target.name} fails on the {program.name} ({reason})"
+            ) from None
+        figures = Figures(found, done.flops, done.kernel_bytes, {})
+        return Compiled(figures, "", time.perf_counter() - start)
+    text = executable.as_text() or ""
+    module = hlo.parse(text)
+    figures = Figures(
+        memory=of(executable),
+        flops=done.flops,
+        bytes_accessed=bytes_accessed(module, program.trips) + done.kernel_bytes,
+        collectives=collectives(module, program.trips),
+    )
+    return Compiled(figures, text, time.perf_counter() - start)
+
+
+def along(first: Value, second: Value, *, at: tuple[int, int, int]) -> Value:
+    """The value at at[2] of the line through `first` at at[0] and `second` at at[1].
+
+    Values are whole numbers, dataclasses of values, or mappings to values.
+    """
+    low, high, wanted = at
+    share = Fraction(wanted - low, high - low)
+    return _combined(first, second, lambda a, b: max(round(a + (b - a) * share), 0))
+
+
+def _combined(a: Any, b: Any, line: Callable[[int, int], int]) -> Any:
+    if isinstance(a, int):
+        return line(a, b)
+    if isinstance(a, Mapping):
+        names = dict.fromkeys([*a, *b])
+        return {n: _combined(a.get(n, Traffic()), b.get(n, Traffic()), line) for n in names}
+    return type(a)(
+        **{f.name: _combined(getattr(a, f.name), getattr(b, f.name), line) for f in fields(a)}
+    )

@@ -1,0 +1,1 @@
+"""From weights to tokens and their log-probs: the distribution, the sampler, and scoring."""

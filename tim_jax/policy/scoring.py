@@ -1,0 +1,169 @@
+"""Log-probs of given responses: one forward over whole sequences, then the head tile by tile."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax import kernels
+from tim_jax.kernels import native
+from tim_jax.model import parameters, transformer
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement, collectives
+from tim_jax.policy import distribution
+from tim_jax.policy.distribution import Sampling
+from tim_jax.types import Rollout
+
+
+def sequences(rollout: Rollout) -> jax.Array:
+    """i32[B, Tp + R]: each prompt directly followed by its response, position 0 first."""
+    prompt_size, response_size = rollout.prompts.shape[1], rollout.responses.shape[1]
+    at = jnp.arange(prompt_size + response_size)[None, :]
+    after = at - rollout.prompt_lengths[:, None]
+    prompt = jnp.pad(rollout.prompts, ((0, 0), (0, response_size)))
+    index = jnp.clip(after, 0, response_size - 1)
+    response = jnp.take_along_axis(rollout.responses, index, axis=1)
+    return jnp.where(after < 0, prompt, response)
+
+
+class Scores(NamedTuple):
+    """What a policy says of given responses. float32 [B, R]; finite and meaningless beyond them."""
+
+    log_probs: jax.Array  # log pi(response token)
+    entropy: jax.Array  # of the token's distribution, nats
+    energy: jax.Array | None = None  # see `policy.score_energy`, if asked for
+
+
+def score(
+    weights: transformer.Weights,
+    rollout: Rollout,
+    *,
+    config: ModelConfig,
+    numerics: Numerics,
+    sampling: Sampling,
+    placement: Placement = SINGLE,
+    remat: bool = False,
+    entropy_gradient: bool = False,
+    energy: bool = False,
+) -> Scores:
+    """Log-probs of the response tokens, and the entropies of their distributions.
+
+    The distribution is that of `sampling` (temperature, truncation replayed). Differentiable in
+    `weights` through the log-probs, and through the entropies only with `entropy_gradient`, which
+    changes no bit of what is returned. With a placement of several devices: inside `shard_map`, on
+    this device's parts of weights and rows, see `transformer.forward`.
+    """
+    tokens = sequences(rollout)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+    hidden, _ = transformer.forward(
+        weights,
+        tokens,
+        positions,
+        config=config,
+        numerics=numerics,
+        placement=placement,
+        remat=remat,
+    )
+    # The token at position t is predicted by the hidden state at t - 1.
+    size = rollout.responses.shape[1]
+    rows = jax.vmap(partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0))(
+        hidden, rollout.prompt_lengths - 1
+    )
+    head = {name: weights[name] for name in ("final_norm", "head")}
+    how = _How(config, numerics, sampling, placement, entropy_gradient, energy)
+    found = Scores(*_head(head, rows, rollout.responses, how))
+    if entropy_gradient:
+        return found
+    return found._replace(entropy=jax.lax.stop_gradient(found.entropy))
+
+
+class _How(NamedTuple):
+    config: ModelConfig
+    numerics: Numerics
+    sampling: Sampling
+    placement: Placement
+    entropy_gradient: bool
+    energy: bool
+
+
+def _head(head, hidden, tokens, how: _How):
+    """Log-probs and entropies [B, R] of hidden states [B, R, d], `head_rows` rows at a time.
+
+    No array of [tokens, vocabulary] ever exists: the backward makes each tile's logits anew, and
+    sums the head's gradient in float32 whatever the compute dtype. The devices of a tensor group
+    share the rows of a tile: each has its own columns of all of them for the product, and all
+    columns of its own rows for what follows it.
+    """
+    shape = tokens.shape
+    tile_rows = min(how.numerics.head_rows, tokens.size)
+    tile_rows += -tile_rows % how.placement.tensor
+    padding = -tokens.size % tile_rows
+
+    def tiled(x):
+        x = x.reshape(tokens.size, *x.shape[2:])
+        x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(-1, tile_rows, *x.shape[1:])
+
+    fence = kernels.family(how.numerics).fence
+    all_axes = parameters.weight_axes(how.config, how.numerics)
+    head_axes = {name: all_axes[name] for name in head}
+
+    def forward(head, hidden, tokens):
+        whole = collectives.hold(head, head_axes, how.placement)
+        tile = partial(_head_tile, whole, how=how)
+        found = jax.lax.map(lambda rows: fence(tile(*fence(rows))), (hidden, tokens))
+        return tuple(collectives.tensor_whole(x, how.placement) for x in found)
+
+    def backward(residuals, cotangents):
+        head, hidden, tokens = residuals
+        whole = collectives.hold(head, head_axes, how.placement)
+
+        def step(sums, rows):
+            hidden, tokens, cotangent = rows
+            plain = partial(_plain_head_tile, tokens, how=how)
+            own = tuple(collectives.own_rows(x, how.placement) for x in cotangent)
+            dhead, dhidden = jax.vjp(plain, whole, hidden)[1](own)
+            sums = jax.tree.map(lambda s, d: s + d.astype(jnp.float32), sums, dhead)
+            return sums, dhidden
+
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), whole)
+        wanted = tuple(cotangents[: 2 if how.entropy_gradient else 1])
+        sums, dhidden = jax.lax.scan(step, zeros, (hidden, tokens, wanted))
+        sums = collectives.release(sums, head_axes, how.placement)
+        return jax.tree.map(lambda s, w: s.astype(w.dtype), sums, head), dhidden, None
+
+    call = jax.custom_vjp(forward)
+    call.defvjp(lambda *args: (forward(*args), args), backward)
+    results = call(head, tiled(hidden), tiled(tokens))
+    return tuple(x.reshape(-1)[: tokens.size].reshape(shape) for x in results)
+
+
+def _head_tile(head, hidden, tokens, *, how: _How):
+    """Of the device's own rows of the tile."""
+    logits = _logits(head, hidden, how, how.numerics)
+    tokens = collectives.own_rows(tokens, how.placement)
+    log_probs = distribution.log_prob(logits, tokens, sampling=how.sampling, numerics=how.numerics)
+    entropy = distribution.entropy(logits, sampling=how.sampling)
+    if not how.energy:
+        return log_probs, entropy
+    return log_probs, entropy, distribution.score_energy(logits, tokens, sampling=how.sampling)
+
+
+def _plain_head_tile(tokens, head, hidden, *, how: _How):
+    """What has a gradient, in plain operations."""
+    plain = native.counterpart(how.numerics)
+    logits = _logits(head, hidden, how, plain)
+    tokens = collectives.own_rows(tokens, how.placement)
+    log_probs = distribution.log_prob(logits, tokens, sampling=how.sampling, numerics=plain)
+    if not how.entropy_gradient:
+        return (log_probs,)
+    return log_probs, distribution.entropy(logits, sampling=how.sampling)
+
+
+def _logits(head, hidden, how: _How, numerics: Numerics):
+    placement = how.placement.held
+    return transformer.logits_of_own_rows(
+        head, hidden, config=how.config, numerics=numerics, placement=placement
+    )

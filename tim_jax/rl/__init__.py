@@ -1,0 +1,1 @@
+"""Sampling and learning: the loops and gradients around the one forward."""

@@ -1,0 +1,257 @@
+"""A step's rollouts: drawn, graded, and drawn again where a group of equal rewards says nothing.
+
+What a step draws is a function of (seed, step): its prompts from the run's order over the training
+set, those of its refills from an order of their own.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax.errors import InputError
+from tim_jax.rl.programs import Programs
+from tim_jax.tasks import base
+from tim_jax.tasks.base import Example, Task
+from tim_jax.tasks.text import encode_prompt
+from tim_jax.types import Prompts, Rollout
+
+# Added to the seed of the order in which refills visit the prompts.
+_REFILL = 0x5EED
+
+
+@dataclass(frozen=True)
+class Text:
+    """How a task's text becomes tokens."""
+
+    tokenizer: Any
+    max_prompt_length: int
+    chat_template: bool | Literal["auto"] = "auto"
+    template_options: tuple[tuple[str, Any], ...] = ()
+
+    def prompts(self, examples: Sequence[Example], ids: Sequence[int]) -> Prompts:
+        """Encodes examples, padded to `max_prompt_length`; too long a prompt is refused."""
+        encoded = [
+            encode_prompt(
+                self.tokenizer,
+                example.prompt,
+                chat_template=self.chat_template,
+                template_options=dict(self.template_options),
+                max_length=self.max_prompt_length,
+                where=f"prompt {number}",
+            )
+            for number, example in zip(ids, examples, strict=True)
+        ]
+        tokens = np.zeros((len(encoded), self.max_prompt_length), np.int32)
+        for row, prompt in zip(tokens, encoded, strict=True):
+            row[: len(prompt)] = prompt
+        return Prompts(
+            tokens=jnp.asarray(tokens),
+            lengths=jnp.asarray([len(prompt) for prompt in encoded], jnp.int32),
+            ids=jnp.asarray(np.asarray(ids, np.int32)),
+        )
+
+    def completions(self, rollout: Rollout) -> list[str]:
+        """The responses as text, stop tokens left out."""
+        responses, lengths = jax.device_get((rollout.responses, rollout.lengths))
+        rows = (r[:n].tolist() for r, n in zip(responses, lengths, strict=True))
+        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+
+
+class Sample(NamedTuple):
+    """One completion and what came of it."""
+
+    prompt: str
+    completion: str
+    answer: str
+    reward: float
+
+
+class Drawn(NamedTuple):
+    """A step's rollouts and what they are worth. Groups stand in consecutive rows."""
+
+    rollout: Rollout
+    samples: list[Sample]
+    rewards: np.ndarray  # f32[B]
+    greedy_rewards: np.ndarray | None  # f32[prompts], of the greedy responses, if they are drawn
+    metrics: dict[str, float]
+    seconds: dict[str, float]  # that sampling and grading took
+
+
+def draw(
+    weights: Any,
+    task: Task,
+    text: Text,
+    *,
+    programs: Programs,
+    seed: int,
+    step: int,
+    prompts: int,
+    refills: int = 0,
+) -> Drawn:
+    """Draws and grades the groups of `prompts` prompts for a step, counted from 1.
+
+    While a group's rewards are all equal, and at most `refills` times, as many prompts again are
+    drawn, and their groups with a signal take the places of those without (DAPO's dynamic sampling,
+    arXiv 2503.14476, 3.2). `reward` and the other metrics of the rollout are of what was drawn
+    first: what is left after a refill is chosen by its reward. `refill/*` say what refilling did.
+
+    Args:
+      weights: the sampler's.
+
+    Raises:
+      InputError: a prompt that is too long, a reward function that raises or returns nonsense.
+    """
+    group = programs.learning.group_size
+    if refills and group == 1:
+        raise InputError(f"refills is {refills}; a group of one sample never has a signal")
+    size, key = len(task.train), step_key(seed, step)
+    indices = base.order(seed, step - 1, prompts, size)
+    if refills:
+        more = base.order(seed + _REFILL, step - 1, prompts * refills, size)
+        indices = np.concatenate([indices, more])
+    names = prompt_ids(indices, size)
+
+    def round_of(number: int) -> Drawn:
+        rows = slice(number * prompts, (number + 1) * prompts)
+        examples = [task.train[int(i)] for i in indices[rows]]
+        return _drawn(weights, task, text, examples, names[rows], key, programs=programs)
+
+    drawn = round_of(0)
+    metrics = rollout_metrics(drawn.rollout, drawn.rewards)
+    silent = _silent(drawn.rewards, group)
+    if group > 1:  # one sample alone has nothing to differ from
+        metrics["groups_without_signal"] = float(np.mean(silent))
+    if not refills:
+        return drawn._replace(metrics=metrics | drawn.metrics)
+    rounds = 0
+    while silent.any() and rounds < refills:
+        rounds += 1
+        drawn = _refilled(drawn, round_of(rounds), programs=programs)
+        silent = _silent(drawn.rewards, group)
+    metrics |= {
+        "refill/rounds": float(rounds),
+        "refill/groups_without_signal": float(np.mean(silent)),
+        "refill/reward": float(np.mean(drawn.rewards)),
+    }
+    return drawn._replace(metrics=metrics | drawn.metrics)
+
+
+def _drawn(
+    weights: Any,
+    task: Task,
+    text: Text,
+    examples: Sequence[Example],
+    names: Sequence[int],
+    key: jax.Array,
+    *,
+    programs: Programs,
+) -> Drawn:
+    prompts, started = text.prompts(examples, names), time.perf_counter()
+    rollout = jax.block_until_ready(programs.sample(weights, prompts, key))
+    best = None
+    if programs.greedy is not None:
+        best = jax.block_until_ready(programs.greedy(weights, prompts, key))
+    sampled = time.perf_counter()
+    samples, faults = graded(task, text, examples, rollout, programs.learning.group_size)
+    rewards, greedy = _rewards(samples), None
+    if best is not None:
+        alone, more = graded(task, text, examples, best, 1)
+        greedy, faults = _rewards(alone), _added(faults, more)
+    seconds = {"sampling": sampled - started, "grading": time.perf_counter() - sampled}
+    return Drawn(rollout, samples, rewards, greedy, faults, seconds)
+
+
+def _rewards(samples: Sequence[Sample]) -> np.ndarray:
+    return np.asarray([sample.reward for sample in samples], np.float32)
+
+
+def _added(left: dict[str, float], right: dict[str, float]) -> dict[str, float]:
+    return {name: value + right[name] for name, value in left.items()}
+
+
+def _silent(rewards: np.ndarray, group: int) -> np.ndarray:
+    """bool[groups], True for groups of equal rewards."""
+    groups = rewards.reshape(-1, group)
+    return np.all(groups == groups[:, :1], axis=1)
+
+
+def _refilled(drawn: Drawn, more: Drawn, *, programs: Programs) -> Drawn:
+    """`drawn`, with groups without signal replaced by those of `more` that have one."""
+    group = programs.learning.group_size
+    empty = np.flatnonzero(_silent(drawn.rewards, group))
+    full = np.flatnonzero(~_silent(more.rewards, group))
+    count = len(drawn.rewards) // group
+    places = np.arange(count)
+    places[empty[: len(full)]] = count + full[: len(empty)]
+    rows = (places[:, None] * group + np.arange(group)[None, :]).reshape(-1)
+    samples = [*drawn.samples, *more.samples]
+    greedy = None
+    if drawn.greedy_rewards is not None and more.greedy_rewards is not None:
+        greedy = np.concatenate([drawn.greedy_rewards, more.greedy_rewards])[places]
+    return Drawn(
+        rollout=programs.merge(drawn.rollout, more.rollout, jnp.asarray(rows, jnp.int32)),
+        samples=[samples[row] for row in rows],
+        rewards=np.concatenate([drawn.rewards, more.rewards])[rows],
+        greedy_rewards=greedy,
+        metrics=_added(drawn.metrics, more.metrics),
+        seconds=_added(drawn.seconds, more.seconds),
+    )
+
+
+def step_key(seed: int, step: int) -> jax.Array:
+    """The random key of a step; steps count from 1, evaluations use 0."""
+    return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def prompt_ids(indices: np.ndarray, size: int) -> list[int]:
+    """Names for the random numbers of a step's prompts, rows `indices` of `size`.
+
+    A prompt's name is its row; where a small dataset comes round again within one step, each round
+    has names of its own, or its groups would be copies of each other.
+    """
+    rounds: Counter[int] = Counter()
+    names = []
+    for index in indices.tolist():
+        names.append((index + rounds[index] * size) % 2**31)
+        rounds[index] += 1
+    return names
+
+
+def graded(
+    task: Task, text: Text, examples: Sequence[Example], rollout: Rollout, group_size: int
+) -> tuple[list[Sample], dict[str, float]]:
+    """Grades every completion; also how often the grader ran out of time or failed."""
+    repeated = [example for example in examples for _ in range(group_size)]
+    completions = text.completions(rollout)
+    grades = task.grade(repeated, completions)
+    samples = [
+        Sample(prompt_text(example), completion, example.answer, float(grade.reward))
+        for example, completion, grade in zip(repeated, completions, grades, strict=True)
+    ]
+    faults = {f"grader/{name}": float(n) for name, n in base.faults(grades).items()}
+    return samples, faults
+
+
+def prompt_text(example: Example) -> str:
+    """An example's prompt as one string."""
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return "\n".join(f"{message.role}: {message.content}" for message in example.prompt)
+
+
+def rollout_metrics(rollout: Rollout, rewards: np.ndarray) -> dict[str, float]:
+    lengths, finished = jax.device_get((rollout.lengths, rollout.finished))
+    return {
+        "reward": float(np.mean(rewards)),
+        "reward_std": float(np.std(rewards)),
+        "response_length": float(np.mean(lengths)),
+        "response_length_max": float(np.max(lengths)),
+        "response_tokens": float(np.sum(lengths)),
+        "cut_share": float(1.0 - np.mean(finished)),
+    }

@@ -1,0 +1,160 @@
+"""Rollouts -> experience: advantages, old log-probs, and what the mismatch says of each token.
+
+All of a step's rows at once, because its statistics are of the whole batch.
+"""
+
+from functools import partial
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax import corrections
+from tim_jax.errors import InputError
+from tim_jax.model import transformer
+from tim_jax.numerics.sums import tree_sum
+from tim_jax.objectives import Objective, advantages, shaping
+from tim_jax.rl.learning import (
+    Carried,
+    Experience,
+    Learning,
+    Policy,
+    Prepared,
+    Score,
+    exactness,
+    split_rows,
+)
+from tim_jax.types import Rollout
+
+
+def score_rows(
+    policy: Policy,
+    weights: transformer.Weights,
+    rollout: Rollout,
+    *,
+    micro_batch: int | None,
+    energy: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Log-probs float32 [B, R] by a forward without gradient, `micro_batch` rows at a time.
+
+    With `energy` also the score's energies, see `policy.score_energy`; else None.
+    """
+
+    def score(part: Rollout):
+        found = policy.score(weights, part, energy=energy)
+        return found.log_probs, found.energy
+
+    rows = rollout.lengths.shape[0]
+    if micro_batch is None or micro_batch >= rows:
+        return score(rollout)
+    parts = jax.lax.map(score, split_rows(rollout, micro_batch))
+    return jax.tree.map(lambda x: x.reshape(rows, -1), parts)
+
+
+def experience(
+    weights: transformer.Weights,
+    reference: transformer.Weights | None,
+    carried: Carried,
+    rollout: Rollout,
+    rewards: jax.Array,
+    greedy_rewards: jax.Array | None = None,
+    *,
+    policy: Policy,
+    learning: Learning,
+    score: Score | None = None,
+) -> Prepared:
+    """Prepares a step's rollouts, with every statistic taken over the whole batch.
+
+    In recompute mode a forward of the learner gives pi_old, the trainer's log-probs at the weights
+    that sampled; corrections that read the mismatch see log pi_old - log pi_rollout.
+
+    Args:
+      carried: of the step before.
+      rewards: f32[B].
+      greedy_rewards: f32[B / group size], of each prompt's greedy response, for ReMax.
+      score: the forward, `score_rows` if it is None; across devices it is a program of its own
+        kind (`sharded.scoring`).
+    """
+    objective = learning.objective
+    if objective.has_reference and reference is None:
+        raise InputError("the objective has a KL to a reference policy, but reference is None")
+    if score is None:
+        score = partial(
+            score_rows,
+            policy,
+            micro_batch=learning.micro_batch,
+            energy=learning.objective.needs_energy,
+        )
+    counted = _counted(rollout, rewards, learning)
+    mask = counted & rollout.finished[:, None] if objective.drop_cut else counted
+    trainer, energies, checked = None, None, None
+    if learning.needs_forward:
+        trainer, energies = score(weights, rollout)
+        checked = exactness(trainer, rollout)
+    old = trainer if learning.mode == "recompute" else rollout.log_probs
+    old = cast(jax.Array, old)
+    known = None if reference is None else score(reference, rollout)[0]
+    rewards, reward_kl, report = _shaped(rewards, rollout, old, known, carried.reward_kl, objective)
+    estimated = objective.advantages(
+        rewards,
+        group_size=learning.group_size,
+        mask=counted,
+        greedy_rewards=greedy_rewards,
+        energies=energies,
+        log_ratio=None if trainer is None else trainer - rollout.log_probs,
+    )
+    own = carried.correction
+    of_step, of_update = corrections.split_state(learning.correction, learning.mode, own)
+    applied = corrections.apply(
+        learning.stages.step,
+        mask.astype(jnp.float32),
+        of_step,
+        log_ratio=old - rollout.log_probs,
+        mask=mask,
+        log_probs=old,
+        advantages=estimated,
+    )
+    ready = Experience(
+        rollout=rollout,
+        advantages=estimated,
+        mask=mask,
+        old_log_probs=old,
+        coefficients=applied.coefficients,
+        kept=applied.kept,
+        reference_log_probs=known,
+    )
+    joined = corrections.join_state(learning.correction, learning.mode, applied.state, of_update)
+    return Prepared(ready, Carried(joined, reward_kl), checked, trainer, report)
+
+
+def _counted(rollout: Rollout, rewards: jax.Array, learning: Learning) -> jax.Array:
+    """bool[B, R], the response tokens of groups that are not left out.
+
+    Responses that were cut off count in their group's baseline, learnt from or not: their reward is
+    as good as any.
+    """
+    if not learning.objective.drop_uninformative:
+        return rollout.mask
+    informative = advantages.informative_groups(rewards, learning.group_size)
+    return rollout.mask & informative[:, None]
+
+
+def _shaped(rewards, rollout: Rollout, old, reference, coefficient, objective: Objective):
+    """Rewards f32[B] less what length and KL cost, the next coefficient of the KL, and metrics."""
+    report = {}
+    if objective.overlong_cache is not None:
+        penalty = shaping.overlong_penalty(
+            rollout.lengths, longest=cast(int, objective.max_length), cache=objective.overlong_cache
+        )
+        rewards = rewards + penalty
+        report["overlong_penalty"] = tree_sum(penalty) / penalty.shape[0]
+    if objective.reward_kl_coefficient > 0.0:
+        used = objective.reward_kl_coefficient if coefficient is None else coefficient
+        penalty = partial(shaping.kl_penalty, old, reference, rollout.mask)
+        rewards = rewards - penalty(coefficient=used)
+        sequences = rewards.shape[0]
+        mean = tree_sum(penalty(coefficient=1.0)) / sequences
+        report |= {"reward_kl": mean, "reward_kl_coefficient": jnp.asarray(used, jnp.float32)}
+        if objective.controller is not None:
+            coefficient = objective.controller.update(jnp.asarray(used), mean, sequences=sequences)
+    return rewards, coefficient, report

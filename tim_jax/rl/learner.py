@@ -1,0 +1,278 @@
+"""Experience -> updated state: value-and-grad around the one forward.
+
+A step's experience (`experience`) serves one or more updates, each of a mini-batch of its rows.
+Micro-batches only bound memory: their gradients are summed in float32 under one normaliser, that of
+their mini-batch. What is defined on the policy of each update is evaluated here.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tim_jax import corrections, metrics, objectives, schedules
+from tim_jax.corrections import Correction
+from tim_jax.errors import InputError
+from tim_jax.model import transformer
+from tim_jax.numerics.sums import compensated_sum, count, tree_sum
+from tim_jax.rl.experience import score_rows
+from tim_jax.rl.learning import (
+    Experience,
+    Learning,
+    Policy,
+    Score,
+    TrainState,
+    Update,
+    exactness,
+    split_rows,
+)
+
+Gradient = Callable[..., Any]  # weights, experience, token weights -> as `gradient_rows`
+
+
+def update(
+    state: TrainState,
+    weights: transformer.Weights,
+    batch: Experience,
+    response_length: jax.Array,
+    *,
+    policy: Policy,
+    learning: Learning,
+    optimizer: optax.GradientTransformationExtraArgs,
+    gradient: Gradient | None = None,
+    score: Score | None = None,
+    norm: Callable[..., jax.Array] = optax.tree.norm,
+) -> tuple[TrainState, transformer.Weights, Update]:
+    """One optimiser step on the rows of `batch`.
+
+    If the loss, the gradient's norm or the effective sample size is not finite, parameters and
+    optimizer stay as they are, and `skipped` of state and metrics counts it.
+
+    Args:
+      state: its `params` are the masters of `weights`.
+      weights: `policy.prepare(state.params)`; handed on, so that the cast happens once per update.
+      batch: a mini-batch of experience.
+      response_length: f32[], mean response length of the step, for length-triggered decay.
+      gradient: what differentiates, `gradient_rows` if None; across devices `sharded.gradient`.
+      score: a forward without gradient, `score_rows` if None; across devices `sharded.scoring`.
+      norm: of the gradient; across devices `sharded.gradient_norm`.
+    """
+    if gradient is None:
+        gradient = partial(gradient_rows, policy, learning=learning)
+    if score is None:
+        score = partial(score_rows, policy, micro_batch=learning.micro_batch)
+    batch, correction = _current(state, weights, batch, learning, score)
+    token_weights = learning.objective.token_weights(batch.mask, batch.kept)
+    masters = partial(_to_masters, params=state.params, policy=policy)
+    found, tokens, noise = _gradient(
+        gradient, weights, batch, token_weights, learning=learning, norm=norm, masters=masters
+    )
+    found = masters(found)
+    # optax computes with mixed dtypes (int steps, float decays) on purpose.
+    size, share = norm(found), _effective_sample_size(tokens["log_prob"], batch)
+    with jax.numpy_dtype_promotion("standard"):
+        changes, optimizer_state = optimizer.update(
+            found,
+            state.optimizer,
+            state.params,
+            response_length=response_length,
+            gradient_norm=size,
+            effective_sample_size=share,
+        )
+        params = cast(transformer.Params, optax.apply_updates(state.params, changes))
+    report = {
+        "loss": tree_sum(tree_sum(token_weights * tokens["loss"])),
+        "gradient_norm": size,
+        "effective_sample_size": share,
+        **noise(size),
+        **_token_metrics(tokens, batch, learning),
+    }
+    finite = jnp.isfinite(report["loss"]) & jnp.isfinite(size) & jnp.isfinite(share)
+    report["skipped"] = 1.0 - finite.astype(jnp.float32)
+    known = Update(exactness(tokens["log_prob"], batch.rollout), report, tokens["log_prob"])
+    changed = replace(state, params=params, optimizer=optimizer_state, correction=correction)
+    state = jax.tree.map(partial(jnp.where, finite), changed, state)
+    state = replace(state, skipped=jnp.where(finite, 0, state.skipped + 1))
+    return state, policy.prepare(state.params), known
+
+
+def _current(
+    state: TrainState, weights, batch: Experience, learning: Learning, score: Score
+) -> tuple[Experience, Any]:
+    """The batch with what depends on a statistic of all its rows at these weights, by a forward of
+    them; and the corrections' new state. As it is where nothing does."""
+    if not learning.needs_whole_update:
+        return batch, state.correction
+    log_probs, _ = score(weights, batch.rollout)
+    own = state.correction
+    of_step, of_update = corrections.split_state(learning.correction, learning.mode, own)
+    applied = _applied(learning.stages.update, of_update, log_probs, batch)
+    joined = corrections.join_state(learning.correction, learning.mode, of_step, applied.state)
+    batch = replace(batch, coefficients=applied.coefficients, kept=applied.kept & batch.kept)
+    if learning.objective.selects:
+        chosen = learning.objective.select(
+            log_probs, batch.old_log_probs, batch.advantages, mask=batch.mask & batch.kept
+        )
+        batch = replace(batch, selected=chosen)
+    return batch, joined
+
+
+def _applied(correction: Correction, state, log_probs, batch: Experience) -> corrections.Applied:
+    """A correction on the policy's log-probs f32[B, R] at the weights of an update."""
+    log_probs = jax.lax.stop_gradient(log_probs)
+    return corrections.apply(
+        correction,
+        batch.coefficients,
+        state,
+        log_ratio=log_probs - batch.rollout.log_probs,
+        mask=batch.mask,
+        log_probs=log_probs,
+        advantages=batch.advantages,
+    )
+
+
+def _effective_sample_size(log_probs: jax.Array, batch: Experience) -> jax.Array:
+    """f32[], of the sequences' importance weights, for step sizes that depend on it."""
+    log_ratio = log_probs - batch.rollout.log_probs
+    sums, _ = compensated_sum(jnp.where(batch.mask, log_ratio, 0.0))
+    return schedules.effective_sample_size(sums, jnp.any(batch.mask, axis=1))
+
+
+def _gradient(
+    gradient: Gradient, weights, batch: Experience, token_weights, *, learning, norm, masters
+) -> tuple[Any, dict[str, jax.Array], Callable[[jax.Array], dict[str, jax.Array]]]:
+    """The gradient, its tokens, and a function that makes metrics of the noise from its norm."""
+    if not learning.noise_scale:
+        return *gradient(weights, batch, token_weights), lambda size: {}
+    rows, size = batch.mask.shape[0], learning.micro_batch or batch.mask.shape[0]
+    if size == rows:
+        raise InputError(
+            f"noise_scale needs two or more micro-batches, but micro_batch is {size}, all of the"
+            f" {rows} sequences of an update"
+        )
+
+    def add(carry, part):
+        total, square = carry
+        own, tokens = gradient(weights, *part)
+        square = square + jnp.square(norm(masters(own)))
+        return (jax.tree.map(jnp.add, total, own), square), tokens
+
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    parts = split_rows((batch, token_weights), size)
+    (total, square), tokens = jax.lax.scan(add, (zeros, jnp.float32(0.0)), parts)
+    tokens = jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
+    number = rows // size
+
+    def noise(whole: jax.Array) -> dict[str, jax.Array]:
+        # A part's gradient has the whole's normaliser: its own mean is `number` times it.
+        small = square * number
+        return metrics.gradient_noise_scale(small, jnp.square(whole), small=size, big=rows)
+
+    return total, tokens, noise
+
+
+def gradient_rows(
+    policy: Policy,
+    weights: transformer.Weights,
+    batch: Experience,
+    token_weights: jax.Array,
+    *,
+    learning: Learning,
+) -> tuple[transformer.Weights, dict[str, jax.Array]]:
+    """Gradient of the loss's sum over rows with respect to the compute weights, in float32.
+
+    Args:
+      token_weights: f32[B, R], each token's share in the loss; they carry the one normaliser.
+
+    Returns:
+      The gradient, and what is known of every token, each [B, R].
+    """
+    rows = batch.mask.shape[0]
+    size = min(learning.micro_batch or rows, rows)
+    call = jax.value_and_grad(partial(_loss, policy=policy, learning=learning), has_aux=True)
+
+    def add(total, part):
+        (_, tokens), gradient = call(weights, *part)
+        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient), tokens
+
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    if size == rows:
+        return add(zeros, (batch, token_weights))
+    parts = split_rows((batch, token_weights), size)
+    gradient, tokens = jax.lax.scan(add, zeros, parts)
+    return gradient, jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
+
+
+def _loss(weights, batch: Experience, token_weights, *, policy: Policy, learning: Learning):
+    objective = learning.objective
+    scores = policy.score(
+        weights,
+        batch.rollout,
+        remat=learning.remat,
+        entropy_gradient=bool(objective.entropy_coefficient),
+    )
+    log_probs = scores.log_probs
+    coefficients, kept = batch.coefficients, batch.kept
+    update = learning.stages.update
+    if update.blocks and not learning.needs_whole_update:
+        nothing = update.init(batch.coefficients)  # row by row means without state
+        applied = _applied(update, nothing, log_probs, batch)
+        coefficients, kept = applied.coefficients, applied.kept & kept
+    losses = objective.token_losses(
+        log_probs,
+        batch.old_log_probs,
+        batch.advantages,
+        mask=batch.mask,
+        coefficients=coefficients,
+        kept=kept,
+        reference_log_probs=batch.reference_log_probs,
+        entropy=scores.entropy,
+        selected=batch.selected,
+    )
+    tokens = {
+        "loss": losses.loss,
+        "log_prob": log_probs,
+        "entropy": scores.entropy,
+        "coefficient": coefficients,
+        "kept": kept,
+        **{f"loss/{name}": x for name, x in losses._asdict().items() if name != "loss"},
+    }
+    return jnp.sum(token_weights * losses.loss), jax.lax.stop_gradient(tokens)
+
+
+def _to_masters(gradient, params, policy: Policy):
+    """Gradient with respect to the masters: `prepare` is linear, its transpose is taken in f32."""
+    in_f32 = replace(policy, numerics=replace(policy.numerics, compute_dtype="float32"))
+    _, transpose = jax.vjp(in_f32.prepare, params)
+    return transpose(gradient)[0]
+
+
+def _token_metrics(tokens, batch: Experience, learning: Learning) -> dict[str, jax.Array]:
+    """Of the tokens that are learnt from, those of the loss without the rejected ones."""
+    mask, rollout = batch.mask, batch.rollout
+    fields = {name.removeprefix("loss/"): x for name, x in tokens.items() if "loss/" in name}
+    losses = objectives.TokenLosses(loss=tokens["loss"], **fields)
+    left = mask & tokens["kept"]
+    found = {f"loss/{name}": x for name, x in metrics.loss_metrics(losses, left).items()}
+    current = tokens["log_prob"] - rollout.log_probs
+    to_rollout = jnp.exp(jnp.clip(current, -20.0, 20.0))
+    used = losses.ratio if learning.objective.has_ratio else to_rollout
+    found |= metrics.update_skew(used, batch.advantages, left)
+    if learning.mode == "recompute":
+        # The loss's own ratio is 1 in a step's first update, whatever the sampler did.
+        skew = metrics.update_skew(to_rollout, batch.advantages, left)
+        found |= {name.replace("skew", "skew_rollout"): x for name, x in skew.items()}
+    if learning.correction.blocks:
+        mismatch = batch.old_log_probs - rollout.log_probs
+        old = current if learning.mode == "bypass" else mismatch
+        log_ratios: dict[corrections.Reads, jax.Array] = {"old": old, "current": current}
+        made = corrections.correction_metrics(tokens["coefficient"], mask, kept=tokens["kept"])
+        made |= corrections.bound_metrics(learning.correction, log_ratios, mask)
+        found |= {f"correction/{name}": x for name, x in made.items()}
+    entropy = tree_sum(tree_sum(jnp.where(mask, tokens["entropy"], 0.0))) / count(mask)
+    tokens_learnt = jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
+    return {"entropy": entropy, "tokens": tokens_learnt, **found}

@@ -1,0 +1,234 @@
+"""What the learner knows: its state, a step's experience, and how rollouts become gradients."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from tim_jax import corrections
+from tim_jax.corrections import Correction, Mode
+from tim_jax.errors import InputError
+from tim_jax.model import transformer
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import Numerics
+from tim_jax.numerics.sums import count, tree_sum
+from tim_jax.objectives import Objective, advantages
+from tim_jax.placement import SINGLE, Placement
+from tim_jax.policy import scoring
+from tim_jax.policy.distribution import Sampling
+from tim_jax.types import Rollout
+
+Score = Callable[..., tuple[jax.Array, jax.Array | None]]  # weights, rollout -> as `score_rows`
+
+
+class Carried(NamedTuple):
+    """What a step's preparation takes from the step before and hands on."""
+
+    correction: Any  # the corrections' state, a block each
+    reward_kl: Any = None  # f32[], the adapted coefficient of the KL in the reward, if there is one
+
+
+@struct.dataclass
+class TrainState:
+    """Everything that an update changes."""
+
+    params: transformer.Params  # float32 master weights
+    optimizer: optax.OptState
+    correction: tuple[Any, ...]  # the corrections' state, a block each
+    step: jax.Array  # i32[], RL steps done
+    skipped: jax.Array  # i32[], updates in a row, up to now, that were not finite
+    reward_kl: Any = None  # as `Carried` has it
+
+    @property
+    def carried(self) -> Carried:
+        """Its parts that `experience.experience` reads."""
+        return Carried(self.correction, self.reward_kl)
+
+
+@struct.dataclass
+class Experience:
+    """A batch of rollouts, ready to learn from. All rows; an update takes some of them."""
+
+    rollout: Rollout
+    advantages: jax.Array  # f32[B] or f32[B, R]
+    mask: jax.Array  # bool[B, R], tokens that are learnt from
+    old_log_probs: jax.Array  # f32[B, R], denominators of the importance ratio
+    coefficients: jax.Array  # f32[B, R], from corrections of the step
+    kept: jax.Array  # bool[B, R], the tokens of the mask that these did not reject
+    reference_log_probs: jax.Array | None = None  # f32[B, R], if there is a KL to a reference
+    selected: jax.Array | None = None  # bool[B, R], of a loss that treats some tokens apart
+
+
+@struct.dataclass
+class Exactness:
+    """Raw bits of two sets of log-probs compared over all response tokens."""
+
+    compared: jax.Array  # i32[]
+    unequal: jax.Array  # i32[]
+    max_difference: jax.Array  # f32[]
+    mean_difference: jax.Array  # f32[]
+    first: jax.Array  # i32[2], row and response position of the first unequal token
+    values: jax.Array  # f32[2], its log-prob by the learner and by the rollout
+
+
+class Update(NamedTuple):
+    """What one update reports."""
+
+    exactness: Exactness  # of its rows' log-probs in the gradient program against the rollout's
+    metrics: dict[str, jax.Array]
+    log_probs: jax.Array  # f32[rows, R], those of the gradient program
+
+
+class Prepared(NamedTuple):
+    """A step's experience, and what came of making it."""
+
+    experience: Experience
+    carried: Carried
+    exactness: Exactness | None  # of the forward at the weights that sampled, if there was one
+    trainer: jax.Array | None  # f32[B, R], its log-probs
+    metrics: dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How rollouts become gradients."""
+
+    objective: Objective
+    group_size: int
+    mode: Mode = "bypass"
+    correction: Correction = dataclasses.field(default_factory=corrections.none)
+    micro_batch: int | None = None  # sequences per forward and backward; None: all of them
+    remat: bool = False
+    noise_scale: bool = False  # also measure the gradient's noise, from its micro-batches
+    max_skipped: int = 5  # updates in a row that may not be finite
+
+    def __post_init__(self):
+        objective = self.objective
+        object.__setattr__(self, "correction", corrections.chain(self.correction))
+        advantages.check_group_size(objective.estimator, self.group_size)
+        corrections.check(
+            self.correction, mode=self.mode, loss=objective.loss, has_ratio=objective.has_ratio
+        )
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise InputError(f"Learning: micro_batch must be positive, got {self.micro_batch}")
+        if self.noise_scale and (self.micro_batch or self.group_size) % self.group_size:
+            raise InputError(
+                f"noise_scale compares micro-batches, which must be independent: micro_batch is"
+                f" {self.micro_batch}, and must be a multiple of the group size, {self.group_size}"
+            )
+
+    @property
+    def stages(self) -> corrections.Stages:
+        """The correction by when it is evaluated."""
+        return corrections.stages(self.correction, self.mode)
+
+    @property
+    def needs_forward(self) -> bool:
+        """True if a step needs the trainer's log-probs at the weights that sampled."""
+        return self.mode == "recompute" or self.objective.needs_energy
+
+    @property
+    def needs_greedy(self) -> bool:
+        """True if the advantages compare with the reward of a prompt's greedy response."""
+        return "greedy_rewards" in advantages.needs(self.objective.estimator)
+
+    @property
+    def needs_whole_update(self) -> bool:
+        """True if an update needs its rows' log-probs before it can differentiate any of them.
+
+        For a statistic over all of them that the loss depends on: of a correction, of a loss that
+        selects tokens, or of the denominator that an update's rejections leave.
+        """
+        update = self.stages.update
+        rejects = "reject" in update.effects and self.objective.counts_kept
+        return update.whole_batch or rejects or self.objective.selects
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What turns weights into log-probs: the same value for sampler and learner, if exact."""
+
+    config: ModelConfig
+    numerics: Numerics
+    sampling: Sampling
+    placement: Placement = SINGLE
+
+    def score(self, weights, rollout: Rollout, **how: bool) -> scoring.Scores:
+        """Log-probs and entropies, float32 [B, R]; see `scoring.score` for `how`."""
+        return scoring.score(
+            weights,
+            rollout,
+            config=self.config,
+            numerics=self.numerics,
+            sampling=self.sampling,
+            placement=self.placement,
+            **how,
+        )
+
+    def prepare(self, params: transformer.Params) -> transformer.Weights:
+        """Compute weights of the master weights; see `transformer.prepare`."""
+        return transformer.prepare(params, config=self.config, numerics=self.numerics)
+
+
+def check_steps(policy: Policy, learning: Learning, *, updates: int) -> None:
+    """Refuses what a policy's sampling or a step's number of updates would make another formula.
+
+    Raises:
+      InputError: one line.
+    """
+    objective = learning.objective
+    corrections.check(
+        learning.correction,
+        mode=learning.mode,
+        loss=objective.loss,
+        has_ratio=objective.has_ratio,
+        updates=updates,
+    )
+    if policy.sampling.truncated:
+        objective.check_whole_distribution()
+
+
+def exactness(log_probs: jax.Array, rollout: Rollout) -> Exactness:
+    """Compares the learner's log-probs [B, R] with those that the rollout recorded.
+
+    A value that is not finite counts as unequal: two NaNs are no agreement.
+    """
+    mask, recorded = rollout.mask, rollout.log_probs
+    bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
+    unequal = mask & ((bits(log_probs) != bits(recorded)) | ~jnp.isfinite(log_probs))
+    difference = jnp.where(mask, jnp.abs(log_probs - recorded), 0.0)
+    compared = jnp.sum(mask, dtype=jnp.int32)
+    at = jnp.argmax(unequal)
+    row, column = at // mask.shape[1], at % mask.shape[1]
+    return Exactness(
+        compared=compared,
+        unequal=jnp.sum(unequal, dtype=jnp.int32),
+        max_difference=jnp.max(difference),
+        mean_difference=tree_sum(tree_sum(difference)) / count(mask),
+        first=jnp.stack([row, column]).astype(jnp.int32),
+        values=jnp.stack([log_probs[row, column], recorded[row, column]]),
+    )
+
+
+def split_rows(tree: Any, size: int) -> Any:
+    """Rows [B, ...] of every leaf as [B / size, size, ...]."""
+    rows = jax.tree.leaves(tree)[0].shape[0]
+    if rows % size:
+        raise InputError(f"micro_batch must divide the {rows} sequences of an update, got {size}")
+    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), tree)
+
+
+def mini_batch(batch: Experience, index: jax.Array, *, count: int) -> Experience:
+    """Rows of mini-batch `index` of `count`: contiguous, so that groups stay together."""
+    rows = batch.mask.shape[0]
+    if rows % count:
+        raise InputError(f"mini_batches must divide the {rows} sequences of a step, got {count}")
+    size = rows // count
+    take: Callable = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
+    return jax.tree.map(lambda x: take(x, index * size), batch)

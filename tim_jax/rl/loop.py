@@ -1,0 +1,272 @@
+"""The loop: a generator of steps. No logging, no files: callers do that with what it yields."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax import schedules
+from tim_jax.errors import MismatchError, NonFiniteError
+from tim_jax.rl import drawing
+from tim_jax.rl.drawing import Sample, Text
+from tim_jax.rl.learning import Exactness, Experience, TrainState
+from tim_jax.rl.programs import Programs
+from tim_jax.tasks.base import Task
+from tim_jax.types import Rollout
+
+_OPTIONAL = ("drawn_log_probs", "hidden")
+
+
+class Step(NamedTuple):
+    """One finished RL step."""
+
+    number: int  # from 1
+    state: TrainState
+    weights: Any
+    metrics: dict[str, float]  # a function of the run's config and seed alone
+    timing: dict[str, float]  # seconds and rates
+    samples: list[Sample]
+    history: tuple[Any, ...] = ()  # older weights, oldest first, if the sampler's are stale
+
+
+def train(
+    state: TrainState,
+    task: Task,
+    text: Text,
+    *,
+    programs: Programs,
+    seed: int,
+    steps: int,
+    prompts_per_step: int,
+    exact: bool,
+    refills: int = 0,
+    reference: Any = None,
+    history: Sequence[Any] = (),
+) -> Iterator[Step]:
+    """Yields RL steps from `state.step` to `steps`.
+
+    The data of a step and its random numbers are functions of (seed, step): a resumed loop goes on
+    as if it had not stopped. `state` is donated; use the yielded one.
+
+    Args:
+      exact: stop at the first token whose two log-probs are not the same bits.
+      refills: how often a step may draw again for groups whose rewards are all equal.
+      reference: compute weights of the KL term's reference policy, if there is one.
+      history: of a resumed loop whose sampler has stale weights: that of the last step.
+
+    Raises:
+      MismatchError: `exact`, and a token differs, or none was compared.
+      NonFiniteError: `programs.learning.max_skipped` updates in a row were not finite.
+      InputError: a prompt that is too long, a reward function that raises or returns nonsense.
+    """
+    weights = programs.prepare(state.params)
+    older = first_history(weights, programs, history)
+    for number in range(int(state.step) + 1, steps + 1):
+        started = time.perf_counter()
+        drawn = drawing.draw(
+            # No name for what is published: a copy elsewhere is not to stay while learning.
+            programs.publish(state.params, older[0] if older else weights),
+            task,
+            text,
+            programs=programs,
+            seed=seed,
+            step=number,
+            prompts=prompts_per_step,
+            refills=refills,
+        )
+        drawn_at = time.perf_counter()
+        state, weights, found, metrics = learn(
+            state,
+            weights,
+            drawn.rollout,
+            jnp.asarray(drawn.rewards),
+            programs=programs,
+            greedy_rewards=drawn.greedy_rewards,
+            response_length=drawn.metrics["response_length"],
+            reference=reference,
+            older=older,
+        )
+        # Not a new array: one that is bound to a device like the others, or not, as they are. The
+        # update would be compiled again after its first step of a resumed run.
+        state = replace(state, step=state.step + jnp.int32(1))
+        found = jax.device_get(found)
+        if exact:
+            check_exact(found, number)
+        metrics |= drawn.metrics | exact_metrics(found)
+        done = time.perf_counter()
+        tokens = metrics["response_tokens"]
+        timing = {
+            "seconds": done - started,
+            "seconds_sampling": drawn.seconds["sampling"],
+            "seconds_grading": drawn.seconds["grading"],
+            "seconds_learning": done - drawn_at,
+            "tokens_per_second": tokens / (done - started),
+        }
+        yield Step(number, state, weights, metrics, timing, drawn.samples, tuple(older))
+
+
+def first_history(weights: Any, programs: Programs, history: Sequence[Any]) -> deque[Any]:
+    """The weights of the last `stale_updates` updates, oldest first; before them, the first ones.
+
+    They are copies: an update takes its weights' buffers.
+    """
+    length = programs.mismatch.stale_updates
+    found = [*history] or [copied(weights) for _ in range(length)]
+    return deque(found, maxlen=length)
+
+
+def remember(history: deque[Any] | None, weights: Any) -> None:
+    """Puts weights that are about to be updated at the end of the history, if there is one."""
+    if history is not None and history.maxlen:
+        history.append(copied(weights))
+
+
+def copied(tree: Any) -> Any:
+    """The same arrays in buffers of their own."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def learn(
+    state: TrainState,
+    weights: Any,
+    rollout: Rollout,
+    rewards: jax.Array,
+    *,
+    programs: Programs,
+    greedy_rewards: np.ndarray | None = None,
+    response_length: float | None = None,
+    reference: Any = None,
+    older: deque[Any] | None = None,
+) -> tuple[TrainState, Any, Exactness, dict[str, float]]:
+    """All updates of one step: epochs times mini-batches.
+
+    The exactness is that of the first pass before the weights move: of the forward over all rows
+    if there was one, and always of the first update's gradient program. `mismatch/*` are taken from
+    the same log-probs: in bypass mode with mini-batches, of the first mini-batch. `older` is the
+    history of a sampler with stale weights; it moves on.
+
+    Raises:
+      NonFiniteError: `programs.learning.max_skipped` updates in a row were not finite.
+    """
+    rollout = trimmed(rollout, programs.length_buckets)
+    compared = None
+    if programs.compare is not None:
+        source = older[0] if older else weights
+        compared = programs.compare(weights, source, rollout)
+    greedy = None if greedy_rewards is None else jnp.asarray(greedy_rewards)
+    prepared = programs.experience(weights, reference, state.carried, rollout, rewards, greedy)
+    batch, checked = prepared.experience, prepared.exactness
+    state = replace(state, **prepared.carried._asdict())
+    if compared is None and prepared.trainer is not None:
+        compared = programs.mismatch_report(prepared.trainer, rollout)
+    length = jnp.mean(rollout.lengths.astype(jnp.float32))
+    if response_length is not None:
+        length = jnp.full_like(length, response_length)
+    unknown = length * jnp.float32(jnp.nan)
+    before = int(state.skipped)
+    found, reports = [] if checked is None else [checked], []
+    for epoch in range(programs.epochs):
+        for index in range(programs.mini_batches):
+            remember(older, weights)
+            # A step has one length, however many updates: a surge is one of steps.
+            last = len(reports) == programs.epochs * programs.mini_batches - 1
+            state, weights, report = programs.update(
+                state, weights, batch, jnp.int32(index), length if last else unknown
+            )
+            reports.append(report.metrics)
+            if epoch == index == 0:
+                found.append(report.exactness)
+                if compared is None:
+                    compared = programs.mismatch_report(report.log_probs, rollout)
+    reports, compared, shaped = jax.device_get((reports, compared, prepared.metrics))
+    skips = [report["skipped"] for report in reports]
+    metrics = joined(reports) | {"skipped": float(np.sum(skips))}
+    metrics |= {name: float(value) for name, value in (shaped | compared).items()}
+    metrics |= {k: float(v) for k, v in schedules.decay_report(state.optimizer).items()}
+    check_finite(state, batch, most_in_a_row(before, skips), programs.learning.max_skipped)
+    return state, weights, merged(found), metrics
+
+
+def joined(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """A step's metrics from those of its updates: means, of extremes the outermost."""
+
+    def over(name: str) -> float:
+        values = [report[name] for report in reports]
+        which = {"_max": np.max, "_min": np.min}.get(name[-4:], np.mean)
+        return float(which(values))
+
+    made = {name: over(name) for name in reports[0]}
+    if "noise_scale" in made:  # a mean of quotients is infinite as soon as one of them is
+        noise, signal = made["gradient_noise"], made["gradient_signal"]
+        made["noise_scale"] = noise / signal if signal > 0.0 else float("inf")
+    return made
+
+
+def trimmed(rollout: Rollout, buckets: int) -> Rollout:
+    """Cuts padding off the responses: to R, R / 2, ... R / 2^(buckets - 1), whichever suffices.
+
+    Padding changes no bit, so this is speed alone, for one compilation a bucket.
+    """
+    full, longest = rollout.responses.shape[1], int(rollout.lengths.max())
+    sizes = [-(-full // 2**i) for i in range(buckets)]
+    size = min(size for size in sizes if size >= longest)
+    wide = {name: getattr(rollout, name) for name in ("responses", "log_probs", *_OPTIONAL)}
+    return replace(rollout, **{k: None if x is None else x[:, :size] for k, x in wide.items()})
+
+
+def merged(found: Sequence[Exactness]) -> Exactness:
+    """The comparison that found something, or the one that compared the most."""
+    found = jax.device_get(list(found))
+    return max(found, key=lambda e: (int(e.unequal) > 0, int(e.compared)))
+
+
+def check_exact(found: Exactness, step: int) -> None:
+    """Raises MismatchError if a token differs or nothing was compared."""
+    if int(found.compared) == 0:
+        raise MismatchError(f"step {step}: no response token was compared")
+    if int(found.unequal):
+        row, position = (int(i) for i in found.first)
+        trainer, rollout = (float(v) for v in found.values)
+        raise MismatchError(
+            f"step {step}: {int(found.unequal)} of {int(found.compared)} response tokens have"
+            f" unequal log-probs; first: sequence {row}, response position {position}, learner"
+            f" {trainer!r} ({trainer.hex()}), sampler {rollout!r} ({rollout.hex()})"
+        )
+
+
+def most_in_a_row(before: int, skips: Sequence[float]) -> int:
+    """The longest run of skipped updates among a step's, `before` of them just before it."""
+    longest = row = before
+    for skipped in skips:
+        row = row + 1 if skipped else 0
+        longest = max(longest, row)
+    return longest
+
+
+def check_finite(state: TrainState, batch: Experience, skipped: int, most: int) -> None:
+    """Raises NonFiniteError, with the step's batch, if `most` updates in a row were skipped."""
+    if skipped < most:
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(batch))
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+    raise NonFiniteError(
+        f"step {int(state.step) + 1}: the loss or gradient of {skipped} updates in a row was not"
+        " finite; they were skipped",
+        arrays,
+    )
+
+
+def exact_metrics(found: Exactness) -> dict[str, float]:
+    compared, unequal = int(found.compared), int(found.unequal)
+    return {
+        "exact_share": (compared - unequal) / compared if compared else float("nan"),
+        "compared_tokens": float(compared),
+        "unequal_tokens": float(unequal),
+        "log_prob_difference_max": float(found.max_difference),
+        "log_prob_difference_mean": float(found.mean_difference),
+    }

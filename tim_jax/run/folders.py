@@ -1,0 +1,326 @@
+"""The run folder: one directory that holds all there is to know about a run, and survives its end.
+
+    config.toml     what was asked for
+    metrics.jsonl   one line a step: numbers that are the same however often the run was interrupted
+    timing.jsonl    one line a step: wall-clock numbers, which are not
+    samples.jsonl   completions
+    checkpoints/    see checkpoints.py
+
+A checkpoint records how long the three line files were when it was saved. Resuming cuts them back
+to that, so that no line is missing and none is there twice.
+
+Of several processes all save and restore, and process 0 alone holds the folder and writes lines.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tim_jax.errors import InputError
+from tim_jax.placement import processes
+from tim_jax.rl.learning import TrainState
+from tim_jax.run import checkpoints
+from tim_jax.run.checkpoints import Checkpoints, Restored, State
+from tim_jax.run.sinks import JsonLines
+
+LINE_FILES = ("metrics", "timing", "samples")
+
+
+class Run:
+    """A run folder, held by this process (or by process 0, and `lock` is None). A context manager.
+
+    Made by `open_run`.
+
+    The order of one step is: write its lines, then save. A folder that already holds checkpoints
+    must be restored before anything is written.
+
+    Attributes:
+        resumed: the folder held this run before.
+    """
+
+    def __init__(self, folder: Path, *, lock: "_Lock | None", keep: int, resumed: bool):
+        self.folder = folder
+        self.resumed = resumed
+        self._lock = lock
+        self._checkpoints = Checkpoints(folder / "checkpoints", keep=keep, owner=lock is not None)
+        self._lines: dict[str, JsonLines] = {}
+        if not checkpoints.list_steps(folder / "checkpoints"):
+            self._open_lines({})
+
+    def restore(self, like: State) -> Restored | None:
+        """Restores the newest good checkpoint and cuts the line files back to it.
+
+        Returns None for a run without a checkpoint. The damaged ones that were passed over are
+        named in the result. `like` and errors: see `checkpoints.restore`.
+        """
+        found = self._checkpoints.restore(like)
+        if found is None:
+            return None
+        self._open_lines(found.extra["lines"])
+        self.metrics.last_step = found.step
+        return Restored(found.step, found.state, found.extra["extra"], found.damaged)
+
+    @property
+    def metrics(self) -> JsonLines:
+        """metrics.jsonl: what a step computed, one line a step."""
+        return self._line_file("metrics")
+
+    @property
+    def timing(self) -> JsonLines:
+        """timing.jsonl: seconds and rates, one line a step."""
+        return self._line_file("timing")
+
+    @property
+    def samples(self) -> JsonLines:
+        """samples.jsonl: completions, any number of lines a step."""
+        return self._line_file("samples")
+
+    def save(self, step: int, state: State, extra: Mapping[str, Any] | None = None) -> None:
+        """Saves a checkpoint in the background; see `Checkpoints.save` for what may be raised.
+
+        Raises:
+            ValueError: the metrics of `step` have not been written yet.
+        """
+        if 0 < step != self.metrics.last_step:
+            raise ValueError(
+                f"write the metrics of step {step} before its checkpoint; the last line is of step"
+                f" {self.metrics.last_step}"
+            )
+        for name in LINE_FILES:
+            self._line_file(name).sync()
+        sizes = {name: self._line_file(name).size() for name in LINE_FILES}
+        self._checkpoints.save(step, state, {"lines": sizes, "extra": dict(extra or {})})
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk."""
+        self._checkpoints.wait()
+
+    def close(self) -> None:
+        """Waits for the last save, closes the files and lets the folder go."""
+        try:
+            self._checkpoints.close()
+        finally:
+            for lines in self._lines.values():
+                lines.close()
+            if self._lock is not None:
+                self._lock.release()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.close()
+        except InputError:
+            # A disk that is full fails twice; the first error is the one to show.
+            if error is None:
+                raise
+
+    def _open_lines(self, sizes: Mapping[str, int]) -> None:
+        for name in LINE_FILES:
+            if self._lock is None:
+                self._lines[name] = JsonLines(os.devnull)
+            else:
+                path = self.folder / f"{name}.jsonl"
+                self._lines[name] = JsonLines(path, offset=sizes.get(name, 0))
+
+    def _line_file(self, name: str) -> JsonLines:
+        if name not in self._lines:
+            raise ValueError(f"{self.folder} holds a run: call restore before writing to it")
+        return self._lines[name]
+
+
+def open_run(
+    folder: str | os.PathLike[str],
+    config: str,
+    *,
+    may_change: Iterable[str] = (),
+    keep: int = 2,
+    resume: bool = True,
+) -> Run:
+    """Opens a run folder, new or from before, for this process, or for process 0 of several.
+
+    Args:
+        config: the run's configuration as TOML text, kept in the folder as config.toml.
+        may_change: keys ("steps") and tables ("eval") in which a resumed run may differ.
+        keep: how many checkpoints stay.
+        resume: False refuses a folder that already holds a run.
+
+    Raises:
+        InputError: another process holds the folder; it holds a run with another config (the keys
+            are named) or files of something else; it cannot be written.
+    """
+    folder, held = Path(folder), []
+
+    def hold() -> bool:
+        held.append(_hold(folder, config, tuple(may_change), keep=keep, resume=resume))
+        return held[0].resumed
+
+    resumed = processes.led(hold)
+    return held[0] if held else Run(folder, lock=None, keep=keep, resumed=resumed)
+
+
+def _hold(
+    folder: Path, config: str, may_change: tuple[str, ...], *, keep: int, resume: bool
+) -> Run:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _Lock(folder)
+    except OSError as error:
+        raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
+    try:
+        resumed = _claim(folder, config, may_change, resume)
+        return Run(folder, lock=lock, keep=keep, resumed=resumed)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def read_config(folder: str | os.PathLike[str]) -> str:
+    """Returns the TOML text of a run folder's config.
+
+    Raises:
+        InputError: the folder holds no run.
+    """
+    path = Path(folder) / "config.toml"
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{folder} holds no run: cannot read {path}: {error.strerror}") from error
+
+
+def read_checkpoint(
+    folder: str | os.PathLike[str], like: State, *, step: int | None = None
+) -> Restored:
+    """Restores from a run folder without opening the run, for evaluation and export.
+
+    Otherwise as `checkpoints.restore`.
+    """
+    found = checkpoints.restore(Path(folder) / "checkpoints", like, step=step)
+    return Restored(found.step, found.state, found.extra["extra"], found.damaged)
+
+
+def saved(state: TrainState, reference: Any, history: Sequence[Any] = ()) -> State:
+    """What a checkpoint of a training run holds.
+
+    `reference` are the parameters of the KL term's policy, if there is one, and `history` the
+    weights of a sampler that is stale on purpose.
+    """
+    rest = {"optimizer": state.optimizer, "correction": state.correction}
+    rest |= {"step": state.step, "skipped": state.skipped}
+    if state.reward_kl is not None:
+        rest |= {"reward_kl": state.reward_kl}
+    found: State = {"params": state.params, "rest": rest}
+    if reference is not None:
+        found = {**found, "reference": reference}
+    return {**found, "history": list(history)} if history else found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key in which two configs differ; None stands for an absent key."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        shown = [
+            "not set" if value is None else json.dumps(value, default=str)
+            for value in (self.before, self.now)
+        ]
+        return f"{self.key} was {shown[0]}, now {shown[1]}"
+
+
+def config_differences(before: str, now: str) -> list[Difference]:
+    """Returns the dotted keys whose values differ between two TOML texts, in the order of names."""
+    old, new = _flatten(tomllib.loads(before)), _flatten(tomllib.loads(now))
+    # repr tells 1 from 1.0 and from true, which == does not.
+    return [
+        Difference(key, old.get(key), new.get(key))
+        for key in sorted({*old, *new})
+        if repr(old.get(key)) != repr(new.get(key))
+    ]
+
+
+def _claim(folder: Path, config: str, may_change: tuple[str, ...], resume: bool) -> bool:
+    """Compares or writes config.toml; returns whether the folder held this run already."""
+    path = folder / "config.toml"
+    exists = path.exists()
+    if exists and not resume:
+        raise InputError(f"{folder} already holds a run; resume it or set another run.folder")
+    if exists:
+        _check_same(folder, read_config(folder), config, may_change)
+    elif strangers := sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")):
+        raise InputError(
+            f"{folder} is not empty and holds no run (no config.toml, but {strangers[0]});"
+            " set another run.folder"
+        )
+    try:
+        partial = folder / ".config.toml"
+        partial.write_text(config, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    return exists
+
+
+def _check_same(folder: Path, before: str, now: str, may_change: tuple[str, ...]) -> None:
+    try:
+        differences = config_differences(before, now)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{folder / 'config.toml'} is damaged: {error}") from error
+    refused = [
+        str(difference)
+        for difference in differences
+        if not any(f"{difference.key}.".startswith(f"{free}.") for free in may_change)
+    ]
+    if refused:
+        raise InputError(
+            f"{folder} holds a run with another config: {'; '.join(refused)};"
+            " use the old values or another run.folder"
+        )
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+class _Lock:
+    """The kernel's own lock on a file: it goes with the process, however that ends."""
+
+    def __init__(self, folder: Path):
+        self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._file, 0)
+            os.write(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except BlockingIOError as error:
+            owner = os.read(self._file, 200).decode(errors="replace").strip()
+            self.release()
+            raise InputError(
+                f"{folder} is in use by {owner or 'another process'}; wait for it to end"
+                " or set another run.folder"
+            ) from error
+        except OSError:
+            self.release()
+            raise
+        # A forked child (a worker that outlives us) would otherwise keep the lock alive.
+        os.register_at_fork(after_in_child=self.release)
+
+    def release(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)

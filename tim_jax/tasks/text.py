@@ -1,0 +1,170 @@
+"""Text to token ids and back. Every tokenizer is a `PreTrainedTokenizerFast` of transformers.
+
+`character_tokenizer` makes a small one for the built-in tasks, with one token per character; it is
+saved, loaded and used like any other.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tim_jax.errors import InputError
+from tim_jax.tasks.base import Message
+from tim_jax.tasks.dataset import HUB_NAME
+
+PAD = "<pad>"
+EOS = "<eos>"
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+SHOWN = 60  # characters of a prompt quoted in an error
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with one token per character: pad is 0, eos is 1, then the alphabet.
+
+    A character outside the alphabet cannot be encoded (`encode_prompt` says which). Save it with
+    `save_pretrained(folder)`; `load_tokenizer(folder)` and `AutoTokenizer` read it back.
+
+    Raises:
+      InputError: if the alphabet is empty or has a character twice.
+    """
+    if not alphabet:
+        raise InputError("alphabet must have at least one character")
+    twice = sorted({letter for letter in alphabet if alphabet.count(letter) > 1})
+    if twice:
+        raise InputError(f"alphabet must have each character once; twice: {''.join(twice)!r}")
+    # The unknown token is named but not there, so that the library refuses instead of dropping.
+    vocabulary = {token: i for i, token in enumerate((PAD, EOS, *alphabet))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of a checkpoint folder or hub name, with its chat template.
+
+    A missing pad token becomes the eos token: lengths, not pad tokens, say where text ends.
+
+    Raises:
+      InputError: if there is none, it cannot be read, it is not a fast one, or it has no eos token.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir() and not any((folder / name).is_file() for name in FILES):
+        raise InputError(f"model folder {str(source)!r} has no tokenizer ({', '.join(FILES[:2])})")
+    if not folder.is_dir() and HUB_NAME.fullmatch(str(source)) is None:
+        raise InputError(f"tokenizer of {str(source)!r}: no such model folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else str(source))
+    except Exception as error:  # broken files and an unreachable hub raise all sorts
+        where = "folder" if folder.is_dir() else "no such folder here, and from the hub"
+        raise InputError(f"tokenizer of {str(source)!r} ({where}): {_first_line(error)}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise InputError(
+            f"tokenizer of {str(source)!r} is a {type(tokenizer).__name__}; a fast tokenizer"
+            " (tokenizer.json) is needed"
+        )
+    if tokenizer.eos_token_id is None:
+        raise InputError(
+            f"tokenizer of {str(source)!r} names no eos token: nothing ends a response"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: str | Sequence[Message],
+    *,
+    chat_template: bool | Literal["auto"] = "auto",
+    template_options: Mapping[str, Any] = MappingProxyType({}),
+    max_length: int | None = None,
+    where: str = "prompt",
+) -> list[int]:
+    """Returns the token ids of a prompt, ready for a response to follow.
+
+    Args:
+      prompt: text or chat messages.
+      chat_template: True puts the prompt, text as a user's message, through the tokenizer's chat
+        template with the opening of the assistant's turn. False takes it as plain text, messages
+        joined by blank lines, after the bos token if the tokenizer has its texts begin with one.
+        `auto` is True if the tokenizer has a template.
+      template_options: variables of the template, such as {"enable_thinking": False}.
+      max_length: most tokens allowed.
+      where: what the prompt is called in errors, such as `train prompt 17`.
+
+    Raises:
+      InputError: if the prompt is empty or too long, if the tokenizer has no chat template or
+        cannot fill it, or cannot encode a character.
+    """
+    templated = bool(tokenizer.chat_template) if chat_template == "auto" else chat_template
+    if templated:
+        ids = _through_template(tokenizer, prompt, template_options, where)
+    else:
+        text = prompt if isinstance(prompt, str) else "\n\n".join(m.content for m in prompt)
+        ids = _opening(tokenizer) + _encode(tokenizer, text, where)
+    if not ids:
+        raise InputError(f"{where} is empty")
+    if max_length is not None and len(ids) > max_length:
+        raise InputError(
+            f"{where} has {len(ids)} tokens, at most {max_length} are allowed: {_quoted(prompt)}"
+        )
+    return ids
+
+
+def _through_template(
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: str | Sequence[Message],
+    options: Mapping[str, Any],
+    where: str,
+) -> list[int]:
+    if not tokenizer.chat_template:
+        raise InputError(f"{where}: the tokenizer has no chat template; set chat_template to false")
+    messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+    chat = [{"role": message.role, "content": message.content} for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True, **options
+        )
+    except ImportError as error:
+        raise InputError("chat templates need jinja2: pip install jinja2") from error
+    except Exception as error:  # templates raise what their authors chose
+        raise InputError(
+            f"{where}: the chat template refused it: {_first_line(error)}: {_quoted(prompt)}"
+        ) from error
+    return _encode(tokenizer, str(text), where)
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, text: str, where: str) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # the Rust side raises bare Exceptions
+        unknown = sorted(set(text) - set(tokenizer.get_vocab()))
+        raise InputError(
+            f"{where} has characters without a token, {''.join(unknown[:10])!r}: {_quoted(text)}"
+        ) from error
+
+
+def _opening(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The bos token, if the tokenizer begins its texts with one. An eos it may add is left out."""
+    return [
+        i for i in tokenizer.encode("", add_special_tokens=True)[:1] if i == tokenizer.bos_token_id
+    ]
+
+
+def _quoted(prompt: str | Sequence[Message]) -> str:
+    text = prompt if isinstance(prompt, str) else prompt[-1].content if prompt else ""
+    return repr(text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}...")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
