@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 from tim_jax import placement
 from tim_jax.audit.cases import PRESETS, Sizes, placements
 from tim_jax.errors import InputError
-from tim_jax.model import parameters, transformer
-from tim_jax.model.parameters import parameter_shapes
+from tim_jax.model import parameters, preparing
+from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
 
@@ -84,10 +84,10 @@ def test_logical_axes_are_those_of_the_arrays(name, tiles):
     shapes = parameter_shapes(config)
     if any(n % tiles for n in (config.num_kv_heads, config.hidden_size)):
         pytest.skip("the model has no such column tiles")
-    prepare = partial(transformer.prepare, config=config, numerics=numerics)
+    prepare = partial(preparing.prepare, config=config, numerics=numerics)
     for tree, found in (
-        (shapes, parameters.param_axes(config)),
-        (jax.eval_shape(prepare, shapes), parameters.weight_axes(config, numerics)),
+        (shapes, param_axes(config)),
+        (jax.eval_shape(prepare, shapes), weight_axes(config, numerics)),
     ):
         ranks = jax.tree.map(lambda leaf: leaf.ndim, tree)
         assert ranks == jax.tree.map(len, found, is_leaf=lambda node: isinstance(node, tuple))
@@ -96,11 +96,26 @@ def test_logical_axes_are_those_of_the_arrays(name, tiles):
 def test_all_that_is_large_is_split_over_all_of_fsdp_and_tensor():
     """Master weights, and with them the optimiser's moments."""
     for config in CONFIGS.values():
-        found = parameters.param_axes(config)
+        found = param_axes(config)
         large = [found["embed"], found["final_norm"], found.get("head", found["embed"])]
         large += [v for k, v in found["layers"].items() if k in ("q", "k", "v", "o", "up", "down")]
         assert len(large) == 9
         assert all(placement.missing(leaf) == ("data",) for leaf in large)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "where", "message"),
+    [
+        ({"intermediate_size": 36}, Placement(fsdp=8), "fsdp = 8 must .* intermediate_size = 36"),
+        ({"head_dim": 2}, Placement(fsdp=32), "fsdp = 32 must .* num_heads x head_dim = 16"),
+        ({"intermediate_size": 33}, Placement(tensor=2), "must .* intermediate_size = 33, got 2"),
+    ],
+)
+def test_every_dimension_that_is_split_is_checked(sizes, where, message):
+    config = replace(WIDE, **sizes)
+    parameters.check(config, Numerics(), SINGLE)
+    with pytest.raises(InputError, match=message):
+        parameters.check(config, Numerics(column_tiles=where.tensor), where)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.kernels import cache, tiles
-from tim_jax.mismatch.base import Entry, Setting
+from tim_jax.mismatch.base import Entry
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import JOINED, size
 
 _FORMATS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
-_MATRICES = ("qkv", "o", "gate_up", "down")
+_MATRICES = tuple(row for row in JOINED if row.quantised)
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,21 @@ class QuantisedWeights(Entry):
         if self.group and self.per == "tensor":
             raise self.refuse(f'group = {self.group} contradicts per = "tensor"')
 
-    def check(self, setting: Setting) -> None:
-        config = setting.config
-        sizes = {
-            "hidden_size": config.hidden_size,
-            "heads": config.num_heads * config.head_dim,
-            "intermediate_size": config.intermediate_size,
-        }
-        for what, size in sizes.items():
-            if self.group and size % self.group:
-                raise self.refuse(f"group = {self.group} does not divide the model's {what} {size}")
+    def check(self, execution: Execution) -> None:
+        for row in _MATRICES:
+            inputs = size(row.input, execution.config)
+            if self.group and inputs % self.group:
+                raise self.refuse(
+                    f"group = {self.group} does not divide the model's {row.input} {inputs}"
+                )
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         layers = weights["layers"]
-        layers = layers | {n: self.rounded(layers[n], tiled=layers[n].ndim == 4) for n in _MATRICES}
+        matrices = {row.name: layers[row.name] for row in _MATRICES}
+        rounded = {name: self.rounded(m, tiled=m.ndim == 4) for name, m in matrices.items()}
         head = weights["head"]
         head = self.rounded(head, tiled=head.ndim == 3) if self.head else head
-        return weights | {"layers": layers, "head": head}
+        return weights | {"layers": layers | rounded, "head": head}
 
     def rounded(self, matrix: jax.Array, *, tiled: bool = False) -> jax.Array:
         """Matrices [..., in, out], or in column tiles [..., T, in, out / T], in their own dtype."""

@@ -31,6 +31,7 @@ import numpy as np
 from tim_jax.errors import InputError
 from tim_jax.kernels import native, tiles
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.weights import matrices
 from tim_jax.numerics import Numerics, Rows
 from tim_jax.placement import processes
 
@@ -68,16 +69,8 @@ def calibrate(config: ModelConfig, numerics: Numerics, *, batch: int) -> Numeric
 
 def _dots(config: ModelConfig, column_tiles: int) -> dict[int, set[int]]:
     """Contraction size -> widths of the column tiles of the weight matrices that have it."""
-    heads = config.num_heads * config.head_dim
-    joint = heads + 2 * config.num_kv_heads * config.head_dim
     dots: dict[int, set[int]] = {}
-    for contraction, width in (
-        (config.hidden_size, joint),
-        (heads, config.hidden_size),
-        (config.hidden_size, 2 * config.intermediate_size),
-        (config.intermediate_size, config.hidden_size),
-        (config.hidden_size, config.vocab_size),
-    ):
+    for contraction, width in matrices(config).values():
         dots.setdefault(contraction, set()).add(-(-width // column_tiles))
     return dots
 

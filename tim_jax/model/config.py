@@ -1,6 +1,9 @@
 """What a model computes, as a value: from a checkpoint's config.json, and back to one.
 
 Nothing here says how numbers are computed. What the forward does not do is refused by name.
+
+Not read by `transformers.AutoConfig`: it imports PyTorch, which takes seconds; it fills in a size
+that is missing; and it accepts a misspelt key, and a rope type that does not exist with a warning.
 """
 
 import math

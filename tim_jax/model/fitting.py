@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,8 @@ from tim_jax.errors import InputError
 from tim_jax.kernels import pallas
 from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.parameters import parameter_shapes
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import joined, matrices, parameter_shapes
 from tim_jax.numerics import Numerics
 
 _GPU_HEADS = (16, 32, 64, 128, 256)
@@ -90,13 +90,12 @@ def _check_tpu(config: ModelConfig, numerics: Numerics) -> None:
 
 def _weights(config: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
     """(name, inputs, outputs of each part, parts that share a program) of the model's matrices."""
-    heads = config.num_heads * config.head_dim
-    joint = heads + 2 * config.num_kv_heads * config.head_dim
-    yield "the query, key and value projection", config.hidden_size, joint, 1
-    yield "the output projection", heads, config.hidden_size, 1
-    yield "the gate and up projection", config.hidden_size, config.intermediate_size, 2
-    yield "the down projection", config.intermediate_size, config.hidden_size, 1
-    yield "the head (vocabulary)", config.hidden_size, config.vocab_size, 1
+    found = matrices(config)
+    for row in joined(config):
+        if row.matrix:
+            inputs, outputs = found[row.name]
+            together = len(row.parts) if row.gated else 1
+            yield row.title, inputs, outputs // together, together
 
 
 def kernels_used(config: ModelConfig, numerics: Numerics) -> tuple[str, ...]:
@@ -105,13 +104,13 @@ def kernels_used(config: ModelConfig, numerics: Numerics) -> tuple[str, ...]:
     Empty for families of plain XLA: there the compiler chooses.
     """
     one = replace(config, num_layers=1)
-    prepare = partial(transformer.prepare, config=one, numerics=numerics)
-    weights = jax.eval_shape(prepare, parameter_shapes(one))
+    execution = Execution(one, numerics)
+    weights = jax.eval_shape(execution.prepare, parameter_shapes(one))
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def run(weights, tokens):
-        hidden, _ = transformer.forward(weights, tokens, tokens, config=one, numerics=numerics)
-        logits = transformer.logits(weights, hidden[:, 0], config=one, numerics=numerics)
+        hidden, _ = transformer.forward(weights, tokens, tokens, execution=execution)
+        logits = transformer.logits(weights, hidden[:, 0], execution=execution)
         ops = kernels.family(numerics)
         peak = ops.peak(logits)
         exponentials = ops.exponentials(logits, peak, numerics=numerics)

@@ -25,7 +25,8 @@ from safetensors.numpy import save_file
 
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.model.config import ModelConfig, from_hf, to_hf
-from tim_jax.model.parameters import Params, check_params, parameter_shapes
+from tim_jax.model.parameters import check_params
+from tim_jax.model.weights import NAMED, Params, checkpoint_tensors, parameter_shapes
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -36,32 +37,7 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-_TOP_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "head": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "o_bias": "self_attn.o_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-    "gate_bias": "mlp.gate_proj.bias",
-    "up_bias": "mlp.up_proj.bias",
-    "down_bias": "mlp.down_proj.bias",
-}
-_TRANSPOSED = frozenset({"head", "q", "k", "v", "o", "gate", "up", "down"})
+_HEAD = NAMED["head"].tensor
 
 
 def resolve(
@@ -136,7 +112,7 @@ def load_tokenizer(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Any
 
 
 def load_params(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Params:
-    """Reads the weights as a tree of float32 NumPy arrays, laid out as in `model/params.py`.
+    """Reads the weights as a tree of float32 NumPy arrays, laid out as in `model/weights.py`.
 
     Names, shapes and dtypes are checked before anything is read; then each tensor goes straight to
     its place, so that the peak is the parameters plus one tensor. Raises `InputError` naming the
@@ -146,14 +122,13 @@ def load_params(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Params
     stored = _stored_tensors(folder)
     _check_stored(stored, config, folder)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), parameter_shapes(config))
-    slots = dict(_slots(params))
+    views = dict(_views(params, config))
     for path in sorted({tensor.path for tensor in stored.values()}):
         with _open(path) as file:
-            for name, slot in slots.items():
+            for name, view in views.items():
                 if stored[name].path == path:
-                    tensor = file.get_tensor(name)
-                    slot.array[...] = tensor.T if slot.transposed else tensor
-    if config.tied_embeddings and "lm_head.weight" in stored:
+                    view[...] = file.get_tensor(name)
+    if config.tied_embeddings and _HEAD in stored:
         _check_tied(stored, params["embed"])
     return params
 
@@ -198,7 +173,7 @@ def save(
     try:
         _write_json(partial / "config.json", to_hf(config, dtype=dtype))
         _write_json(partial / "generation_config.json", generation)
-        _write_weights(partial, params, dtype, max_shard_bytes)
+        _write_weights(partial, params, config, dtype, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         partial.rename(folder)
@@ -211,14 +186,6 @@ def save(
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """Where a tensor of a checkpoint lives in the tree of parameters."""
-
-    array: np.ndarray  # a view into the (stacked) parameter
-    transposed: bool
-
-
-@dataclass(frozen=True)
 class _Stored:
     """What a safetensors header says of a tensor."""
 
@@ -227,18 +194,11 @@ class _Stored:
     shape: tuple[int, ...]
 
 
-def _slots(params: Params) -> Iterator[tuple[str, _Slot]]:
-    """Every tensor of a checkpoint, in the order in which it is written."""
-    layers = params["layers"]
-    yield _TOP_NAMES["embed"], _Slot(params["embed"], False)
-    for index in range(len(layers["attn_norm"])):
-        for leaf, name in _LAYER_NAMES.items():
-            if leaf in layers:
-                slot = _Slot(layers[leaf][index], leaf in _TRANSPOSED)
-                yield f"model.layers.{index}.{name}", slot
-    for leaf in ("final_norm", "head"):
-        if leaf in params:
-            yield _TOP_NAMES[leaf], _Slot(params[leaf], leaf in _TRANSPOSED)
+def _views(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of a checkpoint, in the order in which it is written: a view into `params`."""
+    for name, weight, layer in checkpoint_tensors(config):
+        array = params[weight.name] if layer is None else params["layers"][weight.name][layer]
+        yield name, array.T if weight.transposed else array
 
 
 def _stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -247,10 +207,7 @@ def _stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     blank = jax.tree.map(
         lambda leaf: np.broadcast_to(np.float32(0), leaf.shape), parameter_shapes(config)
     )
-    return {
-        name: slot.array.shape[::-1] if slot.transposed else slot.array.shape
-        for name, slot in _slots(blank)
-    }
+    return {name: view.shape for name, view in _views(blank, config)}
 
 
 def _stored_tensors(folder: Path) -> dict[str, _Stored]:
@@ -300,7 +257,7 @@ def _check_stored(stored: dict[str, _Stored], config: ModelConfig, folder: Path)
     expected = _stored_shapes(config)
     for name, shape in expected.items():
         if name not in stored:
-            hint = " (tie_word_embeddings is false)" if name == "lm_head.weight" else ""
+            hint = " (tie_word_embeddings is false)" if name == _HEAD else ""
             raise InputError(f"{folder}: tensor {name!r} is missing{hint}")
         tensor = stored[name]
         if tensor.shape != shape:
@@ -311,7 +268,7 @@ def _check_stored(stored: dict[str, _Stored], config: ModelConfig, folder: Path)
     for name, tensor in stored.items():
         if name.endswith("rotary_emb.inv_freq"):
             continue  # a buffer that old checkpoints carry; it follows from config.json
-        if name not in expected and not (config.tied_embeddings and name == "lm_head.weight"):
+        if name not in expected and not (config.tied_embeddings and name == _HEAD):
             raise InputError(f"{tensor.path}: tensor {name!r} is not one of this architecture's")
         if tensor.dtype not in _STORED_DTYPES:
             raise InputError(
@@ -321,31 +278,32 @@ def _check_stored(stored: dict[str, _Stored], config: ModelConfig, folder: Path)
 
 
 def _check_tied(stored: dict[str, _Stored], embed: np.ndarray) -> None:
-    path = stored["lm_head.weight"].path
+    path = stored[_HEAD].path
     with _open(path) as file:
-        head = file.get_tensor("lm_head.weight")
+        head = file.get_tensor(_HEAD)
     if head.shape != embed.shape or not np.array_equal(head.astype(np.float32), embed):
         raise InputError(
-            f"{path}: tie_word_embeddings is true, but 'lm_head.weight' differs from the embedding"
+            f"{path}: tie_word_embeddings is true, but {_HEAD!r} differs from the embedding"
         )
 
 
-def _write_weights(folder: Path, params: Params, dtype: str, max_shard_bytes: int) -> None:
-    slots = list(_slots(jax.tree.map(np.asarray, params)))
-    shards: list[list[tuple[str, _Slot]]] = [[]]
+def _write_weights(
+    folder: Path, params: Params, config: ModelConfig, dtype: str, max_shard_bytes: int
+) -> None:
+    shards: list[list[tuple[str, np.ndarray]]] = [[]]
     total = filled = 0
-    for name, slot in slots:
-        size = slot.array.size * np.dtype(DTYPES[dtype]).itemsize
+    for name, view in _views(jax.tree.map(np.asarray, params), config):
+        size = view.size * np.dtype(DTYPES[dtype]).itemsize
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append((name, slot))
+        shards[-1].append((name, view))
         filled, total = filled + size, total + size
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = _SINGLE if len(shards) == 1 else file
-        tensors = {name: _converted(name, slot, dtype) for name, slot in shard}
+        tensors = {name: _converted(name, view, dtype) for name, view in shard}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # it was made private
         weight_map |= dict.fromkeys(tensors, file)
@@ -354,8 +312,7 @@ def _write_weights(folder: Path, params: Params, dtype: str, max_shard_bytes: in
         _write_json(folder / _INDEX, index)
 
 
-def _converted(name: str, slot: _Slot, dtype: str) -> np.ndarray:
-    array = slot.array.T if slot.transposed else slot.array
+def _converted(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         converted = np.ascontiguousarray(array.astype(DTYPES[dtype]))
     if not np.array_equal(np.isfinite(converted), np.isfinite(array)):

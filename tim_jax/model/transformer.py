@@ -1,7 +1,7 @@
 """THE forward: one pure function for the sampler's prefill and decode and for the learner.
 
-Weights flow in, hidden states and keys and values flow out. What is computed comes from
-`ModelConfig`, how from `Numerics`; nothing here knows who is calling.
+Weights flow in, hidden states and keys and values flow out. What is computed, how and where comes
+from an `Execution`; nothing here knows who is calling.
 
 Shapes: B sequences, T tokens each, d hidden size, H query heads, Kv key heads, G = H / Kv,
 D head size, S key positions, V vocabulary.
@@ -9,7 +9,7 @@ D head size, S key positions, V vocabulary.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,9 @@ from tim_jax import kernels
 from tim_jax.kernels import formulas
 from tim_jax.model import rope
 from tim_jax.model.config import ModelConfig
-from tim_jax.numerics import Numerics
-from tim_jax.placement import SINGLE, Placement, collectives
-
-Params = dict[str, Any]  # master weights: see model/params.py
-Weights = dict[str, Any]  # compute weights: see `prepare`
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import Weights
+from tim_jax.placement import collectives
 
 
 @struct.dataclass
@@ -38,65 +36,6 @@ class LayerCache:
 Cache = tuple[LayerCache, ...]
 
 
-def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weights:
-    """Casts the master weights to the compute dtype and joins what is multiplied together.
-
-    Done once per update, outside every loop; sampler and learner use the same result, and the
-    gradient flows through it to the float32 masters. Norm weights and biases stay float32, as they
-    enter float32 arithmetic.
-
-    With T column tiles a matrix is [T, K, M / T], and tile i of what is joined holds the i-th part
-    of each; the head's columns are filled up with zeros to a multiple of T.
-    """
-    layers, dtype, tiles = params["layers"], numerics.dtype, numerics.column_tiles
-    stay = ("attn_norm", "mlp_norm", "q_norm", "k_norm", "o_bias", "down_bias")
-    joined = {
-        "qkv": _join(layers, ("q", "k", "v"), tiles).astype(dtype),
-        "gate_up": _join(layers, ("gate", "up"), tiles).astype(dtype),
-        "o": _join(layers, ("o",), tiles).astype(dtype),
-        "down": _join(layers, ("down",), tiles).astype(dtype),
-    }
-    if "q_bias" in layers:
-        joined["qkv_bias"] = _join(layers, ("q_bias", "k_bias", "v_bias"), tiles, axis=-1)
-    if "gate_bias" in layers:
-        joined["gate_up_bias"] = _join(layers, ("gate_bias", "up_bias"), tiles, axis=-1)
-    joined.update({name: layers[name] for name in stay if name in layers})
-    head = params["embed"].T if config.tied_embeddings else params["head"]
-    return {
-        "embed": params["embed"].astype(dtype),
-        "layers": joined,
-        "final_norm": params["final_norm"],
-        "head": _tiled_head(head.astype(dtype), tiles),
-    }
-
-
-def unstacked(weights: Weights) -> Weights:
-    """`weights` with a dictionary per layer, as the forward with a cache takes them.
-
-    To be called before a decode loop: a slice of the stack inside it is a copy at every step.
-    """
-    layers = weights["layers"]
-    count = jax.tree.leaves(layers)[0].shape[0]
-    split = tuple(jax.tree.map(lambda w, i=index: w[i], layers) for index in range(count))
-    return {**weights, "layers": split}
-
-
-def _join(layers: dict, names: tuple[str, ...], tiles: int, axis: int = -2) -> jax.Array:
-    """Side by side, in column tiles if there are several, these along a new axis before `axis`."""
-    parts = [layers[name] for name in names]
-    if tiles > 1:
-        parts = [part.reshape(*part.shape[:-1], tiles, -1) for part in parts]
-    whole = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-    return jnp.moveaxis(whole, -2, axis - 1) if tiles > 1 else whole
-
-
-def _tiled_head(head: jax.Array, tiles: int) -> jax.Array:
-    if tiles == 1:
-        return head
-    head = jnp.pad(head, ((0, 0), (0, -head.shape[1] % tiles)))
-    return jnp.moveaxis(head.reshape(head.shape[0], tiles, -1), 1, 0)
-
-
 @overload
 def forward(
     weights: Weights,
@@ -104,9 +43,7 @@ def forward(
     positions: jax.Array,
     cache: None = None,
     *,
-    config: ModelConfig,
-    numerics: Numerics,
-    placement: Placement = SINGLE,
+    execution: Execution,
     remat: bool = False,
 ) -> tuple[jax.Array, LayerCache]: ...
 @overload
@@ -116,9 +53,7 @@ def forward(
     positions: jax.Array,
     cache: Cache,
     *,
-    config: ModelConfig,
-    numerics: Numerics,
-    placement: Placement = SINGLE,
+    execution: Execution,
     remat: bool = False,
 ) -> tuple[jax.Array, Cache]: ...
 def forward(
@@ -127,21 +62,20 @@ def forward(
     positions: jax.Array,
     cache: Cache | None = None,
     *,
-    config: ModelConfig,
-    numerics: Numerics,
-    placement: Placement = SINGLE,
+    execution: Execution,
     remat: bool = False,
 ) -> tuple[jax.Array, LayerCache | Cache]:
     """Hidden states of `tokens`, each attending to its sequence's tokens up to itself.
 
     Args:
-      weights: from `prepare`, and with a cache from `unstacked`.
+      weights: from `preparing.prepare`, and with a cache from `preparing.unstacked`.
       tokens: i32[B, T].
       positions: i32[B, T]. Without a cache they must be 0..T-1 in every row.
       cache: keys and values of the positions before; the tokens' own are written into it.
-      placement: of more than one device: this runs inside `shard_map` over its mesh, and arguments
-        and results are this device's parts: of the weights by their logical axes, its own rows of
-        the batch, its columns of the hidden states, its key heads of the cache.
+      execution: with a placement of more than one device this runs inside `shard_map` over its
+        mesh, and arguments and results are this device's parts: of the weights by their logical
+        axes, its own rows of the batch, its columns of the hidden states, its key heads of the
+        cache.
       remat: recompute each layer in the backward instead of keeping its activations.
 
     Returns:
@@ -149,17 +83,11 @@ def forward(
       the updated cache, or without one a `LayerCache` stacked over layers, [L, B, ...].
     """
     batch, length = tokens.shape
-    embed = collectives.gather(weights["embed"], ("fsdp",), placement)
+    embed = collectives.gather(weights["embed"], ("fsdp",), execution.placement)
     x = _embedded(embed, tokens.reshape(-1))
     span = length if cache is None else cache[0].key.shape[3]
-    angles = _angles(positions.reshape(-1), span, config)
-    layer = partial(
-        _layer,
-        config=config,
-        numerics=numerics,
-        placement=placement,
-        shape=(batch, length),
-    )
+    angles = _angles(positions.reshape(-1), span, execution.config)
+    layer = partial(_layer, execution=execution, shape=(batch, length))
     if cache is None:
 
         def body(x, layer_weights):
@@ -175,46 +103,34 @@ def forward(
     return x.reshape(batch, length, -1), keys_values
 
 
-def logits(
-    weights: Weights,
-    hidden: jax.Array,
-    *,
-    config: ModelConfig,
-    numerics: Numerics,
-    placement: Placement = SINGLE,
-) -> jax.Array:
+def logits(weights: Weights, hidden: jax.Array, *, execution: Execution) -> jax.Array:
     """Vocabulary logits float32 [N, V], all of them on every device, of hidden states [N, d].
 
     Across a tensor axis not for differentiation, see `collectives.tensor_whole`.
     """
-    own = _own_columns(weights, hidden, config, numerics, placement)
-    return _without_padding(collectives.tensor_whole(own, placement), config)
+    own = _own_columns(weights, hidden, execution)
+    return _without_padding(collectives.tensor_whole(own, execution.placement), execution.config)
 
 
-def logits_of_own_rows(
-    weights: Weights,
-    hidden: jax.Array,
-    *,
-    config: ModelConfig,
-    numerics: Numerics,
-    placement: Placement = SINGLE,
-) -> jax.Array:
+def logits_of_own_rows(weights: Weights, hidden: jax.Array, *, execution: Execution) -> jax.Array:
     """The same bits, [N / tensor, V], of this device's `collectives.own_rows`; differentiable.
 
     What follows the logits row by row is then done once in a tensor group, and not by each device.
     """
-    own = _own_columns(weights, hidden, config, numerics, placement)
-    return _without_padding(collectives.rows_for_columns(own, placement), config)
+    own = _own_columns(weights, hidden, execution)
+    rows = collectives.rows_for_columns(own, execution.placement)
+    return _without_padding(rows, execution.config)
 
 
-def _own_columns(weights, hidden, config, numerics, placement):
+def _own_columns(weights, hidden, execution: Execution):
     """This device's columns of the logits, [N, V / tensor], those of the padding among them."""
-    of_head = numerics.of_head
-    normed = _norm(hidden, weights["final_norm"], config, of_head, placement)
+    placement, of_head = execution.placement, execution.numerics.of_head
+    normed = _norm(hidden, weights["final_norm"], replace(execution, numerics=of_head))
     ops = collectives.family(of_head, placement)
     head = weights["head"].astype(of_head.dtype)
     head = collectives.matrix(head, numerics=of_head, placement=placement)
-    return formulas.narrowed(ops.dot(normed, head, numerics=of_head), numerics.precision.logits)
+    found = ops.dot(normed, head, numerics=of_head)
+    return formulas.narrowed(found, execution.numerics.precision.logits)
 
 
 def _without_padding(found, config):
@@ -249,34 +165,35 @@ def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.A
     return jnp.asarray(cos)[positions], jnp.asarray(sin)[positions]
 
 
-def _layer(x, w, angles, positions, cache, *, config, numerics, placement, shape):
+def _layer(x, w, angles, positions, cache, *, execution: Execution, shape):
     """One decoder layer on rows x [B * T, d]; across a tensor axis, on its own columns of them."""
+    numerics, placement = execution.numerics, execution.placement
     local = replace(numerics, column_tiles=numerics.column_tiles // placement.tensor)
     ops = collectives.family(local, placement)
     matrix = partial(collectives.matrix, numerics=local, placement=placement)
     whole = partial(collectives.gather, names=("tensor",), placement=placement)
-    normed = _norm(x, w["attn_norm"], config, numerics, placement)
-    query, key, value = _project(normed, w, angles, config, local, placement)
-    mixed, keys_values = _attend(
-        query, key, value, positions, cache, config, numerics, placement, shape
-    )
+    normed = _norm(x, w["attn_norm"], execution)
+    query, key, value = _project(normed, w, angles, replace(execution, numerics=local))
+    mixed, keys_values = _attend(query, key, value, positions, cache, execution, shape)
     x = ops.dot_add(whole(mixed), matrix(w["o"]), x, w.get("o_bias"), numerics=local)
-    normed = _norm(x, w["mlp_norm"], config, numerics, placement)
+    normed = _norm(x, w["mlp_norm"], execution)
     bias = w.get("gate_up_bias")
     hidden = ops.gated_dot(normed, matrix(w["gate_up"]), bias, numerics=local)
     x = ops.dot_add(whole(hidden), matrix(w["down"]), x, w.get("down_bias"), numerics=local)
     return x, keys_values
 
 
-def _norm(x, weight, config, numerics, placement):
+def _norm(x, weight, execution: Execution):
     """RMSNorm of whole rows, rounded to the compute dtype."""
-    x = collectives.gather(x, ("tensor",), placement)
-    weight = collectives.gather(weight, ("tensor", "fsdp"), placement)
-    return kernels.family(numerics).norm(x, weight, eps=config.rms_norm_eps, numerics=numerics)
+    numerics, eps = execution.numerics, execution.config.rms_norm_eps
+    x = collectives.gather(x, ("tensor",), execution.placement)
+    weight = collectives.gather(weight, ("tensor", "fsdp"), execution.placement)
+    return kernels.family(numerics).norm(x, weight, eps=eps, numerics=numerics)
 
 
-def _project(normed, w, angles, config, numerics, placement):
+def _project(normed, w, angles, execution: Execution):
     """The joint projection, split into normed, rotated, scaled q, k and v, [N, heads, D] each."""
+    config, numerics, placement = execution.config, execution.numerics, execution.placement
     ops = collectives.family(numerics, placement)
     names = (("bias", "qkv_bias"), ("q_norm", "q_norm"), ("k_norm", "k_norm"))
     heads, kv_heads = (n // placement.tensor for n in (config.num_heads, config.num_kv_heads))
@@ -292,10 +209,11 @@ def _project(normed, w, angles, config, numerics, placement):
     )
 
 
-def _attend(query, key, value, positions, cache, config, numerics, placement, shape):
+def _attend(query, key, value, positions, cache, execution: Execution, shape):
     """Lays out heads, writes the cache if there is one, and attends. Rows in, rows out."""
+    config, numerics = execution.config, execution.numerics
     batch, length = shape
-    kv_heads, size = config.num_kv_heads // placement.tensor, config.head_dim
+    kv_heads, size = config.num_kv_heads // execution.placement.tensor, config.head_dim
     group = config.num_heads // config.num_kv_heads
     query = query.reshape(batch, length, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
     query = query.reshape(batch, kv_heads, length * group, size)

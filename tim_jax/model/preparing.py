@@ -1,0 +1,71 @@
+"""Compute weights: the master weights cast to the compute dtype and joined for the forward."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.weights import Joined, Params, Weights, joined
+from tim_jax.numerics import Numerics
+
+
+def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weights:
+    """Casts the master weights to the compute dtype and joins what is multiplied together.
+
+    Done once per update, outside every loop; sampler and learner use the same result, and the
+    gradient flows through it to the float32 masters. Norm weights and biases stay float32, as they
+    enter float32 arithmetic.
+
+    With T column tiles a matrix is [T, K, M / T], and tile i of what is joined holds the i-th part
+    of each; the head's columns are filled up with zeros to a multiple of T.
+    """
+    layers, dtype, tiles = params["layers"], numerics.dtype, numerics.column_tiles
+    rows = [row for row in joined(config) if row.layered]
+    parts = {part for row in rows for part in row.parts}
+    made = {}
+    for row in sorted(rows, key=_place):
+        whole = _join([layers[part] for part in row.parts], tiles, axis=-2 if row.matrix else -1)
+        made[row.name] = whole.astype(dtype) if row.matrix else whole
+    head = params["embed"].T if config.tied_embeddings else params["head"]
+    return {
+        "embed": params["embed"].astype(dtype),
+        "layers": made | {name: w for name, w in layers.items() if name not in parts},
+        "final_norm": params["final_norm"],
+        "head": _tiled_head(head.astype(dtype), tiles),
+    }
+
+
+def unstacked(weights: Weights) -> Weights:
+    """`weights` with a dictionary per layer, as the forward with a cache takes them.
+
+    To be called before a decode loop: a slice of the stack inside it is a copy at every step.
+    """
+    layers = weights["layers"]
+    count = jax.tree.leaves(layers)[0].shape[0]
+    split = tuple(jax.tree.map(lambda w, i=index: w[i], layers) for index in range(count))
+    return {**weights, "layers": split}
+
+
+def _place(row: Joined) -> tuple[bool, int]:
+    """Sorts joined weights: matrices before biases, those of most parts first.
+
+    Any order computes the same; this one is kept because a program whose text changes is no longer
+    found in the compile cache.
+    """
+    return not row.matrix, -len(row.parts)
+
+
+def _join(parts: Sequence[jax.Array], tiles: int, axis: int) -> jax.Array:
+    """Side by side, in column tiles if there are several, these along a new axis before `axis`."""
+    if tiles > 1:
+        parts = [part.reshape(*part.shape[:-1], tiles, -1) for part in parts]
+    whole = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    return jnp.moveaxis(whole, -2, axis - 1) if tiles > 1 else whole
+
+
+def _tiled_head(head: jax.Array, tiles: int) -> jax.Array:
+    if tiles == 1:
+        return head
+    head = jnp.pad(head, ((0, 0), (0, -head.shape[1] % tiles)))
+    return jnp.moveaxis(head.reshape(head.shape[0], tiles, -1), 1, 0)

@@ -1,0 +1,262 @@
+"""The weights of every family of models, as two tables. A new family adds its weights here.
+
+`TABLE` has a row for every parameter: its dimensions, how they are laid on a mesh, its name in a
+Hugging Face checkpoint. `JOINED` says which of them the forward multiplies by as one. Everything
+else that knows of weights (initial values, checkpoints, placement, compute weights, tiles of
+kernels, quantisation) reads these tables.
+
+Parameters, the masters, are a dict of float32 arrays, matrices [in, out]. Those under "layers" are
+stacked over layers: their first dimension is `num_layers`. Compute weights are what
+`preparing.prepare` makes of them for the forward: of the same form, some of them joined.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import Numerics
+from tim_jax.placement import Axes, Axis
+
+Params = dict[str, Any]  # float32 master weights, a leaf for every row of `table(config)`
+Weights = dict[str, Any]  # compute weights, from `preparing.prepare`
+Kind = Literal["embedding", "matrix", "norm", "bias"]
+Condition = Callable[[ModelConfig], bool]
+
+# Names of dimensions: fields of `ModelConfig`, or products of them.
+_QUERY, _KEY = "num_heads x head_dim", "num_kv_heads x head_dim"
+_LAYERS = "num_layers"
+
+
+def size(dimension: str, config: ModelConfig) -> int:
+    """The size of a named dimension, such as "hidden_size" or "num_heads x head_dim"."""
+    return math.prod(getattr(config, field) for field in dimension.split(" x "))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter; one in a layer stands for those of all layers, stacked.
+
+    Attributes:
+      name: of the leaf in the tree of parameters, there under "layers" if it is in a layer.
+      kind: decides its initial values and its dtype among the compute weights, where norms and
+        biases stay float32, as they enter float32 arithmetic.
+      dims: names of its dimensions, see `size`.
+      axes: their logical axes, see `placement.RULES`. What is large is split over all of fsdp and
+        tensor; biases are small and split over tensor alone, norms within heads not at all.
+      tensor: its name in a checkpoint, with "{layer}" for the index of its layer.
+      when: whether a model of this configuration has it.
+    """
+
+    name: str
+    kind: Kind
+    dims: tuple[str, ...]
+    axes: Axes
+    tensor: str
+    when: Condition
+
+    @property
+    def layered(self) -> bool:
+        """Whether every layer has one."""
+        return self.dims[0] == _LAYERS
+
+    @property
+    def path(self) -> str:
+        """In the tree of parameters, such as "embed" or "layers.q"."""
+        return f"layers.{self.name}" if self.layered else self.name
+
+    @property
+    def transposed(self) -> bool:
+        """Whether a checkpoint has it as [out, in], as PyTorch keeps the matrices of its layers."""
+        return self.kind == "matrix"
+
+    def shape(self, config: ModelConfig) -> tuple[int, ...]:
+        return tuple(size(dimension, config) for dimension in self.dims)
+
+
+def _always(_: ModelConfig) -> bool:
+    return True
+
+
+def _norm(
+    name: str,
+    module: str,
+    dimension: str = "hidden_size",
+    axis: Axis = "hidden",
+    when: Condition = _always,
+) -> Weight:
+    """The weight of a norm in every layer; `module` is its path in a checkpoint's layer."""
+    tensor = f"model.layers.{{layer}}.{module}.weight"
+    return Weight(name, "norm", (_LAYERS, dimension), ("whole", axis), tensor, when)
+
+
+def _matrix(name: str, module: str, inputs: str, outputs: str) -> Weight:
+    """The matrix of a linear map in every layer."""
+    dims, tensor = (_LAYERS, inputs, outputs), f"model.layers.{{layer}}.{module}.weight"
+    return Weight(name, "matrix", dims, ("whole", "in", "out"), tensor, _always)
+
+
+def _bias(name: str, module: str, outputs: str, when: Condition) -> Weight:
+    """The bias of a linear map in every layer."""
+    tensor = f"model.layers.{{layer}}.{module}.bias"
+    return Weight(name, "bias", (_LAYERS, outputs), ("whole", "out"), tensor, when)
+
+
+_qk_norm = attrgetter("qk_norm")
+_attention_bias, _output_bias = attrgetter("attention_bias"), attrgetter("output_bias")
+_mlp_bias = attrgetter("mlp_bias")
+
+# In the order in which a checkpoint is written.
+TABLE = (
+    Weight(
+        "embed",
+        "embedding",
+        ("vocab_size", "hidden_size"),
+        ("whole", "hidden"),
+        "model.embed_tokens.weight",
+        _always,
+    ),
+    _norm("attn_norm", "input_layernorm"),
+    _matrix("q", "self_attn.q_proj", "hidden_size", _QUERY),
+    _matrix("k", "self_attn.k_proj", "hidden_size", _KEY),
+    _matrix("v", "self_attn.v_proj", "hidden_size", _KEY),
+    _matrix("o", "self_attn.o_proj", _QUERY, "hidden_size"),
+    _bias("q_bias", "self_attn.q_proj", _QUERY, _attention_bias),
+    _bias("k_bias", "self_attn.k_proj", _KEY, _attention_bias),
+    _bias("v_bias", "self_attn.v_proj", _KEY, _attention_bias),
+    _bias("o_bias", "self_attn.o_proj", "hidden_size", _output_bias),
+    _norm("q_norm", "self_attn.q_norm", "head_dim", "whole", _qk_norm),
+    _norm("k_norm", "self_attn.k_norm", "head_dim", "whole", _qk_norm),
+    _norm("mlp_norm", "post_attention_layernorm"),
+    _matrix("gate", "mlp.gate_proj", "hidden_size", "intermediate_size"),
+    _matrix("up", "mlp.up_proj", "hidden_size", "intermediate_size"),
+    _matrix("down", "mlp.down_proj", "intermediate_size", "hidden_size"),
+    _bias("gate_bias", "mlp.gate_proj", "intermediate_size", _mlp_bias),
+    _bias("up_bias", "mlp.up_proj", "intermediate_size", _mlp_bias),
+    _bias("down_bias", "mlp.down_proj", "hidden_size", _mlp_bias),
+    Weight("final_norm", "norm", ("hidden_size",), ("hidden",), "model.norm.weight", _always),
+    Weight(
+        "head",
+        "matrix",
+        ("hidden_size", "vocab_size"),
+        ("hidden", "whole"),  # not its columns: a vocabulary may have any size
+        "lm_head.weight",
+        lambda config: not config.tied_embeddings,
+    ),
+)
+NAMED = {weight.name: weight for weight in TABLE}
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A compute weight: the columns of `parts` side by side, in column tiles if there are several.
+
+    Parameters that are part of none are compute weights as they are.
+
+    Attributes:
+      title: of a matrix, in messages.
+      gated: whether a kernel computes the same columns of all parts together, to multiply them.
+      quantised: whether engines that quantise weights quantise this matrix.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    title: str = ""
+    gated: bool = False
+    quantised: bool = False
+
+    @property
+    def matrix(self) -> bool:
+        """And not a bias."""
+        return NAMED[self.parts[0]].kind == "matrix"
+
+    @property
+    def layered(self) -> bool:
+        return NAMED[self.parts[0]].layered
+
+    @property
+    def input(self) -> str:
+        """The dimension that a matrix contracts over."""
+        return NAMED[self.parts[0]].dims[-2]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The dimension of each part's columns."""
+        return tuple(NAMED[part].dims[-1] for part in self.parts)
+
+
+# Matrices in the order in which the forward multiplies by them, then biases.
+JOINED = (
+    Joined("qkv", ("q", "k", "v"), "the query, key and value projection", quantised=True),
+    Joined("o", ("o",), "the output projection", quantised=True),
+    Joined("gate_up", ("gate", "up"), "the gate and up projection", gated=True, quantised=True),
+    Joined("down", ("down",), "the down projection", quantised=True),
+    Joined("head", ("head",), "the head (vocabulary)"),
+    Joined("qkv_bias", ("q_bias", "k_bias", "v_bias")),
+    Joined("gate_up_bias", ("gate_bias", "up_bias")),
+)
+
+
+def table(config: ModelConfig) -> tuple[Weight, ...]:
+    """The parameters that a model has."""
+    return tuple(weight for weight in TABLE if weight.when(config))
+
+
+def joined(config: ModelConfig) -> tuple[Joined, ...]:
+    """The joined compute weights that a model has; a tied head is the embedding's transpose."""
+    names = {weight.name for weight in table(config)} | {"head"}
+    return tuple(row for row in JOINED if names.issuperset(row.parts))
+
+
+def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of every matrix that the forward multiplies by, columns of all parts."""
+    return {
+        row.name: (size(row.input, config), sum(size(part, config) for part in row.outputs))
+        for row in joined(config)
+        if row.matrix
+    }
+
+
+def tree(config: ModelConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]:
+    """The tree of parameters with `leaf(weight)` for each."""
+    rows = table(config)
+    layers = {weight.name: leaf(weight) for weight in rows if weight.layered}
+    return {weight.name: leaf(weight) for weight in rows if not weight.layered} | {"layers": layers}
+
+
+def parameter_shapes(config: ModelConfig) -> Params:
+    """The tree of parameters, each leaf a float32 `jax.ShapeDtypeStruct`."""
+    return tree(config, lambda weight: jax.ShapeDtypeStruct(weight.shape(config), np.float32))
+
+
+def param_axes(config: ModelConfig) -> dict[str, Any]:
+    """The tree of parameters with each leaf's logical axes."""
+    return tree(config, lambda weight: weight.axes)
+
+
+def weight_axes(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
+    """The tree of `preparing.prepare`'s compute weights with each leaf's logical axes."""
+    axes = param_axes(config)
+    tiled: Axes = ("tile",) if numerics.column_tiles > 1 else ()
+    for row in joined(config):
+        beside = axes["layers"] if row.layered else axes
+        for part in row.parts:
+            beside.pop(part, None)
+        layers, inputs = row.layered * ("whole",), row.matrix * ("in",)
+        beside[row.name] = (*layers, *tiled, *inputs, "whole")
+    return axes
+
+
+def checkpoint_tensors(config: ModelConfig) -> Iterator[tuple[str, Weight, int | None]]:
+    """A checkpoint's (name, parameter, index of the layer), in the order in which it is written."""
+    for layered, rows in groupby(table(config), key=lambda weight: weight.layered):
+        together = tuple(rows)
+        for layer in range(config.num_layers) if layered else (None,):
+            for weight in together:
+                yield weight.tensor.format(layer=layer), weight, layer
