@@ -18,7 +18,7 @@ import numpy as np
 from tim_jax.corrections.ratios import k3
 from tim_jax.errors import InputError
 from tim_jax.numerics import masked
-from tim_jax.numerics.strict import LOG_RATIO_BOUND
+from tim_jax.numerics.strict import LOG_RATIO_BOUND, unequal_bits
 from tim_jax.numerics.sums import compensated_sum, count, row_count, whole
 from tim_jax.objectives import TokenLosses
 
@@ -31,7 +31,8 @@ DIFFERENCE_EDGES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
     """Returns every scalar that the two log-probs alone give; f32[], counts i32[].
 
-    Exactness: `tokens`, `unequal_tokens` (different bits), `exact_share` (0 without tokens).
+    Exactness: `tokens`, `unequal_tokens` (other bits, or not finite), `exact_share` (0 without
+    tokens).
     Difference: `log_ratio_{mean,abs_mean,abs_max}`; `mult_error`, mean exp|d| (NeMo-RL).
     Indicator of arXiv 2602.01826, eq. 7 and 8: `log_ppl_abs_diff_sum`, over sequences the mean
     |sum_t d_t|, as printed; `log_ppl_abs_diff_mean`, the mean |mean_t d_t|, as verl reports it.
@@ -204,8 +205,7 @@ def _float32(train, rollout, mask) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _exactness(train, rollout, mask) -> dict[str, jax.Array]:
-    bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (train, rollout)]
-    unequal = mask & (bits[0] != bits[1])
+    unequal = mask & unequal_bits(train, rollout)
     return {
         "tokens": jnp.sum(mask, dtype=jnp.int32),
         "unequal_tokens": jnp.sum(unequal, dtype=jnp.int32),

@@ -16,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import metrics, mismatch
-from tim_jax.mismatch import Mismatch, Setting, dial
-from tim_jax.model import execution, transformer
-from tim_jax.policy import scoring
+from tim_jax.audit.cases import Score
+from tim_jax.audit.running import learner_log_probs
+from tim_jax.mismatch import Mismatch, dial
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import Weights
+from tim_jax.rl import programs
 from tim_jax.types import Prompts, Rollout
 
 BASELINE = "the learner's own"
@@ -63,10 +66,10 @@ def alone_and_together(whole: Mismatch) -> list[Case]:
     return [Case(BASELINE, Mismatch()), *alone, *together]
 
 
-def check(cases: Sequence[Case], setting: Setting, *, older: bool) -> None:
+def check(cases: Sequence[Case], execution: Execution, *, older: bool) -> None:
     """Raises InputError for a case that cannot be run, before anything is compiled."""
     for case in cases:
-        mismatch.check(case.mismatch, setting)
+        mismatch.check(case.mismatch, execution)
         if case.mismatch.stale_updates and not older:
             mismatch.refuse_stale(
                 case.mismatch, "there are no older weights here; audit a run folder that has them"
@@ -74,55 +77,45 @@ def check(cases: Sequence[Case], setting: Setting, *, older: bool) -> None:
 
 
 def ablate(
-    weights: transformer.Weights,
+    weights: Weights,
     prompts: Prompts,
     cases: Sequence[Case],
     *,
-    setting: Setting,
+    execution: Execution,
     samples: int,
     seed: int = 0,
-    older: Callable[[int], transformer.Weights] | None = None,
+    older: Callable[[int], Weights] | None = None,
 ) -> Iterator[Found]:
     """Runs the cases and yields what each found.
 
     Args:
       weights: the learner's compute weights.
-      setting: the learner.
+      execution: of the learner.
       samples: responses per prompt.
       older: number of updates -> the compute weights of so many updates ago.
 
     Raises:
       InputError: as `check`.
     """
-    check(cases, setting, older=older is not None)
+    check(cases, execution, older=older is not None)
     key = jax.random.key(seed)
-    learner = execution.jit(partial(_learner_log_probs, setting=setting), setting.numerics)
+    learn = learner_log_probs(execution, Score())
     compare = jax.jit(_compare)
-    programs: dict[Mismatch, Callable[..., Rollout]] = {}  # a sampler is compiled once
+    samplers: dict[Mismatch, Callable[..., Rollout]] = {}  # each is compiled once
     for case in cases:
         stale = case.mismatch.stale_updates
         source = older(stale) if stale and older is not None else weights
         drawing = case.mismatch.drawing
-        if drawing not in programs:
-            sample = partial(dial.draw, mismatch=drawing, samples=samples, **setting._asdict())
-            programs[drawing] = execution.jit(sample, setting.numerics)
+        if drawing not in samplers:
+            samplers[drawing] = programs.sampling_program(
+                execution, samples=samples, mismatch=drawing
+            )
         own = jax.jit(case.mismatch.weights)(source)
-        rollout = programs[drawing](own, prompts, key)
+        rollout = samplers[drawing](own, prompts, key)
         report = partial(dial.report, mismatch=case.mismatch, samples=samples)
         rollout = jax.jit(report)(rollout, prompts, key)
-        log_probs, _ = learner(weights, replace(rollout, drawn_log_probs=None, hidden=None))
-        yield _found(case, rollout, compare(log_probs, rollout), setting)
-
-
-def _learner_log_probs(weights, rollout: Rollout, *, setting: Setting):
-    """Log-probs [B, R], and the gradient: returned, so that it must be made."""
-
-    def loss(weights):
-        log_probs = scoring.score(weights, rollout, **setting._asdict()).log_probs
-        return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
-
-    (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
-    return log_probs, gradient
+        log_probs, _ = learn(weights, replace(rollout, drawn_log_probs=None, hidden=None))
+        yield _found(case, rollout, compare(log_probs, rollout), execution)
 
 
 def _compare(log_probs, rollout: Rollout) -> dict[str, Any]:
@@ -137,12 +130,12 @@ def _compare(log_probs, rollout: Rollout) -> dict[str, Any]:
     return found
 
 
-def _found(case: Case, rollout: Rollout, compared: Any, setting: Setting) -> Found:
+def _found(case: Case, rollout: Rollout, compared: Any, execution: Execution) -> Found:
     compared = jax.device_get(compared)
     entries = case.mismatch.entries
     alone = len(entries) == 1
     groups = [g for g, kinds in mismatch.GROUPS.items() if alone and isinstance(entries[0], kinds)]
-    changed = mismatch.difference(setting.numerics, case.mismatch.numerics(setting.numerics))
+    changed = mismatch.difference(execution.numerics, case.mismatch.numerics(execution.numerics))
     profiles = {name: _bins(profile) for name, profile in compared["profiles"].items()}
     profiles["by_length"] = _by_length(compared["difference"], rollout)
     reporting = compared.get("reporting")

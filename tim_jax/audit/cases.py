@@ -7,18 +7,19 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
+import jax
 import numpy as np
 
 from tim_jax.errors import InputError
 from tim_jax.model import parameters
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.parameters import Params, init_params
+from tim_jax.model.execution import Sampling
+from tim_jax.model.parameters import init_params
 from tim_jax.model.rope import RopeConfig
+from tim_jax.model.weights import Kind, Params, tree
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
-from tim_jax.policy.distribution import Sampling
 
 _STOPS = 24  # one token in so many ends a response
 
@@ -251,12 +252,11 @@ def random_params(config: ModelConfig, seed: int) -> Params:
     rng = np.random.default_rng(seed)
     widening = np.float32(2 / (config.initializer_range * config.hidden_size**0.5))
 
-    def stirred(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, dict):
-            return {key: stirred(key, value) for key, value in leaf.items()}
+    def stirred(kind: Kind, leaf: np.ndarray) -> np.ndarray:
         noise = np.float32(0.2) * rng.standard_normal(leaf.shape, np.float32)
-        if name.endswith("_norm"):
+        if kind == "norm":
             return leaf + noise
-        return noise if name.endswith("_bias") else leaf * widening
+        return noise if kind == "bias" else leaf * widening
 
-    return stirred("", init_params(config, seed))
+    kinds = tree(config, lambda weight: weight.kind)
+    return jax.tree.map(stirred, kinds, init_params(config, seed))

@@ -1,13 +1,14 @@
-"""Raw bits against raw bits, on the host.
+"""Runs an audit's cases: draws sequences, computes their log-probs again, and compares raw bits.
 
-Runs an audit's cases: the host draws, asks again and compares; two programs do the rest.
+What draws and what computes are the programs of a training run: the sampler's, and the functions
+that the learner differentiates with.
 """
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +18,17 @@ from jax.typing import ArrayLike
 
 from tim_jax import placement
 from tim_jax.audit.cases import Again, Case, Score, Sizes, standard_cases
-from tim_jax.model import fitting, parameters, transformer
+from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import jit
-from tim_jax.model.parameters import Params
+from tim_jax.model.execution import Execution, Sampling, jit
+from tim_jax.model.weights import Params, Weights, weight_axes
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
+from tim_jax.numerics.strict import unequal_bits
+from tim_jax.objectives import Objective
 from tim_jax.placement import Placement
-from tim_jax.policy import sampler
-from tim_jax.policy.distribution import Sampling
-from tim_jax.rl import sharded
-from tim_jax.rl.learning import Policy
+from tim_jax.rl import programs, sharded
+from tim_jax.rl.experience import experience
+from tim_jax.rl.learning import Carried, Learning
 from tim_jax.types import Prompts, Rollout
 
 
@@ -70,8 +72,8 @@ def compare(
     tokens, mask, log_probs = (np.asarray(x) for x in (tokens, mask, log_probs))
     theirs = np.asarray(recorded.mask)
     either, both = theirs | mask, theirs & mask
-    same = both & (drawn == tokens) & (ours.view(np.int32) == log_probs.view(np.int32))
-    unequal = either & ~(same & np.isfinite(ours))
+    differ = np.asarray(unequal_bits(jnp.asarray(ours), jnp.asarray(log_probs)))
+    unequal = either & ~(both & (drawn == tokens) & ~differ)
     with np.errstate(invalid="ignore"):
         difference = np.abs(ours.astype(np.float64) - log_probs)
     largest = float(np.max(difference, where=both, initial=0.0))
@@ -112,18 +114,16 @@ def _short(value: Any) -> str:
 class _Bench(NamedTuple):
     """What is audited: a model, its numerics, and how much is drawn."""
 
-    weights: transformer.Weights
+    weights: Weights
     config: ModelConfig
     numerics: Numerics
     sizes: Sizes
 
-    def policy(self, sampling: Sampling, where: Placement) -> Policy:
-        return Policy(self.config, self.numerics, sampling, where)
+    def execution(self, sampling: Sampling, where: Placement) -> Execution:
+        return Execution(self.config, self.numerics, sampling, where)
 
-    def placed(self, where: Placement) -> transformer.Weights:
-        if where.single:
-            return self.weights
-        leaf_axes = parameters.weight_axes(self.config, self.numerics)
+    def placed(self, where: Placement) -> Weights:
+        leaf_axes = weight_axes(self.config, self.numerics)
         on = placement.mesh(where, jax.devices())
         return jax.device_put(self.weights, placement.shardings(leaf_axes, on))
 
@@ -158,7 +158,7 @@ def audit(
     params = jax.tree.map(jnp.asarray, params)
     seen: set[Numerics] = set()
     for exact in numerics:
-        weights = _prepare(params, config=config, numerics=exact)
+        weights = programs.weights_program(Execution(config, exact))(params)
         yield from _run(cases, _Bench(weights, config, exact, sizes), control=False)
         native = Numerics(family="native", compute_dtype=exact.compute_dtype)
         if control and exact.family != "native" and native not in seen:
@@ -209,16 +209,13 @@ def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Be
     rows = again.rows or tuple(range(bench.sizes.prompts))
     batches = [(row,) for row in rows] if again.one_by_one else [rows]
     limit = sampling.max_response_length + again.padding
+    execution = bench.execution(replace(sampling, max_response_length=limit), again.placement)
+    weights, sample = bench.placed(again.placement), _sampler(execution, again.samples)
     parts = []
     for batch in batches:
         chosen = jax.tree.map(lambda x, b=batch: x[jnp.asarray(b)], prompts)
-        rollout = _sample(
-            bench.placed(again.placement),
-            chosen.replace(tokens=_filled(chosen.tokens, again.padding, bench.config)),
-            jax.random.key(bench.sizes.seed),
-            samples=again.samples,
-            policy=bench.policy(replace(sampling, max_response_length=limit), again.placement),
-        )
+        chosen = chosen.replace(tokens=_filled(chosen.tokens, again.padding, bench.config))
+        rollout = sample(weights, chosen, jax.random.key(bench.sizes.seed))
         parts.append(jax.device_get(rollout))
     return jax.tree.map(lambda *xs: jnp.asarray(np.concatenate(xs)), *parts)
 
@@ -239,20 +236,17 @@ def _score_again(recorded: Rollout, score: Score, sampling: Sampling, bench: _Be
     order = order[::-1] if score.reverse else order
     size = len(order) if score.micro_batch is None or score.loop else score.micro_batch
     found = np.zeros(recorded.log_probs.shape, np.float32)
+    weights = bench.placed(score.placement)
+    learn = learner_log_probs(bench.execution(sampling, score.placement), _program(score))
     for start in range(0, len(order), size):
         # The last batch is filled up with its own rows, so that there is one program.
         rows = np.resize(order[start : start + size], size)
         part = jax.tree.map(lambda x, r=rows: x[r], recorded)
-        log_probs, _ = _score(
-            bench.placed(score.placement),
-            part.replace(
-                prompts=_filled(part.prompts, score.padding, bench.config),
-                responses=_filled(part.responses, score.padding, bench.config),
-            ),
-            policy=bench.policy(sampling, score.placement),
-            how=_program(score),
+        part = part.replace(
+            prompts=_filled(part.prompts, score.padding, bench.config),
+            responses=_filled(part.responses, score.padding, bench.config),
         )
-        found[rows] = np.asarray(log_probs)[:, : found.shape[1]]
+        found[rows] = np.asarray(learn(weights, part)[0])[:, : found.shape[1]]
     return found
 
 
@@ -268,70 +262,33 @@ def _filled(tokens: jax.Array, more: int, config: ModelConfig) -> jax.Array:
     return jnp.concatenate([tokens, jnp.broadcast_to(extra, (len(tokens), more))], axis=1)
 
 
-def _prepare(params, *, config, numerics):
-    program = _compiled(transformer.prepare, ("config", "numerics"), numerics)
-    return program(params, config=config, numerics=numerics)
-
-
-def _sample(weights, prompts, key, *, samples: int, policy: Policy):
-    program = _compiled(_drawn, ("samples", "policy"), policy.numerics)
-    return program(weights, prompts, key, samples=samples, policy=policy)
-
-
-def _score(weights, rollout: Rollout, *, policy: Policy, how: Score):
-    program = _compiled(_log_probs, ("policy", "how"), policy.numerics)
-    return program(weights, rollout, policy=policy, how=how)
+@cache
+def _sampler(execution: Execution, samples: int) -> Callable[..., Rollout]:
+    """The sampler's own program."""
+    return programs.sampling_program(execution, samples=samples)
 
 
 @cache
-def _compiled(function, static: tuple[str, ...], numerics: Numerics):
-    """One jitted function per numerics, whose compiler options it takes."""
-    return jit(function, numerics, static_argnames=static)
+def learner_log_probs(execution: Execution, how: Score) -> Callable[..., Any]:
+    """Jitted (weights, rollout) -> (log-probs [B, R], gradient) by the learner's own functions.
 
+    The gradient is returned, so that it must be made; without one it is the forward that learners
+    have beside it.
+    """
+    objective = Objective(estimator="reinforce")
+    learning = Learning(objective, group_size=1, micro_batch=how.micro_batch, remat=how.remat)
+    on = placement.mesh(execution.placement, jax.devices())
+    policy = sharded.policy(execution, on, learning=learning)
 
-def _drawn(weights, prompts, key, *, samples: int, policy: Policy):
-    if not policy.placement.single:
-        on = placement.mesh(policy.placement, jax.devices())
-        return sharded.sampling(policy, on, samples=samples)(weights, prompts, key)
-    return sampler.sample(
-        weights,
-        prompts,
-        key,
-        samples=samples,
-        config=policy.config,
-        numerics=policy.numerics,
-        sampling=policy.sampling,
-    )
+    def log_probs(weights, rollout: Rollout):
+        if not how.gradient:
+            return policy.score(weights, rollout)[0], None
+        rewards = jnp.arange(rollout.lengths.shape[0], dtype=jnp.float32)
+        batch = experience(
+            weights, None, Carried(()), rollout, rewards, score=policy.score, learning=learning
+        ).experience
+        token_weights = learning.objective.token_weights(batch.mask, batch.kept)
+        gradient, tokens = policy.gradient(weights, batch, token_weights)
+        return tokens["log_prob"], gradient
 
-
-def _log_probs(weights, rollout: Rollout, *, policy: Policy, how: Score):
-    """Log-probs [B, R], and the gradient if there is one: returned, so that it must be made."""
-    local = partial(_local_score, policy=policy, how=how)
-    if policy.placement.single:
-        return local(weights, rollout)
-    on = placement.mesh(policy.placement, jax.devices())
-    if not how.gradient:
-        return sharded.scoring(policy, on, micro_batch=None)(weights, rollout)[0], None
-    return sharded.differentiating(policy, on, local)(weights, rollout)
-
-
-def _local_score(weights, rollout: Rollout, *, policy: Policy, how: Score):
-    score = policy.score
-    if not how.gradient:
-        return score(weights, rollout, remat=how.remat)[0], None
-
-    def loss(weights, part: Rollout):
-        log_probs = score(weights, part, remat=how.remat).log_probs
-        return jnp.sum(jnp.where(part.mask, jnp.exp(log_probs), 0.0)), log_probs
-
-    def add(total, part):
-        (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights, part)
-        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient), log_probs
-
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-    if how.micro_batch is None:
-        gradient, log_probs = add(zeros, rollout)
-        return log_probs, gradient
-    parts = jax.tree.map(lambda x: x.reshape(-1, how.micro_batch, *x.shape[1:]), rollout)
-    gradient, log_probs = jax.lax.scan(add, zeros, parts)
-    return log_probs.reshape(rollout.responses.shape), gradient
+    return jit(log_probs, execution.numerics)

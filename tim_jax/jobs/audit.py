@@ -19,13 +19,15 @@ from tim_jax.audit import CaseResult, Sizes, ablation, ablation_report
 from tim_jax.audit.cases import plain_sampling
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
+from tim_jax.config.sections import FamilyChoice
 from tim_jax.errors import InputError
-from tim_jax.mismatch import Mismatch, Setting
+from tim_jax.mismatch import Mismatch
 from tim_jax.model import calibration, fitting
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.parameters import Params
-from tim_jax.numerics import Family, Numerics
-from tim_jax.rl.learning import Policy
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import Params
+from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE
 from tim_jax.run import assembly, checkpoints, folders, source_charts
 from tim_jax.types import Prompts
 
@@ -37,12 +39,12 @@ class _Audited:
     params: Params
     config: ModelConfig
     sizes: Sizes
-    family: Family
+    family: FamilyChoice
     interpret: bool
 
 
 def audit_model(
-    source: str, *, quick: bool = False, family: Family = "tiles", interpret: bool = False
+    source: str, *, quick: bool = False, family: FamilyChoice = "auto", interpret: bool = False
 ) -> tuple[str, bool]:
     """Audits a preset, model folder, hub name or run folder; prints the table as it grows.
 
@@ -82,9 +84,14 @@ def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> li
     length = it.sizes.prompt_length + it.sizes.response_length
     found: list[Numerics] = []
     for dtype in ("float32", "bfloat16"):
-        plain = assembly.fixed_numerics(it.family, dtype, length=length, column_tiles=column_tiles)
-        plain = fitting.fitted(it.config, replace(plain, interpret=it.interpret))
-        fitting.check(it.config, plain)
+        plain = assembly.fitted_numerics(
+            it.family,
+            dtype,
+            it.config,
+            length=length,
+            column_tiles=column_tiles,
+            interpret=it.interpret,
+        )
         batch = it.sizes.prompts * it.sizes.samples
         measured = calibration.calibrate(it.config, plain, batch=batch)
         found += [measured, plain] if fixed and measured != plain else [measured]
@@ -103,7 +110,8 @@ def _placed(it: _Audited, quick: bool) -> Iterator[CaseResult]:
         (1, [p for p in found if p.tensor == 1]),
         (max((p.tensor for p in found), default=1), [p for p in found if p.tensor > 1]),
     ):
-        if some and (column_tiles == 1 or it.family in ("tiles", "native")):
+        family = assembly.family_here(it.family)
+        if some and (column_tiles == 1 or family in ("tiles", "native")):
             yield from audit.audit(
                 it.params,
                 it.config,
@@ -119,16 +127,12 @@ class Bench:
     """A model, a learner and prompts, on which samplers are measured."""
 
     name: str
-    policy: Policy
+    execution: Execution  # on one device
     params: Any
     prompts: Prompts
     samples: int
     older: Callable[[int], Any] | None = None  # updates -> parameters of so many updates ago
     seed: int = 0
-
-    @property
-    def setting(self) -> Setting:
-        return Setting(self.policy.config, self.policy.numerics, self.policy.sampling)
 
 
 class Result(NamedTuple):
@@ -175,17 +179,17 @@ def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = N
     sizes = Sizes(prompts, samples, fitting.prompt_length, fitting.response_length)
     length = sizes.prompt_length + sizes.response_length
     numerics = assembly.make_numerics(
-        "tiles", dtype or "float32", config, length=length, batch=prompts * samples
+        "auto", dtype or "float32", config, length=length, batch=prompts * samples
     )
-    policy = Policy(config, numerics, plain_sampling(config, sizes))
-    return Bench(source, policy, _arrays(params), audit.draw_prompts(config, sizes), samples)
+    execution = Execution(config, numerics, plain_sampling(config, sizes))
+    return Bench(source, execution, _arrays(params), audit.draw_prompts(config, sizes), samples)
 
 
 def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Bench:
     changes = [f"numerics.dtype={dtype}"] if dtype else []
     config = toml.load(Path(source) / "config.toml", changes)
     model = assembly.make_model(config)
-    policy = assembly.make_policy(config, model)
+    execution = replace(assembly.make_execution(config, model), placement=SINGLE)
     task = assembly.make_task(config)
     try:
         examples = list(task.evaluation[:prompts])
@@ -199,7 +203,7 @@ def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None)
     def older(updates: int) -> Any:
         return _checkpoint(source, config, model.params, steps, updates)
 
-    return Bench(source, policy, older(0), found, samples, older, config.seed)
+    return Bench(source, execution, older(0), found, samples, older, config.seed)
 
 
 def _checkpoint(source: str, config: RunConfig, like: Any, steps: Sequence[int], updates: int):
@@ -234,8 +238,8 @@ def report(
     bench: Bench, cases: Sequence[ablation.Case], *, chart: str | os.PathLike[str] | None = None
 ) -> Result:
     """As `measure`, of cases of your own; the first is to be the baseline."""
-    older, prepare = bench.older, jax.jit(bench.policy.prepare)
-    ablation.check(cases, bench.setting, older=older is not None)
+    older, prepare = bench.older, jax.jit(bench.execution.prepare)
+    ablation.check(cases, bench.execution, older=older is not None)
     stale = {
         updates: prepare(older(updates))
         for updates in {case.mismatch.stale_updates for case in cases} - {0}
@@ -246,14 +250,14 @@ def report(
         prepare(bench.params),
         bench.prompts,
         cases,
-        setting=bench.setting,
+        execution=bench.execution,
         samples=bench.samples,
         seed=bench.seed,
         older=stale.__getitem__ if older else None,
     ):
         found.append(one)
         print(_line(one), flush=True)
-    sampling, numerics = bench.policy.sampling, audit.describe(bench.policy.numerics)
+    sampling, numerics = bench.execution.sampling, audit.describe(bench.execution.numerics)
     about = {
         "learner": numerics,
         "temperature": sampling.temperature,

@@ -11,13 +11,13 @@ import jax
 
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
+from tim_jax.config.sections import FamilyChoice
 from tim_jax.errors import InputError
 from tim_jax.model import hf
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.placement import SINGLE, Placement, processes
-from tim_jax.policy.distribution import Sampling
 from tim_jax.rl import drawing, evaluation, programs, sharded
 from tim_jax.rl.drawing import Sample, Text
-from tim_jax.rl.learning import Policy
 from tim_jax.run import assembly, checkpoints, folders
 from tim_jax.run.assembly import Model
 from tim_jax.run.checkpoints import Restored
@@ -37,7 +37,7 @@ class Job:
     model: Model
     task: Task
     text: Text
-    policy: Policy
+    execution: Execution
     programs: programs.Programs
     evaluate: Any  # (weights) -> (metrics, samples), or None
 
@@ -47,11 +47,11 @@ def assemble(config: RunConfig, *, measured: Path | None = None) -> Job:
     model = assembly.make_model(config)
     task = _shared(assembly.make_task(config))
     text = assembly.make_text(config, model)
-    policy = assembly.make_policy(config, model, measured=measured)
+    execution = assembly.make_execution(config, model, measured=measured)
     wanted = config.eval.every and len(task.evaluation)
-    evaluate = _evaluator(config, policy, task, text) if wanted else None
-    built = assembly.make_programs(config, policy)
-    return Job(config, model, task, text, policy, built, evaluate)
+    evaluate = _evaluator(config, execution, task, text) if wanted else None
+    built = assembly.make_programs(config, execution)
+    return Job(config, model, task, text, execution, built, evaluate)
 
 
 def _shared(task: Task) -> Task:
@@ -64,14 +64,16 @@ def _shared(task: Task) -> Task:
     )
 
 
-def _evaluator(config: RunConfig, policy: Policy, task: Task, text: Text):
+def _evaluator(config: RunConfig, execution: Execution, task: Task, text: Text):
     section = config.eval
     rows = config.sampler.micro_batch or config.sequences_per_step
     batch = min(section.prompts, max(1, rows // section.samples))
     # Whole rows for every device; the evaluation fills up with prompts that are not counted.
-    batch += -batch % sharded.prompts_multiple(policy.placement, section.samples)
-    sampling = replace(policy.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
-    sample = programs.sampling_program(replace(policy, sampling=sampling), samples=section.samples)
+    batch += -batch % sharded.prompts_multiple(execution.placement, section.samples)
+    sampling = replace(execution.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
+    sample = programs.sampling_program(
+        replace(execution, sampling=sampling), samples=section.samples
+    )
 
     def run(weights) -> tuple[dict[str, float], list[Sample]]:
         return evaluation.evaluate(
@@ -106,7 +108,7 @@ def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, fl
         config = config.model_copy(update={"model": section})
     job = assemble(config)
     try:
-        evaluate = job.evaluate or _evaluator(config, job.policy, job.task, job.text)
+        evaluate = job.evaluate or _evaluator(config, job.execution, job.task, job.text)
         params = job.model.params
         if model is None and checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
             restored = folders.read_checkpoint(config.run.folder, {"params": params})
@@ -153,6 +155,7 @@ def generate(
     seed: int,
     chat_template: bool | Literal["auto"] = "auto",
     where: Placement = SINGLE,
+    family: FamilyChoice = "auto",
 ) -> Iterator[tuple[str, str, float]]:
     """Yields (prompt, completion, log-prob of the completion) from a model folder, hub or run."""
     folder = Path(source) / "model"
@@ -173,9 +176,11 @@ def generate(
     examples += examples[-1:] * (-len(prompts) % sharded.prompts_multiple(where, samples))
     rows = len(examples) * samples
     length = longest + sampling.max_response_length
-    policy = assembly.generating_policy(model, sampling, where, dtype, length=length, rows=rows)
-    program = programs.sampling_program(policy, samples=samples)
-    weights = programs.weights_program(policy)(model.params)
+    execution = assembly.generating_execution(
+        model, sampling, where, dtype, length=length, rows=rows, family=family
+    )
+    program = programs.sampling_program(execution, samples=samples)
+    weights = programs.weights_program(execution)(model.params)
     drawn = text.prompts(examples, range(len(examples)))
     rollout = program(weights, drawn, drawing.step_key(seed, 0))
     rollout = jax.tree.map(lambda x: x[: len(prompts) * samples], rollout)

@@ -72,7 +72,7 @@ def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Recipe
     """
     bare = Model(model, None, None, model.eos_token_ids)
     with target.tracing():
-        policy = assembly.make_policy(config, bare, devices=target.devices)
+        execution = assembly.make_execution(config, bare, devices=target.devices)
     section = config.learner
     own = config.placement.for_sampler
     optimizer = assembly.make_optimizer(
@@ -81,13 +81,13 @@ def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Recipe
         max_response_length=config.sampling.max_response_length,
     )
     return Recipe(
-        policy=policy,
+        execution=execution,
         learning=assembly.make_learning(config),
         optimizer=optimizer,
         prompts=section.prompts_per_step,
         prompt_length=config.sampling.max_prompt_length,
         mini_batches=section.mini_batches,
-        drawing=None if own == policy.placement else own,
+        drawing=None if own == execution.placement else own,
         rows_drawn=config.sampler.micro_batch,
         mismatch=config.sampler.dial,
     )

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 from tim_jax import audit, mismatch
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
+from tim_jax.config.sections import part
 from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 from tim_jax.jobs.models import Job, assemble, shown
 from tim_jax.model import fitting, hf
@@ -29,7 +31,7 @@ from tim_jax.rl import loop, warm_start
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.learning import TrainState
 from tim_jax.rl.loop import Step
-from tim_jax.run import charts, checkpoints, folders, sinks
+from tim_jax.run import assembly, charts, checkpoints, folders, sinks
 from tim_jax.run.display import Display, open_display
 from tim_jax.run.folders import Run
 from tim_jax.run.signals import Preemption
@@ -50,12 +52,13 @@ def train_run(config: RunConfig) -> Path:
     text = toml.dump(config)
     processes.agree(f"jax {jax.__version__}, config {text}", "its config or version of JAX")
     _check_devices(config)
+    processes.led(partial(_check_family, config))
     with folders.open_run(
         section.folder, text, may_change=_may_change(config), keep=section.keep
     ) as run:
         job = assemble(config, measured=run.folder / "calibration.json")
         try:
-            processes.agree(repr(job.policy), "what was measured of its machine")
+            processes.agree(repr(job.execution), "what was measured of its machine")
             _follow(job, run)
         except (MismatchError, NonFiniteError, PreemptedError):
             # These end all processes, and a launcher kills the others once one has ended: none
@@ -83,6 +86,29 @@ def _check_devices(config: RunConfig) -> None:
                 f"placement{name} ({where}) uses {where.devices} devices, but the"
                 f" {jax.process_count()} processes have {count}, and with several all must be used"
             )
+
+
+def _check_family(config: RunConfig) -> None:
+    """A run goes on with the kernels of its past steps, whatever "auto" stands for by now."""
+    folder = Path(config.run.folder)
+    if not checkpoints.list_steps(folder / "checkpoints"):
+        return
+    before, now = _family_before(folder), assembly.family_here(config.numerics.family)
+    if before not in (now, "auto"):
+        raise InputError(
+            f"{folder} holds a run whose numerics.family was {before!r};"
+            f" {config.numerics.family!r} is {now!r} here: set numerics.family={before}, or another"
+            " run.folder"
+        )
+
+
+def _family_before(folder: Path) -> str:
+    """That of numerics.json; a run of an older version has it in its config only."""
+    try:
+        return json.loads((folder / "numerics.json").read_text())["family"]
+    except (OSError, ValueError, KeyError, TypeError):
+        config = tomllib.loads(folders.read_config(folder))
+        return config.get("numerics", {}).get("family", "auto")
 
 
 def _may_change(config: RunConfig) -> tuple[str, ...]:
@@ -190,12 +216,13 @@ def _write_numerics(job: Job, run: Run) -> None:
     if not processes.leads():
         return
     device = jax.devices()[0]
-    own, drawing = job.policy.numerics, job.programs.mismatch.numerics(job.policy.numerics)
+    own, drawing = job.execution.numerics, job.programs.mismatch.numerics(job.execution.numerics)
     found = {
+        "family": own.family,
         "numerics": audit.describe(own),
-        "kernels": fitting.kernels_used(job.policy.config, own),
+        "kernels": fitting.kernels_used(job.execution.config, own),
         "sampler_numerics": audit.describe(drawing),
-        "sampler_kernels": fitting.kernels_used(job.policy.config, drawing),
+        "sampler_kernels": fitting.kernels_used(job.execution.config, drawing),
         "platform": device.platform,
         "device": device.device_kind,
         "devices": len(jax.devices()),
@@ -248,7 +275,7 @@ def _first(job: Job) -> checkpoints.State:
 
 def _described(job: Job) -> list[str]:
     """How the sampler differs from the learner, a line each."""
-    lines = mismatch.describe(job.programs.mismatch, job.policy.numerics)
+    lines = mismatch.describe(job.programs.mismatch, job.execution.numerics)
     return [f"the sampler differs: {line}" for line in lines]
 
 
@@ -283,7 +310,7 @@ def _first_steps(
         started = warm_start.warm_start(
             job.model.params,
             _demonstrations(job),
-            policy=replace(job.policy, placement=SINGLE),
+            execution=replace(job.execution, placement=SINGLE),
             learning_rate=warmup.learning_rate,
             steps=warmup.steps,
         )
@@ -302,7 +329,7 @@ def _first_steps(
 
 def _demonstrations(job: Job) -> Iterator[Rollout]:
     section, sampling = job.config.warmup, job.config.sampling
-    quality = Quality(section.worked, section.partial, section.errors)
+    quality = part(Quality, section)
     for step in itertools.count():
         pairs = supervised(
             job.task,

@@ -24,7 +24,7 @@ from tim_jax.mismatch.arithmetic import (
     TileSizes,
     TritonAttention,
 )
-from tim_jax.mismatch.base import Entry, Names, Setting
+from tim_jax.mismatch.base import Entry, Names
 from tim_jax.mismatch.dial import EXACT, Mismatch, check, describe, difference, label, refuse_stale
 from tim_jax.mismatch.named import ENTRIES, GROUPS, build
 from tim_jax.mismatch.reporting import (
@@ -58,7 +58,6 @@ __all__ = [
     "PallasAttention",
     "QuantisedWeights",
     "RawLogProbs",
-    "Setting",
     "Softmax",
     "SplitK",
     "SplitKV",

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from tim_jax.errors import InputError
 from tim_jax.kernels import variants
-from tim_jax.mismatch.base import Entry, Setting
+from tim_jax.mismatch.base import Entry
+from tim_jax.model.execution import Execution
 from tim_jax.numerics import CACHE_DTYPES, Numerics, Rows, Scale
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -127,8 +128,8 @@ class KVCache(Entry):
         precision = replace(numerics.precision, cache=self.dtype, cache_scale=scale)
         return replace(numerics, precision=precision)
 
-    def check(self, setting: Setting) -> None:
-        wide = setting.numerics.compute_dtype
+    def check(self, execution: Execution) -> None:
+        wide = execution.numerics.compute_dtype
         if self.dtype == "float32" and wide != "float32":
             raise self.refuse(
                 f"float32 is wider than the sampler's {wide}, whose keys and values it would hold"
@@ -179,9 +180,9 @@ class TileSizes(Entry):
         if (self.rows, self.attention_rows, self.kv_block) == (None, None, None):
             raise self.refuse("needs one of rows, attention_rows, kv_block")
 
-    def check(self, setting: Setting) -> None:
-        if setting.numerics.family != "tiles":
-            family = setting.numerics.family
+    def check(self, execution: Execution) -> None:
+        if execution.numerics.family != "tiles":
+            family = execution.numerics.family
             raise self.refuse(f"sets the tiles of the family tiles, and the kernels are {family}")
 
     def numerics(self, numerics: Numerics) -> Numerics:
@@ -214,9 +215,9 @@ class SumOrder(Entry):
         if self.lanes & (self.lanes - 1):
             raise self.refuse(f"lanes must be a power of two, got {self.lanes}")
 
-    def check(self, setting: Setting) -> None:
-        if setting.numerics.family != "tiles":
-            raise self.refuse(f"{setting.numerics.family} kernels choose the order themselves")
+    def check(self, execution: Execution) -> None:
+        if execution.numerics.family != "tiles":
+            raise self.refuse(f"{execution.numerics.family} kernels choose the order themselves")
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, order=replace(numerics.order, lanes=self.lanes))
@@ -267,13 +268,13 @@ class TensorParallel(Entry):
     def inert(self) -> bool:
         return self.ranks == 1
 
-    def check(self, setting: Setting) -> None:
-        where = setting.placement
+    def check(self, execution: Execution) -> None:
+        where = execution.placement
         if where.decode == "sharded" and where.fsdp > 1:
             raise self.refuse('needs whole rows of the weights: placement.decode = "whole"')
         sizes = {
-            "num_heads": setting.config.num_heads,
-            "intermediate_size": setting.config.intermediate_size,
+            "num_heads": execution.config.num_heads,
+            "intermediate_size": execution.config.intermediate_size,
         }
         for name, size in sizes.items():
             if size % self.ranks:
@@ -298,18 +299,18 @@ class PallasAttention(Entry):
         "an engine's own attention kernel, with an online softmax, beside the trainer's"
     )
 
-    def check(self, setting: Setting) -> None:
+    def check(self, execution: Execution) -> None:
         backend = jax.default_backend()
         if not self.interpret and backend not in ("gpu", "tpu"):
             raise self.refuse(
                 f"needs a GPU or TPU, this backend is {backend}; interpret = true runs it anyway"
             )
-        size, block = setting.config.head_dim, setting.numerics.kv_block
+        size, block = execution.config.head_dim, execution.numerics.kv_block
         if backend == "gpu" and size & (size - 1):
             raise self.refuse(f"takes heads of a power of two on a GPU, the model's have {size}")
         if backend == "tpu" and block % _TPU_LANES:
             raise self.refuse(f"needs a kv_block of at least {_TPU_LANES} on a TPU, got {block}")
-        _check_alone(self, setting.numerics)
+        _check_alone(self, execution.numerics)
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, attention="flash_interpreted" if self.interpret else "flash")
@@ -322,7 +323,7 @@ class TritonAttention(Entry):
     name: ClassVar[str] = "triton_attention"
     imitates: ClassVar[str] = "the Triton attention that vLLM and SGLang fall back to"
 
-    def check(self, setting: Setting) -> None:
+    def check(self, execution: Execution) -> None:
         backend = jax.default_backend()
         if backend != "gpu":
             raise self.refuse(
@@ -333,7 +334,7 @@ class TritonAttention(Entry):
             variants.check()
         except InputError as error:
             raise self.refuse(str(error)) from error
-        _check_alone(self, setting.numerics)
+        _check_alone(self, execution.numerics)
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, attention="triton")
@@ -372,9 +373,9 @@ class SplitKV(Entry):
     def __post_init__(self):
         self.need_number("programs", least=0)
 
-    def check(self, setting: Setting) -> None:
-        if setting.numerics.attention != "family":
-            raise self.refuse(_contradicts_kernel(setting.numerics))
+    def check(self, execution: Execution) -> None:
+        if execution.numerics.attention != "family":
+            raise self.refuse(_contradicts_kernel(execution.numerics))
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, order=replace(numerics.order, split_kv=self.programs))

@@ -6,20 +6,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 
 from tim_jax.errors import InputError
-from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics
-from tim_jax.placement import SINGLE, Placement
-from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Rollout
-
-
-class Setting(NamedTuple):
-    """The learner that a sampler is to differ from."""
-
-    config: ModelConfig
-    numerics: Numerics
-    sampling: Sampling
-    placement: Placement = SINGLE  # the sampler's own
 
 
 class Names(NamedTuple):
@@ -57,15 +46,15 @@ class Entry:
         """Strength 0: the entry changes nothing, and adds nothing to the program."""
         return False
 
-    def check(self, setting: Setting) -> None:
-        """Raises InputError, naming this entry, if it cannot be applied to a sampler like this."""
+    def check(self, execution: Execution) -> None:
+        """Raises InputError, naming this entry, if a sampler of this execution cannot have it."""
 
     def numerics(self, numerics: Numerics) -> Numerics:
         """The sampler's numerics."""
         return numerics
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The sampler's weights, of the learner's compute weights (`transformer.prepare`)."""
+        """The sampler's weights, of the learner's compute weights (`preparing.prepare`)."""
         return weights
 
     def logits(self, logits: jax.Array, step: jax.Array, names: Names) -> jax.Array:

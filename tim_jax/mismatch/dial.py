@@ -2,20 +2,20 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tim_jax.errors import InputError
-from tim_jax.mismatch.base import Entry, Names, Setting
+from tim_jax.mismatch.base import Entry, Names
 from tim_jax.mismatch.reporting import DroppedEnd, PadMask
 from tim_jax.mismatch.weights import StaleWeights
-from tim_jax.model import transformer
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import Weights
 from tim_jax.numerics import Numerics, Order, Precision
 from tim_jax.policy import distribution, sampler
-from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Prompts, Rollout
 
 
@@ -51,7 +51,7 @@ class Mismatch:
             numerics = entry.numerics(numerics)
         return numerics
 
-    def weights(self, weights: transformer.Weights) -> transformer.Weights:
+    def weights(self, weights: Weights) -> Weights:
         """The sampler's weights, of the learner's compute weights."""
         for entry in self.active:
             weights = entry.weights(weights)
@@ -61,19 +61,19 @@ class Mismatch:
 EXACT = Mismatch()
 
 
-def check(mismatch: Mismatch, setting: Setting) -> None:
+def check(mismatch: Mismatch, execution: Execution) -> None:
     """Raises InputError for an entry that this learner's sampler cannot have, or two that clash.
 
     What two entries may not do: stand there twice (but for noise), set the same field of the
     numerics, or both decide what is reported.
     """
     names, setters = set(), {}
-    reporter, numerics = None, setting.numerics
+    reporter, numerics = None, execution.numerics
     for entry in mismatch.entries:
         if entry.name in names and not entry.repeatable:
             raise entry.refuse("stands there twice; give it once")
         names.add(entry.name)
-        entry.check(setting._replace(numerics=numerics))
+        entry.check(replace(execution, numerics=numerics))
         edited = _edited(entry, numerics)
         for field in difference(numerics, edited):
             if field in setters:
@@ -139,38 +139,34 @@ def label(entry: Entry) -> str:
 
 
 def draw(
-    weights: transformer.Weights,
+    weights: Weights,
     prompts: Prompts,
     key: jax.Array,
     *,
     mismatch: Mismatch,
+    execution: Execution,
     samples: int,
-    numerics: Numerics,
-    sampling: Sampling,
     first: jax.Array | None = None,
-    **where: Any,
 ) -> Rollout:
     """`sampler.sample` with another execution: the second of a divergent sampler's three steps.
 
     The first is `Mismatch.weights`, of the learner's compute weights (older ones where the entry
     `stale_weights` says so: that is for the caller), the last is `report`. On a mesh this one is a
-    device's own, and the others see whole arrays. `numerics` are the learner's. Only
-    `mismatch.drawing` matters here; without such an entry this is `sampler.sample` and nothing
-    else, whose other arguments (`config`, `placement`) it takes as well.
+    device's own, and the others see whole arrays. `execution` is the learner's, with the sampler's
+    placement. Only `mismatch.drawing` matters here; without such an entry this is `sampler.sample`
+    and nothing else.
     """
-    other = mismatch.numerics(numerics)
+    other = replace(execution, numerics=mismatch.numerics(execution.numerics))
     names = _names(prompts, key, samples, first)
     return sampler.sample(
         weights,
         prompts,
         key,
+        execution=other,
         samples=samples,
-        numerics=other,
-        sampling=sampling,
         first=first,
-        draw=_draw(mismatch.active, names, sampling, other),
+        draw=_draw(mismatch.active, names, other),
         records_drawn=any(entry.reports for entry in mismatch.active),
-        **where,
     )
 
 
@@ -191,8 +187,9 @@ def _names(prompts: Prompts, key: jax.Array, samples: int, first: jax.Array | No
     return Names(key, jnp.repeat(prompts.ids, samples), own)
 
 
-def _draw(entries: Sequence[Entry], names: Names, sampling: Sampling, numerics: Numerics):
+def _draw(entries: Sequence[Entry], names: Names, execution: Execution):
     """A draw with the entries' logits and reports; None if none has any."""
+    sampling, numerics = execution.sampling, execution.numerics
     noisy = [e for e in entries if type(e).logits is not Entry.logits]
     reporter = next((entry for entry in entries if entry.reports), None)
     if not noisy and reporter is None:

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.kernels import tiles
-from tim_jax.mismatch.base import Entry, Names, Setting
+from tim_jax.mismatch.base import Entry, Names
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics, strict
 from tim_jax.policy import distribution
-from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Rollout
 
 _DROPS = 0x0E5D  # names the random numbers of `DroppedEnd`
@@ -88,13 +88,13 @@ class DroppedEnd(Entry):
     def inert(self) -> bool:
         return self.share == 0
 
-    def check(self, setting: Setting) -> None:
-        size = setting.config.vocab_size
+    def check(self, execution: Execution) -> None:
+        size = execution.config.vocab_size
         if self.replacement is not None and self.replacement >= size:
             raise self.refuse(
                 f"replacement = {self.replacement} is outside the model's vocabulary of {size}"
             )
-        if not setting.sampling.stop_tokens:
+        if not execution.sampling.stop_tokens:
             raise self.refuse("no token ends a response here; set sampling.stop_tokens")
 
     def rollout(self, rollout: Rollout, names: Names) -> Rollout:
@@ -133,11 +133,10 @@ class PadMask(Entry):
     def __post_init__(self):
         self.need_number("pad", least=0)
 
-    def check(self, setting: Setting) -> None:
-        if self.pad >= setting.config.vocab_size:
-            raise self.refuse(
-                f"pad = {self.pad} is outside the model's vocabulary of {setting.config.vocab_size}"
-            )
+    def check(self, execution: Execution) -> None:
+        size = execution.config.vocab_size
+        if self.pad >= size:
+            raise self.refuse(f"pad = {self.pad} is outside the model's vocabulary of {size}")
 
     def rollout(self, rollout: Rollout, names: Names) -> Rollout:
         del names

@@ -47,6 +47,15 @@ _FAR = (1.7337203997e-2, 4.2868294337e-1, 3.0812263860, 6.6579051150)
 _FAR_BELOW = (1.2258202635e-2, 2.4197894225e-1, 1.0)
 
 
+def unequal_bits(left: jax.Array, right: jax.Array) -> jax.Array:
+    """bool[...], where two float32 arrays do not hold the same finite bits.
+
+    A value that is not finite counts as unequal: two NaNs are no agreement. 0 and -0 differ.
+    """
+    bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (left, right)]
+    return (bits[0] != bits[1]) | ~jnp.isfinite(left)
+
+
 def alone(x: jax.Array) -> jax.Array:
     """x, and nothing that a compiler could see as a product: a comparison that changes no finite x.
 

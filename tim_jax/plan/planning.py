@@ -38,14 +38,14 @@ def advice(
         yield from _of_sampler(recipe, rows_drawn)
     else:
         yield from _of_learner(recipe)
-    if recipe.policy.numerics.compute_dtype == "float32":
+    if recipe.execution.numerics.compute_dtype == "float32":
         yield 'numerics.dtype = "bfloat16": half the weights, keys and values, and activations'
     yield "a slice of more chips: a batch's rows, masters and optimiser are split over all of them"
 
 
 def _spread(recipe: Recipe, devices: Devices) -> Iterator[str]:
     """More of the slice's devices, and state on all of them."""
-    where = recipe.policy.placement
+    where = recipe.execution.placement
     spare = len(devices) // where.devices
     wider = replace(where, fsdp=where.fsdp * spare)
     if spare > 1 and _possible(recipe, wider):
@@ -61,7 +61,7 @@ def _spread(recipe: Recipe, devices: Devices) -> Iterator[str]:
 
 def _possible(recipe: Recipe, where: Placement) -> bool:
     try:
-        parameters.check(recipe.policy.config, recipe.policy.numerics, where)
+        parameters.check(recipe.execution.config, recipe.execution.numerics, where)
     except InputError:
         return False
     return recipe.sequences % where.shards == 0
@@ -72,7 +72,7 @@ def _state(recipe: Recipe, devices: Devices) -> int:
 
 
 def _of_sampler(recipe: Recipe, rows_drawn: int | None) -> Iterator[str]:
-    where = recipe.sampling_policy.placement
+    where = recipe.drawn_by.placement
     key = "placement" if recipe.drawing is None else "placement.sampler"
     if rows_drawn:
         rounds = recipe.sequences // rows_drawn
@@ -85,12 +85,12 @@ def _of_sampler(recipe: Recipe, rows_drawn: int | None) -> Iterator[str]:
             f'{key}.decode = "sharded": {saved:.1f} GiB less a device, but all weights are gathered'
             " for every token"
         )
-    if recipe.policy.numerics.family in ("tiles", "native"):
+    if recipe.execution.numerics.family in ("tiles", "native"):
         yield f"{key}.tensor = {2 * where.tensor}: half the weights and key heads a device"
 
 
 def _of_learner(recipe: Recipe) -> Iterator[str]:
-    learning, shards = recipe.learning, recipe.policy.placement.shards
+    learning, shards = recipe.learning, recipe.execution.placement.shards
     if not learning.remat:
         yield "learner.remat = true: activations of one layer at a time, for a second forward"
     if recipe.micro_batch > shards:
@@ -260,8 +260,8 @@ def audit(what: Recipe, stages: Sequence[Stage]) -> tuple[Twin, ...]:
 
 def _weight_shapes(what: Recipe) -> frozenset[tuple[int, ...]]:
     """Of the model's weights as its products and norms take them, tile by tile."""
-    policy = what.policy
-    weights = jax.eval_shape(policy.prepare, recipe.parameter_shapes(policy.config))
+    execution = what.execution
+    weights = jax.eval_shape(execution.prepare, recipe.parameter_shapes(execution.config))
     layers = [leaf.shape[1:] for leaf in jax.tree.leaves(weights["layers"])]
     shapes = [*layers, weights["head"].shape, weights["final_norm"].shape]
     parts = [(1, *shape) if len(shape) == 1 else shape[-2:] for shape in shapes]
@@ -277,7 +277,7 @@ PROGRAMS = {
 
 def _stage(what: Recipe, target: Target, name: str, layers: Layers, say: Say) -> Stage:
     """Compiled whole, or for two numbers of layers and continued to the model's own."""
-    own = what.policy.config.num_layers
+    own = what.execution.config.num_layers
     line = None if layers is None or own <= max(layers) else layers
     found = [_compiled(what.with_layers(n), target, name, say) for n in line or (own,)]
     total = found[0].figures
@@ -299,7 +299,7 @@ def _compiled(what: Recipe, target: Target, name: str, say: Say) -> Compiled:
         program: Program = PROGRAMS[name](what, target.devices)
     found = costs.compiled(program, target)
     say(
-        f"compiled {name}: {what.policy.config.num_layers} layers, {what.sequences} sequences,"
+        f"compiled {name}: {what.execution.config.num_layers} layers, {what.sequences} sequences,"
         f" micro-batch {what.micro_batch}, {found.seconds:.0f} s"
     )
     return found
@@ -319,7 +319,7 @@ def _most_prompts(what: Recipe, target: Target, stage: Stage, layers: Layers, sa
 
 def _most_drawn(what: Recipe, target: Target, stage: Stage, layers: Layers, say: Say) -> Largest:
     """Sequences at a time for which the sampler fits."""
-    rows, shards = what.sequences, what.sampling_policy.placement.shards
+    rows, shards = what.sequences, what.drawn_by.placement.shards
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
@@ -331,7 +331,7 @@ def _most_drawn(what: Recipe, target: Target, stage: Stage, layers: Layers, say:
 
 def _largest_micro_batch(what: Recipe, target: Target, stage: Stage, say: Say) -> Largest:
     """Sequences per forward and backward for which the update fits."""
-    rows, shards = what.sequences // what.mini_batches, what.policy.placement.shards
+    rows, shards = what.sequences // what.mini_batches, what.execution.placement.shards
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:

@@ -13,11 +13,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.mismatch import Mismatch, dial
-from tim_jax.model.parameters import parameter_shapes
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import parameter_shapes
 from tim_jax.placement import Devices, Placement
 from tim_jax.policy import sampler
 from tim_jax.rl import programs
-from tim_jax.rl.learning import Learning, Policy
+from tim_jax.rl.learning import Learning
 from tim_jax.types import Prompts, Rollout
 
 Tree = Any
@@ -27,7 +28,7 @@ Tree = Any
 class Recipe:
     """One step of a run."""
 
-    policy: Policy  # the learner's
+    execution: Execution  # the learner's
     learning: Learning
     optimizer: optax.GradientTransformationExtraArgs
     prompts: int
@@ -38,10 +39,10 @@ class Recipe:
     mismatch: Mismatch = dial.EXACT
 
     @property
-    def sampling_policy(self) -> Policy:
+    def drawn_by(self) -> Execution:
         if self.drawing is None:
-            return self.policy
-        return replace(self.policy, placement=self.drawing)
+            return self.execution
+        return replace(self.execution, placement=self.drawing)
 
     @property
     def sequences(self) -> int:
@@ -64,16 +65,16 @@ class Recipe:
     @property
     def least_prompts(self) -> int:
         """Of what the number of prompts must be a multiple, as it is laid out."""
-        drawing = self.sampling_policy.placement.shards
-        shards = max(self.policy.placement.shards, drawing)
+        drawing = self.drawn_by.placement.shards
+        shards = max(self.execution.placement.shards, drawing)
         rows = self.mini_batches * max(self.learning.micro_batch or 1, shards)
         rows = lcm(rows, self.rows_drawn or 1)
         prompts = rows // gcd(rows, self.learning.group_size)
         return lcm(prompts, drawing) if self.learning.needs_greedy else prompts
 
     def with_layers(self, layers: int) -> "Recipe":
-        config = replace(self.policy.config, num_layers=layers)
-        return replace(self, policy=replace(self.policy, config=config))
+        config = replace(self.execution.config, num_layers=layers)
+        return replace(self, execution=replace(self.execution, config=config))
 
     def with_micro_batch(self, rows: int) -> "Recipe":
         """The gradient's noise is measured only where there are several micro-batches."""
@@ -84,7 +85,7 @@ class Recipe:
         return replace(self, rows_drawn=rows)
 
     def with_placement(self, where: Placement) -> "Recipe":
-        return replace(self, policy=replace(self.policy, placement=where))
+        return replace(self, execution=replace(self.execution, placement=where))
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,10 @@ class Program:
 
 def sampling(recipe: Recipe, devices: Devices) -> Program:
     """The sampler's program: prefill and decode of a step's prompts."""
-    policy = recipe.sampling_policy
-    laid = _Laid(recipe, policy, devices)
+    execution = recipe.drawn_by
+    laid = _Laid(recipe, execution, devices)
     program = programs.sampling_program(
-        policy,
+        execution,
         samples=recipe.learning.group_size,
         micro_batch=recipe.rows_drawn,
         devices=laid.devices,
@@ -117,7 +118,7 @@ def decode_steps(recipe: Recipe) -> tuple[int, ...]:
 
     All but the first, which is drawn at the prompt's end.
     """
-    limit, block = recipe.policy.sampling.max_response_length, recipe.policy.numerics.kv_block
+    limit, block = recipe.execution.sampling.max_response_length, recipe.execution.numerics.kv_block
     done, steps = 1, []
     for span in sampler.spans(recipe.prompt_length, limit, block):
         upto = min(limit, span - recipe.prompt_length + 1)
@@ -128,13 +129,13 @@ def decode_steps(recipe: Recipe) -> tuple[int, ...]:
 
 def scoring(recipe: Recipe, devices: Devices) -> Program:
     """The learner's forward over a step's sequences, with advantages and corrections."""
-    laid = _Laid(recipe, recipe.policy, devices)
+    laid = _Laid(recipe, recipe.execution, devices)
     return Program("scoring", laid.built.experience, laid.for_experience)
 
 
 def updating(recipe: Recipe, devices: Devices) -> Program:
     """One update: forward, backward and optimiser."""
-    laid = _Laid(recipe, recipe.policy, devices)
+    laid = _Laid(recipe, recipe.execution, devices)
     batch = jax.eval_shape(laid.built.experience, *laid.for_experience).experience
     index, length = _shape((), jnp.int32), _shape((), jnp.float32)
     arguments = (laid.state, laid.weights, *laid.whole((batch, index, length)))
@@ -148,12 +149,12 @@ def resident(recipe: Recipe, devices: Devices, stage: str) -> int:
     of a reference policy, and its masters, which checkpoints hold. As arrays are, without what
     layouts pad.
     """
-    laid = _Laid(recipe, recipe.policy, devices)
+    laid = _Laid(recipe, recipe.execution, devices)
     weights, state = bytes_per_device(laid.weights), bytes_per_device(laid.state)
     masters = bytes_per_device(laid.state.params)
     reference = weights + masters if recipe.has_reference else 0
     if stage == "sampler":
-        own = recipe.sampling_policy.placement.shape == recipe.policy.placement.shape
+        own = recipe.drawn_by.placement.shape == recipe.execution.placement.shape
         return state + reference + (0 if own else weights)
     if stage == "scoring":  # whose arguments the reference's weights are
         return state + (masters if recipe.has_reference else 0)
@@ -162,8 +163,8 @@ def resident(recipe: Recipe, devices: Devices, stage: str) -> int:
 
 def weight_bytes(recipe: Recipe) -> int:
     """Of all compute weights."""
-    policy = recipe.policy
-    shapes = jax.eval_shape(policy.prepare, parameter_shapes(policy.config))
+    execution = recipe.execution
+    shapes = jax.eval_shape(execution.prepare, parameter_shapes(execution.config))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
@@ -182,30 +183,28 @@ class _Laid:
     """Shapes of a recipe's arrays, laid out on devices for a policy: the learner's or sampler's."""
 
     recipe: Recipe
-    policy: Policy
+    execution: Execution
     slice_devices: Devices
 
     @property
     def devices(self) -> Devices:
         """Those of the slice that something lies on."""
-        return tuple(self.slice_devices[: self.policy.placement.devices])
+        return tuple(self.slice_devices[: self.execution.placement.devices])
 
     def whole(self, tree: Tree) -> Tree:
         """Every device has all of it."""
-        on = placement.mesh(self.policy.placement, self.devices)
+        on = placement.mesh(self.execution.placement, self.devices)
         everywhere = NamedSharding(on, PartitionSpec())
         return jax.tree.map(lambda leaf: _shape(leaf.shape, leaf.dtype, everywhere), tree)
 
     def _on(self, tree: Tree, shardings: Tree) -> Tree:
-        if shardings is None:
-            return self.whole(tree)
         return jax.tree.map(lambda x, s: _shape(x.shape, x.dtype, s), tree, shardings)
 
     @property
     def built(self) -> programs.Programs:
         recipe = self.recipe
         return programs.build(
-            self.policy,
+            self.execution,
             recipe.learning,
             recipe.optimizer,
             mini_batches=recipe.mini_batches,
@@ -214,16 +213,16 @@ class _Laid:
 
     @property
     def params(self) -> Tree:
-        return parameter_shapes(self.policy.config)
+        return parameter_shapes(self.execution.config)
 
     @property
     def _layout(self) -> programs.Layout:
         start = partial(programs.init, self.recipe.optimizer, self.recipe.learning)
-        return programs.layout(self.policy, start, self.devices)
+        return programs.layout(self.execution, start, self.devices)
 
     @property
     def weights(self) -> Tree:
-        return self._on(jax.eval_shape(self.policy.prepare, self.params), self._layout.weights)
+        return self._on(jax.eval_shape(self.execution.prepare, self.params), self._layout.weights)
 
     @property
     def state(self) -> Tree:
@@ -256,7 +255,7 @@ class _Laid:
 
     @property
     def _rollout(self) -> Rollout:
-        rows, length = self.recipe.sequences, self.policy.sampling.max_response_length
+        rows, length = self.recipe.sequences, self.execution.sampling.max_response_length
         return Rollout(
             prompts=_shape((rows, self.recipe.prompt_length), jnp.int32),
             prompt_lengths=_shape((rows,), jnp.int32),

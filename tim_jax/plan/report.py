@@ -16,8 +16,8 @@ def text(plan: Plan) -> str:
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    policy, target = plan.recipe.policy, plan.target
-    numerics = policy.numerics
+    execution, target = plan.recipe.execution, plan.target
+    numerics = execution.numerics
     yield (
         f"{target.name}: {target.chips} chips, {len(target.devices)} devices of"
         f" {_gib(target.capacity)};"
@@ -28,7 +28,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     drawn = plan.recipe.rows_drawn
     yield (
         f"  {plan.recipe.prompts} prompts x {plan.recipe.learning.group_size} samples,"
-        f" up to {plan.recipe.prompt_length} + {policy.sampling.max_response_length} tokens,"
+        f" up to {plan.recipe.prompt_length} + {execution.sampling.max_response_length} tokens,"
         f" {f'sampled {drawn} at a time, ' if drawn else ''}micro-batch {plan.recipe.micro_batch},"
         f" remat {'on' if plan.recipe.learning.remat else 'off'}"
     )
@@ -98,16 +98,16 @@ def _audit(found: tuple[Twin, ...]) -> Iterator[str]:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values; sizes in bytes."""
-    recipe, policy = plan.recipe, plan.recipe.policy
+    recipe, execution = plan.recipe, plan.recipe.execution
     return {
         "topology": plan.target.name,
         "chips": plan.target.chips,
         "devices": len(plan.target.devices),
         "capacity": plan.target.capacity,
-        "placement": _axes(policy.placement),
-        "sampler_placement": _axes(recipe.sampling_policy.placement),
-        "family": policy.numerics.family,
-        "dtype": policy.numerics.compute_dtype,
+        "placement": _axes(execution.placement),
+        "sampler_placement": _axes(recipe.drawn_by.placement),
+        "family": execution.numerics.family,
+        "dtype": execution.numerics.compute_dtype,
         "prompts_per_step": recipe.prompts,
         "samples_per_prompt": recipe.learning.group_size,
         "sampler_micro_batch": recipe.rows_drawn or recipe.sequences,
@@ -171,7 +171,7 @@ def _axes(where) -> dict[str, Any]:
 
 
 def _placement(plan: Plan) -> str:
-    learner = plan.recipe.policy.placement
+    learner = plan.recipe.execution.placement
     own = plan.recipe.drawing
     return str(learner) if own is None else f"{learner} (sampler: {own})"
 

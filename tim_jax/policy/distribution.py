@@ -5,49 +5,17 @@ so the sampler and the learner, given the same logits, agree on the truncation, 
 log-prob to the bit.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from tim_jax import kernels
-from tim_jax.errors import InputError
 from tim_jax.kernels import formulas
+from tim_jax.model.execution import Sampling
 from tim_jax.numerics import Numerics
 
 _LANES = 128
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The distribution that tokens are drawn from, and when a response ends.
-
-    Order of operations: logits / temperature, then top-k, then top-p of what top-k left, then
-    renormalisation. Recorded log-probs are those of this final distribution.
-    """
-
-    max_response_length: int
-    temperature: float = 1.0  # 0 means greedy: argmax, log-prob 0
-    top_k: int = 0  # 0 means off
-    top_p: float = 1.0  # 1 means off
-    stop_tokens: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        if self.max_response_length < 1:
-            raise InputError(
-                f"Sampling: max_response_length must be positive, got {self.max_response_length}"
-            )
-        if self.temperature < 0:
-            raise InputError(f"Sampling: temperature must be >= 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise InputError(f"Sampling: top_k must be >= 0 (0 is off), got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"Sampling: top_p must be in (0, 1] (1 is off), got {self.top_p}")
-
-    @property
-    def truncated(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1
 
 
 def log_prob(

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tim_jax.model import parameters, transformer
-from tim_jax.model.config import ModelConfig
-from tim_jax.numerics import Numerics
-from tim_jax.placement import SINGLE, Placement, collectives
+from tim_jax.model import preparing, transformer
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import Weights, weight_axes
+from tim_jax.placement import SINGLE, collectives
 from tim_jax.policy import distribution
-from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Prompts, Rollout
 
 # (logits f32[B, V], uniform f32[B], step i32[]) -> tokens i32[B], the log-probs f32[B] to record,
@@ -36,15 +35,12 @@ class _Decoding:
 
 
 def sample(
-    weights: transformer.Weights,
+    weights: Weights,
     prompts: Prompts,
     key: jax.Array,
     *,
+    execution: Execution,
     samples: int,
-    config: ModelConfig,
-    numerics: Numerics,
-    sampling: Sampling,
-    placement: Placement = SINGLE,
     first: jax.Array | None = None,
     draw: Draw | None = None,
     records_drawn: bool = False,
@@ -55,35 +51,35 @@ def sample(
     response does not depend on the batch it was drawn in. `key` carries seed and step.
 
     Args:
-      weights: compute weights, from `transformer.prepare`.
+      weights: compute weights, from `preparing.prepare`.
       prompts: P prompts, padded to Tp tokens.
       key: a PRNG key.
+      execution: with a placement of more than one device this runs inside `shard_map`, on this
+        device's parts of weights and prompts, see `transformer.forward`.
       samples: responses per prompt (the group size).
-      placement: of more than one device: inside `shard_map`, on this device's parts of weights and
-        prompts, see `transformer.forward`.
       first: i32[], number of each group's first sample here, where a group is split over devices.
       draw: in place of `policy.draw`, for a sampler that differs on purpose.
       records_drawn: `draw` returns log-probs to record that are not those it drew with.
     """
     batch = prompts.tokens.shape[0] * samples
-    limit = sampling.max_response_length
+    config, numerics, placement = execution.config, execution.numerics, execution.placement
+    limit = execution.sampling.max_response_length
     uniforms = _uniforms(key, prompts.ids, samples, limit, first)
     rows = placement  # whose devices step together
     if placement.decode == "whole" or placement.shards == 1:
         rows = SINGLE
-        weights = collectives.hold(weights, parameters.weight_axes(config, numerics), placement)
-        placement = placement.held
-    how = {"config": config, "numerics": numerics, "placement": placement}
-    run: Callable[..., Any] = partial(transformer.forward, **how)
+        weights = collectives.hold(weights, weight_axes(config, numerics), placement)
+        execution = replace(execution, placement=placement.held)
+    run: Callable[..., Any] = partial(transformer.forward, execution=execution)
     hidden, cache = _prefill(partial(run, weights), prompts, samples)
-    weights = transformer.unstacked(weights)
+    weights = preparing.unstacked(weights)
     starts = jnp.repeat(prompts.lengths, samples)
-    stops = jnp.asarray(sampling.stop_tokens, jnp.int32)
-    draw = draw or partial(_draw, sampling=sampling, numerics=numerics)
+    stops = jnp.asarray(execution.sampling.stop_tokens, jnp.int32)
+    draw = draw or partial(_draw, sampling=execution.sampling, numerics=numerics)
 
-    def extended(state: _Decoding, weights: transformer.Weights, hidden: jax.Array) -> _Decoding:
+    def extended(state: _Decoding, weights: Weights, hidden: jax.Array) -> _Decoding:
         """By a token per row, drawn at `hidden` [B, d]."""
-        logits = transformer.logits(weights, hidden, **how)
+        logits = transformer.logits(weights, hidden, execution=execution)
         return _recorded(state, *draw(logits, uniforms[state.step], state.step), stops)
 
     def step(state: _Decoding) -> _Decoding:

@@ -1,5 +1,6 @@
 """Log-probs of given responses: one forward over whole sequences, then the head tile by tile."""
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -8,12 +9,11 @@ import jax.numpy as jnp
 
 from tim_jax import kernels
 from tim_jax.kernels import native
-from tim_jax.model import parameters, transformer
-from tim_jax.model.config import ModelConfig
-from tim_jax.numerics import Numerics
-from tim_jax.placement import SINGLE, Placement, collectives
+from tim_jax.model import transformer
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import Weights, weight_axes
+from tim_jax.placement import Placement, collectives
 from tim_jax.policy import distribution
-from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Rollout
 
 
@@ -37,20 +37,17 @@ class Scores(NamedTuple):
 
 
 def score(
-    weights: transformer.Weights,
+    weights: Weights,
     rollout: Rollout,
     *,
-    config: ModelConfig,
-    numerics: Numerics,
-    sampling: Sampling,
-    placement: Placement = SINGLE,
+    execution: Execution,
     remat: bool = False,
     entropy_gradient: bool = False,
     energy: bool = False,
 ) -> Scores:
     """Log-probs of the response tokens, and the entropies of their distributions.
 
-    The distribution is that of `sampling` (temperature, truncation replayed). Differentiable in
+    The distribution is the execution's (temperature, truncation replayed). Differentiable in
     `weights` through the log-probs, and through the entropies only with `entropy_gradient`, which
     changes no bit of what is returned. With a placement of several devices: inside `shard_map`, on
     this device's parts of weights and rows, see `transformer.forward`.
@@ -61,9 +58,7 @@ def score(
         weights,
         tokens,
         positions,
-        config=config,
-        numerics=numerics,
-        placement=placement,
+        execution=execution,
         remat=remat,
     )
     # The token at position t is predicted by the hidden state at t - 1.
@@ -72,23 +67,26 @@ def score(
         hidden, rollout.prompt_lengths - 1
     )
     head = {name: weights[name] for name in ("final_norm", "head")}
-    how = _How(config, numerics, sampling, placement, entropy_gradient, energy)
+    how = _Wanted(execution, entropy_gradient, energy)
     found = Scores(*_head(head, rows, rollout.responses, how))
     if entropy_gradient:
         return found
     return found._replace(entropy=jax.lax.stop_gradient(found.entropy))
 
 
-class _How(NamedTuple):
-    config: ModelConfig
-    numerics: Numerics
-    sampling: Sampling
-    placement: Placement
+class _Wanted(NamedTuple):
+    """How the head computes, and what beside the log-probs."""
+
+    execution: Execution
     entropy_gradient: bool
     energy: bool
 
+    @property
+    def placement(self) -> Placement:
+        return self.execution.placement
 
-def _head(head, hidden, tokens, how: _How):
+
+def _head(head, hidden, tokens, how: _Wanted):
     """Log-probs and entropies [B, R] of hidden states [B, R, d], `head_rows` rows at a time.
 
     No array of [tokens, vocabulary] ever exists: the backward makes each tile's logits anew, and
@@ -97,7 +95,7 @@ def _head(head, hidden, tokens, how: _How):
     columns of its own rows for what follows it.
     """
     shape = tokens.shape
-    tile_rows = min(how.numerics.head_rows, tokens.size)
+    tile_rows = min(how.execution.numerics.head_rows, tokens.size)
     tile_rows += -tile_rows % how.placement.tensor
     padding = -tokens.size % tile_rows
 
@@ -106,8 +104,8 @@ def _head(head, hidden, tokens, how: _How):
         x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(-1, tile_rows, *x.shape[1:])
 
-    fence = kernels.family(how.numerics).fence
-    all_axes = parameters.weight_axes(how.config, how.numerics)
+    fence = kernels.family(how.execution.numerics).fence
+    all_axes = weight_axes(how.execution.config, how.execution.numerics)
     head_axes = {name: all_axes[name] for name in head}
 
     def forward(head, hidden, tokens):
@@ -140,30 +138,29 @@ def _head(head, hidden, tokens, how: _How):
     return tuple(x.reshape(-1)[: tokens.size].reshape(shape) for x in results)
 
 
-def _head_tile(head, hidden, tokens, *, how: _How):
+def _head_tile(head, hidden, tokens, *, how: _Wanted):
     """Of the device's own rows of the tile."""
-    logits = _logits(head, hidden, how, how.numerics)
+    sampling, numerics = how.execution.sampling, how.execution.numerics
+    logits = _logits(head, hidden, how.execution)
     tokens = collectives.own_rows(tokens, how.placement)
-    log_probs = distribution.log_prob(logits, tokens, sampling=how.sampling, numerics=how.numerics)
-    entropy = distribution.entropy(logits, sampling=how.sampling)
+    log_probs = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
+    entropy = distribution.entropy(logits, sampling=sampling)
     if not how.energy:
         return log_probs, entropy
-    return log_probs, entropy, distribution.score_energy(logits, tokens, sampling=how.sampling)
+    return log_probs, entropy, distribution.score_energy(logits, tokens, sampling=sampling)
 
 
-def _plain_head_tile(tokens, head, hidden, *, how: _How):
+def _plain_head_tile(tokens, head, hidden, *, how: _Wanted):
     """What has a gradient, in plain operations."""
-    plain = native.counterpart(how.numerics)
-    logits = _logits(head, hidden, how, plain)
+    sampling, plain = how.execution.sampling, native.counterpart(how.execution.numerics)
+    logits = _logits(head, hidden, replace(how.execution, numerics=plain))
     tokens = collectives.own_rows(tokens, how.placement)
-    log_probs = distribution.log_prob(logits, tokens, sampling=how.sampling, numerics=plain)
+    log_probs = distribution.log_prob(logits, tokens, sampling=sampling, numerics=plain)
     if not how.entropy_gradient:
         return (log_probs,)
-    return log_probs, distribution.entropy(logits, sampling=how.sampling)
+    return log_probs, distribution.entropy(logits, sampling=sampling)
 
 
-def _logits(head, hidden, how: _How, numerics: Numerics):
-    placement = how.placement.held
-    return transformer.logits_of_own_rows(
-        head, hidden, config=how.config, numerics=numerics, placement=placement
-    )
+def _logits(head, hidden, execution: Execution):
+    held = replace(execution, placement=execution.placement.held)
+    return transformer.logits_of_own_rows(head, hidden, execution=held)

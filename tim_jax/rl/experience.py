@@ -3,24 +3,24 @@
 All of a step's rows at once, because its statistics are of the whole batch.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from tim_jax import corrections
 from tim_jax.errors import InputError
-from tim_jax.model import transformer
+from tim_jax.model.weights import Weights
 from tim_jax.numerics.sums import tree_sum
 from tim_jax.objectives import Objective, advantages, shaping
+from tim_jax.policy.scoring import Scores
 from tim_jax.rl.learning import (
     Carried,
     Experience,
     Learning,
-    Policy,
     Prepared,
-    Score,
     exactness,
     split_rows,
 )
@@ -28,8 +28,8 @@ from tim_jax.types import Rollout
 
 
 def score_rows(
-    policy: Policy,
-    weights: transformer.Weights,
+    score: Callable[..., Scores],
+    weights: Any,
     rollout: Rollout,
     *,
     micro_batch: int | None,
@@ -37,31 +37,31 @@ def score_rows(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Log-probs float32 [B, R] by a forward without gradient, `micro_batch` rows at a time.
 
-    With `energy` also the score's energies, see `policy.score_energy`; else None.
+    `score` is `scoring.score` of an execution. With `energy` also the score's energies, see
+    `distribution.score_energy`; else None.
     """
 
-    def score(part: Rollout):
-        found = policy.score(weights, part, energy=energy)
-        return found.log_probs, found.energy
+    def one(part: Rollout):
+        scores = score(weights, part, energy=energy)
+        return scores.log_probs, scores.energy
 
     rows = rollout.lengths.shape[0]
     if micro_batch is None or micro_batch >= rows:
-        return score(rollout)
-    parts = jax.lax.map(score, split_rows(rollout, micro_batch))
+        return one(rollout)
+    parts = jax.lax.map(one, split_rows(rollout, micro_batch))
     return jax.tree.map(lambda x: x.reshape(rows, -1), parts)
 
 
 def experience(
-    weights: transformer.Weights,
-    reference: transformer.Weights | None,
+    weights: Weights,
+    reference: Weights | None,
     carried: Carried,
     rollout: Rollout,
     rewards: jax.Array,
     greedy_rewards: jax.Array | None = None,
     *,
-    policy: Policy,
+    score: Callable[..., tuple[jax.Array, jax.Array | None]],
     learning: Learning,
-    score: Score | None = None,
 ) -> Prepared:
     """Prepares a step's rollouts, with every statistic taken over the whole batch.
 
@@ -72,24 +72,16 @@ def experience(
       carried: of the step before.
       rewards: f32[B].
       greedy_rewards: f32[B / group size], of each prompt's greedy response, for ReMax.
-      score: the forward, `score_rows` if it is None; across devices it is a program of its own
-        kind (`sharded.scoring`).
+      score: the forward, that of a `Policy`.
     """
     objective = learning.objective
     if objective.has_reference and reference is None:
         raise InputError("the objective has a KL to a reference policy, but reference is None")
-    if score is None:
-        score = partial(
-            score_rows,
-            policy,
-            micro_batch=learning.micro_batch,
-            energy=learning.objective.needs_energy,
-        )
     counted = _counted(rollout, rewards, learning)
     mask = counted & rollout.finished[:, None] if objective.drop_cut else counted
     trainer, energies, checked = None, None, None
     if learning.needs_forward:
-        trainer, energies = score(weights, rollout)
+        trainer, energies = score(weights, rollout, energy=objective.needs_energy)
         checked = exactness(trainer, rollout)
     old = trainer if learning.mode == "recompute" else rollout.log_probs
     old = cast(jax.Array, old)

@@ -17,36 +17,30 @@ import optax
 from tim_jax import corrections, metrics, objectives, schedules
 from tim_jax.corrections import Correction
 from tim_jax.errors import InputError
-from tim_jax.model import transformer
+from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics.sums import compensated_sum, count, tree_sum
-from tim_jax.rl.experience import score_rows
+from tim_jax.policy.scoring import Scores
 from tim_jax.rl.learning import (
     Experience,
     Learning,
     Policy,
-    Score,
     TrainState,
     Update,
     exactness,
     split_rows,
 )
 
-Gradient = Callable[..., Any]  # weights, experience, token weights -> as `gradient_rows`
-
 
 def update(
     state: TrainState,
-    weights: transformer.Weights,
+    weights: Weights,
     batch: Experience,
     response_length: jax.Array,
     *,
     policy: Policy,
     learning: Learning,
     optimizer: optax.GradientTransformationExtraArgs,
-    gradient: Gradient | None = None,
-    score: Score | None = None,
-    norm: Callable[..., jax.Array] = optax.tree.norm,
-) -> tuple[TrainState, transformer.Weights, Update]:
+) -> tuple[TrainState, Weights, Update]:
     """One optimiser step on the rows of `batch`.
 
     If the loss, the gradient's norm or the effective sample size is not finite, parameters and
@@ -57,33 +51,25 @@ def update(
       weights: `policy.prepare(state.params)`; handed on, so that the cast happens once per update.
       batch: a mini-batch of experience.
       response_length: f32[], mean response length of the step, for length-triggered decay.
-      gradient: what differentiates, `gradient_rows` if None; across devices `sharded.gradient`.
-      score: a forward without gradient, `score_rows` if None; across devices `sharded.scoring`.
-      norm: of the gradient; across devices `sharded.gradient_norm`.
     """
-    if gradient is None:
-        gradient = partial(gradient_rows, policy, learning=learning)
-    if score is None:
-        score = partial(score_rows, policy, micro_batch=learning.micro_batch)
-    batch, correction = _current(state, weights, batch, learning, score)
+    batch, correction = _current(state, weights, batch, policy, learning)
     token_weights = learning.objective.token_weights(batch.mask, batch.kept)
-    masters = partial(_to_masters, params=state.params, policy=policy)
-    found, tokens, noise = _gradient(
-        gradient, weights, batch, token_weights, learning=learning, norm=norm, masters=masters
+    gradient, tokens, noise = _gradient(
+        policy, weights, batch, token_weights, learning=learning, params=state.params
     )
-    found = masters(found)
+    gradient = policy.to_masters(gradient, state.params)
     # optax computes with mixed dtypes (int steps, float decays) on purpose.
-    size, share = norm(found), _effective_sample_size(tokens["log_prob"], batch)
+    size, share = policy.norm(gradient), _effective_sample_size(tokens["log_prob"], batch)
     with jax.numpy_dtype_promotion("standard"):
         changes, optimizer_state = optimizer.update(
-            found,
+            gradient,
             state.optimizer,
             state.params,
             response_length=response_length,
             gradient_norm=size,
             effective_sample_size=share,
         )
-        params = cast(transformer.Params, optax.apply_updates(state.params, changes))
+        params = cast(Params, optax.apply_updates(state.params, changes))
     report = {
         "loss": tree_sum(tree_sum(token_weights * tokens["loss"])),
         "gradient_norm": size,
@@ -101,13 +87,13 @@ def update(
 
 
 def _current(
-    state: TrainState, weights, batch: Experience, learning: Learning, score: Score
+    state: TrainState, weights, batch: Experience, policy: Policy, learning: Learning
 ) -> tuple[Experience, Any]:
     """The batch with what depends on a statistic of all its rows at these weights, by a forward of
     them; and the corrections' new state. As it is where nothing does."""
     if not learning.needs_whole_update:
         return batch, state.correction
-    log_probs, _ = score(weights, batch.rollout)
+    log_probs, _ = policy.score(weights, batch.rollout)
     own = state.correction
     of_step, of_update = corrections.split_state(learning.correction, learning.mode, own)
     applied = _applied(learning.stages.update, of_update, log_probs, batch)
@@ -143,11 +129,11 @@ def _effective_sample_size(log_probs: jax.Array, batch: Experience) -> jax.Array
 
 
 def _gradient(
-    gradient: Gradient, weights, batch: Experience, token_weights, *, learning, norm, masters
+    policy: Policy, weights, batch: Experience, token_weights, *, learning: Learning, params
 ) -> tuple[Any, dict[str, jax.Array], Callable[[jax.Array], dict[str, jax.Array]]]:
     """The gradient, its tokens, and a function that makes metrics of the noise from its norm."""
     if not learning.noise_scale:
-        return *gradient(weights, batch, token_weights), lambda size: {}
+        return *policy.gradient(weights, batch, token_weights), lambda size: {}
     rows, size = batch.mask.shape[0], learning.micro_batch or batch.mask.shape[0]
     if size == rows:
         raise InputError(
@@ -157,8 +143,8 @@ def _gradient(
 
     def add(carry, part):
         total, square = carry
-        own, tokens = gradient(weights, *part)
-        square = square + jnp.square(norm(masters(own)))
+        own, tokens = policy.gradient(weights, *part)
+        square = square + jnp.square(policy.norm(policy.to_masters(own, params)))
         return (jax.tree.map(jnp.add, total, own), square), tokens
 
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
@@ -176,16 +162,17 @@ def _gradient(
 
 
 def gradient_rows(
-    policy: Policy,
-    weights: transformer.Weights,
+    score: Callable[..., Scores],
+    weights: Any,
     batch: Experience,
     token_weights: jax.Array,
     *,
     learning: Learning,
-) -> tuple[transformer.Weights, dict[str, jax.Array]]:
+) -> tuple[Weights, dict[str, jax.Array]]:
     """Gradient of the loss's sum over rows with respect to the compute weights, in float32.
 
     Args:
+      score: `scoring.score` of an execution.
       token_weights: f32[B, R], each token's share in the loss; they carry the one normaliser.
 
     Returns:
@@ -193,7 +180,7 @@ def gradient_rows(
     """
     rows = batch.mask.shape[0]
     size = min(learning.micro_batch or rows, rows)
-    call = jax.value_and_grad(partial(_loss, policy=policy, learning=learning), has_aux=True)
+    call = jax.value_and_grad(partial(_loss, score=score, learning=learning), has_aux=True)
 
     def add(total, part):
         (_, tokens), gradient = call(weights, *part)
@@ -207,9 +194,9 @@ def gradient_rows(
     return gradient, jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
 
 
-def _loss(weights, batch: Experience, token_weights, *, policy: Policy, learning: Learning):
+def _loss(weights, batch: Experience, token_weights, *, score, learning: Learning):
     objective = learning.objective
-    scores = policy.score(
+    scores = score(
         weights,
         batch.rollout,
         remat=learning.remat,
@@ -242,13 +229,6 @@ def _loss(weights, batch: Experience, token_weights, *, policy: Policy, learning
         **{f"loss/{name}": x for name, x in losses._asdict().items() if name != "loss"},
     }
     return jnp.sum(token_weights * losses.loss), jax.lax.stop_gradient(tokens)
-
-
-def _to_masters(gradient, params, policy: Policy):
-    """Gradient with respect to the masters: `prepare` is linear, its transpose is taken in f32."""
-    in_f32 = replace(policy, numerics=replace(policy.numerics, compute_dtype="float32"))
-    _, transpose = jax.vjp(in_f32.prepare, params)
-    return transpose(gradient)[0]
 
 
 def _token_metrics(tokens, batch: Experience, learning: Learning) -> dict[str, jax.Array]:

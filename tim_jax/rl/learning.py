@@ -14,17 +14,25 @@ from flax import struct
 from tim_jax import corrections
 from tim_jax.corrections import Correction, Mode
 from tim_jax.errors import InputError
-from tim_jax.model import transformer
-from tim_jax.model.config import ModelConfig
-from tim_jax.numerics import Numerics
+from tim_jax.model.execution import Sampling
+from tim_jax.model.weights import Params
+from tim_jax.numerics.strict import unequal_bits
 from tim_jax.numerics.sums import count, tree_sum
 from tim_jax.objectives import Objective, advantages
-from tim_jax.placement import SINGLE, Placement
-from tim_jax.policy import scoring
-from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Rollout
 
-Score = Callable[..., tuple[jax.Array, jax.Array | None]]  # weights, rollout -> as `score_rows`
+
+class Policy(NamedTuple):
+    """A policy as the learner sees it: functions of its weights, wherever these lie.
+
+    `sharded.policy` makes one of an execution, on its mesh.
+    """
+
+    prepare: Callable[..., Any]  # parameters -> compute weights
+    to_masters: Callable[..., Any]  # gradient of the weights, parameters -> gradient of these
+    score: Callable[..., tuple[jax.Array, jax.Array | None]]  # as `experience.score_rows`
+    gradient: Callable[..., tuple[Any, dict[str, jax.Array]]]  # as `learner.gradient_rows`
+    norm: Callable[..., jax.Array]  # gradient of the parameters -> f32[]
 
 
 class Carried(NamedTuple):
@@ -38,7 +46,7 @@ class Carried(NamedTuple):
 class TrainState:
     """Everything that an update changes."""
 
-    params: transformer.Params  # float32 master weights
+    params: Params  # float32 master weights
     optimizer: optax.OptState
     correction: tuple[Any, ...]  # the corrections' state, a block each
     step: jax.Array  # i32[], RL steps done
@@ -150,33 +158,7 @@ class Learning:
         return update.whole_batch or rejects or self.objective.selects
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What turns weights into log-probs: the same value for sampler and learner, if exact."""
-
-    config: ModelConfig
-    numerics: Numerics
-    sampling: Sampling
-    placement: Placement = SINGLE
-
-    def score(self, weights, rollout: Rollout, **how: bool) -> scoring.Scores:
-        """Log-probs and entropies, float32 [B, R]; see `scoring.score` for `how`."""
-        return scoring.score(
-            weights,
-            rollout,
-            config=self.config,
-            numerics=self.numerics,
-            sampling=self.sampling,
-            placement=self.placement,
-            **how,
-        )
-
-    def prepare(self, params: transformer.Params) -> transformer.Weights:
-        """Compute weights of the master weights; see `transformer.prepare`."""
-        return transformer.prepare(params, config=self.config, numerics=self.numerics)
-
-
-def check_steps(policy: Policy, learning: Learning, *, updates: int) -> None:
+def check_steps(sampling: Sampling, learning: Learning, *, updates: int) -> None:
     """Refuses what a policy's sampling or a step's number of updates would make another formula.
 
     Raises:
@@ -190,7 +172,7 @@ def check_steps(policy: Policy, learning: Learning, *, updates: int) -> None:
         has_ratio=objective.has_ratio,
         updates=updates,
     )
-    if policy.sampling.truncated:
+    if sampling.truncated:
         objective.check_whole_distribution()
 
 
@@ -200,8 +182,7 @@ def exactness(log_probs: jax.Array, rollout: Rollout) -> Exactness:
     A value that is not finite counts as unequal: two NaNs are no agreement.
     """
     mask, recorded = rollout.mask, rollout.log_probs
-    bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
-    unequal = mask & ((bits(log_probs) != bits(recorded)) | ~jnp.isfinite(log_probs))
+    unequal = mask & unequal_bits(log_probs, recorded)
     difference = jnp.where(mask, jnp.abs(log_probs - recorded), 0.0)
     compared = jnp.sum(mask, dtype=jnp.int32)
     at = jnp.argmax(unequal)

@@ -1,4 +1,4 @@
-"""The one place that compiles: a run's programs, jitted, with their buffers donated."""
+"""A run's programs: jitted, laid out on the mesh of their execution, with buffers donated."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,23 +12,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import metrics, placement
 from tim_jax.errors import InputError
-from tim_jax.mismatch import Mismatch, Setting, dial
+from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import parameters
-from tim_jax.model.execution import jit
-from tim_jax.model.parameters import parameter_shapes
+from tim_jax.model.execution import Execution, jit
+from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
 from tim_jax.placement import Devices, Placement
-from tim_jax.policy import rounds, sampler
 from tim_jax.rl import learner, sharded
-from tim_jax.rl.experience import experience, score_rows
-from tim_jax.rl.learning import (
-    Experience,
-    Learning,
-    Policy,
-    Score,
-    TrainState,
-    check_steps,
-    mini_batch,
-)
+from tim_jax.rl.experience import experience
+from tim_jax.rl.learning import Experience, Learning, Policy, TrainState, check_steps, mini_batch
 from tim_jax.types import Prompts, Rollout
 
 _PARTS = ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3")
@@ -60,7 +51,7 @@ class Programs:
 
 
 def build(
-    policy: Policy,
+    execution: Execution,
     learning: Learning,
     optimizer: optax.GradientTransformationExtraArgs,
     *,
@@ -75,7 +66,7 @@ def build(
     """Programs of a training run.
 
     Args:
-      policy: its placement is the learner's, and the sampler's if `sampler_placement` is None.
+      execution: its placement is the learner's, and the sampler's if `sampler_placement` is None.
       sampler_micro_batch: sequences that are sampled at a time; None: all of a step.
       devices: what meshes are made of, `jax.devices()` if None.
       mismatch: what the sampler does differently, if anything.
@@ -88,41 +79,35 @@ def build(
             "mini_batches, epochs and length_buckets must be positive, got"
             f" {mini_batches}, {epochs} and {length_buckets}"
         )
-    check_steps(policy, learning, updates=mini_batches * epochs)
-    where = _Where.of(policy, devices)
-    drawing = policy if sampler_placement is None else replace(policy, placement=sampler_placement)
-
-    update = _updating(where, learning, optimizer, mini_batches=mini_batches)
-    starting = partial(init, optimizer, learning)
-    preparing = partial(
-        experience,
-        policy=policy,
-        learning=learning,
-        score=where.score(learning, energy=learning.objective.needs_energy),
+    check_steps(execution.sampling, learning, updates=mini_batches * epochs)
+    where = _Where.of(execution, devices)
+    at = execution.placement if sampler_placement is None else sampler_placement
+    drawing = replace(execution, placement=at)
+    sampled = sampling_program(
+        drawing,
+        samples=learning.group_size,
+        micro_batch=sampler_micro_batch,
+        devices=devices,
+        mismatch=mismatch,
     )
-    state, whole = where.state(starting), where.whole
-    updated = None if where.mesh is None else (state, where.weights, whole)
-    numerics = policy.numerics
+    policy, numerics, whole = where.policy(learning), execution.numerics, where.whole
+    starting = partial(init, optimizer, learning)
+    state = where.state(starting)
+    preparing = partial(experience, score=policy.score, learning=learning)
+    update = _updating(policy, learning, optimizer, mini_batches=mini_batches)
+    updated = state, where.weights, whole
+    compare = comparison(policy.score, mismatch)
     return Programs(
-        prepare=weights_program(policy, devices),
-        publish=publication(policy, drawing, devices),
-        sample=where.arriving(
-            sampling_program(
-                drawing,
-                samples=learning.group_size,
-                micro_batch=sampler_micro_batch,
-                devices=devices,
-                mismatch=mismatch,
-            ),
-            drawing,
-        ),
+        prepare=weights_program(execution, devices),
+        publish=publication(execution, drawing, devices),
+        sample=where.arriving(sampled, drawing),
         greedy=where.greedy(drawing, devices) if learning.needs_greedy else None,
         merge=jax.jit(_merged, out_shardings=whole),
         experience=jit(preparing, numerics, out_shardings=whole),
         update=jit(update, numerics, donate_argnums=(0, 1), out_shardings=updated),
         mismatch_report=jit(mismatch_report, numerics, out_shardings=whole),
         init=where.spreading(jit(starting, numerics, out_shardings=state)),
-        compare=where.comparing(learning, mismatch) if mismatch.active else None,
+        compare=jit(compare, numerics, out_shardings=whole) if mismatch.active else None,
         learning=learning,
         mini_batches=mini_batches,
         epochs=epochs,
@@ -131,38 +116,28 @@ def build(
     )
 
 
-def _updating(where: "_Where", learning: Learning, optimizer, *, mini_batches: int) -> Callable:
+def _updating(policy: Policy, learning: Learning, optimizer, *, mini_batches: int) -> Callable:
     """(state, weights, experience, index, response length) -> as `learner.update`."""
 
     def update(state, weights, batch: Experience, index, response_length):
         part = mini_batch(batch, index, count=mini_batches)
-        return learner.update(
-            state,
-            weights,
-            part,
-            response_length,
-            policy=where.policy,
-            learning=learning,
-            optimizer=optimizer,
-            gradient=where.gradient(learning),
-            score=where.score(learning),
-            norm=where.norm,
-        )
+        how = {"policy": policy, "learning": learning, "optimizer": optimizer}
+        return learner.update(state, weights, part, response_length, **how)
 
     return update
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Trees of shardings of a run's arrays; None on a single device."""
+    """Trees of shardings of a run's arrays."""
 
     state: Any
     weights: Any
 
 
-def layout(policy: Policy, starting: Callable[..., TrainState], devices: Devices) -> Layout:
+def layout(execution: Execution, starting: Callable[..., TrainState], devices: Devices) -> Layout:
     """Where a run's state, as `starting` makes it of parameters, and its weights lie."""
-    where = _Where.of(policy, devices)
+    where = _Where.of(execution, devices)
     return Layout(where.state(starting), where.weights)
 
 
@@ -182,7 +157,7 @@ def init(optimizer, learning: Learning, params) -> TrainState:
 
 
 def sampling_program(
-    policy: Policy,
+    execution: Execution,
     *,
     samples: int,
     micro_batch: int | None = None,
@@ -193,56 +168,50 @@ def sampling_program(
 
     `micro_batch` sequences are drawn at a time, all if None: see `rounds`.
 
-    `weights` and `policy` are the learner's; the sampler differs from it as `mismatch` says.
+    `weights` and `execution` are the learner's; the sampler differs from it as `mismatch` says.
 
     Raises:
       InputError: an entry that this sampler cannot have, or two that contradict each other.
     """
-    where = _Where.of(policy, devices)
-    dial.check(mismatch, Setting(policy.config, policy.numerics, policy.sampling, policy.placement))
-    if not mismatch.active:
-        draw, own, told = sampler.sample, _as_it_is, _as_it_is
-    else:
-        draw, own = partial(dial.draw, mismatch=mismatch), mismatch.weights
-        told = partial(dial.report, mismatch=mismatch, samples=samples)
-    if where.mesh is None:
-        how = {"config": policy.config, "numerics": policy.numerics, "sampling": policy.sampling}
-        drawn = partial(rounds.sampling(draw, samples=samples, micro_batch=micro_batch), **how)
-    else:
-        drawn = sharded.sampling(
-            policy, where.mesh, samples=samples, micro_batch=micro_batch, draw=draw
-        )
+    dial.check(mismatch, execution)
+    where = _Where.of(execution, devices)
+    drawn = sharded.sampling(
+        execution,
+        where.mesh,
+        samples=samples,
+        micro_batch=micro_batch,
+        draw=partial(dial.draw, mismatch=mismatch),
+    )
 
     def sample(weights, prompts: Prompts, key):
-        return told(drawn(own(weights), prompts, key), prompts, key)
+        rollout = drawn(mismatch.weights(weights), prompts, key)
+        return dial.report(rollout, prompts, key, mismatch=mismatch, samples=samples)
 
-    return jit(sample, policy.numerics, out_shardings=where.whole)
-
-
-def _as_it_is(x: Any, *_: Any) -> Any:
-    return x
+    return jit(sample, execution.numerics, out_shardings=where.whole)
 
 
-def weights_program(policy: Policy, devices: Devices | None = None) -> Callable[..., Any]:
-    """Jitted params -> compute weights, where and as `policy` has them."""
-    where = _Where.of(policy, devices)
-    return where.spreading(jit(policy.prepare, policy.numerics, out_shardings=where.weights))
+def weights_program(execution: Execution, devices: Devices | None = None) -> Callable[..., Any]:
+    """Jitted params -> compute weights, where and as `execution` has them."""
+    where = _Where.of(execution, devices)
+    return where.spreading(jit(execution.prepare, execution.numerics, out_shardings=where.weights))
 
 
-def publication(policy: Policy, to: Policy, devices: Devices | None = None) -> Callable[..., Any]:
-    """(params, weights of `policy`) -> weights of `to`.
+def publication(
+    execution: Execution, to: Execution, devices: Devices | None = None
+) -> Callable[..., Any]:
+    """(params, weights of `execution`) -> weights of `to`.
 
     The very same arrays if they lie in the same place and are prepared in the same way. Otherwise
     they are cast from the masters where these are, if `to` computes in another way, and then moved,
     if it computes in another place; moving changes no bit.
     """
-    same = (policy.numerics.dtype, policy.numerics.column_tiles) == (
+    same = (execution.numerics.dtype, execution.numerics.column_tiles) == (
         to.numerics.dtype,
         to.numerics.column_tiles,
     )
-    cast = None if same else weights_program(replace(to, placement=policy.placement), devices)
-    target = _Where.of(to, devices).weights or jax.devices()[0]
-    stay = policy.placement.shape == to.placement.shape
+    cast = None if same else weights_program(replace(to, placement=execution.placement), devices)
+    target = _Where.of(to, devices).weights
+    stay = execution.placement.shape == to.placement.shape
 
     def publish(params, weights):
         weights = weights if cast is None else cast(params)
@@ -253,48 +222,44 @@ def publication(policy: Policy, to: Policy, devices: Devices | None = None) -> C
 
 @dataclass(frozen=True)
 class _Where:
-    """A policy's mesh and what lies where on it; all None on a single device."""
+    """An execution's mesh, of one device or many, and what lies where on it."""
 
-    policy: Policy
-    mesh: Mesh | None
+    execution: Execution
+    mesh: Mesh
 
     @classmethod
-    def of(cls, policy: Policy, devices: Devices | None) -> "_Where":
-        parameters.check(policy.config, policy.numerics, policy.placement)
-        if policy.placement.single:
-            return cls(policy, None)
+    def of(cls, execution: Execution, devices: Devices | None) -> "_Where":
+        parameters.check(execution.config, execution.numerics, execution.placement)
         devices = jax.devices() if devices is None else devices
-        return cls(policy, placement.mesh(policy.placement, devices))
+        return cls(execution, placement.mesh(execution.placement, devices))
 
     @property
     def whole(self) -> Any:
-        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def weights(self) -> Any:
-        return self._laid(parameters.weight_axes(self.policy.config, self.policy.numerics))
+        leaf_axes = weight_axes(self.execution.config, self.execution.numerics)
+        return placement.shardings(leaf_axes, self.mesh)
 
     @property
     def params(self) -> Any:
-        return self._laid(parameters.param_axes(self.policy.config))
+        return placement.shardings(param_axes(self.execution.config), self.mesh)
 
-    def _laid(self, leaf_axes: Any) -> Any:
-        return None if self.mesh is None else placement.shardings(leaf_axes, self.mesh)
+    def policy(self, learning: Learning) -> Policy:
+        return sharded.policy(self.execution, self.mesh, learning=learning)
 
     def spreading(self, program: Callable) -> Callable:
         """A program of params that are put in place first: no device ever holds all of them."""
-        if self.mesh is None:
-            return program
         return lambda params: program(placement.put(params, self.params))
 
-    def arriving(self, program: Callable, drawing: Policy) -> Callable:
-        """A sampler's program whose rollouts come to this policy's devices."""
-        if drawing.placement.shape == self.policy.placement.shape:
+    def arriving(self, program: Callable, drawing: Execution) -> Callable:
+        """A sampler's program whose rollouts come to this execution's devices."""
+        if drawing.placement.shape == self.execution.placement.shape:
             return program
-        here = self.whole or jax.devices()[0]
-        return lambda *args: jax.device_put(program(*args), here)
+        return lambda *args: jax.device_put(program(*args), self.whole)
 
-    def greedy(self, drawing: Policy, devices: Devices | None) -> Callable:
+    def greedy(self, drawing: Execution, devices: Devices | None) -> Callable:
         """One greedy response a prompt, by the sampler's own numbers and without its mismatch."""
         best = replace(drawing.sampling, temperature=0.0, top_k=0, top_p=1.0)
         program = sampling_program(replace(drawing, sampling=best), samples=1, devices=devices)
@@ -302,9 +267,7 @@ class _Where:
 
     def state(self, init: Callable[..., TrainState]) -> Any:
         """Shardings of a state: what belongs to a parameter lies where the parameter does."""
-        if self.mesh is None:
-            return None
-        shapes = parameter_shapes(self.policy.config)
+        shapes = parameter_shapes(self.execution.config)
         leaves = jax.tree_util.tree_leaves_with_path(shapes)
         by_path = {
             path: (shape.shape, sharding)
@@ -320,28 +283,6 @@ class _Where:
 
         return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(init, shapes))
 
-    def score(self, learning: Learning, *, energy: bool = False) -> Score | None:
-        if self.mesh is None:
-            return None
-        micro = learning.micro_batch
-        return sharded.scoring(self.policy, self.mesh, micro_batch=micro, energy=energy)
-
-    @property
-    def norm(self) -> Callable[..., jax.Array]:
-        return (
-            optax.tree.norm if self.mesh is None else sharded.gradient_norm(self.policy, self.mesh)
-        )
-
-    def comparing(self, learning: Learning, mismatch: Mismatch) -> Callable[..., Any]:
-        own = partial(score_rows, self.policy, micro_batch=learning.micro_batch)
-        compare = comparison(self.score(learning) or own, mismatch)
-        return jit(compare, self.policy.numerics, out_shardings=self.whole)
-
-    def gradient(self, learning: Learning) -> learner.Gradient | None:
-        if self.mesh is None:
-            return None
-        return sharded.gradient(self.policy, self.mesh, learning=learning)
-
 
 def _merged(rollout: Rollout, other: Rollout, rows: jax.Array) -> Rollout:
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y])[rows], rollout, other)
@@ -354,7 +295,9 @@ def mismatch_report(log_probs: jax.Array, rollout: Rollout) -> dict[str, jax.Arr
     return {f"mismatch/{name}": value for name, value in found.items()}
 
 
-def comparison(score: Score, mismatch: Mismatch) -> Callable[..., dict[str, jax.Array]]:
+def comparison(
+    score: Callable[..., Any], mismatch: Mismatch
+) -> Callable[..., dict[str, jax.Array]]:
     """(weights, sampler's weights, rollout) -> what the sampler's mismatch is.
 
     `mismatch/*` are `metrics.mismatch_metrics` of the learner's log-probs, by a forward of its own,

@@ -18,12 +18,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.errors import InputError
-from tim_jax.model import parameters
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.placement import Placement, collectives
-from tim_jax.policy import rounds, sampler
+from tim_jax.policy import rounds
+from tim_jax.policy.scoring import score
 from tim_jax.rl import learner
 from tim_jax.rl.experience import score_rows
-from tim_jax.rl.learning import Experience, Learning, Policy, Score
+from tim_jax.rl.learning import Experience, Learning, Policy
 from tim_jax.types import Prompts, Rollout
 
 _ROWS = placement.spec(("rows",))
@@ -31,12 +33,12 @@ _WHOLE = PartitionSpec()
 
 
 def sampling(
-    policy: Policy,
+    execution: Execution,
     on: Mesh,
     *,
     samples: int,
     micro_batch: int | None = None,
-    draw: Callable[..., Rollout] = sampler.sample,
+    draw: Callable[..., Rollout],
 ) -> Callable[..., Rollout]:
     """(weights, prompts, key) -> rollout, as `sampler.sample`; whole on every device.
 
@@ -44,7 +46,7 @@ def sampling(
     what a device does with its own: `sampler.sample`, or that of a sampler that differs; with
     `micro_batch` sequences at a time over all devices, see `rounds.sampling`.
     """
-    where = policy.placement
+    where = execution.placement
 
     def sample(weights, prompts: Prompts, key) -> Rollout:
         count = prompts.tokens.shape[0]
@@ -55,19 +57,10 @@ def sampling(
         drawing = rounds.sampling(draw, samples=size, micro_batch=own)
 
         def local(weights, prompts: Prompts, first, key) -> Rollout:
-            rollout = drawing(
-                weights,
-                prompts,
-                key,
-                config=policy.config,
-                numerics=policy.numerics,
-                sampling=policy.sampling,
-                placement=where,
-                first=first[0],
-            )
+            rollout = drawing(weights, prompts, key, execution=execution, first=first[0])
             return collectives.whole_rows(rollout, where)
 
-        call = _over(on, local, (_weights(policy), _ROWS, _ROWS, _WHOLE), _WHOLE)
+        call = _over(on, local, (_weights(execution), _ROWS, _ROWS, _WHOLE), _WHOLE)
         first = jnp.tile(jnp.arange(shares) * size, blocks)
         rows = call(weights, rounds.repeated(prompts, blocks, shares), first, key)
         return rounds.in_order(rows, blocks, shares, size)
@@ -75,25 +68,45 @@ def sampling(
     return sample
 
 
-def scoring(policy: Policy, on: Mesh, *, micro_batch: int | None, energy: bool = False) -> Score:
-    """(weights, rollout) -> as `experience.score_rows`, f32[B, R]; whole on every device."""
-    where = policy.placement
+def policy(execution: Execution, on: Mesh, *, learning: Learning) -> Policy:
+    """The policy that an execution computes, on its mesh."""
+    return Policy(
+        prepare=execution.prepare,
+        to_masters=partial(_to_masters, execution),
+        score=scoring(execution, on, micro_batch=learning.micro_batch),
+        gradient=gradient(execution, on, learning=learning),
+        norm=gradient_norm(execution, on),
+    )
 
-    def local(weights, rollout: Rollout, micro: int | None):
-        found = score_rows(policy, weights, rollout, micro_batch=micro, energy=energy)
+
+def _to_masters(execution: Execution, gradient, params):
+    """Gradient with respect to the masters: `prepare` is linear, its transpose is taken in f32."""
+    wide = replace(execution, numerics=replace(execution.numerics, compute_dtype="float32"))
+    _, transpose = jax.vjp(wide.prepare, params)
+    return transpose(gradient)[0]
+
+
+def scoring(execution: Execution, on: Mesh, *, micro_batch: int | None) -> Callable[..., Any]:
+    """(weights, rollout, energy=False) -> as `experience.score_rows`; whole on every device."""
+    where = execution.placement
+
+    def local(weights, rollout: Rollout, micro: int | None, energy: bool):
+        own = partial(score, execution=execution)
+        found = score_rows(own, weights, rollout, micro_batch=micro, energy=energy)
         return collectives.whole_rows(found, where)
 
-    def score(weights, rollout: Rollout) -> tuple[jax.Array, jax.Array | None]:
+    def scored(weights, rollout: Rollout, *, energy: bool = False):
         rows = rollout.lengths.shape[0]
         own = None if micro_batch is None else min(micro_batch, rows)
         micro = _own_micro_batch(own, rows, where.shards)
-        call = _over(on, partial(local, micro=micro), (_weights(policy), _ROWS), _WHOLE)
+        own_rows = partial(local, micro=micro, energy=energy)
+        call = _over(on, own_rows, (_weights(execution), _ROWS), _WHOLE)
         return call(weights, rollout)
 
-    return score
+    return scored
 
 
-def gradient(policy: Policy, on: Mesh, *, learning: Learning) -> learner.Gradient:
+def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[..., Any]:
     """(weights, experience, token weights) -> as `learner.gradient_rows`.
 
     The gradient in the same parts as the weights, summed over all devices; tokens whole.
@@ -102,40 +115,41 @@ def gradient(policy: Policy, on: Mesh, *, learning: Learning) -> learner.Gradien
     def differentiate(weights, batch: Experience, token_weights):
         rows = batch.mask.shape[0]
         micro_batch = None if learning.micro_batch is None else min(learning.micro_batch, rows)
-        micro = _own_micro_batch(micro_batch, rows, policy.placement.shards)
+        micro = _own_micro_batch(micro_batch, rows, execution.placement.shards)
         # A device's own rows. The noise is measured between micro-batches of all devices' rows.
         own = replace(learning, micro_batch=micro, noise_scale=False)
 
         def local(weights, rows):
-            found, tokens = learner.gradient_rows(policy, weights, *rows, learning=own)
+            forward = partial(score, execution=execution)
+            found, tokens = learner.gradient_rows(forward, weights, *rows, learning=own)
             return tokens, found
 
-        tokens, found = differentiating(policy, on, local)(weights, (batch, token_weights))
+        tokens, found = differentiating(execution, on, local)(weights, (batch, token_weights))
         return found, tokens
 
     return differentiate
 
 
-def differentiating(policy: Policy, on: Mesh, local: Callable) -> Callable:
+def differentiating(execution: Execution, on: Mesh, local: Callable) -> Callable:
     """(weights, rows) -> what is known of every row, whole, and the gradient, in parts.
 
     `local` does the same for a device's own rows; its gradient is that of a sum over rows.
     """
-    where = policy.placement
-    leaf_axes = parameters.weight_axes(policy.config, policy.numerics)
+    where = execution.placement
+    leaf_axes = weight_axes(execution.config, execution.numerics)
 
     def summed(weights, rows):
         known, found = local(weights, rows)
         found = collectives.sum_copies(found, leaf_axes, where)
         return collectives.whole_rows(known, where), found
 
-    return _over(on, summed, (_weights(policy), _ROWS), (_WHOLE, _weights(policy)))
+    return _over(on, summed, (_weights(execution), _ROWS), (_WHOLE, _weights(execution)))
 
 
-def gradient_norm(policy: Policy, on: Mesh) -> Callable[..., jax.Array]:
+def gradient_norm(execution: Execution, on: Mesh) -> Callable[..., jax.Array]:
     """(gradient with respect to the parameters) -> f32[], its norm, summed in a fixed order."""
-    leaf_axes = parameters.param_axes(policy.config)
-    local = partial(collectives.norm, axes=leaf_axes, placement=policy.placement)
+    leaf_axes = param_axes(execution.config)
+    local = partial(collectives.norm, axes=leaf_axes, placement=execution.placement)
     return _over(on, local, (placement.specs(leaf_axes),), _WHOLE)
 
 
@@ -166,8 +180,8 @@ def _own_rows(micro_batch: int | None, shards: int, what: str) -> int | None:
     return micro_batch // shards
 
 
-def _weights(policy: Policy) -> Any:
-    return placement.specs(parameters.weight_axes(policy.config, policy.numerics))
+def _weights(execution: Execution) -> Any:
+    return placement.specs(weight_axes(execution.config, execution.numerics))
 
 
 def _over(on: Mesh, local: Callable, ins: tuple, outs: Any) -> Callable:

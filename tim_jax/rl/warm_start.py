@@ -10,9 +10,9 @@ import numpy as np
 import optax
 
 from tim_jax.errors import InputError
-from tim_jax.model.execution import jit
+from tim_jax.model.execution import Execution, jit
+from tim_jax.policy import scoring
 from tim_jax.rl.drawing import Text
-from tim_jax.rl.learning import Policy
 from tim_jax.tasks.base import Example
 from tim_jax.types import Rollout
 
@@ -47,18 +47,24 @@ def demonstrations(pairs: Sequence[tuple[str, str]], text: Text, *, response_siz
 
 
 def warm_start(
-    params: Any, batches: Iterator[Rollout], *, policy: Policy, learning_rate: float, steps: int
+    params: Any,
+    batches: Iterator[Rollout],
+    *,
+    execution: Execution,
+    learning_rate: float,
+    steps: int,
 ) -> Iterator[tuple[Any, float]]:
     """Yields (params, mean negative log-likelihood per token) after each of `steps` AdamW steps."""
     rate = optax.warmup_cosine_decay_schedule(0.0, learning_rate, max(steps // 10, 1), steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
 
     def loss(params, batch: Rollout):
-        log_probs = policy.score(policy.prepare(params), batch).log_probs
+        weights = execution.prepare(params)
+        log_probs = scoring.score(weights, batch, execution=execution).log_probs
         mask = batch.mask
         return -jnp.sum(jnp.where(mask, log_probs, 0.0)) / jnp.sum(mask, dtype=jnp.float32)
 
-    @partial(jit, numerics=policy.numerics, donate_argnums=(0, 1))
+    @partial(jit, numerics=execution.numerics, donate_argnums=(0, 1))
     def step(params, state, batch):
         value, gradient = jax.value_and_grad(loss)(params, batch)
         with jax.numpy_dtype_promotion("standard"):

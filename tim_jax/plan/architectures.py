@@ -1,0 +1,94 @@
+"""Published architectures by their name on the Hugging Face hub, so that plans need no network.
+
+The values are those of each model's config.json: what the forward computes with, and the tokens.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.model.config import ModelConfig, from_hf
+
+_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "bos_token_id": 151643,
+}
+_QWEN2_5 = {
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "bos_token_id": 151643,
+}
+_LLAMA3 = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "bos_token_id": 128000,
+}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Size -> `_SIZES`, and whether the head is the embedding.
+_QWEN3_SIZES = {
+    "0.6B": ((1024, 3072, 28, 16), True),
+    "1.7B": ((2048, 6144, 28, 16), True),
+    "4B": ((2560, 9728, 36, 32), True),
+    "8B": ((4096, 12288, 36, 32), False),
+    "14B": ((5120, 17408, 40, 40), False),
+    "32B": ((5120, 25600, 64, 64), False),
+}
+# Also the key-value heads, the vocabulary, and the positions of the base model.
+_QWEN2_5_SIZES = {
+    "0.5B": ((896, 4864, 24, 14), True, 2, 151936, 32768),
+    "1.5B": ((1536, 8960, 28, 12), True, 2, 151936, 131072),
+    "3B": ((2048, 11008, 36, 16), True, 2, 151936, 32768),
+    "7B": ((3584, 18944, 28, 28), False, 4, 152064, 131072),
+}
+# Also the factor by which positions are stretched.
+_LLAMA3_SIZES = {
+    "3.2-1B": ((2048, 8192, 16, 32), True, 32.0),
+    "3.2-3B": ((3072, 8192, 28, 24), True, 32.0),
+    "3.1-8B": ((4096, 14336, 32, 32), False, 8.0),
+}
+
+
+def _published() -> dict[str, dict[str, Any]]:
+    """Name -> config.json, of base models and those tuned to follow instructions."""
+    found: dict[str, dict[str, Any]] = {}
+    for size, (sizes, tied) in _QWEN3_SIZES.items():
+        own = {**_QWEN3, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
+        tuned = {"max_position_embeddings": 40960, "eos_token_id": 151645}
+        base = {"max_position_embeddings": 32768, "eos_token_id": 151643}
+        found[f"Qwen/Qwen3-{size}"] = own | tuned
+        if size != "32B":  # whose base model is not published
+            found[f"Qwen/Qwen3-{size}-Base"] = own | base
+    for size, (sizes, tied, heads, vocabulary, positions) in _QWEN2_5_SIZES.items():
+        own = {**_QWEN2_5, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
+        own |= {"num_key_value_heads": heads, "vocab_size": vocabulary}
+        base = {"max_position_embeddings": positions, "eos_token_id": 151643}
+        tuned = {"max_position_embeddings": 32768, "eos_token_id": 151645}
+        found[f"Qwen/Qwen2.5-{size}"] = own | base
+        found[f"Qwen/Qwen2.5-{size}-Instruct"] = own | tuned
+    for size, (sizes, tied, factor) in _LLAMA3_SIZES.items():
+        own = {**_LLAMA3, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
+        own["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        found[f"meta-llama/Llama-{size}"] = own | {"eos_token_id": 128001}
+        tuned = {"eos_token_id": [128001, 128008, 128009]}
+        found[f"meta-llama/Llama-{size}-Instruct"] = own | tuned
+    return found
+
+
+PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(_published())
