@@ -1,0 +1,59 @@
+"""Makes links from the documentation to files of the repository work in the built site.
+
+A page says `[a config](../configs/quickstart.toml)`, which GitHub follows to the file. The site has
+no such file, so each one that a page links to becomes a page of its own, under `source/`, and the
+link goes there. A link to a file that does not exist is left as it is: mkdocs warns of it, which
+ends a strict build.
+"""
+
+import re
+from pathlib import Path
+from posixpath import normpath, relpath
+from urllib.parse import unquote
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?=[)#])")
+LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds a page for every file outside `docs/` that some page links to."""
+    for page in list(files.documentation_pages()):
+        for match in LINK.finditer(page.content_string):
+            source = source_of(page, match["path"])
+            if source and files.get_file_from_path(page_of(source)) is None:
+                text = (REPOSITORY / source).read_text(encoding="utf-8")
+                language = LANGUAGES.get(Path(source).suffix, "text")
+                content = f"# {source}\n\n````{language}\n{text}````\n"
+                files.append(File.generated(config, page_of(source), content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Sends the page's links to such files to their pages."""
+    del config, files
+
+    def to_page(match: re.Match[str]) -> str:
+        source = source_of(page.file, match["path"])
+        folder = str(Path(page.file.src_uri).parent)
+        return relpath(page_of(source), folder) if source else match["path"]
+
+    if page.file.src_uri.startswith("source/"):
+        return markdown
+    return LINK.sub(to_page, markdown)
+
+
+def source_of(file: File, link: str) -> str | None:
+    """Returns the file that a link in `file` names, from the repository's root, if outside docs."""
+    target = normpath(f"docs/{Path(file.src_uri).parent}/{unquote(link)}")
+    outside = not target.startswith(("docs/", "../")) and (REPOSITORY / target).is_file()
+    return target if outside else None
+
+
+def page_of(source: str) -> str:
+    """Returns where the page of a source file lies in the site."""
+    return f"source/{source}.md"
