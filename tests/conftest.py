@@ -1,11 +1,16 @@
 """Strict JAX for every test, on eight virtual devices."""
 
+import hashlib
 import itertools
 import os
+import platform
+from pathlib import Path
 
 import jax
+import jaxlib.version
 import pytest
 from hypothesis import settings
+from jax._src import lru_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -19,19 +24,40 @@ settings.register_profile("suite", deadline=None, print_blob=True)
 settings.load_profile("suite")
 
 
+def _folder_of_programs(kind: str) -> Path:
+    """Compiled programs stay here from run to run: those of one processor and version of JAX."""
+    try:
+        described = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        described = [platform.processor()]
+    features = sorted({line for line in described if line.startswith(("model name", "flags"))})
+    key = hashlib.sha256(repr((features, jaxlib.version.__version__)).encode()).hexdigest()[:12]
+    return Path(__file__).parent.parent / ".cache" / "programs" / key / kind
+
+
+def _publish(self, key: str, value: bytes) -> None:
+    """In place of JAX's own `put`, which another worker could see half done."""
+    path = self.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+    if not path.exists():
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_bytes(value)
+        part.replace(path)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once(tmp_path_factory):
-    """A program that another test has compiled is not compiled again, nor in a child process.
+    """A program that was compiled before is not compiled again, by any worker or in any later run.
 
-    Each worker has folders of its own: JAX writes its files in place, where another could read half
-    of one. So could a test after a child that it killed: children have a folder to themselves.
+    The programs of child processes are kept for this run alone: a child that is killed while it
+    writes one would leave half of it.
     """
-    base = tmp_path_factory.getbasetemp()
-    jax.config.update("jax_compilation_cache_dir", str(base / "compiled"))
+    jax.config.update("jax_compilation_cache_dir", str(_folder_of_programs("tests")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(base / "compiled_by_children"))
+        patch.setattr(lru_cache.LRUCache, "put", _publish)
+        children = tmp_path_factory.getbasetemp() / "compiled_by_children"
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(children))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
         yield

@@ -10,7 +10,7 @@ import tiny
 
 from tim_jax import corrections, objectives, optimizers
 from tim_jax.errors import InputError
-from tim_jax.policy.distribution import Sampling
+from tim_jax.model.execution import Sampling
 from tim_jax.rl import drawing, loop, programs
 from tim_jax.rl.learning import Learning
 
@@ -18,10 +18,10 @@ OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2), decay=optimizers.Decay(perio
 
 
 def build(**options):
-    policy = replace(tiny.POLICY, sampling=Sampling(12, stop_tokens=(3, 5)))
+    execution = replace(tiny.EXECUTION, sampling=Sampling(12, stop_tokens=(3, 5)))
     correction = options.pop("correction", corrections.none())
     learning = Learning(objectives.rloo(), tiny.GROUP, micro_batch=3, correction=correction)
-    return programs.build(policy, learning, OPTIMIZER, **options)
+    return programs.build(execution, learning, OPTIMIZER, **options)
 
 
 def copied(tree):
@@ -45,7 +45,7 @@ def test_every_program_compiles_once_whatever_the_prompts():
             # Donated: memory holds one copy of state and weights.
             assert all(leaf.is_deleted() for leaf in before)
             loop.check_exact(found, step)
-            state = replace(state, step=jnp.int32(step))
+            state = replace(state, step=state.step + jnp.int32(1))
     assert len(longest) > 1
     own = {name: n for name, n in counted.items() if name in ("sample", "experience", "update")}
     assert own == {"sample": 1, "experience": 1, "update": 1}
