@@ -15,14 +15,15 @@ import bench_common as common
 import jax
 import jax.numpy as jnp
 
-from tim_jax.audit.cases import random_params
+from tim_jax.auditing.cases import random_params
 from tim_jax.model import calibration
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
-from tim_jax.policy.distribution import Sampling
+from tim_jax.policy import scoring
 from tim_jax.rl import programs
-from tim_jax.rl.learning import Exactness, Policy, exactness
+from tim_jax.rl.learning import Exactness, exactness
 from tim_jax.types import Prompts, Rollout
 
 PAGE = common.RESULTS / "exactness_cost.md"
@@ -73,10 +74,10 @@ def make_prompts(config: ModelConfig, sizes: common.Sizes, batch: int) -> Prompt
     )
 
 
-def loss(weights: Any, rollout: Rollout, advantages: jax.Array, policy: Policy):
+def loss(weights: Any, rollout: Rollout, advantages: jax.Array, execution: Execution):
     """The GRPO loss in bypass mode, and the exactness of its log-probs."""
     objective = Objective()
-    log_probs = policy.score(weights, rollout).log_probs
+    log_probs = scoring.score(weights, rollout, execution=execution).log_probs
     mask = rollout.mask
     losses = objective.token_losses(log_probs, rollout.log_probs, advantages, mask=mask).loss
     total = jnp.sum(objective.token_weights(mask) * losses)
@@ -89,15 +90,15 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def make_side(policy: Policy, params: Any, prompts: Prompts) -> tuple[Side, Exactness]:
+def make_side(execution: Execution, params: Any, prompts: Prompts) -> tuple[Side, Exactness]:
     """Compiled programs with their data, warm, and how exact they were."""
-    weights = jax.jit(policy.prepare)(params)
+    weights = jax.jit(execution.prepare)(params)
     sample = partial(
-        programs.sampling_program(policy, samples=1), weights, prompts, jax.random.key(_SEED)
+        programs.sampling_program(execution, samples=1), weights, prompts, jax.random.key(_SEED)
     )
     rollout = sample()
     advantages = jnp.where(jnp.arange(prompts.ids.size) % 2 == 0, 1.0, -1.0)
-    program = jax.jit(jax.value_and_grad(partial(loss, policy=policy), has_aux=True))
+    program = jax.jit(jax.value_and_grad(partial(loss, execution=execution), has_aux=True))
     gradient = partial(program, weights, rollout, advantages)
     (_, found), _ = jax.block_until_ready(gradient())
     return Side(partial(seconds, sample), partial(seconds, gradient)), jax.device_get(found)
@@ -114,8 +115,8 @@ def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
         "exact": exact,
         "native": Numerics(family="native", compute_dtype=dtype),
     }.items():
-        policy = Policy(config, numerics, Sampling(sizes.response))
-        sides[name], found[name] = make_side(policy, params, prompts)
+        execution = Execution(config, numerics, Sampling(sizes.response))
+        sides[name], found[name] = make_side(execution, params, prompts)
     compared, unequal = int(found["exact"].compared), int(found["exact"].unequal)
     if unequal or compared != batch * sizes.response:
         raise SystemExit(f"batch {batch}, {dtype}: {unequal} of {compared} tokens are unequal")

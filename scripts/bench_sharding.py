@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from bench_exactness_cost import make_prompts, model_config, seconds
 
 from tim_jax import objectives, optimizers
-from tim_jax.audit.cases import random_params
+from tim_jax.auditing.cases import random_params
 from tim_jax.model import calibration
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
-from tim_jax.policy.distribution import Sampling
 from tim_jax.rl import loop, programs
-from tim_jax.rl.learning import Learning, Policy
+from tim_jax.rl.learning import Learning
 
 PAGE = common.RESULTS / "sharding.md"
 GOAL = 1.3
@@ -53,10 +53,10 @@ class Row(NamedTuple):
     compared: int
 
 
-def make_side(policy: Policy, params, prompts) -> tuple[dict[str, Callable[[], float]], int]:
+def make_side(execution: Execution, params, prompts) -> tuple[dict[str, Callable[[], float]], int]:
     """Timed sampling and learning, compiled and warm; raises if they are not exact."""
     learning = Learning(objectives.rloo(), common.GROUP)
-    run = programs.build(policy, learning, optimizers.adamw(optimizers.Rate(1e-5)))
+    run = programs.build(execution, learning, optimizers.adamw(optimizers.Rate(1e-5)))
     state = run.init(params)
     weights = run.prepare(state.params)
     key = jax.random.key(_SEED)
@@ -76,7 +76,7 @@ def make_side(policy: Policy, params, prompts) -> tuple[dict[str, Callable[[], f
     _, _, found, _ = loop.learn(state, weights, rollout, rewards, programs=run)
     unequal, compared = int(found.unequal), int(found.compared)
     if unequal or compared != int(rollout.lengths.sum()):
-        raise SystemExit(f"{policy.placement}: {unequal} of {compared} tokens are unequal")
+        raise SystemExit(f"{execution.placement}: {unequal} of {compared} tokens are unequal")
     held = run.prepare(run.init(params).params)
     return {"sample": lambda: seconds(lambda: run.sample(held, prompts, key)), "learn": learn}, (
         compared
@@ -91,8 +91,8 @@ def measure(sizes: common.Sizes, where: Placement, dtype: str, *, batch: int, re
     numerics = calibration.calibrate(config, fixed, batch=batch // where.shards)
     sides, compared = {}, 0
     for name, at in (("sharded", where), ("single", SINGLE)):
-        policy = Policy(config, numerics, Sampling(sizes.response), at)
-        sides[name], compared = make_side(policy, params, prompts)
+        execution = Execution(config, numerics, Sampling(sizes.response), at)
+        sides[name], compared = make_side(execution, params, prompts)
     times = {
         part: common.interleaved({name: side[part] for name, side in sides.items()}, repeats)
         for part in ("sample", "learn")

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import corrections, metrics, objectives
+from tim_jax import corrections, metrics, objectives, placement
 from tim_jax.config import toml
-from tim_jax.rl.experience import score_rows
+from tim_jax.rl import sharded
 from tim_jax.rl.learning import Experience
 from tim_jax.run import assembly
 from tim_jax.types import Rollout
@@ -102,13 +102,14 @@ class LearnerStep:
 
     def __init__(self, config):
         model = assembly.make_model(config)
-        policy = assembly.make_policy(config, model)
-        built = assembly.make_programs(config, policy)
-        self.batch = make_batch(config, policy.config.vocab_size)
+        execution = assembly.make_execution(config, model)
+        built = assembly.make_programs(config, execution)
+        self.batch = make_batch(config, execution.config.vocab_size)
         self.update = built.update
         self.state = built.init(model.params)
         self.weights = built.prepare(self.state.params)
-        self.score = jax.jit(partial(score_rows, policy, micro_batch=config.learner.micro_batch))
+        on = placement.mesh(execution.placement, jax.devices())
+        self.score = jax.jit(sharded.scoring(execution, on, micro_batch=config.learner.micro_batch))
         self.experience = Experience(
             rollout=self.batch,
             advantages=jnp.linspace(-1.0, 1.0, config.sequences_per_step),

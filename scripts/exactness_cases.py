@@ -27,12 +27,11 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
-from tim_jax.audit import PRESETS, Unequal, compare, describe, random_params
-from tim_jax.model import transformer
+from tim_jax.auditing import PRESETS, Unequal, compare, describe, random_params
 from tim_jax.model.calibration import calibrate
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_BF16, NATIVE_F32, Numerics
 from tim_jax.policy import sampler, scoring
-from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Prompts, Rollout
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "exactness.md"
@@ -136,12 +135,12 @@ def check_learner(case: Drawn, rollout: Rollout, learner: Learner, rng):
     part = jax.tree.map(lambda x: x[rows], rollout)
     log_probs = learn(
         prepared(case.weights, case.numerics),
-        part.replace(
+        replace(
+            part,
             prompts=fitted(part.prompts, learner.prompt_length, rng),
             responses=fitted(part.responses, learner.response_length, rng),
         ),
-        numerics=case.numerics,
-        sampling=SAMPLINGS[case.sampling],
+        execution=Execution(CONFIG, case.numerics, SAMPLINGS[case.sampling]),
         remat=learner.remat,
     )
     width = part.responses.shape[1]
@@ -173,7 +172,8 @@ def check_sampler(case: Drawn, prompts: Prompts, rollout: Rollout, other: Batch,
 def cut(rollout: Rollout, rows, width: int) -> Rollout:
     """Rows of the rollout, their first `width` response tokens."""
     part = jax.tree.map(lambda x: x[rows], rollout)
-    return part.replace(
+    return replace(
+        part,
         responses=part.responses[:, :width],
         log_probs=part.log_probs[:, :width],
         lengths=np.minimum(part.lengths, width),
@@ -193,9 +193,8 @@ def draw(case: Drawn, batch: Batch, prompts: Prompts) -> Rollout:
         prepared(case.weights, case.numerics),
         prompts,
         jax.random.key(case.key),
+        execution=Execution(CONFIG, case.numerics, sampling),
         samples=batch.samples,
-        numerics=case.numerics,
-        sampling=sampling,
     )
     return jax.tree.map(np.asarray, rollout)
 
@@ -206,22 +205,16 @@ def draw(case: Drawn, batch: Batch, prompts: Prompts) -> Rollout:
 @cache
 def prepared(index: int, numerics: Numerics):
     params = jax.tree.map(jnp.asarray, random_params(CONFIG, index))
-    prepare = partial(transformer.prepare, config=CONFIG, numerics=numerics)
-    return jax.jit(prepare)(params)
+    return jax.jit(Execution(CONFIG, numerics).prepare)(params)
 
 
-@partial(jax.jit, static_argnames=("samples", "numerics", "sampling"))
-def sample(weights, prompts, key, *, samples, numerics, sampling):
-    options = {"config": CONFIG, "numerics": numerics, "sampling": sampling}
-    return sampler.sample(weights, prompts, key, samples=samples, **options)
+sample = jax.jit(sampler.sample, static_argnames=("execution", "samples"))
 
 
-@partial(jax.jit, static_argnames=("numerics", "sampling", "remat"))
-def learn_program(weights, rollout, *, numerics, sampling, remat):
-    options = {"config": CONFIG, "numerics": numerics, "sampling": sampling, "remat": remat}
-
+@partial(jax.jit, static_argnames=("execution", "remat"))
+def learn_program(weights, rollout, *, execution, remat):
     def loss(weights):
-        log_probs = scoring.score(weights, rollout, **options).log_probs
+        log_probs = scoring.score(weights, rollout, execution=execution, remat=remat).log_probs
         return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
 
     (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights)

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.parameters import parameter_shapes
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
-from tim_jax.policy.distribution import Sampling
-from tim_jax.rl.learning import Policy
+from tim_jax.policy import scoring
 from tim_jax.types import Rollout
 
 PAGE = common.RESULTS / "memory.md"
@@ -72,10 +72,10 @@ def rollout_shapes(length: int) -> Rollout:
     )
 
 
-def loss(weights, rollout: Rollout, advantages: jax.Array, policy: Policy):
+def loss(weights, rollout: Rollout, advantages: jax.Array, execution: Execution):
     """The GRPO loss, and the log-probs and entropies that a step reports."""
     objective = Objective()
-    log_probs, entropy, _ = policy.score(weights, rollout, remat=True)
+    log_probs, entropy, _ = scoring.score(weights, rollout, execution=execution, remat=True)
     mask = rollout.mask
     losses = objective.token_losses(log_probs, rollout.log_probs, advantages, mask=mask).loss
     return jnp.sum(objective.token_weights(mask) * losses), (log_probs, entropy)
@@ -84,11 +84,11 @@ def loss(weights, rollout: Rollout, advantages: jax.Array, policy: Policy):
 def measure(length: int, vocabulary: int, numerics: Numerics) -> Row:
     """Compiles value and gradient for one sequence of `length` tokens."""
     config = model_config(vocabulary)
-    policy = Policy(config, numerics, Sampling(length - _PROMPT))
-    weights = jax.eval_shape(policy.prepare, parameter_shapes(config))
+    execution = Execution(config, numerics, Sampling(length - _PROMPT))
+    weights = jax.eval_shape(execution.prepare, parameter_shapes(config))
     advantages = jax.ShapeDtypeStruct((1,), jnp.float32)
     start = time.perf_counter()
-    program = jax.jit(jax.value_and_grad(partial(loss, policy=policy), has_aux=True))
+    program = jax.jit(jax.value_and_grad(partial(loss, execution=execution), has_aux=True))
     compiled = program.lower(weights, rollout_shapes(length), advantages).compile()
     seconds = time.perf_counter() - start
     found = compiled.memory_analysis()

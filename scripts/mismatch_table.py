@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tim_jax import mismatch
-from tim_jax.audit import ablation_report
-from tim_jax.audit.ablation import BASELINE, TOGETHER, Case
+from tim_jax.auditing import ablation_report
+from tim_jax.auditing.ablation import BASELINE, TOGETHER, Arm
 from tim_jax.config import toml
 from tim_jax.jobs import audit, train
 from tim_jax.run import source_charts
@@ -72,25 +72,25 @@ SEMANTIC: tuple[dict[str, Any], ...] = (
 )
 
 
-def cases(tables: Sequence[dict[str, Any]]) -> list[Case]:
+def cases(tables: Sequence[dict[str, Any]]) -> list[Arm]:
     dials = [mismatch.build([table]) for table in tables]
-    alone = [Case(mismatch.label(dial.entries[0]), dial) for dial in dials]
-    return [Case(BASELINE, mismatch.EXACT), *alone]
+    alone = [Arm(mismatch.label(dial.entries[0]), dial) for dial in dials]
+    return [Arm(BASELINE, mismatch.EXACT), *alone]
 
 
 def measure(folder: str, prompts: int, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The records at temperature 1, and at temperature 0.6 with top_p 0.8."""
     bench = audit.make_bench(folder, prompts=prompts, samples=samples)
     # Of up to 24 tokens, so that a sequence has one block of keys: half the compiling.
-    sampling = replace(bench.policy.sampling, max_response_length=24)
-    bench = replace(bench, name=MODEL, policy=replace(bench.policy, sampling=sampling))
-    together = Case(f"{TOGETHER}, as an engine", mismatch.build(ENGINE))
+    sampling = replace(bench.execution.sampling, max_response_length=24)
+    bench = replace(bench, name=MODEL, execution=replace(bench.execution, sampling=sampling))
+    together = Arm(f"{TOGETHER}, as an engine", mismatch.build(ENGINE))
     plain = audit.report(bench, [*cases(PLAIN), together]).record
     sampling = replace(sampling, temperature=0.6, top_p=0.8)
     stop = sampling.stop_tokens[0]
     tables = [*SEMANTIC[:-1], {"name": "pad_mask", "pad": stop}]
-    policy = replace(bench.policy, sampling=sampling)
-    return plain, audit.report(replace(bench, policy=policy), cases(tables)).record
+    execution = replace(bench.execution, sampling=sampling)
+    return plain, audit.report(replace(bench, execution=execution), cases(tables)).record
 
 
 def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from bench_exactness_cost import make_prompts, model_config
 
 from tim_jax import optimizers
-from tim_jax.audit.cases import random_params
+from tim_jax.auditing.cases import random_params
 from tim_jax.model import calibration
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
-from tim_jax.policy.distribution import Sampling
 from tim_jax.rl import loop, programs
-from tim_jax.rl.learning import Learning, Policy
+from tim_jax.rl.learning import Learning
 from tim_jax.types import Rollout
 
 
@@ -26,7 +26,7 @@ class Worker:
         self.sizes, self.batch, self.calls = sizes, batch, 0
         self.config = model_config(sizes)
         numerics = calibration.calibrate(self.config, Numerics(compute_dtype=dtype), batch=batch)
-        self.policy = Policy(self.config, numerics, Sampling(sizes.response))
+        self.execution = Execution(self.config, numerics, Sampling(sizes.response))
         self.params = jax.tree.map(jnp.asarray, random_params(self.config, 0))
 
     def key(self) -> jax.Array:
@@ -37,9 +37,9 @@ class Worker:
         return common.versions("jax", "jaxlib")
 
     def prepare_sampler(self) -> dict:
-        self.weights = jax.jit(self.policy.prepare)(self.params)
+        self.weights = jax.jit(self.execution.prepare)(self.params)
         prompts = make_prompts(self.config, self.sizes, self.batch)
-        program = programs.sampling_program(self.policy, samples=1)
+        program = programs.sampling_program(self.execution, samples=1)
         self.draw = partial(program, self.weights, prompts)
         return self.sample()
 
@@ -56,7 +56,7 @@ class Worker:
         objective = Objective(aggregation="sequence_mean_token_mean")
         learning = Learning(objective, group_size=common.GROUP)
         optimizer = optimizers.adamw(optimizers.Rate(1e-4), b2=0.999, max_grad_norm=0.0)
-        self.programs = programs.build(self.policy, learning, optimizer)
+        self.programs = programs.build(self.execution, learning, optimizer)
         self.prompts = make_prompts(self.config, self.sizes, self.batch // common.GROUP)
         self.state = self.programs.init(self.params)
         self.weights = self.programs.prepare(self.params)

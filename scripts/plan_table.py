@@ -175,29 +175,29 @@ def _audit(plans: list[dict[str, Any]]) -> list[str]:
         " program (of the fewer layers), each against its nearest in the learner's forward: code,"
         " operand types, layouts, and what is summed over.",
         "",
-        "| slice | sites | twins | differ |",
+        "| slice | operations | with a counterpart | differ |",
         "|---|--:|--:|--:|",
     ]
     for plan in plans:
-        compared = [twin for twin in plan["audit"] if twin["kind"] != "pick"]
-        differing = sum(bool(twin["differences"]) for twin in compared)
+        compared = [match for match in plan["audit"] if match["kind"] != "pick"]
+        differing = sum(bool(match["differences"]) for match in compared)
         lines.append(
             f"| {plan['topology']} | {len(compared)} | {len(compared) - differing} | {differing} |"
         )
-    return [*lines, "", *_sites(plans[0]), ""]
+    return [*lines, "", *_operations(plans[0]), ""]
 
 
-def _sites(plan: dict[str, Any]) -> Iterator[str]:
-    """The first slice's sites, one by one."""
+def _operations(plan: dict[str, Any]) -> Iterator[str]:
+    """The operations on the first slice, one by one."""
     yield f"On {plan['topology']}, one by one:"
     yield ""
     yield "| kind | name | times in the program | rows, sampler and learner | difference |"
     yield "|---|---|--:|---|---|"
-    for twin in (one for one in plan["audit"] if one["kind"] != "pick"):
-        differences = "; ".join(twin["differences"]).replace("|", "/")
+    for match in (one for one in plan["audit"] if one["kind"] != "pick"):
+        differences = "; ".join(match["differences"]).replace("|", "/")
         yield (
-            f"| {twin['kind']} | {twin['name']} | {twin['count']}"
-            f" | {', '.join(twin['row_sizes']) or 'the same'} | {differences or 'none'} |"
+            f"| {match['kind']} | {match['name']} | {match['count']}"
+            f" | {', '.join(match['row_sizes']) or 'the same'} | {differences or 'none'} |"
         )
 
 

@@ -96,7 +96,9 @@ def _seconds_to_a_step(folder: pathlib.Path, changes: list[str], step: int) -> f
 
 def _seconds_of_saves(config, folder: pathlib.Path, repeats: int) -> list[float]:
     model = assembly.make_model(config)
-    state = assembly.make_programs(config, assembly.make_policy(config, model)).init(model.params)
+    state = assembly.make_programs(config, assembly.make_execution(config, model)).init(
+        model.params
+    )
     kept, seconds = Checkpoints(folder), []
     for step in range(repeats + 1):
         started = time.monotonic()

@@ -4,7 +4,7 @@
 #
 #   TPU=my-v5p-64 ZONE=us-east5-a bash scripts/tpu_pod.sh setup https://github.com/me/tim_jax
 #   TPU=my-v5p-64 ZONE=us-east5-a bash scripts/tpu_pod.sh train configs/x.toml \
-#     placement.fsdp=32 run.folder=/mnt/shared/runs/x numerics.family=pallas_tpu
+#     placement.fsdp=32 run.folder=/mnt/shared/runs/x
 #
 # The mesh (placement.data x fsdp x tensor) must be of all chips, and run.folder on a file system
 # that all hosts mount. After a pre-emption the same command goes on.

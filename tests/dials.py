@@ -7,15 +7,14 @@ import jax
 import tiny
 
 from tim_jax import mismatch
-from tim_jax.mismatch import EXACT, Mismatch, Names, Setting
-from tim_jax.policy.distribution import Sampling
-from tim_jax.rl.learning import Policy
+from tim_jax.mismatch import EXACT, Mismatch, Names
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.policy import scoring
 from tim_jax.rl.programs import sampling_program
 
 CONFIG = replace(tiny.CONFIG, num_layers=1)
 SAMPLING = Sampling(8, temperature=0.8, top_p=0.9, stop_tokens=(3, 5, 7))
-POLICY = Policy(CONFIG, tiny.NUMERICS, SAMPLING)
-SETTING = Setting(CONFIG, tiny.NUMERICS, SAMPLING)
+EXECUTION = Execution(CONFIG, tiny.NUMERICS, SAMPLING)
 LEARNER = tiny.NUMERICS
 
 # A table per entry; what it changes of the numerics; one that names the learner's own, or None.
@@ -68,24 +67,24 @@ def standard(name):
 
 @cache
 def weights(config=CONFIG):
-    return jax.jit(replace(POLICY, config=config).prepare)(tiny.params(config))
+    return jax.jit(replace(EXECUTION, config=config).prepare)(tiny.params(config))
 
 
 @cache
-def rollout(dial: Mismatch = EXACT, policy=POLICY):
-    program = sampling_program(policy, samples=tiny.GROUP, mismatch=dial)
-    return program(weights(policy.config), tiny.prompts(), jax.random.key(0))
+def rollout(dial: Mismatch = EXACT, execution=EXECUTION):
+    program = sampling_program(execution, samples=tiny.GROUP, mismatch=dial)
+    return program(weights(execution.config), tiny.prompts(), jax.random.key(0))
 
 
 @cache
-def _scorer(policy):
-    return jax.jit(lambda weights, rollout: policy.score(weights, rollout)[0])
+def _scorer(execution):
+    return jax.jit(lambda *args: scoring.score(*args, execution=execution).log_probs)
 
 
-def scored(rollout, policy=POLICY):
+def scored(rollout, execution=EXECUTION):
     """The learner's log-probs."""
     plain = replace(rollout, drawn_log_probs=None, hidden=None)
-    return _scorer(policy)(weights(policy.config), plain)
+    return _scorer(execution)(weights(execution.config), plain)
 
 
 def names(rows=6, seed=0):

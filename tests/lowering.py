@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax import kernels
-from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.parameters import parameter_shapes
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, TPU_EXACT_BF16, TPU_EXACT_F32, Numerics
 from tim_jax.policy import sampler, scoring
-from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Prompts, Rollout
 
 NUMERICS = {
@@ -84,10 +83,8 @@ def operations(numerics: Numerics, rows: int = 70):
 def programs(numerics: Numerics, *, config: ModelConfig = CONFIG, batch: int = 3):
     """Name -> (function, shapes) of a whole sampler and of a learner's gradient."""
     shape = jax.ShapeDtypeStruct
-    prepare = partial(transformer.prepare, config=config, numerics=numerics)
-    weights = jax.eval_shape(prepare, parameter_shapes(config))
-    sampling = Sampling(96, top_p=0.9)
-    options = {"config": config, "numerics": numerics, "sampling": sampling}
+    execution = Execution(config, numerics, Sampling(96, top_p=0.9))
+    weights = jax.eval_shape(execution.prepare, parameter_shapes(config))
     prompts = Prompts(
         tokens=shape((batch, 40), jnp.int32),
         lengths=shape((batch,), jnp.int32),
@@ -103,11 +100,12 @@ def programs(numerics: Numerics, *, config: ModelConfig = CONFIG, batch: int = 3
     )
 
     def sample(weights, prompts, seed):
-        return sampler.sample(weights, prompts, jax.random.key(seed), samples=1, **options)
+        key = jax.random.key(seed)
+        return sampler.sample(weights, prompts, key, execution=execution, samples=1)
 
     def learn(weights, rollout):
         def loss(weights):
-            log_probs = scoring.score(weights, rollout, **options).log_probs
+            log_probs = scoring.score(weights, rollout, execution=execution).log_probs
             return jnp.sum(jnp.where(rollout.mask, log_probs, 0.0))
 
         return jax.value_and_grad(loss)(weights)

@@ -9,38 +9,45 @@ definitions, without the library's functions, and differentiated by central diff
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from tim_jax.numerics import Numerics
 from tim_jax.policy.scoring import Scores
+from tim_jax.rl.experience import score_rows
+from tim_jax.rl.learner import gradient_rows
+from tim_jax.rl.learning import Learning, Policy
 from tim_jax.types import Rollout
 
 WORDS, LONGEST, ROWS = 3, 3, 16
 
 
-@dataclass(frozen=True)
-class Tabular:
-    """Stands in for `learning.Policy`: log-probs and entropies from a table of logits."""
+def policy(learning: Learning) -> Policy:
+    """The policy of a table of logits, which are its parameters and its weights."""
+    return Policy(
+        prepare=lambda params: params,
+        to_masters=lambda gradient, params: gradient,
+        score=partial(score_rows, score, micro_batch=learning.micro_batch),
+        gradient=partial(gradient_rows, score, learning=learning),
+        norm=optax.tree.norm,
+    )
 
-    numerics: Numerics = field(default_factory=Numerics)
 
-    def prepare(self, params):
-        return params
-
-    def score(self, weights, rollout, *, energy=False, entropy_gradient=False, remat=False):
-        del remat
-        rows = jax.nn.log_softmax(weights["table"][jnp.arange(LONGEST)[None, :], before(rollout)])
-        log_probs = jnp.take_along_axis(rows, rollout.responses[..., None], axis=-1)[..., 0]
-        entropy = -jnp.sum(jnp.exp(rows) * rows, axis=-1)
-        if not entropy_gradient:
-            entropy = jax.lax.stop_gradient(entropy)
-        square = jnp.sum(jnp.exp(2 * rows), axis=-1)
-        energies = 1 - 2 * jnp.exp(log_probs) + square if energy else None
-        return Scores(log_probs, entropy, energies)
+def score(weights, rollout, *, energy=False, entropy_gradient=False, remat=False) -> Scores:
+    """As `scoring.score`: log-probs, entropies and energies from a table of logits."""
+    del remat
+    rows = jax.nn.log_softmax(weights["table"][jnp.arange(LONGEST)[None, :], before(rollout)])
+    log_probs = jnp.take_along_axis(rows, rollout.responses[..., None], axis=-1)[..., 0]
+    entropy = -jnp.sum(jnp.exp(rows) * rows, axis=-1)
+    if not entropy_gradient:
+        entropy = jax.lax.stop_gradient(entropy)
+    square = jnp.sum(jnp.exp(2 * rows), axis=-1)
+    energies = 1 - 2 * jnp.exp(log_probs) + square if energy else None
+    return Scores(log_probs, entropy, energies)
 
 
 def before(rollout):

@@ -9,18 +9,18 @@ import pytest
 import tiny
 
 from tim_jax import cli, mismatch
-from tim_jax.audit import ablation, ablation_report
+from tim_jax.auditing import ablation, ablation_report
 from tim_jax.errors import InputError
 from tim_jax.jobs import audit
 from tim_jax.jobs.audit import Bench
-from tim_jax.rl.learning import Policy
+from tim_jax.model.execution import Execution
 from tim_jax.run import assembly, source_charts
 
 DIAL = dials.dial(
     {"name": "log_prob_noise", "std": 0.01, "by": "probability"},
     {"name": "ignored_truncation"},
 )
-BENCH = Bench("tiny", dials.POLICY, tiny.params(dials.CONFIG), tiny.prompts(), tiny.GROUP)
+BENCH = Bench("tiny", dials.EXECUTION, tiny.params(dials.CONFIG), tiny.prompts(), tiny.GROUP)
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +105,15 @@ def test_short_numbers():
 def test_stale_weights_need_older_ones():
     with tiny.compilations() as counted, pytest.raises(InputError, match="no older weights"):
         audit.measure(BENCH, dials.standard("stale_weights"))
-    assert not counted.get("_learner_log_probs")
+    assert not counted
 
 
 def test_stale_weights_are_those_that_are_given(capsys):
     older = {2: tiny.moved(tiny.params(dials.CONFIG))}
     bench = replace(BENCH, older=older.__getitem__)
     cases = [
-        ablation.Case("stale", dials.standard("stale_weights")),
-        ablation.Case(ablation.BASELINE, mismatch.EXACT),
+        ablation.Arm("stale", dials.standard("stale_weights")),
+        ablation.Arm(ablation.BASELINE, mismatch.EXACT),
     ]
     found = audit.report(bench, cases)
     assert found.record["cases"][0]["metrics"]["log_ratio_abs_mean"] > 0.01
@@ -155,9 +155,9 @@ def test_a_dial_from_text_and_from_files(tmp_path):
 @pytest.mark.slow
 def test_the_command(monkeypatch, tmp_path, capsys):
     params = tiny.params(dials.CONFIG)
-    policy = Policy(dials.CONFIG, dials.LEARNER, dials.SAMPLING)
+    execution = Execution(dials.CONFIG, dials.LEARNER, dials.SAMPLING)
     monkeypatch.setattr(assembly, "audited", lambda source: (dials.CONFIG, params))
-    monkeypatch.setattr(assembly, "make_numerics", lambda *args, **options: policy.numerics)
+    monkeypatch.setattr(assembly, "make_numerics", lambda *args, **options: execution.numerics)
     files = {name: tmp_path / name for name in ("json", "markdown", "chart")}
     arguments = ["audit", "tiny", "--sampler", '[{name = "log_prob_noise", std = 0.1}]']
     for name, path in files.items():

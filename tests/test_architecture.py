@@ -20,10 +20,10 @@ ROOMS = (
     ("policy", "tasks"),
     ("mismatch",),
     ("rl",),
-    ("audit", "plan"),
+    ("auditing", "plan"),
     ("config",),
     ("run",),
-    ("jobs",),
+    ("jobs", "api"),
     ("cli",),
 )
 ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}

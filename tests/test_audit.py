@@ -11,9 +11,9 @@ import pytest
 import tiny
 from rich.console import Console
 
-from tim_jax import audit as auditing
-from tim_jax.audit import Again, Case, CaseResult, Score, Sizes
-from tim_jax.audit.cases import plain_sampling
+from tim_jax import auditing
+from tim_jax.auditing import Again, Case, CaseResult, Score, Sizes
+from tim_jax.auditing.cases import plain_sampling
 from tim_jax.errors import InputError
 from tim_jax.model.parameters import check_params
 from tim_jax.numerics import EXACT_BF16, NATIVE_F32, Numerics, Rows
@@ -87,7 +87,7 @@ def test_other_tokens_and_lengths_are_unequal():
 
 def test_zeros_of_either_sign_are_not_the_same_bits():
     recorded = rollout()
-    recorded = recorded.replace(log_probs=changed(recorded.log_probs, (0, 0), 0.0))
+    recorded = replace(recorded, log_probs=changed(recorded.log_probs, (0, 0), 0.0))
     found = compared(recorded, log_probs=changed(recorded.log_probs, (0, 0), -0.0))
     assert found[1:3] == (1, 0.0)
 
@@ -95,7 +95,7 @@ def test_zeros_of_either_sign_are_not_the_same_bits():
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_what_is_not_finite_is_unequal_even_to_itself(value):
     recorded = rollout()
-    recorded = recorded.replace(log_probs=changed(recorded.log_probs, (0, 1), value))
+    recorded = replace(recorded, log_probs=changed(recorded.log_probs, (0, 1), value))
     assert compared(recorded)[1] == 1
 
 

@@ -20,7 +20,7 @@ from tim_jax import cli
 from tim_jax.config import toml
 from tim_jax.model import calibration, hf
 from tim_jax.numerics import Numerics
-from tim_jax.rl import programs
+from tim_jax.policy import sampler
 from tim_jax.run import assembly, folders
 from tim_jax.run.sinks import read_lines
 from tim_jax.tasks import builtin
@@ -289,13 +289,13 @@ def test_audit_of_a_run(finished, folder, call):
 
 
 def test_a_mismatch_ends_the_run_with_its_own_status(call, folder, monkeypatch):
-    true = programs.sampler.sample
+    true = sampler.sample
 
     def sample(*args, **options):
         rollout = true(*args, **options)
         return replace(rollout, log_probs=rollout.log_probs.at[3, 0].add(-1e-6))
 
-    monkeypatch.setattr(programs.sampler, "sample", sample)
+    monkeypatch.setattr(sampler, "sample", sample)
     status, _, err = call("train", "tiny.toml", "run.folder=mismatch", "eval.every=0")
     assert status == 3
     assert err.startswith("tim-jax: not exact: step 1: 1 of ")
@@ -602,7 +602,7 @@ BAD_CONFIGS = {
     "no equals sign": (["steps"], "write section.key=value"),
     "no value": (["steps="], "no value"),
     "not TOML": (["task.parameters={digits=[1}"], "not TOML"),
-    "out of range": (["sampling.top_p=1.5"], "must be 1"),
+    "out of range": (["sampling.top_p=1.5"], "must be in (0, 1]"),
     "positions": (["sampling.max_response_length=17"], "24 positions"),
     "group of one": (["sampling.samples_per_prompt=1"], "baseline"),
     "micro-batch": (["learner.micro_batch=3"], "must divide the 8 sequences"),
@@ -776,5 +776,5 @@ def test_the_installed_command_refuses_and_helps(folder):
 def test_no_option_takes_the_default_numerics():
     """Every test above ran with fixed tiles; so does the fixture promise."""
     config = toml.load("tiny.toml")
-    policy = assembly.make_policy(config, assembly.make_model(config))
-    assert policy.numerics == Numerics()
+    execution = assembly.make_execution(config, assembly.make_model(config))
+    assert execution.numerics == Numerics()

@@ -1,5 +1,8 @@
+import dataclasses
+import json
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -61,18 +64,23 @@ def test_defaults_are_a_config_and_every_default_can_be_written():
     """A field that may be None must have None as its default: TOML cannot say it."""
     assert build(tomllib.loads(dump(RunConfig()))) == RunConfig()
 
-    def sections(model):
-        yield model
-        for field in model.model_fields.values():
-            for part in toml._sections(field.annotation):
-                yield from sections(part)
+    def sections(section):
+        yield section
+        for kind in toml._keys(section).values():
+            for inner in toml._sections(kind):
+                yield from sections(inner)
+
+    def defaults(section):
+        if issubclass(section, BaseModel):
+            return {name: field.default for name, field in section.model_fields.items()}
+        return {field.name: field.default for field in dataclasses.fields(section)}
 
     found = set(sections(RunConfig))
     assert len(found) > 15
     for section in found:
-        for name, field in section.model_fields.items():
-            if type(None) in getattr(field.annotation, "__args__", ()):
-                assert field.default is None, f"{section.__name__}.{name}"
+        for name, kind in toml._keys(section).items():
+            if type(None) in get_args(kind):
+                assert defaults(section)[name] is None, f"{section.__name__}.{name}"
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
@@ -81,6 +89,10 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
+
+
+def as_text(config):
+    return json.dumps(config.model_dump(), sort_keys=True)
 
 
 @given(st.dictionaries(texts, values, max_size=4), texts, st.floats(1e-300, 1e300))
@@ -94,7 +106,8 @@ def test_any_value_survives_the_round_trip(parameters, folder, learning_rate):
     made = build(data)
     back = build(tomllib.loads(dump(made)))
     assert back == made
-    assert repr(back) == repr(made)
+    # Equal values may differ in type (1, 1.0, true); the order of keys means nothing.
+    assert as_text(back) == as_text(made)
 
 
 def test_overrides_win_over_the_file_and_need_no_quotes(tmp_path):
@@ -161,11 +174,11 @@ REFUSED = [
     ),
     (
         "optimizer.length_decay={kind='reactive', rise=1.0}",
-        "optimizer.length_decay: rise is 1.0; it must be above 1",
+        "optimizer.length_decay.rise = 1.0: must be above 1",
     ),
     (
         "optimizer.length_decay={kind='reactive', hold=30}",
-        "optimizer.length_decay: hold is 30; it must lie in [5, gap], gap is 24",
+        "optimizer.length_decay.hold = 30: must lie in [5, gap], gap is 24",
     ),
     (
         "optimizer.length_decay={kind='reactive', window=60.0}",
@@ -175,6 +188,11 @@ REFUSED = [
         "learner.objective.estimator=rlo",
         "learner.objective.estimator = \"rlo\": unknown value; did you mean 'rloo'?",
     ),
+    (
+        "numerics.family=tile",
+        "numerics.family = \"tile\": unknown value; did you mean 'tiles'?",
+    ),
+    ("placement.dcode=x", "placement.dcode = \"x\": unknown key; did you mean 'decode'?"),
     # types
     ("seed=1.5", "seed = 1.5: must be a whole number"),
     ("seed=true", "seed = true: must be a whole number"),
@@ -191,14 +209,23 @@ REFUSED = [
         'task.reward = "f.py": must be written "module:function"',
     ),
     # ranges
-    ("sampling.top_p=1.5", "sampling.top_p = 1.5: must be 1.0 or less"),
-    ("sampling.top_p=0.0", "sampling.top_p = 0.0: must be greater than 0.0"),
-    ("sampling.temperature=0.0", "sampling.temperature = 0.0: must be greater than 0.0"),
-    ("sampling.top_k=-1", "sampling.top_k = -1: must be 0 or more"),
+    ("sampling.top_p=1.5", "sampling.top_p = 1.5: must be in (0, 1] (1 is off)"),
+    ("sampling.top_p=0.0", "sampling.top_p = 0.0: must be in (0, 1] (1 is off)"),
+    ("sampling.temperature=0.0", "sampling.temperature = 0.0: must be greater than 0 in training"),
+    ("sampling.top_k=-1", "sampling.top_k = -1: must be >= 0 (0 is off)"),
     (
         "model.architecture={head_dim=33}",
         "model.architecture.head_dim = 33: must be a multiple of 2",
     ),
+    ("placement={sampler={data=0}}", "placement.sampler.data = 0: must be a positive integer"),
+    ("optimizer.b1=1.0", "optimizer.b1 = 1.0: must be in [0, 1)"),
+    ("optimizer.total_steps=0", "optimizer.total_steps = 0: must be 1 or more"),
+    (
+        "task={kind='dataset', path='x', eval_share=2.0}",
+        "task.eval_share = 2.0: must be a number from 0 to 1",
+    ),
+    ("task={kind='dataset', path='x', seed=-1}", "task.seed = -1: must be at least 0"),
+    ("sampling.stop_tokens=[-1]", "sampling.stop_tokens[0] = -1: must be 0 or more"),
     # rules between keys
     (
         "sampling.samples_per_prompt=1",
@@ -234,7 +261,7 @@ REFUSED = [
     ),
     (
         "warmup={worked=0.7, partial=0.5}",
-        "warmup.partial = 0.5: with worked = 0.7 is more than 1",
+        "warmup: worked + partial must be at most 1, got 0.7 + 0.5",
     ),
     (
         "learner.corrections=[{name='token_ti'}]",
@@ -246,19 +273,19 @@ REFUSED = [
     ),
     (
         "learner.objective.dual_clip=1.1",
-        "learner.objective: dual_clip is 1.1; it must lie above 1 + clip_high, which is 1.2",
+        "learner.objective.dual_clip = 1.1: must lie above 1 + clip_high, which is 1.2",
     ),
     (
         "optimizer.ess_reference=1.5",
-        "optimizer.ess_reference = 1.5: must be 1.0 or less",
+        "optimizer.ess_reference = 1.5: must be in (0, 1]",
     ),
     (
         "optimizer.ess_reference=0.0",
-        "optimizer.ess_reference = 0.0: must be greater than 0.0",
+        "optimizer.ess_reference = 0.0: must be in (0, 1]",
     ),
     (
         "optimizer.length_decay={kind='reactive', max_length=0}",
-        "optimizer.length_decay.max_length = 0: must be 1 or more",
+        "optimizer.length_decay.max_length = 0: must be at least 1",
     ),
     (
         "optimizer={schedule='cosine', warmup_steps=100}",
@@ -372,9 +399,12 @@ OBJECTIVE_REFUSED = [
         ": the loss 'sapo': option 'clip_high' is unknown;"
         " known: temperature_negative, temperature_positive",
     ),
-    ({"clip_low": 1.5}, ": clip_low is 1.5; it must lie in [0, 1]"),
-    ({"clip_high": -0.1}, ".clip_high = -0.1: must be 0.0 or more"),
-    ({"loss": "gspo", "dual_clip": 1.0}, ".dual_clip = 1.0: must be greater than 1.0"),
+    ({"clip_low": 1.5}, ".clip_low = 1.5: must lie in [0, 1]"),
+    ({"clip_high": -0.1}, ".clip_high = -0.1: must be 0 or more"),
+    (
+        {"loss": "gspo", "dual_clip": 1.0},
+        ".dual_clip = 1.0: must lie above 1 + clip_high, which is 1.0004",
+    ),
     (
         {"loss": "dppo_tv", "loss_options": {"ratio_cap": 0.5}},
         ": ratio_cap is 0.5; it must be 1 or more",
@@ -398,17 +428,17 @@ OBJECTIVE_REFUSED = [
     ),
     # KL and entropy.
     ({"kl_estimator": "k4"}, '.kl_estimator = "k4": unknown value; known: abs, k1, k1+, k2, k3'),
-    ({"kl_cap": 0.0}, ".kl_cap = 0.0: must be greater than 0.0"),
-    ({"kl_coefficient": -1.0}, ".kl_coefficient = -1.0: must be 0.0 or more"),
+    ({"kl_cap": 0.0}, ".kl_cap = 0.0: must be above 0"),
+    ({"kl_coefficient": -1.0}, ".kl_coefficient = -1.0: must be 0 or more"),
     ({"entropy_coefficient": float("inf")}, ".entropy_coefficient = inf: must be finite"),
     ({"denominator": "survivor"}, '.denominator = "survivor": unknown value; did you mean'),
     # What changes rewards and masks.
     ({"drop_cut": 1}, ".drop_cut = 1: must be true or false"),
     (
         {"overlong_cache": 65},
-        ": overlong_cache is 65; it must lie in [1, max_length], which is 64",
+        ".overlong_cache = 65: must lie in [1, max_length], which is 64",
     ),
-    ({"overlong_cache": 0}, ".overlong_cache = 0: must be 1 or more"),
+    ({"overlong_cache": 0}, ".overlong_cache = 0: must lie in [1, max_length], which is 64"),
     (
         {"reward_kl_target": 6.0},
         ": reward_kl_target is 6.0, but reward_kl_coefficient, which it would steer, is 0",

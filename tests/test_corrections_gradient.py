@@ -7,7 +7,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import textwrap
 import tomllib
 
 import jax
@@ -218,9 +217,9 @@ def test_the_docs_name_every_recipe_and_block_and_their_configuration_builds():
     text = DOCS.read_text()
     for name in (*corrections.RECIPES, *corrections.BLOCKS):
         assert f"`{name}" in text, name
-    table = re.search(r"\n    \[learner\]\n(?:    .*\n)+", text)
+    table = re.search(r"```toml\n(\[learner\]\n.*?)```", text, re.DOTALL)
     assert table is not None
-    entries = tomllib.loads(textwrap.dedent(table.group(0)))["learner"]["corrections"]
+    entries = tomllib.loads(table.group(1))["learner"]["corrections"]
     assert [entry["name"] for entry in entries] == ["reject", "token_tis"]
     corrections.build(entries)
 

@@ -64,7 +64,7 @@ class Sampler:
 @cache
 def built():
     learning = Learning(objectives.rloo(), GROUP)
-    return programs.build(tiny.POLICY, learning, optimizers.adamw(optimizers.Rate(1.0)))
+    return programs.build(tiny.EXECUTION, learning, optimizers.adamw(optimizers.Rate(1.0)))
 
 
 def stub(greedy=False):

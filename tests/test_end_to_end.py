@@ -17,6 +17,7 @@ import transformers
 from tim_jax import cli
 from tim_jax.config import toml
 from tim_jax.model import hf, transformer
+from tim_jax.model.execution import Execution
 from tim_jax.numerics import EXACT_F32
 from tim_jax.run import assembly
 from tim_jax.run.checkpoints import list_steps
@@ -129,12 +130,13 @@ folder = {json.dumps(str(folder))}
 def our_logits(folder, tokens):
     config = hf.load_config(folder)
     params = jax.tree.map(jnp.asarray, hf.load_params(folder, config))
-    weights = transformer.prepare(params, config=config, numerics=EXACT_F32)
+    execution = Execution(config, EXACT_F32)
+    weights = execution.prepare(params)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None, :]
     hidden, _ = transformer.forward(
-        weights, jnp.asarray(tokens, jnp.int32)[None], positions, config=config, numerics=EXACT_F32
+        weights, jnp.asarray(tokens, jnp.int32)[None], positions, execution=execution
     )
-    return np.asarray(transformer.logits(weights, hidden[0], config=config, numerics=EXACT_F32))
+    return np.asarray(transformer.logits(weights, hidden[0], execution=execution))
 
 
 def torch_logits(folder, tokens):

@@ -10,55 +10,61 @@ import pytest
 import tiny
 
 from tim_jax import objectives
+from tim_jax.policy import scoring
 from tim_jax.rl.experience import experience
 from tim_jax.rl.learner import gradient_rows
 from tim_jax.rl.learning import Carried, Learning, exactness
 
-BF16 = replace(tiny.POLICY, numerics=tiny.BF16)
+BF16 = replace(tiny.EXECUTION, numerics=tiny.BF16)
 
 
-def weights_of(policy):
-    return jax.jit(policy.prepare)(tiny.params())
+def weights_of(execution):
+    return jax.jit(execution.prepare)(tiny.params())
 
 
-def entropy_gradient(policy, weights, rollout):
+def score_of(execution):
+    return partial(scoring.score, execution=execution)
+
+
+def entropy_gradient(execution, weights, rollout):
     """Of the mean entropy of the response tokens, as the head's own backward makes it."""
 
     def mean(weights):
-        scores = policy.score(weights, rollout, entropy_gradient=True)
+        scores = score_of(execution)(weights, rollout, entropy_gradient=True)
         return jnp.mean(jnp.where(rollout.mask, scores.entropy, 0.0)), scores.log_probs
 
     return jax.jit(jax.grad(mean, has_aux=True))(weights)
 
 
-@pytest.mark.parametrize("policy", [tiny.POLICY, BF16], ids=["float32", "bfloat16"])
-def test_the_bits_of_the_log_probs_do_not_know_of_an_entropy_bonus(policy):
-    rollout, weights = tiny.rollout(policy), weights_of(policy)
+@pytest.mark.parametrize("execution", [tiny.EXECUTION, BF16], ids=["float32", "bfloat16"])
+def test_the_bits_of_the_log_probs_do_not_know_of_an_entropy_bonus(execution):
+    rollout, weights = tiny.rollout(execution), weights_of(execution)
     learning = Learning(objectives.rloo(entropy_coefficient=0.1), tiny.GROUP, micro_batch=4)
-    ready = experience(
-        weights, None, Carried(()), rollout, tiny.rewards(), policy=policy, learning=learning
-    )
-    batch = ready.experience
+    forward = tiny.policy(execution, learning).score
+    batch = experience(
+        weights, None, Carried(()), rollout, tiny.rewards(), score=forward, learning=learning
+    ).experience
     shares = learning.objective.token_weights(batch.mask)
-    run = jax.jit(partial(gradient_rows, policy, learning=learning))
+    score = score_of(execution)
+    run = jax.jit(partial(gradient_rows, score, learning=learning))
     gradient, tokens = run(weights, batch, shares)
     found = exactness(tokens["log_prob"], rollout)
     assert (int(found.compared), int(found.unequal)) == (int(rollout.lengths.sum()), 0)
     without = replace(learning, objective=objectives.rloo())
-    plain, _ = jax.jit(partial(gradient_rows, policy, learning=without))(weights, batch, shares)
+    plain, _ = jax.jit(partial(gradient_rows, score, learning=without))(weights, batch, shares)
     assert tiny.bits(plain) != tiny.bits(gradient)
 
 
 def test_the_entropys_gradient_is_the_slope_of_the_entropy():
-    rollout, weights = tiny.rollout(), weights_of(tiny.POLICY)
-    gradient, _ = entropy_gradient(tiny.POLICY, weights, rollout)
+    rollout, weights = tiny.rollout(), weights_of(tiny.EXECUTION)
+    gradient, _ = entropy_gradient(tiny.EXECUTION, weights, rollout)
     direction = jax.tree.map(
         lambda g: g.astype(jnp.float32) / jnp.maximum(jnp.linalg.norm(g), 1e-9), gradient
     )
 
     def mean(step):
         moved = jax.tree.map(lambda w, d: w + step * d, weights, direction)
-        entropy = tiny.POLICY.score(moved, rollout).entropy
+        entropy = score_of(tiny.EXECUTION)(moved, rollout).entropy
         return jnp.mean(jnp.where(rollout.mask, entropy, 0.0))
 
     slope = (jax.jit(mean)(3e-3) - mean(-3e-3)) / 6e-3
@@ -71,18 +77,19 @@ def test_the_entropys_gradient_is_the_slope_of_the_entropy():
 
 
 def test_no_gradient_flows_through_an_entropy_that_was_not_asked_for():
-    rollout, weights = tiny.rollout(), weights_of(tiny.POLICY)
+    rollout, weights = tiny.rollout(), weights_of(tiny.EXECUTION)
 
     def total(weights):
-        return jnp.sum(tiny.POLICY.score(weights, rollout).entropy)
+        return jnp.sum(score_of(tiny.EXECUTION)(weights, rollout).entropy)
 
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(jax.jit(jax.grad(total))(weights)))
 
 
 def test_energies_are_the_squared_norm_of_the_score():
-    rollout, weights = tiny.rollout(), weights_of(tiny.POLICY)
-    scores = jax.jit(partial(tiny.POLICY.score, energy=True))(weights, rollout)
-    plain = jax.jit(tiny.POLICY.score)(weights, rollout)
+    rollout, weights = tiny.rollout(), weights_of(tiny.EXECUTION)
+    score = score_of(tiny.EXECUTION)
+    scores = jax.jit(partial(score, energy=True))(weights, rollout)
+    plain = jax.jit(score)(weights, rollout)
     assert tiny.bits(scores.log_probs) == tiny.bits(plain.log_probs)
     assert plain.energy is None
     chosen, mask = np.exp(np.float64(scores.log_probs)), np.asarray(rollout.mask)

@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax import objectives
-from tim_jax.audit import PRESETS, Again, Case, Score, Sizes, audit, random_params
-from tim_jax.audit.cases import plain_sampling
-from tim_jax.model import transformer
+from tim_jax.auditing import PRESETS, Again, Case, Score, Sizes, audit, random_params
+from tim_jax.auditing.cases import plain_sampling
+from tim_jax.model.execution import Execution
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import learner
 from tim_jax.rl.experience import experience
-from tim_jax.rl.learning import Carried, Learning, Policy, TrainState
+from tim_jax.rl.learning import Carried, Learning, TrainState
 from tim_jax.types import Prompts
 
 EXACT = {"float32": EXACT_F32, "bfloat16": EXACT_BF16}
@@ -97,22 +97,34 @@ def test_longer_sequences_of_more_key_blocks(dtype):
 @pytest.mark.parametrize("micro_batch", [None, 4])
 @pytest.mark.parametrize("numerics", [tiny.NUMERICS, tiny.BF16], ids=["float32", "bfloat16"])
 def test_the_log_probs_of_an_update_are_those_of_the_rollout(numerics, micro_batch):
-    policy = Policy(tiny.CONFIG, numerics, tiny.SAMPLING)
+    execution = Execution(tiny.CONFIG, numerics, tiny.SAMPLING)
     learning = Learning(
         objectives.grpo(kl_coefficient=0.0), group_size=tiny.GROUP, micro_batch=micro_batch
     )
     optimizer = optax.with_extra_args_support(optax.sgd(0.1))
-    params, rollout = tiny.params(), tiny.rollout(policy)
-    weights = jax.jit(policy.prepare)(params)
+    params, rollout = tiny.params(), tiny.rollout(execution)
+    weights, policy = jax.jit(execution.prepare)(params), tiny.policy(execution, learning)
 
     @jax.jit
     def step(params, weights, rollout):
-        options = {"policy": policy, "learning": learning}
-        ready = experience(weights, None, Carried(()), rollout, tiny.rewards(), **options)
-        batch = ready.experience
+        batch = experience(
+            weights,
+            None,
+            Carried(()),
+            rollout,
+            tiny.rewards(),
+            score=policy.score,
+            learning=learning,
+        ).experience
         state = TrainState(params, optimizer.init(params), (), jnp.int32(0), jnp.int32(0))
         return learner.update(
-            state, weights, batch, jnp.float32(1), optimizer=optimizer, **options
+            state,
+            weights,
+            batch,
+            jnp.float32(1),
+            policy=policy,
+            learning=learning,
+            optimizer=optimizer,
         )[2].exactness
 
     found = step(params, weights, rollout)
@@ -133,20 +145,19 @@ def bench(request):
     """(weights, sampler, sampler of one sequence, learner), compiled once for all that is drawn."""
     numerics = replace(ROWS, compute_dtype=request.param.split()[1])
     sampling = replace(tiny.SAMPLING, max_response_length=14, temperature=0.9, top_p=0.95)
-    options = {"config": tiny.CONFIG, "numerics": numerics, "sampling": sampling}
+    execution = Execution(tiny.CONFIG, numerics, sampling)
 
     @jax.jit
     def learn(weights, rollout):
         def loss(weights):
-            log_probs = scoring.score(weights, rollout, **options).log_probs
+            log_probs = scoring.score(weights, rollout, execution=execution).log_probs
             return jnp.sum(jnp.where(rollout.mask, log_probs, 0.0)), log_probs
 
         (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
         return log_probs, gradient
 
-    prepare = partial(transformer.prepare, config=tiny.CONFIG, numerics=numerics)
-    draw = jax.jit(partial(sampler.sample, **options), static_argnames="samples")
-    return jax.jit(prepare), draw, learn
+    draw = jax.jit(partial(sampler.sample, execution=execution), static_argnames="samples")
+    return jax.jit(execution.prepare), draw, learn
 
 
 @st.composite

@@ -14,12 +14,13 @@ from reference import reference_log_probs
 from tim_jax import corrections, objectives, optimizers
 from tim_jax.errors import InputError, MismatchError
 from tim_jax.numerics import Numerics
+from tim_jax.policy import scoring
 from tim_jax.rl import experience as preparing
 from tim_jax.rl import learner, loop
 from tim_jax.rl.learning import Carried, Learning, TrainState, exactness, mini_batch
 
-UNTIED = replace(tiny.POLICY, config=tiny.UNTIED)
-BF16 = replace(tiny.POLICY, numerics=tiny.BF16)
+UNTIED = replace(tiny.EXECUTION, config=tiny.UNTIED)
+BF16 = replace(tiny.EXECUTION, numerics=tiny.BF16)
 GRPO = objectives.grpo()
 OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2), weight_decay=0.1)
 
@@ -37,7 +38,7 @@ def keep_gradient():
 
 
 @cache
-def updater(policy=tiny.POLICY, learning=Learning(GRPO, tiny.GROUP), optimizer=None):  # noqa: B008
+def updater(execution=tiny.EXECUTION, learning=Learning(GRPO, tiny.GROUP), optimizer=None):  # noqa: B008
     """Jitted (params, optimizer state, experience) -> (state, weights, report)."""
     transform = optimizer or keep_gradient()
 
@@ -52,10 +53,10 @@ def updater(policy=tiny.POLICY, learning=Learning(GRPO, tiny.GROUP), optimizer=N
         )
         return learner.update(
             state,
-            policy.prepare(params),
+            execution.prepare(params),
             batch,
             jnp.float32(5.0),
-            policy=policy,
+            policy=tiny.policy(execution, learning),
             learning=learning,
             optimizer=transform,
         )
@@ -63,43 +64,51 @@ def updater(policy=tiny.POLICY, learning=Learning(GRPO, tiny.GROUP), optimizer=N
     return run
 
 
-def gradient(params, batch, policy=tiny.POLICY, learning=None):
+def gradient(params, batch, execution=tiny.EXECUTION, learning=None):
     """(gradient with respect to the masters, report)."""
     learning = learning or Learning(GRPO, tiny.GROUP)
-    state, _, report = updater(policy, learning)(params, batch)
+    state, _, report = updater(execution, learning)(params, batch)
     return state.optimizer, report
 
 
 @cache
-def experiencer(policy, learning):
-    return jax.jit(partial(preparing.experience, policy=policy, learning=learning))
+def experiencer(execution, learning):
+    score = tiny.policy(execution, learning).score
+    return jax.jit(partial(preparing.experience, score=score, learning=learning))
 
 
 def experience(
-    rollout, rewards, *, policy=tiny.POLICY, learning=None, params=None, reference=None, fix=None
+    rollout,
+    rewards,
+    *,
+    execution=tiny.EXECUTION,
+    learning=None,
+    params=None,
+    reference=None,
+    fix=None,
 ):
     """The experience at `params` (default: those that sampled) and what its forward compared."""
     learning = learning or Learning(GRPO, tiny.GROUP)
     if fix is not None:
         learning = replace(learning, correction=fix)
-    prepare = jax.jit(policy.prepare)
-    weights = prepare(tiny.params(policy.config) if params is None else params)
+    prepare = jax.jit(execution.prepare)
+    weights = prepare(tiny.params(execution.config) if params is None else params)
     reference = None if reference is None else prepare(reference)
     carried = Carried(learning.correction.init(weights))
-    prepared = experiencer(policy, learning)(weights, reference, carried, rollout, rewards)
+    prepared = experiencer(execution, learning)(weights, reference, carried, rollout, rewards)
     return prepared.experience, prepared.exactness
 
 
-def batch_of(policy=tiny.POLICY, learning=None, reference=None, rewards=None, fix=None):
-    """Of the policy's own rollout; the reference policy, where there is one, is it by default."""
+def batch_of(execution=tiny.EXECUTION, learning=None, reference=None, rewards=None, fix=None):
+    """Of the execution's own rollout; a reference policy, if there is one, is itself by default."""
     learning = learning or Learning(GRPO, tiny.GROUP)
     if learning.objective.kl_coefficient and reference is None:
-        reference = tiny.params(policy.config)
+        reference = tiny.params(execution.config)
     rewards = tiny.rewards() if rewards is None else rewards
     batch, _ = experience(
-        tiny.rollout(policy),
+        tiny.rollout(execution),
         rewards,
-        policy=policy,
+        execution=execution,
         learning=learning,
         reference=reference,
         fix=fix,
@@ -133,9 +142,9 @@ def test_on_policy_every_ratio_is_one_and_every_token_exact(mode):
 
 
 def test_native_numerics_run_the_same_update_and_the_comparison_sees_them():
-    native = replace(tiny.POLICY, numerics=Numerics(family="native", kv_block=16))
+    native = replace(tiny.EXECUTION, numerics=Numerics(family="native", kv_block=16))
     batch = batch_of(native)
-    _, report = gradient(tiny.params(), batch, policy=native)
+    _, report = gradient(tiny.params(), batch, execution=native)
     assert 0 < int(report.exactness.unequal) <= int(report.exactness.compared)
     assert 0 < float(report.exactness.max_difference) < 1e-4
 
@@ -157,9 +166,10 @@ def test_micro_batches_give_the_same_log_probs_and_the_same_gradient():
 
 def test_forward_by_micro_batches_has_the_bits_of_the_whole():
     rollout = tiny.rollout()
-    weights = jax.jit(tiny.POLICY.prepare)(tiny.params())
+    weights = jax.jit(tiny.EXECUTION.prepare)(tiny.params())
+    score = partial(scoring.score, execution=tiny.EXECUTION)
     found = [
-        jax.jit(partial(preparing.score_rows, tiny.POLICY, micro_batch=size))(weights, rollout)[0]
+        jax.jit(partial(preparing.score_rows, score, micro_batch=size))(weights, rollout)[0]
         for size in (None, 4)
     ]
     mask = np.asarray(rollout.mask)
@@ -170,14 +180,15 @@ def test_forward_by_micro_batches_has_the_bits_of_the_whole():
 
 def test_truncated_sampling_is_replayed_exactly():
     sampling = replace(tiny.SAMPLING, temperature=0.8, top_k=6, top_p=0.9)
-    policy = replace(tiny.POLICY, sampling=sampling)
-    batch = batch_of(policy)
-    _, report = gradient(tiny.params(), batch, policy=policy)
+    execution = replace(tiny.EXECUTION, sampling=sampling)
+    batch = batch_of(execution)
+    _, report = gradient(tiny.params(), batch, execution=execution)
     assert int(report.exactness.compared) == int(batch.rollout.lengths.sum())
     assert int(report.exactness.unequal) == 0
     # It was at work: the full distribution gives these tokens other log-probs.
-    full = jax.jit(replace(policy, sampling=replace(sampling, top_k=0, top_p=1.0)).score)
-    other = full(jax.jit(policy.prepare)(tiny.params()), batch.rollout).log_probs
+    full = replace(execution, sampling=replace(sampling, top_k=0, top_p=1.0))
+    score = jax.jit(partial(scoring.score, execution=full))
+    other = score(jax.jit(execution.prepare)(tiny.params()), batch.rollout).log_probs
     assert (np.asarray(batch.rollout.log_probs) >= np.asarray(other))[batch.rollout.mask].all()
     assert np.abs(batch.rollout.log_probs - other)[batch.rollout.mask].max() > 0.05
 
@@ -375,7 +386,7 @@ def test_gradient_of_an_untied_head_is_that_of_the_float64_loss():
     learning = Learning(objectives.rloo(), tiny.GROUP)
     batch = batch_of(UNTIED, learning)
     start = tiny.params(tiny.UNTIED)
-    found, report = gradient(start, batch, policy=UNTIED, learning=learning)
+    found, report = gradient(start, batch, execution=UNTIED, learning=learning)
     assert int(report.exactness.unequal) == 0
     old = np.zeros(batch.old_log_probs.shape)
     loss = partial(loss64, "rloo", rollout=batch.rollout, rewards=tiny.rewards(), old=old)
@@ -469,7 +480,7 @@ def _cases():
 @pytest.mark.parametrize(("case", "numerics"), _cases())
 def test_what_an_update_evaluates_changes_no_bit_of_its_log_probs(case, numerics):
     preset, entries, changes = IN_THE_LOSS[case]
-    policy = replace(tiny.POLICY, numerics=numerics)
+    execution = replace(tiny.EXECUTION, numerics=numerics)
     learning = Learning(
         objectives.PRESETS[preset](**changes),
         tiny.GROUP,
@@ -477,10 +488,10 @@ def test_what_an_update_evaluates_changes_no_bit_of_its_log_probs(case, numerics
         micro_batch=4,
     )
     batch, checked = experience(
-        tiny.rollout(policy), tiny.rewards(), policy=policy, learning=learning
+        tiny.rollout(execution), tiny.rewards(), execution=execution, learning=learning
     )
     assert checked is None
-    state, report = gradient(tiny.params(), batch, policy, learning)
+    state, report = gradient(tiny.params(), batch, execution, learning)
     assert int(report.exactness.compared) == int(batch.rollout.lengths.sum()) > 50
     assert int(report.exactness.unequal) == 0
     assert np.any(np.asarray(state["embed"]))
@@ -530,7 +541,7 @@ def test_a_batch_without_any_signal_moves_nothing():
         run = updater(learning=DROPPING, optimizer=optimizers.adamw(optimizers.Rate(1e-2)))
         state, weights, report = run(tiny.params(), batch)
         assert tiny.bits(state.params) == tiny.bits(tiny.params())
-        assert tiny.bits(weights) == tiny.bits(jax.jit(tiny.POLICY.prepare)(tiny.params()))
+        assert tiny.bits(weights) == tiny.bits(jax.jit(tiny.EXECUTION.prepare)(tiny.params()))
         assert all(np.isfinite(value) for value in report.metrics.values())
         assert float(report.metrics["loss"]) == float(report.metrics["gradient_norm"]) == 0.0
         assert int(report.exactness.unequal) == 0 < int(report.exactness.compared)
@@ -580,7 +591,7 @@ def test_bfloat16_gradients_of_micro_batches_are_summed_in_float32():
     bits, so in float32 the whole is that of 2 of weight 1/2 to the bit; a sum in bfloat16 would
     stall. Two, not one: a loop of micro-batches and a program of one are two compilations."""
     learning = Learning(objectives.reinforce(), 1, micro_batch=1)
-    batch, _ = experience(tiny.rollout(BF16), tiny.rewards(), policy=BF16, learning=learning)
+    batch, _ = experience(tiny.rollout(BF16), tiny.rewards(), execution=BF16, learning=learning)
     row = int(np.argmax(np.asarray(batch.rollout.lengths)))
     few, report = gradient(tiny.params(), repeated(batch, row, 2), BF16, learning)
     many, _ = gradient(tiny.params(), repeated(batch, row, 64), BF16, learning)
@@ -612,7 +623,7 @@ def test_bfloat16_gradient_is_near_that_of_float32():
 @pytest.mark.slow
 def test_bfloat16_gradient_of_a_frequent_token_is_summed_in_float32():
     """All tokens are one: its embedding's gradient has as many terms as there are tokens."""
-    policy = replace(BF16, config=tiny.UNTIED)
+    execution = replace(BF16, config=tiny.UNTIED)
     rollout = tiny.rollout(UNTIED)
     full = jnp.full_like(rollout.lengths, rollout.responses.shape[1])
     rollout = replace(rollout, responses=jnp.full_like(rollout.responses, 7), lengths=full)
@@ -620,9 +631,9 @@ def test_bfloat16_gradient_of_a_frequent_token_is_summed_in_float32():
     for micro_batch in (None, 1):
         learning = Learning(objectives.reinforce(), 1, micro_batch=micro_batch)
         batch, _ = experience(
-            rollout, jnp.ones(tiny.ROWS, jnp.float32), policy=policy, learning=learning
+            rollout, jnp.ones(tiny.ROWS, jnp.float32), execution=execution, learning=learning
         )
-        moved, _ = gradient(tiny.params(tiny.UNTIED), batch, policy, learning)
+        moved, _ = gradient(tiny.params(tiny.UNTIED), batch, execution, learning)
         found[micro_batch] = np.asarray(moved["embed"])[7]
     error = np.abs(found[None] - found[1]).max() / np.abs(found[1]).max()
     assert error < 2**-7
@@ -630,10 +641,10 @@ def test_bfloat16_gradient_of_a_frequent_token_is_summed_in_float32():
 
 @pytest.mark.slow
 def test_the_weights_an_update_hands_on_are_those_of_its_parameters():
-    for policy in (tiny.POLICY, BF16):
+    for execution in (tiny.EXECUTION, BF16):
         learning = Learning(objectives.rloo(), tiny.GROUP)
         batch = batch_of(learning=learning)
-        run = updater(policy, learning, OPTIMIZER)
+        run = updater(execution, learning, OPTIMIZER)
         state, weights, _ = run(tiny.params(), batch)
         assert tiny.bits(state.params) != tiny.bits(tiny.params())
-        assert tiny.bits(weights) == tiny.bits(jax.jit(policy.prepare)(state.params))
+        assert tiny.bits(weights) == tiny.bits(jax.jit(execution.prepare)(state.params))

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
-from tim_jax import metrics, mismatch
+from tim_jax import metrics, mismatch, placement
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Mismatch
+from tim_jax.model.execution import Sampling
 from tim_jax.policy import sampler
-from tim_jax.policy.distribution import Sampling
+from tim_jax.rl import sharded
 from tim_jax.rl.programs import sampling_program
 
 NAMES = list(dials.ENTRIES)
@@ -23,12 +24,12 @@ CHANGES_WEIGHTS = ("compute", "quantised_weights")
 
 
 def lowered(dial):
-    program = sampling_program(dials.POLICY, samples=2, mismatch=dial)
+    program = sampling_program(dials.EXECUTION, samples=2, mismatch=dial)
     return program.lower(dials.weights(), tiny.prompts(), jax.random.key(0)).as_text()
 
 
-def found(rollout, policy=dials.POLICY):
-    log_probs = dials.scored(rollout, policy)
+def found(rollout, execution=dials.EXECUTION):
+    log_probs = dials.scored(rollout, execution)
     values = metrics.mismatch_metrics(log_probs, rollout.log_probs, rollout.mask)
     assert int(values["tokens"]) > 20
     return {name: float(value) for name, value in values.items()}
@@ -47,13 +48,16 @@ def test_the_table_has_every_entry():
 
 @pytest.fixture(scope="module")
 def exact_text():
-    """The sampler's program without a dial: that of `sampler.sample` itself."""
+    """A program of `sampler.sample` itself, which knows of no dial."""
+    on = placement.mesh(dials.EXECUTION.placement, jax.devices())
+    drawn = sharded.sampling(dials.EXECUTION, on, samples=2, draw=sampler.sample)
+    whole = jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec())
 
     def sample(weights, prompts, key):
-        return sampler.sample(weights, prompts, key, samples=2, **dials.SETTING._asdict())
+        return drawn(weights, prompts, key)
 
     args = dials.weights(), tiny.prompts(), jax.random.key(0)
-    return jax.jit(sample).lower(*args).as_text()
+    return jax.jit(sample, out_shardings=whole).lower(*args).as_text()
 
 
 def test_no_dial_is_the_sampler_itself(exact_text):
@@ -73,8 +77,8 @@ def test_entries_do_change_the_program(exact_text):
 
 
 def test_raw_log_probs_of_an_unchanged_distribution_are_those_drawn_with():
-    policy = replace(dials.POLICY, sampling=Sampling(8, stop_tokens=(3, 5, 7)))
-    rollout = dials.rollout(dials.dial({"name": "raw_log_probs"}), policy)
+    execution = replace(dials.EXECUTION, sampling=Sampling(8, stop_tokens=(3, 5, 7)))
+    rollout = dials.rollout(dials.dial({"name": "raw_log_probs"}), execution)
     assert int(rollout.mask.sum()) > 20
     assert tiny.bits(rollout.log_probs) == tiny.bits(rollout.drawn_log_probs)
 
@@ -116,7 +120,7 @@ def test_only_entries_about_weights_change_the_weights(name):
 def test_compute_casts_what_prepare_casts():
     dial = dials.standard("compute")
     numerics = dial.numerics(dials.LEARNER)
-    direct = jax.jit(replace(dials.POLICY, numerics=numerics).prepare)(tiny.params(dials.CONFIG))
+    direct = jax.jit(replace(dials.EXECUTION, numerics=numerics).prepare)(tiny.params(dials.CONFIG))
     assert tiny.bits(dial.weights(dials.weights())) == tiny.bits(direct)
 
 
@@ -181,7 +185,7 @@ def test_a_learner_with_the_samplers_numerics_agrees_to_the_bit():
         {"name": "tensor_parallel", "ranks": 2},
     )
     rollout = dials.rollout(dial)
-    same = replace(dials.POLICY, numerics=dial.numerics(dials.LEARNER))
+    same = replace(dials.EXECUTION, numerics=dial.numerics(dials.LEARNER))
     assert int(rollout.mask.sum()) > 20
     ours, theirs = dials.scored(rollout, same), rollout.log_probs
     assert tiny.bits(jnp.where(rollout.mask, ours, 0.0)) == tiny.bits(theirs)
@@ -195,8 +199,8 @@ def test_strengths_of_the_cache_go_up():
     means = []
     for dtype in ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
         dial = dials.dial({"name": "kv_cache", "dtype": dtype})
-        policy = replace(dials.POLICY, numerics=dial.numerics(dials.LEARNER))
-        there = dials.scored(rollout, policy)
+        execution = replace(dials.EXECUTION, numerics=dial.numerics(dials.LEARNER))
+        there = dials.scored(rollout, execution)
         values = metrics.mismatch_metrics(exact, there, rollout.mask)
         means.append(float(values["log_ratio_abs_mean"]))
     assert means[0] == 0
@@ -290,16 +294,16 @@ CLASHES = [
 @pytest.mark.parametrize(("tables", "words"), CLASHES)
 def test_contradictions_are_refused_before_compiling(tables, words):
     with tiny.compilations() as counted, pytest.raises(InputError) as error:
-        sampling_program(dials.POLICY, samples=2, mismatch=mismatch.build(tables))
+        sampling_program(dials.EXECUTION, samples=2, mismatch=mismatch.build(tables))
     assert not counted
     for word in words:
         assert word in str(error.value), str(error.value)
 
 
 def test_a_lost_end_needs_something_that_ends():
-    policy = replace(dials.POLICY, sampling=Sampling(8))
+    execution = replace(dials.EXECUTION, sampling=Sampling(8))
     with pytest.raises(InputError, match="stop_tokens"):
-        sampling_program(policy, samples=2, mismatch=dials.standard("dropped_end"))
+        sampling_program(execution, samples=2, mismatch=dials.standard("dropped_end"))
 
 
 def test_noise_may_stand_there_twice():
@@ -307,4 +311,4 @@ def test_noise_may_stand_there_twice():
         {"name": "log_prob_noise", "std": 0.1},
         {"name": "log_prob_noise", "std": 0.1, "by": "position", "seed": 1},
     )
-    mismatch.check(dial, dials.SETTING)
+    mismatch.check(dial, dials.EXECUTION)

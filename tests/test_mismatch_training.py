@@ -1,7 +1,6 @@
 """A divergent sampler in a run: what it samples with, what is measured, what is refused."""
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import dials
@@ -15,7 +14,6 @@ from tim_jax import mismatch, objectives, optimizers
 from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.rl import loop, programs
-from tim_jax.rl.experience import score_rows
 from tim_jax.rl.learning import Learning
 from tim_jax.run import assembly
 
@@ -49,12 +47,12 @@ def test_the_sampler_has_the_weights_of_so_many_updates_ago(stale, per_step):
 @pytest.fixture(scope="module")
 def moved():
     """The learner's weights some updates later."""
-    return jax.jit(dials.POLICY.prepare)(tiny.moved(tiny.params(dials.CONFIG)))
+    return jax.jit(dials.EXECUTION.prepare)(tiny.moved(tiny.params(dials.CONFIG)))
 
 
 def compared(tables, weights):
     dial = mismatch.build(tables)
-    score = partial(score_rows, dials.POLICY, micro_batch=None)
+    score = tiny.policy(dials.EXECUTION, LEARNING).score
     compare = jax.jit(programs.comparison(score, dial))
     rollout = dials.rollout(dial)  # by the older weights
     return {k: float(v) for k, v in compare(weights, dials.weights(), rollout).items()}
@@ -80,7 +78,7 @@ OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2))
 
 
 def build(**options):
-    return programs.build(dials.POLICY, LEARNING, OPTIMIZER, **options)
+    return programs.build(dials.EXECUTION, LEARNING, OPTIMIZER, **options)
 
 
 def test_an_exact_run_has_no_more_programs():
@@ -159,7 +157,7 @@ def test_a_dial_that_the_model_cannot_have_is_refused_before_compiling():
     data = {"exact": "report", "sampler": {"mismatch": [{"name": "pad_mask", "pad": 4000}]}}
     config = toml.build(data)
     model = SimpleNamespace(config=dials.CONFIG)
-    policy = replace(dials.POLICY, config=model.config)
+    execution = replace(dials.EXECUTION, config=model.config)
     with tiny.compilations() as counted, pytest.raises(InputError, match="pad = 4000"):
-        assembly.make_programs(config, policy)
+        assembly.make_programs(config, execution)
     assert not counted

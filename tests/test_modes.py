@@ -31,7 +31,6 @@ from tim_jax.rl.learning import Learning, TrainState, mini_batch
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "corrections.md"
 BEGIN, END = "<!-- accepted: begin -->\n", "<!-- accepted: end -->"
 MODES = ("bypass", "recompute")
-POLICY = tabular.Tabular()
 STEP = 0.7  # of plain gradient descent: far enough that masks and clips set in at once
 REFERENCE, SAMPLER, TRAINER = (tabular.table(seed) for seed in (3, 0, 1))
 TRAINER = (SAMPLER + 0.5 * TRAINER).astype(np.float32)
@@ -85,17 +84,25 @@ def updates_of(learning: Learning, *, mini_batches=2, reference=None):
         jnp.int32(0),
     )
     known = None if reference is None else {"table": jnp.asarray(reference)}
-    options = {"policy": POLICY, "learning": learning}
+    policy = tabular.policy(learning)
     rollout = tabular.rollout(SAMPLER)
     worth = jnp.asarray(rewards(), jnp.float32)
-    ready = experience(params, known, state.carried, rollout, worth, **options)
+    ready = experience(
+        params, known, state.carried, rollout, worth, score=policy.score, learning=learning
+    )
     state = replace(state, **ready.carried._asdict())
     found = []
     for index in range(mini_batches):
         part = mini_batch(ready.experience, jnp.int32(index), count=mini_batches)
         before = np.asarray(state.params["table"])
         state, _, report = learner.update(
-            state, state.params, part, jnp.float32(1.0), optimizer=optimizer, **options
+            state,
+            state.params,
+            part,
+            jnp.float32(1.0),
+            policy=policy,
+            learning=learning,
+            optimizer=optimizer,
         )
         metrics = {name: float(value) for name, value in report.metrics.items()}
         found.append((before, np.asarray(state.optimizer["table"]), metrics))
@@ -128,7 +135,7 @@ def selection(loss: str, learning: Learning, logits, rows, kept):
     rollout = tabular.rollout(SAMPLER)
 
     def log_probs(table):
-        return POLICY.score({"table": jnp.asarray(table, jnp.float32)}, rollout).log_probs
+        return tabular.score({"table": jnp.asarray(table, jnp.float32)}, rollout).log_probs
 
     old = log_probs(TRAINER) if learning.mode == "recompute" else rollout.log_probs
     worth = jnp.asarray(rewards(), jnp.float32)

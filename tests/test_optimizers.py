@@ -208,12 +208,22 @@ def test_an_update_whose_sample_size_is_not_a_number_is_skipped():
     params = {"table": jnp.asarray(tabular.table(1), jnp.float32)}
     zero = jnp.int32(0)
     state = TrainState(params, optimizer.init(params), (), zero, zero)
-    how = {"policy": tabular.Tabular(), "learning": learning}
+    policy = tabular.policy(learning)
     rewards = jnp.arange(tabular.ROWS, dtype=jnp.float32)
 
     def step(rollout):
-        ready = experience(params, None, Carried(()), rollout, rewards, **how).experience
-        return learner.update(state, params, ready, jnp.float32(1), optimizer=optimizer, **how)
+        ready = experience(
+            params, None, Carried(()), rollout, rewards, score=policy.score, learning=learning
+        ).experience
+        return learner.update(
+            state,
+            params,
+            ready,
+            jnp.float32(1),
+            optimizer=optimizer,
+            policy=policy,
+            learning=learning,
+        )
 
     rollout = tabular.rollout(tabular.table(0))
     moved, _, known = step(rollout)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tim_jax import audit, kernels
-from tim_jax.audit.cases import plain_sampling
+from tim_jax import auditing, kernels
+from tim_jax.auditing.cases import plain_sampling
 from tim_jax.errors import InputError
 from tim_jax.kernels.composed import NATIVE
 from tim_jax.model import fitting
@@ -285,19 +285,19 @@ CONFIG = ModelConfig(
     tied_embeddings=True,
     qk_norm=True,
 )
-SIZES = audit.Sizes(3, 2, 6, 9)  # one key block: a decode loop less to compile
-LONGER = audit.Sizes(3, 2, 9, 30)
+SIZES = auditing.Sizes(3, 2, 6, 9)  # one key block: a decode loop less to compile
+LONGER = auditing.Sizes(3, 2, 9, 30)
 # Without stop tokens, so that chance ends no sequence and the counts are known.
 ENDLESS = replace(plain_sampling(CONFIG, SIZES), stop_tokens=())
-LEARNER = audit.Case("learner", ENDLESS, audit.Score())
-ALONE = audit.Case("alone", ENDLESS, audit.Again(one_by_one=True))
+LEARNER = auditing.Case("learner", ENDLESS, auditing.Score())
+ALONE = auditing.Case("alone", ENDLESS, auditing.Again(one_by_one=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_sampler_and_learner_agree_to_the_bit(dtype):
     numerics = with_dtype(GPU, dtype)
     options = {"numerics": (numerics,), "cases": (LEARNER,), "sizes": SIZES, "control": False}
-    (result,) = audit.audit(audit.random_params(CONFIG, 0), CONFIG, **options)
+    (result,) = auditing.audit(auditing.random_params(CONFIG, 0), CONFIG, **options)
     assert result.passed
     assert result.compared_tokens == 3 * 2 * 9
 
@@ -309,8 +309,8 @@ def test_sampler_and_learner_agree_to_the_bit_on_tpu_tiles(dtype, case):
     config = replace(CONFIG, vocab_size=128, hidden_size=128, num_heads=8, intermediate_size=128)
     config = replace(config, num_kv_heads=4)
     options = {"cases": (case,), "sizes": SIZES, "control": False}
-    params = audit.random_params(config, 0)
-    (result,) = audit.audit(params, config, numerics=(with_dtype(TPU, dtype),), **options)
+    params = auditing.random_params(config, 0)
+    (result,) = auditing.audit(params, config, numerics=(with_dtype(TPU, dtype),), **options)
     assert result.passed
     assert result.compared_tokens == (3 * 2 * 9 if case is LEARNER else 3 * 9)
 
@@ -319,7 +319,7 @@ def test_sampler_and_learner_agree_to_the_bit_on_tpu_tiles(dtype, case):
 def test_a_whole_audit_in_interpret_mode():
     """In float32, where the control must differ; in bfloat16 the GPU check's small run has one."""
     options = {"numerics": (with_dtype(GPU, "float32"),), "sizes": LONGER, "quick": True}
-    results = list(audit.audit(audit.random_params(CONFIG, 1), CONFIG, **options))
+    results = list(auditing.audit(auditing.random_params(CONFIG, 1), CONFIG, **options))
     assert all(result.passed for result in results)
     controls = [result for result in results if result.control]
     assert controls
@@ -340,7 +340,7 @@ def test_the_wrong_device_is_refused_by_name():
     for numerics, device in ((GPU_EXACT_F32, "GPU"), (TPU_EXACT_F32, "TPU")):
         refused(CONFIG, numerics, f"needs a {device}.*'cpu'.*tiles")
         with pytest.raises(InputError, match=f"needs a {device}"):
-            next(audit.audit({}, CONFIG, numerics=(numerics,), sizes=SIZES))
+            next(auditing.audit({}, CONFIG, numerics=(numerics,), sizes=SIZES))
         ops = kernels.family(numerics)
         with pytest.raises(InputError, match=f"needs a {device}"):
             ops.dot(jnp.ones((4, 128)), jnp.ones((128, 128)), numerics=numerics)
@@ -391,7 +391,7 @@ def test_tiles_are_fitted_to_the_model_and_not_beyond_it():
 
 @pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])
 def test_the_preset_of_whole_tiles_is_taken(family):
-    config = audit.PRESETS["qwen3-blocks"]
+    config = auditing.PRESETS["qwen3-blocks"]
     numerics = replace({"pallas_gpu": GPU_EXACT_BF16, "pallas_tpu": TPU}[family], interpret=True)
     fitted = fitting.fitted(config, numerics)
     fitting.check(config, fitted)

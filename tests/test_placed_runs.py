@@ -21,7 +21,7 @@ REFUSED = {
     " sequences of a step",
     "placement.tensor=2 numerics.column_tiles=3": "placement.tensor = 2: must divide"
     " numerics.column_tiles = 3",
-    "placement.data=0": "placement.data = 0: must be 1 or more",
+    "placement.data=0": "placement.data = 0: must be a positive integer",
     "placement.tensr=2": "placement.tensr = 2: unknown key; did you mean 'tensor'?",
     'placement.decode="hole"': "placement.decode = \"hole\": unknown value; did you mean 'whole'?",
 }
@@ -58,7 +58,7 @@ def test_placements_of_a_config():
 def test_what_a_model_or_machine_cannot_be_is_refused_before_compiling(overrides, message):
     config = load(None, overrides)
     with pytest.raises(InputError, match=message):
-        assembly.make_policy(config, assembly.make_model(config))
+        assembly.make_execution(config, assembly.make_model(config))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import tiny
 from jax.sharding import PartitionSpec
 
 from tim_jax import placement
-from tim_jax.audit.cases import PRESETS, Sizes, placements
+from tim_jax.auditing.cases import PRESETS, Sizes, placements
 from tim_jax.errors import InputError
 from tim_jax.model import parameters, preparing
 from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
@@ -62,7 +62,7 @@ def test_counts():
     where = Placement(2, 3, 4)
     assert (where.devices, where.shards, where.shape, where.single) == (24, 6, (2, 3, 4), False)
     assert SINGLE.single
-    assert where.held == Placement(2, 1, 4)
+    assert where.gathered == Placement(2, 1, 4)
     assert str(Placement(fsdp=2, decode="sharded")) == "fsdp=2 decode=sharded"
 
 

@@ -23,17 +23,18 @@ from jax.sharding import PartitionSpec as Spec
 from tim_jax import cli, kernels, objectives, optimizers
 from tim_jax.errors import InputError
 from tim_jax.model.config import to_hf
+from tim_jax.model.execution import Execution
 from tim_jax.placement import Placement
-from tim_jax.plan import costs, hlo, planning, recipe, report, topology, twins
+from tim_jax.plan import comparison, costs, hlo, planning, recipe, report, topology
 from tim_jax.plan.costs import Memory, Traffic
 from tim_jax.plan.topology import Target
-from tim_jax.rl.learning import Learning, Policy
+from tim_jax.rl.learning import Learning
 
 HERE = Path(__file__).parent
 GIB = 2**30
 EIGHT = Target("eight virtual devices", "cpu", tuple(jax.devices()), 4 * GIB, 8)
 RECIPE = recipe.Recipe(
-    policy=Policy(tiny.CONFIG, tiny.NUMERICS, replace(tiny.SAMPLING, max_response_length=6)),
+    execution=Execution(tiny.CONFIG, tiny.NUMERICS, replace(tiny.SAMPLING, max_response_length=6)),
     learning=Learning(objectives.rloo(), 4, mode="recompute"),
     optimizer=optimizers.adamw(optimizers.Rate(1e-2)),
     prompts=4,
@@ -237,11 +238,13 @@ def test_two_and_four_layers_say_what_six_take():
 
 
 def test_decode_steps_add_up_to_the_longest_response_but_its_first_token():
-    assert sum(recipe.decode_steps(RECIPE)) == RECIPE.policy.sampling.max_response_length - 1
+    assert sum(recipe.decode_steps(RECIPE)) == RECIPE.execution.sampling.max_response_length - 1
     long = replace(
         RECIPE,
         prompt_length=20,
-        policy=replace(RECIPE.policy, sampling=replace(tiny.SAMPLING, max_response_length=100)),
+        execution=replace(
+            RECIPE.execution, sampling=replace(tiny.SAMPLING, max_response_length=100)
+        ),
     )
     assert recipe.decode_steps(long) == (12, 32, 55)
 
@@ -277,9 +280,9 @@ def test_noise_is_planned_for_where_there_are_several_micro_batches():
 
 
 def test_a_sampler_elsewhere_leaves_the_learners_weights_where_they_are():
-    apart = replace(on(Placement(fsdp=4)), drawing=Placement(fsdp=2))
+    apart = replace(on(Placement(fsdp=4)), sampler_placement=Placement(fsdp=2))
     beside = recipe.resident(apart, EIGHT.devices, "sampler")
-    together = recipe.resident(replace(apart, drawing=None), EIGHT.devices, "sampler")
+    together = recipe.resident(replace(apart, sampler_placement=None), EIGHT.devices, "sampler")
     assert beside - together == pytest.approx(recipe.weight_bytes(apart) / 4, rel=0.1)
 
 
@@ -351,30 +354,30 @@ def product_text(rows: int, *, dtype=jnp.float32, pieces: int = 1, transposed: b
 WEIGHTS = [(96, 160)]
 
 
-def test_equal_programs_are_twins():
+def test_equal_programs_have_no_differences():
     text = product_text(24)
-    found = twins.audit(text, [text], weights=WEIGHTS)
-    assert {twin.site.kind for twin in found} == {"product", "sum"}
-    assert not any(twin.differences for twin in found)
+    found = comparison.compare(text, [text], weights=WEIGHTS)
+    assert {match.operation.kind for match in found} == {"product", "sum"}
+    assert not any(match.differences for match in found)
 
 
 def test_more_rows_are_no_difference_and_are_named():
-    found = twins.audit(product_text(40), [product_text(48)], weights=WEIGHTS)
-    assert "product" in {twin.site.kind for twin in found}
-    for twin in found:
-        assert not twin.differences
-        assert twin.sizes == ("40 and 48",)
+    found = comparison.compare(product_text(40), [product_text(48)], weights=WEIGHTS)
+    assert "product" in {match.operation.kind for match in found}
+    for match in found:
+        assert not match.differences
+        assert match.sizes == ("40 and 48",)
 
 
 @pytest.mark.parametrize("planted", [{"dtype": jnp.bfloat16}, {"pieces": 2}, {"transposed": True}])
 def test_a_planted_difference_is_found(planted):
-    found = twins.audit(product_text(24), [product_text(24, **planted)], weights=WEIGHTS)
-    assert any(twin.differences for twin in found)
+    found = comparison.compare(product_text(24), [product_text(24, **planted)], weights=WEIGHTS)
+    assert any(match.differences for match in found)
 
 
 def test_rows_that_have_a_weights_shape_by_chance_are_no_difference():
-    found = twins.audit(product_text(40), [product_text(48)], weights=[*WEIGHTS, (40, 96)])
-    assert not any(twin.differences for twin in found)
+    found = comparison.compare(product_text(40), [product_text(48)], weights=[*WEIGHTS, (40, 96)])
+    assert not any(match.differences for match in found)
 
 
 def test_another_width_is_a_difference():
@@ -382,8 +385,8 @@ def test_another_width_is_a_difference():
         shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((24, 96), (96, width))]
         return jax.jit(lambda x, w: x @ w).lower(*shapes).compile().as_text()
 
-    (twin,) = twins.audit(text(160), [text(320)], weights=[*WEIGHTS, (96, 320)])
-    assert any("sizes [96, 160] / [96, 320]" in line for line in twin.differences)
+    (match,) = comparison.compare(text(160), [text(320)], weights=[*WEIGHTS, (96, 320)])
+    assert any("sizes [96, 160] / [96, 320]" in line for line in match.differences)
 
 
 def kernel_body(operation: str, rows: int) -> str:
@@ -421,10 +424,12 @@ def test_a_kernels_last_step_is_that_of_its_own_grid():
     assert read(14, 16) != read(15, 16)
 
 
-def test_gradients_are_no_twins():
+def test_gradients_are_no_counterparts():
     text = product_text(24).replace("jit(run)", "jit(run)/transpose(jvp())")
-    found = {t.site.kind: t for t in twins.audit(product_text(24), [text], weights=WEIGHTS)}
-    assert found["product"].other is None
+    found = {
+        m.operation.kind: m for m in comparison.compare(product_text(24), [text], weights=WEIGHTS)
+    }
+    assert found["product"].counterpart is None
     assert found["product"].differences == ("the learner has no product",)
 
 

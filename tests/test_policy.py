@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tim_jax.errors import InputError
+from tim_jax.model.execution import Sampling
 from tim_jax.numerics import EXACT_F32, NATIVE_F32
 from tim_jax.policy import distribution
-from tim_jax.policy.distribution import Sampling
 
 BOTH = pytest.mark.parametrize("numerics", [EXACT_F32, NATIVE_F32], ids=["tiles", "native"])
 STATIC = ("sampling", "numerics")

@@ -124,10 +124,11 @@ def test_two_processes_agree_and_share_a_checkpoint(tmp_path):
 
 WAIT = """
 import sys, time
-from tim_jax import last_words, processes
+from tim_jax.placement import processes
+from tim_jax.run import signals
 
 index, address = int(sys.argv[1]), sys.argv[2]
-with last_words.if_aborted("the others are gone"):
+with signals.print_if_aborted("the others are gone"):
     processes.join(address, 2, index)
     print("joined", flush=True)
     time.sleep(100)
@@ -155,12 +156,12 @@ def test_a_process_that_only_waits_says_so_when_another_dies(tmp_path, dead):
     assert "Fatal Python error: Aborted" in err
 
 
-def test_last_words_are_for_aborts_alone(tmp_path):
+def test_only_an_abort_prints_the_line(tmp_path):
     for end, status in (("os._exit(3)", 3), ("sys.exit()", 0), ("os.kill(os.getpid(), 9)", -9)):
         code = f"""
 import os, sys
-from tim_jax import last_words
-with last_words.if_aborted("the others are gone"):
+from tim_jax.run import signals
+with signals.print_if_aborted("the others are gone"):
     {end}
 """
         [(found, out, err)] = finished(

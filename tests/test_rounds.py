@@ -14,11 +14,11 @@ from tim_jax.rl.programs import sampling_program
 
 
 def program(micro_batch, **options):
-    return sampling_program(tiny.POLICY, samples=tiny.GROUP, micro_batch=micro_batch, **options)
+    return sampling_program(tiny.EXECUTION, samples=tiny.GROUP, micro_batch=micro_batch, **options)
 
 
 def drawn(run):
-    weights = jax.jit(tiny.POLICY.prepare)(tiny.params())
+    weights = jax.jit(tiny.EXECUTION.prepare)(tiny.params())
     return run(weights, tiny.prompts(), jax.random.key(0))
 
 
@@ -38,7 +38,7 @@ def test_noise_is_that_of_one_round(name):
 
 
 def test_a_round_takes_the_memory_of_its_own_rows():
-    weights = jax.eval_shape(tiny.POLICY.prepare, tiny.params())
+    weights = jax.eval_shape(tiny.EXECUTION.prepare, tiny.params())
     arguments = weights, tiny.prompts(), jax.random.key(0)
 
     def temporaries(micro_batch):

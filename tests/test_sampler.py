@@ -1,7 +1,6 @@
 """The sampler: what it draws, when it stops, and that a sequence does not know its batch."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +10,17 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tim_jax.model import transformer
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.policy import sampler
-from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Prompts
 
 CONFIG = replace(tiny.CONFIG, vocab_size=11, tied_embeddings=False)
-STATIC = ("samples", "sampling", "config", "numerics")
+STATIC = ("samples", "execution")
 _sample = jax.jit(sampler.sample, static_argnames=STATIC)
 
 
 def prepared(params, config=CONFIG, numerics=tiny.NUMERICS):
-    return jax.jit(partial(transformer.prepare, config=config, numerics=numerics))(params)
+    return jax.jit(Execution(config, numerics).prepare)(params)
 
 
 def sample(weights, prompts, *, samples=1, sampling, config=CONFIG, seed=0, numerics=tiny.NUMERICS):
@@ -30,10 +28,8 @@ def sample(weights, prompts, *, samples=1, sampling, config=CONFIG, seed=0, nume
         weights,
         prompts,
         jax.random.key(seed),
+        execution=Execution(config, numerics, sampling),
         samples=samples,
-        sampling=sampling,
-        config=config,
-        numerics=numerics,
     )
     return jax.tree.map(np.asarray, rollout)
 
@@ -129,20 +125,18 @@ def test_the_loop_ends_with_the_last_response(counting, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(sampler.policy, "draw", counted(sampler.policy.draw, draws))
+    monkeypatch.setattr(sampler.distribution, "draw", counted(sampler.distribution.draw, draws))
     monkeypatch.setattr(
         sampler.transformer, "forward", counted(sampler.transformer.forward, forwards)
     )
-    sampling = Sampling(300, stop_tokens=(3,))
+    longer = replace(CONFIG, max_positions=512)
     program = jax.jit(sampler.sample, static_argnames=STATIC)
     rollout = program(
         counting,
         prompts_of([1], [6], [2]),
         jax.random.key(0),
+        execution=Execution(longer, tiny.NUMERICS, Sampling(300, stop_tokens=(3,))),
         samples=1,
-        sampling=sampling,
-        config=replace(CONFIG, max_positions=512),
-        numerics=tiny.NUMERICS,
     )
     jax.effects_barrier()
     assert rollout.lengths.tolist() == [2, 8, 1]
@@ -293,19 +287,11 @@ def test_compiles_once_and_ignores_what_lies_beyond_a_prompt(pool_program, seed)
 
 @pytest.fixture(scope="module")
 def pool_program():
-    traces = []
+    traces, execution = [], Execution(CONFIG, tiny.NUMERICS, SAMPLING)
 
     @jax.jit
     def program(weights, prompts, key):
         traces.append(1)
-        return sampler.sample(
-            weights,
-            prompts,
-            key,
-            samples=2,
-            config=CONFIG,
-            numerics=tiny.NUMERICS,
-            sampling=SAMPLING,
-        )
+        return sampler.sample(weights, prompts, key, execution=execution, samples=2)
 
     return prepared(tiny.params(CONFIG)), program, traces

@@ -1,7 +1,6 @@
 """Log-probs of responses and their gradients, against float64; memory of the compiled learner."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +10,14 @@ import tiny
 from reference import reference_log_probs
 from reference import reference_logits as logits_in_float64
 
-from tim_jax.audit import PRESETS, random_params
-from tim_jax.model import transformer
-from tim_jax.model.parameters import parameter_shapes
+from tim_jax.auditing import PRESETS, random_params
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import EXACT_F32, NATIVE_F32, Numerics, Rows
 from tim_jax.policy import scoring
-from tim_jax.policy.distribution import Sampling
 from tim_jax.types import Rollout
 
-STATIC = ("config", "numerics", "sampling", "remat")
+STATIC = ("execution", "remat")
 score = jax.jit(scoring.score, static_argnames=STATIC)
 
 # one layer fewer than its preset, to compile sooner
@@ -52,8 +50,12 @@ def tokens_of(rollout, row):
     return np.concatenate([np.asarray(part) for part in parts]), prompt
 
 
-def prepared(params, config, numerics=EXACT_F32):
-    return transformer.prepare(jax.tree.map(jnp.asarray, params), config=config, numerics=numerics)
+def execution_of(config, numerics=EXACT_F32, sampling=SAMPLING):
+    return Execution(config, numerics, sampling)
+
+
+def prepared(params, execution):
+    return execution.prepare(jax.tree.map(jnp.asarray, params))
 
 
 def test_sequences_join_prompt_and_response():
@@ -74,9 +76,9 @@ def test_sequences_join_prompt_and_response():
 def test_log_probs_and_entropy_against_float64(name, numerics):
     config = CONFIGS[name]
     params, rollout = random_params(config, 0), rollout_of(config)
-    weights = prepared(params, config, numerics)
-    how = {"config": config, "numerics": numerics, "sampling": SAMPLING}
-    found, entropy, energy = score(weights, rollout, **how)
+    execution = execution_of(config, numerics)
+    weights = prepared(params, execution)
+    found, entropy, energy = score(weights, rollout, execution=execution)
     assert energy is None  # nobody asked for it
     assert found.dtype == entropy.dtype == jnp.float32
     for row in range(3):
@@ -92,8 +94,9 @@ def test_log_probs_and_entropy_against_float64(name, numerics):
 
 def test_values_beyond_the_lengths_are_finite():
     config = CONFIGS["llama"]
-    weights = prepared(random_params(config, 0), config)
-    found = score(weights, rollout_of(config), config=config, numerics=EXACT_F32, sampling=SAMPLING)
+    execution = execution_of(config)
+    weights = prepared(random_params(config, 0), execution)
+    found = score(weights, rollout_of(config), execution=execution)
     assert len(jax.tree.leaves(found)) == 2
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
@@ -101,11 +104,11 @@ def test_values_beyond_the_lengths_are_finite():
 @pytest.mark.parametrize("head_rows", [1, 4, 5, 256])
 def test_head_tiles_of_any_size_give_the_same_bits(head_rows):
     """Whatever the tiles, a token gets its own log-prob, and padding rows get none."""
-    config, numerics = tiny.CONFIG, replace(tiny.NUMERICS, head_rows=head_rows)
-    weights = prepared(tiny.params(), config, tiny.NUMERICS)
-    rollout = rollout_of(config)
-    whole = score(weights, rollout, config=config, numerics=tiny.NUMERICS, sampling=SAMPLING)
-    found = score(weights, rollout, config=config, numerics=numerics, sampling=SAMPLING)
+    execution = execution_of(tiny.CONFIG, tiny.NUMERICS)
+    tiled = execution_of(tiny.CONFIG, replace(tiny.NUMERICS, head_rows=head_rows))
+    weights, rollout = prepared(tiny.params(), execution), rollout_of(tiny.CONFIG)
+    whole = score(weights, rollout, execution=execution)
+    found = score(weights, rollout, execution=tiled)
     np.testing.assert_array_equal(found[0].view(jnp.int32), whole[0].view(jnp.int32))
     np.testing.assert_allclose(found[1], whole[1], rtol=1e-5)
 
@@ -113,14 +116,12 @@ def test_head_tiles_of_any_size_give_the_same_bits(head_rows):
 # --- gradients -------------------------------------------------------------------------------
 
 
-def gradient_program(config, numerics, sampling, *, remat=False):
+def gradient_program(execution, *, remat=False):
     """(params, rollout, cotangent f32[B, R]) -> gradient of the sum of cotangent x log-prob."""
 
     def loss(params, rollout, cotangent):
-        weights = transformer.prepare(params, config=config, numerics=numerics)
-        log_probs = scoring.score(
-            weights, rollout, config=config, numerics=numerics, sampling=sampling, remat=remat
-        ).log_probs
+        weights = execution.prepare(params)
+        log_probs = scoring.score(weights, rollout, execution=execution, remat=remat).log_probs
         return jnp.sum(jnp.where(rollout.mask, cotangent * log_probs, 0.0))
 
     return jax.jit(jax.grad(loss))
@@ -157,7 +158,7 @@ def test_gradients_of_every_parameter_against_float64_differences(name):
     config = CONFIGS[name]
     params, rollout = random_params(config, 0), rollout_of(config)
     cotangent = cotangent_of(rollout)
-    program = gradient_program(config, EXACT_F32, SAMPLING)
+    program = gradient_program(execution_of(config))
     found = leaves(program(jax.tree.map(jnp.asarray, params), rollout, cotangent))
 
     def loss(params):
@@ -189,21 +190,20 @@ def test_gradients_of_the_exact_family_are_those_of_plain_autodiff(sampling, rem
     config = CONFIGS["qwen3-awkward"]
     params, rollout = jax.tree.map(jnp.asarray, random_params(config, 0)), rollout_of(config)
     args = params, rollout, cotangent_of(rollout)
-    exact = gradient_program(config, EXACT_F32, sampling, remat=remat)(*args)
-    plain = gradient_program(config, NATIVE_F32, sampling)(*args)
+    exact = gradient_program(execution_of(config, EXACT_F32, sampling), remat=remat)(*args)
+    plain = gradient_program(execution_of(config, NATIVE_F32, sampling))(*args)
     for (name, found), expected in zip(leaves(exact).items(), leaves(plain).values(), strict=True):
         assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max(), name
 
 
 @pytest.mark.slow
 def test_no_gradient_flows_through_the_entropy():
-    config = tiny.CONFIG
+    execution = execution_of(tiny.CONFIG, tiny.NUMERICS)
 
     def loss(weights):
-        options = {"config": config, "numerics": tiny.NUMERICS, "sampling": SAMPLING}
-        return jnp.sum(scoring.score(weights, rollout_of(config), **options)[1])
+        return jnp.sum(scoring.score(weights, rollout_of(tiny.CONFIG), execution=execution).entropy)
 
-    weights = prepared(tiny.params(), config, tiny.NUMERICS)
+    weights = prepared(tiny.params(), execution)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(jax.grad(loss)(weights)))
 
 
@@ -211,23 +211,21 @@ def test_no_gradient_flows_through_the_entropy():
 
 
 def test_compiles_once_for_all_lengths_and_contents():
-    config, traces = tiny.CONFIG, []
+    execution, traces = execution_of(tiny.CONFIG, tiny.NUMERICS), []
 
     @jax.jit
     def program(weights, rollout):
         traces.append(1)
-        return scoring.score(
-            weights, rollout, config=config, numerics=tiny.NUMERICS, sampling=SAMPLING
-        )
+        return scoring.score(weights, rollout, execution=execution)
 
-    weights = prepared(tiny.params(), config, tiny.NUMERICS)
+    weights = prepared(tiny.params(), execution)
     for seed, lengths in enumerate([(1, 2, 3), (9, 9, 9), (4, 1, 8)]):
-        rollout = rollout_of(config, seed=seed)
-        program(weights, rollout.replace(prompt_lengths=jnp.asarray(lengths, jnp.int32)))
+        rollout = rollout_of(tiny.CONFIG, seed=seed)
+        program(weights, replace(rollout, prompt_lengths=jnp.asarray(lengths, jnp.int32)))
     assert len(traces) == 1
 
 
-def temporary_bytes(rows, *, config, numerics):
+def temporary_bytes(rows, *, execution):
     """Of the compiled value-and-gradient program over `rows` sequences of 4 + 60 tokens."""
     of = jax.ShapeDtypeStruct
     rollout = Rollout(
@@ -238,14 +236,10 @@ def temporary_bytes(rows, *, config, numerics):
         log_probs=of((rows, 60), jnp.float32),
         finished=of((rows,), bool),
     )
-    weights = jax.eval_shape(
-        partial(transformer.prepare, config=config, numerics=numerics), parameter_shapes(config)
-    )
+    weights = jax.eval_shape(execution.prepare, parameter_shapes(execution.config))
 
     def loss(weights, rollout):
-        log_probs = scoring.score(
-            weights, rollout, config=config, numerics=numerics, sampling=SAMPLING
-        ).log_probs
+        log_probs = scoring.score(weights, rollout, execution=execution).log_probs
         return jnp.sum(jnp.where(rollout.mask, log_probs, 0.0)), log_probs
 
     program = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(weights, rollout)
@@ -255,7 +249,8 @@ def temporary_bytes(rows, *, config, numerics):
 def test_memory_does_not_grow_with_tokens_times_vocabulary():
     config = replace(tiny.CONFIG, vocab_size=151_936, num_layers=1)
     numerics = Numerics(rows=Rows(64, 64), attention_rows=Rows(64, 64), whole_kv=True)
-    few, many = (temporary_bytes(rows, config=config, numerics=numerics) for rows in (8, 64))
+    execution = execution_of(config, numerics)
+    few, many = (temporary_bytes(rows, execution=execution) for rows in (8, 64))
     logits = 4 * (64 - 8) * 60 * config.vocab_size  # 2 GB, if they all existed
     assert many - few < 0.01 * logits
     assert few < 4 * 4 * numerics.head_rows * config.vocab_size  # a few tiles of them

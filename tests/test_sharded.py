@@ -13,10 +13,11 @@ import tiny
 
 from tim_jax import corrections, mismatch, objectives, optimizers, placement
 from tim_jax.errors import InputError
+from tim_jax.model.execution import Execution
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.placement import collectives as crossing
 from tim_jax.rl import drawing, loop, programs, sharded
-from tim_jax.rl.learning import Learning, Policy
+from tim_jax.rl.learning import Learning
 
 # 4 key heads, so that a tensor axis can have 4 devices; a vocabulary of 23, which none divides.
 CONFIG = replace(
@@ -59,24 +60,24 @@ BOTH = [
 ]
 
 
-def policy(where=SINGLE, config=CONFIG, numerics=TILED, **options):
-    return Policy(config, numerics, replace(tiny.SAMPLING, **options), where)
+def execution(where=SINGLE, config=CONFIG, numerics=TILED, **options):
+    return Execution(config, numerics, replace(tiny.SAMPLING, **options), where)
 
 
 @cache
-def built(what: Policy, **options):
+def built(what: Execution, **options):
     return programs.build(what, LEARNING, OPTIMIZER, **options)
 
 
 @cache
-def rollout(what: Policy):
+def rollout(what: Execution):
     weights = built(what).prepare(tiny.params(what.config))
     return jax.device_get(
         built(what).sample(weights, tiny.prompts(count=PROMPTS), jax.random.key(0))
     )
 
 
-def stepped(what: Policy):
+def stepped(what: Execution):
     """(state, exactness, metrics) of one update on `rollout(what)`."""
     run = built(what)
     state = run.init(tiny.params(what.config))
@@ -86,11 +87,11 @@ def stepped(what: Policy):
 
 
 @cache
-def single(what: Policy):
+def single(what: Execution):
     return stepped(replace(what, placement=SINGLE))
 
 
-def check(what: Policy):
+def check(what: Execution):
     """Rollout and log-probs of `what` are those of one device; returns the update's results."""
     alone = rollout(replace(what, placement=SINGLE))
     here = rollout(what)
@@ -104,7 +105,7 @@ def check(what: Policy):
 
 @pytest.mark.parametrize("where", BOTH, ids=str)
 def test_tokens_and_log_probs_are_those_of_one_device(where):
-    what = policy(where)
+    what = execution(where)
     state, metrics = check(what)
     alone, _, expected = single(what)
     # Statistics of tokens take no notice of the split; gradients are sums over devices.
@@ -128,11 +129,11 @@ def test_tokens_and_log_probs_are_those_of_one_device(where):
     ids=str,
 )
 def test_sampling_in_rounds_changes_no_bit(where):
-    what = policy(where)
+    what = execution(where)
     weights = built(what).prepare(tiny.params(CONFIG))
     run = programs.sampling_program(what, samples=GROUP, micro_batch=8)
     found = run(weights, tiny.prompts(count=PROMPTS), jax.random.key(0))
-    assert tiny.bits(found) == tiny.bits(rollout(policy()))
+    assert tiny.bits(found) == tiny.bits(rollout(execution()))
 
 
 BF16 = replace(TILED, compute_dtype="bfloat16")
@@ -147,16 +148,16 @@ BF16 = replace(TILED, compute_dtype="bfloat16")
     ids=str,
 )
 def test_in_bfloat16_and_with_tied_embeddings_and_biases(where):
-    check(policy(where, config=BIASED, numerics=BF16))
+    check(execution(where, config=BIASED, numerics=BF16))
 
 
 @pytest.mark.slow
 def test_any_fsdp_size_without_column_tiles():
-    check(policy(Placement(data=2, fsdp=4), numerics=tiny.NUMERICS))
+    check(execution(Placement(data=2, fsdp=4), numerics=tiny.NUMERICS))
 
 
 def test_parameters_and_optimizer_state_are_fully_sharded():
-    what = policy(Placement(data=2, fsdp=2, tensor=2))
+    what = execution(Placement(data=2, fsdp=2, tensor=2))
     run = built(what)
     state = run.init(tiny.params(CONFIG))
     weights = run.prepare(state.params)
@@ -178,7 +179,7 @@ def collectives(compiled) -> Counter:
 @pytest.mark.parametrize("where", [Placement(2, 2, 2), Placement(1, 4, 1, "sharded")], ids=str)
 def test_a_forward_moves_bits_and_adds_nothing(where):
     """Gathers; and where a tensor group shares the head's rows, an exchange of columns for rows."""
-    what = policy(where)
+    what = execution(where)
     run, drawn = built(what), rollout(what)
     weights = run.prepare(tiny.params(CONFIG))
     sample = run.sample.lower(weights, tiny.prompts(count=PROMPTS), jax.random.key(0)).compile()
@@ -192,7 +193,7 @@ def test_a_forward_moves_bits_and_adds_nothing(where):
 
 def test_gradients_come_back_in_parts_added_in_the_order_of_the_devices():
     """By an exchange: no reduction of the runtime, whose order would be its own."""
-    what = policy(Placement(fsdp=2))
+    what = execution(Placement(fsdp=2))
     run = built(what)
     state = run.init(tiny.params(CONFIG))
     weights = run.prepare(state.params)
@@ -210,11 +211,11 @@ def test_gradients_come_back_in_parts_added_in_the_order_of_the_devices():
 @pytest.mark.parametrize("where", [Placement(data=2, fsdp=2), Placement(data=4)], ids=str)
 def test_an_update_only_gathers_and_exchanges(where):
     """Statistics of tokens are worked out whole on every device, with nothing to reduce."""
-    what = policy(where)
+    what = execution(where)
     run = built(what)
     state = run.init(tiny.params(CONFIG))
     weights, rewards = run.prepare(state.params), tiny.rewards(rows=PROMPTS * GROUP)
-    batch = run.experience(weights, None, state.carried, rollout(policy()), rewards).experience
+    batch = run.experience(weights, None, state.carried, rollout(execution()), rewards).experience
     update = run.update.lower(state, weights, batch, jnp.int32(0), jnp.float32(3)).compile()
     assert set(collectives(update)) == {"all-gather", "all-to-all"}
 
@@ -223,14 +224,14 @@ def test_corrections_are_the_same_bits_for_any_split():
     correction = corrections.build([{"name": "token_tis"}, {"name": "normalise"}])
     results = []
     for where in (SINGLE, Placement(data=2, fsdp=2)):
-        what = policy(where)
+        what = execution(where)
         learning = replace(LEARNING, mode="recompute", micro_batch=4, correction=correction)
         run = programs.build(what, learning, OPTIMIZER)
         # Another policy's log-probs, so that there is something to correct.
         other = run.prepare(tiny.moved(tiny.params(CONFIG)))
         state = run.init(tiny.params(CONFIG))
         rewards = tiny.rewards(rows=PROMPTS * GROUP)
-        found = run.experience(other, None, state.carried, rollout(policy()), rewards)
+        found = run.experience(other, None, state.carried, rollout(execution()), rewards)
         results.append(tiny.bits(found))
     assert results[0] == results[1]
     assert len(set(np.asarray(found.experience.coefficients).ravel().tolist())) > 5
@@ -243,9 +244,9 @@ def test_energies_and_the_gradients_noise_are_those_of_one_device():
     steps, prepared = [], []
     for where in (SINGLE, Placement(data=2, fsdp=2)):
         learning = Learning(objective, GROUP, micro_batch=8, noise_scale=True)
-        run = programs.build(policy(where), learning, OPTIMIZER)
+        run = programs.build(execution(where), learning, OPTIMIZER)
         state, rewards = run.init(tiny.params(CONFIG)), tiny.rewards(rows=PROMPTS * GROUP)
-        weights, drawn = run.prepare(state.params), rollout(policy())
+        weights, drawn = run.prepare(state.params), rollout(execution())
         prepared.append(run.experience(weights, None, state.carried, drawn, rewards))
         steps.append(loop.learn(state, weights, drawn, rewards, programs=run)[-1])
     assert tiny.bits(prepared[0]) == tiny.bits(prepared[1])
@@ -259,7 +260,7 @@ def test_greedy_responses_are_those_of_one_device():
     learning = Learning(objectives.rloo(estimator="remax"), GROUP)
     drawn = []
     for where in (SINGLE, Placement(data=2, fsdp=2)):
-        run = programs.build(policy(where), learning, OPTIMIZER)
+        run = programs.build(execution(where), learning, OPTIMIZER)
         assert run.greedy is not None
         weights = run.prepare(tiny.params(CONFIG))
         drawn.append(run.greedy(weights, tiny.prompts(count=PROMPTS), jax.random.key(where.data)))
@@ -268,7 +269,7 @@ def test_greedy_responses_are_those_of_one_device():
 
 
 def test_one_mesh_shares_the_very_arrays():
-    what = policy(Placement(fsdp=2))
+    what = execution(Placement(fsdp=2))
     run = built(what)
     weights = run.prepare(tiny.params(CONFIG))
     assert run.publish(None, weights) is weights
@@ -284,7 +285,7 @@ def test_one_mesh_shares_the_very_arrays():
     ids=str,
 )
 def test_publish_moves_every_bit(learner_at, sampler_at):
-    learner, drawing = policy(learner_at), policy(sampler_at)
+    learner, drawing = execution(learner_at), execution(sampler_at)
     params = tiny.params(CONFIG)
     weights = programs.weights_program(learner)(params)
     moved = programs.publication(learner, drawing)(params, weights)
@@ -296,8 +297,8 @@ def test_publish_moves_every_bit(learner_at, sampler_at):
 
 
 def test_publish_casts_from_the_masters():
-    learner = policy(Placement(fsdp=2))
-    drawing = policy(Placement(tensor=2), numerics=BF16)
+    learner = execution(Placement(fsdp=2))
+    drawing = execution(Placement(tensor=2), numerics=BF16)
     params = programs.build(learner, LEARNING, OPTIMIZER).init(tiny.params(CONFIG)).params
     weights = programs.weights_program(learner)(params)
     moved = programs.publication(learner, drawing)(params, weights)
@@ -306,14 +307,14 @@ def test_publish_casts_from_the_masters():
 
 
 def test_a_sampler_on_another_mesh_is_exact():
-    what = policy(Placement(fsdp=2))
+    what = execution(Placement(fsdp=2))
     run = built(what, sampler_placement=Placement(tensor=4))
     state = run.init(tiny.params(CONFIG))
     weights = run.prepare(state.params)
     published = run.publish(state.params, weights)
     drawn = run.sample(published, tiny.prompts(count=PROMPTS), jax.random.key(0))
     rewards = tiny.rewards(rows=PROMPTS * GROUP)
-    assert tiny.bits(drawn) == tiny.bits(rollout(policy()))
+    assert tiny.bits(drawn) == tiny.bits(rollout(execution()))
     _, _, found, _ = loop.learn(state, weights, drawn, rewards, programs=run)
     assert (int(found.unequal), int(found.compared)) == (0, int(drawn.lengths.sum()))
 
@@ -328,7 +329,7 @@ def test_a_sampler_on_another_mesh_is_exact():
 )
 def test_groups_may_be_split_over_devices(count, where):
     """More devices than prompts, or a number of prompts that they do not divide."""
-    what = policy(where, numerics=tiny.NUMERICS)
+    what = execution(where, numerics=tiny.NUMERICS)
     weights = programs.weights_program(what)(tiny.params(CONFIG))
     prompts = tiny.prompts(count=count) if count <= 4 else tiny.prompts(count=count, seed=3)
     found = built(what).sample(weights, prompts, jax.random.key(2))
@@ -339,14 +340,14 @@ def test_groups_may_be_split_over_devices(count, where):
 
 
 def test_rows_that_do_not_divide_are_refused():
-    what = policy(Placement(fsdp=8), numerics=tiny.NUMERICS)
+    what = execution(Placement(fsdp=8), numerics=tiny.NUMERICS)
     weights = programs.weights_program(what)(tiny.params(CONFIG))
     with pytest.raises(InputError, match=r"data x fsdp = 8 must divide the 4 sequences"):
         built(what).sample(weights, tiny.prompts(count=1), jax.random.key(0))
 
 
 def test_every_program_compiles_once():
-    what = policy(Placement(data=2, fsdp=2))
+    what = execution(Placement(data=2, fsdp=2))
     run = programs.build(what, LEARNING, OPTIMIZER)
     with tiny.compilations() as counted:
         state = run.init(tiny.params(CONFIG))
@@ -406,7 +407,7 @@ DIAL = mismatch.build(
 )
 def test_a_sampler_that_differs_differs_in_the_same_way_on_every_mesh(where):
     """Its entries see the same model, and its noise does not know the device."""
-    what = policy(where, temperature=0.8)
+    what = execution(where, temperature=0.8)
     found = []
     for here in (replace(what, placement=SINGLE), what):
         run = programs.build(here, LEARNING, OPTIMIZER, mismatch=DIAL)
@@ -423,5 +424,5 @@ def test_ranks_need_whole_weights():
     dial = mismatch.build([{"name": "tensor_parallel", "ranks": 2}])
     with pytest.raises(InputError, match=r"'tensor_parallel': needs whole rows"):
         programs.build(
-            policy(Placement(fsdp=4, decode="sharded")), LEARNING, OPTIMIZER, mismatch=dial
+            execution(Placement(fsdp=4, decode="sharded")), LEARNING, OPTIMIZER, mismatch=dial
         )

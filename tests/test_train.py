@@ -1,7 +1,7 @@
 """The loop: the same run from the same seed, and from any of its steps on."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ import tiny
 
 from tim_jax import corrections, objectives, optimizers
 from tim_jax.errors import InputError, MismatchError, NonFiniteError
-from tim_jax.policy.distribution import Sampling
+from tim_jax.model.execution import Sampling
+from tim_jax.policy import scoring
 from tim_jax.rl import drawing, evaluation, learner, loop, programs, warm_start
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.experience import experience
@@ -27,8 +28,8 @@ from tim_jax.types import Prompts
 TOKENIZER: Any = character_tokenizer(builtin.ALPHABET)
 TEXT = Text(TOKENIZER, max_prompt_length=6)
 CONFIG = replace(tiny.CONFIG, vocab_size=len(TOKENIZER))
-POLICY = replace(
-    tiny.POLICY, config=CONFIG, sampling=Sampling(8, stop_tokens=(TOKENIZER.eos_token_id, 9))
+EXECUTION = replace(
+    tiny.EXECUTION, config=CONFIG, sampling=Sampling(8, stop_tokens=(TOKENIZER.eos_token_id, 9))
 )
 OBJECTIVE = objectives.grpo(drop_uninformative=True)
 STEPS = 4
@@ -51,7 +52,7 @@ def built():
         optimizers.Rate(1e-2), weight_decay=0.1, decay=optimizers.Decay(period=3)
     )
     learning = Learning(OBJECTIVE, tiny.GROUP, micro_batch=2)
-    return programs.build(POLICY, learning, optimizer, mini_batches=2, epochs=2)
+    return programs.build(EXECUTION, learning, optimizer, mini_batches=2, epochs=2)
 
 
 def start_state():
@@ -79,7 +80,7 @@ def finished(state=None, task=None, *, seed=0, steps=STEPS, exact=True, text=TEX
 
 @cache
 def sampler(samples):
-    return programs.sampling_program(POLICY, samples=samples)
+    return programs.sampling_program(EXECUTION, samples=samples)
 
 
 @cache
@@ -177,13 +178,13 @@ def test_corrections_and_length_buckets_leave_an_exact_step_where_it_was():
     fix = corrections.build([{"name": "vexact"}, {"name": "normalise"}])
     plainly = Learning(objectives.grpo(kl_coefficient=0.0), tiny.GROUP, mode="recompute")
     optimizer = optimizers.adamw(optimizers.Rate(1e-2))
-    whole = tiny.rollout(POLICY)
+    whole = tiny.rollout(EXECUTION)
     short = replace(whole, lengths=jnp.minimum(whole.lengths, 4))
     ends = []
     half = corrections.chain(optax.scale(0.5))
     for correction, buckets in ((corrections.none(), 1), (fix, 2), (half, 1)):
         learning = replace(plainly, correction=correction)
-        built = programs.build(POLICY, learning, optimizer, length_buckets=buckets)
+        built = programs.build(EXECUTION, learning, optimizer, length_buckets=buckets)
         state = built.init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
         weights = built.prepare(state.params)
         with tiny.compilations() as counted:
@@ -221,7 +222,7 @@ def everything():
         micro_batch=tiny.GROUP,
         noise_scale=True,
     )
-    return programs.build(POLICY, learning, optimizers.adamw(optimizers.Rate(1e-2)))
+    return programs.build(EXECUTION, learning, optimizers.adamw(optimizers.Rate(1e-2)))
 
 
 def first_state(run):
@@ -286,16 +287,17 @@ def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed):
     """
     run = everything()
     state = first_state(run)
-    weights, rollout = run.prepare(state.params), tiny.rollout(POLICY)
+    weights, rollout = run.prepare(state.params), tiny.rollout(EXECUTION)
     reference = run.prepare(tiny.moved(tiny.params(CONFIG)))
     rewards = tiny.rewards(seed)
     batch = run.experience(weights, reference, state.carried, rollout, rewards).experience
     shares = STEERED.token_weights(batch.mask, batch.kept)
-    _, transpose = jax.vjp(POLICY.prepare, state.params)
+    _, transpose = jax.vjp(EXECUTION.prepare, state.params)
+    score = partial(scoring.score, execution=EXECUTION)
 
     @jax.jit
     def part(weights, rows):
-        found, _ = learner.gradient_rows(POLICY, weights, *rows, learning=run.learning)
+        found, _ = learner.gradient_rows(score, weights, *rows, learning=run.learning)
         return transpose(found)
 
     size = tiny.GROUP
@@ -321,7 +323,7 @@ def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed):
 def test_remax_compares_with_the_reward_of_the_greedy_response():
     """The greedy response is the likeliest token each time, and its reward is the baseline."""
     learning = Learning(objectives.rloo(estimator="remax"), tiny.GROUP)
-    built = programs.build(POLICY, learning, optimizers.adamw(optimizers.Rate(1e-2)))
+    built = programs.build(EXECUTION, learning, optimizers.adamw(optimizers.Rate(1e-2)))
     assert built.greedy is not None
     given = []
 
@@ -362,13 +364,13 @@ def test_remax_compares_with_the_reward_of_the_greedy_response():
 def prepared(objective, rollout, rewards, **given):
     """A step's preparation in bypass mode, which needs no model."""
     learning = Learning(objective, tiny.GROUP)
-    how = {"policy": POLICY, "learning": learning}
+    how = {"score": tiny.policy(EXECUTION, learning).score, "learning": learning}
     return experience(None, None, Carried(()), rollout, jnp.asarray(rewards), **given, **how)
 
 
 def ragged(lengths):
     """Responses of these lengths; those of 8 tokens were cut."""
-    rollout = tiny.rollout(POLICY)
+    rollout = tiny.rollout(EXECUTION)
     lengths = jnp.asarray(lengths, jnp.int32)
     return replace(rollout, lengths=lengths, finished=lengths < 8)
 
@@ -497,7 +499,7 @@ def test_too_long_a_prompt_is_refused_by_name():
 
 
 def test_completions_end_where_the_response_does():
-    rollout = tiny.rollout(POLICY)
+    rollout = tiny.rollout(EXECUTION)
     texts = TEXT.completions(rollout)
     for text, tokens, length in zip(
         texts, rollout.responses.tolist(), rollout.lengths.tolist(), strict=True
@@ -587,14 +589,15 @@ def test_warm_start_learns_its_pairs_and_leaves_its_input_whole():
     params = tiny.params(CONFIG)
     before = tiny.bits(params)
     batches = iter([demonstrations()] * 40)
-    run = warm_start.warm_start(params, batches, policy=POLICY, learning_rate=1e-2, steps=40)
+    run = warm_start.warm_start(params, batches, execution=EXECUTION, learning_rate=1e-2, steps=40)
     losses, last = [], params
     for last, loss in run:  # noqa: B007
         losses.append(loss)
     assert len(losses) == 40
     # The first loss is the mean negative log-prob per token of the parameters it began with.
     rollout = demonstrations()
-    log_probs = jax.jit(POLICY.score)(jax.jit(POLICY.prepare)(params), rollout).log_probs
+    score = jax.jit(partial(scoring.score, execution=EXECUTION))
+    log_probs = score(jax.jit(EXECUTION.prepare)(params), rollout).log_probs
     assert losses[0] == pytest.approx(-float(np.asarray(log_probs)[rollout.mask].mean()), rel=1e-5)
     assert losses[-1] < 0.5 * losses[0]
     assert tiny.bits(params) == before

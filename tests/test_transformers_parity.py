@@ -10,6 +10,7 @@ from checkpoints import CASES, make_model, torch_logits
 from reference import reference_logits
 
 from tim_jax.model import hf, rope, transformer
+from tim_jax.model.execution import Execution
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_F32
 
 TOKENS = np.random.default_rng(1).integers(0, 101, 43)
@@ -32,21 +33,21 @@ def loaded(tmp_path_factory):
     return get
 
 
-@partial(jax.jit, static_argnames=("config", "numerics"))
-def _logits(params, tokens, *, config, numerics):
+@partial(jax.jit, static_argnames="execution")
+def _logits(params, tokens, *, execution):
     """f32[B, T, V] of i32[B, T], without a cache."""
-    weights = transformer.prepare(params, config=config, numerics=numerics)
+    weights = execution.prepare(params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden, _ = transformer.forward(weights, tokens, positions, config=config, numerics=numerics)
-    rows = hidden.reshape(-1, config.hidden_size)
-    logits = transformer.logits(weights, rows, config=config, numerics=numerics)
+    hidden, _ = transformer.forward(weights, tokens, positions, execution=execution)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    logits = transformer.logits(weights, rows, execution=execution)
     return logits.reshape(*tokens.shape, -1)
 
 
 def _one(params, config, numerics):
     """[T, V] of TOKENS, computed beside a row of other tokens."""
     batch = jnp.asarray(np.stack([TOKENS[::-1], TOKENS]), jnp.int32)
-    return np.asarray(_logits(params, batch, config=config, numerics=numerics))[1]
+    return np.asarray(_logits(params, batch, execution=Execution(config, numerics)))[1]
 
 
 def _error(found, expected):

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.audit import random_params
+from tim_jax import objectives, placement
+from tim_jax.auditing import random_params
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics, Rows
-from tim_jax.policy.distribution import Sampling
-from tim_jax.rl.learning import Policy
+from tim_jax.rl import sharded
+from tim_jax.rl.learning import Learning, Policy
 from tim_jax.rl.programs import sampling_program
 from tim_jax.types import Prompts, Rollout
 
@@ -36,10 +38,11 @@ UNTIED = replace(CONFIG, tied_embeddings=False)
 NUMERICS = Numerics(rows=Rows(8, 8), attention_rows=Rows(8, 8), kv_block=16, head_rows=16)
 BF16 = replace(NUMERICS, compute_dtype="bfloat16")
 SAMPLING = Sampling(max_response_length=10, stop_tokens=(3, 5))
-POLICY = Policy(CONFIG, NUMERICS, SAMPLING)
+EXECUTION = Execution(CONFIG, NUMERICS, SAMPLING)
 GROUP = 4
 PROMPTS = 3
 ROWS = PROMPTS * GROUP
+LEARNING = Learning(objectives.grpo(), GROUP)
 
 # A run that compiles in a moment, on up to four devices.
 RUN = """
@@ -102,10 +105,17 @@ def prompts(seed=0, count=PROMPTS):
 
 
 @cache
-def rollout(policy=POLICY, seed=0) -> Rollout:
-    """`ROWS` sequences of `params(policy.config)`, in groups of `GROUP`."""
-    weights = jax.jit(policy.prepare)(params(policy.config))
-    return sampling_program(policy, samples=GROUP)(weights, prompts(), jax.random.key(seed))
+def rollout(execution=EXECUTION, seed=0) -> Rollout:
+    """`ROWS` sequences of `params(execution.config)`, in groups of `GROUP`."""
+    weights = jax.jit(execution.prepare)(params(execution.config))
+    return sampling_program(execution, samples=GROUP)(weights, prompts(), jax.random.key(seed))
+
+
+@cache
+def policy(execution=EXECUTION, learning=LEARNING) -> Policy:
+    """What the learner takes: the policy that an execution computes, on its mesh."""
+    on = placement.mesh(execution.placement, jax.devices())
+    return sharded.policy(execution, on, learning=learning)
 
 
 def rewards(seed=0, rows=ROWS):

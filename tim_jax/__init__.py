@@ -1,1 +1,60 @@
-"""Training-inference mismatch in RL for language models: removed, injected, corrected, shown."""
+"""Training-inference mismatch in RL for language models: removed, injected, corrected, shown.
+
+    import tim_jax as tim
+
+    model = tim.load("Qwen/Qwen3-0.6B", dtype="bfloat16")
+    rollout = tim.sample(model, ["What is 7 * 8?"], samples=8)
+    assert (tim.score(model, rollout) == rollout.log_probs).all()
+
+`load`, `sample`, `score`, `audit`, `grpo` and `save` are the verbs; `Model` and `Placement` the
+values that they take; `objectives`, `corrections`, `mismatch`, `schedules` and `metrics` the parts
+that experiments are put together from. All other rooms are imported by name, such as
+`from tim_jax.rl import loop`.
+
+Names are looked up when they are first used: `import tim_jax` alone imports nothing else, and the
+corrections do not import a model.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tim_jax import corrections, metrics, mismatch, objectives, schedules
+    from tim_jax.api import Model, audit, grpo, load, sample, save, score
+    from tim_jax.placement import Placement
+
+__all__ = [
+    "Model",
+    "Placement",
+    "audit",
+    "corrections",
+    "grpo",
+    "load",
+    "metrics",
+    "mismatch",
+    "objectives",
+    "sample",
+    "save",
+    "schedules",
+    "score",
+]
+
+_API = ("Model", "audit", "grpo", "load", "sample", "save", "score")
+_HOMES = dict.fromkeys(_API, "api") | {"Placement": "placement"}
+
+
+def __getattr__(name: str) -> Any:
+    """A name of `__all__`, or any room of the package."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,19 +1,26 @@
-"""The command line: thin commands over the jobs. The only place that reads the environment."""
+"""The command line: thin commands over the jobs, and what they take from the environment."""
 
 import argparse
+import gc
+import hashlib
 import json
 import logging
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 from tim_jax.run import signals
 
-_FAMILIES = ("tiles", "native", "pallas_gpu", "pallas_tpu")  # numerics.FAMILIES, without its JAX
+if TYPE_CHECKING:
+    from tim_jax.config.run import RunConfig
+
+_FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_tpu")  # without the JAX of numerics
+_KERNELS = "kernels; auto: tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs"
 _OVERRIDES = "changes to the config, such as steps=200 or optimizer.learning_rate=1e-6"
 _BAD_INPUT, _MISMATCH, _NOT_FINITE, _LOST, _INTERRUPTED, _PREEMPTED = 2, 3, 4, 5, 130, 143
 _GONE = "another process of this job is gone; start all again with the same command"
@@ -31,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     _quiet()
     if not _one_of_several(arguments):
+        _keep_programs()
         return _run(arguments)
     status = _run_with_others(arguments)
     if status:
@@ -59,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _run_with_others(arguments: argparse.Namespace) -> int:
     try:
-        with signals.if_aborted(f"tim-jax: aborted by JAX's runtime; most likely {_GONE}"):
+        with signals.print_if_aborted(f"tim-jax: aborted by JAX's runtime; most likely {_GONE}"):
             return _run(arguments)
     except Exception as error:
         from jax.errors import JaxRuntimeError
@@ -101,6 +109,35 @@ def _quiet() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
+def _keep_programs() -> None:
+    """Keeps compiled programs from run to run, unless JAX was already told where to.
+
+    A program is compiled for one kind of processor, so each kind has a folder: several machines may
+    share a home.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    for name, value in {
+        "JAX_COMPILATION_CACHE_DIR": str(_kept_folder() / "programs"),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(4 * 2**30),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def _kept_folder() -> Path:
+    """What is compiled and measured on this kind of machine: ~/.cache/tim_jax/PROCESSOR."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    described = sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
+    known = repr((platform.machine(), platform.processor(), described))
+    return home / "tim_jax" / hashlib.sha256(known.encode()).hexdigest()[:12]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tim-jax",
@@ -117,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=0, help="0 is off")
     generate.add_argument("--top-p", type=float, default=1.0, help="1 is off")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    generate.add_argument("--family", choices=_FAMILIES, default="auto", help=_KERNELS)
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--plain", action="store_true", help="no chat template")
     for axis in ("data", "fsdp", "tensor"):
@@ -134,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("model", help="folder, hub name, run folder, or a preset")
     audit.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     audit.add_argument("--quick", action="store_true", help="fewer cases")
-    audit.add_argument("--family", choices=_FAMILIES, help="kernels (tiles)")
+    audit.add_argument("--family", choices=_FAMILIES, help=_KERNELS)
     audit.add_argument(
         "--interpret", action="store_true", help="run Pallas kernels without their device, slowly"
     )
@@ -199,27 +237,35 @@ def _add_plan(commands: Any) -> None:
 
 
 # The jobs are imported by the command that needs them, so that --help and bad arguments do not
-# wait for JAX.
+# wait for JAX, and once its config is known to be right: a mistake in it is named without delay.
+
+
+def _config(arguments: argparse.Namespace) -> "RunConfig":
+    gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the time
+    from tim_jax.config import toml
+
+    gc.freeze()
+    gc.enable()
+    return toml.load(arguments.config, arguments.overrides)
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from tim_jax.config import toml
+    config = _config(arguments)
     from tim_jax.jobs import train
     from tim_jax.placement import processes
 
     if _one_of_several(arguments):
         processes.join(arguments.coordinator, arguments.processes, arguments.process)
-    folder = train.train_run(toml.load(arguments.config, arguments.overrides))
+    folder = train.train_run(config)
     if processes.leads():
         print(f"metrics, samples, chart and model: {folder}")
     return 0
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from tim_jax.config import toml
+    config = _config(arguments)
     from tim_jax.jobs import models
 
-    config = toml.load(arguments.config, arguments.overrides)
     metrics = models.evaluate_run(config, model=arguments.model)
     for name, value in metrics.items():
         print(f"{name:>12}  {value:.4f}")
@@ -229,8 +275,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     from tim_jax.jobs import models
+    from tim_jax.model.execution import Sampling
     from tim_jax.placement import Placement
-    from tim_jax.policy.distribution import Sampling
 
     if arguments.samples < 1:
         raise InputError(f"--samples must be at least 1, got {arguments.samples}")
@@ -249,6 +295,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         chat_template=False if arguments.plain else "auto",
         where=Placement(arguments.data, arguments.fsdp, arguments.tensor),
+        family=arguments.family,
+        measured=_kept_folder() / "measured",
     )
     for prompt, completion, log_prob in rows:
         print(f"{prompt}\n  -> {completion}   (log-prob {log_prob:.3f})")
@@ -276,7 +324,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     report, passed = audit.audit_model(
         arguments.model,
         quick=arguments.quick,
-        family=arguments.family or "tiles",
+        family=arguments.family or "auto",
         interpret=arguments.interpret,
     )
     _write(arguments.json, report)
@@ -303,12 +351,12 @@ def _ablate(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     _for_libtpu()
-    from tim_jax.config import toml
+    config = _config(arguments)
     from tim_jax.jobs import planning
     from tim_jax.plan import report
 
     plan = planning.plan_run(
-        toml.load(arguments.config, arguments.overrides),
+        config,
         arguments.topology,
         architecture=arguments.architecture,
         layers=planning.parse_layers(arguments.layers),

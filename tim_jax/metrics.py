@@ -2,10 +2,11 @@
 
 Throughout, `train` and `rollout` are the two log-probs of each token f32[B, R], `mask` bool[B, R]
 is True on response tokens and what stands elsewhere is never read; `d = train - rollout` and
-`r = exp(d)`, the exponent held within ±20; a probability is at most 1. B is the whole batch: take
+`r = exp(d)`, the exponent clipped to ±20; a probability is at most 1. B is the whole batch: pass
 the log-probs of all its micro-batches together. Means are compensated sums in a fixed order
 (`tim_jax.numerics.sums`): they agree with float64 and do not depend on sharding. A mean over
-nothing is 0. docs/health.md says what is normal, what is alarm, and where a metric is blind.
+nothing is 0. docs/health.md says which values are normal, which are alarming, and what a metric
+cannot see.
 """
 
 import math
@@ -22,7 +23,8 @@ from tim_jax.numerics.strict import LOG_RATIO_BOUND, unequal_bits
 from tim_jax.numerics.sums import compensated_sum, count, row_count, whole
 from tim_jax.objectives import TokenLosses
 
-# Bands of the ratio whose outside is counted: NeMo-RL's sequence band, 1% and 5% (MaxText).
+# Tokens whose ratio is outside these bands are counted: NeMo-RL's sequence band, 1% and 5%
+# (MaxText).
 BANDS = {"0.999_1.002": (0.999, 1.002), "1pct": (0.99, 1.01), "5pct": (0.95, 1.05)}
 PROBABILITY_EDGES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 DIFFERENCE_EDGES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
@@ -47,15 +49,15 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
     """
     train, rollout, mask = _float32(train, rollout, mask)
     d = jnp.clip(train - rollout, -1e6, 1e6)
-    held = jnp.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    r, p, q = jnp.exp(held), *(jnp.exp(jnp.minimum(x, 0.0)) for x in (train, rollout))
+    clipped = jnp.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    r, p, q = jnp.exp(clipped), *(jnp.exp(jnp.minimum(x, 0.0)) for x in (train, rollout))
     columns = {
         "d": d,
         "abs_d": jnp.abs(d),
-        "k3": k3(held),
-        "r_less_1": jnp.expm1(held),
-        "r2_less_1": jnp.expm1(2.0 * held),
-        "error": jnp.exp(jnp.abs(held)),
+        "k3": k3(clipped),
+        "r_less_1": jnp.expm1(clipped),
+        "r2_less_1": jnp.expm1(2.0 * clipped),
+        "error": jnp.exp(jnp.abs(clipped)),
         "train": train,
         "rollout": rollout,
         "p": p,
@@ -84,7 +86,7 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
         "entropy_estimate": -mean["train"],
         "prob_diff_mean": mean["abs_p"],
         "prob_diff_max": masked.extreme(jnp.abs(p - q), mask, jnp.max),
-        **_second_moments(jnp.expm1(held), p, q, mean, mask),
+        **_second_moments(jnp.expm1(clipped), p, q, mean, mask),
     }
 
 
@@ -194,7 +196,7 @@ def gradient_noise_scale(
 
 
 def _float32(train, rollout, mask) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probs of any float dtype in float32, 0 off the bool mask, and all of them unsharded."""
+    """Returns the log-probs in float32, 0 where the mask is False, and the bool mask; unsharded."""
     for name, x in (("train", train), ("rollout", rollout)):
         if x.shape != mask.shape:
             raise InputError(f"{name} has shape {x.shape}; it must be the mask's, {mask.shape}")
@@ -228,18 +230,18 @@ def _perplexities(rows, mask) -> dict[str, jax.Array]:
 
 def _sequence_ratios(sums, mask) -> dict[str, jax.Array]:
     full = jnp.any(mask, axis=1)
-    held = jnp.clip(sums, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    excess = masked.mean(jnp.expm1(2.0 * held), full)
+    clipped = jnp.clip(sums, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    excess = masked.mean(jnp.expm1(2.0 * clipped), full)
     return {
         "chi2_sequence": excess,
-        "ess_sequence": masked.effective_share(masked.mean(jnp.exp(held), full), 1.0 + excess),
+        "ess_sequence": masked.effective_share(masked.mean(jnp.exp(clipped), full), 1.0 + excess),
         "sequence_log_ratio_min": masked.extreme(sums, full, jnp.min),
         "sequence_log_ratio_max": masked.extreme(sums, full, jnp.max),
     }
 
 
 def _bands(d, mask) -> dict[str, jax.Array]:
-    """Shares of tokens outside: a NaN is inside nothing."""
+    """Shares of tokens outside the bands; a NaN is outside all of them."""
 
     def outside(low, high):
         inside = (d >= math.log(low)) & (d <= math.log(high))

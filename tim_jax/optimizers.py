@@ -1,39 +1,61 @@
 """The optimiser of a run: an optax chain that ends in what scales finished steps."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from tim_jax import schedules
+from tim_jax.errors import InputError
 
 Schedule = Literal["constant", "cosine", "linear"]
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate over steps: a linear rise from 0, then constant, cosine or linear."""
+    """A learning rate over updates: a linear rise from 0, then constant, cosine or linear.
 
-    peak: float
+    Raises `InputError` for a value out of its range.
+    """
+
+    learning_rate: float
+    """At its highest."""
     warmup_steps: int = 0
+    """Updates of linear rise from 0."""
     schedule: Schedule = "constant"
-    total_steps: int = 1  # where cosine and linear end
+    """After the rise."""
+    total_steps: int | None = None
+    """Updates after which a cosine or linear schedule ends; needed by these."""
     final_share: float = 0.0
+    """Share of the learning rate that a cosine or linear schedule ends with."""
+
+    def __post_init__(self) -> None:
+        _check("learning_rate", self.learning_rate, self.learning_rate > 0, "greater than 0")
+        _check("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more")
+        total = self.total_steps
+        _check("total_steps", total, total is None or total >= 1, "1 or more")
+        _check("final_share", self.final_share, 0 <= self.final_share <= 1, "from 0 to 1")
 
     def schedule_fn(self) -> optax.Schedule:
-        rest = max(self.total_steps - self.warmup_steps, 1)
-        after = {
-            "constant": optax.constant_schedule(self.peak),
-            "cosine": optax.cosine_decay_schedule(self.peak, rest, alpha=self.final_share),
-            "linear": optax.linear_schedule(self.peak, self.peak * self.final_share, rest),
-        }[self.schedule]
-        if not self.warmup_steps:
+        """Returns the rate as an optax schedule, from the update (counted from 0) to f32[]."""
+        peak, rise_steps = self.learning_rate, self.warmup_steps
+        if self.schedule == "constant":
+            after = optax.constant_schedule(peak)
+        elif self.total_steps is None:
+            raise InputError(f"total_steps is missing: the schedule {self.schedule!r} needs an end")
+        else:
+            rest = max(self.total_steps - rise_steps, 1)
+            after = {
+                "cosine": optax.cosine_decay_schedule(peak, rest, alpha=self.final_share),
+                "linear": optax.linear_schedule(peak, peak * self.final_share, rest),
+            }[self.schedule]
+        if not rise_steps:
             return after
-        rise = optax.linear_schedule(0.0, self.peak, self.warmup_steps)
+        rise = optax.linear_schedule(0.0, peak, rise_steps)
         # Step 0 already moves: a rise that starts at exactly 0 would waste a rollout.
-        return lambda step: optax.join_schedules([rise, after], [self.warmup_steps])(step + 1)
+        return lambda step: optax.join_schedules([rise, after], [rise_steps])(step + 1)
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,7 @@ class Decay:
     detector: schedules.SurgeDetector | None = None  # of the surge; None: its defaults
 
     def transform(self) -> optax.GradientTransformationExtraArgs:
+        """Returns the decay as an optax transform for the end of a chain."""
         if self.period is not None:
             return schedules.length_decay(self.period, floor=self.floor)
         return schedules.length_triggered_decay(
@@ -54,10 +77,10 @@ class Decay:
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
-    """g -> g min(1, most / |g|), as `optax.clip_by_global_norm`, of a norm that may be known.
+    """g -> g min(1, most / |g|), as `optax.clip_by_global_norm`, where the norm may be passed in.
 
-    `update` takes `gradient_norm`, f32[]. A norm over a mesh that is taken in a fixed order keeps
-    the bits of an update from depending on how a runtime adds up.
+    `update` takes `gradient_norm`, f32[]. Over a mesh, a norm that was added up in a fixed order
+    keeps the bits of an update independent of how the runtime adds up.
     """
 
     def update(updates, state, params=None, *, gradient_norm=None, **_):
@@ -72,27 +95,64 @@ def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
-def adamw(
-    rate: Rate,
-    *,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
-    decay: Decay | None = None,
-    ess_reference: float | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """clip -> AdamW -> length-triggered decay -> root of the effective sample size.
+@dataclass(frozen=True)
+class AdamW(Rate):
+    """AdamW, its learning rate over updates, and what scales its steps.
 
-    `max_grad_norm` 0 turns clipping off; else `update` may be given the `gradient_norm`. With
-    `decay` it takes `response_length`, with `ess_reference` (see `schedules.scale_by_root_ess`)
-    `effective_sample_size`.
+    Raises `InputError` for a value out of its range.
     """
-    parts = [clip_by_norm(max_grad_norm)] if max_grad_norm else []
-    parts.append(optax.adamw(rate.schedule_fn(), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay))
-    if decay is not None:
-        parts.append(decay.transform())
-    if ess_reference is not None:
-        parts.append(schedules.scale_by_root_ess(reference=ess_reference))
-    return optax.with_extra_args_support(optax.chain(*parts))
+
+    weight_decay: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    """Global norm that gradients are scaled down to; 0 is off."""
+    ess_reference: float | None = None
+    """Steps times sqrt(min(e / this, 1)), e the effective sample size of the update's importance
+    weights as a share (VCPO): 1.0 for single-turn tasks. None: off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("weight_decay", "max_grad_norm"):
+            _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+        for name in ("b1", "b2"):
+            _check(name, getattr(self, name), 0 <= getattr(self, name) < 1, "in [0, 1)")
+        _check("eps", self.eps, self.eps > 0, "greater than 0")
+        share = self.ess_reference
+        _check("ess_reference", share, share is None or 0 < share <= 1, "in (0, 1]")
+
+    def transform(self, decay: Decay | None = None) -> optax.GradientTransformationExtraArgs:
+        """clip -> AdamW -> length-triggered decay -> root of the effective sample size.
+
+        With clipping on, `update` may be given the `gradient_norm`. With `decay` it takes
+        `response_length`, with `ess_reference` (see `schedules.scale_by_root_ess`)
+        `effective_sample_size`.
+        """
+        parts = [clip_by_norm(self.max_grad_norm)] if self.max_grad_norm else []
+        parts.append(
+            optax.adamw(
+                self.schedule_fn(),
+                b1=self.b1,
+                b2=self.b2,
+                eps=self.eps,
+                weight_decay=self.weight_decay,
+            )
+        )
+        if decay is not None:
+            parts.append(decay.transform())
+        if self.ess_reference is not None:
+            parts.append(schedules.scale_by_root_ess(reference=self.ess_reference))
+        return optax.with_extra_args_support(optax.chain(*parts))
+
+
+def adamw(
+    rate: Rate, *, decay: Decay | None = None, **settings: Any
+) -> optax.GradientTransformationExtraArgs:
+    """The chain of `AdamW.transform`; `settings` are the other fields of `AdamW`."""
+    return AdamW(**{**asdict(rate), **settings}).transform(decay)
+
+
+def _check(name: str, value: object, holds: bool, rule: str) -> None:
+    if not holds:
+        raise InputError(f"{name} must be {rule}, got {value}")

@@ -1,11 +1,11 @@
-"""Step sizes that follow the responses: by their length, or by the weights that they have.
+"""Step sizes that follow the responses: their length, or their importance weights.
 
-Decay by length, after "Beyond Precision" (arXiv 2602.01826): `length_decay` is its Algorithm 1 to
-the letter; `length_triggered_decay` finds the period itself, from an online detector of the surge
-of the mean response length, which the paper describes but does not specify. Both multiply the
-updates by a scale in [floor, 1], so any schedule (warm-up, cosine, constant) composes under them,
-and eta_0 of the paper is whatever that schedule gives. `scale_by_root_ess` is the step size of VCPO
-(arXiv 2602.17616). All are optax transforms for the end of a chain.
+Decay by length, after "Beyond Precision" (arXiv 2602.01826): `length_decay` is exactly its
+Algorithm 1; `length_triggered_decay` determines the period itself, by an online detector of the
+surge of the mean response length, which the paper describes but does not specify. Both multiply the
+updates by a scale in [floor, 1], so they combine with any schedule (warm-up, cosine, constant),
+which then gives eta_0 of the paper. `scale_by_root_ess` is the step size of VCPO (arXiv
+2602.17616). All are optax transforms for the end of a chain.
 """
 
 import dataclasses
@@ -26,8 +26,9 @@ from tim_jax.numerics.sums import compensated_sum, count
 PINNED = 0.95
 # The median absolute deviation of a normal distribution, times this, is its standard deviation.
 MAD_TO_DEVIATION = 1.4826
-# Shares of the needed rise: what holds the new level, and what belongs to the way up to it.
-HELD, SET_IN = 0.6, 0.25
+# Shares of the needed rise: from the first on the new level is sustained, from the second on the
+# rise has begun.
+SUSTAINED, SET_IN = 0.6, 0.25
 
 
 class LengthDecayState(NamedTuple):
@@ -39,7 +40,7 @@ class LengthDecayState(NamedTuple):
 
 
 class SurgeState(NamedTuple):
-    """State of the detector: what a report wants to read, and the lengths it remembers."""
+    """State of the detector: values to report, and the lengths that it remembers."""
 
     step: jax.Array  # i32[], lengths offered so far, missing ones included
     surge_step: jax.Array  # i32[], the step at which the surge set in; 0 while there is none
@@ -63,8 +64,8 @@ def length_decay(
 
     t counts updates from 1, so the update at step `period` is the first one halved. `factor` is the
     1/2, `floor` the paper's eta_inf / eta_0. `response_length` may be passed and is not read.
-    All three may be scheduled with `optax.inject_hyperparams`; a value that is known only when the
-    program runs is not checked, and a period of 0 is then no decay.
+    All three may be scheduled with `optax.inject_hyperparams`; such a value is known only when the
+    program runs, so it is not checked, and a period of 0 then means no decay.
 
     Raises:
         InputError: period not an integer or below 1, floor outside [0, 1] or factor outside (0, 1).
@@ -115,18 +116,19 @@ class SurgeDetector:
     (from their median absolute deviation) if that is more. A surge is found when, in logarithms,
 
     - the median of the `recent` newest lengths exceeds the baseline by the needed rise,
-    - all but one of the `hold` newest exceed it by 0.6 of that, so that a burst is over before, and
-    - that median exceeds nine tenths of the baseline's lengths by 0.6 of it as well, so that a
-      return from a dip is none.
+    - all but one of the `hold` newest exceed it by 0.6 of that rise, so that a short burst does not
+      count, and
+    - that median also exceeds nine tenths of the baseline's lengths by 0.6 of the rise, so that a
+      return from a dip does not count.
 
-    Its step is then read back from the memory: the first since which the lengths, smoothed by
-    medians of five, stay above the baseline by a quarter of the needed rise. With fewer than
-    `minimum` remembered lengths before that step it is no surge, but how a run begins; so no period
-    is shorter than `multiple * minimum`. Nothing looks ahead, and only the first surge counts.
+    The step of the surge is then read from the memory: the first since which the lengths, smoothed
+    by medians of five, stay above the baseline by a quarter of the needed rise. If fewer than
+    `minimum` lengths are remembered from before that step, it is taken for the start of the run and
+    not for a surge; so no period is shorter than `multiple * minimum`. Only the first surge counts.
 
-    Lengths pinned at `max_length` (all but one of the newest `hold` at 95% of it or more) have
-    their true rise cut off, so a factor of sqrt(rise) is enough; pinned from the start, nothing is
-    seen. A missing length (NaN, infinite or not positive) leaves the memory as it is.
+    If lengths are pinned at `max_length` (all but one of the newest `hold` at 95% of it or more),
+    their true rise is cut off, so a factor of sqrt(rise) is enough; if they are so from the start,
+    no surge is found. A missing length (NaN, infinite or not positive) leaves the memory as it is.
     """
 
     rise: float = 1.8
@@ -163,37 +165,37 @@ class SurgeDetector:
 
     def update(self, state: SurgeState, length: jax.Array) -> SurgeState:
         """Takes the mean response length of one more step, f32[], in tokens."""
-        known = jnp.isfinite(length) & (length > 0.0)
+        valid = jnp.isfinite(length) & (length > 0.0)
         step = state.step + 1
-        newest = strict.log(jnp.where(known, length, 1.0))
-        history = jnp.where(known, jnp.append(state.history[1:], newest), state.history)
-        steps = jnp.where(known, jnp.append(state.steps[1:], step), state.steps)
+        newest = strict.log(jnp.where(valid, length, 1.0))
+        history = jnp.where(valid, jnp.append(state.history[1:], newest), state.history)
+        steps = jnp.where(valid, jnp.append(state.steps[1:], step), state.steps)
         older = history[: -self.gap]
         baseline, number = _median(older)
         high = jnp.sort(older)[9 * number // 10]
         level, some = _median(history[-self.recent :])
-        held = jnp.sort(history[-self.hold :])[1]
-        needed = self._needed(older, baseline, held)
+        sustained = jnp.sort(history[-self.hold :])[1]
+        needed = self._needed(older, baseline, sustained)
         onset, before = _onset(history, baseline + SET_IN * needed)
-        risen = (level >= baseline + needed) & (held >= baseline + HELD * needed)
-        new = risen & (level >= high + HELD * needed) & (before >= self.minimum)
-        found = known & new & (state.surge_step == 0)
+        risen = (level >= baseline + needed) & (sustained >= baseline + SUSTAINED * needed)
+        new = risen & (level >= high + SUSTAINED * needed) & (before >= self.minimum)
+        first = valid & new & (state.surge_step == 0)
         return SurgeState(
             step=step,
-            surge_step=jnp.where(found, steps[onset], state.surge_step),
+            surge_step=jnp.where(first, steps[onset], state.surge_step),
             recent=jnp.where(some > 0, jnp.exp(level), 0.0),
             baseline=jnp.where(number > 0, jnp.exp(baseline), 0.0),
             history=history,
             steps=steps,
         )
 
-    def _needed(self, older: jax.Array, baseline: jax.Array, held: jax.Array) -> jax.Array:
-        """The rise that is asked for, f32[], in logarithms."""
+    def _needed(self, older: jax.Array, baseline: jax.Array, sustained: jax.Array) -> jax.Array:
+        """The rise that counts as a surge, f32[], in logarithms."""
         deviations = jnp.where(jnp.isfinite(older), jnp.abs(older - baseline), jnp.inf)
         spread, _ = _median(deviations)
         rise = jnp.float32(math.log(self.rise))
         if self.max_length is not None:
-            rise = jnp.where(held >= math.log(PINNED * self.max_length), 0.5 * rise, rise)
+            rise = jnp.where(sustained >= math.log(PINNED * self.max_length), 0.5 * rise, rise)
         return jnp.maximum(rise, self.noise * MAD_TO_DEVIATION * spread)
 
 
@@ -211,7 +213,7 @@ def length_triggered_decay(
     comes, it stays 1. The halvings fall on the steps t with `t mod period == 0`, t counted from the
     first update of the run. Everything is in the state (`decay_report` reads it), so a run that is
     resumed from a checkpoint goes on as if it had not stopped. `multiple`, `floor` and `factor` may
-    be scheduled with `optax.inject_hyperparams`, unchecked where only the running program has them.
+    be scheduled with `optax.inject_hyperparams`; such values are not checked.
 
     Raises:
         InputError: multiple not above 0, floor outside [0, 1] or factor outside (0, 1); and
@@ -271,14 +273,14 @@ def scale_by_root_ess(*, reference: float = 1.0) -> optax.GradientTransformation
 def effective_sample_size(log_weights: jax.Array, valid: jax.Array) -> jax.Array:
     """(sum w)^2 / (B sum w^2) of w = exp(log_weights) over the B valid sequences; f32[] in (0, 1].
 
-    Takes f32[B] log-ratios of whole sequences, held to +-20 as in the metric `ess_sequence`, and
-    bool[B]. 1 when all weights are equal, 1 / B when one has all of it, 1 when none is valid. What
-    is not valid is not read; a NaN among the valid shows.
+    Takes f32[B] log-ratios of whole sequences, clipped to ±20 as in the metric `ess_sequence`, and
+    bool[B]. 1 when all weights are equal, 1 / B when one is all there is, 1 when none is valid.
+    Weights that are not valid are ignored; a NaN among the valid makes the result NaN.
     """
-    held = jnp.clip(
+    clipped = jnp.clip(
         jnp.where(valid, log_weights, 0.0), -strict.LOG_RATIO_BOUND, strict.LOG_RATIO_BOUND
     )
-    weights = jnp.where(valid, strict.exp(held), 0.0)
+    weights = jnp.where(valid, strict.exp(clipped), 0.0)
     total, _ = compensated_sum(weights)
     squares, _ = compensated_sum(jnp.square(weights))
     # All weights are at least e^-20, so squares are 0 only where none is valid.
@@ -293,17 +295,17 @@ def decay_report(opt_state: Any) -> dict[str, jax.Array]:
     `surge_step` i32[] (0: none yet), `response_length_recent` and `response_length_baseline` f32[]
     in tokens. Empty if there is no such state.
 
-    Where there are several, each key ends in what tells their places in the state apart:
+    Where there are several, each key ends in what distinguishes their places in the state:
     `lr_scale/actor` and `lr_scale/critic` of an `optax.partition` with these labels, `lr_scale/0`
     and `lr_scale/1` of a chain of two.
     """
     kinds = (LengthDecayState, TriggeredDecayState)
     leaves, _ = jax.tree.flatten_with_path(opt_state, is_leaf=lambda x: isinstance(x, kinds))
-    found = [(path, state) for path, state in leaves if isinstance(state, kinds)]
-    places = _told_apart([path for path, _ in found])
+    states = [(path, state) for path, state in leaves if isinstance(state, kinds)]
+    places = _distinguished([path for path, _ in states])
     return {
         name + place: value
-        for (_, state), place in zip(found, places, strict=True)
+        for (_, state), place in zip(states, places, strict=True)
         for name, value in _report(state).items()
     }
 
@@ -318,8 +320,8 @@ def _report(state: LengthDecayState | TriggeredDecayState) -> dict[str, jax.Arra
     }
 
 
-def _told_apart(paths: list[tuple[Any, ...]]) -> list[str]:
-    """Paths in a tree as endings of names, without what they begin and end with in common."""
+def _distinguished(paths: list[tuple[Any, ...]]) -> list[str]:
+    """Paths in a tree as endings of names, without their common beginning and end."""
     if len(paths) < 2:
         return ["" for _ in paths]
     start = next(i for i, keys in enumerate(zip(*paths, strict=False)) if len(set(keys)) > 1)
@@ -357,7 +359,7 @@ def _median(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _onset(history: jax.Array, threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the lengths rose above the threshold to stay, and how many are known before; i32[]."""
+    """Where the lengths rose above the threshold to stay, and how many are before that; i32[]."""
     smooth = _median_of_five(*(history[i : history.shape[0] - 4 + i] for i in range(5)))
     raised = jnp.isfinite(history[2:-2]) & (smooth >= threshold)
     # The first neighbourhood of five has its middle at 2.
@@ -367,7 +369,7 @@ def _onset(history: jax.Array, threshold: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _median_of_five(a, b, c, d, e):
-    """Elementwise: what is left when of two pairs the least and the greatest are gone."""
+    """The median of five, elementwise, by dropping the least and the greatest of two pairs."""
     low = jnp.maximum(jnp.minimum(a, b), jnp.minimum(c, d))
     high = jnp.minimum(jnp.maximum(a, b), jnp.maximum(c, d))
     return jnp.maximum(jnp.minimum(low, high), jnp.minimum(e, jnp.maximum(low, high)))
@@ -378,7 +380,7 @@ def _traced(value: Any) -> bool:  # a number that is known only when the program
 
 
 def _checked_period(period: Any):
-    """The period as an int, or as it is where only the running program has it."""
+    """Returns the period as an int, or as it is if it is traced."""
     error = f"period is {period!r}; it must be a whole number of steps, from 1 to 2^31 - 1"
     if _traced(period):
         if not jnp.issubdtype(period.dtype, jnp.integer):

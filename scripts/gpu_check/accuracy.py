@@ -11,12 +11,10 @@ import numpy as np
 from records import Case
 from setting import Setting, same_bits
 
-from tim_jax import audit
-from tim_jax.model.execution import jit
+from tim_jax import auditing
+from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.numerics import Numerics
 from tim_jax.policy import scoring
-from tim_jax.policy.distribution import Sampling
-from tim_jax.rl.learning import Policy
 from tim_jax.types import Rollout
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
@@ -29,7 +27,7 @@ _OVER_NATIVE_SMOKE = 2.5  # of 46 tokens, and a processor may keep float32 betwe
 
 def cases(setting: Setting) -> Iterator[Case]:
     config = setting.small_model()
-    params = jax.tree.map(jnp.asarray, audit.random_params(config, 3))
+    params = jax.tree.map(jnp.asarray, auditing.random_params(config, 3))
     length = 24 if setting.smoke else 128
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, length))
     rollout = _rollout(tokens)
@@ -44,13 +42,11 @@ def cases(setting: Setting) -> Iterator[Case]:
     def computed(numerics: Numerics):
         """Log-probs, the gradient of their sum, and whether a second run gives the same bits."""
         numerics = setting.fitted(config, numerics)
-        sampling = Sampling(length - 1)
-        policy = Policy(config, numerics, sampling)
+        execution = Execution(config, numerics, Sampling(length - 1))
 
         def loss(params):
-            log_probs = scoring.score(
-                policy.prepare(params), rollout, config=config, numerics=numerics, sampling=sampling
-            ).log_probs
+            weights = execution.prepare(params)
+            log_probs = scoring.score(weights, rollout, execution=execution).log_probs
             return jnp.sum(log_probs), log_probs
 
         run = jit(jax.value_and_grad(loss, has_aux=True), numerics)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from records import Case
 from setting import Setting
 
-from tim_jax import audit
-from tim_jax.audit.cases import plain_sampling
+from tim_jax import auditing
+from tim_jax.auditing.cases import plain_sampling
 from tim_jax.model import fitting
 from tim_jax.numerics import Numerics
 
@@ -17,21 +17,21 @@ from tim_jax.numerics import Numerics
 def cases(setting: Setting) -> Iterator[Case]:
     """The most important first: time may run out."""
     config = setting.small_model()
-    sizes = audit.Sizes(2, 2, 6, 8) if setting.smoke else audit.Sizes(8, 8, 100, 160)
-    params = jax.tree.map(jnp.asarray, audit.random_params(config, 0))
-    standard = audit.standard_cases(config, sizes)
-    quick = audit.standard_cases(config, sizes, quick=True)
+    sizes = auditing.Sizes(2, 2, 6, 8) if setting.smoke else auditing.Sizes(8, 8, 100, 160)
+    params = jax.tree.map(jnp.asarray, auditing.random_params(config, 0))
+    standard = auditing.standard_cases(config, sizes)
+    quick = auditing.standard_cases(config, sizes, quick=True)
     rest = tuple(case for case in standard if case not in quick)
     if setting.smoke:
         quick, rest = quick[:1], quick[3:4]
 
-    def one(label: str, numerics: Numerics, case: audit.Case, *, must: bool = True) -> Case:
+    def one(label: str, numerics: Numerics, case: auditing.Case, *, must: bool = True) -> Case:
         return Case(f"{label}: {case.name}", lambda: _compare(params, config, numerics, case, must))
 
     def _compare(params, config, numerics, case, must):
         fitted = setting.fitted(config, numerics)
         options = {"numerics": (fitted,), "cases": (case,), "sizes": sizes, "control": False}
-        (result,) = audit.audit(params, config, **options)
+        (result,) = auditing.audit(params, config, **options)
         values = {
             "tokens": result.compared_tokens,
             "unequal": result.unequal_tokens,
@@ -62,15 +62,15 @@ def cases(setting: Setting) -> Iterator[Case]:
 def _long_sequence(setting: Setting) -> Case:
     """Prefill and decode of one sequence of 8,192 tokens against the learner's forward."""
     config = setting.small_model()
-    sizes = audit.Sizes(1, 1, 40, 8) if setting.smoke else audit.Sizes(1, 1, 8000, 192)
+    sizes = auditing.Sizes(1, 1, 40, 8) if setting.smoke else auditing.Sizes(1, 1, 8000, 192)
 
     def run():
-        params = jax.tree.map(jnp.asarray, audit.random_params(config, 1))
+        params = jax.tree.map(jnp.asarray, auditing.random_params(config, 1))
         sampling = replace(plain_sampling(config, sizes), stop_tokens=())
-        case = audit.Case("long", sampling, audit.Score())
+        case = auditing.Case("long", sampling, auditing.Score())
         numerics = setting.fitted(config, setting.exact("bfloat16"))
         options = {"numerics": (numerics,), "cases": (case,), "sizes": sizes, "control": False}
-        (result,) = audit.audit(params, config, **options)
+        (result,) = auditing.audit(params, config, **options)
         return {
             "passed": result.passed,
             "tokens": result.compared_tokens,

@@ -13,6 +13,7 @@ import numpy as np
 
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.weights import TABLE, Weight, matrices, tree
 from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, GPU_PINNED_OPTIONS, Numerics, Rows
 from tim_jax.numerics.value import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile
 
@@ -113,32 +114,24 @@ class Setting:
 
 def parameters(config: ModelConfig) -> int:
     """Weights that a token meets: matrices of all layers and the head, once."""
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    layer = config.hidden_size * (heads + config.num_heads * config.head_dim)
-    layer += 3 * config.hidden_size * config.intermediate_size
-    return config.num_layers * layer + config.hidden_size * config.vocab_size
+    sizes = {name: inputs * outputs for name, (inputs, outputs) in matrices(config).items()}
+    head = sizes.pop("head")
+    return config.num_layers * sum(sizes.values()) + head
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def device_params(key: jax.Array, config: ModelConfig) -> dict[str, Any]:
     """Random float32 parameters made on the device: the host would take minutes."""
-    d, inner, layers = config.hidden_size, config.intermediate_size, config.num_layers
-    query = config.num_heads * config.head_dim
-    joint = config.num_kv_heads * config.head_dim
-    shapes = {"q": (d, query), "k": (d, joint), "v": (d, joint), "o": (query, d)}
-    shapes |= {"gate": (d, inner), "up": (d, inner), "down": (inner, d)}
-    keys = iter(jax.random.split(key, len(shapes) + 1))
-    made = {
-        name: jax.random.normal(next(keys), (layers, *shape)) * shape[0] ** -0.5
-        for name, shape in shapes.items()
-    }
-    ones = {"attn_norm": d, "mlp_norm": d, "q_norm": config.head_dim, "k_norm": config.head_dim}
-    made |= {name: jnp.ones((layers, size)) for name, size in ones.items()}
-    return {
-        "embed": jax.random.normal(next(keys), (config.vocab_size, d)) * d**-0.5,
-        "layers": made,
-        "final_norm": jnp.ones((d,)),
-    }
+    keys = iter(jax.random.split(key, len(TABLE)))
+
+    def draw(weight: Weight) -> jax.Array:
+        shape = weight.shape(config)
+        if weight.kind in ("norm", "bias"):
+            return jnp.full(shape, float(weight.kind == "norm"))
+        inputs = shape[-2] if weight.kind == "matrix" else config.hidden_size
+        return jax.random.normal(next(keys), shape) * inputs**-0.5
+
+    return tree(config, draw)
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -14,11 +14,10 @@ from setting import Setting, device_params, normal, parameters, seconds
 
 from tim_jax import objectives
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import jit
+from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.numerics import Numerics
-from tim_jax.policy.distribution import Sampling
 from tim_jax.rl import programs
-from tim_jax.rl.learning import Experience, Learning, Policy, TrainState
+from tim_jax.rl.learning import Experience, Learning, TrainState
 from tim_jax.types import Prompts, Rollout
 
 _GROUP = 8
@@ -88,8 +87,8 @@ def matmul_rate(smoke: bool) -> float:
     return 2 * size**3 / seconds(partial(jax.jit(jnp.dot), a, b))
 
 
-def _policy(setting: Setting, config: ModelConfig, numerics: Numerics, new: int) -> Policy:
-    return Policy(config, setting.fitted(config, numerics), Sampling(new))
+def _execution(setting: Setting, config: ModelConfig, numerics: Numerics, new: int) -> Execution:
+    return Execution(config, setting.fitted(config, numerics), Sampling(new))
 
 
 def _prompts(config: ModelConfig, count: int, length: int) -> Prompts:
@@ -100,9 +99,11 @@ def _prompts(config: ModelConfig, count: int, length: int) -> Prompts:
     )
 
 
-def _weights(policy: Policy):
+def _weights(execution: Execution):
     """Compute weights; the masters are let go."""
-    return jit(policy.prepare, policy.numerics)(device_params(jax.random.key(0), policy.config))
+    return jit(execution.prepare, execution.numerics)(
+        device_params(jax.random.key(0), execution.config)
+    )
 
 
 def _samplers(setting, name, config, sides, amounts: Amounts, batch: int) -> Iterator[Case]:
@@ -112,10 +113,10 @@ def _samplers(setting, name, config, sides, amounts: Amounts, batch: int) -> Ite
 
 
 def _sampler(setting, config, numerics, amounts: Amounts, batch: int):
-    policy = _policy(setting, config, numerics, amounts.new)
-    program = programs.sampling_program(policy, samples=1)
+    execution = _execution(setting, config, numerics, amounts.new)
+    program = programs.sampling_program(execution, samples=1)
     prompts = _prompts(config, batch, amounts.prompt)
-    call = partial(program, _weights(policy), prompts, jax.random.key(2))
+    call = partial(program, _weights(execution), prompts, jax.random.key(2))
     first, took = _timed(call), _timed(call)
     step = took / amounts.new
     bound = _decode_bound(setting, config, batch, amounts)
@@ -141,21 +142,23 @@ def _timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _training(policy: Policy, micro_batch: int | None) -> tuple[programs.Programs, TrainState]:
+def _training(
+    execution: Execution, micro_batch: int | None
+) -> tuple[programs.Programs, TrainState]:
     learning = Learning(
         objectives.grpo(kl_coefficient=0.0), group_size=_GROUP, micro_batch=micro_batch
     )
     optimizer = optax.with_extra_args_support(optax.adamw(1e-6))
-    built = programs.build(policy, learning, optimizer)
-    return built, built.init(device_params(jax.random.key(0), policy.config))
+    built = programs.build(execution, learning, optimizer)
+    return built, built.init(device_params(jax.random.key(0), execution.config))
 
 
 def _learner(setting, config, numerics, amounts: Amounts):
     """One update: forward, backward, AdamW. Model operations are 6 per weight and token."""
     rows, length = amounts.train
     new = length - amounts.prompt
-    policy = _policy(setting, config, numerics, new)
-    built, state = _training(policy, micro_batch=1 if rows > 1 else None)
+    execution = _execution(setting, config, numerics, new)
+    built, state = _training(execution, micro_batch=1 if rows > 1 else None)
     batch = _experience(config, rows, amounts.prompt, new)
     weights = built.prepare(state.params)
 
@@ -212,8 +215,8 @@ def _grpo(setting, config, sides, amounts: Amounts):
 
 def _whole_step(setting, config, numerics, amounts: Amounts) -> dict[str, Any]:
     prompts_count, new, micro_batch = amounts.step
-    policy = _policy(setting, config, numerics, new)
-    built, state = _training(policy, micro_batch)
+    execution = _execution(setting, config, numerics, new)
+    built, state = _training(execution, micro_batch)
     prompts = _prompts(config, prompts_count, amounts.prompt)
     rewards = normal(6, prompts_count * _GROUP)
     weights = built.prepare(state.params)

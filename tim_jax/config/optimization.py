@@ -1,11 +1,12 @@
 """The optimiser's section of a run's configuration: AdamW, its schedule, what scales its steps."""
 
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from tim_jax.config.sections import Count, NonNegative, Positive, Section, Share, Whole, refusal
-from tim_jax.errors import InputError
+from tim_jax.config.sections import TABLE, Count, Positive, Section, Share, part
+from tim_jax.optimizers import AdamW, Decay
 from tim_jax.schedules import SurgeDetector
 
 
@@ -13,6 +14,13 @@ class DecayOff(Section):
     """No length-triggered decay."""
 
     kind: Literal["off"] = "off"
+
+    def value(self, max_response_length: int | None) -> None:
+        """None: an optimiser without a decay."""
+        del max_response_length
+
+
+_OFF = DecayOff()
 
 
 class DecayFixed(Section):
@@ -23,75 +31,44 @@ class DecayFixed(Section):
 
     kind: Literal["fixed"]
     period: Count
-    floor: Share = 0.1
+    floor: Share = Decay.floor
     """The lowest share of the first learning rate."""
 
+    def value(self, max_response_length: int | None) -> Decay:
+        """The decay as the optimiser takes it; the longest response does not matter to it."""
+        del max_response_length
+        return Decay(period=self.period, floor=self.floor)
 
-class DecayReactive(Section):
+
+@dataclass(frozen=True, kw_only=True)
+class DecayReactive(SurgeDetector):
     """As fixed, with the period found from the surge of the mean response length.
 
-    The keys from `rise` on are those of `tim_jax.schedules.SurgeDetector`, in lengths: one a step.
+    The other keys are the detector's, in lengths: one a step. `max_length`, if left out, is the
+    run's max_response_length.
     """
 
     kind: Literal["reactive"]
-    multiplier: Positive = 1.8
+    multiplier: Positive = Decay.multiple
     """Period over the step of the surge."""
-    floor: Share = 0.1
+    floor: Share = Decay.floor
     """The lowest share of the first learning rate."""
-    rise: float = SurgeDetector.rise
-    """Factor over the baseline from which on a rise is a surge."""
-    window: int = SurgeDetector.window
-    """Lengths that are remembered."""
-    gap: int = SurgeDetector.gap
-    """The newest of them, which the baseline leaves out."""
-    recent: int = SurgeDetector.recent
-    """Newest lengths whose median is compared with the baseline."""
-    hold: int = SurgeDetector.hold
-    """Newest lengths of which all but one must be raised; longer than any burst to be ignored."""
-    minimum: int = SurgeDetector.minimum
-    """Lengths before a surge; an earlier rise is how a run begins."""
-    noise: float = SurgeDetector.noise
-    """Standard deviations of the baseline's lengths that a surge must exceed it by."""
-    max_length: Count | None = None
-    """Lengths pinned at it count as cut off: a rise by sqrt(rise) up to it is then enough. Left
-    out: the run's max_response_length."""
 
-    def detector(self, max_response_length: int | None = None) -> SurgeDetector:
-        """The detector of a run with this longest response."""
-        own = self.model_dump(exclude={"kind", "multiplier", "floor", "max_length"})
-        return SurgeDetector(max_length=self.max_length or max_response_length, **own)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        try:
-            self.detector()
-        except InputError as error:
-            raise refusal("", None, str(error)) from error
-        return self
+    def value(self, max_response_length: int | None) -> Decay:
+        """The decay of a run whose longest response has this many tokens."""
+        longest = self.max_length or max_response_length
+        detector = part(SurgeDetector, self, max_length=longest)
+        return Decay(multiple=self.multiplier, floor=self.floor, detector=detector)
 
 
-class Optimizer(Section):
-    """AdamW, its schedule, and the factors on its steps that come on top."""
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(AdamW):
+    """AdamW, its schedule, and the factors on its steps that come on top.
 
-    learning_rate: Positive = 1e-3
-    """At its highest."""
-    warmup_steps: Whole = 0
-    """Updates (epochs x mini-batches a step) of linear rise from 0."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """After the rise."""
-    total_steps: Count | None = None
-    """Updates after which a cosine or linear schedule ends; left out: the run's last."""
-    final_share: Share = 0.0
-    """Share of the learning rate that a cosine or linear schedule ends with."""
-    weight_decay: NonNegative = 0.0
-    b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    b2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Positive = 1e-8
-    max_grad_norm: NonNegative = 1.0
-    """Global norm that gradients are scaled down to; 0 is off."""
-    ess_reference: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Steps times sqrt(min(e / this, 1)), e the effective sample size of the update's importance
-    weights as a share (VCPO): 1.0 for single-turn tasks. Left out: off."""
-    length_decay: Annotated[DecayOff | DecayFixed | DecayReactive, Field(discriminator="kind")] = (
-        DecayOff()
-    )
+    `total_steps`, if left out, are the run's updates: steps x epochs x mini-batches.
+    """
+
+    learning_rate: float = 1e-3
+    length_decay: Annotated[
+        DecayOff | DecayFixed | Annotated[DecayReactive, TABLE], Field(discriminator="kind")
+    ] = _OFF

@@ -1,8 +1,8 @@
 """What a run can be asked for: one frozen value, checked when it is made.
 
-`config_io.load` makes a `RunConfig` from a TOML file and the command line, and `config_io.dump`
-writes it out, defaults included. It is built once, at the edge; nothing below the command line
-reads one.
+`config.toml.load` makes a `RunConfig` from a TOML file and the command line, and
+`config.toml.dump` writes it out, defaults included. It is built once, at the edge; nothing below
+the command line reads one.
 """
 
 from math import lcm
@@ -14,6 +14,7 @@ from tim_jax import corrections
 from tim_jax.config.model import Model
 from tim_jax.config.optimization import Optimizer
 from tim_jax.config.sections import (
+    TABLE,
     BuiltinTask,
     CustomTask,
     DatasetTask,
@@ -46,24 +47,27 @@ class RunConfig(Section):
     """required: stop at the first token whose two log-probs differ. report: only count them."""
     model: Model = Model(preset="tiny")
     numerics: NumericsSection = NumericsSection()
-    placement: PlacementSection = PlacementSection()
-    sampling: SamplingSection = SamplingSection()
+    placement: Annotated[PlacementSection, TABLE] = PlacementSection()
+    sampling: Annotated[SamplingSection, TABLE] = SamplingSection()
     sampler: SamplerSection = SamplerSection()
     learner: Learner = Learner()
-    optimizer: Optimizer = Optimizer()
+    optimizer: Annotated[Optimizer, TABLE] = Optimizer()
     task: Annotated[
-        BuiltinTask | GymTask | DatasetTask | CustomTask, Field(discriminator="kind")
+        BuiltinTask | GymTask | Annotated[DatasetTask, TABLE] | CustomTask,
+        Field(discriminator="kind"),
     ] = BuiltinTask()
-    warmup: Warmup = Warmup()
+    warmup: Annotated[Warmup, TABLE] = Warmup()
     eval: Evaluation = Evaluation()
     run: RunSection = RunSection()
 
     @property
     def objective(self) -> Objective:
+        """The objective: the preset and its changes, with the longest response filled in."""
         return self.learner.objective.value(self.sampling.max_response_length)
 
     @property
     def sequences_per_step(self) -> int:
+        """Sequences that one step draws: prompts times samples."""
         return self.learner.prompts_per_step * self.sampling.samples_per_prompt
 
     @property
@@ -78,8 +82,11 @@ class RunConfig(Section):
         return self.numerics.column_tiles or lcm(*tensor)
 
     def may_change(self) -> tuple[str, ...]:
-        """Keys in which a resumed run may differ from what it was: none that changes past steps."""
-        free = ("exact", "eval", "run", "placement", "sampler.micro_batch")
+        """Keys in which a resumed run may differ from what it was: none that changes past steps.
+
+        What matters of `numerics.family` is the family that "auto" stood for, which the job checks.
+        """
+        free = ("exact", "eval", "run", "placement", "sampler.micro_batch", "numerics.family")
         bound = self.optimizer.schedule != "constant" and self.optimizer.total_steps is None
         return free if bound else ("steps", *free)
 
@@ -95,7 +102,7 @@ class RunConfig(Section):
             raise refusal(
                 "exact", self.exact, 'native numerics are not exact; set "report", or family tiles'
             )
-        active = self.sampler.dial.active
+        active = self.sampler.dial.active if self.sampler.mismatch else ()
         if self.exact == "required" and active:
             raise refusal(
                 "exact",

@@ -1,26 +1,32 @@
 """The sections of a run's configuration, each a frozen value that is checked when it is made.
 
-Omitted keys have the defaults that stand here. What several sections say together is checked by
-`config.RunConfig`.
-
-The section of a run's configuration that says on which devices it runs.
+Where the library has the value already (`Placement`, `Sampling`, `DatasetSource`, ...), that value
+is the section, with its own defaults and checks; a section that needs more keys extends it. What
+several sections say together is checked by `config.RunConfig`.
 """
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetPydanticSchema, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+import tim_jax
 from tim_jax import corrections, objectives
 from tim_jax.errors import InputError
-from tim_jax.mismatch import Mismatch, named
+from tim_jax.model.execution import Sampling
 from tim_jax.numerics import Family
-from tim_jax.objectives import Aggregation, Denominator, Loss, Objective
-from tim_jax.objectives.advantages import Estimator
-from tim_jax.objectives.losses import KL
+from tim_jax.objectives import Objective
 from tim_jax.placement import Placement
+from tim_jax.tasks.builtin import Quality
+from tim_jax.tasks.dataset import DatasetSource
+
+if TYPE_CHECKING:
+    from tim_jax.mismatch import Mismatch
 
 WandbMode = Literal["online", "offline", "disabled"]
+FamilyChoice = Literal["auto", Family]
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -31,9 +37,25 @@ Function = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 TokenIds = Annotated[tuple[Whole, ...], Field(strict=False)]
 Counts = Annotated[tuple[Count, ...], Field(strict=False)]
 
+T = TypeVar("T")
+
+
+def _as_table(source: Any, handler: Any) -> Any:
+    schema = handler(source)
+    handler.resolve_ref_schema(schema)["strict"] = False
+    return schema
+
+
+# Marks a dataclass that is a section. Strict validation would take an instance of it alone; what is
+# in its table stays strict.
+TABLE = GetPydanticSchema(_as_table)
+
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion of types."""
+    """Base of sections that are no value of the library: frozen, no unknown keys, strict types.
+
+    The settings hold for the dataclasses among its fields too.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -50,11 +72,40 @@ def refusal(key: str, value: Any, rule: str) -> PydanticCustomError:
     return PydanticCustomError("rule", "{rule}", {"key": key, "value": value, "rule": rule})
 
 
+def part(kind: Callable[..., T], section: Any, **changes: Any) -> T:
+    """The value of dataclass `kind` that a section extends, without the section's own keys."""
+    own = {field.name: getattr(section, field.name) for field in fields(cast(Any, kind))}
+    return kind(**{**own, **changes})
+
+
+S = TypeVar("S", bound=Section)
+
+
+def _may_change(kind: type, *, but: tuple[str, ...]) -> Callable[[type[S]], type[S]]:
+    """Class decorator: the fields of the dataclass `kind` become keys that may be left out."""
+
+    def extended(section: type[S]) -> type[S]:
+        hints = get_type_hints(kind)
+        own = {*but, *section.model_fields}
+        keys = {name: (hint | None, None) for name, hint in hints.items() if name not in own}
+        made = create_model(
+            section.__name__,
+            __base__=section,
+            __module__=section.__module__,
+            __doc__=section.__doc__,
+            **cast(Any, keys),
+        )
+        return cast(type[S], made)
+
+    return extended
+
+
 class NumericsSection(Section):
     """How numbers are computed; see `tim_jax.numerics`."""
 
-    family: Family = "tiles"
-    """tiles: exact by construction. native: plain XLA. pallas_gpu, pallas_tpu: exact kernels."""
+    family: FamilyChoice = "auto"
+    """tiles: exact by construction. native: plain XLA. pallas_gpu, pallas_tpu: exact kernels. auto:
+    tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation. The master weights are float32 in any case."""
     column_tiles: Count | None = None
@@ -64,22 +115,21 @@ class NumericsSection(Section):
     """XLA's, for every program of the run, such as `xla_allow_excess_precision = false`."""
 
 
-class SamplingSection(Section):
+@dataclass(frozen=True, kw_only=True)
+class SamplingSection(Sampling):
     """The distribution that training responses are drawn from."""
 
     samples_per_prompt: Count = 8
     """Group size."""
     max_prompt_length: Count = 32
     """In tokens. A longer prompt is refused."""
-    max_response_length: Count = 64
-    """In tokens, the end token included."""
-    temperature: Positive = 1.0
-    top_k: Whole = 0
-    """Draw from the k most probable tokens; 0 is off."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the most probable tokens that together have this probability; 1 is off."""
     stop_tokens: TokenIds = ()
     """Token ids that end a response, besides the tokenizer's own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature == 0:
+            raise InputError("temperature must be greater than 0 in training, got 0.0")
 
 
 class SamplerSection(Section):
@@ -91,14 +141,17 @@ class SamplerSection(Section):
     """Entries of `tim_jax.mismatch`, in order: `{name = "kv_cache", dtype = "float8_e4m3fn"}`."""
 
     @property
-    def dial(self) -> Mismatch:
-        return named.build(self.mismatch)
+    def dial(self) -> "Mismatch":
+        """The entries as the sampler's dial."""
+        return tim_jax.mismatch.build(self.mismatch)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        # Imported only where there are entries: with the room come the kernels and the sampler, and
+        # the errors about all other keys would have to wait for them.
         for index, entry in enumerate(self.mismatch):
             try:
-                named.build([entry])
+                tim_jax.mismatch.build([entry])
             except InputError as error:
                 raise refusal(f"mismatch[{index}]", entry, str(error)) from error
         return self
@@ -119,45 +172,21 @@ Preset = Literal[
 ]
 
 
+@_may_change(Objective, but=("max_length",))
 class ObjectiveSection(Section):
     """Advantages and token loss: a preset of `tim_jax.objectives`, and changes to it.
 
-    A key that is left out is as the preset has it.
+    Every key of `Objective` may be given; one that is left out is as the preset has it. Where the
+    loss clips its ratio is the preset's for the preset's own loss, else where the loss's paper has
+    it.
     """
 
     preset: Preset = "grpo"
-    estimator: Estimator | None = None
-    loss: Loss | None = None
-    clip_low: NonNegative | None = None
-    """Where the loss clips its ratio, below and above; left out, and not the preset's: where the
-    loss's paper does."""
-    clip_high: NonNegative | None = None
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
     loss_options: dict[str, float] | None = None
     """Further options of the loss, such as `{ ratio_cap = 5.0 }` of "dppo_tv"."""
-    aggregation: Aggregation | None = None
-    denominator: Denominator | None = None
-    """What rejected tokens count in: "response" (as if kept), "survivors" (not), "verl"."""
-    kl_coefficient: NonNegative | None = None
-    """Above 0 a frozen copy of the first weights is kept as the reference."""
-    kl_estimator: KL | None = None
-    kl_cap: Positive | None = None
-    """A bound on the size of a token's KL estimate."""
-    entropy_coefficient: float | None = None
-    """Of the policy's entropy, which is added to the objective."""
-    advantage_eps: NonNegative | None = None
-    drop_uninformative: bool | None = None
-    """Leave out groups whose rewards are all equal."""
-    drop_cut: bool | None = None
-    """Leave out responses that the longest length cut off."""
-    overlong_cache: Count | None = None
-    """Tokens before the longest length from which on a response loses reward, down to -1."""
-    reward_kl_coefficient: NonNegative | None = None
-    """Of the KL to the reference that is taken off the reward."""
+    # What steers the coefficient has other names for these two, which its check would say.
     reward_kl_target: Positive | None = None
-    """KL in nats a response that this coefficient is steered to."""
     reward_kl_horizon: Count | None = None
-    """Responses over which it is steered."""
 
     def value(self, max_response_length: int) -> Objective:
         """Returns the objective; `max_response_length` is the length of 'constant_length'."""
@@ -228,29 +257,11 @@ class GymTask(Section):
     """A reward of your own, `module:function`, in place of the dataset's."""
 
 
-class DatasetTask(Section):
+@dataclass(frozen=True, kw_only=True)
+class DatasetTask(DatasetSource):
     """Rows of JSON lines, Parquet or the hub (extra `math` for its grader)."""
 
     kind: Literal["dataset"]
-    path: str
-    """File, folder or hub name."""
-    split: str = "train"
-    subset: str | None = None
-    """Configuration of a hub dataset."""
-    prompt_column: str | None = None
-    """Left out: found from the columns, as is `answer_column`."""
-    answer_column: str | None = None
-    template: str | None = None
-    """Text around each prompt, with `{prompt}` in it."""
-    system: str | None = None
-    """System prompt; makes a text prompt a chat."""
-    eval_path: str | None = None
-    eval_split: str | None = None
-    eval_share: Share = 0.05
-    """Held out if there is neither an `eval_path` nor an `eval_split`."""
-    eval_limit: Count | None = None
-    seed: Whole = 0
-    """Of the share that is held out."""
     time_limit: Positive = 5.0
     """CPU seconds that grading one answer may take."""
     reward: Function | None = None
@@ -269,7 +280,8 @@ class CustomTask(Section):
     """A reward of your own, `module:function`, in place of the task's."""
 
 
-class Warmup(Section):
+@dataclass(frozen=True, kw_only=True)
+class Warmup(Quality):
     """Supervised steps before the first RL step, for a model that knows nothing yet."""
 
     steps: Whole = 0
@@ -277,18 +289,6 @@ class Warmup(Section):
     batch: Count = 64
     """Prompts with completions per step."""
     learning_rate: Positive = 3e-3
-    worked: Share = 1.0
-    """Share of completions with every step of the working."""
-    partial: Share = 0.0
-    """Share that stops working after some steps and then answers; the rest answers at once."""
-    errors: Share = 0.0
-    """Share of all completions with one wrong digit."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.worked + self.partial > 1:
-            raise refusal("partial", self.partial, f"with worked = {self.worked} is more than 1")
-        return self
 
 
 class Evaluation(Section):
@@ -331,29 +331,19 @@ class RunSection(Section):
     """Write the final model to the run folder, as `transformers` loads it."""
 
 
-class Mesh(Section):
-    """Devices by mesh axis; see `tim_jax.placement`."""
-
-    data: Count = 1
-    """Rows of the batch; every slice of devices holds the whole model."""
-    fsdp: Count = 1
-    """Rows of the batch, with parameters and optimizer state split over them."""
-    tensor: Count = 1
-    """Columns of every weight matrix, and the attention heads."""
-    decode: Literal["whole", "sharded"] = "whole"
-    """The sampler's weights: gathered over fsdp before the decode loop, or at every token."""
-
-    @property
-    def value(self) -> Placement:
-        return Placement(self.data, self.fsdp, self.tensor, self.decode)
-
-
-class PlacementSection(Mesh):
+@dataclass(frozen=True, kw_only=True)
+class PlacementSection(Placement):
     """Where the learner runs, and the sampler."""
 
-    sampler: Mesh | None = None
+    sampler: Annotated[Placement, TABLE] | None = None
     """Left out: on the learner's mesh, with its very weights. Else they are moved every step."""
 
     @property
+    def value(self) -> Placement:
+        """The learner's."""
+        return part(Placement, self)
+
+    @property
     def for_sampler(self) -> Placement:
-        return self.value if self.sampler is None else self.sampler.value
+        """The sampler's placement: its own, or the learner's where it has none."""
+        return self.sampler or self.value

@@ -3,14 +3,15 @@
 Whatever is wrong is one line: where it was said, the dotted key, the value, what would be right.
 """
 
-import datetime
+import dataclasses
 import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from tim_jax.config.run import RunConfig
@@ -19,6 +20,12 @@ from tim_jax.errors import InputError, did_you_mean
 COMMAND_LINE = "command line"
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
+# How a value's own check names a field, what it is and what would be right.
+_CHECKS = (
+    re.compile(r"(?P<key>\w+) (?P<rule>must .+), got (?P<value>.+)"),
+    re.compile(r"(?P<key>\w+) is (?P<value>[^;]+); it (?P<rule>must .+)"),
+)
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _RULES = {
     "missing": "is missing",
     "int_type": "must be a whole number",
@@ -29,6 +36,7 @@ _RULES = {
     "dict_type": "must be a table of keys and values",
     "model_type": "must be a table of keys and values",
     "model_attributes_type": "must be a table of keys and values",
+    "dataclass_type": "must be a table of keys and values",
     "finite_number": "must be finite",
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be {ge} or more",
@@ -36,7 +44,6 @@ _RULES = {
     "less_than_equal": "must be {le} or less",
     "multiple_of": "must be a multiple of {multiple_of}",
     "string_pattern_mismatch": 'must be written "module:function"',
-    "rule": "{rule}",
 }
 
 
@@ -69,7 +76,7 @@ def build(
         return RunConfig.model_validate(dict(data))
     except ValidationError as error:
         # A misspelt key comes first: it often is the reason for the others.
-        problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        problems = sorted(error.errors(), key=lambda e: e["type"] not in _UNKNOWN)
         key, text = _describe(problems[0], data)
         said_here = any(_overlap(key, path) for path in command_line)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -102,8 +109,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 def dump(config: RunConfig) -> str:
     """Returns the config as TOML text, defaults included; loading it gives an equal config."""
-    lines = [*_table((), config.model_dump(exclude_none=True))]
-    return "\n".join(lines).lstrip("\n") + "\n"
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
@@ -150,9 +156,13 @@ def _describe(error: Any, data: Mapping[str, Any]) -> tuple[tuple[str, ...], str
     value = error["input"]
     if kind == "rule":
         key, value = (*key, *filter(None, context["key"].split("."))), context["value"]
-    if kind == "extra_forbidden":
+    if kind in ("rule", "value_error") and (value is None or isinstance(value, Mapping)):
+        return _of_section(key, str(context.get("error", context.get("rule"))), data)
+    if kind == "rule":
+        rule = context["rule"]
+    elif kind in _UNKNOWN:
         _, parents = _walk(error["loc"][:-1], data)
-        known = {name for section in parents for name in section.model_fields}
+        known = {name for section in parents for name in _keys(section)}
         rule = f"unknown key{did_you_mean(key[-1], known)}"
     elif kind == "literal_error":
         rule = "unknown value" + _near(value, re.findall(r"'([^']*)'", context["expected"]))
@@ -160,7 +170,7 @@ def _describe(error: Any, data: Mapping[str, Any]) -> tuple[tuple[str, ...], str
         key, value = (*key, "kind"), context["tag"]
         rule = "unknown value" + _near(value, re.findall(r"'([^']*)'", context["expected_tags"]))
     elif kind == "union_tag_not_found":
-        kinds = {get_args(section.model_fields["kind"].annotation)[0] for section in sections}
+        kinds = {get_args(_keys(section)["kind"])[0] for section in sections}
         rule = f"needs the key 'kind', one of {', '.join(sorted(kinds))}"
     else:
         rule = _RULES[kind].format(**context) if kind in _RULES else str(error["msg"])
@@ -169,27 +179,35 @@ def _describe(error: Any, data: Mapping[str, Any]) -> tuple[tuple[str, ...], str
     return key, f"{_dotted(key)}{'' if shown else f' = {_shown(value)}'}: {rule}"
 
 
+def _of_section(
+    key: tuple[str, ...], text: str, data: Mapping[str, Any]
+) -> tuple[tuple[str, ...], str]:
+    """The same for what a section says of itself: of one of its keys, if it begins with that."""
+    text = re.sub(r"^\w+: ", "", text)  # the name of the value
+    _, sections = _walk(key, data)
+    known = {name for section in sections for name in _keys(section)}
+    for check in _CHECKS:
+        found = check.fullmatch(text)
+        if found and found["key"] in known:
+            key = (*key, found["key"])
+            return key, f"{_dotted(key)} = {found['value']}: {found['rule']}"
+    return key, f"{_dotted(key)}: {text}"
+
+
 def _overlap(key: Sequence[str], path: Sequence[str]) -> bool:
     """Whether one is the other or lies inside it; list indices of the key do not count."""
     return all(part.split("[")[0] == other for part, other in zip(key, path, strict=False))
 
 
-def _walk(
-    location: Sequence[str | int], data: Any
-) -> tuple[tuple[str, ...], list[type[BaseModel]]]:
+def _walk(location: Sequence[str | int], data: Any) -> tuple[tuple[str, ...], list[type]]:
     """The key as it stands in the file, and the sections that may stand there (none: a value).
 
     Pydantic puts the tag of a union into the location, where the file has no such level.
     """
     key: list[str] = []
-    sections: list[type[BaseModel]] = [RunConfig]
+    sections: list[type] = [RunConfig]
     for part in location:
-        tagged = [
-            section
-            for section in sections
-            if "kind" in section.model_fields
-            and part in get_args(section.model_fields["kind"].annotation)
-        ]
+        tagged = [s for s in sections if part in get_args(_keys(s).get("kind"))]
         if tagged and not (isinstance(data, Mapping) and part in data):
             sections = tagged
             continue
@@ -197,16 +215,24 @@ def _walk(
             key[-1] += f"[{part}]"
         else:
             key.append(part)
-        fields = [s.model_fields[str(part)] for s in sections if str(part) in s.model_fields]
-        sections = [section for field in fields for section in _sections(field.annotation)]
+        kinds = [_keys(section).get(str(part)) for section in sections]
+        sections = [section for kind in kinds for section in _sections(kind)]
         data = data.get(part) if isinstance(data, Mapping) else None
     return tuple(key), sections
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in _sections(part)]
+def _keys(section: type) -> dict[str, Any]:
+    """The keys of a section and their types."""
+    if issubclass(section, BaseModel):
+        return {name: field.annotation for name, field in section.model_fields.items()}
+    return get_type_hints(section)
+
+
+def _sections(kind: Any) -> list[type]:
+    """The sections among what a key may be."""
+    if isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)):
+        return [kind]
+    return [section for part in get_args(kind) for section in _sections(part)]
 
 
 def _near(value: Any, known: list[str]) -> str:
@@ -222,38 +248,15 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _table(path: tuple[str, ...], values: Mapping[str, Any]) -> Iterable[str]:
-    if path:
-        yield f"\n[{'.'.join(map(_quoted_key, path))}]"
-    # Free-form tables (parameters) stay on one line; only sections become tables.
-    sections = {name for name, value in values.items() if isinstance(value, dict) and value}
-    sections -= {"parameters", "template_options"}
-    for name, value in values.items():
-        if name not in sections:
-            yield f"{_quoted_key(name)} = {_inline(value)}"
-    for name in values:
-        if name in sections:
-            yield from _table((*path, name), values[name])
-
-
 def _inline(value: Any) -> str:
+    """A value as TOML on one line, which `tomli_w` does not write."""
     match value:
         case bool():
             return "true" if value else "false"
         case str():
-            # JSON's strings are TOML's but for DEL, which TOML wants escaped.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case int() | float():
-            return repr(value)
+            return json.dumps(value, ensure_ascii=False)
         case list() | tuple():
             return f"[{', '.join(map(_inline, value))}]"
         case Mapping():
-            items = [f"{_quoted_key(k)} = {_inline(v)}" for k, v in value.items()]
-            return f"{{{', '.join(items)}}}"
-        case datetime.date() | datetime.time():
-            return value.isoformat()
-    raise TypeError(f"{value!r} has no form in TOML")
-
-
-def _quoted_key(key: str) -> str:
-    return key if _KEY.fullmatch(key) else _inline(key)
+            return f"{{{', '.join(f'{key} = {_inline(own)}' for key, own in value.items())}}}"
+    return str(value)

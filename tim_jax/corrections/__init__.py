@@ -1,8 +1,9 @@
 """Corrections of the mismatch between trainer and rollout policy: functions and optax transforms.
 
-`correct` is the plain function: log-ratios and a mask in, coefficients and metrics out. `recipes`
-are the corrections that the literature names, `blocks` what they are made of, `base` says what a
-correction is, `stages` when it is evaluated, `named` builds them from configurations.
+`correct` is the plain function: it takes log-ratios and a mask, and returns coefficients and
+metrics (`pure`). `recipes` are the corrections that the literature names, and builds them from a
+configuration; `blocks` and `batch` are what they are made of. `base` says what a correction is and
+when it is evaluated.
 """
 
 from tim_jax.corrections.base import (

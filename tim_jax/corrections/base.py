@@ -1,16 +1,14 @@
-"""What a correction is: a chain of blocks over token coefficients, and an optax transform.
+"""What a correction is, and when it is evaluated.
 
-With a policy loss `L = sum_t w_t c_t l_t`, where `l_t` depends on `log pi(a_t)` and no gradient
-flows through the coefficient `c_t`, the gradient with respect to `log pi(a_t)` is linear in `c_t`.
-So a correction maps coefficients to coefficients: `updates` is the f32[B, R] array of them (to
-begin with, the response mask) or a pytree of such arrays, each a batch of its own.
+A correction is a chain of blocks over token coefficients, and an optax transform. With a policy
+loss `L = sum_t w_t c_t l_t`, where `l_t` depends on `log pi(a_t)` and no gradient flows through the
+coefficient `c_t`, the gradient with respect to `log pi(a_t)` is linear in `c_t`. So a correction
+maps coefficients to coefficients: `updates` is the f32[B, R] array of them (to begin with, the
+response mask) or a pytree of such arrays, each a batch of its own. A `Correction` also says of each
+block what it does to a token and which log-probs it reads, because both decide which losses it may
+be combined with (`check`) and when it is evaluated (`stages`).
 
-A `Correction` is an optax transform that also says of each block what it does to a token and which
-log-probs it reads, because what may be combined with which loss depends on both (`stages`).
-
-When a correction is evaluated, on which log-probs, and which losses it may be combined with.
-
-Three policies give a token of a rollout a probability: the rollout's own, mu; the trainer's at the
+Three policies give a token of a rollout a probability: the rollout's, mu; the trainer's at the
 start of the step, pi_old; and the trainer's at the weights of an update, pi. A weight must bring
 the loss from mu to pi exactly once:
 
@@ -21,9 +19,8 @@ the loss from mu to pi exactly once:
 | bypass, a loss without ratio | none | pi / mu, in every update | pi / mu |
 | recompute, a loss without ratio | none | pi_old / mu, once a step | one update a step |
 
-Masks and rejections count nothing and go with every loss. What is defined on the current policy
-(`Block.reads`) reads pi / mu in every update, in recompute mode too.
-
+Masks and rejections are no weights, so they go with every loss. A block that is defined on the
+current policy (`Block.reads`) reads pi / mu in every update, in recompute mode too.
 """
 
 import functools
@@ -43,7 +40,7 @@ Effect = Literal["weight", "scale", "mask", "reject"]
 Reads = Literal["old", "current"]
 Transform = optax.GradientTransformationExtraArgs
 
-# What holds a number for every token; other extra arguments may hold one for every sequence.
+# Arguments with a number for every token; others may have one for every sequence instead.
 _OF_TOKENS = ("coefficients", "log_ratio", "log_probs", "divergence")
 
 
@@ -70,7 +67,7 @@ class Block:
     """old: the mismatch, the trainer's policy at the start of a step against the rollout's.
     current: the trainer's policy at the weights of each update against the rollout's."""
     whole_batch: bool = False
-    """Takes a statistic of the batch, which part of the rows would change."""
+    """True if it takes a statistic of the batch, which would differ on part of the rows."""
     bounds: Bounds | None = None
     needs: tuple[str, ...] = ()
     """Extra arguments that it reads beside `mask`."""
@@ -95,14 +92,14 @@ class Correction(optax.GradientTransformationExtraArgs):
 
         def update(updates, state, params=None, **extra):
             states = []
-            for block, own in zip(blocks, state, strict=True):
-                updates, own = block.transform.update(updates, own, params, **extra)
-                states.append(own)
+            for block, block_state in zip(blocks, state, strict=True):
+                updates, block_state = block.transform.update(updates, block_state, params, **extra)
+                states.append(block_state)
             return updates, tuple(states)
 
-        made = super().__new__(cls, init, update)
-        made.blocks = tuple(blocks)
-        return made
+        correction = super().__new__(cls, init, update)
+        correction.blocks = tuple(blocks)
+        return correction
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Correction) and self.blocks == other.blocks
@@ -124,9 +121,9 @@ class Correction(optax.GradientTransformationExtraArgs):
 def chain(*transforms: optax.GradientTransformation) -> Correction:
     """Returns the correction that applies the transforms in their order, as `optax.chain`.
 
-    A transform that is not a `Correction` (one of your own, or of optax) counts as a weight with a
-    statistic of the whole batch, which is the most that it could be. `map_coefficients` makes one
-    that says better.
+    A transform that is not a `Correction` (one of your own, or of optax) is taken for a weight with
+    a statistic of the whole batch: the assumption that restricts its use most. `map_coefficients`
+    makes one that states what it does.
     """
     blocks: list[Block] = []
     for transform in transforms:
@@ -139,7 +136,7 @@ def chain(*transforms: optax.GradientTransformation) -> Correction:
 
 
 def declared(correction: Correction, **changes: Any) -> Correction:
-    """The same arithmetic, with other statements about its blocks (`effect`, `reads`, ...)."""
+    """Returns the same arithmetic, with other fields of its blocks (`effect`, `reads`, ...)."""
     return Correction(tuple(replace(block, **changes) for block in correction.blocks))
 
 
@@ -147,8 +144,8 @@ def scheduled(make: Callable[..., Correction], **arguments: Any) -> Correction:
     """Returns `make(**arguments)`, in which arguments may be schedules: functions of the batch.
 
     `scheduled(token_tis, cap=optax.linear_schedule(2.0, 1.2, 100))` counts its updates. It is
-    `optax.inject_hyperparams` of every block, and the blocks go on saying what they do. They have
-    no `bounds` to report, because these move.
+    `optax.inject_hyperparams` of every block. The blocks keep their fields, but have no `bounds` to
+    report, because these change.
     """
     first = {name: x(0) if callable(x) else x for name, x in arguments.items()}
 
@@ -174,11 +171,11 @@ def map_coefficients(
 ) -> Correction:
     """Makes a stateless block from `function(coefficients, mask, *needs) -> coefficients`.
 
-    The way to write a block of one's own: `function` sees one f32[B, R] array at a time, `mask` as
-    bool and the named extra arguments in float32; the result is cut to the mask and carries no
-    gradient. A NaN among what `function` reads of a response token stays a NaN, whatever it
-    returns. `name` says which block it is when an extra argument is missing (InputError); see
-    `Block` for the other arguments.
+    This is the way to write a block of one's own. `function` is given one f32[B, R] array at a
+    time, `mask` as bool and the named extra arguments in float32; its result is set to 0 off the
+    mask and carries no gradient. If one of its arguments is NaN at a response token, so is the
+    result, whatever it returns. `name` says which block it is when an extra argument is missing
+    (InputError); see `Block` for the other arguments.
     """
 
     def update(updates, state, params=None, **extra):
@@ -215,22 +212,22 @@ def map_leaves(function: Callable[..., jax.Array], updates: Any, mask: Any, /, *
 
 
 def is_masked_node(leaf: Any) -> bool:
-    """True for the place that `optax.masked` or `optax.partition` leaves for another transform."""
+    """True for a leaf that `optax.masked` or `optax.partition` leaves to another transform."""
     return isinstance(leaf, optax.MaskedNode)
 
 
 def take_extra(extra: dict[str, Any], name: str, what: str) -> Any:
-    """Returns an extra argument of `update`, or says in one line which one is missing."""
+    """Returns an extra argument of `update`. Raises `InputError` if it is missing."""
     if extra.get(name) is None:
         raise InputError(f"{what} needs the extra argument {name!r} in update(...)")
     return extra[name]
 
 
 def known_number(value: object) -> float | None:
-    """A number that can be checked now; NaN for what is none, None for a traced value.
+    """Returns a value as a float; NaN if it is no number, None if it is traced.
 
-    Under `optax.inject_hyperparams` a bound is an array whose value is known only when the program
-    runs: nothing can be refused then.
+    Under `optax.inject_hyperparams` a bound is a traced array whose value is known only when the
+    program runs, so it cannot be checked.
     """
     if isinstance(value, Tracer):
         return None
@@ -243,18 +240,18 @@ def known_number(value: object) -> float | None:
 
 
 def plain_number(value: Any) -> Any:
-    """A bound as what float32 may be compared with: a Python float, or f32[] if it is traced.
+    """Returns a bound as a Python float, or as f32[] if it is traced.
 
-    A NumPy scalar would bring its own dtype along.
+    A NumPy scalar would be compared with float32 in its own dtype.
     """
     if value is None:
         return None
-    known = known_number(value)
-    return jnp.asarray(value, jnp.float32) if known is None else known
+    number = known_number(value)
+    return jnp.asarray(value, jnp.float32) if number is None else number
 
 
 def check_shape(name: str, shape: tuple[int, ...], of_mask: tuple[int, ...]) -> None:
-    """Only what fits the mask token by token, or holds one number a sequence where that may be."""
+    """Refuses shapes other than the mask's, or, where it makes sense, one number a sequence."""
     of_sequences = () if name in _OF_TOKENS else (of_mask[:1],)
     if len(of_mask) != 2 or shape not in (of_mask, *of_sequences):
         raise InputError(
@@ -264,9 +261,9 @@ def check_shape(name: str, shape: tuple[int, ...], of_mask: tuple[int, ...]) -> 
 
 
 def _float32(x: Any) -> Any:
-    """Log-probs of any float dtype as float32; whatever else a block reads (a bool mask) as it is.
+    """Casts float arrays to float32; others (a bool mask) stay as they are.
 
-    The strict functions are made for float32: another dtype would give other bits, or none.
+    The functions of `strict` are for float32; another dtype would give other bits, or an error.
     """
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
@@ -295,8 +292,8 @@ def split_state(correction: Correction, mode: Mode, state: tuple) -> tuple[tuple
     if mode == "bypass":
         return (), tuple(state)
     pairs = list(zip(correction.blocks, state, strict=True))
-    step = tuple(own for block, own in pairs if block.reads == "old")
-    return step, tuple(own for block, own in pairs if block.reads == "current")
+    step = tuple(part for block, part in pairs if block.reads == "old")
+    return step, tuple(part for block, part in pairs if block.reads == "current")
 
 
 def join_state(correction: Correction, mode: Mode, step: tuple, update: tuple) -> tuple:
@@ -310,7 +307,7 @@ def join_state(correction: Correction, mode: Mode, step: tuple, update: tuple) -
 def check(
     correction: Correction, *, mode: Mode, loss: str, has_ratio: bool, updates: int = 1
 ) -> None:
-    """Refuses what would count a ratio twice or not at all, or what the trainer cannot give.
+    """Refuses a combination that counts a ratio twice or not at all, or that lacks an input.
 
     Args:
       loss: the name of the loss.
@@ -345,7 +342,7 @@ def check(
 
 
 def _check_order(correction: Correction) -> None:
-    """Refuses a block that looks at the coefficients so far, after one that is evaluated later."""
+    """Refuses a block that reads the coefficients so far after one that is evaluated later."""
     seen = None
     for block in correction.blocks:
         if block.reads == "current":

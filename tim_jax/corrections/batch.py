@@ -1,11 +1,11 @@
 """Blocks that need a statistic of the whole batch: normalisation, and adaptive mixing.
 
-The batch's statistic must not depend on how the batch was split. So `update` has to see the whole
+The statistic must not depend on how the batch was split. So `update` has to be given the whole
 batch: with micro-batches, compute the log-ratios of all of them first. Each row is then summed in a
-fixed order, and the rows' sums in a fixed tree (`tim_jax.numerics.sums`), which gives the same bits
-on one device, on arrays sharded over many (under `jit`, nothing to do), and inside `shard_map`,
-where `axis_name` names the mesh axis that the rows are split over: the rows' sums are gathered, not
-added, before the tree. Counts are integers.
+fixed order, and the rows' sums in a fixed tree (`tim_jax.numerics.sums`). That gives the same bits
+on one device, on arrays sharded over many under `jit`, and inside `shard_map`, if `axis_name` names
+the mesh axis that the rows are split over: the rows' sums are then gathered before the tree. Counts
+are integers.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -45,7 +45,7 @@ def normalise(
       tokens (sequences) with a coefficient that is not 0
 
     verl's `rollout_is_batch_normalize` is `scale_by_truncated_ratio, normalise`, then `reject`.
-    Order: put it after the ratio; what comes later in the chain is not in the mean.
+    Put it after the ratio in the chain; blocks after it do not count in the mean.
     A batch without survivors stays 0.
     """
     check_choice("unit", unit, get_args(Unit))
@@ -69,13 +69,13 @@ def normalise_by_running_mean(
 ) -> Correction:
     """Divides by a running mean of the batches' means: `m <- m + (1 - decay) (mean - m)`, m_0 = 1.
 
-    The mean that divides a batch comes from the batches before it. `update` must see a whole batch
-    at a time all the same, or the state would move once for every part of it. A batch without
-    tokens, or with a NaN, leaves the mean as it is.
+    A batch is divided by the mean of the batches before it. `update` must still be given a whole
+    batch at a time, or the state would change once for every part of it. A batch without tokens, or
+    with a NaN, leaves the mean as it is.
     """
     check_choice("unit", unit, get_args(Unit))
-    known = known_number(decay)
-    if known is not None and not 0.0 <= known < 1.0:
+    number = known_number(decay)
+    if number is not None and not 0.0 <= number < 1.0:
         raise InputError(f"decay is {decay}; it must lie in [0, 1)")
     decay = plain_number(decay)
 
@@ -126,8 +126,8 @@ def mix_in_adaptively(
     """
     check_choice("level", level, get_args(Level))
     _, upper = checked_bounds(None, upper, what="the ratio")
-    known = known_number(kl_scale)
-    if known is not None and not known > 0.0:
+    number = known_number(kl_scale)
+    if number is not None and not number > 0.0:
         raise InputError(f"kl_scale is {kl_scale}; it must be above 0")
     kl_scale = plain_number(kl_scale)
 
@@ -144,7 +144,7 @@ def mix_in_adaptively(
         divergence = mean(ratios.token_statistic("k3", log_ratio))
         severity = 1.0 - strict.exp(-divergence / kl_scale)
         share = reliability * jnp.maximum(severity, amplification)
-        return coefficients * (1.0 + strict.alone(share * (weights - 1.0)))
+        return coefficients * (1.0 + strict.uncontracted(share * (weights - 1.0)))
 
     return map_coefficients(
         "mix_in_adaptively",

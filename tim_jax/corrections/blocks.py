@@ -7,12 +7,12 @@ Extra arguments of `update`:
 - `log_probs` (f32[B, R], the trainer's), `advantages` (f32[B] or f32[B, R]), `divergence`
   (f32[B, R]): only where a block says so. Unknown extras are ignored
 
-Log-probs of any float dtype are taken; the arithmetic is float32. Every bound is a bound on the
-ratio r = pi_train / pi_rollout or on a named statistic of it, never on the running coefficient; so
-all blocks that only multiply commute. Order matters for those that look at the coefficients so far
-(`normalise`, `normalise_by_running_mean`). Bounds must leave the on-policy
-ratio alone, so that zero mismatch gives coefficients of exactly 1. They may be traced numbers
-(`optax.inject_hyperparams`); then nothing about them can be refused.
+Log-probs may have any float dtype; the arithmetic is float32. Every bound is a bound on the ratio
+r = pi_train / pi_rollout or on a named statistic of it, never on the coefficient so far; so all
+blocks that only multiply commute. Order matters for those that read the coefficients so far
+(`normalise`, `normalise_by_running_mean`). Bounds must include the on-policy ratio, so that zero
+mismatch gives coefficients of exactly 1. They may be traced numbers (`optax.inject_hyperparams`),
+which are not checked.
 """
 
 from dataclasses import replace
@@ -145,10 +145,10 @@ def reject(
 def veto(threshold: float = 1e-4) -> Correction:
     """Zeroes every sequence with a token whose ratio is below `threshold` (verl until 2025, slime).
 
-    The ratio is not held within ±20 here: thresholds down to 1e-30 mean what they say.
+    The log-ratio is not clipped to ±20 here, so that thresholds down to 1e-30 work.
     """
-    known = known_number(threshold)
-    if known is not None and not 0.0 < known < 1.0:
+    number = known_number(threshold)
+    if number is not None and not 0.0 < number < 1.0:
         raise InputError(f"veto threshold is {threshold}; it must lie in (0, 1)")
     limit = _log(threshold)
 
@@ -164,14 +164,14 @@ def mask_probability_difference(
 ) -> Correction:
     """Zeroes tokens whose `pi_train - pi_rollout` is outside [lower, upper]. Needs `log_probs`.
 
-    A difference of probabilities, not of their logarithms: blind to rare tokens, whose ratio may be
+    A difference of probabilities, unlike one of log-probs, ignores rare tokens, whose ratio may be
     large while hardly any mass moves (DPPO, arXiv 2602.04879).
     """
     if lower is None and upper is None:
         raise InputError("mask_probability_difference has no bound; give lower, upper or both")
     for name, bound, good in (("lower", lower, (-1.0, 0.0)), ("upper", upper, (0.0, 1.0))):
-        known = 0.0 if bound is None else known_number(bound)
-        if known is not None and not good[0] <= known <= good[1]:
+        number = 0.0 if bound is None else known_number(bound)
+        if number is not None and not good[0] <= number <= good[1]:
             raise InputError(
                 f"{name} is {bound}; as a bound on the probability difference it must lie in"
                 f" [{good[0]:g}, {good[1]:g}]"
@@ -199,18 +199,18 @@ def where_advantage(sign: Sign, inner: optax.GradientTransformation) -> Correcti
 
 
 def checked_bounds(lower: Any, upper: Any, *, what: str) -> tuple[Any, Any]:
-    """Returns both as `plain_number`s, and refuses bounds on a ratio that make no sense.
+    """Returns both bounds on a ratio as `plain_number`s.
 
-    Those are negative, crossed, absent, or exclude 1.
+    Refuses bounds that are negative, in the wrong order, both absent, or exclude 1.
     """
     if lower is None and upper is None:
         raise InputError(f"no bound on {what}; give lower, upper or both")
-    known = {}
+    numbers = {}
     for name, bound in (("lower", lower), ("upper", upper)):
-        known[name] = None if bound is None else known_number(bound)
-        if known[name] is not None and not known[name] > 0.0:
+        numbers[name] = None if bound is None else known_number(bound)
+        if numbers[name] is not None and not numbers[name] > 0.0:
             raise InputError(f"{name} is {bound}; a bound on {what} must be above 0")
-    low, high = known["lower"], known["upper"]
+    low, high = numbers["lower"], numbers["upper"]
     if low is not None and high is not None and low > high:
         raise InputError(f"lower is {lower}, above upper, which is {upper}")
     if low is not None and low > 1.0:
@@ -254,8 +254,8 @@ def _check_statistic_bounds(statistic, over, lower, upper) -> None:
     least = 1.0 if statistic == "error" else 0.0
     if statistic == "error" and over == "sum":
         raise InputError("reject('error', over='sum') grows with length; use over='mean'")
-    known = known_number(upper)
-    if known is not None and not known >= least:
+    number = known_number(upper)
+    if number is not None and not number >= least:
         raise InputError(f"upper is {upper}; for {statistic!r} it must be {least:g} or more")
 
 
@@ -281,5 +281,5 @@ def _inside(values: jax.Array, lower: Any, upper: Any) -> jax.Array:
 
 def _log(bound: Any) -> Any:
     """The logarithm of a bound: to float64's precision where its value is known."""
-    known = known_number(bound)
-    return strict.log(jnp.asarray(bound, jnp.float32)) if known is None else float(np.log(known))
+    number = known_number(bound)
+    return strict.log(jnp.asarray(bound, jnp.float32)) if number is None else float(np.log(number))

@@ -1,11 +1,8 @@
-"""Packed batches: several sequences in one row of tokens, told apart by segment ids.
+"""Corrections as plain functions of log-ratios and a mask: coefficients, metrics, packed batches.
 
-A packed row is laid out as one row for each of its sequences, corrected there, and brought back. So
-a sequence's coefficients have the bits that they have in an unpacked batch.
-
-What a correction did to a batch, as numbers to log.
-
-Corrections as plain functions: log-ratios and a mask in, coefficients and metrics out.
+In a packed batch several sequences share one row of tokens, distinguished by segment ids. A packed
+row is laid out as one row for each of its sequences, corrected there, and packed again. So a
+sequence's coefficients have the bits that they have in an unpacked batch.
 """
 
 from collections.abc import Mapping
@@ -42,17 +39,17 @@ def layout_of(segment_ids: jax.Array, segments: int | None, mask: jax.Array) -> 
             " is one row of tokens, and they must both have its length"
         )
     segment_ids = jnp.asarray(segment_ids).astype(jnp.int32)
-    own = segment_ids[None, :] == jnp.arange(segments, dtype=jnp.int32)[:, None]
-    before = jnp.cumsum(own, axis=1, dtype=jnp.int32) - 1
+    member = segment_ids[None, :] == jnp.arange(segments, dtype=jnp.int32)[:, None]
+    before = jnp.cumsum(member, axis=1, dtype=jnp.int32) - 1
     row = jnp.clip(segment_ids, 0, segments - 1)
     column = jnp.take_along_axis(before, row[None, :], axis=0)[0]
-    # A token of no sequence is put nowhere: beyond the last column.
-    known = (segment_ids >= 0) & (segment_ids < segments)
-    return Layout(row, jnp.where(known, column, segment_ids.shape[0]), segments)
+    # A token of no sequence is put beyond the last column, where it is dropped.
+    valid = (segment_ids >= 0) & (segment_ids < segments)
+    return Layout(row, jnp.where(valid, column, segment_ids.shape[0]), segments)
 
 
 def unpack(x: jax.Array, at: Layout) -> jax.Array:
-    """[N] -> [segments, N], zeros where no token is; [segments], if it is not N, stays as it is."""
+    """[N] -> [segments, N], 0 where there is no token; an array [segments] stays as it is."""
     if x.shape == (at.segments,) and x.shape != at.row.shape:
         return x
     if x.shape != at.row.shape:
@@ -121,17 +118,17 @@ def bound_metrics(
     `log_ratios` holds the f32[B, R] that the blocks read, by what they read; a token counts once
     however many blocks bound it. Empty if no block has bounds.
     """
-    found: dict[str, Any] = {}
+    beyond: dict[str, Any] = {}
     for block in correction.blocks:
         if block.bounds is not None:
             flags = clipped_shares(block.bounds, log_ratios[block.reads], mask)
             for name, flag in zip(("clipped_low_share", "clipped_high_share"), flags, strict=True):
-                found[name] = found.get(name, False) | flag
-    return {name: masked.share(flag, mask) for name, flag in found.items()}
+                beyond[name] = beyond.get(name, False) | flag
+    return {name: masked.share(flag, mask) for name, flag in beyond.items()}
 
 
 class Applied(NamedTuple):
-    """What a correction made of a batch."""
+    """The result of a correction of a batch."""
 
     coefficients: jax.Array  # f32[B, R]; 0 off the mask
     kept: jax.Array  # bool[B, R], the tokens of the mask that no rejection took out
@@ -139,7 +136,7 @@ class Applied(NamedTuple):
 
 
 class Corrected(NamedTuple):
-    """`Applied`, and what there is to log of it."""
+    """As `Applied`, with metrics."""
 
     coefficients: jax.Array
     kept: jax.Array
@@ -162,7 +159,7 @@ def correct(
     Args:
       correction: a recipe, a block, a chain of them, or an optax transform of your own.
       log_ratio: f32[B, R], trainer's minus rollout's log-prob; other float dtypes are cast.
-      mask: bool[B, R], True on response tokens. A token in no response may hold anything.
+      mask: bool[B, R], True on response tokens. Values elsewhere are ignored.
       state: what the last batch's call returned; None for the first batch.
       segment_ids: for a packed batch, whose arrays are one row of tokens, [N]: i32[N], the sequence
         that each token belongs to, from 0 to `segments` - 1. The results are [N] as well.
@@ -182,10 +179,10 @@ def correct(
     log_ratio = jnp.asarray(arrays["log_ratio"]).astype(jnp.float32)
     metrics = correction_metrics(applied.coefficients, arrays["mask"], kept=applied.kept)
     metrics |= bound_metrics(chained, {"old": log_ratio, "current": log_ratio}, arrays["mask"])
-    found = applied.coefficients, applied.kept
+    tokens = applied.coefficients, applied.kept
     if layout is not None:
-        found = pack(found[0], layout), pack(found[1], layout)
-    return Corrected(*found, applied.state, metrics)
+        tokens = pack(tokens[0], layout), pack(tokens[1], layout)
+    return Corrected(*tokens, applied.state, metrics)
 
 
 def coefficients(
@@ -200,7 +197,7 @@ def coefficients(
     """Returns f32[B, R], the coefficients alone; see `correct` for the arguments.
 
     Raises:
-      InputError: as `correct`; and a correction with state, which this would start anew every time.
+      InputError: as `correct`; and for a correction with state, which would be lost.
     """
     chained = chain(correction)
     if jax.tree.leaves(jax.eval_shape(chained.init, mask)):
@@ -209,30 +206,31 @@ def coefficients(
         )
     arrays = {"log_ratio": log_ratio, "mask": mask, **extra}
     arrays, layout = _rows(arrays, segment_ids, segments)
-    found = _applied(chained, None, arrays).coefficients
-    return found if layout is None else pack(found, layout)
+    result = _applied(chained, None, arrays).coefficients
+    return result if layout is None else pack(result, layout)
 
 
 def apply(correction: Correction, start: jax.Array, state: Any, **extra: Any) -> Applied:
-    """Runs a correction's blocks on coefficients f32[B, R], minding which tokens are rejected.
+    """Runs a correction's blocks on coefficients f32[B, R], and records which tokens are rejected.
 
-    That does not depend on what is 0 already: a sequence goes with those of its tokens that a mask
-    zeroed before.
+    A rejection also takes tokens that a mask has set to 0 before: all tokens of a rejected
+    sequence.
     """
     coefficients, states = start, []
     kept = mask = cast(jax.Array, extra["mask"]).astype(bool)
-    for block, own in zip(correction.blocks, state, strict=True):
+    for block, before in zip(correction.blocks, state, strict=True):
         if block.effect == "reject":
             alive = jnp.where(mask & (coefficients == 0.0), 1.0, coefficients)
-            kept = kept & (cast(jax.Array, block.transform.update(alive, own, **extra)[0]) != 0.0)
-        coefficients, own = block.transform.update(coefficients, own, **extra)
+            tried = cast(jax.Array, block.transform.update(alive, before, **extra)[0])
+            kept = kept & (tried != 0.0)
+        coefficients, after = block.transform.update(coefficients, before, **extra)
         coefficients = cast(jax.Array, coefficients)
-        states.append(own)
+        states.append(after)
     return Applied(coefficients, kept, tuple(states))
 
 
 def _rows(arrays, segment_ids, segments) -> tuple[dict[str, Any], Layout | None]:
-    """The arrays [B, R], the mask as bool, and where the tokens of a packed batch lie in them."""
+    """Returns the arrays as [B, R], the mask as bool, and the layout of a packed batch."""
     arrays = {name: x for name, x in arrays.items() if x is not None}
     layout = None
     if segment_ids is not None:

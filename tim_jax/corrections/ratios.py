@@ -2,9 +2,9 @@
 
 `log_ratio` is always `d_t = log pi_train(a_t) - log pi_rollout(a_t)`, f32[B, R], and the ratio
 `r_t = exp(d_t)`: trainer over rollout, never the inverse. `mask` is bool[B, R], True on response
-tokens; what stands elsewhere is never read. Every exponent is held within ±20 (exp(20) = 4.9e8), as
-in verl. Exponentials and logarithms are `strict`, so that a token's number has the same bits in a
-chunk, on a device's part and in the whole.
+tokens; values elsewhere are never read. Every exponent is clipped to ±20 (exp(20) = 4.9e8), as in
+verl. Exponentials and logarithms are those of `strict`, so that a token's value has the same bits
+in a whole batch, in a chunk of it, and on one of many devices.
 """
 
 from typing import Literal
@@ -32,20 +32,20 @@ def ratio(log_ratio: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
     """Returns the ratio at a level: f32[B, R] for token, f32[B, 1] for sequence and geometric.
 
     - token: `r_t = exp(d_t)`
-    - sequence: `prod_t r_t = exp(sum_t d_t)`; the sum, not its terms, is held within ±20
+    - sequence: `prod_t r_t = exp(sum_t d_t)`; the sum, not its terms, is clipped to ±20
     - geometric: `(prod_t r_t)^(1/T) = exp(mean_t d_t)`, the length-normalised ratio
 
     Equal log-probs give exactly 1; a row without tokens has ratio 1.
     """
     differences = jnp.where(mask, log_ratio, 0.0)
     if level == "token":
-        return _exp(_held(differences))
+        return _exp(_clipped(differences))
     if level == "sequence":
         high, low = compensated_sum(_finite(differences))
-        held = _held(high)
+        clipped = _clipped(high)
         # exp(high + low) for a low far below one unit in the last place of high.
-        return (_exp(held) * (1.0 + jnp.where(held == high, low, 0.0)))[:, None]
-    return _exp(_held(mean_log_ratio(log_ratio, mask)))[:, None]
+        return (_exp(clipped) * (1.0 + jnp.where(clipped == high, low, 0.0)))[:, None]
+    return _exp(_clipped(mean_log_ratio(log_ratio, mask)))[:, None]
 
 
 def mean_log_ratio(log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
@@ -60,26 +60,26 @@ def token_statistic(
     log_probs: jax.Array | None = None,
     divergence: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the statistic of each token, f32[B, R], each `d_t` held within ±20.
+    """Returns the statistic of each token, f32[B, R], each `d_t` clipped to ±20.
 
     - ratio: `r`; k1: `d = log r`, so that bounds on it are bounds on r; k2: `d^2 / 2`
     - k3: `r - 1 - log r` (Schulman 2020), at least 0; error: `exp|d|`, at least 1
     - binary_kl: the larger of `D(p||q)` and `D(q||p)`, where p = pi_train and q = pi_rollout, both
-      held within [1e-6, 1 - 1e-6], and `D(p||q) = p log(p/q) + (1-p) log((1-p)/(1-q))` (KPop);
+      clipped to [1e-6, 1 - 1e-6], and `D(p||q) = p log(p/q) + (1-p) log((1-p)/(1-q))` (KPop);
       needs `log_probs`, the trainer's
     - divergence: what the caller gives, such as an exact KL per token
     """
-    held = _held(log_ratio)
+    d = _clipped(log_ratio)
     if statistic == "k1":
-        return held
+        return d
     if statistic == "ratio":
-        return _exp(held)
+        return _exp(d)
     if statistic == "error":
-        return _exp(jnp.abs(held))
+        return _exp(jnp.abs(d))
     if statistic == "k2":
-        return 0.5 * jnp.square(held)
+        return 0.5 * jnp.square(d)
     if statistic == "k3":
-        return k3(held)
+        return k3(d)
     if statistic == "divergence":
         if divergence is None:
             raise InputError("the statistic 'divergence' needs the extra argument 'divergence'")
@@ -119,7 +119,7 @@ def _binary_kl(log_probs: jax.Array, log_ratio: jax.Array) -> jax.Array:
     log_odds = strict.log(p / q), strict.log((1.0 - p) / (1.0 - q))
 
     def divergence(x):
-        return strict.alone(x * log_odds[0]) + strict.alone((1.0 - x) * log_odds[1])
+        return strict.uncontracted(x * log_odds[0]) + strict.uncontracted((1.0 - x) * log_odds[1])
 
     return jnp.maximum(divergence(p), -divergence(q))
 
@@ -130,15 +130,15 @@ def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     return high / lengths + low / lengths
 
 
-def _held(exponent: jax.Array) -> jax.Array:
+def _clipped(exponent: jax.Array) -> jax.Array:
     return jnp.clip(exponent, -strict.LOG_RATIO_BOUND, strict.LOG_RATIO_BOUND)
 
 
 def _finite(log_ratio: jax.Array) -> jax.Array:
-    # An impossible token has log-ratio -inf; sums of two such must stay a number.
+    # An impossible token has log-ratio -inf; a sum of two such must stay a number.
     return jnp.clip(log_ratio, -1e6, 1e6)
 
 
 def _exp(exponent: jax.Array) -> jax.Array:
-    # On-policy coefficients are 1 by contract, not by the grace of an exponential's rounding.
+    # On-policy coefficients must be exactly 1, however an exponential rounds.
     return jnp.where(exponent == 0.0, 1.0, strict.exp(exponent))

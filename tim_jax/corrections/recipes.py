@@ -1,18 +1,18 @@
-"""Corrections by the names of the literature, each one chain of blocks.
+"""Corrections by the names of the literature, each one a chain of blocks; and `build`.
 
-Caps and bounds are on r = pi_train / pi_rollout. Which pi_train that is, each recipe says: the
+Caps and bounds are on r = pi_train / pi_rollout. Each recipe says which pi_train that is: the
 trainer's policy at the weights that sampled ("old"), which makes the ratio the mismatch alone, or
-that of each update ("current"). In bypass mode there is no old policy: all of them read the current
-one (`stages`). What a rejection does to the loss's denominator is the loss's business
-(`Objective.denominator`).
+the policy at the weights of each update ("current"). In bypass mode there is no old policy, and all
+of them read the current one (`stages`). Whether a rejected token leaves the loss's denominator is
+decided by `Objective.denominator`.
 
-From a configuration's plain tables to a chain: a name and its keyword arguments, nothing more.
+`build` makes a chain of a configuration's tables, each the name of a recipe or block and its
+keyword arguments:
 
 corrections = [
   { name = "reject", statistic = "k1", over = "mean", lower = 0.999, upper = 1.001 },
   { name = "token_tis", cap = 2.0 },
 ]
-
 """
 
 import inspect
@@ -181,10 +181,10 @@ def off_policy_sequence_mask(*, bound: float = 0.5) -> Correction:
     Unweighted, on the policy of each update ("current"); what it drops stays in the denominator.
     Needs `advantages`.
     """
-    known = known_number(bound)
-    if known is not None and not known >= 0.0:
+    number = known_number(bound)
+    if number is not None and not number >= 0.0:
         raise InputError(f"bound is {bound}; it must be 0 or more")
-    lower = strict.exp(-jnp.asarray(bound, jnp.float32)) if known is None else np.exp(-known)
+    lower = strict.exp(-jnp.asarray(bound, jnp.float32)) if number is None else np.exp(-number)
     below = where_advantage("negative", reject("k1", over="mean", lower=lower))
     return declared(below, reads="current", effect="mask")
 
@@ -206,8 +206,8 @@ def vexact(
     1 ± bound, for k3 its mean must be at most `bound`. The ratio is trainer over rollout at the
     same weights; on the PPO ratio the paper found it to work less well.
     """
-    known = known_number(bound)
-    if known is not None and not 0.0 <= known < 1.0:
+    number = known_number(bound)
+    if number is not None and not 0.0 <= number < 1.0:
         raise InputError(f"bound is {bound}; it must lie in [0, 1)")
     bound = plain_number(bound)
     bounds = (1.0 - bound, 1.0 + bound) if statistic == "k1" else (None, bound)
@@ -281,15 +281,15 @@ def build(entries: Iterable[Mapping[str, Any]]) -> base.Correction:
 
 
 def _build_one(entry: Mapping[str, Any]) -> base.Correction:
-    known = {**RECIPES, **BLOCKS}
+    functions = {**RECIPES, **BLOCKS}
     if "name" not in entry:
         raise InputError(
-            f"correction {dict(entry)!r} has no name; known: {', '.join(sorted(known))}"
+            f"correction {dict(entry)!r} has no name; known: {', '.join(sorted(functions))}"
         )
     name, arguments = entry["name"], {k: v for k, v in entry.items() if k != "name"}
-    if name not in known:
-        raise InputError(f"correction {name!r} is unknown{did_you_mean(str(name), known)}")
-    parameters = dict(inspect.signature(known[name]).parameters)
+    if name not in functions:
+        raise InputError(f"correction {name!r} is unknown{did_you_mean(str(name), functions)}")
+    parameters = dict(inspect.signature(functions[name]).parameters)
     parameters.pop("axis_name", None)  # of a mesh axis inside `shard_map`: not for configurations
     for argument in arguments:
         if argument not in parameters:
@@ -299,12 +299,12 @@ def _build_one(entry: Mapping[str, Any]) -> base.Correction:
         if parameter.default is parameter.empty and argument not in arguments:
             raise InputError(f"correction {name!r} needs the argument {argument!r}")
         _check_number(name, argument, parameter.annotation, arguments.get(argument))
-    return known[name](**arguments)
+    return functions[name](**arguments)
 
 
 def _check_number(name: str, argument: str, annotation: object, value: object) -> None:
     if annotation not in (float, float | None, blocks.Bound) or value is None:
         return
-    known = base.known_number(value)
-    if known is not None and known != known:
+    number = base.known_number(value)
+    if number is not None and number != number:
         raise InputError(f"correction {name!r}: {argument} is {value!r}; it must be a number")

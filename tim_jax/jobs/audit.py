@@ -1,6 +1,7 @@
-"""The job behind `tim-jax audit`: which numerics, cases and placements of which model.
+"""The jobs of `tim-jax audit`: a proof of exactness, and with `--sampler` a study of mismatch.
 
-The job behind `tim-jax audit --sampler`: what mismatch a sampler's differences really cause.
+The first audits a model under several numerics, cases and placements. The second measures how much
+mismatch each difference of a sampler causes.
 """
 
 import itertools
@@ -14,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from tim_jax import audit, mismatch
-from tim_jax.audit import CaseResult, Sizes, ablation, ablation_report
-from tim_jax.audit.cases import plain_sampling
+from tim_jax import auditing, mismatch
+from tim_jax.auditing import CaseResult, Sizes, ablation, ablation_report
+from tim_jax.auditing.cases import plain_sampling
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
 from tim_jax.config.sections import FamilyChoice
@@ -46,7 +47,7 @@ class _Audited:
 def audit_model(
     source: str, *, quick: bool = False, family: FamilyChoice = "auto", interpret: bool = False
 ) -> tuple[str, bool]:
-    """Audits a preset, model folder, hub name or run folder; prints the table as it grows.
+    """Audits a preset, model folder, hub name or run folder, and prints a line for each case.
 
     The numerics are those that a training run would use, in float32 and bfloat16; for tiles with
     row ranges measured on this backend, and unless `quick` with fixed tiles as well. Where there
@@ -59,30 +60,30 @@ def audit_model(
     config, params = assembly.audited(source)
     it = _Audited(params, config, Sizes.fitting(config), family, interpret)
     numerics = _numerics(it, fixed=not quick)
-    used = {audit.describe(one): fitting.kernels_used(config, one) for one in numerics}
+    used = {auditing.describe(one): fitting.kernels_used(config, one) for one in numerics}
     results = []
-    single = audit.audit(params, config, numerics=numerics, sizes=it.sizes, quick=quick)
+    single = auditing.audit(params, config, numerics=numerics, sizes=it.sizes, quick=quick)
     for result in itertools.chain(single, _placed(it, quick)):
         results.append(result)
         done = "control" if result.control else f"{result.unequal_tokens} unequal"
         print(
             f"{result.numerics}; {result.name}: {result.compared_tokens} tokens, {done}", flush=True
         )
-    summary = audit.summarise(results, model=source, kernels=used)
-    Console().print(audit.table(results))
+    summary = auditing.summarise(results, model=source, kernels=used)
+    Console().print(auditing.table(results))
     for name, kernels in used.items():
         print(f"{name}: {', '.join(kernels) or 'kernels of XLA'}")
     print(
         f"{'exact' if summary.passed else 'NOT EXACT'}: {summary.unequal_tokens} of"
         f" {summary.compared_tokens} response tokens unequal"
     )
-    return audit.to_json(summary), summary.passed
+    return auditing.to_json(summary), summary.passed
 
 
 def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> list[Numerics]:
-    """As a run would have them, and with `fixed` the tiles that need no fact about the backend."""
+    """The numerics of a training run, and with `fixed` those with fixed tiles as well."""
     length = it.sizes.prompt_length + it.sizes.response_length
-    found: list[Numerics] = []
+    numerics: list[Numerics] = []
     for dtype in ("float32", "bfloat16"):
         plain = assembly.fitted_numerics(
             it.family,
@@ -94,8 +95,8 @@ def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> li
         )
         batch = it.sizes.prompts * it.sizes.samples
         measured = calibration.calibrate(it.config, plain, batch=batch)
-        found += [measured, plain] if fixed and measured != plain else [measured]
-    return found
+        numerics += [measured, plain] if fixed and measured != plain else [measured]
+    return numerics
 
 
 def _placed(it: _Audited, quick: bool) -> Iterator[CaseResult]:
@@ -103,20 +104,20 @@ def _placed(it: _Audited, quick: bool) -> Iterator[CaseResult]:
 
     If `quick`, only those that take as many devices as any does.
     """
-    found = audit.placements(it.config, it.sizes, jax.device_count())
-    most = max((p.devices for p in found), default=0)
-    found = tuple(p for p in found if p.devices == most or not quick)
+    placements = auditing.placements(it.config, it.sizes, jax.device_count())
+    most = max((p.devices for p in placements), default=0)
+    placements = tuple(p for p in placements if p.devices == most or not quick)
     for column_tiles, some in (
-        (1, [p for p in found if p.tensor == 1]),
-        (max((p.tensor for p in found), default=1), [p for p in found if p.tensor > 1]),
+        (1, [p for p in placements if p.tensor == 1]),
+        (max((p.tensor for p in placements), default=1), [p for p in placements if p.tensor > 1]),
     ):
         family = assembly.family_here(it.family)
         if some and (column_tiles == 1 or family in ("tiles", "native")):
-            yield from audit.audit(
+            yield from auditing.audit(
                 it.params,
                 it.config,
                 numerics=_numerics(it, column_tiles=column_tiles),
-                cases=audit.placed_cases(it.config, it.sizes, some),
+                cases=auditing.placed_cases(it.config, it.sizes, some),
                 sizes=it.sizes,
                 control=False,
             )
@@ -136,7 +137,7 @@ class Bench:
 
 
 class Result(NamedTuple):
-    """What a measurement says, in every form; `exact`: nothing of the baseline differs."""
+    """A measurement as a record, JSON and Markdown; `exact` if the baseline has no difference."""
 
     record: dict[str, Any]
     json: str
@@ -163,8 +164,10 @@ def read_dial(text: str) -> Mismatch:
 
 
 def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = None) -> Bench:
-    """What `tim-jax audit` can name: a run folder, with its own task's prompts, its sampling and
-    numerics and its checkpoints; else a model or preset, with random prompts at temperature 1.
+    """The bench of a run folder, model or preset.
+
+    A run folder comes with its task's prompts, its sampling and numerics and its checkpoints; for
+    others, prompts are random and the temperature is 1.
 
     Raises:
       InputError: there is no such model, or a number is not positive.
@@ -182,7 +185,7 @@ def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = N
         "auto", dtype or "float32", config, length=length, batch=prompts * samples
     )
     execution = Execution(config, numerics, plain_sampling(config, sizes))
-    return Bench(source, execution, _arrays(params), audit.draw_prompts(config, sizes), samples)
+    return Bench(source, execution, _arrays(params), auditing.draw_prompts(config, sizes), samples)
 
 
 def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Bench:
@@ -193,7 +196,7 @@ def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None)
     task = assembly.make_task(config)
     try:
         examples = list(task.evaluation[:prompts])
-        found = assembly.make_text(config, model).prompts(examples, range(len(examples)))
+        chosen = assembly.make_text(config, model).prompts(examples, range(len(examples)))
     finally:
         task.close()
     steps = checkpoints.list_steps(Path(source) / "checkpoints")
@@ -203,20 +206,20 @@ def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None)
     def older(updates: int) -> Any:
         return _checkpoint(source, config, model.params, steps, updates)
 
-    return Bench(source, execution, older(0), found, samples, older, config.seed)
+    return Bench(source, execution, older(0), chosen, samples, older, config.seed)
 
 
 def _checkpoint(source: str, config: RunConfig, like: Any, steps: Sequence[int], updates: int):
-    """Parameters of the newest checkpoint but for `updates` updates."""
+    """Parameters of the checkpoint that is `updates` updates older than the newest."""
     per_step = config.learner.mini_batches * config.learner.epochs
     newest = max(steps)
     wanted, rest = newest - updates // per_step, updates % per_step
     if rest or wanted not in steps:
         ages = sorted((newest - step) * per_step for step in steps if step != newest)
-        known = ", ".join(map(str, ages)) or "none"
+        listed = ", ".join(map(str, ages)) or "none"
         raise InputError(
             f"mismatch 'stale_weights': the run {source} has no checkpoint of {updates} updates"
-            f" ago; it has those of: {known}"
+            f" ago; it has those of: {listed}"
         )
     return _arrays(folders.read_checkpoint(source, {"params": like}, step=wanted).state["params"])
 
@@ -226,7 +229,7 @@ def _arrays(params: Any) -> Any:
 
 
 def measure(bench: Bench, dial: Mismatch, *, chart: str | os.PathLike[str] | None = None) -> Result:
-    """Runs the baseline, every entry alone and all together; prints a line for each as it is there.
+    """Measures the baseline, every entry alone and all together, and prints a line for each.
 
     Raises:
       InputError: an entry that this learner's sampler cannot have, before anything is compiled.
@@ -235,49 +238,49 @@ def measure(bench: Bench, dial: Mismatch, *, chart: str | os.PathLike[str] | Non
 
 
 def report(
-    bench: Bench, cases: Sequence[ablation.Case], *, chart: str | os.PathLike[str] | None = None
+    bench: Bench, arms: Sequence[ablation.Arm], *, chart: str | os.PathLike[str] | None = None
 ) -> Result:
-    """As `measure`, of cases of your own; the first is to be the baseline."""
+    """As `measure`, with arms of your own; the first must be the baseline."""
     older, prepare = bench.older, jax.jit(bench.execution.prepare)
-    ablation.check(cases, bench.execution, older=older is not None)
+    ablation.check(arms, bench.execution, older=older is not None)
     stale = {
         updates: prepare(older(updates))
-        for updates in {case.mismatch.stale_updates for case in cases} - {0}
+        for updates in {arm.mismatch.stale_updates for arm in arms} - {0}
         if older is not None
     }
-    found = []
+    results = []
     for one in ablation.ablate(
         prepare(bench.params),
         bench.prompts,
-        cases,
+        arms,
         execution=bench.execution,
         samples=bench.samples,
         seed=bench.seed,
         older=stale.__getitem__ if older else None,
     ):
-        found.append(one)
+        results.append(one)
         print(_line(one), flush=True)
-    sampling, numerics = bench.execution.sampling, audit.describe(bench.execution.numerics)
+    sampling, numerics = bench.execution.sampling, auditing.describe(bench.execution.numerics)
     about = {
         "learner": numerics,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
     }
-    record = ablation_report.to_record(found, model=bench.name, about=about)
-    baseline = found[0].metrics
+    record = ablation_report.to_record(results, model=bench.name, about=about)
+    baseline = results[0].metrics
     exact = baseline["tokens"] > 0 and baseline["unequal_tokens"] == 0
     print(f"{'exact' if exact else 'NOT EXACT'} where the sampler is the learner's own")
-    if chart is not None and any(case.metrics["unequal_tokens"] for case in found):
+    if chart is not None and any(case.metrics["unequal_tokens"] for case in results):
         source_charts.source_chart(record, chart)
     text = ablation_report.to_markdown(record)
     return Result(record, ablation_report.to_json(record), text, exact)
 
 
-def _line(found: ablation.Found) -> str:
-    values = found.metrics
+def _line(result: ablation.ArmResult) -> str:
+    values = result.metrics
     return (
-        f"{found.case:<44} {int(values['tokens']):>7,} tokens {int(values['unequal_tokens']):>7,}"
+        f"{result.case:<44} {int(values['tokens']):>7,} tokens {int(values['unequal_tokens']):>7,}"
         f" unequal  mean |d| {values['log_ratio_abs_mean']:.2e}"
         f"  max {values['log_ratio_abs_max']:.2e}  k3 {values['kl_k3']:.2e}"
     )

@@ -1,5 +1,7 @@
-"""The jobs behind the commands: evaluate, generate, export, and what training shares with them."""
+"""The jobs of `tim-jax eval`, `generate` and `export`, and the assembly shared with training."""
 
+import hashlib
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -43,7 +45,7 @@ class Job:
 
 
 def assemble(config: RunConfig, *, measured: Path | None = None) -> Job:
-    """All of a run; `measured` is the file that keeps what is measured of this machine, if any."""
+    """Assembles a run; `measured` is the file for measurements of this machine, if there is one."""
     model = assembly.make_model(config)
     task = _shared(assembly.make_task(config))
     text = assembly.make_text(config, model)
@@ -55,7 +57,7 @@ def assemble(config: RunConfig, *, measured: Path | None = None) -> Job:
 
 
 def _shared(task: Task) -> Task:
-    """Each of several processes grades a part."""
+    """The task, graded in parts if there are several processes."""
     count = jax.process_count()
     if count == 1:
         return task
@@ -92,6 +94,7 @@ def _evaluator(config: RunConfig, execution: Execution, task: Task, text: Text):
 
 
 def shown(samples: Sequence[Sample]) -> list[Completion]:
+    """The first few completions of a step, as the display takes them."""
     return [Completion(s.prompt, s.completion, s.reward) for s in samples[:_SHOWN]]
 
 
@@ -112,7 +115,7 @@ def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, fl
         params = job.model.params
         if model is None and checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
             restored = folders.read_checkpoint(config.run.folder, {"params": params})
-            _say_damage(restored)
+            _warn_of_damage(restored)
             params = restored.state["params"]
         metrics, samples = evaluate(job.programs.prepare(params))
         for row in shown(samples):
@@ -132,16 +135,16 @@ def export(run: str, folder: str, *, step: int | None = None, dtype: str = "floa
     """
     config = toml.build(tomllib.loads(folders.read_config(run)), source=f"{run}/config.toml")
     model = assembly.make_model(config)
-    found = folders.read_checkpoint(run, {"params": model.params}, step=step)
-    _say_damage(found)
-    params = jax.device_get(found.state["params"])
+    restored = folders.read_checkpoint(run, {"params": model.params}, step=step)
+    _warn_of_damage(restored)
+    params = jax.device_get(restored.state["params"])
     hf.save(folder, params, model.config, tokenizer=model.tokenizer, dtype=dtype)
-    return found.step
+    return restored.step
 
 
-def _say_damage(found: Restored) -> None:
-    for step, what in found.damaged:
-        line = f"checkpoint of step {step} is damaged: {what}; taking step {found.step}"
+def _warn_of_damage(restored: Restored) -> None:
+    for step, what in restored.damaged:
+        line = f"checkpoint of step {step} is damaged: {what}; taking step {restored.step}"
         print(line, file=sys.stderr)
 
 
@@ -156,8 +159,13 @@ def generate(
     chat_template: bool | Literal["auto"] = "auto",
     where: Placement = SINGLE,
     family: FamilyChoice = "auto",
+    measured: Path | None = None,
 ) -> Iterator[tuple[str, str, float]]:
-    """Yields (prompt, completion, log-prob of the completion) from a model folder, hub or run."""
+    """Yields (prompt, completion, log-prob of the completion) from a model folder, hub or run.
+
+    `measured`: a folder that keeps what is measured of this machine, see
+    `calibration.calibrate_once`; a run's own measurement serves as well.
+    """
     folder = Path(source) / "model"
     model = assembly.load_model(str(folder) if folder.is_dir() else source)
     examples = [Example(prompt, "") for prompt in prompts]
@@ -177,7 +185,14 @@ def generate(
     rows = len(examples) * samples
     length = longest + sampling.max_response_length
     execution = assembly.generating_execution(
-        model, sampling, where, dtype, length=length, rows=rows, family=family
+        model,
+        sampling,
+        where,
+        dtype,
+        length=length,
+        rows=rows,
+        family=family,
+        measured=None if measured is None else _measurement(source, model, dtype, measured),
     )
     program = programs.sampling_program(execution, samples=samples)
     weights = programs.weights_program(execution)(model.params)
@@ -187,3 +202,16 @@ def generate(
     log_probs = jax.device_get(rollout.log_probs.sum(axis=1))
     for row, completion in enumerate(text.completions(rollout)):
         yield prompts[row // samples], completion, float(log_probs[row])
+
+
+def _measurement(source: str, model: Model, dtype: str, folder: Path) -> Path | None:
+    """The file that keeps a model's measurement, begun with that of its run if there is one."""
+    name = hashlib.sha256(repr((model.config, dtype)).encode()).hexdigest()[:16]
+    file, of_run = folder / f"{name}.json", Path(source) / "calibration.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if of_run.is_file() and not file.exists():
+            shutil.copyfile(of_run, file)
+    except OSError:  # nothing can be kept there
+        return None
+    return file

@@ -8,6 +8,7 @@ from tim_jax.errors import InputError
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig, from_hf
 from tim_jax.plan import planning, topology
+from tim_jax.plan.architectures import PUBLISHED
 from tim_jax.plan.planning import Layers, Plan, Say
 from tim_jax.plan.recipe import Recipe
 from tim_jax.plan.topology import Target
@@ -44,8 +45,8 @@ def plan_run(
         )
     model = model_config(config, architecture)
     target = topology.target(slice_name)
-    made = make_recipe(config, model, target)
-    return planning.make(made, target, layers=layers, searching=searching, say=say)
+    recipe = make_recipe(config, model, target)
+    return planning.make(recipe, target, layers=layers, searching=searching, say=say)
 
 
 def parse_layers(text: str) -> Layers:
@@ -68,13 +69,13 @@ def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Recipe
     """A step of a run on the target's devices.
 
     Raises:
-      InputError: as `assembly.make_policy`.
+      InputError: as `assembly.make_execution`.
     """
     bare = Model(model, None, None, model.eos_token_ids)
     with target.tracing():
         execution = assembly.make_execution(config, bare, devices=target.devices)
     section = config.learner
-    own = config.placement.for_sampler
+    sampler_placement = config.placement.for_sampler
     optimizer = assembly.make_optimizer(
         config.optimizer,
         steps=config.updates,
@@ -87,30 +88,44 @@ def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Recipe
         prompts=section.prompts_per_step,
         prompt_length=config.sampling.max_prompt_length,
         mini_batches=section.mini_batches,
-        drawing=None if own == execution.placement else own,
+        sampler_placement=None if sampler_placement == execution.placement else sampler_placement,
         rows_drawn=config.sampler.micro_batch,
         mismatch=config.sampler.dial,
     )
 
 
 def model_config(config: RunConfig, architecture: Path | None) -> ModelConfig:
-    """The architecture alone: of a file, of the config's sizes, or of a folder's config.json."""
+    """The architecture alone: of a file, of the config's sizes, of a published model, or of the
+    config.json of another one.
+
+    Raises:
+      InputError: there is none, or it is not supported.
+    """
     if architecture is not None:
         return from_hf(_read(architecture), where=str(architecture))
-    own = config.model.random_architecture
-    if own is not None:
-        return assembly.random_config(own)
-    assert config.model.path is not None  # the section has exactly one source
-    return hf.load_config(config.model.path, config_only=True)
+    random = config.model.random_architecture
+    if random is not None:
+        return assembly.random_config(random)
+    path = config.model.path
+    assert path is not None  # the section has exactly one source
+    if Path(path).expanduser().exists():
+        return hf.load_config(path)
+    if path in PUBLISHED:
+        return from_hf(PUBLISHED[path], where=path)
+    try:
+        return hf.load_config(path, config_only=True)
+    except InputError as error:
+        names = ", ".join(PUBLISHED)
+        raise InputError(f"{error}; known without the hub are {names}") from error
 
 
 def _read(path: Path) -> dict:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"--architecture {path}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"--architecture {path}: not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise InputError(f"--architecture {path}: must be an object, as in a config.json")
-    return found
+    return values

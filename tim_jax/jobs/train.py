@@ -1,6 +1,6 @@
-"""The training job: what a run writes and shows while the loop yields its steps.
+"""The training job: runs the loop, and writes and shows its steps.
 
-Of several processes each runs this on the same config; see `processes`.
+If there are several processes, each runs this with the same config; see `processes`.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tim_jax import audit, mismatch
+from tim_jax import auditing, mismatch
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
 from tim_jax.config.sections import part
@@ -61,8 +61,8 @@ def train_run(config: RunConfig) -> Path:
             processes.agree(repr(job.execution), "what was measured of its machine")
             _follow(job, run)
         except (MismatchError, NonFiniteError, PreemptedError):
-            # These end all processes, and a launcher kills the others once one has ended: none
-            # may while process 0 still seals the last checkpoint.
+            # These errors end all processes. A launcher kills the others as soon as one has ended,
+            # so all wait until process 0 has completed the last checkpoint.
             run.wait()
             processes.meet()
             raise
@@ -75,7 +75,7 @@ def train_run(config: RunConfig) -> Path:
 
 
 def _check_devices(config: RunConfig) -> None:
-    """Every process must have a part of every mesh, or it could not take part."""
+    """Refuses meshes that do not include all devices of all processes."""
     if jax.process_count() == 1:
         return
     count = len(jax.devices())
@@ -89,7 +89,7 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def _check_family(config: RunConfig) -> None:
-    """A run goes on with the kernels of its past steps, whatever "auto" stands for by now."""
+    """Refuses to resume a run with other kernels, even if "auto" has another meaning by now."""
     folder = Path(config.run.folder)
     if not checkpoints.list_steps(folder / "checkpoints"):
         return
@@ -103,7 +103,7 @@ def _check_family(config: RunConfig) -> None:
 
 
 def _family_before(folder: Path) -> str:
-    """That of numerics.json; a run of an older version has it in its config only."""
+    """The family in numerics.json; runs of older versions have it in their config only."""
     try:
         return json.loads((folder / "numerics.json").read_text())["family"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -112,9 +112,10 @@ def _family_before(folder: Path) -> str:
 
 
 def _may_change(config: RunConfig) -> tuple[str, ...]:
-    """Keys in which a run in this folder may differ from the one before: all, if that left nothing.
+    """Keys in which a run in this folder may differ from the one before.
 
-    Else a mistake in the config, found before the first checkpoint, could not be mended in place.
+    All keys, if that one left no checkpoint, so that a mistake in the config that stopped it can be
+    corrected in place.
     """
     if checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
         return (*config.may_change(), *_new_keys(config))
@@ -122,15 +123,15 @@ def _may_change(config: RunConfig) -> tuple[str, ...]:
 
 
 def _new_keys(config: RunConfig) -> tuple[str, ...]:
-    """Keys that the run's config did not have yet, because its version of the library had not.
+    """Keys that the run's config does not have, because an older version of the library wrote it.
 
-    They may be set now to what that run had all along: the default.
+    They may be set now, if to their default, which that run has used all along.
     """
     before = folders.read_config(config.run.folder)
     try:
         filled = toml.dump(toml.build(tomllib.loads(before)))
     except (InputError, tomllib.TOMLDecodeError):
-        return ()  # a comparison with the new config says more
+        return ()  # the comparison with the new config gives the better error
     changed = {one.key for one in folders.config_differences(filled, toml.dump(config))}
     new = {one.key for one in folders.config_differences(before, filled) if one.before is None}
     return tuple(sorted(new - changed))
@@ -152,7 +153,7 @@ def _follow(job: Job, run: Run) -> None:
         writer = sinks.Tee((run.metrics, more))
         if start < 0:
             state = _first_steps(job, state, run, writer, display)
-            # The parameters are donated to the next update; a reference must outlive it.
+            # The next update takes the parameters' buffers, so the reference needs its own.
             reference = loop.copied(state.params) if config.objective.has_reference else None
             history = loop.first_history(job.programs.prepare(state.params), job.programs, ())
             run.save(0, folders.saved(state, reference, tuple(history)))
@@ -162,7 +163,7 @@ def _follow(job: Job, run: Run) -> None:
             _record(job, step, run, writer, display)
             asked = processes.any_of(preemption.asked)
             if step.number == config.steps and config.run.export:
-                # Before the last checkpoint: a run that has that one is never resumed to this line.
+                # Before the last checkpoint: a run that has it would not come here when resumed.
                 _export(job, state, display)
             if asked or _due(step.number, config.run.checkpoint_every, config.steps):
                 run.save(step.number, folders.saved(state, reference, step.history))
@@ -172,7 +173,7 @@ def _follow(job: Job, run: Run) -> None:
 
 
 def _steps(job: Job, run: Run, state: TrainState, reference: Any, history: Any) -> Iterator[Step]:
-    """The loop's steps; the batch that ends a run which is no longer finite is kept."""
+    """The loop's steps. If the loss or gradient stops being finite, its batch is saved."""
     config = job.config
     try:
         yield from loop.train(
@@ -216,12 +217,15 @@ def _write_numerics(job: Job, run: Run) -> None:
     if not processes.leads():
         return
     device = jax.devices()[0]
-    own, drawing = job.execution.numerics, job.programs.mismatch.numerics(job.execution.numerics)
-    found = {
-        "family": own.family,
-        "numerics": audit.describe(own),
-        "kernels": fitting.kernels_used(job.execution.config, own),
-        "sampler_numerics": audit.describe(drawing),
+    learning, drawing = (
+        job.execution.numerics,
+        job.programs.mismatch.numerics(job.execution.numerics),
+    )
+    record = {
+        "family": learning.family,
+        "numerics": auditing.describe(learning),
+        "kernels": fitting.kernels_used(job.execution.config, learning),
+        "sampler_numerics": auditing.describe(drawing),
         "sampler_kernels": fitting.kernels_used(job.execution.config, drawing),
         "platform": device.platform,
         "device": device.device_kind,
@@ -231,7 +235,7 @@ def _write_numerics(job: Job, run: Run) -> None:
     }
     path = run.folder / "numerics.json"
     with _writing(path):
-        path.write_text(json.dumps(found, indent=2) + "\n")
+        path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 @contextmanager
@@ -243,17 +247,20 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _restored(job: Job, run: Run) -> tuple[checkpoints.State, int, list[str]]:
-    """What `runs.saved` holds, the step it is of (-1: nothing to resume), and notes."""
-    found = run.restore(_shapes(job))
-    if found is None:
+    """The contents of a checkpoint (`folders.saved`), its step, and notes.
+
+    The step is -1, and the contents are those of a new run, if there is nothing to resume.
+    """
+    checkpoint = run.restore(_shapes(job))
+    if checkpoint is None:
         return _first(job), -1, []
-    notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in found.damaged]
-    notes.append(f"resumed after step {found.step}")
-    return found.state, found.step, notes
+    notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in checkpoint.damaged]
+    notes.append(f"resumed after step {checkpoint.step}")
+    return checkpoint.state, checkpoint.step, notes
 
 
 def _shapes(job: Job) -> checkpoints.State:
-    """`_first` without its arrays: a state is not to be on the devices twice while one is read."""
+    """The shapes of `_first`, so that a state is not on the devices twice while one is read."""
 
     def shape(x: Any) -> Any:
         if not isinstance(x, jax.Array):
@@ -264,7 +271,7 @@ def _shapes(job: Job) -> checkpoints.State:
 
 
 def _first(job: Job) -> checkpoints.State:
-    """What a run starts with."""
+    """The contents of the checkpoint of a run that has not begun."""
     built, params = job.programs, job.model.params
     state = built.init(params)
     reference = state.params if job.config.objective.has_reference else None
@@ -274,7 +281,7 @@ def _first(job: Job) -> checkpoints.State:
 
 
 def _described(job: Job) -> list[str]:
-    """How the sampler differs from the learner, a line each."""
+    """Lines about the differences of the sampler from the learner."""
     lines = mismatch.describe(job.programs.mismatch, job.execution.numerics)
     return [f"the sampler differs: {line}" for line in lines]
 
@@ -362,7 +369,7 @@ def _due(step: int, every: int, last: int) -> bool:
 
 
 def _export(job: Job, state: TrainState, display: Display) -> None:
-    """Writes the final model; that of a shorter run gives way once the new one is whole."""
+    """Writes the final model, and then removes that of an earlier end of this run."""
     params = processes.whole(state.params)
     if not processes.leads():
         return

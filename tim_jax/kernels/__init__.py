@@ -1,4 +1,8 @@
-"""The same few operations in several families, one family a module."""
+"""The operations of the forward in several families: plain XLA, exact tiles, and Pallas kernels.
+
+`interface` says what a family is. `composed` makes the families "tiles" and "native"; `pallas_gpu`
+and `pallas_tpu` are the others.
+"""
 
 import jax
 
@@ -31,7 +35,7 @@ def attention(
     numerics: Numerics,
     aligned: bool,
 ) -> jax.Array:
-    """Attention by the family, or by another kernel or cut along the keys, as the numerics say."""
+    """Attention by the family, by another kernel, or cut along the keys, as the numerics say."""
     ops = family(numerics)
     if numerics.attention == "triton":
         return variants.triton_attention(query, key, value, positions, numerics=numerics)
@@ -49,5 +53,5 @@ def attention(
 
 
 def cached(x: jax.Array, *, numerics: Numerics) -> jax.Array:
-    """Keys or values as the cache gives them back; see `caching.cached`."""
+    """Keys or values as they are read back from the cache; see `cache.cached`."""
     return cache.cached(x, numerics=numerics, ops=family(numerics))

@@ -1,10 +1,9 @@
-"""Rounding to narrow number formats: 8-bit floats and integers, with or without a scale.
+"""The KV cache: how keys and values are written into it, and rounding to narrow formats.
 
-The values are those of the format, in the dtype they came in; the bytes are not saved. Casts would
-do for the 8-bit floats, but XLA may drop a cast down and up again, and a cast of what is too large
-gives NaN where hardware saturates.
-
-How keys and values get into the KV cache, and what a cache of a narrower dtype does to them.
+The formats are 8-bit floats and integers, with or without a scale. Rounded values are those of the
+format, but stay in the dtype they came in; no memory is saved. The 8-bit floats are not rounded by
+casts, because XLA may drop a cast down and up again, and because a cast of a number that is too
+large gives NaN where hardware saturates.
 """
 
 from collections.abc import Callable
@@ -31,10 +30,10 @@ _LARGEST = {"int8": 127.0, "int4": 7.0} | {name: f.largest for name, f in _FLOAT
 
 
 def nearest(x: jax.Array, name: str) -> jax.Array:
-    """The format's number nearest to each of x float32, ties to even, held within its range.
+    """The format's number nearest to each of x float32, ties to even, clipped to its range.
 
     Formats: "float8_e4m3fn", "float8_e5m2", "int8" (whole numbers to 127), "int4" (to 7), and the
-    dtypes of `numerics`, which are not held within their range.
+    compute dtypes of `numerics`, which are not clipped.
     """
     if name not in _LARGEST:
         return formulas.narrowed(x, name)
@@ -49,7 +48,10 @@ def nearest(x: jax.Array, name: str) -> jax.Array:
 
 
 def scaled(x: jax.Array, name: str, *, largest: jax.Array, fence: Callable) -> jax.Array:
-    """`nearest` of x / s, times s, with s such that `largest`, of x's rank, is the format's own."""
+    """s * `nearest`(x / s), with the scale s that maps `largest` to the format's largest number.
+
+    `largest` broadcasts to x, and has its rank.
+    """
     scale = fence(jnp.where(largest > 0, largest, 1.0) * (1.0 / _LARGEST[name]))
     inverse = fence(1.0 / scale)
     quantised = nearest(fence(x * jnp.broadcast_to(inverse, x.shape)), name)
@@ -62,10 +64,10 @@ def is_scaled(name: str) -> bool:
 
 
 def cached(x: jax.Array, *, numerics: Numerics, ops: Kernels) -> jax.Array:
-    """Keys or values [..., D] as they come back out of the cache, in the dtype they went in.
+    """Keys or values [..., D] as they are read back from the cache, in the dtype they went in.
 
-    x itself, and no operation, where the cache has the compute dtype. Straight-through: the
-    gradient is that of the identity.
+    x itself, and no operation, where the cache has the compute dtype. The gradient is that of the
+    identity (straight-through).
     """
     if numerics.precision.cache in (None, numerics.compute_dtype):
         return x
@@ -96,8 +98,8 @@ def write(
       positions: i32[B, T], inside the cache and different from each other within a sequence.
       axis: that of the positions, 3 or 2.
     """
-    how = _by_scatter if numerics.cache_write == "scatter" else _by_rows
-    return how(cache, rows, positions, axis)
+    method = _by_scatter if numerics.cache_write == "scatter" else _by_rows
+    return method(cache, rows, positions, axis)
 
 
 def _by_scatter(cache, rows, positions, axis):
@@ -108,8 +110,7 @@ def _by_scatter(cache, rows, positions, axis):
 
 
 def _by_rows(cache, rows, positions, axis):
-    """A write per row, in a loop: what XLA:CPU makes of one scatter in a large program copies the
-    cache."""
+    """A write per row, in a loop: XLA:CPU would copy the cache for a scatter in a large program."""
     batch, length = positions.shape
     rows = jnp.expand_dims(rows.reshape(batch * length, *rows.shape[2:]), axis)
     at = positions.reshape(-1)

@@ -1,4 +1,7 @@
-"""Kernel families of plain XLA operations: everything composed of a dot, a sum and a unit."""
+"""The kernel families of plain XLA operations, "tiles" and "native".
+
+Both are composed in the same way of a dot, an attention, a sum and elementary functions (`Maths`).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from tim_jax.numerics import Numerics
 
 @dataclass(frozen=True)
 class Composed:
-    """A family of `interface.Kernels`, from the pieces of `tiles` or `native`."""
+    """A family of `interface.Kernels`, made of the functions of `tiles` or `native`."""
 
     fence: Callable[[Any], Any]
     maths: formulas.Maths
@@ -26,7 +29,7 @@ class Composed:
     attention: Callable[..., jax.Array]
 
     def _in_both(self, formula: Callable) -> Callable:
-        """The unit of formula(*args, maths): in the family's own maths, its gradient in plain."""
+        """A unit of formula(*args, maths) by the family's maths, with the gradient by XLA's."""
         return self.unit(partial(formula, maths=self.maths), partial(formula, maths=native.MATHS))
 
     def norm(self, x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics):
@@ -46,7 +49,7 @@ class Composed:
         return self.unit(add, add)(residual, self._reduced(x, weight, numerics), *biases)
 
     def _reduced(self, x: jax.Array, weight: jax.Array, numerics: Numerics) -> jax.Array:
-        """x @ weight, or the sum of what `order.ranks` ranks make of their parts of it."""
+        """x @ weight, as a sum of partial products of `order.ranks` ranks."""
         order, product = numerics.order, partial(self.dot, numerics=numerics)
         if order.ranks == 1:
             return product(x, weight)
@@ -104,7 +107,7 @@ def _narrowed(numerics: Numerics):
 
 
 def _parted(y: jax.Array, tiles: int, shares: tuple[int, ...]) -> list[jax.Array]:
-    """Splits joint columns [N, M] by shares; each of `tiles` column tiles holds some of all."""
+    """Splits joint columns [N, M] by shares; each column tile has its share of every part."""
     sizes = np.cumsum(shares[:-1]) * (y.shape[1] // tiles // sum(shares))
     if tiles == 1:
         return jnp.split(y, sizes, axis=-1)

@@ -1,9 +1,10 @@
-"""The elementwise maths of the model, written once for every kernel family.
+"""The formulas of the model that all kernel families share, in float32.
 
-All functions work on rows: the leading axes are free, sums run over the last axis. Inputs are of
-the compute dtype or float32, the arithmetic is float32, and the caller rounds the result.
+The elementwise maths (norm, rotation, gated silu), rounding, sums in a fixed order, and products
+whose contraction is cut into pieces, as split-K and tensor parallelism cut it.
 
-A contraction cut into pieces, whose products are added up: by one device, or as by several.
+The elementwise functions work on rows: the leading axes are free, sums run over the last axis.
+Their inputs are of the compute dtype or float32, and the caller rounds the result.
 """
 
 from collections.abc import Callable
@@ -24,13 +25,15 @@ class Maths(NamedTuple):
     log: Elementwise
     sigmoid: Elementwise
     inverse_root: Elementwise  # 1 / sqrt(x)
-    alone: Elementwise  # x itself, which is not joined with the sum that it goes into
+    uncontracted: Elementwise  # x, which is not fused with the sum that it goes into
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, lanes: int, maths: Maths) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight, in float32 (Zhang and Sennrich 2019, eq. 4)."""
     x = x.astype(jnp.float32)
-    mean_square = maths.alone(maths.total(maths.alone(x * x), lanes=lanes) * (1.0 / x.shape[-1]))
+    mean_square = maths.uncontracted(
+        maths.total(maths.uncontracted(x * x), lanes=lanes) * (1.0 / x.shape[-1])
+    )
     factor = maths.inverse_root(mean_square + eps)
     return x * factor[..., None] * jnp.broadcast_to(weight, x.shape)
 
@@ -40,8 +43,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, maths: Maths) -> jax
     first, second = jnp.split(x, 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     halves = (
-        maths.alone(first * cos) - maths.alone(second * sin),
-        maths.alone(second * cos) + maths.alone(first * sin),
+        maths.uncontracted(first * cos) - maths.uncontracted(second * sin),
+        maths.uncontracted(second * cos) + maths.uncontracted(first * sin),
     )
     return jnp.concatenate(halves, axis=-1)
 
@@ -49,7 +52,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, maths: Maths) -> jax
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rounds float32 to `dtype` and stays rounded.
 
-    A cast alone is no promise: XLA may drop a cast down and up again when it fuses across it.
+    A cast alone is not enough: XLA may drop a cast down and up again when it fuses across it.
     """
     if dtype == jnp.float32:
         return x
@@ -113,20 +116,20 @@ def split_k(product: Callable, x: jax.Array, weight: jax.Array, *, pieces: int) 
 def all_reduced(
     product: Callable, x: jax.Array, weight: jax.Array, *, ranks: int, rounded: Callable
 ) -> jax.Array:
-    """The same with `rounded` applied to every product and every partial sum, as they travel.
+    """As `split_k`, with `rounded` applied to every product and every partial sum.
 
     That is the row-parallel product of tensor parallelism (Shoeybi et al. 2019, section 3): each
-    rank multiplies its part of K, and a ring adds up in the dtype of what is sent.
+    rank multiplies its part of K, and a ring all-reduce adds up in the dtype of what is sent.
     """
     return _added(product, x, weight, ranks, rounded)
 
 
 def _added(product: Callable, x: jax.Array, weight: jax.Array, pieces: int, rounded: Callable):
     size = -(-x.shape[1] // pieces)
-    found = None
+    total = None
     for start in range(0, x.shape[1], size):
         rows = slice(start, start + size)
         part = rounded(product(x[:, rows], weight[..., rows, :]))
-        found = part if found is None else rounded(found + part)
-    assert found is not None  # K is at least 1
-    return found
+        total = part if total is None else rounded(total + part)
+    assert total is not None  # K is at least 1
+    return total

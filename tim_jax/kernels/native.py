@@ -41,15 +41,15 @@ def peak(x: jax.Array, *, lanes: int = 0) -> jax.Array:
 
 
 def unit(forward: Callable, plain: Callable) -> Callable:
-    """Native numerics have one formula for both directions."""
+    """The plain formula, whose own gradient XLA derives."""
     del forward
     return plain
 
 
 def precise(x: jax.Array) -> dict[str, Any]:
-    """How dots of `x` are asked for: sums in float32, and products too where `x` is float32.
+    """The options of a dot of `x`: sums in float32, and products too where `x` is float32.
 
-    Left to themselves, GPUs would round float32 operands to TF32, and TPUs to bfloat16.
+    By default GPUs would round float32 operands to TF32, and TPUs to bfloat16.
     """
     highest = x.dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if highest else None
@@ -62,7 +62,7 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def joined(weight: jax.Array) -> jax.Array:
-    """A weight matrix [K, M] of its column tiles [T, K, M / T]; a matrix as it is."""
+    """The weight matrix [K, M] of column tiles [T, K, M / T]; a matrix itself."""
     if weight.ndim == 2:
         return weight
     return jnp.moveaxis(weight, 0, 1).reshape(weight.shape[1], -1)
@@ -90,7 +90,7 @@ def _whole_dot(x, weight):
     return product(x, joined(weight))
 
 
-# Its own gradient would multiply the float32 cotangent in float32, whatever the compute dtype.
+# JAX's own gradient would multiply the float32 cotangent in float32, whatever the compute dtype.
 _dot = jax.custom_vjp(_whole_dot)
 _dot.defvjp(lambda x, weight: (_whole_dot(x, weight), (x, weight)), dot_backward)
 

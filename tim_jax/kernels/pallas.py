@@ -1,13 +1,12 @@
-"""What the Pallas kernels share: padding, refusals by name, and elementwise maths.
+"""What the Pallas families for GPU and TPU share.
 
-The maths runs inside kernels, on tiles: float32 [rows, columns].
-
-A kernel family made of Pallas kernels: fences, gradients and epilogues around them.
+Padding, refusals by name, elementwise maths that runs inside kernels (on tiles, float32 [rows,
+columns]), and `PallasFamily`, which makes a kernel family of bare kernels: it adds the fences, the
+gradients and the epilogues.
 
 The fences are for interpret mode, where a kernel is ordinary code that could be fused with its
 surroundings; around a real kernel they cost nothing. Gradients are those of the plain XLA
 expressions at the same inputs: accurate, and not bound by the exactness contract.
-
 """
 
 from collections.abc import Callable, Mapping
@@ -90,23 +89,23 @@ def power_of_two_in(size: int) -> int:
 
 
 def check_platform(numerics: Numerics) -> None:
-    """Raises InputError where these kernels cannot run: known before anything is compiled."""
+    """Raises InputError where these kernels cannot run, before anything is compiled."""
     wanted = PLATFORMS.get(numerics.family)
     if wanted is None or numerics.interpret:
         return
-    found = _platform()
-    if found != wanted:
+    actual = platform()
+    if actual != wanted:
         raise InputError(
             f"numerics: family {numerics.family!r} needs a {wanted.upper()}, the default device is"
-            f' of platform {found!r}; use family "tiles" there, or interpret mode for tests'
+            f' of platform {actual!r}; use family "tiles" there, or interpret mode for tests'
         )
 
 
-def _platform() -> str:
-    """That of the abstract device one lowers for, if there is one, else of the default device."""
+def platform() -> str:
+    """The platform of the abstract device that is lowered for, else of the default device."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    found = jax.default_backend() if device is None else device.platform
-    return "gpu" if found in ("cuda", "rocm") else found
+    name = jax.default_backend() if device is None else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def with_gradient(kernel: Callable, plain: Callable) -> Callable:

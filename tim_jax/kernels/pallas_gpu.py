@@ -1,39 +1,29 @@
-"""The one place that calls Pallas for a GPU.
+"""Exact kernels for GPUs, in Pallas' Triton dialect.
 
-Products with weight matrices: one chain of multiply-adds per element, in the order of K.
-
-A program owns a tile of the result and runs over all of K in steps of `block_k`. Float32 products
-are true float32 (no TF32).
-
-
-Causal attention with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
-
-One kernel for prefill, decode and training: a tile of query rows against the key blocks of its
-sequence, ascending from position 0. What a row's own position hides adds exact zeros: its weight is
-exp2(-1e30 - peak) = 0, and the running peak and sums stay as they are.
-
-
-Row functions: RMSNorm, and the rotation of queries and keys.
-
-Sums and exponentials over the vocabulary, one program per row (or per block of a row).
-
-A row is read in blocks of `lanes`, ascending: lane i of the sum takes elements i, i + lanes, ...
-
-
-Exact kernels for GPUs, in Pallas' Triton dialect.
-
-What makes them exact, whatever the batch, the padding and the program around them:
+A result's bits do not depend on the batch, the padding or the surrounding program, because:
 
 - A sum lives in one program and runs over ascending blocks from 0. Block sizes are constants of the
   numerics, never of the row count or the sequence length; nothing is split among programs.
 - Rows are padded to a tile; a single row takes the same path as a thousand.
-- Key blocks are anchored at a sequence's first token. Blocks after a row's own position add exact
-  zeros, so a tile may run as far as its longest row needs.
-- What is not elementwise, and every exp, log and rsqrt, is inside a kernel, where XLA cannot choose
-  another order or another approximation. Elementwise sums in XLA are rounded to nearest on GPUs.
+- Key blocks start at a sequence's first token. Blocks after a row's own position add exact zeros,
+  so a tile may run as far as its longest row needs.
+- Whatever is not elementwise, and every exp, log and rsqrt, is inside a kernel, where XLA cannot
+  choose another order or another approximation. XLA's elementwise sums are rounded to nearest.
+
+The kernels:
+
+- Products with weight matrices: a program has a tile of the result and runs over all of K in steps
+  of `block_k`, so that an element is one chain of multiply-adds in the order of K. Float32 products
+  are true float32 (no TF32).
+- Causal attention with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), one kernel
+  for prefill, decode and training: a tile of query rows against the key blocks of its sequence,
+  ascending from position 0. Keys after a row's position add exact zeros: their weight is
+  exp2(-1e30 - peak) = 0, and the running peak and sums stay as they are.
+- Row functions: RMSNorm, and the rotation of queries and keys.
+- Sums and exponentials over the vocabulary, one program per row (or per block of a row). A row is
+  read in blocks of `lanes`, ascending: lane i of the sum takes elements i, i + lanes, ...
 
 Backward passes are the plain XLA expressions at the same inputs.
-
 """
 
 from collections.abc import Callable, Sequence
@@ -287,7 +277,7 @@ def _turned(parts, cos, sin, biases, weight, *, first, count, scale, eps, numeri
 
 
 def _turn(parts_ref, cos_ref, sin_ref, *refs, biased: bool, normed: bool, scale: float, eps: float):
-    """One head of a tile of rows; its two halves are the pairs that turn."""
+    """One head of a tile of rows; element i of each half form a pair that is rotated."""
     pair = [parts_ref[:, half, :] for half in (0, 1)]
     if biased:
         pair = [

@@ -1,23 +1,14 @@
-"""The one place that calls Pallas for a TPU.
+"""Exact kernels for TPUs, in Pallas' Mosaic dialect.
 
-Products with weight matrices: partial sums in vector memory, K in ascending blocks.
+They are exact for the reasons given in `pallas_gpu`: a sum runs over ascending blocks of a fixed
+size, here along the last, sequential axis of a kernel's grid with the partial sum in vector memory;
+rows are padded to a tile; key blocks start at a sequence's first token. The kernels are products
+with weight matrices, causal attention with an online softmax, RMSNorm, the rotation of queries and
+keys, and sums and exponentials over the vocabulary. For the last, a row is read in blocks of
+`lanes`, ascending: lane i of a sum takes elements i, i + lanes, ..., and what a block has beyond
+the row's end counts as nothing.
 
-Causal attention with an online softmax; key blocks along the sequential axis of the grid.
-
-Row functions: RMSNorm, and the rotation of queries and keys.
-
-Sums and exponentials over the vocabulary, in blocks of `lanes`, ascending.
-
-Lane i of a sum takes elements i, i + lanes, ...; what a block has beyond the row's end counts as
-nothing.
-
-
-Exact kernels for TPUs, in Pallas' Mosaic dialect.
-
-As on GPUs: a sum runs over ascending blocks of a fixed size, here along the last, sequential axis
-of a kernel's grid with the partial sum in vector memory; rows are padded to a tile; key blocks are
-anchored at a sequence's first token. Backward passes are the plain XLA expressions.
-
+Backward passes are the plain XLA expressions at the same inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -278,7 +269,7 @@ def _turned(parts, weight, *, cos, sin, scale, eps, numerics: Numerics):
 
 
 def _turn(parts_ref, cos_ref, sin_ref, *refs, normed: bool, scale: float, eps: float):
-    """One head of a tile of rows; its two halves are the pairs that turn."""
+    """One head of a tile of rows; element i of each half form a pair that is rotated."""
     pair = parts_ref[0], parts_ref[1]
     norm = [refs[0][half : half + 1, :] for half in (0, 1)] if normed else None
     angle = cos_ref[...], sin_ref[...]

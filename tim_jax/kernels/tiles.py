@@ -10,7 +10,7 @@ the same in every program. Hence:
 - `fence` (an optimisation barrier) stands on both sides of every unit, so that nothing is moved
   through it;
 - units are `custom_vjp`: the forward inside a gradient is the very same program, and the backward,
-  which the contract does not bind, is plain XLA.
+  to which the exactness contract does not apply, is plain XLA.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ _WIDE_LANES = 2048
 def total(x: jax.Array, *, lanes: int = _LANES) -> jax.Array:
     """Sum over the last axis in one fixed order.
 
-    A long axis first down to 2,048 lanes, then to `lanes`, then the lanes by halving. Zeros
+    A long axis is first added up to 2,048 lanes, then to `lanes`, and the lanes by halving. Zeros
     appended to the axis change no bit once it has `lanes` elements.
     """
     return _reduce(x, jnp.add, lanes, 0.0)
@@ -40,27 +40,27 @@ def total(x: jax.Array, *, lanes: int = _LANES) -> jax.Array:
 def peak(x: jax.Array, *, lanes: int = _LANES) -> jax.Array:
     """Maximum over the last axis.
 
-    A maximum has no rounding. But a reduce instruction, even an exact one, is where XLA:CPU starts
-    library fusions that swallow the exp after it, fences or not; this one is elementwise code.
+    A maximum does not round, so any order would do. But XLA:CPU starts library fusions at a reduce
+    instruction, and they include the exp after it in spite of a fence; this is elementwise code.
     """
     return _reduce(x, _larger, lanes, -jnp.inf)
 
 
 def _larger(x, y):
-    """A comparison and a choice: XLA's maximum minds NaN, and takes three times as long."""
+    """The maximum as a comparison: XLA's own also handles NaN, and takes three times as long."""
     return jnp.where(x > y, x, y)
 
 
 def _reduce(x, combine, lanes, neutral):
     if x.shape[-1] > _WIDE_LANES:
-        # A vocabulary in chunks of a few lanes is code without vectors, ten times slower.
+        # Chunks of a few lanes would not be vectorised: ten times slower for a vocabulary.
         x = formulas.fold(x, combine, lanes=_WIDE_LANES, neutral=neutral, fan=256)
     lanes = min(lanes, 1 << max(x.shape[-1] - 1, 0).bit_length())
     return formulas.halve(formulas.fold(x, combine, lanes=lanes, neutral=neutral), combine)
 
 
 MATHS = formulas.Maths(
-    total, strict.exp, strict.log, strict.sigmoid, strict.inverse_root, strict.alone
+    total, strict.exp, strict.log, strict.sigmoid, strict.inverse_root, strict.uncontracted
 )
 
 
@@ -193,8 +193,11 @@ def _attention(query, key, value, positions, numerics, aligned):
 
 
 def _by_row_tiles(query, key, value, last, numerics: Numerics):
-    """`_attend` on row counts that the numerics allow. The tile axis is split off outside the loop:
-    inside, a transpose would reach the dot as another operand layout, and so another kernel."""
+    """`_attend` on row counts that the numerics allow.
+
+    The tile axis is split off outside the loop: inside, the transpose would reach the dot as
+    another operand layout, and so make XLA choose another kernel.
+    """
     batch, heads, count, size = query.shape
     tiles, rows = numerics.attention_rows.split(count)
     padding = tiles * rows - count
@@ -215,12 +218,12 @@ def _attend(query, key, value, last, numerics: Numerics):
     block = numerics.kv_block
     scores = _scores(query, key, numerics)
     visible = jnp.arange(key.shape[3])[None, None, :] <= last[:, :, None]
-    # Fenced, or the mask is worked out again beside every exponential.
+    # Without a fence XLA computes the mask again beside every exponential.
     scores = fence(jnp.where(visible[:, None], scores, native.MASKED))
     highest = fence(peak(scores, lanes=block))
     narrowed = partial(formulas.narrowed, dtype=numerics.precision.attention_softmax)
     weights = narrowed(fence(strict.exp(narrowed(scores - highest[..., None]))))
-    # By the reciprocal: XLA turns a division by a broadcast into that, or not, as it likes.
+    # The reciprocal is written out, because XLA may or may not make one of a division.
     scale = fence(1.0 / narrowed(fence(total(weights, lanes=block))))
     mixed = _mix(formulas.rounded(weights, value.dtype), value, numerics)
     return fence(mixed * scale[..., None])

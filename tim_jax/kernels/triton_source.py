@@ -1,10 +1,10 @@
-"""Flash attention in Triton: the kernel alone, which `triton_flash` calls. Needs Triton to import.
+"""Flash attention in Triton: the kernel of `variants.triton_attention`. Importing needs Triton.
 
 One program per sequence, key head and tile of rows; a row is (token, head of the group), so grouped
 queries share a program, and a decode step has the group's heads as rows. Keys are walked in fixed
-blocks from the sequence's first token up to the last one that any row of the tile can see:
-causality, ragged lengths and the unused end of a KV cache are all said by `last`, each row's own
-position. No product, sum or maximum depends on how many sequences there are.
+blocks from the sequence's first token up to the last one that any row of the tile can see.
+Causality, ragged lengths and the unused end of a KV cache all follow from `last`, the position of
+each row. No product, sum or maximum depends on how many sequences there are.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
@@ -40,10 +40,10 @@ def flash_kernel(
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
     for start in range(0, tl.max(position, 0) + 1, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        held = at < KEYS
+        exists = at < KEYS
         k = tl.load(
             key + (pair * SIZE + dims)[:, None] * KEYS + at[None, :],
-            mask=(dims < SIZE)[:, None] & held[None, :],
+            mask=(dims < SIZE)[:, None] & exists[None, :],
             other=0.0,
         )
         scores = tl.dot(q, k, input_precision="ieee")
@@ -53,7 +53,7 @@ def flash_kernel(
         weights = tl.exp(scores - highest[:, None])
         v = tl.load(
             value + (pair * KEYS + at)[:, None] * SIZE + dims[None, :],
-            mask=held[:, None] & (dims < SIZE)[None, :],
+            mask=exists[:, None] & (dims < SIZE)[None, :],
             other=0.0,
         )
         total = total * shrink + tl.sum(weights, 1)

@@ -1,22 +1,17 @@
-"""Flash attention as one Pallas kernel, for GPU and TPU; for the sampler, prefill and decode.
+"""Other attention kernels, for samplers only: what engines run in place of the family's own.
 
-One program per sequence, key head and tile of rows. It walks over the keys in fixed blocks from
-the sequence's first token, keeps a running maximum, sum and mix (Dao et al. 2022, algorithm 1),
-and stops after the last block that any of its rows can see. Grouped queries share a key head's
-program; causality and lengths are in `positions`: a row attends to keys 0..position.
-
-Decoding attention cut along the keys, as FlashDecoding and the engines built on it do.
-
-Each piece of the keys has a softmax of its own, and the pieces are merged by their maxima and
-sums. How many pieces there are follows the batch: a small batch is cut more, to fill the machine.
-So a sequence's bits depend on the batch it is decoded in, which is what this imitates.
-
-
-Attention by the kernel of `triton_source`, through jax-triton: NVIDIA GPUs, for the sampler.
-
-Needs the extra `triton`. jax, jax-triton and triton fit each other only in part: `check` refuses
-other versions by name.
-
+- `flash_attention`: one Pallas kernel, for GPU and TPU, prefill and decode. A program has one
+  sequence, key head and tile of rows. It walks over the keys in fixed blocks from the sequence's
+  first token, keeps a running maximum, sum and mix (Dao et al. 2022, algorithm 1), and stops after
+  the last block that any of its rows can see. Query heads of one group share a key head's program;
+  causality and lengths are in `positions`: a row attends to keys 0..position.
+- `split_attention`: decoding attention cut along the keys, as FlashDecoding and the engines built
+  on it do. Each piece of the keys has a softmax of its own, and the pieces are merged by their
+  maxima and sums. The number of pieces follows the batch: a small batch is cut more, to fill the
+  machine. So a sequence's bits depend on the batch it is decoded in, and that is the point.
+- `triton_attention`: the kernel of `triton_source` through jax-triton, for NVIDIA GPUs. It needs
+  the extra `triton`. Only some versions of jax, jax-triton and triton fit each other; `check`
+  refuses others by name.
 """
 
 import importlib
@@ -123,7 +118,7 @@ def split_attention(
     numerics: Numerics,
     fence: Callable,
 ) -> jax.Array:
-    """As `tiles.attention` of rows that are not aligned: same arguments, the same up to rounding.
+    """As `tiles.attention` of rows that are not aligned: the same result up to rounding.
 
     With m_i, l_i, o_i the maximum, sum and mix of piece i and m the largest m_i, the result is
     (sum_i exp(m_i - m) o_i) / (sum_i exp(m_i - m) l_i) (Dao et al. 2023, Flash-Decoding).
@@ -131,11 +126,11 @@ def split_attention(
     keys = key.shape[3]
     count = pieces(query.shape[0], query.shape[1], keys, numerics=numerics)
     size = -(-keys // (count * _KEYS)) * _KEYS
-    found = [
+    softmaxes = [
         fence(_piece(query, key, value, positions, start, min(start + size, keys), numerics))
         for start in range(0, keys, size)
     ]
-    peaks, totals, mixes = (jnp.stack(parts) for parts in zip(*found, strict=True))
+    peaks, totals, mixes = (jnp.stack(parts) for parts in zip(*softmaxes, strict=True))
     shares = fence(jnp.exp(peaks - jnp.max(peaks, axis=0, keepdims=True)))
     mixed = jnp.sum(mixes * shares[..., None], axis=0)
     return fence(mixed / jnp.sum(totals * shares, axis=0)[..., None])
@@ -144,10 +139,10 @@ def split_attention(
 def _piece(query, key, value, last, start, stop, numerics):
     """Maximum [B, Kv, N], sum [B, Kv, N] and mix [B, Kv, N, D] over keys start..stop."""
     visible = jnp.arange(start, stop)[None, None, :] <= last[:, :, None]
-    found = native.scores(query, key[..., start:stop])
-    found = jnp.where(visible[:, None], found, native.MASKED)
-    peak = jnp.max(found, axis=-1)
-    weights = jnp.exp(found - peak[..., None])
+    scores = native.scores(query, key[..., start:stop])
+    scores = jnp.where(visible[:, None], scores, native.MASKED)
+    peak = jnp.max(scores, axis=-1)
+    weights = jnp.exp(scores - peak[..., None])
     weights = formulas.narrowed(weights, numerics.precision.attention_softmax)
     rounded = formulas.rounded(weights, value.dtype)
     return peak, jnp.sum(weights, axis=-1), native.mix(rounded, value[:, :, start:stop])
@@ -166,7 +161,7 @@ def triton_attention(
     *,
     numerics: Numerics,
 ) -> jax.Array:
-    """As `flash.attention`, by Triton; for the platform "cuda" only."""
+    """As `flash_attention`, by Triton; for the platform "cuda" only."""
     jax_triton = importlib.import_module("jax_triton")
     source = importlib.import_module("tim_jax.kernels.triton_source")
     batch, heads, count, size = query.shape
@@ -196,11 +191,11 @@ def check() -> None:
     for name, (low, high) in NEEDS.items():
         wanted = f"{'.'.join(map(str, low))} up to, not with, {'.'.join(map(str, high))}"
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             raise InputError(
                 f"Triton attention needs {name} {wanted}, which is not installed; install"
                 " tim-jax[triton] (Python 3.12 or newer)"
             ) from None
-        if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
-            raise InputError(f"Triton attention needs {name} {wanted}; here it is {found}")
+        if not low <= tuple(int(part) for part in installed.split(".")[:2]) < high:
+            raise InputError(f"Triton attention needs {name} {wanted}; here it is {installed}")

@@ -37,6 +37,30 @@ from tim_jax.mismatch.reporting import (
 )
 from tim_jax.mismatch.weights import QuantisedWeights, StaleWeights
 
+# Every entry by its name in configurations too: `mismatch.kv_cache(dtype="float8_e4m3fn")`.
+attention_softmax = AttentionSoftmax
+compute = Compute
+dropped_end = DroppedEnd
+ignored_truncation = IgnoredTruncation
+kv_cache = KVCache
+lm_head = Head
+log_prob_noise = LogProbNoise
+logit_noise = LogitNoise
+logits = Logits
+native_kernels = NativeKernels
+pad_mask = PadMask
+pallas_attention = PallasAttention
+quantised_weights = QuantisedWeights
+raw_log_probs = RawLogProbs
+softmax = Softmax
+split_k = SplitK
+split_kv = SplitKV
+stale_weights = StaleWeights
+sum_order = SumOrder
+tensor_parallel = TensorParallel
+tile_sizes = TileSizes
+triton_attention = TritonAttention
+
 __all__ = [
     "ENTRIES",
     "EXACT",
@@ -66,10 +90,32 @@ __all__ = [
     "TensorParallel",
     "TileSizes",
     "TritonAttention",
+    "attention_softmax",
     "build",
     "check",
+    "compute",
     "describe",
     "difference",
+    "dropped_end",
+    "ignored_truncation",
+    "kv_cache",
     "label",
+    "lm_head",
+    "log_prob_noise",
+    "logit_noise",
+    "logits",
+    "native_kernels",
+    "pad_mask",
+    "pallas_attention",
+    "quantised_weights",
+    "raw_log_probs",
     "refuse_stale",
+    "softmax",
+    "split_k",
+    "split_kv",
+    "stale_weights",
+    "sum_order",
+    "tensor_parallel",
+    "tile_sizes",
+    "triton_attention",
 ]

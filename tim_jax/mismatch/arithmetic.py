@@ -1,7 +1,4 @@
-"""Entries that give part of the sampler's arithmetic another dtype.
-
-Entries that give the sampler other kernels, tiles or orders of sums; all dtypes stay.
-"""
+"""Entries that change the sampler's arithmetic: dtypes, kernels, tiles and orders of sums."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -101,8 +98,8 @@ class AttentionSoftmax(_Part):
 class KVCache(Entry):
     """Keys and values are rounded to this dtype where they enter the cache.
 
-    Without a scale what is too large saturates. scale "token": one scale per token and head, from
-    its largest element; int8 has it by default and cannot do without.
+    Without a scale, numbers that are too large saturate. scale "token": one scale per token and
+    head, from its largest element; int8 has it by default and needs it.
     """
 
     dtype: str
@@ -142,7 +139,7 @@ _TPU_LANES = 128
 
 @dataclass(frozen=True)
 class NativeKernels(Entry):
-    """Plain XLA instead of exact tiles: kernels, fusions and orders as the compiler likes."""
+    """Plain XLA instead of exact tiles: the compiler chooses kernels, fusions and orders."""
 
     name: ClassVar[str] = "native_kernels"
     imitates: ClassVar[str] = (
@@ -193,7 +190,7 @@ class TileSizes(Entry):
             rows = Rows(self.attention_rows, self.attention_rows)
             numerics = replace(numerics, attention_rows=rows)
         if self.kv_block is not None:
-            # One dot over all keys would not know of blocks.
+            # One dot over all keys would have no blocks.
             numerics = replace(numerics, kv_block=self.kv_block, whole_kv=False)
         return numerics
 
@@ -246,9 +243,9 @@ class SplitK(Entry):
 class TensorParallel(Entry):
     """The attention's and the MLP's last products are sums of one partial product a rank.
 
-    `exchange` is the dtype that they are sent and added up in: the compute dtype, or float32. The
-    ranks are played by each device in turn, so that any number of them works anywhere. 1 rank
-    changes nothing.
+    `exchange` is the dtype that they are sent and added up in: the compute dtype, or float32. Each
+    device computes the parts of all ranks in turn, so that any number of ranks works anywhere. 1
+    rank changes nothing.
     """
 
     ranks: int
@@ -310,7 +307,7 @@ class PallasAttention(Entry):
             raise self.refuse(f"takes heads of a power of two on a GPU, the model's have {size}")
         if backend == "tpu" and block % _TPU_LANES:
             raise self.refuse(f"needs a kv_block of at least {_TPU_LANES} on a TPU, got {block}")
-        _check_alone(self, execution.numerics)
+        _check_attention(self, execution.numerics)
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, attention="flash_interpreted" if self.interpret else "flash")
@@ -334,14 +331,14 @@ class TritonAttention(Entry):
             variants.check()
         except InputError as error:
             raise self.refuse(str(error)) from error
-        _check_alone(self, execution.numerics)
+        _check_attention(self, execution.numerics)
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, attention="triton")
 
 
-def _check_alone(entry: Entry, numerics: Numerics) -> None:
-    """Refuses what also decides how attention is computed."""
+def _check_attention(entry: Entry, numerics: Numerics) -> None:
+    """Refuses numerics that already choose how attention is computed."""
     if numerics.order.split_kv:
         raise entry.refuse("contradicts 'split_kv': both decide how decoding attends")
     if numerics.precision.attention_softmax != "float32":

@@ -1,4 +1,4 @@
-"""What an entry of the dial is: a small value that edits the sampler in one named way."""
+"""An entry of the dial: a small value that edits the sampler in one named way."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -12,25 +12,25 @@ from tim_jax.types import Rollout
 
 
 class Names(NamedTuple):
-    """What names a row's random numbers, as in the sampler: never its place in the batch."""
+    """What a row's random numbers are keyed by, as in the sampler: not its place in the batch."""
 
     key: jax.Array  # a PRNG key of seed and step
     prompts: jax.Array  # i32[B]
     samples: jax.Array  # i32[B]
 
     def keys(self, salt: int) -> jax.Array:
-        """Keys [B] of the rows, other ones for every `salt`."""
+        """Keys [B] of the rows, different for every `salt`."""
 
-        def own(prompt, sample):
+        def row_key(prompt, sample):
             return jax.random.fold_in(jax.random.fold_in(salted, prompt), sample)
 
         salted = jax.random.fold_in(self.key, salt)
-        return jax.vmap(own)(self.prompts, self.samples)
+        return jax.vmap(row_key)(self.prompts, self.samples)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One named edit. A method that an entry does not have leaves its part of the sampler alone.
+    """One named edit. A method that an entry does not override changes nothing.
 
     The name, keyword arguments and defaults of a configuration's table are the class variable
     `name` and the fields. `imitates` says which real system behaves like this.
@@ -84,9 +84,9 @@ class Entry:
             bounds = f"at least {least}" if most is None else f"between {least} and {most}"
             raise self.refuse(f"{argument} must be {bounds}, got {value}")
 
-    def need_choice(self, argument: str, known: tuple[str, ...]) -> None:
-        """Refuses a value that is not one of `known`."""
-        if getattr(self, argument) not in known:
+    def need_choice(self, argument: str, choices: tuple[str, ...]) -> None:
+        """Refuses a value that is not one of `choices`."""
+        if getattr(self, argument) not in choices:
             raise self.refuse(
-                f"{argument} = {getattr(self, argument)!r}; known: {', '.join(known)}"
+                f"{argument} = {getattr(self, argument)!r}; known: {', '.join(choices)}"
             )

@@ -1,4 +1,4 @@
-"""The dial itself: entries together, checked against a learner, and the sampler they make."""
+"""The dial: entries that apply together, checks against a learner, and the sampler that results."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from tim_jax.types import Prompts, Rollout
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How a sampler differs from its learner: entries, applied in their order. None: not at all."""
+    """How a sampler differs from its learner: entries, applied in order; none, no difference."""
 
     entries: tuple[Entry, ...] = ()
 
@@ -32,7 +32,7 @@ class Mismatch:
 
     @property
     def drawing(self) -> "Mismatch":
-        """The part that makes another program of the sampler: not weights, not what is told."""
+        """The entries that change the sampler's program, and not only its weights or its report."""
         edits = (Entry.numerics, Entry.logits)
         return Mismatch(
             tuple(
@@ -64,8 +64,8 @@ EXACT = Mismatch()
 def check(mismatch: Mismatch, execution: Execution) -> None:
     """Raises InputError for an entry that this learner's sampler cannot have, or two that clash.
 
-    What two entries may not do: stand there twice (but for noise), set the same field of the
-    numerics, or both decide what is reported.
+    Two entries clash if they are the same (but for noise), if both set one field of the numerics,
+    or if both decide what is reported.
     """
     names, setters = set(), {}
     reporter, numerics = None, execution.numerics
@@ -106,17 +106,17 @@ def _check_together(mismatch: Mismatch, numerics: Numerics) -> None:
 
 def difference(first: Any, second: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Fields in which two values of one dataclass differ, dotted: the experiment's description."""
-    found: dict[str, tuple[Any, Any]] = {}
+    fields: dict[str, tuple[Any, Any]] = {}
     for field in dataclasses.fields(first):
         one, other = getattr(first, field.name), getattr(second, field.name)
         name = f"{prefix}{field.name}"
         if one == other:
             continue
         if isinstance(one, Precision | Order):
-            found |= difference(one, other, f"{name}.")
+            fields |= difference(one, other, f"{name}.")
         else:
-            found[name] = (one, other)
-    return found
+            fields[name] = (one, other)
+    return fields
 
 
 def describe(mismatch: Mismatch, numerics: Numerics) -> list[str]:
@@ -150,11 +150,11 @@ def draw(
 ) -> Rollout:
     """`sampler.sample` with another execution: the second of a divergent sampler's three steps.
 
-    The first is `Mismatch.weights`, of the learner's compute weights (older ones where the entry
-    `stale_weights` says so: that is for the caller), the last is `report`. On a mesh this one is a
-    device's own, and the others see whole arrays. `execution` is the learner's, with the sampler's
-    placement. Only `mismatch.drawing` matters here; without such an entry this is `sampler.sample`
-    and nothing else.
+    The first step is `Mismatch.weights` of the learner's compute weights (of older ones with the
+    entry `stale_weights`; the caller keeps them), the last is `report`. On a mesh, this step runs
+    on each device with its parts of the arrays; the other two get whole arrays. `execution` is the
+    learner's, with the sampler's placement. Only the entries of `mismatch.drawing` matter here;
+    without one this is `sampler.sample`.
     """
     other = replace(execution, numerics=mismatch.numerics(execution.numerics))
     names = _names(prompts, key, samples, first)
@@ -173,7 +173,7 @@ def draw(
 def report(
     rollout: Rollout, prompts: Prompts, key: jax.Array, *, mismatch: Mismatch, samples: int
 ) -> Rollout:
-    """The last step: what the learner is told of a rollout."""
+    """The last step: the rollout as it is reported to the learner."""
     names = _names(prompts, key, samples)
     for entry in mismatch.active:
         rollout = entry.rollout(rollout, names)
@@ -182,9 +182,9 @@ def report(
 
 def _names(prompts: Prompts, key: jax.Array, samples: int, first: jax.Array | None = None) -> Names:
     count = prompts.ids.shape[0]
-    own = jnp.tile(jnp.arange(samples, dtype=jnp.int32), count)
-    own = own if first is None else own + first
-    return Names(key, jnp.repeat(prompts.ids, samples), own)
+    numbers = jnp.tile(jnp.arange(samples, dtype=jnp.int32), count)
+    numbers = numbers if first is None else numbers + first
+    return Names(key, jnp.repeat(prompts.ids, samples), numbers)
 
 
 def _draw(entries: Sequence[Entry], names: Names, execution: Execution):

@@ -1,4 +1,4 @@
-"""From a configuration's plain tables to a dial: a name and its arguments, nothing more.
+"""Builds a dial from a configuration's tables, each the name of an entry and its arguments:
 
 mismatch = [
   { name = "kv_cache", dtype = "float8_e4m3fn" },
@@ -56,7 +56,7 @@ GROUPS: dict[str, tuple[type[Entry], ...]] = {
     "synthetic": (LogitNoise, LogProbNoise),
 }
 ENTRIES: dict[str, type[Entry]] = {kind.name: kind for kinds in GROUPS.values() for kind in kinds}
-# What a sampler cannot be given here, and what comes nearest.
+# What might be looked for here, but is not an entry, and what to use in its place.
 _ABSENT = {
     "placement": "set placement.sampler; a mesh changes no bit of exact kernels, and"
     " 'tensor_parallel' adds up as a mesh with all-reduce does",

@@ -1,10 +1,9 @@
-"""Entries that make the mistakes of real stacks: in what is reported, not in what is computed.
+"""Entries that change what the sampler reports, and entries that add noise.
 
-Entries that add keyed noise: a mismatch of any size and shape, reproducible to the bit.
-
-A number is named by (seed, step of the run, prompt, sample, position), like the sampler's own, and
-does not depend on the batch that its row is in.
-
+The first make mistakes of real systems: not in what is computed, but in what is recorded. The
+second add keyed noise, a mismatch of any size and shape that is reproducible to the bit: like the
+sampler's, a random number is keyed by (seed, step of the run, prompt, sample, position), and does
+not depend on the batch that its row is in.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from tim_jax.numerics import Numerics, strict
 from tim_jax.policy import distribution
 from tim_jax.types import Rollout
 
-_DROPS = 0x0E5D  # names the random numbers of `DroppedEnd`
+_DROPS = 0x0E5D  # salt of the random numbers of `DroppedEnd`
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class PadMask(Entry):
         return replace(rollout, hidden=rollout.responses == self.pad)
 
 
-_LOGITS, _TOKENS, _LOG_PROBS = 0x1061, 0x70CE, 0x1096  # name the random numbers
+_LOGITS, _TOKENS, _LOG_PROBS = 0x1061, 0x70CE, 0x1096  # salts of the random numbers
 Distribution = Literal["gaussian", "student"]
 
 
@@ -186,15 +185,15 @@ class LogitNoise(Entry):
             noise = tiles.fence(jax.vmap(at)(names.keys(_LOGITS)))
             logits = tiles.fence(logits + tiles.fence(noise * self.std))
         if self.bias:
-            own = draw(jax.random.fold_in(names.key, _TOKENS), (size,), self.distribution)
-            own = tiles.fence(tiles.fence(own) * self.bias)
-            logits = tiles.fence(logits + jnp.broadcast_to(own, logits.shape))
+            shared = draw(jax.random.fold_in(names.key, _TOKENS), (size,), self.distribution)
+            shared = tiles.fence(tiles.fence(shared) * self.bias)
+            logits = tiles.fence(logits + jnp.broadcast_to(shared, logits.shape))
         return logits
 
 
 @dataclass(frozen=True)
 class LogProbNoise(Entry):
-    """Adds noise to the log-probs that are reported; what was drawn with is kept beside them.
+    """Adds noise to the log-probs that are reported; those drawn with are kept as well.
 
     The added value is s * (std * n + bias), n of standard deviation 1. s is 1 (by "flat"), or one
     minus the token's probability (by "probability": rare tokens differ most), or grows with the
@@ -256,7 +255,7 @@ class LogProbNoise(Entry):
 
 
 def seeded(names: Names, seed: int) -> Names:
-    """Names of other random numbers for every seed."""
+    """The names with other random numbers for every seed."""
     return names._replace(key=jax.random.fold_in(names.key, seed))
 
 
@@ -277,6 +276,6 @@ def draw(key: jax.Array, shape: tuple[int, ...], distribution: Distribution) -> 
 
 
 def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Odd multiples of 2^-24 in (0, 1), without a rounding."""
+    """Odd multiples of 2^-24 in (0, 1), computed without rounding."""
     bits = jax.random.bits(key, shape, jnp.uint32) >> 9
     return (bits.astype(jnp.float32) + 0.5) * 2.0**-23

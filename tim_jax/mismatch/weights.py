@@ -66,16 +66,16 @@ class QuantisedWeights(Entry):
         whole = (-3, -2, -1) if tiled else (-2, -1)
         axes = (-2,) if self.per == "channel" else whole
         largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
-        found = cache.scaled(wide, self.dtype, largest=largest, fence=tiles.fence)
-        return found.reshape(matrix.shape).astype(matrix.dtype)
+        scaled = cache.scaled(wide, self.dtype, largest=largest, fence=tiles.fence)
+        return scaled.reshape(matrix.shape).astype(matrix.dtype)
 
 
 @dataclass(frozen=True)
 class StaleWeights(Entry):
     """The sampler has the weights of so many updates ago (at the start of a run: the first ones).
 
-    The only entry that is drift and not mismatch: at equal weights it is exact. The training loop
-    keeps the old weights.
+    This is the only entry that is drift and not mismatch: at equal weights it is exact. The
+    training loop keeps the old weights.
     """
 
     updates: int

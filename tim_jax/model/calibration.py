@@ -1,16 +1,15 @@
 """Measures, on the backend at hand, how far row counts may vary without changing a row's bits.
 
-Fixed tiles are exact without any fact about the backend, but a small decode batch pays for padding
-and a large one for small tiles. Here the dots of one model are run at many row counts and compared
-with each other, raw bits; the widest ranges that hold become the `Rows` of a `Numerics`. A range is
-a fact of one backend, version and machine, found on random data: the audit has the last word.
+Fixed row tiles are exact on any backend, but a small decode batch pays for padding and a large one
+for small tiles. So the dots of one model are run at many row counts and their raw bits are
+compared; the widest ranges over which they are equal become the `Rows` of a `Numerics`. Such a
+range is measured on random data, for one backend, version and machine; it is the audit that proves
+that the log-probs of a model are equal.
 
-What calibration measured, kept in a file: a run that resumes need not measure again.
-
-A measurement holds for one machine, version of JAX, model and numerics; it is only taken from the
-file if all of them are the same. The batch is not among them: what was chosen for another one is
-as exact, if not as fast, and a run keeps its bits when its batch or placement changes.
-
+The measurement is kept in a file, so that a run that resumes need not measure again. It is only
+taken from there if machine, versions of JAX, model and numerics are the same. The batch may differ:
+ranges chosen for another batch are as exact, if perhaps slower, and a run must keep its bits when
+its batch or placement changes.
 """
 
 import itertools
@@ -77,7 +76,8 @@ def _dots(config: ModelConfig, column_tiles: int) -> dict[int, set[int]]:
 def _same_rows(contraction: int, width: int, numerics: Numerics) -> list[bool]:
     """For each count but the first: whether its rows have the bits they have at the count before.
 
-    All rows are compared, and rows from the end of the matrix too, as a row's place must not count.
+    Rows are taken from the start and from the end of the matrix, because a row's bits must not
+    depend on its place either.
     """
     x = _random(0, (_COUNTS[-1], contraction), numerics)
     weight = _random(1, (contraction, width), numerics)
@@ -97,7 +97,7 @@ def _same_rows(contraction: int, width: int, numerics: Numerics) -> list[bool]:
 
 
 def _common_ranges(holds: list[list[bool]]) -> list[Rows]:
-    """Maximal runs of counts over which every dot keeps its bits."""
+    """The longest ranges of counts over which every dot keeps its bits."""
     together = [all(column) for column in zip(*holds, strict=True)]
     ranges, start = [], 0
     for index in range(len(_COUNTS)):
@@ -120,7 +120,7 @@ def _choose(ranges: list[Rows], batch: int, fixed: Rows) -> Rows:
 
 
 def _attention(config: ModelConfig, numerics: Numerics) -> tuple[bool, Rows]:
-    """Whether one dot over all keys has the bits of a dot over some, and the rows for which."""
+    """Whether one dot over all keys has the bits of dots over fewer, and for which row counts."""
     length, block = 8 * numerics.kv_block, numerics.kv_block
     rows = _ATTENTION_COUNTS[-1]
     shape = (2, config.num_kv_heads)
@@ -147,7 +147,7 @@ def _attention(config: ModelConfig, numerics: Numerics) -> tuple[bool, Rows]:
 
 
 def _random(seed: int, shape: tuple[int, ...], numerics: Numerics) -> np.ndarray:
-    """On the host, where a slice is not a program of its own to compile."""
+    """Random numbers, on the host, where slices need no compilation."""
     draws = np.random.Generator(np.random.Philox(seed)).standard_normal(shape, np.float32)
     return draws.astype(numerics.dtype)
 
@@ -159,24 +159,24 @@ def _bits(x: jax.Array) -> np.ndarray:
 def calibrate_once(
     config: ModelConfig, numerics: Numerics, *, batch: int, file: Path | None
 ) -> Numerics:
-    """`calibration.calibrate`, or what it found before, if there is a `file` that has it.
+    """`calibrate`, or its earlier result if `file` has it.
 
-    A file that is missing, damaged or of something else is written anew; one that cannot be written
-    is left alone.
+    A file that is missing, damaged or from another setting is written anew. If it cannot be
+    written, nothing is saved.
     """
     if file is None:
         return calibrate(config, numerics, batch=batch)
-    of = _of(config, numerics)
-    kept = _read(file)
-    if kept is not None and kept.get("of") == of:
+    valid_for = _of(config, numerics)
+    saved = _read(file)
+    if saved is not None and saved.get("of") == valid_for:
         try:
-            return replace(numerics, **_values(kept["found"]))
+            return replace(numerics, **_values(saved["found"]))
         except (KeyError, TypeError, ValueError, InputError):
-            pass  # damaged: measured again
-    found = calibrate(config, numerics, batch=batch)
-    if found != numerics and processes.leads():
-        _write(file, {"of": of, "found": _plain(found)})
-    return found
+            pass  # damaged: measure again
+    calibrated = calibrate(config, numerics, batch=batch)
+    if calibrated != numerics and processes.leads():
+        _write(file, {"of": valid_for, "found": _plain(calibrated)})
+    return calibrated
 
 
 def _of(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
@@ -189,47 +189,49 @@ def _of(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """The instructions that the CPU has, and how many cores: what XLA chooses kernels by."""
+    """The CPU's instructions and number of cores, by which XLA chooses kernels."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    known = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
-    return "; ".join([platform.machine(), f"{os.cpu_count()} cores", *known])
+    processor = sorted(
+        {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    )
+    return "; ".join([platform.machine(), f"{os.cpu_count()} cores", *processor])
 
 
-def _plain(found: Numerics) -> dict[str, Any]:
+def _plain(calibrated: Numerics) -> dict[str, Any]:
     return {
         "rows_by_contraction": [
-            [size, rows.low, rows.high] for size, rows in found.rows_by_contraction
+            [size, rows.low, rows.high] for size, rows in calibrated.rows_by_contraction
         ],
-        "attention_rows": [found.attention_rows.low, found.attention_rows.high],
-        "whole_kv": found.whole_kv,
+        "attention_rows": [calibrated.attention_rows.low, calibrated.attention_rows.high],
+        "whole_kv": calibrated.whole_kv,
     }
 
 
-def _values(found: Mapping[str, Any]) -> dict[str, Any]:
+def _values(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rows_by_contraction": tuple(
-            (size, Rows(low, high)) for size, low, high in found["rows_by_contraction"]
+            (size, Rows(low, high)) for size, low, high in record["rows_by_contraction"]
         ),
-        "attention_rows": Rows(*found["attention_rows"]),
-        "whole_kv": bool(found["whole_kv"]),
+        "attention_rows": Rows(*record["attention_rows"]),
+        "whole_kv": bool(record["whole_kv"]),
     }
 
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return kept if isinstance(kept, dict) else None
+    return record if isinstance(record, dict) else None
 
 
-def _write(file: Path, kept: dict[str, Any]) -> None:
+def _write(file: Path, record: dict[str, Any]) -> None:
     partial = file.with_name(f".{file.name}")
     try:
-        partial.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         partial.replace(file)
     except OSError:
         partial.unlink(missing_ok=True)

@@ -1,9 +1,11 @@
-"""What a model computes, as a value: from a checkpoint's config.json, and back to one.
+"""The architecture of a model as a value, read from a checkpoint's config.json and written back.
 
-Nothing here says how numbers are computed. What the forward does not do is refused by name.
+Nothing here says how numbers are computed. Options that the forward does not implement are refused
+by name.
 
-Not read by `transformers.AutoConfig`: it imports PyTorch, which takes seconds; it fills in a size
-that is missing; and it accepts a misspelt key, and a rope type that does not exist with a warning.
+config.json is not read by `transformers.AutoConfig`, because it imports PyTorch, which takes
+seconds; fills in a size that is missing; accepts a misspelt key; and only warns of a rope type that
+does not exist.
 """
 
 import math

@@ -46,6 +46,7 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
+        """True if top-k or top-p leaves tokens out."""
         return self.top_k > 0 or self.top_p < 1
 
 

@@ -1,4 +1,4 @@
-"""Which kernels a model gets: tiles that fit it, refusals by name, and a record of what runs."""
+"""Fits kernels to a model: tiles that divide its matrices, refusals by name, names of kernels."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -90,10 +90,10 @@ def _check_tpu(config: ModelConfig, numerics: Numerics) -> None:
 
 def _weights(config: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
     """(name, inputs, outputs of each part, parts that share a program) of the model's matrices."""
-    found = matrices(config)
+    sizes = matrices(config)
     for row in joined(config):
         if row.matrix:
-            inputs, outputs = found[row.name]
+            inputs, outputs = sizes[row.name]
             together = len(row.parts) if row.gated else 1
             yield row.title, inputs, outputs // together, together
 

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints in and out: a folder, or a name on the hub.
 
-It holds config.json, safetensors weights (one file or an indexed set of shards; f32, bf16 or f16)
-and a tokenizer.
+A checkpoint has config.json, safetensors weights (one file or an indexed set of shards; f32, bf16
+or f16) and a tokenizer.
 
 Left out: pickled weights, quantised weights, LoRA adapters, reading or writing from several hosts.
 """

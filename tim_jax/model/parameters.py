@@ -18,15 +18,15 @@ from tim_jax.placement import AXES, RULES, Placement
 
 def check_params(params: Mapping[str, Any], config: ModelConfig) -> None:
     """Raises `InputError` naming the first parameter that `config` does not have, or lacks."""
-    expected, found = _by_path(weights.parameter_shapes(config)), _by_path(params)
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found:
+    expected, actual = _by_path(weights.parameter_shapes(config)), _by_path(params)
+    for name in sorted(expected.keys() | actual.keys()):
+        if name not in actual:
             raise InputError(f"parameter {name!r} is missing")
         if name not in expected:
             raise InputError(f"parameter {name!r} is not one of a {config.model_type} model's")
-        if np.shape(found[name]) != expected[name].shape:
+        if np.shape(actual[name]) != expected[name].shape:
             raise InputError(
-                f"parameter {name!r} has shape {np.shape(found[name])}, expected "
+                f"parameter {name!r} has shape {np.shape(actual[name])}, expected "
                 f"{expected[name].shape}"
             )
 
@@ -76,7 +76,8 @@ def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None
             f"placement: tensor = {tensor} needs numerics whose column_tiles are a multiple of it"
             f", got column_tiles = {tiles}"
         )
-    # A tile has whole heads, and as many columns of every part; the head is filled up to that.
+    # Every tile has whole heads, and as many columns of every part. The head is padded to whole
+    # tiles.
     rows = [row for row in weights.joined(config) if row.layered]
     for dimension in ("num_kv_heads", *(part for row in rows for part in row.outputs)):
         size = weights.size(dimension, config)

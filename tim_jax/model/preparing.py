@@ -11,7 +11,7 @@ from tim_jax.numerics import Numerics
 
 
 def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weights:
-    """Casts the master weights to the compute dtype and joins what is multiplied together.
+    """Casts the master weights to the compute dtype and joins those that are multiplied together.
 
     Done once per update, outside every loop; sampler and learner use the same result, and the
     gradient flows through it to the float32 masters. Norm weights and biases stay float32, as they
@@ -23,14 +23,14 @@ def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weigh
     layers, dtype, tiles = params["layers"], numerics.dtype, numerics.column_tiles
     rows = [row for row in joined(config) if row.layered]
     parts = {part for row in rows for part in row.parts}
-    made = {}
+    combined = {}
     for row in sorted(rows, key=_place):
         whole = _join([layers[part] for part in row.parts], tiles, axis=-2 if row.matrix else -1)
-        made[row.name] = whole.astype(dtype) if row.matrix else whole
+        combined[row.name] = whole.astype(dtype) if row.matrix else whole
     head = params["embed"].T if config.tied_embeddings else params["head"]
     return {
         "embed": params["embed"].astype(dtype),
-        "layers": made | {name: w for name, w in layers.items() if name not in parts},
+        "layers": combined | {name: w for name, w in layers.items() if name not in parts},
         "final_norm": params["final_norm"],
         "head": _tiled_head(head.astype(dtype), tiles),
     }
@@ -39,7 +39,8 @@ def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weigh
 def unstacked(weights: Weights) -> Weights:
     """`weights` with a dictionary per layer, as the forward with a cache takes them.
 
-    To be called before a decode loop: a slice of the stack inside it is a copy at every step.
+    To be called before a decode loop: inside it, slicing the stack would copy weights at every
+    step.
     """
     layers = weights["layers"]
     count = jax.tree.leaves(layers)[0].shape[0]
@@ -57,7 +58,7 @@ def _place(row: Joined) -> tuple[bool, int]:
 
 
 def _join(parts: Sequence[jax.Array], tiles: int, axis: int) -> jax.Array:
-    """Side by side, in column tiles if there are several, these along a new axis before `axis`."""
+    """Joins columns side by side; several column tiles are along a new axis before `axis`."""
     if tiles > 1:
         parts = [part.reshape(*part.shape[:-1], tiles, -1) for part in parts]
     whole = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]

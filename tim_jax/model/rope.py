@@ -1,8 +1,9 @@
 """Rotary position frequencies: default, linear, llama3 and YaRN.
 
-A frequency is a value of the model, so it is worked out once, on the host, in NumPy. The steps and
-their float32 roundings are those of `transformers`, with which checkpoints were trained: at theta
-1e6 and position 30,000 a frequency that is merely closer to the real number is off by 1e-3 radians.
+Frequencies are part of the model, so they are computed once, on the host, in NumPy. The steps and
+their float32 roundings are those of `transformers`, with which checkpoints were trained. A
+frequency that was merely closer to the real number would turn by other angles than those of
+training: by 1e-3 radians at theta 1e6 and position 30,000.
 """
 
 import dataclasses

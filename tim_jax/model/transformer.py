@@ -74,8 +74,7 @@ def forward(
       cache: keys and values of the positions before; the tokens' own are written into it.
       execution: with a placement of more than one device this runs inside `shard_map` over its
         mesh, and arguments and results are this device's parts: of the weights by their logical
-        axes, its own rows of the batch, its columns of the hidden states, its key heads of the
-        cache.
+        axes, of the batch its rows, of the hidden states its columns, of the cache its key heads.
       remat: recompute each layer in the backward instead of keeping its activations.
 
     Returns:
@@ -104,37 +103,40 @@ def forward(
 
 
 def logits(weights: Weights, hidden: jax.Array, *, execution: Execution) -> jax.Array:
-    """Vocabulary logits float32 [N, V], all of them on every device, of hidden states [N, d].
+    """Vocabulary logits float32 [N, V] of hidden states [N, d], all of them on every device.
 
-    Across a tensor axis not for differentiation, see `collectives.tensor_whole`.
+    Not for differentiation across a tensor axis, see `collectives.tensor_whole`.
     """
-    own = _own_columns(weights, hidden, execution)
-    return _without_padding(collectives.tensor_whole(own, execution.placement), execution.config)
+    columns = _local_columns(weights, hidden, execution)
+    return _without_padding(
+        collectives.tensor_whole(columns, execution.placement), execution.config
+    )
 
 
-def logits_of_own_rows(weights: Weights, hidden: jax.Array, *, execution: Execution) -> jax.Array:
-    """The same bits, [N / tensor, V], of this device's `collectives.own_rows`; differentiable.
+def logits_of_local_rows(weights: Weights, hidden: jax.Array, *, execution: Execution) -> jax.Array:
+    """The same logits for this device's rows (`collectives.local_rows`), [N / tensor, V].
 
-    What follows the logits row by row is then done once in a tensor group, and not by each device.
+    Differentiable. Row-by-row work on the logits is then shared among the devices of a tensor
+    group.
     """
-    own = _own_columns(weights, hidden, execution)
-    rows = collectives.rows_for_columns(own, execution.placement)
+    columns = _local_columns(weights, hidden, execution)
+    rows = collectives.rows_for_columns(columns, execution.placement)
     return _without_padding(rows, execution.config)
 
 
-def _own_columns(weights, hidden, execution: Execution):
-    """This device's columns of the logits, [N, V / tensor], those of the padding among them."""
+def _local_columns(weights, hidden, execution: Execution):
+    """This device's columns of the logits, [N, V / tensor], padding included."""
     placement, of_head = execution.placement, execution.numerics.of_head
     normed = _norm(hidden, weights["final_norm"], replace(execution, numerics=of_head))
     ops = collectives.family(of_head, placement)
     head = weights["head"].astype(of_head.dtype)
     head = collectives.matrix(head, numerics=of_head, placement=placement)
-    found = ops.dot(normed, head, numerics=of_head)
-    return formulas.narrowed(found, execution.numerics.precision.logits)
+    logits = ops.dot(normed, head, numerics=of_head)
+    return formulas.narrowed(logits, execution.numerics.precision.logits)
 
 
-def _without_padding(found, config):
-    return found if found.shape[1] == config.vocab_size else found[:, : config.vocab_size]
+def _without_padding(logits, config):
+    return logits if logits.shape[1] == config.vocab_size else logits[:, : config.vocab_size]
 
 
 @jax.custom_vjp
@@ -156,7 +158,7 @@ _embedded.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _embedd
 def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """cos and sin [N, D / 2] by position, from a table made on the host.
 
-    A table, not `jnp.cos`: the same bits in every program, and exact to float32 rounding.
+    Unlike `jnp.cos`, a table has the same bits in every program, and is exact to float32 rounding.
     """
     inverse_frequencies, scale = rope.frequencies(config.rope, config.head_dim)
     angles = np.arange(span, dtype=np.float32)[:, None] * inverse_frequencies[None, :]
@@ -166,7 +168,7 @@ def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.A
 
 
 def _layer(x, w, angles, positions, cache, *, execution: Execution, shape):
-    """One decoder layer on rows x [B * T, d]; across a tensor axis, on its own columns of them."""
+    """One decoder layer on rows x [B * T, d]; with a tensor axis, on this device's columns of x."""
     numerics, placement = execution.numerics, execution.placement
     local = replace(numerics, column_tiles=numerics.column_tiles // placement.tensor)
     ops = collectives.family(local, placement)

@@ -77,6 +77,7 @@ class Weight:
         return self.kind == "matrix"
 
     def shape(self, config: ModelConfig) -> tuple[int, ...]:
+        """The shape in a model of this architecture, all layers stacked if they each have one."""
         return tuple(size(dimension, config) for dimension in self.dims)
 
 
@@ -173,11 +174,12 @@ class Joined:
 
     @property
     def matrix(self) -> bool:
-        """And not a bias."""
+        """True for a matrix, False for a bias."""
         return NAMED[self.parts[0]].kind == "matrix"
 
     @property
     def layered(self) -> bool:
+        """True if every layer has one."""
         return NAMED[self.parts[0]].layered
 
     @property

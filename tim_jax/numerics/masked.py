@@ -31,7 +31,7 @@ def share(part: jax.Array, whole: jax.Array) -> jax.Array:
 def effective_share(mean: jax.Array, mean_square: jax.Array) -> jax.Array:
     """Returns the effective sample size of weights as a share, `mean(w)^2 / mean(w^2)`.
 
-    0 where all weights are; a NaN shows.
+    0 where all weights are 0; NaN where one is NaN.
     """
     return jnp.where(mean_square == 0.0, 0.0, jnp.square(mean) / jnp.maximum(mean_square, 1e-38))
 
@@ -45,7 +45,7 @@ def extreme(values: jax.Array, mask: jax.Array, function: Callable) -> jax.Array
 def quantiles(values: jax.Array, mask: jax.Array, name: str) -> dict[str, jax.Array]:
     """Returns `{name_p01: ...}`, linearly interpolated quantiles of the masked values, f32[].
 
-    A NaN among them is not ordered: all quantiles are NaN then, as NumPy's.
+    If one of them is NaN, all quantiles are NaN, as in NumPy.
     """
     unordered = jnp.any(mask & jnp.isnan(values))
     ordered = jnp.sort(jnp.where(mask, values, jnp.inf).reshape(-1))
@@ -56,7 +56,7 @@ def quantiles(values: jax.Array, mask: jax.Array, name: str) -> dict[str, jax.Ar
         below = (last // 1000) * share + (last % 1000) * share // 1000
         part = ((last % 1000) * share % 1000).astype(jnp.float32) / 1000.0
         left, right = ordered[below], ordered[jnp.minimum(below + 1, last)]
-        found = left + part * (right - left)
-        found = jnp.where(unordered, jnp.nan, found)
-        result[f"{name}_{label}"] = jnp.where(jnp.any(mask), found, 0.0)
+        quantile = left + part * (right - left)
+        quantile = jnp.where(unordered, jnp.nan, quantile)
+        result[f"{name}_{label}"] = jnp.where(jnp.any(mask), quantile, 0.0)
     return result

@@ -1,22 +1,22 @@
 """Elementwise functions of correctly rounded operations only, so that their bits are IEEE 754's.
 
-XLA:CPU's own exp, log and rsqrt give a number other bits in an array of another size: one code is
-used for whole vectors, another for what is left over, and a third where a small loop is unrolled
-into its neighbours. And a product that goes into a sum may become a fused multiply-add or not.
-What is written here uses sums, products, quotients, roots and comparisons, each rounded by itself,
-and bit patterns: a float gives the same bits in every program, and NumPy gives them too.
+XLA:CPU's own exp, log and rsqrt may give the same number other bits in an array of another size:
+whole vectors are computed by one code, the elements left over by another, and a small loop that is
+unrolled into its neighbours by a third. Also, a product that goes into a sum may or may not become
+a fused multiply-add. The functions here use sums, products, quotients, roots and comparisons, each
+rounded by itself, and bit patterns: a float gives the same bits in every program, and in NumPy.
 
-exp and log take the argument apart as Cody and Waite (1980) do. The polynomial of exp is a minimax
-fit of (e^r - 1 - r) / r^2 over |r| <= ln(2) / 2, that of log is Moshier's (Cephes, logf). No
-subnormal number comes out, and those that go into log count as zero. The normal quantile's rational
+exp and log reduce the argument as Cody and Waite (1980) do. The polynomial of exp is a minimax fit
+of (e^r - 1 - r) / r^2 over |r| <= ln(2) / 2, that of log is Moshier's (Cephes, logf). The results
+are never subnormal, and log takes subnormal numbers as zero. The normal quantile's rational
 functions are Wichura's (1988, algorithm AS 241, PPND7).
 """
 
 import jax
 import jax.numpy as jnp
 
-# Log-ratios are held within ±20 before they are exponents: beyond exp(20) = 4.9e8 a ratio carries
-# no information, only overflow. verl's bound as well.
+# Log-ratios are clipped to ±20 before exp is taken: beyond exp(20) = 4.9e8 a ratio carries no
+# information, only the risk of overflow. verl has the same bound.
 LOG_RATIO_BOUND = 20.0
 
 _INFO = jnp.finfo(jnp.float32)
@@ -50,18 +50,29 @@ _FAR_BELOW = (1.2258202635e-2, 2.4197894225e-1, 1.0)
 def unequal_bits(left: jax.Array, right: jax.Array) -> jax.Array:
     """bool[...], where two float32 arrays do not hold the same finite bits.
 
-    A value that is not finite counts as unequal: two NaNs are no agreement. 0 and -0 differ.
+    A value that is not finite counts as unequal: two NaNs do not agree. 0 and -0 differ.
     """
     bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (left, right)]
     return (bits[0] != bits[1]) | ~jnp.isfinite(left)
 
 
-def alone(x: jax.Array) -> jax.Array:
-    """x, and nothing that a compiler could see as a product: a comparison that changes no finite x.
+# Two functions keep a product from being contracted with the sum that it goes into to a fused
+# multiply-add, which would change bits with the fusion: they put an operation between the two that
+# XLA cannot remove (`optimization_barrier` does not prevent it on jax 0.10's CPU backend). There
+# are two because they are different programs: `uncontracted`, a single comparison, stands in every
+# step of the polynomials, where a clip would make exp and log a third slower, and
+# `clipped_to_finite` has both bounds, for what must not be infinite either.
 
-    It stands between a product and a sum that must not become a fused multiply-add.
-    """
+
+def uncontracted(x: jax.Array) -> jax.Array:
+    """Returns x, and for inf the largest float32; for a product that goes into a sum."""
     return jnp.where(x > _HUGE, _HUGE, x)
+
+
+def clipped_to_finite(x: jax.Array) -> jax.Array:
+    """Returns x, of any float dtype, with both infinities clipped; for the same use."""
+    limit = jnp.finfo(x.dtype).max
+    return jnp.clip(x, -limit, limit)
 
 
 def inverse_root(x: jax.Array) -> jax.Array:
@@ -71,17 +82,20 @@ def inverse_root(x: jax.Array) -> jax.Array:
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
-    """1 / (1 + e^-x), below -87.33 as there. Not for differentiation: its gradient overflows."""
+    """1 / (1 + e^-x); its value at -87.33 below that. Not for differentiation (overflow)."""
     return 1.0 / (1.0 + exp(jnp.where(x < -_FURTHEST, _FURTHEST, -x)))
 
 
 @jax.custom_jvp
 def exp(x: jax.Array) -> jax.Array:
-    """e^x of float32 x up to 87.33, to 1 ulp; 0 below -87.33. Beyond 87.33 it is no exponential:
-    a softmax takes its maximum off before, and to check for it would take a tenth of the time."""
+    """e^x of float32 x up to 87.33, to 1 ulp; 0 below -87.33.
+
+    The result is meaningless beyond 87.33. A softmax subtracts its maximum before, so it never goes
+    there, and a check would cost a tenth of the time.
+    """
     exponent = jax.lax.round(x * _LOG2_E, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     rest = x - exponent * _LN2_HIGH - exponent * _LN2_LOW
-    y = alone(polynomial(rest, _EXP) * (rest * rest)) + rest + 1.0
+    y = uncontracted(polynomial(rest, _EXP) * (rest * rest)) + rest + 1.0
     bits = jax.lax.bitcast_convert_type(y, jnp.int32) + (exponent.astype(jnp.int32) << _MANTISSA)
     return jnp.where(x < -_FURTHEST, 0.0, jax.lax.bitcast_convert_type(bits, jnp.float32))
 
@@ -102,8 +116,8 @@ def log(x: jax.Array) -> jax.Array:
     small = part < 0.5**0.5
     power = jnp.where(small, exponent - 1, exponent).astype(jnp.float32)
     rest = jnp.where(small, part + part, part) - 1.0
-    square = alone(rest * rest)
-    y = alone(alone(polynomial(rest, _LOG) * rest) * square)
+    square = uncontracted(rest * rest)
+    y = uncontracted(uncontracted(polynomial(rest, _LOG) * rest) * square)
     y = y + power * _LN2_LOW - 0.5 * square
     y = rest + y + power * _LN2_HIGH
     y = jnp.where(x < _TINY, -jnp.inf, jnp.where(x > _HUGE, jnp.inf, y))
@@ -116,12 +130,12 @@ def _log_jvp(primals, tangents):
 
 
 def normal_quantile(u: jax.Array) -> jax.Array:
-    """The standard normal number below which another is with probability u in (0, 1), float32.
+    """The quantile of the standard normal distribution at u in (0, 1), float32.
 
-    To about 1e-6 of it. The gradient is not meant to be taken.
+    To a relative accuracy of about 1e-6. Not for differentiation.
     """
     off = u - 0.5
-    r = 0.180625 - alone(off * off)
+    r = 0.180625 - uncontracted(off * off)
     middle = off * polynomial(r, _MIDDLE) / polynomial(r, _MIDDLE_BELOW)
     root = jnp.sqrt(-log(jnp.where(off < 0, u, 1.0 - u)))
     near, far = root - 1.6, root - 5.0
@@ -135,5 +149,5 @@ def polynomial(x: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
     """By Horner's rule, the highest power's coefficient first."""
     y = jnp.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
-        y = alone(y * x) + coefficient
+        y = uncontracted(y * x) + coefficient
     return y

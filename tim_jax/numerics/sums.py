@@ -2,12 +2,12 @@
 
 A plain `jnp.sum` adds in an order that the compiler picks per shape, fusion and device count.
 Here neighbours are added in pairs, then the pair sums in pairs, and so on: elementwise code, whose
-order no compiler changes. Because the pairs are anchored at index 0 and missing partners are zeros,
-zeros appended to the axis change nothing either.
+order no compiler changes. Because the pairs start at index 0 and missing partners are zeros, zeros
+appended to the axis change nothing either.
 
-The input is clipped to the finite range. For finite values that is the identity, but it is what
-keeps a product that feeds the sum from being contracted into a fused multiply-add, which would
-change bits with the fusion (`optimization_barrier` does not prevent it on jax 0.10's CPU backend).
+The input is clipped to the finite range. For finite values that is the identity, but it keeps a
+product that feeds the sum from being contracted into a fused multiply-add (see `strict`), and an
+infinity from becoming NaN in the two-sum.
 """
 
 import jax
@@ -59,8 +59,8 @@ def count(mask: jax.Array) -> jax.Array:
 def whole(values: jax.Array) -> jax.Array:
     """Returns the array unsharded where its sharding is part of the type, else as it is.
 
-    For what has no sharded form there, such as a sort over all elements. Elsewhere the compiler
-    places the data.
+    Explicit meshes need this before an operation without a sharded form, such as a sort over all
+    elements. On other meshes the compiler places the data.
     """
     sharding = jax.typeof(values).sharding
     if all(axis is None for axis in sharding.spec):

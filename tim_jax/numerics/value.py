@@ -1,10 +1,10 @@
-"""Tile sizes of the accelerator kernels. Values only; they belong to `Numerics`.
+"""How numbers are computed: the value `Numerics`, with the tile sizes of the kernels.
 
-A result's bits follow from the order of its sum alone: `block_k` and the key block are the same for
-every row count, and every sum runs over ascending blocks inside one program. What else stands here
-says how work is cut up among programs.
+Values only: no arrays, no devices, nothing read from the outside.
 
-How numbers are computed. Values only: no arrays, no devices, nothing read from the outside.
+A result's bits follow from the order of its sums. So `block_k` and the key block of a kernel are
+the same for every row count, and every sum runs over ascending blocks inside one program. The other
+tile sizes only say how the work is divided among programs.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -45,9 +45,9 @@ ONE_TILE = MatmulTile()
 class GpuTiles:
     """Tiles of `pallas_gpu`.
 
-    One matmul tile for every row count needs no fact about the device. Several, by row count, are
-    as exact only where the tensor cores add up a contraction in the same order whatever the tile:
-    `scripts/gpu_check.sh --only kernels` looks.
+    One matmul tile for every row count is exact on any device. Several, by row count, are exact
+    only where the tensor cores add up a contraction in the same order whatever the tile, which
+    `scripts/gpu_check.sh --only kernels` checks.
     """
 
     block_k: int = 128  # elements of a contraction per step
@@ -119,9 +119,9 @@ CACHE_DTYPES = (*_COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 class Rows:
     """How many rows a dot may have: fewer than `low` are padded, more than `high` are split.
 
-    `low == high` is a fixed tile, whose bits need no fact about the backend. A wider range says
-    that on this backend a row's bits do not depend on the row count inside it (calibration.py
-    measures such ranges). `high=None`: any number.
+    With `low == high` every dot has the same row count, so exactness assumes nothing about the
+    backend. A wider range claims that on this backend a row's bits do not depend on the row count
+    inside it (`model/calibration.py` measures such ranges). `high=None`: any number.
     """
 
     low: int
@@ -146,12 +146,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes beside the compute dtype. The defaults round nothing and add no operation."""
+    """Further dtypes than the compute dtype. The defaults round nothing and add no operation."""
 
     head: str | None = None  # operands of the dot with the head; None: the compute dtype
     logits: str = "float32"  # what logits are rounded to
-    softmax: str = "float32"  # of the vocabulary: every step of it is rounded to this
-    attention_softmax: str = "float32"  # of the attention: likewise
+    softmax: str = "float32"  # what every step of the vocabulary's softmax is rounded to
+    attention_softmax: str = "float32"  # what every step of the attention's softmax is rounded to
     cache: str | None = None  # of cached keys and values; None: the compute dtype
     cache_scale: Scale = "none"  # token: a scale per token and head, from its largest element
 
@@ -175,13 +175,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which sums are taken, where it is not that of the kernels."""
+    """Orders of sums that differ from those of the kernels."""
 
     lanes: int = 128  # partial sums of norms and of the vocabulary's softmax, a power of two
     split_k: int = 1  # pieces that a contraction with a weight matrix is cut into
-    split_kv: int = 0  # programs that decoding attention is cut to fill; 0: it is not cut
-    ranks: int = 1  # partial products that an all-reduce adds up, of the attention's and MLP's last
-    exchange: Literal["compute", "float32"] = "compute"  # dtype in which they are added up
+    split_kv: int = 0  # decoding attention is cut to fill so many programs; 0: it is not cut
+    # Ranks of tensor parallelism: the last products of attention and MLP are sums of so many
+    # partial products, added up in the dtype `exchange`, as by an all-reduce.
+    ranks: int = 1
+    exchange: Literal["compute", "float32"] = "compute"
 
     def __post_init__(self):
         if self.ranks < 1:
@@ -213,15 +215,16 @@ class Numerics:
     rows_by_contraction: tuple[tuple[int, Rows], ...] = ()  # exceptions, by contraction size
     attention_rows: Rows = Rows(16, 16)  # rows (query times head of its group) of attention dots
     kv_block: int = 32  # keys per block, anchored at the sequence's first token
-    whole_kv: bool = False  # weigh all value blocks in one dot; needs calibration's leave
+    whole_kv: bool = False  # one dot over all key blocks; only where calibration found equal bits
     head_rows: int = 256  # rows whose logits exist at one time
-    # Equal parts that every weight matrix is multiplied in, by columns. A dot's bits depend on its
-    # column count, so that they are the same for tensor axes that divide this number, and no other.
+    # Every weight matrix is multiplied in so many equal groups of columns. A dot's bits depend on
+    # its column count, so they are the same for every tensor axis that divides this number, no
+    # other.
     column_tiles: int = 1
     gpu: GpuTiles = GPU_BF16  # of pallas_gpu
     tpu: TpuTiles = TPU  # of pallas_tpu
-    # How new keys and values get into the cache, at no change of bits: a write per row, which a CPU
-    # does in place and an accelerator starts one by one, or all rows in one scatter.
+    # How new keys and values are written into the cache; the bits are the same. "rows" is a write
+    # per row: in place on a CPU, but slow on an accelerator. "scatter" writes all rows at once.
     cache_write: CacheWrite = "rows"
     interpret: bool = False  # run the Pallas kernels without their device, slowly: for tests
     compiler_options: tuple[tuple[str, str | bool | int], ...] = ()  # XLA's, for every program
@@ -271,11 +274,12 @@ class Numerics:
 
     @property
     def dtype(self) -> np.dtype:
+        """The compute dtype as a NumPy dtype."""
         return jnp.dtype(_COMPUTE_DTYPES[self.compute_dtype])
 
     @property
     def of_head(self) -> "Numerics":
-        """Those of the product with the head, whose operands may have a dtype of their own."""
+        """The numerics of the product with the head, whose operands may have another dtype."""
         head = self.precision.head
         return self if head in (None, self.compute_dtype) else replace(self, compute_dtype=head)
 
@@ -296,7 +300,7 @@ TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=128, cache_write="scatter
 TPU_EXACT_BF16 = replace(TPU_EXACT_F32, compute_dtype="bfloat16")
 
 # Plain XLA on GPUs: no split sums, one tile for every Triton product, no timing-based choice, no
-# roundings left out. Candidates: what they buy on a device is for `scripts/gpu_check.sh` to say.
+# roundings left out. These are candidates; `scripts/gpu_check.sh` measures what they achieve.
 GPU_PINNED_OPTIONS: tuple[tuple[str, str | bool | int], ...] = (
     ("xla_allow_excess_precision", False),
     ("xla_gpu_autotune_level", 0),

@@ -55,7 +55,7 @@ _MEANING = {
     "energies": "1 - 2 pi + sum pi^2 at each token, f32[B, R]",
 }
 
-# A token that cannot be has log-ratio -inf; sums of two such must stay a number.
+# An impossible token has log-ratio -inf; a sum of two such must stay a number.
 _LOG_RATIO_FINITE = 1e6
 # verl adds it to the variance when it whitens.
 _VARIANCE_FLOOR = 1e-8
@@ -72,7 +72,7 @@ def needs(estimator: Estimator) -> frozenset[str]:
 
 
 def check_group_size(estimator: Estimator, group_size: int) -> None:
-    """Refuses what has no meaning: a group's baseline needs at least two samples of a prompt."""
+    """Refuses sizes without a meaning: a group's baseline needs two samples of a prompt or more."""
     check_choice("estimator", estimator, get_args(Estimator))
     if group_size < 1:
         raise InputError(f"group_size is {group_size}; it must be at least 1")
@@ -116,7 +116,7 @@ def advantages(
       equals, and 0 for all others (arXiv 2503.19595, scaled as in verl). A tie for best gives 0.
     - optimal_token_baseline: at token t `r_i - sum(W_it r_i) / sum(W_it)`, over the rows that have
       a token t (arXiv 2602.07078, as in verl). `W_it = sum_{j<=t} rho_ij^2 e_ij` is what the
-      gradient has gathered up to t: e are the `energies`, rho the token's importance weight.
+      gradient has accumulated up to t: e are the `energies`, rho the token's importance weight.
     - off_policy_baseline: `r - sum(w^2 n r) / sum(w^2 n)` (VCPO, arXiv 2602.17616), where w is the
       sequence's importance weight and n the squared norm of its score. In the paper that is the
       norm of the gradient by the parameters, which takes a backward pass per sequence. Here it is
@@ -139,7 +139,7 @@ def advantages(
             and pi_v of each in the vocabulary: the squared norm of the gradient of log pi by the
             logits. Below 0, by rounding, it counts as 0; what stands off the mask is not read.
         log_ratio: f32[B, R], log pi_trainer - log pi_rollout, for the importance weights of the
-            last two; a token's and a sequence's sum are held within ±20. None: all weights are 1.
+            last two; a token's and a sequence's sum are clipped to ±20. None: all weights are 1.
         weight_cap: upper bound on those weights. None: none but exp(20).
 
     Raises:
@@ -238,7 +238,7 @@ def _optimal_token_baseline(batch: _Batch) -> jax.Array:
     if batch.log_ratio is not None:
         log_ratio = jnp.where(batch.mask, batch.log_ratio, 0.0)
         gathered = gathered * jnp.square(_weights(batch, log_ratio))
-    # The reward comes at the end: what a token still brings is the same at all of a row's tokens.
+    # The reward comes at the end, so the return is the same at all tokens of a row.
     returns = batch.rewards[:, :, None]
     baseline = _weighted_mean(returns, _running_sum(gathered), batch.mask)
     return jnp.where(batch.mask & _differing(returns, batch.mask), returns - baseline, 0.0)
@@ -283,12 +283,12 @@ def _one_less(number: jax.Array) -> jax.Array:
 
 
 def _quotient(total: jax.Array, number: jax.Array) -> jax.Array:
-    """total / number, as it is compiled for a constant number: times the rounded reciprocal.
+    """total / number as XLA compiles it for a constant number: times the rounded reciprocal.
 
-    So a constant and a count give the same bits. Kept apart from the subtraction that follows,
-    which would make it a fused multiply-add in some programs and not in others.
+    So a constant and a count give the same bits. `uncontracted`, because with the subtraction that
+    follows it would become a fused multiply-add in some programs and not in others.
     """
-    return strict.alone(total * (1.0 / number))
+    return strict.uncontracted(total * (1.0 / number))
 
 
 def _centred(batch: _Batch) -> jax.Array:
@@ -306,7 +306,7 @@ def _deviation(batch: _Batch, centred: jax.Array) -> jax.Array:
 def _informative(batch: _Batch, values: jax.Array) -> jax.Array:
     """The values of rows that count in groups with more than one reward; exact zeros elsewhere.
 
-    Without it the rounding of a mean, divided by a deviation of the same size, is a signal.
+    Otherwise the rounding of a mean, divided by a deviation of the same size, would be a signal.
     """
     return jnp.where(batch.counted & _differing(batch.rewards, batch.counted), values, 0.0)
 
@@ -343,17 +343,17 @@ def _energies(batch: _Batch) -> jax.Array:
 
 
 def _weights(batch: _Batch, log_weights: jax.Array) -> jax.Array:
-    held = jnp.clip(log_weights, -strict.LOG_RATIO_BOUND, strict.LOG_RATIO_BOUND)
-    weights = strict.exp(held)
+    clipped = jnp.clip(log_weights, -strict.LOG_RATIO_BOUND, strict.LOG_RATIO_BOUND)
+    weights = strict.exp(clipped)
     return weights if batch.weight_cap is None else jnp.minimum(weights, batch.weight_cap)
 
 
 def _running_sum(values: jax.Array) -> jax.Array:
     """Sums of the last axis up to each place, itself included, in log2(R) rounds of doubling.
 
-    A place's order of additions depends on the place alone, so that a longer axis changes no bit.
+    The order of additions at a place depends on the place only, so a longer axis changes no bit.
     """
-    values, reach = strict.alone(values), 1
+    values, reach = strict.uncontracted(values), 1
     before = [(0, 0)] * (values.ndim - 1)
     while reach < values.shape[-1]:
         values = values + jnp.pad(values[..., :-reach], [*before, (reach, 0)])

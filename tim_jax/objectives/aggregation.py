@@ -1,7 +1,7 @@
-"""How token losses become one number: each token's weight, and so the loss's denominator.
+"""How token losses become one number: the weight of each token, and so the loss's denominator.
 
-The one place that owns the denominator. A correction says which tokens it rejects (`kept`); whether
-they leave the denominator is said here, for each update's batch anew.
+A correction says which tokens it rejects (`kept`); whether these leave the denominator is decided
+here, for each update's batch.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def token_weights(
     kept: jax.Array | None = None,
     denominator: Denominator = "response",
 ) -> jax.Array:
-    """Returns f32[B, R], the share of each token's loss in the batch's loss; 0 off the mask.
+    """Returns f32[B, R], the weight of each token's loss in the batch's loss; 0 off the mask.
 
     With N sequences that have a token in the whole batch's mask bool[B, R], and T_i tokens each:
 
@@ -40,8 +40,9 @@ def token_weights(
 
     - response: N and T_i of all response tokens, rejected or not (NeMo-RL, OpenRLHF)
     - survivors: N and T_i of the kept tokens, as if the others had never been sampled (slime)
-    - verl: T_i of the kept tokens, N of all sequences. So token_mean shrinks with rejection, the
-      sum over sequences does not, as in verl with its mini-batch's number of sequences
+    - verl: T_i of the kept tokens, N of all sequences. So rejection shrinks the denominator of
+      token_mean, but not that of sums over sequences, as in verl, which divides by its
+      mini-batch's number of sequences
 
     Rows without a token (dropped groups) do not count in N. Compute the weights from a whole update
     batch and give each micro-batch its rows. Counts are integers, so sharding changes no bit.
@@ -85,6 +86,7 @@ def check_tokens(arrays: Mapping[str, jax.Array | None], shape: tuple[int, ...])
 
 
 def check_aggregation(aggregation: Aggregation, max_length: int | None) -> None:
+    """Refuses an unknown name, and 'constant_length' without the length it divides by."""
     check_choice("aggregation", aggregation, get_args(Aggregation))
     if aggregation == "constant_length" and (max_length is None or max_length < 1):
         raise InputError(

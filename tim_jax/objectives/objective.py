@@ -1,10 +1,11 @@
-"""Objectives: rewards and log-probs in, a loss for every token and its weight out. No model.
+"""Objectives: from rewards and log-probs to each token's loss and its weight. No model.
 
 An `Objective` joins an advantage estimator (`advantages`), a policy loss (`losses`), KL and entropy
-terms and the way that token losses become one number. B sequences stand in groups of equal size
+terms and an aggregation of token losses to one number. B sequences stand in groups of equal size
 (samples of one prompt), in consecutive rows; R is the longest response. A batch's loss is
-`sum(weights * losses)`, where the weights hold the one normaliser of the whole batch: a micro-batch
-takes its rows of both and adds up, and the gradient is the same but for rounding.
+`sum(weights * losses)`, where the weights contain the normaliser of the whole batch. So
+micro-batches may each take their rows of both and add up: the gradient is the same but for
+rounding.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from tim_jax.objectives.shaping import AdaptiveKL
 
 
 class TokenLosses(NamedTuple):
-    """A token's contribution, and what a report wants to know. [B, R]; 0 or False off the mask."""
+    """Each token's contribution, and values to report. [B, R]; 0 or False off the mask."""
 
     loss: jax.Array  # f32, to be weighted by `token_weights` and summed
     ratio: jax.Array  # f32, importance ratio pi / pi_old that the loss used; 1.0 for 'reinforce'
@@ -66,7 +67,7 @@ class Objective:
     kl_cap: float | None = None
     """A bound on the size of a token's KL estimate (verl: 10); None: none."""
     entropy_coefficient: float = 0.0
-    """Of the entropy that is added to the objective, to be kept up."""
+    """Of the entropy, which is added to the objective to keep it from falling."""
     advantage_eps: float = 1e-6
     drop_uninformative: bool = False
     """Leave out groups whose rewards are all equal."""
@@ -75,7 +76,7 @@ class Objective:
     overlong_cache: int | None = None
     """Tokens before `max_length` from which on a response loses reward (DAPO, eq. 13)."""
     reward_kl_coefficient: float = 0.0
-    """Of the KL to the reference policy that is taken off the reward; adapted with a target."""
+    """Of the KL to the reference policy, subtracted from the reward; adapted with a target."""
     reward_kl_target: float | None = None
     """KL in nats a sequence that the coefficient is steered to; None: the coefficient stays."""
     reward_kl_horizon: int = 10_000
@@ -130,7 +131,7 @@ class Objective:
         _ = self.controller
 
     def check_whole_distribution(self) -> None:
-        """Refuses what is about the whole distribution, for samplers that cut it off.
+        """Refuses terms of the whole distribution; to be called if the sampler truncates it.
 
         Raises:
             InputError: an entropy term, or an estimator that weights by the size of the score.
@@ -147,14 +148,14 @@ class Objective:
 
     @property
     def options(self) -> dict[str, float]:
-        """What the loss is told beyond its own defaults."""
+        """The options of the loss that differ from its own defaults."""
         named = {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
         given = {name: value for name, value in named.items() if value is not None}
         return {**given, **dict(self.loss_options)}
 
     @property
     def controller(self) -> AdaptiveKL | None:
-        """What steers the coefficient of the KL in the reward, if anything does."""
+        """The controller of the KL coefficient in the reward; None if it is constant."""
         if self.reward_kl_target is None:
             return None
         return AdaptiveKL(target=self.reward_kl_target, horizon=self.reward_kl_horizon)
@@ -184,14 +185,14 @@ class Objective:
         """True if the loss chooses tokens by a statistic of the whole batch."""
         return self.loss in losses.SELECTIONS
 
-    def advantages(self, rewards: jax.Array, *, group_size: int, **known: Any) -> jax.Array:
-        """Returns f32[B] or f32[B, R]; see `advantages.advantages`, also for what may be known."""
+    def advantages(self, rewards: jax.Array, *, group_size: int, **arrays: Any) -> jax.Array:
+        """Returns f32[B] or f32[B, R]; see `advantages.advantages`, also for the arrays."""
         return advantages(
             rewards,
             group_size=group_size,
             estimator=self.estimator,
             eps=self.advantage_eps,
-            **known,
+            **arrays,
         )
 
     def token_weights(self, mask: jax.Array, kept: jax.Array | None = None) -> jax.Array:
@@ -212,7 +213,7 @@ class Objective:
         *,
         mask: jax.Array,
     ) -> jax.Array:
-        """Returns bool[B, R], the tokens that a loss which `selects` treats apart.
+        """Returns bool[B, R], the tokens that a loss which `selects` treats differently.
 
         The arrays must be those of the whole update batch.
         """
@@ -237,13 +238,13 @@ class Objective:
         """Returns the losses of f32[B, R] log-probs, advantages f32[B] or [B, R], mask bool[B, R].
 
         `loss_t = c_t * policy_loss_t + kept_t (kl_coefficient * kl_t - entropy_coefficient * H_t)`.
-        A statistic that a loss takes of a row (GSPO's mean) or of the batch is of the kept tokens.
+        A loss's statistics of a row (GSPO's mean) or of the batch are over the kept tokens.
         The coefficients c (f32[B, R], ones if None) and `kept` (bool[B, R], all if None) come from
         `tim_jax.corrections`; `selected` (bool[B, R]) from `select`, for losses that need it;
         `entropy` (f32[B, R]) is that of the policy, with its gradient. No gradient flows into
         `old_log_probs`, `advantages`, `coefficients` or `reference_log_probs`; equal log-probs give
-        ratios of exactly 1. Whatever stands off the mask, NaN too, is ignored, by the gradient as
-        well; a NaN on it shows.
+        ratios of exactly 1. Values off the mask, NaN too, are ignored, also by the gradient; a NaN
+        on it makes the token's loss NaN.
 
         Raises:
             InputError: a shape that does not fit, or an array that the objective needs is missing.
@@ -256,10 +257,10 @@ class Objective:
         log_probs = jnp.where(mask, log_probs.astype(jnp.float32), 0.0)
         old = jax.lax.stop_gradient(jnp.where(mask, old_log_probs.astype(jnp.float32), 0.0))
         counted = mask if kept is None else mask & kept
-        found = losses.policy_loss(
+        policy = losses.policy_loss(
             self.loss, log_probs, old, advantages, counted, self.options, selected=selected
         )
-        loss = found.loss
+        loss = policy.loss
         if coefficients is not None:
             loss = loss * jax.lax.stop_gradient(jnp.where(mask, coefficients, 0.0))
         kl = jnp.zeros_like(loss)
@@ -274,10 +275,10 @@ class Objective:
         loss = loss + (terms if kept is None else jnp.where(kept, terms, 0.0))
         return TokenLosses(
             loss=jnp.where(mask, loss, 0.0),
-            ratio=found.ratio,
-            clipped_low=found.clipped_low,
-            clipped_high=found.clipped_high,
-            clipped_dual=found.clipped_dual,
+            ratio=policy.ratio,
+            clipped_low=policy.clipped_low,
+            clipped_high=policy.clipped_high,
+            clipped_dual=policy.clipped_dual,
             kl=jax.lax.stop_gradient(jnp.where(mask, kl, 0.0)),
         )
 
@@ -371,12 +372,12 @@ PRESETS = {
 
 
 def _build(changes: dict, **defaults) -> Objective:
-    known = [field.name for field in dataclasses.fields(Objective)]
+    options = [field.name for field in dataclasses.fields(Objective)]
     for name in changes:
-        check_choice("objective option", name, known)
-    own = defaults.get("loss", Objective.loss)
-    if changes.get("loss", own) != own:
-        defaults.pop("clip_high", None)  # a preset's bound is one of its own loss
+        check_choice("objective option", name, options)
+    loss = defaults.get("loss", Objective.loss)
+    if changes.get("loss", loss) != loss:
+        defaults.pop("clip_high", None)  # the bound is meant for the preset's own loss
     return Objective(**{**defaults, **changes})
 
 

@@ -1,4 +1,4 @@
-"""What is added to rewards or taken off them before advantages are computed. Pure functions.
+"""Reward shaping: what is added to rewards or subtracted before advantages. Pure functions.
 
 B sequences; R is the longest response. Rewards are f32[B], one per sequence.
 """
@@ -33,8 +33,8 @@ def overlong_penalty(lengths: jax.Array, *, longest: int, cache: int) -> jax.Arr
     if not 1 <= cache <= longest:
         raise InputError(f"cache is {cache}; it must lie in [1, longest], which is [1, {longest}]")
     beyond = (longest - cache - lengths).astype(jnp.float32)
-    # A quotient by a constant is compiled as this product in most programs, not in all. It ends in
-    # a select: it must not fuse with the reward's sum, and -1 is exact.
+    # Most programs compile a quotient by a constant as this product, but not all. The select at the
+    # end keeps the product from fusing with the reward's sum, and makes -1 exact.
     penalty = jnp.clip(beyond * (1.0 / cache), -1.0, 0.0)
     return jnp.where(lengths >= longest, -1.0, penalty)
 
@@ -47,7 +47,7 @@ def kl_penalty(
     coefficient: float | jax.Array,
     estimator: KL = "k1",
 ) -> jax.Array:
-    """Returns f32[B], to be taken off the rewards: `coefficient * sum_t kl_t` of each response.
+    """Returns f32[B], to be subtracted from the rewards: `coefficient * sum_t kl_t` per response.
 
     The sum over tokens of the estimated KL from the reference (Ouyang et al. 2022, arXiv
     2203.02155, eq. 2, with `estimator` k1). See `tim_jax.objectives.losses.kl_estimate`.
@@ -71,7 +71,7 @@ def kl_penalty(
         raise InputError(f"coefficient is {coefficient}; it must be 0 or more")
     ours, theirs = (jnp.where(mask, x, 0.0) for x in (log_probs, reference_log_probs))
     estimates = kl_estimate(ours, theirs, estimator=estimator)
-    # Inside the sum: as its last step the product could fuse with what the caller subtracts from.
+    # Inside the sum: as the last step, the product could fuse with the caller's subtraction.
     return tree_sum(coefficient * jnp.where(mask, estimates, 0.0))
 
 
@@ -79,7 +79,7 @@ def kl_penalty(
 class AdaptiveKL:
     """A controller of the KL penalty's coefficient. Checked when built.
 
-    `target` is the KL to be held, in nats per sequence or per token, as the measured one is.
+    `target` is the KL to be kept, in nats per sequence or per token, as the measured one is.
     `horizon` is the number of sequences over which a KL that is 20% or more off changes the
     coefficient by about 20%. The coefficient itself is the caller's state.
     """
@@ -109,13 +109,14 @@ def adapted_coefficient(
     log-space proportional controller of Ziegler et al. 2019 (arXiv 1909.08593, section 2.2), whose
     K_beta of 0.1 per step is `sequences / horizon`. A coefficient of 0 stays 0.
 
-    A `kl` that is not finite is no measurement and leaves the coefficient unchanged: the state
-    outlives the step, and a NaN in it would never leave.
+    A `kl` that is not finite leaves the coefficient unchanged: the coefficient is kept from step to
+    step, and would stay NaN for ever.
 
     Args:
         coefficient: f32[], 0 or more.
         kl: f32[], measured in the unit of `target`.
-        target, horizon: as in `AdaptiveKL`, positive.
+        target: as in `AdaptiveKL`, positive.
+        horizon: as in `AdaptiveKL`, positive.
         sequences: of this step; below `5 * horizon`, where the factor could reach 0.
 
     Raises:

@@ -1,11 +1,11 @@
-"""What crosses devices inside the model: gathers on the way forward, their transposes back.
+"""Communication between devices inside the model: gathers forward, their transposes backward.
 
 Everything here runs inside `shard_map` over a placement's mesh, and does nothing along a mesh axis
-of one device. The forward only moves bits: nothing is added up, so that a value does not depend on
-how many devices it was computed on. Gradients are summed over devices in float32, whatever the
-compute dtype, and in the order of the devices: parts are exchanged and then added up locally, which
-moves as many bytes as a reduce-scatter. A reduction by the runtime adds in an order of its own,
-which on a CPU is another one as soon as there are several processes.
+of one device. The forward only moves bits and adds nothing up, so a value does not depend on how
+many devices it was computed on. Gradients are summed over devices in float32, whatever the compute
+dtype, and in the order of the devices: parts are exchanged and then added up locally, which moves
+as many bytes as a reduce-scatter. A reduction by the runtime would add in an order that is not
+fixed: on a CPU it is another one as soon as there are several processes.
 """
 
 from collections.abc import Callable
@@ -51,13 +51,13 @@ def _added(parts: jax.Array) -> jax.Array:
 
 
 def total(x: jax.Array, names: Names) -> jax.Array:
-    """The sum of `x` over the devices along `names`, whole on each; float32."""
+    """The sum of `x` over the devices along `names`, on each of them; float32."""
     if not names:
         return x
     count = jax.lax.axis_size(names)
     flat = x.reshape(-1)
-    own = _reduce(jnp.pad(flat, (0, -flat.size % count)), names, 0)
-    return _collect(own, names, 0)[: flat.size].reshape(x.shape)
+    part = _reduce(jnp.pad(flat, (0, -flat.size % count)), names, 0)
+    return _collect(part, names, 0)[: flat.size].reshape(x.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -77,8 +77,8 @@ _gather.defvjp(
 def gather(x: jax.Array, names: Names, placement: Placement) -> jax.Array:
     """The last axis of `x` of all devices along the mesh axes `names`, in order.
 
-    Every device is to do something else with the whole (such as its own columns of a product), so
-    that the transpose sums the cotangents of all, each device keeping its part.
+    For what every device uses differently (such as for its own columns of a product): the transpose
+    sums the cotangents of all devices, and each device keeps its part.
     """
     names = _present(names, placement)
     return _gather(x, names, x.ndim - 1) if names else x
@@ -87,22 +87,23 @@ def gather(x: jax.Array, names: Names, placement: Placement) -> jax.Array:
 def tensor_whole(x: jax.Array, placement: Placement) -> jax.Array:
     """The last axis of `x` of all devices of a tensor group, which then all do the same with it.
 
-    Not for differentiation: their cotangents are copies of one, and not parts of a sum.
+    Not for differentiation: their cotangents would be copies of one, not parts of a sum.
     """
     return _collect(x, ("tensor",), x.ndim - 1) if placement.tensor > 1 else x
 
 
 def rows_for_columns(x: jax.Array, placement: Placement) -> jax.Array:
-    """Own columns [N, M / tensor] of all rows, for all columns [N / tensor, M] of own rows.
+    """An all-to-all: [N, M / tensor], this device's columns of all rows, to [N / tensor, M].
 
-    Differentiable: the transpose is the exchange back. `tensor` must divide N.
+    The result has all columns of this device's rows. Differentiable: the transpose is the exchange
+    back. `tensor` must divide N.
     """
     if placement.tensor == 1:
         return x
     return jax.lax.all_to_all(x, "tensor", split_axis=0, concat_axis=1, tiled=True)
 
 
-def own_rows(x: jax.Array, placement: Placement) -> jax.Array:
+def local_rows(x: jax.Array, placement: Placement) -> jax.Array:
     """This device's rows [N / tensor, ...], those of `rows_for_columns`, of [N, ...]."""
     if placement.tensor == 1:
         return x
@@ -111,10 +112,10 @@ def own_rows(x: jax.Array, placement: Placement) -> jax.Array:
 
 
 def family(numerics: Numerics, placement: Placement) -> Kernels:
-    """The kernels of these numerics for weights that are split over fsdp, where they are composed.
+    """The kernels of these numerics, for weights that are split over fsdp.
 
-    Their dot gathers the rows of its weight just before use. Kernels that are not composed of a
-    dot take what `matrix` gives.
+    In a family that is composed of a dot (`Composed`), the dot gathers the rows of its weight just
+    before use. Other families are given weights that `matrix` has gathered.
     """
     ops = kernels.family(numerics)
     if not isinstance(ops, Composed) or not _present(RULES["in"], placement):
@@ -123,9 +124,9 @@ def family(numerics: Numerics, placement: Placement) -> Kernels:
 
 
 def matrix(weight: jax.Array, *, numerics: Numerics, placement: Placement) -> jax.Array:
-    """The weight as the dots of `family` take it: this device's part, or gathered over fsdp.
+    """The weight as the kernels of `family` take it: this device's part, or gathered over fsdp.
 
-    What is gathered here is kept for the backward, unless the layer is recomputed (`remat`).
+    A weight gathered here is kept for the backward, unless the layer is recomputed (`remat`).
     """
     names = _present(RULES["in"], placement)
     if isinstance(kernels.family(numerics), Composed) or not names:
@@ -165,13 +166,13 @@ def _dot(
     return call(x, weight)
 
 
-def hold(weights: Any, axes: Any, placement: Placement) -> Any:
-    """Weights whole along fsdp, as a placement's `held` expects them. Not for differentiation."""
+def gather_fsdp(weights: Any, axes: Any, placement: Placement) -> Any:
+    """Weights gathered over fsdp, as `Placement.gathered` says. Not for differentiation."""
     return _along_fsdp(_collect, weights, axes, placement)
 
 
-def release(sums: Any, axes: Any, placement: Placement) -> Any:
-    """The transpose of `hold`: this device's part of the sums over fsdp, float32."""
+def reduce_scatter_fsdp(sums: Any, axes: Any, placement: Placement) -> Any:
+    """The transpose of `gather_fsdp`: this device's part of the sums over fsdp, float32."""
     return _along_fsdp(_reduce, sums, axes, placement)
 
 
@@ -196,7 +197,7 @@ def sum_copies(gradients: Any, axes: Any, placement: Placement) -> Any:
 
 
 def any_row(flag: jax.Array, placement: Placement) -> jax.Array:
-    """bool[], whether `flag` bool[] holds on a device of any rows. A gather, not a sum."""
+    """bool[], whether `flag` bool[] is True on a device of any rows."""
     names = _present(RULES["rows"], placement)
     if not names:
         return flag
@@ -220,9 +221,9 @@ def norm(tree: Any, axes: Any, placement: Placement) -> jax.Array:
     """f32[], the Euclidean norm of arrays that lie on the mesh by these logical axes."""
 
     def squares(x: jax.Array, axes: Axes) -> jax.Array:
-        found = jnp.sum(jnp.square(x.astype(jnp.float32)))
+        square = jnp.sum(jnp.square(x.astype(jnp.float32)))
         copies = [jax.lax.axis_index(name) for name in _present(missing(axes), placement)]
-        return jnp.where(sum(copies) == 0, found, 0.0) if copies else found
+        return jnp.where(sum(copies) == 0, square, 0.0) if copies else square
 
-    own: Any = sum(jax.tree.leaves(jax.tree.map(squares, tree, axes)), jnp.float32(0))
-    return jnp.sqrt(total(own[None], _present(AXES, placement))[0])
+    part: Any = sum(jax.tree.leaves(jax.tree.map(squares, tree, axes)), jnp.float32(0))
+    return jnp.sqrt(total(part[None], _present(AXES, placement))[0])

@@ -34,7 +34,7 @@ RULES: dict[Axis, tuple[str, ...]] = {
     "in": ("fsdp",),  # what a weight matrix contracts over
     "out": ("tensor",),  # columns of a weight matrix
     "tile": ("tensor",),  # column tiles of a weight matrix
-    "hidden": ("tensor", "fsdp"),  # the hidden size of embedding and norms: an out of ins
+    "hidden": ("tensor", "fsdp"),  # the hidden size in embedding and norms
     "whole": (),
 }
 
@@ -44,10 +44,10 @@ class Placement:
     """How many devices each mesh axis has.
 
     decode: where the sampler's weights are during the decode loop. "whole": gathered over fsdp once
-      before it, so that a device holds the model's compute weights / tensor, and every device (of
-      one tensor group) stops when its own rows have ended. "sharded": gathered layer by layer at
-      every token, so that a device never holds more than a layer more than its share; all devices
-      go on until the last row has ended.
+      before it, so that a device holds 1 / tensor of the model's compute weights; a tensor group
+      stops when its own rows have ended. "sharded": gathered layer by layer at every token, so that
+      a device never holds more than its share and one layer; all devices go on until the last row
+      has ended.
     """
 
     data: int = 1
@@ -70,6 +70,7 @@ class Placement:
 
     @property
     def devices(self) -> int:
+        """How many devices it takes."""
         return self.data * self.fsdp * self.tensor
 
     @property
@@ -79,11 +80,12 @@ class Placement:
 
     @property
     def single(self) -> bool:
+        """True for one device."""
         return self.devices == 1
 
     @property
-    def held(self) -> "Placement":
-        """The same for weights that have been gathered over fsdp."""
+    def gathered(self) -> "Placement":
+        """The placement of weights that have been gathered over fsdp."""
         return dataclasses.replace(self, fsdp=1)
 
     def __str__(self) -> str:
@@ -128,10 +130,10 @@ def shardings(tree: Any, on: Mesh) -> Any:
 
 
 def put(tree: Any, target: Any) -> Any:
-    """A tree of arrays with these shardings, no device holding more than its part on the way."""
+    """A tree of arrays with these shardings; no device ever holds more than its part."""
 
     def leaf(x: Any, sharding: NamedSharding) -> jax.Array:
-        # Devices of other processes are filled by these: each from its own copy on the host.
+        # Each process fills its own devices, from its own copy on the host.
         elsewhere = not sharding.is_fully_addressable and getattr(x, "is_fully_addressable", False)
         return jax.device_put(np.asarray(x) if elsewhere else x, sharding)
 

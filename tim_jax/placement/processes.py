@@ -1,9 +1,9 @@
 """Several processes that run one program: how they find each other, and how they agree.
 
-Every process runs the same job with the same config; arrays span all their devices. What is not an
-array is agreed on here, as text: what process 0 found in the run folder, the rewards that each
-process graded, whether one was asked to stop. Process 0 leads: it alone writes files (but for its
-share of a checkpoint, which each process writes) and shows the run.
+Every process runs the same job with the same config; arrays span all their devices. Everything
+that is not an array is exchanged here as text: what process 0 read in the run folder, the rewards
+that each process graded, whether one of them was asked to stop. Process 0 leads: it alone shows the
+run and writes files, except that each process writes its own share of a checkpoint.
 """
 
 import json
@@ -21,14 +21,17 @@ _HEARTBEAT = 30  # seconds without a sign of life after which a process counts a
 
 
 def join(coordinator: str | None, count: int | None, index: int | None) -> None:
-    """Joins the other processes of a job; before anything else is asked of JAX.
+    """Joins the other processes of a job. To be called before any other use of JAX.
 
     Args:
-      coordinator: HOST:PORT of process 0; None finds all three from SLURM, Open MPI, GKE or the TPU
-        pod's own metadata.
+      coordinator: HOST:PORT of process 0; None takes all three from SLURM, Open MPI, GKE or the TPU
+        pod's metadata.
+      count: how many processes there are.
+      index: the number of this one, from 0.
 
     Raises:
-      InputError: nothing was found, the numbers contradict each other, or no answer in time.
+      InputError: there is no such environment, the numbers contradict each other, or the other
+        processes do not answer in time.
     """
     given = (coordinator, count, index)
     if any(x is not None for x in given) and any(x is None for x in given):
@@ -50,17 +53,17 @@ def join(coordinator: str | None, count: int | None, index: int | None) -> None:
 
 
 def leads() -> bool:
-    """Whether this is process 0, which writes and shows."""
+    """Whether this is process 0, which writes files and shows the run."""
     return jax.process_index() == 0
 
 
-def texts(own: str) -> list[str]:
+def texts(text: str) -> list[str]:
     """The text of every process, in order. All processes must call this."""
     if jax.process_count() == 1:
-        return [own]
-    data = own.encode()
+        return [text]
+    data = text.encode()
     sizes = _gathered(np.array([len(data)], np.int32))[:, 0]
-    # A power of two, so that few sizes are compiled.
+    # Padded to a power of two, so that few sizes are compiled.
     padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     rows = _gathered(padded)
@@ -72,28 +75,28 @@ def _gathered(row: np.ndarray) -> np.ndarray:
 
 
 def led(action: Callable[[], Any]) -> Any:
-    """What `action` returns on process 0 (a JSON value), on all; its InputError is raised on all.
+    """Runs `action` on process 0 and returns its result, a JSON value, on all processes.
 
-    Other processes do not run it, but must call this.
+    Its InputError is raised on all of them. All processes must call this.
     """
     if jax.process_count() == 1:
         return action()
-    found: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     if leads():
         try:
-            found["value"] = action()
+            outcome["value"] = action()
         except InputError as error:
-            found["error"] = str(error)
-    found = json.loads(texts(json.dumps(found))[0])
-    if "error" in found:
-        raise InputError(found["error"])
-    return found["value"]
+            outcome["error"] = str(error)
+    outcome = json.loads(texts(json.dumps(outcome))[0])
+    if "error" in outcome:
+        raise InputError(outcome["error"])
+    return outcome["value"]
 
 
 def agree(text: str, what: str) -> None:
     """Raises `InputError` on all processes if they do not have the same text."""
-    found = texts(text)
-    other = [i for i, theirs in enumerate(found) if theirs != found[0]]
+    received = texts(text)
+    other = [i for i, theirs in enumerate(received) if theirs != received[0]]
     if other:
         raise InputError(
             f"process {other[0]} differs from process 0 in {what}; start all with the same command"
@@ -102,7 +105,7 @@ def agree(text: str, what: str) -> None:
 
 
 def meet() -> None:
-    """Returns when all processes have called it."""
+    """Waits until all processes have called it."""
     texts("")
 
 

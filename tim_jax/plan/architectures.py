@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tim_jax.errors import InputError, did_you_mean
-from tim_jax.model.config import ModelConfig, from_hf
-
 _QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -61,34 +58,34 @@ _LLAMA3_SIZES = {
 
 def _published() -> dict[str, dict[str, Any]]:
     """Name -> config.json, of base models and those tuned to follow instructions."""
-    found: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {}
     for size, (sizes, tied) in _QWEN3_SIZES.items():
-        own = {**_QWEN3, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
+        shared = {**_QWEN3, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
         tuned = {"max_position_embeddings": 40960, "eos_token_id": 151645}
         base = {"max_position_embeddings": 32768, "eos_token_id": 151643}
-        found[f"Qwen/Qwen3-{size}"] = own | tuned
+        configs[f"Qwen/Qwen3-{size}"] = shared | tuned
         if size != "32B":  # whose base model is not published
-            found[f"Qwen/Qwen3-{size}-Base"] = own | base
+            configs[f"Qwen/Qwen3-{size}-Base"] = shared | base
     for size, (sizes, tied, heads, vocabulary, positions) in _QWEN2_5_SIZES.items():
-        own = {**_QWEN2_5, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
-        own |= {"num_key_value_heads": heads, "vocab_size": vocabulary}
+        shared = {**_QWEN2_5, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
+        shared |= {"num_key_value_heads": heads, "vocab_size": vocabulary}
         base = {"max_position_embeddings": positions, "eos_token_id": 151643}
         tuned = {"max_position_embeddings": 32768, "eos_token_id": 151645}
-        found[f"Qwen/Qwen2.5-{size}"] = own | base
-        found[f"Qwen/Qwen2.5-{size}-Instruct"] = own | tuned
+        configs[f"Qwen/Qwen2.5-{size}"] = shared | base
+        configs[f"Qwen/Qwen2.5-{size}-Instruct"] = shared | tuned
     for size, (sizes, tied, factor) in _LLAMA3_SIZES.items():
-        own = {**_LLAMA3, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
-        own["rope_scaling"] = {
+        shared = {**_LLAMA3, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
+        shared["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": factor,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-        found[f"meta-llama/Llama-{size}"] = own | {"eos_token_id": 128001}
+        configs[f"meta-llama/Llama-{size}"] = shared | {"eos_token_id": 128001}
         tuned = {"eos_token_id": [128001, 128008, 128009]}
-        found[f"meta-llama/Llama-{size}-Instruct"] = own | tuned
-    return found
+        configs[f"meta-llama/Llama-{size}-Instruct"] = shared | tuned
+    return configs
 
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(_published())

@@ -1,14 +1,11 @@
-"""How much of a device's memory a compiled program takes.
+"""What a compiled program takes on one device: memory, operations, traffic and collectives.
 
-What a traced program computes: floating-point operations of products, and traffic of kernels.
+Operations of products and the memory traffic of kernels are counted where the program is traced,
+because there every loop has its length and every kernel its grid and blocks; a compiler's own count
+takes loop bodies once and does not look into kernels. Memory is the compiler's analysis. Other
+memory traffic and the collectives are read from the compiled text.
 
-Counted where the program is traced, because there every loop has its length and every kernel its
-grid and blocks; a compiler's own count takes loop bodies once, and does not look into kernels.
-
-
-What a compiled program moves: between chips, and between a chip's memory and its cores.
-
-What a program takes on one chip, as numbers that can be drawn along a line.
+The figures can be extrapolated along a line (`along`).
 """
 
 import re
@@ -45,41 +42,44 @@ class Memory:
 
     @property
     def total(self) -> int:
-        own = self.arguments + self.outputs + self.temporaries - self.aliased + self.code
-        return own + self.together
+        """Bytes that the program takes of a device's memory at its peak."""
+        parts = self.arguments + self.outputs + self.temporaries - self.aliased + self.code
+        return parts + self.together
 
 
 def of(compiled: Any) -> Memory:
-    """That of a compiled program.
+    """The memory of a compiled program.
 
     Raises:
-      InputError: this compiler does not say.
+      InputError: this compiler has no such analysis.
     """
-    found = compiled.memory_analysis()
-    if found is None:
+    analysis = compiled.memory_analysis()
+    if analysis is None:
         raise InputError("plan: this compiler does not say how much memory a program takes")
     return Memory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-        code=found.generated_code_size_in_bytes,
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
     )
 
 
 def of_refusal(message: str) -> Memory | None:
-    """What the TPU compiler says of a program that does not fit: one sum, to a hundredth of its
-    unit, which it calls temporaries and which has arguments and outputs in it. None if the message
-    is about something else."""
-    found = _REFUSED.search(message)
-    if not found:
+    """The memory of a program that does not fit, from the TPU compiler's message.
+
+    It states one sum, to a hundredth of its unit, which it calls temporaries, but which includes
+    arguments and outputs. None if the message is about something else.
+    """
+    match = _REFUSED.search(message)
+    if not match:
         return None
-    return Memory(together=round(float(found[1]) * _UNITS[found[2]]))
+    return Memory(together=round(float(match[1]) * _UNITS[match[2]]))
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one device; where a program is not local to devices, of all of it."""
+    """Work of one device; of a program that is not local to devices, of all of them."""
 
     flops: int = 0  # a multiplication and an addition are two
     kernel_bytes: int = 0  # between memory and Pallas kernels
@@ -88,6 +88,7 @@ class Work:
         return Work(self.flops + other.flops, self.kernel_bytes + other.kernel_bytes)
 
     def times(self, count: int) -> "Work":
+        """The work of so many repetitions."""
         return Work(self.flops * count, self.kernel_bytes * count)
 
 
@@ -98,7 +99,8 @@ def count(jaxpr: Any, trips: Sequence[int] = ()) -> Work:
     a causal mask lets it skip.
 
     Args:
-      trips: of loops that end by a condition, in the program's order; beyond these, one each.
+      trips: iterations of the loops that end by a condition, in the program's order; further ones
+        count once.
     """
     return _count(jaxpr, iter(trips))
 
@@ -137,7 +139,7 @@ def _kernel(params, trips: Iterator[int]) -> Work:
 
 
 def _moved(block, grid: tuple[int, ...]) -> int:
-    """Bytes of all copies of a block: one whenever its place changes, the last axis fastest."""
+    """Bytes of all copies of a block, one whenever its index changes, the last axis fastest."""
     innermost = max(_axes_used(block.index_map_jaxpr, len(grid)), default=-1)
     copies = prod(grid[: innermost + 1])
     size = prod(block.transformed_block_aval.shape) * block.array_aval.dtype.itemsize
@@ -145,7 +147,7 @@ def _moved(block, grid: tuple[int, ...]) -> int:
 
 
 def _axes_used(index_map, count: int) -> set[int]:
-    """Axes of the grid that a block's place depends on."""
+    """Axes of the grid that a block's index depends on."""
     jaxpr = getattr(index_map, "jaxpr", index_map)
     behind: dict[Any, set[int]] = {var: {i} for i, var in enumerate(jaxpr.invars[:count])}
 
@@ -153,8 +155,8 @@ def _axes_used(index_map, count: int) -> set[int]:
         return behind.get(atom, set()) if not hasattr(atom, "val") else set()
 
     for equation in jaxpr.eqns:
-        found = set().union(*(of(atom) for atom in equation.invars))
-        behind |= dict.fromkeys(equation.outvars, found)
+        axes = set().union(*(of(atom) for atom in equation.invars))
+        behind |= dict.fromkeys(equation.outvars, axes)
     return set().union(*(of(atom) for atom in jaxpr.outvars))
 
 
@@ -191,7 +193,7 @@ _FREE = {
 _MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _AXIS = re.compile(r"'(\w+)'=(\d+)")
 _TAKES = ("dynamic-slice", "gather", "slice")
-# What writes into its first operand in place, and which operand says what is written.
+# Opcodes that write into their first operand in place, and the operand that is written.
 _PUTS = {"dynamic-update-slice": 1, "scatter": -1}
 
 
@@ -207,19 +209,19 @@ class Traffic:
 
 
 def collectives(module: Module, trips: Sequence[int] = ()) -> Mapping[str, Traffic]:
-    """By kind. Bytes are those that arrive at a chip in a ring of its group of g chips: of n bytes
-    that it puts in, n (g - 1) for an all-gather, n (g - 1) / g for a reduce-scatter and an
-    all-to-all, twice that for an all-reduce, n for the others.
+    """The collectives of a program by kind.
 
-    `trips`: see `hlo.visits`.
+    Bytes are those that arrive at a chip in a ring of its group of g chips: of n bytes that it puts
+    in, n (g - 1) for an all-gather, n (g - 1) / g for a reduce-scatter and an all-to-all, twice
+    that for an all-reduce, n for the others. `trips`: see `hlo.visits`.
     """
-    found: dict[str, Traffic] = {}
+    traffic: dict[str, Traffic] = {}
     for visit in hlo.visits(module, trips):
         kind = visit.instruction.opcode.removesuffix("-start")
         if kind in KINDS:
             size = _received(kind, visit, module)
-            found[kind] = found.get(kind, Traffic()) + Traffic(visit.times, visit.times * size)
-    return found
+            traffic[kind] = traffic.get(kind, Traffic()) + Traffic(visit.times, visit.times * size)
+    return traffic
 
 
 def _received(kind: str, visit: Visit, module: Module) -> int:
@@ -234,10 +236,10 @@ def _received(kind: str, visit: Visit, module: Module) -> int:
 
 def group_size(attributes: str, partitions: int) -> int:
     """How many devices take part in one collective, from its `replica_groups`."""
-    _, found, rest = attributes.partition("replica_groups=")
-    if found and rest.startswith("{{"):
+    _, named, rest = attributes.partition("replica_groups=")
+    if named and rest.startswith("{{"):
         return rest[2 : rest.index("}")].count(",") + 1
-    if found and rest.startswith("["):
+    if named and rest.startswith("["):
         return int(rest[1 : rest.index("]")].split(",")[-1])
     if mesh := _MESH.match(rest):
         sizes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
@@ -248,9 +250,8 @@ def group_size(attributes: str, partitions: int) -> int:
 def bytes_accessed(module: Module, trips: Sequence[int] = ()) -> int:
     """Bytes that the instructions of XLA read and write in a chip's memory.
 
-    A fusion reads its arguments and writes its results; of what it only cuts a piece from, or
-    writes a piece into, the piece counts. Kernels (custom calls) are not in it. `trips`: see
-    `hlo.visits`.
+    A fusion reads its arguments and writes its results; of arrays that it only slices or updates in
+    part, the part counts. Kernels (custom calls) are not included. `trips`: see `hlo.visits`.
     """
     return sum(
         visit.times * _accessed(visit.instruction, visit.computation, module)
@@ -291,7 +292,7 @@ def _fusion(body: Computation, sizes: list[int], result: int) -> int:
 
 
 def _read(value: Instruction, users: Mapping[str, list[Instruction]], whole: int) -> int:
-    """Bytes of a value that its users look at; views of it are looked through."""
+    """Bytes of a value that its users read, views of it included."""
     total = 0
     for user in users.get(value.name, []):
         if user.opcode == "bitcast":
@@ -308,7 +309,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Figures:
-    """Per chip and run of a program."""
+    """The figures of one run of a program, per chip."""
 
     memory: Memory
     flops: int  # of products
@@ -317,12 +318,13 @@ class Figures:
 
     @property
     def collective_bytes(self) -> int:
+        """Bytes that arrive at a device, over all kinds of collectives."""
         return sum(one.bytes for one in self.collectives.values())
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program's figures, and its text; no text where it did not fit and the compiler gave up."""
+    """A program's figures, and its text, which is empty if the compiler refused it."""
 
     figures: Figures
     text: str
@@ -330,11 +332,13 @@ class Compiled:
 
 
 def compiled(program: Program, target: Target) -> Compiled:
-    """Compiles for the target. A program that does not fit has the memory that its refusal names,
-    and neither collectives nor the traffic of its instructions.
+    """Compiles a program for the target.
+
+    A program that does not fit has the memory that the refusal names, and neither collectives nor
+    the traffic of its instructions.
 
     Raises:
-      InputError: the compiler fails on it for another reason.
+      InputError: the compiler fails for another reason.
     """
     start = time.perf_counter()
     with target.tracing():
@@ -344,13 +348,13 @@ def compiled(program: Program, target: Target) -> Compiled:
     try:
         executable = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        found = of_refusal(str(error))
-        if found is None:
+        memory = of_refusal(str(error))
+        if memory is None:
             reason = " ".join(str(error).split())[:300]
             raise InputError(
                 f"plan: the compiler of {target.name} fails on the {program.name} ({reason})"
             ) from None
-        figures = Figures(found, done.flops, done.kernel_bytes, {})
+        figures = Figures(memory, done.flops, done.kernel_bytes, {})
         return Compiled(figures, "", time.perf_counter() - start)
     text = executable.as_text() or ""
     module = hlo.parse(text)
@@ -364,7 +368,7 @@ def compiled(program: Program, target: Target) -> Compiled:
 
 
 def along(first: Value, second: Value, *, at: tuple[int, int, int]) -> Value:
-    """The value at at[2] of the line through `first` at at[0] and `second` at at[1].
+    """Extrapolates: the value at at[2] on the line through `first` at at[0], `second` at at[1].
 
     Values are whole numbers, dataclasses of values, or mappings to values.
     """

@@ -1,7 +1,4 @@
-"""The text of a compiled program, read into instructions.
-
-What a Pallas kernel does, read back from a compiled TPU program.
-"""
+"""Reads the text of a compiled program into instructions, and the code of its Pallas kernels."""
 
 import base64
 import re
@@ -33,7 +30,7 @@ class Type:
 
     @property
     def bytes(self) -> int:
-        """Of its elements; what a layout pads is not counted."""
+        """Bytes of its elements, without the padding of its layout."""
         return prod(self.dims) * _bits(self.dtype) // 8
 
     def __str__(self) -> str:
@@ -42,7 +39,7 @@ class Type:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line. `attributes` is all that stands after the operands."""
+    """One line. `attributes` is all text after the operands."""
 
     name: str
     types: tuple[Type, ...]  # several for a tuple
@@ -54,13 +51,14 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all its results."""
         return sum(one.bytes for one in self.types)
 
     @property
     def op_name(self) -> str:
-        """Where it comes from in the traced program; "" if nowhere."""
-        found = _OP_NAME.search(self.attributes)
-        return found[1] if found else ""
+        """Its origin in the traced program; "" if it has none."""
+        match = _OP_NAME.search(self.attributes)
+        return match[1] if match else ""
 
     @property
     def called(self) -> dict[str, tuple[str, ...]]:
@@ -85,7 +83,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Visit:
-    """An instruction and how often a run of the program comes to it."""
+    """An instruction and how often a run of the program executes it."""
 
     instruction: Instruction
     computation: Computation
@@ -98,9 +96,9 @@ def parse(text: str) -> Module:
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
-        found = _LINE.match(line)
-        if found and current is not None:
-            instruction = _instruction(found[2], found[3], bool(found[1]))
+        match = _LINE.match(line)
+        if match and current is not None:
+            instruction = _instruction(match[2], match[3], bool(match[1]))
             current[instruction.name] = instruction
         elif header := _HEADER.match(line):
             current = computations.setdefault(header[2], {})
@@ -110,11 +108,11 @@ def parse(text: str) -> Module:
 
 
 def visits(module: Module, trips: Sequence[int] = ()) -> Iterator[Visit]:
-    """All that runs, with how often.
+    """All instructions that run, and how often.
 
     Args:
-      trips: of the loops whose trips the compiler does not know, in the program's order. What runs
-        beyond these counts once.
+      trips: iterations of the loops whose number the compiler does not know, in the program's
+        order. Further ones count once.
     """
     yield from _visits(module, module.entry, 1, False, iter(trips))
 
@@ -126,14 +124,14 @@ def _visits(module, name, times, fused, trips) -> Iterator[Visit]:
         inside = fused or instruction.opcode == "fusion"
         called = instruction.called
         if instruction.opcode == "while":
-            known = _trips(instruction, module)
-            count = next(trips, 1) if known is None else known
+            stated = _trips(instruction, module)
+            count = next(trips, 1) if stated is None else stated
             for body in called.pop("body"):
                 yield from _visits(module, body, times * count, inside, trips)
             for condition in called.pop("condition"):
                 yield from _visits(module, condition, times * (count + 1), inside, trips)
         elif instruction.opcode in _APPLIES:
-            called.pop("to_apply", None)  # to single numbers: no arrays of its own
+            called.pop("to_apply", None)  # it works on single numbers, not on arrays
         for names in called.values():
             for one in names:
                 if one in module.computations:
@@ -141,10 +139,13 @@ def _visits(module, name, times, fused, trips) -> Iterator[Visit]:
 
 
 def _trips(loop: Instruction, module: Module) -> int | None:
-    """How often a loop's body runs: as the compiler says, or up to what its condition compares a
-    counter with (JAX's count from 0 by 1); None if it ends by something else."""
-    if found := _TRIPS.search(loop.attributes):
-        return int(found[1])
+    """How often a loop's body runs, or None if that is not in the text.
+
+    It is the number that the compiler states, or else the one that the loop's condition compares a
+    counter with (JAX counts from 0 by 1).
+    """
+    if match := _TRIPS.search(loop.attributes):
+        return int(match[1])
     (name,) = loop.called["condition"]
     condition = module.computations[name]
     ends = next(one for one in condition.values() if one.root)
@@ -211,12 +212,14 @@ _COMPARED = re.compile(r'arith\.cmpi"\(%arg(\d+), (%\d+)\)')
 
 
 def body(attributes: str) -> str:
-    """The kernel's code as text, without what follows from the sizes of its arrays: how often its
-    steps run, and which one is the last. As it is stored, if it cannot be read."""
-    found = _BODY.search(attributes)
-    if not found:
+    """The kernel's code as text, without the parts that depend on the sizes of its grid.
+
+    If it cannot be read, the text as it is stored.
+    """
+    match = _BODY.search(attributes)
+    if not match:
         return attributes
-    stored = found[1]
+    stored = match[1]
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
     tpu.register_dialect(context)
@@ -231,20 +234,20 @@ def body(attributes: str) -> str:
 def without_bounds(text: str) -> str:
     """The code of a kernel for a grid of any sizes.
 
-    `pl.num_programs(axis) - 1` is a number in the code, which the step's index is compared with
-    after all other comparisons of it.
+    `pl.num_programs(axis) - 1` is a number in the code. The last comparison of the step's index is
+    the one with this number.
     """
-    found = _BOUNDS.search(text)
-    if not found:
+    match = _BOUNDS.search(text)
+    if not match:
         return text
-    bounds = [int(n) for n in found[1].split(",") if n.strip()]
+    bounds = [int(n) for n in match[1].split(",") if n.strip()]
     last = {int(one[1]): one for one in _COMPARED.finditer(text)}
     # From the end, so that earlier places stay where they are.
     for axis, one in sorted(last.items(), key=lambda pair: -pair[1].start()):
         if axis < len(bounds):
-            made = f'{one[2]} = "stable_mosaic.arith.constant"() {{value = '
-            at = text.rfind(f"{made}{bounds[axis] - 1} : i32", 0, one.start())
+            prefix = f'{one[2]} = "stable_mosaic.arith.constant"() {{value = '
+            at = text.rfind(f"{prefix}{bounds[axis] - 1} : i32", 0, one.start())
             if at >= 0:
                 stop = text.index(" : i32", at)
-                text = f"{text[:at]}{made}last{text[stop:]}"
+                text = f"{text[:at]}{prefix}last{text[stop:]}"
     return _BOUNDS.sub("", text)

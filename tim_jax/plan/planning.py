@@ -1,8 +1,7 @@
-"""What to change where a step does not fit.
+"""From a recipe and a target to a plan: what each program takes, what fits, what to change.
 
-The largest batch that fits: memory is close to linear in rows, so few programs are compiled.
-
-From a recipe and a target to a plan: what each program takes, what fits, what to change.
+The largest batch that fits is found with few compilations, because memory is close to linear in the
+number of rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +12,12 @@ import jax
 from tim_jax.errors import InputError
 from tim_jax.model import parameters
 from tim_jax.placement import Devices, Placement
-from tim_jax.plan import costs, recipe, twins
-from tim_jax.plan import recipe as shapes
+from tim_jax.plan import comparison, costs
+from tim_jax.plan import recipe as recipes
+from tim_jax.plan.comparison import Match
 from tim_jax.plan.costs import Compiled, Figures
 from tim_jax.plan.recipe import Program, Recipe
 from tim_jax.plan.topology import Target
-from tim_jax.plan.twins import Twin
 
 _GIB = 2**30
 
@@ -26,12 +25,12 @@ _GIB = 2**30
 def advice(
     recipe: Recipe, stage: str, devices: Devices, *, rows_drawn: int | None
 ) -> Iterator[str]:
-    """One line per change, those that cost least first.
+    """Changes that would make a step fit, a line each, those that cost least first.
 
     Args:
       stage: the program that does not fit.
-      rows_drawn: the most sequences at a time for which the sampler fits, if that is known; 0 if
-        it never does.
+      rows_drawn: the most sequences at a time for which the sampler fits; 0 if it never does, None
+        if that is not known.
     """
     yield from _spread(recipe, devices)
     if stage == "sampler":
@@ -44,7 +43,7 @@ def advice(
 
 
 def _spread(recipe: Recipe, devices: Devices) -> Iterator[str]:
-    """More of the slice's devices, and state on all of them."""
+    """Advice to use more of the slice's devices, and to split the state over all of them."""
     where = recipe.execution.placement
     spare = len(devices) // where.devices
     wider = replace(where, fsdp=where.fsdp * spare)
@@ -68,18 +67,18 @@ def _possible(recipe: Recipe, where: Placement) -> bool:
 
 
 def _state(recipe: Recipe, devices: Devices) -> int:
-    return shapes.resident(recipe, devices, "scoring")
+    return recipes.resident(recipe, devices, "scoring")
 
 
 def _of_sampler(recipe: Recipe, rows_drawn: int | None) -> Iterator[str]:
-    where = recipe.drawn_by.placement
-    key = "placement" if recipe.drawing is None else "placement.sampler"
+    where = recipe.sampler_execution.placement
+    key = "placement" if recipe.sampler_placement is None else "placement.sampler"
     if rows_drawn:
         rounds = recipe.sequences // rows_drawn
         yield f"sampler.micro_batch = {rows_drawn}: a step is sampled in {rounds} rounds, same bits"
     yield "sampling.max_response_length: room for keys and values is made for the longest response"
     if where.decode == "whole" and where.fsdp > 1:
-        whole = shapes.weight_bytes(recipe) / where.tensor
+        whole = recipes.weight_bytes(recipe) / where.tensor
         saved = whole * (1 - 1 / where.fsdp) / _GIB
         yield (
             f'{key}.decode = "sharded": {saved:.1f} GiB less a device, but all weights are gathered'
@@ -112,14 +111,14 @@ class Largest:
 def largest(
     total: Total, allowed: Sequence[int], *, capacity: int, known: dict[int, int]
 ) -> Largest:
-    """The largest of `allowed`, ascending, that is found to be within `capacity`.
+    """The largest of `allowed`, ascending, whose total is within `capacity`.
 
-    The line through the two totals nearest to the capacity says which; a compilation confirms it or
-    makes the line better.
+    The line through the two totals nearest to the capacity predicts it; a compilation confirms this
+    or improves the line.
 
     Args:
-      total: compiles.
-      known: totals already found, by count; those that are asked for are added.
+      total: computes the total of a count, by compiling.
+      known: totals that are already known, by count; new ones are added.
     """
 
     def at(count: int) -> int:
@@ -176,31 +175,34 @@ class Stage:
 
     @property
     def total(self) -> int:
+        """Bytes of the program and of what else of the run lies in memory meanwhile."""
         return self.figures.memory.total + self.resident
 
     @property
     def fits(self) -> bool:
+        """True if that is no more than a device's memory."""
         return self.total <= self.capacity
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of a step on a slice."""
+    """The plan of a step on a slice."""
 
     recipe: Recipe
     target: Target
     stages: tuple[Stage, ...]
     largest: Mapping[str, Largest]  # by key of the config
     advice: tuple[str, ...]
-    audit: tuple[Twin, ...]
+    audit: tuple[Match, ...]
 
     @property
     def fits(self) -> bool:
+        """True if every stage of the step fits."""
         return all(stage.fits for stage in self.stages)
 
 
 def make(
-    what: Recipe,
+    recipe: Recipe,
     target: Target,
     *,
     layers: Layers,
@@ -210,58 +212,59 @@ def make(
     """Compiles a step's programs, searches for the largest batch, and audits.
 
     Args:
-      layers: the sampler, whose decode loops hold every layer by itself, is compiled with these
-        numbers of layers and continued along the line; the learner loops over layers, and is
-        compiled whole.
-      say: gets a line about each program that was compiled.
+      layers: the sampler, whose decode loops contain every layer separately, is compiled with these
+        two numbers of layers and extrapolated linearly; None compiles all. The learner loops over
+        layers, and is always compiled whole.
+      searching: whether to search for the largest batch.
+      say: is called with a line about each program that was compiled.
     """
-    stages = [_stage(what, target, "sampler", layers, say)]
-    if what.scores:
-        stages.append(_stage(what, target, "scoring", None, say))
-    stages.append(_stage(what, target, "update", None, say))
-    found: dict[str, Largest] = {}
+    stages = [_stage(recipe, target, "sampler", layers, say)]
+    if recipe.scores:
+        stages.append(_stage(recipe, target, "scoring", None, say))
+    stages.append(_stage(recipe, target, "update", None, say))
+    searched: dict[str, Largest] = {}
     if searching:
-        drawn = what.rows_drawn is None and stages[0].fits
+        drawn = recipe.rows_drawn is None and stages[0].fits
         key = "learner.prompts_per_step" if drawn else "sampler.micro_batch"
         look = _most_prompts if drawn else _most_drawn
-        found[key] = look(what, target, stages[0], layers, say)
-        found["learner.micro_batch"] = _largest_micro_batch(what, target, stages[-1], say)
-    drawn_at_a_time = found.get("sampler.micro_batch")
+        searched[key] = look(recipe, target, stages[0], layers, say)
+        searched["learner.micro_batch"] = _largest_micro_batch(recipe, target, stages[-1], say)
+    drawn_at_a_time = searched.get("sampler.micro_batch")
     lines = [
         line
         for stage in stages
         if not stage.fits
         for line in advice(
-            what,
+            recipe,
             stage.name,
             target.devices,
             rows_drawn=drawn_at_a_time.count if drawn_at_a_time else None,
         )
     ]
     return Plan(
-        recipe=what,
+        recipe=recipe,
         target=target,
         stages=tuple(stages),
-        largest=found,
+        largest=searched,
         advice=tuple(dict.fromkeys(lines)),
-        audit=audit(what, stages),
+        audit=audit(recipe, stages),
     )
 
 
-def audit(what: Recipe, stages: Sequence[Stage]) -> tuple[Twin, ...]:
-    """The sampler's smallest program against all of the learner's; none if one did not compile."""
+def audit(recipe: Recipe, stages: Sequence[Stage]) -> tuple[Match, ...]:
+    """Compares the sampler's smallest program with the learner's; () if one did not compile."""
     sampler, *learner = stages
     texts = [text for stage in learner for text in stage.texts if text]
     drawn = next((text for text in sampler.texts if text), "")
     if not drawn or not texts:
         return ()
-    return twins.audit(drawn, texts, weights=_weight_shapes(what))
+    return comparison.compare(drawn, texts, weights=_weight_shapes(recipe))
 
 
-def _weight_shapes(what: Recipe) -> frozenset[tuple[int, ...]]:
-    """Of the model's weights as its products and norms take them, tile by tile."""
-    execution = what.execution
-    weights = jax.eval_shape(execution.prepare, recipe.parameter_shapes(execution.config))
+def _weight_shapes(recipe: Recipe) -> frozenset[tuple[int, ...]]:
+    """Shapes of the model's weights as its products and norms take them, tile by tile."""
+    execution = recipe.execution
+    weights = jax.eval_shape(execution.prepare, recipes.parameter_shapes(execution.config))
     layers = [leaf.shape[1:] for leaf in jax.tree.leaves(weights["layers"])]
     shapes = [*layers, weights["head"].shape, weights["final_norm"].shape]
     parts = [(1, *shape) if len(shape) == 1 else shape[-2:] for shape in shapes]
@@ -269,73 +272,75 @@ def _weight_shapes(what: Recipe) -> frozenset[tuple[int, ...]]:
 
 
 PROGRAMS = {
-    "sampler": recipe.sampling,
-    "scoring": recipe.scoring,
-    "update": recipe.updating,
+    "sampler": recipes.sampling,
+    "scoring": recipes.scoring,
+    "update": recipes.updating,
 }
 
 
-def _stage(what: Recipe, target: Target, name: str, layers: Layers, say: Say) -> Stage:
-    """Compiled whole, or for two numbers of layers and continued to the model's own."""
-    own = what.execution.config.num_layers
-    line = None if layers is None or own <= max(layers) else layers
-    found = [_compiled(what.with_layers(n), target, name, say) for n in line or (own,)]
-    total = found[0].figures
+def _stage(recipe: Recipe, target: Target, name: str, layers: Layers, say: Say) -> Stage:
+    """Compiles a program with all layers, or with two numbers of layers and extrapolates."""
+    all_layers = recipe.execution.config.num_layers
+    line = None if layers is None or all_layers <= max(layers) else layers
+    compiled = [_compiled(recipe.with_layers(n), target, name, say) for n in line or (all_layers,)]
+    total = compiled[0].figures
     if line:
-        total = costs.along(total, found[1].figures, at=(*line, own))
+        total = costs.along(total, compiled[1].figures, at=(*line, all_layers))
     return Stage(
         name=name,
         figures=total,
-        resident=recipe.resident(what, target.devices, name),
+        resident=recipes.resident(recipe, target.devices, name),
         capacity=target.capacity,
-        seconds=sum(one.seconds for one in found),
-        layers=line or (own,),
-        texts=tuple(one.text for one in found),
+        seconds=sum(one.seconds for one in compiled),
+        layers=line or (all_layers,),
+        texts=tuple(one.text for one in compiled),
     )
 
 
-def _compiled(what: Recipe, target: Target, name: str, say: Say) -> Compiled:
+def _compiled(recipe: Recipe, target: Target, name: str, say: Say) -> Compiled:
     with target.tracing():
-        program: Program = PROGRAMS[name](what, target.devices)
-    found = costs.compiled(program, target)
+        program: Program = PROGRAMS[name](recipe, target.devices)
+    compiled = costs.compiled(program, target)
     say(
-        f"compiled {name}: {what.execution.config.num_layers} layers, {what.sequences} sequences,"
-        f" micro-batch {what.micro_batch}, {found.seconds:.0f} s"
+        f"compiled {name}: {recipe.execution.config.num_layers} layers,"
+        f" {recipe.sequences} sequences, micro-batch {recipe.micro_batch}, {compiled.seconds:.0f} s"
     )
-    return found
+    return compiled
 
 
-def _most_prompts(what: Recipe, target: Target, stage: Stage, layers: Layers, say: Say) -> Largest:
+def _most_prompts(
+    recipe: Recipe, target: Target, stage: Stage, layers: Layers, say: Say
+) -> Largest:
     """Prompts per step for which the sampler fits."""
-    step = what.least_prompts
-    allowed = range(step, _MOST_PROMPTS * what.prompts + 1, step)
+    step = recipe.least_prompts
+    allowed = range(step, _MOST_PROMPTS * recipe.prompts + 1, step)
 
     def total(prompts: int) -> int:
-        return _stage(replace(what, prompts=prompts), target, "sampler", layers, say).total
+        return _stage(replace(recipe, prompts=prompts), target, "sampler", layers, say).total
 
-    known = {what.prompts: stage.total}
+    known = {recipe.prompts: stage.total}
     return largest(total, allowed, capacity=target.capacity, known=known)
 
 
-def _most_drawn(what: Recipe, target: Target, stage: Stage, layers: Layers, say: Say) -> Largest:
+def _most_drawn(recipe: Recipe, target: Target, stage: Stage, layers: Layers, say: Say) -> Largest:
     """Sequences at a time for which the sampler fits."""
-    rows, shards = what.sequences, what.drawn_by.placement.shards
+    rows, shards = recipe.sequences, recipe.sampler_execution.placement.shards
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
-        return _stage(what.with_rows_drawn(size), target, "sampler", layers, say).total
+        return _stage(recipe.with_rows_drawn(size), target, "sampler", layers, say).total
 
-    known = {what.rows_drawn or rows: stage.total}
+    known = {recipe.rows_drawn or rows: stage.total}
     return largest(total, allowed, capacity=target.capacity, known=known)
 
 
-def _largest_micro_batch(what: Recipe, target: Target, stage: Stage, say: Say) -> Largest:
+def _largest_micro_batch(recipe: Recipe, target: Target, stage: Stage, say: Say) -> Largest:
     """Sequences per forward and backward for which the update fits."""
-    rows, shards = what.sequences // what.mini_batches, what.execution.placement.shards
+    rows, shards = recipe.sequences // recipe.mini_batches, recipe.execution.placement.shards
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
-        return _stage(what.with_micro_batch(size), target, "update", None, say).total
+        return _stage(recipe.with_micro_batch(size), target, "update", None, say).total
 
-    known = {what.micro_batch: stage.total}
+    known = {recipe.micro_batch: stage.total}
     return largest(total, allowed, capacity=target.capacity, known=known)

@@ -1,4 +1,4 @@
-"""A training step as something to compile: its programs, and the shapes of what goes into them."""
+"""A training step to compile: its programs, and the shapes of their arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,18 +34,20 @@ class Recipe:
     prompts: int
     prompt_length: int
     mini_batches: int = 1
-    drawing: Placement | None = None  # the sampler's, if it has its own
+    sampler_placement: Placement | None = None  # the sampler's, if it has its own
     rows_drawn: int | None = None  # sequences sampled at a time, over all devices; None: all
     mismatch: Mismatch = dial.EXACT
 
     @property
-    def drawn_by(self) -> Execution:
-        if self.drawing is None:
+    def sampler_execution(self) -> Execution:
+        """The sampler's execution: the learner's, on the sampler's placement if it has one."""
+        if self.sampler_placement is None:
             return self.execution
-        return replace(self.execution, placement=self.drawing)
+        return replace(self.execution, placement=self.sampler_placement)
 
     @property
     def sequences(self) -> int:
+        """Sequences of a step: prompts times samples."""
         return self.prompts * self.learning.group_size
 
     @property
@@ -60,12 +62,13 @@ class Recipe:
 
     @property
     def has_reference(self) -> bool:
+        """True if the loss or the reward has a KL to a frozen reference policy."""
         return self.learning.objective.has_reference
 
     @property
     def least_prompts(self) -> int:
-        """Of what the number of prompts must be a multiple, as it is laid out."""
-        drawing = self.drawn_by.placement.shards
+        """What the number of prompts must be a multiple of, for this placement."""
+        drawing = self.sampler_execution.placement.shards
         shards = max(self.execution.placement.shards, drawing)
         rows = self.mini_batches * max(self.learning.micro_batch or 1, shards)
         rows = lcm(rows, self.rows_drawn or 1)
@@ -73,24 +76,27 @@ class Recipe:
         return lcm(prompts, drawing) if self.learning.needs_greedy else prompts
 
     def with_layers(self, layers: int) -> "Recipe":
+        """The same step of a model with this many layers."""
         config = replace(self.execution.config, num_layers=layers)
         return replace(self, execution=replace(self.execution, config=config))
 
     def with_micro_batch(self, rows: int) -> "Recipe":
-        """The gradient's noise is measured only where there are several micro-batches."""
+        """The same step in other micro-batches; the noise is measured only if there are several."""
         noise = self.learning.noise_scale and rows < self.sequences // self.mini_batches
         return replace(self, learning=replace(self.learning, micro_batch=rows, noise_scale=noise))
 
     def with_rows_drawn(self, rows: int) -> "Recipe":
+        """The same step, with this many sequences drawn at a time."""
         return replace(self, rows_drawn=rows)
 
     def with_placement(self, where: Placement) -> "Recipe":
+        """The same step with the learner on another placement."""
         return replace(self, execution=replace(self.execution, placement=where))
 
 
 @dataclass(frozen=True)
 class Program:
-    """A jitted function, the shapes of its arguments, and how often its open loops turn."""
+    """A jitted function, the shapes of its arguments, and trip counts of its unbounded loops."""
 
     name: str
     function: Any
@@ -100,7 +106,7 @@ class Program:
 
 def sampling(recipe: Recipe, devices: Devices) -> Program:
     """The sampler's program: prefill and decode of a step's prompts."""
-    execution = recipe.drawn_by
+    execution = recipe.sampler_execution
     laid = _Laid(recipe, execution, devices)
     program = programs.sampling_program(
         execution,
@@ -145,31 +151,31 @@ def updating(recipe: Recipe, devices: Devices) -> Program:
 def resident(recipe: Recipe, devices: Devices, stage: str) -> int:
     """Bytes on a device during a stage that are not arguments of its program.
 
-    Optimiser and masters while sampling; weights of a sampler with a placement of its own; those
-    of a reference policy, and its masters, which checkpoints hold. As arrays are, without what
-    layouts pad.
+    These are optimiser and masters while sampling; the weights of a sampler with another placement;
+    and those of a reference policy with its masters, which checkpoints need. Padding by layouts is
+    not counted.
     """
     laid = _Laid(recipe, recipe.execution, devices)
     weights, state = bytes_per_device(laid.weights), bytes_per_device(laid.state)
     masters = bytes_per_device(laid.state.params)
     reference = weights + masters if recipe.has_reference else 0
     if stage == "sampler":
-        own = recipe.drawn_by.placement.shape == recipe.execution.placement.shape
-        return state + reference + (0 if own else weights)
+        same = recipe.sampler_execution.placement.shape == recipe.execution.placement.shape
+        return state + reference + (0 if same else weights)
     if stage == "scoring":  # whose arguments the reference's weights are
         return state + (masters if recipe.has_reference else 0)
     return reference
 
 
 def weight_bytes(recipe: Recipe) -> int:
-    """Of all compute weights."""
+    """Bytes of all compute weights."""
     execution = recipe.execution
     shapes = jax.eval_shape(execution.prepare, parameter_shapes(execution.config))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def bytes_per_device(tree: Tree) -> int:
-    """Of the part of every array that lies on one device."""
+    """Bytes of the parts of all arrays that lie on one device."""
 
     def of(leaf) -> int:
         shape = leaf.sharding.shard_shape(leaf.shape)
@@ -180,7 +186,7 @@ def bytes_per_device(tree: Tree) -> int:
 
 @dataclass(frozen=True)
 class _Laid:
-    """Shapes of a recipe's arrays, laid out on devices for a policy: the learner's or sampler's."""
+    """Shapes of a recipe's arrays, laid out on devices for an execution, learner's or sampler's."""
 
     recipe: Recipe
     execution: Execution
@@ -188,11 +194,11 @@ class _Laid:
 
     @property
     def devices(self) -> Devices:
-        """Those of the slice that something lies on."""
+        """The devices of the slice that the placement uses."""
         return tuple(self.slice_devices[: self.execution.placement.devices])
 
     def whole(self, tree: Tree) -> Tree:
-        """Every device has all of it."""
+        """The shapes with a sharding by which every device has all of the array."""
         on = placement.mesh(self.execution.placement, self.devices)
         everywhere = NamedSharding(on, PartitionSpec())
         return jax.tree.map(lambda leaf: _shape(leaf.shape, leaf.dtype, everywhere), tree)

@@ -1,17 +1,17 @@
-"""A plan as text, as JSON, and as rows of a page."""
+"""A plan as text and as JSON."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from tim_jax.plan import twins
+from tim_jax.plan import comparison
+from tim_jax.plan.comparison import Match
 from tim_jax.plan.planning import Largest, Plan, Stage
-from tim_jax.plan.twins import Twin
 
 _GIB = 2**30
 
 
 def text(plan: Plan) -> str:
-    """What the command prints."""
+    """The plan as lines of text."""
     return "\n".join(_lines(plan))
 
 
@@ -34,8 +34,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     for stage in plan.stages:
         yield from _stage(stage)
-    for key, found in plan.largest.items():
-        yield _largest(key, found, plan)
+    for key, largest in plan.largest.items():
+        yield _largest(key, largest, plan)
     if plan.advice:
         yield "what to change:"
     yield from (f"  {line}" for line in plan.advice)
@@ -43,7 +43,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _stage(stage: Stage) -> Iterator[str]:
-    found, memory = stage.figures, stage.figures.memory
+    figures, memory = stage.figures, stage.figures.memory
     layers = f", from {stage.layers[0]} and {stage.layers[1]} layers" if stage.layers[1:] else ""
     yield f"{stage.name}, per device{layers}, compiled in {stage.seconds:.0f} s"
     parts = (
@@ -58,40 +58,43 @@ def _stage(stage: Stage) -> Iterator[str]:
     written = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
     verdict = "fits" if stage.fits else "DOES NOT FIT"
     yield f"  memory     {_gib(stage.total)} of {_gib(stage.capacity)}, {verdict}: {written}"
-    yield f"  products   {found.flops / 1e12:,.1f} TFLOP"
-    yield f"  memory traffic  {found.bytes_accessed / 1e9:,.1f} GB"
-    if not found.collectives and not any(stage.texts):
+    yield f"  products   {figures.flops / 1e12:,.1f} TFLOP"
+    yield f"  memory traffic  {figures.bytes_accessed / 1e9:,.1f} GB"
+    if not figures.collectives and not any(stage.texts):
         yield "  collectives unknown: the program did not fit"
-    for kind, one in sorted(found.collectives.items()):
+    for kind, one in sorted(figures.collectives.items()):
         yield f"  {kind:<18} {one.count:>10,} times, {one.bytes / 1e9:,.2f} GB received"
 
 
-def _largest(key: str, found: Largest, plan: Plan) -> str:
-    if not found.count:
-        return f"largest {key}: none fits; the smallest takes {_gib(found.total)}"
-    more = "" if found.bounded else ", the most that was looked at"
-    return (
-        f"largest {key}: {found.count} ({_gib(found.total)} of {_gib(plan.target.capacity)}){more}"
-    )
+def _largest(key: str, largest: Largest, plan: Plan) -> str:
+    if not largest.count:
+        return f"largest {key}: none fits; the smallest takes {_gib(largest.total)}"
+    more = "" if largest.bounded else ", the most that was looked at"
+    capacity = _gib(plan.target.capacity)
+    return f"largest {key}: {largest.count} ({_gib(largest.total)} of {capacity}){more}"
 
 
-def _audit(found: tuple[Twin, ...]) -> Iterator[str]:
-    if not found:
+def _audit(matches: tuple[Match, ...]) -> Iterator[str]:
+    if not matches:
         yield "static audit: not done, as a program did not compile"
         return
-    compared = [twin for twin in found if twin.site.kind != "pick"]
-    different = [twin for twin in compared if twin.differences]
-    counts = [(sum(twin.site.kind == kind for twin in compared), kind) for kind in twins.KINDS]
+    compared = [match for match in matches if match.operation.kind != "pick"]
+    different = [match for match in compared if match.differences]
+    counts = [
+        (sum(match.operation.kind == kind for match in compared), kind) for kind in comparison.KINDS
+    ]
     yield (
-        f"static audit: {len(compared)} different sites in the sampler's program"
+        f"static audit: {len(compared)} different operations in the sampler's program"
         f" ({', '.join(f'{n} {kind}s' for n, kind in counts if n)});"
-        f" {len(compared) - len(different)} have their twin in the learner's forward,"
+        f" {len(compared) - len(different)} have a counterpart in the learner's forward,"
         f" {len(different)} differ"
     )
-    for twin in different:
-        yield f"  {twin.site.kind} {twin.site.name} x {twin.count}: {'; '.join(twin.differences)}"
-        yield f"    at {twin.site.place or 'no place given'}"
-    picks = sum(twin.count for twin in found) - sum(twin.count for twin in compared)
+    for match in different:
+        operation = match.operation
+        differences = "; ".join(match.differences)
+        yield f"  {operation.kind} {operation.name} x {match.count}: {differences}"
+        yield f"    at {operation.place or 'no place given'}"
+    picks = sum(match.count for match in matches) - sum(match.count for match in compared)
     if picks:
         yield f"  not compared: {picks} slices and gathers that the compiler wrote as sums of zeros"
 
@@ -105,7 +108,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "devices": len(plan.target.devices),
         "capacity": plan.target.capacity,
         "placement": _axes(execution.placement),
-        "sampler_placement": _axes(recipe.drawn_by.placement),
+        "sampler_placement": _axes(recipe.sampler_execution.placement),
         "family": execution.numerics.family,
         "dtype": execution.numerics.compute_dtype,
         "prompts_per_step": recipe.prompts,
@@ -115,16 +118,16 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "stages": {stage.name: _stage_values(stage) for stage in plan.stages},
         "largest": {
-            key: {"count": found.count, "total": found.total, "bounded": found.bounded}
-            for key, found in plan.largest.items()
+            key: {"count": one.count, "total": one.total, "bounded": one.bounded}
+            for key, one in plan.largest.items()
         },
         "advice": list(plan.advice),
-        "audit": [_twin_values(twin) for twin in plan.audit],
+        "audit": [_match_values(match) for match in plan.audit],
     }
 
 
 def _stage_values(stage: Stage) -> dict[str, Any]:
-    found, memory = stage.figures, stage.figures.memory
+    figures, memory = stage.figures, stage.figures.memory
     return {
         "layers_compiled": list(stage.layers),
         "seconds": round(stage.seconds, 1),
@@ -139,25 +142,25 @@ def _stage_values(stage: Stage) -> dict[str, Any]:
             "resident": stage.resident,
             "total": stage.total,
         },
-        "flops": found.flops,
-        "bytes_accessed": found.bytes_accessed,
+        "flops": figures.flops,
+        "bytes_accessed": figures.bytes_accessed,
         "collectives": {
             kind: {"count": one.count, "bytes": one.bytes}
-            for kind, one in found.collectives.items()
+            for kind, one in figures.collectives.items()
         },
     }
 
 
-def _twin_values(twin: Twin) -> dict[str, Any]:
+def _match_values(match: Match) -> dict[str, Any]:
     return {
-        "kind": twin.site.kind,
-        "name": twin.site.name,
-        "count": twin.count,
-        "operands": [str(one) for one in twin.site.operands],
-        "place": twin.site.place,
-        "learner_place": twin.other.place if twin.other else None,
-        "differences": list(twin.differences),
-        "row_sizes": list(twin.sizes),
+        "kind": match.operation.kind,
+        "name": match.operation.name,
+        "count": match.count,
+        "operands": [str(one) for one in match.operation.operands],
+        "place": match.operation.place,
+        "learner_place": match.counterpart.place if match.counterpart else None,
+        "differences": list(match.differences),
+        "row_sizes": list(match.sizes),
     }
 
 
@@ -172,8 +175,8 @@ def _axes(where) -> dict[str, Any]:
 
 def _placement(plan: Plan) -> str:
     learner = plan.recipe.execution.placement
-    own = plan.recipe.drawing
-    return str(learner) if own is None else f"{learner} (sampler: {own})"
+    sampler = plan.recipe.sampler_placement
+    return str(learner) if sampler is None else f"{learner} (sampler: {sampler})"
 
 
 def _gib(size: int) -> str:

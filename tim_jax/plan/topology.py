@@ -1,4 +1,4 @@
-"""TPU slices by name, and the devices to compile for without having them."""
+"""TPU slices by name, and their devices, to compile for without having them."""
 
 import importlib.util
 import re
@@ -56,7 +56,7 @@ _NAME = re.compile(r"([\w.-]+):(\d+(?:x\d+)*)")
 
 @dataclass(frozen=True)
 class Target:
-    """What is compiled for: a platform, devices that need not be here, a device's memory."""
+    """The target of compilation: a platform, devices that need not be here, a device's memory."""
 
     name: str
     platform: str
@@ -66,7 +66,7 @@ class Target:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Programs traced inside are for this target's devices."""
+        """A context in which programs are traced for this target's devices."""
         one = self.devices[0]
         if one.platform == jax.default_backend():
             yield
@@ -82,21 +82,21 @@ def check(name: str) -> tuple[Generation, int]:
     Raises:
       InputError: there is no such generation or slice.
     """
-    found = _NAME.fullmatch(name)
-    if not found:
+    match = _NAME.fullmatch(name)
+    if not match:
         raise InputError(
             f"--topology {name!r}: write GENERATION:SIZES, such as v5e:4x4 or v5p:2x2x4"
         )
-    kind, sizes = found[1], found[2]
+    kind, sizes = match[1], match[2]
     if kind not in GENERATIONS:
         raise InputError(
             f"--topology {name!r}: unknown TPU generation {kind!r}{did_you_mean(kind, GENERATIONS)}"
         )
     generation = GENERATIONS[kind]
     if sizes not in generation.slices:
-        known = ", ".join(generation.slices)
+        slices = ", ".join(generation.slices)
         raise InputError(
-            f"--topology {name!r}: {generation.text} has no slice {sizes}; it has {known}"
+            f"--topology {name!r}: {generation.text} has no slice {sizes}; it has {slices}"
             f"{_nearest(kind, sizes)}"
         )
     return generation, chips(sizes) * generation.devices_per_chip
@@ -108,6 +108,7 @@ def _nearest(kind: str, sizes: str) -> str:
 
 
 def chips(sizes: str) -> int:
+    """How many chips a slice of these sizes has: 16 of `4x4`."""
     return prod(int(n) for n in sizes.split("x"))
 
 
@@ -142,12 +143,12 @@ def target(name: str) -> Target:
             "plan: compiling for a TPU needs libtpu, which is not installed; install tim-jax[plan]"
         )
     try:
-        found: Any = topologies.get_topology_desc(platform="tpu", topology_name=name)
+        topology: Any = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except Exception as error:  # whatever libtpu and its loader raise
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"plan: libtpu has no devices of {name} with jax {jax.__version__} ({reason})"
         ) from None
-    devices = tuple(found.devices)
+    devices = tuple(topology.devices)
     chips = len(devices) // generation.devices_per_chip
     return Target(name, "tpu", devices, generation.capacity, chips)

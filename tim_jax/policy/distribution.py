@@ -14,6 +14,7 @@ from tim_jax import kernels
 from tim_jax.kernels import formulas
 from tim_jax.model.execution import Sampling
 from tim_jax.numerics import Numerics
+from tim_jax.numerics.strict import clipped_to_finite
 
 _LANES = 128
 
@@ -23,8 +24,8 @@ def log_prob(
 ) -> jax.Array:
     """log pi(token) under `sampling`, float32 [N], of logits [N, V] and tokens i32[N].
 
-    The token itself always belongs to the truncated set: at the weights that drew it, it does so
-    anyway, and later, when the weights have moved, its log-prob stays finite.
+    The token itself always counts as part of the truncated set. At the weights that drew it, it is
+    in it anyway; and when the weights have moved, its log-prob stays finite.
     """
     if sampling.temperature == 0:
         return jnp.zeros(tokens.shape, jnp.float32)
@@ -51,7 +52,7 @@ def score_energy(logits: jax.Array, tokens: jax.Array, *, sampling: Sampling) ->
     """Squared norm of the score of i32[N] tokens with respect to their logits, float32 [N].
 
     `|d log pi(a) / d logits|^2 = 1 - 2 pi(a) + sum_v pi(v)^2` of softmax(logits / temperature), in
-    units of 1 / temperature^2; truncation is ignored. What baselines of least variance weight with.
+    units of 1 / temperature^2; truncation is ignored. Baselines of least variance weight with it.
     """
     scaled = logits / max(sampling.temperature, 1e-6)
     chances = jax.nn.softmax(scaled, axis=-1)
@@ -85,17 +86,8 @@ def draw(
 def _scale(logits, sampling, ops):
     if sampling.temperature == 1:
         return logits
-    return ops.fence(_uncontracted(logits * (1.0 / sampling.temperature)))
-
-
-def _uncontracted(product: jax.Array) -> jax.Array:
-    """The product itself, rounded: what is added to it cannot be contracted with it into an fma.
-
-    Fences do not keep XLA:CPU from that on jax 0.10, and then a token's log-prob can exceed 0. The
-    clip to the finite range does, and changes no finite number.
-    """
-    limit = jnp.finfo(product.dtype).max
-    return jnp.clip(product, -limit, limit)
+    # Contracted with the subtraction of the maximum, a token's log-prob could exceed 0.
+    return ops.fence(clipped_to_finite(logits * (1.0 / sampling.temperature)))
 
 
 def _weights(scaled, peak, sampling, numerics, *, keep):
@@ -154,7 +146,7 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
 def _largest(holds, count: int) -> jax.Array:
     """The largest int32 per row for which the falling predicate `holds`, by bisection.
 
-    32 passes over the row instead of a sort: no order of equal keys to agree on.
+    32 passes over the row instead of a sort, in which the order of equal keys might differ.
     """
     lowest, zero = jnp.full((count,), -(2**31), jnp.int32), jnp.zeros((count,), jnp.int32)
 
@@ -175,7 +167,7 @@ def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """
     count, size = weights.shape
     by_lane = formulas.fold(weights, jnp.add, lanes=_LANES, neutral=0.0)
-    lane, rest = _pass(by_lane, lambda total: _uncontracted(uniform * total))
+    lane, rest = _pass(by_lane, lambda total: clipped_to_finite(uniform * total))
     folded = jnp.pad(weights, ((0, 0), (0, -size % _LANES))).reshape(count, -1, _LANES)
     within = jnp.take_along_axis(folded, lane[:, None, None], axis=2)[..., 0]
     chunk, _ = _pass(within, lambda total: jnp.maximum(rest, 0.0))
@@ -194,6 +186,6 @@ def _pass(weights: jax.Array, target) -> tuple[jax.Array, jax.Array]:
     # Rounding can put the goal at the very end, or on a weight of zero: take the last one before.
     index = jnp.arange(weights.shape[1])[None, :]
     eligible = (weights > 0) & (index <= passed[:, None])
-    found = jnp.max(jnp.where(eligible, index, 0), axis=-1)
-    before = jnp.take_along_axis(running - weights, found[:, None], axis=1)[:, 0]
-    return found, goal - before
+    chosen = jnp.max(jnp.where(eligible, index, 0), axis=-1)
+    before = jnp.take_along_axis(running - weights, chosen[:, None], axis=1)[:, 0]
+    return chosen, goal - before

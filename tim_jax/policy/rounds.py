@@ -1,7 +1,7 @@
-"""Sampling in rounds: room for the keys and values of some sequences at a time.
+"""Sampling in rounds, so that memory need only hold the keys and values of some sequences.
 
-A response depends on its prompt and its number in the group, not on the batch it is drawn in; so
-neither do the bits of a step depend on the number of rounds it is drawn in.
+A response depends on its prompt and its number in the group, not on the batch it is drawn in. So
+the bits of a step do not depend on the number of rounds it is drawn in.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def split(prompts: int, samples: int, parts: int) -> tuple[int, int]:
 
 
 def repeated(tree: Any, blocks: int, shares: int) -> Any:
-    """Every block of rows `shares` times: the prompts of each part, one part after the other."""
+    """Repeats every block of rows `shares` times: the prompts of each part, part by part."""
 
     def leaf(x):
         x = x.reshape(blocks, 1, -1, *x.shape[1:])
@@ -37,7 +37,7 @@ def repeated(tree: Any, blocks: int, shares: int) -> Any:
 
 
 def in_order(tree: Any, blocks: int, shares: int, size: int) -> Any:
-    """Rows of (block, share, prompt, one of `size` samples) as prompts major."""
+    """Reorders rows of (block, share, prompt, one of `size` samples) to prompts major."""
 
     def leaf(x):
         rest = x.shape[1:]
@@ -50,7 +50,7 @@ def in_order(tree: Any, blocks: int, shares: int, size: int) -> Any:
 def sampling(
     draw: Callable[..., Rollout], *, samples: int, micro_batch: int | None
 ) -> Callable[..., Rollout]:
-    """(weights, prompts, key, first=None, **how) -> rollout: `draw`, `micro_batch` rows at a time.
+    """Returns (weights, prompts, key, first=None, **options) -> rollout: `draw` in rounds.
 
     Args:
       draw: `sampler.sample`, or that of a sampler that differs.
@@ -61,11 +61,11 @@ def sampling(
       InputError: when called, if `micro_batch` does not divide the sequences.
     """
 
-    def sample(weights, prompts: Prompts, key, first=None, **how) -> Rollout:
+    def sample(weights, prompts: Prompts, key, first=None, **options) -> Rollout:
         count = prompts.tokens.shape[0]
         rounds = _rounds(count * samples, micro_batch)
         if rounds == 1:
-            return draw(weights, prompts, key, samples=samples, first=first, **how)
+            return draw(weights, prompts, key, samples=samples, first=first, **options)
         blocks, shares = split(count, samples, rounds)
         size = samples // shares
         parts = jax.tree.map(
@@ -75,10 +75,10 @@ def sampling(
 
         def one(part) -> Rollout:
             prompts, first = part
-            return draw(weights, prompts, key, samples=size, first=first, **how)
+            return draw(weights, prompts, key, samples=size, first=first, **options)
 
-        found = jax.lax.map(one, (parts, firsts))
-        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+        rollouts = jax.lax.map(one, (parts, firsts))
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rollouts)
         return in_order(rows, blocks, shares, size)
 
     return sample

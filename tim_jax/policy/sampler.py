@@ -1,4 +1,4 @@
-"""Prompts -> Rollout: prefill once per prompt, then a decode loop around the one forward."""
+"""The sampler, prompts -> `Rollout`: prefill once per prompt, then a decode loop of the forward."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ class _Decoding:
     log_probs: jax.Array  # f32[R, B]
     lengths: jax.Array  # i32[B]
     ended: jax.Array  # bool[B], drew a stop token
-    drawn: jax.Array | None = None  # f32[R, B], log-probs drawn with where others are recorded
+    drawn: jax.Array | None = None  # f32[R, B], log-probs drawn with, if others are recorded
 
 
 def sample(
@@ -68,8 +68,8 @@ def sample(
     rows = placement  # whose devices step together
     if placement.decode == "whole" or placement.shards == 1:
         rows = SINGLE
-        weights = collectives.hold(weights, weight_axes(config, numerics), placement)
-        execution = replace(execution, placement=placement.held)
+        weights = collectives.gather_fsdp(weights, weight_axes(config, numerics), placement)
+        execution = replace(execution, placement=placement.gathered)
     run: Callable[..., Any] = partial(transformer.forward, execution=execution)
     hidden, cache = _prefill(partial(run, weights), prompts, samples)
     weights = preparing.unstacked(weights)
@@ -78,23 +78,24 @@ def sample(
     draw = draw or partial(_draw, sampling=execution.sampling, numerics=numerics)
 
     def extended(state: _Decoding, weights: Weights, hidden: jax.Array) -> _Decoding:
-        """By a token per row, drawn at `hidden` [B, d]."""
+        """The state with one more token per row, drawn at `hidden` [B, d]."""
         logits = transformer.logits(weights, hidden, execution=execution)
         return _recorded(state, *draw(logits, uniforms[state.step], state.step), stops)
 
     def step(state: _Decoding) -> _Decoding:
-        """Looks at the newest token of every row, and draws the next.
+        """Runs the forward on the newest token of every row, and draws the next.
 
-        An ended row goes on in place: its tokens are masked by its length, its writes stay at its
-        own last position, and no other row sees it.
+        A row that has ended is computed all the same: its tokens are masked by its length, its
+        writes to the cache stay at its own last position, and no other row sees them.
         """
         now = weights
         if rows is not SINGLE:
-            # Tied to the step, or XLA could gather them once before the loop and keep them.
+            # The weights are tied to the step, or XLA could gather them before the loop and keep
+            # them.
             now, _ = jax.lax.optimization_barrier((weights, state.step))
         newest, positions = state.tokens[state.step - 1], starts + state.lengths - 1
-        found: Any = run(now, newest[:, None], positions[:, None], state.cache)
-        hidden, cache = found
+        result: Any = run(now, newest[:, None], positions[:, None], state.cache)
+        hidden, cache = result
         return extended(replace(state, cache=cache), now, hidden[:, 0])
 
     state = extended(_beginning(cache, (limit, batch), records_drawn), weights, hidden)
@@ -125,7 +126,7 @@ def _rollout(prompts: Prompts, starts: jax.Array, state: _Decoding) -> Rollout:
 
 
 def _beginning(cache, shape: tuple[int, int], records_drawn: bool) -> _Decoding:
-    """Nothing drawn yet; `shape` is (most tokens, rows)."""
+    """The state before anything is drawn; `shape` is (most tokens, rows)."""
     return _Decoding(
         step=jnp.int32(0),
         cache=cache,
@@ -143,7 +144,7 @@ def _draw(logits, uniform, step, *, sampling, numerics):
 
 
 def _recorded(state: _Decoding, token, log_prob, drawn, stops: jax.Array) -> _Decoding:
-    """With what was just drawn, in the rows that have not ended."""
+    """The state with the tokens just drawn, in the rows that have not ended."""
     active = ~state.ended
 
     def put(values, new):
@@ -177,8 +178,8 @@ def _prefill(run: Callable, prompts: Prompts, samples: int) -> tuple[jax.Array, 
 def spans(prompt: int, response: int, block: int) -> list[int]:
     """Cache lengths of the decode loops, doubling, so that attention covers what is in use.
 
-    Positions beyond the tokens in use would be exact no-ops; a loop per span, each over a shorter
-    cache, leaves most of them out at no change of bits. The last token drawn needs no place.
+    Positions beyond the tokens in use change no bit, but cost time. A loop per span, each over a
+    shorter cache, skips most of them. The last token drawn needs no place.
     """
     blocks = -(-(prompt + response - 1) // block)
     span = -(-(prompt + 1) // block)
@@ -211,8 +212,8 @@ def _uniforms(
         numbers = numbers + first
 
     def sequence(prompt, sample):
-        own = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
-        at = jax.vmap(lambda position: jax.random.uniform(jax.random.fold_in(own, position)))
+        stream = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
+        at = jax.vmap(lambda position: jax.random.uniform(jax.random.fold_in(stream, position)))
         return at(jnp.arange(length))
 
     of_group = jax.vmap(jax.vmap(sequence, in_axes=(None, 0)), in_axes=(0, None))

@@ -29,7 +29,7 @@ def sequences(rollout: Rollout) -> jax.Array:
 
 
 class Scores(NamedTuple):
-    """What a policy says of given responses. float32 [B, R]; finite and meaningless beyond them."""
+    """Scores of given responses, float32 [B, R]; beyond a response finite, but meaningless."""
 
     log_probs: jax.Array  # log pi(response token)
     entropy: jax.Array  # of the token's distribution, nats
@@ -67,15 +67,15 @@ def score(
         hidden, rollout.prompt_lengths - 1
     )
     head = {name: weights[name] for name in ("final_norm", "head")}
-    how = _Wanted(execution, entropy_gradient, energy)
-    found = Scores(*_head(head, rows, rollout.responses, how))
+    options = _HeadOptions(execution, entropy_gradient, energy)
+    scores = Scores(*_head(head, rows, rollout.responses, options))
     if entropy_gradient:
-        return found
-    return found._replace(entropy=jax.lax.stop_gradient(found.entropy))
+        return scores
+    return scores._replace(entropy=jax.lax.stop_gradient(scores.entropy))
 
 
-class _Wanted(NamedTuple):
-    """How the head computes, and what beside the log-probs."""
+class _HeadOptions(NamedTuple):
+    """How the head computes, and what else than log-probs."""
 
     execution: Execution
     entropy_gradient: bool
@@ -86,17 +86,17 @@ class _Wanted(NamedTuple):
         return self.execution.placement
 
 
-def _head(head, hidden, tokens, how: _Wanted):
+def _head(head, hidden, tokens, options: _HeadOptions):
     """Log-probs and entropies [B, R] of hidden states [B, R, d], `head_rows` rows at a time.
 
-    No array of [tokens, vocabulary] ever exists: the backward makes each tile's logits anew, and
+    No array of [tokens, vocabulary] ever exists: the backward recomputes each tile's logits, and
     sums the head's gradient in float32 whatever the compute dtype. The devices of a tensor group
-    share the rows of a tile: each has its own columns of all of them for the product, and all
-    columns of its own rows for what follows it.
+    share a tile: each multiplies its columns of the head by all rows, then has all columns of its
+    own rows.
     """
     shape = tokens.shape
-    tile_rows = min(how.execution.numerics.head_rows, tokens.size)
-    tile_rows += -tile_rows % how.placement.tensor
+    tile_rows = min(options.execution.numerics.head_rows, tokens.size)
+    tile_rows += -tile_rows % options.placement.tensor
     padding = -tokens.size % tile_rows
 
     def tiled(x):
@@ -104,32 +104,32 @@ def _head(head, hidden, tokens, how: _Wanted):
         x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(-1, tile_rows, *x.shape[1:])
 
-    fence = kernels.family(how.execution.numerics).fence
-    all_axes = weight_axes(how.execution.config, how.execution.numerics)
+    fence = kernels.family(options.execution.numerics).fence
+    all_axes = weight_axes(options.execution.config, options.execution.numerics)
     head_axes = {name: all_axes[name] for name in head}
 
     def forward(head, hidden, tokens):
-        whole = collectives.hold(head, head_axes, how.placement)
-        tile = partial(_head_tile, whole, how=how)
-        found = jax.lax.map(lambda rows: fence(tile(*fence(rows))), (hidden, tokens))
-        return tuple(collectives.tensor_whole(x, how.placement) for x in found)
+        whole = collectives.gather_fsdp(head, head_axes, options.placement)
+        tile = partial(_head_tile, whole, options=options)
+        tiles = jax.lax.map(lambda rows: fence(tile(*fence(rows))), (hidden, tokens))
+        return tuple(collectives.tensor_whole(x, options.placement) for x in tiles)
 
     def backward(residuals, cotangents):
         head, hidden, tokens = residuals
-        whole = collectives.hold(head, head_axes, how.placement)
+        whole = collectives.gather_fsdp(head, head_axes, options.placement)
 
         def step(sums, rows):
             hidden, tokens, cotangent = rows
-            plain = partial(_plain_head_tile, tokens, how=how)
-            own = tuple(collectives.own_rows(x, how.placement) for x in cotangent)
-            dhead, dhidden = jax.vjp(plain, whole, hidden)[1](own)
+            plain = partial(_plain_head_tile, tokens, options=options)
+            local = tuple(collectives.local_rows(x, options.placement) for x in cotangent)
+            dhead, dhidden = jax.vjp(plain, whole, hidden)[1](local)
             sums = jax.tree.map(lambda s, d: s + d.astype(jnp.float32), sums, dhead)
             return sums, dhidden
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), whole)
-        wanted = tuple(cotangents[: 2 if how.entropy_gradient else 1])
+        wanted = tuple(cotangents[: 2 if options.entropy_gradient else 1])
         sums, dhidden = jax.lax.scan(step, zeros, (hidden, tokens, wanted))
-        sums = collectives.release(sums, head_axes, how.placement)
+        sums = collectives.reduce_scatter_fsdp(sums, head_axes, options.placement)
         return jax.tree.map(lambda s, w: s.astype(w.dtype), sums, head), dhidden, None
 
     call = jax.custom_vjp(forward)
@@ -138,29 +138,29 @@ def _head(head, hidden, tokens, how: _Wanted):
     return tuple(x.reshape(-1)[: tokens.size].reshape(shape) for x in results)
 
 
-def _head_tile(head, hidden, tokens, *, how: _Wanted):
-    """Of the device's own rows of the tile."""
-    sampling, numerics = how.execution.sampling, how.execution.numerics
-    logits = _logits(head, hidden, how.execution)
-    tokens = collectives.own_rows(tokens, how.placement)
+def _head_tile(head, hidden, tokens, *, options: _HeadOptions):
+    """Log-prob, entropy and perhaps energy of this device's rows of the tile."""
+    sampling, numerics = options.execution.sampling, options.execution.numerics
+    logits = _logits(head, hidden, options.execution)
+    tokens = collectives.local_rows(tokens, options.placement)
     log_probs = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
     entropy = distribution.entropy(logits, sampling=sampling)
-    if not how.energy:
+    if not options.energy:
         return log_probs, entropy
     return log_probs, entropy, distribution.score_energy(logits, tokens, sampling=sampling)
 
 
-def _plain_head_tile(tokens, head, hidden, *, how: _Wanted):
-    """What has a gradient, in plain operations."""
-    sampling, plain = how.execution.sampling, native.counterpart(how.execution.numerics)
-    logits = _logits(head, hidden, replace(how.execution, numerics=plain))
-    tokens = collectives.own_rows(tokens, how.placement)
+def _plain_head_tile(tokens, head, hidden, *, options: _HeadOptions):
+    """The outputs that have a gradient, in plain XLA operations."""
+    sampling, plain = options.execution.sampling, native.counterpart(options.execution.numerics)
+    logits = _logits(head, hidden, replace(options.execution, numerics=plain))
+    tokens = collectives.local_rows(tokens, options.placement)
     log_probs = distribution.log_prob(logits, tokens, sampling=sampling, numerics=plain)
-    if not how.entropy_gradient:
+    if not options.entropy_gradient:
         return (log_probs,)
     return log_probs, distribution.entropy(logits, sampling=sampling)
 
 
 def _logits(head, hidden, execution: Execution):
-    held = replace(execution, placement=execution.placement.held)
-    return transformer.logits_of_own_rows(head, hidden, execution=held)
+    gathered = replace(execution, placement=execution.placement.gathered)
+    return transformer.logits_of_local_rows(head, hidden, execution=gathered)

@@ -1,7 +1,7 @@
-"""A step's rollouts: drawn, graded, and drawn again where a group of equal rewards says nothing.
+"""A step's rollouts: drawn, graded, and drawn again for groups whose rewards are all equal.
 
-What a step draws is a function of (seed, step): its prompts from the run's order over the training
-set, those of its refills from an order of their own.
+What a step draws is a function of (seed, step): its prompts come from the run's order over the
+training set, those of its refills from a second order.
 """
 
 import time
@@ -35,7 +35,7 @@ class Text:
     template_options: tuple[tuple[str, Any], ...] = ()
 
     def prompts(self, examples: Sequence[Example], ids: Sequence[int]) -> Prompts:
-        """Encodes examples, padded to `max_prompt_length`; too long a prompt is refused."""
+        """Encodes examples, padded to `max_prompt_length`; refuses longer prompts."""
         encoded = [
             encode_prompt(
                 self.tokenizer,
@@ -64,7 +64,7 @@ class Text:
 
 
 class Sample(NamedTuple):
-    """One completion and what came of it."""
+    """One completion and its reward."""
 
     prompt: str
     completion: str
@@ -73,7 +73,7 @@ class Sample(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A step's rollouts and what they are worth. Groups stand in consecutive rows."""
+    """A step's rollouts and their rewards. Groups are in consecutive rows."""
 
     rollout: Rollout
     samples: list[Sample]
@@ -99,7 +99,8 @@ def draw(
     While a group's rewards are all equal, and at most `refills` times, as many prompts again are
     drawn, and their groups with a signal take the places of those without (DAPO's dynamic sampling,
     arXiv 2503.14476, 3.2). `reward` and the other metrics of the rollout are of what was drawn
-    first: what is left after a refill is chosen by its reward. `refill/*` say what refilling did.
+    first, because groups after a refill are selected by their rewards. `refill/*` report the
+    refills.
 
     Args:
       weights: the sampler's.
@@ -125,7 +126,7 @@ def draw(
     drawn = round_of(0)
     metrics = rollout_metrics(drawn.rollout, drawn.rewards)
     silent = _silent(drawn.rewards, group)
-    if group > 1:  # one sample alone has nothing to differ from
+    if group > 1:  # a single sample always equals itself
         metrics["groups_without_signal"] = float(np.mean(silent))
     if not refills:
         return drawn._replace(metrics=metrics | drawn.metrics)
@@ -161,8 +162,8 @@ def _drawn(
     samples, faults = graded(task, text, examples, rollout, programs.learning.group_size)
     rewards, greedy = _rewards(samples), None
     if best is not None:
-        alone, more = graded(task, text, examples, best, 1)
-        greedy, faults = _rewards(alone), _added(faults, more)
+        graded_best, more = graded(task, text, examples, best, 1)
+        greedy, faults = _rewards(graded_best), _added(faults, more)
     seconds = {"sampling": sampled - started, "grading": time.perf_counter() - sampled}
     return Drawn(rollout, samples, rewards, greedy, faults, seconds)
 
@@ -210,10 +211,10 @@ def step_key(seed: int, step: int) -> jax.Array:
 
 
 def prompt_ids(indices: np.ndarray, size: int) -> list[int]:
-    """Names for the random numbers of a step's prompts, rows `indices` of `size`.
+    """What the random numbers of a step's prompts, rows `indices` of `size`, are keyed by.
 
-    A prompt's name is its row; where a small dataset comes round again within one step, each round
-    has names of its own, or its groups would be copies of each other.
+    A prompt's id is its row. If a small dataset repeats within one step, every repetition has other
+    ids, or its groups would be copies of each other.
     """
     rounds: Counter[int] = Counter()
     names = []
@@ -226,7 +227,7 @@ def prompt_ids(indices: np.ndarray, size: int) -> list[int]:
 def graded(
     task: Task, text: Text, examples: Sequence[Example], rollout: Rollout, group_size: int
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Grades every completion; also how often the grader ran out of time or failed."""
+    """Grades every completion, and counts how often the grader ran out of time or failed."""
     repeated = [example for example in examples for _ in range(group_size)]
     completions = text.completions(rollout)
     grades = task.grade(repeated, completions)
@@ -246,6 +247,7 @@ def prompt_text(example: Example) -> str:
 
 
 def rollout_metrics(rollout: Rollout, rewards: np.ndarray) -> dict[str, float]:
+    """Returns the metrics of what was drawn: rewards, response lengths, share cut off."""
     lengths, finished = jax.device_get((rollout.lengths, rollout.finished))
     return {
         "reward": float(np.mean(rewards)),

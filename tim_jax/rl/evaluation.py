@@ -1,7 +1,4 @@
-"""Accuracy of a policy from several samples per prompt: mean@k and pass@k.
-
-Held-out evaluation: samples of a task's evaluation prompts, graded; mean@k and pass@k.
-"""
+"""Held-out evaluation: samples of a task's evaluation prompts, graded; mean@k and pass@k."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
-"""Rollouts -> experience: advantages, old log-probs, and what the mismatch says of each token.
+"""From rollouts to experience: advantages, old log-probs, and each token's correction.
 
-All of a step's rows at once, because its statistics are of the whole batch.
+All rows of a step are prepared at once, because the statistics are of the whole batch.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def experience(
     that sampled; corrections that read the mismatch see log pi_old - log pi_rollout.
 
     Args:
-      carried: of the step before.
+      carried: from the step before.
       rewards: f32[B].
       greedy_rewards: f32[B / group size], of each prompt's greedy response, for ReMax.
       score: the forward, that of a `Policy`.
@@ -85,8 +85,10 @@ def experience(
         checked = exactness(trainer, rollout)
     old = trainer if learning.mode == "recompute" else rollout.log_probs
     old = cast(jax.Array, old)
-    known = None if reference is None else score(reference, rollout)[0]
-    rewards, reward_kl, report = _shaped(rewards, rollout, old, known, carried.reward_kl, objective)
+    of_reference = None if reference is None else score(reference, rollout)[0]
+    rewards, reward_kl, report = _shaped(
+        rewards, rollout, old, of_reference, carried.reward_kl, objective
+    )
     estimated = objective.advantages(
         rewards,
         group_size=learning.group_size,
@@ -95,8 +97,9 @@ def experience(
         energies=energies,
         log_ratio=None if trainer is None else trainer - rollout.log_probs,
     )
-    own = carried.correction
-    of_step, of_update = corrections.split_state(learning.correction, learning.mode, own)
+    of_step, of_update = corrections.split_state(
+        learning.correction, learning.mode, carried.correction
+    )
     applied = corrections.apply(
         learning.stages.step,
         mask.astype(jnp.float32),
@@ -113,7 +116,7 @@ def experience(
         old_log_probs=old,
         coefficients=applied.coefficients,
         kept=applied.kept,
-        reference_log_probs=known,
+        reference_log_probs=of_reference,
     )
     joined = corrections.join_state(learning.correction, learning.mode, applied.state, of_update)
     return Prepared(ready, Carried(joined, reward_kl), checked, trainer, report)
@@ -122,8 +125,8 @@ def experience(
 def _counted(rollout: Rollout, rewards: jax.Array, learning: Learning) -> jax.Array:
     """bool[B, R], the response tokens of groups that are not left out.
 
-    Responses that were cut off count in their group's baseline, learnt from or not: their reward is
-    as good as any.
+    Responses that were cut off count in their group's baseline even if they are not learnt from,
+    because their reward is valid.
     """
     if not learning.objective.drop_uninformative:
         return rollout.mask
@@ -132,7 +135,7 @@ def _counted(rollout: Rollout, rewards: jax.Array, learning: Learning) -> jax.Ar
 
 
 def _shaped(rewards, rollout: Rollout, old, reference, coefficient, objective: Objective):
-    """Rewards f32[B] less what length and KL cost, the next coefficient of the KL, and metrics."""
+    """Rewards f32[B] less penalties of length and KL, the KL's next coefficient, and metrics."""
     report = {}
     if objective.overlong_cache is not None:
         penalty = shaping.overlong_penalty(

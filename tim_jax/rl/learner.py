@@ -1,8 +1,8 @@
-"""Experience -> updated state: value-and-grad around the one forward.
+"""An update: from experience to the next state, by the gradient of the forward.
 
 A step's experience (`experience`) serves one or more updates, each of a mini-batch of its rows.
-Micro-batches only bound memory: their gradients are summed in float32 under one normaliser, that of
-their mini-batch. What is defined on the policy of each update is evaluated here.
+Micro-batches only bound memory: their gradients are summed in float32 under the normaliser of their
+mini-batch. Corrections that read the policy of each update are evaluated here.
 """
 
 from collections.abc import Callable
@@ -79,23 +79,26 @@ def update(
     }
     finite = jnp.isfinite(report["loss"]) & jnp.isfinite(size) & jnp.isfinite(share)
     report["skipped"] = 1.0 - finite.astype(jnp.float32)
-    known = Update(exactness(tokens["log_prob"], batch.rollout), report, tokens["log_prob"])
+    reported = Update(exactness(tokens["log_prob"], batch.rollout), report, tokens["log_prob"])
     changed = replace(state, params=params, optimizer=optimizer_state, correction=correction)
     state = jax.tree.map(partial(jnp.where, finite), changed, state)
     state = replace(state, skipped=jnp.where(finite, 0, state.skipped + 1))
-    return state, policy.prepare(state.params), known
+    return state, policy.prepare(state.params), reported
 
 
 def _current(
     state: TrainState, weights, batch: Experience, policy: Policy, learning: Learning
 ) -> tuple[Experience, Any]:
-    """The batch with what depends on a statistic of all its rows at these weights, by a forward of
-    them; and the corrections' new state. As it is where nothing does."""
+    """The batch with the parts that depend on all its rows' log-probs at these weights.
+
+    Also returns the corrections' new state. Unchanged, without a forward, if no part does.
+    """
     if not learning.needs_whole_update:
         return batch, state.correction
     log_probs, _ = policy.score(weights, batch.rollout)
-    own = state.correction
-    of_step, of_update = corrections.split_state(learning.correction, learning.mode, own)
+    of_step, of_update = corrections.split_state(
+        learning.correction, learning.mode, state.correction
+    )
     applied = _applied(learning.stages.update, of_update, log_probs, batch)
     joined = corrections.join_state(learning.correction, learning.mode, of_step, applied.state)
     batch = replace(batch, coefficients=applied.coefficients, kept=applied.kept & batch.kept)
@@ -143,9 +146,9 @@ def _gradient(
 
     def add(carry, part):
         total, square = carry
-        own, tokens = policy.gradient(weights, *part)
-        square = square + jnp.square(policy.norm(policy.to_masters(own, params)))
-        return (jax.tree.map(jnp.add, total, own), square), tokens
+        gradient, tokens = policy.gradient(weights, *part)
+        square = square + jnp.square(policy.norm(policy.to_masters(gradient, params)))
+        return (jax.tree.map(jnp.add, total, gradient), square), tokens
 
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
     parts = split_rows((batch, token_weights), size)
@@ -154,7 +157,7 @@ def _gradient(
     number = rows // size
 
     def noise(whole: jax.Array) -> dict[str, jax.Array]:
-        # A part's gradient has the whole's normaliser: its own mean is `number` times it.
+        # A part's gradient is divided by the whole's normaliser; its mean is `number` times that.
         small = square * number
         return metrics.gradient_noise_scale(small, jnp.square(whole), small=size, big=rows)
 
@@ -173,10 +176,10 @@ def gradient_rows(
 
     Args:
       score: `scoring.score` of an execution.
-      token_weights: f32[B, R], each token's share in the loss; they carry the one normaliser.
+      token_weights: f32[B, R], each token's weight in the loss, the normaliser included.
 
     Returns:
-      The gradient, and what is known of every token, each [B, R].
+      The gradient, and values of every token by name, each [B, R].
     """
     rows = batch.mask.shape[0]
     size = min(learning.micro_batch or rows, rows)
@@ -206,7 +209,7 @@ def _loss(weights, batch: Experience, token_weights, *, score, learning: Learnin
     coefficients, kept = batch.coefficients, batch.kept
     update = learning.stages.update
     if update.blocks and not learning.needs_whole_update:
-        nothing = update.init(batch.coefficients)  # row by row means without state
+        nothing = update.init(batch.coefficients)  # what works row by row has no state
         applied = _applied(update, nothing, log_probs, batch)
         coefficients, kept = applied.coefficients, applied.kept & kept
     losses = objective.token_losses(
@@ -232,27 +235,27 @@ def _loss(weights, batch: Experience, token_weights, *, score, learning: Learnin
 
 
 def _token_metrics(tokens, batch: Experience, learning: Learning) -> dict[str, jax.Array]:
-    """Of the tokens that are learnt from, those of the loss without the rejected ones."""
+    """Metrics of the tokens that are learnt from; those of the loss without the rejected ones."""
     mask, rollout = batch.mask, batch.rollout
     fields = {name.removeprefix("loss/"): x for name, x in tokens.items() if "loss/" in name}
     losses = objectives.TokenLosses(loss=tokens["loss"], **fields)
     left = mask & tokens["kept"]
-    found = {f"loss/{name}": x for name, x in metrics.loss_metrics(losses, left).items()}
+    report = {f"loss/{name}": x for name, x in metrics.loss_metrics(losses, left).items()}
     current = tokens["log_prob"] - rollout.log_probs
     to_rollout = jnp.exp(jnp.clip(current, -20.0, 20.0))
     used = losses.ratio if learning.objective.has_ratio else to_rollout
-    found |= metrics.update_skew(used, batch.advantages, left)
+    report |= metrics.update_skew(used, batch.advantages, left)
     if learning.mode == "recompute":
         # The loss's own ratio is 1 in a step's first update, whatever the sampler did.
         skew = metrics.update_skew(to_rollout, batch.advantages, left)
-        found |= {name.replace("skew", "skew_rollout"): x for name, x in skew.items()}
+        report |= {name.replace("skew", "skew_rollout"): x for name, x in skew.items()}
     if learning.correction.blocks:
         mismatch = batch.old_log_probs - rollout.log_probs
         old = current if learning.mode == "bypass" else mismatch
         log_ratios: dict[corrections.Reads, jax.Array] = {"old": old, "current": current}
-        made = corrections.correction_metrics(tokens["coefficient"], mask, kept=tokens["kept"])
-        made |= corrections.bound_metrics(learning.correction, log_ratios, mask)
-        found |= {f"correction/{name}": x for name, x in made.items()}
+        figures = corrections.correction_metrics(tokens["coefficient"], mask, kept=tokens["kept"])
+        figures |= corrections.bound_metrics(learning.correction, log_ratios, mask)
+        report |= {f"correction/{name}": x for name, x in figures.items()}
     entropy = tree_sum(tree_sum(jnp.where(mask, tokens["entropy"], 0.0))) / count(mask)
     tokens_learnt = jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
-    return {"entropy": entropy, "tokens": tokens_learnt, **found}
+    return {"entropy": entropy, "tokens": tokens_learnt, **report}

@@ -1,4 +1,4 @@
-"""What the learner knows: its state, a step's experience, and how rollouts become gradients."""
+"""The learner's values: its state, a step's experience, and how rollouts become gradients."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from tim_jax.types import Rollout
 
 
 class Policy(NamedTuple):
-    """A policy as the learner sees it: functions of its weights, wherever these lie.
+    """A policy as the learner uses it: functions of its weights, on one device or a mesh.
 
     `sharded.policy` makes one of an execution, on its mesh.
     """
@@ -36,7 +36,7 @@ class Policy(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a step's preparation takes from the step before and hands on."""
+    """State that the preparation of a step takes from the step before and passes on."""
 
     correction: Any  # the corrections' state, a block each
     reward_kl: Any = None  # f32[], the adapted coefficient of the KL in the reward, if there is one
@@ -70,7 +70,7 @@ class Experience:
     coefficients: jax.Array  # f32[B, R], from corrections of the step
     kept: jax.Array  # bool[B, R], the tokens of the mask that these did not reject
     reference_log_probs: jax.Array | None = None  # f32[B, R], if there is a KL to a reference
-    selected: jax.Array | None = None  # bool[B, R], of a loss that treats some tokens apart
+    selected: jax.Array | None = None  # bool[B, R], for a loss that treats some tokens differently
 
 
 @struct.dataclass
@@ -86,7 +86,7 @@ class Exactness:
 
 
 class Update(NamedTuple):
-    """What one update reports."""
+    """The report of one update."""
 
     exactness: Exactness  # of its rows' log-probs in the gradient program against the rollout's
     metrics: dict[str, jax.Array]
@@ -94,7 +94,7 @@ class Update(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A step's experience, and what came of making it."""
+    """A step's experience, and what was computed on the way to it."""
 
     experience: Experience
     carried: Carried
@@ -148,10 +148,10 @@ class Learning:
 
     @property
     def needs_whole_update(self) -> bool:
-        """True if an update needs its rows' log-probs before it can differentiate any of them.
+        """True if an update needs all its rows' log-probs before it can differentiate any of them.
 
-        For a statistic over all of them that the loss depends on: of a correction, of a loss that
-        selects tokens, or of the denominator that an update's rejections leave.
+        That is so if the loss depends on a statistic over all of them: of a correction, of a loss
+        that selects tokens, or of a denominator that changes with the update's rejections.
         """
         update = self.stages.update
         rejects = "reject" in update.effects and self.objective.counts_kept
@@ -159,10 +159,11 @@ class Learning:
 
 
 def check_steps(sampling: Sampling, learning: Learning, *, updates: int) -> None:
-    """Refuses what a policy's sampling or a step's number of updates would make another formula.
+    """Refuses combinations of a sampling, a number of updates per step and a loss that do not fit.
 
     Raises:
-      InputError: one line.
+      InputError: a ratio that would count twice or not at all, or a term of the whole distribution
+        with a truncated sampling.
     """
     objective = learning.objective
     corrections.check(
@@ -179,7 +180,7 @@ def check_steps(sampling: Sampling, learning: Learning, *, updates: int) -> None
 def exactness(log_probs: jax.Array, rollout: Rollout) -> Exactness:
     """Compares the learner's log-probs [B, R] with those that the rollout recorded.
 
-    A value that is not finite counts as unequal: two NaNs are no agreement.
+    A value that is not finite counts as unequal: two NaNs do not agree.
     """
     mask, recorded = rollout.mask, rollout.log_probs
     unequal = mask & unequal_bits(log_probs, recorded)

@@ -1,4 +1,4 @@
-"""The loop: a generator of steps. No logging, no files: callers do that with what it yields."""
+"""The training loop, a generator of steps. Callers do the logging and write the files."""
 
 import time
 from collections import deque
@@ -50,14 +50,14 @@ def train(
 ) -> Iterator[Step]:
     """Yields RL steps from `state.step` to `steps`.
 
-    The data of a step and its random numbers are functions of (seed, step): a resumed loop goes on
-    as if it had not stopped. `state` is donated; use the yielded one.
+    The data of a step and its random numbers are functions of (seed, step), so a resumed loop goes
+    on as if it had not stopped. `state` is donated; use the yielded one.
 
     Args:
       exact: stop at the first token whose two log-probs are not the same bits.
       refills: how often a step may draw again for groups whose rewards are all equal.
       reference: compute weights of the KL term's reference policy, if there is one.
-      history: of a resumed loop whose sampler has stale weights: that of the last step.
+      history: if the sampler has stale weights and the loop is resumed, that of the last step.
 
     Raises:
       MismatchError: `exact`, and a token differs, or none was compared.
@@ -69,7 +69,7 @@ def train(
     for number in range(int(state.step) + 1, steps + 1):
         started = time.perf_counter()
         drawn = drawing.draw(
-            # No name for what is published: a copy elsewhere is not to stay while learning.
+            # Passed without a name, so that a copy on the sampler's devices is freed after drawing.
             programs.publish(state.params, older[0] if older else weights),
             task,
             text,
@@ -80,7 +80,7 @@ def train(
             refills=refills,
         )
         drawn_at = time.perf_counter()
-        state, weights, found, metrics = learn(
+        state, weights, exactness, metrics = learn(
             state,
             weights,
             drawn.rollout,
@@ -91,13 +91,13 @@ def train(
             reference=reference,
             older=older,
         )
-        # Not a new array: one that is bound to a device like the others, or not, as they are. The
-        # update would be compiled again after its first step of a resumed run.
+        # Computed from the old count, so that it is committed to devices just as the rest of the
+        # state is. With a new array, the update would be compiled twice in a resumed run.
         state = replace(state, step=state.step + jnp.int32(1))
-        found = jax.device_get(found)
+        exactness = jax.device_get(exactness)
         if exact:
-            check_exact(found, number)
-        metrics |= drawn.metrics | exact_metrics(found)
+            check_exact(exactness, number)
+        metrics |= drawn.metrics | exact_metrics(exactness)
         done = time.perf_counter()
         tokens = metrics["response_tokens"]
         timing = {
@@ -111,13 +111,13 @@ def train(
 
 
 def first_history(weights: Any, programs: Programs, history: Sequence[Any]) -> deque[Any]:
-    """The weights of the last `stale_updates` updates, oldest first; before them, the first ones.
+    """The weights of the last `stale_updates` updates, oldest first; at the start the first ones.
 
-    They are copies: an update takes its weights' buffers.
+    They are copies, because an update reuses the buffers of its weights.
     """
     length = programs.mismatch.stale_updates
-    found = [*history] or [copied(weights) for _ in range(length)]
-    return deque(found, maxlen=length)
+    copies = [*history] or [copied(weights) for _ in range(length)]
+    return deque(copies, maxlen=length)
 
 
 def remember(history: deque[Any] | None, weights: Any) -> None:
@@ -127,7 +127,7 @@ def remember(history: deque[Any] | None, weights: Any) -> None:
 
 
 def copied(tree: Any) -> Any:
-    """The same arrays in buffers of their own."""
+    """The same arrays in new buffers."""
     return jax.tree.map(jnp.copy, tree)
 
 
@@ -148,7 +148,7 @@ def learn(
     The exactness is that of the first pass before the weights move: of the forward over all rows
     if there was one, and always of the first update's gradient program. `mismatch/*` are taken from
     the same log-probs: in bypass mode with mini-batches, of the first mini-batch. `older` is the
-    history of a sampler with stale weights; it moves on.
+    history of a sampler with stale weights, which is updated.
 
     Raises:
       NonFiniteError: `programs.learning.max_skipped` updates in a row were not finite.
@@ -169,18 +169,18 @@ def learn(
         length = jnp.full_like(length, response_length)
     unknown = length * jnp.float32(jnp.nan)
     before = int(state.skipped)
-    found, reports = [] if checked is None else [checked], []
+    comparisons, reports = [] if checked is None else [checked], []
     for epoch in range(programs.epochs):
         for index in range(programs.mini_batches):
             remember(older, weights)
-            # A step has one length, however many updates: a surge is one of steps.
+            # The decay counts steps and not updates, so only the last update is given a length.
             last = len(reports) == programs.epochs * programs.mini_batches - 1
             state, weights, report = programs.update(
                 state, weights, batch, jnp.int32(index), length if last else unknown
             )
             reports.append(report.metrics)
             if epoch == index == 0:
-                found.append(report.exactness)
+                comparisons.append(report.exactness)
                 if compared is None:
                     compared = programs.mismatch_report(report.log_probs, rollout)
     reports, compared, shaped = jax.device_get((reports, compared, prepared.metrics))
@@ -189,28 +189,28 @@ def learn(
     metrics |= {name: float(value) for name, value in (shaped | compared).items()}
     metrics |= {k: float(v) for k, v in schedules.decay_report(state.optimizer).items()}
     check_finite(state, batch, most_in_a_row(before, skips), programs.learning.max_skipped)
-    return state, weights, merged(found), metrics
+    return state, weights, merged(comparisons), metrics
 
 
 def joined(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """A step's metrics from those of its updates: means, of extremes the outermost."""
+    """A step's metrics from those of its updates: means, and for extremes the outermost value."""
 
     def over(name: str) -> float:
         values = [report[name] for report in reports]
         which = {"_max": np.max, "_min": np.min}.get(name[-4:], np.mean)
         return float(which(values))
 
-    made = {name: over(name) for name in reports[0]}
-    if "noise_scale" in made:  # a mean of quotients is infinite as soon as one of them is
-        noise, signal = made["gradient_noise"], made["gradient_signal"]
-        made["noise_scale"] = noise / signal if signal > 0.0 else float("inf")
-    return made
+    metrics = {name: over(name) for name in reports[0]}
+    if "noise_scale" in metrics:  # a mean of quotients is infinite as soon as one of them is
+        noise, signal = metrics["gradient_noise"], metrics["gradient_signal"]
+        metrics["noise_scale"] = noise / signal if signal > 0.0 else float("inf")
+    return metrics
 
 
 def trimmed(rollout: Rollout, buckets: int) -> Rollout:
     """Cuts padding off the responses: to R, R / 2, ... R / 2^(buckets - 1), whichever suffices.
 
-    Padding changes no bit, so this is speed alone, for one compilation a bucket.
+    Padding changes no bit, so this only saves time, at the cost of a compilation per bucket.
     """
     full, longest = rollout.responses.shape[1], int(rollout.lengths.max())
     sizes = [-(-full // 2**i) for i in range(buckets)]
@@ -219,22 +219,22 @@ def trimmed(rollout: Rollout, buckets: int) -> Rollout:
     return replace(rollout, **{k: None if x is None else x[:, :size] for k, x in wide.items()})
 
 
-def merged(found: Sequence[Exactness]) -> Exactness:
-    """The comparison that found something, or the one that compared the most."""
-    found = jax.device_get(list(found))
-    return max(found, key=lambda e: (int(e.unequal) > 0, int(e.compared)))
+def merged(comparisons: Sequence[Exactness]) -> Exactness:
+    """A comparison with unequal tokens if there is one, then the one that compared the most."""
+    comparisons = jax.device_get(list(comparisons))
+    return max(comparisons, key=lambda e: (int(e.unequal) > 0, int(e.compared)))
 
 
-def check_exact(found: Exactness, step: int) -> None:
+def check_exact(exactness: Exactness, step: int) -> None:
     """Raises MismatchError if a token differs or nothing was compared."""
-    if int(found.compared) == 0:
+    if int(exactness.compared) == 0:
         raise MismatchError(f"step {step}: no response token was compared")
-    if int(found.unequal):
-        row, position = (int(i) for i in found.first)
-        trainer, rollout = (float(v) for v in found.values)
+    if int(exactness.unequal):
+        row, position = (int(i) for i in exactness.first)
+        trainer, rollout = (float(v) for v in exactness.values)
         raise MismatchError(
-            f"step {step}: {int(found.unequal)} of {int(found.compared)} response tokens have"
-            f" unequal log-probs; first: sequence {row}, response position {position}, learner"
+            f"step {step}: {int(exactness.unequal)} of {int(exactness.compared)} response tokens"
+            f" have unequal log-probs; first: sequence {row}, response position {position}, learner"
             f" {trainer!r} ({trainer.hex()}), sampler {rollout!r} ({rollout.hex()})"
         )
 
@@ -261,12 +261,13 @@ def check_finite(state: TrainState, batch: Experience, skipped: int, most: int) 
     )
 
 
-def exact_metrics(found: Exactness) -> dict[str, float]:
-    compared, unequal = int(found.compared), int(found.unequal)
+def exact_metrics(exactness: Exactness) -> dict[str, float]:
+    """Returns the comparison of a step's log-prob bits as metrics; a share of nothing is NaN."""
+    compared, unequal = int(exactness.compared), int(exactness.unequal)
     return {
         "exact_share": (compared - unequal) / compared if compared else float("nan"),
         "compared_tokens": float(compared),
         "unequal_tokens": float(unequal),
-        "log_prob_difference_max": float(found.max_difference),
-        "log_prob_difference_mean": float(found.mean_difference),
+        "log_prob_difference_max": float(exactness.max_difference),
+        "log_prob_difference_mean": float(exactness.mean_difference),
     }

@@ -121,8 +121,8 @@ def _updating(policy: Policy, learning: Learning, optimizer, *, mini_batches: in
 
     def update(state, weights, batch: Experience, index, response_length):
         part = mini_batch(batch, index, count=mini_batches)
-        how = {"policy": policy, "learning": learning, "optimizer": optimizer}
-        return learner.update(state, weights, part, response_length, **how)
+        options = {"policy": policy, "learning": learning, "optimizer": optimizer}
+        return learner.update(state, weights, part, response_length, **options)
 
     return update
 
@@ -142,6 +142,7 @@ def layout(execution: Execution, starting: Callable[..., TrainState], devices: D
 
 
 def init(optimizer, learning: Learning, params) -> TrainState:
+    """Returns the state before the first step: fresh optimizer, correction and counters."""
     with jax.numpy_dtype_promotion("standard"):
         opt_state = optimizer.init(params)
     objective = learning.objective
@@ -201,9 +202,9 @@ def publication(
 ) -> Callable[..., Any]:
     """(params, weights of `execution`) -> weights of `to`.
 
-    The very same arrays if they lie in the same place and are prepared in the same way. Otherwise
-    they are cast from the masters where these are, if `to` computes in another way, and then moved,
-    if it computes in another place; moving changes no bit.
+    They are the same arrays if both are prepared in the same way and lie in the same place. If `to`
+    has another dtype or other tiles, its weights are cast from the masters, where these are; if it
+    has another placement, they are then moved, which changes no bit.
     """
     same = (execution.numerics.dtype, execution.numerics.column_tiles) == (
         to.numerics.dtype,
@@ -250,23 +251,23 @@ class _Where:
         return sharded.policy(self.execution, self.mesh, learning=learning)
 
     def spreading(self, program: Callable) -> Callable:
-        """A program of params that are put in place first: no device ever holds all of them."""
+        """A program that first puts its params in place: no device ever holds all of them."""
         return lambda params: program(placement.put(params, self.params))
 
     def arriving(self, program: Callable, drawing: Execution) -> Callable:
-        """A sampler's program whose rollouts come to this execution's devices."""
+        """A sampler's program, with its rollouts moved to this execution's devices."""
         if drawing.placement.shape == self.execution.placement.shape:
             return program
         return lambda *args: jax.device_put(program(*args), self.whole)
 
     def greedy(self, drawing: Execution, devices: Devices | None) -> Callable:
-        """One greedy response a prompt, by the sampler's own numbers and without its mismatch."""
+        """A program for one greedy response per prompt, by the sampler without its mismatch."""
         best = replace(drawing.sampling, temperature=0.0, top_k=0, top_p=1.0)
         program = sampling_program(replace(drawing, sampling=best), samples=1, devices=devices)
         return self.arriving(program, drawing)
 
     def state(self, init: Callable[..., TrainState]) -> Any:
-        """Shardings of a state: what belongs to a parameter lies where the parameter does."""
+        """Shardings of a state: arrays that belong to a parameter lie where the parameter does."""
         shapes = parameter_shapes(self.execution.config)
         leaves = jax.tree_util.tree_leaves_with_path(shapes)
         by_path = {
@@ -276,9 +277,9 @@ class _Where:
 
         def leaf(path, shape):
             for start in range(len(path)):
-                found = by_path.get(path[start:])
-                if found is not None and found[0] == shape.shape:
-                    return found[1]
+                placed = by_path.get(path[start:])
+                if placed is not None and placed[0] == shape.shape:
+                    return placed[1]
             return self.whole
 
         return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(init, shapes))
@@ -291,19 +292,19 @@ def _merged(rollout: Rollout, other: Rollout, rows: jax.Array) -> Rollout:
 def mismatch_report(log_probs: jax.Array, rollout: Rollout) -> dict[str, jax.Array]:
     """`mismatch/*`: `metrics.mismatch_metrics` of log-probs [b, R] of a rollout's first b rows."""
     rows = log_probs.shape[0]
-    found = metrics.mismatch_metrics(log_probs, rollout.log_probs[:rows], rollout.mask[:rows])
-    return {f"mismatch/{name}": value for name, value in found.items()}
+    values = metrics.mismatch_metrics(log_probs, rollout.log_probs[:rows], rollout.mask[:rows])
+    return {f"mismatch/{name}": value for name, value in values.items()}
 
 
 def comparison(
     score: Callable[..., Any], mismatch: Mismatch
 ) -> Callable[..., dict[str, jax.Array]]:
-    """(weights, sampler's weights, rollout) -> what the sampler's mismatch is.
+    """(weights, sampler's weights, rollout) -> metrics of the mismatch and its parts.
 
-    `mismatch/*` are `metrics.mismatch_metrics` of the learner's log-probs, by a forward of its own,
-    against the recorded ones. Its parts, where there are any, in mean |d|, largest |d| and k3:
-    `drift/*` is the learner against itself at the sampler's weights, `numerical/*` that against
-    the recorded ones, and `reporting/*` the log-probs drawn with against the recorded ones.
+    `mismatch/*` are `metrics.mismatch_metrics` of the learner's log-probs, by an extra forward,
+    against the recorded ones. The parts, where there are any, are in mean |d|, largest |d| and k3:
+    `drift/*` compares the learner with itself at the sampler's weights, `numerical/*` the latter
+    with the recorded ones, and `reporting/*` the log-probs drawn with with the recorded ones.
     """
 
     def compare(weights, source, rollout: Rollout):
@@ -317,8 +318,8 @@ def comparison(
             pairs["reporting"] = rollout.drawn_log_probs, recorded
         report = mismatch_report(trainer, rollout)
         for part, (first, second) in pairs.items():
-            found = metrics.mismatch_metrics(first, second, mask)
-            report |= {f"{part}/{name}": found[name] for name in _PARTS}
+            values = metrics.mismatch_metrics(first, second, mask)
+            report |= {f"{part}/{name}": values[name] for name in _PARTS}
         return report
 
     return compare

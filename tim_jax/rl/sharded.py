@@ -1,9 +1,9 @@
-"""The sampler's and the learner's local programs, run by every device of a mesh on its own rows.
+"""The sampler and the learner on a mesh: every device runs them on its own rows.
 
-Each function here wraps one of `sampler` or `learner` in `shard_map`: weights come in and gradients
-go out in parts, by their logical axes, and rows are split over data and fsdp. Arrays of [batch] and
-[batch, time] stay whole on every device outside: they are small beside caches and logits, and
-statistics of them are then one and the same program, whatever the split.
+Each function here wraps one of `sampler`, `scoring` or `learner` in `shard_map`: weights come in
+and gradients go out in parts, by their logical axes, and rows are split over data and fsdp.
+Outside, arrays of [batch] and [batch, time] are whole on every device: they are small compared with
+caches and logits, and their statistics are then computed by the same program, whatever the split.
 """
 
 from collections.abc import Callable
@@ -42,9 +42,9 @@ def sampling(
 ) -> Callable[..., Rollout]:
     """(weights, prompts, key) -> rollout, as `sampler.sample`; whole on every device.
 
-    Prompts are split over the devices as far as they go, then the samples of a prompt. `draw` is
-    what a device does with its own: `sampler.sample`, or that of a sampler that differs; with
-    `micro_batch` sequences at a time over all devices, see `rounds.sampling`.
+    Prompts are split over the devices as far as possible, then the samples of a prompt. `draw` runs
+    on each device with its part: `sampler.sample`, or that of a sampler with mismatch.
+    `micro_batch` sequences of all devices are drawn at a time, see `rounds.sampling`.
     """
     where = execution.placement
 
@@ -53,8 +53,8 @@ def sampling(
         check_rows(count * samples, where.shards, f"{count} prompts x {samples} samples")
         blocks, shares = rounds.split(count, samples, where.shards)
         size = samples // shares
-        own = _own_rows(micro_batch, where.shards, "sampler.micro_batch")
-        drawing = rounds.sampling(draw, samples=size, micro_batch=own)
+        local_size = _local_rows(micro_batch, where.shards, "sampler.micro_batch")
+        drawing = rounds.sampling(draw, samples=size, micro_batch=local_size)
 
         def local(weights, prompts: Prompts, first, key) -> Rollout:
             rollout = drawing(weights, prompts, key, execution=execution, first=first[0])
@@ -80,7 +80,7 @@ def policy(execution: Execution, on: Mesh, *, learning: Learning) -> Policy:
 
 
 def _to_masters(execution: Execution, gradient, params):
-    """Gradient with respect to the masters: `prepare` is linear, its transpose is taken in f32."""
+    """The gradient with respect to the masters, by the transpose of `prepare` in float32."""
     wide = replace(execution, numerics=replace(execution.numerics, compute_dtype="float32"))
     _, transpose = jax.vjp(wide.prepare, params)
     return transpose(gradient)[0]
@@ -91,16 +91,16 @@ def scoring(execution: Execution, on: Mesh, *, micro_batch: int | None) -> Calla
     where = execution.placement
 
     def local(weights, rollout: Rollout, micro: int | None, energy: bool):
-        own = partial(score, execution=execution)
-        found = score_rows(own, weights, rollout, micro_batch=micro, energy=energy)
-        return collectives.whole_rows(found, where)
+        forward = partial(score, execution=execution)
+        scores = score_rows(forward, weights, rollout, micro_batch=micro, energy=energy)
+        return collectives.whole_rows(scores, where)
 
     def scored(weights, rollout: Rollout, *, energy: bool = False):
         rows = rollout.lengths.shape[0]
-        own = None if micro_batch is None else min(micro_batch, rows)
-        micro = _own_micro_batch(own, rows, where.shards)
-        own_rows = partial(local, micro=micro, energy=energy)
-        call = _over(on, own_rows, (_weights(execution), _ROWS), _WHOLE)
+        size = None if micro_batch is None else min(micro_batch, rows)
+        micro = _local_micro_batch(size, rows, where.shards)
+        on_rows = partial(local, micro=micro, energy=energy)
+        call = _over(on, on_rows, (_weights(execution), _ROWS), _WHOLE)
         return call(weights, rollout)
 
     return scored
@@ -115,23 +115,25 @@ def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[
     def differentiate(weights, batch: Experience, token_weights):
         rows = batch.mask.shape[0]
         micro_batch = None if learning.micro_batch is None else min(learning.micro_batch, rows)
-        micro = _own_micro_batch(micro_batch, rows, execution.placement.shards)
-        # A device's own rows. The noise is measured between micro-batches of all devices' rows.
-        own = replace(learning, micro_batch=micro, noise_scale=False)
+        micro = _local_micro_batch(micro_batch, rows, execution.placement.shards)
+        # For this device's rows; the noise is measured between micro-batches of all devices.
+        local_learning = replace(learning, micro_batch=micro, noise_scale=False)
 
         def local(weights, rows):
             forward = partial(score, execution=execution)
-            found, tokens = learner.gradient_rows(forward, weights, *rows, learning=own)
-            return tokens, found
+            gradients, tokens = learner.gradient_rows(
+                forward, weights, *rows, learning=local_learning
+            )
+            return tokens, gradients
 
-        tokens, found = differentiating(execution, on, local)(weights, (batch, token_weights))
-        return found, tokens
+        tokens, gradients = differentiating(execution, on, local)(weights, (batch, token_weights))
+        return gradients, tokens
 
     return differentiate
 
 
 def differentiating(execution: Execution, on: Mesh, local: Callable) -> Callable:
-    """(weights, rows) -> what is known of every row, whole, and the gradient, in parts.
+    """(weights, rows) -> the arrays of every row, whole, and the gradient, in parts.
 
     `local` does the same for a device's own rows; its gradient is that of a sum over rows.
     """
@@ -139,9 +141,9 @@ def differentiating(execution: Execution, on: Mesh, local: Callable) -> Callable
     leaf_axes = weight_axes(execution.config, execution.numerics)
 
     def summed(weights, rows):
-        known, found = local(weights, rows)
-        found = collectives.sum_copies(found, leaf_axes, where)
-        return collectives.whole_rows(known, where), found
+        tokens, gradients = local(weights, rows)
+        gradients = collectives.sum_copies(gradients, leaf_axes, where)
+        return collectives.whole_rows(tokens, where), gradients
 
     return _over(on, summed, (_weights(execution), _ROWS), (_WHOLE, _weights(execution)))
 
@@ -163,17 +165,17 @@ def check_rows(rows: int, shards: int, what: str) -> None:
 
 
 def prompts_multiple(where: Placement, samples: int) -> int:
-    """Of what the number of prompts must be a multiple, so that every device has as many rows."""
+    """What the number of prompts must be a multiple of, so that all devices have as many rows."""
     return where.shards // gcd(where.shards, samples)
 
 
-def _own_micro_batch(micro_batch: int | None, rows: int, shards: int) -> int | None:
+def _local_micro_batch(micro_batch: int | None, rows: int, shards: int) -> int | None:
     """A device's rows of each micro-batch of the learner."""
     check_rows(rows, shards, "of the learner")
-    return _own_rows(micro_batch, shards, "learner.micro_batch")
+    return _local_rows(micro_batch, shards, "learner.micro_batch")
 
 
-def _own_rows(micro_batch: int | None, shards: int, what: str) -> int | None:
+def _local_rows(micro_batch: int | None, shards: int, what: str) -> int | None:
     if micro_batch is None:
         return None
     check_rows(micro_batch, shards, what)
@@ -185,19 +187,19 @@ def _weights(execution: Execution) -> Any:
 
 
 def _over(on: Mesh, local: Callable, ins: tuple, outs: Any) -> Callable:
-    # What is whole is whole by gathers of ours, which JAX cannot see to be: no check of it.
+    # JAX cannot see that our gathers make an array whole, so its check is off.
     call = cast(
         Callable, jax.shard_map(local, mesh=on, in_specs=ins, out_specs=outs, check_vma=False)
     )
     whole = NamedSharding(on, _WHOLE)
 
     def apply(*args):
-        # Rows are whole up to here. Left to itself, the partitioner would split what they are made
-        # of as well, and gather every statistic of them again.
-        held = (
+        # Rows are whole up to here. Without the constraint the partitioner would also split what
+        # they are computed from, and gather for every statistic of it.
+        constrained = (
             jax.lax.with_sharding_constraint(arg, whole) if spec is _ROWS else arg
             for arg, spec in zip(args, ins, strict=True)
         )
-        return call(*held)
+        return call(*constrained)
 
     return apply

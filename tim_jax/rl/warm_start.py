@@ -1,4 +1,4 @@
-"""Supervised steps on a task's own solutions, for a model that knows nothing yet."""
+"""Supervised steps on a task's worked solutions, for a model that cannot solve anything yet."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial

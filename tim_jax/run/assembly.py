@@ -1,20 +1,24 @@
 """From a run's configuration to the values that the loops take: model, task, policy, programs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import optax
 
-from tim_jax import audit, corrections, optimizers, placement
+from tim_jax import auditing, corrections, optimizers, placement
 from tim_jax.config.model import Architecture
 from tim_jax.config.optimization import Optimizer
 from tim_jax.config.run import RunConfig
-from tim_jax.config.sections import CustomTask
+from tim_jax.config.sections import CustomTask, FamilyChoice, part
 from tim_jax.errors import InputError, did_you_mean
+from tim_jax.kernels import pallas
 from tim_jax.model import calibration, fitting, hf, parameters
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.parameters import init_params
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
@@ -25,10 +29,9 @@ from tim_jax.numerics import (
     Numerics,
 )
 from tim_jax.placement import Devices, Placement
-from tim_jax.policy.distribution import Sampling
 from tim_jax.rl import programs
 from tim_jax.rl.drawing import Text
-from tim_jax.rl.learning import Learning, Policy
+from tim_jax.rl.learning import Learning
 from tim_jax.rl.programs import Programs
 from tim_jax.tasks import builtin, custom
 from tim_jax.tasks.base import Task
@@ -42,6 +45,10 @@ _ACCELERATED = {
     "pallas_gpu": {"float32": GPU_EXACT_F32, "bfloat16": GPU_EXACT_BF16},
     "pallas_tpu": {"float32": TPU_EXACT_F32, "bfloat16": TPU_EXACT_BF16},
 }
+# Platform -> the exact kernels made for it.
+_OF_PLATFORM: Mapping[str, Family] = MappingProxyType(
+    {"cpu": "tiles", "gpu": "pallas_gpu", "tpu": "pallas_tpu"}
+)
 _LONG = 1024  # from this many positions on, larger key blocks cost less
 
 
@@ -68,13 +75,13 @@ def load_model(source: str) -> Model:
 
 def audited(source: str) -> tuple[ModelConfig, Any]:
     """Config and parameters of what an audit names: a preset, a folder, a hub name or a run."""
-    if source in audit.PRESETS:
-        config = audit.PRESETS[source]
-        return config, audit.random_params(config, 0)
+    if source in auditing.PRESETS:
+        config = auditing.PRESETS[source]
+        return config, auditing.random_params(config, 0)
     folder = Path(source) / "model"
     source = str(folder) if folder.is_dir() else source
     if not Path(source).exists() and "/" not in source:
-        hint = did_you_mean(source, audit.PRESETS)
+        hint = did_you_mean(source, auditing.PRESETS)
         raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
     config = hf.load_config(source)
     return config, hf.load_params(source, config)
@@ -93,13 +100,7 @@ def random_config(architecture: Architecture) -> ModelConfig:
     return ModelConfig(
         model_type="qwen3",
         vocab_size=len(tokenizer),
-        hidden_size=architecture.hidden_size,
-        num_layers=architecture.num_layers,
-        num_heads=architecture.num_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        head_dim=architecture.head_dim,
-        intermediate_size=architecture.intermediate_size,
-        max_positions=architecture.max_positions,
+        **architecture.model_dump(exclude={"tied"}),
         tied_embeddings=architecture.tied,
         qk_norm=True,
         eos_token_ids=(tokenizer.eos_token_id,),
@@ -108,6 +109,7 @@ def random_config(architecture: Architecture) -> ModelConfig:
 
 
 def make_model(config: RunConfig) -> Model:
+    """Returns the model of a config: initialised at random, or read from a folder or the hub."""
     architecture = config.model.random_architecture
     if architecture is not None:
         return random_model(architecture, seed=config.seed)
@@ -116,6 +118,7 @@ def make_model(config: RunConfig) -> Model:
 
 
 def make_task(config: RunConfig) -> Task:
+    """Returns the task of a config, with the user's own reward if it names one."""
     section = config.task
     if section.kind == "builtin":
         task = builtin.builtin_task(section.name, {"seed": config.seed, **section.parameters})
@@ -129,11 +132,9 @@ def make_task(config: RunConfig) -> Task:
             limits=Limits(seconds=section.time_limit),
         )
     elif section.kind == "dataset":
-        names = DatasetSource.__dataclass_fields__
-        source = DatasetSource(**{k: v for k, v in section.model_dump().items() if k in names})
         limits = Limits(seconds=section.time_limit)
         grade = custom.load_reward(section.reward) if section.reward else MathGrader(limits)
-        return dataset_task(source, grade)
+        return dataset_task(part(DatasetSource, section), grade)
     else:
         task = _custom_task(section)
     return replace(task, grade=custom.load_reward(section.reward)) if section.reward else task
@@ -159,6 +160,7 @@ def _custom_task(section: CustomTask) -> Task:
 
 
 def make_text(config: RunConfig, model: Model) -> Text:
+    """Returns how prompts become tokens: tokenizer, chat template and longest prompt."""
     template = {"on": True, "off": False, "auto": "auto"}[config.model.chat_template]
     return Text(
         tokenizer=model.tokenizer,
@@ -168,10 +170,35 @@ def make_text(config: RunConfig, model: Model) -> Text:
     )
 
 
-def fixed_numerics(family: Family, dtype: str, *, length: int, column_tiles: int = 1) -> Numerics:
-    """Numerics for sequences of up to `length` tokens that need no fact about the backend."""
+def family_here(family: FamilyChoice) -> Family:
+    """The family that "auto" stands for on the devices that programs are traced for.
+
+    Raises:
+      InputError: there are no exact kernels made for them.
+    """
+    if family != "auto":
+        return family
+    platform = pallas.platform()
+    amd = platform == "gpu" and "rocm" in jax.devices()[0].client.platform_version.lower()
+    if amd or platform not in _OF_PLATFORM:
+        raise InputError(
+            f'kernel family "auto": there are no kernels for {"AMD GPUs" if amd else platform};'
+            ' set the family to "tiles" (numerics.family, or --family), which works everywhere'
+        )
+    return _OF_PLATFORM[platform]
+
+
+def fixed_numerics(
+    family: FamilyChoice, dtype: str, *, length: int, column_tiles: int = 1
+) -> Numerics:
+    """Numerics for sequences of up to `length` tokens that need no fact about the model.
+
+    Raises:
+      InputError: the family cannot have column tiles, or there is none for this platform.
+    """
+    family = family_here(family)
     if family in _ACCELERATED:
-        return _ACCELERATED[family][dtype]
+        return replace(_ACCELERATED[family][dtype], column_tiles=column_tiles)
     block = 32 if length < _LONG else 128
     return Numerics(
         family=family,
@@ -182,8 +209,39 @@ def fixed_numerics(family: Family, dtype: str, *, length: int, column_tiles: int
     )
 
 
+def fitted_numerics(
+    family: FamilyChoice,
+    dtype: str,
+    model: ModelConfig,
+    *,
+    length: int,
+    column_tiles: int = 1,
+    interpret: bool = False,
+) -> Numerics:
+    """The same with tiles that fit the model. `interpret`: run Pallas kernels without their device.
+
+    Raises:
+      InputError: the family cannot run this model, or not on this device. Where "auto" chose it,
+        the line says so: to fall back to slow kernels without a word would be worse.
+    """
+    chosen = family_here(family)
+    try:
+        fixed = fixed_numerics(chosen, dtype, length=length, column_tiles=column_tiles)
+        fixed = fitting.fitted(model, replace(fixed, interpret=interpret))
+        fitting.check(model, fixed)
+    except InputError as error:
+        if family != "auto" or chosen == "tiles":
+            raise
+        reason = str(error).partition(": ")[2] or str(error)
+        raise InputError(
+            f'kernel family "auto" is {chosen!r} on this {pallas.platform().upper()}: {reason};'
+            ' set the family to "tiles" (numerics.family, or --family), which is slower'
+        ) from error
+    return fixed
+
+
 def make_numerics(
-    family: Family,
+    family: FamilyChoice,
     dtype: str,
     model: ModelConfig,
     *,
@@ -192,27 +250,25 @@ def make_numerics(
     column_tiles: int = 1,
     measured: Path | None = None,
 ) -> Numerics:
-    """The same with tiles that fit the model, and on a CPU with row ranges measured for decode
-    batches of about `batch` rows; None: without. `measured` is the file that keeps these, if any.
+    """The same, and on a CPU with row ranges measured for decode batches of about `batch` rows;
+    None: without. `measured` is the file that keeps these, if any.
 
     Raises:
-      InputError: the family cannot run this model, or not on this device.
+      InputError: as `fitted_numerics`.
     """
-    fixed = fixed_numerics(family, dtype, length=length, column_tiles=column_tiles)
-    fixed = fitting.fitted(model, fixed)
-    fitting.check(model, fixed)
+    fixed = fitted_numerics(family, dtype, model, length=length, column_tiles=column_tiles)
     if batch is None:
         return fixed
     return calibration.calibrate_once(model, fixed, batch=batch, file=measured)
 
 
-def make_policy(
+def make_execution(
     config: RunConfig,
     model: Model,
     *,
     devices: Devices | None = None,
     measured: Path | None = None,
-) -> Policy:
+) -> Execution:
     """The one policy of sampler and learner.
 
     `devices`: those that are planned for; nothing is measured then. Left out: those at hand.
@@ -247,35 +303,42 @@ def make_policy(
     if devices is not None:  # none of them is the CPU at hand
         numerics = replace(numerics, cache_write="scatter")
     options = tuple(sorted(config.numerics.compiler_options.items()))
-    return Policy(
+    return Execution(
         config=model.config,
         numerics=replace(numerics, compiler_options=options),
         placement=where,
-        sampling=Sampling(
-            max_response_length=section.max_response_length,
-            temperature=section.temperature,
-            top_k=section.top_k,
-            top_p=section.top_p,
+        sampling=part(
+            Sampling,
+            section,
             stop_tokens=tuple(sorted({*model.stop_tokens, *section.stop_tokens})),
         ),
     )
 
 
-def generating_policy(
-    model: Model, sampling: Sampling, where: Placement, dtype: str, *, length: int, rows: int
-) -> Policy:
-    """The policy that samples `rows` sequences of up to `length` tokens outside of a run."""
+def generating_execution(
+    model: Model,
+    sampling: Sampling,
+    where: Placement,
+    dtype: str,
+    *,
+    length: int,
+    rows: int,
+    family: FamilyChoice = "auto",
+    measured: Path | None = None,
+) -> Execution:
+    """The execution that samples `rows` sequences of up to `length` tokens outside of a run."""
     check_placement(where, model.config, where.tensor)
     numerics = make_numerics(
-        "tiles",
+        family,
         dtype,
         model.config,
         length=length,
         batch=max(1, rows // where.shards),
         column_tiles=where.tensor,
+        measured=measured,
     )
     stops = tuple(sorted({*model.stop_tokens, *sampling.stop_tokens}))
-    return Policy(model.config, numerics, replace(sampling, stop_tokens=stops), where)
+    return Execution(model.config, numerics, replace(sampling, stop_tokens=stops), where)
 
 
 def check_placement(
@@ -290,32 +353,12 @@ def make_optimizer(
     section: Optimizer, *, steps: int, max_response_length: int
 ) -> optax.GradientTransformationExtraArgs:
     """The chain of a run with so many updates and so long responses."""
-    kind, decay = section.length_decay, None
-    if kind.kind == "fixed":
-        decay = optimizers.Decay(period=kind.period, floor=kind.floor)
-    elif kind.kind == "reactive":
-        detector = kind.detector(max_response_length)
-        decay = optimizers.Decay(multiple=kind.multiplier, floor=kind.floor, detector=detector)
-    rate = optimizers.Rate(
-        peak=section.learning_rate,
-        warmup_steps=section.warmup_steps,
-        schedule=section.schedule,
-        total_steps=section.total_steps or steps,
-        final_share=section.final_share,
-    )
-    return optimizers.adamw(
-        rate,
-        b1=section.b1,
-        b2=section.b2,
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        max_grad_norm=section.max_grad_norm,
-        decay=decay,
-        ess_reference=section.ess_reference,
-    )
+    own = part(optimizers.AdamW, section, total_steps=section.total_steps or steps)
+    return own.transform(section.length_decay.value(max_response_length))
 
 
 def make_learning(config: RunConfig) -> Learning:
+    """Returns how rollouts become gradients: objective, mode, corrections, micro-batches."""
     section = config.learner
     return Learning(
         objective=config.objective,
@@ -329,10 +372,11 @@ def make_learning(config: RunConfig) -> Learning:
     )
 
 
-def make_programs(config: RunConfig, policy: Policy) -> Programs:
+def make_programs(config: RunConfig, execution: Execution) -> Programs:
+    """Returns the compiled programs of a run, with its optimizer and its sampler's dial."""
     section = config.learner
     return programs.build(
-        policy,
+        execution,
         make_learning(config),
         make_optimizer(
             config.optimizer,

@@ -57,16 +57,16 @@ def training_chart(
 
 def series(records: Sequence[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps i64[N] and values f64[N] of one metric, where it is there and finite."""
-    found = []
+    points = []
     for record in records:
         try:
             value = float(record[name])
         except (KeyError, TypeError, ValueError):
             continue
         if math.isfinite(value):
-            found.append((record["step"], value))
-    steps = np.array([step for step, _ in found], np.int64)
-    return steps, np.array([value for _, value in found], np.float64)
+            points.append((record["step"], value))
+    steps = np.array([step for step, _ in points], np.int64)
+    return steps, np.array([value for _, value in points], np.float64)
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:

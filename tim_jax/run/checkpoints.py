@@ -1,15 +1,15 @@
-"""Checkpoints that are whole or not there: orbax writes the arrays, a manifest seals them.
+"""Checkpoints that are complete or absent: orbax writes the arrays, a manifest seals them.
 
     checkpoints/40/state/...       the items, written by orbax
     checkpoints/40/manifest.json   step, extra, shapes of the leaves, size and CRC-32 of every file
 
-A checkpoint is written under a hidden name, sealed by its manifest, and renamed: whatever moment a
-process dies at, a directory named by a step is complete. Damage that comes later (a truncated or
-changed file) is found from the manifest, before an array is read; orbax alone restores an array
-with flipped bits without a word.
+A checkpoint is written under a hidden name, sealed by its manifest, and renamed: whenever a process
+dies, a directory named by a step is complete. Later damage (a truncated or changed file) is
+detected by the manifest, before an array is read; orbax itself would restore an array with flipped
+bits without an error.
 
-Of several processes each writes and reads the parts that its devices hold, in one folder that all
-can reach; their first, the owner, does everything else.
+If there are several processes, each writes and reads the parts on its devices, in one folder that
+all can reach; the first of them, the owner, does everything else.
 """
 
 import json
@@ -39,11 +39,13 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Restored:
-    """What came back from a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
-        state: item name -> pytree, as in the `like` that was asked for.
-        damaged: later checkpoints that were passed over: (step, what is wrong with it).
+        step: the checkpoint's step.
+        state: item name -> pytree, of the structure of `like`.
+        extra: the dict of JSON values that was saved with it.
+        damaged: later checkpoints that were skipped: (step, what is wrong with it).
     """
 
     step: int
@@ -55,8 +57,8 @@ class Restored:
 class Checkpoints:
     """Writes checkpoints into one folder, in the background, keeping the newest `keep`.
 
-    One job writes at a time (`runs.open_run` holds the lock); what an earlier one left unfinished
-    is removed on opening. Errors of a save surface at the next `save`, `wait`, `close`.
+    One job writes at a time (`folders.open_run` has the lock); unfinished files of an earlier one
+    are removed on opening. Errors of a save are raised by the next `save`, `wait` or `close`.
 
     Args:
       owner: False in every process of a job but the first.
@@ -149,16 +151,16 @@ class Checkpoints:
         raise InputError(_cannot_write(self.folder, reason)) from error
 
     def restore(self, like: State) -> Restored | None:
-        """Restores the newest good checkpoint; None where there is none at all.
+        """Restores the newest good checkpoint; None if there is no checkpoint.
 
-        Damaged ones that are newer than it are renamed to `damaged-STEP`, out of the way.
-        Otherwise as the function `restore`.
+        Damaged ones that are newer than it are renamed to `damaged-STEP`. Otherwise as the function
+        `restore`.
         """
         self.wait()
-        found = processes.led(lambda: self._newest(like))
-        if found is None:
+        newest = processes.led(lambda: self._newest(like))
+        if newest is None:
             return None
-        manifest, damaged = found
+        manifest, damaged = newest
         state = _read_state(self.folder / str(manifest["step"]) / "state", like)
         return Restored(
             manifest["step"], state, manifest["extra"], tuple((n, what) for n, what in damaged)
@@ -175,7 +177,7 @@ class Checkpoints:
         return manifest, damaged
 
     def wait(self) -> None:
-        """Returns when the last save is on disk; raises what went wrong with it."""
+        """Waits until the last save is on disk; raises its error if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -240,7 +242,7 @@ def _newest_whole(
 
 
 class _Damage(Exception):
-    """What is wrong with one checkpoint, in half a line."""
+    """Damage of one checkpoint, described in half a line."""
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -287,16 +289,16 @@ def _read_state(path: Path, like: State) -> dict[str, Any]:
         for name, tree in like.items()
     }
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        found = reader.restore(path, args=ocp.args.Composite(**targets))
+        read = reader.restore(path, args=ocp.args.Composite(**targets))
     # Rebuilt on like's own structure: orbax may give other containers for empty ones.
     return {
-        name: jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(found[name]["tree"]))
+        name: jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(read[name]["tree"]))
         for name, tree in like.items()
     }
 
 
 def _not_reraised(record: logging.LogRecord) -> bool:
-    """False for errors in orbax's threads, pages of traceback each: we raise them ourselves."""
+    """False for errors that orbax's threads log with long tracebacks; they are raised anyway."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
@@ -343,7 +345,7 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """The names in a folder on the disk, as a power cut would find them."""
+    """Writes the names in a folder to the disk, so that they survive a power cut."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,8 +1,8 @@
-"""What a person sees while a run goes on: a live panel in a terminal, one line a step elsewhere.
+"""The display of a run: a live panel in a terminal, one line a step elsewhere.
 
-The display is told what happened and draws it; it measures nothing but the time.
+The display draws what it is given, and measures nothing but the time.
 
-    with progress.open_display(total=80, title="quickstart") as display:
+    with open_display(total=80, title="quickstart") as display:
         for state, metrics in train(...):
             display.update(step, metrics)
 """
@@ -88,7 +88,7 @@ class Display:
             self._live.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows the metrics of one finished step; those that are no numbers are ignored."""
+        """Shows the metrics of one finished step; values that are not numbers are ignored."""
         self._step, self._values = step, scalars(metrics)
         self._times.append((step, self._clock()))
         for name, value in self._values.items():
@@ -208,7 +208,7 @@ def step_fields(
 
 
 def exact_text(values: Mapping[str, float], names: MetricNames) -> str:
-    """`100% (12,288 tokens)`; never rounded up to 100, and nothing compared is no success."""
+    """`100% (12,288 tokens)`; never rounded up to 100%, and not 100% if nothing was compared."""
     compared = _count(values, names.compared_tokens)
     unequal = _count(values, names.unequal_tokens)
     share = values.get(names.exact_share, math.nan)
@@ -279,7 +279,7 @@ def sparkline(values: Iterable[float]) -> str:
 def printable(text: str) -> str:
     """Returns `text` on one line, with control characters (escape sequences, too) made visible.
 
-    A model may sample anything, and a terminal obeys what it is sent.
+    A model may sample anything, and a terminal would obey it.
     """
     shown = text.replace("\r\n", "\n").replace("\n", "⏎").replace("\t", " ")
     return "".join(char if char.isprintable() else f"<{ord(char):02x}>" for char in shown)

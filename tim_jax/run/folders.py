@@ -1,15 +1,16 @@
-"""The run folder: one directory that holds all there is to know about a run, and survives its end.
+"""The run folder: one directory with everything about a run, which also makes it resumable.
 
-    config.toml     what was asked for
-    metrics.jsonl   one line a step: numbers that are the same however often the run was interrupted
-    timing.jsonl    one line a step: wall-clock numbers, which are not
+    config.toml     the configuration
+    metrics.jsonl   one line a step: numbers that do not depend on interruptions of the run
+    timing.jsonl    one line a step: wall-clock numbers, which do
     samples.jsonl   completions
     checkpoints/    see checkpoints.py
 
-A checkpoint records how long the three line files were when it was saved. Resuming cuts them back
-to that, so that no line is missing and none is there twice.
+A checkpoint records how long the three .jsonl files were when it was saved. Resuming cuts them back
+to that length, so that no line is missing and none is there twice.
 
-Of several processes all save and restore, and process 0 alone holds the folder and writes lines.
+If there are several processes, all of them save and restore, but only process 0 locks the folder
+and writes lines.
 """
 
 import fcntl
@@ -33,15 +34,15 @@ LINE_FILES = ("metrics", "timing", "samples")
 
 
 class Run:
-    """A run folder, held by this process (or by process 0, and `lock` is None). A context manager.
+    """A run folder, locked by this process or, if `lock` is None, by process 0. A context manager.
 
     Made by `open_run`.
 
-    The order of one step is: write its lines, then save. A folder that already holds checkpoints
-    must be restored before anything is written.
+    In every step the lines are written first, then the checkpoint. A folder that already has
+    checkpoints must be restored before anything is written.
 
     Attributes:
-        resumed: the folder held this run before.
+        resumed: whether the folder had this run before.
     """
 
     def __init__(self, folder: Path, *, lock: "_Lock | None", keep: int, resumed: bool):
@@ -56,15 +57,15 @@ class Run:
     def restore(self, like: State) -> Restored | None:
         """Restores the newest good checkpoint and cuts the line files back to it.
 
-        Returns None for a run without a checkpoint. The damaged ones that were passed over are
-        named in the result. `like` and errors: see `checkpoints.restore`.
+        Returns None for a run without a checkpoint. Damaged ones that were skipped are named in the
+        result. `like` and errors: see `checkpoints.restore`.
         """
-        found = self._checkpoints.restore(like)
-        if found is None:
+        restored = self._checkpoints.restore(like)
+        if restored is None:
             return None
-        self._open_lines(found.extra["lines"])
-        self.metrics.last_step = found.step
-        return Restored(found.step, found.state, found.extra["extra"], found.damaged)
+        self._open_lines(restored.extra["lines"])
+        self.metrics.last_step = restored.step
+        return Restored(restored.step, restored.state, restored.extra["extra"], restored.damaged)
 
     @property
     def metrics(self) -> JsonLines:
@@ -102,7 +103,7 @@ class Run:
         self._checkpoints.wait()
 
     def close(self) -> None:
-        """Waits for the last save, closes the files and lets the folder go."""
+        """Waits for the last save, closes the files and unlocks the folder."""
         try:
             self._checkpoints.close()
         finally:
@@ -118,7 +119,7 @@ class Run:
         try:
             self.close()
         except InputError:
-            # A disk that is full fails twice; the first error is the one to show.
+            # A full disk fails again here; the first error is the one to show.
             if error is None:
                 raise
 
@@ -153,20 +154,20 @@ def open_run(
         resume: False refuses a folder that already holds a run.
 
     Raises:
-        InputError: another process holds the folder; it holds a run with another config (the keys
-            are named) or files of something else; it cannot be written.
+        InputError: another process uses the folder; it has a run with another config (the keys are
+            named) or other files; it cannot be written.
     """
-    folder, held = Path(folder), []
+    folder, opened = Path(folder), []
 
-    def hold() -> bool:
-        held.append(_hold(folder, config, tuple(may_change), keep=keep, resume=resume))
-        return held[0].resumed
+    def lock_and_open() -> bool:
+        opened.append(_locked(folder, config, tuple(may_change), keep=keep, resume=resume))
+        return opened[0].resumed
 
-    resumed = processes.led(hold)
-    return held[0] if held else Run(folder, lock=None, keep=keep, resumed=resumed)
+    resumed = processes.led(lock_and_open)
+    return opened[0] if opened else Run(folder, lock=None, keep=keep, resumed=resumed)
 
 
-def _hold(
+def _locked(
     folder: Path, config: str, may_change: tuple[str, ...], *, keep: int, resume: bool
 ) -> Run:
     try:
@@ -202,12 +203,12 @@ def read_checkpoint(
 
     Otherwise as `checkpoints.restore`.
     """
-    found = checkpoints.restore(Path(folder) / "checkpoints", like, step=step)
-    return Restored(found.step, found.state, found.extra["extra"], found.damaged)
+    restored = checkpoints.restore(Path(folder) / "checkpoints", like, step=step)
+    return Restored(restored.step, restored.state, restored.extra["extra"], restored.damaged)
 
 
 def saved(state: TrainState, reference: Any, history: Sequence[Any] = ()) -> State:
-    """What a checkpoint of a training run holds.
+    """The items of a training run's checkpoint.
 
     `reference` are the parameters of the KL term's policy, if there is one, and `history` the
     weights of a sampler that is stale on purpose.
@@ -216,10 +217,10 @@ def saved(state: TrainState, reference: Any, history: Sequence[Any] = ()) -> Sta
     rest |= {"step": state.step, "skipped": state.skipped}
     if state.reward_kl is not None:
         rest |= {"reward_kl": state.reward_kl}
-    found: State = {"params": state.params, "rest": rest}
+    items: State = {"params": state.params, "rest": rest}
     if reference is not None:
-        found = {**found, "reference": reference}
-    return {**found, "history": list(history)} if history else found
+        items = {**items, "reference": reference}
+    return {**items, "history": list(history)} if history else items
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def config_differences(before: str, now: str) -> list[Difference]:
 
 
 def _claim(folder: Path, config: str, may_change: tuple[str, ...], resume: bool) -> bool:
-    """Compares or writes config.toml; returns whether the folder held this run already."""
+    """Compares or writes config.toml; returns whether the folder had this run already."""
     path = folder / "config.toml"
     exists = path.exists()
     if exists and not resume:
@@ -299,7 +300,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class _Lock:
-    """The kernel's own lock on a file: it goes with the process, however that ends."""
+    """The kernel's lock on a file, which ends with the process, however that ends."""
 
     def __init__(self, folder: Path):
         self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)

@@ -1,12 +1,12 @@
-"""SIGTERM, as schedulers send it before they take a machine away: a run saves and ends.
+"""Signals that end a run: SIGTERM, after which it saves first, and the abort of JAX's runtime.
 
-A line for the user when C++ ends the process, where no `except` of Python runs.
+Schedulers send SIGTERM before they take a machine away; a run then saves and ends (`Preemption`).
 
-JAX's coordination client aborts a process whose peers are gone as soon as it hears of it, which may
-be before the transport's own error reaches Python, and takes no callback that Python can give
-(jaxlib 0.12: the callback's argument has no Python type). What does run then is faulthandler's
-signal handler; it writes into a pipe, and who reads the pipe outlives the process.
-
+JAX's coordination client aborts a process whose peers are gone as soon as it learns of it. That may
+be before the transport's own error reaches Python, and no `except` runs then; nor does the client
+take a callback of Python (jaxlib 0.12: the callback's argument has no Python type). But
+faulthandler's signal handler does run. So `print_if_aborted` lets it write into a pipe, which is
+read by a process that outlives this one.
 """
 
 import faulthandler
@@ -20,7 +20,7 @@ from types import FrameType
 
 
 class Preemption:
-    """A context in which SIGTERM sets `asked`; a second one ends the process as it always did.
+    """A context in which SIGTERM sets `asked`; a second one has its usual effect.
 
     Outside of a program's main thread, where no signal can be caught, `asked` stays False.
     """
@@ -47,7 +47,7 @@ class Preemption:
             signal.signal(signal.SIGTERM, before)
 
 
-# Reads to the end of the pipe, which is the process's end, and shows what comes.
+# Copies the pipe to standard error up to its end, which comes with the end of the process.
 _LISTENER = """
 import sys
 aborted = False
@@ -60,12 +60,15 @@ if aborted:
 
 
 @contextmanager
-def if_aborted(line: str) -> Iterator[None]:
-    """Has `line` written to standard error, after Python's stack, if this process aborts within."""
+def print_if_aborted(line: str) -> Iterator[None]:
+    """A context in which an abort of this process prints `line` to standard error.
+
+    It comes after the stack that Python prints.
+    """
     listener = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _LISTENER, line],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # or an interrupt from the keyboard would end it first
+        start_new_session=True,  # otherwise an interrupt from the keyboard would end it first
     )
     assert listener.stdin is not None
     faulthandler.enable(listener.stdin)
@@ -74,5 +77,5 @@ def if_aborted(line: str) -> Iterator[None]:
     finally:
         faulthandler.disable()
         listener.stdin.close()
-        listener.kill()  # not by the pipe's end alone: a child that was forked would keep it open
+        listener.kill()  # a forked child may still have the pipe open, so that it would not end
         listener.wait()

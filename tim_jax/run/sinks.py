@@ -1,4 +1,4 @@
-"""Where numbers go: JSON lines always, TensorBoard and Weights & Biases by choice.
+"""Writers of metrics: JSON lines always, TensorBoard and Weights & Biases by choice.
 
 A sink takes `write(step, values)` and `close()`. Values are scalars (of Python, NumPy or JAX),
 strings, arrays, or lists and mappings of them. Nothing here decides what is measured.
@@ -26,9 +26,13 @@ WandbMode = Literal["online", "offline", "disabled"]
 class Sink(Protocol):
     """The interface: anything with these two methods is a sink."""
 
-    def write(self, step: int, values: Values) -> None: ...
+    def write(self, step: int, values: Values) -> None:
+        """Takes the numbers of one step."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Takes no more, and lets go of what it writes to."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class MetricNames:
 
 
 class JsonLines:
-    """A file of one JSON object a line, `{"step": step, ...}`, handed to the system at every write.
+    """A file of one JSON object a line, `{"step": step, ...}`, without buffering.
 
     A line is written by one call on an unbuffered file, so a process that dies leaves whole lines
     and at most one cut line at the end, which opening with `offset` removes. JSON has no
@@ -102,7 +106,7 @@ class JsonLines:
         self.last_step = int(step)
 
     def sync(self) -> None:
-        """Returns when the lines are on the disk, as a power cut would find them."""
+        """Waits until the lines are on the disk, where they survive a power cut."""
         if stat.S_ISCHR(os.fstat(self._file.fileno()).st_mode):
             return  # os.devnull has no disk
         try:
@@ -147,7 +151,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic | jax.Array):
-        # bfloat16 and its kin have no Python form of their own; float32 holds them exactly.
+        # Python has no form of bfloat16 and the like; float32 holds their values exactly.
         array = np.asarray(value)
         return plain((array.astype(np.float32) if array.dtype.kind == "V" else array).tolist())
     if isinstance(value, os.PathLike):
@@ -159,18 +163,18 @@ def plain(value: Any) -> Any:
 
 def scalars(values: Values) -> dict[str, float]:
     """The numbers among `values` (bools as 0 and 1, arrays without axes too), as floats."""
-    found = {}
+    numbers = {}
     for name, value in values.items():
         is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
         if isinstance(value, np.character) or (is_array and value.ndim):
             continue
         if is_array or isinstance(value, bool | int | float):
-            found[name] = float(value)
-    return found
+            numbers[name] = float(value)
+    return numbers
 
 
 class TensorBoard:
-    """Scalars as TensorBoard events under `folder`; strings and arrays are left to the JSON lines.
+    """Scalars as TensorBoard events under `folder`, without strings and arrays.
 
     Args:
         resume_step: the last step to keep; what an earlier process wrote after it is hidden.
@@ -274,8 +278,8 @@ class Tee:
 def _wandb_id(folder: Path) -> str:
     path = folder / "wandb_id"
     try:
-        if path.exists() and (known := path.read_text().strip()):
-            return known
+        if path.exists() and (stored := path.read_text().strip()):
+            return stored
         new = uuid.uuid4().hex[:12]
         path.write_text(new + "\n")
     except OSError as error:

@@ -1,16 +1,11 @@
-"""What a task is: prompts with answers, a held-out share of them, and a way to grade completions.
+"""What a task is: prompts with answers, some of them held out, and a grader of completions.
 
 A `Task` is a value. Nothing here knows about models, tokens or devices: a task gives text and takes
 text. The order in which training prompts are visited is a pure function of (seed, step), so a
 resumed run needs no state to see the same data.
 
-Random draws that do not change between versions, and checks of the numbers that shape them.
-
-Grading shared among processes: each grades its part, and all get the same verdicts.
-
-Every completion is graded once. Were each process to grade all of them, a time limit could be hit
-on one and not on another, and they would go on to train on different rewards.
-
+Also what the tasks share: random draws that do not change between versions of Python, checks of
+numbers, and a grader that divides its work among the processes of a job.
 """
 
 import json
@@ -40,8 +35,8 @@ class Message:
 class Example:
     """One problem.
 
-    `solution` is a worked completion that ends in the answer; only tasks that can write one have it
-    (supervised warm start). `data` holds what else the grader needs and must not be written to.
+    `solution` is a worked completion that ends in the answer, for a supervised warm start; only
+    some tasks have it. `data` is what else the grader needs; it must not be changed.
     """
 
     prompt: str | tuple[Message, ...]
@@ -52,10 +47,10 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """The verdict on one completion.
+    """The grade of one completion.
 
-    `reward` is finite. `fault` says that the grader, not the completion, had the last word: it ran
-    past its limit (`timeout`) or failed (`error`). The reward is then 0.
+    `reward` is finite. `fault` is set if the grader gave no verdict, because it ran past its limit
+    (`timeout`) or failed (`error`). The reward is then 0.
     """
 
     reward: float
@@ -81,6 +76,7 @@ class Task:
     notes: tuple[str, ...] = ()
 
     def close(self) -> None:
+        """Ends the worker processes of the grader and of the prompts' source, if they have some."""
         for part in (self.grade, self.train):
             close = getattr(part, "close", None)
             if close is not None:
@@ -89,7 +85,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Generated(Sequence[Example]):
-    """A sequence whose item i is `make(i)`, made when asked for."""
+    """A sequence whose item i is `make(i)`, computed at every access."""
 
     make: Callable[[int], Example]
     size: int
@@ -167,7 +163,7 @@ def rng_for(*key: object) -> random.Random:
 
 
 def below(rng: random.Random, n: int) -> int:
-    """Returns a whole number in 0..n-1. Of `random`, only `random()` is promised to stay."""
+    """Returns a whole number in 0..n-1, by `random()`, the only method that Python keeps stable."""
     return int(rng.random() * n)
 
 
@@ -200,9 +196,16 @@ def share(name: str, value: object) -> float:
 
 @dataclass(frozen=True)
 class SharedGrader:
-    """A grader of every process's own part of the rows.
+    """A grader that grades a part of the rows on each process and returns all grades on all.
 
-    exchange: this process's text -> the texts of all processes, in order.
+    So every completion is graded once. If each process graded all of them, one might hit a time
+    limit where another does not, and they would train on different rewards.
+
+    Attributes:
+      grade: the grader of the task.
+      index: the number of this process, from 0.
+      count: how many processes there are.
+      exchange: this process's text -> the texts of all processes, in order.
     """
 
     grade: Grader
@@ -212,13 +215,14 @@ class SharedGrader:
 
     def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
         size = -(-len(completions) // self.count)
-        own = slice(self.index * size, (self.index + 1) * size)
-        grades = self.grade(examples[own], completions[own]) if completions[own] else []
-        # As JSON, a float comes back to the bit.
+        rows = slice(self.index * size, (self.index + 1) * size)
+        grades = self.grade(examples[rows], completions[rows]) if completions[rows] else []
+        # JSON keeps every bit of a float.
         parts = self.exchange(json.dumps([[grade.reward, grade.fault] for grade in grades]))
         return [Grade(reward, fault) for part in parts for reward, fault in json.loads(part)]
 
     def close(self) -> None:
+        """Ends the worker processes of the grader, if it has some."""
         close = getattr(self.grade, "close", None)
         if close is not None:
             close()

@@ -4,15 +4,16 @@
   sorting       `7305>`       ->  `7 37 037#0357`               insertion sort of the digits
   countdown     `3 5 2:16`    ->  `3+5=8 8*2=16#(3+5)*2`        reach 16, each number used once
 
-The answer is what follows the last `#` of a completion; everything before it is working and free.
-A policy may answer at once (`#6`) or work first, which is longer and more often right: response
-length grows as training finds that out.
+The answer is what follows the last `#` of a completion; everything before it is working and is not
+graded. A policy may answer at once (`#6`), or work first, which is longer and more often right: so
+response length grows as training discovers that.
 
 All text is over `ALPHABET`. With the default sizes a prompt has at most 24 characters and a worked
-completion at most 48. Whether a problem is held out is decided by a hash of its prompt alone, so
-training and evaluation stay disjoint for every seed and size.
+completion at most 48. Whether a problem is held out is decided by a hash of its prompt, so training
+and evaluation are disjoint for every seed and size.
 
-Supervised pairs of a chosen quality from a task's worked solutions, for a warm start.
+`supervised` makes (prompt, completion) pairs of a chosen quality from the worked solutions, for a
+warm start.
 """
 
 import ast
@@ -53,7 +54,8 @@ def running_sums(
       digits: fewest and most digits of a problem. A prompt has 2n characters, a worked completion
         2n + 1.
       seed: names the problems; held-out prompts are never trained on, whatever the seed.
-      train_size, eval_size: how many problems; those of the evaluation are all different.
+      train_size: how many problems to train on.
+      eval_size: how many problems to evaluate on, all different.
       format_reward: reward for a wrong answer of the right form; 1 is for the right answer.
     """
     least, most = span("digits", digits, 1)
@@ -84,7 +86,10 @@ def sorting(
     Args:
       digits: fewest and most digits. A prompt has n + 1 characters, a worked completion
         n (n + 3) / 2, hence at most 44 for 8 digits.
-      seed, train_size, eval_size, format_reward: as for `running_sums`.
+      seed: as in `running_sums`.
+      train_size: as in `running_sums`.
+      eval_size: as in `running_sums`.
+      format_reward: as in `running_sums`.
     """
     least, most = span("digits", digits, 2)
 
@@ -119,7 +124,10 @@ def countdown(
       numbers: fewest and most numbers.
       largest: numbers are drawn from 1 to this.
       largest_target: targets, and all intermediate results of the worked form, are at most this.
-      seed, train_size, eval_size, format_reward: as for `running_sums`.
+      seed: as in `running_sums`.
+      train_size: as in `running_sums`.
+      eval_size: as in `running_sums`.
+      format_reward: as in `running_sums`.
     """
     least, most = span("numbers", numbers, 2)
     whole("largest", largest, least=1)
@@ -152,11 +160,11 @@ def builtin_task(name: str, parameters: Mapping[str, Any] | None = None) -> Task
     """
     if name not in BUILTIN:
         raise InputError(f"unknown built-in task {name!r}{did_you_mean(name, BUILTIN)}")
-    known = inspect.signature(BUILTIN[name]).parameters
+    allowed = inspect.signature(BUILTIN[name]).parameters
     parameters = dict(parameters or {})
     for key in parameters:
-        if key not in known:
-            raise InputError(f"task {name}: unknown parameter {key!r}{did_you_mean(key, known)}")
+        if key not in allowed:
+            raise InputError(f"task {name}: unknown parameter {key!r}{did_you_mean(key, allowed)}")
     return BUILTIN[name](**parameters)
 
 
@@ -199,16 +207,16 @@ def _train_item(name: str, draw: Draw, seed: int, index: int) -> Example:
 
 def _evaluation(name: str, draw: Draw, seed: int, size: int) -> tuple[Example, ...]:
     rng = rng_for(name, seed, "evaluation")
-    found: dict[Any, Example] = {}
+    problems: dict[Any, Example] = {}
     for _ in range(ATTEMPTS + 10 * HELD_OUT * size):
         example = draw(rng)
         if _held_out(example):
-            found.setdefault(example.prompt, example)
-        if len(found) == size:
-            return tuple(found.values())
+            problems.setdefault(example.prompt, example)
+        if len(problems) == size:
+            return tuple(problems.values())
     raise InputError(
         f"task {name}: these sizes allow too few different problems for eval_size={size}"
-        f" (found {len(found)}); take a smaller eval_size or larger problems"
+        f" (found {len(problems)}); take a smaller eval_size or larger problems"
     )
 
 

@@ -12,6 +12,10 @@ from tim_jax.errors import InputError, did_you_mean
 from tim_jax.tasks.base import Example, Grade, Grader, Message
 
 
+def _answer(example: Example) -> Any:
+    return example.answer
+
+
 def load_reward(name: str) -> Grader:
     """Returns the grader that calls the function `name`, written `module:function`.
 
@@ -23,13 +27,36 @@ def load_reward(name: str) -> Grader:
       InputError: when loading, if there is no such module or function or the import fails; when
         grading, if the function raises, or returns anything but as many finite numbers.
     """
-    function = load_function(name)
+    return as_grader(load_function(name), name)
+
+
+def as_grader(
+    function: Callable[..., Any],
+    name: str,
+    *,
+    batched: bool = True,
+    answer: Callable[[Example], Any] = _answer,
+) -> Grader:
+    """Returns the grader that calls `function`, with three lists as `load_reward` says.
+
+    Args:
+      name: what the function is called in errors.
+      batched: False calls it once for each completion, with (prompt, completion, answer).
+      answer: what it is given as an example's answer.
+
+    Raises:
+      InputError: when grading, as `load_reward` says.
+    """
 
     def grade(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
         prompts = [_plain(example.prompt) for example in examples]
-        answers = [example.answer for example in examples]
+        answers = [answer(example) for example in examples]
         try:
-            values = function(prompts, list(completions), answers)
+            if batched:
+                values = function(prompts, list(completions), answers)
+            else:
+                rows = zip(prompts, completions, answers, strict=True)
+                values = [function(*row) for row in rows]
         except Exception as error:
             raise InputError(f"reward {name} raised {_described(error)}") from error
         return [Grade(value) for value in _checked(values, len(completions), name)]
@@ -38,6 +65,11 @@ def load_reward(name: str) -> Grader:
 
 
 def load_function(name: str) -> Callable[..., Any]:
+    """Imports the function that `module:function` names; the current folder is searched too.
+
+    Raises:
+      InputError: the name is not written so, the import fails, or there is no such function.
+    """
     module_name, colon, function_name = name.partition(":")
     if module_name.endswith(".py") or os.sep in module_name:
         right = f"{module_name.removesuffix('.py').replace(os.sep, '.')}:{function_name}"

@@ -1,14 +1,12 @@
-"""Rows of a dataset from where it lies: JSON, JSON lines, Parquet, a folder of them, or the hub.
+"""Tasks from datasets: rows in a common layout become prompts with ground truths.
 
-Tasks from datasets: rows in a common layout become prompts with ground truths.
+Rows are read from JSON, JSON lines or Parquet files, from a folder of them, or from the hub. Their
+layout follows from the columns of the first row; named columns override it.
 
   GSM8K       `question`, `answer` with the number after `####`
   MATH        `problem`, `solution` with the answer in its last `\\boxed{}`; `answer` if present
   DAPO, verl  `prompt` as text or messages, `reward_model` with `ground_truth`
   plain       `prompt` (or `question`, `problem`), `answer`
-
-The layout follows from the columns of the first row; named columns override it.
-
 """
 
 import hashlib
@@ -30,7 +28,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row, and where it was: `train.jsonl, line 3`."""
+    """One row, and its place, such as `train.jsonl, line 3`."""
 
     values: Mapping[str, Any]
     where: str
@@ -127,8 +125,8 @@ def _folder(path: Path, split: str) -> Iterable[Row]:
     named = re.compile(rf"{re.escape(split)}([-_.].*)?")
     chosen = [file for file in files if named.fullmatch(file.stem)]
     if not chosen:
-        found = ", ".join(str(file.relative_to(path)) for file in files[:10]) or "no data files"
-        raise InputError(f"dataset {str(path)!r}: no file for split {split!r}; found: {found}")
+        names = ", ".join(str(file.relative_to(path)) for file in files[:10]) or "no data files"
+        raise InputError(f"dataset {str(path)!r}: no file for split {split!r}; found: {names}")
     if len({file.suffix for file in chosen}) > 1:
         raise InputError(
             f"dataset {str(path)!r}: files of several types for split {split!r}:"
@@ -142,15 +140,15 @@ def _saved(path: Path, split: str) -> Iterator[Row]:
     import datasets  # an extra
 
     try:
-        found = datasets.load_from_disk(str(path))
+        dataset = datasets.load_from_disk(str(path))
     except Exception as error:
         raise InputError(f"dataset {str(path)!r}: {_first_line(error)}") from error
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            has = ", ".join(map(str, found))
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            has = ", ".join(map(str, dataset))
             raise InputError(f"dataset {str(path)!r}: no split {split!r}; it has: {has}")
-        found = found[split]
-    return (_row(row, f"{path}, row {i}") for i, row in enumerate(found, 1))
+        dataset = dataset[split]
+    return (_row(row, f"{path}, row {i}") for i, row in enumerate(dataset, 1))
 
 
 def _hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
@@ -158,13 +156,13 @@ def _hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
     import datasets  # an extra
 
     try:
-        found = datasets.load_dataset(name, subset, split=split)
+        dataset = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the hub's clients raise dozens of types
         raise InputError(
             f"dataset {name!r}: no such file or folder here, and the hub has no split {split!r} of"
             f" it to give: {type(error).__name__}: {_first_line(error)}"
         ) from error
-    return (_row(row, f"{name} {split}, row {i}") for i, row in enumerate(found, 1))
+    return (_row(row, f"{name} {split}, row {i}") for i, row in enumerate(dataset, 1))
 
 
 def _need_datasets(source: str) -> None:
@@ -190,7 +188,7 @@ PLACE = "{prompt}"
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """Where a dataset lies and how to read it.
+    """Where a dataset is and how to read it.
 
     Attributes:
       path: file, folder or hub name, as for `read_rows`.
@@ -220,7 +218,7 @@ class DatasetSource:
 
     def __post_init__(self) -> None:
         share("eval_share", self.eval_share)
-        whole("seed", self.seed)
+        whole("seed", self.seed, least=0)
         if self.eval_limit is not None:
             whole("eval_limit", self.eval_limit, least=1)
         if self.template is not None and PLACE not in self.template:

@@ -1,9 +1,9 @@
-"""Worker processes for code that may hang, crash or eat memory: each request is under a limit.
+"""Worker processes for code that may hang, crash or take too much memory, with limits per request.
 
 Every worker is a fresh interpreter, started by running `worker.py` as a script: no fork of a
 threaded process, no second import of the program's main module, no JAX. A request over its limit
-costs its worker, which is replaced; the requests beside and behind it are not touched. A request
-whose worker died in another way is tried once more.
+ends its worker, which is replaced; other requests are not affected. A request whose worker died in
+another way is tried once more.
 """
 
 import json
@@ -44,8 +44,8 @@ class Limits:
     """What one request may use.
 
     `seconds` are CPU seconds of the worker, so that a loaded machine does not change grades; a
-    worker that sleeps is ended by the clock, much later. `memory` is the
-    worker's address space in bytes.
+    worker that sleeps is ended by the clock, much later. `memory` is the worker's address space in
+    bytes, `workers` the number of worker processes.
     """
 
     seconds: float = 5.0
@@ -84,10 +84,10 @@ class Refusal(Exception):
 
 
 class Guard:
-    """A pool of workers of one kind. `map` may be called from any thread; calls take turns.
+    """A pool of workers of one kind. `map` may be called from any thread; calls run one by one.
 
-    Workers start when first needed, or by `start`, and end by `close`, with the guard, or with the
-    program, however that ends: a worker whose parent is gone reads the end of its socket.
+    Workers start when first needed, or by `start`. They end by `close`, with the guard, or with the
+    program, however that ends: when the parent is gone, a worker reads the end of its socket.
     """
 
     def __init__(self, kind: str, setup: Mapping[str, Any], limits: Limits) -> None:
@@ -178,7 +178,7 @@ def _hear(worker: "_Worker", work: _Work) -> bool:
 
 
 def _bury(worker: "_Worker", work: _Work) -> None:
-    """Ends a worker that is late or has died, and settles what becomes of its request."""
+    """Ends a worker that is late or has died, and records or repeats its request."""
     late, request = worker.late, worker.request
     code = worker.end(patience=0.0 if late else END_SECONDS)
     if request is None:

@@ -1,7 +1,8 @@
 """Tasks of reasoning-gym (extra `gym`) by name and parameters, with their own score functions.
 
-Problems are made and scored in guarded worker processes (`guard`): five of the library's datasets
-depend on Python's hash seed, which is fixed there, and some scorers evaluate what the policy wrote.
+Problems are made and scored in guarded worker processes (`guard`), because five of the library's
+datasets depend on Python's hash seed, which is fixed there, and because some scorers evaluate what
+the policy wrote.
 """
 
 import re
@@ -20,7 +21,7 @@ SYSTEM = (
     " between <answer> and </answer>, in the form that the problem asks for."
 )
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-KEPT = 4096  # problems held by a task
+KEPT = 4096  # problems that a task keeps in memory
 ITEM_SECONDS = 60.0  # CPU seconds to make one problem; some datasets search for a good one
 
 
@@ -37,8 +38,8 @@ def gym_task(
     """Returns the reasoning-gym dataset `name` as a task.
 
     Items 0 to train_size - 1 of the dataset are for training, the next eval_size for evaluation,
-    those with a question met before left out. A training item whose question is held out gives its
-    place to the next one that is not.
+    without repeated questions. A training item whose question is held out is replaced by the next
+    one that is not.
 
     The answer is the text of the last `<answer>...</answer>`, or the whole completion without a
     system prompt; rewards are the dataset's own, from 0 to 1.
@@ -134,11 +135,11 @@ class _Source:
         return Example(prompt, str(outcome.value["answer"] or ""), {"index": index})
 
     def _refused(self, reply: Mapping[str, Any]) -> str:
-        known = reply.get("known", ())
+        names = reply.get("known", ())
         if "parameter" in reply:
-            hint = did_you_mean(reply["parameter"], known)
+            hint = did_you_mean(reply["parameter"], names)
         else:
-            hint = did_you_mean(self.name, known) if known else ""
+            hint = did_you_mean(self.name, names) if names else ""
         return f"reasoning-gym task {self.name!r}: {reply['refused']}{hint}"
 
 

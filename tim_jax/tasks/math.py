@@ -12,9 +12,9 @@ class MathGrader:
     """Reward 1 for a completion whose final answer equals the example's answer, else 0.
 
     The answer is what `math_verify.parse` finds in the completion: a final-answer phrase, a
-    `\\boxed{}`, mathematics in dollars or a plain number, as a rule the last one. `1/2`, `0.5` and
-    `\\frac{2}{4}` are equal. Grades depend on (answer, completion) alone: not on the batch,
-    the number of workers or their past.
+    `\\boxed{}`, mathematics in dollars or a plain number, usually the last one. `1/2`, `0.5` and
+    `\\frac{2}{4}` are equal. A grade depends only on (answer, completion): not on the batch, the
+    number of workers or what they graded before.
 
     Raises:
       InputError: when made, if `math-verify` is not installed.

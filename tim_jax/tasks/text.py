@@ -1,4 +1,4 @@
-"""Text to token ids and back. Every tokenizer is a `PreTrainedTokenizerFast` of transformers.
+"""Tokenizers, and prompts as token ids. Tokenizers are `transformers`' `PreTrainedTokenizerFast`.
 
 `character_tokenizer` makes a small one for the built-in tasks, with one token per character; it is
 saved, loaded and used like any other.
@@ -36,7 +36,8 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     twice = sorted({letter for letter in alphabet if alphabet.count(letter) > 1})
     if twice:
         raise InputError(f"alphabet must have each character once; twice: {''.join(twice)!r}")
-    # The unknown token is named but not there, so that the library refuses instead of dropping.
+    # The unknown token is named but not in the vocabulary: so the library refuses an unknown
+    # character, where it would drop it otherwise.
     vocabulary = {token: i for i, token in enumerate((PAD, EOS, *alphabet))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -52,7 +53,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a checkpoint folder or hub name, with its chat template.
 
-    A missing pad token becomes the eos token: lengths, not pad tokens, say where text ends.
+    A missing pad token becomes the eos token: where text ends follows from lengths, not from pads.
 
     Raises:
       InputError: if there is none, it cannot be read, it is not a fast one, or it has no eos token.

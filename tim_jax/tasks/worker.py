@@ -1,10 +1,9 @@
-"""The child's half of `guard`: answers requests one after another until its parent is gone.
+"""The worker process of `guard`: answers requests one after another until its parent is gone.
 
-Run as a script by its path, so that neither this package nor JAX nor the parent's main module is
-imported. Every request is under a limit of CPU time that the kernel enforces by ending the process:
-no code that a request makes run can catch it, and a busy machine does not use it up. Requests and
-replies are JSON over an inherited socket; the standard streams are closed to whatever libraries
-print.
+It is run as a script by its path, so that neither this package nor JAX nor the parent's main module
+is imported. Every request has a limit of CPU time, which the kernel enforces by ending the process:
+code that a request runs cannot catch it, and waiting on a busy machine does not count. Requests and
+replies are JSON over an inherited socket; whatever libraries print goes nowhere.
 """
 
 import json
@@ -27,7 +26,7 @@ WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 Handler = Callable[[Any], Any]
 
 
-# The two libraries are extras, and each worker needs one of them: hence the imports inside.
+# The imports are inside the functions because both libraries are extras, and a worker needs one.
 
 
 def math_handler(setup: dict[str, Any]) -> Handler:
@@ -39,15 +38,15 @@ def math_handler(setup: dict[str, Any]) -> Handler:
 
     @lru_cache(maxsize=ENTRIES_KEPT)
     def truth(answer: str) -> list[Any]:
-        found = parse(f"\\boxed{{{answer}}}", **options)
-        if not found:
+        parsed = parse(f"\\boxed{{{answer}}}", **options)
+        if not parsed:
             raise ValueError(f"cannot read the ground truth {answer!r}")
-        return found
+        return parsed
 
     def handle(request: dict[str, str]) -> float:
         gold = truth(request["answer"])
-        found = parse(request["completion"], **options)
-        return float(verify(gold, found, timeout_seconds=None, raise_on_error=False))
+        parsed = parse(request["completion"], **options)
+        return float(verify(gold, parsed, timeout_seconds=None, raise_on_error=False))
 
     del setup
     return handle
@@ -95,6 +94,7 @@ HANDLERS: dict[str, Callable[[dict[str, Any]], Handler]] = {
 
 
 def limit_memory(size: int) -> None:
+    """Bounds the address space of this process, in bytes, and forbids core dumps."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     size = size if hard == resource.RLIM_INFINITY else min(size, hard)
     resource.setrlimit(resource.RLIMIT_AS, (size, hard))
@@ -113,6 +113,11 @@ def lock_down() -> None:
 
 
 def refuse_effects(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook that refuses what an answer must not do: write files, start processes, connect.
+
+    Raises:
+      PermissionError: for such an event.
+    """
     if event == "open":
         _, mode, flags = arguments
         writes = any(letter in mode for letter in "wax+") if mode else flags & WRITE_FLAGS
@@ -137,6 +142,7 @@ def answer(handle: Handler, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(connection: Connection) -> None:
+    """Makes the handler that the parent asks for, then answers its requests one by one."""
     setup = json.loads(connection.recv_bytes())
     limit_memory(setup["memory"])
     try:
@@ -154,6 +160,7 @@ def serve(connection: Connection) -> None:
 
 
 def main() -> None:
+    """Runs a worker on the inherited connection until the parent is gone."""
     logging.disable(logging.CRITICAL)
     try:
         serve(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Policy losses, token by token: log-probs and advantages in, losses out. No model, no state.
+"""Policy losses, token by token, of log-probs and advantages. No model, no state.
 
 B sequences, R the longest response. Every loss is a function of
 
@@ -8,9 +8,9 @@ B sequences, R the longest response. Every loss is a function of
 - `mask`: bool[B, R], True on response tokens
 
 and of its options, keyword-only, whose defaults are its paper's. It returns a `PolicyLoss`. The
-caller has put zeros for the log-probs off the mask and stopped the gradient of all but `log_probs`.
-Below, `d_t = log pi_t - log pi_old_t` and `r_t = exp(d_t)`, with d held within ±20; A is the
-advantage, sg stops the gradient. A log-prob that is not a number makes its token's loss so too.
+caller has set log-probs off the mask to 0 and stopped the gradient of all but `log_probs`.
+Below, `d_t = log pi_t - log pi_old_t` and `r_t = exp(d_t)`, with d clipped to ±20; A is the
+advantage, sg stops the gradient. A log-prob that is NaN makes its token's loss NaN.
 
 Losses of whole sequences (gspo, gmpo) have a token form here, so that an aggregation's weights and
 a correction's coefficients act on tokens everywhere. The covariance losses (clip_cov, kl_cov) need

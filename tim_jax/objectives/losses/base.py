@@ -1,7 +1,4 @@
-"""What a policy loss returns, and what its formulas share.
-
-Estimates of the KL divergence from a reference policy, token by token.
-"""
+"""What policy losses share: their result, the importance ratio, clipping, estimates of the KL."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -14,7 +11,7 @@ from tim_jax.numerics.sums import row_count, tree_sum
 
 
 class PolicyLoss(NamedTuple):
-    """What a loss says of each token. [B, R]; 0 or False off the mask."""
+    """A loss's result for each token. [B, R]; 0 or False off the mask."""
 
     loss: jax.Array  # f32, to be weighted and summed
     ratio: jax.Array  # f32 without gradient, the importance ratio before it is clipped
@@ -24,10 +21,12 @@ class PolicyLoss(NamedTuple):
 
 
 def log_ratios(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns f32[B, R], new minus old log-probs; 0 off the mask, whatever stands there."""
     return jnp.where(mask, log_probs - old_log_probs, 0.0)
 
 
 def token_ratio(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns f32[B, R], the importance ratio pi / pi_old, its exponent clipped to ±20."""
     difference = log_ratios(log_probs, old_log_probs, mask)
     return jnp.exp(jnp.clip(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
@@ -39,7 +38,7 @@ def row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def clipped(ratio, advantages, mask, clip_low, clip_high, dual_clip) -> PolicyLoss:
-    """`-min(r A, clip(r) A)`, by cases: a tie between the arms of min leaves the gradient whole."""
+    """`-min(r A, clip(r) A)`, by cases: `jnp.min` would halve the gradient where both are equal."""
     low, high = 1.0 - clip_low, 1.0 + clip_high
     clipped_low = mask & (advantages < 0.0) & (ratio < low)
     clipped_high = mask & (advantages > 0.0) & (ratio > high)
@@ -55,6 +54,12 @@ def clipped(ratio, advantages, mask, clip_low, clip_high, dual_clip) -> PolicyLo
 def trust_region(
     log_probs, old_log_probs, advantages, mask, divergence, bounds, ratio_cap
 ) -> PolicyLoss:
+    """DPPO: the policy gradient, without tokens that would leave the trust region.
+
+    A token has no gradient if its step would widen the difference of the two policies further and
+    `divergence` f32[B, R] is beyond `bounds` (for negative and for positive advantages). The ratio
+    weights the others, at most `ratio_cap`, and carries no gradient.
+    """
     ratio = jax.lax.stop_gradient(token_ratio(log_probs, old_log_probs, mask))
     low = (advantages <= 0.0) & (log_probs < old_log_probs) & (divergence > bounds[0])
     high = (advantages > 0.0) & (log_probs > old_log_probs) & (divergence > bounds[1])
@@ -63,18 +68,20 @@ def trust_region(
 
 
 def unclipped(loss: jax.Array, ratio: jax.Array, mask: jax.Array) -> PolicyLoss:
+    """Returns the result of a loss that cuts no ratio off."""
     never = jnp.zeros_like(mask)
     return result(loss, ratio, mask, low=never, high=never)
 
 
 def result(loss, ratio, mask, *, low, high, dual=None) -> PolicyLoss:
+    """Returns what a loss reports, with 0 or False off the mask and no gradient in the ratio."""
     ratio = jax.lax.stop_gradient(jnp.where(mask, ratio, 0.0))
     dual = jnp.zeros_like(mask) if dual is None else dual
     return PolicyLoss(jnp.where(mask, loss, 0.0), ratio, mask & low, mask & high, mask & dual)
 
 
 def absolute(values: jax.Array) -> jax.Array:
-    """`|x|` with no gradient at 0, where `jnp.abs` has 1: equal policies must not be pushed."""
+    """`|x|` with gradient 0 at 0 (`jnp.abs` has 1): equal policies must not be pushed apart."""
     return values * jax.lax.stop_gradient(jnp.sign(values))
 
 
@@ -87,12 +94,12 @@ def kl_estimate(
     """Returns per-token estimates f32[B, R] of KL(pi || reference) from tokens drawn from pi.
 
     With `d = log pi - log reference` (Schulman, "Approximating KL divergence", 2020):
-    k1 `d`; k2 `d^2 / 2`; k3 `exp(-d) - 1 + d`, with d held within ±20; abs `|d|`. As a loss, k2 is
+    k1 `d`; k2 `d^2 / 2`; k3 `exp(-d) - 1 + d`, with d clipped to ±20; abs `|d|`. As a loss, k2 is
     the one whose gradient is the divergence's in expectation; k1's has expectation 0; k3 is GRPO's
     choice. `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2.
 
-    `cap` holds the estimate within ±cap: verl's k3 has a cap of 10. Beyond it there is no gradient,
-    but for k1+ and k3+, whose gradient it leaves alone.
+    `cap` clips the estimate to ±cap: verl's k3 has a cap of 10. Beyond it there is no gradient,
+    except for k1+ and k3+, whose gradient is not clipped.
 
     Raises:
         InputError: an unknown estimator, or a cap that is not positive.
@@ -118,5 +125,5 @@ def _divergence_estimate(difference: jax.Array, estimator: str) -> jax.Array:
         return absolute(difference)
     if estimator == "k2":
         return 0.5 * jnp.square(difference)
-    held = jnp.clip(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return jnp.expm1(-held) + held
+    d = jnp.clip(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return jnp.expm1(-d) + d

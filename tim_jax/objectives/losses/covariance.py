@@ -1,4 +1,7 @@
-"""Losses that treat tokens of large covariance apart (arXiv 2505.22617), and how they find them."""
+"""Losses that treat tokens of large covariance differently, and the choice of these tokens.
+
+Clip-Cov and KL-Cov (arXiv 2505.22617).
+"""
 
 import math
 from fractions import Fraction
@@ -40,7 +43,7 @@ def clip_cov(
         clip_high=clip_high,
         dual_clip=dual_clip,
     )
-    # A token that is not a number must show, whoever selected it.
+    # A NaN must stay visible, even where the token was selected.
     removed = selected & mask & ~jnp.isnan(plain.loss)
     raised = advantages > 0.0
     return PolicyLoss(
@@ -118,7 +121,7 @@ def select_kl_cov(
     share: float = 2e-4,
     coefficient: float = 1.0,
 ) -> jax.Array:
-    """Returns bool[B, R], the tokens of the whole batch that `kl_cov` holds to the old policy.
+    """Returns bool[B, R], the tokens of the whole batch that `kl_cov` ties to the old policy.
 
     They are the `share` of the response tokens (rounded down, 1 at least) with the largest
     covariance `(A - mean A)(log pi - mean log pi)`. Ties are broken by the tokens alone, as in
@@ -136,7 +139,7 @@ def _covariance(log_probs: jax.Array, advantages: jax.Array, mask: jax.Array) ->
 
 
 def _centred(values: jax.Array, mask: jax.Array) -> jax.Array:
-    # Compensated, so that the order of the rows does not show in the last bit of the mean.
+    # Compensated, so that the order of the rows does not change the last bit of the mean.
     flat = whole(jnp.where(mask, values, 0.0)).reshape(-1)
     return values - compensated_sum(flat)[0] / count(mask)
 
@@ -144,8 +147,8 @@ def _centred(values: jax.Array, mask: jax.Array) -> jax.Array:
 def _fingerprint(log_probs, old_log_probs, advantages, mask) -> jax.Array:
     """u32[B, R], a hash of each token: its three numbers, its place in the row and its whole row.
 
-    The row is in it so that only copies of a whole sequence are alike, and these are
-    interchangeable. Integer sums, so exact in any order; tokens off the mask have no part.
+    The row is part of it so that only copies of a whole sequence have equal hashes, and these are
+    interchangeable. Integer sums, so exact in any order; tokens off the mask do not count.
     """
     place = jax.lax.broadcasted_iota(jnp.uint32, mask.shape, 1)
     hashed = _mixed(place)
@@ -157,7 +160,7 @@ def _fingerprint(log_probs, old_log_probs, advantages, mask) -> jax.Array:
 
 
 def _mixed(words: jax.Array) -> jax.Array:
-    """A bijection of u32 in which each bit of the input sways each of the output (MurmurHash3)."""
+    """MurmurHash3's finaliser: a bijection of u32; each input bit influences each output bit."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         words = (words ^ (words >> jnp.uint32(shift))) * jnp.uint32(factor)
     return words ^ (words >> jnp.uint32(16))

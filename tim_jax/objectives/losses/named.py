@@ -1,4 +1,4 @@
-"""Losses by name, with their options checked."""
+"""The losses by name, and checks of their options."""
 
 import inspect
 import math
@@ -94,7 +94,7 @@ def select(
 
 
 def uses_ratio(name: str) -> bool:
-    """Says whether a loss looks at the old log-probs."""
+    """Returns whether a loss depends on the old log-probs."""
     check_choice("loss", name, LOSSES)
     return name != "reinforce"
 
@@ -112,12 +112,12 @@ def check_options(name: str, given: Mapping[str, Any]) -> None:
     Raises:
         InputError: an unknown loss or option, or a value out of its range.
     """
-    known = options(name)
+    defaults = options(name)
     for option in given:
-        if not known:
+        if not defaults:
             raise InputError(f"the loss {name!r} has no options, but {option!r} was given")
-        check_choice(f"the loss {name!r}: option", option, known)
-    values = {**known, **given}
+        check_choice(f"the loss {name!r}: option", option, defaults)
+    values = {**defaults, **given}
     if values.get("dual_clip", 0.0) is None:
         del values["dual_clip"]
     for option, value in values.items():

@@ -15,8 +15,9 @@ from tim_jax.objectives.losses.base import (
     unclipped,
 )
 
-# For the divergence of two coins. A float32 log-prob of 0 is a rounded one: taken at its word, any
-# other policy would be infinitely far from it. The authors of DPPO allow for the same 1e-8.
+# Bounds on log-probs in the divergence of two coins. A float32 log-prob of 0 has been rounded;
+# taken literally, any other policy would be infinitely far from it. DPPO's authors use the same
+# 1e-8.
 COIN_BOUNDS = (-100.0, -1e-8)
 
 
@@ -66,9 +67,10 @@ def gspo(
     gradient flows through the mean, so all tokens would share the average of the coefficients.
     """
     mean = row_mean(log_ratios(log_probs, old_log_probs, mask), mask)
-    held = jnp.clip(mean, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    own = jnp.where(mask, log_probs - jax.lax.stop_gradient(log_probs), 0.0)
-    ratio = jnp.exp(jax.lax.stop_gradient(held) + own)
+    sequence = jnp.clip(mean, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    # 0 in value, with the token's gradient.
+    token = jnp.where(mask, log_probs - jax.lax.stop_gradient(log_probs), 0.0)
+    ratio = jnp.exp(jax.lax.stop_gradient(sequence) + token)
     return clipped(ratio, advantages, mask, clip_low, clip_high, dual_clip)
 
 
@@ -130,10 +132,10 @@ def gmpo(
     of these losses and its gradient are those of the paper's mean. The ratio returned is s.
     """
     difference = log_ratios(log_probs, old_log_probs, mask)
-    held = jnp.clip(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    low = (advantages < 0.0) & (held < -clip_low)
-    high = (advantages > 0.0) & (held > clip_high)
-    used = jnp.where(low, -clip_low, jnp.where(high, clip_high, held))
+    log_ratio = jnp.clip(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    low = (advantages < 0.0) & (log_ratio < -clip_low)
+    high = (advantages > 0.0) & (log_ratio > clip_high)
+    used = jnp.where(low, -clip_low, jnp.where(high, clip_high, log_ratio))
     ratio = jnp.exp(jax.lax.stop_gradient(row_mean(jnp.where(mask, used, 0.0), mask)))
     loss = -advantages * ratio * jnp.exp(used - jax.lax.stop_gradient(used))
     return result(loss, jnp.broadcast_to(ratio, loss.shape), mask, low=low, high=high)
@@ -175,7 +177,7 @@ def dppo_kl(
     """As `dppo_tv`, with the binary divergence `KL(old || current)` (arXiv 2602.04879).
 
     `D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))` with p = pi and q = pi_old, of log-probs
-    held within [-100, -1e-8].
+    clipped to [-100, -1e-8].
     """
     p, q = (jnp.clip(x, *COIN_BOUNDS) for x in (log_probs, old_log_probs))
     others = jax.nn.log1mexp(-q) - jax.nn.log1mexp(-p)

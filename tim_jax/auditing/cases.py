@@ -1,7 +1,4 @@
-"""What an audit compares: values only.
-
-Small architectures with awkward shapes, for audits and tests. Random parameters.
-"""
+"""The cases of an audit, small architectures with awkward shapes, and random parameters."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -21,7 +18,7 @@ from tim_jax.model.weights import Kind, Params, tree
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
 
-_STOPS = 24  # one token in so many ends a response
+_STOPS = 24  # one token of so many in the vocabulary ends a response
 
 
 @dataclass(frozen=True)
@@ -191,7 +188,7 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             max_positions=512,
             qk_norm=True,
         ),
-        # a head of its own for every query
+        # as many key heads as query heads
         "llama": ModelConfig(
             model_type="llama",
             vocab_size=1000,
@@ -244,7 +241,7 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
 
 
 def random_params(config: ModelConfig, seed: int) -> Params:
-    """Random parameters, float32, with everything at work.
+    """Random parameters, float32, in which every part of the model has an effect.
 
     `init_params`, but with matrices wide enough that the logits spread as a trained model's do
     (a standard deviation of about 2), and norm weights and biases that are not all ones and zeros.

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tim_jax.audit.ablation import Found
+from tim_jax.auditing.ablation import ArmResult
 
 # Columns of the first table: the metric, its heading.
 MAIN = {
@@ -33,7 +33,9 @@ PROFILES = {
 }
 
 
-def to_record(found: Sequence[Found], *, model: str, about: Mapping[str, Any]) -> dict[str, Any]:
+def to_record(
+    results: Sequence[ArmResult], *, model: str, about: Mapping[str, Any]
+) -> dict[str, Any]:
     """The ablation as plain values, with what it was made from."""
     device = jax.devices()[0]
     return {
@@ -42,7 +44,7 @@ def to_record(found: Sequence[Found], *, model: str, about: Mapping[str, Any]) -
         "jax": jax.__version__,
         "python": platform.python_version(),
         "device": f"{device.platform} {device.device_kind}",
-        "cases": [_plain(asdict(case)) for case in found],
+        "cases": [_plain(asdict(case)) for case in results],
     }
 
 

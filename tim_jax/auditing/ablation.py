@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import metrics, mismatch
-from tim_jax.audit.cases import Score
-from tim_jax.audit.running import learner_log_probs
+from tim_jax.auditing.cases import Score
+from tim_jax.auditing.running import learner_log_probs
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights
@@ -40,8 +40,8 @@ class Bin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one case found. d is the learner's log-prob minus the recorded one."""
+class ArmResult:
+    """The result of one arm. d is the learner's log-prob minus the recorded one."""
 
     case: str
     group: str  # of the entry; "" for the baseline and for several entries
@@ -52,41 +52,41 @@ class Found:
     profiles: dict[str, tuple[Bin, ...]]  # by_position, by_probability, by_difference, by_length
 
 
-class Case(NamedTuple):
-    """A dial with a name."""
+class Arm(NamedTuple):
+    """One sampler of the comparison: a dial with a name."""
 
     name: str
     mismatch: Mismatch
 
 
-def alone_and_together(whole: Mismatch) -> list[Case]:
+def alone_and_together(whole: Mismatch) -> list[Arm]:
     """The baseline, each entry of the dial alone, and the whole dial."""
-    alone = [Case(mismatch.label(entry), Mismatch((entry,))) for entry in whole.entries]
-    together = [Case(TOGETHER, whole)] if len(alone) > 1 else []
-    return [Case(BASELINE, Mismatch()), *alone, *together]
+    alone = [Arm(mismatch.label(entry), Mismatch((entry,))) for entry in whole.entries]
+    together = [Arm(TOGETHER, whole)] if len(alone) > 1 else []
+    return [Arm(BASELINE, Mismatch()), *alone, *together]
 
 
-def check(cases: Sequence[Case], execution: Execution, *, older: bool) -> None:
-    """Raises InputError for a case that cannot be run, before anything is compiled."""
-    for case in cases:
-        mismatch.check(case.mismatch, execution)
-        if case.mismatch.stale_updates and not older:
+def check(arms: Sequence[Arm], execution: Execution, *, older: bool) -> None:
+    """Raises InputError for an arm that cannot be run, before anything is compiled."""
+    for arm in arms:
+        mismatch.check(arm.mismatch, execution)
+        if arm.mismatch.stale_updates and not older:
             mismatch.refuse_stale(
-                case.mismatch, "there are no older weights here; audit a run folder that has them"
+                arm.mismatch, "there are no older weights here; audit a run folder that has them"
             )
 
 
 def ablate(
     weights: Weights,
     prompts: Prompts,
-    cases: Sequence[Case],
+    arms: Sequence[Arm],
     *,
     execution: Execution,
     samples: int,
     seed: int = 0,
     older: Callable[[int], Weights] | None = None,
-) -> Iterator[Found]:
-    """Runs the cases and yields what each found.
+) -> Iterator[ArmResult]:
+    """Runs the arms and yields the result of each.
 
     Args:
       weights: the learner's compute weights.
@@ -97,50 +97,50 @@ def ablate(
     Raises:
       InputError: as `check`.
     """
-    check(cases, execution, older=older is not None)
+    check(arms, execution, older=older is not None)
     key = jax.random.key(seed)
     learn = learner_log_probs(execution, Score())
     compare = jax.jit(_compare)
     samplers: dict[Mismatch, Callable[..., Rollout]] = {}  # each is compiled once
-    for case in cases:
-        stale = case.mismatch.stale_updates
+    for arm in arms:
+        stale = arm.mismatch.stale_updates
         source = older(stale) if stale and older is not None else weights
-        drawing = case.mismatch.drawing
+        drawing = arm.mismatch.drawing
         if drawing not in samplers:
             samplers[drawing] = programs.sampling_program(
                 execution, samples=samples, mismatch=drawing
             )
-        own = jax.jit(case.mismatch.weights)(source)
-        rollout = samplers[drawing](own, prompts, key)
-        report = partial(dial.report, mismatch=case.mismatch, samples=samples)
+        weights_drawn = jax.jit(arm.mismatch.weights)(source)
+        rollout = samplers[drawing](weights_drawn, prompts, key)
+        report = partial(dial.report, mismatch=arm.mismatch, samples=samples)
         rollout = jax.jit(report)(rollout, prompts, key)
         log_probs, _ = learn(weights, replace(rollout, drawn_log_probs=None, hidden=None))
-        yield _found(case, rollout, compare(log_probs, rollout), execution)
+        yield _result(arm, rollout, compare(log_probs, rollout), execution)
 
 
 def _compare(log_probs, rollout: Rollout) -> dict[str, Any]:
     recorded, mask = rollout.log_probs, rollout.mask
-    found = {
+    comparison = {
         "metrics": metrics.mismatch_metrics(log_probs, recorded, mask),
         "profiles": metrics.mismatch_profiles(log_probs, recorded, mask, bins=_POSITION_BINS),
         "difference": jnp.where(mask, jnp.abs(log_probs - recorded), 0.0),
     }
     if rollout.drawn_log_probs is not None:
-        found["reporting"] = metrics.mismatch_metrics(rollout.drawn_log_probs, recorded, mask)
-    return found
+        comparison["reporting"] = metrics.mismatch_metrics(rollout.drawn_log_probs, recorded, mask)
+    return comparison
 
 
-def _found(case: Case, rollout: Rollout, compared: Any, execution: Execution) -> Found:
+def _result(arm: Arm, rollout: Rollout, compared: Any, execution: Execution) -> ArmResult:
     compared = jax.device_get(compared)
-    entries = case.mismatch.entries
+    entries = arm.mismatch.entries
     alone = len(entries) == 1
     groups = [g for g, kinds in mismatch.GROUPS.items() if alone and isinstance(entries[0], kinds)]
-    changed = mismatch.difference(execution.numerics, case.mismatch.numerics(execution.numerics))
+    changed = mismatch.difference(execution.numerics, arm.mismatch.numerics(execution.numerics))
     profiles = {name: _bins(profile) for name, profile in compared["profiles"].items()}
     profiles["by_length"] = _by_length(compared["difference"], rollout)
     reporting = compared.get("reporting")
-    return Found(
-        case=case.name,
+    return ArmResult(
+        case=arm.name,
         group=groups[0] if groups else "",
         entries=tuple(mismatch.label(entry) for entry in entries),
         differences={name: f"{a} -> {b}" for name, (a, b) in changed.items()},
@@ -163,9 +163,9 @@ def _by_length(difference: np.ndarray, rollout: Rollout) -> tuple[Bin, ...]:
     mask, longest = np.asarray(rollout.mask), rollout.responses.shape[1]
     lengths = np.broadcast_to(np.asarray(rollout.lengths)[:, None], mask.shape)
     edges = np.linspace(1, longest + 1, min(_LENGTH_BINS, longest) + 1)
-    found = []
+    bins = []
     for low, high in itertools.pairwise(edges):
         inside = mask & (lengths >= low) & (lengths < high)
         mean = float(np.mean(difference, where=inside)) if inside.any() else 0.0
-        found.append(Bin(float(low), float(high), int(inside.sum()), mean))
-    return tuple(found)
+        bins.append(Bin(float(low), float(high), int(inside.sum()), mean))
+    return tuple(bins)

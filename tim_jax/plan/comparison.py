@@ -1,7 +1,7 @@
-"""Where a compiled program adds up: its products, float sums and kernels, and how each is done.
+"""Compares the sampler's compiled forward with the learner's, operation by operation.
 
-The static audit: every product, float sum and kernel of the sampler's forward against the
-learner's, in the compiled programs' own text.
+Each product, float sum, kernel and sum over devices in the text of the sampler's program is matched
+with its counterpart in the learner's programs: the same operation, types, layouts and code.
 """
 
 import re
@@ -27,50 +27,50 @@ _MEMORY = re.compile(r"S\(\d+\)")
 _TILING = re.compile(r'"window_config":(\{[^}]*\})')
 
 
-# A crossing is a sum over devices. A pick is a sum by the compiler's hand where the traced program
-# slices or gathers: everything but one value is zero.
+# A crossing is a sum over devices. A pick is a sum that the compiler wrote where the traced program
+# slices or gathers: all values but one are zero.
 KINDS = ("kernel", "product", "sum", "crossing", "pick")
 
 
 @dataclass(frozen=True)
-class Site:
-    """A product, a sum of floats or a kernel, alone or with the fusion that it is part of.
+class Operation:
+    """A product, a sum of floats or a kernel, by itself or with the fusion that it is part of.
 
-    Two sites with the same fields, up to how many rows their arrays have, run the same operations
-    in the same order for every row, as far as the text of a program says it.
+    Two of them with the same fields, but for the number of rows of their arrays, compute every row
+    in the same way and order, as far as the text of a program tells.
     """
 
     kind: str  # one of KINDS
     name: str  # the opcode, or the kernel's name
     operands: tuple[Type, ...]
     results: tuple[Type, ...]
-    summed: tuple[int, ...]  # sizes that are summed over, where the text says so
-    body: str = field(repr=False)  # what is done, with no sizes in it
-    tiling: str = ""  # how the compiler cuts it up, where the text says so
-    place: str = field(default="", compare=False)  # of one of them in the traced program
+    summed: tuple[int, ...]  # sizes that are summed over, where the text has them
+    body: str = field(repr=False)  # its code, without sizes
+    tiling: str = ""  # the compiler's tiles, where the text has them
+    place: str = field(default="", compare=False)  # of one such operation in the traced program
 
 
-def sites(module: Module) -> Iterator[Site]:
-    """All that a run of the program comes to, each once."""
+def operations(module: Module) -> Iterator[Operation]:
+    """All operations of a program, each once."""
     for visit in hlo.visits(module):
         if visit.fused:
             continue
-        found = _site(visit.instruction, visit.computation, module)
-        if found is not None:
-            yield found
+        operation = _operation(visit.instruction, visit.computation, module)
+        if operation is not None:
+            yield operation
 
 
 def layout(one: Type) -> str:
-    """An array's layout, in whichever memory it is."""
+    """An array's layout, without the memory that it is in."""
     return _MEMORY.sub("", one.layout)
 
 
-def backward(site: Site) -> bool:
+def backward(operation: Operation) -> bool:
     """Whether it belongs to a gradient, by its place in the traced program."""
-    return bool(_BACKWARD.search(site.place))
+    return bool(_BACKWARD.search(operation.place))
 
 
-def _site(one: Instruction, computation: Computation, module: Module) -> Site | None:
+def _operation(one: Instruction, computation: Computation, module: Module) -> Operation | None:
     inner = list(_inside(one, computation, module))
     products = [(i, c) for i, c in inner if i.opcode in _PRODUCTS]
     sums = [(i, c) for i, c in inner if _adds_floats(i, module)]
@@ -79,7 +79,7 @@ def _site(one: Instruction, computation: Computation, module: Module) -> Site | 
         return None
     place = next((i.op_name for i, _ in (*products, *sums) if i.op_name), one.op_name)
     tiling = _TILING.search(one.attributes)
-    return Site(
+    return Operation(
         kind="kernel" if kernel else "product" if products else _kind(sums),
         name=_kernel_name(one) if kernel else (products or sums)[0][0].opcode,
         operands=tuple(t for name in one.operands for t in computation[name].types),
@@ -99,12 +99,12 @@ def _kind(sums: list[tuple[Instruction, Computation]]) -> str:
 
 
 def _is_sum(place: str) -> bool:
-    """Whether the traced program adds up here; it does if the program does not say."""
+    """Whether the traced program has a sum here; assumed if its text does not say."""
     return not place or place.rpartition("/")[2].startswith(_ADDS)
 
 
 def _kernel_name(one: Instruction) -> str:
-    """The name that the kernel was given; the instruction's has more or less after it."""
+    """The name that the kernel was given; the compiler may have changed the instruction's name."""
     parts = one.op_name.split("/")
     return parts[-2] if parts[-1] == "pallas_call" and len(parts) > 1 else one.name
 
@@ -120,7 +120,7 @@ def _inside(one: Instruction, computation: Computation, module: Module):
 
 
 def _adds_floats(one: Instruction, module: Module) -> bool:
-    """Whether it is a sum whose order shows; a maximum has none, nor has a sum of integers."""
+    """Whether it is a sum whose order matters, unlike a maximum or a sum of integers."""
     if one.opcode not in _SUMS or not any(t.dtype.startswith(("f", "bf")) for t in one.types):
         return False
     (applied,) = one.called["to_apply"]
@@ -141,12 +141,12 @@ def _summed(one: Instruction, computation: Computation) -> list[int]:
 
 
 def _listed(name: str, attributes: str) -> list[str]:
-    found = re.search(rf"\b{name}=\{{([\d,]*)\}}", attributes)
-    return [n for n in found[1].split(",") if n] if found else []
+    match = re.search(rf"\b{name}=\{{([\d,]*)\}}", attributes)
+    return [n for n in match[1].split(",") if n] if match else []
 
 
 def _written(one: Instruction, computation: Computation, module: Module) -> str:
-    """What an instruction does, from its result back to its arguments, without names and sizes."""
+    """An instruction's code as text, without names and sizes."""
     numbers: dict[tuple[int, str], int] = {}
     lines: list[str] = []
 
@@ -161,7 +161,7 @@ def _written(one: Instruction, computation: Computation, module: Module) -> str:
             for names in value.called.values()
             for body in (module.computations[name] for name in names)
         ]
-        # A scalar constant is part of what is done; an argument is whatever comes in.
+        # A scalar constant is part of the code; the values of arguments are not.
         literal = value.arguments if value.opcode == "constant" else ""
         types = ",".join(f"{t.dtype}/{len(t.dims)}{layout(t)}" for t in value.types)
         attributes = _SIZES.sub(r"\1", _IGNORED.sub("", value.attributes))
@@ -177,77 +177,91 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Twin:
-    """A site of the sampler, how often its program has it, and the nearest site of the learner."""
+class Match:
+    """An operation of the sampler, and the nearest one of the learner."""
 
-    site: Site
-    count: int
-    other: Site | None  # None: the learner has nothing of the kind
-    differences: tuple[str, ...]  # empty: they are twins
-    sizes: tuple[str, ...]  # row counts and the like in which twins may differ: "64 and 10240"
+    operation: Operation
+    count: int  # how often the sampler's program has it
+    counterpart: Operation | None  # None: the learner has none of the kind
+    differences: tuple[str, ...]  # empty: the operations are the same
+    sizes: tuple[str, ...]  # row counts and the like that may differ: "64 and 10240"
 
 
-def audit(sampler: str, learner: Iterable[str], *, weights: Collection[Shape]) -> tuple[Twin, ...]:
-    """Compares the texts of compiled programs; what differs comes first.
+def compare(
+    sampler: str, learner: Iterable[str], *, weights: Collection[Shape]
+) -> tuple[Match, ...]:
+    """Compares the texts of compiled programs; operations that differ come first.
 
     Args:
-      learner: of programs that hold the learner's forward; their gradients are left out.
-      weights: shapes of the model's weights. Twins have the same; their other arrays may differ in
-        how many rows they have.
+      sampler: the text of the sampler's program.
+      learner: texts of programs that contain the learner's forward; their gradients are left out.
+      weights: shapes of the model's weights. These must be the same in both programs; other arrays
+        may have different numbers of rows.
     """
-    drawn: dict[Site, int] = {}
-    for site in sites(hlo.parse(sampler)):
-        drawn[site] = drawn.get(site, 0) + 1
-    known = {site for text in learner for site in sites(hlo.parse(text)) if not backward(site)}
-    found = [_nearest(site, count, known, weights) for site, count in drawn.items()]
-    return tuple(sorted(found, key=lambda twin: (not twin.differences, twin.site.name)))
+    counts: dict[Operation, int] = {}
+    for operation in operations(hlo.parse(sampler)):
+        counts[operation] = counts.get(operation, 0) + 1
+    candidates = {
+        other for text in learner for other in operations(hlo.parse(text)) if not backward(other)
+    }
+    matches = [_nearest(one, count, candidates, weights) for one, count in counts.items()]
+    return tuple(sorted(matches, key=lambda match: (not match.differences, match.operation.name)))
 
 
-def _nearest(site: Site, count: int, known: Collection[Site], weights: Collection[Shape]) -> Twin:
-    same = [other for other in known if other.kind == site.kind]
+def _nearest(
+    operation: Operation, count: int, candidates: Collection[Operation], weights: Collection[Shape]
+) -> Match:
+    same = [other for other in candidates if other.kind == operation.kind]
     if not same:
-        return Twin(site, count, None, (f"the learner has no {site.kind}",), ())
-    compared = [(differences(site, other, weights=weights), other) for other in same]
+        return Match(operation, count, None, (f"the learner has no {operation.kind}",), ())
+    compared = [(differences(operation, other, weights=weights), other) for other in same]
     # The same operation on other arrays is nearer than another operation on the same.
-    found, other = min(
+    differing, nearest = min(
         compared,
-        key=lambda pair: (pair[1].name != site.name, pair[1].body != site.body, len(pair[0])),
+        key=lambda pair: (
+            pair[1].name != operation.name,
+            pair[1].body != operation.body,
+            len(pair[0]),
+        ),
     )
-    return Twin(site, count, other, found, () if found else _sizes(site, other))
+    sizes = () if differing else _sizes(operation, nearest)
+    return Match(operation, count, nearest, differing, sizes)
 
 
-def differences(site: Site, other: Site, *, weights: Collection[Shape]) -> tuple[str, ...]:
-    """What keeps two sites from being twins, in words; the sampler's first."""
-    found = []
+def differences(
+    operation: Operation, other: Operation, *, weights: Collection[Shape]
+) -> tuple[str, ...]:
+    """The differences of two operations in words, the sampler's first."""
+    lines = []
     for what in ("name", "summed", "tiling", "body"):
-        ours, theirs = getattr(site, what), getattr(other, what)
+        ours, theirs = getattr(operation, what), getattr(other, what)
         if ours != theirs:
-            found.append(what if what == "body" else f"{what} {_text(ours)} / {_text(theirs)}")
+            lines.append(what if what == "body" else f"{what} {_text(ours)} / {_text(theirs)}")
     for what in ("operands", "results"):
-        ours, theirs = getattr(site, what), getattr(other, what)
+        ours, theirs = getattr(operation, what), getattr(other, what)
         if len(ours) != len(theirs):
-            found.append(f"{len(ours)} / {len(theirs)} {what}")
+            lines.append(f"{len(ours)} / {len(theirs)} {what}")
             continue
         for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            found += [f"{what[:-1]} {index}: {text}" for text in _types(a, b, weights)]
-    return tuple(found)
+            lines += [f"{what[:-1]} {index}: {text}" for text in _types(a, b, weights)]
+    return tuple(lines)
 
 
 def _types(a: Type, b: Type, weights: Collection[Shape]) -> list[str]:
     if (a.dtype, len(a.dims)) != (b.dtype, len(b.dims)):
         return [f"{a} / {b}"]
     ours, theirs = layout(a), layout(b)
-    found = [] if ours == theirs else [f"layout {ours} / {theirs}"]
-    known = (a.dims in weights) + (b.dims in weights)
-    # Where one is a weight's shape by chance, the arrays differ in their rows alone.
-    if a.dims != b.dims and (known == 2 or (known and a.dims[1:] != b.dims[1:])):
-        found.append(f"sizes {list(a.dims)} / {list(b.dims)}")
-    return found
+    lines = [] if ours == theirs else [f"layout {ours} / {theirs}"]
+    shaped = (a.dims in weights) + (b.dims in weights)
+    # If one has a weight's shape by chance, the arrays differ only in their rows.
+    if a.dims != b.dims and (shaped == 2 or (shaped and a.dims[1:] != b.dims[1:])):
+        lines.append(f"sizes {list(a.dims)} / {list(b.dims)}")
+    return lines
 
 
-def _sizes(site: Site, other: Site) -> tuple[str, ...]:
-    """Pairs of sizes in which the arrays of two sites differ."""
-    ours, theirs = ((*one.operands, *one.results) for one in (site, other))
+def _sizes(operation: Operation, other: Operation) -> tuple[str, ...]:
+    """Pairs of sizes in which the arrays of two operations differ."""
+    ours, theirs = ((*one.operands, *one.results) for one in (operation, other))
     pairs = [
         (x, y)
         for a, b in zip(ours, theirs, strict=True)

@@ -11,7 +11,7 @@ numerics run as a control: the comparison must be able to see a difference.
     print(to_json(summarise(results)))
 """
 
-from tim_jax.audit.cases import (
+from tim_jax.auditing.cases import (
     PRESETS,
     Again,
     Case,
@@ -22,8 +22,8 @@ from tim_jax.audit.cases import (
     random_params,
     standard_cases,
 )
-from tim_jax.audit.report import Summary, summarise, table, to_json
-from tim_jax.audit.running import CaseResult, Unequal, audit, compare, describe, draw_prompts
+from tim_jax.auditing.report import Summary, summarise, table, to_json
+from tim_jax.auditing.running import CaseResult, Unequal, audit, compare, describe, draw_prompts
 
 __all__ = [
     "PRESETS",

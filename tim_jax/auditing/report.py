@@ -10,12 +10,12 @@ from types import MappingProxyType
 import jax
 from rich.table import Table
 
-from tim_jax.audit.running import CaseResult
+from tim_jax.auditing.running import CaseResult
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What an audit found. Counts leave out the controls."""
+    """The result of an audit. Counts leave out the controls."""
 
     passed: bool  # no case failed, and there was one
     compared_tokens: int
@@ -110,8 +110,8 @@ def _where(result: CaseResult) -> str:
     first = result.first_unequal
     if first is None or result.control:
         return ""
-    (drawn, found), (recorded, computed) = first.tokens, first.values
+    (drawn, other), (recorded, computed) = first.tokens, first.values
     place = f"sequence {first.sequence}, position {first.position}"
-    if drawn != found:
-        return f"\n  first at {place}: token {drawn} and {found}"
+    if drawn != other:
+        return f"\n  first at {place}: token {drawn} and {other}"
     return f"\n  first at {place}: {recorded!r} and {computed!r}"

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from tim_jax import placement
-from tim_jax.audit.cases import Again, Case, Score, Sizes, standard_cases
+from tim_jax.auditing.cases import Again, Case, Score, Sizes, standard_cases
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling, jit
@@ -33,17 +33,17 @@ from tim_jax.types import Prompts, Rollout
 
 
 class Unequal(NamedTuple):
-    """Where two computations of a log-prob first part, in order of sequences and positions."""
+    """The first token whose two log-probs are unequal, in order of sequences and positions."""
 
     sequence: int
     position: int  # of the response
-    tokens: tuple[int, int]  # drawn, and found by the other computation
+    tokens: tuple[int, int]  # drawn, and drawn again
     values: tuple[float, float]  # their log-probs
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What a case found."""
+    """The result of a case."""
 
     name: str
     numerics: str
@@ -191,14 +191,14 @@ def _run(cases: Sequence[Case], bench: _Bench, *, control: bool) -> Iterator[Cas
         recorded = drawn[case.sampling]
         if isinstance(case.against, Again):
             other = _sample_again(prompts, case.against, case.sampling, bench)
-            recorded, found = _in_common(recorded, other, case.against, bench.sizes)
+            recorded, arrays = _in_common(recorded, other, case.against, bench.sizes)
         else:
             log_probs = _score_again(recorded, case.against, case.sampling, bench)
-            found = np.asarray(recorded.responses), np.asarray(recorded.mask), log_probs
+            arrays = np.asarray(recorded.responses), np.asarray(recorded.mask), log_probs
         yield CaseResult(
             case.name,
             describe(bench.numerics),
-            *compare(recorded, *found),
+            *compare(recorded, *arrays),
             control=control,
             seconds=time.perf_counter() - start,
         )
@@ -214,7 +214,7 @@ def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Be
     parts = []
     for batch in batches:
         chosen = jax.tree.map(lambda x, b=batch: x[jnp.asarray(b)], prompts)
-        chosen = chosen.replace(tokens=_filled(chosen.tokens, again.padding, bench.config))
+        chosen = replace(chosen, tokens=_filled(chosen.tokens, again.padding, bench.config))
         rollout = sample(weights, chosen, jax.random.key(bench.sizes.seed))
         parts.append(jax.device_get(rollout))
     return jax.tree.map(lambda *xs: jnp.asarray(np.concatenate(xs)), *parts)
@@ -226,8 +226,8 @@ def _in_common(recorded: Rollout, other: Rollout, again: Again, sizes: Sizes):
     rows = (rows[:, None] * sizes.samples + np.arange(again.samples)[None, :]).reshape(-1)
     limit = recorded.responses.shape[1]
     recorded = jax.tree.map(lambda x: x[rows], recorded)
-    found = other.responses[:, :limit], other.mask[:, :limit], other.log_probs[:, :limit]
-    return recorded, tuple(np.asarray(x) for x in found)
+    arrays = other.responses[:, :limit], other.mask[:, :limit], other.log_probs[:, :limit]
+    return recorded, tuple(np.asarray(x) for x in arrays)
 
 
 def _score_again(recorded: Rollout, score: Score, sampling: Sampling, bench: _Bench) -> np.ndarray:
@@ -235,23 +235,24 @@ def _score_again(recorded: Rollout, score: Score, sampling: Sampling, bench: _Be
     order = np.arange(recorded.lengths.shape[0])
     order = order[::-1] if score.reverse else order
     size = len(order) if score.micro_batch is None or score.loop else score.micro_batch
-    found = np.zeros(recorded.log_probs.shape, np.float32)
+    log_probs = np.zeros(recorded.log_probs.shape, np.float32)
     weights = bench.placed(score.placement)
     learn = learner_log_probs(bench.execution(sampling, score.placement), _program(score))
     for start in range(0, len(order), size):
         # The last batch is filled up with its own rows, so that there is one program.
         rows = np.resize(order[start : start + size], size)
         part = jax.tree.map(lambda x, r=rows: x[r], recorded)
-        part = part.replace(
+        part = replace(
+            part,
             prompts=_filled(part.prompts, score.padding, bench.config),
             responses=_filled(part.responses, score.padding, bench.config),
         )
-        found[rows] = np.asarray(learn(weights, part)[0])[:, : found.shape[1]]
-    return found
+        log_probs[rows] = np.asarray(learn(weights, part)[0])[:, : log_probs.shape[1]]
+    return log_probs
 
 
 def _program(score: Score) -> Score:
-    """What of `score` makes another program; the rest is in the arrays."""
+    """The fields of `score` that change the program; the others only change its arrays."""
     micro_batch = score.micro_batch if score.loop else None
     return Score(micro_batch=micro_batch, gradient=score.gradient, remat=score.remat)
 
@@ -269,19 +270,19 @@ def _sampler(execution: Execution, samples: int) -> Callable[..., Rollout]:
 
 
 @cache
-def learner_log_probs(execution: Execution, how: Score) -> Callable[..., Any]:
+def learner_log_probs(execution: Execution, score: Score) -> Callable[..., Any]:
     """Jitted (weights, rollout) -> (log-probs [B, R], gradient) by the learner's own functions.
 
-    The gradient is returned, so that it must be made; without one it is the forward that learners
-    have beside it.
+    The gradient is returned, so that XLA cannot leave it out. Without `score.gradient` it is the
+    learner's forward for scoring.
     """
     objective = Objective(estimator="reinforce")
-    learning = Learning(objective, group_size=1, micro_batch=how.micro_batch, remat=how.remat)
+    learning = Learning(objective, group_size=1, micro_batch=score.micro_batch, remat=score.remat)
     on = placement.mesh(execution.placement, jax.devices())
     policy = sharded.policy(execution, on, learning=learning)
 
     def log_probs(weights, rollout: Rollout):
-        if not how.gradient:
+        if not score.gradient:
             return policy.score(weights, rollout)[0], None
         rewards = jnp.arange(rollout.lengths.shape[0], dtype=jnp.float32)
         batch = experience(

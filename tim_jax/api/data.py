@@ -1,0 +1,113 @@
+"""What users give as data: prompts, answers and reward functions, as the library takes them."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.placement import processes
+from tim_jax.tasks import custom
+from tim_jax.tasks.base import Example, Message, SharedGrader, Task
+
+_KEYS = ("prompt", "answer")
+_ANSWER = "answer"  # where an example's data keep it: any value, not only text
+
+
+def as_prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
+    """Text as it is; a list of chat messages as `Message`s.
+
+    Raises:
+      InputError: it is neither; `where` says which one in the message.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Sequence) and prompt:
+        return tuple(_message(message, where) for message in prompt)
+    raise InputError(f"{where} must be text or a list of chat messages, got {_shown(prompt)}")
+
+
+def _message(message: Any, where: str) -> Message:
+    if isinstance(message, Message):
+        return message
+    if isinstance(message, Mapping) and isinstance(message.get("content"), str):
+        role = message.get("role")
+        if isinstance(role, str):
+            return Message(role, message["content"])
+    raise InputError(
+        f'{where}: a chat message is {{"role": ..., "content": ...}} with text in both, got'
+        f" {_shown(message)}"
+    )
+
+
+def as_examples(prompts_and_answers: Any) -> tuple[Example, ...]:
+    """Pairs, or rows with the keys "prompt" and "answer", read once from any iterable.
+
+    Other keys of a row are left alone. Answers may be any value.
+
+    Raises:
+      InputError: there are none, or one is neither.
+    """
+    if isinstance(prompts_and_answers, str) or not isinstance(prompts_and_answers, Iterable):
+        raise InputError(
+            "grpo: prompts_and_answers must be a list of (prompt, answer) or another iterable of"
+            f" them, got {_shown(prompts_and_answers)}"
+        )
+    rows = tuple(_example(row, f"grpo: row {i}") for i, row in enumerate(prompts_and_answers))
+    if not rows:
+        raise InputError(
+            "grpo: prompts_and_answers is empty; a generator that was read before has nothing left"
+        )
+    return rows
+
+
+def _example(row: Any, where: str) -> Example:
+    if isinstance(row, Mapping):
+        for key in _KEYS:
+            if key not in row:
+                hint = did_you_mean(key, map(str, row)) if row else ""
+                raise InputError(f"{where} has no {key!r}{hint}")
+        prompt, answer = (row[key] for key in _KEYS)
+    elif isinstance(row, Sequence) and not isinstance(row, str) and len(row) == len(_KEYS):
+        prompt, answer = row
+    else:
+        raise InputError(
+            f'{where} must be a pair (prompt, answer) or {{"prompt": ..., "answer": ...}}, got'
+            f" {_shown(row)}"
+        )
+    return Example(as_prompt(prompt, f"{where}: prompt"), str(answer), {_ANSWER: answer})
+
+
+def as_task(examples: tuple[Example, ...], reward: Callable[..., Any], *, batched: bool) -> Task:
+    """A task of these examples, graded by the user's function.
+
+    Under several processes each grades a part, and all get the same rewards.
+    """
+    if not callable(reward):
+        raise InputError(
+            "grpo: reward must be a function (prompt, completion, answer) -> float, got"
+            f" {_shown(reward)}"
+        )
+    name = getattr(reward, "__name__", type(reward).__name__)
+    grade = custom.as_grader(
+        reward, name, batched=batched, answer=lambda example: example.data[_ANSWER]
+    )
+    count = jax.process_count()
+    if count > 1:
+        grade = SharedGrader(grade, jax.process_index(), count, processes.texts)
+    return Task(name, examples, (), grade)
+
+
+def agree(examples: tuple[Example, ...], settings: str) -> None:
+    """Raises `InputError` on all processes if they were not given the same prompts and settings."""
+    if jax.process_count() == 1:
+        return
+    prompts = repr([example.prompt for example in examples])
+    digest = hashlib.sha256(prompts.encode()).hexdigest()
+    processes.agree(f"{digest} {settings}", "its prompts or its arguments of grpo")
+
+
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."

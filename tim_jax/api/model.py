@@ -1,0 +1,240 @@
+"""A model as one value: loaded from a folder or the hub, audited, and written again."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from tim_jax import auditing
+from tim_jax.config.sections import FamilyChoice
+from tim_jax.errors import InputError, check_choice
+from tim_jax.model import hf
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.numerics import FAMILIES, Numerics
+from tim_jax.placement import SINGLE, Placement, processes
+from tim_jax.rl import programs
+from tim_jax.run import assembly
+
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Model:
+    """A language model, and how its numbers are computed: by the sampler and by the learner alike.
+
+    A value: nothing here changes it, and training gives new ones. `dataclasses.replace` makes one
+    with another tokenizer, placement, or numerics of your own.
+    """
+
+    config: ModelConfig
+    """The architecture."""
+    params: Any
+    """The float32 master weights, a tree of arrays."""
+    tokenizer: Any
+    """Of `transformers`, with its chat template."""
+    stop_tokens: tuple[int, ...]
+    """Token ids that end a response."""
+    numerics: Numerics
+    """Kernels, dtypes and orders of sums: fixed here, so that `sample`, `score` and `grpo` of one
+    model give the same bits whatever their batches."""
+    placement: Placement = SINGLE
+    """The devices that it is spread over."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that weights and activations have while they are computed with."""
+        return self.numerics.compute_dtype
+
+    @cached_property
+    def weights(self) -> Any:
+        """The parameters as they are computed with, on the devices: made once, then kept."""
+        return _preparation(self.execution(Sampling(1)))(self.params)
+
+    def execution(self, sampling: Sampling) -> Execution:
+        """All that turns these weights into tokens and log-probs of a distribution."""
+        stops = tuple(sorted({*self.stop_tokens, *sampling.stop_tokens}))
+        return Execution(
+            self.config, self.numerics, replace(sampling, stop_tokens=stops), self.placement
+        )
+
+    def __repr__(self) -> str:
+        size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(self.params))
+        return (
+            f"Model({self.config.model_type}, {size:,} parameters, {self.numerics.family}"
+            f" {self.dtype}, {self.placement})"
+        )
+
+
+@lru_cache(maxsize=16)
+def _preparation(execution: Execution) -> Any:
+    return programs.weights_program(execution)
+
+
+def load(
+    source: str | Path,
+    *,
+    dtype: str = "float32",
+    family: FamilyChoice = "auto",
+    placement: Placement | None = None,
+    decode_batch: int | None = None,
+) -> Model:
+    """Loads a model with its tokenizer.
+
+    Args:
+      source: a folder as `transformers` writes it, a name on the Hugging Face hub, or the folder of
+        a finished run of `tim-jax train`.
+      dtype: what it computes with, "float32" or "bfloat16"; master weights are always float32.
+      family: the kernels; "auto" takes the exact ones for the device at hand.
+      placement: the devices that it is spread over. None: one device, and under several processes
+        all of theirs, on the fsdp axis.
+      decode_batch: sequences that are to be decoded together, a hint for speed on CPUs. With it,
+        loading takes some seconds longer, to measure which tile sizes keep the bits on this
+        machine; sampling hundreds of sequences is then up to twice as fast. None: tiles that need
+        no measurement. Exact either way.
+
+    Raises:
+      InputError: there is no such model, it is not supported, or it cannot be placed so.
+    """
+    check_choice("load: dtype", dtype, _DTYPES)
+    check_choice("load: family", family, ("auto", *FAMILIES))
+    if decode_batch is not None and decode_batch < 1:
+        raise InputError(f"load: decode_batch must be at least 1, got {decode_batch}")
+    loaded = assembly.load_model(str(_model_folder(source)))
+    where = _everywhere() if placement is None else placement
+    check_devices(where)
+    assembly.check_placement(where, loaded.config, where.tensor)
+    numerics = assembly.make_numerics(
+        family,
+        dtype,
+        loaded.config,
+        length=loaded.config.max_positions,
+        batch=None if decode_batch is None else max(1, decode_batch // where.shards),
+        column_tiles=where.tensor,
+    )
+    processes.agree(repr(numerics), "what was measured of its machine")
+    return Model(
+        loaded.config, loaded.params, loaded.tokenizer, loaded.stop_tokens, numerics, where
+    )
+
+
+def _model_folder(source: str | Path) -> str | Path:
+    """The folder of a run's final model, if `source` is a run; else `source`."""
+    folder = Path(source).expanduser()
+    if (folder / "model").is_dir():
+        return folder / "model"
+    if (folder / "config.toml").is_file() and (folder / "checkpoints").is_dir():
+        raise InputError(
+            f"load: the run {str(source)!r} has no final model yet; `tim-jax export` writes that of"
+            " a checkpoint"
+        )
+    return source
+
+
+def _everywhere() -> Placement:
+    return SINGLE if jax.process_count() == 1 else Placement(fsdp=jax.device_count())
+
+
+def check_devices(where: Placement) -> None:
+    """Every process must have a part of the mesh, or it could not take part."""
+    if jax.process_count() > 1 and where.devices != jax.device_count():
+        raise InputError(
+            f"placement ({where}) uses {where.devices} devices, but the {jax.process_count()}"
+            f" processes have {jax.device_count()}, and with several all must be used"
+        )
+
+
+def save(model: Model, folder: str | Path, *, dtype: str = "float32") -> Path:
+    """Writes a model and its tokenizer as `transformers` loads them: all of it, or nothing.
+
+    Under several processes all must call this, and process 0 writes.
+
+    Args:
+      folder: a new or empty one; nothing is ever overwritten.
+      dtype: of the weights in the files, "float32", "bfloat16" or "float16". float32 keeps every
+        bit.
+
+    Raises:
+      InputError: the folder exists and is not empty, or cannot be written.
+    """
+    params = processes.whole(model.params)
+
+    def write() -> str:
+        tokenizer, eos = model.tokenizer, [int(token) for token in model.stop_tokens]
+        ids = {"bos": tokenizer.bos_token_id, "eos": eos or None, "pad": tokenizer.pad_token_id}
+        generation = {f"{name}_token_id": ids[name] for name in ids if ids[name] is not None}
+        written = hf.save(
+            folder, params, model.config, tokenizer=tokenizer, generation=generation, dtype=dtype
+        )
+        return str(written)
+
+    return Path(processes.led(write))
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found. Counts are over all cases that must be equal."""
+
+    passed: bool
+    """Whether every token of every case was equal, and some were compared."""
+    compared_tokens: int
+    unequal_tokens: int
+    cases: Sequence[auditing.CaseResult]
+    """Case by case, with the first unequal token of each, if there is one."""
+    text: str
+    """A table for people, also what `print` shows."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def audit(model: Model, *, quick: bool = False) -> Audit:
+    """Proves that the sampler's and the learner's log-probs of this model are the same bits here.
+
+    Sequences are drawn from random prompts; the learner and other batches of the sampler then
+    compute their log-probs again, in other orders, paddings and micro-batches, and all bits are
+    compared. As a control, native kernels are compared too, where a difference is expected: it
+    shows that the comparison sees one.
+
+    Args:
+      quick: fewer cases. All of them take a minute or two for a small model on a CPU, nearly all
+        of it compilation.
+
+    Raises:
+      InputError: the model has too few positions.
+    """
+    sizes = auditing.Sizes.fitting(model.config)
+    where, single = model.placement, model.placement.single
+    results = auditing.audit(
+        processes.whole(model.params),
+        model.config,
+        numerics=(model.numerics,),
+        cases=None if single else auditing.placed_cases(model.config, sizes, [where]),
+        sizes=sizes,
+        quick=quick,
+        control=single,
+    )
+    found = auditing.summarise(list(results), model=repr(model))
+    verdict = (
+        f"{'exact' if found.passed else 'NOT EXACT'}: {found.unequal_tokens} of"
+        f" {found.compared_tokens} response tokens unequal"
+    )
+    return Audit(
+        found.passed,
+        found.compared_tokens,
+        found.unequal_tokens,
+        found.cases,
+        f"{_drawn(auditing.table(found.cases))}{verdict}",
+    )
+
+
+def _drawn(table: Any) -> str:
+    out = io.StringIO()
+    Console(file=out, width=140, force_terminal=False).print(table)
+    return out.getvalue()

@@ -1,0 +1,212 @@
+"""Responses drawn from a model, and their log-probs computed again by the learner."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tim_jax import placement, types
+from tim_jax.api.data import as_prompt
+from tim_jax.api.model import Model
+from tim_jax.errors import InputError
+from tim_jax.model.execution import Execution, Sampling, jit
+from tim_jax.rl import drawing, programs, sharded
+from tim_jax.rl.drawing import Text
+from tim_jax.tasks.base import Example, whole
+from tim_jax.tasks.text import encode_prompt
+
+_SHORTEST = 16  # prompts are padded to this many tokens, or a power of two above it
+
+
+@dataclass(frozen=True, repr=False)
+class Rollout:
+    """Sampled responses. Row p * samples + s is sample s of prompt p; B rows, R tokens at most."""
+
+    tokens: np.ndarray
+    """i32[B, R], the responses, with the token that ended each; off the mask, filler."""
+    lengths: np.ndarray
+    """i32[B], tokens of each response."""
+    mask: np.ndarray
+    """bool[B, R], True on response tokens."""
+    log_probs: np.ndarray
+    """f32[B, R], of each token under the distribution that it was drawn from; 0 off the mask."""
+    text: tuple[str, ...]
+    """The responses as text, B of them, without special tokens."""
+    finished: np.ndarray
+    """bool[B], False where `max_tokens` cut the response off."""
+    arrays: types.Rollout
+    """The same as the rest of the library takes it, prompts included."""
+    sampling: Sampling
+    """The distribution: temperature, top-k, top-p and the longest response."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return f"Rollout({len(self)} responses, {int(self.lengths.sum())} tokens)"
+
+
+def sample(
+    model: Model,
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
+    *,
+    samples: int = 1,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    chat_template: bool | Literal["auto"] = "auto",
+    template_options: Mapping[str, Any] = MappingProxyType({}),
+    micro_batch: int | None = None,
+) -> Rollout:
+    """Draws responses, with the log-probs of what was drawn.
+
+    A response depends on the model, its prompt's place in the list, its number among the prompt's
+    samples, and the seed; not on the other prompts. The first call compiles; later ones with as
+    many prompts, and prompts of similar lengths, do not.
+
+    Args:
+      prompts: texts, or lists of chat messages ({"role": ..., "content": ...}).
+      samples: responses per prompt.
+      max_tokens: of a response.
+      temperature: 0 takes the likeliest token, with log-prob 0.
+      top_k, top_p: 0 and 1 are off. Log-probs are those of the distribution that they leave.
+      chat_template: True puts prompts through the tokenizer's template, False takes them as plain
+        text; "auto" is True if there is a template.
+      template_options: variables of the template, such as {"enable_thinking": False}.
+      micro_batch: responses that are drawn at a time, to bound memory; must divide all of them.
+        Changes no bit.
+
+    Raises:
+      InputError: a prompt that is empty or too long, or a number out of its range.
+    """
+    sampling = Sampling(max_tokens, temperature, top_k, top_p)
+    whole("sample: samples", samples, least=1)
+    asked = _checked(prompts)
+    longest = longest_prompt(
+        model,
+        asked,
+        max_tokens=max_tokens,
+        chat_template=chat_template,
+        template_options=template_options,
+    )
+    width = min(_padded(longest), model.config.max_positions - max_tokens)
+    text = Text(model.tokenizer, width, chat_template, tuple(template_options.items()))
+    # Every device gets as many rows: the last prompt is repeated, and its rows are dropped.
+    filling = -len(asked) % sharded.prompts_multiple(model.placement, samples)
+    rows = asked + asked[-1:] * filling
+    execution = model.execution(sampling)
+    program = _sampler(execution, samples, micro_batch)
+    drawn = text.prompts([Example(prompt, "") for prompt in rows], range(len(rows)))
+    found = jax.device_get(program(model.weights, drawn, drawing.step_key(seed, 0)))
+    found = jax.tree.map(lambda x: x[: len(asked) * samples], found)
+    return Rollout(
+        tokens=found.responses,
+        lengths=found.lengths,
+        mask=np.asarray(found.mask),
+        log_probs=found.log_probs,
+        text=tuple(text.completions(found)),
+        finished=found.finished,
+        arrays=found,
+        sampling=execution.sampling,
+    )
+
+
+def _checked(prompts: Any) -> list[Any]:
+    """The prompts as the library has them."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise InputError(
+            f"sample: prompts must be a list of prompts, got {prompts!r}; one prompt is [prompt]"
+        )
+    listed = list(prompts)
+    if not listed:
+        raise InputError("sample: prompts is empty; give one or more")
+    return [as_prompt(prompt, f"sample: prompt {i}") for i, prompt in enumerate(listed)]
+
+
+def longest_prompt(
+    model: Model,
+    prompts: Sequence[Any],
+    *,
+    max_tokens: int,
+    chat_template: bool | Literal["auto"],
+    template_options: Mapping[str, Any],
+) -> int:
+    """Tokens of the longest prompt.
+
+    Raises:
+      InputError: one leaves fewer than `max_tokens` positions of the model for a response.
+    """
+    room = model.config.max_positions - max_tokens
+    if room < 1:
+        raise InputError(
+            f"max_tokens = {max_tokens} leaves no room for a prompt in the model's"
+            f" {model.config.max_positions} positions"
+        )
+    return max(
+        len(
+            encode_prompt(
+                model.tokenizer,
+                prompt,
+                chat_template=chat_template,
+                template_options=template_options,
+                max_length=room,
+                where=f"prompt {number}",
+            )
+        )
+        for number, prompt in enumerate(prompts)
+    )
+
+
+def _padded(length: int) -> int:
+    """Few lengths, so that few programs are compiled. Padding changes no bit."""
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
+
+
+def score(model: Model, rollout: Rollout, *, micro_batch: int | None = None) -> np.ndarray:
+    """Computes a rollout's log-probs again, by the learner's forward of whole sequences.
+
+    For the model that drew it, these are the same bits as `rollout.log_probs`; for another one they
+    are that model's log-probs of the same tokens under the same temperature, top-k and top-p.
+
+    Args:
+      micro_batch: responses that are scored at a time, to bound memory. Changes no bit.
+
+    Returns:
+      f32[B, R], 0 off the mask.
+    """
+    if not isinstance(rollout, Rollout):
+        raise InputError(f"score: give what tim_jax.sample returns, got {type(rollout).__name__}")
+    rows, shards = len(rollout), model.placement.shards
+    if micro_batch is not None:
+        whole("score: micro_batch", micro_batch, least=1)
+        micro_batch = min(micro_batch + -micro_batch % shards, rows + -rows % shards)
+    # Whole micro-batches, on every device as many rows: filled up with copies of the last one.
+    chosen = np.minimum(np.arange(rows + -rows % (micro_batch or shards)), rows - 1)
+    filled = jax.tree.map(lambda x: x[chosen], rollout.arrays)
+    program = _scorer(model.execution(rollout.sampling), micro_batch)
+    log_probs = jax.device_get(program(model.weights, filled))[:rows]
+    return np.where(rollout.mask, log_probs, np.float32(0.0))
+
+
+@lru_cache(maxsize=32)
+def _sampler(execution: Execution, samples: int, micro_batch: int | None) -> Any:
+    return programs.sampling_program(execution, samples=samples, micro_batch=micro_batch)
+
+
+@lru_cache(maxsize=32)
+def _scorer(execution: Execution, micro_batch: int | None) -> Any:
+    on = placement.mesh(execution.placement, jax.devices())
+    scored = sharded.scoring(execution, on, micro_batch=micro_batch)
+
+    def score(weights: Any, rollout: types.Rollout) -> jax.Array:
+        return scored(weights, rollout)[0]
+
+    whole = NamedSharding(on, PartitionSpec())
+    return jit(score, execution.numerics, out_shardings=whole)

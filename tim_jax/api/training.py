@@ -1,0 +1,245 @@
+"""Training as a generator of steps: the caller logs, stops and keeps what it wants."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal
+
+import jax
+import optax
+
+from tim_jax import corrections, mismatch, objectives
+from tim_jax.api import data
+from tim_jax.api.model import Model, check_devices
+from tim_jax.api.rollouts import longest_prompt
+from tim_jax.corrections import Correction, Mode
+from tim_jax.errors import InputError
+from tim_jax.mismatch import Entry, Mismatch
+from tim_jax.model.execution import Sampling
+from tim_jax.objectives import Objective
+from tim_jax.placement import Placement
+from tim_jax.rl import loop, programs
+from tim_jax.rl.drawing import Sample, Text
+from tim_jax.rl.learning import Learning, TrainState
+from tim_jax.rl.programs import Programs
+from tim_jax.tasks.base import Task, whole
+
+
+@dataclass(frozen=True)
+class Step:
+    """One finished step of training."""
+
+    number: int
+    """From 1."""
+    metrics: dict[str, float]
+    """What was measured: `reward`, `exact_share`, `response_length`, `loss` and many more."""
+    timing: dict[str, float]
+    """Seconds and tokens per second."""
+    samples: list[Sample]
+    """Each completion with its prompt, answer and reward."""
+    _before: Model = field(repr=False)
+    _state: TrainState = field(repr=False)
+
+    @cached_property
+    def model(self) -> Model:
+        """The model after this step.
+
+        A copy of its own if training goes on, as that takes the step's buffers: ask for it before
+        the next step, and only at steps where you need it.
+
+        Raises:
+          InputError: training has gone on, and the step's weights are gone.
+        """
+        leaves = jax.tree.leaves(self._state.params)
+        if any(leaf.is_deleted() for leaf in leaves):
+            raise InputError(
+                f"the model of step {self.number} is gone, its memory was taken by the next step;"
+                " take step.model before going on"
+            )
+        return replace(self._before, params=loop.copied(self._state.params))
+
+
+def grpo(
+    model: Model,
+    prompts_and_answers: Iterable[Any],
+    *,
+    reward: Callable[..., Any],
+    steps: int,
+    samples: int,
+    optimizer: optax.GradientTransformation,
+    batched: bool = False,
+    prompts_per_step: int = 8,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    objective: Objective | None = None,
+    correction: Correction | None = None,
+    mode: Mode | None = None,
+    sampler: Mismatch | Sequence[Entry | Mapping[str, Any]] = (),
+    exact: bool | None = None,
+    micro_batch: int | None = None,
+    mini_batches: int = 1,
+    epochs: int = 1,
+    refills: int = 0,
+    remat: bool = False,
+    placement: Placement | None = None,
+    chat_template: bool | Literal["auto"] = "auto",
+    template_options: Mapping[str, Any] = MappingProxyType({}),
+    seed: int = 0,
+) -> Iterator[Step]:
+    """Trains a model by group-relative policy gradients, and yields each step as it is done.
+
+    A step draws `samples` responses to each of `prompts_per_step` prompts, grades them, and updates
+    the weights `mini_batches` x `epochs` times. Everything is checked before the first step;
+    nothing is written to disk; `model` itself stays as it is. The steps are a function of the
+    arguments and the seed alone. Under several processes all call this with the same arguments, and
+    share the grading.
+
+    Args:
+      prompts_and_answers: (prompt, answer) pairs or rows with these keys, from any iterable, which
+        is read once, at once. A prompt is text or a list of chat messages, an answer any value.
+        They are visited in an order of the seed, as often as the steps need.
+      reward: (prompt, completion, answer) -> a finite number; with `batched`, lists of all three ->
+        as many numbers. Called in this process, without a time limit.
+      steps: how many.
+      samples: responses per prompt, the group whose mean reward is the baseline.
+      optimizer: of optax.
+      max_tokens, temperature, top_k, top_p: of the responses, as in `sample`.
+      objective: advantages, loss and how losses are added up, see `tim_jax.objectives`. None: the
+        advantages of GRPO, the clipped ratio, the mean over tokens, and no KL term.
+      correction: of a mismatch between sampler and learner, see `tim_jax.corrections`.
+      mode: "bypass" takes the ratio of the loss to the sampler's log-probs; "recompute" takes it to
+        the learner's own before the step, by one more forward. None: "bypass", unless `correction`
+        weights by a ratio to the sampler that the loss would then hold a second time.
+      sampler: how the sampler differs from the learner on purpose, see `tim_jax.mismatch`.
+      exact: stop with `MismatchError` at the first token whose log-probs by sampler and learner are
+        not the same bits. None: yes, unless `sampler` differs. `exact_share` is reported anyway.
+      micro_batch: responses per forward and backward, to bound memory; must divide a mini-batch.
+      mini_batches, epochs: parts that a step's responses are learnt from one by one, and how often.
+      refills: draw again, so often, for groups whose rewards are all equal.
+      remat: recompute layers in the backward, for less memory and more time.
+      placement: of sampler and learner; None: that of the model. Changes no bit.
+      chat_template, template_options: as in `sample`.
+
+    Raises:
+      InputError: an argument that is wrong or does not go with the others; from a step, a reward
+        that raises or is no finite number.
+      MismatchError: from a step, see `exact`.
+      NonFiniteError: from a step, after five updates in a row that were not finite.
+    """
+    for name, value in (("steps", steps), ("prompts_per_step", prompts_per_step)):
+        whole(f"grpo: {name}", value, least=1)
+    model = model if placement is None else replace(model, placement=placement)
+    check_devices(model.placement)
+    dial = _dial(sampler)
+    learning = _learning(objective, correction, mode, samples, micro_batch, remat)
+    _check_rows(prompts_per_step * samples, mini_batches, micro_batch)
+    examples = data.as_examples(prompts_and_answers)
+    longest = longest_prompt(
+        model,
+        [example.prompt for example in examples],
+        max_tokens=max_tokens,
+        chat_template=chat_template,
+        template_options=template_options,
+    )
+    built = programs.build(
+        model.execution(Sampling(max_tokens, temperature, top_k, top_p)),
+        learning,
+        _optimizer(optimizer),
+        mini_batches=mini_batches,
+        epochs=epochs,
+        mismatch=dial,
+    )
+    settings = (steps, samples, prompts_per_step, max_tokens, seed, refills, learning.objective)
+    data.agree(examples, repr((*settings, dial)))
+    return _steps(
+        model,
+        data.as_task(examples, reward, batched=batched),
+        Text(model.tokenizer, longest, chat_template, tuple(template_options.items())),
+        built,
+        seed=seed,
+        steps=steps,
+        prompts_per_step=prompts_per_step,
+        exact=not dial.active if exact is None else exact,
+        refills=refills,
+    )
+
+
+def _steps(model: Model, task: Task, text: Text, built: Programs, **how: Any) -> Iterator[Step]:
+    # Training takes the buffers of what it starts from: the model keeps its own.
+    start = built.init(_apart(model.params))
+    reference = None
+    if built.learning.objective.has_reference:
+        reference = built.prepare(_apart(model.params))
+    for step in loop.train(start, task, text, programs=built, reference=reference, **how):
+        yield Step(step.number, step.metrics, step.timing, step.samples, model, step.state)
+
+
+def _apart(params: Any) -> Any:
+    """Parameters in buffers of their own; those on the host are copied by being moved."""
+    on_device = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    return loop.copied(params) if on_device else params
+
+
+def _learning(
+    objective: Objective | None,
+    correction: Correction | None,
+    mode: Mode | None,
+    samples: int,
+    micro_batch: int | None,
+    remat: bool,
+) -> Learning:
+    whole("grpo: samples", samples, least=1)
+    objective = objectives.Objective() if objective is None else objective
+    if not isinstance(objective, Objective):
+        raise InputError(
+            f"grpo: objective must be one of tim_jax.objectives, got {type(objective).__name__}"
+        )
+    correction = corrections.none() if correction is None else corrections.chain(correction)
+    if mode is None:
+        weighs = any(block.effect == "weight" for block in correction.blocks)
+        mode = "recompute" if weighs and objective.has_ratio else "bypass"
+    return Learning(
+        objective, samples, mode=mode, correction=correction, micro_batch=micro_batch, remat=remat
+    )
+
+
+def _check_rows(rows: int, mini_batches: int, micro_batch: int | None) -> None:
+    """Before anything is compiled, what compiling would refuse."""
+    whole("grpo: mini_batches", mini_batches, least=1)
+    if rows % mini_batches:
+        raise InputError(
+            f"grpo: mini_batches = {mini_batches} must divide the {rows} responses of a step"
+            " (prompts_per_step x samples)"
+        )
+    own = rows // mini_batches
+    if micro_batch is not None and micro_batch > 0 and own % min(micro_batch, own):
+        raise InputError(
+            f"grpo: micro_batch = {micro_batch} must divide the {own} responses of an update"
+        )
+
+
+def _optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise InputError(
+            "grpo: optimizer must be of optax, such as optax.adamw(1e-6), got"
+            f" {type(optimizer).__name__}"
+        )
+    return optax.with_extra_args_support(optimizer)
+
+
+def _dial(sampler: Any) -> Mismatch:
+    """Entries as values or as a configuration's tables."""
+    if isinstance(sampler, Mismatch):
+        return sampler
+    if isinstance(sampler, Entry | Mapping | str) or not isinstance(sampler, Iterable):
+        raise InputError(
+            "grpo: sampler must be a list of entries, such as"
+            f' [tim_jax.mismatch.kv_cache(dtype="float8_e4m3fn")], got {sampler!r}'
+        )
+    entries: list[Entry] = []
+    for entry in sampler:
+        entries += [entry] if isinstance(entry, Entry) else mismatch.build([entry]).entries
+    return Mismatch(tuple(entries))
