@@ -156,6 +156,7 @@ def save(model: Model, folder: str | Path, *, dtype: str = "float32") -> Path:
     Under several processes all must call this, and process 0 writes.
 
     Args:
+      model: of `load` or of a step of `grpo`.
       folder: a new or empty one; nothing is ever overwritten.
       dtype: of the weights in the files, "float32", "bfloat16" or "float16". float32 keeps every
         bit.
@@ -203,6 +204,7 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
     shows that the comparison sees one.
 
     Args:
+      model: whose numerics and placement are proved, on the devices at hand.
       quick: fewer cases. All of them take a minute or two for a small model on a CPU, nearly all
         of it compilation.
 

@@ -72,11 +72,15 @@ def sample(
     many prompts, and prompts of similar lengths, do not.
 
     Args:
+      model: as `load` gives it.
       prompts: texts, or lists of chat messages ({"role": ..., "content": ...}).
       samples: responses per prompt.
       max_tokens: of a response.
       temperature: 0 takes the likeliest token, with log-prob 0.
-      top_k, top_p: 0 and 1 are off. Log-probs are those of the distribution that they leave.
+      top_k: the number of likeliest tokens that are drawn from; 0 is all.
+      top_p: the mass of the likeliest tokens that are drawn from; 1 is all. Log-probs are those of
+        the distribution that temperature, top-k and top-p leave.
+      seed: names the random numbers.
       chat_template: True puts prompts through the tokenizer's template, False takes them as plain
         text; "auto" is True if there is a template.
       template_options: variables of the template, such as {"enable_thinking": False}.
@@ -176,6 +180,8 @@ def score(model: Model, rollout: Rollout, *, micro_batch: int | None = None) -> 
     are that model's log-probs of the same tokens under the same temperature, top-k and top-p.
 
     Args:
+      model: whose log-probs they are.
+      rollout: as `sample` gives it.
       micro_batch: responses that are scored at a time, to bound memory. Changes no bit.
 
     Returns:

@@ -98,6 +98,7 @@ def grpo(
     share the grading.
 
     Args:
+      model: to start from.
       prompts_and_answers: (prompt, answer) pairs or rows with these keys, from any iterable, which
         is read once, at once. A prompt is text or a list of chat messages, an answer any value.
         They are visited in an order of the seed, as often as the steps need.
@@ -106,7 +107,12 @@ def grpo(
       steps: how many.
       samples: responses per prompt, the group whose mean reward is the baseline.
       optimizer: of optax.
-      max_tokens, temperature, top_k, top_p: of the responses, as in `sample`.
+      batched: whether `reward` takes and returns lists.
+      prompts_per_step: groups of a step; `prompts_per_step` x `samples` responses.
+      max_tokens: of a response.
+      temperature: as in `sample`.
+      top_k: as in `sample`.
+      top_p: as in `sample`.
       objective: advantages, loss and how losses are added up, see `tim_jax.objectives`. None: the
         advantages of GRPO, the clipped ratio, the mean over tokens, and no KL term.
       correction: of a mismatch between sampler and learner, see `tim_jax.corrections`.
@@ -117,11 +123,14 @@ def grpo(
       exact: stop with `MismatchError` at the first token whose log-probs by sampler and learner are
         not the same bits. None: yes, unless `sampler` differs. `exact_share` is reported anyway.
       micro_batch: responses per forward and backward, to bound memory; must divide a mini-batch.
-      mini_batches, epochs: parts that a step's responses are learnt from one by one, and how often.
+      mini_batches: parts of a step's responses that are learnt from one after the other.
+      epochs: how often a step's responses are learnt from.
       refills: draw again, so often, for groups whose rewards are all equal.
       remat: recompute layers in the backward, for less memory and more time.
       placement: of sampler and learner; None: that of the model. Changes no bit.
-      chat_template, template_options: as in `sample`.
+      chat_template: as in `sample`.
+      template_options: as in `sample`.
+      seed: names the random numbers and the order of the prompts.
 
     Raises:
       InputError: an argument that is wrong or does not go with the others; from a step, a reward
