@@ -69,8 +69,10 @@ AGREE = """
 import sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tim_jax import checkpoints, placement, processes
+from tim_jax import placement
 from tim_jax.errors import InputError
+from tim_jax.placement import processes
+from tim_jax.run import checkpoints
 
 index, address, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 processes.join(address, 2, index)
@@ -225,7 +227,7 @@ def by_length(prompts, completions, answers):
 # Put before REWARDS: process 0 takes so long to read what it seals a checkpoint with.
 SLOW_SEAL = """
 import time
-from tim_jax import checkpoints
+from tim_jax.run import checkpoints
 
 
 def slowly(path, read=checkpoints._crc):

@@ -378,8 +378,8 @@ def test_kill_at_any_moment_loses_and_doubles_nothing(tmp_path, kills):
 
 LOCK_CHILD = """
 import os, time
-from tim_jax import runs
-run = runs.open_run(sys.argv[1], test_runs.CONFIG)
+from tim_jax.run import folders
+run = folders.open_run(sys.argv[1], test_runs.CONFIG)
 if os.fork() == 0:  # a worker that outlives its parent must not keep the folder
     print("held", flush=True)  # by the worker: what a fork runs in it has run
     time.sleep(30)
@@ -414,10 +414,10 @@ FULL_DISK_CHILD = """
 import resource
 import jax
 jax.config.update("jax_enable_compilation_cache", False)  # its files are not under test
-from tim_jax import runs
+from tim_jax.run import folders
 from tim_jax.errors import InputError
 try:
-    with runs.open_run(sys.argv[1], test_runs.CONFIG) as run:
+    with folders.open_run(sys.argv[1], test_runs.CONFIG) as run:
         found = run.restore(test_runs.first_state())
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         big = {"x": jax.random.normal(jax.random.key(0), (200_000,))}

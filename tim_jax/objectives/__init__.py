@@ -1,6 +1,7 @@
 """From rewards and log-probs to a loss: advantages, token losses, aggregation, presets."""
 
 from tim_jax.objectives.aggregation import Aggregation, Denominator
+from tim_jax.objectives.losses.base import KL, kl_estimate
 from tim_jax.objectives.losses.named import Loss
 from tim_jax.objectives.objective import (
     PRESETS,
@@ -20,6 +21,7 @@ from tim_jax.objectives.objective import (
 )
 
 __all__ = [
+    "KL",
     "PRESETS",
     "Aggregation",
     "Denominator",
@@ -33,6 +35,7 @@ __all__ = [
     "gmpo",
     "grpo",
     "gspo",
+    "kl_estimate",
     "reinforce",
     "reinforce_plus_plus",
     "rloo",
