@@ -20,4 +20,4 @@ if [ $# -eq 0 ]; then
   "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
   set -- -m "not slow"
 fi
-exec "$VENV/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile "$@"
+exec "$VENV/bin/python" -m pytest -n "${WORKERS:-2}" --dist worksteal "$@"

@@ -220,6 +220,7 @@ def test_the_learner_scores_the_same_bits(folder, dtype, sampling):
     assert bits(tim.score(model, rollout)) == bits(rollout.log_probs)
 
 
+@pytest.mark.slow
 def test_micro_batches_change_no_bit(model):
     prompts = ["What is 7 * 8?", "b"]
     rollout = tim.sample(model, prompts, **DRAWN)
@@ -258,6 +259,7 @@ def test_a_second_call_compiles_nothing(model):
     assert second.text != first.text
 
 
+@pytest.mark.slow
 def test_devices_change_no_bit(folder, model):
     spread = tim.load(folder, placement=tim.Placement(fsdp=2))
     prompts = ["What is 7 * 8?", "b", "c"]  # three rows, on two devices
@@ -382,6 +384,7 @@ def test_a_reward_is_given_chat_messages_as_they_were(model):
     assert step.metrics["exact_share"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_trained_on_against_a_reference(model):
     *_, step = trained(model)
     middle = step.model
@@ -393,6 +396,7 @@ def test_a_trained_model_is_trained_on_against_a_reference(model):
     assert tiny.bits(middle.params) == before
 
 
+@pytest.mark.slow
 def test_a_sampler_that_differs_is_refused_where_bits_are_asked_for(model):
     table = {"name": "log_prob_noise", "std": 0.01}
     (step,) = trained(model, sampler=[tim.mismatch.log_prob_noise(std=0.01)], steps=1)

@@ -149,6 +149,7 @@ def measure_all(train, rollout, mask):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharding_changes_no_bit(kind):
     train, rollout, mask = draw(2, 0.1, rows=16, width=40)

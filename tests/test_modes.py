@@ -196,6 +196,7 @@ def test_so_it_is_with_one_update_and_with_four(mode, loss, name, mini_batches):
     check(mode, loss, name, mini_batches=mini_batches)
 
 
+@pytest.mark.slow
 def test_micro_batches_and_a_measured_noise_change_no_gradient():
     for mode, loss, name in (
         ("bypass", "reinforce", "token_tis, normalise"),

@@ -29,6 +29,7 @@ def test_rounds_change_no_bit(micro_batch):
     assert tiny.bits(drawn(program(micro_batch))) == tiny.bits(tiny.rollout())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["log_prob_noise", "logit_noise"])
 def test_noise_is_that_of_one_round(name):
     noisy = dials.standard(name)

@@ -191,6 +191,7 @@ def test_a_forward_moves_bits_and_adds_nothing(where):
     assert set(found) == {"all-gather"} | exchanged
 
 
+@pytest.mark.slow
 def test_gradients_come_back_in_parts_added_in_the_order_of_the_devices():
     """By an exchange: no reduction of the runtime, whose order would be its own."""
     what = execution(Placement(fsdp=2))
@@ -306,6 +307,7 @@ def test_publish_casts_from_the_masters():
     assert moved["head"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_sampler_on_another_mesh_is_exact():
     what = execution(Placement(fsdp=2))
     run = built(what, sampler_placement=Placement(tensor=4))
