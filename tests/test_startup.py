@@ -1,6 +1,7 @@
 """What a command does before any work: the checks of its config, kernels and architecture."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -252,3 +253,41 @@ def test_an_unknown_name_is_told_which_are_known(monkeypatch):
     line = str(caught.value)
     assert "not reachable; known without the hub are Qwen/Qwen3-0.6B, " in line
     assert "\n" not in line
+
+
+PROGRAM = """
+from tim_jax import cli
+
+cli._keep_programs()
+import jax
+import jax.numpy as jnp
+
+print(float(jax.jit(lambda x: jnp.sin(x).sum())(jnp.arange(8.0))))
+"""
+
+
+def test_compiled_programs_are_kept_and_a_damaged_one_is_compiled_again(tmp_path):
+    """In the user's cache folder, by kind of processor; JAX's own variable has the last word."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    environment |= {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def printed(**more):
+        command = [sys.executable, "-c", PROGRAM]
+        ended = subprocess.run(
+            command, env=environment | more, capture_output=True, text=True, check=True
+        )
+        return ended.stdout
+
+    first = printed()
+    kept = list(tmp_path.glob("tim_jax/*/programs/*-cache"))
+    assert kept
+    for file in kept:
+        file.write_bytes(file.read_bytes()[:40])
+    assert printed() == first
+    elsewhere = tmp_path / "elsewhere"
+    assert printed(JAX_COMPILATION_CACHE_DIR=str(elsewhere)) == first
+    assert list(elsewhere.glob("*-cache"))
