@@ -12,12 +12,13 @@ import tiny
 from rich.console import Console
 
 from tim_jax import auditing
-from tim_jax.auditing import Again, Case, CaseResult, Score, Sizes
+from tim_jax.auditing import Again, Case, CaseResult, Score, Sizes, running
 from tim_jax.auditing.cases import plain_sampling
 from tim_jax.errors import InputError
 from tim_jax.model.parameters import check_params
 from tim_jax.numerics import EXACT_BF16, NATIVE_F32, Numerics, Rows
 from tim_jax.policy import scoring
+from tim_jax.rl import sharded
 from tim_jax.types import Rollout
 
 SIZES = Sizes(prompts=3, samples=2, prompt_length=7, response_length=11)
@@ -237,10 +238,11 @@ def test_a_fault_of_one_ulp_at_one_token_is_found(monkeypatch):
         place &= (jnp.arange(log_probs.shape[1]) == 0)[None, :]
         return found._replace(log_probs=jnp.where(place, moved, log_probs))
 
-    monkeypatch.setattr(scoring, "score", faulty)
-    jax.clear_caches()  # the audit's programs may have been compiled with the honest one
+    monkeypatch.setattr(sharded, "score", faulty)
+    # The audit's programs may have been compiled with the honest one, and are kept.
+    running.learner_log_probs.cache_clear()
     result = run(CASES[:1], control=False)[0]
-    jax.clear_caches()
+    running.learner_log_probs.cache_clear()
     assert (result.unequal_tokens, result.passed) == (1, False)
     assert result.first_unequal[:2] == (4, 0)
     assert 0 < result.max_abs_diff < 1e-6

@@ -246,6 +246,7 @@ def _score_again(recorded: Rollout, score: Score, sampling: Sampling, bench: _Be
             part,
             prompts=_filled(part.prompts, score.padding, bench.config),
             responses=_filled(part.responses, score.padding, bench.config),
+            log_probs=jnp.pad(part.log_probs, ((0, 0), (0, score.padding))),
         )
         log_probs[rows] = np.asarray(learn(weights, part)[0])[:, : log_probs.shape[1]]
     return log_probs
