@@ -1,16 +1,15 @@
 """Strict JAX for every test, on eight virtual devices."""
 
-import hashlib
 import itertools
 import os
-import platform
 from pathlib import Path
 
 import jax
-import jaxlib.version
 import pytest
 from hypothesis import settings
 from jax._src import lru_cache
+
+from tim_jax import cli
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -24,15 +23,8 @@ settings.register_profile("suite", deadline=None, print_blob=True)
 settings.load_profile("suite")
 
 
-def _folder_of_programs(kind: str) -> Path:
-    """Compiled programs stay here from run to run: those of one processor and version of JAX."""
-    try:
-        described = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        described = [platform.processor()]
-    features = sorted({line for line in described if line.startswith(("model name", "flags"))})
-    key = hashlib.sha256(repr((features, jaxlib.version.__version__)).encode()).hexdigest()[:12]
-    return Path(__file__).parent.parent / ".cache" / "programs" / key / kind
+# Compiled programs stay here from run to run, those of one kind of processor.
+_PROGRAMS = Path(__file__).parent.parent / ".cache" / "programs" / cli._kept_folder().name
 
 
 def _publish(self, key: str, value: bytes) -> None:
@@ -51,7 +43,7 @@ def _compiled_once(tmp_path_factory):
     The programs of child processes are kept for this run alone: a child that is killed while it
     writes one would leave half of it.
     """
-    jax.config.update("jax_compilation_cache_dir", str(_folder_of_programs("tests")))
+    jax.config.update("jax_compilation_cache_dir", str(_PROGRAMS))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     with pytest.MonkeyPatch.context() as patch:
