@@ -23,7 +23,7 @@ from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
 from tim_jax.policy import scoring
 from tim_jax.rl import programs
-from tim_jax.rl.learning import Exactness, exactness
+from tim_jax.rl.types import Exactness, exactness
 from tim_jax.types import Prompts, Rollout
 
 PAGE = common.RESULTS / "exactness_cost.md"

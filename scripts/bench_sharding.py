@@ -25,7 +25,7 @@ from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl import loop, programs
-from tim_jax.rl.learning import Learning
+from tim_jax.rl.types import Learning
 
 PAGE = common.RESULTS / "sharding.md"
 GOAL = 1.3

@@ -20,7 +20,7 @@ import numpy as np
 from tim_jax import corrections, metrics, objectives, placement
 from tim_jax.config import toml
 from tim_jax.rl import sharded
-from tim_jax.rl.learning import Experience
+from tim_jax.rl.types import Experience
 from tim_jax.run import assembly
 from tim_jax.types import Rollout
 

@@ -15,7 +15,7 @@ from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
 from tim_jax.rl import loop, programs
-from tim_jax.rl.learning import Learning
+from tim_jax.rl.types import Learning
 from tim_jax.types import Rollout
 
 

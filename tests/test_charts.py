@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tim_jax.errors import InputError
 from tim_jax.run.charts import series, smooth, training_chart
-from tim_jax.run.sinks import JsonLines
+from tim_jax.run.loggers import JsonLines
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -22,7 +22,7 @@ from tim_jax.model import calibration, hf
 from tim_jax.numerics import Numerics
 from tim_jax.policy import sampler
 from tim_jax.run import assembly, folders
-from tim_jax.run.sinks import read_lines
+from tim_jax.run.loggers import read_lines
 from tim_jax.tasks import builtin
 from tim_jax.tasks.text import character_tokenizer
 

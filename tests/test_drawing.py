@@ -21,7 +21,7 @@ from tim_jax import objectives, optimizers
 from tim_jax.errors import InputError
 from tim_jax.rl import drawing, programs
 from tim_jax.rl.drawing import Text
-from tim_jax.rl.learning import Learning
+from tim_jax.rl.types import Learning
 from tim_jax.tasks import base, builtin
 from tim_jax.tasks.base import Example, Grade, Task
 from tim_jax.tasks.text import character_tokenizer

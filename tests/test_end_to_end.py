@@ -21,7 +21,7 @@ from tim_jax.model.execution import Execution
 from tim_jax.numerics import EXACT_F32
 from tim_jax.run import assembly
 from tim_jax.run.checkpoints import list_steps
-from tim_jax.run.sinks import read_lines
+from tim_jax.run.loggers import read_lines
 from tim_jax.tasks.text import character_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from tim_jax import objectives
 from tim_jax.policy import scoring
 from tim_jax.rl.experience import experience
 from tim_jax.rl.learner import gradient_rows
-from tim_jax.rl.learning import Carried, Learning, exactness
+from tim_jax.rl.types import Carried, Learning, exactness
 
 BF16 = replace(tiny.EXECUTION, numerics=tiny.BF16)
 

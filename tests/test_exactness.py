@@ -24,7 +24,7 @@ from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import learner
 from tim_jax.rl.experience import experience
-from tim_jax.rl.learning import Carried, Learning, TrainState
+from tim_jax.rl.types import Carried, Learning, TrainState
 from tim_jax.types import Prompts
 
 EXACT = {"float32": EXACT_F32, "bfloat16": EXACT_BF16}

@@ -17,7 +17,7 @@ from tim_jax.numerics import Numerics
 from tim_jax.policy import scoring
 from tim_jax.rl import experience as preparing
 from tim_jax.rl import learner, loop
-from tim_jax.rl.learning import Carried, Learning, TrainState, exactness, mini_batch
+from tim_jax.rl.types import Carried, Learning, TrainState, exactness, mini_batch
 
 UNTIED = replace(tiny.EXECUTION, config=tiny.UNTIED)
 BF16 = replace(tiny.EXECUTION, numerics=tiny.BF16)

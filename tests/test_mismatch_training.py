@@ -15,7 +15,7 @@ from tim_jax import mismatch, objectives, optimizers
 from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.rl import loop, programs
-from tim_jax.rl.learning import Learning
+from tim_jax.rl.types import Learning
 from tim_jax.run import assembly
 
 LEARNING = Learning(objectives.rloo(), tiny.GROUP)

@@ -26,7 +26,7 @@ from tim_jax.errors import InputError
 from tim_jax.objectives import Objective, losses
 from tim_jax.rl import learner
 from tim_jax.rl.experience import experience
-from tim_jax.rl.learning import Learning, TrainState, mini_batch
+from tim_jax.rl.types import Learning, TrainState, mini_batch
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "corrections.md"
 BEGIN, END = "<!-- accepted: begin -->\n", "<!-- accepted: end -->"

@@ -8,7 +8,7 @@ from tim_jax.config.toml import load
 from tim_jax.errors import InputError
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.run import assembly
-from tim_jax.run.sinks import read_lines
+from tim_jax.run.loggers import read_lines
 
 REFUSED = {
     "placement.fsdp=3": "placement.fsdp = 3: data x fsdp = 3 must divide the 64 sequences of a"

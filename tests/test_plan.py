@@ -25,15 +25,15 @@ from tim_jax.errors import InputError
 from tim_jax.model.config import to_hf
 from tim_jax.model.execution import Execution
 from tim_jax.placement import Placement
-from tim_jax.plan import comparison, costs, hlo, planning, recipe, report, topology
+from tim_jax.plan import comparison, costs, hlo, planning, report, topology, workload
 from tim_jax.plan.costs import Memory, Traffic
 from tim_jax.plan.topology import Target
-from tim_jax.rl.learning import Learning
+from tim_jax.rl.types import Learning
 
 HERE = Path(__file__).parent
 GIB = 2**30
 EIGHT = Target("eight virtual devices", "cpu", tuple(jax.devices()), 4 * GIB, 8)
-RECIPE = recipe.Recipe(
+RECIPE = workload.Workload(
     execution=Execution(tiny.CONFIG, tiny.NUMERICS, replace(tiny.SAMPLING, max_response_length=6)),
     learning=Learning(objectives.rloo(), 4, mode="recompute"),
     optimizer=optimizers.adamw(optimizers.Rate(1e-2)),
@@ -42,7 +42,7 @@ RECIPE = recipe.Recipe(
 )
 
 
-def on(where: Placement) -> recipe.Recipe:
+def on(where: Placement) -> workload.Workload:
     return RECIPE.with_placement(where)
 
 
@@ -238,7 +238,7 @@ def test_two_and_four_layers_say_what_six_take():
 
 
 def test_decode_steps_add_up_to_the_longest_response_but_its_first_token():
-    assert sum(recipe.decode_steps(RECIPE)) == RECIPE.execution.sampling.max_response_length - 1
+    assert sum(workload.decode_steps(RECIPE)) == RECIPE.execution.sampling.max_response_length - 1
     long = replace(
         RECIPE,
         prompt_length=20,
@@ -246,15 +246,17 @@ def test_decode_steps_add_up_to_the_longest_response_but_its_first_token():
             RECIPE.execution, sampling=replace(tiny.SAMPLING, max_response_length=100)
         ),
     )
-    assert recipe.decode_steps(long) == (12, 32, 55)
+    assert workload.decode_steps(long) == (12, 32, 55)
 
 
 def test_what_stays_on_a_chip_beside_a_program():
-    alone, four = (recipe.resident(on(Placement(fsdp=n)), EIGHT.devices, "sampler") for n in (1, 4))
-    params = sum(leaf.size for leaf in jax.tree.leaves(recipe.parameter_shapes(tiny.CONFIG)))
+    alone, four = (
+        workload.resident(on(Placement(fsdp=n)), EIGHT.devices, "sampler") for n in (1, 4)
+    )
+    params = sum(leaf.size for leaf in jax.tree.leaves(workload.parameter_shapes(tiny.CONFIG)))
     assert alone == pytest.approx(12 * params, rel=0.01)  # masters and two moments
     assert four == pytest.approx(alone / 4, rel=0.05)
-    assert recipe.resident(RECIPE, EIGHT.devices, "update") == 0
+    assert workload.resident(RECIPE, EIGHT.devices, "update") == 0
 
 
 def test_a_step_is_given_what_its_estimator_needs():
@@ -262,13 +264,13 @@ def test_a_step_is_given_what_its_estimator_needs():
     for estimator in ("remax", "optimal_token_baseline", "rloo"):
         learning = replace(RECIPE.learning, objective=objectives.rloo(estimator=estimator))
         what = replace(on(Placement(fsdp=4)), learning=learning)
-        program = recipe.scoring(what, EIGHT.devices)
+        program = workload.scoring(what, EIGHT.devices)
         made = jax.eval_shape(program.function, *program.arguments).experience
         assert made.advantages.shape[0] == what.sequences
         assert what.least_prompts == (4 if estimator == "remax" else 1)
     steered = objectives.rloo(reward_kl_coefficient=0.1, reward_kl_target=1.0)
     what = replace(RECIPE, learning=replace(RECIPE.learning, objective=steered))
-    program = recipe.scoring(what, EIGHT.devices)
+    program = workload.scoring(what, EIGHT.devices)
     assert jax.eval_shape(program.function, *program.arguments).carried.reward_kl.shape == ()
 
 
@@ -281,9 +283,9 @@ def test_noise_is_planned_for_where_there_are_several_micro_batches():
 
 def test_a_sampler_elsewhere_leaves_the_learners_weights_where_they_are():
     apart = replace(on(Placement(fsdp=4)), sampler_placement=Placement(fsdp=2))
-    beside = recipe.resident(apart, EIGHT.devices, "sampler")
-    together = recipe.resident(replace(apart, sampler_placement=None), EIGHT.devices, "sampler")
-    assert beside - together == pytest.approx(recipe.weight_bytes(apart) / 4, rel=0.1)
+    beside = workload.resident(apart, EIGHT.devices, "sampler")
+    together = workload.resident(replace(apart, sampler_placement=None), EIGHT.devices, "sampler")
+    assert beside - together == pytest.approx(workload.weight_bytes(apart) / 4, rel=0.1)
 
 
 @pytest.mark.parametrize(

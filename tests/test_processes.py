@@ -16,7 +16,7 @@ import tiny
 from tim_jax.errors import InputError
 from tim_jax.placement import processes
 from tim_jax.run import checkpoints
-from tim_jax.run.sinks import read_lines
+from tim_jax.run.loggers import read_lines
 from tim_jax.tasks.base import Example, Grade, SharedGrader
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from tim_jax import corrections, objectives, optimizers
 from tim_jax.errors import InputError
 from tim_jax.model.execution import Sampling
 from tim_jax.rl import drawing, loop, programs
-from tim_jax.rl.learning import Learning
+from tim_jax.rl.types import Learning
 
 OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2), decay=optimizers.Decay(period=2))
 

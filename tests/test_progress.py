@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tim_jax.run import display
 from tim_jax.run.display import Completion, Display, exact_text, open_display
-from tim_jax.run.sinks import MetricNames
+from tim_jax.run.loggers import MetricNames
 
 METRICS = {
     "reward": 0.4123,

@@ -18,7 +18,7 @@ import pytest
 from tim_jax.errors import InputError
 from tim_jax.run import folders
 from tim_jax.run.checkpoints import Checkpoints, list_steps, restore
-from tim_jax.run.sinks import read_lines
+from tim_jax.run.loggers import read_lines
 
 CONFIG = 'seed = 0\nsteps = 10\n\n[optimizer]\nlearning_rate = 0.001\n\n[run]\nfolder = "x"\n'
 TRANSFORM = optax.chain(optax.clip(1.0), optax.adamw(1e-2))

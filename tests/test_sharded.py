@@ -17,7 +17,7 @@ from tim_jax.model.execution import Execution
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.placement import collectives as crossing
 from tim_jax.rl import drawing, loop, programs, sharded
-from tim_jax.rl.learning import Learning
+from tim_jax.rl.types import Learning
 
 # 4 key heads, so that a tensor axis can have 4 devices; a vocabulary of 23, which none divides.
 CONFIG = replace(

@@ -18,7 +18,7 @@ from tim_jax.jobs import planning, train
 from tim_jax.kernels import pallas
 from tim_jax.model.config import from_hf
 from tim_jax.model.weights import parameter_shapes
-from tim_jax.plan.architectures import PUBLISHED
+from tim_jax.plan.known_models import PUBLISHED
 from tim_jax.run import assembly, checkpoints, folders
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ from tim_jax.policy import scoring
 from tim_jax.rl import drawing, evaluation, learner, loop, programs, warm_start
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.experience import experience
-from tim_jax.rl.learning import Carried, Learning, TrainState
+from tim_jax.rl.types import Carried, Learning, TrainState
 from tim_jax.run import folders
 from tim_jax.tasks import base, builtin
 from tim_jax.tasks.base import Example, Grade, Message

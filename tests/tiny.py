@@ -17,8 +17,8 @@ from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics, Rows
 from tim_jax.rl import sharded
-from tim_jax.rl.learning import Learning, Policy
 from tim_jax.rl.programs import sampling_program
+from tim_jax.rl.types import Learning, Policy
 from tim_jax.types import Prompts, Rollout
 
 CONFIG = ModelConfig(

@@ -17,7 +17,7 @@ from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.numerics import Numerics
 from tim_jax.rl import programs
-from tim_jax.rl.learning import Experience, Learning, TrainState
+from tim_jax.rl.types import Experience, Learning, TrainState
 from tim_jax.types import Prompts, Rollout
 
 _GROUP = 8

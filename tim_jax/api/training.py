@@ -21,8 +21,8 @@ from tim_jax.objectives import Objective
 from tim_jax.placement import Placement
 from tim_jax.rl import loop, programs
 from tim_jax.rl.drawing import Sample, Text
-from tim_jax.rl.learning import Learning, TrainState
 from tim_jax.rl.programs import Programs
+from tim_jax.rl.types import Learning, TrainState
 from tim_jax.tasks.base import Task, whole
 
 

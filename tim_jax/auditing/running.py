@@ -28,7 +28,7 @@ from tim_jax.objectives import Objective
 from tim_jax.placement import Placement
 from tim_jax.rl import programs, sharded
 from tim_jax.rl.experience import experience
-from tim_jax.rl.learning import Carried, Learning
+from tim_jax.rl.types import Carried, Learning
 from tim_jax.types import Prompts, Rollout
 
 

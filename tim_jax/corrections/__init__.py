@@ -38,7 +38,7 @@ from tim_jax.corrections.blocks import (
     veto,
     where_advantage,
 )
-from tim_jax.corrections.pure import (
+from tim_jax.corrections.functions import (
     Applied,
     Corrected,
     apply,

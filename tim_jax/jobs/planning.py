@@ -1,4 +1,4 @@
-"""The job behind `tim-jax plan`: which recipe of which model, on which slice."""
+"""The job behind `tim-jax plan`: which workload of which model, on which slice."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ from tim_jax.errors import InputError
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig, from_hf
 from tim_jax.plan import planning, topology
-from tim_jax.plan.architectures import PUBLISHED
+from tim_jax.plan.known_models import PUBLISHED
 from tim_jax.plan.planning import Layers, Plan, Say
-from tim_jax.plan.recipe import Recipe
 from tim_jax.plan.topology import Target
+from tim_jax.plan.workload import Workload
 from tim_jax.run import assembly
 from tim_jax.run.assembly import Model
 
@@ -45,8 +45,8 @@ def plan_run(
         )
     model = model_config(config, architecture)
     target = topology.target(slice_name)
-    recipe = make_recipe(config, model, target)
-    return planning.make(recipe, target, layers=layers, searching=searching, say=say)
+    workload = make_recipe(config, model, target)
+    return planning.make(workload, target, layers=layers, searching=searching, say=say)
 
 
 def parse_layers(text: str) -> Layers:
@@ -65,7 +65,7 @@ def parse_layers(text: str) -> Layers:
     raise InputError(f'--layers {text!r}: write "all", or two rising numbers such as 4,8')
 
 
-def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Recipe:
+def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Workload:
     """A step of a run on the target's devices.
 
     Raises:
@@ -81,7 +81,7 @@ def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Recipe
         steps=config.updates,
         max_response_length=config.sampling.max_response_length,
     )
-    return Recipe(
+    return Workload(
         execution=execution,
         learning=assembly.make_learning(config),
         optimizer=optimizer,

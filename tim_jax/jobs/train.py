@@ -29,9 +29,9 @@ from tim_jax.model import fitting, hf
 from tim_jax.placement import SINGLE, processes
 from tim_jax.rl import loop, warm_start
 from tim_jax.rl.drawing import Sample
-from tim_jax.rl.learning import TrainState
 from tim_jax.rl.loop import Step
-from tim_jax.run import assembly, charts, checkpoints, folders, sinks
+from tim_jax.rl.types import TrainState
+from tim_jax.run import assembly, charts, checkpoints, folders, loggers
 from tim_jax.run.display import Display, open_display
 from tim_jax.run.folders import Run
 from tim_jax.run.signals import Preemption
@@ -150,7 +150,7 @@ def _follow(job: Job, run: Run) -> None:
         preemption = stack.enter_context(Preemption())
         for note in (*job.task.notes, *notes, *_described(job)):
             display.note(note)
-        writer = sinks.Tee((run.metrics, more))
+        writer = loggers.Tee((run.metrics, more))
         if start < 0:
             state = _first_steps(job, state, run, writer, display)
             # The next update takes the parameters' buffers, so the reference needs its own.
@@ -286,17 +286,17 @@ def _described(job: Job) -> list[str]:
     return [f"the sampler differs: {line}" for line in lines]
 
 
-def _extra_sinks(config: RunConfig, run: Run, start: int) -> sinks.Tee:
+def _extra_sinks(config: RunConfig, run: Run, start: int) -> loggers.Tee:
     section = config.run
-    extra: list[sinks.Sink] = []
+    extra: list[loggers.Sink] = []
     if not processes.leads():
-        return sinks.Tee(())
+        return loggers.Tee(())
     if "tensorboard" in section.sinks:
         folder = run.folder / "tensorboard"
-        extra.append(sinks.TensorBoard(folder, resume_step=max(start, 0)))
+        extra.append(loggers.TensorBoard(folder, resume_step=max(start, 0)))
     if "wandb" in section.sinks:
         extra.append(
-            sinks.Wandb(
+            loggers.Wandb(
                 run.folder,
                 project=section.wandb_project,
                 name=run.folder.name,
@@ -304,11 +304,11 @@ def _extra_sinks(config: RunConfig, run: Run, start: int) -> sinks.Tee:
                 mode=section.wandb_mode,
             )
         )
-    return sinks.Tee(tuple(extra))
+    return loggers.Tee(tuple(extra))
 
 
 def _first_steps(
-    job: Job, state: TrainState, run: Run, writer: sinks.Tee, display: Display
+    job: Job, state: TrainState, run: Run, writer: loggers.Tee, display: Display
 ) -> TrainState:
     """Warm start, if asked for, and the first evaluation."""
     warmup = job.config.warmup
@@ -348,7 +348,7 @@ def _demonstrations(job: Job) -> Iterator[Rollout]:
         yield warm_start.demonstrations(pairs, job.text, response_size=sampling.max_response_length)
 
 
-def _record(job: Job, step: Step, run: Run, writer: sinks.Tee, display: Display) -> None:
+def _record(job: Job, step: Step, run: Run, writer: loggers.Tee, display: Display) -> None:
     """Writes and shows one step, with an evaluation where one is due."""
     config, metrics = job.config, dict(step.metrics)
     chosen: list[Sample] = []

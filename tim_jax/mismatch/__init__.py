@@ -26,7 +26,7 @@ from tim_jax.mismatch.arithmetic import (
 )
 from tim_jax.mismatch.base import Entry, Names
 from tim_jax.mismatch.dial import EXACT, Mismatch, check, describe, difference, label, refuse_stale
-from tim_jax.mismatch.named import ENTRIES, GROUPS, build
+from tim_jax.mismatch.registry import ENTRIES, GROUPS, build
 from tim_jax.mismatch.reporting import (
     DroppedEnd,
     IgnoredTruncation,

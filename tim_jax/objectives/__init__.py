@@ -2,7 +2,7 @@
 
 from tim_jax.objectives.aggregation import Aggregation, Denominator
 from tim_jax.objectives.losses.base import KL, kl_estimate
-from tim_jax.objectives.losses.named import Loss
+from tim_jax.objectives.losses.registry import Loss
 from tim_jax.objectives.objective import (
     PRESETS,
     Objective,

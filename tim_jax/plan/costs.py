@@ -22,8 +22,8 @@ from jax.extend.core import jaxprs_in_params
 from tim_jax.errors import InputError
 from tim_jax.plan import hlo
 from tim_jax.plan.hlo import Computation, Instruction, Module, Visit
-from tim_jax.plan.recipe import Program
 from tim_jax.plan.topology import Target
+from tim_jax.plan.workload import Program
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REFUSED = re.compile(r"memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds")

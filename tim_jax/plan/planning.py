@@ -1,4 +1,4 @@
-"""From a recipe and a target to a plan: what each program takes, what fits, what to change.
+"""From a workload and a target to a plan: what each program takes, what fits, what to change.
 
 The largest batch that fits is found with few compilations, because memory is close to linear in the
 number of rows.
@@ -13,17 +13,17 @@ from tim_jax.errors import InputError
 from tim_jax.model import parameters
 from tim_jax.placement import Devices, Placement
 from tim_jax.plan import comparison, costs
-from tim_jax.plan import recipe as recipes
+from tim_jax.plan import workload as workloads
 from tim_jax.plan.comparison import Match
 from tim_jax.plan.costs import Compiled, Figures
-from tim_jax.plan.recipe import Program, Recipe
 from tim_jax.plan.topology import Target
+from tim_jax.plan.workload import Program, Workload
 
 _GIB = 2**30
 
 
 def advice(
-    recipe: Recipe, stage: str, devices: Devices, *, rows_drawn: int | None
+    workload: Workload, stage: str, devices: Devices, *, rows_drawn: int | None
 ) -> Iterator[str]:
     """Changes that would make a step fit, a line each, those that cost least first.
 
@@ -32,67 +32,67 @@ def advice(
       rows_drawn: the most sequences at a time for which the sampler fits; 0 if it never does, None
         if that is not known.
     """
-    yield from _spread(recipe, devices)
+    yield from _spread(workload, devices)
     if stage == "sampler":
-        yield from _of_sampler(recipe, rows_drawn)
+        yield from _of_sampler(workload, rows_drawn)
     else:
-        yield from _of_learner(recipe)
-    if recipe.execution.numerics.compute_dtype == "float32":
+        yield from _of_learner(workload)
+    if workload.execution.numerics.compute_dtype == "float32":
         yield 'numerics.dtype = "bfloat16": half the weights, keys and values, and activations'
     yield "a slice of more chips: a batch's rows, masters and optimiser are split over all of them"
 
 
-def _spread(recipe: Recipe, devices: Devices) -> Iterator[str]:
+def _spread(workload: Workload, devices: Devices) -> Iterator[str]:
     """Advice to use more of the slice's devices, and to split the state over all of them."""
-    where = recipe.execution.placement
+    where = workload.execution.placement
     spare = len(devices) // where.devices
     wider = replace(where, fsdp=where.fsdp * spare)
-    if spare > 1 and _possible(recipe, wider):
+    if spare > 1 and _possible(workload, wider):
         yield f"placement.fsdp = {wider.fsdp}: the slice has devices that nothing lies on"
     merged = replace(where, data=1, fsdp=where.data * where.fsdp)
-    if where.data > 1 and _possible(recipe, merged):
-        now, then = (_state(recipe.with_placement(one), devices) for one in (where, merged))
+    if where.data > 1 and _possible(workload, merged):
+        now, then = (_state(workload.with_placement(one), devices) for one in (where, merged))
         yield (
             f"placement.data = 1 with placement.fsdp = {merged.fsdp}: masters and optimiser take"
             f" {then / _GIB:.1f} instead of {now / _GIB:.1f} GiB a device"
         )
 
 
-def _possible(recipe: Recipe, where: Placement) -> bool:
+def _possible(workload: Workload, where: Placement) -> bool:
     try:
-        parameters.check(recipe.execution.config, recipe.execution.numerics, where)
+        parameters.check(workload.execution.config, workload.execution.numerics, where)
     except InputError:
         return False
-    return recipe.sequences % where.shards == 0
+    return workload.sequences % where.shards == 0
 
 
-def _state(recipe: Recipe, devices: Devices) -> int:
-    return recipes.resident(recipe, devices, "scoring")
+def _state(workload: Workload, devices: Devices) -> int:
+    return workloads.resident(workload, devices, "scoring")
 
 
-def _of_sampler(recipe: Recipe, rows_drawn: int | None) -> Iterator[str]:
-    where = recipe.sampler_execution.placement
-    key = "placement" if recipe.sampler_placement is None else "placement.sampler"
+def _of_sampler(workload: Workload, rows_drawn: int | None) -> Iterator[str]:
+    where = workload.sampler_execution.placement
+    key = "placement" if workload.sampler_placement is None else "placement.sampler"
     if rows_drawn:
-        rounds = recipe.sequences // rows_drawn
+        rounds = workload.sequences // rows_drawn
         yield f"sampler.micro_batch = {rows_drawn}: a step is sampled in {rounds} rounds, same bits"
     yield "sampling.max_response_length: room for keys and values is made for the longest response"
     if where.decode == "whole" and where.fsdp > 1:
-        whole = recipes.weight_bytes(recipe) / where.tensor
+        whole = workloads.weight_bytes(workload) / where.tensor
         saved = whole * (1 - 1 / where.fsdp) / _GIB
         yield (
             f'{key}.decode = "sharded": {saved:.1f} GiB less a device, but all weights are gathered'
             " for every token"
         )
-    if recipe.execution.numerics.family in ("tiles", "native"):
+    if workload.execution.numerics.family in ("tiles", "native"):
         yield f"{key}.tensor = {2 * where.tensor}: half the weights and key heads a device"
 
 
-def _of_learner(recipe: Recipe) -> Iterator[str]:
-    learning, shards = recipe.learning, recipe.execution.placement.shards
+def _of_learner(workload: Workload) -> Iterator[str]:
+    learning, shards = workload.learning, workload.execution.placement.shards
     if not learning.remat:
         yield "learner.remat = true: activations of one layer at a time, for a second forward"
-    if recipe.micro_batch > shards:
+    if workload.micro_batch > shards:
         yield f"learner.micro_batch = {shards}: one sequence a device at a time"
 
 
@@ -188,7 +188,7 @@ class Stage:
 class Plan:
     """The plan of a step on a slice."""
 
-    recipe: Recipe
+    workload: Workload
     target: Target
     stages: tuple[Stage, ...]
     largest: Mapping[str, Largest]  # by key of the config
@@ -202,7 +202,7 @@ class Plan:
 
 
 def make(
-    recipe: Recipe,
+    workload: Workload,
     target: Target,
     *,
     layers: Layers,
@@ -218,53 +218,53 @@ def make(
       searching: whether to search for the largest batch.
       say: is called with a line about each program that was compiled.
     """
-    stages = [_stage(recipe, target, "sampler", layers, say)]
-    if recipe.scores:
-        stages.append(_stage(recipe, target, "scoring", None, say))
-    stages.append(_stage(recipe, target, "update", None, say))
+    stages = [_stage(workload, target, "sampler", layers, say)]
+    if workload.scores:
+        stages.append(_stage(workload, target, "scoring", None, say))
+    stages.append(_stage(workload, target, "update", None, say))
     searched: dict[str, Largest] = {}
     if searching:
-        drawn = recipe.rows_drawn is None and stages[0].fits
+        drawn = workload.rows_drawn is None and stages[0].fits
         key = "learner.prompts_per_step" if drawn else "sampler.micro_batch"
         look = _most_prompts if drawn else _most_drawn
-        searched[key] = look(recipe, target, stages[0], layers, say)
-        searched["learner.micro_batch"] = _largest_micro_batch(recipe, target, stages[-1], say)
+        searched[key] = look(workload, target, stages[0], layers, say)
+        searched["learner.micro_batch"] = _largest_micro_batch(workload, target, stages[-1], say)
     drawn_at_a_time = searched.get("sampler.micro_batch")
     lines = [
         line
         for stage in stages
         if not stage.fits
         for line in advice(
-            recipe,
+            workload,
             stage.name,
             target.devices,
             rows_drawn=drawn_at_a_time.count if drawn_at_a_time else None,
         )
     ]
     return Plan(
-        recipe=recipe,
+        workload=workload,
         target=target,
         stages=tuple(stages),
         largest=searched,
         advice=tuple(dict.fromkeys(lines)),
-        audit=audit(recipe, stages),
+        audit=audit(workload, stages),
     )
 
 
-def audit(recipe: Recipe, stages: Sequence[Stage]) -> tuple[Match, ...]:
+def audit(workload: Workload, stages: Sequence[Stage]) -> tuple[Match, ...]:
     """Compares the sampler's smallest program with the learner's; () if one did not compile."""
     sampler, *learner = stages
     texts = [text for stage in learner for text in stage.texts if text]
     drawn = next((text for text in sampler.texts if text), "")
     if not drawn or not texts:
         return ()
-    return comparison.compare(drawn, texts, weights=_weight_shapes(recipe))
+    return comparison.compare(drawn, texts, weights=_weight_shapes(workload))
 
 
-def _weight_shapes(recipe: Recipe) -> frozenset[tuple[int, ...]]:
+def _weight_shapes(workload: Workload) -> frozenset[tuple[int, ...]]:
     """Shapes of the model's weights as its products and norms take them, tile by tile."""
-    execution = recipe.execution
-    weights = jax.eval_shape(execution.prepare, recipes.parameter_shapes(execution.config))
+    execution = workload.execution
+    weights = jax.eval_shape(execution.prepare, workloads.parameter_shapes(execution.config))
     layers = [leaf.shape[1:] for leaf in jax.tree.leaves(weights["layers"])]
     shapes = [*layers, weights["head"].shape, weights["final_norm"].shape]
     parts = [(1, *shape) if len(shape) == 1 else shape[-2:] for shape in shapes]
@@ -272,24 +272,26 @@ def _weight_shapes(recipe: Recipe) -> frozenset[tuple[int, ...]]:
 
 
 PROGRAMS = {
-    "sampler": recipes.sampling,
-    "scoring": recipes.scoring,
-    "update": recipes.updating,
+    "sampler": workloads.sampling,
+    "scoring": workloads.scoring,
+    "update": workloads.updating,
 }
 
 
-def _stage(recipe: Recipe, target: Target, name: str, layers: Layers, say: Say) -> Stage:
+def _stage(workload: Workload, target: Target, name: str, layers: Layers, say: Say) -> Stage:
     """Compiles a program with all layers, or with two numbers of layers and extrapolates."""
-    all_layers = recipe.execution.config.num_layers
+    all_layers = workload.execution.config.num_layers
     line = None if layers is None or all_layers <= max(layers) else layers
-    compiled = [_compiled(recipe.with_layers(n), target, name, say) for n in line or (all_layers,)]
+    compiled = [
+        _compiled(workload.with_layers(n), target, name, say) for n in line or (all_layers,)
+    ]
     total = compiled[0].figures
     if line:
         total = costs.along(total, compiled[1].figures, at=(*line, all_layers))
     return Stage(
         name=name,
         figures=total,
-        resident=recipes.resident(recipe, target.devices, name),
+        resident=workloads.resident(workload, target.devices, name),
         capacity=target.capacity,
         seconds=sum(one.seconds for one in compiled),
         layers=line or (all_layers,),
@@ -297,50 +299,52 @@ def _stage(recipe: Recipe, target: Target, name: str, layers: Layers, say: Say) 
     )
 
 
-def _compiled(recipe: Recipe, target: Target, name: str, say: Say) -> Compiled:
+def _compiled(workload: Workload, target: Target, name: str, say: Say) -> Compiled:
     with target.tracing():
-        program: Program = PROGRAMS[name](recipe, target.devices)
+        program: Program = PROGRAMS[name](workload, target.devices)
     compiled = costs.compiled(program, target)
     say(
-        f"compiled {name}: {recipe.execution.config.num_layers} layers,"
-        f" {recipe.sequences} sequences, micro-batch {recipe.micro_batch}, {compiled.seconds:.0f} s"
+        f"compiled {name}: {workload.execution.config.num_layers} layers,"
+        f" {workload.sequences} sequences, micro-batch {workload.micro_batch}, {compiled.seconds:.0f} s"
     )
     return compiled
 
 
 def _most_prompts(
-    recipe: Recipe, target: Target, stage: Stage, layers: Layers, say: Say
+    workload: Workload, target: Target, stage: Stage, layers: Layers, say: Say
 ) -> Largest:
     """Prompts per step for which the sampler fits."""
-    step = recipe.least_prompts
-    allowed = range(step, _MOST_PROMPTS * recipe.prompts + 1, step)
+    step = workload.least_prompts
+    allowed = range(step, _MOST_PROMPTS * workload.prompts + 1, step)
 
     def total(prompts: int) -> int:
-        return _stage(replace(recipe, prompts=prompts), target, "sampler", layers, say).total
+        return _stage(replace(workload, prompts=prompts), target, "sampler", layers, say).total
 
-    known = {recipe.prompts: stage.total}
+    known = {workload.prompts: stage.total}
     return largest(total, allowed, capacity=target.capacity, known=known)
 
 
-def _most_drawn(recipe: Recipe, target: Target, stage: Stage, layers: Layers, say: Say) -> Largest:
+def _most_drawn(
+    workload: Workload, target: Target, stage: Stage, layers: Layers, say: Say
+) -> Largest:
     """Sequences at a time for which the sampler fits."""
-    rows, shards = recipe.sequences, recipe.sampler_execution.placement.shards
+    rows, shards = workload.sequences, workload.sampler_execution.placement.shards
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
-        return _stage(recipe.with_rows_drawn(size), target, "sampler", layers, say).total
+        return _stage(workload.with_rows_drawn(size), target, "sampler", layers, say).total
 
-    known = {recipe.rows_drawn or rows: stage.total}
+    known = {workload.rows_drawn or rows: stage.total}
     return largest(total, allowed, capacity=target.capacity, known=known)
 
 
-def _largest_micro_batch(recipe: Recipe, target: Target, stage: Stage, say: Say) -> Largest:
+def _largest_micro_batch(workload: Workload, target: Target, stage: Stage, say: Say) -> Largest:
     """Sequences per forward and backward for which the update fits."""
-    rows, shards = recipe.sequences // recipe.mini_batches, recipe.execution.placement.shards
+    rows, shards = workload.sequences // workload.mini_batches, workload.execution.placement.shards
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
-        return _stage(recipe.with_micro_batch(size), target, "update", None, say).total
+        return _stage(workload.with_micro_batch(size), target, "update", None, say).total
 
-    known = {recipe.micro_batch: stage.total}
+    known = {workload.micro_batch: stage.total}
     return largest(total, allowed, capacity=target.capacity, known=known)

@@ -16,7 +16,7 @@ def text(plan: Plan) -> str:
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    execution, target = plan.recipe.execution, plan.target
+    execution, target = plan.workload.execution, plan.target
     numerics = execution.numerics
     yield (
         f"{target.name}: {target.chips} chips, {len(target.devices)} devices of"
@@ -25,12 +25,12 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     if numerics.family in ("tiles", "native"):
         yield f"  {numerics.family} is plain XLA, slow on a TPU; a pod should run pallas_tpu"
-    drawn = plan.recipe.rows_drawn
+    drawn = plan.workload.rows_drawn
     yield (
-        f"  {plan.recipe.prompts} prompts x {plan.recipe.learning.group_size} samples,"
-        f" up to {plan.recipe.prompt_length} + {execution.sampling.max_response_length} tokens,"
-        f" {f'sampled {drawn} at a time, ' if drawn else ''}micro-batch {plan.recipe.micro_batch},"
-        f" remat {'on' if plan.recipe.learning.remat else 'off'}"
+        f"  {plan.workload.prompts} prompts x {plan.workload.learning.group_size} samples,"
+        f" up to {plan.workload.prompt_length} + {execution.sampling.max_response_length} tokens,"
+        f" {f'sampled {drawn} at a time, ' if drawn else ''}micro-batch {plan.workload.micro_batch},"
+        f" remat {'on' if plan.workload.learning.remat else 'off'}"
     )
     for stage in plan.stages:
         yield from _stage(stage)
@@ -101,20 +101,20 @@ def _audit(matches: tuple[Match, ...]) -> Iterator[str]:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values; sizes in bytes."""
-    recipe, execution = plan.recipe, plan.recipe.execution
+    workload, execution = plan.workload, plan.workload.execution
     return {
         "topology": plan.target.name,
         "chips": plan.target.chips,
         "devices": len(plan.target.devices),
         "capacity": plan.target.capacity,
         "placement": _axes(execution.placement),
-        "sampler_placement": _axes(recipe.sampler_execution.placement),
+        "sampler_placement": _axes(workload.sampler_execution.placement),
         "family": execution.numerics.family,
         "dtype": execution.numerics.compute_dtype,
-        "prompts_per_step": recipe.prompts,
-        "samples_per_prompt": recipe.learning.group_size,
-        "sampler_micro_batch": recipe.rows_drawn or recipe.sequences,
-        "micro_batch": recipe.micro_batch,
+        "prompts_per_step": workload.prompts,
+        "samples_per_prompt": workload.learning.group_size,
+        "sampler_micro_batch": workload.rows_drawn or workload.sequences,
+        "micro_batch": workload.micro_batch,
         "fits": plan.fits,
         "stages": {stage.name: _stage_values(stage) for stage in plan.stages},
         "largest": {
@@ -174,8 +174,8 @@ def _axes(where) -> dict[str, Any]:
 
 
 def _placement(plan: Plan) -> str:
-    learner = plan.recipe.execution.placement
-    sampler = plan.recipe.sampler_placement
+    learner = plan.workload.execution.placement
+    sampler = plan.workload.sampler_placement
     return str(learner) if sampler is None else f"{learner} (sampler: {sampler})"
 
 

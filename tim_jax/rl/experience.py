@@ -16,7 +16,7 @@ from tim_jax.model.weights import Weights
 from tim_jax.numerics.sums import tree_sum
 from tim_jax.objectives import Objective, advantages, shaping
 from tim_jax.policy.scoring import Scores
-from tim_jax.rl.learning import (
+from tim_jax.rl.types import (
     Carried,
     Experience,
     Learning,

@@ -20,7 +20,7 @@ from tim_jax.errors import InputError
 from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics.sums import compensated_sum, count, tree_sum
 from tim_jax.policy.scoring import Scores
-from tim_jax.rl.learning import (
+from tim_jax.rl.types import (
     Experience,
     Learning,
     Policy,

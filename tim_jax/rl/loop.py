@@ -14,8 +14,8 @@ from tim_jax import schedules
 from tim_jax.errors import MismatchError, NonFiniteError
 from tim_jax.rl import drawing
 from tim_jax.rl.drawing import Sample, Text
-from tim_jax.rl.learning import Exactness, Experience, TrainState
 from tim_jax.rl.programs import Programs
+from tim_jax.rl.types import Exactness, Experience, TrainState
 from tim_jax.tasks.base import Task
 from tim_jax.types import Rollout
 

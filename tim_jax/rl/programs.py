@@ -19,7 +19,7 @@ from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
 from tim_jax.placement import Devices, Placement
 from tim_jax.rl import learner, sharded
 from tim_jax.rl.experience import experience
-from tim_jax.rl.learning import Experience, Learning, Policy, TrainState, check_steps, mini_batch
+from tim_jax.rl.types import Experience, Learning, Policy, TrainState, check_steps, mini_batch
 from tim_jax.types import Prompts, Rollout
 
 _PARTS = ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3")

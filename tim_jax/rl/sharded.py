@@ -25,7 +25,7 @@ from tim_jax.policy import rounds
 from tim_jax.policy.scoring import score
 from tim_jax.rl import learner
 from tim_jax.rl.experience import score_rows
-from tim_jax.rl.learning import Experience, Learning, Policy
+from tim_jax.rl.types import Experience, Learning, Policy
 from tim_jax.types import Prompts, Rollout
 
 _ROWS = placement.spec(("rows",))

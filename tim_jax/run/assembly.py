@@ -31,8 +31,8 @@ from tim_jax.numerics import (
 from tim_jax.placement import Devices, Placement
 from tim_jax.rl import programs
 from tim_jax.rl.drawing import Text
-from tim_jax.rl.learning import Learning
 from tim_jax.rl.programs import Programs
+from tim_jax.rl.types import Learning
 from tim_jax.tasks import builtin, custom
 from tim_jax.tasks.base import Task
 from tim_jax.tasks.dataset import DatasetSource, dataset_task

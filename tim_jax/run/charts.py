@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tim_jax.errors import InputError
-from tim_jax.run.sinks import MetricNames, read_lines
+from tim_jax.run.loggers import MetricNames, read_lines
 
 _REWARD, _LENGTH, _EXACT, _UNEQUAL, _EVAL = "#1f6fb4", "#7b4fa3", "#2a8f4f", "#c0392b", "#e07b00"
 _INK, _FAINT = "#222222", "#d9d9d9"

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tim_jax.run.sinks import MetricNames, scalars
+from tim_jax.run.loggers import MetricNames, scalars
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 48  # steps shown by a sparkline

@@ -25,10 +25,10 @@ from typing import Any
 
 from tim_jax.errors import InputError
 from tim_jax.placement import processes
-from tim_jax.rl.learning import TrainState
+from tim_jax.rl.types import TrainState
 from tim_jax.run import checkpoints
 from tim_jax.run.checkpoints import Checkpoints, Restored, State
-from tim_jax.run.sinks import JsonLines
+from tim_jax.run.loggers import JsonLines
 
 LINE_FILES = ("metrics", "timing", "samples")
 

@@ -19,16 +19,6 @@ to know which tokens of the whole batch they act on: the functions in `SELECTION
 
 from tim_jax.objectives.losses.base import KL, PolicyLoss, kl_estimate
 from tim_jax.objectives.losses.covariance import clip_cov, kl_cov, select_clip_cov, select_kl_cov
-from tim_jax.objectives.losses.named import (
-    LOSSES,
-    SELECTIONS,
-    Loss,
-    check_options,
-    options,
-    policy_loss,
-    select,
-    uses_ratio,
-)
 from tim_jax.objectives.losses.ratio import (
     cispo,
     clip,
@@ -38,6 +28,16 @@ from tim_jax.objectives.losses.ratio import (
     gspo,
     reinforce,
     sapo,
+)
+from tim_jax.objectives.losses.registry import (
+    LOSSES,
+    SELECTIONS,
+    Loss,
+    check_options,
+    options,
+    policy_loss,
+    select,
+    uses_ratio,
 )
 
 __all__ = [

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax.errors import InputError
-from tim_jax.run.sinks import JsonLines, Tee, TensorBoard, Wandb, plain, read_lines, scalars
+from tim_jax.run.loggers import JsonLines, Tee, TensorBoard, Wandb, plain, read_lines, scalars
 
 
 def test_lines_are_on_disk_after_every_write(tmp_path):

@@ -18,14 +18,14 @@ from tim_jax.model.weights import parameter_shapes
 from tim_jax.placement import Devices, Placement
 from tim_jax.policy import sampler
 from tim_jax.rl import programs
-from tim_jax.rl.learning import Learning
+from tim_jax.rl.types import Learning
 from tim_jax.types import Prompts, Rollout
 
 Tree = Any
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Workload:
     """One step of a run."""
 
     execution: Execution  # the learner's
@@ -75,21 +75,21 @@ class Recipe:
         prompts = rows // gcd(rows, self.learning.group_size)
         return lcm(prompts, drawing) if self.learning.needs_greedy else prompts
 
-    def with_layers(self, layers: int) -> "Recipe":
+    def with_layers(self, layers: int) -> "Workload":
         """The same step of a model with this many layers."""
         config = replace(self.execution.config, num_layers=layers)
         return replace(self, execution=replace(self.execution, config=config))
 
-    def with_micro_batch(self, rows: int) -> "Recipe":
+    def with_micro_batch(self, rows: int) -> "Workload":
         """The same step in other micro-batches; the noise is measured only if there are several."""
         noise = self.learning.noise_scale and rows < self.sequences // self.mini_batches
         return replace(self, learning=replace(self.learning, micro_batch=rows, noise_scale=noise))
 
-    def with_rows_drawn(self, rows: int) -> "Recipe":
+    def with_rows_drawn(self, rows: int) -> "Workload":
         """The same step, with this many sequences drawn at a time."""
         return replace(self, rows_drawn=rows)
 
-    def with_placement(self, where: Placement) -> "Recipe":
+    def with_placement(self, where: Placement) -> "Workload":
         """The same step with the learner on another placement."""
         return replace(self, execution=replace(self.execution, placement=where))
 
@@ -104,72 +104,75 @@ class Program:
     trips: tuple[int, ...] = ()
 
 
-def sampling(recipe: Recipe, devices: Devices) -> Program:
+def sampling(workload: Workload, devices: Devices) -> Program:
     """The sampler's program: prefill and decode of a step's prompts."""
-    execution = recipe.sampler_execution
-    laid = _Laid(recipe, execution, devices)
+    execution = workload.sampler_execution
+    laid = _Laid(workload, execution, devices)
     program = programs.sampling_program(
         execution,
-        samples=recipe.learning.group_size,
-        micro_batch=recipe.rows_drawn,
+        samples=workload.learning.group_size,
+        micro_batch=workload.rows_drawn,
         devices=laid.devices,
-        mismatch=recipe.mismatch,
+        mismatch=workload.mismatch,
     )
     arguments = (laid.weights, laid.prompts, laid.key)
-    return Program("sampler", program, arguments, decode_steps(recipe))
+    return Program("sampler", program, arguments, decode_steps(workload))
 
 
-def decode_steps(recipe: Recipe) -> tuple[int, ...]:
+def decode_steps(workload: Workload) -> tuple[int, ...]:
     """Tokens drawn in each of the sampler's loops, if every prompt and response is the longest.
 
     All but the first, which is drawn at the prompt's end.
     """
-    limit, block = recipe.execution.sampling.max_response_length, recipe.execution.numerics.kv_block
+    limit, block = (
+        workload.execution.sampling.max_response_length,
+        workload.execution.numerics.kv_block,
+    )
     done, steps = 1, []
-    for span in sampler.spans(recipe.prompt_length, limit, block):
-        upto = min(limit, span - recipe.prompt_length + 1)
+    for span in sampler.spans(workload.prompt_length, limit, block):
+        upto = min(limit, span - workload.prompt_length + 1)
         steps.append(upto - done)
         done = upto
     return tuple(steps)
 
 
-def scoring(recipe: Recipe, devices: Devices) -> Program:
+def scoring(workload: Workload, devices: Devices) -> Program:
     """The learner's forward over a step's sequences, with advantages and corrections."""
-    laid = _Laid(recipe, recipe.execution, devices)
+    laid = _Laid(workload, workload.execution, devices)
     return Program("scoring", laid.built.experience, laid.for_experience)
 
 
-def updating(recipe: Recipe, devices: Devices) -> Program:
+def updating(workload: Workload, devices: Devices) -> Program:
     """One update: forward, backward and optimiser."""
-    laid = _Laid(recipe, recipe.execution, devices)
+    laid = _Laid(workload, workload.execution, devices)
     batch = jax.eval_shape(laid.built.experience, *laid.for_experience).experience
     index, length = _shape((), jnp.int32), _shape((), jnp.float32)
     arguments = (laid.state, laid.weights, *laid.whole((batch, index, length)))
     return Program("update", laid.built.update, arguments)
 
 
-def resident(recipe: Recipe, devices: Devices, stage: str) -> int:
+def resident(workload: Workload, devices: Devices, stage: str) -> int:
     """Bytes on a device during a stage that are not arguments of its program.
 
     These are optimiser and masters while sampling; the weights of a sampler with another placement;
     and those of a reference policy with its masters, which checkpoints need. Padding by layouts is
     not counted.
     """
-    laid = _Laid(recipe, recipe.execution, devices)
+    laid = _Laid(workload, workload.execution, devices)
     weights, state = bytes_per_device(laid.weights), bytes_per_device(laid.state)
     masters = bytes_per_device(laid.state.params)
-    reference = weights + masters if recipe.has_reference else 0
+    reference = weights + masters if workload.has_reference else 0
     if stage == "sampler":
-        same = recipe.sampler_execution.placement.shape == recipe.execution.placement.shape
+        same = workload.sampler_execution.placement.shape == workload.execution.placement.shape
         return state + reference + (0 if same else weights)
     if stage == "scoring":  # whose arguments the reference's weights are
-        return state + (masters if recipe.has_reference else 0)
+        return state + (masters if workload.has_reference else 0)
     return reference
 
 
-def weight_bytes(recipe: Recipe) -> int:
+def weight_bytes(workload: Workload) -> int:
     """Bytes of all compute weights."""
-    execution = recipe.execution
+    execution = workload.execution
     shapes = jax.eval_shape(execution.prepare, parameter_shapes(execution.config))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
@@ -186,9 +189,9 @@ def bytes_per_device(tree: Tree) -> int:
 
 @dataclass(frozen=True)
 class _Laid:
-    """Shapes of a recipe's arrays, laid out on devices for an execution, learner's or sampler's."""
+    """Shapes of a workload's arrays, laid out on devices for an execution, learner's or sampler's."""
 
-    recipe: Recipe
+    workload: Workload
     execution: Execution
     slice_devices: Devices
 
@@ -208,12 +211,12 @@ class _Laid:
 
     @property
     def built(self) -> programs.Programs:
-        recipe = self.recipe
+        workload = self.workload
         return programs.build(
             self.execution,
-            recipe.learning,
-            recipe.optimizer,
-            mini_batches=recipe.mini_batches,
+            workload.learning,
+            workload.optimizer,
+            mini_batches=workload.mini_batches,
             devices=self.devices,
         )
 
@@ -223,7 +226,7 @@ class _Laid:
 
     @property
     def _layout(self) -> programs.Layout:
-        start = partial(programs.init, self.recipe.optimizer, self.recipe.learning)
+        start = partial(programs.init, self.workload.optimizer, self.workload.learning)
         return programs.layout(self.execution, start, self.devices)
 
     @property
@@ -232,7 +235,7 @@ class _Laid:
 
     @property
     def state(self) -> Tree:
-        start: Callable = partial(programs.init, self.recipe.optimizer, self.recipe.learning)
+        start: Callable = partial(programs.init, self.workload.optimizer, self.workload.learning)
         return self._on(jax.eval_shape(start, self.params), self._layout.state)
 
     @property
@@ -241,7 +244,7 @@ class _Laid:
 
     @property
     def prompts(self) -> Prompts:
-        count, length = self.recipe.prompts, self.recipe.prompt_length
+        count, length = self.workload.prompts, self.workload.prompt_length
         shapes = Prompts(
             tokens=_shape((count, length), jnp.int32),
             lengths=_shape((count,), jnp.int32),
@@ -252,18 +255,18 @@ class _Laid:
     @property
     def for_experience(self) -> tuple[Any, ...]:
         weights = self.weights
-        reference = weights if self.recipe.has_reference else None
-        rewards = _shape((self.recipe.sequences,), jnp.float32)
+        reference = weights if self.workload.has_reference else None
+        rewards = _shape((self.workload.sequences,), jnp.float32)
         given = [self._rollout, rewards]
-        if self.recipe.learning.needs_greedy:
-            given.append(_shape((self.recipe.prompts,), jnp.float32))
+        if self.workload.learning.needs_greedy:
+            given.append(_shape((self.workload.prompts,), jnp.float32))
         return weights, reference, self.state.carried, *self.whole(tuple(given))
 
     @property
     def _rollout(self) -> Rollout:
-        rows, length = self.recipe.sequences, self.execution.sampling.max_response_length
+        rows, length = self.workload.sequences, self.execution.sampling.max_response_length
         return Rollout(
-            prompts=_shape((rows, self.recipe.prompt_length), jnp.int32),
+            prompts=_shape((rows, self.workload.prompt_length), jnp.int32),
             prompt_lengths=_shape((rows,), jnp.int32),
             responses=_shape((rows, length), jnp.int32),
             lengths=_shape((rows,), jnp.int32),
