@@ -29,7 +29,7 @@ class Slice(NamedTuple):
 
     name: str
     devices: int
-    drawn: int | None = None  # sequences sampled at a time, where all of a step do not fit
+    drawn: int | None = None  # sequences decoded at a time, where all of a step do not fit
     quick: bool = False  # without the search for the largest batch
 
     @property
@@ -37,7 +37,7 @@ class Slice(NamedTuple):
         """What is changed in the config, and how it is planned."""
         changes = [f"placement.fsdp={self.devices}", f"learner.micro_batch={self.devices}", FAMILY]
         if self.drawn:
-            changes.append(f"sampler.micro_batch={self.drawn}")
+            changes.append(f"sampler.slots={self.drawn}")
         return (*(("--quick",) if self.quick else ()), *changes)
 
     @property
@@ -119,8 +119,8 @@ def _memory(plans: list[dict[str, Any]]) -> list[str]:
         *lines,
         "",
         f"The recipe fits on {', '.join(fitting) or 'none'}; where the commands above say"
-        " `sampler.micro_batch`, a step is sampled in rounds, because the keys and values of all of"
-        " it do not fit beside the weights. The bits are the same.",
+        " `sampler.slots`, fewer sequences are decoded at a time, because the keys and values of"
+        " all of it do not fit beside the weights. The bits are the same.",
         "",
         "Elsewhere: masters and optimiser while sampling and scoring. The sampler was compiled with"
         f" {' or '.join(' and '.join(map(str, one)) for one in sorted(extrapolated))} layers and"

@@ -221,10 +221,10 @@ def test_the_learner_scores_the_same_bits(folder, dtype, sampling):
 
 
 @pytest.mark.slow
-def test_micro_batches_change_no_bit(model):
+def test_slots_and_micro_batches_change_no_bit(model):
     prompts = ["What is 7 * 8?", "b"]
     rollout = tim.sample(model, prompts, **DRAWN)
-    parts = tim.sample(model, prompts, **DRAWN, micro_batch=4)
+    parts = tim.sample(model, prompts, **DRAWN, slots=3)
     assert bits(parts.tokens) == bits(rollout.tokens)
     assert bits(parts.log_probs) == bits(rollout.log_probs)
     assert bits(tim.score(model, rollout, micro_batch=3)) == bits(rollout.log_probs)

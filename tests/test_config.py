@@ -237,10 +237,8 @@ REFUSED = [
         "learner.micro_batch = 7: must divide the 64 sequences of a mini-batch"
         " (8 prompts x 8 samples / 1)",
     ),
-    (
-        "sampler.micro_batch=7",
-        "sampler.micro_batch = 7: must divide the 64 sequences of a step (8 prompts x 8)",
-    ),
+    ("sampler.slots=0", "sampler.slots = 0: must be 1 or more"),
+    ("sampler.halvings=-1", "sampler.halvings = -1: must be 0 or more"),
     (
         "learner.mini_batches=5",
         "learner.mini_batches = 5: must divide the 64 sequences (8 prompts x 8)",

@@ -235,9 +235,10 @@ def test_noise_by_probability_and_by_position():
 def test_noise_on_logits_has_a_part_per_position_and_a_part_per_token():
     logits = jnp.zeros((6, 1000), jnp.float32)
 
-    def added(step, **arguments):
+    def added(position, **arguments):
         entry = dials.entry("logit_noise", **arguments)
-        return np.asarray(jax.jit(entry.logits)(logits, jnp.int32(step), dials.names()))
+        positions = jnp.full(6, position, jnp.int32)
+        return np.asarray(jax.jit(entry.logits)(logits, positions, dials.names()))
 
     first, second = added(0, std=0.5), added(1, std=0.5)
     assert abs(first.std() - 0.5) < 0.03
@@ -264,8 +265,9 @@ def test_noise_does_not_know_its_batch(rows):
     some = Names(names.key, names.prompts[rows], names.samples[rows])
     for distribution in ("gaussian", "student"):
         entry = dials.entry("logit_noise", std=0.1, bias=0.1, distribution=distribution)
-        whole = jax.jit(entry.logits)(logits, jnp.int32(3), names)
-        part = jax.jit(entry.logits)(logits[rows], jnp.int32(3), some)
+        positions = jnp.arange(3, 9)
+        whole = jax.jit(entry.logits)(logits, positions, names)
+        part = jax.jit(entry.logits)(logits[rows], positions[rows], some)
         assert tiny.bits(part) == tiny.bits(whole[rows])
         for by in ("flat", "probability", "position"):
             entry = dials.entry(

@@ -238,15 +238,11 @@ def test_two_and_four_layers_say_what_six_take():
 
 
 def test_decode_steps_add_up_to_the_longest_response_but_its_first_token():
-    assert sum(workload.decode_steps(RECIPE)) == RECIPE.execution.sampling.max_response_length - 1
-    long = replace(
-        RECIPE,
-        prompt_length=20,
-        execution=replace(
-            RECIPE.execution, sampling=replace(tiny.SAMPLING, max_response_length=100)
-        ),
-    )
-    assert workload.decode_steps(long) == (12, 32, 55)
+    runs, _, steps = workload.decode_steps(RECIPE)
+    assert runs * steps == RECIPE.execution.sampling.max_response_length - 1
+    execution = replace(RECIPE.execution, sampling=replace(tiny.SAMPLING, max_response_length=100))
+    long = replace(RECIPE, execution=execution, slots=4)
+    assert workload.decode_steps(long) == (16, 1, 25)  # 16 sequences in four rounds of 4 x 25
 
 
 def test_what_stays_on_a_chip_beside_a_program():
@@ -294,14 +290,14 @@ def test_a_sampler_elsewhere_leaves_the_learners_weights_where_they_are():
         (Placement(fsdp=2), "sampler", "placement.fsdp = 8: the slice has devices"),
         (Placement(data=8), "update", "placement.data = 1 with placement.fsdp = 8: masters"),
         (Placement(fsdp=8), "sampler", 'placement.decode = "sharded"'),
-        (Placement(fsdp=8), "sampler", "sampler.micro_batch = 8: a step is sampled in 2 rounds"),
+        (Placement(fsdp=8), "sampler", "sampler.slots = 8: so many sequences"),
         (Placement(fsdp=8), "update", "learner.remat = true"),
         (Placement(fsdp=8), "update", "learner.micro_batch = 8: one sequence a device"),
         (Placement(fsdp=8), "scoring", 'numerics.dtype = "bfloat16"'),
     ],
 )
 def test_advice(where, stage, line):
-    found = list(planning.advice(on(where), stage, EIGHT.devices, rows_drawn=8))
+    found = list(planning.advice(on(where), stage, EIGHT.devices, slots=8))
     assert any(one.startswith(line) for one in found)
     assert all("\n" not in one for one in found)
 
@@ -309,9 +305,7 @@ def test_advice(where, stage, line):
 def test_advice_leaves_out_what_is_done_or_cannot_be():
     done = replace(RECIPE, learning=replace(RECIPE.learning, remat=True, micro_batch=8))
     found = list(
-        planning.advice(
-            done.with_placement(Placement(fsdp=8)), "update", EIGHT.devices, rows_drawn=None
-        )
+        planning.advice(done.with_placement(Placement(fsdp=8)), "update", EIGHT.devices, slots=None)
     )
     assert not any("remat" in one or "micro_batch" in one or "placement" in one for one in found)
 
@@ -502,17 +496,17 @@ def test_what_does_not_fit_comes_with_advice():
 
 
 @pytest.mark.slow
-def test_a_sampler_that_does_not_fit_is_planned_in_rounds():
+def test_a_sampler_that_does_not_fit_is_planned_with_fewer_slots():
     what = on(Placement(fsdp=2))
     whole = planning.make(what, EIGHT, layers=None, searching=False).stages[0].total
     made = planning.make(what, replace(EIGHT, capacity=whole - 1), layers=None)
-    found = made.largest["sampler.micro_batch"]
+    found = made.largest["sampler.slots"]
     assert 2 <= found.count < what.sequences
     assert found.total < whole
-    assert any(f"sampler.micro_batch = {found.count}: " in line for line in made.advice)
-    again = planning.make(what.with_rows_drawn(found.count), EIGHT, layers=None, searching=False)
+    assert any(f"sampler.slots = {found.count}: " in line for line in made.advice)
+    again = planning.make(what.with_slots(found.count), EIGHT, layers=None, searching=False)
     assert again.stages[0].total == found.total
-    assert f"sampled {found.count} at a time" in report.text(again)
+    assert f"{found.count} slots" in report.text(again)
 
 
 # What a kernel for TPUs can take.

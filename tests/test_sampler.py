@@ -144,18 +144,6 @@ def test_the_loop_ends_with_the_last_response(counting, monkeypatch):
     assert len(forwards) == 1 + 7  # the prompts' own first
 
 
-@given(
-    prompt=st.integers(1, 200), response=st.integers(1, 2_000), block=st.sampled_from([1, 16, 32])
-)
-def test_cache_spans_hold_everything_and_are_few(prompt, response, block):
-    spans = sampler.spans(prompt, response, block)
-    assert spans == sorted(set(spans))
-    assert spans[0] >= min(prompt + 1, prompt + response - 1)
-    assert prompt + response - 1 <= spans[-1] < prompt + response - 1 + block
-    assert all(span % block == 0 for span in spans)
-    assert len(spans) <= 2 + np.log2(spans[-1] / spans[0])
-
-
 # --- the distribution ------------------------------------------------------------------------
 
 

@@ -128,10 +128,10 @@ def test_tokens_and_log_probs_are_those_of_one_device(where):
     ],
     ids=str,
 )
-def test_sampling_in_rounds_changes_no_bit(where):
+def test_slots_of_every_device_change_no_bit(where):
     what = execution(where)
     weights = built(what).prepare(tiny.params(CONFIG))
-    run = programs.sampling_program(what, samples=GROUP, micro_batch=8)
+    run = programs.sampling_program(what, samples=GROUP, slots=8, halvings=1)
     found = run(weights, tiny.prompts(count=PROMPTS), jax.random.key(0))
     assert tiny.bits(found) == tiny.bits(rollout(execution()))
 

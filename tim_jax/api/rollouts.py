@@ -63,7 +63,7 @@ def sample(
     seed: int = 0,
     chat_template: bool | Literal["auto"] = "auto",
     template_options: Mapping[str, Any] = MappingProxyType({}),
-    micro_batch: int | None = None,
+    slots: int | None = None,
 ) -> Rollout:
     """Draws responses, with the log-probs of what was drawn.
 
@@ -84,14 +84,17 @@ def sample(
       chat_template: True puts prompts through the tokenizer's template, False takes them as plain
         text; "auto" is True if there is a template.
       template_options: variables of the template, such as {"enable_thinking": False}.
-      micro_batch: responses that are drawn at a time, to bound memory; must divide all of them.
-        Changes no bit.
+      slots: responses that are decoded at a time, to bound memory; when one ends, the next takes
+        its slot. None: all of them. Changes no bit.
 
     Raises:
       InputError: a prompt that is empty or too long, or a number out of its range.
     """
     sampling = Sampling(max_tokens, temperature, top_k, top_p)
     whole("sample: samples", samples, least=1)
+    if slots is not None:
+        whole("sample: slots", slots, least=1)
+        slots += -slots % model.placement.shards  # on every device as many
     asked = _checked(prompts)
     longest = longest_prompt(
         model,
@@ -106,7 +109,7 @@ def sample(
     filling = -len(asked) % sharded.prompts_multiple(model.placement, samples)
     rows = asked + asked[-1:] * filling
     execution = model.execution(sampling)
-    program = _sampler(execution, samples, micro_batch)
+    program = _sampler(execution, samples, slots)
     drawn = text.prompts([Example(prompt, "") for prompt in rows], range(len(rows)))
     found = jax.device_get(program(model.weights, drawn, drawing.step_key(seed, 0)))
     found = jax.tree.map(lambda x: x[: len(asked) * samples], found)
@@ -202,8 +205,8 @@ def score(model: Model, rollout: Rollout, *, micro_batch: int | None = None) -> 
 
 
 @lru_cache(maxsize=32)
-def _sampler(execution: Execution, samples: int, micro_batch: int | None) -> Any:
-    return programs.sampling_program(execution, samples=samples, micro_batch=micro_batch)
+def _sampler(execution: Execution, samples: int, slots: int | None) -> Any:
+    return programs.sampling_program(execution, samples=samples, slots=slots)
 
 
 @lru_cache(maxsize=32)

@@ -62,6 +62,7 @@ class Again:
     samples: int = 1  # at most `Sizes.samples`
     one_by_one: bool = False  # a batch per prompt
     padding: int = 0  # added to the padded prompt length and to the longest response
+    slots: int | None = None  # sequences decoded at a time; None: all
     placement: Placement = SINGLE
 
 
@@ -119,6 +120,7 @@ def standard_cases(config: ModelConfig, sizes: Sizes, *, quick: bool = False) ->
             plain,
             Again(rows=backwards, samples=max(1, group - 1), padding=5),
         ),
+        Case("sampler, 3 slots", plain, Again(samples=group, slots=3)),
         Case("top-k, top-p, T 0.7: batches of one", truncated, Again(one_by_one=True)),
         Case("T 1.4: learner", replace(plain, temperature=1.4), Score()),
     )

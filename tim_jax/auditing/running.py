@@ -210,7 +210,7 @@ def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Be
     batches = [(row,) for row in rows] if again.one_by_one else [rows]
     limit = sampling.max_response_length + again.padding
     execution = bench.execution(replace(sampling, max_response_length=limit), again.placement)
-    weights, sample = bench.placed(again.placement), _sampler(execution, again.samples)
+    weights, sample = bench.placed(again.placement), _sampler(execution, again.samples, again.slots)
     parts = []
     for batch in batches:
         chosen = jax.tree.map(lambda x, b=batch: x[jnp.asarray(b)], prompts)
@@ -265,9 +265,10 @@ def _filled(tokens: jax.Array, more: int, config: ModelConfig) -> jax.Array:
 
 
 @cache
-def _sampler(execution: Execution, samples: int) -> Callable[..., Rollout]:
+def _sampler(execution: Execution, samples: int, slots: int | None) -> Callable[..., Rollout]:
     """The sampler's own program."""
-    return programs.sampling_program(execution, samples=samples)
+    halvings = 0 if slots is None else 1
+    return programs.sampling_program(execution, samples=samples, slots=slots, halvings=halvings)
 
 
 @cache

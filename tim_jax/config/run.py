@@ -86,7 +86,8 @@ class RunConfig(Section):
 
         What matters of `numerics.family` is the family that "auto" stood for, which the job checks.
         """
-        free = ("exact", "eval", "run", "placement", "sampler.micro_batch", "numerics.family")
+        schedule = "sampler.slots", "sampler.halvings"
+        free = ("exact", "eval", "run", "placement", *schedule, "numerics.family")
         bound = self.optimizer.schedule != "constant" and self.optimizer.total_steps is None
         return free if bound else ("steps", *free)
 
@@ -209,13 +210,6 @@ class RunConfig(Section):
                 f"must divide the {total // minis} sequences of a mini-batch"
                 f" ({product} samples / {minis})",
             )
-        drawn = self.sampler.micro_batch
-        if drawn and total % drawn:
-            raise refusal(
-                "sampler.micro_batch",
-                drawn,
-                f"must divide the {total} sequences of a step ({product})",
-            )
         self._check_placement(total, total // minis, micro)
 
     def _check_placement(self, total: int, mini_batch: int, micro: int | None) -> None:
@@ -230,7 +224,7 @@ class RunConfig(Section):
                     self.placement.fsdp,
                     f"data x fsdp = {learner.shards} must divide the {count} sequences of {what}",
                 )
-        for count, what in ((total, "a step"), (self.sampler.micro_batch, "sampler.micro_batch")):
+        for count, what in ((total, "a step"), (self.sampler.slots, "sampler.slots")):
             if count and count % sampler.shards:
                 raise refusal(
                     "placement.sampler.fsdp",

@@ -135,8 +135,12 @@ class SamplingSection(Sampling):
 class SamplerSection(Section):
     """How a step is sampled, and what the sampler does otherwise than the learner."""
 
-    micro_batch: Count | None = None
-    """Sequences sampled at a time, over all devices; left out: all of a step. Memory only."""
+    slots: Count | None = None
+    """Sequences decoded at a time, over all devices; when one ends, its slot takes the next. Left
+    out: all of a step. Memory and speed only."""
+    halvings: Whole = 0
+    """How often the slots become half as many, once no sequence waits and half of them are idle.
+    Each compiles the decode step once more. Speed only."""
     mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
     """Entries of `tim_jax.mismatch`, in order: `{name = "kv_cache", dtype = "float8_e4m3fn"}`."""
 

@@ -28,6 +28,7 @@ from tim_jax.tasks.base import Example, SharedGrader, Task
 from tim_jax.tasks.text import encode_prompt
 
 _EVAL_KEY = 0
+_EVAL_ROUNDS = 4  # times as many sequences as slots are queued at a time
 _SHOWN = 4  # completions shown before and after
 
 
@@ -68,13 +69,17 @@ def _shared(task: Task) -> Task:
 
 def _evaluator(config: RunConfig, execution: Execution, task: Task, text: Text):
     section = config.eval
-    rows = config.sampler.micro_batch or config.sequences_per_step
-    batch = min(section.prompts, max(1, rows // section.samples))
+    slots = config.sampler.slots or config.sequences_per_step
+    # The prompts' keys and values of a whole batch are kept, so it is not the whole evaluation.
+    batch = min(section.prompts, max(1, _EVAL_ROUNDS * slots // section.samples))
     # Whole rows for every device; the evaluation fills up with prompts that are not counted.
     batch += -batch % sharded.prompts_multiple(execution.placement, section.samples)
     sampling = replace(execution.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
     sample = programs.sampling_program(
-        replace(execution, sampling=sampling), samples=section.samples
+        replace(execution, sampling=sampling),
+        samples=section.samples,
+        slots=slots,
+        halvings=config.sampler.halvings,
     )
 
     def run(weights) -> tuple[dict[str, float], list[Sample]]:

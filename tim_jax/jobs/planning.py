@@ -89,7 +89,8 @@ def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Worklo
         prompt_length=config.sampling.max_prompt_length,
         mini_batches=section.mini_batches,
         sampler_placement=None if sampler_placement == execution.placement else sampler_placement,
-        rows_drawn=config.sampler.micro_batch,
+        slots=config.sampler.slots,
+        halvings=config.sampler.halvings,
         mismatch=config.sampler.dial,
     )
 

@@ -26,6 +26,7 @@ from tim_jax.numerics import Numerics, Rows, strict
 fence = jax.lax.optimization_barrier
 _LANES = 128
 _WIDE_LANES = 2048
+_UNROLLED = 8  # key blocks
 
 
 def total(x: jax.Array, *, lanes: int = _LANES) -> jax.Array:
@@ -233,22 +234,41 @@ def _scores(query, key, numerics: Numerics):
     """query @ key, one key block at a time unless one dot was found to give the same bits."""
     if numerics.whole_kv:
         return fence(native.scores(*pin(query, key)))
-    block = numerics.kv_block
-    parts = [
-        fence(native.scores(*pin(query, key[..., start : start + block])))
-        for start in range(0, key.shape[3], block)
-    ]
-    return jnp.concatenate(parts, axis=-1)
+    block, keys = numerics.kv_block, key.shape[3]
+
+    def add(scores, start):
+        part = jax.lax.dynamic_slice_in_dim(key, start, block, axis=3)
+        part = fence(native.scores(*pin(query, part)))
+        return jax.lax.dynamic_update_slice_in_dim(scores, part, start, axis=3)
+
+    return _over_blocks(add, jnp.zeros((*query.shape[:3], keys), jnp.float32), keys, block)
 
 
 def _mix(weights, value, numerics: Numerics):
     """weights @ value: the sum over key blocks, ascending; a masked block adds exact zeros."""
     if numerics.whole_kv:
         return fence(native.mix(*pin(weights, value)))
-    block = numerics.kv_block
-    mixed = None
-    for start in range(0, value.shape[2], block):
-        part = weights[..., start : start + block], value[:, :, start : start + block]
-        term = fence(native.mix(*pin(*part)))
-        mixed = term if mixed is None else fence(mixed + term)
-    return mixed
+    block, keys = numerics.kv_block, value.shape[2]
+
+    def term(start):
+        part = jax.lax.dynamic_slice_in_dim(weights, start, block, axis=3)
+        of_block = jax.lax.dynamic_slice_in_dim(value, start, block, axis=2)
+        return fence(native.mix(*pin(part, of_block)))
+
+    def add(mixed, start):
+        return fence(mixed + term(start))
+
+    return _over_blocks(add, term(0), keys, block, first=1)
+
+
+def _over_blocks(add: Callable, total: jax.Array, keys: int, block: int, *, first: int = 0):
+    """`add`, applied to the first keys of all blocks in turn, from block `first` on.
+
+    A loop if there are many, so that a program does not grow with the number of keys.
+    """
+    blocks = keys // block
+    if blocks > _UNROLLED:
+        return jax.lax.fori_loop(first, blocks, lambda i, total: add(total, i * block), total)
+    for index in range(first, blocks):
+        total = add(total, index * block)
+    return total

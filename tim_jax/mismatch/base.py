@@ -57,9 +57,9 @@ class Entry:
         """The sampler's weights, of the learner's compute weights (`preparing.prepare`)."""
         return weights
 
-    def logits(self, logits: jax.Array, step: jax.Array, names: Names) -> jax.Array:
-        """Logits f32[B, V] to draw from; `step` is the response position."""
-        del step, names
+    def logits(self, logits: jax.Array, positions: jax.Array, names: Names) -> jax.Array:
+        """Logits f32[B, V] to draw from, at i32[B] positions in the responses."""
+        del positions, names
         return logits
 
     def reported(

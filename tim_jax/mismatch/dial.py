@@ -147,6 +147,7 @@ def draw(
     execution: Execution,
     samples: int,
     first: jax.Array | None = None,
+    **schedule: Any,
 ) -> Rollout:
     """`sampler.sample` with another execution: the second of a divergent sampler's three steps.
 
@@ -154,7 +155,7 @@ def draw(
     entry `stale_weights`; the caller keeps them), the last is `report`. On a mesh, this step runs
     on each device with its parts of the arrays; the other two get whole arrays. `execution` is the
     learner's, with the sampler's placement. Only the entries of `mismatch.drawing` matter here;
-    without one this is `sampler.sample`.
+    without one this is `sampler.sample`, which `schedule` (`slots` and such) is handed to.
     """
     other = replace(execution, numerics=mismatch.numerics(execution.numerics))
     names = _names(prompts, key, samples, first)
@@ -166,7 +167,7 @@ def draw(
         samples=samples,
         first=first,
         draw=_draw(mismatch.active, names, other),
-        records_drawn=any(entry.reports for entry in mismatch.active),
+        **schedule,
     )
 
 
@@ -195,9 +196,10 @@ def _draw(entries: Sequence[Entry], names: Names, execution: Execution):
     if not noisy and reporter is None:
         return None
 
-    def drawn(logits, uniform, step):
+    def drawn(logits, uniform, positions, sequences):
+        of_rows = Names(names.key, names.prompts[sequences], names.samples[sequences])
         for entry in noisy:
-            logits = entry.logits(logits, step, names)
+            logits = entry.logits(logits, positions, of_rows)
         token, log_prob = distribution.draw(logits, uniform, sampling=sampling, numerics=numerics)
         if reporter is None:
             return token, log_prob, None

@@ -174,15 +174,15 @@ class LogitNoise(Entry):
     def inert(self) -> bool:
         return self.std == 0 and self.bias == 0
 
-    def logits(self, logits: jax.Array, step: jax.Array, names: Names) -> jax.Array:
+    def logits(self, logits: jax.Array, positions: jax.Array, names: Names) -> jax.Array:
         size = logits.shape[1]
         names = seeded(names, self.seed)
         if self.std:
 
-            def at(key):
-                return draw(jax.random.fold_in(key, step), (size,), self.distribution)
+            def at(key, position):
+                return draw(jax.random.fold_in(key, position), (size,), self.distribution)
 
-            noise = tiles.fence(jax.vmap(at)(names.keys(_LOGITS)))
+            noise = tiles.fence(jax.vmap(at)(names.keys(_LOGITS), positions))
             logits = tiles.fence(logits + tiles.fence(noise * self.std))
         if self.bias:
             shared = draw(jax.random.fold_in(names.key, _TOKENS), (size,), self.distribution)

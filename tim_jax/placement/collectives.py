@@ -197,12 +197,12 @@ def sum_copies(gradients: Any, axes: Any, placement: Placement) -> Any:
 
 
 def any_row(flag: jax.Array, placement: Placement) -> jax.Array:
-    """bool[], whether `flag` bool[] is True on a device of any rows."""
+    """Whether `flag` bool[...] is True on a device of any rows, element by element."""
     names = _present(RULES["rows"], placement)
     if not names:
         return flag
     flags = jax.lax.all_gather(flag.astype(jnp.int32), names)
-    return jnp.any(flags.reshape(-1) > 0)
+    return jnp.any(flags.reshape(-1, *flag.shape) > 0, axis=0)
 
 
 def whole_rows(tree: Any, placement: Placement) -> Any:

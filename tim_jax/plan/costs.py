@@ -117,8 +117,10 @@ def _equation(equation, trips: Iterator[int]) -> Work:
     if name == "pallas_call":
         return _kernel(params, trips)
     if name == "while":
-        body = _count(params["body_jaxpr"], trips)
-        return body.times(next(trips, 1)) + _count(params["cond_jaxpr"], trips)
+        times = next(trips, 1)
+        return _count(params["body_jaxpr"], trips).times(times) + _count(
+            params["cond_jaxpr"], trips
+        )
     if name == "cond":
         return max((_count(one, trips) for one in params["branches"]), key=lambda w: w.flops)
     inner = sum((_count(one, trips) for one in jaxprs_in_params(params)), Work())

@@ -22,19 +22,17 @@ from tim_jax.plan.workload import Program, Workload
 _GIB = 2**30
 
 
-def advice(
-    workload: Workload, stage: str, devices: Devices, *, rows_drawn: int | None
-) -> Iterator[str]:
+def advice(workload: Workload, stage: str, devices: Devices, *, slots: int | None) -> Iterator[str]:
     """Changes that would make a step fit, a line each, those that cost least first.
 
     Args:
       stage: the program that does not fit.
-      rows_drawn: the most sequences at a time for which the sampler fits; 0 if it never does, None
+      slots: the most sequences at a time for which the sampler fits; 0 if it never does, None
         if that is not known.
     """
     yield from _spread(workload, devices)
     if stage == "sampler":
-        yield from _of_sampler(workload, rows_drawn)
+        yield from _of_sampler(workload, slots)
     else:
         yield from _of_learner(workload)
     if workload.execution.numerics.compute_dtype == "float32":
@@ -70,12 +68,11 @@ def _state(workload: Workload, devices: Devices) -> int:
     return workloads.resident(workload, devices, "scoring")
 
 
-def _of_sampler(workload: Workload, rows_drawn: int | None) -> Iterator[str]:
+def _of_sampler(workload: Workload, slots: int | None) -> Iterator[str]:
     where = workload.sampler_execution.placement
     key = "placement" if workload.sampler_placement is None else "placement.sampler"
-    if rows_drawn:
-        rounds = workload.sequences // rows_drawn
-        yield f"sampler.micro_batch = {rows_drawn}: a step is sampled in {rounds} rounds, same bits"
+    if slots:
+        yield f"sampler.slots = {slots}: so many sequences are decoded at a time, same bits"
     yield "sampling.max_response_length: room for keys and values is made for the longest response"
     if where.decode == "whole" and where.fsdp > 1:
         whole = workloads.weight_bytes(workload) / where.tensor
@@ -224,12 +221,12 @@ def make(
     stages.append(_stage(workload, target, "update", None, say))
     searched: dict[str, Largest] = {}
     if searching:
-        drawn = workload.rows_drawn is None and stages[0].fits
-        key = "learner.prompts_per_step" if drawn else "sampler.micro_batch"
-        look = _most_prompts if drawn else _most_drawn
+        all_at_once = workload.slots is None and stages[0].fits
+        key = "learner.prompts_per_step" if all_at_once else "sampler.slots"
+        look = _most_prompts if all_at_once else _most_slots
         searched[key] = look(workload, target, stages[0], layers, say)
         searched["learner.micro_batch"] = _largest_micro_batch(workload, target, stages[-1], say)
-    drawn_at_a_time = searched.get("sampler.micro_batch")
+    slots = searched.get("sampler.slots")
     lines = [
         line
         for stage in stages
@@ -238,7 +235,7 @@ def make(
             workload,
             stage.name,
             target.devices,
-            rows_drawn=drawn_at_a_time.count if drawn_at_a_time else None,
+            slots=slots.count if slots else None,
         )
     ]
     return Plan(
@@ -305,7 +302,8 @@ def _compiled(workload: Workload, target: Target, name: str, say: Say) -> Compil
     compiled = costs.compiled(program, target)
     say(
         f"compiled {name}: {workload.execution.config.num_layers} layers,"
-        f" {workload.sequences} sequences, micro-batch {workload.micro_batch}, {compiled.seconds:.0f} s"
+        f" {workload.sequences} sequences, micro-batch {workload.micro_batch},"
+        f" {compiled.seconds:.0f} s"
     )
     return compiled
 
@@ -324,17 +322,17 @@ def _most_prompts(
     return largest(total, allowed, capacity=target.capacity, known=known)
 
 
-def _most_drawn(
+def _most_slots(
     workload: Workload, target: Target, stage: Stage, layers: Layers, say: Say
 ) -> Largest:
-    """Sequences at a time for which the sampler fits."""
+    """Sequences decoded at a time for which the sampler fits."""
     rows, shards = workload.sequences, workload.sampler_execution.placement.shards
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
-        return _stage(workload.with_rows_drawn(size), target, "sampler", layers, say).total
+        return _stage(workload.with_slots(size), target, "sampler", layers, say).total
 
-    known = {workload.rows_drawn or rows: stage.total}
+    known = {workload.slots or rows: stage.total}
     return largest(total, allowed, capacity=target.capacity, known=known)
 
 

@@ -25,11 +25,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     if numerics.family in ("tiles", "native"):
         yield f"  {numerics.family} is plain XLA, slow on a TPU; a pod should run pallas_tpu"
-    drawn = plan.workload.rows_drawn
+    slots = plan.workload.slots
     yield (
         f"  {plan.workload.prompts} prompts x {plan.workload.learning.group_size} samples,"
         f" up to {plan.workload.prompt_length} + {execution.sampling.max_response_length} tokens,"
-        f" {f'sampled {drawn} at a time, ' if drawn else ''}micro-batch {plan.workload.micro_batch},"
+        f" {f'{slots} slots, ' if slots else ''}micro-batch {plan.workload.micro_batch},"
         f" remat {'on' if plan.workload.learning.remat else 'off'}"
     )
     for stage in plan.stages:
@@ -113,7 +113,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "dtype": execution.numerics.compute_dtype,
         "prompts_per_step": workload.prompts,
         "samples_per_prompt": workload.learning.group_size,
-        "sampler_micro_batch": workload.rows_drawn or workload.sequences,
+        "sampler_slots": workload.slots or workload.sequences,
         "micro_batch": workload.micro_batch,
         "fits": plan.fits,
         "stages": {stage.name: _stage_values(stage) for stage in plan.stages},

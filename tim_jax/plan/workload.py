@@ -35,7 +35,8 @@ class Workload:
     prompt_length: int
     mini_batches: int = 1
     sampler_placement: Placement | None = None  # the sampler's, if it has its own
-    rows_drawn: int | None = None  # sequences sampled at a time, over all devices; None: all
+    slots: int | None = None  # sequences decoded at a time, over all devices; None: all
+    halvings: int = 0  # of the slots
     mismatch: Mismatch = dial.EXACT
 
     @property
@@ -71,7 +72,6 @@ class Workload:
         drawing = self.sampler_execution.placement.shards
         shards = max(self.execution.placement.shards, drawing)
         rows = self.mini_batches * max(self.learning.micro_batch or 1, shards)
-        rows = lcm(rows, self.rows_drawn or 1)
         prompts = rows // gcd(rows, self.learning.group_size)
         return lcm(prompts, drawing) if self.learning.needs_greedy else prompts
 
@@ -85,9 +85,9 @@ class Workload:
         noise = self.learning.noise_scale and rows < self.sequences // self.mini_batches
         return replace(self, learning=replace(self.learning, micro_batch=rows, noise_scale=noise))
 
-    def with_rows_drawn(self, rows: int) -> "Workload":
-        """The same step, with this many sequences drawn at a time."""
-        return replace(self, rows_drawn=rows)
+    def with_slots(self, slots: int) -> "Workload":
+        """The same step, with this many sequences decoded at a time."""
+        return replace(self, slots=slots)
 
     def with_placement(self, where: Placement) -> "Workload":
         """The same step with the learner on another placement."""
@@ -111,7 +111,8 @@ def sampling(workload: Workload, devices: Devices) -> Program:
     program = programs.sampling_program(
         execution,
         samples=workload.learning.group_size,
-        micro_batch=workload.rows_drawn,
+        slots=workload.slots,
+        halvings=workload.halvings,
         devices=laid.devices,
         mismatch=workload.mismatch,
     )
@@ -120,20 +121,14 @@ def sampling(workload: Workload, devices: Devices) -> Program:
 
 
 def decode_steps(workload: Workload) -> tuple[int, ...]:
-    """Tokens drawn in each of the sampler's loops, if every prompt and response is the longest.
-
-    All but the first, which is drawn at the prompt's end.
-    """
-    limit, block = (
+    """Iterations of a device's decode loops, if every response is the longest."""
+    shards = workload.sampler_execution.placement.shards
+    return sampler.trips(
+        workload.sequences // shards,
+        (workload.slots or workload.sequences) // shards,
         workload.execution.sampling.max_response_length,
-        workload.execution.numerics.kv_block,
+        workload.halvings,
     )
-    done, steps = 1, []
-    for span in sampler.spans(workload.prompt_length, limit, block):
-        upto = min(limit, span - workload.prompt_length + 1)
-        steps.append(upto - done)
-        done = upto
-    return tuple(steps)
 
 
 def scoring(workload: Workload, devices: Devices) -> Program:
@@ -189,7 +184,7 @@ def bytes_per_device(tree: Tree) -> int:
 
 @dataclass(frozen=True)
 class _Laid:
-    """Shapes of a workload's arrays, laid out on devices for an execution, learner's or sampler's."""
+    """Shapes of a workload's arrays, laid out on devices for the learner or the sampler."""
 
     workload: Workload
     execution: Execution

@@ -1,7 +1,13 @@
-"""The sampler, prompts -> `Rollout`: prefill once per prompt, then a decode loop of the forward."""
+"""The sampler, prompts -> `Rollout`: prefill once per prompt, then slots that decode a queue.
+
+A step's sequences are all known before it begins, so their queue lies on the device. S slots decode
+S sequences together; when one ends, its slot takes the next of the queue, inside the same program.
+A sequence's bits depend neither on its slot, nor on what is decoded beside it, nor on when it is
+drawn: its random numbers are keyed by its name, and the forward's bits do not depend on the batch.
+"""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,26 +18,20 @@ from flax import struct
 from tim_jax.model import preparing, transformer
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights, weight_axes
-from tim_jax.placement import SINGLE, collectives
+from tim_jax.placement import SINGLE, Placement, collectives
 from tim_jax.policy import distribution
+from tim_jax.policy import slots as slotting
+from tim_jax.policy.slots import Queue, Results, Slots
 from tim_jax.types import Prompts, Rollout
 
-# (logits f32[B, V], uniform f32[B], step i32[]) -> tokens i32[B], the log-probs f32[B] to record,
-# and those that the tokens were drawn with where they are others, else None.
-Draw = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]
+# (logits f32[B, V], uniform f32[B], positions i32[B] in the responses, sequences i32[B]) -> tokens
+# i32[B], the log-probs f32[B] to record, and those that the tokens were drawn with where they are
+# others, else None. `sequences` are rows of the rollout.
+Draw = Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]
+]
 
-
-@struct.dataclass
-class _Decoding:
-    """State of the decode loop. Row b has drawn `step` tokens or has ended."""
-
-    step: jax.Array  # i32[]
-    cache: transformer.Cache  # of all tokens but the newest
-    tokens: jax.Array  # i32[R, B]
-    log_probs: jax.Array  # f32[R, B]
-    lengths: jax.Array  # i32[B]
-    ended: jax.Array  # bool[B], drew a stop token
-    drawn: jax.Array | None = None  # f32[R, B], log-probs drawn with, if others are recorded
+_STEPS = 32  # tokens that a slot draws before they are stored among the results
 
 
 def sample(
@@ -41,9 +41,11 @@ def sample(
     *,
     execution: Execution,
     samples: int,
+    slots: int | None = None,
+    halvings: int = 0,
     first: jax.Array | None = None,
+    order: jax.Array | None = None,
     draw: Draw | None = None,
-    records_drawn: bool = False,
 ) -> Rollout:
     """Draws `samples` responses to each prompt; rows are prompts major.
 
@@ -57,164 +59,273 @@ def sample(
       execution: with a placement of more than one device this runs inside `shard_map`, on this
         device's parts of weights and prompts, see `transformer.forward`.
       samples: responses per prompt (the group size).
+      slots: sequences that are decoded at a time, which bounds memory; None: all.
+      halvings: how often the slots become half as many, once the queue is empty and no more than
+        half of them work. Each compiles the decode step again.
       first: i32[], number of each group's first sample here, where a group is split over devices.
-      draw: in place of `policy.draw`, for a sampler that differs on purpose.
-      records_drawn: `draw` returns log-probs to record that are not those it drew with.
+      order: i32[N], the order in which the rows are given to slots; None: ascending.
+      draw: in place of `distribution.draw`, for a sampler that differs on purpose.
+
+    `slots`, `halvings` and `order` change no bit.
     """
-    batch = prompts.tokens.shape[0] * samples
+    count = prompts.tokens.shape[0] * samples
     config, numerics, placement = execution.config, execution.numerics, execution.placement
     limit = execution.sampling.max_response_length
-    uniforms = _uniforms(key, prompts.ids, samples, limit, first)
     rows = placement  # whose devices step together
     if placement.decode == "whole" or placement.shards == 1:
         rows = SINGLE
         weights = collectives.gather_fsdp(weights, weight_axes(config, numerics), placement)
         execution = replace(execution, placement=placement.gathered)
-    run: Callable[..., Any] = partial(transformer.forward, execution=execution)
-    hidden, cache = _prefill(partial(run, weights), prompts, samples)
-    weights = preparing.unstacked(weights)
+    decoding = _Decoding(
+        execution=execution,
+        rows=rows,
+        streams=_streams(key, prompts.ids, samples, first),
+        draw=draw or partial(_draw, sampling=execution.sampling, numerics=numerics),
+        stops=jnp.asarray(execution.sampling.stop_tokens, jnp.int32),
+    )
+    width = min(slots or count, count)
+    cache, results = decoding.prefill(weights, prompts, samples=samples, at_a_time=width)
     starts = jnp.repeat(prompts.lengths, samples)
-    stops = jnp.asarray(execution.sampling.stop_tokens, jnp.int32)
-    draw = draw or partial(_draw, sampling=execution.sampling, numerics=numerics)
-
-    def extended(state: _Decoding, weights: Weights, hidden: jax.Array) -> _Decoding:
-        """The state with one more token per row, drawn at `hidden` [B, d]."""
-        logits = transformer.logits(weights, hidden, execution=execution)
-        return _recorded(state, *draw(logits, uniforms[state.step], state.step), stops)
-
-    def step(state: _Decoding) -> _Decoding:
-        """Runs the forward on the newest token of every row, and draws the next.
-
-        A row that has ended is computed all the same: its tokens are masked by its length, its
-        writes to the cache stay at its own last position, and no other row sees them.
-        """
-        now = weights
-        if rows is not SINGLE:
-            # The weights are tied to the step, or XLA could gather them before the loop and keep
-            # them.
-            now, _ = jax.lax.optimization_barrier((weights, state.step))
-        newest, positions = state.tokens[state.step - 1], starts + state.lengths - 1
-        result: Any = run(now, newest[:, None], positions[:, None], state.cache)
-        hidden, cache = result
-        return extended(replace(state, cache=cache), now, hidden[:, 0])
-
-    state = extended(_beginning(cache, (limit, batch), records_drawn), weights, hidden)
-    longest = jnp.max(collectives.whole_rows(starts, rows))
-
-    def unfinished(span, state: _Decoding):
-        """More tokens are wanted, and the newest one's key still fits into `span` positions."""
-        wanted = (state.step < limit) & (longest + state.step <= span)
-        return wanted & collectives.any_row(jnp.any(~state.ended), rows)
-
-    for span in spans(prompts.tokens.shape[1], limit, numerics.kv_block):
-        state = replace(state, cache=_grow(state.cache, span))
-        state = jax.lax.while_loop(partial(unfinished, span), step, state)
-    return _rollout(prompts, starts, state)
-
-
-def _rollout(prompts: Prompts, starts: jax.Array, state: _Decoding) -> Rollout:
-    samples = starts.shape[0] // prompts.tokens.shape[0]
+    if limit > 1:
+        queue = _queue(cache, results, starts, samples=samples, order=order)
+        # The last token that is drawn needs no place.
+        span = _whole_blocks(prompts.tokens.shape[1] + limit - 1, numerics.kv_block)
+        state = _State(slotting.empty(queue, width, span), results, jnp.int32(0))
+        unstacked = preparing.unstacked(weights)
+        for narrower in [*_widths(width, halvings), 0]:
+            state = decoding.run(unstacked, queue, state, until=narrower)
+            if narrower:
+                state = replace(state, slots=slotting.narrowed(state.slots, narrower))
+        results = state.results
     return Rollout(
         prompts=jnp.repeat(prompts.tokens, samples, axis=0),
         prompt_lengths=starts,
-        responses=state.tokens.T,
-        lengths=state.lengths,
-        log_probs=state.log_probs.T,
-        finished=state.ended,
-        drawn_log_probs=None if state.drawn is None else state.drawn.T,
+        responses=results.tokens,
+        lengths=results.lengths,
+        log_probs=results.log_probs,
+        finished=results.ended,
+        drawn_log_probs=results.drawn,
     )
 
 
-def _beginning(cache, shape: tuple[int, int], records_drawn: bool) -> _Decoding:
-    """The state before anything is drawn; `shape` is (most tokens, rows)."""
-    return _Decoding(
-        step=jnp.int32(0),
-        cache=cache,
-        tokens=jnp.zeros(shape, jnp.int32),
-        log_probs=jnp.zeros(shape, jnp.float32),
-        lengths=jnp.zeros(shape[1:], jnp.int32),
-        ended=jnp.zeros(shape[1:], bool),
-        drawn=jnp.zeros(shape, jnp.float32) if records_drawn else None,
+def _widths(slots: int, halvings: int) -> list[int]:
+    """Numbers of slots after each halving."""
+    return [slots >> halving for halving in range(1, halvings + 1) if slots >> halving]
+
+
+def trips(sequences: int, slots: int, limit: int, halvings: int) -> tuple[int, ...]:
+    """Iterations of the decode loops, if every response has `limit` tokens.
+
+    In the order of the program, each loop before those inside it: runs of steps, prompts copied
+    into slots before a run, and steps of a run; then the same for the slots after each halving.
+    """
+    if limit == 1:
+        return ()
+    runs = -(-(limit - 1) // _STEPS)
+    rounds = -(-sequences // slots)
+    whole = runs * rounds, -(-sequences // (runs * rounds)), -(-(limit - 1) // runs)
+    return whole + (0, 0, 0) * len(_widths(slots, halvings))
+
+
+def _whole_blocks(length: int, block: int) -> int:
+    return -(-length // block) * block
+
+
+def _queue(cache, results: Results, starts, *, samples: int, order: jax.Array | None) -> Queue:
+    """All sequences that are not over after one token."""
+    over = results.ended
+    order = jnp.arange(over.shape[0], dtype=jnp.int32) if order is None else order
+    return Queue(
+        order=order[jnp.argsort(over[order], stable=True)],
+        count=jnp.sum(~over, dtype=jnp.int32),
+        prompt_lengths=starts,
+        prompts=cache,
+        samples=samples,
     )
 
 
-def _draw(logits, uniform, step, *, sampling, numerics):
-    del step
+def _draw(logits, uniform, positions, sequences, *, sampling, numerics):
+    del positions, sequences
     return (*distribution.draw(logits, uniform, sampling=sampling, numerics=numerics), None)
 
 
-def _recorded(state: _Decoding, token, log_prob, drawn, stops: jax.Array) -> _Decoding:
-    """The state with the tokens just drawn, in the rows that have not ended."""
-    active = ~state.ended
+@struct.dataclass
+class _State:
+    """Between two runs of steps."""
 
-    def put(values, new):
-        return values.at[state.step].set(jnp.where(active, new, jnp.zeros_like(new)))
-
-    return replace(
-        state,
-        step=state.step + 1,
-        tokens=put(state.tokens, token),
-        log_probs=put(state.log_probs, log_prob),
-        lengths=state.lengths + active.astype(jnp.int32),
-        ended=state.ended | jnp.any(token[:, None] == stops[None, :], axis=1),
-        drawn=None if state.drawn is None else put(state.drawn, drawn),
-    )
+    slots: Slots
+    results: Results
+    given: jax.Array  # i32[], sequences of the queue that were given to slots
 
 
-def _prefill(run: Callable, prompts: Prompts, samples: int) -> tuple[jax.Array, transformer.Cache]:
-    """Hidden state at each prompt's last token and the cache, repeated for the group."""
-    count, length = prompts.tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length)[None, :], (count, length))
-    hidden, stacked = run(prompts.tokens, positions)
-    last = jnp.take_along_axis(hidden, (prompts.lengths - 1)[:, None, None], axis=1)[:, 0]
-    layers = stacked.key.shape[0]
-    cache = tuple(
-        jax.tree.map(lambda x, i=index: jnp.repeat(x[i], samples, axis=0), stacked)
-        for index in range(layers)
-    )
-    return jnp.repeat(last, samples, axis=0), cache
+@struct.dataclass
+class _Steps:
+    """Within a run of steps."""
+
+    count: jax.Array  # i32[]
+    slots: Slots
+    tokens: jax.Array  # i32[_STEPS, S]
+    log_probs: jax.Array  # f32[_STEPS, S]
+    drawn: jax.Array | None  # f32[_STEPS, S]
 
 
-def spans(prompt: int, response: int, block: int) -> list[int]:
-    """Cache lengths of the decode loops, doubling, so that attention covers what is in use.
+@dataclass(frozen=True)
+class _Decoding:
+    """What prefill and all decode steps share."""
 
-    Positions beyond the tokens in use change no bit, but cost time. A loop per span, each over a
-    shorter cache, skips most of them. The last token drawn needs no place.
-    """
-    blocks = -(-(prompt + response - 1) // block)
-    span = -(-(prompt + 1) // block)
-    spans = []
-    while span < blocks:
-        spans.append(span * block)
-        span *= 2
-    return [*spans, blocks * block]
+    execution: Execution
+    rows: Placement  # whose devices step together
+    streams: jax.Array  # PRNG keys [N] of the sequences
+    draw: Draw
+    stops: jax.Array  # i32[n]
 
+    def prefill(
+        self, weights: Weights, prompts: Prompts, *, samples: int, at_a_time: int
+    ) -> tuple[transformer.LayerCache, Results]:
+        """The prompts' cache, in chunks [P / k, L, k, ...], and every sequence's first token.
 
-def _grow(cache: transformer.Cache, span: int) -> transformer.Cache:
-    """Appends empty positions up to `span`."""
+        A chunk has as many prompts as give `at_a_time` sequences, or fewer, but at least one.
+        """
+        count, length = prompts.tokens.shape
+        chunk = _largest_divisor(count, at_a_time // samples)
 
-    def grow(layer: transformer.LayerCache) -> transformer.LayerCache:
-        more = span - layer.key.shape[3]
-        return transformer.LayerCache(
-            key=jnp.pad(layer.key, ((0, 0), (0, 0), (0, 0), (0, more))),
-            value=jnp.pad(layer.value, ((0, 0), (0, 0), (0, more), (0, 0))),
+        def one(part):
+            tokens, lengths, sequences = part
+            positions = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
+            hidden, cache = transformer.forward(
+                weights, tokens, positions, execution=self.execution
+            )
+            last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+            logits = transformer.logits(weights, last, execution=self.execution)
+            beginning = jnp.zeros(sequences.shape, jnp.int32)
+            uniform = jax.vmap(_uniform)(self.streams[sequences], beginning)
+            drawn = self.draw(jnp.repeat(logits, samples, axis=0), uniform, beginning, sequences)
+            return cache, drawn
+
+        sequences = jnp.arange(count * samples, dtype=jnp.int32)
+        parts = prompts.tokens, prompts.lengths, sequences
+        parts = jax.tree.map(lambda x: x.reshape(count // chunk, -1, *x.shape[1:]), parts)
+        if chunk == count:
+            cache, drawn = jax.tree.map(lambda x: x[None], one(jax.tree.map(lambda x: x[0], parts)))
+        else:
+            cache, drawn = jax.lax.map(one, parts)
+        return cache, self._first(*jax.tree.map(lambda x: x.reshape(-1), drawn))
+
+    def _first(self, tokens, log_probs, drawn) -> Results:
+        """Results of one token each."""
+        limit = self.execution.sampling.max_response_length
+
+        def wide(x: jax.Array) -> jax.Array:
+            return jnp.pad(x[:, None], ((0, 0), (0, limit - 1)))
+
+        return Results(
+            tokens=wide(tokens),
+            log_probs=wide(log_probs),
+            lengths=jnp.ones(tokens.shape, jnp.int32),
+            ended=jnp.any(tokens[:, None] == self.stops[None, :], axis=1),
+            drawn=None if drawn is None else wide(drawn),
         )
 
-    return tuple(grow(layer) for layer in cache)
+    def run(self, weights: Weights, queue: Queue, state: _State, *, until: int) -> _State:
+        """Decodes until the queue is empty and no more than `until` slots work."""
+
+        def busy(slots: Slots, given: jax.Array) -> jax.Array:
+            return (given < queue.count) | (jnp.sum(slots.working) > until)
+
+        def unfinished(state: _State) -> jax.Array:
+            return collectives.any_row(busy(state.slots, state.given), self.rows)
+
+        def steps(state: _State) -> _State:
+            slots, given = slotting.refilled(state.slots, state.given, queue, state.results)
+            starts, uniforms = queue.prompt_lengths[slots.sequences], self._uniforms(slots)
+
+            def going_on(now: _Steps) -> jax.Array:
+                # A slot that is idle while sequences wait ends the run for all devices of `rows`.
+                free = (given < queue.count) & jnp.any(~now.slots.working)
+                flags = jnp.stack([busy(now.slots, given), free])
+                some_busy, some_free = collectives.any_row(flags, self.rows)
+                return (now.count < _STEPS) & some_busy & ~some_free
+
+            shape = (_STEPS, slots.working.shape[0])
+            begin = _Steps(
+                count=jnp.int32(0),
+                slots=slots,
+                tokens=jnp.zeros(shape, jnp.int32),
+                log_probs=jnp.zeros(shape, jnp.float32),
+                drawn=None if state.results.drawn is None else jnp.zeros(shape, jnp.float32),
+            )
+            end = jax.lax.while_loop(
+                going_on, partial(self._step, weights, starts, uniforms), begin
+            )
+            results = slotting.stored(
+                state.results,
+                slots,
+                end.slots,
+                tokens=end.tokens,
+                log_probs=end.log_probs,
+                drawn=end.drawn,
+            )
+            return _State(end.slots, results, given)
+
+        return jax.lax.while_loop(unfinished, steps, state)
+
+    def _step(self, weights: Weights, starts, uniforms, now: _Steps) -> _Steps:
+        """Runs the forward on the newest token of every slot, and draws the next.
+
+        A slot that does not work is computed all the same: nothing of it is stored, its writes to
+        the cache stay in its own row, and no other row sees them.
+        """
+        if self.rows is not SINGLE:
+            # The weights are tied to the step, or XLA could gather them before the loop and keep
+            # them.
+            weights, _ = jax.lax.optimization_barrier((weights, now.count))
+        slots = now.slots
+        last = slots.cache[0].key.shape[3] - 1
+        positions = jnp.minimum(starts + slots.lengths - 1, last)
+        forward: Any = partial(transformer.forward, execution=self.execution)
+        hidden, cache = forward(weights, slots.newest[:, None], positions[:, None], slots.cache)
+        logits = transformer.logits(weights, hidden[:, 0], execution=self.execution)
+        tokens, log_probs, drawn_with = self.draw(
+            logits, uniforms[now.count], slots.lengths, slots.sequences
+        )
+
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[now.count].set(new)
+
+        limit = self.execution.sampling.max_response_length
+        return _Steps(
+            count=now.count + 1,
+            slots=slotting.advanced(slots, cache, tokens, self.stops, limit),
+            tokens=put(now.tokens, tokens),
+            log_probs=put(now.log_probs, log_probs),
+            drawn=None if now.drawn is None or drawn_with is None else put(now.drawn, drawn_with),
+        )
+
+    def _uniforms(self, slots: Slots) -> jax.Array:
+        """f32[_STEPS, S], the random numbers of the slots' next tokens."""
+        positions = slots.lengths[None, :] + jnp.arange(_STEPS)[:, None]
+        of_slots = jax.vmap(_uniform)
+        return jax.vmap(of_slots, in_axes=(None, 0))(self.streams[slots.sequences], positions)
 
 
-def _uniforms(
-    key: jax.Array, ids: jax.Array, samples: int, length: int, first: jax.Array | None
-) -> jax.Array:
-    """float32 [R, B] in [0, 1), keyed by (key, prompt id, sample, position)."""
+def _uniform(stream: jax.Array, position: jax.Array) -> jax.Array:
+    """f32[] in [0, 1), the random number of a sequence's position."""
+    return jax.random.uniform(jax.random.fold_in(stream, position))
+
+
+def _streams(key: jax.Array, ids: jax.Array, samples: int, first: jax.Array | None) -> jax.Array:
+    """PRNG keys [P * samples], by (key, prompt id, number of the sample)."""
     numbers = jnp.arange(samples)
     if first is not None:
         numbers = numbers + first
 
-    def sequence(prompt, sample):
-        stream = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
-        at = jax.vmap(lambda position: jax.random.uniform(jax.random.fold_in(stream, position)))
-        return at(jnp.arange(length))
+    def stream(prompt, sample):
+        return jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
 
-    of_group = jax.vmap(jax.vmap(sequence, in_axes=(None, 0)), in_axes=(0, None))
-    return of_group(ids, numbers).reshape(-1, length).T
+    of_group = jax.vmap(jax.vmap(stream, in_axes=(None, 0)), in_axes=(0, None))
+    return of_group(ids, numbers).reshape(-1)
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`, or 1."""
+    return next((n for n in range(min(most, number), 0, -1) if number % n == 0), 1)

@@ -59,7 +59,8 @@ def build(
     epochs: int = 1,
     length_buckets: int = 1,
     sampler_placement: Placement | None = None,
-    sampler_micro_batch: int | None = None,
+    sampler_slots: int | None = None,
+    sampler_halvings: int = 0,
     devices: Devices | None = None,
     mismatch: Mismatch = dial.EXACT,
 ) -> Programs:
@@ -67,7 +68,8 @@ def build(
 
     Args:
       execution: its placement is the learner's, and the sampler's if `sampler_placement` is None.
-      sampler_micro_batch: sequences that are sampled at a time; None: all of a step.
+      sampler_slots: sequences that are decoded at a time, on all devices; None: all of a step.
+      sampler_halvings: see `sampler.sample`.
       devices: what meshes are made of, `jax.devices()` if None.
       mismatch: what the sampler does differently, if anything.
 
@@ -86,7 +88,8 @@ def build(
     sampled = sampling_program(
         drawing,
         samples=learning.group_size,
-        micro_batch=sampler_micro_batch,
+        slots=sampler_slots,
+        halvings=sampler_halvings,
         devices=devices,
         mismatch=mismatch,
     )
@@ -161,13 +164,15 @@ def sampling_program(
     execution: Execution,
     *,
     samples: int,
-    micro_batch: int | None = None,
+    slots: int | None = None,
+    halvings: int = 0,
     devices: Devices | None = None,
     mismatch: Mismatch = dial.EXACT,
 ) -> Callable[..., Rollout]:
     """Jitted (weights, prompts, key) -> rollout, `samples` responses per prompt.
 
-    `micro_batch` sequences are drawn at a time, all if None: see `rounds`.
+    `slots` sequences are decoded at a time, on all devices together; all if None. `halvings`: see
+    `sampler.sample`.
 
     `weights` and `execution` are the learner's; the sampler differs from it as `mismatch` says.
 
@@ -180,7 +185,8 @@ def sampling_program(
         execution,
         where.mesh,
         samples=samples,
-        micro_batch=micro_batch,
+        slots=slots,
+        halvings=halvings,
         draw=partial(dial.draw, mismatch=mismatch),
     )
 

@@ -21,7 +21,6 @@ from tim_jax.errors import InputError
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.placement import Placement, collectives
-from tim_jax.policy import rounds
 from tim_jax.policy.scoring import score
 from tim_jax.rl import learner
 from tim_jax.rl.experience import score_rows
@@ -37,35 +36,76 @@ def sampling(
     on: Mesh,
     *,
     samples: int,
-    micro_batch: int | None = None,
+    slots: int | None = None,
+    halvings: int = 0,
     draw: Callable[..., Rollout],
 ) -> Callable[..., Rollout]:
     """(weights, prompts, key) -> rollout, as `sampler.sample`; whole on every device.
 
     Prompts are split over the devices as far as possible, then the samples of a prompt. `draw` runs
     on each device with its part: `sampler.sample`, or that of a sampler with mismatch.
-    `micro_batch` sequences of all devices are drawn at a time, see `rounds.sampling`.
+    `slots` of all devices are split over them; each device has a queue of its own part.
+
+    Raises:
+      InputError: when called, if the devices cannot have as many sequences and slots each.
     """
     where = execution.placement
+    if slots is not None and slots % where.shards:
+        raise InputError(
+            f"sampler: slots = {slots} must be a multiple of data x fsdp = {where.shards}, so that"
+            " every device has as many"
+        )
+    of_device = {"slots": slots and slots // where.shards, "halvings": halvings}
 
     def sample(weights, prompts: Prompts, key) -> Rollout:
         count = prompts.tokens.shape[0]
         check_rows(count * samples, where.shards, f"{count} prompts x {samples} samples")
-        blocks, shares = rounds.split(count, samples, where.shards)
+        blocks, shares = split(count, samples, where.shards)
         size = samples // shares
-        local_size = _local_rows(micro_batch, where.shards, "sampler.micro_batch")
-        drawing = rounds.sampling(draw, samples=size, micro_batch=local_size)
+        drawing = partial(draw, execution=execution, samples=size, **of_device)
 
         def local(weights, prompts: Prompts, first, key) -> Rollout:
-            rollout = drawing(weights, prompts, key, execution=execution, first=first[0])
+            rollout = drawing(weights, prompts, key, first=first[0])
             return collectives.whole_rows(rollout, where)
 
         call = _over(on, local, (_weights(execution), _ROWS, _ROWS, _WHOLE), _WHOLE)
         first = jnp.tile(jnp.arange(shares) * size, blocks)
-        rows = call(weights, rounds.repeated(prompts, blocks, shares), first, key)
-        return rounds.in_order(rows, blocks, shares, size)
+        rows = call(weights, repeated(prompts, blocks, shares), first, key)
+        return in_order(rows, blocks, shares, size)
 
     return sample
+
+
+def split(prompts: int, samples: int, parts: int) -> tuple[int, int]:
+    """(blocks of the prompts, shares of a prompt's samples) that make equal `parts` of both.
+
+    Prompts are split as far as they go, then the samples of a prompt. `parts` must divide
+    `prompts` x `samples`.
+    """
+    blocks = gcd(prompts, parts)
+    return blocks, parts // blocks
+
+
+def repeated(tree: Any, blocks: int, shares: int) -> Any:
+    """Repeats every block of rows `shares` times: the prompts of each part, part by part."""
+
+    def leaf(x):
+        x = x.reshape(blocks, 1, -1, *x.shape[1:])
+        x = jnp.broadcast_to(x, (blocks, shares, *x.shape[2:]))
+        return x.reshape(-1, *x.shape[3:])
+
+    return jax.tree.map(leaf, tree)
+
+
+def in_order(tree: Any, blocks: int, shares: int, size: int) -> Any:
+    """Reorders rows of (block, share, prompt, one of `size` samples) to prompts major."""
+
+    def leaf(x):
+        rest = x.shape[1:]
+        x = x.reshape(blocks, shares, -1, size, *rest)
+        return jnp.swapaxes(x, 1, 2).reshape(-1, *rest)
+
+    return jax.tree.map(leaf, tree)
 
 
 def policy(execution: Execution, on: Mesh, *, learning: Learning) -> Policy:

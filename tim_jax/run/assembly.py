@@ -387,6 +387,7 @@ def make_programs(config: RunConfig, execution: Execution) -> Programs:
         epochs=section.epochs,
         length_buckets=section.length_buckets,
         sampler_placement=config.placement.for_sampler,
-        sampler_micro_batch=config.sampler.micro_batch,
+        sampler_slots=config.sampler.slots,
+        sampler_halvings=config.sampler.halvings,
         mismatch=config.sampler.dial,
     )
