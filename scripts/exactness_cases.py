@@ -4,8 +4,8 @@
     python scripts/exactness_cases.py --cases 500 --out /tmp/exactness.md
 
 Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
-lengths and contents, and with what to compare: a learner of some micro-batch and padding, or a
-sampler of another batch. Shapes come from a few lists, so that some 200 compiled programs serve
+lengths and contents, the order in which sequences are given to slots, and with what to compare: a
+learner of some micro-batch and padding, or a sampler of another batch and other slots. Shapes come from a few lists, so that some 200 compiled programs serve
 all cases; lengths, contents, orders, keys and weights vary inside them. These programs need some
 120,000 memory mappings: with a kernel's usual limit of 65,530 they are compiled again and again,
 which takes hours (`sysctl vm.max_map_count=1000000`).
@@ -58,6 +58,8 @@ class Batch(NamedTuple):
     samples: int
     prompt_length: int
     response_length: int
+    slots: int | None = None  # sequences decoded at a time; None: all
+    halvings: int = 0
 
 
 class Learner(NamedTuple):
@@ -69,7 +71,12 @@ class Learner(NamedTuple):
     remat: bool = False
 
 
-BATCHES = (Batch(1, 1, 9, LONGEST), Batch(3, 2, 30, 25), Batch(4, 4, 24, LONGEST))
+BATCHES = (
+    Batch(1, 1, 9, LONGEST),
+    Batch(3, 2, 30, 25, slots=2),
+    Batch(4, 4, 24, LONGEST),
+    Batch(4, 4, 24, LONGEST, slots=5, halvings=2),
+)
 LEARNERS = (
     Learner(1, 30, LONGEST),
     Learner(3, 37, 57, remat=True),
@@ -195,6 +202,9 @@ def draw(case: Drawn, batch: Batch, prompts: Prompts) -> Rollout:
         jax.random.key(case.key),
         execution=Execution(CONFIG, case.numerics, sampling),
         samples=batch.samples,
+        slots=batch.slots,
+        halvings=batch.halvings,
+        order=np.random.default_rng(case.contents).permutation(batch.prompts * batch.samples),
     )
     return jax.tree.map(np.asarray, rollout)
 
@@ -208,7 +218,7 @@ def prepared(index: int, numerics: Numerics):
     return jax.jit(Execution(CONFIG, numerics).prepare)(params)
 
 
-sample = jax.jit(sampler.sample, static_argnames=("execution", "samples"))
+sample = jax.jit(sampler.sample, static_argnames=("execution", "samples", "slots", "halvings"))
 
 
 @partial(jax.jit, static_argnames=("execution", "remat"))
@@ -270,7 +280,9 @@ class Tally:
 def in_words(shape: Batch | Learner) -> str:
     lengths = f"up to {shape.prompt_length} + {shape.response_length} tokens"
     if isinstance(shape, Batch):
-        return f"{shape.prompts} x {shape.samples}, {lengths}"
+        slots = f", {shape.slots} slots" if shape.slots else ""
+        slots += f" halved {shape.halvings} times" if shape.halvings else ""
+        return f"{shape.prompts} x {shape.samples}{slots}, {lengths}"
     remat = ", layers recomputed" if shape.remat else ""
     return f"{shape.rows} rows padded to {shape.prompt_length} + {shape.response_length}{remat}"
 

@@ -31,13 +31,17 @@ def call(
     numerics: Numerics,
     name: str,
     grid: tuple[int, ...],
+    in_specs: Sequence[Any],
+    out_specs: Any,
+    out_shape: Any,
+    scalars: int = 0,
     scratch: Sequence[tuple[int, int]] = (),
-    **options: Any,
 ) -> Callable:
     """`pl.pallas_call`, compiled by Mosaic, or interpreted if the numerics say so.
 
-    With scratch (float32 arrays of vector memory) the last axis of the grid runs in order, as the
-    steps of a sum; all other axes may run in any.
+    The first `scalars` arguments are integers that the index maps may read. With scratch (float32
+    arrays of vector memory) the last axis of the grid runs in order, as the steps of a sum; all
+    other axes may run in any.
     """
     check_platform(numerics)
     parallel = len(grid) - (1 if scratch else 0)
@@ -46,10 +50,15 @@ def call(
         kernel,
         interpret=numerics.interpret,
         name=name,
-        grid=grid,
-        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=scalars,
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
-        **options,
     )
 
 
@@ -147,32 +156,49 @@ def attend(
     *,
     numerics: Numerics,
 ) -> jax.Array:
-    """[B, Kv, N, D] in the compute dtype; the arguments are those of `tiles.attention`."""
+    """[B, Kv, N, D] in the compute dtype; the arguments are those of `tiles.attention`.
+
+    A tile of rows reads the key blocks up to the last that one of its rows sees. The steps after
+    it name that block again, so that nothing is copied for them, and compute nothing.
+    """
     batch, heads, count, size = query.shape
     rows, block = numerics.tpu.attention_rows, numerics.kv_block
     key, value = padded(key, block, axis=3), padded(value, block, axis=2)
     query = padded(query, rows, axis=2)
-    positions = padded(positions, rows, axis=1, value=-1)[:, :, None]
-    tile = pl.BlockSpec((None, None, rows, size), lambda b, h, i, j: (b, h, i, 0))
+    positions = padded(positions, rows, axis=1, value=-1)
+    last_block = jnp.max(positions.reshape(batch, -1, rows), axis=2) // block
+    tile = pl.BlockSpec((None, None, rows, size), lambda b, h, i, j, last: (b, h, i, 0))
+
+    def seen(b, i, j, last):
+        return jnp.minimum(j, jnp.maximum(last[b, i], 0))
+
     mixed = call(
         partial(_attend, block=block),
         numerics=numerics,
         name="attention",
         grid=(batch, heads, query.shape[2] // rows, key.shape[3] // block),
+        scalars=1,
         scratch=[(rows, size), (rows, _LANES), (rows, _LANES)],
         in_specs=[
             tile,
-            pl.BlockSpec((None, None, size, block), lambda b, h, i, j: (b, h, 0, j)),
-            pl.BlockSpec((None, None, block, size), lambda b, h, i, j: (b, h, j, 0)),
-            pl.BlockSpec((None, rows, 1), lambda b, h, i, j: (b, i, 0)),
+            pl.BlockSpec(
+                (None, None, size, block), lambda b, h, i, j, last: (b, h, 0, seen(b, i, j, last))
+            ),
+            pl.BlockSpec(
+                (None, None, block, size), lambda b, h, i, j, last: (b, h, seen(b, i, j, last), 0)
+            ),
+            pl.BlockSpec((None, rows, 1), lambda b, h, i, j, last: (b, i, 0)),
         ],
         out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(query.shape, numerics.dtype),
-    )(query, key, value, positions)
+    )(last_block, query, key, value, positions[:, :, None])
     return mixed[:, :, :count]
 
 
-def _attend(query_ref, key_ref, value_ref, last_ref, out_ref, mixed, peak, total, *, block: int):
+def _attend(
+    blocks_ref, query_ref, key_ref, value_ref, last_ref, out_ref, mixed, peak, total, *, block: int
+):
+    del blocks_ref  # read by the index maps alone
     index = pl.program_id(3)
     last = last_ref[...]
 
