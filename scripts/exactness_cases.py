@@ -5,10 +5,11 @@
 
 Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
 lengths and contents, the order in which sequences are given to slots, and with what to compare: a
-learner of some micro-batch and padding, or a sampler of another batch and other slots. Shapes come from a few lists, so that some 200 compiled programs serve
-all cases; lengths, contents, orders, keys and weights vary inside them. These programs need some
-120,000 memory mappings: with a kernel's usual limit of 65,530 they are compiled again and again,
-which takes hours (`sysctl vm.max_map_count=1000000`).
+learner of some micro-batch and padding, or a sampler of another batch and other slots. Shapes come
+from a few lists, so that some 250 compiled programs serve all cases; lengths, contents, orders,
+keys and weights vary inside them. These programs need some 150,000 memory mappings: with a kernel's
+usual limit of 65,530 they are compiled again and again, which takes hours (`sysctl
+vm.max_map_count=1000000`).
 """
 
 import argparse

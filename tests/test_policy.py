@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
+from tim_jax import kernels
 from tim_jax.errors import InputError
 from tim_jax.model.execution import Sampling
 from tim_jax.numerics import EXACT_F32, NATIVE_F32
-from tim_jax.policy import distribution
+from tim_jax.policy import distribution, truncation
 
 BOTH = pytest.mark.parametrize("numerics", [EXACT_F32, NATIVE_F32], ids=["tiles", "native"])
 STATIC = ("sampling", "numerics")
@@ -123,6 +125,156 @@ def test_equal_logits_are_kept_together():
 def test_top_k_beyond_the_vocabulary_keeps_everything():
     wide, off = Sampling(1, top_k=10_000), Sampling(1)
     np.testing.assert_array_equal(every_log_prob(LOGITS[0], wide), every_log_prob(LOGITS[0], off))
+
+
+# --- the kept set ----------------------------------------------------------------------------
+
+ROWS, ODD = 6, 331  # a batch of rows, and a vocabulary that is a multiple of nothing
+TRUNCATIONS = [
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 50, "top_p": 0.95},
+    {"top_k": ODD},
+    {"top_k": 10_000, "top_p": 0.5},
+    {"top_p": 1e-9},
+    {"top_p": 0.3},
+    {"top_p": 0.95},
+    {"top_p": 1 - 1e-7},
+]
+EACH_TRUNCATION = pytest.mark.parametrize(
+    "options", TRUNCATIONS, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items())
+)
+
+
+@partial(jax.jit, static_argnames=STATIC)
+def kept_set(logits, *, sampling, numerics):
+    """The kept set, the weights and their sum."""
+    ops = kernels.family(numerics)
+    peak = ops.peak(logits)
+    weights = ops.exponentials(logits, peak, numerics=numerics)
+    inside = truncation.kept(logits, peak, weights, sampling=sampling, numerics=numerics)
+    return inside, weights, ops.row_sum(weights, numerics=numerics)
+
+
+def smallest_set(logits, units, target):
+    """bool[V]: the fewest of the largest logits whose units reach the target, ties together."""
+    levels = np.unique(logits)[::-1]
+    reached = [units[logits >= level].sum() >= target for level in levels]
+    return logits >= levels[np.argmax(reached)]
+
+
+def kept_by_counting(logits, weights, total, sampling):
+    """bool[V]: what `truncation.kept` promises, in whole numbers of 64 bits, level by level."""
+    inside = np.ones(len(logits), bool)
+    if sampling.top_k:
+        inside = smallest_set(logits, np.ones(len(logits), np.int64), min(sampling.top_k, ODD))
+    if sampling.top_p < 1:
+        units = np.rint(weights * (np.float32(2**30) / total)).astype(np.int64) * inside
+        part = np.floor(np.float32(units.sum()) * np.float32(sampling.top_p))
+        inside &= smallest_set(logits, units, np.clip(int(part), 1, units.sum()))
+    return inside
+
+
+def drawn_rows():
+    """One row of each kind that a model, a mask, low precision or a fault might make."""
+    rng = np.random.default_rng(5)
+    wide = rng.normal(0, 3, ODD)
+    rows = {
+        "wide": wide,
+        "narrow, far from zero": rng.normal(1000, 0.01, ODD),
+        "equal": np.full(ODD, -0.7),
+        "one far above": np.where(np.arange(ODD) == 100, 1e9, wide),
+        "mostly masked": np.where(np.arange(ODD) % 100, -np.inf, wide),
+        "few values": np.round(wide),
+        "zeros of both signs": np.where(np.arange(ODD) % 2, 0.0, -0.0),
+        "tiny around zero": wide * 1e-38,
+        "one value repeated among others": np.where(np.arange(ODD) % 2, 0.0, wide),
+        "very negative": wide * 1e8 - 1e30,
+        "all orders of magnitude": np.sign(wide) * 10.0 ** rng.uniform(-37, 37, ODD),
+        "steep": -0.5 * np.arange(ODD),
+    }
+    return {name: row.astype(np.float32) for name, row in rows.items()}
+
+
+@BOTH
+@EACH_TRUNCATION
+def test_the_kept_set_is_the_smallest_by_exact_counting(options, numerics):
+    sampling, rows = Sampling(1, **options), drawn_rows()
+    found = kept_set(np.stack(list(rows.values())), sampling=sampling, numerics=numerics)
+    for name, row, inside, weights, total in zip(rows, rows.values(), *found, strict=True):
+        expected = kept_by_counting(row, np.asarray(weights), np.asarray(total), sampling)
+        np.testing.assert_array_equal(inside, expected, err_msg=name)
+        assert inside[np.argmax(row)], name
+
+
+_any_logit = st.one_of(
+    st.floats(-30, 30, width=32),
+    st.sampled_from([-np.inf, -0.0, 0.0, 1e-45, -1e-45, 1e-38, 1e30, -1e30, 0.5]),
+)
+
+
+@given(
+    logits=hnp.arrays(np.float32, (ROWS, ODD), elements=_any_logit, fill=_any_logit),
+    options=st.sampled_from(TRUNCATIONS),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_kept_set_of_any_logits(logits, options):
+    assume(np.isfinite(logits).any(axis=1).all())
+    sampling = Sampling(1, **options)
+    inside, weights, total = map(
+        np.asarray, kept_set(logits, sampling=sampling, numerics=EXACT_F32)
+    )
+    for row in range(ROWS):
+        expected = kept_by_counting(logits[row], weights[row], total[row], sampling)
+        np.testing.assert_array_equal(inside[row], expected)
+        assert inside[row, np.argmax(logits[row])]
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.95, 0.9999, 1 - 1e-7])
+@pytest.mark.parametrize("spread", [0.0, 0.05, 2.5, 10.0])
+def test_the_kept_share_is_top_p_to_the_documented_resolution(spread, top_p):
+    """In float64, also at the threshold: with the least likely kept tokens, but not without."""
+    size = 20_011
+    logits = np.random.default_rng(7).normal(0, spread, (3, size)).astype(np.float32)
+    inside, _, _ = kept_set(logits, sampling=Sampling(1, top_p=top_p), numerics=EXACT_F32)
+    resolution = size * 2.0**-30 + 2.0**-23
+    for row, kept_tokens in zip(logits.astype(np.float64), np.asarray(inside), strict=True):
+        shares = np.exp(row - row.max())
+        shares /= shares.sum()
+        assert shares[kept_tokens].sum() >= top_p - resolution
+        least = row[kept_tokens].min()
+        assert not kept_tokens[row < least].any()
+        assert kept_tokens[row >= least].all()
+        assert shares[row > least].sum() < top_p + resolution
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 7}, {"top_p": 0.95}, {"top_k": 50, "top_p": 0.95}], ids=str
+)
+def test_the_kept_set_does_not_depend_on_the_program(options):
+    """Rows alone, in batches, and inside a gradient, a loop over tiles and recomputation."""
+    sampling, rows = Sampling(1, **options), jnp.asarray(np.stack(list(drawn_rows().values())))
+    whole = np.asarray(kept_set(rows, sampling=sampling, numerics=EXACT_F32)[0])
+    for start, stop in ((0, 1), (3, 4), (4, 9), (1, 12)):
+        part = kept_set(rows[start:stop], sampling=sampling, numerics=EXACT_F32)[0]
+        np.testing.assert_array_equal(part, whole[start:stop])
+
+    @jax.jit
+    @partial(jax.grad, has_aux=True)
+    def learner(bias, rows):
+        @jax.checkpoint
+        def tile(rows):
+            inside, weights, _ = kept_set(rows, sampling=sampling, numerics=EXACT_F32)
+            likeliest = jnp.argmax(weights, -1)
+            score = log_prob(rows + bias, likeliest, sampling=sampling, numerics=NATIVE_F32)
+            return jnp.sum(score), inside
+
+        scores, inside = jax.lax.map(tile, rows.reshape(4, 3, ODD))
+        return jnp.sum(scores), inside.reshape(rows.shape)
+
+    gradient, inside = learner(jnp.zeros(()), rows)
+    assert np.isfinite(gradient)
+    np.testing.assert_array_equal(inside, whole)
 
 
 def test_masked_logits_of_minus_infinity_have_no_share():

@@ -1,8 +1,58 @@
-"""Exceptions with a message for users: what they can mend, and how a run may end early."""
+"""Exceptions with a message for users: what they can mend, and how a command may end early.
+
+`ENDINGS` is the one table of exit statuses: the command line ends by it, and the documentation
+shows it.
+"""
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Ending:
+    """One way in which a command ends.
+
+    Attributes:
+        status: the exit status.
+        line: the last line on standard error, where {} stands for the details; empty for none.
+        meaning: what the status says, for the documentation.
+    """
+
+    status: int
+    line: str
+    meaning: str
+
+
+DONE = Ending(0, "", "All is done. Every step of a run is done and saved.")
+FAILED = Ending(
+    1, "", "An audit found a difference, or a plan does not fit. With a traceback: a fault of ours."
+)
+BAD_INPUT = Ending(
+    2,
+    "tim-jax: {}",
+    "Something you gave is wrong: an argument, a config, a file, a model, a reward function.",
+)
+NOT_EXACT = Ending(
+    3, "tim-jax: not exact: {}", "The two log-probs of a token differ; the line names the token."
+)
+NOT_FINITE = Ending(
+    4, "tim-jax: {}", "The loss or gradient was not finite `learner.max_skipped` times in a row."
+)
+LOST = Ending(
+    5,
+    "tim-jax: another process of this job is gone; start all again with the same command ({})",
+    "A process of a job of several is gone. 134 where JAX's runtime was the first to know.",
+)
+INTERRUPTED = Ending(
+    130,
+    "tim-jax: interrupted; the same command goes on from the last checkpoint",
+    "Ctrl-C, or SIGINT.",
+)
+PREEMPTED = Ending(143, "tim-jax: {}", "SIGTERM: the step was finished and saved.")
+
+ENDINGS = (DONE, FAILED, BAD_INPUT, NOT_EXACT, NOT_FINITE, LOST, INTERRUPTED, PREEMPTED)
 
 
 class InputError(ValueError):
@@ -11,6 +61,8 @@ class InputError(ValueError):
     The command line prints it without a traceback and exits non-zero; every other exception is a
     fault of the library and keeps its traceback.
     """
+
+    ending: ClassVar[Ending] = BAD_INPUT
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -29,6 +81,8 @@ def check_choice(what: str, value: object, known: Iterable[str]) -> None:
 class MismatchError(Exception):
     """An exact run met a token whose log-probs differ. The message says which, in one line."""
 
+    ending: ClassVar[Ending] = NOT_EXACT
+
 
 class NonFiniteError(Exception):
     """Too many updates in a row had a loss or a gradient that is not finite.
@@ -37,6 +91,8 @@ class NonFiniteError(Exception):
         batch: name -> NumPy array, what the last of them was computed from.
     """
 
+    ending: ClassVar[Ending] = NOT_FINITE
+
     def __init__(self, message: str, batch: Mapping[str, Any]):
         super().__init__(message)
         self.batch = batch
@@ -44,3 +100,17 @@ class NonFiniteError(Exception):
 
 class PreemptedError(Exception):
     """The system asked the process to end, and the run was saved. The message says where."""
+
+    ending: ClassVar[Ending] = PREEMPTED
+
+
+EXPECTED = (InputError, MismatchError, NonFiniteError, PreemptedError)
+
+
+def statuses_table() -> str:
+    """Returns `ENDINGS` as a Markdown table."""
+    rows = ["| status | meaning | last line on standard error |", "|--:|---|---|"]
+    for ending in ENDINGS:
+        line = f"`{ending.line.replace('{}', '...')}`" if ending.line else ""
+        rows.append(f"| {ending.status} | {ending.meaning} | {line} |")
+    return "\n".join(rows)

@@ -15,6 +15,7 @@ from tim_jax.kernels import formulas
 from tim_jax.model.execution import Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.numerics.strict import clipped_to_finite
+from tim_jax.policy import truncation
 
 _LANES = 128
 
@@ -95,7 +96,8 @@ def _weights(scaled, peak, sampling, numerics, *, keep):
     ops = kernels.family(numerics)
     weights = ops.exponentials(scaled, peak, numerics=numerics)
     if sampling.truncated:
-        inside = _truncation(*jax.lax.stop_gradient((scaled, weights)), sampling, numerics)
+        fixed = jax.lax.stop_gradient((scaled, peak, weights))
+        inside = truncation.kept(*fixed, sampling=sampling, numerics=numerics)
         if keep is not None:
             inside |= jnp.arange(scaled.shape[-1])[None, :] == keep[:, None]
         weights = ops.fence(jnp.where(inside, weights, 0.0))
@@ -111,52 +113,6 @@ def _log_prob_of(scaled, peak, weights, tokens, sampling, numerics):
         log_normaliser = ops.log_normaliser(scaled, peak, weights, numerics=numerics)
     chosen = ops.fence(jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0])
     return ops.fence(narrowed(narrowed(chosen - peak) - log_normaliser))
-
-
-def _truncation(scaled, weights, sampling, numerics):
-    """bool[N, V]: the tokens that top-k and then top-p keep; equal logits are kept together."""
-    ops = kernels.family(numerics)
-    order = _ordered_bits(scaled)
-    inside = jnp.ones(scaled.shape, bool)
-    if sampling.top_k:
-
-        def enough(threshold):
-            kept = jnp.sum(order >= threshold[:, None], axis=-1, dtype=jnp.int32)
-            return kept >= min(sampling.top_k, scaled.shape[-1])
-
-        inside = order >= _largest(enough, scaled.shape[0])[:, None]
-    if sampling.top_p < 1:
-        weights = jnp.where(inside, weights, 0.0)
-        target = ops.row_sum(weights, numerics=numerics) * sampling.top_p
-
-        def covers(threshold):
-            kept = ops.fence(jnp.where(order >= threshold[:, None], weights, 0.0))
-            return ops.row_sum(kept, numerics=numerics) >= target
-
-        inside &= order >= _largest(covers, scaled.shape[0])[:, None]
-    return inside
-
-
-def _ordered_bits(x: jax.Array) -> jax.Array:
-    """Maps float32 to int32 so that integers compare as the floats do."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-
-
-def _largest(holds, count: int) -> jax.Array:
-    """The largest int32 per row for which the falling predicate `holds`, by bisection.
-
-    32 passes over the row instead of a sort, in which the order of equal keys might differ.
-    """
-    lowest, zero = jnp.full((count,), -(2**31), jnp.int32), jnp.zeros((count,), jnp.int32)
-
-    def step(_, state):
-        low, width = state
-        return jnp.where(holds(low + width), low + width, low), width // 2
-
-    # The first of the 32 steps decides the sign: its width, 2^31, is not an int32.
-    low = jnp.where(holds(zero), zero, lowest)
-    return jax.lax.fori_loop(0, 31, step, (low, jnp.int32(2**30)))[0]
 
 
 def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:

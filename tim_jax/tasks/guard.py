@@ -195,6 +195,23 @@ def _bury(worker: "_Worker", work: _Work) -> None:
         work.waiting.appendleft(request)
 
 
+def spawn(
+    arguments: Sequence[str], *, environment: Mapping[str, str], **options: Any
+) -> subprocess.Popen:
+    """Starts a fresh interpreter with `arguments` and this environment, changed by `environment`.
+
+    `options` are those of `subprocess.Popen`.
+    """
+    return subprocess.Popen(
+        # -P: a script's folder must not come first among the places to import from.
+        [sys.executable, "-P", *arguments],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+        start_new_session=True,  # Ctrl-C is for the parent, which then ends its workers
+        **options,
+    )
+
+
 class _Worker:
     """One process: starting, then idle or busy with `request` until `deadline` (monotonic s)."""
 
@@ -205,15 +222,12 @@ class _Worker:
         self.deadline = time.monotonic() + START_SECONDS
         self.link, theirs = Pipe()
         with theirs:
-            self._process = subprocess.Popen(
-                # -P: this script's folder must not come first among the places to import from.
-                [sys.executable, "-P", str(WORKER), str(theirs.fileno())],
+            self._process = spawn(
+                [str(WORKER), str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
+                environment=ENVIRONMENT,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, **ENVIRONMENT},
-                start_new_session=True,  # Ctrl-C is for the parent, which then ends its workers
             )
         self._send(setup)
 
