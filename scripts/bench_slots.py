@@ -19,7 +19,7 @@ import numpy as np
 
 from tim_jax.auditing import random_params
 from tim_jax.model import calibration
-from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.policy import distribution, sampler
 
@@ -72,8 +72,7 @@ def measure(sizes: common.Sizes, dtype: str, schedules, repeats: int):
                 sampler.sample,
                 execution=execution,
                 samples=1,
-                slots=slots,
-                halvings=halvings,
+                batching=Batching(slots, halvings),
                 draw=draw,
             )
         )

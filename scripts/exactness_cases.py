@@ -13,6 +13,7 @@ vm.max_map_count=1000000`).
 """
 
 import argparse
+import dataclasses
 import pathlib
 import platform
 import time
@@ -30,7 +31,7 @@ from hypothesis import strategies as st
 
 from tim_jax.auditing import PRESETS, Unequal, compare, describe, random_params
 from tim_jax.model.calibration import calibrate
-from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_BF16, NATIVE_F32, Numerics
 from tim_jax.policy import sampler, scoring
 from tim_jax.types import Prompts, Rollout
@@ -59,8 +60,7 @@ class Batch(NamedTuple):
     samples: int
     prompt_length: int
     response_length: int
-    slots: int | None = None  # sequences decoded at a time; None: all
-    halvings: int = 0
+    batching: Batching = ALL_AT_ONCE
 
 
 class Learner(NamedTuple):
@@ -74,9 +74,9 @@ class Learner(NamedTuple):
 
 BATCHES = (
     Batch(1, 1, 9, LONGEST),
-    Batch(3, 2, 30, 25, slots=2),
+    Batch(3, 2, 30, 25, Batching(2)),
     Batch(4, 4, 24, LONGEST),
-    Batch(4, 4, 24, LONGEST, slots=5, halvings=2),
+    Batch(4, 4, 24, LONGEST, Batching(5, 2, 7)),
 )
 LEARNERS = (
     Learner(1, 30, LONGEST),
@@ -203,8 +203,7 @@ def draw(case: Drawn, batch: Batch, prompts: Prompts) -> Rollout:
         jax.random.key(case.key),
         execution=Execution(CONFIG, case.numerics, sampling),
         samples=batch.samples,
-        slots=batch.slots,
-        halvings=batch.halvings,
+        batching=batch.batching,
         order=np.random.default_rng(case.contents).permutation(batch.prompts * batch.samples),
     )
     return jax.tree.map(np.asarray, rollout)
@@ -219,7 +218,7 @@ def prepared(index: int, numerics: Numerics):
     return jax.jit(Execution(CONFIG, numerics).prepare)(params)
 
 
-sample = jax.jit(sampler.sample, static_argnames=("execution", "samples", "slots", "halvings"))
+sample = jax.jit(sampler.sample, static_argnames=("execution", "samples", "batching"))
 
 
 @partial(jax.jit, static_argnames=("execution", "remat"))
@@ -281,9 +280,9 @@ class Tally:
 def in_words(shape: Batch | Learner) -> str:
     lengths = f"up to {shape.prompt_length} + {shape.response_length} tokens"
     if isinstance(shape, Batch):
-        slots = f", {shape.slots} slots" if shape.slots else ""
-        slots += f" halved {shape.halvings} times" if shape.halvings else ""
-        return f"{shape.prompts} x {shape.samples}{slots}, {lengths}"
+        named = dataclasses.asdict(shape.batching).items()
+        batching = "".join(f", {value} {name}" for name, value in named if value)
+        return f"{shape.prompts} x {shape.samples}{batching}, {lengths}"
     remat = ", layers recomputed" if shape.remat else ""
     return f"{shape.rows} rows padded to {shape.prompt_length} + {shape.response_length}{remat}"
 

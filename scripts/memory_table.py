@@ -1,6 +1,7 @@
 """The compiled learner's memory at a vocabulary of 151,936, and writes docs/results/memory.md.
 
     JAX_PLATFORMS=cpu python scripts/memory_table.py
+    JAX_PLATFORMS=cpu python scripts/memory_table.py --updates   # the first table alone, printed
 
 Nothing runs: programs are compiled for shapes, and the compiler says what they will need.
 """
@@ -13,12 +14,16 @@ import bench_common as common
 import jax
 import jax.numpy as jnp
 
+from tim_jax import optimizers
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
+from tim_jax.plan import budget, workload
+from tim_jax.plan.workload import Workload
 from tim_jax.policy import scoring
+from tim_jax.rl.types import Learning
 from tim_jax.types import Rollout
 
 PAGE = common.RESULTS / "memory.md"
@@ -53,6 +58,105 @@ def model_config(vocabulary: int) -> ModelConfig:
         qk_norm=True,
         tied_embeddings=True,
     )
+
+
+class Model(NamedTuple):
+    """A model of Qwen3-0.6B's proportions whose update is compiled."""
+
+    name: str
+    hidden: int
+    layers: int
+    vocabulary: int
+
+
+# The first is that of the tables of speed; the others differ in the share that the embedding has.
+MODELS = (
+    Model("8 layers of Qwen3-0.6B", 1024, 8, VOCABULARY),
+    Model("Qwen3-0.6B", 1024, 28, VOCABULARY),
+    Model("0.1B, small vocabulary", 512, 28, 32_000),
+)
+SMALL = (Model("small", 64, 2, 4096),)
+
+
+class UpdateRow(NamedTuple):
+    """What the compiler says of a whole update."""
+
+    model: Model
+    dtype: str
+    micro_batch: int | None
+    parameters: int
+    arguments: int  # bytes: masters, moments, compute weights, batch
+    temporary: int  # bytes
+    estimate: int  # bytes, as `tim-jax train` estimates before it starts
+
+
+def step_of(model: Model, dtype: str, micro_batch: int | None) -> Workload:
+    """8 sequences of up to 320 tokens; AdamW over float32 masters."""
+    config = ModelConfig(
+        model_type="qwen3",
+        vocab_size=model.vocabulary,
+        hidden_size=model.hidden,
+        num_layers=model.layers,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=model.hidden // 8,
+        intermediate_size=3 * model.hidden,
+        max_positions=512,
+        qk_norm=True,
+        tied_embeddings=True,
+    )
+    numerics = Numerics(compute_dtype=dtype, kv_block=32, cache_write="rows")
+    return Workload(
+        execution=Execution(config, numerics, Sampling(256)),
+        learning=Learning(Objective(), 4, micro_batch=micro_batch, remat=True),
+        optimizer=optimizers.AdamW(1e-6).transform(),
+        prompts=2,
+        prompt_length=64,
+    )
+
+
+def measure_update(model: Model, dtype: str, micro_batch: int | None) -> UpdateRow:
+    """Compiles an update of the model."""
+    step, devices = step_of(model, dtype, micro_batch), tuple(jax.devices()[:1])
+    program = workload.updating(step, devices)
+    found = program.function.lower(*program.arguments).compile().memory_analysis()
+    if found is None:
+        raise SystemExit("this backend has no memory analysis")
+    shapes = jax.tree.leaves(parameter_shapes(step.execution.config))
+    return UpdateRow(
+        model,
+        dtype,
+        micro_batch,
+        sum(leaf.size for leaf in shapes),
+        found.argument_size_in_bytes,
+        found.temp_size_in_bytes,
+        budget.needs(step, devices)[1].total,
+    )
+
+
+def update_table(rows: list[UpdateRow]) -> list[str]:
+    lines = [
+        "| model | parameters, million | dtype | micro-batch | arguments | temporary"
+        " | both | estimated |",
+        "|---|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        sizes = row.arguments, row.temporary, row.arguments + row.temporary, row.estimate
+        shown = " | ".join(f"{size / row.parameters:.1f}" for size in sizes)
+        lines.append(
+            f"| {row.model.name} | {row.parameters / 1e6:,.0f} | {row.dtype}"
+            f" | {row.micro_batch or 'all 8'} | {shown} |"
+        )
+    return lines
+
+
+def update_rows(models: tuple[Model, ...]) -> list[UpdateRow]:
+    rows = []
+    for model in models:
+        for dtype, micro in (("bfloat16", 2), ("bfloat16", None), ("float32", 2)):
+            rows.append(measure_update(model, dtype, micro))
+            print("\n".join(update_table(rows[-1:])[2:]), flush=True)
+    return rows
 
 
 def rollout_shapes(length: int) -> Rollout:
@@ -116,14 +220,28 @@ def table(rows: list[Row], vocabulary: int) -> list[str]:
     return lines
 
 
-def page(rows: list[Row], vocabulary: int, load: float) -> list[str]:
+def page(updates: list[UpdateRow], rows: list[Row], vocabulary: int, load: float) -> list[str]:
     config = model_config(vocabulary)
     tile = HEAD_ROWS * vocabulary * 4 / _MIB
     head = config.hidden_size * vocabulary * 4 / _MIB
     return [
         "# The learner's memory",
         "",
-        "Written by `python scripts/memory_table.py`. Temporary memory of the compiled value and"
+        *common.machine_text(load, common.versions("jax", "jaxlib"), timed=False),
+        "## Bytes a parameter of an update",
+        "",
+        "Written by `python scripts/memory_table.py`: arguments and temporary memory of the"
+        " compiled update, as XLA's memory analysis states them, divided by the parameters. GRPO"
+        " with AdamW over float32 masters, 8 sequences of 64 + 256 tokens, recomputation on."
+        " Masters and the two moments are 12 bytes, compute weights 2 or 4, and as much again for"
+        " the transposed copy of a tied head; results take the place of arguments. The gradient is"
+        " 4. The last column is what `tim-jax train` estimates before it starts.",
+        "",
+        *update_table(updates),
+        "",
+        "## Memory that grows with the tokens",
+        "",
+        "Temporary memory of the compiled value and"
         f" gradient of a GRPO loss, as XLA's memory analysis states it: one sequence, {_PROMPT}"
         f" tokens of prompt, vocabulary {vocabulary:,}, hidden size {config.hidden_size},"
         f" {config.num_layers} layers, recomputation on. Logits exist for {HEAD_ROWS} rows at a"
@@ -131,15 +249,19 @@ def page(rows: list[Row], vocabulary: int, load: float) -> list[str]:
         " each. What grows with the tokens is the activations, and it does not know the"
         " vocabulary.",
         "",
-        *common.machine_text(load, common.versions("jax", "jaxlib"), timed=False),
         *table(rows, vocabulary),
     ]
 
 
 def main() -> None:
     """Writes the page, or prints it for a smoke test."""
-    options = common.parser("Tabulates the learner's memory.", PAGE).parse_args()
+    parser = common.parser("Tabulates the learner's memory.", PAGE)
+    parser.add_argument("--updates", action="store_true", help="only print the first table")
+    options = parser.parse_args()
     load = common.load_average()
+    updates = update_rows(SMALL if options.smoke else MODELS)
+    if options.updates:
+        return
     lengths, vocabulary = ((256, 512), 4096) if options.smoke else (LENGTHS, VOCABULARY)
     rows = []
     for family in ("tiles", "native"):
@@ -150,7 +272,7 @@ def main() -> None:
             for length in lengths:
                 rows.append(measure(length, vocabulary, numerics))
                 print("\n".join(table(rows[-1:], vocabulary)[2:]), flush=True)
-    common.publish(page(rows, vocabulary, load), options, PAGE)
+    common.publish(page(updates, rows, vocabulary, load), options, PAGE)
 
 
 if __name__ == "__main__":

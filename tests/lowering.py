@@ -52,6 +52,8 @@ def operations(numerics: Numerics, rows: int = 70):
     query = shape((3, 2, 2 * 70, 128), dtype)
     key, value = shape((3, 2, 128, 200), dtype), shape((3, 2, 200, 128), dtype)
     positions = shape((3, 140), jnp.int32)
+    block = numerics.kv_block
+    paged = shape((20, 2, 128, block), dtype), shape((20, 2, block, 128), dtype)
     use = {"numerics": numerics}
     project = partial(ops.project, heads=heads, eps=1e-6, **use)
     return {
@@ -72,6 +74,12 @@ def operations(numerics: Numerics, rows: int = 70):
         "attention": (
             partial(ops.attention, aligned=False, **use),
             (query, key, value, positions),
+        ),
+        "attention, pages": (
+            lambda q, k, v, at, pages: ops.attention(
+                q, k, v, at, aligned=False, pages=pages, **use
+            ),
+            (query, *paged, positions, shape((3, 4), jnp.int32)),
         ),
         "exponentials": (partial(ops.exponentials, **use), (logits, one)),
         "row_sum": (partial(ops.row_sum, **use), (logits,)),

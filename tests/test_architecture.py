@@ -13,7 +13,7 @@ NAME = PACKAGE.name
 # whole, or a module that stands alone) imports from rows above its own, never from its own row.
 ROOMS = (
     ("errors", "types"),
-    ("numerics",),
+    ("inputs", "numerics"),
     ("kernels", "objectives", "schedules"),
     ("placement", "corrections", "optimizers"),
     ("model", "metrics"),
@@ -23,7 +23,7 @@ ROOMS = (
     ("auditing", "plan"),
     ("config",),
     ("run",),
-    ("jobs", "api"),
+    ("jobs", "api", "arguments"),
     ("cli",),
 )
 ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}

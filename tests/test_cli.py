@@ -60,6 +60,7 @@ kind = "builtin"
 name = "running_sums"
 parameters = { digits = [1, 3], eval_size = 16 }
 reward = "cli_rewards:by_length"
+reward_in_process = true
 
 [warmup]
 steps = 2
@@ -76,6 +77,8 @@ checkpoint_every = 1
 
 # `plan` says what happens in a call of that number; the tests change it.
 REWARDS = """
+import ctypes
+
 plan = {}
 calls = 0
 
@@ -86,6 +89,10 @@ def by_length(prompts, completions, answers):
     assert len(prompts) == len(completions) == len(answers)
     rewards = [len(completion) / 8 for completion in completions]
     return plan[calls](rewards) if calls in plan else rewards
+
+
+def leave(prompts, completions, answers):
+    ctypes.CDLL(None)._exit(0)
 
 
 def at_length(prompts, completions, answers):
@@ -462,6 +469,23 @@ def test_a_failure_under_way_keeps_what_was_written_and_can_be_resumed(
     assert (run / "samples.jsonl").read_bytes() == (finished / "samples.jsonl").read_bytes()
 
 
+def test_a_reward_that_leaves_with_status_0_does_not_end_the_run_with_it(call, folder):
+    status, out, err = call(
+        "train",
+        "tiny.toml",
+        "run.folder=left",
+        "eval.every=0",
+        "warmup.steps=0",
+        "task.reward=cli_rewards:leave",
+        "task.reward_in_process=false",
+    )
+    assert (status, err.count("\n")) == (2, 1)
+    assert "cli_rewards:leave: a call ended its process (exit status 0)" in err
+    assert "Traceback" not in out + err
+    assert [line["step"] for line in metrics_of(folder / "left")] == [0]
+    assert not (folder / "left" / "model").exists()
+
+
 def test_a_mistake_found_before_the_first_checkpoint_can_be_mended_in_place(call, folder):
     wrong = (
         "train",
@@ -713,11 +737,19 @@ def test_a_folder_of_something_else_is_left_alone(call, folder):
 
 COMMANDS = {
     "samples": (["--samples", "0"], "--samples must be at least 1"),
-    "tokens": (["--max-tokens", "0"], "max_response_length must be positive"),
+    "tokens": (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
+    "samples without number": (
+        ["--max-tokens", "4", "--samples", "1000000000"],
+        "over 2**31 tokens",
+    ),
+    "top-k beyond the vocabulary": (
+        ["--max-tokens", "4", "--top-k", "23"],
+        "at most the vocabulary's 22 tokens",
+    ),
     "too many tokens": (["--max-tokens", "24"], "leaves no room for a prompt"),
     "temperature": (["--temperature", "-1"], "temperature must be >= 0"),
     "top-p": (["--top-p", "0"], "top_p must be in (0, 1]"),
-    "top-k": (["--top-k", "-3"], "top_k must be >= 0"),
+    "top-k": (["--top-k", "-3"], "--top-k must be at least 0, got -3"),
 }
 
 

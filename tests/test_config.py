@@ -85,7 +85,10 @@ def test_defaults_are_a_config_and_every_default_can_be_written():
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 values = st.recursive(
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | texts,
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
@@ -144,7 +147,11 @@ def test_parse_override(text, expected):
         ("steps", "command line: 'steps': write section.key=value"),
         ("a b=1", "command line: 'a b=1': write section.key=value"),
         ("a..b=1", "command line: 'a..b=1': write section.key=value"),
-        ("seed=", "command line: 'seed=': no value; write seed='\"\"' for no text"),
+        (
+            "seed=",
+            "command line: 'seed=': no value; write seed=none to leave the key out, or"
+            " seed='\"\"' for an empty text",
+        ),
     ],
 )
 def test_a_malformed_override_is_refused(text, line):
@@ -239,6 +246,7 @@ REFUSED = [
     ),
     ("sampler.slots=0", "sampler.slots = 0: must be 1 or more"),
     ("sampler.halvings=-1", "sampler.halvings = -1: must be 0 or more"),
+    ("sampler.pages=0", "sampler.pages = 0: must be 1 or more"),
     (
         "learner.mini_batches=5",
         "learner.mini_batches = 5: must divide the 64 sequences (8 prompts x 8)",

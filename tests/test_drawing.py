@@ -85,8 +85,10 @@ def make_task(speaks, grader=grade):
     return Task("toy", tuple(examples), (), grader)
 
 
-def draw(task, *, seed=0, step=1, refills=0, greedy=False, prompts=PROMPTS):
+def draw(task, *, seed=0, step=1, refills=0, greedy=False, prompts=PROMPTS, estimator="rloo"):
     made, sampler = stub(greedy)
+    objective = replace(made.learning.objective, estimator=estimator)
+    made = replace(made, learning=replace(made.learning, objective=objective))
     options: dict[str, Any] = {"seed": seed, "step": step, "prompts": prompts, "refills": refills}
     return drawing.draw("weights", task, TEXT, programs=made, **options), sampler
 
@@ -137,6 +139,7 @@ def test_without_refills_a_step_is_its_prompts_in_the_order_of_the_run():
     check_in_step(drawn, task)
     silent = [i % 3 != 0 for i in indices]
     assert drawn.metrics["groups_without_signal"] == np.mean(silent)
+    assert drawn.metrics["without_signal"] == all(silent)
     assert not any(name.startswith("refill/") for name in drawn.metrics)
     assert drawn.greedy_rewards is None
     assert set(drawn.seconds) == {"sampling", "grading"}
@@ -157,6 +160,7 @@ def test_groups_without_signal_give_their_places_to_others():
     assert len(sampler.names) == 1 + drawn.metrics["refill/rounds"] < 9
     assert drawn.metrics["refill/groups_without_signal"] == 0.0
     assert drawn.metrics["refill/reward"] == np.mean(drawn.rewards)
+    assert drawn.metrics["without_signal"] == 0.0
     # What the run is worth is said of what was drawn first.
     kept = ("reward", "reward_std", "groups_without_signal", "response_tokens")
     assert {k: drawn.metrics[k] for k in kept} == {k: plain.metrics[k] for k in kept}
@@ -172,7 +176,19 @@ def test_refills_are_bounded(refills):
     assert drawn.metrics["refill/rounds"] == refills
     assert drawn.metrics["groups_without_signal"] == 1.0
     assert drawn.metrics["refill/groups_without_signal"] == 1.0
+    assert drawn.metrics["without_signal"] == 1.0
     check_in_step(drawn, task)
+
+
+def test_a_step_has_no_signal_if_no_reward_differs_from_those_it_is_compared_with():
+    """Without a baseline of their groups, prompts are compared with each other."""
+    equal = make_task([False] * 6)
+    by_prompt = make_task(
+        [False] * 6, lambda examples, _: [Grade(float(e.prompt[0])) for e in examples]
+    )
+    for estimator, expected in (("rloo", (1.0, 1.0)), ("reinforce", (1.0, 0.0))):
+        found = [draw(task, estimator=estimator)[0] for task in (equal, by_prompt)]
+        assert tuple(drawn.metrics["without_signal"] for drawn in found) == expected
 
 
 def test_nothing_is_drawn_again_where_every_group_speaks():

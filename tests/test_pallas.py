@@ -219,6 +219,31 @@ def test_attention_is_causal_softmax(family, dtype):
     assert bits(run(query[1:], key[1:], value[1:], at[1:])) == bits(whole[1:])
 
 
+@FAMILIES
+@DTYPES
+def test_attention_reads_pages_in_any_order_to_the_same_bits(family, dtype):
+    numerics = with_dtype(family, dtype)
+    block, count = numerics.kv_block, 3
+    query, key, value, at = attention_inputs(numerics, count * block - 5)
+    key = np.pad(np.asarray(key), ((0, 0), (0, 0), (0, 0), (0, 5)))
+    value = np.pad(np.asarray(value), ((0, 0), (0, 0), (0, 5), (0, 0)))
+    whole = jitted(numerics, "attention", aligned=False)(query, key, value, at)
+    batch, heads, size = key.shape[:3]
+    total = batch * count + 2
+    pages = np.random.default_rng(0).permutation(total)[: batch * count].reshape(batch, count)
+    shape = (total, heads, size, block)
+    key_pages = np.full(shape, 7.0).astype(key.dtype)  # what belongs to nobody
+    value_pages = key_pages.swapaxes(2, 3).copy()
+    for row, numbers in enumerate(pages):
+        for index, page in enumerate(numbers):
+            positions = slice(index * block, (index + 1) * block)
+            key_pages[page], value_pages[page] = key[row, :, :, positions], value[row, :, positions]
+    attention = partial(kernels.attention, numerics=numerics, aligned=False)
+    run = jax.jit(lambda *args, pages: attention(*args, pages=pages))
+    paged = run(query, key_pages, value_pages, at, pages=jnp.asarray(pages, jnp.int32))
+    assert bits(paged) == bits(whole)
+
+
 # --- the head --------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as Spec
 from tim_jax import cli, kernels, objectives, optimizers
 from tim_jax.errors import InputError
 from tim_jax.model.config import to_hf
-from tim_jax.model.execution import Execution
+from tim_jax.model.execution import Batching, Execution
 from tim_jax.placement import Placement
 from tim_jax.plan import comparison, costs, hlo, planning, report, topology, workload
 from tim_jax.plan.costs import Memory, Traffic
@@ -241,7 +241,7 @@ def test_decode_steps_add_up_to_the_longest_response_but_its_first_token():
     runs, _, steps = workload.decode_steps(RECIPE)
     assert runs * steps == RECIPE.execution.sampling.max_response_length - 1
     execution = replace(RECIPE.execution, sampling=replace(tiny.SAMPLING, max_response_length=100))
-    long = replace(RECIPE, execution=execution, slots=4)
+    long = replace(RECIPE, execution=execution, batching=Batching(4))
     assert workload.decode_steps(long) == (16, 1, 25)  # 16 sequences in four rounds of 4 x 25
 
 

@@ -13,7 +13,7 @@ import tiny
 
 from tim_jax import corrections, mismatch, objectives, optimizers, placement
 from tim_jax.errors import InputError
-from tim_jax.model.execution import Execution
+from tim_jax.model.execution import Batching, Execution
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.placement import collectives as crossing
 from tim_jax.rl import drawing, loop, programs, sharded
@@ -131,7 +131,7 @@ def test_tokens_and_log_probs_are_those_of_one_device(where):
 def test_slots_of_every_device_change_no_bit(where):
     what = execution(where)
     weights = built(what).prepare(tiny.params(CONFIG))
-    run = programs.sampling_program(what, samples=GROUP, slots=8, halvings=1)
+    run = programs.sampling_program(what, samples=GROUP, batching=Batching(8, 1, 24))
     found = run(weights, tiny.prompts(count=PROMPTS), jax.random.key(0))
     assert tiny.bits(found) == tiny.bits(rollout(execution()))
 

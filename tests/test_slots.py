@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax.errors import InputError
-from tim_jax.model.execution import Sampling
+from tim_jax.model.execution import Batching, Sampling
 from tim_jax.model.transformer import LayerCache
 from tim_jax.placement import Placement
 from tim_jax.policy import sampler, slots
@@ -33,10 +33,8 @@ def weights(execution=LONG):
 
 
 @cache
-def program(count, halvings=0, execution=LONG):
-    draw = partial(
-        sampler.sample, execution=execution, samples=tiny.GROUP, slots=count, halvings=halvings
-    )
+def program(batching, execution=LONG):
+    draw = partial(sampler.sample, execution=execution, samples=tiny.GROUP, batching=batching)
     return jax.jit(lambda weights, key, order: draw(weights, tiny.prompts(), key, order=order))
 
 
@@ -45,33 +43,42 @@ def arguments(order=None, seed=0, execution=LONG):
     return weights(execution), jax.random.key(seed), order
 
 
-def drawn(count, halvings=0, *, order=None, seed=0, execution=LONG):
-    return program(count, halvings, execution)(*arguments(order, seed, execution))
+def drawn(batching, *, order=None, seed=0, execution=LONG):
+    return program(batching, execution)(*arguments(order, seed, execution))
 
 
 @cache
 def alone(seed=0):
     """All sequences at once."""
-    return drawn(None, seed=seed)
+    return drawn(Batching(), seed=seed)
 
 
-# Lengths from 1 token to the limit; more or fewer slots than prompts; all of them; one.
+def slow(*batching):
+    return pytest.param(Batching(*batching), marks=pytest.mark.slow, id=str(batching))
+
+
+# Lengths from 1 token to the limit; more or fewer slots than prompts; all of them; one. 5 pages of
+# 16 positions hold just one of the longest sequences, so that others must wait for it.
 @pytest.mark.parametrize(
-    ("count", "halvings"),
+    "batching",
     [
-        (5, 2),
-        pytest.param(1, 0, marks=pytest.mark.slow),
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        pytest.param(3, 0, marks=pytest.mark.slow),
-        pytest.param(tiny.ROWS, 3, marks=pytest.mark.slow),
-        pytest.param(99, 9, marks=pytest.mark.slow),
+        pytest.param(Batching(5, 2), id="(5, 2)"),
+        pytest.param(Batching(5, 1, 6), id="(5, 1, 6)"),
+        slow(1, 0),
+        slow(2, 1),
+        slow(3, 0),
+        slow(tiny.ROWS, 3),
+        slow(99, 9),
+        slow(3, 0, 5),
+        slow(None, 2, 9),
+        slow(None, 0, 60),
     ],
 )
 @given(order=st.permutations(range(tiny.ROWS)), seed=st.integers(0, 3))
 @settings(max_examples=12)
-def test_neither_slots_nor_their_order_change_a_bit(count, halvings, order, seed):
+def test_neither_batching_nor_order_changes_a_bit(batching, order, seed):
     assert len({int(n) for n in alone(seed).lengths}) > 4
-    found = drawn(count, halvings, order=order, seed=seed)
+    found = drawn(batching, order=order, seed=seed)
     assert tiny.bits(found) == tiny.bits(alone(seed))
 
 
@@ -81,8 +88,10 @@ def test_noise_is_that_of_all_at_once(name):
     noisy = dials.standard(name)
     given = weights(tiny.EXECUTION), tiny.prompts(), jax.random.key(0)
     few, all_at_once = (
-        sampling_program(tiny.EXECUTION, samples=tiny.GROUP, slots=n, mismatch=noisy)(*given)
-        for n in (5, None)
+        sampling_program(tiny.EXECUTION, samples=tiny.GROUP, batching=batching, mismatch=noisy)(
+            *given
+        )
+        for batching in (Batching(5, 1, 7), Batching())
     )
     assert tiny.bits(few) == tiny.bits(all_at_once)
     assert tiny.bits(few) != tiny.bits(tiny.rollout())
@@ -90,7 +99,7 @@ def test_noise_is_that_of_all_at_once(name):
 
 def test_a_responses_first_token_may_be_its_last():
     one = replace(LONG, sampling=replace(LONG.sampling, max_response_length=1))
-    found = drawn(2, execution=one)
+    found = drawn(Batching(2), execution=one)
     assert found.lengths.tolist() == [1] * tiny.ROWS
     np.testing.assert_array_equal(found.responses, alone().responses[:, :1])
     np.testing.assert_array_equal(found.log_probs, alone().log_probs[:, :1])
@@ -107,7 +116,7 @@ def test_no_slot_is_idle_while_a_sequence_waits(monkeypatch):
         return forward(weights, tokens, *args, **options)
 
     monkeypatch.setattr(sampler.transformer, "forward", counted)
-    draw = partial(sampler.sample, execution=LONG, samples=tiny.GROUP, slots=3)
+    draw = partial(sampler.sample, execution=LONG, samples=tiny.GROUP, batching=Batching(3))
     rollout = jax.jit(draw)(weights(), tiny.prompts(), jax.random.key(0))
     jax.effects_barrier()
     busy = [0, 0, 0]  # the steps until each slot is free
@@ -121,11 +130,13 @@ def test_no_slot_is_idle_while_a_sequence_waits(monkeypatch):
 
 
 def test_slots_take_the_memory_of_their_own_sequences():
-    def temporaries(count):
-        compiled = program(count).lower(*arguments()).compile()
+    def temporaries(*batching):
+        compiled = program(Batching(*batching)).lower(*arguments()).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temporaries(3) < temporaries(None)
+    assert temporaries(3) < temporaries()
+    # A family that gathers the pages of a layer still keeps no more than one layer's rows.
+    assert temporaries(None, 0, 12) < temporaries()
 
 
 def test_the_program_does_not_grow_with_the_length_of_responses():
@@ -133,7 +144,7 @@ def test_the_program_does_not_grow_with_the_length_of_responses():
         sampling = Sampling(limit, stop_tokens=(3,))
         config = replace(LONG.config, max_positions=9_000)
         long = replace(LONG, config=config, sampling=sampling)
-        draw = partial(sampler.sample, execution=long, samples=2, slots=2)
+        draw = partial(sampler.sample, execution=long, samples=2, batching=Batching(2))
         shapes = weights(), tiny.prompts(), jax.random.key(0)
         return jax.jit(draw).lower(*shapes).as_text().count("\n")
 
@@ -145,10 +156,12 @@ def test_what_was_in_a_slot_does_not_reach_the_next_sequence():
     prompts = LayerCache(key=jnp.ones((1, 1, 2, 1, 4, 3)), value=jnp.ones((1, 1, 2, 1, 3, 4)))
     queue = slots.Queue(
         order=jnp.arange(2),
-        count=jnp.int32(2),
+        waiting=jnp.asarray([False, True]),
         prompt_lengths=jnp.asarray([3, 2]),
         prompts=prompts,
         samples=1,
+        longest=2,
+        pool=None,
     )
     results = slots.Results(
         tokens=jnp.asarray([[5, 0], [6, 0]]),
@@ -157,14 +170,14 @@ def test_what_was_in_a_slot_does_not_reach_the_next_sequence():
         ended=jnp.zeros(2, bool),
         drawn=None,
     )
-    before = slots.empty(queue, 3, span=8)
+    before = slots.empty(queue, 3, block=8)
     before = replace(
         before,
         cache=jax.tree.map(lambda x: jnp.full(x.shape, jnp.inf), before.cache),
         working=jnp.asarray([False, True, False]),
     )
-    after, given = slots.refilled(before, jnp.int32(1), queue, results)
-    assert int(given) == 2
+    after, waiting = slots.refilled(before, queue.waiting, queue, results, steps=4)
+    assert not waiting.any()
     assert after.working.tolist() == [True, True, False]
     assert after.sequences.tolist()[0] == 1
     assert after.newest.tolist()[0] == 6
@@ -181,8 +194,8 @@ def test_what_was_in_a_slot_does_not_reach_the_next_sequence():
     halvings=st.integers(0, 4),
 )
 def test_planned_steps_are_those_of_the_longest_responses(sequences, count, limit, halvings):
+    found = sampler.trips(sequences, limit, Batching(count, halvings))
     count = min(count, sequences)
-    found = sampler.trips(sequences, count, limit, halvings)
     if limit == 1:
         assert found == ()
         return
@@ -196,7 +209,7 @@ def test_planned_steps_are_those_of_the_longest_responses(sequences, count, limi
 def test_slots_that_do_not_divide_over_the_mesh_are_refused():
     two = replace(tiny.EXECUTION, placement=Placement(fsdp=2))
     with pytest.raises(InputError, match="slots = 3 must be a multiple of data x fsdp = 2"):
-        sampling_program(two, samples=tiny.GROUP, slots=3)
+        sampling_program(two, samples=tiny.GROUP, batching=Batching(3))
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.data())

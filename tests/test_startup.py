@@ -14,7 +14,7 @@ import tiny
 
 from tim_jax.config import toml
 from tim_jax.errors import InputError
-from tim_jax.jobs import planning, train
+from tim_jax.jobs import checks, planning, train
 from tim_jax.kernels import pallas
 from tim_jax.model.config import from_hf
 from tim_jax.model.weights import parameter_shapes
@@ -146,7 +146,7 @@ class TestResume:
 
     def test_elsewhere_it_is_refused_by_name(self, run):
         with pytest.raises(InputError) as caught:
-            train._check_family(run)
+            checks.check_family(run)
         assert str(caught.value) == (
             f"{run.run.folder} holds a run whose numerics.family was 'pallas_gpu'; 'auto' is"
             " 'tiles' here: set numerics.family=pallas_gpu, or another run.folder"
@@ -155,23 +155,23 @@ class TestResume:
     def test_the_family_by_name_is_the_same_run(self, run, monkeypatch):
         section = run.numerics.model_copy(update={"family": "pallas_gpu"})
         named = run.model_copy(update={"numerics": section})
-        train._check_family(named)
+        checks.check_family(named)
         assert "numerics.family" in train._may_change(named)
         monkeypatch.setattr(pallas, "platform", lambda: "gpu")
-        train._check_family(run)
+        checks.check_family(run)
 
     def test_a_run_of_an_older_version_has_it_in_its_config(self, run):
         folder = Path(run.run.folder)
         (folder / "numerics.json").write_text('{"numerics": "native float32"}')
-        train._check_family(run)  # what "auto" stood for is not known
+        checks.check_family(run)  # what "auto" stood for is not known
         text = (folder / "config.toml").read_text().replace('"auto"', '"native"')
         (folder / "config.toml").write_text(text)
         with pytest.raises(InputError, match=r"numerics\.family was 'native'"):
-            train._check_family(run)
+            checks.check_family(run)
 
     def test_before_the_first_checkpoint_anything_goes(self, run, monkeypatch):
         monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [])
-        train._check_family(run)
+        checks.check_family(run)
 
 
 def test_configs_written_by_the_writer_before_are_the_same_runs():

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
+from tim_jax import arguments as read
+from tim_jax import errors
+from tim_jax.arguments import RefusedError
+from tim_jax.errors import Ending, InputError
 from tim_jax.run import signals
 
 if TYPE_CHECKING:
@@ -21,21 +24,17 @@ if TYPE_CHECKING:
 
 _FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_tpu")  # without the JAX of numerics
 _KERNELS = "kernels; auto: tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs"
-_OVERRIDES = "changes to the config, such as steps=200 or optimizer.learning_rate=1e-6"
-_BAD_INPUT, _MISMATCH, _NOT_FINITE, _LOST, _INTERRUPTED, _PREEMPTED = 2, 3, 4, 5, 130, 143
-_GONE = "another process of this job is gone; start all again with the same command"
+_OVERRIDES = "changes to the config, such as steps=200; KEY=none takes the key's default"
 # What JAX's own errors say when another process is gone: of the transport, or of the coordinator.
 _SIGNS_OF_LOSS = ("gloo", "Gloo", "Connection", "coordination", "heartbeat", "UNAVAILABLE")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Exit status: 0, 1 (audit failed, or a plan does not fit), 2 (bad input), 3 (not exact), 4 (loss
-    or gradient not finite), 5 (another process of the job is gone; 134 where JAX's runtime was the
-    first to know), 143 (asked to end, and saved).
-    """
-    arguments = _arguments(argv)
+    """Runs one command; returns the exit status, one of `errors.ENDINGS`."""
+    try:
+        arguments = _arguments(argv)
+    except RefusedError as error:
+        return _ended(errors.BAD_INPUT, f"{error}")
     _quiet()
     if not _one_of_several(arguments):
         _keep_programs()
@@ -52,36 +51,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         return arguments.run(arguments)
-    except InputError as error:
-        return _ended(f"{error}", _BAD_INPUT)
-    except MismatchError as error:
-        return _ended(f"not exact: {error}", _MISMATCH)
-    except NonFiniteError as error:
-        return _ended(f"{error}", _NOT_FINITE)
-    except PreemptedError as error:
-        return _ended(f"{error}", _PREEMPTED)
+    except errors.EXPECTED as error:
+        return _ended(error.ending, f"{error}")
     except KeyboardInterrupt:
-        line = "interrupted; the same command goes on from the last checkpoint"
-        return _ended(line, _INTERRUPTED)
+        return _ended(errors.INTERRUPTED)
+    except (SystemExit, GeneratorExit) as error:
+        # No command ends so by itself: code of the user's did. Its status must not become ours.
+        what = f"{type(error).__name__}({error})"
+        return _ended(errors.BAD_INPUT, f"not done: code that the command called raised {what}")
 
 
 def _run_with_others(arguments: argparse.Namespace) -> int:
+    aborted = errors.LOST.line.format("most likely: JAX's runtime aborted this one")
     try:
-        with signals.print_if_aborted(f"tim-jax: aborted by JAX's runtime; most likely {_GONE}"):
+        with signals.print_if_aborted(aborted):
             return _run(arguments)
     except Exception as error:
         from jax.errors import JaxRuntimeError
 
         reason = " ".join(str(error).split())
         if isinstance(error, JaxRuntimeError) and any(sign in reason for sign in _SIGNS_OF_LOSS):
-            return _ended(f"{_GONE} ({reason[:200]})", _LOST)
+            return _ended(errors.LOST, reason[:200])
         traceback.print_exc()
-        return 1
+        return errors.FAILED.status
 
 
-def _ended(line: str, status: int) -> int:
-    print(f"tim-jax: {line}", file=sys.stderr)
-    return status
+def _ended(ending: Ending, details: str = "") -> int:
+    # A name of a file, or what a reward raised, may have several lines; the message has one.
+    print(ending.line.format(" ".join(details.splitlines())), file=sys.stderr)
+    return ending.status
 
 
 def _one_of_several(arguments: argparse.Namespace) -> bool:
@@ -106,7 +104,12 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("JAX_LOGGING_LEVEL", "ERROR")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    if not sys.warnoptions:  # nobody asked for them by `python -W` or PYTHONWARNINGS
+        logging.captureWarnings(True)
+        logging.getLogger("py.warnings").propagate = False
+        logging.getLogger("py.warnings").addHandler(logging.NullHandler())
 
 
 def _keep_programs() -> None:
@@ -146,31 +149,32 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train_and_eval(commands)
     generate = commands.add_parser("generate", help="sample completions")
-    generate.add_argument("model", help="folder, hub name or run folder")
+    generate.add_argument("model", type=read.name, help="folder, hub name or run folder")
     generate.add_argument("prompt", nargs="+")
-    generate.add_argument("--samples", type=int, default=1)
-    generate.add_argument("--max-tokens", type=int, default=64)
-    generate.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
-    generate.add_argument("--top-k", type=int, default=0, help="0 is off")
-    generate.add_argument("--top-p", type=float, default=1.0, help="1 is off")
+    read.add_whole(generate, "--samples", 1, default=1)
+    read.add_whole(generate, "--max-tokens", 1, default=64)
+    read.add_number(generate, "--temperature", default=1.0, help="0 is greedy")
+    read.add_whole(generate, "--top-k", 0, default=0, help="0 is off")
+    read.add_number(generate, "--top-p", default=1.0, help="1 is off")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     generate.add_argument("--family", choices=_FAMILIES, default="auto", help=_KERNELS)
-    generate.add_argument("--seed", type=int, default=0)
+    read.add_whole(generate, "--seed", 0, 2**32, default=0)
     generate.add_argument("--plain", action="store_true", help="no chat template")
     for axis in ("data", "fsdp", "tensor"):
-        generate.add_argument(f"--{axis}", type=int, default=1, help=f"devices on the {axis} axis")
+        about = f"devices on the {axis} axis"
+        read.add_whole(generate, f"--{axis}", 1, default=1, help=about)
     generate.set_defaults(run=_generate)
 
     export = commands.add_parser("export", help="write a run's checkpoint as transformers loads it")
-    export.add_argument("source", metavar="run", help="run folder")
-    export.add_argument("folder", help="new folder for the model")
-    export.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    export.add_argument("source", metavar="run", type=read.name, help="run folder")
+    export.add_argument("folder", type=read.path, help="new folder for the model")
+    read.add_whole(export, "--step", 0, help="of the checkpoint; default: the newest")
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     export.set_defaults(run=_export)
 
     audit = commands.add_parser("audit", help="prove that sampler and learner agree to the bit")
-    audit.add_argument("model", help="folder, hub name, run folder, or a preset")
-    audit.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    audit.add_argument("model", type=read.name, help="folder, hub name, run folder, or a preset")
+    audit.add_argument("--json", type=read.path, metavar="FILE", help="write the result there")
     audit.add_argument("--quick", action="store_true", help="fewer cases")
     audit.add_argument("--family", choices=_FAMILIES, help=_KERNELS)
     audit.add_argument(
@@ -182,11 +186,13 @@ def _parser() -> argparse.ArgumentParser:
         help="measure the mismatch of a sampler instead: TOML file or inline list, such as"
         """ '[{name = "kv_cache", dtype = "float8_e4m3fn"}]'; see docs/mismatch.md""",
     )
-    audit.add_argument("--markdown", type=Path, metavar="FILE", help="with --sampler: tables")
-    audit.add_argument("--chart", type=Path, metavar="FILE", help="with --sampler: PNG, PDF or SVG")
+    audit.add_argument("--markdown", type=read.path, metavar="FILE", help="with --sampler: tables")
+    audit.add_argument(
+        "--chart", type=read.path, metavar="FILE", help="with --sampler: PNG, PDF or SVG"
+    )
     audit.add_argument("--dtype", choices=("float32", "bfloat16"), help="with --sampler: learner's")
-    audit.add_argument("--prompts", type=int, default=32, help="with --sampler")
-    audit.add_argument("--samples", type=int, default=8, help="with --sampler: per prompt")
+    read.add_whole(audit, "--prompts", 1, default=32, help="with --sampler")
+    read.add_whole(audit, "--samples", 1, default=8, help="with --sampler: per prompt")
     audit.set_defaults(run=_audit)
 
     _add_plan(commands)
@@ -203,15 +209,17 @@ def _add_train_and_eval(commands: Any) -> None:
         help="one of several processes, as SLURM, Open MPI, GKE or a TPU pod started them",
     )
     train.add_argument("--coordinator", metavar="HOST:PORT", help="one of several: process 0")
-    train.add_argument("--processes", type=int, metavar="N", help="one of several: how many")
-    train.add_argument("--process", type=int, metavar="I", help="one of several: which, from 0")
+    read.add_whole(train, "--processes", 1, metavar="N", help="one of several: how many")
+    read.add_whole(train, "--process", 0, metavar="I", help="one of several: which, from 0")
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("eval", help="evaluate on the held-out problems of a config")
     evaluate.add_argument("config", help="TOML file, see configs/")
     evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
-    evaluate.add_argument("--model", help="folder or hub name; default: the run's checkpoint")
-    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the scores there")
+    evaluate.add_argument(
+        "--model", type=read.name, help="folder or hub name; default: the run's checkpoint"
+    )
+    evaluate.add_argument("--json", type=read.path, metavar="FILE", help="write the scores there")
     evaluate.set_defaults(run=_evaluate)
 
 
@@ -222,7 +230,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--topology", required=True, help="slice, such as v5e:4x4 or v5p:2x2x4")
     plan.add_argument(
         "--architecture",
-        type=Path,
+        type=read.path,
         metavar="FILE",
         help="a config.json to plan for in place of the config's model",
     )
@@ -232,7 +240,7 @@ def _add_plan(commands: Any) -> None:
         help="sampler: compiled with two numbers of layers and continued to all (4,8), or: all",
     )
     plan.add_argument("--quick", action="store_true", help="do not search for the largest batch")
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan there")
+    plan.add_argument("--json", type=read.path, metavar="FILE", help="write the plan there")
     plan.set_defaults(run=_plan)
 
 
@@ -278,8 +286,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     from tim_jax.model.execution import Sampling
     from tim_jax.placement import Placement
 
-    if arguments.samples < 1:
-        raise InputError(f"--samples must be at least 1, got {arguments.samples}")
+    if not all(arguments.prompt):
+        raise InputError("the prompt is empty; give it some text to go on from")
     sampling = Sampling(
         max_response_length=arguments.max_tokens,
         temperature=arguments.temperature,

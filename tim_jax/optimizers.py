@@ -1,6 +1,7 @@
 """The optimiser of a run: an optax chain that ends in what scales finished steps."""
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -95,6 +96,82 @@ def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
+class Guarded(optax.GradientTransformationExtraArgs):
+    """A transformation whose `update` takes `finite`, bool[], and keeps its state if it is False.
+
+    It does so where it computes the new state, so that this can lie in the buffers of the old one.
+    """
+
+
+def guarded_step(
+    optimizer: optax.GradientTransformationExtraArgs,
+    gradient: Any,
+    state: Any,
+    params: Any,
+    *,
+    finite: jax.Array,
+    **extra: Any,
+) -> tuple[Any, Any]:
+    """The next parameters and optimiser state; if not `finite`, to the bit those that are given.
+
+    With buffers that are donated and a `Guarded` optimiser nothing is held twice: every array is
+    computed from its own old value, in its place.
+    """
+    # optax computes with mixed dtypes (int steps, float decays) on purpose.
+    with jax.numpy_dtype_promotion("standard"):
+        if isinstance(optimizer, Guarded):
+            changes, new_state = optimizer.update(gradient, state, params, finite=finite, **extra)
+        else:
+            changes, new_state = optimizer.update(gradient, state, params, **extra)
+            new_state = _chosen(finite, new_state, state)
+        new_params = _chosen(finite, optax.apply_updates(params, changes), params)
+    # What is made of the new parameters is to read these, not to compute them again from the old.
+    return jax.lax.optimization_barrier(new_params), new_state
+
+
+def _chosen(finite: jax.Array | bool, new: Any, old: Any) -> Any:
+    return jax.tree.map(partial(jnp.where, finite), new, old)
+
+
+def _adam(b1: float, b2: float, eps: float) -> Guarded:
+    """`optax.scale_by_adam`, with its state, formula and bits, as a `Guarded` transformation."""
+    plain = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+
+    def update(updates, state, params=None, *, finite=True, **_):
+        del params
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
+        count = optax.safe_increment(state.count)
+        new = _chosen(finite, optax.ScaleByAdamState(count=count, mu=mu, nu=nu), state)
+        # The step is to read the new moments: computed again from the old ones, these would be
+        # needed beside the new.
+        new = new._replace(**jax.lax.optimization_barrier({"mu": new.mu, "nu": new.nu}))
+        mu_hat = optax.tree.bias_correction(new.mu, b1, count)
+        nu_hat = optax.tree.bias_correction(new.nu, b2, count)
+        steps = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
+        return steps, new
+
+    return Guarded(plain.init, update)
+
+
+def _guarded_chain(*parts: optax.GradientTransformation) -> Guarded:
+    """`optax.chain`; of parts that are not guarded, whose states are small, the old is chosen."""
+    whole = [optax.with_extra_args_support(part) for part in parts]
+
+    def update(updates, state, params=None, *, finite=True, **extra):
+        after = []
+        for part, before in zip(whole, state, strict=True):
+            if isinstance(part, Guarded):
+                updates, new = part.update(updates, before, params, finite=finite, **extra)
+            else:
+                updates, new = part.update(updates, before, params, **extra)
+                new = _chosen(finite, new, before)
+            after.append(new)
+        return updates, tuple(after)
+
+    return Guarded(optax.chain(*parts).init, update)
+
+
 @dataclass(frozen=True)
 class AdamW(Rate):
     """AdamW, its learning rate over updates, and what scales its steps.
@@ -130,20 +207,19 @@ class AdamW(Rate):
         `effective_sample_size`.
         """
         parts = [clip_by_norm(self.max_grad_norm)] if self.max_grad_norm else []
+        # As `optax.adamw`, whose state this has.
         parts.append(
-            optax.adamw(
-                self.schedule_fn(),
-                b1=self.b1,
-                b2=self.b2,
-                eps=self.eps,
-                weight_decay=self.weight_decay,
+            _guarded_chain(
+                _adam(self.b1, self.b2, self.eps),
+                optax.add_decayed_weights(self.weight_decay),
+                optax.scale_by_learning_rate(self.schedule_fn()),
             )
         )
         if decay is not None:
             parts.append(decay.transform())
         if self.ess_reference is not None:
             parts.append(schedules.scale_by_root_ess(reference=self.ess_reference))
-        return optax.with_extra_args_support(optax.chain(*parts))
+        return _guarded_chain(*parts)
 
 
 def adamw(

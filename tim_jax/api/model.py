@@ -14,6 +14,7 @@ from rich.console import Console
 from tim_jax import auditing
 from tim_jax.config.sections import FamilyChoice
 from tim_jax.errors import InputError, check_choice
+from tim_jax.inputs import expanded
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
@@ -126,7 +127,7 @@ def load(
 
 def _model_folder(source: str | Path) -> str | Path:
     """The folder of a run's final model, if `source` is a run; else `source`."""
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     if (folder / "model").is_dir():
         return folder / "model"
     if (folder / "config.toml").is_file() and (folder / "checkpoints").is_dir():

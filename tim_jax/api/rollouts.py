@@ -14,7 +14,7 @@ from tim_jax import placement, types
 from tim_jax.api.data import as_prompt
 from tim_jax.api.model import Model
 from tim_jax.errors import InputError
-from tim_jax.model.execution import Execution, Sampling, jit
+from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.rl import drawing, programs, sharded
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks.base import Example, whole
@@ -206,7 +206,7 @@ def score(model: Model, rollout: Rollout, *, micro_batch: int | None = None) -> 
 
 @lru_cache(maxsize=32)
 def _sampler(execution: Execution, samples: int, slots: int | None) -> Any:
-    return programs.sampling_program(execution, samples=samples, slots=slots)
+    return programs.sampling_program(execution, samples=samples, batching=Batching(slots))
 
 
 @lru_cache(maxsize=32)

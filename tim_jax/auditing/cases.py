@@ -11,7 +11,7 @@ import numpy as np
 from tim_jax.errors import InputError
 from tim_jax.model import parameters
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import Sampling
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Sampling
 from tim_jax.model.parameters import init_params
 from tim_jax.model.rope import RopeConfig
 from tim_jax.model.weights import Kind, Params, tree
@@ -62,7 +62,7 @@ class Again:
     samples: int = 1  # at most `Sizes.samples`
     one_by_one: bool = False  # a batch per prompt
     padding: int = 0  # added to the padded prompt length and to the longest response
-    slots: int | None = None  # sequences decoded at a time; None: all
+    batching: Batching = ALL_AT_ONCE
     placement: Placement = SINGLE
 
 
@@ -120,7 +120,11 @@ def standard_cases(config: ModelConfig, sizes: Sizes, *, quick: bool = False) ->
             plain,
             Again(rows=backwards, samples=max(1, group - 1), padding=5),
         ),
-        Case("sampler, 3 slots", plain, Again(samples=group, slots=3)),
+        Case(
+            "sampler, 3 slots, halved once",
+            plain,
+            Again(samples=group, batching=Batching(slots=3, halvings=1)),
+        ),
         Case("top-k, top-p, T 0.7: batches of one", truncated, Again(one_by_one=True)),
         Case("T 1.4: learner", replace(plain, temperature=1.4), Score()),
     )

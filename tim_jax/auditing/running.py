@@ -20,7 +20,7 @@ from tim_jax import placement
 from tim_jax.auditing.cases import Again, Case, Score, Sizes, standard_cases
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import Execution, Sampling, jit
+from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.model.weights import Params, Weights, weight_axes
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
 from tim_jax.numerics.strict import unequal_bits
@@ -210,7 +210,8 @@ def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Be
     batches = [(row,) for row in rows] if again.one_by_one else [rows]
     limit = sampling.max_response_length + again.padding
     execution = bench.execution(replace(sampling, max_response_length=limit), again.placement)
-    weights, sample = bench.placed(again.placement), _sampler(execution, again.samples, again.slots)
+    weights = bench.placed(again.placement)
+    sample = _sampler(execution, again.samples, again.batching)
     parts = []
     for batch in batches:
         chosen = jax.tree.map(lambda x, b=batch: x[jnp.asarray(b)], prompts)
@@ -265,10 +266,9 @@ def _filled(tokens: jax.Array, more: int, config: ModelConfig) -> jax.Array:
 
 
 @cache
-def _sampler(execution: Execution, samples: int, slots: int | None) -> Callable[..., Rollout]:
+def _sampler(execution: Execution, samples: int, batching: Batching) -> Callable[..., Rollout]:
     """The sampler's own program."""
-    halvings = 0 if slots is None else 1
-    return programs.sampling_program(execution, samples=samples, slots=slots, halvings=halvings)
+    return programs.sampling_program(execution, samples=samples, batching=batching)
 
 
 @cache

@@ -35,6 +35,7 @@ from tim_jax.objectives import Objective, advantages
 
 # From so many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
 _STEP_OVER_HORIZON = 5
+_MOST_TOKENS = 2**31  # of one array: their places are numbers of 32 bits
 
 
 class RunConfig(Section):
@@ -86,8 +87,8 @@ class RunConfig(Section):
 
         What matters of `numerics.family` is the family that "auto" stood for, which the job checks.
         """
-        schedule = "sampler.slots", "sampler.halvings"
-        free = ("exact", "eval", "run", "placement", *schedule, "numerics.family")
+        batching = "sampler.slots", "sampler.halvings", "sampler.pages"
+        free = ("exact", "eval", "run", "placement", *batching, "numerics.family")
         bound = self.optimizer.schedule != "constant" and self.optimizer.total_steps is None
         return free if bound else ("steps", *free)
 
@@ -95,6 +96,7 @@ class RunConfig(Section):
     def _check(self) -> Self:
         self._check_objective()
         self._check_correction()
+        self._check_tokens()
         self._check_batches()
         self._check_drawing()
         self._check_noise_scale()
@@ -211,6 +213,23 @@ class RunConfig(Section):
                 f" ({product} samples / {minis})",
             )
         self._check_placement(total, total // minis, micro)
+
+    def _check_tokens(self) -> None:
+        length = self.sampling.max_prompt_length + self.sampling.max_response_length
+        prompts, samples = self.learner.prompts_per_step, self.sampling.samples_per_prompt
+        sizes = {
+            "sampling.max_response_length": (self.sampling.max_response_length, 1),
+            "sampling.max_prompt_length": (self.sampling.max_prompt_length, 1),
+            "sampling.samples_per_prompt": (samples, samples),
+            "learner.prompts_per_step": (prompts, prompts * samples),
+            "eval.samples": (self.eval.samples, self.eval.samples),
+            "warmup.batch": (self.warmup.batch, self.warmup.batch),
+        }
+        for key, (value, sequences) in sizes.items():
+            if sequences * length >= _MOST_TOKENS:
+                raise refusal(
+                    key, value, f"makes {sequences} sequences of {length} tokens, over 2**31 tokens"
+                )
 
     def _check_placement(self, total: int, mini_batch: int, micro: int | None) -> None:
         learner, sampler = self.placement.value, self.placement.for_sampler

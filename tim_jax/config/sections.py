@@ -9,13 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, GetPydanticSchema, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 import tim_jax
-from tim_jax import corrections, objectives
+from tim_jax import corrections, inputs, objectives
 from tim_jax.errors import InputError
-from tim_jax.model.execution import Sampling
+from tim_jax.model.execution import Batching, Sampling
 from tim_jax.numerics import Family
 from tim_jax.objectives import Objective
 from tim_jax.placement import Placement
@@ -25,6 +34,7 @@ from tim_jax.tasks.dataset import DatasetSource
 if TYPE_CHECKING:
     from tim_jax.mismatch import Mismatch
 
+REWARD_SECONDS = 600.0  # a judge over a network may take minutes
 WandbMode = Literal["online", "offline", "disabled"]
 FamilyChoice = Literal["auto", Family]
 Count = Annotated[int, Field(ge=1)]
@@ -32,6 +42,7 @@ Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Function = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 # TOML has arrays, not tuples; their items stay strict.
 TokenIds = Annotated[tuple[Whole, ...], Field(strict=False)]
@@ -100,6 +111,14 @@ def _may_change(kind: type, *, but: tuple[str, ...]) -> Callable[[type[S]], type
     return extended
 
 
+def _options(given: Any) -> Any:
+    """Refuses what Pydantic would, but in one line instead of one for each type."""
+    for name, value in given.items() if isinstance(given, dict) else ():
+        if not isinstance(value, str | bool | int):
+            raise refusal(name, value, "must be text, true or false, or a whole number")
+    return given
+
+
 class NumericsSection(Section):
     """How numbers are computed; see `tim_jax.numerics`."""
 
@@ -111,7 +130,7 @@ class NumericsSection(Section):
     column_tiles: Count | None = None
     """Parts that weight matrices are multiplied in: bits are the same for every size of the tensor
     axis that divides it. Left out: the largest tensor axis of the run."""
-    compiler_options: dict[str, str | bool | int] = {}
+    compiler_options: Annotated[dict[str, str | bool | int], BeforeValidator(_options)] = {}
     """XLA's, for every program of the run, such as `xla_allow_excess_precision = false`."""
 
 
@@ -141,8 +160,16 @@ class SamplerSection(Section):
     halvings: Whole = 0
     """How often the slots become half as many, once no sequence waits and half of them are idle.
     Each compiles the decode step once more. Speed only."""
+    pages: Count | None = None
+    """Pages of `numerics.kv_block` positions for keys and values of responses, over all devices;
+    left out: every slot has room for the longest response. Memory and speed only."""
     mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
     """Entries of `tim_jax.mismatch`, in order: `{name = "kv_cache", dtype = "float8_e4m3fn"}`."""
+
+    @property
+    def batching(self) -> Batching:
+        """How a step's sequences are decoded together."""
+        return Batching(self.slots, self.halvings, self.pages)
 
     @property
     def dial(self) -> "Mismatch":
@@ -234,18 +261,28 @@ class Learner(Section):
         return self
 
 
-class BuiltinTask(Section):
+class _Graded(Section):
+    """What every task with a reward of the user's has."""
+
+    reward: Function | None = None
+    """A reward of your own, `module:function`, in place of the task's."""
+    reward_time_limit: Seconds = REWARD_SECONDS
+    """Seconds by the clock that a call of your reward may take, and its import."""
+    reward_in_process: bool = False
+    """Call your reward in the run's own process, such as one that needs its devices: without a time
+    limit, and what it breaks there ends the run. Else it has a process of its own."""
+
+
+class BuiltinTask(_Graded):
     """A small task of `tim_jax.tasks.builtin`."""
 
     kind: Literal["builtin"] = "builtin"
     name: Literal["running_sums", "sorting", "countdown"] = "running_sums"
     parameters: dict[str, Any] = {}
     """Keywords of the task's function, such as `digits = [4, 10]`."""
-    reward: Function | None = None
-    """A reward of your own, `module:function`, in place of the task's."""
 
 
-class GymTask(Section):
+class GymTask(_Graded):
     """A reasoning-gym dataset (extra `gym`)."""
 
     kind: Literal["gym"]
@@ -255,10 +292,8 @@ class GymTask(Section):
     train_size: Count = 4096
     eval_size: Count = 128
     seed: Whole = 0
-    time_limit: Positive = 5.0
+    time_limit: Seconds = 5.0
     """CPU seconds that scoring one answer may take."""
-    reward: Function | None = None
-    """A reward of your own, `module:function`, in place of the dataset's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,13 +301,17 @@ class DatasetTask(DatasetSource):
     """Rows of JSON lines, Parquet or the hub (extra `math` for its grader)."""
 
     kind: Literal["dataset"]
-    time_limit: Positive = 5.0
+    time_limit: Seconds = 5.0
     """CPU seconds that grading one answer may take."""
     reward: Function | None = None
     """A reward of your own, `module:function`; left out: math-verify."""
+    reward_time_limit: Seconds = REWARD_SECONDS
+    """As for other tasks."""
+    reward_in_process: bool = False
+    """As for other tasks."""
 
 
-class CustomTask(Section):
+class CustomTask(_Graded):
     """A task made by a function of yours."""
 
     kind: Literal["custom"]
@@ -280,8 +319,6 @@ class CustomTask(Section):
     """`module:function`; returns a `tim_jax.tasks.base.Task`."""
     parameters: dict[str, Any] = {}
     """Its keywords."""
-    reward: Function | None = None
-    """A reward of your own, `module:function`, in place of the task's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,10 +354,17 @@ class Evaluation(Section):
         return self
 
 
+def _folder(text: str) -> str:
+    try:
+        return str(inputs.expanded(text)) if text else text
+    except InputError as error:
+        raise refusal("", text, str(error).rpartition(": ")[2]) from error
+
+
 class RunSection(Section):
     """The run folder and what is written."""
 
-    folder: str = "runs/default"
+    folder: Annotated[str, AfterValidator(_folder)] = "runs/default"
     checkpoint_every: Whole = 20
     """Steps between checkpoints; 0: only one, at the end."""
     keep: Count = 2

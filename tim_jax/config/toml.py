@@ -14,10 +14,12 @@ from typing import Any, get_args, get_type_hints
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from tim_jax import inputs
 from tim_jax.config.run import RunConfig
 from tim_jax.errors import InputError, did_you_mean
 
 COMMAND_LINE = "command line"
+NONE = "none"  # an override's value: leave the key out, whatever the file says
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
 # How a value's own check names a field, what it is and what would be right.
@@ -51,7 +53,8 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a TOML file (None: defaults only), applies `section.key=value` overrides, checks all.
 
     A value of an override is read as TOML (`8`, `true`, `[1, 2]`, `{name = "x"}`); what is not
-    TOML is a string, so quotes may be left out.
+    TOML is a string, so quotes may be left out. `none` leaves the key out, which then has its
+    default, even if the file has it.
 
     Raises:
         InputError: the file is missing, empty or no TOML; a key is unknown; a value is wrong or
@@ -72,6 +75,12 @@ def build(
     Raises:
         InputError: as `load`.
     """
+    wrong = inputs.wrong_number(data)
+    if wrong is not None:
+        key, value, rule = wrong
+        said_here = any(_overlap(key, path) for path in command_line)
+        where = COMMAND_LINE if said_here else source
+        raise InputError(f"{where}: {_dotted(key)} = {value}: {rule}")
     try:
         return RunConfig.model_validate(dict(data))
     except ValidationError as error:
@@ -89,9 +98,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read, is no TOML (with line and column), or says nothing.
     """
-    path = Path(path)
+    path = inputs.expanded(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = _parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         near = [str(other) for other in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         hint = did_you_mean(str(path), near) if near else ""
@@ -100,8 +109,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise InputError(f"config {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"config {path}: not UTF-8 text (byte {error.start})") from error
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"config {path}: not TOML: {error}") from error
+    except ValueError as error:
+        raise InputError(f"config {path}: {error}") from error
     if not data:
         raise InputError(f"config {path}: is empty; it must set at least one key")
     return data
@@ -125,12 +134,17 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
         raise InputError(f"{COMMAND_LINE}: {text!r}: write section.key=value")
     value = value.strip()
     if not value:
-        raise InputError(f"{COMMAND_LINE}: {text!r}: no value; write {key}='\"\"' for no text")
+        raise InputError(
+            f"{COMMAND_LINE}: {text!r}: no value; write {key}={NONE} to leave the key out, or"
+            f" {key}='\"\"' for an empty text"
+        )
+    if value == NONE:
+        return path, None
     try:
-        parsed = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError as error:
-        if value[0] in "[{\"'":
-            raise InputError(f"{COMMAND_LINE}: {text!r}: not TOML: {error}") from error
+        parsed = _parsed(f"value = {value}")
+    except ValueError as error:
+        if value[0] in "[{\"'" or not isinstance(error, tomllib.TOMLDecodeError):
+            raise InputError(f"{COMMAND_LINE}: {inputs.shown(text)}: {error}") from error
         return path, value
     return path, parsed["value"] if len(parsed) == 1 else value
 
@@ -145,8 +159,23 @@ def _override(data: dict[str, Any], text: str) -> tuple[str, ...]:
             raise InputError(
                 f"{COMMAND_LINE}: {text!r}: {where} = {_shown(table)} is no table and has no keys"
             )
-    table[path[-1]] = value
+    if value is None:
+        table.pop(path[-1], None)
+    else:
+        table[path[-1]] = value
     return path
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The contents of TOML text. Raises `ValueError` for whatever is wrong with it."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("not TOML: lists and tables lie too deep in one another") from None
+    except tomllib.TOMLDecodeError as error:
+        raise tomllib.TOMLDecodeError(f"not TOML: {error}") from error
+    except ValueError:  # Python converts no longer ones
+        raise ValueError("not TOML: a number has thousands of digits") from None
 
 
 def _describe(error: Any, data: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:

@@ -22,6 +22,7 @@ from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
 from tim_jax.config.sections import FamilyChoice
 from tim_jax.errors import InputError
+from tim_jax.inputs import wrong_number
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import calibration, fitting
 from tim_jax.model.config import ModelConfig
@@ -155,11 +156,16 @@ def read_dial(text: str) -> Mismatch:
         _, entries = toml.parse_override(f"mismatch={text.strip()}")
     else:
         data = toml.read_toml(text)
-        entries = data.get("mismatch", data.get("sampler", {}).get("mismatch"))
+        section = data.get("sampler", {})
+        entries = section.get("mismatch") if isinstance(section, dict) else None
+        entries = data.get("mismatch", entries)
         if entries is None:
             raise InputError(f"{text}: no list `mismatch`, nor one in a table [sampler]")
     if not isinstance(entries, list) or not entries:
         raise InputError(f"--sampler: {text!r} is no list of entries: [{{name = ...}}, ...]")
+    wrong = wrong_number(entries)
+    if wrong is not None:
+        raise InputError(f"--sampler: mismatch{'.'.join(wrong[0])} = {wrong[1]}: {wrong[2]}")
     return mismatch.build(entries)
 
 

@@ -78,8 +78,7 @@ def _evaluator(config: RunConfig, execution: Execution, task: Task, text: Text):
     sample = programs.sampling_program(
         replace(execution, sampling=sampling),
         samples=section.samples,
-        slots=slots,
-        halvings=config.sampler.halvings,
+        batching=replace(config.sampler.batching, slots=slots),
     )
 
     def run(weights) -> tuple[dict[str, float], list[Sample]]:
@@ -189,6 +188,11 @@ def generate(
     examples += examples[-1:] * (-len(prompts) % sharded.prompts_multiple(where, samples))
     rows = len(examples) * samples
     length = longest + sampling.max_response_length
+    if rows * length >= 2**31:  # places in an array are numbers of 32 bits
+        raise InputError(
+            f"--samples {samples} of {len(prompts)} prompts are {rows} sequences of up to {length}"
+            " tokens, over 2**31 tokens"
+        )
     execution = assembly.generating_execution(
         model,
         sampling,

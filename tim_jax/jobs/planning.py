@@ -1,12 +1,13 @@
 """The job behind `tim-jax plan`: which workload of which model, on which slice."""
 
-import json
 from pathlib import Path
 
 from tim_jax.config.run import RunConfig
 from tim_jax.errors import InputError
+from tim_jax.inputs import expanded, json_value
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig, from_hf
+from tim_jax.placement import Devices
 from tim_jax.plan import planning, topology
 from tim_jax.plan.known_models import PUBLISHED
 from tim_jax.plan.planning import Layers, Plan, Say
@@ -71,9 +72,18 @@ def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Worklo
     Raises:
       InputError: as `assembly.make_execution`.
     """
-    bare = Model(model, None, None, model.eos_token_ids)
     with target.tracing():
-        execution = assembly.make_execution(config, bare, devices=target.devices)
+        return workload_of(config, model, target.devices)
+
+
+def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Workload:
+    """A step of a run on these devices; nothing is measured or made.
+
+    Raises:
+      InputError: as `assembly.make_execution`.
+    """
+    bare = Model(model, None, None, model.eos_token_ids)
+    execution = assembly.make_execution(config, bare, devices=devices)
     section = config.learner
     sampler_placement = config.placement.for_sampler
     optimizer = assembly.make_optimizer(
@@ -89,8 +99,7 @@ def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Worklo
         prompt_length=config.sampling.max_prompt_length,
         mini_batches=section.mini_batches,
         sampler_placement=None if sampler_placement == execution.placement else sampler_placement,
-        slots=config.sampler.slots,
-        halvings=config.sampler.halvings,
+        batching=config.sampler.batching,
         mismatch=config.sampler.dial,
     )
 
@@ -109,7 +118,7 @@ def model_config(config: RunConfig, architecture: Path | None) -> ModelConfig:
         return assembly.random_config(random)
     path = config.model.path
     assert path is not None  # the section has exactly one source
-    if Path(path).expanduser().exists():
+    if expanded(path).exists():
         return hf.load_config(path)
     if path in PUBLISHED:
         return from_hf(PUBLISHED[path], where=path)
@@ -122,11 +131,12 @@ def model_config(config: RunConfig, architecture: Path | None) -> ModelConfig:
 
 def _read(path: Path) -> dict:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"--architecture {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"--architecture {path}: not JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"--architecture {path}: not UTF-8 text (byte {error.start})") from error
+    values = json_value(text, f"--architecture {path}", checked=True)
     if not isinstance(values, dict):
         raise InputError(f"--architecture {path}: must be an object, as in a config.json")
     return values

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
 from tim_jax.config.sections import part
 from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
+from tim_jax.jobs import checks
 from tim_jax.jobs.models import Job, assemble, shown
 from tim_jax.model import fitting, hf
 from tim_jax.placement import SINGLE, processes
@@ -31,9 +32,10 @@ from tim_jax.rl import loop, warm_start
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.loop import Step
 from tim_jax.rl.types import TrainState
-from tim_jax.run import assembly, charts, checkpoints, folders, loggers
+from tim_jax.run import charts, checkpoints, folders, loggers
 from tim_jax.run.display import Display, open_display
 from tim_jax.run.folders import Run
+from tim_jax.run.rewards import RewardWatch
 from tim_jax.run.signals import Preemption
 from tim_jax.tasks.builtin import Quality, supervised
 from tim_jax.types import Rollout
@@ -51,15 +53,15 @@ def train_run(config: RunConfig) -> Path:
     section = config.run
     text = toml.dump(config)
     processes.agree(f"jax {jax.__version__}, config {text}", "its config or version of JAX")
-    _check_devices(config)
-    processes.led(partial(_check_family, config))
+    checks.check_devices(config)
+    processes.led(partial(checks.check_family, config))
     with folders.open_run(
         section.folder, text, may_change=_may_change(config), keep=section.keep
     ) as run:
-        job = assemble(config, measured=run.folder / "calibration.json")
+        checks.check_memory(config)
+        job, start = _begun(assemble(config, measured=run.folder / "calibration.json"), run)
         try:
-            processes.agree(repr(job.execution), "what was measured of its machine")
-            _follow(job, run)
+            _follow(job, run, start)
         except (MismatchError, NonFiniteError, PreemptedError):
             # These errors end all processes. A launcher kills the others as soon as one has ended,
             # so all wait until process 0 has completed the last checkpoint.
@@ -72,43 +74,6 @@ def train_run(config: RunConfig) -> Path:
     if processes.leads():
         charts.training_chart(folder / "metrics.jsonl", folder / "chart.png")
     return folder
-
-
-def _check_devices(config: RunConfig) -> None:
-    """Refuses meshes that do not include all devices of all processes."""
-    if jax.process_count() == 1:
-        return
-    count = len(jax.devices())
-    section = config.placement
-    for name, where in (("", section.value), (".sampler", section.for_sampler)):
-        if where.devices != count:
-            raise InputError(
-                f"placement{name} ({where}) uses {where.devices} devices, but the"
-                f" {jax.process_count()} processes have {count}, and with several all must be used"
-            )
-
-
-def _check_family(config: RunConfig) -> None:
-    """Refuses to resume a run with other kernels, even if "auto" has another meaning by now."""
-    folder = Path(config.run.folder)
-    if not checkpoints.list_steps(folder / "checkpoints"):
-        return
-    before, now = _family_before(folder), assembly.family_here(config.numerics.family)
-    if before not in (now, "auto"):
-        raise InputError(
-            f"{folder} holds a run whose numerics.family was {before!r};"
-            f" {config.numerics.family!r} is {now!r} here: set numerics.family={before}, or another"
-            " run.folder"
-        )
-
-
-def _family_before(folder: Path) -> str:
-    """The family in numerics.json; runs of older versions have it in their config only."""
-    try:
-        return json.loads((folder / "numerics.json").read_text())["family"]
-    except (OSError, ValueError, KeyError, TypeError):
-        config = tomllib.loads(folders.read_config(folder))
-        return config.get("numerics", {}).get("family", "auto")
 
 
 def _may_change(config: RunConfig) -> tuple[str, ...]:
@@ -137,18 +102,36 @@ def _new_keys(config: RunConfig) -> tuple[str, ...]:
     return tuple(sorted(new - changed))
 
 
-def _follow(job: Job, run: Run) -> None:
-    """Restores or starts, then writes and shows what the loop yields."""
-    config = job.config
-    _write_numerics(job, run)
-    restored, start, notes = _restored(job, run)
-    state = TrainState(params=restored["params"], **restored["rest"])
-    reference, history = restored.get("reference"), restored.get("history", ())
+class _Start(NamedTuple):
+    """Where a run stands before its next step."""
+
+    contents: dict[str, Any]  # of a checkpoint, see `folders.saved`; taken out as they are used
+    step: int  # the checkpoint's, -1 for a new run
+    notes: list[str]
+
+
+def _begun(job: Job, run: Run) -> tuple[Job, _Start]:
+    """Restores or starts. The job is then without the host's parameters, which nothing needs."""
+    try:
+        processes.agree(repr(job.execution), "what was measured of its machine")
+        _write_numerics(job, run)
+        contents, step, notes = _restored(job, run)
+    except BaseException:
+        job.task.close()
+        raise
+    return replace(job, model=replace(job.model, params=None)), _Start(dict(contents), step, notes)
+
+
+def _follow(job: Job, run: Run, begun: _Start) -> None:
+    """Writes and shows what the loop yields."""
+    config, start, contents = job.config, begun.step, begun.contents
+    state = TrainState(params=contents.pop("params"), **contents.pop("rest"))
+    reference, history = contents.pop("reference", None), contents.pop("history", ())
     with ExitStack() as stack:
         display = stack.enter_context(_display(job, start, stack))
         more = stack.enter_context(closing(_extra_sinks(config, run, start)))
         preemption = stack.enter_context(Preemption())
-        for note in (*job.task.notes, *notes, *_described(job)):
+        for note in (*job.task.notes, *begun.notes, *_described(job)):
             display.note(note)
         writer = loggers.Tee((run.metrics, more))
         if start < 0:
@@ -156,18 +139,21 @@ def _follow(job: Job, run: Run) -> None:
             # The next update takes the parameters' buffers, so the reference needs its own.
             reference = loop.copied(state.params) if config.objective.has_reference else None
             history = loop.first_history(job.programs.prepare(state.params), job.programs, ())
-            run.save(0, folders.saved(state, reference, tuple(history)))
+            _save(run, 0, folders.saved(state, reference, tuple(history)))
             _end_if(processes.any_of(preemption.asked), 0, config.steps)
+        teaching = RewardWatch()
         for step in _steps(job, run, state, reference, history):
             state = step.state
             _record(job, step, run, writer, display)
+            teaching.add(step, display)
             asked = processes.any_of(preemption.asked)
             if step.number == config.steps and config.run.export:
                 # Before the last checkpoint: a run that has it would not come here when resumed.
                 _export(job, state, display)
             if asked or _due(step.number, config.run.checkpoint_every, config.steps):
-                run.save(step.number, folders.saved(state, reference, step.history))
+                _save(run, step.number, folders.saved(state, reference, step.history))
             _end_if(asked, step.number, config.steps)
+        teaching.sum_up(display)
         if config.run.export and not processes.led((run.folder / "model").exists):
             _export(job, state, display)
 
@@ -195,6 +181,13 @@ def _steps(job: Job, run: Run, state: TrainState, reference: Any, history: Any) 
             with _writing(path):
                 np.savez(path, **error.batch)
         raise NonFiniteError(f"{error}; the last one's batch is in {path}", error.batch) from error
+
+
+def _save(run: Run, step: int, contents: checkpoints.State) -> None:
+    run.save(step, contents)
+    if jax.default_backend() == "cpu":
+        # What is written are the very buffers that the next update is to take.
+        run.wait()
 
 
 def _end_if(asked: bool, step: int, last: int) -> None:
@@ -315,7 +308,7 @@ def _first_steps(
     if warmup.steps:
         display.note(f"warm start: {warmup.steps} supervised steps on {job.task.name}")
         started = warm_start.warm_start(
-            job.model.params,
+            processes.whole(state.params),
             _demonstrations(job),
             execution=replace(job.execution, placement=SINGLE),
             learning_rate=warmup.learning_rate,

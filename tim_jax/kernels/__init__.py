@@ -34,9 +34,20 @@ def attention(
     *,
     numerics: Numerics,
     aligned: bool,
+    pages: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention by the family, by another kernel, or cut along the keys, as the numerics say."""
+    """Attention by the family, by another kernel, or cut along the keys, as the numerics say.
+
+    With pages i32[B, S / block] the keys are [pages, Kv, D, block], the values
+    [pages, Kv, block, D].
+    """
     ops = family(numerics)
+    if pages is not None:
+        if ops.takes_pages and numerics.attention == "family":
+            return ops.attention(
+                query, key, value, positions, numerics=numerics, aligned=False, pages=pages
+            )
+        key, value = cache.gathered(key, value, pages)
     if numerics.attention == "triton":
         return variants.triton_attention(query, key, value, positions, numerics=numerics)
     if numerics.attention != "family":

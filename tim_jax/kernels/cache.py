@@ -88,35 +88,56 @@ def _rounded(x, *, numerics, ops):
 
 
 def write(
-    cache: jax.Array, rows: jax.Array, positions: jax.Array, *, axis: int, numerics: Numerics
+    cache: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    *,
+    axis: int,
+    numerics: Numerics,
+    pages: jax.Array | None = None,
 ) -> jax.Array:
     """The cache with `rows` in it, each at its own position.
 
     Args:
-      cache: keys [B, Kv, D, S] or values [B, Kv, S, D].
+      cache: keys [B, Kv, D, S] or values [B, Kv, S, D]; with pages, [pages, Kv, D, block] or
+        [pages, Kv, block, D].
       rows: [B, T, Kv, D].
       positions: i32[B, T], inside the cache and different from each other within a sequence.
       axis: that of the positions, 3 or 2.
+      pages: i32[B, S / block], where each row's blocks of positions lie.
     """
     method = _by_scatter if numerics.cache_write == "scatter" else _by_rows
-    return method(cache, rows, positions, axis)
+    if pages is None:
+        first = jnp.broadcast_to(jnp.arange(positions.shape[0])[:, None], positions.shape)
+        return method(cache, rows, first, positions, axis)
+    block = cache.shape[axis]
+    first = jnp.take_along_axis(pages, positions // block, axis=1)
+    return method(cache, rows, first, positions % block, axis)
 
 
-def _by_scatter(cache, rows, positions, axis):
-    places = [jnp.arange(cache.shape[0])[:, None], slice(None), slice(None), slice(None)]
+def gathered(key: jax.Array, value: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys [B, Kv, D, S] and values [B, Kv, S, D] from their pages, for kernels that take rows."""
+    keys = jnp.moveaxis(key[pages], 1, 3)
+    values = jnp.moveaxis(value[pages], 1, 2)
+    batch, heads, size = keys.shape[:3]
+    return keys.reshape(batch, heads, size, -1), values.reshape(batch, heads, -1, size)
+
+
+def _by_scatter(cache, rows, first, positions, axis):
+    places = [first, slice(None), slice(None), slice(None)]
     places[axis] = positions
-    at = cache.at[tuple(places)]
-    return at.set(rows, unique_indices=True, mode="promise_in_bounds")
+    # With pages, rows without a sequence may all write to one place, where any of them may win.
+    return cache.at[tuple(places)].set(rows, mode="promise_in_bounds")
 
 
-def _by_rows(cache, rows, positions, axis):
+def _by_rows(cache, rows, first, positions, axis):
     """A write per row, in a loop: XLA:CPU would copy the cache for a scatter in a large program."""
     batch, length = positions.shape
     rows = jnp.expand_dims(rows.reshape(batch * length, *rows.shape[2:]), axis)
-    at = positions.reshape(-1)
+    at, first = positions.reshape(-1), first.reshape(-1)
 
     def one(index, cache):
-        start = [index // length, 0, 0, 0]
+        start = [first[index], 0, 0, 0]
         start[axis] = at[index]
         row = jax.lax.dynamic_slice_in_dim(rows, index, 1)
         return jax.lax.dynamic_update_slice(cache, row, start)

@@ -28,6 +28,10 @@ class Composed:
     dot: Callable[..., jax.Array]
     attention: Callable[..., jax.Array]
 
+    @property
+    def takes_pages(self) -> bool:
+        return False
+
     def _in_both(self, formula: Callable) -> Callable:
         """A unit of formula(*args, maths) by the family's maths, with the gradient by XLA's."""
         return self.unit(partial(formula, maths=self.maths), partial(formula, maths=native.MATHS))

@@ -22,6 +22,11 @@ class Heads(NamedTuple):
 class Kernels(Protocol):
     """One family. Everything but the head's operations is differentiable."""
 
+    @property
+    def takes_pages(self) -> bool:
+        """Whether attention reads keys and values from pages."""
+        ...
+
     def fence(self, x: Any, /) -> Any:
         """`x`, through which the compiler moves nothing."""
         ...
@@ -79,8 +84,12 @@ class Kernels(Protocol):
         *,
         numerics: Numerics,
         aligned: bool,
+        pages: jax.Array | None = None,
     ) -> jax.Array:
-        """See `tiles.attention`. Float32, or already rounded to compute."""
+        """See `tiles.attention`. Float32, or already rounded to compute.
+
+        `pages`, for families that take them: see `kernels.attention`. Then without a gradient.
+        """
         ...
 
     def peak(self, x: jax.Array, /) -> jax.Array:

@@ -130,7 +130,7 @@ class PallasFamily:
         x [N, K] @ weight [K, halves * M], [N, M] in `dtype`. It gets the `halves` tiles of the
         product, float32, and of each of the extras its part: of a "tile" [N, M] the tile, of a
         "bias" [halves, M] a tuple of `halves` rows.
-    attend(query, key, value, positions, *, numerics): attention in the compute dtype.
+    attend(query, key, value, positions, pages=None, *, numerics): attention in the compute dtype.
     normed(x, weight, *, eps, numerics): RMSNorm.
     rotated(y, cos, sin, optional, *, heads, eps, numerics): query and key of `project`.
     exponentials, row_sum, log, log_normaliser: as in the interface.
@@ -208,9 +208,18 @@ class PallasFamily:
 
         return with_gradient(kernel, partial(NATIVE.project, **options))(y, cos, sin, optional)
 
-    def attention(self, query, key, value, positions, *, numerics: Numerics, aligned: bool):
+    @property
+    def takes_pages(self) -> bool:
+        return True
+
+    def attention(
+        self, query, key, value, positions, *, numerics: Numerics, aligned: bool, pages=None
+    ):
         def forward(*args):
             return fence(self.attend(*fence(args), numerics=numerics))
+
+        if pages is not None:
+            return forward(query, key, value, positions, pages)
 
         def backward(args, cotangent):
             query, key, value, positions = fence(args)

@@ -142,18 +142,27 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     positions: jax.Array,
+    pages: jax.Array | None = None,
     *,
     numerics: Numerics,
 ) -> jax.Array:
-    """[B, Kv, N, D] in the compute dtype; the arguments are those of `tiles.attention`."""
+    """[B, Kv, N, D] in the compute dtype; the arguments are those of `kernels.attention`."""
     batch, heads, count, size = query.shape
     tiles, block = numerics.gpu, numerics.kv_block
     rows = tiles.attention_rows
-    key, value = padded(key, block, axis=3), padded(value, block, axis=2)
     query = padded(query, rows, axis=2)
     positions = padded(positions, rows, axis=1, value=-1)
-    length = key.shape[3]
     tile = pl.BlockSpec((None, None, rows, size), lambda i, h, b: (b, h, i, 0))
+    inputs, specs = [query, positions], [tile, pl.BlockSpec((None, rows), lambda i, h, b: (b, i))]
+    if pages is None:
+        key, value = padded(key, block, axis=3), padded(value, block, axis=2)
+        whole = [(None, None, *x.shape[2:]) for x in (key, value)]
+        specs += [pl.BlockSpec(shape, lambda i, h, b: (b, h, 0, 0)) for shape in whole]
+    else:
+        whole = [(x.shape[0], None, *x.shape[2:]) for x in (key, value)]
+        specs += [pl.BlockSpec(shape, lambda i, h, b: (0, h, 0, 0)) for shape in whole]
+        specs.append(pl.BlockSpec((None, pages.shape[1]), lambda i, h, b: (b, 0)))
+    inputs += [key, value] if pages is None else [key, value, pages]
     mixed = call(
         partial(_attend, block=block),
         numerics=numerics,
@@ -161,37 +170,38 @@ def attend(
         warps=tiles.attention_warps,
         stages=tiles.attention_stages,
         grid=(query.shape[2] // rows, heads, batch),
-        in_specs=[
-            tile,
-            pl.BlockSpec((None, None, size, length), lambda i, h, b: (b, h, 0, 0)),
-            pl.BlockSpec((None, None, length, size), lambda i, h, b: (b, h, 0, 0)),
-            pl.BlockSpec((None, rows), lambda i, h, b: (b, i)),
-        ],
+        in_specs=specs,
         out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(query.shape, numerics.dtype),
-    )(query, key, value, positions)
+    )(*inputs)
     return mixed[:, :, :count]
 
 
-def _attend(query_ref, key_ref, value_ref, position_ref, out_ref, *, block: int):
+def _attend(query_ref, position_ref, key_ref, value_ref, *refs, block: int):
+    out_ref, pages = refs[-1], refs[:-1]
     query, last = query_ref[...], position_ref[...]
     rows, size = query.shape
     precise = {"preferred_element_type": jnp.float32}
     if query.dtype == jnp.float32:
         precise["precision"] = jax.lax.Precision.HIGHEST
 
+    def keys_and_values(index):
+        if pages:
+            page = pages[0][index]
+            return key_ref[page, :, :], value_ref[page, :, :]
+        at = pl.ds(index * block, block)
+        return key_ref[:, at], value_ref[at, :]
+
     def step(index, state):
         mixed, peak, total = state
-        at = pl.ds(index * block, block)
-        scores = jnp.dot(query, key_ref[:, at], **precise) * LOG2_E
+        key, value = keys_and_values(index)
+        scores = jnp.dot(query, key, **precise) * LOG2_E
         visible = (index * block + jnp.arange(block))[None, :] <= last[:, None]
         scores = jnp.where(visible, scores, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         shrink = jnp.exp2(peak - new_peak)
         weights = jnp.exp2(scores - new_peak[:, None])
-        mixed = mixed * shrink[:, None] + jnp.dot(
-            weights.astype(value_ref.dtype), value_ref[at, :], **precise
-        )
+        mixed = mixed * shrink[:, None] + jnp.dot(weights.astype(value.dtype), value, **precise)
         return mixed, new_peak, total * shrink + jnp.sum(weights, axis=1)
 
     start = (

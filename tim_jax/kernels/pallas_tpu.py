@@ -124,12 +124,7 @@ def product(
         "bias": pl.BlockSpec((halves, tiles.columns), lambda i, j, k: (0, j)),
     }
     result = call(
-        partial(
-            _kernel,
-            halves=halves,
-            kinds=tuple(kind for kind, _ in extras),
-            epilogue=epilogue,
-        ),
+        partial(_kernel, halves=halves, kinds=tuple(k for k, _ in extras), epilogue=epilogue),
         numerics=numerics,
         name=name,
         grid=(x.shape[0] // tiles.rows, steps, size // tiles.block_k),
@@ -153,52 +148,60 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     positions: jax.Array,
+    pages: jax.Array | None = None,
     *,
     numerics: Numerics,
 ) -> jax.Array:
-    """[B, Kv, N, D] in the compute dtype; the arguments are those of `tiles.attention`.
+    """[B, Kv, N, D] in the compute dtype; the arguments are those of `kernels.attention`.
 
     A tile of rows reads the key blocks up to the last that one of its rows sees. The steps after
     it name that block again, so that nothing is copied for them, and compute nothing.
     """
     batch, heads, count, size = query.shape
     rows, block = numerics.tpu.attention_rows, numerics.kv_block
-    key, value = padded(key, block, axis=3), padded(value, block, axis=2)
     query = padded(query, rows, axis=2)
     positions = padded(positions, rows, axis=1, value=-1)
     last_block = jnp.max(positions.reshape(batch, -1, rows), axis=2) // block
-    tile = pl.BlockSpec((None, None, rows, size), lambda b, h, i, j, last: (b, h, i, 0))
+    tile = pl.BlockSpec((None, None, rows, size), lambda b, h, i, j, *scalars: (b, h, i, 0))
+    if pages is None:
+        key, value = padded(key, block, axis=3), padded(value, block, axis=2)
+        scalars, steps = (last_block,), key.shape[3] // block
+    else:
+        scalars, steps = (last_block, pages), pages.shape[1]
 
-    def seen(b, i, j, last):
-        return jnp.minimum(j, jnp.maximum(last[b, i], 0))
+    def block_of(b, i, j, last, *table):
+        """(first index, block) of the keys that tile i of row b reads at step j."""
+        seen = jnp.minimum(j, jnp.maximum(last[b, i], 0))
+        return (table[0][b, seen], 0) if table else (b, seen)
+
+    def key_at(b, h, i, j, *scalars):
+        first, at = block_of(b, i, j, *scalars)
+        return first, h, 0, at
 
     mixed = call(
         partial(_attend, block=block),
         numerics=numerics,
         name="attention",
-        grid=(batch, heads, query.shape[2] // rows, key.shape[3] // block),
-        scalars=1,
+        grid=(batch, heads, query.shape[2] // rows, steps),
+        scalars=len(scalars),
         scratch=[(rows, size), (rows, _LANES), (rows, _LANES)],
         in_specs=[
             tile,
+            pl.BlockSpec((None, None, size, block), key_at),
             pl.BlockSpec(
-                (None, None, size, block), lambda b, h, i, j, last: (b, h, 0, seen(b, i, j, last))
+                (None, None, block, size), lambda *at: tuple(key_at(*at)[n] for n in (0, 1, 3, 2))
             ),
-            pl.BlockSpec(
-                (None, None, block, size), lambda b, h, i, j, last: (b, h, seen(b, i, j, last), 0)
-            ),
-            pl.BlockSpec((None, rows, 1), lambda b, h, i, j, last: (b, i, 0)),
+            pl.BlockSpec((None, rows, 1), lambda b, h, i, j, *scalars: (b, i, 0)),
         ],
         out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(query.shape, numerics.dtype),
-    )(last_block, query, key, value, positions[:, :, None])
+    )(*scalars, query, key, value, positions[:, :, None])
     return mixed[:, :, :count]
 
 
-def _attend(
-    blocks_ref, query_ref, key_ref, value_ref, last_ref, out_ref, mixed, peak, total, *, block: int
-):
-    del blocks_ref  # read by the index maps alone
+def _attend(*refs, block: int):
+    # The scalars before these are read by the index maps alone.
+    query_ref, key_ref, value_ref, last_ref, out_ref, mixed, peak, total = refs[-8:]
     index = pl.program_id(3)
     last = last_ref[...]
 

@@ -12,7 +12,7 @@ from tim_jax.errors import InputError
 from tim_jax.mismatch.base import Entry, Names
 from tim_jax.mismatch.reporting import DroppedEnd, PadMask
 from tim_jax.mismatch.weights import StaleWeights
-from tim_jax.model.execution import Execution
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import Weights
 from tim_jax.numerics import Numerics, Order, Precision
 from tim_jax.policy import distribution, sampler
@@ -147,7 +147,7 @@ def draw(
     execution: Execution,
     samples: int,
     first: jax.Array | None = None,
-    **schedule: Any,
+    batching: Batching = ALL_AT_ONCE,
 ) -> Rollout:
     """`sampler.sample` with another execution: the second of a divergent sampler's three steps.
 
@@ -155,7 +155,7 @@ def draw(
     entry `stale_weights`; the caller keeps them), the last is `report`. On a mesh, this step runs
     on each device with its parts of the arrays; the other two get whole arrays. `execution` is the
     learner's, with the sampler's placement. Only the entries of `mismatch.drawing` matter here;
-    without one this is `sampler.sample`, which `schedule` (`slots` and such) is handed to.
+    without one this is `sampler.sample`, as `batching` has it.
     """
     other = replace(execution, numerics=mismatch.numerics(execution.numerics))
     names = _names(prompts, key, samples, first)
@@ -167,7 +167,7 @@ def draw(
         samples=samples,
         first=first,
         draw=_draw(mismatch.active, names, other),
-        **schedule,
+        batching=batching,
     )
 
 

@@ -4,13 +4,15 @@ Two executions that are equal give every token the same log-prob bits; the field
 them differ describe an experiment with mismatch.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from tim_jax.errors import InputError
+from tim_jax.inputs import shown
 from tim_jax.model import preparing
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import Params, Weights
@@ -37,8 +39,10 @@ class Sampling:
             raise InputError(
                 f"Sampling: max_response_length must be positive, got {self.max_response_length}"
             )
-        if self.temperature < 0:
-            raise InputError(f"Sampling: temperature must be >= 0, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise InputError(
+                f"Sampling: temperature must be >= 0 and finite, got {self.temperature}"
+            )
         if self.top_k < 0:
             raise InputError(f"Sampling: top_k must be >= 0 (0 is off), got {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -59,9 +63,72 @@ class Execution:
     sampling: Sampling = Sampling()  # the distribution that tokens are drawn from
     placement: Placement = SINGLE  # where
 
+    def __post_init__(self):
+        if self.sampling.top_k > self.config.vocab_size:
+            raise InputError(
+                f"Sampling: top_k must be at most the vocabulary's {self.config.vocab_size} tokens"
+                f" (0 is off), got {self.sampling.top_k}"
+            )
+
     def prepare(self, params: Params) -> Weights:
         """Compute weights of the master weights; see `preparing.prepare`."""
         return preparing.prepare(params, config=self.config, numerics=self.numerics)
+
+
+def check_compiler_options(options: Mapping[str, str | bool | int]) -> None:
+    """Compiles next to nothing with XLA's options, so that a wrong one is said at once.
+
+    Raises:
+      InputError: XLA does not know an option on this platform, or its value has another type.
+    """
+    for name, value in options.items():
+        try:
+            jax.jit(lambda x: x, compiler_options={name: value}).lower(0).compile()
+        except Exception as error:  # jaxlib raises several kinds
+            reason = " ".join(str(error).split()).removeprefix("INVALID_ARGUMENT: ")
+            raise InputError(
+                f"numerics.compiler_options: {name} = {shown(value)}: XLA on"
+                f" {jax.default_backend()} refuses it: {reason[:200]}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a rollout's sequences are decoded together; changes no bit."""
+
+    slots: int | None = None  # sequences decoded at a time, which bounds memory; None: all
+    # How often the slots become half as many, once the queue is empty and no more than half of them
+    # work. Each compiles the decode step once more.
+    halvings: int = 0
+    # Pages of `numerics.kv_block` positions for the keys and values of responses; None: every slot
+    # has room for the longest response.
+    pages: int | None = None
+
+    def __post_init__(self):
+        for name, least in (("slots", 1), ("halvings", 0), ("pages", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"sampler: {name} must be at least {least}, got {value}")
+
+    def of_device(self, shards: int) -> "Batching":
+        """The part of each of `shards` devices, which have as many slots and pages each.
+
+        Raises:
+          InputError: they do not divide.
+        """
+        parts = {}
+        for name in ("slots", "pages"):
+            value = getattr(self, name)
+            if value is not None and value % shards:
+                raise InputError(
+                    f"sampler: {name} = {value} must be a multiple of data x fsdp = {shards}, so"
+                    " that every device has as many"
+                )
+            parts[name] = value and value // shards
+        return replace(self, **parts)
+
+
+ALL_AT_ONCE = Batching()
 
 
 def jit(function: Callable, numerics: Numerics, **options: Any) -> Callable:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tim_jax.errors import InputError, did_you_mean
+from tim_jax.inputs import expanded, json_value, shown
 from tim_jax.model.config import ModelConfig, from_hf, to_hf
 from tim_jax.model.parameters import check_params
 from tim_jax.model.weights import NAMED, Params, checkpoint_tensors, parameter_shapes
@@ -48,7 +49,7 @@ def resolve(
     `revision` is a branch, tag or commit on the hub; `config_only` leaves the weights there. Raises
     `InputError` if there is no such folder and the hub does not give one.
     """
-    name, path = str(folder_or_hub), Path(folder_or_hub).expanduser()
+    name, path = str(folder_or_hub), expanded(folder_or_hub)
     if name and path.is_dir():
         return path
     if name and path.exists():
@@ -77,9 +78,19 @@ def load_config(folder_or_hub: str | os.PathLike, *, config_only: bool = False) 
 
 
 def load_generation_config(folder_or_hub: str | os.PathLike) -> dict[str, Any]:
-    """generation_config.json, where chat models name all their stop tokens; {} if there is none."""
+    """generation_config.json, where chat models name all their stop tokens; {} if there is none.
+
+    Raises `InputError` if it is malformed, or `eos_token_id` is no token id and no list of them.
+    """
     path = resolve(folder_or_hub) / "generation_config.json"
-    return _read_json(path) if path.is_file() else {}
+    values = _read_json(path) if path.is_file() else {}
+    stops = values.get("eos_token_id")
+    for token in stops if isinstance(stops, list) else [stops]:
+        if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
+            raise InputError(
+                f"{path}: eos_token_id must be a token id or a list of them, found {shown(stops)}"
+            )
+    return values
 
 
 def load_tokenizer(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Any:
@@ -153,7 +164,7 @@ def save(
     unknown dtype or a value beyond its range, for parameters that do not fit `config`, or if the
     disk is full.
     """
-    folder = Path(folder).expanduser()
+    folder = expanded(folder)
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} cannot be saved{did_you_mean(str(dtype), DTYPES)}")
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
@@ -322,9 +333,10 @@ def _converted(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: not readable as JSON ({error})") from None
+    values = json_value(text, str(path), checked=True)
     if not isinstance(values, dict):
         raise InputError(f"{path}: must hold a JSON object")
     return values

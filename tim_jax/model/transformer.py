@@ -21,16 +21,27 @@ from tim_jax.kernels import formulas
 from tim_jax.model import rope
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
-from tim_jax.model.weights import Weights
+from tim_jax.model.weights import Weights, weight_axes
 from tim_jax.placement import collectives
 
 
 @struct.dataclass
 class LayerCache:
-    """Keys and values of one layer, laid out so that attention needs no transpose."""
+    """Keys and values of one layer, laid out so that attention needs no transpose.
+
+    With pages, `key` is [pages, Kv, D, block] and `value` [pages, Kv, block, D] for blocks of
+    `numerics.kv_block` positions, and row b has its position s in page `pages[b, s // block]`.
+    """
 
     key: jax.Array  # compute dtype [B, Kv, D, S]
     value: jax.Array  # compute dtype [B, Kv, S, D]
+    pages: jax.Array | None = None  # i32[B, S / block]
+
+    @property
+    def span(self) -> int:
+        """S, the positions that a row has room for."""
+        blocks = 1 if self.pages is None else self.pages.shape[1]
+        return blocks * self.key.shape[-1]
 
 
 Cache = tuple[LayerCache, ...]
@@ -45,6 +56,7 @@ def forward(
     *,
     execution: Execution,
     remat: bool = False,
+    embeddings: jax.Array | None = None,
 ) -> tuple[jax.Array, LayerCache]: ...
 @overload
 def forward(
@@ -55,6 +67,7 @@ def forward(
     *,
     execution: Execution,
     remat: bool = False,
+    embeddings: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]: ...
 def forward(
     weights: Weights,
@@ -64,6 +77,7 @@ def forward(
     *,
     execution: Execution,
     remat: bool = False,
+    embeddings: jax.Array | None = None,
 ) -> tuple[jax.Array, LayerCache | Cache]:
     """Hidden states of `tokens`, each attending to its sequence's tokens up to itself.
 
@@ -76,15 +90,15 @@ def forward(
         mesh, and arguments and results are this device's parts: of the weights by their logical
         axes, of the batch its rows, of the hidden states its columns, of the cache its key heads.
       remat: recompute each layer in the backward instead of keeping its activations.
+      embeddings: rows [B * T, d] of the tokens, from `embedded`; None: looked up here.
 
     Returns:
       Hidden states [B, T, d] before the final norm, in the compute dtype, and the keys and values:
       the updated cache, or without one a `LayerCache` stacked over layers, [L, B, ...].
     """
     batch, length = tokens.shape
-    embed = collectives.gather(weights["embed"], ("fsdp",), execution.placement)
-    x = _embedded(embed, tokens.reshape(-1))
-    span = length if cache is None else cache[0].key.shape[3]
+    x = embedded(weights, tokens, execution=execution)[0] if embeddings is None else embeddings
+    span = length if cache is None else cache[0].span
     angles = _angles(positions.reshape(-1), span, execution.config)
     layer = partial(_layer, execution=execution, shape=(batch, length))
     if cache is None:
@@ -119,40 +133,73 @@ def logits_of_local_rows(weights: Weights, hidden: jax.Array, *, execution: Exec
     Differentiable. Row-by-row work on the logits is then shared among the devices of a tensor
     group.
     """
-    columns = _local_columns(weights, hidden, execution)
-    rows = collectives.rows_for_columns(columns, execution.placement)
+    normed = head_inputs(weights, hidden, execution=execution)
+    return rows_of_columns(head_columns(weights, normed, execution=execution), execution=execution)
+
+
+def head_inputs(weights: Weights, hidden: jax.Array, *, execution: Execution) -> jax.Array:
+    """Hidden states [N, d] after the final norm, in the head's compute dtype."""
+    of_head = execution.numerics.of_head
+    return _norm(hidden, weights["final_norm"], replace(execution, numerics=of_head))
+
+
+def head_columns(weights: Weights, normed: jax.Array, *, execution: Execution) -> jax.Array:
+    """This device's columns of the products with the head, f32[N, V / tensor], padding included."""
+    placement, of_head = execution.placement, execution.numerics.of_head
+    ops = collectives.family(of_head, placement)
+    head = weights["head"].astype(of_head.dtype)
+    head = collectives.matrix(head, numerics=of_head, placement=placement)
+    return ops.dot(normed, head, numerics=of_head)
+
+
+def rows_of_columns(columns: jax.Array, *, execution: Execution) -> jax.Array:
+    """`logits_of_local_rows` of what `head_columns` returns."""
+    logits = formulas.narrowed(columns, execution.numerics.precision.logits)
+    rows = collectives.rows_for_columns(logits, execution.placement)
     return _without_padding(rows, execution.config)
 
 
 def _local_columns(weights, hidden, execution: Execution):
     """This device's columns of the logits, [N, V / tensor], padding included."""
-    placement, of_head = execution.placement, execution.numerics.of_head
-    normed = _norm(hidden, weights["final_norm"], replace(execution, numerics=of_head))
-    ops = collectives.family(of_head, placement)
-    head = weights["head"].astype(of_head.dtype)
-    head = collectives.matrix(head, numerics=of_head, placement=placement)
-    logits = ops.dot(normed, head, numerics=of_head)
-    return formulas.narrowed(logits, execution.numerics.precision.logits)
+    normed = head_inputs(weights, hidden, execution=execution)
+    columns = head_columns(weights, normed, execution=execution)
+    return formulas.narrowed(columns, execution.numerics.precision.logits)
 
 
 def _without_padding(logits, config):
     return logits if logits.shape[1] == config.vocab_size else logits[:, : config.vocab_size]
 
 
-@jax.custom_vjp
-def _embedded(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows [N, d] of the embedding table [V, d]."""
-    return table[tokens]
+def embedded(
+    weights: Weights, tokens: jax.Array, *, execution: Execution, total: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Rows [B * T, d] of the embedding table for tokens [B, T], and `total`.
 
+    The backward sums the rows of a frequent token in float32. Without `total` the sum is rounded
+    once, to the table's dtype. With `total`, float32 and in the table's parts, it is added to the
+    cotangent of the `total` that is returned, in its place: whoever differentiates with respect to
+    `total` needs no table of gradients beside it, and the table itself has no gradient.
+    """
+    where, axes = execution.placement, weight_axes(execution.config, execution.numerics)
 
-def _embedded_backward(residuals, cotangent):
-    """Sums the rows of a frequent token in float32, and rounds once."""
-    table, tokens = residuals
-    total = jnp.zeros(table.shape, jnp.float32).at[tokens].add(cotangent.astype(jnp.float32))
-    return total.astype(table.dtype), None
+    def rows(table, tokens, total):
+        return collectives.gather(table, ("fsdp",), where)[tokens], total
 
+    def backward(residuals, cotangents):
+        table, tokens, _ = residuals
+        cotangent, total = cotangents[0].astype(jnp.float32), cotangents[1]
+        if total is not None and where.fsdp == 1:
+            return None, None, total.at[tokens].add(cotangent)
+        sums = jnp.zeros((table.shape[0], cotangent.shape[1]), jnp.float32)
+        sums = sums.at[tokens].add(cotangent)
+        part = collectives.reduce_scatter_fsdp(sums, axes["embed"], where)
+        if total is None:
+            return part.astype(table.dtype), None, None
+        return None, None, total + part
 
-_embedded.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _embedded_backward)
+    call = jax.custom_vjp(rows)
+    call.defvjp(lambda *args: (rows(*args), args), backward)
+    return call(weights["embed"], tokens.reshape(-1), total)
 
 
 def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -225,15 +272,18 @@ def _attend(query, key, value, positions, cache, execution: Execution, shape):
     if cache is None:
         new = LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
     else:
+        write = partial(kernels.written, numerics=numerics, pages=cache.pages)
         new = LayerCache(
-            key=kernels.written(cache.key, key, positions, axis=3, numerics=numerics),
-            value=kernels.written(cache.value, value, positions, axis=2, numerics=numerics),
+            key=write(cache.key, key, positions, axis=3),
+            value=write(cache.value, value, positions, axis=2),
+            pages=cache.pages,
         )
     out = kernels.attention(
         query,
         new.key,
         new.value,
         jnp.repeat(positions, group, axis=1),
+        pages=new.pages,
         numerics=numerics,
         aligned=cache is None,
     )

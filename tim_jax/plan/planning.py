@@ -221,7 +221,7 @@ def make(
     stages.append(_stage(workload, target, "update", None, say))
     searched: dict[str, Largest] = {}
     if searching:
-        all_at_once = workload.slots is None and stages[0].fits
+        all_at_once = workload.batching.slots is None and stages[0].fits
         key = "learner.prompts_per_step" if all_at_once else "sampler.slots"
         look = _most_prompts if all_at_once else _most_slots
         searched[key] = look(workload, target, stages[0], layers, say)
@@ -332,7 +332,7 @@ def _most_slots(
     def total(size: int) -> int:
         return _stage(workload.with_slots(size), target, "sampler", layers, say).total
 
-    known = {workload.slots or rows: stage.total}
+    known = {workload.batching.slots or rows: stage.total}
     return largest(total, allowed, capacity=target.capacity, known=known)
 
 

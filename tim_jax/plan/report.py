@@ -25,7 +25,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     if numerics.family in ("tiles", "native"):
         yield f"  {numerics.family} is plain XLA, slow on a TPU; a pod should run pallas_tpu"
-    slots = plan.workload.slots
+    slots = plan.workload.batching.slots
     yield (
         f"  {plan.workload.prompts} prompts x {plan.workload.learning.group_size} samples,"
         f" up to {plan.workload.prompt_length} + {execution.sampling.max_response_length} tokens,"
@@ -113,7 +113,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "dtype": execution.numerics.compute_dtype,
         "prompts_per_step": workload.prompts,
         "samples_per_prompt": workload.learning.group_size,
-        "sampler_slots": workload.slots or workload.sequences,
+        "sampler_slots": workload.batching.slots or workload.sequences,
         "micro_batch": workload.micro_batch,
         "fits": plan.fits,
         "stages": {stage.name: _stage_values(stage) for stage in plan.stages},

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.mismatch import Mismatch, dial
-from tim_jax.model.execution import Execution
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.placement import Devices, Placement
 from tim_jax.policy import sampler
@@ -35,8 +35,7 @@ class Workload:
     prompt_length: int
     mini_batches: int = 1
     sampler_placement: Placement | None = None  # the sampler's, if it has its own
-    slots: int | None = None  # sequences decoded at a time, over all devices; None: all
-    halvings: int = 0  # of the slots
+    batching: Batching = ALL_AT_ONCE  # of the sampler, on all its devices
     mismatch: Mismatch = dial.EXACT
 
     @property
@@ -87,7 +86,7 @@ class Workload:
 
     def with_slots(self, slots: int) -> "Workload":
         """The same step, with this many sequences decoded at a time."""
-        return replace(self, slots=slots)
+        return replace(self, batching=replace(self.batching, slots=slots))
 
     def with_placement(self, where: Placement) -> "Workload":
         """The same step with the learner on another placement."""
@@ -111,8 +110,7 @@ def sampling(workload: Workload, devices: Devices) -> Program:
     program = programs.sampling_program(
         execution,
         samples=workload.learning.group_size,
-        slots=workload.slots,
-        halvings=workload.halvings,
+        batching=workload.batching,
         devices=laid.devices,
         mismatch=workload.mismatch,
     )
@@ -125,9 +123,8 @@ def decode_steps(workload: Workload) -> tuple[int, ...]:
     shards = workload.sampler_execution.placement.shards
     return sampler.trips(
         workload.sequences // shards,
-        (workload.slots or workload.sequences) // shards,
         workload.execution.sampling.max_response_length,
-        workload.halvings,
+        workload.batching.of_device(shards),
     )
 
 
@@ -163,6 +160,12 @@ def resident(workload: Workload, devices: Devices, stage: str) -> int:
     if stage == "scoring":  # whose arguments the reference's weights are
         return state + (masters if workload.has_reference else 0)
     return reference
+
+
+def laid_out(workload: Workload, devices: Devices) -> tuple[Tree, Tree]:
+    """Shapes of the learner's state and weights, with their shardings."""
+    laid = _Laid(workload, workload.execution, devices)
+    return laid.state, laid.weights
 
 
 def weight_bytes(workload: Workload) -> int:

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from tim_jax.model import preparing, transformer
-from tim_jax.model.execution import Execution
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import Weights, weight_axes
 from tim_jax.placement import SINGLE, Placement, collectives
 from tim_jax.policy import distribution
 from tim_jax.policy import slots as slotting
+from tim_jax.policy.paging import Pool
 from tim_jax.policy.slots import Queue, Results, Slots
 from tim_jax.types import Prompts, Rollout
 
@@ -41,8 +42,7 @@ def sample(
     *,
     execution: Execution,
     samples: int,
-    slots: int | None = None,
-    halvings: int = 0,
+    batching: Batching = ALL_AT_ONCE,
     first: jax.Array | None = None,
     order: jax.Array | None = None,
     draw: Draw | None = None,
@@ -59,14 +59,15 @@ def sample(
       execution: with a placement of more than one device this runs inside `shard_map`, on this
         device's parts of weights and prompts, see `transformer.forward`.
       samples: responses per prompt (the group size).
-      slots: sequences that are decoded at a time, which bounds memory; None: all.
-      halvings: how often the slots become half as many, once the queue is empty and no more than
-        half of them work. Each compiles the decode step again.
+      batching: on this device.
       first: i32[], number of each group's first sample here, where a group is split over devices.
       order: i32[N], the order in which the rows are given to slots; None: ascending.
       draw: in place of `distribution.draw`, for a sampler that differs on purpose.
 
-    `slots`, `halvings` and `order` change no bit.
+    `batching` and `order` change no bit.
+
+    Raises:
+      InputError: the pages do not hold one sequence.
     """
     count = prompts.tokens.shape[0] * samples
     config, numerics, placement = execution.config, execution.numerics, execution.placement
@@ -83,16 +84,18 @@ def sample(
         draw=draw or partial(_draw, sampling=execution.sampling, numerics=numerics),
         stops=jnp.asarray(execution.sampling.stop_tokens, jnp.int32),
     )
-    width = min(slots or count, count)
+    width = min(batching.slots or count, count)
+    pages = batching.pages
     cache, results = decoding.prefill(weights, prompts, samples=samples, at_a_time=width)
     starts = jnp.repeat(prompts.lengths, samples)
     if limit > 1:
-        queue = _queue(cache, results, starts, samples=samples, order=order)
-        # The last token that is drawn needs no place.
-        span = _whole_blocks(prompts.tokens.shape[1] + limit - 1, numerics.kv_block)
-        state = _State(slotting.empty(queue, width, span), results, jnp.int32(0))
+        block = numerics.kv_block
+        blocks = -(-prompts.tokens.shape[1] // block)
+        pool = pages and Pool(prompts.tokens.shape[0] * blocks, blocks, pages, block)
+        queue = _queue(cache, results, starts, order, samples=samples, longest=limit, pool=pool)
+        state = _State(slotting.empty(queue, width, block), results, queue.waiting)
         unstacked = preparing.unstacked(weights)
-        for narrower in [*_widths(width, halvings), 0]:
+        for narrower in [*_widths(width, batching.halvings), 0]:
             state = decoding.run(unstacked, queue, state, until=narrower)
             if narrower:
                 state = replace(state, slots=slotting.narrowed(state.slots, narrower))
@@ -113,8 +116,8 @@ def _widths(slots: int, halvings: int) -> list[int]:
     return [slots >> halving for halving in range(1, halvings + 1) if slots >> halving]
 
 
-def trips(sequences: int, slots: int, limit: int, halvings: int) -> tuple[int, ...]:
-    """Iterations of the decode loops, if every response has `limit` tokens.
+def trips(sequences: int, limit: int, batching: Batching) -> tuple[int, ...]:
+    """Iterations of a device's decode loops, if every response has `limit` tokens.
 
     In the order of the program, each loop before those inside it: runs of steps, prompts copied
     into slots before a run, and steps of a run; then the same for the slots after each halving.
@@ -122,25 +125,21 @@ def trips(sequences: int, slots: int, limit: int, halvings: int) -> tuple[int, .
     if limit == 1:
         return ()
     runs = -(-(limit - 1) // _STEPS)
+    slots = min(batching.slots or sequences, sequences)
     rounds = -(-sequences // slots)
     whole = runs * rounds, -(-sequences // (runs * rounds)), -(-(limit - 1) // runs)
-    return whole + (0, 0, 0) * len(_widths(slots, halvings))
+    return whole + (0, 0, 0) * len(_widths(slots, batching.halvings))
 
 
-def _whole_blocks(length: int, block: int) -> int:
-    return -(-length // block) * block
-
-
-def _queue(cache, results: Results, starts, *, samples: int, order: jax.Array | None) -> Queue:
+def _queue(cache, results: Results, starts, order: jax.Array | None, **shape: Any) -> Queue:
     """All sequences that are not over after one token."""
-    over = results.ended
-    order = jnp.arange(over.shape[0], dtype=jnp.int32) if order is None else order
+    order = jnp.arange(starts.shape[0], dtype=jnp.int32) if order is None else order
     return Queue(
-        order=order[jnp.argsort(over[order], stable=True)],
-        count=jnp.sum(~over, dtype=jnp.int32),
+        order=order,
+        waiting=~results.ended[order],
         prompt_lengths=starts,
         prompts=cache,
-        samples=samples,
+        **shape,
     )
 
 
@@ -155,7 +154,7 @@ class _State:
 
     slots: Slots
     results: Results
-    given: jax.Array  # i32[], sequences of the queue that were given to slots
+    waiting: jax.Array  # bool[N], places of the queue
 
 
 @struct.dataclass
@@ -229,20 +228,23 @@ class _Decoding:
     def run(self, weights: Weights, queue: Queue, state: _State, *, until: int) -> _State:
         """Decodes until the queue is empty and no more than `until` slots work."""
 
-        def busy(slots: Slots, given: jax.Array) -> jax.Array:
-            return (given < queue.count) | (jnp.sum(slots.working) > until)
+        def busy(slots: Slots, some_wait: jax.Array) -> jax.Array:
+            return some_wait | (jnp.sum(slots.working) > until)
 
         def unfinished(state: _State) -> jax.Array:
-            return collectives.any_row(busy(state.slots, state.given), self.rows)
+            return collectives.any_row(busy(state.slots, jnp.any(state.waiting)), self.rows)
 
         def steps(state: _State) -> _State:
-            slots, given = slotting.refilled(state.slots, state.given, queue, state.results)
+            slots, waiting = slotting.refilled(
+                state.slots, state.waiting, queue, state.results, steps=_STEPS
+            )
+            some_wait = jnp.any(waiting)
             starts, uniforms = queue.prompt_lengths[slots.sequences], self._uniforms(slots)
 
             def going_on(now: _Steps) -> jax.Array:
-                # A slot that is idle while sequences wait ends the run for all devices of `rows`.
-                free = (given < queue.count) & jnp.any(~now.slots.working)
-                flags = jnp.stack([busy(now.slots, given), free])
+                # A slot that falls idle while sequences wait ends the run for all of `rows`.
+                free = some_wait & jnp.any(slots.working & ~now.slots.working)
+                flags = jnp.stack([busy(now.slots, some_wait), free])
                 some_busy, some_free = collectives.any_row(flags, self.rows)
                 return (now.count < _STEPS) & some_busy & ~some_free
 
@@ -265,7 +267,7 @@ class _Decoding:
                 log_probs=end.log_probs,
                 drawn=end.drawn,
             )
-            return _State(end.slots, results, given)
+            return _State(end.slots, results, waiting)
 
         return jax.lax.while_loop(unfinished, steps, state)
 
@@ -280,10 +282,10 @@ class _Decoding:
             # them.
             weights, _ = jax.lax.optimization_barrier((weights, now.count))
         slots = now.slots
-        last = slots.cache[0].key.shape[3] - 1
-        positions = jnp.minimum(starts + slots.lengths - 1, last)
+        cache = slotting.readable(slots)
+        positions = jnp.minimum(starts + slots.lengths - 1, cache[0].span - 1)
         forward: Any = partial(transformer.forward, execution=self.execution)
-        hidden, cache = forward(weights, slots.newest[:, None], positions[:, None], slots.cache)
+        hidden, cache = forward(weights, slots.newest[:, None], positions[:, None], cache)
         logits = transformer.logits(weights, hidden[:, 0], execution=self.execution)
         tokens, log_probs, drawn_with = self.draw(
             logits, uniforms[now.count], slots.lengths, slots.sequences

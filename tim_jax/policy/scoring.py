@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,8 @@ from tim_jax.model.weights import Weights, weight_axes
 from tim_jax.placement import Placement, collectives
 from tim_jax.policy import distribution
 from tim_jax.types import Rollout
+
+_GRADIENT_ROWS = 128  # of the head whose gradient is computed at a time
 
 
 def sequences(rollout: Rollout) -> jax.Array:
@@ -44,6 +47,7 @@ def score(
     remat: bool = False,
     entropy_gradient: bool = False,
     energy: bool = False,
+    sums: Weights | None = None,
 ) -> Scores:
     """Log-probs of the response tokens, and the entropies of their distributions.
 
@@ -51,15 +55,21 @@ def score(
     `weights` through the log-probs, and through the entropies only with `entropy_gradient`, which
     changes no bit of what is returned. With a placement of several devices: inside `shard_map`, on
     this device's parts of weights and rows, see `transformer.forward`.
+
+    With `sums` (see `gradient_sums`) embedding and head have no gradient, but the gradient with
+    respect to `sums` is these sums plus that gradient: the backward adds to them in their place.
     """
     tokens = sequences(rollout)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+    total = None if sums is None else sums["embed"]
+    embeddings, total = transformer.embedded(weights, tokens, execution=execution, total=total)
     hidden, _ = transformer.forward(
         weights,
         tokens,
         positions,
         execution=execution,
         remat=remat,
+        embeddings=embeddings,
     )
     # The token at position t is predicted by the hidden state at t - 1.
     size = rollout.responses.shape[1]
@@ -67,11 +77,29 @@ def score(
         hidden, rollout.prompt_lengths - 1
     )
     head = {name: weights[name] for name in ("final_norm", "head")}
-    options = _HeadOptions(execution, entropy_gradient, energy)
-    scores = Scores(*_head(head, rows, rollout.responses, options))
+    if sums is not None:  # the embedding hands its own on, and adds to it after the head did
+        total = sums.get("head", total)
+    transposed = sums is not None and "head" not in sums
+    options = _HeadOptions(execution, entropy_gradient, energy, transposed)
+    scores = Scores(*_head(head, rows, rollout.responses, total, options))
     if entropy_gradient:
         return scores
     return scores._replace(entropy=jax.lax.stop_gradient(scores.entropy))
+
+
+def gradient_sums(weights: Weights, *, execution: Execution) -> Weights:
+    """Zeros that `score` adds the gradients of the embedding and of the head to, float32.
+
+    In the parts of these weights. At a large vocabulary they are most of a gradient's bytes.
+    """
+    names = ("embed",) if shares_gradient(execution) else ("embed", "head")
+    return {name: jnp.zeros(weights[name].shape, jnp.float32) for name in names}
+
+
+def shares_gradient(execution: Execution) -> bool:
+    """True if the head's gradient is added to the embedding's: the head is the embedding
+    transposed, and lies in the same parts, as it does without column tiles."""
+    return execution.config.tied_embeddings and execution.numerics.column_tiles == 1
 
 
 class _HeadOptions(NamedTuple):
@@ -80,19 +108,26 @@ class _HeadOptions(NamedTuple):
     execution: Execution
     entropy_gradient: bool
     energy: bool
+    transposed: bool  # the sums of the head's gradient are those of the embedding that it is
 
     @property
     def placement(self) -> Placement:
         return self.execution.placement
 
+    @property
+    def gathered(self) -> Execution:
+        """The execution for weights that are gathered over fsdp."""
+        return replace(self.execution, placement=self.placement.gathered)
 
-def _head(head, hidden, tokens, options: _HeadOptions):
+
+def _head(head, hidden, tokens, total, options: _HeadOptions):
     """Log-probs and entropies [B, R] of hidden states [B, R, d], `head_rows` rows at a time.
 
     No array of [tokens, vocabulary] ever exists: the backward recomputes each tile's logits, and
-    sums the head's gradient in float32 whatever the compute dtype. The devices of a tensor group
-    share a tile: each multiplies its columns of the head by all rows, then has all columns of its
-    own rows.
+    sums the head's gradient in float32 whatever the compute dtype: in `total`, if there is one (see
+    `gradient_sums`; of the head's shape, or transposed as the tied embedding's). The devices of a
+    tensor group share a tile: each multiplies its columns of the head by all rows, then has all
+    columns of its own rows.
     """
     shape = tokens.shape
     tile_rows = min(options.execution.numerics.head_rows, tokens.size)
@@ -107,41 +142,45 @@ def _head(head, hidden, tokens, options: _HeadOptions):
     fence = kernels.family(options.execution.numerics).fence
     all_axes = weight_axes(options.execution.config, options.execution.numerics)
     head_axes = {name: all_axes[name] for name in head}
+    sum_axes = all_axes["final_norm"], all_axes["embed" if options.transposed else "head"]
 
-    def forward(head, hidden, tokens):
+    def forward(head, hidden, tokens, total):
+        del total
         whole = collectives.gather_fsdp(head, head_axes, options.placement)
         tile = partial(_head_tile, whole, options=options)
         tiles = jax.lax.map(lambda rows: fence(tile(*fence(rows))), (hidden, tokens))
         return tuple(collectives.tensor_whole(x, options.placement) for x in tiles)
 
     def backward(residuals, cotangents):
-        head, hidden, tokens = residuals
+        head, hidden, tokens, total = residuals
         whole = collectives.gather_fsdp(head, head_axes, options.placement)
-
-        def step(sums, rows):
-            hidden, tokens, cotangent = rows
-            plain = partial(_plain_head_tile, tokens, options=options)
-            local = tuple(collectives.local_rows(x, options.placement) for x in cotangent)
-            dhead, dhidden = jax.vjp(plain, whole, hidden)[1](local)
-            sums = jax.tree.map(lambda s, d: s + d.astype(jnp.float32), sums, dhead)
-            return sums, dhidden
-
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), whole)
+        # Over fsdp these are sums of whole weights, of which this device keeps its part.
+        in_place = total is not None and options.placement.fsdp == 1
+        shape = whole["head"].shape
+        zeros = jnp.zeros(shape[::-1] if options.transposed else shape, jnp.float32)
+        norm = jnp.zeros(whole["final_norm"].shape, jnp.float32)
         wanted = tuple(cotangents[: 2 if options.entropy_gradient else 1])
-        sums, dhidden = jax.lax.scan(step, zeros, (hidden, tokens, wanted))
-        sums = collectives.reduce_scatter_fsdp(sums, head_axes, options.placement)
-        return jax.tree.map(lambda s, w: s.astype(w.dtype), sums, head), dhidden, None
+        step = partial(_head_backward, whole, options=options)
+        start = norm, total if in_place else zeros
+        (norm, sums), dhidden = jax.lax.scan(step, start, (hidden, tokens, wanted))
+        norm, sums = collectives.reduce_scatter_fsdp((norm, sums), sum_axes, options.placement)
+        norm = norm.astype(head["final_norm"].dtype)
+        if total is None:
+            own = {"final_norm": norm, "head": sums.astype(head["head"].dtype)}
+            return own, dhidden, None, None
+        sums = sums if in_place else total + sums
+        return {"final_norm": norm, "head": None}, dhidden, None, sums
 
     call = jax.custom_vjp(forward)
     call.defvjp(lambda *args: (forward(*args), args), backward)
-    results = call(head, tiled(hidden), tiled(tokens))
+    results = call(head, tiled(hidden), tiled(tokens), total)
     return tuple(x.reshape(-1)[: tokens.size].reshape(shape) for x in results)
 
 
 def _head_tile(head, hidden, tokens, *, options: _HeadOptions):
     """Log-prob, entropy and perhaps energy of this device's rows of the tile."""
     sampling, numerics = options.execution.sampling, options.execution.numerics
-    logits = _logits(head, hidden, options.execution)
+    logits = transformer.logits_of_local_rows(head, hidden, execution=options.gathered)
     tokens = collectives.local_rows(tokens, options.placement)
     log_probs = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
     entropy = distribution.entropy(logits, sampling=sampling)
@@ -150,17 +189,46 @@ def _head_tile(head, hidden, tokens, *, options: _HeadOptions):
     return log_probs, entropy, distribution.score_energy(logits, tokens, sampling=sampling)
 
 
-def _plain_head_tile(tokens, head, hidden, *, options: _HeadOptions):
-    """The outputs that have a gradient, in plain XLA operations."""
-    sampling, plain = options.execution.sampling, native.counterpart(options.execution.numerics)
-    logits = _logits(head, hidden, replace(options.execution, numerics=plain))
+def _head_backward(head, carry, rows, *, options: _HeadOptions):
+    """One tile's step of the backward: adds to the sums, and returns the hidden states' cotangent.
+
+    The logits are the forward's own. The product with all of the head's rows is made a few rows at
+    a time: a gradient of the whole head, beside its sum, would be the largest array of an update.
+    """
+    (norm, sums), (hidden, tokens, cotangents) = carry, rows
+    execution = options.gathered
+    plain = replace(execution, numerics=native.counterpart(execution.numerics))
+    inputs = transformer.head_inputs(head, hidden, execution=execution)
+    columns = transformer.head_columns(head, inputs, execution=execution)
+    outputs = partial(_plain_outputs, tokens, execution=plain, options=options)
+    local = tuple(collectives.local_rows(x, options.placement) for x in cotangents)
+    (dcolumns,) = jax.vjp(outputs, columns)[1](local)
+    dcolumns = dcolumns.astype(inputs.dtype)
+    size = gcd(inputs.shape[1], _GRADIENT_ROWS)
+    axis = 1 if options.transposed else head["head"].ndim - 2
+
+    def part(sums, start):
+        some = jax.lax.dynamic_slice_in_dim(inputs, start, size, axis=1)
+        weight = jax.lax.dynamic_slice_in_dim(head["head"], start, size, head["head"].ndim - 2)
+        dinputs, dweight = native.dot_gradients(some, weight.astype(inputs.dtype), dcolumns)
+        dweight = dweight.T if options.transposed else dweight
+        before = jax.lax.dynamic_slice_in_dim(sums, start, size, axis)
+        sums = jax.lax.dynamic_update_slice_in_dim(sums, before + dweight, start, axis)
+        return sums, dinputs.astype(inputs.dtype)
+
+    sums, dinputs = jax.lax.scan(part, sums, jnp.arange(0, inputs.shape[1], size))
+    dinputs = jnp.moveaxis(dinputs, 0, 1).reshape(inputs.shape)
+    normed = partial(transformer.head_inputs, execution=plain)
+    dhead, dhidden = jax.vjp(normed, {"final_norm": head["final_norm"]}, hidden)[1](dinputs)
+    return (norm + dhead["final_norm"].astype(jnp.float32), sums), dhidden
+
+
+def _plain_outputs(tokens, columns, *, execution: Execution, options: _HeadOptions):
+    """The outputs that have a gradient, of the head's columns, in plain XLA operations."""
+    logits = transformer.rows_of_columns(columns, execution=execution)
     tokens = collectives.local_rows(tokens, options.placement)
-    log_probs = distribution.log_prob(logits, tokens, sampling=sampling, numerics=plain)
+    sampling, numerics = execution.sampling, execution.numerics
+    log_probs = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
     if not options.entropy_gradient:
         return (log_probs,)
     return log_probs, distribution.entropy(logits, sampling=sampling)
-
-
-def _logits(head, hidden, execution: Execution):
-    gathered = replace(execution, placement=execution.placement.gathered)
-    return transformer.logits_of_local_rows(head, hidden, execution=gathered)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from tim_jax.model.transformer import Cache, LayerCache
+from tim_jax.policy import paging
+from tim_jax.policy.paging import Pool, Tables
 
 
 @struct.dataclass
@@ -30,73 +32,122 @@ class Results:
 class Queue:
     """The sequences that go on after their first token, in the order in which slots take them."""
 
-    order: jax.Array  # i32[N]; the first `count` are waiting
-    count: jax.Array  # i32[]
+    order: jax.Array  # i32[N]; the first ones wait, see `waiting`
+    waiting: jax.Array  # bool[N], by place in `order`
     prompt_lengths: jax.Array  # i32[N]
     prompts: LayerCache  # of the prompts, in chunks of k: [P / k, layers, k, ...]
     samples: int = struct.field(pytree_node=False)  # sequences of a prompt, one after the other
+    longest: int = struct.field(pytree_node=False)  # R
+    pool: Pool | None = struct.field(pytree_node=False)  # None: a slot has room for the longest
 
 
 @struct.dataclass
 class Slots:
     """Sequences that are being decoded. A slot that does not work keeps its last one."""
 
-    cache: Cache  # of all tokens but the newest
+    cache: Cache  # of all tokens but the newest; with a pool, its pages
+    tables: Tables | None  # with a pool
     sequences: jax.Array  # i32[S]
+    places: jax.Array  # i32[S], of the sequences in the queue
     newest: jax.Array  # i32[S], the last token
     lengths: jax.Array  # i32[S], response tokens drawn
     working: jax.Array  # bool[S], has not drawn its last token
     ended: jax.Array  # bool[S], drew a stop token
 
 
-def empty(queue: Queue, count: int, span: int) -> Slots:
-    """Idle slots with room for `span` tokens each."""
+def empty(queue: Queue, count: int, block: int) -> Slots:
+    """Idle slots.
 
-    def layer() -> LayerCache:
-        _, _, _, heads, size, _ = queue.prompts.key.shape
-        dtype = queue.prompts.key.dtype
-        return LayerCache(
-            key=jnp.zeros((count, heads, size, span), dtype),
-            value=jnp.zeros((count, heads, span, size), dtype),
-        )
-
+    Raises:
+      InputError: the pool does not hold one sequence.
+    """
+    # The last token that is drawn needs no place.
+    longest = queue.prompts.key.shape[5] + queue.longest - 1
+    if queue.pool is None:
+        cache, tables = _rows(queue.prompts, count, -(-longest // block) * block), None
+    else:
+        queue.pool.check(longest)
+        cache, tables = queue.pool.filled(queue.prompts), queue.pool.empty(count, longest)
+    none = jnp.zeros((count,), jnp.int32)
     return Slots(
-        cache=tuple(layer() for _ in range(queue.prompts.key.shape[1])),
-        sequences=jnp.zeros((count,), jnp.int32),
-        newest=jnp.zeros((count,), jnp.int32),
-        lengths=jnp.zeros((count,), jnp.int32),
+        cache=cache,
+        tables=tables,
+        sequences=none,
+        places=none,
+        newest=none,
+        lengths=none,
         working=jnp.zeros((count,), bool),
         ended=jnp.zeros((count,), bool),
     )
 
 
+def _rows(prompts: LayerCache, count: int, span: int) -> Cache:
+    """An empty cache with room for `span` positions in every slot."""
+    _, layers, _, heads, size, _ = prompts.key.shape
+
+    def layer() -> LayerCache:
+        return LayerCache(
+            key=jnp.zeros((count, heads, size, span), prompts.key.dtype),
+            value=jnp.zeros((count, heads, span, size), prompts.value.dtype),
+        )
+
+    return tuple(layer() for _ in range(layers))
+
+
 def refilled(
-    slots: Slots, given: jax.Array, queue: Queue, results: Results
+    slots: Slots, waiting: jax.Array, queue: Queue, results: Results, *, steps: int
 ) -> tuple[Slots, jax.Array]:
     """Gives the next sequences of the queue to the slots that do not work.
 
+    With a pool, every working slot then has the pages for `steps` more tokens; slots for which
+    there are none no longer work, and their sequences wait again.
+
     Args:
-      given: i32[], how many sequences of the queue have been given to slots before.
+      waiting: bool[N], the places of the queue whose sequences wait.
       results: has the first token of every sequence.
 
     Returns:
-      The slots, and how many sequences have been given now.
+      The slots, and which places of the queue wait now.
     """
+    count, nowhere = slots.working.shape[0], waiting.shape[0]
     idle = ~slots.working
-    place = given + jnp.cumsum(idle.astype(jnp.int32)) - 1
-    takes = idle & (place < queue.count)
-    waiting = queue.order[jnp.minimum(place, queue.order.shape[0] - 1)]
-    sequences = jnp.where(takes, waiting, slots.sequences)
+    (next_places,) = jnp.nonzero(waiting, size=count, fill_value=nowhere)
+    rank = jnp.cumsum(idle.astype(jnp.int32)) - 1
+    places = next_places.astype(jnp.int32)[jnp.maximum(rank, 0)]
+    takes = idle & (places < nowhere)
+    sequences = queue.order[jnp.minimum(places, nowhere - 1)]
+    sequences = jnp.where(takes, sequences, slots.sequences)
     slots = replace(
         slots,
-        cache=_with_prompts(slots.cache, takes, sequences, queue),
         sequences=sequences,
+        places=jnp.where(takes, places, slots.places),
         newest=jnp.where(takes, results.tokens[sequences, 0], slots.newest),
         lengths=jnp.where(takes, 1, slots.lengths),
         working=slots.working | takes,
         ended=slots.ended & ~takes,
     )
-    return slots, given + jnp.sum(takes, dtype=jnp.int32)
+    waiting = waiting.at[jnp.where(takes, places, nowhere)].set(False, mode="drop")
+    if slots.tables is None or queue.pool is None:
+        return replace(slots, cache=_with_prompts(slots.cache, takes, sequences, queue)), waiting
+    return _with_pages(slots, waiting, queue, queue.pool, idle, takes, steps)
+
+
+def _with_pages(slots: Slots, waiting, queue: Queue, pool: Pool, idle, takes, steps: int):
+    """Slots that have the pages for `steps` more tokens, and the places that wait now."""
+    assert slots.tables is not None
+    prompts = slots.sequences // queue.samples
+    starts = queue.prompt_lengths[slots.sequences]
+    tables = paging.released(slots.tables, idle, pool.sink)
+    tables = paging.taken(tables, takes, prompts, starts, pool)
+    tokens = jnp.minimum(starts + slots.lengths - 1 + steps, starts + queue.longest - 1)
+    needed = jnp.where(slots.working, -(-tokens // pool.block), 0)
+    fits = paging.that_fit(tables, needed, slots.places, pool)
+    stopped = slots.working & ~fits
+    waiting = waiting.at[jnp.where(stopped, slots.places, waiting.shape[0])].set(True, mode="drop")
+    tables = paging.released(tables, stopped, pool.sink)
+    needed = jnp.where(fits, needed, 0)
+    cache, tables = paging.provided(slots.cache, tables, needed, prompts, pool)
+    return replace(slots, cache=cache, tables=tables, working=slots.working & fits), waiting
 
 
 def _with_prompts(cache: Cache, takes: jax.Array, sequences: jax.Array, queue: Queue) -> Cache:
@@ -130,13 +181,20 @@ def _with_prompts(cache: Cache, takes: jax.Array, sequences: jax.Array, queue: Q
     return jax.lax.fori_loop(0, jnp.sum(takes, dtype=jnp.int32), one, cache)
 
 
+def readable(slots: Slots) -> Cache:
+    """The cache as the forward takes it."""
+    if slots.tables is None:
+        return slots.cache
+    return tuple(replace(layer, pages=slots.tables.pages) for layer in slots.cache)
+
+
 def advanced(slots: Slots, cache: Cache, tokens: jax.Array, stops: jax.Array, limit: int) -> Slots:
     """The slots after a step that drew `tokens` i32[S]; `stops` i32[n] end a response."""
     lengths = slots.lengths + slots.working.astype(jnp.int32)
     ended = slots.working & jnp.any(tokens[:, None] == stops[None, :], axis=1)
     return replace(
         slots,
-        cache=cache,
+        cache=tuple(replace(layer, pages=None) for layer in cache),
         newest=jnp.where(slots.working, tokens, slots.newest),
         lengths=lengths,
         working=slots.working & ~ended & (lengths < limit),
@@ -177,6 +235,10 @@ def stored(
 
 
 def narrowed(slots: Slots, count: int) -> Slots:
-    """The `count` slots that work, of those; no more than that may be working."""
+    """`count` of the slots, among them all that work; no more than that may be working."""
     kept = jnp.argsort(~slots.working, stable=True)[:count]
-    return jax.tree.map(lambda x: x[kept], slots)
+    cache = (
+        slots.cache if slots.tables is not None else jax.tree.map(lambda x: x[kept], slots.cache)
+    )
+    rest = jax.tree.map(lambda x: x[kept], replace(slots, cache=()))
+    return replace(rest, cache=cache)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.errors import InputError
+from tim_jax.objectives import advantages
 from tim_jax.rl.programs import Programs
 from tim_jax.tasks import base
 from tim_jax.tasks.base import Example, Task
@@ -129,6 +130,7 @@ def draw(
     if group > 1:  # a single sample always equals itself
         metrics["groups_without_signal"] = float(np.mean(silent))
     if not refills:
+        metrics["without_signal"] = _without_signal(drawn, programs)
         return drawn._replace(metrics=metrics | drawn.metrics)
     rounds = 0
     while silent.any() and rounds < refills:
@@ -139,6 +141,7 @@ def draw(
         "refill/rounds": float(rounds),
         "refill/groups_without_signal": float(np.mean(silent)),
         "refill/reward": float(np.mean(drawn.rewards)),
+        "without_signal": _without_signal(drawn, programs),
     }
     return drawn._replace(metrics=metrics | drawn.metrics)
 
@@ -180,6 +183,15 @@ def _silent(rewards: np.ndarray, group: int) -> np.ndarray:
     """bool[groups], True for groups of equal rewards."""
     groups = rewards.reshape(-1, group)
     return np.all(groups == groups[:, :1], axis=1)
+
+
+def _without_signal(drawn: Drawn, programs: Programs) -> float:
+    """1.0 if no reward differs from those that it is compared with, so that none says anything."""
+    learning = programs.learning
+    if learning.objective.estimator in advantages.GROUP_BASELINES:
+        return float(_silent(drawn.rewards, learning.group_size).all())
+    greedy = () if drawn.greedy_rewards is None else drawn.greedy_rewards
+    return float(len({*drawn.rewards, *greedy}) == 1)
 
 
 def _refilled(drawn: Drawn, more: Drawn, *, programs: Programs) -> Drawn:

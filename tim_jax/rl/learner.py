@@ -8,16 +8,16 @@ mini-batch. Corrections that read the policy of each update are evaluated here.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from tim_jax import corrections, metrics, objectives, schedules
+from tim_jax import corrections, metrics, objectives, optimizers, schedules
 from tim_jax.corrections import Correction
 from tim_jax.errors import InputError
-from tim_jax.model.weights import Params, Weights
+from tim_jax.model.weights import Weights
 from tim_jax.numerics.sums import compensated_sum, count, tree_sum
 from tim_jax.policy.scoring import Scores
 from tim_jax.rl.types import (
@@ -58,18 +58,7 @@ def update(
         policy, weights, batch, token_weights, learning=learning, params=state.params
     )
     gradient = policy.to_masters(gradient, state.params)
-    # optax computes with mixed dtypes (int steps, float decays) on purpose.
     size, share = policy.norm(gradient), _effective_sample_size(tokens["log_prob"], batch)
-    with jax.numpy_dtype_promotion("standard"):
-        changes, optimizer_state = optimizer.update(
-            gradient,
-            state.optimizer,
-            state.params,
-            response_length=response_length,
-            gradient_norm=size,
-            effective_sample_size=share,
-        )
-        params = cast(Params, optax.apply_updates(state.params, changes))
     report = {
         "loss": tree_sum(tree_sum(token_weights * tokens["loss"])),
         "gradient_norm": size,
@@ -80,9 +69,23 @@ def update(
     finite = jnp.isfinite(report["loss"]) & jnp.isfinite(size) & jnp.isfinite(share)
     report["skipped"] = 1.0 - finite.astype(jnp.float32)
     reported = Update(exactness(tokens["log_prob"], batch.rollout), report, tokens["log_prob"])
-    changed = replace(state, params=params, optimizer=optimizer_state, correction=correction)
-    state = jax.tree.map(partial(jnp.where, finite), changed, state)
-    state = replace(state, skipped=jnp.where(finite, 0, state.skipped + 1))
+    params, optimizer_state = optimizers.guarded_step(
+        optimizer,
+        gradient,
+        state.optimizer,
+        state.params,
+        finite=finite,
+        response_length=response_length,
+        gradient_norm=size,
+        effective_sample_size=share,
+    )
+    state = replace(
+        state,
+        params=params,
+        optimizer=optimizer_state,
+        correction=jax.tree.map(partial(jnp.where, finite), correction, state.correction),
+        skipped=jnp.where(finite, 0, state.skipped + 1),
+    )
     return state, policy.prepare(state.params), reported
 
 
@@ -150,8 +153,10 @@ def _gradient(
         square = square + jnp.square(policy.norm(policy.to_masters(gradient, params)))
         return (jax.tree.map(jnp.add, total, gradient), square), tokens
 
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
     parts = split_rows((batch, token_weights), size)
+    first = jax.tree.map(lambda x: x[0], parts)
+    shapes, _ = jax.eval_shape(policy.gradient, weights, *first)
+    zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), shapes)
     (total, square), tokens = jax.lax.scan(add, (zeros, jnp.float32(0.0)), parts)
     tokens = jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
     number = rows // size
@@ -171,30 +176,45 @@ def gradient_rows(
     token_weights: jax.Array,
     *,
     learning: Learning,
+    sums: Weights | None = None,
 ) -> tuple[Weights, dict[str, jax.Array]]:
     """Gradient of the loss's sum over rows with respect to the compute weights, in float32.
 
     Args:
       score: `scoring.score` of an execution.
       token_weights: f32[B, R], each token's weight in the loss, the normaliser included.
+      sums: zeros that `score` adds the gradients of embedding and head to, see
+        `scoring.gradient_sums`; None: their gradients are made and added as all others are.
 
     Returns:
-      The gradient, and values of every token by name, each [B, R].
+      The gradient, and values of every token by name, each [B, R]. With `sums` these stand in it
+      for embedding and head.
     """
     rows = batch.mask.shape[0]
     size = min(learning.micro_batch or rows, rows)
-    call = jax.value_and_grad(partial(_loss, score=score, learning=learning), has_aux=True)
+    summed = () if sums is None else ("embed", "head")
+    others = {name: weight for name, weight in weights.items() if name not in summed}
 
-    def add(total, part):
-        (_, tokens), gradient = call(weights, *part)
-        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient), tokens
+    def loss(others, sums, *part):
+        forward = score if sums is None else partial(score, sums=sums)
+        return _loss(weights | others, *part, score=forward, learning=learning)
 
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    call = jax.value_and_grad(loss, argnums=0 if sums is None else (0, 1), has_aux=True)
+
+    def add(carry, part):
+        total, sums = carry
+        (_, tokens), gradient = call(others, sums, *part)
+        gradient, sums = (gradient, None) if sums is None else gradient
+        total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient)
+        return (total, sums), tokens
+
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), others)
     if size == rows:
-        return add(zeros, (batch, token_weights))
+        (total, sums), tokens = add((zeros, sums), (batch, token_weights))
+        return total | (sums or {}), tokens
     parts = split_rows((batch, token_weights), size)
-    gradient, tokens = jax.lax.scan(add, zeros, parts)
-    return gradient, jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
+    (total, sums), tokens = jax.lax.scan(add, (zeros, sums), parts)
+    return total | (sums or {}), jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
 
 
 def _loss(weights, batch: Experience, token_weights, *, score, learning: Learning):

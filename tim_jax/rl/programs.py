@@ -14,14 +14,20 @@ from tim_jax import metrics, placement
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import parameters
-from tim_jax.model.execution import Execution, jit
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
 from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
+from tim_jax.numerics import Numerics
 from tim_jax.placement import Devices, Placement
 from tim_jax.rl import learner, sharded
 from tim_jax.rl.experience import experience
 from tim_jax.rl.types import Experience, Learning, Policy, TrainState, check_steps, mini_batch
 from tim_jax.types import Prompts, Rollout
 
+_LEAN_ON_CPU = {
+    "xla_disable_hlo_passes": (
+        "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
+    ),
+}
 _PARTS = ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3")
 
 
@@ -59,8 +65,7 @@ def build(
     epochs: int = 1,
     length_buckets: int = 1,
     sampler_placement: Placement | None = None,
-    sampler_slots: int | None = None,
-    sampler_halvings: int = 0,
+    batching: Batching = ALL_AT_ONCE,
     devices: Devices | None = None,
     mismatch: Mismatch = dial.EXACT,
 ) -> Programs:
@@ -68,8 +73,7 @@ def build(
 
     Args:
       execution: its placement is the learner's, and the sampler's if `sampler_placement` is None.
-      sampler_slots: sequences that are decoded at a time, on all devices; None: all of a step.
-      sampler_halvings: see `sampler.sample`.
+      batching: of the sampler, on all its devices together.
       devices: what meshes are made of, `jax.devices()` if None.
       mismatch: what the sampler does differently, if anything.
 
@@ -88,8 +92,7 @@ def build(
     sampled = sampling_program(
         drawing,
         samples=learning.group_size,
-        slots=sampler_slots,
-        halvings=sampler_halvings,
+        batching=batching,
         devices=devices,
         mismatch=mismatch,
     )
@@ -107,7 +110,7 @@ def build(
         greedy=where.greedy(drawing, devices) if learning.needs_greedy else None,
         merge=jax.jit(_merged, out_shardings=whole),
         experience=jit(preparing, numerics, out_shardings=whole),
-        update=jit(update, numerics, donate_argnums=(0, 1), out_shardings=updated),
+        update=jit(update, lean(numerics), donate_argnums=(0, 1), out_shardings=updated),
         mismatch_report=jit(mismatch_report, numerics, out_shardings=whole),
         init=where.spreading(jit(starting, numerics, out_shardings=state)),
         compare=jit(compare, numerics, out_shardings=whole) if mismatch.active else None,
@@ -117,6 +120,19 @@ def build(
         length_buckets=length_buckets,
         mismatch=mismatch,
     )
+
+
+def lean(numerics: Numerics) -> Numerics:
+    """The same numerics, compiled for less memory: an update is the program that needs most of it.
+
+    On a CPU, XLA widens bfloat16 factors of products to float32, and would do so before the loops
+    over micro-batches and layers: a copy of all weights, of twice their size. Barriers do not keep
+    it from that, as it removes them earlier.
+    """
+    if jax.default_backend() != "cpu":
+        return numerics
+    options = {**_LEAN_ON_CPU, **dict(numerics.compiler_options)}
+    return replace(numerics, compiler_options=tuple(options.items()))
 
 
 def _updating(policy: Policy, learning: Learning, optimizer, *, mini_batches: int) -> Callable:
@@ -164,15 +180,13 @@ def sampling_program(
     execution: Execution,
     *,
     samples: int,
-    slots: int | None = None,
-    halvings: int = 0,
+    batching: Batching = ALL_AT_ONCE,
     devices: Devices | None = None,
     mismatch: Mismatch = dial.EXACT,
 ) -> Callable[..., Rollout]:
     """Jitted (weights, prompts, key) -> rollout, `samples` responses per prompt.
 
-    `slots` sequences are decoded at a time, on all devices together; all if None. `halvings`: see
-    `sampler.sample`.
+    `batching` is that of all devices together.
 
     `weights` and `execution` are the learner's; the sampler differs from it as `mismatch` says.
 
@@ -185,8 +199,7 @@ def sampling_program(
         execution,
         where.mesh,
         samples=samples,
-        slots=slots,
-        halvings=halvings,
+        batching=batching,
         draw=partial(dial.draw, mismatch=mismatch),
     )
 

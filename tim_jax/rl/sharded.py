@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.errors import InputError
-from tim_jax.model.execution import Execution
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.placement import Placement, collectives
-from tim_jax.policy.scoring import score
+from tim_jax.policy.scoring import gradient_sums, score, shares_gradient
 from tim_jax.rl import learner
 from tim_jax.rl.experience import score_rows
 from tim_jax.rl.types import Experience, Learning, Policy
@@ -36,33 +36,27 @@ def sampling(
     on: Mesh,
     *,
     samples: int,
-    slots: int | None = None,
-    halvings: int = 0,
+    batching: Batching = ALL_AT_ONCE,
     draw: Callable[..., Rollout],
 ) -> Callable[..., Rollout]:
     """(weights, prompts, key) -> rollout, as `sampler.sample`; whole on every device.
 
     Prompts are split over the devices as far as possible, then the samples of a prompt. `draw` runs
     on each device with its part: `sampler.sample`, or that of a sampler with mismatch.
-    `slots` of all devices are split over them; each device has a queue of its own part.
+    The slots and pages of `batching` are split over the devices; each has a queue of its own part.
 
     Raises:
-      InputError: when called, if the devices cannot have as many sequences and slots each.
+      InputError: the devices cannot have as many sequences, slots and pages each.
     """
     where = execution.placement
-    if slots is not None and slots % where.shards:
-        raise InputError(
-            f"sampler: slots = {slots} must be a multiple of data x fsdp = {where.shards}, so that"
-            " every device has as many"
-        )
-    of_device = {"slots": slots and slots // where.shards, "halvings": halvings}
+    of_device = batching.of_device(where.shards)
 
     def sample(weights, prompts: Prompts, key) -> Rollout:
         count = prompts.tokens.shape[0]
         check_rows(count * samples, where.shards, f"{count} prompts x {samples} samples")
         blocks, shares = split(count, samples, where.shards)
         size = samples // shares
-        drawing = partial(draw, execution=execution, samples=size, **of_device)
+        drawing = partial(draw, execution=execution, samples=size, batching=of_device)
 
         def local(weights, prompts: Prompts, first, key) -> Rollout:
             rollout = drawing(weights, prompts, key, first=first[0])
@@ -122,7 +116,12 @@ def policy(execution: Execution, on: Mesh, *, learning: Learning) -> Policy:
 def _to_masters(execution: Execution, gradient, params):
     """The gradient with respect to the masters, by the transpose of `prepare` in float32."""
     wide = replace(execution, numerics=replace(execution.numerics, compute_dtype="float32"))
-    _, transpose = jax.vjp(wide.prepare, params)
+
+    def prepared(params):
+        weights = wide.prepare(params)
+        return {name: weights[name] for name in gradient}  # a tied head's may be the embedding's
+
+    _, transpose = jax.vjp(prepared, params)
     return transpose(gradient)[0]
 
 
@@ -161,8 +160,9 @@ def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[
 
         def local(weights, rows):
             forward = partial(score, execution=execution)
+            sums = gradient_sums(weights, execution=execution)
             gradients, tokens = learner.gradient_rows(
-                forward, weights, *rows, learning=local_learning
+                forward, weights, *rows, learning=local_learning, sums=sums
             )
             return tokens, gradients
 
@@ -179,13 +179,15 @@ def differentiating(execution: Execution, on: Mesh, local: Callable) -> Callable
     """
     where = execution.placement
     leaf_axes = weight_axes(execution.config, execution.numerics)
+    if shares_gradient(execution):
+        del leaf_axes["head"]
 
     def summed(weights, rows):
         tokens, gradients = local(weights, rows)
         gradients = collectives.sum_copies(gradients, leaf_axes, where)
         return collectives.whole_rows(tokens, where), gradients
 
-    return _over(on, summed, (_weights(execution), _ROWS), (_WHOLE, _weights(execution)))
+    return _over(on, summed, (_weights(execution), _ROWS), (_WHOLE, placement.specs(leaf_axes)))
 
 
 def gradient_norm(execution: Execution, on: Mesh) -> Callable[..., jax.Array]:

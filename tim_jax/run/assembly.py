@@ -13,12 +13,19 @@ from tim_jax import auditing, corrections, optimizers, placement
 from tim_jax.config.model import Architecture
 from tim_jax.config.optimization import Optimizer
 from tim_jax.config.run import RunConfig
-from tim_jax.config.sections import CustomTask, FamilyChoice, part
+from tim_jax.config.sections import (
+    BuiltinTask,
+    CustomTask,
+    DatasetTask,
+    FamilyChoice,
+    GymTask,
+    part,
+)
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.kernels import pallas
 from tim_jax.model import calibration, fitting, hf, parameters
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.execution import Execution, Sampling, check_compiler_options
 from tim_jax.model.parameters import init_params
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
@@ -34,10 +41,11 @@ from tim_jax.rl.drawing import Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Learning
 from tim_jax.tasks import builtin, custom
-from tim_jax.tasks.base import Task
+from tim_jax.tasks.base import Grader, Task
 from tim_jax.tasks.dataset import DatasetSource, dataset_task
 from tim_jax.tasks.guard import Limits
 from tim_jax.tasks.gym import gym_task
+from tim_jax.tasks.isolated import IsolatedReward
 from tim_jax.tasks.math import MathGrader
 from tim_jax.tasks.text import character_tokenizer
 
@@ -133,30 +141,20 @@ def make_task(config: RunConfig) -> Task:
         )
     elif section.kind == "dataset":
         limits = Limits(seconds=section.time_limit)
-        grade = custom.load_reward(section.reward) if section.reward else MathGrader(limits)
+        grade = _reward(section) or MathGrader(limits)
         return dataset_task(part(DatasetSource, section), grade)
     else:
-        task = _custom_task(section)
-    return replace(task, grade=custom.load_reward(section.reward)) if section.reward else task
+        task = custom.make_task(section.factory, section.parameters)
+    grade = _reward(section)
+    return replace(task, grade=grade) if grade else task
 
 
-def _custom_task(section: CustomTask) -> Task:
-    make = custom.load_function(section.factory)
-    try:
-        task = make(**section.parameters)
-    except InputError:
-        raise
-    except Exception as error:  # whatever a user's code raises
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"task.factory {section.factory} raised {type(error).__name__}: {reason}"
-        ) from error
-    if not isinstance(task, Task):
-        raise InputError(
-            f"task.factory {section.factory} must return a tim_jax.tasks.base.Task, got"
-            f" {type(task).__name__}"
-        )
-    return task
+def _reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader | None:
+    if section.reward is None:
+        return None
+    if section.reward_in_process:
+        return custom.load_reward(section.reward)
+    return IsolatedReward(section.reward, seconds=section.reward_time_limit)
 
 
 def make_text(config: RunConfig, model: Model) -> Text:
@@ -302,6 +300,8 @@ def make_execution(
     )
     if devices is not None:  # none of them is the CPU at hand
         numerics = replace(numerics, cache_write="scatter")
+    else:
+        check_compiler_options(config.numerics.compiler_options)
     options = tuple(sorted(config.numerics.compiler_options.items()))
     return Execution(
         config=model.config,
@@ -387,7 +387,6 @@ def make_programs(config: RunConfig, execution: Execution) -> Programs:
         epochs=section.epochs,
         length_buckets=section.length_buckets,
         sampler_placement=config.placement.for_sampler,
-        sampler_slots=config.sampler.slots,
-        sampler_halvings=config.sampler.halvings,
+        batching=config.sampler.batching,
         mismatch=config.sampler.dial,
     )

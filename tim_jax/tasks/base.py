@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from tim_jax.errors import InputError
+from tim_jax.inputs import shown
 
 Fault = Literal["timeout", "error"]
 TIMEOUT: Fault = "timeout"
@@ -167,23 +168,25 @@ def below(rng: random.Random, n: int) -> int:
     return int(rng.random() * n)
 
 
-def whole(name: str, value: object, *, least: int | None = None) -> int:
-    """Returns `value`, checked to be a whole number of at least `least`."""
+def whole(name: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
+    """Returns `value`, checked to be a whole number of at least `least` and at most `most`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputError(f"{name} must be a whole number, got {value!r}")
     if least is not None and value < least:
         raise InputError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise InputError(f"{name} must be at most {most}, got {shown(value)}")
     return value
 
 
-def span(name: str, value: object, least: int) -> tuple[int, int]:
-    """Returns `value`, checked to be two whole numbers in order, the first at least `least`."""
+def span(name: str, value: object, least: int, largest: int) -> tuple[int, int]:
+    """Returns `value`, checked to be two whole numbers in order, from `least` to `largest`."""
     match value:
-        case (int(fewest), int(most)) if least <= fewest <= most:
+        case (int(fewest), int(most)) if least <= fewest <= most <= largest:
             return fewest, most
     raise InputError(
         f"{name} must be two whole numbers (fewest, most), the first at least {least} and"
-        f" not above the second; got {value!r}"
+        f" not above the second, which is at most {largest}; got {shown(value)}"
     )
 
 

@@ -35,6 +35,10 @@ ALPHABET = "0123456789 +-*()=:>#"
 MARKER = "#"
 HELD_OUT = 8  # one prompt in 8 belongs to the evaluation
 ATTEMPTS = 1000  # draws for one item before its sizes count as too small
+# Larger sizes are slips, and would keep a run busy with making problems instead of saying so.
+LARGEST_PROBLEM, MOST_NUMBERS, LARGEST_NUMBER = 1000, 16, 10**9
+MOST_TRAINING, MOST_HELD_OUT = 10**7, 10**5
+SOLVABLE = 10_000  # draws of numbers and signs for one problem of countdown
 
 Draw = Callable[[random.Random], Example]
 Judge = Callable[[Example, str], bool]
@@ -58,7 +62,7 @@ def running_sums(
       eval_size: how many problems to evaluate on, all different.
       format_reward: reward for a wrong answer of the right form; 1 is for the right answer.
     """
-    least, most = span("digits", digits, 1)
+    least, most = span("digits", digits, 1, LARGEST_PROBLEM)
 
     def draw(rng: random.Random) -> Example:
         terms = [below(rng, 10) for _ in range(least + below(rng, most - least + 1))]
@@ -91,7 +95,7 @@ def sorting(
       eval_size: as in `running_sums`.
       format_reward: as in `running_sums`.
     """
-    least, most = span("digits", digits, 2)
+    least, most = span("digits", digits, 2, LARGEST_PROBLEM)
 
     def draw(rng: random.Random) -> Example:
         text = "".join(str(below(rng, 10)) for _ in range(least + below(rng, most - least + 1)))
@@ -129,9 +133,9 @@ def countdown(
       eval_size: as in `running_sums`.
       format_reward: as in `running_sums`.
     """
-    least, most = span("numbers", numbers, 2)
-    whole("largest", largest, least=1)
-    whole("largest_target", largest_target, least=largest)
+    least, most = span("numbers", numbers, 2, MOST_NUMBERS)
+    whole("largest", largest, least=1, most=LARGEST_NUMBER)
+    whole("largest_target", largest_target, least=largest, most=LARGEST_NUMBER)
 
     def draw(rng: random.Random) -> Example:
         return _countdown(rng, least + below(rng, most - least + 1), largest, largest_target)
@@ -189,8 +193,8 @@ def _task(
 ) -> Task:
     train_size, eval_size = sizes
     whole("seed", seed)
-    whole("train_size", train_size, least=1)
-    whole("eval_size", eval_size, least=1)
+    whole("train_size", train_size, least=1, most=MOST_TRAINING)
+    whole("eval_size", eval_size, least=1, most=MOST_HELD_OUT)
     train = Generated(partial(_train_item, name, draw, seed), train_size)
     train[0]  # too few problems is an error of the parameters: say so now, not in the first step
     return Task(name, train, _evaluation(name, draw, seed, eval_size), grade)
@@ -253,7 +257,7 @@ LONGEST = 64  # characters of an expression; also bounds the depth of the syntax
 
 def _countdown(rng: random.Random, count: int, largest: int, largest_target: int) -> Example:
     """Joins two of the numbers at random until one is left; draws again on leaving the range."""
-    while True:
+    for _ in range(SOLVABLE):
         numbers = tuple(1 + below(rng, largest) for _ in range(count))
         # Terms are (value, text, binding strength of the outermost operator).
         terms = [(n, str(n), 3) for n in numbers]
@@ -271,6 +275,10 @@ def _countdown(rng: random.Random, count: int, largest: int, largest_target: int
             prompt = f"{' '.join(map(str, numbers))}:{terms[0][0]}"
             data = {"numbers": numbers, "target": terms[0][0]}
             return _example(prompt, steps, terms[0][1], data)
+    raise InputError(
+        f"task countdown: {count} numbers up to {largest} hardly ever stay within"
+        f" largest_target={largest_target}; take fewer or smaller numbers, or a larger target"
+    )
 
 
 def _join(a: tuple[int, str, int], sign: str, b: tuple[int, str, int]) -> str:

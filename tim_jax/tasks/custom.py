@@ -1,15 +1,25 @@
-"""A user's own reward: `module:function`, imported from the current folder or any package."""
+"""A user's own reward: `module:function`, imported from the current folder or any package.
+
+Here it is called in this process. `isolated` calls it in a process of its own, with a time limit.
+"""
 
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from inspect import iscoroutine
+from typing import Any, NoReturn
 
 import numpy as np
 
 from tim_jax.errors import InputError, did_you_mean
-from tim_jax.tasks.base import Example, Grade, Grader, Message
+from tim_jax.inputs import shown
+from tim_jax.tasks.base import Example, Grade, Grader, Message, Task
+
+# Sums of squares of larger rewards, which deviations need, are beyond float32.
+LARGEST = 1e15
 
 
 def _answer(example: Example) -> Any:
@@ -49,16 +59,14 @@ def as_grader(
     """
 
     def grade(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
-        prompts = [_plain(example.prompt) for example in examples]
+        prompts = [plain(example.prompt) for example in examples]
         answers = [answer(example) for example in examples]
-        try:
+        with user_code(f"reward {name}"):
             if batched:
-                values = function(prompts, list(completions), answers)
+                values = _listed(function(prompts, list(completions), answers), len(completions))
             else:
                 rows = zip(prompts, completions, answers, strict=True)
                 values = [function(*row) for row in rows]
-        except Exception as error:
-            raise InputError(f"reward {name} raised {_described(error)}") from error
         return [Grade(value) for value in _checked(values, len(completions), name)]
 
     return grade
@@ -79,12 +87,8 @@ def load_function(name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         # As `python -m` does: a console script has its own folder there instead.
         sys.path.insert(0, os.getcwd())
-    try:
+    with user_code(f"reward {name}: importing {module_name}"):
         module = importlib.import_module(module_name)
-    except Exception as error:
-        raise InputError(
-            f"reward {name}: importing {module_name} raised {_described(error)}"
-        ) from error
     function = getattr(module, function_name, None)
     if function is None:
         public = [key for key, value in vars(module).items() if callable(value)]
@@ -95,42 +99,135 @@ def load_function(name: str) -> Callable[..., Any]:
     return function
 
 
-def _plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, str]]:
+def make_task(factory: str, parameters: Mapping[str, Any]) -> Task:
+    """Returns the task that the function `factory`, written `module:function`, makes.
+
+    Its grader is called as it is; what it raises is said in one line.
+
+    Raises:
+      InputError: when making, as `load_function`, or if the function raises or makes no `Task`;
+        when grading, if the grader raises.
+    """
+    make = load_function(factory)
+    with user_code(f"task.factory {factory}"):
+        task = make(**parameters)
+    if not isinstance(task, Task):
+        raise InputError(
+            f"task.factory {factory} must return a tim_jax.tasks.base.Task, got"
+            f" {type(task).__name__}"
+        )
+    return replace(task, grade=_ItsGrader(task.grade, factory))
+
+
+class _ItsGrader:
+    """The grader of a user's task. Not a function, because the task may close it."""
+
+    def __init__(self, grade: Grader, factory: str) -> None:
+        self._grade, self._factory = grade, factory
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        with user_code(f"the grader of task.factory {self._factory}"):
+            grades = list(self._grade(examples, completions))
+        if len(grades) != len(completions) or not all(isinstance(x, Grade) for x in grades):
+            raise InputError(
+                f"the grader of task.factory {self._factory} must return {len(completions)}"
+                f" tim_jax.tasks.base.Grade, got {shown(grades)}"
+            )
+        _checked([grade.reward for grade in grades], len(grades), self._factory)
+        return grades
+
+    def close(self) -> None:
+        """Closes the grader, if it can be."""
+        close = getattr(self._grade, "close", None)
+        if close is not None:
+            close()
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """A context for code of the user's: nothing that it raises ends the program but `InputError`.
+
+    That includes `sys.exit`, and `os._exit` as Python calls it, which would end a run in the middle
+    with the status of one that is done.
+
+    Args:
+      what: what the code is called in errors, such as `reward rewards:brief`.
+
+    Raises:
+      InputError: the code raised something. An `InputError` of its own is passed on, and so is
+        Ctrl-C.
+    """
+    own, leave = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != own:  # a child that was forked ends so
+            leave(status)
+        raise SystemExit(status)
+
+    os._exit = refuse
+    try:
+        yield
+    except (InputError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise InputError(f"{what} raised {described(error)}") from error
+    finally:
+        os._exit = leave
+
+
+def plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, str]]:
+    """Returns a prompt as a user's reward is given it."""
     if isinstance(prompt, str):
         return prompt
     return [{"role": message.role, "content": message.content} for message in prompt]
 
 
-def _checked(values: Any, count: int, name: str) -> list[float]:
+def described(error: BaseException) -> str:
+    """Returns an exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _listed(values: Any, count: int) -> Any:
+    """An iterable as a list, which runs the rest of a generator. At most one more than needed."""
+    if isinstance(values, str | bytes | Mapping | set | frozenset):
+        return values
     try:
-        values = list(values)
+        rest = iter(values)
     except TypeError:
+        return values
+    return [value for _, value in zip(range(count + 1), rest, strict=False)]
+
+
+def _checked(values: Any, count: int, name: str) -> list[float]:
+    waiting = [x for x in (values if isinstance(values, list) else [values]) if iscoroutine(x)]
+    for coroutine in waiting:
+        coroutine.close()  # otherwise Python warns of it
+    if waiting:
+        raise InputError(f"reward {name} must be a plain function, not async: got a coroutine")
+    if not isinstance(values, list):
         raise InputError(
-            f"reward {name} must return a sequence of {count} numbers, got {_shown(values)}"
-        ) from None
+            f"reward {name} must return a sequence of {count} numbers, got {shown(values)}"
+        )
     if len(values) != count:
-        raise InputError(f"reward {name} returned {len(values)} rewards for {count} completions")
+        more = "more than " if len(values) > count else ""
+        raise InputError(
+            f"reward {name} returned {more}{min(len(values), count)} rewards for {count}"
+            " completions"
+        )
     return [_number(value, i, name) for i, value in enumerate(values)]
 
 
 def _number(value: Any, index: int, name: str) -> float:
     try:
-        number = np.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError):
+        number = np.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:  # whatever a user's own type raises
         number = np.nan
-    # Rewards become float32 arrays: a number beyond its range is as bad as an infinite one.
-    if not abs(number) <= float(np.finfo(np.float32).max):
+    if not np.isfinite(number):
+        raise InputError(f"reward {name} must return finite numbers, got {shown(value)} at {index}")
+    if abs(number) > LARGEST:
         raise InputError(
-            f"reward {name} must return finite numbers, got {_shown(value)} at {index}"
+            f"reward {name} must return numbers of at most {LARGEST:g} in size, got"
+            f" {shown(value)} at {index}"
         )
     return number
-
-
-def _described(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _shown(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."

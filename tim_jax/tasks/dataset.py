@@ -10,7 +10,6 @@ layout follows from the columns of the first row; named columns override it.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tim_jax.errors import InputError, did_you_mean
+from tim_jax.inputs import expanded, json_value
 from tim_jax.tasks.base import Example, Grader, Message, Task, share, whole
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -48,7 +48,7 @@ def read_rows(source: str, *, split: str = "train", subset: str | None = None) -
       InputError: if there is no such file, folder, split or hub dataset, if a package is missing
         that it needs, for a row that cannot be read (file and line), and if there are no rows.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_file():
         rows = _file(path)
     elif path.is_dir():
@@ -82,20 +82,14 @@ def _json(path: Path) -> Iterator[Row]:
 
 
 def _array(path: Path, text: str) -> Iterator[Row]:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"dataset {path}: not JSON: {error}") from error
+    values = json_value(text, f"dataset {path}")
     for number, value in enumerate(values, 1):
         yield _row(value, f"{path}, row {number}")
 
 
 def _line(path: Path, number: int, line: str) -> Row:
     where = f"{path}, line {number}"
-    try:
-        return _row(json.loads(line), where)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"dataset {where}: not JSON: {error}") from error
+    return _row(json_value(line, f"dataset {where}"), where)
 
 
 def _row(value: object, where: str) -> Row:
@@ -241,7 +235,7 @@ def dataset_task(source: DatasetSource, grade: Grader) -> Task:
         evaluation = [e for e in train if _held_out(e, source)]
         notes = ()
     else:
-        if source.eval_path is None and Path(source.path).expanduser().is_file():
+        if source.eval_path is None and expanded(source.path).is_file():
             raise InputError(f"dataset {source.path!r} is one file, without splits: set eval_path")
         path = source.eval_path or source.path
         split = source.eval_split or source.split

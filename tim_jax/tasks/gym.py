@@ -21,6 +21,7 @@ SYSTEM = (
     " between <answer> and </answer>, in the form that the problem asks for."
 )
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+MOST_TRAINING, MOST_HELD_OUT = 10**7, 10**5  # larger sizes are slips, and take hours
 KEPT = 4096  # problems that a task keeps in memory
 ITEM_SECONDS = 60.0  # CPU seconds to make one problem; some datasets search for a good one
 
@@ -58,8 +59,8 @@ def gym_task(
         if key in (parameters or {}):
             raise InputError(f"reasoning-gym task {name!r}: {key!r} is set by the task, not here")
     whole("seed", seed, least=0)
-    whole("train_size", train_size, least=1)
-    whole("eval_size", eval_size, least=1)
+    whole("train_size", train_size, least=1, most=MOST_TRAINING)
+    whole("eval_size", eval_size, least=1, most=MOST_HELD_OUT)
     given = {**(parameters or {}), "seed": seed, "size": train_size + eval_size}
     guard = Guard("gym", {"name": name, "parameters": given}, limits or Limits())
     source = _Source(name, guard, system)

@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tim_jax.errors import InputError
+from tim_jax.inputs import expanded
 from tim_jax.tasks.base import Message
 from tim_jax.tasks.dataset import HUB_NAME
 
@@ -58,7 +59,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
     Raises:
       InputError: if there is none, it cannot be read, it is not a fast one, or it has no eos token.
     """
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     if folder.is_dir() and not any((folder / name).is_file() for name in FILES):
         raise InputError(f"model folder {str(source)!r} has no tokenizer ({', '.join(FILES[:2])})")
     if not folder.is_dir() and HUB_NAME.fullmatch(str(source)) is None:

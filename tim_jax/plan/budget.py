@@ -1,0 +1,259 @@
+"""What a run's step needs of a device's memory, estimated from shapes before anything is made.
+
+The estimate counts what is large and certain, and leaves out what a compiler may add. It is meant
+to refuse what cannot run, in one line and at once; `tim-jax plan` compiles and is exact.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from tim_jax.errors import InputError
+from tim_jax.model.execution import Execution
+from tim_jax.placement import Devices
+from tim_jax.plan import workload as workloads
+from tim_jax.plan.workload import Workload
+from tim_jax.policy.scoring import shares_gradient
+
+_MARGIN = 1.05  # an estimate may be so much too high, so what is near the limit may try
+_LOGITS = 2.5  # float32 arrays of a tile's logits that exist at a time, learner and sampler
+_STAGES = MappingProxyType({"sampling": "sampling a step", "update": "an update"})
+# Where a container's limit stands, by versions 2 and 1 of Linux's control groups.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that one stage of a step needs on a device, by what they are for."""
+
+    stage: str  # a key of what `needs` returns
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        large = sorted(self.parts.items(), key=lambda part: -part[1])
+        shown = [f"{name} {_size(size)}" for name, size in large if size > self.total / 50]
+        return (
+            f"{_STAGES[self.stage]} needs about {_size(self.total)} a device ({', '.join(shown)})"
+        )
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
+    """What sampling and an update need on one of `devices`."""
+    state, weights = workloads.laid_out(workload, devices)
+    size = workloads.bytes_per_device
+    always = {
+        "masters": size(state.params),
+        "optimiser": size(state) - size(state.params),
+        "weights": size(weights),
+        "reference": workload.has_reference * (size(state.params) + size(weights)),
+    }
+    widened = _widened(workload.execution, weights, devices)
+    drawn = {**always, "cache": _cache(workload), "logits": _logits(workload)}
+    if workload.sampler_execution.placement.shape != workload.execution.placement.shape:
+        drawn["the sampler's own weights"] = size(weights)
+    drawn["float32 factors of products"] = widened
+    learnt = {**always, **_learning(workload, weights)}
+    return Need("sampling", drawn), Need("update", learnt)
+
+
+def _widened(execution: Execution, weights: Any, devices: Devices) -> int:
+    """Bytes of the float32 copies of bfloat16 matrices that a CPU makes to multiply by them."""
+    if devices[0].platform != "cpu" or execution.numerics.compute_dtype == "float32":
+        return 0
+    narrow = [leaf for leaf in jax.tree.leaves(weights) if leaf.dtype.itemsize == 2]
+    return 2 * workloads.bytes_per_device(narrow) - _embedding(execution, weights) * 2
+
+
+def _embedding(execution: Execution, weights: Any) -> int:
+    """Bytes of the embedding table, of which only rows are read."""
+    return workloads.bytes_per_device(weights["embed"])
+
+
+def _slots(workload: Workload) -> int:
+    """Sequences that are decoded at a time, over all devices."""
+    return min(workload.batching.slots or workload.sequences, workload.sequences)
+
+
+def _cache(workload: Workload) -> int:
+    """Bytes of a device's keys and values: of its prompts, and of slots or of pages."""
+    execution, where = workload.sampler_execution, workload.sampler_execution.placement
+    config, numerics = execution.config, execution.numerics
+    length = workload.prompt_length + execution.sampling.max_response_length
+    length += -length % numerics.kv_block
+    pages = workload.batching.pages
+    whole = _slots(workload) * length if pages is None else pages * numerics.kv_block
+    of_prompts = -(-workload.prompts // where.shards) * workload.prompt_length
+    heads = config.num_kv_heads // where.tensor
+    width = 2 * config.num_layers * heads * config.head_dim * numerics.dtype.itemsize
+    return (whole // where.shards + of_prompts) * width
+
+
+def _logits(workload: Workload) -> int:
+    execution = workload.sampler_execution
+    rows = max(1, _slots(workload) // execution.placement.shards)
+    return int(_LOGITS * 4 * rows * execution.config.vocab_size)
+
+
+def _learning(workload: Workload, weights: Any) -> dict[str, int]:
+    """Bytes of an update beside its state: gradient, activations and logits of a micro-batch."""
+    execution, where = workload.execution, workload.execution.placement
+    config, numerics = execution.config, execution.numerics
+    learnt = {name: leaf for name, leaf in weights.items() if name != "head"}
+    learnt = learnt if shares_gradient(execution) else weights
+    gradient = 4 * _elements(learnt)
+    if where.fsdp > 1:  # the head is whole while it is used, and so is its gradient
+        whole = config.hidden_size * config.vocab_size // where.tensor
+        gradient += whole * (4 + numerics.dtype.itemsize)
+    # A micro-batch's gradient of the layers stands beside the sum, in the compute dtype.
+    several = workload.micro_batch < workload.sequences // workload.mini_batches
+    layers = several * workloads.bytes_per_device(weights["layers"])
+    rows = max(1, workload.micro_batch // where.shards)
+    length = workload.prompt_length + execution.sampling.max_response_length
+    tokens, wide = rows * length, numerics.dtype.itemsize
+    query = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    layer = tokens * (4 * config.hidden_size + 2 * query + 3 * config.intermediate_size)
+    kept = tokens * config.hidden_size if workload.learning.remat else layer
+    logits = min(numerics.head_rows, tokens) * config.vocab_size // where.tensor
+    return {
+        "gradient": gradient,
+        "activations": (config.num_layers * kept * wide) // where.tensor,
+        "a layer or the logits": max(int(_LOGITS * 4 * logits), layers + 4 * layer // where.tensor),
+    }
+
+
+def _elements(tree: Any) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(workloads.bytes_per_device(leaf) // leaf.dtype.itemsize for leaf in leaves)
+
+
+def capacity(device: Any, sharing: int = 1) -> int | None:
+    """Bytes that a device has; None if that is not known.
+
+    A CPU has the machine's memory, or what a container may use of it, divided by the `sharing`
+    devices that are on it.
+    """
+    if device.platform != "cpu":
+        stats = device.memory_stats()
+        return None if stats is None else stats.get("bytes_limit")
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _LIMITS:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        found += [int(text)] if text.isdecimal() else []
+    return min(found) // sharing
+
+
+def check(workload: Workload, devices: Devices, *, most: int | None = None) -> None:
+    """Refuses a step that the devices cannot hold.
+
+    Args:
+      most: bytes of a device; None: as `capacity` finds them.
+
+    Raises:
+      InputError: one line that says which stage needs how much for what, how much there is, and
+        which settings would make it fit.
+    """
+    used = tuple(devices[: workload.execution.placement.devices])
+    if most is None:
+        local = sum(device.process_index == used[0].process_index for device in used)
+        most = capacity(used[0], local)
+    if most is None:
+        return
+    need = max(needs(workload, used), key=lambda need: need.total)
+    if need.total <= _MARGIN * most:
+        return
+    ways = list(_ways(workload, devices, most)) or [_split(workload, need, used, most)]
+    kind = "machine" if used[0].platform == "cpu" else f"{used[0].device_kind}"
+    each = f" for each of its {len(used)} devices" if len(used) > 1 else ""
+    raise InputError(
+        f"memory: {need}, but this {kind} has {_size(most)}{each}; {'; or '.join(ways)}"
+    )
+
+
+def _ways(workload: Workload, devices: Devices, most: int) -> Iterator[str]:
+    """Settings that make it fit: the first of the single changes, else those changes together."""
+    found: list[str] = []
+    changed = workload
+    for text, change in _changes(workload, devices, most):
+        if _fits(change(workload), devices, most):
+            yield text
+            return
+        changed = change(changed)
+        found.append(text)
+        if len(found) > 1 and _fits(changed, devices, most):
+            yield ", ".join(found)
+            return
+
+
+Change = Callable[[Workload], Workload]
+
+
+def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[str, Change]]:
+    """Changes that need less memory, those that cost least first."""
+    learning, where = workload.learning, workload.execution.placement
+    slots = _slots(workload)
+    fewer = [
+        n for n in range(slots, 0, -1) if workload.sequences % n == 0 and n % where.shards == 0
+    ]
+    best = next((n for n in fewer if _fits_drawing(workload.with_slots(n), devices, most)), None)
+    if best is not None and best < slots:
+        yield f"sampler.slots = {best}", lambda it: it.with_slots(best)
+    rows = workload.sequences // workload.mini_batches
+    sizes = [n for n in range(workload.micro_batch - 1, 0, -1) if rows % n == 0]
+    sizes = [n for n in sizes if n % where.shards == 0]
+    fitting = (n for n in sizes if _fits(workload.with_micro_batch(n), devices, most))
+    size = next(fitting, sizes[-1] if sizes else None)
+    if size is not None:
+        yield f"learner.micro_batch = {size}", lambda it: it.with_micro_batch(size)
+    if not learning.remat:
+        yield (
+            "learner.remat = true",
+            lambda it: replace(it, learning=replace(it.learning, remat=True)),
+        )
+    if workload.execution.numerics.compute_dtype == "float32" and devices[0].platform != "cpu":
+        yield 'numerics.dtype = "bfloat16"', _narrow
+    spare = len(devices) // where.devices
+    if spare > 1 and workload.sampler_placement is None:
+        wider = replace(where, fsdp=where.fsdp * spare)
+        if workload.sequences % wider.shards == 0:
+            yield f"placement.fsdp = {wider.fsdp}", lambda it: it.with_placement(wider)
+
+
+def _narrow(workload: Workload) -> Workload:
+    numerics = replace(workload.execution.numerics, compute_dtype="bfloat16")
+    return replace(workload, execution=replace(workload.execution, numerics=numerics))
+
+
+def _fits(workload: Workload, devices: Devices, most: int) -> bool:
+    used = tuple(devices[: workload.execution.placement.devices])
+    return all(need.total <= most for need in needs(workload, used))
+
+
+def _fits_drawing(workload: Workload, devices: Devices, most: int) -> bool:
+    used = tuple(devices[: workload.execution.placement.devices])
+    return needs(workload, used)[0].total <= most
+
+
+def _split(workload: Workload, need: Need, devices: Devices, most: int) -> str:
+    """What is left when no setting helps on these devices: more of them, or a smaller model."""
+    more = -(-need.total // most)
+    return (
+        f"no setting makes it fit on {len(devices)} of these; placement.fsdp = {more} or more, on"
+        " as many, splits masters, optimiser and gradient"
+    )
