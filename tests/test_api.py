@@ -524,6 +524,7 @@ def one_case(*args, **kwargs):
     return standard_cases(*args, **kwargs)[:1]
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_runs(folder, tmp_path, monkeypatch, capsys):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     section = readme[readme.index("## As a library") :]

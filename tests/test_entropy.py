@@ -36,7 +36,13 @@ def entropy_gradient(execution, weights, rollout):
     return jax.jit(jax.grad(mean, has_aux=True))(weights)
 
 
-@pytest.mark.parametrize("execution", [tiny.EXECUTION, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "execution",
+    [
+        pytest.param(tiny.EXECUTION, id="float32"),
+        pytest.param(BF16, id="bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_the_bits_of_the_log_probs_do_not_know_of_an_entropy_bonus(execution):
     rollout, weights = tiny.rollout(execution), weights_of(execution)
     learning = Learning(objectives.rloo(entropy_coefficient=0.1), tiny.GROUP, micro_batch=4)

@@ -124,7 +124,15 @@ def test_compute_casts_what_prepare_casts():
     assert tiny.bits(dial.weights(dials.weights())) == tiny.bits(direct)
 
 
-@pytest.mark.parametrize("name", ["raw_log_probs", "ignored_truncation", "dropped_end", "pad_mask"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "raw_log_probs",
+        "dropped_end",
+        pytest.param("ignored_truncation", marks=pytest.mark.slow),
+        pytest.param("pad_mask", marks=pytest.mark.slow),
+    ],
+)
 def test_a_misreporting_sampler_draws_as_the_exact_one(name):
     exact, other = dials.rollout(), dials.rollout(dials.standard(name))
     if name != "dropped_end":
@@ -155,7 +163,13 @@ FORWARD = [
 ]
 
 
-@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in FORWARD[3:7] else ())
+        for name in FORWARD
+    ],
+)
 def test_a_divergent_sampler_is_seen_by_the_learner(name):
     rollout = dials.rollout(dials.standard(name))
     values = found(rollout)

@@ -211,7 +211,15 @@ def same(found, whole, rows):
         assert getattr(found, name).tobytes() == expected.tobytes(), name
 
 
-@pytest.mark.parametrize(("prompts", "samples"), [((4,), 1), ((5, 3, 1), 2), ((2, 2), 3)], ids=str)
+@pytest.mark.parametrize(
+    ("prompts", "samples"),
+    [
+        ((5, 3, 1), 2),
+        pytest.param((4,), 1, marks=pytest.mark.slow),
+        pytest.param((2, 2), 3, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_response_is_the_same_in_any_batch_order_and_group(pool, prompts, samples):
     weights, numerics, whole = pool
     chosen = jax.tree.map(lambda x: x[jnp.asarray(prompts)], POOL)
@@ -219,6 +227,7 @@ def test_a_response_is_the_same_in_any_batch_order_and_group(pool, prompts, samp
     same(found, whole, [4 * p + s for p in prompts for s in range(samples)])
 
 
+@pytest.mark.slow
 def test_writing_the_cache_in_one_scatter_changes_no_bit(pool):
     weights, numerics, whole = pool
     numerics = replace(numerics, cache_write="scatter")

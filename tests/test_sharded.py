@@ -55,8 +55,8 @@ SLOW = (
     Placement(fsdp=2, tensor=2, decode="sharded"),
 )
 BOTH = [
-    *PLACEMENTS[2:],
-    *(pytest.param(p, marks=pytest.mark.slow) for p in (*PLACEMENTS[:2], *SLOW)),
+    PLACEMENTS[2],
+    *(pytest.param(p, marks=pytest.mark.slow) for p in (*PLACEMENTS[:2], PLACEMENTS[3], *SLOW)),
 ]
 
 
@@ -139,14 +139,8 @@ def test_slots_of_every_device_change_no_bit(where):
 BF16 = replace(TILED, compute_dtype="bfloat16")
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        Placement(data=2, fsdp=2, tensor=2),
-        *(pytest.param(p, marks=pytest.mark.slow) for p in (*PLACEMENTS[:2], *SLOW)),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [*PLACEMENTS[:3], *SLOW], ids=str)
 def test_in_bfloat16_and_with_tied_embeddings_and_biases(where):
     check(execution(where, config=BIASED, numerics=BF16))
 
@@ -209,7 +203,11 @@ def test_gradients_come_back_in_parts_added_in_the_order_of_the_devices():
     assert found["reduce-scatter"] == found["all-reduce"] == 0
 
 
-@pytest.mark.parametrize("where", [Placement(data=2, fsdp=2), Placement(data=4)], ids=str)
+@pytest.mark.parametrize(
+    "where",
+    [Placement(data=2, fsdp=2), pytest.param(Placement(data=4), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_an_update_only_gathers_and_exchanges(where):
     """Statistics of tokens are worked out whole on every device, with nothing to reduce."""
     what = execution(where)
@@ -257,6 +255,7 @@ def test_energies_and_the_gradients_noise_are_those_of_one_device():
     assert steps[0]["gradient_noise"] > 0.0
 
 
+@pytest.mark.slow
 def test_greedy_responses_are_those_of_one_device():
     learning = Learning(objectives.rloo(estimator="remax"), GROUP)
     drawn = []
@@ -324,7 +323,7 @@ def test_a_sampler_on_another_mesh_is_exact():
 @pytest.mark.parametrize(
     ("count", "where"),
     [
-        (6, Placement(fsdp=4)),
+        pytest.param(6, Placement(fsdp=4), marks=pytest.mark.slow),
         pytest.param(2, Placement(fsdp=4), marks=pytest.mark.slow),
         pytest.param(1, Placement(fsdp=2), marks=pytest.mark.slow),
     ],
@@ -348,6 +347,7 @@ def test_rows_that_do_not_divide_are_refused():
         built(what).sample(weights, tiny.prompts(count=1), jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_every_program_compiles_once():
     what = execution(Placement(data=2, fsdp=2))
     run = programs.build(what, LEARNING, OPTIMIZER)

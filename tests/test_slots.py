@@ -129,6 +129,7 @@ def test_no_slot_is_idle_while_a_sequence_waits(monkeypatch):
     assert max(busy) < int(rollout.lengths.sum()) / 3 + 70
 
 
+@pytest.mark.slow
 def test_slots_take_the_memory_of_their_own_sequences():
     def temporaries(*batching):
         compiled = program(Batching(*batching)).lower(*arguments()).compile()
@@ -213,6 +214,7 @@ def test_slots_that_do_not_divide_over_the_mesh_are_refused():
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.data())
+@settings(max_examples=25)
 def test_any_divisor_makes_equal_parts_that_come_back_in_order(prompts, samples, data):
     total = prompts * samples
     parts = data.draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0]))

@@ -532,6 +532,7 @@ def evaluated(task, *, prompts=5, samples=2, batch=2, key=0):
     )
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_depend_on_its_batches():
     task = make_task()
     metrics, samples = evaluated(task)
@@ -585,6 +586,7 @@ def test_a_demonstration_that_does_not_fit_is_refused():
         demonstrations(size=5)
 
 
+@pytest.mark.slow
 def test_warm_start_learns_its_pairs_and_leaves_its_input_whole():
     params = tiny.params(CONFIG)
     before = tiny.bits(params)
