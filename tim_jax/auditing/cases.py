@@ -97,7 +97,8 @@ def plain_sampling(config: ModelConfig, sizes: Sizes) -> Sampling:
 def standard_cases(config: ModelConfig, sizes: Sizes, *, quick: bool = False) -> tuple[Case, ...]:
     """The cases of an audit: the learner's side, the sampler's side, other distributions."""
     plain = plain_sampling(config, sizes)
-    truncated = replace(plain, temperature=0.7, top_k=40, top_p=0.9)
+    most = min(40, config.vocab_size)
+    truncated = replace(plain, temperature=0.7, top_k=most, top_p=0.9)
     group = sizes.samples
     cases = (
         Case("learner, whole batch", plain, Score()),
