@@ -226,15 +226,16 @@ def test_a_line_through_two_values():
 
 
 @pytest.mark.slow
-def test_two_and_four_layers_say_what_six_take():
-    small, large, six = (stage("sampler", n).figures for n in (2, 4, 6))
-    found = costs.along(small, large, at=(2, 4, 6))
-    assert found.collectives == six.collectives
-    assert found.flops == six.flops
-    assert found.memory.arguments == six.memory.arguments
-    assert found.memory.outputs == six.memory.outputs
-    assert found.memory.total == pytest.approx(six.memory.total, rel=0.02)
-    assert found.bytes_accessed == pytest.approx(six.bytes_accessed, rel=0.02)
+def test_four_and_six_layers_say_what_eight_take():
+    """With fewer layers the most memory is taken in prefill, with more in decoding."""
+    small, large, eight = (stage("sampler", n).figures for n in (4, 6, 8))
+    found = costs.along(small, large, at=(4, 6, 8))
+    assert found.collectives == eight.collectives
+    assert found.flops == eight.flops
+    assert found.memory.arguments == eight.memory.arguments
+    assert found.memory.outputs == eight.memory.outputs
+    assert found.memory.total == pytest.approx(eight.memory.total, rel=0.02)
+    assert found.bytes_accessed == pytest.approx(eight.bytes_accessed, rel=0.02)
 
 
 def test_decode_steps_add_up_to_the_longest_response_but_its_first_token():
