@@ -171,14 +171,20 @@ def _without_padding(logits, config):
 
 
 def embedded(
-    weights: Weights, tokens: jax.Array, *, execution: Execution, total: jax.Array | None = None
+    weights: Weights,
+    tokens: jax.Array,
+    *,
+    execution: Execution,
+    total: jax.Array | None = None,
+    handed_on: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Rows [B * T, d] of the embedding table for tokens [B, T], and `total`.
 
     The backward sums the rows of a frequent token in float32. Without `total` the sum is rounded
-    once, to the table's dtype. With `total`, float32 and in the table's parts, it is added to the
-    cotangent of the `total` that is returned, in its place: whoever differentiates with respect to
-    `total` needs no table of gradients beside it, and the table itself has no gradient.
+    once, to the table's dtype. With `total`, float32 and in the table's parts, it is added to that,
+    in its place: whoever differentiates with respect to `total` needs no table of gradients beside
+    it, and the table itself has no gradient. If the `total` that is returned is `handed_on` to
+    another that adds to it so, the sum is added to its cotangent, which has the other's sum.
     """
     where, axes = execution.placement, weight_axes(execution.config, execution.numerics)
 
@@ -186,8 +192,9 @@ def embedded(
         return collectives.gather(table, ("fsdp",), where)[tokens], total
 
     def backward(residuals, cotangents):
-        table, tokens, _ = residuals
-        cotangent, total = cotangents[0].astype(jnp.float32), cotangents[1]
+        table, tokens, total = residuals
+        cotangent = cotangents[0].astype(jnp.float32)
+        total = cotangents[1] if handed_on else total
         if total is not None and where.fsdp == 1:
             return None, None, total.at[tokens].add(cotangent)
         sums = jnp.zeros((table.shape[0], cotangent.shape[1]), jnp.float32)

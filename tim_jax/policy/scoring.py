@@ -62,7 +62,10 @@ def score(
     tokens = sequences(rollout)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
     total = None if sums is None else sums["embed"]
-    embeddings, total = transformer.embedded(weights, tokens, execution=execution, total=total)
+    transposed = sums is not None and "head" not in sums
+    embeddings, total = transformer.embedded(
+        weights, tokens, execution=execution, total=total, handed_on=transposed
+    )
     hidden, _ = transformer.forward(
         weights,
         tokens,
@@ -77,9 +80,8 @@ def score(
         hidden, rollout.prompt_lengths - 1
     )
     head = {name: weights[name] for name in ("final_norm", "head")}
-    if sums is not None:  # the embedding hands its own on, and adds to it after the head did
+    if sums is not None:  # a tied head adds to the embedding's, before the embedding does
         total = sums.get("head", total)
-    transposed = sums is not None and "head" not in sums
     options = _HeadOptions(execution, entropy_gradient, energy, transposed)
     scores = Scores(*_head(head, rows, rollout.responses, total, options))
     if entropy_gradient:
