@@ -209,6 +209,21 @@ def embedded(
     return call(weights["embed"], tokens.reshape(-1), total)
 
 
+def whole_norms(weights: Weights, *, execution: Execution) -> Weights:
+    """`weights` with the norms' own whole on every device, by one gather.
+
+    For loops of the forward: gathered inside, they would be moved again for every token. And where
+    a compiler takes such gathers out of a loop, nothing orders them after what came before, which
+    XLA's collectives on a CPU need.
+    """
+    layers, names = weights["layers"], ("attn_norm", "mlp_norm")
+    parts = [layers[name] for name in names] + [weights["final_norm"][None]]
+    whole = collectives.gather(jnp.concatenate(parts), ("tensor", "fsdp"), execution.placement)
+    *of_layers, last = jnp.split(whole, [len(layers[names[0]]), 2 * len(layers[names[0]])])
+    norms = dict(zip(names, of_layers, strict=True))
+    return {**weights, "layers": layers | norms, "final_norm": last[0]}
+
+
 def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """cos and sin [N, D / 2] by position, from a table made on the host.
 
@@ -243,7 +258,8 @@ def _norm(x, weight, execution: Execution):
     """RMSNorm of whole rows, rounded to the compute dtype."""
     numerics, eps = execution.numerics, execution.config.rms_norm_eps
     x = collectives.gather(x, ("tensor",), execution.placement)
-    weight = collectives.gather(weight, ("tensor", "fsdp"), execution.placement)
+    if weight.shape[0] < x.shape[1]:  # unless `whole_norms` has gathered it
+        weight = collectives.gather(weight, ("tensor", "fsdp"), execution.placement)
     return kernels.family(numerics).norm(x, weight, eps=eps, numerics=numerics)
 
 

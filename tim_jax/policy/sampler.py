@@ -77,6 +77,7 @@ def sample(
         rows = SINGLE
         weights = collectives.gather_fsdp(weights, weight_axes(config, numerics), placement)
         execution = replace(execution, placement=placement.gathered)
+    weights = transformer.whole_norms(weights, execution=execution)
     decoding = _Decoding(
         execution=execution,
         rows=rows,
