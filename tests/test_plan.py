@@ -246,6 +246,22 @@ def test_decode_steps_add_up_to_the_longest_response_but_its_first_token():
     assert workload.decode_steps(long) == (16, 1, 25)  # 16 sequences in four rounds of 4 x 25
 
 
+@pytest.mark.slow
+def test_truncation_adds_no_product_to_what_is_planned():
+    """Its searches are loops of their own, which the decode loops' counts must not go to."""
+
+    def program(**changes):
+        sampling = replace(RECIPE.execution.sampling, **changes)
+        changed = replace(RECIPE, execution=replace(RECIPE.execution, sampling=sampling))
+        return planning.PROGRAMS["sampler"](changed, EIGHT.devices)
+
+    plain, truncated = program(), program(top_k=5, top_p=0.9)
+    counted = [
+        costs.count(p.function.trace(*p.arguments).jaxpr, p.trips).flops for p in (plain, truncated)
+    ]
+    assert counted[0] == counted[1] > 0
+
+
 def test_what_stays_on_a_chip_beside_a_program():
     alone, four = (
         workload.resident(on(Placement(fsdp=n)), EIGHT.devices, "sampler") for n in (1, 4)

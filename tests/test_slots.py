@@ -121,8 +121,7 @@ def test_no_slot_is_idle_while_a_sequence_waits(monkeypatch):
     jax.effects_barrier()
     busy = [0, 0, 0]  # the steps until each slot is free
     for length in np.asarray(rollout.lengths):
-        first_token_only = length == 1 and rollout.finished[0]
-        if not first_token_only:
+        if length > 1:  # the first token is drawn with the prompts
             slot = int(np.argmin(busy))
             busy[slot] += int(length) - 1
     assert len(forwards) == max(busy)
@@ -195,7 +194,7 @@ def test_what_was_in_a_slot_does_not_reach_the_next_sequence():
     halvings=st.integers(0, 4),
 )
 def test_planned_steps_are_those_of_the_longest_responses(sequences, count, limit, halvings):
-    found = sampler.trips(sequences, limit, Batching(count, halvings))
+    found = sampler.trips(sequences, Sampling(limit), Batching(count, halvings))
     count = min(count, sequences)
     if limit == 1:
         assert found == ()
@@ -205,6 +204,15 @@ def test_planned_steps_are_those_of_the_longest_responses(sequences, count, limi
     assert (limit - 1) * rounds <= runs * steps < (limit - 1) * rounds + runs
     assert runs * copies >= sequences
     assert set(found[3:]) <= {0}
+
+
+@given(slots=st.integers(1, 100), pages=st.integers(1, 100), shards=st.integers(1, 16))
+def test_rounded_batching_divides_over_a_mesh(slots, pages, shards):
+    found = Batching(slots, 1, pages).rounded(shards)
+    assert slots <= found.slots < slots + shards
+    assert pages <= found.pages < pages + shards
+    assert found.of_device(shards) == Batching(found.slots // shards, 1, found.pages // shards)
+    assert Batching().rounded(shards) == Batching()
 
 
 def test_slots_that_do_not_divide_over_the_mesh_are_refused():

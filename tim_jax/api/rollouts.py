@@ -94,7 +94,6 @@ def sample(
     whole("sample: samples", samples, least=1)
     if slots is not None:
         whole("sample: slots", slots, least=1)
-        slots += -slots % model.placement.shards  # on every device as many
     asked = _checked(prompts)
     longest = longest_prompt(
         model,
@@ -206,7 +205,11 @@ def score(model: Model, rollout: Rollout, *, micro_batch: int | None = None) -> 
 
 @lru_cache(maxsize=32)
 def _sampler(execution: Execution, samples: int, slots: int | None) -> Any:
-    return programs.sampling_program(execution, samples=samples, batching=Batching(slots))
+    return programs.sampling_program(
+        execution,
+        samples=samples,
+        batching=Batching(slots).rounded(execution.placement.shards),
+    )
 
 
 @lru_cache(maxsize=32)

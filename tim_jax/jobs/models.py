@@ -69,7 +69,9 @@ def _shared(task: Task) -> Task:
 
 def _evaluator(config: RunConfig, execution: Execution, task: Task, text: Text):
     section = config.eval
-    slots = config.sampler.slots or config.sequences_per_step
+    batching = config.sampler.batching
+    slots = batching.slots or config.sequences_per_step
+    batching = replace(batching, slots=slots)
     # The prompts' keys and values of a whole batch are kept, so it is not the whole evaluation.
     batch = min(section.prompts, max(1, _EVAL_ROUNDS * slots // section.samples))
     # Whole rows for every device; the evaluation fills up with prompts that are not counted.
@@ -78,7 +80,7 @@ def _evaluator(config: RunConfig, execution: Execution, task: Task, text: Text):
     sample = programs.sampling_program(
         replace(execution, sampling=sampling),
         samples=section.samples,
-        batching=replace(config.sampler.batching, slots=slots),
+        batching=batching.rounded(execution.placement.shards),
     )
 
     def run(weights) -> tuple[dict[str, float], list[Sample]]:

@@ -46,7 +46,7 @@ def plan_run(
         )
     model = model_config(config, architecture)
     target = topology.target(slice_name)
-    workload = make_recipe(config, model, target)
+    workload = make_workload(config, model, target)
     return planning.make(workload, target, layers=layers, searching=searching, say=say)
 
 
@@ -66,7 +66,7 @@ def parse_layers(text: str) -> Layers:
     raise InputError(f'--layers {text!r}: write "all", or two rising numbers such as 4,8')
 
 
-def make_recipe(config: RunConfig, model: ModelConfig, target: Target) -> Workload:
+def make_workload(config: RunConfig, model: ModelConfig, target: Target) -> Workload:
     """A step of a run on the target's devices.
 
     Raises:

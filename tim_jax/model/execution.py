@@ -127,6 +127,11 @@ class Batching:
             parts[name] = value and value // shards
         return replace(self, **parts)
 
+    def rounded(self, shards: int) -> "Batching":
+        """With as many more slots and pages that every one of `shards` devices has as many."""
+        parts = {name: getattr(self, name) for name in ("slots", "pages")}
+        return replace(self, **{name: n and n + -n % shards for name, n in parts.items()})
+
 
 ALL_AT_ONCE = Batching()
 

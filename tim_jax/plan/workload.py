@@ -123,7 +123,7 @@ def decode_steps(workload: Workload) -> tuple[int, ...]:
     shards = workload.sampler_execution.placement.shards
     return sampler.trips(
         workload.sequences // shards,
-        workload.execution.sampling.max_response_length,
+        workload.execution.sampling,
         workload.batching.of_device(shards),
     )
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from tim_jax.model import preparing, transformer
-from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.model.weights import Weights, weight_axes
 from tim_jax.placement import SINGLE, Placement, collectives
-from tim_jax.policy import distribution
+from tim_jax.policy import distribution, truncation
 from tim_jax.policy import slots as slotting
 from tim_jax.policy.paging import Pool
 from tim_jax.policy.slots import Queue, Results, Slots
@@ -117,19 +117,22 @@ def _widths(slots: int, halvings: int) -> list[int]:
     return [slots >> halving for halving in range(1, halvings + 1) if slots >> halving]
 
 
-def trips(sequences: int, limit: int, batching: Batching) -> tuple[int, ...]:
-    """Iterations of a device's decode loops, if every response has `limit` tokens.
+def trips(sequences: int, sampling: Sampling, batching: Batching) -> tuple[int, ...]:
+    """Most iterations of a device's loops, if every response is the longest.
 
-    In the order of the program, each loop before those inside it: runs of steps, prompts copied
-    into slots before a run, and steps of a run; then the same for the slots after each halving.
+    In the order of the program, each loop before those inside it: the searches of the first draw;
+    runs of steps, prompts copied into slots before a run, steps of a run, and the searches of its
+    draw; then the same for the slots after each halving.
     """
+    limit, searches = sampling.max_response_length, truncation.trips(sampling)
     if limit == 1:
-        return ()
+        return searches
     runs = -(-(limit - 1) // _STEPS)
     slots = min(batching.slots or sequences, sequences)
     rounds = -(-sequences // slots)
     whole = runs * rounds, -(-sequences // (runs * rounds)), -(-(limit - 1) // runs)
-    return whole + (0, 0, 0) * len(_widths(slots, batching.halvings))
+    narrowed = (0, 0, 0, *searches) * len(_widths(slots, batching.halvings))
+    return (*searches, *whole, *searches, *narrowed)
 
 
 def _queue(cache, results: Results, starts, order: jax.Array | None, **shape: Any) -> Queue:

@@ -30,6 +30,7 @@ from tim_jax.numerics import Numerics
 # rounding (the softmax may be computed in bfloat16) takes the row's probabilities above 1.
 _UNITS = 2.0**30
 _PARTS = 16
+_MOST_PASSES = 10  # after the first
 # The first thresholds, in nats below the maximum: 15, dense where one nat holds much probability.
 _BELOW = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 14.0, 18.0)
 _LOWEST = -0x7F800000  # the number of minus infinity
@@ -72,6 +73,13 @@ def kept(
         units = _probabilities(weights, numerics)
         lowest = _threshold(order, units, peak, lowest, lambda total: _share(total, sampling.top_p))
     return order >= lowest[:, None]
+
+
+def trips(sampling: Sampling) -> tuple[int, ...]:
+    """Most iterations of the searches' loops, in the order of the program; see `sampler.trips`."""
+    if sampling.temperature == 0:
+        return ()
+    return (_MOST_PASSES,) * ((sampling.top_k > 0) + (sampling.top_p < 1))
 
 
 def _probabilities(weights, numerics):
