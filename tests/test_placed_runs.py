@@ -6,6 +6,7 @@ import tiny
 from tim_jax import cli
 from tim_jax.config.toml import load
 from tim_jax.errors import InputError
+from tim_jax.jobs import models
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.run import assembly
 from tim_jax.run.loggers import read_lines
@@ -45,6 +46,16 @@ def test_placements_of_a_config():
     assert load(None, ["placement.tensor=2"]).placement.for_sampler == Placement(tensor=2)
     assert load(None, ["placement.tensor=2", "numerics.column_tiles=4"]).column_tiles == 4
     assert "placement" in config.may_change()
+
+
+def test_an_evaluation_has_slots_for_its_own_mesh():
+    """The sampler's mesh of two devices takes six slots, the learner's of four takes eight."""
+    words = ["placement.fsdp=4", "placement.sampler.fsdp=2", "sampler.slots=6", "sampler.pages=6"]
+    job = models.assemble(load(None, words))
+    try:
+        assert job.evaluate is not None
+    finally:
+        job.task.close()
 
 
 @pytest.mark.parametrize(

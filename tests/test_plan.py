@@ -251,7 +251,7 @@ def test_truncation_adds_no_product_to_what_is_planned():
     """Its searches are loops of their own, which the decode loops' counts must not go to."""
 
     def program(**changes):
-        sampling = replace(RECIPE.execution.sampling, **changes)
+        sampling = replace(RECIPE.execution.sampling, max_response_length=100, **changes)
         changed = replace(RECIPE, execution=replace(RECIPE.execution, sampling=sampling))
         return planning.PROGRAMS["sampler"](changed, EIGHT.devices)
 
@@ -260,6 +260,8 @@ def test_truncation_adds_no_product_to_what_is_planned():
         costs.count(p.function.trace(*p.arguments).jaxpr, p.trips).flops for p in (plain, truncated)
     ]
     assert counted[0] == counted[1] > 0
+    misread = costs.count(truncated.function.trace(*truncated.arguments).jaxpr, plain.trips).flops
+    assert misread < counted[0]
 
 
 def test_what_stays_on_a_chip_beside_a_program():
