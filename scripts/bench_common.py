@@ -9,7 +9,10 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
+
+import numpy as np
 
 RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "results"
 BATCHES = (8, 32, 64)
@@ -31,6 +34,7 @@ class Sizes:
     vocabulary: int = 8192
     prompt: int = 32
     response: int = 128
+    longest: int = 512  # tokens of the longest response where lengths are skewed
 
     def text(self) -> str:
         """One sentence for a results page."""
@@ -54,6 +58,7 @@ SMOKE = Sizes(
     vocabulary=256,
     prompt=8,
     response=8,
+    longest=16,
 )
 
 
@@ -80,6 +85,23 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]
     """The median of the ratios of neighbours, and the ratio of the two best times."""
     pairs = zip(over, under, strict=True)
     return statistics.median(a / b for a, b in pairs), min(over) / min(under)
+
+
+def skewed(count: int, longest: int) -> np.ndarray:
+    """i32[count], log-normal lengths of mean `longest` / 4, from 2 to `longest`."""
+    drawn = np.random.default_rng(0).lognormal(sigma=1.0, size=count)
+    low, high = 0.0, float(longest)
+    for _ in range(50):  # the scale at which the lengths, cut, have the mean
+        scale = (low + high) / 2
+        lengths = np.clip(np.round(drawn * scale), 2, longest)
+        low, high = (scale, high) if lengths.mean() < longest / 4 else (low, scale)
+    lengths[np.argmax(drawn)] = longest
+    return lengths.astype(np.int32)
+
+
+def slots(batch: int) -> tuple[int, ...]:
+    """How many sequences are drawn side by side where lengths are skewed."""
+    return batch // 4, batch
 
 
 def load_average() -> float:
@@ -152,6 +174,15 @@ def share_even(completion: str) -> float:
     """The peer benchmark's reward: the share of even numbers among the words of a completion."""
     words = completion.split()
     return sum(int(word) % 2 == 0 for word in words) / max(1, len(words))
+
+
+def operations(worker) -> dict[str, Callable[[], dict]]:
+    """What both libraries' workers can be asked."""
+    names = "about", "prepare_sampler", "sample", "prepare_skewed", "prepare_learner", "step"
+    found = {name: getattr(worker, name) for name in names}
+    for count in slots(worker.batch):
+        found[f"skewed_{count}"] = partial(worker.sample_skewed, count)
+    return found
 
 
 def serve(operations: Mapping[str, Callable[[], dict]]) -> None:

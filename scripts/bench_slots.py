@@ -24,21 +24,9 @@ from tim_jax.numerics import Numerics
 from tim_jax.policy import distribution, sampler
 
 PAGE = common.RESULTS / "slots.md"
-SIZES = dataclasses.replace(common.SMALL, response=512)
+SIZES = dataclasses.replace(common.SMALL, response=common.SMALL.longest)
 SEQUENCES = 64
 _SEED = 0
-
-
-def skewed(count: int, longest: int) -> np.ndarray:
-    """i32[count], log-normal lengths of mean `longest` / 4, from 2 to `longest`."""
-    drawn = np.random.default_rng(_SEED).lognormal(sigma=1.0, size=count)
-    low, high = 0.0, float(longest)
-    for _ in range(50):  # the scale at which the lengths, cut, have the mean
-        scale = (low + high) / 2
-        lengths = np.clip(np.round(drawn * scale), 2, longest)
-        low, high = (scale, high) if lengths.mean() < longest / 4 else (low, scale)
-    lengths[np.argmax(drawn)] = longest
-    return lengths.astype(np.int32)
 
 
 def forced(logits, uniform, positions, sequences, *, lengths, execution: Execution):
@@ -62,7 +50,7 @@ def measure(sizes: common.Sizes, dtype: str, schedules, repeats: int):
     weights = jax.jit(execution.prepare)(params)
     lengths = {
         "equal": np.full(SEQUENCES, sizes.response, np.int32),
-        "skewed": skewed(SEQUENCES, sizes.response),
+        "skewed": common.skewed(SEQUENCES, sizes.response),
     }
     calls, tokens, drawn = {}, {}, {}
     for name, slots, halvings in schedules:

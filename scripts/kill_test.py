@@ -1,10 +1,11 @@
-"""Kills a training run at random moments, and writes docs/results/kills.md.
+"""Kills a training run in every stage and at random moments, and writes docs/results/kills.md.
 
     JAX_PLATFORMS=cpu python scripts/kill_test.py [--kills 20]
 
-One run is left alone. Another, of the same config, is ended by SIGKILL again and again, at moments
-drawn at random or while a checkpoint is being written, and started again by the same command. Both
-must end with the same metrics, samples and parameters, to the byte.
+One run is left alone. Another, of the same config, is ended by SIGKILL again and again: in each
+stage of a step (`stages.py`), at moments drawn at random, while a checkpoint is being written, and
+in each stage of a run's end. It is started again by the same command. Both must end with the same
+metrics, samples and parameters, to the byte.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import time
 from typing import NamedTuple
 
 import bench_common as common
+import stages
 
 PAGE = common.RESULTS / "kills.md"
 _CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.toml"
@@ -35,6 +37,8 @@ _CHANGES = (
 )
 _FILES = ("metrics.jsonl", "samples.jsonl", "model/model.safetensors")
 _SEED = 0
+_AT_THE_END = [name for name in stages.STAGES if name.startswith(("export", "the chart"))]
+_OF_A_STEP = [name for name in stages.STAGES if name not in _AT_THE_END]
 
 
 class Kill(NamedTuple):
@@ -57,7 +61,9 @@ def main() -> int:
         _finish(_start(whole))
         seconds = time.monotonic() - started
         rng = random.Random(_SEED)
-        kills = [_kill(killed, number, rng, seconds) for number in range(arguments.kills)]
+        kills = [_kill_in_stage(killed, stage, times=2) for stage in _OF_A_STEP]
+        kills += [_kill(killed, number, rng, seconds) for number in range(arguments.kills)]
+        kills += [_kill_in_stage(killed, stage, times=1) for stage in _AT_THE_END]
         _finish(_start(killed))
         same = {name: _digest(whole / name) == _digest(killed / name) for name in _FILES}
         steps = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").open()]
@@ -66,10 +72,10 @@ def main() -> int:
     return 0 if all(same.values()) else 1
 
 
-def _start(folder: pathlib.Path) -> subprocess.Popen:
-    command = ["-m", "tim_jax.cli", "train", str(_CONFIG), *_CHANGES, f"run.folder={folder}"]
+def _start(folder: pathlib.Path, stage: str = "none", times: int = 1) -> subprocess.Popen:
+    command = ["train", str(_CONFIG), *_CHANGES, f"run.folder={folder}"]
     return subprocess.Popen(
-        [sys.executable, *command],
+        [sys.executable, stages.__file__, stage, str(times), *command],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,6 +87,13 @@ def _finish(process: subprocess.Popen) -> None:
     output, _ = process.communicate()
     if process.returncode:
         raise SystemExit(f"the run ended with status {process.returncode}:\n{output}")
+
+
+def _kill_in_stage(folder: pathlib.Path, stage: str, *, times: int) -> Kill:
+    """Starts the run, which kills itself when the stage comes for the `times`-th time."""
+    process = _start(folder, stage, times)
+    process.communicate()
+    return _killed(process, folder, stage)
 
 
 def _kill(folder: pathlib.Path, number: int, rng: random.Random, seconds: float) -> Kill:
@@ -97,10 +110,14 @@ def _kill(folder: pathlib.Path, number: int, rng: random.Random, seconds: float)
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.communicate()
+    return _killed(process, folder, "in a save" if in_save else "at random")
+
+
+def _killed(process: subprocess.Popen, folder: pathlib.Path, moment: str) -> Kill:
     left = list((folder / "checkpoints").glob(".saving-*"))
     if process.returncode != -signal.SIGKILL:
         return Kill("had come to its end", _last_step(folder), False)
-    return Kill("in a save" if in_save else "at random", _last_step(folder), bool(left))
+    return Kill(moment, _last_step(folder), bool(left))
 
 
 def _last_step(folder: pathlib.Path) -> int:
@@ -119,8 +136,9 @@ def _page(kills: list[Kill], same: dict[str, bool], steps: list[int], load: floa
         "# A run that is killed",
         "",
         "Written by `python scripts/kill_test.py`. One run is left alone; another of the same"
-        f" config gets SIGKILL {len(kills)} times ({within} times with a checkpoint half written)"
-        " and is started again by the same command. The quickstart's model and task, shorter:"
+        f" config gets SIGKILL {len(kills)} times ({within} times with a checkpoint half written),"
+        " in every stage of its work and at random moments, and is started again by the same"
+        " command. The quickstart's model and task, shorter:"
         f" `{' '.join(_CHANGES)}`.",
         "",
         *common.machine_text(load, common.versions("jax", "orbax-checkpoint"), timed=False),

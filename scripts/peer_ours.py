@@ -1,22 +1,27 @@
 """bench_peer.py's worker for tim_jax: the exact sampler, and whole GRPO steps."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import bench_common as common
 import jax
 import jax.numpy as jnp
 from bench_exactness_cost import make_prompts, model_config
+from bench_slots import forced
 
 from tim_jax import optimizers
 from tim_jax.auditing.cases import random_params
 from tim_jax.model import calibration
-from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
+from tim_jax.policy import sampler
 from tim_jax.rl import loop, programs
 from tim_jax.rl.types import Learning
 from tim_jax.types import Rollout
+
+HALVINGS = 2  # where lengths are skewed: the slots of an empty queue are halved twice
 
 
 class Worker:
@@ -45,12 +50,30 @@ class Worker:
 
     def sample(self) -> dict:
         """A batch, down to texts and log-probs on the host, as the peer's call gives them."""
-        start = time.perf_counter()
-        rollout = self.draw(self.key())
-        texts(rollout)
-        log_probs = jax.device_get(rollout.log_probs)
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "tokens": int(rollout.lengths.sum()), "of": log_probs.size}
+        return timed(self.draw, self.key())
+
+    def prepare_skewed(self) -> dict:
+        """Programs by number of slots; every sequence ends at the length it is told."""
+        lengths = common.skewed(self.batch, self.sizes.longest)
+        stop = (self.config.vocab_size - 1,)
+        execution = replace(self.execution, sampling=Sampling(self.sizes.longest, stop_tokens=stop))
+        draw = partial(forced, lengths=jnp.asarray(lengths), execution=execution)
+        weights = jax.jit(execution.prepare)(self.params)
+        prompts = make_prompts(self.config, self.sizes, self.batch)
+        self.skewed = {}
+        for slots in common.slots(self.batch):
+            program = partial(
+                sampler.sample,
+                execution=execution,
+                samples=1,
+                batching=Batching(slots, HALVINGS),
+                draw=draw,
+            )
+            self.skewed[slots] = partial(jax.jit(program), weights, prompts)
+        return [self.sample_skewed(slots) for slots in self.skewed][-1]
+
+    def sample_skewed(self, slots: int) -> dict:
+        return timed(self.skewed[slots], self.key())
 
     def prepare_learner(self) -> dict:
         objective = Objective(aggregation="sequence_mean_token_mean")
@@ -76,6 +99,16 @@ class Worker:
         return {"seconds": seconds, "tokens": int(rollout.lengths.sum())}
 
 
+def timed(draw, key: jax.Array) -> dict:
+    """Seconds until texts and log-probs are on the host."""
+    start = time.perf_counter()
+    rollout = draw(key)
+    texts(rollout)
+    log_probs = jax.device_get(rollout.log_probs)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "tokens": int(rollout.lengths.sum()), "of": log_probs.size}
+
+
 def texts(rollout: Rollout) -> list[str]:
     """Completions as the peer's tokenizer writes them: token ids in words."""
     responses, lengths = jax.device_get((rollout.responses, rollout.lengths))
@@ -89,8 +122,7 @@ def main() -> None:
     options = common.worker_parser(__doc__ or "").parse_args()
     sizes = common.SMOKE if options.smoke else common.SMALL
     worker = Worker(sizes, options.batch, options.dtype)
-    names = ("about", "prepare_sampler", "sample", "prepare_learner", "step")
-    common.serve({name: getattr(worker, name) for name in names})
+    common.serve(common.operations(worker))
 
 
 if __name__ == "__main__":

@@ -99,22 +99,31 @@ class Worker:
         return [" ".join(map(str, row)) for row in tokens]
 
     def prepare_sampler(self) -> dict:
+        self.make_sampler(self.sizes.response)
+        return self.sample()
+
+    def make_sampler(self, longest: int) -> None:
         cache = sampler.CacheConfig(
-            cache_size=self.sizes.prompt + self.sizes.response,
+            cache_size=self.sizes.prompt + longest,
             num_layers=self.sizes.layers,
             num_kv_heads=self.sizes.kv_heads,
             head_dim=self.sizes.head_dim,
         )
         model = qwen3.Qwen3(self.config, rngs=nnx.Rngs(0))
         self.sampler = sampler.Sampler(model, Tokenizer(), cache)
-        return self.sample()
 
     def sample(self) -> dict:
         self.calls += 1
         start = time.perf_counter()
-        drawn = self.sampler(
-            self.prompts(self.batch),
-            max_generation_steps=self.sizes.response,
+        drawn = self.draw(self.prompts(self.batch), self.sizes.response)
+        seconds = time.perf_counter() - start
+        count = sum(len(tokens) for tokens in drawn.tokens)
+        return {"seconds": seconds, "tokens": count, "of": sum(map(len, drawn.logprobs or []))}
+
+    def draw(self, prompts: list[str], response: int):
+        return self.sampler(
+            prompts,
+            max_generation_steps=response,
             max_prompt_length=self.sizes.prompt,
             temperature=1.0,
             top_p=1.0,
@@ -124,9 +133,28 @@ class Worker:
             # One past the vocabulary: nothing draws it.
             eos_tokens=[self.sizes.vocabulary],
         )
+
+    def prepare_skewed(self) -> dict:
+        self.make_sampler(self.sizes.longest)
+        return [self.sample_skewed(slots) for slots in common.slots(self.batch)][-1]
+
+    def sample_skewed(self, slots: int) -> dict:
+        """Batches of `slots` sequences, each drawn until its longest has ended.
+
+        The peer's loop stops when every row of its batch has ended. Told the longest length, it
+        works exactly as long; tokens past the end of a row are not counted.
+        """
+        self.calls += 1
+        lengths = common.skewed(self.batch, self.sizes.longest)
+        prompts = self.prompts(self.batch)
+        start = time.perf_counter()
+        count = 0
+        for first in range(0, self.batch, slots):
+            longest = int(lengths[first : first + slots].max())
+            drawn = self.draw(prompts[first : first + slots], longest)
+            count += sum(len(log_probs) for log_probs in drawn.logprobs or [])
         seconds = time.perf_counter() - start
-        count = sum(len(tokens) for tokens in drawn.tokens)
-        return {"seconds": seconds, "tokens": count, "of": sum(map(len, drawn.logprobs or []))}
+        return {"seconds": seconds, "tokens": int(lengths.sum()), "of": count}
 
     def prepare_learner(self) -> dict:
         model = qwen3.Qwen3(self.config, rngs=nnx.Rngs(0))
@@ -199,8 +227,7 @@ def main() -> None:
     options = common.worker_parser(__doc__ or "").parse_args()
     sizes = common.SMOKE if options.smoke else common.SMALL
     worker = Worker(sizes, options.batch, options.dtype)
-    names = ("about", "prepare_sampler", "sample", "prepare_learner", "step")
-    common.serve({name: getattr(worker, name) for name in names})
+    common.serve(common.operations(worker))
 
 
 if __name__ == "__main__":

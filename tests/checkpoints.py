@@ -85,6 +85,27 @@ CASES = {
         "rope_parameters": _YARN | {"attention_factor": 1.25, "beta_slow": 0.5},
         "mlp_bias": True,
     },
+    "qwen3_moe": {
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,  # torch takes multiples of 16 bytes
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe-tied-unnormalised": {
+        "hidden_size": 36,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 28,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN,
+    },
 }
 
 
@@ -94,6 +115,7 @@ def make_config(name):
         "qwen3": transformers.Qwen3Config,
         "qwen2": transformers.Qwen2Config,
         "llama": transformers.LlamaConfig,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
     }
     return classes[name.split("-")[0]](**_SIZES, **CASES[name])
 
@@ -116,5 +138,7 @@ def make_model(name, *, seed=0):
 def torch_logits(model, tokens):
     """NumPy [T, V] of one sequence."""
     torch = pytest.importorskip("torch")
+    if getattr(model.config, "num_experts", 0):
+        model.set_experts_implementation("eager")  # of any width and dtype
     with torch.no_grad():
         return model(torch.as_tensor(tokens)[None]).logits[0].numpy()

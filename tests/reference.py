@@ -3,7 +3,7 @@
 It shares nothing with the package but the values of ModelConfig and the layout of the parameters.
 One sequence, no batch, no cache, no tricks. Sources: RMSNorm, arXiv:1910.07467; rotary positions,
 arXiv:2104.09864; grouped queries, arXiv:2305.13245; SwiGLU, arXiv:2002.05202; YaRN,
-arXiv:2309.00071; the Llama 3.1, Qwen2 and Qwen3 reports.
+arXiv:2309.00071; mixtures of experts, arXiv:1701.06538; the Llama 3.1, Qwen2 and Qwen3 reports.
 """
 
 import numpy as np
@@ -21,7 +21,8 @@ def reference_logits(params, tokens, config, *, inv_freq=None):
     for index in range(config.num_layers):
         w = {name: leaf[index] for name, leaf in p["layers"].items()}
         x = x + _attention(_rms_norm(x, w["attn_norm"], config), w, cos, sin, config)
-        x = x + _swiglu(_rms_norm(x, w["mlp_norm"], config), w)
+        mlp = _mixture if config.num_experts else _swiglu
+        x = x + mlp(_rms_norm(x, w["mlp_norm"], config), w, config)
     head = p["embed"].T if config.tied_embeddings else p["head"]
     return _rms_norm(x, p["final_norm"], config) @ head
 
@@ -104,7 +105,21 @@ def _rotate(x, cos, sin):
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def _swiglu(x, w):
+def _mixture(x, w, config):
+    """Each token through its most probable experts, the first ones of equal probability."""
+    scores = np.exp(x @ w["router"])
+    chosen = np.argsort(-scores, axis=-1, kind="stable")[:, : config.num_experts_per_tok]
+    y = np.zeros_like(x)
+    for row, experts in enumerate(chosen):
+        whole = scores[row, experts] if config.norm_topk_prob else scores[row]
+        for expert in experts:
+            own = {name: w[f"expert_{name}"][expert] for name in ("gate", "up", "down")}
+            y[row] += scores[row, expert] / whole.sum() * _swiglu(x[row], own, config)
+    return y
+
+
+def _swiglu(x, w, config):
+    del config
     gate = _linear(x, w, "gate")
     return _linear(gate / (1 + np.exp(-gate)) * _linear(x, w, "up"), w, "down")
 

@@ -12,7 +12,7 @@ NAME = PACKAGE.name
 # From the values that know nothing to the command line that knows all. A room (a package as a
 # whole, or a module that stands alone) imports from rows above its own, never from its own row.
 ROOMS = (
-    ("errors", "types"),
+    ("errors", "machine", "types", "waiting"),
     ("inputs", "numerics"),
     ("kernels", "objectives", "schedules"),
     ("placement", "corrections", "optimizers"),
@@ -20,10 +20,12 @@ ROOMS = (
     ("policy", "tasks"),
     ("mismatch",),
     ("rl",),
-    ("auditing", "plan"),
+    ("auditing", "diagnosis", "plan"),
     ("config",),
     ("run",),
-    ("jobs", "api", "arguments"),
+    ("study",),
+    ("api", "arguments"),
+    ("jobs",),
     ("cli",),
 )
 ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}

@@ -11,19 +11,20 @@ from typing import Any, cast
 import pytest
 import tiny
 
-from tim_jax import cli
+from tim_jax import cli, waiting
 from tim_jax.config import toml
 from tim_jax.errors import ENDINGS, InputError, statuses_table
 from tim_jax.model import hf
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.loop import Step
+from tim_jax.run import waits
 from tim_jax.run.rewards import RewardWatch
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Grade, Message, Task
 from tim_jax.tasks.builtin import builtin_task
 from tim_jax.tasks.dataset import read_rows
-from tim_jax.tasks.isolated import IsolatedReward
+from tim_jax.tasks.isolated import IsolatedReward, isolated_task
 
 REWARDS = r"""
 import ctypes, os, re, signal, sys, time
@@ -55,6 +56,10 @@ def is_killed(prompts, completions, answers):
 
 def closes(prompts, completions, answers):
     os.closerange(0, 256)
+    return [1.0 for c in completions]
+
+def closes_all_but_output(prompts, completions, answers):
+    os.closerange(3, 256)
     return [1.0 for c in completions]
 
 def generator_exit(prompts, completions, answers):
@@ -98,11 +103,17 @@ BROKEN = {
     "my_sleeps": "import time; time.sleep(60)",
 }
 FACTORIES = """
-import os
-from tim_jax.tasks.base import Example, Grade, Task
+import ctypes, os, time
+from tim_jax.tasks.base import Example, Generated, Grade, Message, Task
 
 def vanishes():
     os._exit(0)
+
+def vanishes_in_c():
+    ctypes.CDLL(None)._exit(0)
+
+def sleeps():
+    time.sleep(60)
 
 def graded_by(how):
     examples = [Example(str(i), "") for i in range(8)]
@@ -110,7 +121,23 @@ def graded_by(how):
         "vanishing": lambda examples, completions: os._exit(0),
         "numbers": lambda examples, completions: [1.0 for c in completions],
         "nan": lambda examples, completions: [Grade(float("nan")) for c in completions],
+        "vanishing in C": lambda examples, completions: ctypes.CDLL(None)._exit(0),
+        "sleeping": lambda examples, completions: [time.sleep(60) if c == "x" else Grade(0.0)
+                                                   for e, c in zip(examples, completions)],
     }[how])
+
+def made_of(**words):
+    def example(i):
+        if i == 7:
+            time.sleep(60)
+        prompt = (Message("system", "s"), Message("user", str(i))) if i % 2 else str(i)
+        return Example(prompt, str(i) if i < 6 else i, {"hidden": i}, "worked" if i else None)
+
+    def grade(examples, completions):
+        return [Grade(e.data["hidden"] + len(words), "error" if c == "x" else None)
+                for e, c in zip(examples, completions)]
+
+    return Task("made", Generated(example, 8), (example(1), example(2)), grade, ("a note",))
 """
 EXAMPLES = [Example("p", "1"), Example((Message("system", "s"), Message("user", "u")), "2")]
 COMPLETIONS = ["1", "x"]
@@ -143,6 +170,13 @@ def isolated():
     yield make
     for reward in made:
         reward.close()
+
+
+def child_of(reward):
+    """The child process of an isolated reward."""
+    process = reward._there._process
+    assert process is not None
+    return process._child
 
 
 def refused(grade):
@@ -200,11 +234,14 @@ def test_a_reward_that_never_returns_is_ended_and_its_example_named(name, isolat
     assert f"bad_rewards.py, line {number}{example}" in line
 
 
-def test_a_long_wait_says_what_it_waits_for(isolated, monkeypatch, capsys):
-    monkeypatch.setattr("tim_jax.tasks.isolated.SILENT_SECONDS", 0.2)
-    refused(isolated("sleeps", 0.9))
-    assert (
-        "waiting for reward bad_rewards:sleeps: a call takes more than" in capsys.readouterr().err
+def test_a_long_call_says_what_is_waited_for(isolated, monkeypatch, capsys):
+    reward = isolated("sleeps", 0.9)
+    monkeypatch.setattr(waiting, "SECONDS", 0.2)
+    with waits.shown():
+        refused(reward)
+    assert capsys.readouterr().err == (
+        "tim-jax: still waiting for reward bad_rewards:sleeps: a call after 0.2 s (at most"
+        " task.reward_time_limit, 0.9 s)\n"
     )
 
 
@@ -225,16 +262,14 @@ def test_an_import_that_ends_or_holds_the_program(name):
 def test_sigterm_to_the_whole_job_does_not_end_the_reward(isolated):
     """A scheduler sends it to all processes; the run finishes its step first."""
     reward = isolated("counts")
-    os.kill(reward._process._child.pid, signal.SIGTERM)
+    os.kill(child_of(reward).pid, signal.SIGTERM)
     assert reward(EXAMPLES, COMPLETIONS) == [Grade(1.5), Grade(1.0)]
 
 
 def test_a_reward_process_ends_with_its_owner():
     reward = IsolatedReward("bad_rewards:counts", seconds=20.0)
-    process = reward._process
-    assert process is not None
-    child = process._child
-    del reward, process
+    child = child_of(reward)
+    del reward
     assert child.wait(10) is not None
 
 
@@ -264,6 +299,12 @@ def test_an_import_in_process_that_exits(name):
         custom.load_function(f"{name}:f")
 
 
+def test_a_reward_that_closes_files_leaves_no_noise_behind(isolated, capfd):
+    line = refused(isolated("closes_all_but_output", 300.0))
+    assert "a call ended its process (exit status 1) or closed its files" in line
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_forked_child_may_leave_as_it_does():
     with custom.user_code("this"):
         child = os.fork()
@@ -287,6 +328,65 @@ def test_a_users_task_that_exits_or_grades_wrongly():
         assert isinstance(task, Task)
         with pytest.raises(InputError, match=words):
             task.grade(EXAMPLES, COMPLETIONS)
+
+
+# The same in a process of its own: how -> what the line says, after what.
+THERE = {
+    "vanishing": "the grader of task.factory bad_factories:graded_by raised SystemExit: 0",
+    "numbers": "must return 2 tim_jax.tasks.base.Grade, got [1.0, 1.0]",
+    "vanishing in C": "task.factory bad_factories:graded_by: its grader ended its process (exit"
+    " status 0) or closed its files; 2 completions, the first for prompt '0'",
+    "sleeping": "graded_by: its grader took longer than task.reward_time_limit = 2 s, in ",
+}
+
+
+@pytest.mark.parametrize("how", THERE)
+def test_a_users_task_is_kept_apart_as_a_reward_is(how):
+    task = isolated_task("bad_factories:graded_by", {"how": how}, seconds=2)
+    with pytest.raises(InputError) as caught:
+        task.grade(task.train[:2], COMPLETIONS)
+    task.close()
+    line = str(caught.value)
+    assert THERE[how] in line
+    assert "\n" not in line
+    if how == "sleeping":
+        assert line.endswith("; at 1: prompt '1', completion 'x'")
+
+
+def test_a_users_task_in_a_process_of_its_own_is_the_same_task():
+    task = isolated_task("bad_factories:made_of", {"a": 1, "b": [2]}, seconds=2)
+    here = custom.make_task("bad_factories:made_of", {"a": 1, "b": [2]})
+    assert (task.name, task.notes, len(task.train)) == ("made", ("a note",), 8)
+
+    def known(examples):
+        return [(e.prompt, e.answer, e.solution) for e in examples]
+
+    assert known(task.train[:6]) == known(here.train[:6])
+    assert known([task.train[-4], *task.evaluation]) == known([here.train[4], *here.evaluation])
+    with pytest.raises(IndexError):
+        task.train[8]
+    examples = [task.train[5], task.evaluation[1], task.train[0]]
+    grades = [Grade(7.0), Grade(4.0, "error"), Grade(2.0)]
+    assert task.grade(examples, ["", "x", ""]) == grades
+    with pytest.raises(InputError, match=r"example 6 of train must be a .* text as its answer"):
+        task.train[6]
+    with pytest.raises(InputError, match=r"making its train examples took longer than task\.rew"):
+        task.train[7]
+    task.close()
+
+
+MADE = {
+    "vanishes": "task.factory bad_factories:vanishes raised SystemExit: 0",
+    "vanishes_in_c": "task.factory bad_factories:vanishes_in_c: importing it ended its process",
+    "sleeps": "bad_factories:sleeps: importing it took longer than task.reward_time_limit = 1 s",
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_factory_that_ends_or_holds_the_program(name):
+    with pytest.raises(InputError) as caught:
+        isolated_task(f"bad_factories:{name}", {}, seconds=1)
+    assert MADE[name] in str(caught.value)
 
 
 # Numbers, paths and nesting, wherever they stand in a config.
@@ -315,6 +415,10 @@ CONFIGS = {
     ),
     "samples": ("sampling.samples_per_prompt=1000000000", "sampling.samples_per_prompt = 10000"),
     "prompts": ("learner.prompts_per_step=1000000000", "learner.prompts_per_step = 1000000000"),
+    "refills": ("learner.refills=1000000000", "learner.refills = 1000000000: must be 1000 or less"),
+    "buckets": ("learner.length_buckets=1000000000", "must be 32 or less"),
+    "epochs": ("learner.epochs=1000000000", "must be 1000 or less"),
+    "halvings": ("sampler.halvings=1000000000", "must be 31 or less"),
     "limit": ("task={kind = 'builtin', reward_time_limit = 1e300}", "must be 1000000.0 or less"),
 }
 
@@ -520,6 +624,7 @@ RAISED = {
     "exit": (SystemExit(0), 2, "tim-jax: not done: code that the command called raised SystemExit"),
     "generator exit": (GeneratorExit(), 2, "tim-jax: not done: "),
     "several lines": (InputError("one\ntwo"), 2, "tim-jax: one two"),
+    "memory": (MemoryError("4 TB"), 6, "tim-jax: out of memory on this machine: 4 TB"),
     "interrupt": (KeyboardInterrupt(), 130, "tim-jax: interrupted; "),
 }
 

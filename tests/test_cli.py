@@ -95,6 +95,10 @@ def leave(prompts, completions, answers):
     ctypes.CDLL(None)._exit(0)
 
 
+def nothing():
+    return {}
+
+
 def at_length(prompts, completions, answers):
     return [float(len(completion) > 7) for completion in completions]
 """
@@ -606,7 +610,7 @@ def test_a_model_folder_that_is_not_right(kind, checkpoint, folder, call):
     for arguments in (
         ("train", "tiny.toml", f"run.folder={run.name}", f"model={{path='{model}'}}"),
         ("eval", "tiny.toml", f"run.folder={run.name}", "--model", model),
-        ("generate", model, "1+2="),
+        ("generate", model, "1+2=", "--max-tokens", 8),
         ("audit", model),
     ):
         if kind == "no tokenizer" and arguments[0] == "audit":
@@ -644,10 +648,13 @@ BAD_CONFIGS = {
         ["task={kind='custom', factory='cli_rewards:make'}", "warmup.steps=0"],
         "no 'make'",
     ),
-    "not a task": (["task={kind='custom', factory='builtins:dict'}", "warmup.steps=0"], "got dict"),
+    "not a task": (
+        ["task={kind='custom', factory='cli_rewards:nothing'}", "warmup.steps=0"],
+        "got dict",
+    ),
     "failing task": (
-        ["task={kind='custom', factory='math:log', parameters={x=1}}", "warmup.steps=0"],
-        "task.factory math:log raised TypeError",
+        ["task={kind='custom', factory='cli_rewards:leave', parameters={x=1}}", "warmup.steps=0"],
+        "task.factory cli_rewards:leave raised TypeError",
     ),
     "prompt too long": (
         ["sampling.max_prompt_length=3", "warmup.steps=0"],
@@ -780,12 +787,19 @@ def test_a_result_that_cannot_be_written(finished, folder, call):
     assert "cannot write" in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["train"], ["fly", "me"], ["generate", "x"]])
-def test_usage_errors_name_what_is_wanted(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2
-    assert "usage: tim-jax" in capsys.readouterr().err
+USAGE = {
+    "nothing": ([], "the following arguments are required: COMMAND; see tim-jax --help"),
+    "no config": (["train"], "train: the following arguments are required: config, KEY=VALUE; see"),
+    "unknown": (["fly", "me"], "argument COMMAND: invalid choice: 'fly' (choose from "),
+    "no prompt": (["generate", "x"], "generate: the following arguments are required: prompt"),
+    "option": (["train", "x", "--fast"], "unrecognized arguments: --fast; see tim-jax --help"),
+}
+
+
+@pytest.mark.parametrize("kind", USAGE)
+def test_usage_errors_name_what_is_wanted(kind, call):
+    arguments, words = USAGE[kind]
+    assert words in refused(call, *arguments)
 
 
 # The installed command

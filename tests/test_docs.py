@@ -24,6 +24,7 @@ import test_architecture
 
 import tim_jax
 from tim_jax import cli
+from tim_jax.arguments import RefusedError
 from tim_jax.config import toml
 from tim_jax.jobs.audit import read_dial
 from tim_jax.plan import topology
@@ -128,7 +129,7 @@ def test_commands_are_understood(page, monkeypatch):
             continue
         try:
             arguments = cli._arguments(words[1:])
-        except SystemExit:
+        except (SystemExit, RefusedError):
             pytest.fail(f"not a command: {shlex.join(words)}")
         config = getattr(arguments, "config", "CONFIG")
         if config != "CONFIG":

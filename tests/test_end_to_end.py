@@ -42,6 +42,18 @@ SIZES = {
 MODELS = {
     "qwen3": (transformers.Qwen3Config, {"head_dim": 8, "tie_word_embeddings": True}, TEMPLATE),
     "llama": (transformers.LlamaConfig, {"hidden_size": 24, "attention_bias": True}, None),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {
+            "head_dim": 8,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+        TEMPLATE,
+    ),
 }
 
 
@@ -178,6 +190,22 @@ def test_a_checkpoint_of_transformers_learns_gsm8k_and_goes_back(name, tmp_path,
     assert status == 0
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["reward"] == lines[-1]["eval/reward"]
+    if name == "qwen3_moe":
+        generate_audit_and_export(run, tmp_path, capsys)
+
+
+def generate_audit_and_export(run, folder, capsys):
+    """What else is done with a run of a mixture of experts."""
+    capsys.readouterr()
+    assert cli.main(["generate", str(run), "tom has", "--samples", "2", "--max-tokens", "5"]) == 0
+    assert capsys.readouterr().out
+    report = folder / "audit.json"
+    assert cli.main(["audit", str(run), "--quick", "--json", str(report)]) == 0
+    assert json.loads(report.read_text())
+    assert cli.main(["export", str(run), str(folder / "exported")]) == 0
+    tokens = np.arange(30)
+    theirs = torch_logits(folder / "exported", tokens)
+    np.testing.assert_array_equal(theirs, torch_logits(run / "model", tokens))
 
 
 COMMAND = Path(sys.executable).with_name("tim-jax")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import quick
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from tim_jax import objectives
 from tim_jax.auditing import PRESETS, Again, Case, Score, Sizes, audit, random_params
 from tim_jax.auditing.cases import plain_sampling
-from tim_jax.model.execution import Execution
+from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import learner
@@ -97,7 +98,7 @@ def test_longer_sequences_of_more_key_blocks(dtype):
 # --- the update itself -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_batch", [None, 4])
+@pytest.mark.parametrize("micro_batch", quick.some([None, 4], 1))
 @pytest.mark.parametrize("numerics", [tiny.NUMERICS, tiny.BF16], ids=["float32", "bfloat16"])
 def test_the_log_probs_of_an_update_are_those_of_the_rollout(numerics, micro_batch):
     execution = Execution(tiny.CONFIG, numerics, tiny.SAMPLING)
@@ -134,6 +135,60 @@ def test_the_log_probs_of_an_update_are_those_of_the_rollout(numerics, micro_bat
     assert int(found.compared) == int(np.sum(rollout.lengths)) > 50
     assert int(found.unequal) == 0
     assert float(found.max_difference) == 0
+
+
+# --- many tokens of a mixture of experts -----------------------------------------------------
+
+MIXTURE = PRESETS["qwen3-moe-awkward"]
+LONG, LONGEST_PROMPT = 60, 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", EXACT)
+def test_fifty_thousand_tokens_of_a_mixture_of_experts(dtype):
+    """Drawn prompts, weights and orders: samplers of two batches, learners of two shapes."""
+    execution = Execution(MIXTURE, EXACT[dtype], Sampling(LONG, temperature=0.9))
+    prepare, rng = jax.jit(execution.prepare), np.random.default_rng(0)
+    draw = jax.jit(
+        partial(sampler.sample, execution=execution), static_argnames=("samples", "batching")
+    )
+
+    @jax.jit
+    def learn(weights, rollout):
+        def loss(weights):
+            log_probs = scoring.score(weights, rollout, execution=execution).log_probs
+            return jnp.sum(jnp.exp(log_probs)), log_probs
+
+        return jax.grad(loss, has_aux=True)(weights)
+
+    compared = unequal = 0
+    for seed in range(27):
+        weights = prepare(jax.tree.map(jnp.asarray, random_params(MIXTURE, seed)))
+        prompts = Prompts(
+            tokens=jnp.asarray(rng.integers(0, 101, (8, LONGEST_PROMPT)), jnp.int32),
+            lengths=jnp.asarray(rng.integers(1, LONGEST_PROMPT + 1, 8), jnp.int32),
+            ids=jnp.asarray(rng.integers(0, 2**30, 8), jnp.int32),
+        )
+        rollout = draw(weights, prompts, jax.random.key(seed), samples=4)
+        recorded = np.asarray(rollout.log_probs).view(np.int32)
+        for rows in np.array_split(rng.permutation(32), [12, 24])[: 2 + seed % 2]:
+            part = jax.tree.map(lambda x, rows=rows: x[rows], rollout)
+            found = np.asarray(learn(weights, part)[1]).view(np.int32)
+            compared, unequal = compared + found.size, unequal + (found != recorded[rows]).sum()
+        some = rng.permutation(8)[:3]
+        again = draw(
+            weights,
+            jax.tree.map(lambda x, some=some: x[some], prompts),
+            jax.random.key(seed),
+            samples=4,
+            batching=Batching(slots=5),
+        )
+        rows = (4 * some[:, None] + np.arange(4)).reshape(-1)
+        assert tiny.bits(again.responses) == tiny.bits(rollout.responses[rows])
+        found = np.asarray(again.log_probs).view(np.int32)
+        compared, unequal = compared + found.size, unequal + (found != recorded[rows]).sum()
+    assert unequal == 0
+    assert compared > 50_000
 
 
 # --- random data -----------------------------------------------------------------------------

@@ -134,6 +134,36 @@ def test_saved_checkpoint_gives_transformers_the_same_bits(name, tmp_path):
             assert getattr(again.generation_config, key) == getattr(model.generation_config, key)
 
 
+def test_the_fused_layout_of_transformers_5_is_read_too(tmp_path):
+    model = make_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "apart")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False, max_shard_size="20KB")
+    index = json.loads((tmp_path / "fused" / "model.safetensors.index.json").read_text())
+    assert "model.layers.1.mlp.experts.gate_up_proj" in index["weight_map"]
+    config = hf.load_config(tmp_path / "apart")
+    apart, fused = (hf.load_params(tmp_path / name, config) for name in ("apart", "fused"))
+    jax.tree.map(np.testing.assert_array_equal, apart, fused)
+    state = {key: value.numpy() for key, value in model.state_dict().items()}
+    joint = state["model.layers.2.mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(apart["layers"]["expert_up"][2, 4], joint[4, 20:].T)
+    np.testing.assert_array_equal(
+        apart["layers"]["router"][1], state["model.layers.1.mlp.gate.weight"].T
+    )
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    make_model("qwen3_moe").save_pretrained(tmp_path / "apart")
+    make_model("qwen3_moe").save_pretrained(tmp_path / "fused", save_original_format=False)
+    name = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    _edit(tmp_path / "apart", lambda old: {k: v for k, v in old.items() if k != name.format(5)})
+    _refused(tmp_path / "apart", name.format(5), "missing")
+    joint = "model.layers.1.mlp.experts.gate_up_proj"
+    _edit(tmp_path / "fused", lambda old: old | {joint: old[joint][:6].copy()})
+    _refused(tmp_path / "fused", "layers.1.mlp.experts.6.gate_proj", "missing")
+    _edit(tmp_path / "fused", lambda old: {k: v for k, v in old.items() if k != joint})
+    _refused(tmp_path / "fused", "layers.1.mlp.experts.0.gate_proj", "missing")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_survives_the_round_trip(dtype, tmp_path):
     torch = pytest.importorskip("torch")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,9 @@ ALL = pytest.mark.parametrize(
     [EXACT_F32, EXACT_BF16, NATIVE_F32, NATIVE_BF16],
     ids=lambda n: f"{n.family}-{n.compute_dtype}",
 )
-EXACT = pytest.mark.parametrize("numerics", [EXACT_F32, EXACT_BF16], ids=["float32", "bfloat16"])
+EXACT = pytest.mark.parametrize(
+    "numerics", quick.some([EXACT_F32, EXACT_BF16], 1), ids=["float32", "bfloat16"]
+)
 FAMILIES = {"tiles": tiles, "native": native}
 
 
@@ -200,7 +203,9 @@ def attend(numerics, *, aligned):
 
 @ALL
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "length"), [(3, 5, 70), (1, 1, 33), (2, 4, 7)], ids=str
+    ("kv_heads", "group", "length"),
+    quick.some([(3, 5, 70), (1, 1, 33), (2, 4, 7)], 0),
+    ids=str,
 )
 @pytest.mark.parametrize("aligned", [True, False])
 def test_attention_is_within_rounding_of_float64(numerics, kv_heads, group, length, aligned):
@@ -298,7 +303,7 @@ def test_a_unit_has_the_gradient_of_its_plain_form():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [20, 60, 128, 300])
+@pytest.mark.parametrize("size", quick.some([20, 60, 128, 300], 1))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_units_rows_do_not_depend_on_the_rows_beside_it(size, dtype):
     """Elementwise code and written-out sums: in any number of rows, and inside a loop."""
@@ -320,8 +325,8 @@ def test_rms_norm_against_float64():
     np.testing.assert_allclose(EXACT_NORM(x, weight), exact, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("heads", [2, 8])
-@pytest.mark.parametrize("size", [8, 36, 128])
+@pytest.mark.parametrize("heads", quick.some([2, 8], 0))
+@pytest.mark.parametrize("size", quick.some([8, 36, 128], 1))
 def test_the_norm_of_any_number_of_rows_is_ieee_arithmetic(size, heads):
     """Bit for bit NumPy's: no fused multiply-add, and no root that is guessed and improved, which
     XLA:CPU does in another way for another width of vectors, and so for another number of rows."""

@@ -149,6 +149,7 @@ def test_native_numerics_run_the_same_update_and_the_comparison_sees_them():
     assert 0 < float(report.exactness.max_difference) < 1e-4
 
 
+@pytest.mark.slow
 def test_micro_batches_of_an_untied_model_give_the_same_gradient():
     """Its embedding and head have sums of their own, which every micro-batch adds to."""
     params, batch = tiny.params(tiny.UNTIED), batch_of(UNTIED)

@@ -177,11 +177,28 @@ def test_a_sampler_that_is_too_large_is_told_its_slots():
     long = replace(STEP, execution=execution, prompts=64).with_micro_batch(2)
     most = max(totals(long.with_slots(8)))
     line = refused(long, most=most)
-    assert line.startswith("memory: sampling a step needs about ")
+    assert line.startswith("memory: sampling needs about ")
     assert "(cache " in line
     slots = int(line.rpartition("sampler.slots = ")[2])
     assert slots < 128
     budget.check(long.with_slots(slots), DEVICES, most=most)
+
+
+def test_an_accelerators_state_may_wait_on_the_host():
+    """Where the host's memory is the device's own, nothing is won."""
+
+    class Accelerator:
+        platform, device_kind = "tpu", "an accelerator"
+
+    execution = replace(STEP.execution, sampling=Sampling(4096))
+    step = replace(STEP, execution=execution, offload=True)
+    here, there = (workload.offloaded(step, (device,)) for device in (DEVICES[0], Accelerator()))
+    assert (here, there) == (False, True)
+    assert not workload.offloaded(STEP, (Accelerator(),))
+    state = workload.bytes_per_device(workload.laid_out(STEP, DEVICES)[0])
+    before, here = (budget.needs(s, DEVICES)[0].parts for s in (replace(step, offload=False), step))
+    assert here == before
+    assert here["masters"] + here["optimiser"] == state
 
 
 def test_a_state_that_no_setting_shrinks_names_more_devices():

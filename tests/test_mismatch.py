@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 import tiny
 
 from tim_jax import metrics, mismatch, placement
@@ -128,7 +129,7 @@ def test_compute_casts_what_prepare_casts():
     "name",
     [
         "raw_log_probs",
-        "dropped_end",
+        pytest.param("dropped_end", marks=pytest.mark.slow),
         pytest.param("ignored_truncation", marks=pytest.mark.slow),
         pytest.param("pad_mask", marks=pytest.mark.slow),
     ],
@@ -165,10 +166,7 @@ FORWARD = [
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in FORWARD[3:7] else ())
-        for name in FORWARD
-    ],
+    quick.some(FORWARD, FORWARD.index("kv_cache"), FORWARD.index("logit_noise")),
 )
 def test_a_divergent_sampler_is_seen_by_the_learner(name):
     rollout = dials.rollout(dials.standard(name))

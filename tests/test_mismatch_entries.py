@@ -9,13 +9,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import quick
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax import kernels
+from tim_jax.auditing import PRESETS, random_params
+from tim_jax.errors import InputError
 from tim_jax.kernels import cache, formulas, native, variants
 from tim_jax.mismatch import Names, reporting
+from tim_jax.model.execution import Execution
 from tim_jax.numerics import Order
 from tim_jax.types import Rollout
 
@@ -121,6 +125,21 @@ def test_a_scale_per_tensor_is_one_in_column_tiles_too():
     assert tiny.bits(found) == tiny.bits(entry.rounded(matrix))
 
 
+def test_every_expert_is_quantised_and_the_router_is_not():
+    execution = Execution(PRESETS["qwen3-moe-awkward"], tiny.NUMERICS)
+    weights = execution.prepare(jax.tree.map(jnp.asarray, random_params(execution.config, 0)))
+    entry = dials.entry("quantised_weights", dtype="int4", per="tensor")
+    entry.check(execution)
+    before, after = weights["layers"], entry.weights(weights)["layers"]
+    changed = {name for name in before if tiny.bits(before[name]) != tiny.bits(after[name])}
+    assert changed == {"qkv", "o", "expert_gate_up", "expert_down"}
+    for expert in range(execution.config.num_experts):
+        found, own = after["expert_down"][1, expert], before["expert_down"][1, expert]
+        assert tiny.bits(found) == tiny.bits(entry.rounded(own[None])[0])
+    with pytest.raises(InputError, match="needs a dense model"):
+        dials.entry("tensor_parallel", ranks=2).check(execution)
+
+
 def test_int8_as_qwix_does_it():
     qwix = pytest.importorskip("qwix")
     matrix = jnp.asarray(np.random.default_rng(1).standard_normal((32, 8), np.float32))
@@ -149,7 +168,7 @@ def test_split_kv_follows_the_batch():
     assert variants.pieces(1, 8, 64, numerics=numerics) == 8  # of 8 keys
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", quick.some([1, 3], 1))
 def test_split_kv_is_attention(batch):
     rng = np.random.default_rng(0)
     shapes = ((batch, 2, 3, 8), (batch, 2, 8, 80), (batch, 2, 80, 8))
@@ -165,7 +184,7 @@ def test_split_kv_is_attention(batch):
     np.testing.assert_allclose(np.asarray(plain), np.asarray(whole), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(3, 80), (90, 45)])
+@pytest.mark.parametrize(("rows", "keys"), quick.some([(3, 80), (90, 45)], 0))
 def test_flash_attention_is_attention(rows, keys):
     """Decoding rows at ragged lengths, and whole sequences of 45 tokens with groups of 2."""
     rng = np.random.default_rng(0)
@@ -202,7 +221,7 @@ def test_students_t_has_unit_variance_and_heavy_tails():
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "student"])
-@pytest.mark.parametrize("std", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("std", quick.some([0.01, 0.1, 1.0], 1))
 def test_noise_on_reports_has_the_size_that_was_asked_for(std, distribution):
     entry = dials.entry("log_prob_noise", std=std, bias=0.5, distribution=distribution)
     rollout = recorded(rows=400, length=20)

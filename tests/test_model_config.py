@@ -88,7 +88,26 @@ LLAMA = {
     "tie_word_embeddings": True,
     "vocab_size": 128256,
 }
-PUBLISHED = {"qwen3": QWEN3, "qwen2": QWEN2, "llama": LLAMA}
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+}
+PUBLISHED = {"qwen3": QWEN3, "qwen2": QWEN2, "llama": LLAMA, "qwen3_moe": QWEN3_MOE}
 
 
 def _scaled(**rope):
@@ -137,12 +156,28 @@ def test_families_differ_in_norms_and_biases():
     assert read(LLAMA, attention_bias=True, mlp_bias=True) == (False, True, True, True)
 
 
+def test_a_mixture_of_experts_reads_as_its_card_says():
+    config = from_hf(QWEN3_MOE)
+    assert (config.num_experts, config.num_experts_per_tok) == (128, 8)
+    assert (config.moe_intermediate_size, config.active_width) == (768, 8 * 768)
+    assert config.norm_topk_prob
+    assert config.qk_norm
+    newer = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"}
+    assert from_hf(newer | {"num_local_experts": 128}) == config
+    assert from_hf(QWEN3).active_width == 3072
+    # a size of heads that is given need not follow from the hidden size
+    assert from_hf(QWEN3_MOE | {"hidden_size": 2040}).head_dim == 128
+    with pytest.raises(InputError, match="a qwen3 model has num_experts=0, found 4"):
+        dataclasses.replace(from_hf(QWEN3), num_experts=4)
+
+
 def test_absent_values_mean_what_transformers_takes_them_to_mean():
     optional = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling")
     optional += ("tie_word_embeddings", "eos_token_id", "bos_token_id", "attention_bias")
     for family, values in PUBLISHED.items():
         less = {key: value for key, value in values.items() if key not in optional}
-        less["num_key_value_heads"] = None
+        # a mixture of experts must say it: their own default is a number
+        less["num_key_value_heads"] = 32 if family == "qwen3_moe" else None
         theirs = transformers.AutoConfig.for_model(**less)
         config = from_hf(less)
         assert config.num_kv_heads == theirs.num_key_value_heads == theirs.num_attention_heads
@@ -212,8 +247,28 @@ def test_yarn_context_defaults():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({**QWEN3, "model_type": "qwen3_moe"}, ["'qwen3_moe'", "did you mean 'qwen3'"]),
-        ({**QWEN3, "model_type": "mixtral"}, ["'mixtral'", "llama, qwen2, qwen3"]),
+        ({**QWEN3, "model_type": "qwen2_moe"}, ["'qwen2_moe'", "did you mean 'qwen3_moe'"]),
+        ({**QWEN3, "model_type": "mixtral"}, ["'mixtral'", "llama, qwen2, qwen3, qwen3_moe"]),
+        ({**QWEN3, "num_experts": 8}, ["num_experts", "'qwen3'", "8"]),
+        ({**QWEN3_MOE, "num_experts": 0}, ["num_experts", "0"]),
+        ({**QWEN3_MOE, "num_experts": 7}, ["num_experts_per_tok", "7", "8"]),
+        ({**QWEN3_MOE, "num_local_experts": 64}, ["num_experts", "num_local_experts", "differ"]),
+        ({**QWEN3_MOE, "num_experts_per_tok": 1.5}, ["num_experts_per_tok", "1.5"]),
+        ({**QWEN3_MOE, "moe_intermediate_size": "768"}, ["moe_intermediate_size", "'768'"]),
+        ({**QWEN3_MOE, "num_experts": 2**31}, ["num_experts", "2147483648"]),
+        ({**QWEN3_MOE, "num_experts": 2**30}, ["experts", "more than any machine"]),
+        ({**QWEN3_MOE, "num_hidden_layers": 10**9}, ["num_layers", "65,536", "1000000000"]),
+        ({**QWEN3_MOE, "norm_topk_prob": 1}, ["norm_topk_prob", "1"]),
+        ({**QWEN3_MOE, "router_aux_loss_coef": -1.0}, ["router_aux_loss_coef", "-1.0"]),
+        ({**QWEN3_MOE, "decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
+        ({**QWEN3_MOE, "mlp_only_layers": [0, 3]}, ["mlp_only_layers", "[0, 3]"]),
+        ({**QWEN3_MOE, "num_key_value_heads": None}, ["num_key_value_heads", "missing"]),
+        ({**QWEN3_MOE, "n_shared_experts": 1}, ["n_shared_experts", "1"]),
+        ({**QWEN3_MOE, "scoring_func": "sigmoid"}, ["scoring_func", "'sigmoid'"]),
+        (
+            {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 64},
+            ["use_sliding_window"],
+        ),
         ({**QWEN3, "model_type": "gemma3"}, ["'gemma3'"]),
         ({**QWEN3, "model_type": None}, ["model_type", "missing"]),
         ({**QWEN3, "model_type": ["qwen3"]}, ["model_type"]),

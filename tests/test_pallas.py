@@ -11,11 +11,19 @@ import pytest
 from tim_jax import auditing, kernels
 from tim_jax.auditing.cases import plain_sampling
 from tim_jax.errors import InputError
+from tim_jax.kernels import experts
 from tim_jax.kernels.composed import NATIVE
 from tim_jax.model import fitting
-from tim_jax.model.config import ModelConfig
-from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, TPU_EXACT_F32, Numerics
+from tim_jax.model.config import ModelConfig, from_hf
+from tim_jax.numerics import (
+    GPU_EXACT_BF16,
+    GPU_EXACT_F32,
+    TPU_EXACT_BF16,
+    TPU_EXACT_F32,
+    Numerics,
+)
 from tim_jax.numerics.value import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile, TpuTiles
+from tim_jax.plan.known_models import PUBLISHED
 
 GPU_TILES = GpuTiles(
     block_k=16,
@@ -119,6 +127,31 @@ def test_gpu_tiles_change_with_the_row_count_and_the_bits_do_not():
     x, weight, _, _ = operands(GPU, True)
     run = jitted(GPU, "dot")
     assert bits(run(x, weight)[:17]) == bits(run(x[:17], weight))
+
+
+@FAMILIES
+def test_experts_are_products_of_tiles_of_the_family(family):
+    size = 128 if family is TPU else 32
+    x, gate_up, down = normal(1, ROWS, size), normal(2, 3, size, 2 * size), normal(3, 3, size, size)
+    chosen = jnp.asarray(np.random.default_rng(0).permuted(np.tile([0, 1, 2], (ROWS, 1)), axis=1))
+    ops = kernels.family(family)
+    run = jax.jit(partial(experts.outputs, ops=ops, numerics=family))
+    found = rows_alone(lambda x, chosen: run(x, gate_up, down, chosen), x, chosen[:, :2])
+    for index in (0, 1):
+        own = np.asarray(chosen)[:, index]
+        gate, up = np.split(np.einsum("nd,ndm->nm", f64(x), f64(gate_up)[own]), 2, axis=1)
+        exact = np.einsum("nm,nmd->nd", gate / (1 + np.exp(-gate)) * up, f64(down)[own])
+        near(found[:, index], exact, "float32", {"float32": 1e-5})
+
+
+@pytest.mark.parametrize("numerics", [GPU_EXACT_BF16, TPU_EXACT_BF16], ids=["gpu", "tpu"])
+def test_the_published_mixture_of_experts_has_kernels(numerics):
+    config = from_hf(PUBLISHED["Qwen/Qwen3-30B-A3B"])
+    numerics = fitting.fitted(config, replace(numerics, interpret=True))
+    fitting.check(config, numerics)
+    assert {"dot", "gated_dot", "dot_add"} <= set(fitting.kernels_used(config, numerics))
+    with pytest.raises(InputError, match="the output of the router, of 7"):
+        fitting.check(replace(config, num_experts=7, num_experts_per_tok=3), numerics)
 
 
 # --- row functions ---------------------------------------------------------------------------

@@ -98,7 +98,8 @@ def test_all_that_is_large_is_split_over_all_of_fsdp_and_tensor():
     for config in CONFIGS.values():
         found = param_axes(config)
         large = [found["embed"], found["final_norm"], found.get("head", found["embed"])]
-        large += [v for k, v in found["layers"].items() if k in ("q", "k", "v", "o", "up", "down")]
+        matrices = "q", "k", "v", "o", "up", "down", "expert_up", "expert_down"
+        large += [leaf for name, leaf in found["layers"].items() if name in matrices]
         assert len(large) == 9
         assert all(placement.missing(leaf) == ("data",) for leaf in large)
 
@@ -130,6 +131,16 @@ def test_every_dimension_that_is_split_is_checked(sizes, where, message):
 def test_what_a_model_cannot_be_is_refused(where, tiles, message):
     with pytest.raises(InputError, match=message):
         parameters.check(WIDE, Numerics(column_tiles=tiles), where)
+
+
+def test_a_mixture_of_experts_takes_no_tensor_axis():
+    config = PRESETS["qwen3-moe-awkward"]
+    for where, tiles in ((Placement(tensor=2), 2), (SINGLE, 2)):
+        with pytest.raises(InputError, match=r"mixture of experts takes no tensor axis.*use fsdp"):
+            parameters.check(config, Numerics(column_tiles=tiles), where)
+    found = placements(config, Sizes(), 8)
+    assert {p.tensor for p in found} == {1}
+    assert {p.fsdp for p in found} >= {2, 4}
 
 
 def test_an_audit_takes_the_placements_that_a_model_allows():

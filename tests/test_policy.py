@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -31,9 +32,9 @@ SAMPLINGS = [
     Sampling(1, top_p=0.8),
     Sampling(1, temperature=0.9, top_k=40, top_p=0.7),
 ]
-EACH = pytest.mark.parametrize(
-    "sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}-k{s.top_k}-p{s.top_p}"
-)
+EACH = partial(pytest.mark.parametrize, ids=lambda s: f"T{s.temperature}-k{s.top_k}-p{s.top_p}")
+ALL_SAMPLINGS = EACH("sampling", SAMPLINGS)
+SOME_SAMPLINGS = EACH("sampling", quick.some(SAMPLINGS, 4))  # all three ways at once
 
 
 def kept(logits, sampling):
@@ -81,7 +82,7 @@ def every_log_prob(logits, sampling, numerics=EXACT_F32):
 
 
 @BOTH
-@EACH
+@ALL_SAMPLINGS
 def test_log_probs_against_float64(sampling, numerics):
     for row in LOGITS:
         found = every_log_prob(row, sampling, numerics)
@@ -285,7 +286,7 @@ def test_masked_logits_of_minus_infinity_have_no_share():
     assert (found[~finite] == -np.inf).all()
 
 
-@EACH
+@ALL_SAMPLINGS
 def test_entropy_is_that_of_the_tempered_distribution(sampling):
     whole = Sampling(1, temperature=sampling.temperature)
     for row in LOGITS:
@@ -294,7 +295,7 @@ def test_entropy_is_that_of_the_tempered_distribution(sampling):
         assert float(found) == pytest.approx(-(np.exp(exact) * exact).sum(), rel=1e-5)
 
 
-@EACH
+@SOME_SAMPLINGS
 def test_the_gradient_of_a_log_prob(sampling):
     """(one-hot - probabilities of the truncated distribution) / temperature."""
     tokens = np.asarray([np.flatnonzero(kept(row, sampling))[0] for row in LOGITS], np.int32)
@@ -313,7 +314,7 @@ def test_the_gradient_of_a_log_prob(sampling):
 
 
 @BOTH
-@EACH
+@SOME_SAMPLINGS
 def test_draws_over_a_grid_of_uniforms_have_the_right_frequencies(sampling, numerics):
     """A token whose share is p takes p * n of n evenly spaced uniforms, but for the edges."""
     count = 8_192
@@ -325,7 +326,7 @@ def test_draws_over_a_grid_of_uniforms_have_the_right_frequencies(sampling, nume
         assert np.abs(drawn - count * np.exp(reference(row, sampling))).max() < 1.1
 
 
-@EACH
+@SOME_SAMPLINGS
 def test_a_draw_inverts_the_cumulative_distribution(sampling):
     """In the order of (index modulo 128, index), the token whose interval holds the uniform."""
     order = np.lexsort((np.arange(VOCABULARY), np.arange(VOCABULARY) % 128))
@@ -409,7 +410,7 @@ def test_equal_logits_are_drawn_equally_often_and_no_others():
     np.testing.assert_allclose(log_probs, -np.log(101), rtol=1e-6)
 
 
-@EACH
+@SOME_SAMPLINGS
 def test_the_recorded_log_prob_is_that_of_log_prob_to_the_bit(sampling):
     rng = np.random.default_rng(2)
     logits = jnp.asarray(rng.normal(0, 3, (257, 1_000)), jnp.float32)

@@ -16,8 +16,10 @@ from tim_jax.errors import InputError
 from tim_jax.model.execution import Batching, Execution
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.placement import collectives as crossing
+from tim_jax.policy import scoring
 from tim_jax.rl import drawing, loop, programs, sharded
 from tim_jax.rl.types import Learning
+from tim_jax.types import Rollout
 
 # 4 key heads, so that a tensor axis can have 4 devices; a vocabulary of 23, which none divides.
 CONFIG = replace(
@@ -35,6 +37,13 @@ BIASED = replace(
     attention_bias=True,
     output_bias=True,
     mlp_bias=True,
+)
+MIXTURE = replace(
+    CONFIG,
+    model_type="qwen3_moe",
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
 )
 TILED = replace(tiny.NUMERICS, column_tiles=4)
 GROUP, PROMPTS = 4, 4
@@ -143,6 +152,79 @@ BF16 = replace(TILED, compute_dtype="bfloat16")
 @pytest.mark.parametrize("where", [*PLACEMENTS[:3], *SLOW], ids=str)
 def test_in_bfloat16_and_with_tied_embeddings_and_biases(where):
     check(execution(where, config=BIASED, numerics=BF16))
+
+
+def differentiated(where, rows, numerics=tiny.NUMERICS):
+    """Log-probs of a mixture of experts, and the gradient of a sum of them, on a placement."""
+    what = execution(where, config=MIXTURE, numerics=numerics)
+    weights = jax.jit(what.prepare)(tiny.params(MIXTURE))
+    on = placement.mesh(where, jax.devices())
+
+    def local(weights, rows):
+        def loss(weights):
+            log_probs = scoring.score(weights, rows, execution=what).log_probs
+            return jnp.sum(jnp.where(rows.mask, log_probs * log_probs, 0.0)), log_probs
+
+        gradient, log_probs = jax.grad(loss, has_aux=True)(weights)
+        return log_probs, gradient
+
+    return jax.device_get(jax.jit(sharded.differentiating(what, on, local))(weights, rows))
+
+
+def drawn_anyhow(rows=8, length=9):
+    """Sequences of random tokens."""
+    rng = np.random.default_rng(0)
+    return Rollout(
+        prompts=jnp.asarray(rng.integers(0, 23, (rows, 4)), jnp.int32),
+        prompt_lengths=jnp.asarray(rng.integers(1, 5, rows), jnp.int32),
+        responses=jnp.asarray(rng.integers(0, 23, (rows, length)), jnp.int32),
+        lengths=jnp.full((rows,), length, jnp.int32),
+        log_probs=jnp.zeros((rows, length)),
+        finished=jnp.ones((rows,), bool),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where",
+    [
+        Placement(data=2, fsdp=2),
+        Placement(fsdp=2),
+        Placement(fsdp=4),
+    ],
+    ids=str,
+)
+def test_log_probs_and_gradient_of_a_mixture_of_experts(where):
+    rows = drawn_anyhow()
+    (log_probs, gradient), (alone, expected) = (
+        differentiated(place, rows) for place in (where, SINGLE)
+    )
+    assert tiny.bits(log_probs) == tiny.bits(alone)
+    for ours, theirs in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
+        scale = float(np.abs(theirs).max())
+        assert scale > 0
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "numerics"),
+    [
+        (Placement(fsdp=4), tiny.NUMERICS),
+        (Placement(data=2, fsdp=2), tiny.NUMERICS),
+        (Placement(fsdp=2, decode="sharded"), tiny.BF16),
+    ],
+    ids=str,
+)
+def test_a_mixture_of_experts_on_data_and_fsdp_axes(where, numerics):
+    what = execution(where, config=MIXTURE, numerics=numerics)
+    state, metrics = check(what)
+    alone, _, expected = single(what)
+    assert metrics["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=1e-3)
+    moments = state.optimizer[1][0].mu, alone.optimizer[1][0].mu
+    for ours, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
+        scale = float(np.abs(theirs).max())
+        np.testing.assert_allclose(ours, theirs, rtol=1e-2, atol=1e-2 * scale)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tomllib
@@ -71,6 +72,21 @@ def test_a_mistake_in_a_config_is_named_before_anything_heavy_is_imported(comman
     assert modules.isdisjoint(
         {"jax.experimental.pallas", "tim_jax.kernels", "tim_jax.policy.sampler"}
     )
+
+
+def test_a_mistake_in_a_config_is_named_in_about_a_second():
+    """Of CPU time, which another job on the machine stretches less than time by the clock."""
+
+    def seconds():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    taken = []
+    for _ in range(2):
+        before = seconds()
+        assert imported("train", "configs/quickstart.toml", "lerner.mode=bypass")[0] == 2
+        taken.append(seconds() - before)
+    assert min(taken) < 2.0
 
 
 def test_help_waits_for_nothing():

@@ -281,8 +281,10 @@ def test_hub(monkeypatch):
     task = load("openai/gsm8k", subset="main", eval_split="test")
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert (len(task.train), len(task.evaluation)) == (50, 10)
-    with pytest.raises(InputError, match=r"no split 'valid'.*ValueError: Unknown split 'valid'\.$"):
+    with pytest.raises(InputError) as caught:
         load("openai/gsm8k", split="valid")
+    assert str(caught.value).endswith(": ValueError: Unknown split 'valid'.")
+    assert "no split 'valid' of it" in str(caught.value)
 
 
 def test_missing_extras_are_named(tmp_path, monkeypatch):

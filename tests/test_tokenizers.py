@@ -143,7 +143,8 @@ def test_load_refuses(tmp_path, monkeypatch):
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
 
-    def unreachable(source):
+    def unreachable(source, **options):
+        del source, options
         raise OSError("cannot connect\nsecond line")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)

@@ -646,6 +646,24 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
     assert found[1][2] == found[2][2] != found[3][2]
 
 
+def test_a_state_that_waits_on_the_host_changes_nothing_but_its_place():
+    sizes = []
+
+    def sample(*arguments):
+        waiting = [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
+        sizes.append(sum(x.nbytes for x in waiting))
+        return built().sample(*arguments)
+
+    found, states = [], []
+    for step in steps_of(replace(built(), offload=True, sample=sample)):
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(states[-1:]))
+        states.append(step.state)
+        kept = jax.tree.map(jnp.array, step.state)
+        found.append((step.number, step.metrics, step.samples, kept))
+    assert told(found) == told(whole())
+    assert sizes == [sum(leaf.nbytes for leaf in jax.tree.leaves(states[-1]))] * STEPS
+
+
 def test_a_step_has_one_length_for_the_detector_of_surges():
     given = []
 

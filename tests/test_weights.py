@@ -41,8 +41,25 @@ def by_name(tree):
 
 
 def stored_shape(weight, config):
-    shape = weight.shape(config)[1:] if weight.layered else weight.shape(config)
+    shape = weight.shape(config)[weight.stacked :]
     return shape[::-1] if weight.transposed else shape
+
+
+def by_expert(shapes):
+    """(name, shape) of every expert's own tensors, which a module of `transformers` holds as one.
+
+    A checkpoint that it saves has them apart.
+    """
+    for name, shape in shapes:
+        module, _, projection = name.rpartition(".")
+        if projection not in ("gate_up_proj", "down_proj"):
+            yield name, shape
+            continue
+        parts = ("gate", "up") if projection == "gate_up_proj" else ("down",)
+        for expert in range(shape[0]):
+            for part in parts:
+                own = shape[1] // len(parts), shape[2]
+                yield f"{module}.{expert}.{part}_proj.weight", own
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -56,7 +73,7 @@ def test_a_checkpoint_has_the_tensors_of_transformers_own_model(name, tied):
         (tensor, stored_shape(weight, config))
         for tensor, weight, _ in weights.checkpoint_tensors(config)
     ]
-    expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    expected = dict(by_expert((k, tuple(v.shape)) for k, v in model.state_dict().items()))
     if tied:
         expected.pop("lm_head.weight")
     assert len(found) == len(dict(found))
@@ -127,21 +144,21 @@ def test_a_column_tile_has_its_part_of_everything_joined(tiles):
 
 def test_a_row_of_the_table_is_all_that_a_new_weight_needs(monkeypatch, tmp_path):
     """Initial values, checks, checkpoints, axes and compute weights follow from it."""
-    name = "model.layers.{layer}.mlp.router.weight"
+    name = "model.layers.{layer}.mlp.extra.weight"
     axes: Axes = ("whole", "in", "whole")
     dims = ("num_layers", "hidden_size", "num_heads x num_kv_heads")
-    row = Weight("router", "matrix", dims, axes, name, lambda config: config.max_positions > 32)
+    row = Weight("extra", "matrix", dims, axes, name, lambda config: config.max_positions > 32)
     monkeypatch.setattr(weights, "TABLE", (*TABLE, row))
     config = ours("llama-llama3", tied=False)
     params = parameters.init_params(config, 0)
-    assert params["layers"]["router"].shape == (3, 36, 12)
-    assert params["layers"]["router"].std() == pytest.approx(config.initializer_range, rel=0.1)
+    assert params["layers"]["extra"].shape == (3, 36, 12)
+    assert params["layers"]["extra"].std() == pytest.approx(config.initializer_range, rel=0.1)
     folder = hf.save(tmp_path / "m", params, config)
     jax.tree.map(np.testing.assert_array_equal, hf.load_params(folder, config), params)
-    assert weights.weight_axes(config, Numerics())["layers"]["router"] == axes
-    assert "router" in prepared(config, params)["layers"]
+    assert weights.weight_axes(config, Numerics())["layers"]["extra"] == axes
+    assert "extra" in prepared(config, params)["layers"]
 
     other = replace(config, max_positions=32)
-    assert "router" not in weights.parameter_shapes(other)["layers"]
-    with pytest.raises(InputError, match=r"'layers.router' is not one of a llama model's"):
+    assert "extra" not in weights.parameter_shapes(other)["layers"]
+    with pytest.raises(InputError, match=r"'layers.extra' is not one of a llama model's"):
         parameters.check_params(params, other)

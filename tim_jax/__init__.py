@@ -6,10 +6,10 @@
     rollout = tim.sample(model, ["What is 7 * 8?"], samples=8)
     assert (tim.score(model, rollout) == rollout.log_probs).all()
 
-`load`, `sample`, `score`, `audit`, `grpo` and `save` are the verbs; `Model` and `Placement` the
-values that they take; `objectives`, `corrections`, `mismatch`, `schedules` and `metrics` the parts
-that experiments are put together from. All other rooms are imported by name, such as
-`from tim_jax.rl import loop`.
+`load`, `sample`, `score`, `audit`, `grpo`, `diagnose` and `save` are the verbs; `Model` and
+`Placement` the values that they take; `objectives`, `corrections`, `mismatch`, `schedules` and
+`metrics` the parts that experiments are put together from. All other rooms are imported by name,
+such as `from tim_jax.rl import loop`.
 
 Names are looked up when they are first used: `import tim_jax` alone imports nothing else, and the
 corrections do not import a model.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tim_jax import corrections, metrics, mismatch, objectives, schedules
-    from tim_jax.api import Model, audit, grpo, load, sample, save, score
+    from tim_jax.api import Model, audit, diagnose, grpo, load, sample, save, score
     from tim_jax.placement import Placement
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Placement",
     "audit",
     "corrections",
+    "diagnose",
     "grpo",
     "load",
     "metrics",
@@ -39,7 +40,7 @@ __all__ = [
     "score",
 ]
 
-_API = ("Model", "audit", "grpo", "load", "sample", "save", "score")
+_API = ("Model", "audit", "diagnose", "grpo", "load", "sample", "save", "score")
 _HOMES = dict.fromkeys(_API, "api") | {"Placement": "placement"}
 
 

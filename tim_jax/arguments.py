@@ -1,8 +1,9 @@
-"""How the values of arguments are read: what argparse calls with an argument's text."""
+"""How arguments are read: what argparse calls with a text, and the options of some commands."""
 
 from argparse import ArgumentParser
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tim_jax import inputs
 from tim_jax.errors import InputError
@@ -10,6 +11,16 @@ from tim_jax.errors import InputError
 
 class RefusedError(Exception):
     """The value of an argument is wrong. No `ValueError`, of which argparse would make its own."""
+
+
+class Parser(ArgumentParser):
+    """Refuses in one line what argparse would refuse in several."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises `RefusedError`. The program's name, which the line begins with, is left out."""
+        command = self.prog.partition(" ")[2]
+        where = f"{command}: " if command else ""
+        raise RefusedError(f"{where}{message}; see {self.prog} --help")
 
 
 def add_whole(
@@ -61,3 +72,89 @@ def name(text: str) -> str:
         return inputs.expanded_name(text)
     except InputError as error:
         raise RefusedError(f"{error}") from None
+
+
+def add_eval(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
+    """Adds `tim-jax eval`."""
+    evaluate = commands.add_parser("eval", help="evaluate on the held-out problems of a config")
+    evaluate.add_argument("config", help="TOML file, see configs/")
+    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
+    evaluate.add_argument(
+        "--model", type=name, help="folder or hub name; default: the run's checkpoint"
+    )
+    evaluate.add_argument("--json", type=path, metavar="FILE", help="write the scores there")
+    evaluate.set_defaults(run=run)
+
+
+def add_plan(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
+    """Adds `tim-jax plan`."""
+    plan = commands.add_parser("plan", help="what a step would take on TPUs that are not here")
+    plan.add_argument("config", help="TOML file, see configs/")
+    plan.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
+    plan.add_argument("--topology", required=True, help="slice, such as v5e:4x4 or v5p:2x2x4")
+    plan.add_argument(
+        "--architecture",
+        type=path,
+        metavar="FILE",
+        help="a config.json to plan for in place of the config's model",
+    )
+    plan.add_argument(
+        "--layers",
+        default="4,8",
+        help="sampler: compiled with two numbers of layers and continued to all (4,8), or: all",
+    )
+    plan.add_argument("--quick", action="store_true", help="do not search for the largest batch")
+    plan.add_argument("--json", type=path, metavar="FILE", help="write the plan there")
+    plan.set_defaults(run=run)
+
+
+def add_diagnose(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax diagnose`."""
+    parser = commands.add_parser(
+        "diagnose", help="say what is wrong with log-probs that another system recorded"
+    )
+    parser.add_argument("model", type=name, help="folder, hub name or run folder")
+    parser.add_argument("rollouts", type=path, help="JSON lines, JSON or Parquet, see docs")
+    parser.add_argument(
+        "--format",
+        choices=("auto", "plain", "vllm", "sglang", "verl", "trl", "tunix"),
+        default="auto",
+        help="what wrote the file",
+    )
+    about = "of lines that do not say"
+    add_number(parser, "--temperature", default=1.0, help=about)
+    add_whole(parser, "--top-k", 0, default=0, help=f"{about}; 0 is off")
+    add_number(parser, "--top-p", default=1.0, help=f"{about}; 1 is off")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--candidate-weights",
+        type=name,
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="may have drawn them instead: an earlier checkpoint, a base without its adapter",
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="diagnose the lines that are good")
+    parser.add_argument("--json", type=path, metavar="FILE", help="write the result there")
+    parser.add_argument("--html", type=path, metavar="FILE", help="write a page there")
+    parser.set_defaults(run=run)
+
+
+def add_study(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax study`."""
+    study = commands.add_parser("study", help="run the arms of a study side by side, with controls")
+    study.add_argument("study", nargs="?", type=path, help="TOML file, see configs/studies/")
+    study.add_argument("--list", action="store_true", help="the studies that are shipped")
+    add_whole(study, "--jobs", 1, default=1, metavar="N", help="runs at a time")
+    study.add_argument("--folder", type=path, help="default: runs/studies/NAME")
+    study.set_defaults(run=run)
+
+
+def add_report(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax report`."""
+    report = commands.add_parser("report", help="a page with the figures of runs and studies")
+    report.add_argument("folders", nargs="+", type=path, metavar="RUN_OR_STUDY")
+    report.add_argument(
+        "--out", type=path, default=Path("report.html"), help="the page; figures as PNG beside it"
+    )
+    report.set_defaults(run=run)

@@ -2,11 +2,9 @@
 
 import argparse
 import gc
-import hashlib
 import json
 import logging
 import os
-import platform
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tim_jax import arguments as read
-from tim_jax import errors
+from tim_jax import errors, inputs, machine
 from tim_jax.arguments import RefusedError
 from tim_jax.errors import Ending, InputError
-from tim_jax.run import signals
+from tim_jax.run import signals, waits
 
 if TYPE_CHECKING:
     from tim_jax.config.run import RunConfig
@@ -36,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RefusedError as error:
         return _ended(errors.BAD_INPUT, f"{error}")
     _quiet()
+    with waits.shown():
+        return _run_command(arguments)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
     if not _one_of_several(arguments):
         _keep_programs()
         return _run(arguments)
@@ -50,12 +53,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
     except errors.EXPECTED as error:
         return _ended(error.ending, f"{error}")
+    except MemoryError as error:
+        return _ended(errors.OUT_OF_MEMORY, f"on this machine: {error}")
     except KeyboardInterrupt:
         return _ended(errors.INTERRUPTED)
-    except (SystemExit, GeneratorExit) as error:
+    except (SystemExit, GeneratorExit, OSError) as error:
+        lost = errors.lost_output()
+        if lost or isinstance(error.__context__, BrokenPipeError):  # which rich makes a SystemExit
+            reason = lost or "nobody reads it"
+            return _ended(errors.BAD_INPUT, f"cannot write to standard output: {reason}")
+        if isinstance(error, OSError):
+            raise
         # No command ends so by itself: code of the user's did. Its status must not become ours.
         what = f"{type(error).__name__}({error})"
         return _ended(errors.BAD_INPUT, f"not done: code that the command called raised {what}")
@@ -78,7 +91,8 @@ def _run_with_others(arguments: argparse.Namespace) -> int:
 
 def _ended(ending: Ending, details: str = "") -> int:
     # A name of a file, or what a reward raised, may have several lines; the message has one.
-    print(ending.line.format(" ".join(details.splitlines())), file=sys.stderr)
+    details = inputs.one_line(errors.without_secrets(details, os.environ))
+    print(ending.line.format(details), file=sys.stderr)
     return ending.status
 
 
@@ -102,7 +116,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _quiet() -> None:
     """Silences what libraries say about themselves on stderr."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for library in ("TRANSFORMERS", "HF_HUB", "DATASETS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("JAX_LOGGING_LEVEL", "ERROR")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -131,23 +146,18 @@ def _keep_programs() -> None:
 
 def _kept_folder() -> Path:
     """What is compiled and measured on this kind of machine: ~/.cache/tim_jax/PROCESSOR."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    described = sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
-    known = repr((platform.machine(), platform.processor(), described))
-    return home / "tim_jax" / hashlib.sha256(known.encode()).hexdigest()[:12]
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "tim_jax", machine.kind())
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = read.Parser(
         prog="tim-jax",
         description="RL for language models with sampler and learner log-probs equal to the bit.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_train_and_eval(commands)
+    _add_train(commands)
+    read.add_eval(commands, overrides=_OVERRIDES, run=_evaluate)
     generate = commands.add_parser("generate", help="sample completions")
     generate.add_argument("model", type=read.name, help="folder, hub name or run folder")
     generate.add_argument("prompt", nargs="+")
@@ -195,11 +205,14 @@ def _parser() -> argparse.ArgumentParser:
     read.add_whole(audit, "--samples", 1, default=8, help="with --sampler: per prompt")
     audit.set_defaults(run=_audit)
 
-    _add_plan(commands)
+    read.add_diagnose(commands, run=_diagnose)
+    read.add_plan(commands, overrides=_OVERRIDES, run=_plan)
+    read.add_study(commands, run=_study)
+    read.add_report(commands, run=_report)
     return parser
 
 
-def _add_train_and_eval(commands: Any) -> None:
+def _add_train(commands: Any) -> None:
     train = commands.add_parser("train", help="train (or resume) the run of a config")
     train.add_argument("config", help="TOML file, see configs/")
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
@@ -212,36 +225,6 @@ def _add_train_and_eval(commands: Any) -> None:
     read.add_whole(train, "--processes", 1, metavar="N", help="one of several: how many")
     read.add_whole(train, "--process", 0, metavar="I", help="one of several: which, from 0")
     train.set_defaults(run=_train)
-
-    evaluate = commands.add_parser("eval", help="evaluate on the held-out problems of a config")
-    evaluate.add_argument("config", help="TOML file, see configs/")
-    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
-    evaluate.add_argument(
-        "--model", type=read.name, help="folder or hub name; default: the run's checkpoint"
-    )
-    evaluate.add_argument("--json", type=read.path, metavar="FILE", help="write the scores there")
-    evaluate.set_defaults(run=_evaluate)
-
-
-def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser("plan", help="what a step would take on TPUs that are not here")
-    plan.add_argument("config", help="TOML file, see configs/")
-    plan.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
-    plan.add_argument("--topology", required=True, help="slice, such as v5e:4x4 or v5p:2x2x4")
-    plan.add_argument(
-        "--architecture",
-        type=read.path,
-        metavar="FILE",
-        help="a config.json to plan for in place of the config's model",
-    )
-    plan.add_argument(
-        "--layers",
-        default="4,8",
-        help="sampler: compiled with two numbers of layers and continued to all (4,8), or: all",
-    )
-    plan.add_argument("--quick", action="store_true", help="do not search for the largest batch")
-    plan.add_argument("--json", type=read.path, metavar="FILE", help="write the plan there")
-    plan.set_defaults(run=_plan)
 
 
 # The jobs are imported by the command that needs them, so that --help and bad arguments do not
@@ -282,7 +265,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from tim_jax.jobs import models
+    from tim_jax.jobs import generating
     from tim_jax.model.execution import Sampling
     from tim_jax.placement import Placement
 
@@ -294,7 +277,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
     )
-    rows = models.generate(
+    rows = generating.generate(
         arguments.model,
         arguments.prompt,
         samples=arguments.samples,
@@ -340,21 +323,47 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _ablate(arguments: argparse.Namespace) -> int:
-    from tim_jax.jobs import audit
+    from tim_jax.jobs import audit, memory
 
     if arguments.quick or arguments.interpret or arguments.family is not None:
         raise InputError("--quick, --family and --interpret do not go with --sampler")
     dial = audit.read_dial(arguments.sampler)
-    bench = audit.make_bench(
-        arguments.model,
-        prompts=arguments.prompts,
-        samples=arguments.samples,
-        dtype=arguments.dtype,
-    )
-    result = audit.measure(bench, dial, chart=arguments.chart)
+    with memory.explained({"": ("--prompts", "--samples", "--dtype bfloat16")}):
+        bench = audit.make_bench(
+            arguments.model,
+            prompts=arguments.prompts,
+            samples=arguments.samples,
+            dtype=arguments.dtype,
+        )
+        result = audit.measure(bench, dial, chart=arguments.chart)
     _write(arguments.json, result.json)
     _write(arguments.markdown, result.markdown)
     return 0 if result.exact else 1
+
+
+def _study(arguments: argparse.Namespace) -> int:
+    if arguments.list == (arguments.study is not None):
+        raise InputError("study: name a file, or give --list for those that are shipped")
+    from tim_jax.jobs import studies
+
+    if arguments.list:
+        studies.say_shipped()
+    else:
+        studies.run(arguments.study, folder=arguments.folder, jobs=arguments.jobs)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from tim_jax.jobs import studies
+
+    studies.report(arguments.folders, out=arguments.out)
+    return 0
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    from tim_jax.jobs import diagnosing
+
+    return diagnosing.diagnose(diagnosing.Order(**diagnosing.named(arguments)))
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -5,9 +5,15 @@ shows it.
 """
 
 import difflib
+import os
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+# Variables of the environment that hold a secret.
+_SECRET, _SHORTEST_SECRET = re.compile("API_?KEY|TOKEN|SECRET|PASSWORD"), 8
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,10 @@ class Ending:
 
 DONE = Ending(0, "", "All is done. Every step of a run is done and saved.")
 FAILED = Ending(
-    1, "", "An audit found a difference, or a plan does not fit. With a traceback: a fault of ours."
+    1,
+    "",
+    "An audit found a difference, a diagnosis a fault, or a plan does not fit. With a traceback: a"
+    " fault of ours.",
 )
 BAD_INPUT = Ending(
     2,
@@ -45,6 +54,12 @@ LOST = Ending(
     "tim-jax: another process of this job is gone; start all again with the same command ({})",
     "A process of a job of several is gone. 134 where JAX's runtime was the first to know.",
 )
+OUT_OF_MEMORY = Ending(
+    6,
+    "tim-jax: out of memory {}",
+    "A device, or the machine, had too little memory; the line says for what, and what would help."
+    " The last checkpoint is unharmed.",
+)
 INTERRUPTED = Ending(
     130,
     "tim-jax: interrupted; the same command goes on from the last checkpoint",
@@ -52,7 +67,17 @@ INTERRUPTED = Ending(
 )
 PREEMPTED = Ending(143, "tim-jax: {}", "SIGTERM: the step was finished and saved.")
 
-ENDINGS = (DONE, FAILED, BAD_INPUT, NOT_EXACT, NOT_FINITE, LOST, INTERRUPTED, PREEMPTED)
+ENDINGS = (
+    DONE,
+    FAILED,
+    BAD_INPUT,
+    NOT_EXACT,
+    NOT_FINITE,
+    LOST,
+    OUT_OF_MEMORY,
+    INTERRUPTED,
+    PREEMPTED,
+)
 
 
 class InputError(ValueError):
@@ -104,7 +129,13 @@ class PreemptedError(Exception):
     ending: ClassVar[Ending] = PREEMPTED
 
 
-EXPECTED = (InputError, MismatchError, NonFiniteError, PreemptedError)
+class OutOfMemoryError(Exception):
+    """Memory ran out. The message says while doing what, how much was asked for, and what helps."""
+
+    ending: ClassVar[Ending] = OUT_OF_MEMORY
+
+
+EXPECTED = (InputError, MismatchError, NonFiniteError, PreemptedError, OutOfMemoryError)
 
 
 def statuses_table() -> str:
@@ -114,3 +145,28 @@ def statuses_table() -> str:
         line = f"`{ending.line.replace('{}', '...')}`" if ending.line else ""
         rows.append(f"| {ending.status} | {ending.meaning} | {line} |")
     return "\n".join(rows)
+
+
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """Returns a message, which may be a library's, with keys and tokens replaced by their names.
+
+    Args:
+      environment: its variables, of which those count that are called so, such as WANDB_API_KEY.
+    """
+    for name, value in environment.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET.search(name):
+            text = text.replace(value, f"${name}")
+    return text
+
+
+def lost_output() -> str:
+    """Returns why standard output takes nothing, such as a full disk; "" if it takes what comes.
+
+    If so it is replaced, because Python would complain of it once more at the end.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (to the end of the process)
+        return error.strerror or f"{error}"
+    return ""

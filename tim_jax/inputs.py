@@ -12,6 +12,7 @@ from tim_jax.errors import InputError
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that file systems take
 LARGEST = 2**63  # the numbers of TOML have 64 bits; a longer one is a slip
 DEEPEST = 32  # tables and lists inside one another
+LONGEST_LINE = 1000  # characters of a message
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -106,3 +107,15 @@ def shown(value: object) -> str:
     except Exception:  # such as that of a number with thousands of digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def one_line(text: str) -> str:
+    """Returns a text on one line, with escapes for what a terminal would not print.
+
+    Of more than `LONGEST_LINE` characters those in the middle are left out.
+    """
+    line = " ".join(text.splitlines())
+    line = "".join(x if x.isprintable() else repr(x)[1:-1] for x in line)
+    if len(line) <= LONGEST_LINE:
+        return line
+    return f"{line[: LONGEST_LINE - 205]} ... {line[-200:]}"

@@ -15,7 +15,7 @@ from tim_jax import auditing
 from tim_jax.config.sections import FamilyChoice
 from tim_jax.errors import InputError, check_choice
 from tim_jax.inputs import expanded
-from tim_jax.model import hf
+from tim_jax.model import calibration, hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import FAMILIES, Numerics
@@ -107,22 +107,39 @@ def load(
     check_choice("load: family", family, ("auto", *FAMILIES))
     if decode_batch is not None and decode_batch < 1:
         raise InputError(f"load: decode_batch must be at least 1, got {decode_batch}")
-    loaded = assembly.load_model(str(_model_folder(source)))
+    model = begin(source, dtype=dtype, family=family, placement=placement)
+    return complete(model, source, decode_batch=decode_batch)
+
+
+def begin(
+    source: str | Path, *, dtype: str, family: FamilyChoice, placement: Placement | None
+) -> Model:
+    """What `load` knows before it measures the machine and reads weights: `params` are None."""
+    found = assembly.open_model(str(_model_folder(source)))
     where = _everywhere() if placement is None else placement
     check_devices(where)
-    assembly.check_placement(where, loaded.config, where.tensor)
-    numerics = assembly.make_numerics(
+    assembly.check_placement(where, found.config, where.tensor)
+    numerics = assembly.fitted_numerics(
         family,
         dtype,
-        loaded.config,
-        length=loaded.config.max_positions,
-        batch=None if decode_batch is None else max(1, decode_batch // where.shards),
+        found.config,
+        length=found.config.max_positions,
         column_tiles=where.tensor,
     )
+    return Model(found.config, None, found.tokenizer, found.stop_tokens, numerics, where)
+
+
+def complete(
+    model: Model, source: str | Path, *, decode_batch: int | None, file: Path | None = None
+) -> Model:
+    """A model that was begun, as `load` gives it. `file` keeps what is measured of the machine."""
+    numerics = model.numerics
+    if decode_batch is not None:
+        batch = max(1, decode_batch // model.placement.shards)
+        numerics = calibration.calibrate_once(model.config, numerics, batch=batch, file=file)
     processes.agree(repr(numerics), "what was measured of its machine")
-    return Model(
-        loaded.config, loaded.params, loaded.tokenizer, loaded.stop_tokens, numerics, where
-    )
+    params = hf.load_params(_model_folder(source), model.config)
+    return replace(model, params=params, numerics=numerics)
 
 
 def _model_folder(source: str | Path) -> str | Path:

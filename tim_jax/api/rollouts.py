@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tim_jax import placement, types
+from tim_jax import placement, types, waiting
 from tim_jax.api.data import as_prompt
 from tim_jax.api.model import Model
 from tim_jax.errors import InputError
@@ -90,34 +90,87 @@ def sample(
     Raises:
       InputError: a prompt that is empty or too long, or a number out of its range.
     """
-    sampling = Sampling(max_tokens, temperature, top_k, top_p)
+    asked = request(
+        model,
+        prompts,
+        samples=samples,
+        sampling=Sampling(max_tokens, temperature, top_k, top_p),
+        seed=seed,
+        template=chat_template,
+        options=template_options,
+        slots=slots,
+    )
+    return draw(model, asked)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Responses to be drawn, checked against a model's config and tokenizer."""
+
+    prompts: Sequence[Any]  # filled up, so that every device gets as many rows
+    count: int  # of them without the filling
+    samples: int
+    sampling: Sampling
+    seed: int
+    text: Text
+    slots: int | None
+
+    @property
+    def rows(self) -> int:
+        """Responses that are drawn, with those of the filling."""
+        return len(self.prompts) * self.samples
+
+
+def request(
+    model: Model,
+    prompts: Sequence[Any],
+    *,
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    template: bool | Literal["auto"],
+    options: Mapping[str, Any] = MappingProxyType({}),
+    slots: int | None = None,
+) -> Request:
+    """What `sample` would draw. Needs no weights; arguments and errors as of `sample`."""
     whole("sample: samples", samples, least=1)
+    whole("sample: seed", seed, least=0, most=2**32 - 1)
     if slots is not None:
         whole("sample: slots", slots, least=1)
-    asked = _checked(prompts)
+    model.execution(sampling)  # which refuses a distribution that the model cannot have
+    asked, most = _checked(prompts), sampling.max_response_length
     longest = longest_prompt(
-        model,
-        asked,
-        max_tokens=max_tokens,
-        chat_template=chat_template,
-        template_options=template_options,
+        model, asked, max_tokens=most, chat_template=template, template_options=options
     )
-    width = min(_padded(longest), model.config.max_positions - max_tokens)
-    text = Text(model.tokenizer, width, chat_template, tuple(template_options.items()))
+    width = min(_padded(longest), model.config.max_positions - most)
+    text = Text(model.tokenizer, width, template, tuple(options.items()))
     # Every device gets as many rows: the last prompt is repeated, and its rows are dropped.
     filling = -len(asked) % sharded.prompts_multiple(model.placement, samples)
-    rows = asked + asked[-1:] * filling
-    execution = model.execution(sampling)
-    program = _sampler(execution, samples, slots)
-    drawn = text.prompts([Example(prompt, "") for prompt in rows], range(len(rows)))
-    found = jax.device_get(program(model.weights, drawn, drawing.step_key(seed, 0)))
-    found = jax.tree.map(lambda x: x[: len(asked) * samples], found)
+    wanted = Request(asked + asked[-1:] * filling, len(asked), samples, sampling, seed, text, slots)
+    if wanted.rows * (width + most) >= 2**31:  # places in an array are numbers of 32 bits
+        raise InputError(
+            f"sample: {samples} samples of {len(asked)} prompts are {wanted.rows} sequences of up"
+            f" to {width + most} tokens, over 2**31 tokens"
+        )
+    return wanted
+
+
+def draw(model: Model, asked: Request) -> Rollout:
+    """Draws what was requested of this model."""
+    execution = model.execution(asked.sampling)
+    program = _sampler(execution, asked.samples, asked.slots)
+    examples = [Example(prompt, "") for prompt in asked.prompts]
+    drawn = asked.text.prompts(examples, range(len(examples)))
+    weights, key = model.weights, drawing.step_key(asked.seed, 0)
+    with waiting.during(drawing.SAMPLING, about=waiting.COMPILES):
+        found = jax.device_get(program(weights, drawn, key))
+    found = jax.tree.map(lambda x: x[: asked.count * asked.samples], found)
     return Rollout(
         tokens=found.responses,
         lengths=found.lengths,
         mask=np.asarray(found.mask),
         log_probs=found.log_probs,
-        text=tuple(text.completions(found)),
+        text=tuple(asked.text.completions(found)),
         finished=found.finished,
         arrays=found,
         sampling=execution.sampling,

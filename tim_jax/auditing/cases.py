@@ -229,6 +229,23 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             attention_bias=True,
             tied_embeddings=True,
         ),
+        # 7 experts of width 28, of which each token goes through 3
+        "qwen3-moe-awkward": ModelConfig(
+            model_type="qwen3_moe",
+            vocab_size=101,
+            hidden_size=52,
+            num_layers=2,
+            num_heads=6,
+            num_kv_heads=3,
+            head_dim=20,
+            intermediate_size=76,
+            max_positions=512,
+            qk_norm=True,
+            num_experts=7,
+            num_experts_per_tok=3,
+            moe_intermediate_size=28,
+            norm_topk_prob=True,
+        ),
         # whole tiles everywhere: what the Pallas families can take
         "qwen3-blocks": ModelConfig(
             model_type="qwen3",

@@ -105,7 +105,8 @@ class RunConfig(Section):
             raise refusal(
                 "exact", self.exact, 'native numerics are not exact; set "report", or family tiles'
             )
-        active = self.sampler.dial.active if self.sampler.mismatch else ()
+        alone = self.sampler.mismatch and not self.sampler.both_sides
+        active = self.sampler.dial.active if alone else ()
         if self.exact == "required" and active:
             raise refusal(
                 "exact",

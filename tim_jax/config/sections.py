@@ -157,7 +157,7 @@ class SamplerSection(Section):
     slots: Count | None = None
     """Sequences decoded at a time, over all devices; when one ends, its slot takes the next. Left
     out: all of a step. Memory and speed only."""
-    halvings: Whole = 0
+    halvings: Annotated[int, Field(ge=0, le=31)] = 0
     """How often the slots become half as many, once no sequence waits and half of them are idle.
     Each compiles the decode step once more. Speed only."""
     pages: Count | None = None
@@ -165,6 +165,9 @@ class SamplerSection(Section):
     left out: every slot has room for the longest response. Memory and speed only."""
     mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
     """Entries of `tim_jax.mismatch`, in order: `{name = "kv_cache", dtype = "float8_e4m3fn"}`."""
+    both_sides: bool = False
+    """The learner has these entries as well: what is sampled is the same, and there is no mismatch.
+    That is the control of a run that has them in its sampler alone."""
 
     @property
     def batching(self) -> Batching:
@@ -185,6 +188,11 @@ class SamplerSection(Section):
                 tim_jax.mismatch.build([entry])
             except InputError as error:
                 raise refusal(f"mismatch[{index}]", entry, str(error)) from error
+        try:
+            if self.both_sides:
+                self.dial.check_shared()
+        except InputError as error:
+            raise refusal("both_sides", True, str(error)) from error
         return self
 
 
@@ -233,15 +241,18 @@ class Learner(Section):
     """Sequences per forward and backward; left out: a whole mini-batch. Memory only."""
     remat: bool = False
     """Recompute each layer in the backward instead of keeping its activations. Memory only."""
-    length_buckets: Count = 1
+    offload: bool = False
+    """Master weights and optimizer wait in the host's memory while a step is sampled. Memory only,
+    for the time of moving them there and back."""
+    length_buckets: Annotated[int, Field(ge=1, le=32)] = 1
     """Response lengths that the learner is compiled for: the longest, its half, its quarter, ..."""
-    refills: Whole = 0
+    refills: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often a step may draw again for groups whose rewards are all equal (DAPO)."""
     noise_scale: bool = False
     """Log the gradient's noise scale, from the gradients of the micro-batches."""
     mini_batches: Count = 1
     """Updates per pass over a step's sequences."""
-    epochs: Count = 1
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     """Passes over a step's sequences."""
     mode: Literal["bypass", "recompute"] = "bypass"
     """Old log-probs: the rollout's own (bypass), or those of a forward of the learner."""
@@ -267,10 +278,12 @@ class _Graded(Section):
     reward: Function | None = None
     """A reward of your own, `module:function`, in place of the task's."""
     reward_time_limit: Seconds = REWARD_SECONDS
-    """Seconds by the clock that a call of your reward may take, and its import."""
+    """Seconds by the clock that a call of your reward, or of your task's grader, may take, and its
+    import."""
     reward_in_process: bool = False
-    """Call your reward in the run's own process, such as one that needs its devices: without a time
-    limit, and what it breaks there ends the run. Else it has a process of its own."""
+    """Call your reward, or make your task, in the run's own process, such as one that needs its
+    devices: without a time limit, and what it breaks there ends the run. Else it has a process of
+    its own."""
 
 
 class BuiltinTask(_Graded):

@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -18,6 +18,7 @@ from tim_jax import inputs
 from tim_jax.config.run import RunConfig
 from tim_jax.errors import InputError, did_you_mean
 
+M = TypeVar("M", bound=BaseModel)
 COMMAND_LINE = "command line"
 NONE = "none"  # an override's value: leave the key out, whatever the file says
 
@@ -27,6 +28,7 @@ _CHECKS = (
     re.compile(r"(?P<key>\w+) (?P<rule>must .+), got (?P<value>.+)"),
     re.compile(r"(?P<key>\w+) is (?P<value>[^;]+); it (?P<rule>must .+)"),
 )
+_SECRET = re.compile(r"api_?key|(^|_)token$|secret|password", re.IGNORECASE)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _RULES = {
     "missing": "is missing",
@@ -75,6 +77,17 @@ def build(
     Raises:
         InputError: as `load`.
     """
+    return validated(RunConfig, data, source=source, command_line=command_line)
+
+
+def validated(
+    kind: type[M],
+    data: Mapping[str, Any],
+    *,
+    source: str,
+    command_line: Iterable[Sequence[str]] = (),
+) -> M:
+    """Returns the checked section `kind` of a nested dict; otherwise as `build`."""
     wrong = inputs.wrong_number(data)
     if wrong is not None:
         key, value, rule = wrong
@@ -82,11 +95,11 @@ def build(
         where = COMMAND_LINE if said_here else source
         raise InputError(f"{where}: {_dotted(key)} = {value}: {rule}")
     try:
-        return RunConfig.model_validate(dict(data))
+        return kind.model_validate(dict(data))
     except ValidationError as error:
         # A misspelt key comes first: it often is the reason for the others.
         problems = sorted(error.errors(), key=lambda e: e["type"] not in _UNKNOWN)
-        key, text = _describe(problems[0], data)
+        key, text = _describe(problems[0], data, kind)
         said_here = any(_overlap(key, path) for path in command_line)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InputError(f"{COMMAND_LINE if said_here else source}: {text}{more}") from None
@@ -133,6 +146,8 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     if not equals or not all(_KEY.fullmatch(part) for part in path):
         raise InputError(f"{COMMAND_LINE}: {text!r}: write section.key=value")
     value = value.strip()
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise InputError(f"{COMMAND_LINE}: {text!r}: not UTF-8 text")
     if not value:
         raise InputError(
             f"{COMMAND_LINE}: {text!r}: no value; write {key}={NONE} to leave the key out, or"
@@ -178,19 +193,19 @@ def _parsed(text: str) -> dict[str, Any]:
         raise ValueError("not TOML: a number has thousands of digits") from None
 
 
-def _describe(error: Any, data: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+def _describe(error: Any, data: Mapping[str, Any], root: type) -> tuple[tuple[str, ...], str]:
     """The key to blame, as a path, and the line about it without its source."""
     kind, context = error["type"], error.get("ctx", {})
-    key, sections = _walk(error["loc"], data)
+    key, sections = _walk(error["loc"], data, root)
     value = error["input"]
     if kind == "rule":
         key, value = (*key, *filter(None, context["key"].split("."))), context["value"]
     if kind in ("rule", "value_error") and (value is None or isinstance(value, Mapping)):
-        return _of_section(key, str(context.get("error", context.get("rule"))), data)
+        return _of_section(key, str(context.get("error", context.get("rule"))), data, root)
     if kind == "rule":
         rule = context["rule"]
     elif kind in _UNKNOWN:
-        _, parents = _walk(error["loc"][:-1], data)
+        _, parents = _walk(error["loc"][:-1], data, root)
         known = {name for section in parents for name in _keys(section)}
         rule = f"unknown key{did_you_mean(key[-1], known)}"
     elif kind == "literal_error":
@@ -203,17 +218,18 @@ def _describe(error: Any, data: Mapping[str, Any]) -> tuple[tuple[str, ...], str
         rule = f"needs the key 'kind', one of {', '.join(sorted(kinds))}"
     else:
         rule = _RULES[kind].format(**context) if kind in _RULES else str(error["msg"])
-    # A whole table is no use in a message; a missing key has no value.
-    shown = isinstance(value, Mapping) or value is None or kind == "missing"
-    return key, f"{_dotted(key)}{'' if shown else f' = {_shown(value)}'}: {rule}"
+    # A whole table is no use in a message; a missing key has no value; a secret stays one.
+    untold = isinstance(value, Mapping) or value is None or kind == "missing"
+    untold |= _SECRET.search(key[-1]) is not None if key else False
+    return key, f"{_dotted(key)}{'' if untold else f' = {_shown(value)}'}: {rule}"
 
 
 def _of_section(
-    key: tuple[str, ...], text: str, data: Mapping[str, Any]
+    key: tuple[str, ...], text: str, data: Mapping[str, Any], root: type
 ) -> tuple[tuple[str, ...], str]:
     """The same for what a section says of itself: of one of its keys, if it begins with that."""
     text = re.sub(r"^\w+: ", "", text)  # the name of the value
-    _, sections = _walk(key, data)
+    _, sections = _walk(key, data, root)
     known = {name for section in sections for name in _keys(section)}
     for check in _CHECKS:
         found = check.fullmatch(text)
@@ -228,13 +244,15 @@ def _overlap(key: Sequence[str], path: Sequence[str]) -> bool:
     return all(part.split("[")[0] == other for part, other in zip(key, path, strict=False))
 
 
-def _walk(location: Sequence[str | int], data: Any) -> tuple[tuple[str, ...], list[type]]:
+def _walk(
+    location: Sequence[str | int], data: Any, root: type
+) -> tuple[tuple[str, ...], list[type]]:
     """The key as it stands in the file, and the sections that may stand there (none: a value).
 
     Pydantic puts the tag of a union into the location, where the file has no such level.
     """
     key: list[str] = []
-    sections: list[type] = [RunConfig]
+    sections: list[type] = [root]
     for part in location:
         tagged = [s for s in sections if part in get_args(_keys(s).get("kind"))]
         if tagged and not (isinstance(data, Mapping) and part in data):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from tim_jax import auditing, mismatch
+from tim_jax import auditing, mismatch, waiting
 from tim_jax.auditing import CaseResult, Sizes, ablation, ablation_report
 from tim_jax.auditing.cases import plain_sampling
 from tim_jax.config import toml
@@ -23,6 +23,7 @@ from tim_jax.config.run import RunConfig
 from tim_jax.config.sections import FamilyChoice
 from tim_jax.errors import InputError
 from tim_jax.inputs import wrong_number
+from tim_jax.jobs import checks, memory
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import calibration, fitting
 from tim_jax.model.config import ModelConfig
@@ -32,6 +33,8 @@ from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE
 from tim_jax.run import assembly, checkpoints, folders, source_charts
 from tim_jax.types import Prompts
+
+_MOST_TOKENS = 2**26  # of a bench: more are a slip
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,21 @@ def audit_model(
     Returns:
       The result as JSON, and whether every token of every case was equal.
     """
+    with memory.explained(
+        {"": ("--quick", "a smaller model", "fewer devices, as all are audited")}
+    ):
+        return _audit(source, quick, family, interpret)
+
+
+def _audit(source: str, quick: bool, family: FamilyChoice, interpret: bool) -> tuple[str, bool]:
     config, params = assembly.audited(source)
     it = _Audited(params, config, Sizes.fitting(config), family, interpret)
     numerics = _numerics(it, fixed=not quick)
     used = {auditing.describe(one): fitting.kernels_used(config, one) for one in numerics}
     results = []
     single = auditing.audit(params, config, numerics=numerics, sizes=it.sizes, quick=quick)
-    for result in itertools.chain(single, _placed(it, quick)):
+    both = itertools.chain(single, _placed(it, quick))
+    for result in waiting.each(both, "auditing a case", about=waiting.COMPILES):
         results.append(result)
         done = "control" if result.control else f"{result.unequal_tokens} unequal"
         print(
@@ -187,10 +198,22 @@ def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = N
     fitting = Sizes.fitting(config)
     sizes = Sizes(prompts, samples, fitting.prompt_length, fitting.response_length)
     length = sizes.prompt_length + sizes.response_length
-    numerics = assembly.make_numerics(
-        "auto", dtype or "float32", config, length=length, batch=prompts * samples
-    )
+    if prompts * samples * length >= _MOST_TOKENS:
+        raise InputError(
+            f"--prompts {prompts} and --samples {samples} are {prompts * samples} sequences of"
+            f" {length} tokens; at most {_MOST_TOKENS} tokens"
+        )
+    numerics = assembly.fitted_numerics("auto", dtype or "float32", config, length=length)
     execution = Execution(config, numerics, plain_sampling(config, sizes))
+    checks.check_sampling(
+        execution,
+        prompts=prompts,
+        samples=samples,
+        prompt_length=sizes.prompt_length,
+        helps="fewer --prompts or --samples need less",
+    )
+    measured = calibration.calibrate(config, numerics, batch=prompts * samples)
+    execution = replace(execution, numerics=measured)
     return Bench(source, execution, _arrays(params), auditing.draw_prompts(config, sizes), samples)
 
 
@@ -255,7 +278,7 @@ def report(
         if older is not None
     }
     results = []
-    for one in ablation.ablate(
+    measured = ablation.ablate(
         prepare(bench.params),
         bench.prompts,
         arms,
@@ -263,7 +286,8 @@ def report(
         samples=bench.samples,
         seed=bench.seed,
         older=stale.__getitem__ if older else None,
-    ):
+    )
+    for one in waiting.each(measured, "measuring a sampler", about=waiting.COMPILES):
         results.append(one)
         print(_line(one), flush=True)
     sampling, numerics = bench.execution.sampling, auditing.describe(bench.execution.numerics)

@@ -1,15 +1,20 @@
-"""What `tim-jax train` refuses before it begins: by devices, memory and kernels."""
+"""What commands refuse before they begin: by devices, memory and kernels."""
 
 import json
 import tomllib
 from pathlib import Path
 
 import jax
+import optax
 
+from tim_jax import objectives
 from tim_jax.config.run import RunConfig
 from tim_jax.errors import InputError
 from tim_jax.jobs import planning
+from tim_jax.model.execution import Execution
 from tim_jax.plan import budget
+from tim_jax.plan.workload import Workload
+from tim_jax.rl.types import Learning
 from tim_jax.run import assembly, checkpoints, folders
 
 
@@ -28,13 +33,53 @@ def check_devices(config: RunConfig) -> None:
 
 
 def check_memory(config: RunConfig) -> None:
-    """Refuses a step that the devices cannot hold, before a weight is read or drawn."""
-    devices = tuple(jax.devices())
+    """Refuses a step that the model or the devices cannot have, before a weight is read or drawn.
+
+    Such as one that the model has too few positions for, or the devices too little memory.
+    """
+    if (step := _step(config)) is not None:
+        budget.check(step, tuple(jax.devices()))
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """The same for the evaluation alone."""
+    step = _step(config)
+    if step is not None:
+        helps = "a smaller sampler.slots, or placement.fsdp with more devices, needs less"
+        budget.check_sampling(step, tuple(jax.devices()), helps)
+
+
+def _step(config: RunConfig) -> Workload | None:
+    """The step of a run; None if its model cannot be read, which is said where the run reads it."""
     try:
-        step = planning.workload_of(config, planning.model_config(config, None), devices)
+        model = planning.model_config(config, None)
     except InputError:
-        return  # a model or placement that is not possible is refused where the run needs it
-    budget.check(step, devices)
+        return None
+    return planning.workload_of(config, model, tuple(jax.devices()))
+
+
+def check_sampling(
+    execution: Execution, *, prompts: int, samples: int, prompt_length: int, helps: str
+) -> None:
+    """Refuses more responses at a time than the devices can hold, before a weight is read.
+
+    Args:
+      helps: what would need less, in words.
+    """
+    rows, length = prompts * samples, prompt_length + execution.sampling.max_response_length
+    if rows * length >= 2**31:  # places in an array are numbers of 32 bits
+        raise InputError(
+            f"{samples} samples of {prompts} prompts are {rows} sequences of up to {length} tokens,"
+            f" over 2**31 tokens; {helps}"
+        )
+    step = Workload(
+        execution=execution,
+        learning=Learning(objectives.reinforce(), samples),
+        optimizer=optax.with_extra_args_support(optax.identity()),
+        prompts=prompts,
+        prompt_length=prompt_length,
+    )
+    budget.check_sampling(step, tuple(jax.devices()), helps)
 
 
 def check_family(config: RunConfig) -> None:

@@ -59,7 +59,7 @@ def parse_layers(text: str) -> Layers:
     if text == "all":
         return None
     parts = text.split(",")
-    if len(parts) == 2 and all(part.isdecimal() for part in parts):
+    if len(parts) == 2 and all(part.isdecimal() and len(part) < 10 for part in parts):
         low, high = (int(part) for part in parts)
         if 0 < low < high:
             return low, high
@@ -101,6 +101,7 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
         sampler_placement=None if sampler_placement == execution.placement else sampler_placement,
         batching=config.sampler.batching,
         mismatch=config.sampler.dial,
+        offload=section.offload,
     )
 
 

@@ -19,20 +19,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tim_jax import auditing, mismatch
+from tim_jax import auditing, mismatch, waiting
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
 from tim_jax.config.sections import part
 from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
-from tim_jax.jobs import checks
+from tim_jax.jobs import checks, memory
 from tim_jax.jobs.models import Job, assemble, shown
 from tim_jax.model import fitting, hf
+from tim_jax.model.execution import Execution
 from tim_jax.placement import SINGLE, processes
 from tim_jax.rl import loop, warm_start
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.loop import Step
 from tim_jax.rl.types import TrainState
-from tim_jax.run import charts, checkpoints, folders, loggers
+from tim_jax.run import assembly, charts, checkpoints, folders, loggers
 from tim_jax.run.display import Display, open_display
 from tim_jax.run.folders import Run
 from tim_jax.run.rewards import RewardWatch
@@ -47,9 +48,14 @@ def train_run(config: RunConfig) -> Path:
     """Runs (or resumes) the training job of `config`; returns the run folder.
 
     Raises:
-      InputError, MismatchError, NonFiniteError, PreemptedError: one clear line each; what was
-        written stays.
+      InputError, MismatchError, NonFiniteError, PreemptedError, OutOfMemoryError: one clear line
+        each; what was written stays.
     """
+    with memory.explained(memory.of_run(config)):
+        return _train_run(config)
+
+
+def _train_run(config: RunConfig) -> Path:
     section = config.run
     text = toml.dump(config)
     processes.agree(f"jax {jax.__version__}, config {text}", "its config or version of JAX")
@@ -72,7 +78,8 @@ def train_run(config: RunConfig) -> Path:
             job.task.close()
     folder = Path(section.folder)
     if processes.leads():
-        charts.training_chart(folder / "metrics.jsonl", folder / "chart.png")
+        with waiting.during("drawing the chart"):
+            charts.training_chart(folder / "metrics.jsonl", folder / "chart.png")
     return folder
 
 
@@ -263,6 +270,7 @@ def _shapes(job: Job) -> checkpoints.State:
     return jax.tree.map(shape, _first(job))
 
 
+@waiting.during("putting the model on the devices", about=waiting.COMPILES)
 def _first(job: Job) -> checkpoints.State:
     """The contents of the checkpoint of a run that has not begun."""
     built, params = job.programs, job.model.params
@@ -288,15 +296,15 @@ def _extra_sinks(config: RunConfig, run: Run, start: int) -> loggers.Tee:
         folder = run.folder / "tensorboard"
         extra.append(loggers.TensorBoard(folder, resume_step=max(start, 0)))
     if "wandb" in section.sinks:
-        extra.append(
-            loggers.Wandb(
+        with waiting.during("starting Weights & Biases"):
+            sink = loggers.Wandb(
                 run.folder,
                 project=section.wandb_project,
                 name=run.folder.name,
                 config=config.model_dump(),
                 mode=section.wandb_mode,
             )
-        )
+        extra.append(sink)
     return loggers.Tee(tuple(extra))
 
 
@@ -310,11 +318,12 @@ def _first_steps(
         started = warm_start.warm_start(
             processes.whole(state.params),
             _demonstrations(job),
-            execution=replace(job.execution, placement=SINGLE),
+            execution=replace(_starting(job), placement=SINGLE),
             learning_rate=warmup.learning_rate,
             steps=warmup.steps,
         )
-        params, loss = deque(started, maxlen=1).pop()
+        followed = waiting.each(started, "starting warm", about=waiting.COMPILES)
+        params, loss = deque(followed, maxlen=1).pop()
         display.note(f"warm start: {loss:.3f} nats per token after {warmup.steps} steps")
         state = job.programs.init(params)
     if job.evaluate is not None:
@@ -325,6 +334,17 @@ def _first_steps(
     else:
         writer.write(0, {})
     return state
+
+
+def _starting(job: Job) -> Execution:
+    """The execution of the warm start. A control starts from the weights of what it controls."""
+    sampler = job.config.sampler
+    if not sampler.both_sides:
+        return job.execution
+    alone = job.config.model_copy(
+        update={"sampler": sampler.model_copy(update={"both_sides": False})}
+    )
+    return assembly.make_execution(alone, job.model)
 
 
 def _demonstrations(job: Job) -> Iterator[Rollout]:
@@ -371,8 +391,9 @@ def _export(job: Job, state: TrainState, display: Display) -> None:
     for left in (new, old, *folder.glob(f".{new.name}.*")):  # the last: of a save that was killed
         shutil.rmtree(left, ignore_errors=True)
     hf.save(new, params, job.model.config, tokenizer=job.model.tokenizer)
-    if final.exists():
-        final.rename(old)
-    new.rename(final)
+    with _writing(final):
+        if final.exists():
+            final.rename(old)
+        new.rename(final)
     shutil.rmtree(old, ignore_errors=True)
     display.note(f"final model, as transformers loads it: {final}")

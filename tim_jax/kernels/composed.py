@@ -62,13 +62,9 @@ class Composed:
         return formulas.all_reduced(product, x, weight, ranks=order.ranks, rounded=rounded)
 
     def gated_dot(self, x, weight, bias, *, numerics: Numerics):
-        def gated(y, *bias, maths):
-            y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
-            gate, up = _parted(y, numerics.column_tiles, (1, 1))
-            return formulas.rounded(formulas.gated_silu(gate, up, maths=maths), numerics.dtype)
-
         biases = () if bias is None else (bias,)
-        return self._in_both(gated)(self.dot(x, weight, numerics=numerics), *biases)
+        gating = partial(gated, numerics=numerics)
+        return self._in_both(gating)(self.dot(x, weight, numerics=numerics), *biases)
 
     def project(self, y, cos, sin, optional, *, heads: Heads, eps: float, numerics: Numerics):
         shares = (heads.query, heads.key, heads.key)
@@ -103,6 +99,13 @@ class Composed:
     def log_normaliser(self, x, peak, weights, *, numerics: Numerics):
         del x, peak
         return self.log(self.row_sum(weights, numerics=numerics), numerics=numerics)
+
+
+def gated(y: jax.Array, *bias: jax.Array, numerics: Numerics, maths: formulas.Maths) -> jax.Array:
+    """silu(gate) * up of the joint product y = (gate, up) float32 [N, 2 M], rounded to compute."""
+    y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
+    gate, up = _parted(y, numerics.column_tiles, (1, 1))
+    return formulas.rounded(formulas.gated_silu(gate, up, maths=maths), numerics.dtype)
 
 
 def _narrowed(numerics: Numerics):

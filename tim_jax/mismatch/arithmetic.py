@@ -145,6 +145,7 @@ class NativeKernels(Entry):
     imitates: ClassVar[str] = (
         "one model code jitted twice, as generator and trainer (the usual JAX stack)"
     )
+    no_control: ClassVar[str] = "plain XLA in the learner too gives other bits than in the sampler"
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, family="native")
@@ -269,6 +270,8 @@ class TensorParallel(Entry):
         where = execution.placement
         if where.decode == "sharded" and where.fsdp > 1:
             raise self.refuse('needs whole rows of the weights: placement.decode = "whole"')
+        if execution.config.num_experts:
+            raise self.refuse("needs a dense model; products of experts are not cut into ranks")
         sizes = {
             "num_heads": execution.config.num_heads,
             "intermediate_size": execution.config.intermediate_size,
@@ -295,6 +298,7 @@ class PallasAttention(Entry):
     imitates: ClassVar[str] = (
         "an engine's own attention kernel, with an online softmax, beside the trainer's"
     )
+    no_control: ClassVar[str] = "the kernel is a sampler's: it has no gradient"
 
     def check(self, execution: Execution) -> None:
         backend = jax.default_backend()
@@ -319,6 +323,7 @@ class TritonAttention(Entry):
 
     name: ClassVar[str] = "triton_attention"
     imitates: ClassVar[str] = "the Triton attention that vLLM and SGLang fall back to"
+    no_control: ClassVar[str] = "the kernel is a sampler's: it has no gradient"
 
     def check(self, execution: Execution) -> None:
         backend = jax.default_backend()
@@ -366,6 +371,7 @@ class SplitKV(Entry):
         "FlashDecoding as vLLM and SGLang use it unless told to be batch-invariant; 132 is the"
         " number of multiprocessors of an H100"
     )
+    no_control: ClassVar[str] = "only decoding is cut: a learner's forward has all keys at once"
 
     def __post_init__(self):
         self.need_number("programs", least=0)

@@ -40,6 +40,10 @@ class Entry:
     imitates: ClassVar[str] = ""
     reports: ClassVar[bool] = False  # has `reported`
     repeatable: ClassVar[bool] = False  # may stand in a dial more than once
+    # A control has the entry's effect on what is sampled, but no mismatch: the learner has the
+    # entry as well. These are the exceptions.
+    only_reports: ClassVar[bool] = False  # changes no token, so that a control leaves it out
+    no_control: ClassVar[str] = ""  # why a learner cannot have it; "": it can
 
     @property
     def inert(self) -> bool:

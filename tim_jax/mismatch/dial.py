@@ -45,6 +45,29 @@ class Mismatch:
         """How many updates ago the sampler's weights are from."""
         return sum(e.updates for e in self.entries if isinstance(e, StaleWeights))
 
+    @property
+    def shared(self) -> "Mismatch":
+        """The entries that a control has on both sides: those that change what is sampled.
+
+        Raises:
+          InputError: an entry that a learner cannot have, so that there is no control.
+        """
+        for entry in self.active:
+            if entry.no_control:
+                raise entry.refuse(f"cannot be on both sides: {entry.no_control}")
+        return Mismatch(tuple(entry for entry in self.active if not entry.only_reports))
+
+    def check_shared(self) -> None:
+        """Raises InputError, naming an entry, if these are not what a control has on both sides."""
+        for entry in self.active:
+            if entry not in self.shared.entries:
+                raise entry.refuse("changes no token; leave it out of what both sides have")
+
+    @property
+    def edits(self) -> tuple[Entry, ...]:
+        """The entries that change the sampler's weights."""
+        return tuple(e for e in self.active if type(e).weights is not Entry.weights)
+
     def numerics(self, numerics: Numerics) -> Numerics:
         """The sampler's numerics."""
         for entry in self.active:

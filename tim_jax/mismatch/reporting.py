@@ -32,6 +32,7 @@ class RawLogProbs(Entry):
         " temperature 0.6)"
     )
     reports: ClassVar[bool] = True
+    only_reports: ClassVar[bool] = True
 
     def reported(
         self, logits: jax.Array, tokens: jax.Array, *, sampling: Sampling, numerics: Numerics
@@ -53,6 +54,7 @@ class IgnoredTruncation(Entry):
         " a mean ratio of 0.896 at top_p 0.8)"
     )
     reports: ClassVar[bool] = True
+    only_reports: ClassVar[bool] = True
 
     def reported(
         self, logits: jax.Array, tokens: jax.Array, *, sampling: Sampling, numerics: Numerics
@@ -77,6 +79,7 @@ class DroppedEnd(Entry):
         "engines that strip the end token from what they return, after which the trainer scores"
         " another in its place (tunix: differences above 30 nats)"
     )
+    no_control: ClassVar[str] = "what was drawn is not what the learner is given"
 
     def __post_init__(self):
         self.need_number("share", least=0.0, most=1.0)
@@ -128,6 +131,7 @@ class PadMask(Entry):
         "masks made as `token != pad`; where the pad token is the end token, responses then have"
         " no end"
     )
+    no_control: ClassVar[str] = "what was drawn is not what the learner is given"
 
     def __post_init__(self):
         self.need_number("pad", least=0)
@@ -163,6 +167,7 @@ class LogitNoise(Entry):
     name: ClassVar[str] = "logit_noise"
     imitates: ClassVar[str] = "no system: the effect of any numerical noise in the forward"
     repeatable: ClassVar[bool] = True
+    no_control: ClassVar[str] = "a learner does not draw the sampler's noise again"
 
     def __post_init__(self):
         self.need_number("std", least=0.0)
@@ -214,6 +219,7 @@ class LogProbNoise(Entry):
         " 2512.23087)"
     )
     repeatable: ClassVar[bool] = True
+    only_reports: ClassVar[bool] = True
 
     def __post_init__(self):
         self.need_number("std", least=0.0)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from tim_jax.kernels import cache, tiles
 from tim_jax.mismatch.base import Entry
 from tim_jax.model.execution import Execution
-from tim_jax.model.weights import JOINED, size
+from tim_jax.model.weights import JOINED, joined, size
 
 _FORMATS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 _MATRICES = tuple(row for row in JOINED if row.quantised)
@@ -43,7 +43,9 @@ class QuantisedWeights(Entry):
             raise self.refuse(f'group = {self.group} contradicts per = "tensor"')
 
     def check(self, execution: Execution) -> None:
-        for row in _MATRICES:
+        for row in joined(execution.config):
+            if not row.quantised:
+                continue
             inputs = size(row.input, execution.config)
             if self.group and inputs % self.group:
                 raise self.refuse(
@@ -52,8 +54,9 @@ class QuantisedWeights(Entry):
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         layers = weights["layers"]
-        matrices = {row.name: layers[row.name] for row in _MATRICES}
-        rounded = {name: self.rounded(m, tiled=m.ndim == 4) for name, m in matrices.items()}
+        names = [row.name for row in _MATRICES if row.name in layers]
+        tiled = layers["o"].ndim == 4
+        rounded = {name: self.rounded(layers[name], tiled=tiled) for name in names}
         head = weights["head"]
         head = self.rounded(head, tiled=head.ndim == 3) if self.head else head
         return weights | {"layers": layers | rounded, "head": head}
@@ -82,6 +85,7 @@ class StaleWeights(Entry):
 
     name: ClassVar[str] = "stale_weights"
     imitates: ClassVar[str] = "asynchronous RL, or a weight transfer that arrives late"
+    no_control: ClassVar[str] = "old weights are drift: with equal weights there is no mismatch"
 
     def __post_init__(self):
         self.need_number("updates", least=0)

@@ -26,6 +26,7 @@ import jax
 import jaxlib
 import numpy as np
 
+from tim_jax import machine, waiting
 from tim_jax.errors import InputError
 from tim_jax.kernels import native, tiles
 from tim_jax.model.config import ModelConfig
@@ -39,6 +40,7 @@ _WORTHWHILE = 32  # a learner tile of fewer rows is slow
 _PADDING = 3  # how many times its own rows a decode batch may be padded to
 
 
+@waiting.during("measuring which tiles keep the bits on this machine")
 def calibrate(config: ModelConfig, numerics: Numerics, *, batch: int) -> Numerics:
     """Widens the row ranges of tile numerics for this model, on the default backend.
 
@@ -190,14 +192,7 @@ def _of(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
 
 def _machine() -> str:
     """The CPU's instructions and number of cores, by which XLA chooses kernels."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    processor = sorted(
-        {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    )
-    return "; ".join([platform.machine(), f"{os.cpu_count()} cores", *processor])
+    return "; ".join([platform.machine(), f"{os.cpu_count()} cores", *machine.processor()])
 
 
 def _plain(calibrated: Numerics) -> dict[str, Any]:

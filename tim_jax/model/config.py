@@ -9,17 +9,19 @@ does not exist.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tim_jax.errors import InputError, did_you_mean
+from tim_jax.model import mixture
 from tim_jax.model.rope import KINDS, RopeConfig
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 _SIZES = (
@@ -32,6 +34,9 @@ _SIZES = (
     "intermediate_size",
     "max_positions",
 )
+_MOST = 2**31
+_MOST_LAYERS = 2**16
+_MOST_NUMBERS = 2**56  # of one weight of all layers
 _REQUIRED = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -69,12 +74,19 @@ _PLAIN_ROPE = RopeConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture of a dense decoder: Qwen3, Qwen2/2.5 or Llama 3.x. Hashable.
+    """Architecture of a decoder: Qwen3, Qwen3-MoE, Qwen2/2.5 or Llama 3.x. Hashable.
 
     Per layer: RMSNorm, grouped-query attention with rotary positions, RMSNorm, SwiGLU; then a final
     RMSNorm and a head, which is the embedding's transpose if `tied_embeddings`. `qk_norm` puts an
     RMSNorm over each head of q and k before the rotation; `attention_bias` adds biases to q, k and
     v, `output_bias` to the projection after attention, `mlp_bias` to all three of the SwiGLU.
+
+    In a mixture of experts, whose `num_experts` is above 0, every layer has so many SwiGLUs of
+    width `moe_intermediate_size` in place of one. A token's output is the sum of those
+    `num_experts_per_tok` to which the router gives the largest probabilities, weighted by them;
+    `norm_topk_prob` makes the weights of the chosen sum to 1. `intermediate_size` is then of no
+    use; a checkpoint's configuration has it all the same. `router_aux_loss_coef` is what
+    `transformers` multiplies its load-balancing loss by, kept for checkpoints.
 
     Raises `InputError` where sizes do not fit together, or where `model_type` as `transformers`
     knows it could not express the options (so that every ModelConfig can be saved).
@@ -96,6 +108,11 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     tied_embeddings: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: float = 0.0
     initializer_range: float = 0.02
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -110,13 +127,30 @@ class ModelConfig:
         _check_sizes(self)
         _check_scalars(self)
         _check_family(self)
+        mixture.check(self)
+
+    @property
+    def active_width(self) -> int:
+        """Columns of the SwiGLU, or of all the SwiGLUs that a token goes through."""
+        return self.num_experts_per_tok * self.moe_intermediate_size or self.intermediate_size
 
 
 def _check_sizes(config: ModelConfig) -> None:
     for name in _SIZES:
         value = getattr(config, name)
-        if not _whole(value) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, found {value!r}")
+        if not _whole(value) or not 1 <= value < _MOST:
+            raise InputError(
+                f"{name} must be a whole number from 1 to {_MOST - 1}, found {value!r}"
+            )
+    if config.num_layers > _MOST_LAYERS:
+        raise InputError(f"num_layers must be at most {_MOST_LAYERS:,}, found {config.num_layers}")
+    wide = max(config.num_heads, config.num_kv_heads) * config.head_dim
+    widest = config.hidden_size * max(config.vocab_size, config.intermediate_size, wide)
+    if config.num_layers * widest >= _MOST_NUMBERS:
+        raise InputError(
+            f"the sizes make a weight of {config.num_layers * widest:.0e} numbers, more than any"
+            " machine holds"
+        )
     if config.num_heads % config.num_kv_heads:
         raise InputError(
             f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}"
@@ -139,6 +173,17 @@ def _check_scalars(config: ModelConfig) -> None:
     for token in (*config.eos_token_ids, *optional):
         if not _whole(token):
             raise InputError(f"token ids must be whole numbers, found {token!r}")
+    check_stop_tokens(config.eos_token_ids, config.vocab_size)
+
+
+def check_stop_tokens(tokens: Iterable[int], vocab_size: int) -> None:
+    """Refuses ids of end tokens that can never be drawn."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise InputError(
+                f"eos_token_id {token} is outside the vocabulary of {vocab_size} tokens, from 0 to"
+                f" {vocab_size - 1}"
+            )
 
 
 def _check_family(config: ModelConfig) -> None:
@@ -152,6 +197,7 @@ def _check_family(config: ModelConfig) -> None:
             "mlp_bias": False,
         },
         "qwen3": {"qk_norm": True, "output_bias": config.attention_bias, "mlp_bias": False},
+        "qwen3_moe": {"qk_norm": True, "output_bias": config.attention_bias, "mlp_bias": False},
     }[family]
     for name, value in wanted.items():
         if getattr(config, name) != value:
@@ -182,23 +228,25 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
     family = values["model_type"]
     sizes = {name: _required(values, key) for name, key in _REQUIRED.items()}
     heads = sizes["num_heads"]
-    derived = _HEAD_DIM_DEFAULT.get(family) or _quotient(sizes["hidden_size"], heads)
     bias = family == "qwen2" or _or_default(values, "attention_bias", False)
     kv_heads = values.get("num_key_value_heads")
     head_dim = values.get("head_dim")
+    if head_dim is None:
+        head_dim = _HEAD_DIM_DEFAULT.get(family) or _quotient(sizes["hidden_size"], heads)
     special = {"bos_token_id": 1, "eos_token_id": 2} if family == "llama" else {}
     return ModelConfig(
         model_type=family,
         **sizes,
         num_kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=derived if head_dim is None else head_dim,
+        head_dim=head_dim,
         rms_norm_eps=_or_default(values, "rms_norm_eps", 1e-6),
         rope=_read_rope(values, sizes["max_positions"]),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         attention_bias=bias,
         output_bias=bias and family != "qwen2",
         mlp_bias=_or_default(values, "mlp_bias", False) if family == "llama" else False,
         tied_embeddings=_or_default(values, "tie_word_embeddings", False),
+        **mixture.read(values),
         initializer_range=_or_default(values, "initializer_range", 0.02),
         eos_token_ids=_token_ids(values.get("eos_token_id", special.get("eos_token_id"))),
         bos_token_id=values.get("bos_token_id", special.get("bos_token_id")),
@@ -230,8 +278,9 @@ def to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": True,
     }
-    if config.model_type in ("llama", "qwen3"):
+    if config.model_type != "qwen2":
         values["attention_bias"] = config.attention_bias
+    values |= mixture.written(config)
     if config.model_type == "llama":
         values["mlp_bias"] = config.mlp_bias
     else:
@@ -259,6 +308,7 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
             raise InputError(f"{key} is not supported; it must be absent, found {values[key]!r}")
     if family != "llama" and values.get("mlp_bias"):
         raise InputError(f"mlp_bias is not supported for model_type {family!r}")
+    mixture.refuse_unsupported(values)
     _refuse_windows(values, family)
 
 

@@ -7,7 +7,7 @@ them differ describe an experiment with mismatch.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -54,6 +54,14 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1
 
 
+class Edit(Protocol):
+    """Another form of the compute weights, such as quantised ones; a value that can be hashed."""
+
+    def weights(self, weights: Weights) -> Weights:
+        """The weights in that form."""
+        ...
+
+
 @dataclass(frozen=True)
 class Execution:
     """Everything that turns weights into tokens and log-probs, but for the weights."""
@@ -62,6 +70,9 @@ class Execution:
     numerics: Numerics  # how numbers are computed
     sampling: Sampling = Sampling()  # the distribution that tokens are drawn from
     placement: Placement = SINGLE  # where
+    # What becomes of the weights before anything is computed with them, in sampler and learner. The
+    # gradient passes through as if nothing had (straight-through).
+    edits: tuple[Edit, ...] = ()
 
     def __post_init__(self):
         if self.sampling.top_k > self.config.vocab_size:
@@ -71,8 +82,11 @@ class Execution:
             )
 
     def prepare(self, params: Params) -> Weights:
-        """Compute weights of the master weights; see `preparing.prepare`."""
-        return preparing.prepare(params, config=self.config, numerics=self.numerics)
+        """Compute weights of the master weights, edited; see `preparing.prepare`."""
+        weights = preparing.prepare(params, config=self.config, numerics=self.numerics)
+        for edit in self.edits:
+            weights = edit.weights(weights)
+        return weights
 
 
 def check_compiler_options(options: Mapping[str, str | bool | int]) -> None:

@@ -23,6 +23,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from tim_jax import waiting
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.inputs import expanded, json_value, shown
 from tim_jax.model.config import ModelConfig, from_hf, to_hf
@@ -39,6 +40,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 _HEAD = NAMED["head"].tensor
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def resolve(
@@ -58,7 +60,8 @@ def resolve(
         raise InputError(f"model folder {name!r} does not exist")
     try:
         wanted = ["config.json"] if config_only else _WANTED_FILES
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+        with waiting.during(f"downloading the model {name} from the hub"):
+            return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:  # whatever the transport, the hub or its cache raise
         reason = " ".join(str(error).split())[:200]
         raise InputError(
@@ -107,7 +110,8 @@ def load_tokenizer(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Any
             f"model folder {str(folder)!r} has no tokenizer ({', '.join(_TOKENIZER_FILES)})"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # False, because the default asks the user whether to run code that the folder brings.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever its many backends raise on a bad file
         reason = " ".join(str(error).split())[:200]
         raise InputError(
@@ -122,15 +126,16 @@ def load_tokenizer(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Any
     return tokenizer
 
 
+@waiting.during("reading the model's weights")
 def load_params(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Params:
     """Reads the weights as a tree of float32 NumPy arrays, laid out as in `model/weights.py`.
 
     Names, shapes and dtypes are checked before anything is read; then each tensor goes straight to
     its place, so that the peak is the parameters plus one tensor. Raises `InputError` naming the
-    file or tensor at fault.
+    file or tensor at fault, and for a value that is not finite.
     """
     folder = resolve(folder_or_hub)
-    stored = _stored_tensors(folder)
+    stored = _by_expert(_stored_tensors(folder))
     _check_stored(stored, config, folder)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), parameter_shapes(config))
     views = dict(_views(params, config))
@@ -138,12 +143,14 @@ def load_params(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Params
         with _open(path) as file:
             for name, view in views.items():
                 if stored[name].path == path:
-                    view[...] = file.get_tensor(name)
+                    view[...] = _value(file, name, stored[name])
+                    _check_finite(view, name, path)
     if config.tied_embeddings and _HEAD in stored:
         _check_tied(stored, params["embed"])
     return params
 
 
+@waiting.during("writing the model")
 def save(
     folder: str | os.PathLike,
     params: Params,
@@ -190,7 +197,8 @@ def save(
         partial.rename(folder)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
+        # What writes tokenizers is in Rust, and raises a bare Exception for a full disk.
+        if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
             raise InputError(f"{str(folder)!r} cannot be written ({error})") from None
         raise
     return folder
@@ -203,22 +211,24 @@ class _Stored:
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    whole: str = ""  # the tensor that has it as a part, if it is none itself
+    part: tuple[int | slice, ...] = ()
 
 
 def _views(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor of a checkpoint, in the order in which it is written: a view into `params`."""
-    for name, weight, layer in checkpoint_tensors(config):
-        array = params[weight.name] if layer is None else params["layers"][weight.name][layer]
+    for name, weight, index in checkpoint_tensors(config):
+        array = params["layers"][weight.name][index] if weight.layered else params[weight.name]
         yield name, array.T if weight.transposed else array
 
 
-def _stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of `config`'s tensors as a checkpoint stores them."""
+def _stored_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names of `config`'s tensors, and their shapes as a checkpoint stores them."""
     # a zero-stride view has a shape and needs no memory
     blank = jax.tree.map(
         lambda leaf: np.broadcast_to(np.float32(0), leaf.shape), parameter_shapes(config)
     )
-    return {name: view.shape for name, view in _views(blank, config)}
+    return ((name, view.shape) for name, view in _views(blank, config))
 
 
 def _stored_tensors(folder: Path) -> dict[str, _Stored]:
@@ -254,6 +264,43 @@ def _header(path: Path) -> dict[str, _Stored]:
         }
 
 
+def _by_expert(stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
+    """`stored`, with every expert's own tensors in place of those that hold all of a layer's."""
+    return {
+        own: tensor
+        for name, given in stored.items()
+        for own, tensor in _of_each_expert(name, given) or ((name, given),)
+    }
+
+
+def _of_each_expert(name: str, fused: _Stored) -> list[tuple[str, _Stored]]:
+    """The tensors of single experts in one of all of a layer's, as transformers 5 can write it.
+
+    `mlp.experts.gate_up_proj` is [experts, 2 x width, hidden], `down_proj` [experts, hidden,
+    width]. Empty for every other tensor.
+    """
+    module, _, projection = name.rpartition(".")
+    parts = _FUSED.get(projection)
+    if parts is None or not module.endswith(".mlp.experts") or len(fused.shape) != 3:
+        return []
+    count, rows, columns = fused.shape
+    size = rows // len(parts)
+    return [
+        (
+            f"{module}.{expert}.{part}.weight",
+            _Stored(fused.path, fused.dtype, (size, columns), name, (expert, slice(start, stop))),
+        )
+        for expert in range(count)
+        for index, part in enumerate(parts)
+        for start, stop in [(index * size, (index + 1) * size)]
+    ]
+
+
+def _value(file: Any, name: str, tensor: _Stored) -> np.ndarray:
+    """A tensor of an open file."""
+    return file.get_slice(tensor.whole)[tensor.part] if tensor.whole else file.get_tensor(name)
+
+
 def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="numpy")
@@ -265,8 +312,9 @@ def _open(path: Path) -> safe_open:
 
 
 def _check_stored(stored: dict[str, _Stored], config: ModelConfig, folder: Path) -> None:
-    expected = _stored_shapes(config)
-    for name, shape in expected.items():
+    expected = set()
+    for name, shape in _stored_shapes(config):  # one by one: a config may name a billion layers
+        expected.add(name)
         if name not in stored:
             hint = " (tie_word_embeddings is false)" if name == _HEAD else ""
             raise InputError(f"{folder}: tensor {name!r} is missing{hint}")
@@ -286,6 +334,16 @@ def _check_stored(stored: dict[str, _Stored], config: ModelConfig, folder: Path)
                 f"{tensor.path}: tensor {name!r} has dtype {tensor.dtype}, only "
                 f"{', '.join(_STORED_DTYPES)} are supported"
             )
+
+
+def _check_finite(view: np.ndarray, name: str, path: Path) -> None:
+    # The extremes are not finite if one value is not, and need no memory.
+    if np.isfinite(view.min()) and np.isfinite(view.max()):
+        return
+    wrong = np.count_nonzero(~np.isfinite(view))
+    raise InputError(
+        f"{path}: tensor {name!r} has {wrong} of {view.size} values that are NaN or infinite"
+    )
 
 
 def _check_tied(stored: dict[str, _Stored], embed: np.ndarray) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tim_jax import waiting
 from tim_jax.errors import InputError
 from tim_jax.model import weights
 from tim_jax.model.config import ModelConfig
@@ -39,6 +40,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
     }
 
 
+@waiting.during("drawing the initial weights")
 def init_params(config: ModelConfig, seed: int) -> Params:
     """Random parameters, float32 NumPy arrays, distributed as `transformers` initialises them.
 
@@ -71,6 +73,11 @@ def init_params(config: ModelConfig, seed: int) -> Params:
 def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None:
     """Raises `InputError` if the model or its numerics cannot be laid out so."""
     tiles, tensor = numerics.column_tiles, placement.tensor
+    if config.num_experts and max(tiles, tensor) > 1:
+        raise InputError(
+            f"placement: a mixture of experts takes no tensor axis, got tensor = {tensor} and"
+            f" column_tiles = {tiles}; use fsdp and data"
+        )
     if tiles % tensor:
         raise InputError(
             f"placement: tensor = {tensor} needs numerics whose column_tiles are a multiple of it"

@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from tim_jax import kernels
-from tim_jax.kernels import formulas
+from tim_jax.kernels import experts, formulas
 from tim_jax.model import rope
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
@@ -248,10 +248,36 @@ def _layer(x, w, angles, positions, cache, *, execution: Execution, shape):
     mixed, keys_values = _attend(query, key, value, positions, cache, execution, shape)
     x = ops.dot_add(whole(mixed), matrix(w["o"]), x, w.get("o_bias"), numerics=local)
     normed = _norm(x, w["mlp_norm"], execution)
+    if execution.config.num_experts:
+        return _experts(x, normed, w, execution), keys_values
     bias = w.get("gate_up_bias")
     hidden = ops.gated_dot(normed, matrix(w["gate_up"]), bias, numerics=local)
     x = ops.dot_add(whole(hidden), matrix(w["down"]), x, w.get("down_bias"), numerics=local)
     return x, keys_values
+
+
+def _experts(x, normed, w, execution: Execution):
+    """x [N, d] + what the experts that each of its rows goes through make of `normed` [N, d]."""
+    config, numerics, placement = execution.config, execution.numerics, execution.placement
+    ops = collectives.family(numerics, placement)
+    router = collectives.matrix(w["router"], numerics=numerics, placement=placement)
+    choice = experts.choice(
+        ops.dot(normed, router, numerics=numerics),
+        count=config.num_experts_per_tok,
+        normalised=config.norm_topk_prob,
+        numerics=numerics,
+    )
+    made = experts.outputs(
+        normed,
+        w["expert_gate_up"],
+        w["expert_down"],
+        choice.experts,
+        ops=kernels.family(numerics),
+        numerics=numerics,
+        gather=partial(collectives.whole_matrix, placement=placement),
+        scatter=partial(collectives.own_rows, placement=placement),
+    )
+    return experts.combined(x, made, choice.weights, numerics=numerics)
 
 
 def _norm(x, weight, execution: Execution):

@@ -31,7 +31,8 @@ Condition = Callable[[ModelConfig], bool]
 
 # Names of dimensions: fields of `ModelConfig`, or products of them.
 _QUERY, _KEY = "num_heads x head_dim", "num_kv_heads x head_dim"
-_LAYERS = "num_layers"
+_LAYERS, _EXPERTS = "num_layers", "num_experts"
+_STACKED_TWICE: Axes = ("whole", "whole", "in", "out")  # a matrix in every expert of every layer
 
 
 def size(dimension: str, config: ModelConfig) -> int:
@@ -41,7 +42,7 @@ def size(dimension: str, config: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter; one in a layer stands for those of all layers, stacked.
+    """A parameter; one in a layer stands for those of all layers, stacked, and of all experts.
 
     Attributes:
       name: of the leaf in the tree of parameters, there under "layers" if it is in a layer.
@@ -50,7 +51,8 @@ class Weight:
       dims: names of its dimensions, see `size`.
       axes: their logical axes, see `placement.RULES`. What is large is split over all of fsdp and
         tensor; biases are small and split over tensor alone, norms within heads not at all.
-      tensor: its name in a checkpoint, with "{layer}" for the index of its layer.
+      tensor: its name in a checkpoint, with "{layer}" for the index of its layer and "{expert}" for
+        that of its expert.
       when: whether a model of this configuration has it.
     """
 
@@ -65,6 +67,11 @@ class Weight:
     def layered(self) -> bool:
         """Whether every layer has one."""
         return self.dims[0] == _LAYERS
+
+    @property
+    def stacked(self) -> int:
+        """How many leading dimensions count layers and experts: what a checkpoint has apart."""
+        return sum(dimension in (_LAYERS, _EXPERTS) for dimension in self.dims[:-1])
 
     @property
     def path(self) -> str:
@@ -97,10 +104,25 @@ def _norm(
     return Weight(name, "norm", (_LAYERS, dimension), ("whole", axis), tensor, when)
 
 
-def _matrix(name: str, module: str, inputs: str, outputs: str) -> Weight:
+def _matrix(name: str, module: str, inputs: str, outputs: str, when: Condition = _always) -> Weight:
     """The matrix of a linear map in every layer."""
     dims, tensor = (_LAYERS, inputs, outputs), f"model.layers.{{layer}}.{module}.weight"
-    return Weight(name, "matrix", dims, ("whole", "in", "out"), tensor, _always)
+    return Weight(name, "matrix", dims, ("whole", "in", "out"), tensor, when)
+
+
+def _of_experts(name: str, module: str, inputs: str, outputs: str) -> Weight:
+    """The matrix of a linear map in every expert of every layer."""
+    dims, axes = (_LAYERS, _EXPERTS, inputs, outputs), _STACKED_TWICE
+    tensor = f"model.layers.{{layer}}.mlp.experts.{{expert}}.{module}.weight"
+    return Weight(name, "matrix", dims, axes, tensor, _mixture)
+
+
+def _mixture(config: ModelConfig) -> bool:
+    return config.num_experts > 0
+
+
+def _dense(config: ModelConfig) -> bool:
+    return config.num_experts == 0
 
 
 def _bias(name: str, module: str, outputs: str, when: Condition) -> Weight:
@@ -135,12 +157,16 @@ TABLE = (
     _norm("q_norm", "self_attn.q_norm", "head_dim", "whole", _qk_norm),
     _norm("k_norm", "self_attn.k_norm", "head_dim", "whole", _qk_norm),
     _norm("mlp_norm", "post_attention_layernorm"),
-    _matrix("gate", "mlp.gate_proj", "hidden_size", "intermediate_size"),
-    _matrix("up", "mlp.up_proj", "hidden_size", "intermediate_size"),
-    _matrix("down", "mlp.down_proj", "intermediate_size", "hidden_size"),
+    _matrix("gate", "mlp.gate_proj", "hidden_size", "intermediate_size", _dense),
+    _matrix("up", "mlp.up_proj", "hidden_size", "intermediate_size", _dense),
+    _matrix("down", "mlp.down_proj", "intermediate_size", "hidden_size", _dense),
     _bias("gate_bias", "mlp.gate_proj", "intermediate_size", _mlp_bias),
     _bias("up_bias", "mlp.up_proj", "intermediate_size", _mlp_bias),
     _bias("down_bias", "mlp.down_proj", "hidden_size", _mlp_bias),
+    _matrix("router", "mlp.gate", "hidden_size", _EXPERTS, _mixture),
+    _of_experts("expert_gate", "gate_proj", "hidden_size", "moe_intermediate_size"),
+    _of_experts("expert_up", "up_proj", "hidden_size", "moe_intermediate_size"),
+    _of_experts("expert_down", "down_proj", "moe_intermediate_size", "hidden_size"),
     Weight("final_norm", "norm", ("hidden_size",), ("hidden",), "model.norm.weight", _always),
     Weight(
         "head",
@@ -183,6 +209,11 @@ class Joined:
         return NAMED[self.parts[0]].layered
 
     @property
+    def stacked(self) -> int:
+        """How many leading dimensions count layers and experts."""
+        return NAMED[self.parts[0]].stacked
+
+    @property
     def input(self) -> str:
         """The dimension that a matrix contracts over."""
         return NAMED[self.parts[0]].dims[-2]
@@ -199,6 +230,15 @@ JOINED = (
     Joined("o", ("o",), "the output projection", quantised=True),
     Joined("gate_up", ("gate", "up"), "the gate and up projection", gated=True, quantised=True),
     Joined("down", ("down",), "the down projection", quantised=True),
+    Joined("router", ("router",), "the router"),
+    Joined(
+        "expert_gate_up",
+        ("expert_gate", "expert_up"),
+        "the experts' gate and up projection",
+        gated=True,
+        quantised=True,
+    ),
+    Joined("expert_down", ("expert_down",), "the experts' down projection", quantised=True),
     Joined("head", ("head",), "the head (vocabulary)"),
     Joined("qkv_bias", ("q_bias", "k_bias", "v_bias")),
     Joined("gate_up_bias", ("gate_bias", "up_bias")),
@@ -250,15 +290,20 @@ def weight_axes(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
         beside = axes["layers"] if row.layered else axes
         for part in row.parts:
             beside.pop(part, None)
-        layers, inputs = row.layered * ("whole",), row.matrix * ("in",)
-        beside[row.name] = (*layers, *tiled, *inputs, "whole")
+        stacked, inputs = row.stacked * ("whole",), row.matrix * ("in",)
+        beside[row.name] = (*stacked, *tiled, *inputs, "whole")
     return axes
 
 
-def checkpoint_tensors(config: ModelConfig) -> Iterator[tuple[str, Weight, int | None]]:
-    """A checkpoint's (name, parameter, index of the layer), in the order in which it is written."""
+def checkpoint_tensors(config: ModelConfig) -> Iterator[tuple[str, Weight, tuple[int, ...]]]:
+    """A checkpoint's (name, parameter, index), in the order in which it is written.
+
+    The index is that of the layer, and then that of the expert, if the parameter is stacked so.
+    """
     for layered, rows in groupby(table(config), key=lambda weight: weight.layered):
         together = tuple(rows)
-        for layer in range(config.num_layers) if layered else (None,):
+        for layer in range(config.num_layers) if layered else (0,):
             for weight in together:
-                yield weight.tensor.format(layer=layer), weight, layer
+                for expert in range(config.num_experts) if weight.stacked > 1 else (0,):
+                    name = weight.tensor.format(layer=layer, expert=expert)
+                    yield name, weight, (layer, expert)[: weight.stacked]

@@ -161,6 +161,18 @@ def matrix(weight: jax.Array, *, numerics: Numerics, placement: Placement) -> ja
     return _gather(weight, names, weight.ndim - 2)
 
 
+def whole_matrix(weight: jax.Array, placement: Placement) -> jax.Array:
+    """The matrices [..., K, M] of this device's rows, [..., K / fsdp, M]. Not differentiable."""
+    names = _present(RULES["in"], placement)
+    return _collect(weight, names, weight.ndim - 2) if names else weight
+
+
+def own_rows(sums: jax.Array, placement: Placement) -> jax.Array:
+    """The transpose of `whole_matrix`: this device's rows of sums over fsdp, float32."""
+    names = _present(RULES["in"], placement)
+    return _reduce(sums, names, sums.ndim - 2) if names else sums
+
+
 def _dot(
     dot: Callable,
     placement: Placement,

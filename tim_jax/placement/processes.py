@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from tim_jax import waiting
 from tim_jax.errors import InputError
 
 _HEARTBEAT = 30  # seconds without a sign of life after which a process counts as lost
@@ -39,7 +40,10 @@ def join(coordinator: str | None, count: int | None, index: int | None) -> None:
     if count is not None and index is not None and not 0 <= index < count:
         raise InputError(f"--process {index}: must be in 0..{count - 1}, below --processes")
     try:
-        jax.distributed.initialize(coordinator, count, index, heartbeat_timeout_seconds=_HEARTBEAT)
+        with waiting.during("waiting for the other processes"):
+            jax.distributed.initialize(
+                coordinator, count, index, heartbeat_timeout_seconds=_HEARTBEAT
+            )
     except ValueError as error:
         raise InputError(
             f"--distributed: no SLURM, Open MPI, GKE or TPU pod job was found here ({error}); give"
@@ -71,7 +75,8 @@ def texts(text: str) -> list[str]:
 
 
 def _gathered(row: np.ndarray) -> np.ndarray:
-    return np.asarray(multihost_utils.process_allgather(row))
+    with waiting.during("waiting for the other processes"):
+        return np.asarray(multihost_utils.process_allgather(row))
 
 
 def led(action: Callable[[], Any]) -> Any:

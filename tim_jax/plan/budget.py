@@ -22,7 +22,7 @@ from tim_jax.policy.scoring import shares_gradient
 
 _MARGIN = 1.05  # an estimate may be so much too high, so what is near the limit may try
 _LOGITS = 2.5  # float32 arrays of a tile's logits that exist at a time, learner and sampler
-_STAGES = MappingProxyType({"sampling": "sampling a step", "update": "an update"})
+_STAGES = MappingProxyType({"sampling": "sampling", "update": "an update"})
 # Where a container's limit stands, by versions 2 and 1 of Linux's control groups.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -62,7 +62,9 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
         "reference": workload.has_reference * (size(state.params) + size(weights)),
     }
     widened = _widened(workload.execution, weights, devices)
-    drawn = {**always, "cache": _cache(workload), "logits": _logits(workload)}
+    waiting = ("masters", "optimiser") if workloads.offloaded(workload, devices) else ()
+    kept = {name: size for name, size in always.items() if name not in waiting}
+    drawn = {**kept, "cache": _cache(workload), "logits": _logits(workload)}
     if workload.sampler_execution.placement.shape != workload.execution.placement.shape:
         drawn["the sampler's own weights"] = size(weights)
     drawn["float32 factors of products"] = widened
@@ -125,7 +127,9 @@ def _learning(workload: Workload, weights: Any) -> dict[str, int]:
     length = workload.prompt_length + execution.sampling.max_response_length
     tokens, wide = rows * length, numerics.dtype.itemsize
     query = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    layer = tokens * (4 * config.hidden_size + 2 * query + 3 * config.intermediate_size)
+    layer = tokens * (4 * config.hidden_size + 2 * query + 3 * config.active_width)
+    if config.num_experts:  # what each of a token's experts makes of it, float32
+        layer += tokens * config.num_experts_per_tok * config.hidden_size * 4 // wide
     kept = tokens * config.hidden_size if workload.learning.remat else layer
     logits = min(numerics.head_rows, tokens) * config.vocab_size // where.tensor
     return {
@@ -170,20 +174,41 @@ def check(workload: Workload, devices: Devices, *, most: int | None = None) -> N
         which settings would make it fit.
     """
     used = tuple(devices[: workload.execution.placement.devices])
-    if most is None:
-        local = sum(device.process_index == used[0].process_index for device in used)
-        most = capacity(used[0], local)
+    most = _shared_capacity(used) if most is None else most
     if most is None:
         return
     need = max(needs(workload, used), key=lambda need: need.total)
     if need.total <= _MARGIN * most:
         return
     ways = list(_ways(workload, devices, most)) or [_split(workload, need, used, most)]
+    raise InputError(_too_much(need, used, most, "; or ".join(ways)))
+
+
+def check_sampling(workload: Workload, devices: Devices, helps: str) -> None:
+    """Refuses responses that the devices cannot hold while they are sampled.
+
+    Args:
+      helps: what would need less, in words.
+
+    Raises:
+      InputError: one line, as `check`.
+    """
+    used = tuple(devices[: workload.execution.placement.devices])
+    most, need = _shared_capacity(used), needs(workload, used)[0]
+    if most is not None and need.total > _MARGIN * most:
+        raise InputError(_too_much(need, used, most, helps))
+
+
+def _shared_capacity(used: Devices) -> int | None:
+    """Bytes of each of the devices that are used, those of this machine sharing its memory."""
+    local = sum(device.process_index == used[0].process_index for device in used)
+    return capacity(used[0], local)
+
+
+def _too_much(need: Need, used: Devices, most: int, helps: str) -> str:
     kind = "machine" if used[0].platform == "cpu" else f"{used[0].device_kind}"
     each = f" for each of its {len(used)} devices" if len(used) > 1 else ""
-    raise InputError(
-        f"memory: {need}, but this {kind} has {_size(most)}{each}; {'; or '.join(ways)}"
-    )
+    return f"memory: {need}, but this {kind} has {_size(most)}{each}; {helps}"
 
 
 def _ways(workload: Workload, devices: Devices, most: int) -> Iterator[str]:
@@ -226,6 +251,9 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
             "learner.remat = true",
             lambda it: replace(it, learning=replace(it.learning, remat=True)),
         )
+    offload = replace(workload, offload=True)
+    if workloads.offloaded(offload, devices) and not workload.offload:
+        yield "learner.offload = true", lambda it: replace(it, offload=True)
     if workload.execution.numerics.compute_dtype == "float32" and devices[0].platform != "cpu":
         yield 'numerics.dtype = "bfloat16"', _narrow
     spare = len(devices) // where.devices

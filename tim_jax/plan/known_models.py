@@ -54,18 +54,28 @@ _LLAMA3_SIZES = {
     "3.2-3B": ((3072, 8192, 28, 24), True, 32.0),
     "3.1-8B": ((4096, 14336, 32, 32), False, 8.0),
 }
+# `_SIZES`, of which the width of a dense MLP is not used; experts, those of a token, their width.
+_QWEN3_MOE_SIZES = {
+    "30B-A3B": ((2048, 6144, 48, 32), (128, 8, 768)),
+}
 
 
 def _published() -> dict[str, dict[str, Any]]:
     """Name -> config.json, of base models and those tuned to follow instructions."""
     configs: dict[str, dict[str, Any]] = {}
+    tuned = {"max_position_embeddings": 40960, "eos_token_id": 151645}
+    base = {"max_position_embeddings": 32768, "eos_token_id": 151643}
     for size, (sizes, tied) in _QWEN3_SIZES.items():
         shared = {**_QWEN3, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
-        tuned = {"max_position_embeddings": 40960, "eos_token_id": 151645}
-        base = {"max_position_embeddings": 32768, "eos_token_id": 151643}
         configs[f"Qwen/Qwen3-{size}"] = shared | tuned
         if size != "32B":  # whose base model is not published
             configs[f"Qwen/Qwen3-{size}-Base"] = shared | base
+    for size, (sizes, (experts, chosen, width)) in _QWEN3_MOE_SIZES.items():
+        shared = {**_QWEN3, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": False}
+        shared |= {"model_type": "qwen3_moe", "num_key_value_heads": 4, "norm_topk_prob": True}
+        shared |= {"num_experts": experts, "num_experts_per_tok": chosen}
+        shared |= {"moe_intermediate_size": width, "router_aux_loss_coef": 0.001}
+        configs[f"Qwen/Qwen3-{size}"] = shared | tuned
     for size, (sizes, tied, heads, vocabulary, positions) in _QWEN2_5_SIZES.items():
         shared = {**_QWEN2_5, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
         shared |= {"num_key_value_heads": heads, "vocab_size": vocabulary}

@@ -51,7 +51,7 @@ GENERATIONS: Mapping[str, Generation] = MappingProxyType(
         "tpu7x": Generation("TPU7x", round(94.74 * _GIB), _DEEP, devices_per_chip=2),
     }
 )
-_NAME = re.compile(r"([\w.-]+):(\d+(?:x\d+)*)")
+_NAME = re.compile(r"([\w.-]+):([0-9]{1,6}(?:x[0-9]{1,6}){0,3})")
 
 
 @dataclass(frozen=True)

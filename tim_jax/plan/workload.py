@@ -37,6 +37,7 @@ class Workload:
     sampler_placement: Placement | None = None  # the sampler's, if it has its own
     batching: Batching = ALL_AT_ONCE  # of the sampler, on all its devices
     mismatch: Mismatch = dial.EXACT
+    offload: bool = False  # the state waits in the host's memory while a step is sampled
 
     @property
     def sampler_execution(self) -> Execution:
@@ -146,9 +147,9 @@ def updating(workload: Workload, devices: Devices) -> Program:
 def resident(workload: Workload, devices: Devices, stage: str) -> int:
     """Bytes on a device during a stage that are not arguments of its program.
 
-    These are optimiser and masters while sampling; the weights of a sampler with another placement;
-    and those of a reference policy with its masters, which checkpoints need. Padding by layouts is
-    not counted.
+    These are optimiser and masters while sampling, unless they wait on the host; the weights of a
+    sampler with another placement; and those of a reference policy with its masters, which
+    checkpoints need. Padding by layouts is not counted.
     """
     laid = _Laid(workload, workload.execution, devices)
     weights, state = bytes_per_device(laid.weights), bytes_per_device(laid.state)
@@ -156,10 +157,15 @@ def resident(workload: Workload, devices: Devices, stage: str) -> int:
     reference = weights + masters if workload.has_reference else 0
     if stage == "sampler":
         same = workload.sampler_execution.placement.shape == workload.execution.placement.shape
-        return state + reference + (0 if same else weights)
+        return (0 if offloaded(workload, devices) else state) + reference + (0 if same else weights)
     if stage == "scoring":  # whose arguments the reference's weights are
         return state + (masters if workload.has_reference else 0)
     return reference
+
+
+def offloaded(workload: Workload, devices: Devices) -> bool:
+    """Whether the state leaves room on the device while a step is sampled."""
+    return workload.offload and devices[0].platform != "cpu"
 
 
 def laid_out(workload: Workload, devices: Devices) -> tuple[Tree, Tree]:

@@ -114,7 +114,8 @@ def sample(
 
 def _widths(slots: int, halvings: int) -> list[int]:
     """Numbers of slots after each halving."""
-    return [slots >> halving for halving in range(1, halvings + 1) if slots >> halving]
+    most = min(halvings, slots.bit_length() - 1)
+    return [slots >> halving for halving in range(1, most + 1)]
 
 
 def trips(sequences: int, sampling: Sampling, batching: Batching) -> tuple[int, ...]:

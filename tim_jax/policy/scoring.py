@@ -1,9 +1,10 @@
 """Log-probs of given responses: one forward over whole sequences, then the head tile by tile."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,11 +75,7 @@ def score(
         remat=remat,
         embeddings=embeddings,
     )
-    # The token at position t is predicted by the hidden state at t - 1.
-    size = rollout.responses.shape[1]
-    rows = jax.vmap(partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0))(
-        hidden, rollout.prompt_lengths - 1
-    )
+    rows = _predicting(hidden, rollout)
     head = {name: weights[name] for name in ("final_norm", "head")}
     if sums is not None:  # a tied head adds to the embedding's, before the embedding does
         total = sums.get("head", total)
@@ -87,6 +84,65 @@ def score(
     if entropy_gradient:
         return scores
     return scores._replace(entropy=jax.lax.stop_gradient(scores.entropy))
+
+
+def _predicting(hidden: jax.Array, rollout: Rollout) -> jax.Array:
+    """Hidden states [B, R, d] that predict the response tokens: that of t is at position t - 1."""
+    size = rollout.responses.shape[1]
+    some = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
+    return jax.vmap(some)(hidden, rollout.prompt_lengths - 1)
+
+
+def of_logits(
+    weights: Weights,
+    rollout: Rollout,
+    function: Callable[[jax.Array, jax.Array], Any],
+    *,
+    execution: Execution,
+) -> Any:
+    """A function of the logits that predict each response token, by the same forward as `score`.
+
+    Args:
+      function: (logits f32[N, V], tokens i32[N]) -> a tree of arrays [N, ...]. It is given
+        `head_rows` rows at a time, as in `score`, so that no array of [tokens, vocabulary] exists.
+      execution: on one device.
+
+    Returns:
+      The tree, of arrays [B, R, ...]; beyond a response meaningless.
+    """
+    tokens = sequences(rollout)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+    embeddings, _ = transformer.embedded(weights, tokens, execution=execution)
+    hidden, _ = transformer.forward(
+        weights, tokens, positions, execution=execution, embeddings=embeddings
+    )
+    head = {name: weights[name] for name in ("final_norm", "head")}
+    shape = rollout.responses.shape
+    fence = kernels.family(execution.numerics).fence
+
+    def tile(rows):
+        hidden, tokens = fence(rows)
+        logits = transformer.logits_of_local_rows(head, hidden, execution=execution)
+        return fence(function(logits, tokens))
+
+    rows = (_predicting(hidden, rollout), rollout.responses)
+    tiles = _tiled(rows, min(execution.numerics.head_rows, rollout.responses.size))
+    found = jax.lax.map(tile, tiles)
+    size = rollout.responses.size
+    return jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:])[:size].reshape(*shape, *x.shape[2:]), found
+    )
+
+
+def _tiled(rows: Any, size: int) -> Any:
+    """Arrays [B, R, ...] in tiles [N, size, ...], filled up with zeros."""
+
+    def leaf(x):
+        x = x.reshape(-1, *x.shape[2:])
+        x = jnp.pad(x, [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(-1, size, *x.shape[1:])
+
+    return jax.tree.map(leaf, rows)
 
 
 def gradient_sums(weights: Weights, *, execution: Execution) -> Weights:
@@ -134,13 +190,6 @@ def _head(head, hidden, tokens, total, options: _HeadOptions):
     shape = tokens.shape
     tile_rows = min(options.execution.numerics.head_rows, tokens.size)
     tile_rows += -tile_rows % options.placement.tensor
-    padding = -tokens.size % tile_rows
-
-    def tiled(x):
-        x = x.reshape(tokens.size, *x.shape[2:])
-        x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(-1, tile_rows, *x.shape[1:])
-
     fence = kernels.family(options.execution.numerics).fence
     all_axes = weight_axes(options.execution.config, options.execution.numerics)
     head_axes = {name: all_axes[name] for name in head}
@@ -175,7 +224,7 @@ def _head(head, hidden, tokens, total, options: _HeadOptions):
 
     call = jax.custom_vjp(forward)
     call.defvjp(lambda *args: (forward(*args), args), backward)
-    results = call(head, tiled(hidden), tiled(tokens), total)
+    results = call(head, *_tiled((hidden, tokens), tile_rows), total)
     return tuple(x.reshape(-1)[: tokens.size].reshape(shape) for x in results)
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tim_jax import waiting
 from tim_jax.errors import InputError
 from tim_jax.objectives import advantages
 from tim_jax.rl.programs import Programs
@@ -21,6 +22,8 @@ from tim_jax.tasks import base
 from tim_jax.tasks.base import Example, Task
 from tim_jax.tasks.text import encode_prompt
 from tim_jax.types import Prompts, Rollout
+
+SAMPLING = "sampling"  # what a wait for it, and memory that runs out in it, are called
 
 # Added to the seed of the order in which refills visit the prompts.
 _REFILL = 0x5EED
@@ -157,10 +160,11 @@ def _drawn(
     programs: Programs,
 ) -> Drawn:
     prompts, started = text.prompts(examples, names), time.perf_counter()
-    rollout = jax.block_until_ready(programs.sample(weights, prompts, key))
     best = None
-    if programs.greedy is not None:
-        best = jax.block_until_ready(programs.greedy(weights, prompts, key))
+    with waiting.during(SAMPLING, about=waiting.COMPILES):
+        rollout = jax.block_until_ready(programs.sample(weights, prompts, key))
+        if programs.greedy is not None:
+            best = jax.block_until_ready(programs.greedy(weights, prompts, key))
     sampled = time.perf_counter()
     samples, faults = graded(task, text, examples, rollout, programs.learning.group_size)
     rewards, greedy = _rewards(samples), None
@@ -242,7 +246,8 @@ def graded(
     """Grades every completion, and counts how often the grader ran out of time or failed."""
     repeated = [example for example in examples for _ in range(group_size)]
     completions = text.completions(rollout)
-    grades = task.grade(repeated, completions)
+    with waiting.during("grading"):
+        grades = task.grade(repeated, completions)
     samples = [
         Sample(prompt_text(example), completion, example.answer, float(grade.reward))
         for example, completion, grade in zip(repeated, completions, grades, strict=True)

@@ -6,10 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from tim_jax import waiting
 from tim_jax.errors import InputError
 from tim_jax.rl.drawing import Sample, Text, graded
 from tim_jax.tasks.base import Task
 from tim_jax.types import Rollout
+
+SAMPLING = "sampling for the evaluation"  # as `drawing.SAMPLING`
 
 
 def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
@@ -112,9 +115,11 @@ def evaluate(
     for start in range(0, count, batch):
         indices = [min(i, count - 1) for i in range(start, start + batch)]
         examples = [task.evaluation[i] for i in indices]
-        rollout = sample(weights, text.prompts(examples, indices), key)
+        encoded = text.prompts(examples, indices)
+        with waiting.during(SAMPLING, about=waiting.COMPILES):
+            rollout = jax.device_get(sample(weights, encoded, key))
         wanted = min(batch, count - start) * samples
-        kept = jax.tree.map(lambda x, n=wanted: x[:n], jax.device_get(rollout))
+        kept = jax.tree.map(lambda x, n=wanted: x[:n], rollout)
         rows += graded(task, text, examples[: min(batch, count - start)], kept, samples)[0]
         lengths.append(kept.lengths)
     rewards = np.array([row.reward for row in rows]).reshape(count, samples)

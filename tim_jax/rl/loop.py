@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import schedules
+from tim_jax import schedules, waiting
 from tim_jax.errors import MismatchError, NonFiniteError
+from tim_jax.placement import memory
 from tim_jax.rl import drawing
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
@@ -68,9 +69,11 @@ def train(
     older = first_history(weights, programs, history)
     for number in range(int(state.step) + 1, steps + 1):
         started = time.perf_counter()
+        published = programs.publish(state.params, older[0] if older else weights)
+        if programs.offload:
+            state = memory.to_host(state)
         drawn = drawing.draw(
-            # Passed without a name, so that a copy on the sampler's devices is freed after drawing.
-            programs.publish(state.params, older[0] if older else weights),
+            published,
             task,
             text,
             programs=programs,
@@ -79,6 +82,9 @@ def train(
             prompts=prompts_per_step,
             refills=refills,
         )
+        del published  # a copy on the sampler's devices is freed before the learner works
+        if programs.offload:
+            state = memory.to_devices(state)
         drawn_at = time.perf_counter()
         state, weights, exactness, metrics = learn(
             state,
@@ -131,6 +137,7 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
+@waiting.during("updating", about=waiting.COMPILES)
 def learn(
     state: TrainState,
     weights: Any,

@@ -17,7 +17,7 @@ from tim_jax.model import parameters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
 from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
 from tim_jax.numerics import Numerics
-from tim_jax.placement import Devices, Placement
+from tim_jax.placement import Devices, Placement, memory
 from tim_jax.rl import learner, sharded
 from tim_jax.rl.experience import experience
 from tim_jax.rl.types import Experience, Learning, Policy, TrainState, check_steps, mini_batch
@@ -54,6 +54,7 @@ class Programs:
     epochs: int
     length_buckets: int
     mismatch: Mismatch = dial.EXACT
+    offload: bool = False  # the state waits in the host's memory while a step is sampled
 
 
 def build(
@@ -68,6 +69,7 @@ def build(
     batching: Batching = ALL_AT_ONCE,
     devices: Devices | None = None,
     mismatch: Mismatch = dial.EXACT,
+    offload: bool = False,
 ) -> Programs:
     """Programs of a training run.
 
@@ -76,6 +78,7 @@ def build(
       batching: of the sampler, on all its devices together.
       devices: what meshes are made of, `jax.devices()` if None.
       mismatch: what the sampler does differently, if anything.
+      offload: master weights and optimizer wait in the host's memory while a step is sampled.
 
     Raises:
       InputError: the model cannot be laid out so, or there are too few devices.
@@ -86,6 +89,8 @@ def build(
             f" {mini_batches}, {epochs} and {length_buckets}"
         )
     check_steps(execution.sampling, learning, updates=mini_batches * epochs)
+    if offload:
+        memory.check_host(jax.devices() if devices is None else devices)
     where = _Where.of(execution, devices)
     at = execution.placement if sampler_placement is None else sampler_placement
     drawing = replace(execution, placement=at)
@@ -119,6 +124,7 @@ def build(
         epochs=epochs,
         length_buckets=length_buckets,
         mismatch=mismatch,
+        offload=offload,
     )
 
 

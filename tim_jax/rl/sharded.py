@@ -115,7 +115,8 @@ def policy(execution: Execution, on: Mesh, *, learning: Learning) -> Policy:
 
 def _to_masters(execution: Execution, gradient, params):
     """The gradient with respect to the masters, by the transpose of `prepare` in float32."""
-    wide = replace(execution, numerics=replace(execution.numerics, compute_dtype="float32"))
+    numerics = replace(execution.numerics, compute_dtype="float32")
+    wide = replace(execution, numerics=numerics, edits=())
 
     def prepared(params):
         weights = wide.prepare(params)

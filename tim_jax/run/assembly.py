@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from tim_jax import auditing, corrections, optimizers, placement
+from tim_jax import auditing, corrections, mismatch, optimizers, placement
 from tim_jax.config.model import Architecture
 from tim_jax.config.optimization import Optimizer
 from tim_jax.config.run import RunConfig
@@ -23,8 +23,9 @@ from tim_jax.config.sections import (
 )
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.kernels import pallas
+from tim_jax.mismatch import Mismatch
 from tim_jax.model import calibration, fitting, hf, parameters
-from tim_jax.model.config import ModelConfig
+from tim_jax.model.config import ModelConfig, check_stop_tokens
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
 from tim_jax.model.parameters import init_params
 from tim_jax.numerics import (
@@ -45,7 +46,7 @@ from tim_jax.tasks.base import Grader, Task
 from tim_jax.tasks.dataset import DatasetSource, dataset_task
 from tim_jax.tasks.guard import Limits
 from tim_jax.tasks.gym import gym_task
-from tim_jax.tasks.isolated import IsolatedReward
+from tim_jax.tasks.isolated import IsolatedReward, isolated_task
 from tim_jax.tasks.math import MathGrader
 from tim_jax.tasks.text import character_tokenizer
 
@@ -65,20 +66,39 @@ class Model:
     """A model as it stands in a folder or is initialised: what to compute, and from what."""
 
     config: ModelConfig
-    params: Any  # float32 master weights, on the host
+    params: Any  # float32 master weights, on the host; None until they are read
     tokenizer: Any
     stop_tokens: tuple[int, ...]
 
 
 def load_model(source: str) -> Model:
     """A checkpoint folder or hub name."""
+    model = open_model(source)
+    return replace(model, params=hf.load_params(source, model.config))
+
+
+def open_model(source: str) -> Model:
+    """The same without its weights, for all that can be said before they are read.
+
+    Raises:
+      InputError: as the functions of `model.hf`, or nothing would ever end a response.
+    """
     folder = hf.resolve(source)
     config = hf.load_config(folder)
     tokenizer = hf.load_tokenizer(folder, config)
     generation = hf.load_generation_config(folder).get("eos_token_id")
     found = generation if isinstance(generation, list) else [generation]
     stops = {tokenizer.eos_token_id, *config.eos_token_ids, *found} - {None}
-    return Model(config, hf.load_params(folder, config), tokenizer, tuple(sorted(stops)))
+    try:
+        check_stop_tokens(sorted(stops), config.vocab_size)
+    except InputError as error:
+        raise InputError(f"{folder / 'generation_config.json'}: {error}") from None
+    if not stops:
+        raise InputError(
+            f"model {source!r}: no token ends a response: its tokenizer has no eos token, and"
+            " config.json and generation_config.json have no eos_token_id"
+        )
+    return Model(config, None, tokenizer, tuple(sorted(stops)))
 
 
 def audited(source: str) -> tuple[ModelConfig, Any]:
@@ -97,9 +117,13 @@ def audited(source: str) -> tuple[ModelConfig, Any]:
 
 def random_model(architecture: Architecture, *, seed: int) -> Model:
     """A Qwen3 with random weights and the built-in tasks' character tokenizer."""
+    model = _unmade_model(architecture)
+    return replace(model, params=init_params(model.config, seed))
+
+
+def _unmade_model(architecture: Architecture) -> Model:
     tokenizer: Any = character_tokenizer(builtin.ALPHABET)
-    config = random_config(architecture)
-    return Model(config, init_params(config, seed), tokenizer, (tokenizer.eos_token_id,))
+    return Model(random_config(architecture), None, tokenizer, (tokenizer.eos_token_id,))
 
 
 def random_config(architecture: Architecture) -> ModelConfig:
@@ -118,11 +142,24 @@ def random_config(architecture: Architecture) -> ModelConfig:
 
 def make_model(config: RunConfig) -> Model:
     """Returns the model of a config: initialised at random, or read from a folder or the hub."""
+    return with_params(begin_model(config), config)
+
+
+def begin_model(config: RunConfig) -> Model:
+    """The same without its weights."""
     architecture = config.model.random_architecture
     if architecture is not None:
-        return random_model(architecture, seed=config.seed)
+        return _unmade_model(architecture)
     assert config.model.path is not None  # the section has exactly one source
-    return load_model(config.model.path)
+    return open_model(config.model.path)
+
+
+def with_params(model: Model, config: RunConfig) -> Model:
+    """The model that was begun, with its weights drawn or read."""
+    path = config.model.path
+    if path is None:
+        return replace(model, params=init_params(model.config, config.seed))
+    return replace(model, params=hf.load_params(path, model.config))
 
 
 def make_task(config: RunConfig) -> Task:
@@ -144,9 +181,15 @@ def make_task(config: RunConfig) -> Task:
         grade = _reward(section) or MathGrader(limits)
         return dataset_task(part(DatasetSource, section), grade)
     else:
-        task = custom.make_task(section.factory, section.parameters)
+        task = _custom_task(section)
     grade = _reward(section)
     return replace(task, grade=grade) if grade else task
+
+
+def _custom_task(section: CustomTask) -> Task:
+    if section.reward_in_process:
+        return custom.make_task(section.factory, section.parameters)
+    return isolated_task(section.factory, section.parameters, seconds=section.reward_time_limit)
 
 
 def _reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader | None:
@@ -247,15 +290,20 @@ def make_numerics(
     batch: int | None,
     column_tiles: int = 1,
     measured: Path | None = None,
+    shared: Mismatch = mismatch.EXACT,
 ) -> Numerics:
     """The same, and on a CPU with row ranges measured for decode batches of about `batch` rows;
-    None: without. `measured` is the file that keeps these, if any.
+    None: without. `measured` is the file that keeps these, if any. `shared` are differences of the
+    dial that sampler and learner both have.
 
     Raises:
       InputError: as `fitted_numerics`.
     """
     fixed = fitted_numerics(family, dtype, model, length=length, column_tiles=column_tiles)
-    if batch is None:
+    fixed = shared.numerics(fixed)
+    # Ranges are measured of whole contractions; those of parts of one are not known.
+    cut = (fixed.order.split_k, fixed.order.ranks) != (1, 1)
+    if batch is None or cut:
         return fixed
     return calibration.calibrate_once(model, fixed, batch=batch, file=measured)
 
@@ -289,6 +337,7 @@ def make_execution(
     where = config.placement.value
     check_placement(where, model.config, config.column_tiles, devices)
     batch = max(1, config.sequences_per_step // where.shards)
+    shared = config.sampler.dial if config.sampler.both_sides else mismatch.EXACT
     numerics = make_numerics(
         config.numerics.family,
         config.numerics.dtype,
@@ -297,48 +346,20 @@ def make_execution(
         batch=batch if devices is None else None,
         column_tiles=config.column_tiles,
         measured=measured,
+        shared=shared,
     )
     if devices is not None:  # none of them is the CPU at hand
         numerics = replace(numerics, cache_write="scatter")
     else:
         check_compiler_options(config.numerics.compiler_options)
     options = tuple(sorted(config.numerics.compiler_options.items()))
-    return Execution(
-        config=model.config,
-        numerics=replace(numerics, compiler_options=options),
-        placement=where,
-        sampling=part(
-            Sampling,
-            section,
-            stop_tokens=tuple(sorted({*model.stop_tokens, *section.stop_tokens})),
-        ),
-    )
-
-
-def generating_execution(
-    model: Model,
-    sampling: Sampling,
-    where: Placement,
-    dtype: str,
-    *,
-    length: int,
-    rows: int,
-    family: FamilyChoice = "auto",
-    measured: Path | None = None,
-) -> Execution:
-    """The execution that samples `rows` sequences of up to `length` tokens outside of a run."""
-    check_placement(where, model.config, where.tensor)
-    numerics = make_numerics(
-        family,
-        dtype,
-        model.config,
-        length=length,
-        batch=max(1, rows // where.shards),
-        column_tiles=where.tensor,
-        measured=measured,
-    )
-    stops = tuple(sorted({*model.stop_tokens, *sampling.stop_tokens}))
-    return Execution(model.config, numerics, replace(sampling, stop_tokens=stops), where)
+    stops = tuple(sorted({*model.stop_tokens, *section.stop_tokens}))
+    sampling = part(Sampling, section, stop_tokens=stops)
+    numerics = replace(numerics, compiler_options=options)
+    execution = Execution(model.config, numerics, sampling, where, shared.edits)
+    before = Numerics(family=numerics.family, compute_dtype=config.numerics.dtype)
+    mismatch.check(shared, replace(execution, numerics=before))
+    return execution
 
 
 def check_placement(
@@ -388,5 +409,6 @@ def make_programs(config: RunConfig, execution: Execution) -> Programs:
         length_buckets=section.length_buckets,
         sampler_placement=config.placement.for_sampler,
         batching=config.sampler.batching,
-        mismatch=config.sampler.dial,
+        mismatch=mismatch.EXACT if config.sampler.both_sides else config.sampler.dial,
+        offload=section.offload,
     )

@@ -28,6 +28,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from tim_jax import waiting
 from tim_jax.errors import InputError
 from tim_jax.placement import processes
 
@@ -86,6 +87,7 @@ class Checkpoints:
         except OSError as error:
             raise InputError(_cannot_write(self.folder, error.strerror or str(error))) from error
 
+    @waiting.during("writing a checkpoint")
     def save(self, step: int, state: State, extra: Mapping[str, Any]) -> None:
         """Copies `state` off the devices and writes it in the background.
 
@@ -150,6 +152,7 @@ class Checkpoints:
             raise error
         raise InputError(_cannot_write(self.folder, reason)) from error
 
+    @waiting.during("reading a checkpoint")
     def restore(self, like: State) -> Restored | None:
         """Restores the newest good checkpoint; None if there is no checkpoint.
 
@@ -176,6 +179,7 @@ class Checkpoints:
             (self.folder / str(step)).rename(aside)
         return manifest, damaged
 
+    @waiting.during("waiting for the last checkpoint to be on the disk")
     def wait(self) -> None:
         """Waits until the last save is on disk; raises its error if it failed."""
         pending, self._pending = self._pending, None
@@ -198,6 +202,7 @@ def list_steps(folder: str | os.PathLike[str]) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
+@waiting.during("reading a checkpoint")
 def restore(folder: str | os.PathLike[str], like: State, *, step: int | None = None) -> Restored:
     """Restores the bits that were saved, from the newest good checkpoint or from one step's.
 
@@ -212,14 +217,21 @@ def restore(folder: str | os.PathLike[str], like: State, *, step: int | None = N
             of `like` has another name, shape or dtype than the saved one.
     """
     folder = Path(folder).resolve()
-    steps = list_steps(folder)
-    if not steps:
-        raise InputError(f"{folder} holds no checkpoint")
-    if step is not None and step not in steps:
-        raise InputError(f"{folder} holds no checkpoint of step {step}; it has {steps}")
-    manifest, damaged = _newest_whole(folder, like, steps if step is None else [step])
-    state = _read_state(folder / str(manifest["step"]) / "state", like)
-    return Restored(manifest["step"], state, manifest["extra"], tuple(damaged))
+    while True:
+        steps = list_steps(folder)
+        if not steps:
+            raise InputError(f"{folder} holds no checkpoint")
+        if step is not None and step not in steps:
+            raise InputError(f"{folder} holds no checkpoint of step {step}; it has {steps}")
+        chosen = steps if step is None else [step]
+        try:
+            manifest, damaged = _newest_whole(folder, like, chosen)
+            state = _read_state(folder / str(manifest["step"]) / "state", like)
+        except Exception:
+            if set(chosen) <= set(list_steps(folder)):
+                raise
+            continue  # a run that goes on has removed one, because it has newer ones
+        return Restored(manifest["step"], state, manifest["extra"], tuple(damaged))
 
 
 def _newest_whole(
@@ -289,7 +301,11 @@ def _read_state(path: Path, like: State) -> dict[str, Any]:
         for name, tree in like.items()
     }
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        read = reader.restore(path, args=ocp.args.Composite(**targets))
+        try:
+            read = reader.restore(path, args=ocp.args.Composite(**targets))
+        except (OSError, ValueError, KeyError, TypeError) as error:  # of files that are not orbax's
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise InputError(f"checkpoint {path.parent} cannot be read: {reason}") from error
     # Rebuilt on like's own structure: orbax may give other containers for empty ones.
     return {
         name: jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(read[name]["tree"]))

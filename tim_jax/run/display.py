@@ -22,6 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tim_jax import errors
+from tim_jax.errors import InputError
 from tim_jax.run.loggers import MetricNames, scalars
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -126,8 +128,13 @@ class Display:
     def _print(self, line: str) -> None:
         stream = self._console.file
         encoding = getattr(stream, "encoding", None) or "utf-8"
-        stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-        stream.flush()
+        try:
+            stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            stream.flush()
+        except OSError as error:
+            # What could not be written may be gone from the buffer, and with it the error.
+            reason = errors.lost_output() or error.strerror or f"{error}"
+            raise InputError(f"cannot write to standard output: {reason}") from error
 
     def _draw(self, live: Live) -> None:
         parts = [Panel(self._panel(), title=Text(self._title), border_style="cyan")]

@@ -155,7 +155,7 @@ def open_run(
 
     Raises:
         InputError: another process uses the folder; it has a run with another config (the keys are
-            named) or other files; it cannot be written.
+            named), other files or a link that leads out of it; it cannot be written.
     """
     folder, opened = Path(folder), []
 
@@ -172,6 +172,7 @@ def _locked(
 ) -> Run:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _refuse_links(folder)
         lock = _Lock(folder)
     except OSError as error:
         raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
@@ -194,6 +195,16 @@ def read_config(folder: str | os.PathLike[str]) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"{folder} holds no run: cannot read {path}: {error.strerror}") from error
+
+
+def finished(folder: str | os.PathLike[str]) -> bool:
+    """Whether the run in a folder has the checkpoint of its last step. False if there is no run."""
+    try:
+        steps = tomllib.loads(read_config(folder)).get("steps")
+    except (InputError, tomllib.TOMLDecodeError):
+        return False
+    done = checkpoints.list_steps(Path(folder) / "checkpoints")
+    return bool(done) and isinstance(steps, int) and max(done) >= steps
 
 
 def read_checkpoint(
@@ -248,6 +259,24 @@ def config_differences(before: str, now: str) -> list[Difference]:
         for key in sorted({*old, *new})
         if repr(old.get(key)) != repr(new.get(key))
     ]
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuses a run folder with a link that leads out of it: it would be written through.
+
+    W&B's own folder has such links, to what W&B alone writes. The run folder may be one itself.
+    """
+    inside = folder.resolve()
+    for at, folders, files in os.walk(inside):
+        if Path(at) == inside and "wandb" in folders and not (inside / "wandb").is_symlink():
+            folders.remove("wandb")
+        for name in (*folders, *files):
+            path = Path(at, name)
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                raise InputError(
+                    f"{path} is a link out of the run folder, to {os.readlink(path)}; remove it, or"
+                    " set another run.folder"
+                )
 
 
 def _claim(folder: Path, config: str, may_change: tuple[str, ...], resume: bool) -> bool:

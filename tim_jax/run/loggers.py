@@ -8,8 +8,10 @@ import json
 import math
 import os
 import stat
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -97,7 +99,9 @@ class JsonLines:
         if "step" in values:
             raise ValueError("'step' is the line's own key, not a value")
         record = plain({"step": int(step), **values})
-        data = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+        # Half of a surrogate pair is no UTF-8, but JSON has an escape for it, which is Python's.
+        data = text.encode(errors="backslashreplace") + b"\n"
         try:
             while data:
                 data = data[self._file.write(data) :]
@@ -180,29 +184,50 @@ class TensorBoard:
         resume_step: the last step to keep; what an earlier process wrote after it is hidden.
 
     Raises:
-        InputError: tensorboardX is not installed, or the folder cannot be written.
+        InputError: tensorboardX is not installed, or the folder cannot be written (disk full,
+            read-only), here or later.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, resume_step: int = 0):
         try:
-            import tensorboardX
+            from tensorboardX import event_file_writer, summary
+            from tensorboardX.proto import event_pb2
         except ImportError as error:
             raise InputError(_missing("tensorboard", "tensorboardX", "tensorboard")) from error
-        purge = resume_step + 1 if resume_step else None
-        try:
-            self._writer = tensorboardX.SummaryWriter(os.fspath(folder), purge_step=purge)
-        except OSError as error:
-            raise InputError(
-                f"cannot write TensorBoard events to {folder}: {error.strerror}"
-            ) from error
+        messages: Any = event_pb2  # its names are made when it is imported
+        self._folder, self._scalar, self._event = Path(folder), summary.scalar, messages.Event
+        with self._writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # Not the library's SummaryWriter: its thread dies of a full disk, and then it waits.
+            # The step is in the name because a clock may give the same second twice.
+            prefix, suffix = os.fspath(self._folder / "events"), f".{resume_step}"
+            self._file = event_file_writer.EventsWriter(prefix, suffix)
+            if resume_step:
+                start = messages.SessionLog(status=messages.SessionLog.START)
+                self._add(resume_step + 1, session_log=start)
+            self._file.flush()
 
     def write(self, step: int, values: Values) -> None:
-        for name, value in scalars(values).items():
-            self._writer.add_scalar(name, value, global_step=step)
-        self._writer.flush()
+        with self._writing():
+            for name, value in scalars(values).items():
+                self._add(step, summary=self._scalar(name, value))
+            self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with self._writing():
+            self._file.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._file.write_event(self._event(wall_time=time.time(), step=step, **content))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"cannot write TensorBoard events to {self._folder}: {error.strerror}"
+            ) from error
 
 
 class Wandb:

@@ -84,6 +84,10 @@ def load_function(name: str) -> Callable[..., Any]:
         raise InputError(f"reward {name!r}: write a module, not a file: {right.lstrip('.')!r}")
     if not (colon and module_name and function_name):
         raise InputError(f"reward must be written module:function, got {name!r}")
+    if module_name.partition(".")[0] in sys.stdlib_module_names:
+        raise InputError(
+            f"reward {name!r}: {module_name} is a module of Python; name one of your own"
+        )
     if os.getcwd() not in sys.path:
         # As `python -m` does: a console script has its own folder there instead.
         sys.path.insert(0, os.getcwd())

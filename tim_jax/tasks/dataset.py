@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tim_jax import waiting
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.inputs import expanded, json_value
 from tim_jax.tasks.base import Example, Grader, Message, Task, share, whole
@@ -48,19 +49,24 @@ def read_rows(source: str, *, split: str = "train", subset: str | None = None) -
       InputError: if there is no such file, folder, split or hub dataset, if a package is missing
         that it needs, for a row that cannot be read (file and line), and if there are no rows.
     """
-    path = expanded(source)
-    if path.is_file():
-        rows = _file(path)
-    elif path.is_dir():
-        rows = _folder(path, split)
-    elif path.suffix in SUFFIXES or HUB_NAME.fullmatch(source) is None:
-        raise InputError(f"dataset {source!r}: no such file or folder")
-    else:
-        rows = _hub(source, split, subset)
-    rows = list(rows)
+    with waiting.during(f"reading the dataset {source}"):
+        rows = list(_rows(source, split, subset))
     if not rows:
         raise InputError(f"dataset {source!r} is empty (split {split!r} has no rows)")
     return rows
+
+
+def _rows(source: str, split: str, subset: str | None) -> Iterable[Row]:
+    path = expanded(source)
+    if not source:
+        raise InputError("dataset '': name a file, a folder or a data set of the hub")
+    if path.is_file():
+        return _file(path)
+    if path.is_dir():
+        return _folder(path, split)
+    if path.suffix in SUFFIXES or HUB_NAME.fullmatch(source) is None:
+        raise InputError(f"dataset {source!r}: no such file or folder")
+    return _hub(source, split, subset)
 
 
 def _file(path: Path) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""A user's reward in a process of its own, with a time limit.
+"""A user's reward or task in a process of its own, with a time limit.
 
 Whatever the function does there (it hangs, exits, crashes, closes files) ends that process and not
 the run, which says in one line what happened, and at which completion. What it prints is shown, and
@@ -11,19 +11,20 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, overload
 
+from tim_jax import waiting
 from tim_jax.errors import InputError
 from tim_jax.inputs import shown
 from tim_jax.tasks import guard
-from tim_jax.tasks.base import Example, Grade
+from tim_jax.tasks.base import Example, Grade, Message, Task
 from tim_jax.tasks.custom import plain
 
-SILENT_SECONDS = 30.0  # a longer wait says what it waits for
 GRACE_SECONDS = 5.0  # after the limit, at which the process ends itself, until it is ended
 END_SECONDS = 1.0  # for the process to end by itself
 ALL = -1  # in place of the completion that was read last: the function has read all, or none
@@ -31,42 +32,49 @@ HEAD = 8  # bytes of the notes file for the number of that completion; a stack f
 PACKAGE = str(Path(__file__).parent.parent)
 # The process imports from where this one does, whatever changed that.
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {0} import main; main()"
+_LABELS = {"reward": "reward", "task": "task.factory"}
+_AT_A_TIME = 256  # examples of another process that are read together
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
-class IsolatedReward:
-    """The grader that calls the function `name`, written `module:function`, in its own process.
+Calls = tuple[Sequence[Any], Sequence[str]]  # prompts, completions
 
-    It is called as `custom.load_reward` says. The process ends by `close`, with this object or with
-    the program; a later call starts another.
+
+class Isolated:
+    """Code of the user's in a process of its own, which makes all calls in order.
+
+    The process ends by `close`, with this object or with the program; a later call starts another.
 
     Attributes:
-      name: `module:function`.
-      seconds: limit of a call by the clock, and of the import.
+      label: what the code is called in messages, such as `reward rewards:brief`.
+      seconds: limit of a call by the clock, and of the start.
+      made: what the start gave, see `reward_process`.
     """
 
-    def __init__(self, name: str, *, seconds: float) -> None:
-        """Starts the process and imports the function.
+    def __init__(self, kind: str, name: str, *, seconds: float, **setup: Any) -> None:
+        """Starts the process: imports `name`, written `module:function`, and for a task makes it.
 
         Raises:
-          InputError: as `custom.load_function`, or the import ends the process or takes too long.
+          InputError: as `custom.load_function`, or that ends the process or takes too long.
         """
-        self.name, self.seconds = name, seconds
+        self.label, self.seconds = f"{_LABELS[kind]} {name}", seconds
+        self._setup = {"kind": kind, "name": name, "label": self.label, "seconds": seconds, **setup}
         self._process: _Process | None = None
-        self._ready()
+        self.made = self._ready()[1]
 
-    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
-        """Returns the rewards as grades.
+    def call(self, message: Any, *, doing: str = "a call", of: Calls | None = None) -> Any:
+        """Returns the reply to a message.
+
+        Args:
+          doing: what it is called in errors.
+          of: the prompts and completions that it is about.
 
         Raises:
-          InputError: the function raises, returns anything but as many finite numbers, takes longer
-            than the limit, or ends its process.
+          InputError: the code raises, takes longer than the limit, or ends its process.
         """
-        prompts = [plain(example.prompt) for example in examples]
-        request = [prompts, list(completions), [example.answer for example in examples]]
-        process = self._ready()
+        process, _ = self._ready()
         try:
-            return [Grade(value) for value in self._reply(process, request, request)]
+            return self._reply(process, message, doing, of)
         except BaseException:  # an interrupt must not leave a reply for the next call
             self.close()
             raise
@@ -77,30 +85,23 @@ class IsolatedReward:
         if process is not None:
             process.end()
 
-    def _ready(self) -> "_Process":
-        if self._process is None:
-            self._process = _Process()
-            try:
-                setup = {"name": self.name, "seconds": self.seconds}
-                self._reply(self._process, setup, None)
-            except BaseException:
-                self.close()
-                raise
-        return self._process
+    def _ready(self) -> "tuple[_Process, Any]":
+        """The process, and what it made if it was started now."""
+        if self._process is not None:
+            return self._process, None
+        self._process = process = _Process()
+        try:
+            return process, self._reply(process, self._setup, "importing it", None)
+        except BaseException:
+            self.close()
+            raise
 
-    def _reply(self, process: "_Process", message: Any, request: list[Any] | None) -> Any:
-        """Sends a message; returns the value of the reply. `request`: None while importing."""
+    def _reply(self, process: "_Process", message: Any, doing: str, of: Calls | None) -> Any:
         with suppress(OSError):  # if it has died, the end of its reply says so
-            process.link.send_bytes(json.dumps(message).encode())
-        doing = "importing it" if request is None else "a call"
-        if not process.heard(min(SILENT_SECONDS, self.seconds)) and self.seconds > SILENT_SECONDS:
-            print(
-                f"tim-jax: waiting for reward {self.name}: {doing} takes more than"
-                f" {SILENT_SECONDS:g} s (at most task.reward_time_limit, {self.seconds:g} s)",
-                file=sys.stderr,
-            )
-            process.heard(self.seconds - SILENT_SECONDS)
-        reply = process.receive() if process.heard(GRACE_SECONDS) else None
+            process.link.send_bytes(json.dumps(message, default=str).encode())  # dates of TOML
+        limit = f"at most task.reward_time_limit, {self.seconds:g} s"
+        with waiting.during(f"waiting for {self.label}: {doing}", about=limit):
+            reply = process.receive() if process.heard(self.seconds + GRACE_SECONDS) else None
         if reply is not None and "value" in reply:
             return reply["value"]
         if reply is not None:
@@ -113,14 +114,119 @@ class IsolatedReward:
             what = f"was killed by signal {-code}"
         else:
             what = f"ended its process (exit status {code}) or closed its files"
-        raise InputError(f"reward {self.name}: {doing} {what}{_named(request, place)}")
+        raise InputError(f"{self.label}: {doing} {what}{_named(of, place)}")
 
 
-def _named(request: list[Any] | None, place: int) -> str:
+class IsolatedReward:
+    """The grader that calls the function `name`, written `module:function`, in its own process.
+
+    It is called as `custom.load_reward` says.
+    """
+
+    def __init__(self, name: str, *, seconds: float) -> None:
+        """Starts the process and imports the function; arguments and errors as of `Isolated`."""
+        self._there = Isolated("reward", name, seconds=seconds)
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        """Returns the rewards as grades.
+
+        Raises:
+          InputError: the function raises, returns anything but as many finite numbers, takes longer
+            than the limit, or ends its process.
+        """
+        prompts, texts = [plain(example.prompt) for example in examples], list(completions)
+        answers = [example.answer for example in examples]
+        values = self._there.call([prompts, texts, answers], of=(prompts, texts))
+        return [Grade(value) for value in values]
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._there.close()
+
+
+def isolated_task(factory: str, parameters: Mapping[str, Any], *, seconds: float) -> Task:
+    """Returns the task that `custom.make_task` makes, in a process of its own.
+
+    The examples stay there: here they have prompt, answer and solution, and their `data` says which
+    of them they are.
+
+    Args:
+      seconds: limit by the clock of making it, and of each call of its grader.
+
+    Raises:
+      InputError: as `custom.make_task`, or the code takes too long or ends its process; so when
+        made, when examples are read, and when grading.
+    """
+    there = Isolated("task", factory, seconds=seconds, parameters=dict(parameters))
+    train, evaluation = (_There(there, part, there.made[part]) for part in ("train", "evaluation"))
+    notes = tuple(there.made["notes"])
+    return Task(there.made["name"], train, evaluation, _GraderThere(there), notes)
+
+
+@dataclass(frozen=True)
+class _There(Sequence[Example]):
+    """The examples of a part of a task in another process."""
+
+    there: Isolated
+    part: str
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Example, ...]: ...
+    def __getitem__(self, index: int | slice) -> Example | tuple[Example, ...]:
+        if isinstance(index, slice):
+            return tuple(self._read(list(range(*index.indices(self.size)))))
+        if not -self.size <= index < self.size:
+            raise IndexError(index)
+        return self._read([int(index) % self.size])[0]
+
+    def __iter__(self) -> Iterator[Example]:
+        for start in range(0, self.size, _AT_A_TIME):
+            yield from self[start : start + _AT_A_TIME]
+
+    def _read(self, rows: list[int]) -> list[Example]:
+        doing = f"making its {self.part} examples"
+        found = self.there.call({"part": self.part, "rows": rows}, doing=doing)
+        return [
+            Example(as_prompt(prompt), answer, {"part": self.part, "row": row}, solution)
+            for row, (prompt, answer, solution) in zip(rows, found, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.there.close()
+
+
+@dataclass(frozen=True)
+class _GraderThere:
+    """The grader of a task in another process."""
+
+    there: Isolated
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        rows = [[example.data["part"], example.data["row"]] for example in examples]
+        message = {"graded": rows, "completions": list(completions)}
+        of = [plain(example.prompt) for example in examples], list(completions)
+        return [Grade(*grade) for grade in self.there.call(message, doing="its grader", of=of)]
+
+    def close(self) -> None:
+        self.there.close()
+
+
+def as_prompt(prompt: Any) -> str | tuple[Message, ...]:
+    """A prompt of what `custom.plain` made of it."""
+    return prompt if isinstance(prompt, str) else tuple(Message(**message) for message in prompt)
+
+
+def _named(of: Calls | None, place: int) -> str:
     """The completion that the function read last, or the first of them all."""
-    if request is None:
+    if of is None:
         return ""
-    prompts, completions, _ = request
+    prompts, completions = of
     if not 0 <= place < len(completions):
         return f"; {len(completions)} completions, the first for prompt {shown(prompts[0])}"
     return f"; at {place}: prompt {shown(prompts[place])}, completion {shown(completions[place])}"

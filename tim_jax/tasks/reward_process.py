@@ -1,4 +1,4 @@
-"""The process that `isolated` starts: calls a user's reward until its parent is gone.
+"""The process that `isolated` starts: calls a user's reward or task until its parent is gone.
 
 A call that takes too long ends the process: a thread of the interpreter's own, which no code in
 Python can hold up, writes where the code was and exits.
@@ -9,15 +9,16 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from tim_jax.errors import InputError
-from tim_jax.tasks.base import Example, Grader, Message
-from tim_jax.tasks.custom import as_grader, described, load_function
-from tim_jax.tasks.isolated import ALL, HEAD
+from tim_jax.inputs import shown
+from tim_jax.tasks.base import Example
+from tim_jax.tasks.custom import as_grader, described, load_function, make_task, plain, user_code
+from tim_jax.tasks.isolated import ALL, HEAD, as_prompt
 
 Note = Callable[[int], None]
 
@@ -51,12 +52,15 @@ def main() -> None:
     # ignored, because programs that the reward starts would then ignore it too.
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    with suppress(EOFError, OSError):  # the parent has gone
-        serve(link, notes)
+    try:
+        with suppress(EOFError):  # the parent has gone
+            serve(link, notes)
+    except OSError:  # or the code has closed our files, which Python would complain about
+        os._exit(1)
 
 
 def serve(link: Connection, notes: int) -> None:
-    """Imports what the first message names, then answers calls."""
+    """Makes what the first message says, then answers calls."""
 
     def note(place: int) -> None:
         with suppress(OSError):  # closed by the reward
@@ -65,40 +69,87 @@ def serve(link: Connection, notes: int) -> None:
     os.lseek(notes, HEAD, os.SEEK_SET)
     setup = json.loads(link.recv_bytes())
 
-    def limited(make: Callable[[], Any]) -> dict[str, Any]:
+    def limited(make: Callable[[], Any]) -> bytes:
         faulthandler.dump_traceback_later(setup["seconds"], exit=True, file=notes)
         try:
-            return {"value": make()}
+            reply = {"value": make()}
+            return json.dumps(reply).encode()
         except InputError as error:
-            return {"refused": f"{error}"}
+            reply = {"refused": f"{error}"}
         except BaseException as error:
-            return {"refused": f"reward {setup['name']} raised {described(error)}"}
+            reply = {"refused": f"{setup['label']} raised {described(error)}"}
         finally:
             faulthandler.cancel_dump_traceback_later()
+        return json.dumps(reply).encode()
 
-    made: list[Grader] = []
+    made: list[_Answers] = []
 
-    def load() -> None:
+    def start() -> Any:
+        made.append({"reward": _Reward, "task": _Task}[setup["kind"]](setup, note))
+        return made[0].about
+
+    link.send_bytes(limited(start))
+    while made:
+        message = json.loads(link.recv_bytes())
+        note(ALL)
+        reply = limited(lambda: made[0].answer(message))  # noqa: B023
+        sys.stdout.flush()
+        link.send_bytes(reply)
+
+
+class _Answers(Protocol):
+    """What answers messages; `about` is the first reply."""
+
+    about: Any
+
+    def answer(self, message: Any) -> Any: ...
+
+
+class _Reward:
+    """Answers [prompts, completions, answers] with rewards."""
+
+    about = None
+
+    def __init__(self, setup: Mapping[str, Any], note: Note) -> None:
         function = load_function(setup["name"])
 
         def watched(*lists: list[Any]) -> Any:
             return function(*(Watched(items, note) for items in lists))
 
-        made.append(as_grader(watched, setup["name"]))
+        self._grade = as_grader(watched, setup["name"])
 
-    link.send_bytes(json.dumps(limited(load)).encode())
-    while made:
-        prompts, completions, answers = json.loads(link.recv_bytes())
-        note(ALL)
-        reply = limited(lambda: _rewards(made[0], prompts, completions, answers))  # noqa: B023
-        sys.stdout.flush()
-        link.send_bytes(json.dumps(reply).encode())
+    def answer(self, message: Any) -> list[float]:
+        prompts, completions, answers = message
+        examples = [Example(as_prompt(p), a) for p, a in zip(prompts, answers, strict=True)]
+        return [grade.reward for grade in self._grade(examples, completions)]
 
 
-def _rewards(grade: Grader, prompts: list[Any], completions: list[str], answers: list[str]):
-    examples = [Example(_prompt(p), a) for p, a in zip(prompts, answers, strict=True)]
-    return [grade.reward for grade in grade(examples, completions)]
+class _Task:
+    """Answers {"part", "rows"} with those examples, {"graded", "completions"} with grades."""
 
+    def __init__(self, setup: Mapping[str, Any], note: Note) -> None:
+        self._name, self._note = setup["label"], note
+        self._task = task = make_task(setup["name"], setup["parameters"])
+        sizes = {"train": len(task.train), "evaluation": len(task.evaluation)}
+        self.about = {"name": str(task.name), "notes": [str(x) for x in task.notes], **sizes}
 
-def _prompt(prompt: Any) -> str | tuple[Message, ...]:
-    return prompt if isinstance(prompt, str) else tuple(Message(**message) for message in prompt)
+    def answer(self, message: Any) -> list[Any]:
+        if "rows" in message:
+            return [self._plain(message["part"], row) for row in message["rows"]]
+        examples = [self._example(part, row) for part, row in message["graded"]]
+        completions = message["completions"]
+        grades = self._task.grade(Watched(examples, self._note), Watched(completions, self._note))
+        return [[float(grade.reward), grade.fault] for grade in grades]
+
+    def _example(self, part: str, row: int) -> Example:
+        with user_code(f"{self._name}: example {row} of {part}"):
+            return getattr(self._task, part)[row]
+
+    def _plain(self, part: str, row: int) -> list[Any]:
+        example = self._example(part, row)
+        if not (isinstance(example, Example) and isinstance(example.answer, str)):
+            raise InputError(
+                f"{self._name}: example {row} of {part} must be a tim_jax.tasks.base.Example with"
+                f" text as its answer, got {shown(example)}"
+            )
+        return [plain(example.prompt), example.answer, example.solution]

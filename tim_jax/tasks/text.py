@@ -4,9 +4,11 @@
 saved, loaded and used like any other.
 """
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -20,6 +22,7 @@ from tim_jax.tasks.dataset import HUB_NAME
 PAD = "<pad>"
 EOS = "<eos>"
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+MOST_LINES = 3_000_000  # of a chat template's program, for one prompt: some seconds
 SHOWN = 60  # characters of a prompt quoted in an error
 
 
@@ -65,7 +68,10 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
     if not folder.is_dir() and HUB_NAME.fullmatch(str(source)) is None:
         raise InputError(f"tokenizer of {str(source)!r}: no such model folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else str(source))
+        # False, because the default asks the user whether to run code that the folder brings.
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder) if folder.is_dir() else str(source), trust_remote_code=False
+        )
     except Exception as error:  # broken files and an unreachable hub raise all sorts
         where = "folder" if folder.is_dir() else "no such folder here, and from the hub"
         raise InputError(f"tokenizer of {str(source)!r} ({where}): {_first_line(error)}") from error
@@ -134,9 +140,10 @@ def _through_template(
     messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     chat = [{"role": message.role, "content": message.content} for message in messages]
     try:
-        text = tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=True, **options
-        )
+        with _ending(MOST_LINES):
+            text = tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True, **options
+            )
     except ImportError as error:
         raise InputError("chat templates need jinja2: pip install jinja2") from error
     except Exception as error:  # templates raise what their authors chose
@@ -144,6 +151,30 @@ def _through_template(
             f"{where}: the chat template refused it: {_first_line(error)}: {_quoted(prompt)}"
         ) from error
     return _encode(tokenizer, str(text), where)
+
+
+@contextmanager
+def _ending(most: int) -> Iterator[None]:
+    """A context in which this thread runs at most so many lines of Python.
+
+    A template's sandbox limits a range, but not ranges in one another. Lines and not seconds, so
+    that a template is refused everywhere or nowhere.
+    """
+    left = most
+
+    def count(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise RuntimeError(f"it runs without an end (more than {most:,} lines of its program)")
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str, where: str) -> list[int]:

@@ -1,0 +1,601 @@
+"""Makes rollouts with one fault each, diagnoses them, and writes docs/results/diagnose.md.
+
+    python scripts/diagnose_table.py            # about ten minutes on two cores
+    python scripts/diagnose_table.py --quick    # one strength and one size of each
+
+The model is small and random, with logits that spread as a trained model's do. Rollouts come from
+this library's sampler, with an entry of the dial or with a mistake made in what it recorded.
+"""
+
+import argparse
+import platform
+import string
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax import mismatch
+from tim_jax.auditing import random_params
+from tim_jax.diagnosis import readers, variants, verdict
+from tim_jax.diagnosis.distributions import chances, log_normaliser
+from tim_jax.diagnosis.evidence import Forward, gather
+from tim_jax.diagnosis.explanations import Tokens
+from tim_jax.diagnosis.rollouts import Distribution, Limits, collect
+from tim_jax.mismatch import Mismatch, dial
+from tim_jax.model import hf
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.numerics import Numerics, Rows
+from tim_jax.rl import programs
+from tim_jax.tasks.text import character_tokenizer
+from tim_jax.types import Prompts
+
+ROOT = Path(__file__).parent.parent
+TOKENIZER = character_tokenizer(string.ascii_letters + string.digits + " .,:;+-*/=()!?\n")
+BOS = 2  # plays the part of a token that prompts begin with
+STOPS = (1, 3, 5)
+CONFIG = ModelConfig(
+    model_type="qwen3",
+    vocab_size=len(TOKENIZER) + 4,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=64,
+    max_positions=256,
+    tied_embeddings=False,
+    qk_norm=True,
+)
+NUMERICS = Numerics(rows=Rows(16, 16), attention_rows=Rows(16, 16), kv_block=32, head_rows=64)
+RESPONSE = 32  # tokens at most
+PLAIN = Sampling(RESPONSE)
+
+
+@cache
+def params(seed: int = 0) -> Any:
+    return jax.tree.map(jnp.asarray, random_params(CONFIG, seed))
+
+
+def nudged(scale: float, seed: int = 7) -> Any:
+    """Weights of another time, or without an adapter."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(x):
+        return x + scale * jnp.std(x) * jnp.asarray(rng.standard_normal(x.shape, np.float32))
+
+    return jax.tree.map(leaf, params())
+
+
+@cache
+def prepared(source: float = 0.0) -> Any:
+    return jax.jit(Execution(CONFIG, NUMERICS).prepare)(params() if not source else nudged(source))
+
+
+@cache
+def _sampler(sampling: Sampling, samples: int, drawing: Mismatch) -> Any:
+    execution = Execution(CONFIG, NUMERICS, sampling)
+    return programs.sampling_program(execution, samples=samples, mismatch=drawing)
+
+
+def prompts(count: int, seed: int) -> Prompts:
+    """Ragged, all beginning with BOS."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(4, len(TOKENIZER), (count, 12))
+    tokens[:, 0] = BOS
+    return Prompts(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        lengths=jnp.asarray(rng.integers(4, 13, count), jnp.int32),
+        ids=jnp.arange(count, dtype=jnp.int32),
+    )
+
+
+@cache
+def drawn(
+    tokens: int,
+    *,
+    entries: tuple[mismatch.Entry, ...] = (),
+    sampling: Sampling = PLAIN,
+    source: float = 0.0,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Rows of at least `tokens` response tokens, in whole responses."""
+    sampling = replace(sampling, max_response_length=RESPONSE, stop_tokens=STOPS)
+    whole = Mismatch(entries)
+    samples, rows, count = 4, [], 0
+    for part in range(1000):
+        given, key = prompts(4, seed * 1000 + part), jax.random.key(seed * 1000 + part)
+        sample = _sampler(sampling, samples, whole.drawing)
+        rollout = sample(whole.weights(prepared(source)), given, key)
+        rollout = dial.report(rollout, given, key, mismatch=whole, samples=samples)
+        for row in as_rows(jax.device_get(rollout)):
+            rows.append(row)
+            count += len(row["response_token_ids"])
+            if count >= tokens:
+                return rows
+    raise AssertionError("responses are too short")
+
+
+def as_rows(rollout: Any) -> Iterator[dict[str, Any]]:
+    """A rollout as another system would have written it down."""
+    for i, length in enumerate(rollout.lengths):
+        if length == 0:
+            continue
+        row = {
+            "prompt_token_ids": rollout.prompts[i, : rollout.prompt_lengths[i]].tolist(),
+            "response_token_ids": rollout.responses[i, :length].tolist(),
+            "logprobs": np.minimum(rollout.log_probs[i, :length], 0.0).tolist(),
+        }
+        if rollout.hidden is not None:
+            row["mask"] = (~rollout.hidden[i, :length]).astype(int).tolist()
+        yield row
+
+
+def forward() -> Forward:
+    return Forward(prepared(), Execution(CONFIG, NUMERICS), len(TOKENIZER), STOPS)
+
+
+def changed(rows: Sequence[dict[str, Any]], change: Callable[..., Any]) -> list[dict[str, Any]]:
+    """The rows with `change(exact, declared, responses)` f64[N] in place of their log-probs."""
+    limits = Limits(CONFIG.vocab_size, CONFIG.max_positions)
+    responses = collect(readers.read(rows), limits=limits).responses
+    tokens = Tokens(responses, gather(forward(), responses), STOPS, CONFIG.vocab_size, 0)
+    moved = np.minimum(change(tokens), 0.0)
+    parts = np.split(moved, tokens.lasts[:-1] + 1)
+    return [row | {"logprobs": x.tolist()} for row, x in zip(rows, parts, strict=True)]
+
+
+def raw(tokens: Tokens) -> np.ndarray:
+    return chances(tokens.evidence, Distribution()).whole
+
+
+def padded(rows: int) -> Callable[[Tokens], np.ndarray]:
+    def change(tokens: Tokens) -> np.ndarray:
+        normaliser = log_normaliser(tokens.evidence.moments, 1.0)
+        extra = np.log(rows) - tokens.evidence.peak
+        return tokens.recorded + normaliser - np.logaddexp(normaliser, extra)
+
+    return change
+
+
+def noisy(size: float) -> Callable[[Tokens], np.ndarray]:
+    def change(tokens: Tokens) -> np.ndarray:
+        rare = -np.expm1(tokens.recorded)
+        return tokens.recorded + size * rare * np.random.default_rng(0).standard_normal(len(rare))
+
+    return change
+
+
+def by_engine(forward: Forward) -> Callable[[Tokens], np.ndarray]:
+    """What a system with this forward records of the same tokens."""
+    return lambda tokens: gather(forward, tokens.responses).exact
+
+
+def shifted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row | {"logprobs": [*row["logprobs"][1:], row["logprobs"][0]]} for row in rows]
+
+
+def with_prompt(rows: Sequence[dict[str, Any]], change: Callable[..., Any]) -> list[dict[str, Any]]:
+    return [row | {"prompt_token_ids": change(row["prompt_token_ids"])} for row in rows]
+
+
+def declared(rows: Sequence[dict[str, Any]], **values: float) -> list[dict[str, Any]]:
+    return [row | values for row in rows]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rollouts with one fault; the names by which it is right; and how strong it is."""
+
+    fault: str
+    strength: str
+    right: tuple[str, ...]
+    rows: Callable[[int, int], list[dict[str, Any]]]  # (tokens, seed) -> rows
+
+
+HALF = Sampling(temperature=0.6)
+WARM = Sampling(temperature=1.2)
+TOP_P = Sampling(top_p=0.8)
+TOP_K = Sampling(top_k=20)
+# Of low precision, each with a forward of its own; the others take no longer but compile longer.
+SOURCES = (
+    mismatch.compute(dtype="bfloat16"),
+    mismatch.compute(dtype="float16"),
+    mismatch.lm_head(dtype="bfloat16"),
+    mismatch.quantised_weights(dtype="int8"),
+    mismatch.quantised_weights(dtype="float8_e4m3fn"),
+    mismatch.quantised_weights(dtype="int4"),
+)
+
+
+def plain(tokens: int, seed: int) -> list[dict[str, Any]]:
+    return drawn(tokens, seed=seed)
+
+
+def cases() -> Iterator[Case]:
+    """Every fault, in several strengths where it has any."""
+    none = ("none",)
+    yield Case("none", "exact", none, plain)
+    yield Case(
+        "none",
+        "exact, top-p 0.8",
+        none,
+        lambda n, s: declared(drawn(n, sampling=TOP_P, seed=s), top_p=0.8),
+    )
+    yield Case(
+        "none",
+        "exact, temperature 0.6",
+        none,
+        lambda n, s: declared(drawn(n, sampling=HALF, seed=s), temperature=0.6),
+    )
+    for size in (1e-4, 1e-2):
+        yield Case(
+            "none",
+            f"noise {size:g}",
+            none,
+            lambda n, s, size=size: changed(plain(n, s), noisy(size)),
+        )
+    for sampling in (HALF, WARM):
+        yield Case(
+            "temperature",
+            f"{sampling.temperature:g}",
+            ("temperature",),
+            lambda n, s, how=sampling: drawn(n, sampling=how, seed=s),
+        )
+    yield Case(
+        "raw log-probs",
+        "0.6, declared",
+        ("raw_log_probs",),
+        lambda n, s: declared(changed(drawn(n, sampling=HALF, seed=s), raw), temperature=0.6),
+    )
+    yield Case(
+        "raw log-probs",
+        "0.6, not declared",
+        ("drawn_temperature",),
+        lambda n, s: changed(drawn(n, sampling=HALF, seed=s), raw),
+    )
+    for sampling, name in ((TOP_P, "top_p"), (TOP_K, "top_k")):
+        value = f"{getattr(sampling, name):g}"
+        yield Case(
+            name,
+            f"{value}, renormalised",
+            (name,),
+            lambda n, s, how=sampling: drawn(n, sampling=how, seed=s),
+        )
+        yield Case(
+            name,
+            f"{value}, not renormalised",
+            (f"{name}_ignored",),
+            lambda n, s, how=sampling: changed(drawn(n, sampling=how, seed=s), raw),
+        )
+        yield Case(
+            name,
+            f"{value}, declared, not renormalised",
+            ("ignored_truncation",),
+            lambda n, s, how=sampling, name=name: declared(
+                changed(drawn(n, sampling=how, seed=s), raw), **{name: getattr(how, name)}
+            ),
+        )
+    yield Case("shifted", "by one", ("shifted",), lambda n, s: shifted(plain(n, s)))
+    for share in (0.5, 1.0):
+        yield Case(
+            "end token replaced",
+            f"in {share:.0%}",
+            ("end_token_replaced",),
+            lambda n, s, share=share: drawn(
+                n, seed=s, entries=(mismatch.dropped_end(share=share, replacement=0),)
+            ),
+        )
+    yield Case(
+        "end token stripped",
+        "",
+        ("end_token_stripped",),
+        lambda n, s: drawn(n, seed=s, entries=(mismatch.dropped_end(),)),
+    )
+    yield Case(
+        "pad mask",
+        "",
+        ("pad_mask",),
+        lambda n, s: drawn(n, seed=s, entries=(mismatch.pad_mask(pad=3),)),
+    )
+    for count in (4, 64):
+        yield Case(
+            "padded vocabulary",
+            f"{count} rows",
+            ("padded_vocabulary",),
+            lambda n, s, count=count: changed(plain(n, s), padded(count)),
+        )
+    yield Case(
+        "first token stripped",
+        "",
+        ("first_token_stripped",),
+        lambda n, s: [
+            row | {name: row[name][1:] for name in ("response_token_ids", "logprobs")}
+            for row in plain(n, s)
+            if len(row["logprobs"]) > 1
+        ],
+    )
+    yield Case(
+        "prompt",
+        "one token more",
+        ("prompt_longer",),
+        lambda n, s: with_prompt(plain(n, s), lambda ids: [*ids, 4]),
+    )
+    yield Case(
+        "prompt",
+        "BOS lost",
+        ("bos_missing",),
+        lambda n, s: with_prompt(plain(n, s), lambda ids: ids[1:]),
+    )
+    yield Case(
+        "prompt",
+        "BOS added",
+        ("bos_added",),
+        lambda n, s: with_prompt(plain(n, s), lambda ids: [BOS, *ids]),
+    )
+    for size in (0.01, 0.1):
+        yield Case(
+            "weights",
+            f"off by {size:.0%}",
+            ("weights of checkpoint",),
+            lambda n, s, size=size: drawn(n, source=size, seed=s),
+        )
+    for entry in SOURCES:
+        label = mismatch.label(entry)
+        yield Case(
+            "low precision",
+            label,
+            (label,),
+            lambda n, s, entry=entry: changed(plain(n, s), by_engine(low_precision(entry))),
+        )
+
+
+@cache
+def low_precision(entry: mismatch.Entry) -> Forward:
+    (variant,) = variants.of_numerics(forward(), [entry])
+    return variant.forward
+
+
+class Tokenizer:
+    """The tokenizer with BOS, as far as a diagnosis asks for it."""
+
+    bos_token_id = BOS
+    chat_template = None
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return TOKENIZER.decode(ids, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(TOKENIZER, name)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a diagnosis said of a case."""
+
+    case: Case
+    tokens: int
+    named: str
+    state: str
+    sizes: dict[str, float]
+
+    @property
+    def due(self) -> bool:
+        """Whether it must be named: a gap above the normal size."""
+        return verdict.abnormal(self.sizes)
+
+    @property
+    def right(self) -> bool:
+        if self.case.fault == "none":
+            return self.state != "fault" and self.named in ("none", *LABELS)
+        return self.named in self.case.right
+
+
+LABELS = tuple(mismatch.label(entry) for entry in SOURCES)
+
+
+def diagnosed(rows: Sequence[dict[str, Any]], others: Sequence[Any] = ()) -> verdict.Verdict:
+    limits = Limits(CONFIG.vocab_size, CONFIG.max_positions)
+    collected = collect(readers.read(rows), limits=limits)
+    return verdict.diagnose(
+        collected.responses, forward(), others=others, tokenizer=Tokenizer(), sources=SOURCES
+    )
+
+
+def outcome(case: Case, tokens: int, seed: int) -> Outcome:
+    size = 0.1 if "10%" in case.strength else 0.01
+    found = diagnosed(case.rows(tokens, seed), [("checkpoint", prepared(size))])
+    named = "none" if found.best is None else found.best.explanation.name
+    return Outcome(case, tokens, named, found.state, found.sizes)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The confusion table in Markdown: a row a fault and strength, a column a number of tokens."""
+    sizes = sorted({one.tokens for one in outcomes})
+    lines = [
+        "| fault | strength | mean \\|d\\| | K3 | "
+        + " | ".join(f"{n:,} tokens" for n in sizes)
+        + " |",
+        "|---|---|--:|--:|" + "---|" * len(sizes),
+    ]
+    for key in dict.fromkeys((one.case.fault, one.case.strength) for one in outcomes):
+        own = [one for one in outcomes if (one.case.fault, one.case.strength) == key]
+        last = own[-1].sizes
+        cells = []
+        for n in sizes:
+            at = [one for one in own if one.tokens == n]
+            named = sorted({f"`{one.named}`" for one in at})
+            count = sum(one.right for one in at)
+            cells.append(f"{count} of {len(at)}: {', '.join(named)}" if at else "")
+        lines.append(
+            f"| {key[0]} | {key[1]} | {last['mean']:.2g} | {last['k3']:.2g} | "
+            + " | ".join(cells)
+            + " |"
+        )
+    return "\n".join(lines)
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """The two shares that matter."""
+    exact = [one for one in outcomes if one.case.fault == "none"]
+    due = [one for one in outcomes if one.case.fault != "none" and one.due]
+    small = [one for one in outcomes if one.case.fault != "none" and not one.due]
+
+    def share(some: Sequence[Outcome]) -> str:
+        count = sum(one.right for one in some)
+        return f"{count} of {len(some)}" + (f" ({count / len(some):.1%})" if some else "")
+
+    return (
+        f"- Rollouts without a fault that are called so: {share(exact)}.\n"
+        f"- Faults above the normal size whose explanation is named first: {share(due)}.\n"
+        f"- Faults below it, or without any effect on log-probs, named first: {share(small)}."
+    )
+
+
+def by_transformers(
+    folder: Path, *, dtype: str, temperature: float = 1.0, raw: bool = False, rounds: int = 2
+) -> list[dict[str, Any]]:
+    """What `transformers`' generate draws on the CPU, and the log-probs of its own logits.
+
+    `raw`: of the logits before the temperature. Needs torch.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    torch.manual_seed(0)
+    rows = []
+    for part in range(rounds):
+        for prompt in _prompt_lists(part):
+            made = model.generate(
+                torch.tensor([prompt] * 4),
+                attention_mask=torch.ones(4, len(prompt), dtype=torch.long),
+                do_sample=True,
+                temperature=temperature,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=RESPONSE,
+                eos_token_id=list(STOPS),
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+                output_scores=True,
+            )
+            logits = torch.stack(made.logits if raw else made.scores, dim=1)
+            drawn_tokens = made.sequences[:, len(prompt) :]
+            chances = torch.log_softmax(logits.float(), dim=-1)
+            found = chances.gather(2, drawn_tokens[..., None])[..., 0]
+            for ids, own in zip(drawn_tokens.tolist(), found.tolist(), strict=True):
+                length = next((i + 1 for i, x in enumerate(ids) if x in STOPS), len(ids))
+                rows.append(
+                    {
+                        "prompt_token_ids": prompt,
+                        "response_token_ids": ids[:length],
+                        "logprobs": own[:length],
+                        "temperature": temperature,
+                    }
+                )
+    return rows
+
+
+def _prompt_lists(part: int) -> Iterator[list[int]]:
+    given = prompts(4, 90 + part)
+    for tokens, length in zip(np.asarray(given.tokens), given.lengths, strict=True):
+        yield tokens[: int(length)].tolist()
+
+
+ENGINES = (
+    ("float32", 1.0, False),
+    ("bfloat16", 1.0, False),
+    ("float32", 0.6, False),
+    ("float32", 0.6, True),
+    ("bfloat16", 0.6, True),
+)
+
+
+def engines(folder: Path) -> str:
+    """A table of what is said of `transformers`' own rollouts."""
+    hf.save(folder, jax.device_get(params()), CONFIG, tokenizer=TOKENIZER)
+    lines = [
+        "| transformers' generate | tokens | state | named | mean \\|d\\| | K3 |",
+        "|---|--:|---|---|--:|--:|",
+    ]
+    for dtype, temperature, raw in ENGINES:
+        rows = by_transformers(folder, dtype=dtype, temperature=temperature, raw=raw)
+        found = diagnosed(rows)
+        named = "none" if found.best is None else f"`{found.best.explanation.name}`"
+        what = f"{dtype}, temperature {temperature:g}{', raw log-probs' if raw else ''}"
+        lines.append(
+            f"| {what} | {len(found.tokens.sequence):,} | {found.state} | {named} |"
+            f" {found.sizes['mean']:.2g} | {found.sizes['k3']:.2g} |"
+        )
+    return "\n".join(lines)
+
+
+def cost(tokens: int) -> str:
+    """Time of scoring alone, and of a whole diagnosis with other forwards, once compiled."""
+    rows = changed(plain(tokens, 50), noisy(1e-2))
+    limits = Limits(CONFIG.vocab_size, CONFIG.max_positions)
+    responses = collect(readers.read(rows), limits=limits).responses
+    gather(forward(), responses)
+    diagnosed(rows)
+    start = time.process_time()
+    gather(forward(), responses)
+    middle = time.process_time()
+    diagnosed(rows)
+    end = time.process_time()
+    scoring, whole = middle - start, end - middle
+    return (
+        f"{sum(map(len, responses)):,} tokens with noise of 0.01: the scoring forward with its"
+        f" summaries takes {scoring:.2f} s of processor time, a whole diagnosis"
+        f" {whole:.2f} s, {whole / scoring:.1f} times as much."
+    )
+
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def write(outcomes: Sequence[Outcome], sizes: Sequence[int], seeds: int, *more: str) -> None:
+    """The page as far as it is measured."""
+    made = (
+        f"Made by `python scripts/diagnose_table.py --seeds {seeds} --tokens"
+        f" {' '.join(map(str, sizes))}` with jax {jax.__version__}, Python"
+        f" {platform.python_version()}, {jax.default_backend()}; {len(outcomes)} rollouts."
+    )
+    text = "\n\n".join([made, summary(outcomes), table(outcomes), *more])
+    page = ROOT / "docs" / "results" / "diagnose.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048])
+    arguments = parser.parse_args()
+    sizes, seeds = [512] if arguments.quick else arguments.tokens, arguments.seeds
+    outcomes = []
+    for tokens in sizes:
+        for case in cases():
+            for seed in range(seeds):
+                outcomes.append(outcome(case, tokens, seed))
+                one = outcomes[-1]
+                print(case.fault, case.strength, tokens, one.named, one.right, flush=True)
+            write(outcomes, sizes, seeds)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = engines(Path(folder) / "model")
+    write(outcomes, sizes, seeds, engine, cost(sizes[-1]))
+
+
+if __name__ == "__main__":
+    main()

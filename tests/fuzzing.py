@@ -1,0 +1,263 @@
+"""What the fuzzer stands on: commands run in this process, and a model, a run and rows to spoil.
+
+A command runs as `cli.main` runs it, up to where it would begin to compile: `Began` is raised in
+place of what is expensive, which is
+
+    train, eval   the compiled programs: after config, memory, model, task and text are made, and
+                  the prompts of the first steps and of the evaluation are encoded
+    generate      the drawing: after the prompts are encoded and the weights are read
+    audit         the audit itself, or with --sampler the measurement: after the model is read
+    plan          the planning, for this machine's devices in place of libtpu's
+
+Row ranges are not measured, no hub is asked, and no other process is joined. `export` does all.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+
+from tim_jax import cli
+from tim_jax.api import rollouts
+from tim_jax.config import toml
+from tim_jax.config.run import RunConfig
+from tim_jax.errors import ENDINGS, InputError
+from tim_jax.jobs import audit, models, planning, train
+from tim_jax.model import calibration, hf
+from tim_jax.placement import processes
+from tim_jax.run import assembly, folders, signals
+from tim_jax.tasks import dataset
+
+LONGEST_LINE = 1100  # characters of a message
+SECONDS = 120  # of the processor, or ten times as many by the clock: the command hangs
+MEMORY = 8 << 30  # bytes of address space that a command may take
+ENCODED = 32  # prompts
+
+CONFIG = {
+    "seed": "0",
+    "steps": "3",
+    "exact": '"required"',
+    "model.architecture.hidden_size": "16",
+    "model.architecture.num_layers": "2",
+    "model.architecture.num_heads": "2",
+    "model.architecture.num_kv_heads": "1",
+    "model.architecture.head_dim": "8",
+    "model.architecture.intermediate_size": "24",
+    "model.architecture.max_positions": "24",
+    "sampling.samples_per_prompt": "4",
+    "sampling.max_prompt_length": "8",
+    "sampling.max_response_length": "8",
+    "sampling.stop_tokens": "[7, 9]",
+    "learner.prompts_per_step": "2",
+    "learner.mode": '"recompute"',
+    "learner.corrections": '[{ name = "token_tis", cap = 2.0 }]',
+    "optimizer.learning_rate": "0.01",
+    "task.kind": '"builtin"',
+    "task.name": '"running_sums"',
+    "task.parameters.digits": "[1, 3]",
+    "task.parameters.eval_size": "16",
+    "eval.every": "2",
+    "eval.prompts": "5",
+    "eval.samples": "2",
+    "run.folder": '"made"',
+    "run.checkpoint_every": "1",
+}
+
+
+WAIT = re.compile(r"tim-jax: still .* after \d+ s\b.*\n")  # said on a machine that is slow
+
+
+class Began(BaseException):
+    """The command was right: it came to where it would begin to compute."""
+
+
+class Outcome(NamedTuple):
+    """How a command ended. `status` is None if it `Began`."""
+
+    status: int | None
+    err: str
+
+
+def run(arguments: list[str]) -> Outcome:
+    """Runs a command with its standard error, that of other languages included, in a file."""
+    with tempfile.TemporaryFile("w+", errors="backslashreplace") as err, _captured(err.fileno()):
+        status = None
+        with suppress(Began), _limited():
+            status = _status(arguments)
+        sys.stderr.flush()
+        err.seek(0)
+        return Outcome(status, "".join(line for line in err if not WAIT.fullmatch(line)))
+
+
+def _status(arguments: list[str]) -> int:
+    try:
+        return cli.main(arguments)
+    except _Left as error:
+        return error.status
+    except SystemExit as error:  # of --help
+        return error.code if isinstance(error.code, int) else 1
+
+
+@contextmanager
+def _captured(to: int):
+    """Standard output, which must be able to take what is printed, is thrown away."""
+    kept = os.dup(2)
+    own = sys.stdout, sys.stderr
+    try:
+        os.dup2(to, 2)
+        with (
+            open(os.devnull, "w", encoding="utf-8") as out,
+            open(2, "w", errors="backslashreplace", closefd=False) as err,
+        ):
+            sys.stdout, sys.stderr = out, err
+            yield
+    finally:
+        sys.stdout, sys.stderr = own
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+@contextmanager
+def _limited():
+    def hung(number: int, frame: Any) -> None:
+        raise AssertionError(f"the command hangs: {signal.Signals(number).name}")
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    memory = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, memory[1]))
+    before = [signal.signal(one, hung) for one in (signal.SIGPROF, signal.SIGALRM)]
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, 10 * SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, memory)
+        for one, handler in zip((signal.SIGPROF, signal.SIGALRM), before, strict=True):
+            signal.signal(one, handler)
+
+
+def check(outcome: Outcome) -> None:
+    """A command begins or is done, without a word; or says why not, in one clear line."""
+    err = outcome.err
+    assert "Traceback" not in err, err
+    if outcome.status in (None, 0):
+        # A checkpoint that is damaged, and what is taken in its place, are said.
+        assert all(line.startswith("checkpoint of step") for line in err.splitlines()), err
+        return
+    lines = {ending.status: ending.line.partition("{")[0] for ending in ENDINGS}
+    assert outcome.status in lines, outcome
+    assert outcome.status == 2, outcome  # nothing was computed that could end otherwise
+    assert err.startswith(lines[outcome.status]), err
+    assert err.endswith("\n"), err
+    assert err.count("\n") == 1, err
+    assert err[:-1].isprintable(), err
+    assert len(err) < LONGEST_LINE, f"{len(err)} characters: {err}"
+
+
+def stand(patch) -> None:
+    """Puts `Began` in place of what is expensive; see the module."""
+
+    def began(*args: Any, **options: Any) -> Any:
+        raise Began
+
+    def offline(*args: Any, **options: Any) -> Any:
+        raise InputError("no hub can be reached from here")
+
+    def evaluated(config: RunConfig) -> Any:
+        return _encoded(assemble(config))
+
+    def checked(*args: Any, **options: Any) -> Any:
+        check_arms(*args, **options)
+        raise Began
+
+    assemble, check_arms = models.assemble, audit.ablation.check
+    here = SimpleNamespace(tracing=nullcontext, devices=tuple(jax.devices()))
+    patch.setattr(calibration, "calibrate", lambda config, numerics, batch: numerics)
+    patch.setattr(hf, "snapshot_download", offline)
+    patch.setattr(dataset, "_hub", offline)
+    patch.setattr(processes, "join", began)
+    patch.setattr(signals, "print_if_aborted", lambda line: nullcontext())
+    patch.setattr(os, "_exit", _left)
+    patch.setattr(train, "_begun", lambda job, run: _encoded(job))
+    patch.setattr(models, "assemble", evaluated)
+    patch.setattr(rollouts, "draw", began)
+    patch.setattr(audit.auditing, "audit", began)
+    patch.setattr(audit.ablation, "check", checked)
+    patch.setattr(planning.topology, "target", lambda name: here)
+    patch.setattr(planning.planning, "make", began)
+
+
+class _Left(BaseException):
+    """How one of several processes leaves."""
+
+    def __init__(self, status: int):
+        super().__init__(status)
+        self.status = status
+
+
+def _left(status: int) -> None:
+    raise _Left(status)
+
+
+def _encoded(job: models.Job) -> Any:
+    with closing(job.task):
+        for part in (job.task.train, job.task.evaluation):
+            some = [part[i] for i in range(min(ENCODED, len(part)))]
+            job.text.prompts(some, range(len(some)))
+    raise Began
+
+
+def lines(config: Mapping[str, str]) -> str:
+    """A config as TOML text of dotted keys."""
+    return "".join(f"{key} = {value}\n" for key, value in config.items())
+
+
+def furnish(folder: Path) -> None:
+    """A config, a model, a run of no steps, and rows of a dataset, as they should be."""
+    folder.mkdir(exist_ok=True)
+    (folder / "good.toml").write_text(lines(CONFIG))
+    config = toml.load(folder / "good.toml")
+    model = assembly.make_model(config)
+    hf.save(folder / "model", model.params, model.config, tokenizer=model.tokenizer)
+    state = assembly.make_programs(config, assembly.make_execution(config, model)).init(
+        model.params
+    )
+    with folders.open_run(folder / "run", toml.dump(config)) as run:
+        run.metrics.write(0, {})
+        run.save(0, folders.saved(state, None))
+    rows = [{"prompt": f"{i}+{i + 1}=", "answer": str(2 * i + 1)} for i in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def listing(folder: Path) -> dict[str, int]:
+    """What is in a folder: relative path -> time of the last change, 0 for folders."""
+    paths = sorted(folder.rglob("*"))
+    return {
+        str(path.relative_to(folder)): 0 if path.is_dir() else path.lstat().st_mtime_ns
+        for path in paths
+    }
+
+
+def keys() -> list[str]:
+    """All dotted keys that a config can have."""
+    return sorted(set(_below(RunConfig, "")))
+
+
+def _below(section: type, prefix: str) -> Iterator[str]:
+    for name, kind in toml._keys(section).items():
+        yield f"{prefix}{name}"
+        for inner in toml._sections(kind):
+            yield from _below(inner, f"{prefix}{name}.")

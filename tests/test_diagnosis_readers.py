@@ -1,0 +1,273 @@
+"""Rollouts of other systems, in the shapes that these document, and what is refused of them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tim_jax.diagnosis import readers
+from tim_jax.diagnosis.rollouts import Distribution, Limits, RolloutsError, collect
+from tim_jax.errors import InputError
+from tim_jax.tasks.text import character_tokenizer
+
+LIMITS = Limits(vocabulary=50, positions=16)
+PROMPT, TOKENS, LOG_PROBS = [5, 6, 7], [8, 9], [-0.5, -1.25]
+PLAIN = {"prompt_token_ids": PROMPT, "response_token_ids": TOKENS, "logprobs": LOG_PROBS}
+
+
+def read(rows, **options):
+    return collect(readers.read(rows, **options), limits=LIMITS).responses
+
+
+def check(response, tokens=TOKENS, log_probs=LOG_PROBS):
+    assert list(response.prompt) == PROMPT
+    assert list(response.tokens) == tokens
+    assert response.log_probs.dtype == np.float32
+    np.testing.assert_array_equal(response.log_probs, np.float32(log_probs))
+
+
+VLLM = {
+    "id": "cmpl-1",
+    "object": "text_completion",
+    "model": "m",
+    "choices": [
+        {
+            "index": 0,
+            "text": "ab",
+            "logprobs": {
+                "text_offset": [0, 1],
+                "tokens": ["token_id:8", "token_id:9"],
+                "token_logprobs": LOG_PROBS,
+                "top_logprobs": [{"token_id:8": -0.5, "token_id:3": -2.0}, {"token_id:9": -1.25}],
+            },
+            "finish_reason": "length",
+            "prompt_token_ids": PROMPT,
+        }
+    ],
+}
+CHAT = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "prompt_token_ids": PROMPT,
+    "choices": [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "ab"},
+            "logprobs": {
+                "content": [
+                    {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []},
+                    {"token": "b", "logprob": -1.25, "bytes": [98], "top_logprobs": []},
+                ]
+            },
+            "token_ids": TOKENS,
+            "finish_reason": "stop",
+        }
+    ],
+}
+REQUEST_OUTPUT = {
+    "request_id": "0",
+    "prompt_token_ids": PROMPT,
+    "outputs": [
+        {
+            "index": 0,
+            "token_ids": TOKENS,
+            "logprobs": [
+                {"8": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}},
+                {"9": {"logprob": -1.25, "rank": 2, "decoded_token": "b"}, "3": {"logprob": -0.1}},
+            ],
+            "finish_reason": "stop",
+        }
+    ],
+}
+SGLANG = {
+    "text": "ab",
+    "meta_info": {
+        "id": "x",
+        "finish_reason": {"type": "stop", "matched": 9},
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "weight_version": "step-4",
+        "input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]],
+        "output_token_logprobs": [[-0.5, 8, None], [-1.25, 9, None]],
+    },
+}
+# Prompts padded on the left, responses on the right, as in a DataProto.
+VERL = {
+    "prompts": [[0, *PROMPT], [0, *PROMPT]],
+    "responses": [[*TOKENS, 0], [*TOKENS, 1]],
+    "attention_mask": [[0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1]],
+    "response_mask": [[1, 1, 0], [1, 0, 1]],
+    "rollout_log_probs": [[*LOG_PROBS, 0.0], [*LOG_PROBS, -3.0]],
+}
+TRL = {
+    "prompt_ids": [PROMPT, PROMPT],
+    "completion_ids": [TOKENS, [*TOKENS, 1]],
+    "logprobs": [LOG_PROBS, [*LOG_PROBS, -3.0]],
+}
+TRL_LIKELIEST = {  # several log-probs a position, with the ids that they are of
+    "prompt_ids": [PROMPT],
+    "completion_ids": [TOKENS],
+    "logprobs": [[[-0.1, -0.5], [-1.25, -4.0]]],
+    "logprob_token_ids": [[[3, 8], [9, 3]]],
+}
+TUNIX = {
+    "text": ["ab"],
+    "tokens": [[*TOKENS, 0]],
+    "left_padded_prompt_tokens": [[0, 0, *PROMPT]],
+    "logprobs": [LOG_PROBS],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "line"),
+    [
+        ("plain", PLAIN),
+        ("vllm", VLLM),
+        ("vllm", CHAT),
+        ("vllm", REQUEST_OUTPUT),
+        ("sglang", SGLANG),
+        ("sglang", SGLANG | {"input_ids": PROMPT}),
+        ("verl", {name: x[0] for name, x in VERL.items()}),
+        ("trl", TRL_LIKELIEST),
+        ("tunix", TUNIX),
+    ],
+)
+def test_documented_shapes_are_told_by_their_keys_and_read(form, line):
+    assert readers.detect(line) == form
+    for given in ("auto", form):
+        (response,) = read([line], form=given, pad=0)
+        check(response)
+
+
+def test_batches_become_rows():
+    first, second = read([VERL])
+    check(first)
+    assert first.mask.tolist() == [True, True]
+    check(second, [*TOKENS, 1], [*LOG_PROBS, -3.0])
+    assert second.mask.tolist() == [True, False, True]
+    first, second = read([TRL])
+    check(first)
+    check(second, [*TOKENS, 1], [*LOG_PROBS, -3.0])
+    assert second.where == "row 1, response 1"
+
+
+def test_what_systems_say_besides_is_kept():
+    (response,) = read([VLLM])
+    assert response.finished is False  # the length cut it
+    (response,) = read([SGLANG])
+    assert response.finished is True
+    assert response.version == "step-4"
+    asked = {"temperature": 0.6, "top_p": 0.9, "top_k": -1, "prompt": "x"}
+    (response,) = read([{"request": asked, "response": VLLM}])
+    assert response.declared == Distribution(0.6, 0, 0.9)
+    (response,) = read([SGLANG | {"sampling_params": {"temperature": 0.7, "top_k": 4}}])
+    assert response.declared == Distribution(0.7, 4, 1.0)
+    (response,) = read([PLAIN | {"top_k": LIMITS.vocabulary}])  # all tokens is no truncation
+    assert response.declared == Distribution()
+
+
+def test_files(tmp_path):
+    lines = tmp_path / "a.jsonl"
+    lines.write_text(json.dumps(PLAIN) + "\n\n" + json.dumps(VLLM) + "\n")
+    first, second = read(lines)
+    check(first)
+    check(second)
+    assert second.where == f"{lines}, line 3"
+    one = tmp_path / "a.json"
+    one.write_text(json.dumps(CHAT, indent=2))
+    check(*read(one))
+    one.write_text(json.dumps([PLAIN, PLAIN]))
+    assert [r.where for r in read(one)] == [f"{one}, row 1", f"{one}, row 2"]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").Table.from_pylist([PLAIN, PLAIN])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    check(read(tmp_path / "a.parquet")[1])
+    for name, message in (("no.jsonl", "no such file"), ("a.csv", "unknown file type")):
+        with pytest.raises(InputError, match=message):
+            read(tmp_path / name)
+
+
+REFUSED = [
+    ({"logprobs": None}, "has no logprobs"),
+    ({"logprobs": None, "log_probs": [0.0]}, "did you mean 'log_probs'"),
+    ({"logprobs": [-1.0, 0.5]}, r"logprobs\[1\] = 0.5 is positive"),
+    ({"logprobs": [-1.0, float("nan")]}, r"logprobs\[1\] is nan, which is not finite"),
+    ({"logprobs": [-1.0, None]}, r"logprobs\[1\] must be a number, got None"),
+    ({"logprobs": [-1.0]}, "1 logprobs for 2 tokens"),
+    ({"logprobs": [-1.0] * 3}, "3 logprobs for 2 tokens; was the end token stripped"),
+    ({"response_token_ids": [8, 50]}, r"\[1\] = 50 is outside the model's vocabulary of 50"),
+    ({"prompt_token_ids": [-1]}, r"prompt_token_ids\[0\] = -1 is outside"),
+    ({"prompt_token_ids": ["a"]}, r"prompt_token_ids\[0\] must be a token id, got 'a'"),
+    ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
+    ({"prompt_token_ids": [1] * 15}, "17 tokens, more than the model's 16 positions"),
+    ({"temperature": "hot"}, "temperature must be a number"),
+    ({"top_p": 0}, "top_p must be a number"),
+    ({"mask": [1]}, "mask must have 2 times 0 or 1"),
+    ({"top_logprobs": [{"8": -0.5}, {"9": -0.1}]}, r"logprobs\[1\] = -1.25, but top_logprobs"),
+    ({"response_token_ids": None, "text": "ab"}, "has text but no response_token_ids"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_a_bad_line_is_refused_with_its_place_and_can_be_skipped(tmp_path, change, message):
+    file = tmp_path / "r.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in (PLAIN, PLAIN | change, PLAIN)))
+    with pytest.raises(RolloutsError, match=message) as caught:
+        read(file)
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith(f"{file}, line 2: ")
+    assert "1 of 3 are bad" in f"{caught.value}"
+    rest = collect(readers.read(file), limits=LIMITS, skip_bad=True)
+    assert len(rest.responses) == 2
+    assert rest.problems == caught.value.problems
+    with pytest.raises(RolloutsError):  # nothing is left to diagnose
+        collect(readers.read([PLAIN | change]), limits=LIMITS, skip_bad=True)
+
+
+def test_each_bad_line_is_named(tmp_path):
+    file = tmp_path / "r.jsonl"
+    file.write_text(
+        '{"logprobs": [\n' + json.dumps(PLAIN) + "\n[1]\n" + json.dumps(VERL["prompts"])
+    )
+    with pytest.raises(RolloutsError) as caught:
+        read(file)
+    assert [p.split(":")[0] for p in caught.value.problems] == [
+        f"{file}, line {number}" for number in (1, 3, 4)
+    ]
+    versions = [PLAIN | {"weights_version": v} for v in ("a", "a", "b")]
+    with pytest.raises(RolloutsError, match="row 3: weights_version is 'b', but row 1 has 'a'"):
+        read(versions)
+    with pytest.raises(InputError, match="there are none"):
+        read([])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"input": "a", "output": "b", "score": 1.0}, "verl's rollout_data_dir holds text alone"),
+        ({"choices": [{"text": "a", "logprobs": None}]}, "ask the server for logprobs=1"),
+        ({"meta_info": {"prompt_tokens": 3}}, "return_logprob=true"),
+        ({"prompt_ids": [1], "completion_ids": [2]}, "TRL's completions table is text alone"),
+        ({name: x for name, x in TUNIX.items() if name != "text"}, "add pad_id"),
+        ({"choices": 3}, "not in the shape of vllm"),
+    ],
+)
+def test_a_dump_without_log_probs_says_how_to_get_them(line, message):
+    with pytest.raises(RolloutsError, match=f"row 1: .*{message}"):
+        read([line])
+    with pytest.raises(InputError, match="format 'vlm' is unknown; did you mean 'vllm'"):
+        read([line], form="vlm")
+
+
+def test_text_without_ids_is_tokenised_with_a_warning():
+    tokenizer = character_tokenizer("abc")
+    row = {"prompt": "ab", "text": "cb", "logprobs": LOG_PROBS}
+    found = collect(readers.read([row]), limits=LIMITS, tokenizer=tokenizer)
+    assert found.responses[0].prompt == (2, 3)
+    assert found.responses[0].tokens == (4, 3)
+    assert "tokenised again" in found.warnings[0]
+    chat = json.loads(json.dumps(CHAT))
+    del chat["choices"][0]["token_ids"]
+    found = collect(readers.read([chat]), limits=LIMITS, tokenizer=tokenizer)
+    assert found.responses[0].tokens == (2, 3)
+    assert not collect(readers.read([PLAIN]), limits=LIMITS, tokenizer=tokenizer).warnings

@@ -1,0 +1,143 @@
+"""What is wrong with log-probs that another system recorded, in one call."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tim_jax.api.model import Model, load
+from tim_jax.api.rollouts import Rollout
+from tim_jax.diagnosis import readers, report, verdict
+from tim_jax.diagnosis.evidence import Forward
+from tim_jax.diagnosis.monitor import Monitor
+from tim_jax.diagnosis.rollouts import Distribution, Limits, collect
+from tim_jax.errors import InputError
+from tim_jax.model.execution import Sampling
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a diagnosis found; `print` shows it."""
+
+    verdict: verdict.Verdict
+    """All of it, with arrays of every token."""
+    record: dict[str, Any]
+    """All that the report says, as plain values; see `tim_jax.diagnosis.report`."""
+    problems: tuple[str, ...]
+    """Lines that were skipped, and why."""
+
+    @property
+    def normal(self) -> bool:
+        """False for a fault: the command then ends with status 1."""
+        return self.verdict.normal
+
+    @cached_property
+    def json(self) -> str:
+        """The record as JSON."""
+        return report.as_json(self.record)
+
+    @cached_property
+    def html(self) -> str:
+        """The record as an HTML page that needs no other file."""
+        return report.as_html(self.record, "Is it numerics or a bug?")
+
+    def __str__(self) -> str:
+        return report.text(self.record)
+
+
+class Diagnose:
+    """Says of recorded rollouts whether their log-probs differ by numerics or by a fault.
+
+    `tim_jax.diagnose(model, rollouts)` scores them by the exact forward, tries the explanations and
+    says which one explains how much. `tim_jax.diagnose.Monitor` is for the loop of a trainer.
+    """
+
+    Monitor: ClassVar = Monitor
+
+    def __call__(
+        self,
+        model: Model,
+        rollouts: str | Path | Rollout | Iterable[Mapping[str, Any]],
+        *,
+        format: str = "auto",
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        weights: Mapping[str, Model] | Iterable[str | Path] = (),
+        skip_bad: bool = False,
+    ) -> Diagnosis:
+        """Diagnoses rollouts.
+
+        Args:
+          model: that is said to have drawn them; its dtype is that of the exact forward.
+          rollouts: a file (JSON lines, JSON, Parquet), rows of one, or what `sample` returned.
+          format: "auto", or one of `tim_jax.diagnosis.readers.FORMATS`.
+          temperature: what rows were drawn from that do not say; so are `top_k` and `top_p`.
+          top_k: 0 is off.
+          top_p: 1 is off.
+          weights: of the same architecture, that may have drawn them instead: earlier checkpoints,
+            or the base model of an adapter; by name, or folders.
+          skip_bad: diagnose what can be read.
+
+        Raises:
+          InputError: no such file, bad rows (see `tim_jax.diagnosis.rollouts.RolloutsError`), or
+            weights of another architecture.
+        """
+        if not model.placement.single:
+            raise InputError("diagnose: load the model on one device, not on a mesh")
+        default = Distribution(temperature, top_k, top_p)
+        Sampling(1, temperature, top_k, top_p)  # checks the three
+        given = _rows(rollouts) if isinstance(rollouts, Rollout) else rollouts
+        collected = collect(
+            readers.read(given, form=format, pad=model.tokenizer.pad_token_id),
+            limits=Limits(model.config.vocab_size, model.config.max_positions),
+            tokenizer=model.tokenizer,
+            default=default,
+            skip_bad=skip_bad,
+        )
+        found = verdict.diagnose(
+            collected.responses,
+            _forward(model),
+            others=tuple(_others(model, weights)),
+            tokenizer=model.tokenizer,
+        )
+        record = report.as_record(found, model.tokenizer.decode, warnings=collected.warnings)
+        return Diagnosis(found, record, collected.problems)
+
+
+diagnose = Diagnose()
+
+
+def _forward(model: Model) -> Forward:
+    execution = model.execution(Sampling(1))
+    size = min(len(model.tokenizer), model.config.vocab_size)
+    return Forward(model.weights, execution, size, execution.sampling.stop_tokens)
+
+
+def _others(model: Model, weights: Any) -> Iterator[tuple[str, Any]]:
+    named = weights.items() if isinstance(weights, Mapping) else [(str(x), x) for x in weights]
+    for name, other in named:
+        other = other if isinstance(other, Model) else load(other, dtype=model.dtype)
+        if other.config != model.config:
+            raise InputError(f"diagnose: the weights of {name} are of another architecture")
+        yield name, replace(model, params=other.params).weights  # computed with as the model's
+
+
+def _rows(rollout: Rollout) -> Iterable[dict[str, Any]]:
+    arrays, sampling = rollout.arrays, rollout.sampling
+    if sampling.temperature == 0:
+        raise InputError("diagnose: the rollout is greedy: its log-probs are 0 by definition")
+    prompts, lengths = np.asarray(arrays.prompts), np.asarray(arrays.prompt_lengths)
+    for i, length in enumerate(rollout.lengths):
+        yield {
+            "prompt_token_ids": prompts[i, : lengths[i]].tolist(),
+            "response_token_ids": rollout.tokens[i, :length].tolist(),
+            "logprobs": rollout.log_probs[i, :length].tolist(),
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "finish_reason": "stop" if rollout.finished[i] else "length",
+        }

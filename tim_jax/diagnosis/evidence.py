@@ -1,0 +1,180 @@
+"""What one forward says of every recorded token, kept small enough to try distributions afterwards.
+
+The forward is the learner's, over whole sequences. Besides the exact log-prob under the declared
+distribution, it keeps for each token what any temperature, top-k and top-p can be computed from
+later without the model: the likeliest logits, and the log-normaliser with its first two derivatives
+at a grid of inverse temperatures. No array of [tokens, vocabulary] exists at any time.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax.diagnosis.rollouts import Distribution, Response
+from tim_jax.model.execution import Execution, Sampling, jit
+from tim_jax.model.weights import Weights
+from tim_jax.policy import distribution, scoring
+from tim_jax.types import Rollout
+
+LIKELIEST = 128
+# Inverse temperatures, dense enough that the log-normaliser between them is good to about 1e-6.
+BETAS = 2.0 ** np.arange(-2.25, 2.26, 0.25)
+_TOKENS = 8192  # of a batch
+_ROWS = 64  # most sequences of a batch
+
+
+class Evidence(NamedTuple):
+    """Of N tokens. Logits are relative to the largest one of their position, `peak`.
+
+    Fields of the first group are of response tokens; those of the second are of the S sequences.
+    """
+
+    exact: np.ndarray  # f32[N], log-prob under the declared distribution, the learner's own bits
+    logit: np.ndarray  # f32[N], of the token
+    above: np.ndarray  # i32[N], how many logits are larger
+    peak: np.ndarray  # f32[N]
+    best: np.ndarray  # i32[N], the likeliest token
+    top: np.ndarray  # f32[N, K], the largest logits, falling
+    moments: np.ndarray  # f32[N, G, 3], log-sum-exp at BETAS and its two derivatives
+    inside: np.ndarray  # f32[N], log-sum-exp over the tokenizer's part of the vocabulary
+    stops: np.ndarray  # f32[N, E], logits of the stop tokens
+
+    end_stop: np.ndarray  # f32[S], log-prob that a stop token follows the response, temperature 1
+
+    def take(self, index: np.ndarray) -> "Evidence":
+        """The evidence of some tokens; that of sequences stays whole."""
+        fields = self._asdict()
+        end_stop = fields.pop("end_stop")
+        return Evidence(**{name: x[index] for name, x in fields.items()}, end_stop=end_stop)
+
+
+class Forward(NamedTuple):
+    """What evidence comes from: a model, as it computes."""
+
+    weights: Weights
+    execution: Execution  # its sampling is not used
+    tokenizer_size: int  # tokens that the tokenizer knows
+    stop_tokens: tuple[int, ...]
+
+
+def gather(forward: Forward, responses: Sequence[Response]) -> Evidence:
+    """The evidence of the tokens of all responses, in their order."""
+    parts: dict[int, tuple[Any, Any]] = {}
+    for numbers, rollout, declared in _batches(responses):
+        program = _program(
+            _executing(forward.execution, declared), forward.tokenizer_size, forward.stop_tokens
+        )
+        found = jax.device_get(program(forward.weights, rollout))
+        for row, number in enumerate(numbers):
+            count = len(responses[number])
+            tokens = {name: x[row, :count] for name, x in found.items()}
+            parts[number] = tokens, found["stop"][row, count]
+    ordered = [parts[number] for number in range(len(responses))]
+    fields = [name for name in Evidence._fields if name != "end_stop"]
+    whole = {name: np.concatenate([tokens[name] for tokens, _ in ordered]) for name in fields}
+    return Evidence(**whole, end_stop=np.asarray([end for _, end in ordered], np.float32))
+
+
+def _executing(execution: Execution, declared: Distribution) -> Execution:
+    # At temperature 0 engines report log-probs of the plain distribution.
+    greedy = declared.temperature == 0
+    sampling = Sampling(
+        temperature=1.0 if greedy else declared.temperature,
+        top_k=0 if greedy else declared.top_k,
+        top_p=1.0 if greedy else declared.top_p,
+    )
+    return Execution(execution.config, execution.numerics, sampling)
+
+
+@lru_cache(maxsize=64)
+def _program(execution: Execution, tokenizer_size: int, stop_tokens: tuple[int, ...]) -> Any:
+    def summary(logits: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+        exact = distribution.log_prob(
+            logits, tokens, sampling=execution.sampling, numerics=execution.numerics
+        )
+        return {"exact": exact} | _summary(logits, tokens, tokenizer_size, stop_tokens)
+
+    def run(weights: Weights, rollout: Rollout) -> dict[str, jax.Array]:
+        return scoring.of_logits(weights, rollout, summary, execution=execution)
+
+    return jit(run, execution.numerics)
+
+
+def _summary(logits, tokens, tokenizer_size, stop_tokens) -> dict[str, jax.Array]:
+    peak = jnp.max(logits, axis=-1)
+    relative = logits - peak[:, None]
+    logit = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
+    top, best = jax.lax.top_k(relative, min(LIKELIEST, logits.shape[1]))
+    betas = jnp.asarray(BETAS, jnp.float32)
+    moments = jnp.moveaxis(jax.lax.map(lambda beta: _moments(relative, beta), betas), 0, 1)
+    stops = relative[:, jnp.asarray(stop_tokens, jnp.int32)]
+    normaliser = jax.scipy.special.logsumexp(relative, axis=-1)
+    return {
+        "logit": logit,
+        "above": jnp.sum((relative > logit[:, None]).astype(jnp.int32), axis=-1),
+        "peak": peak,
+        "best": best[:, 0].astype(jnp.int32),
+        "top": top,
+        "moments": moments,
+        "inside": jax.scipy.special.logsumexp(relative[:, :tokenizer_size], axis=-1),
+        "stops": stops,
+        "stop": jax.scipy.special.logsumexp(stops, axis=-1) - normaliser,
+    }
+
+
+def _moments(relative: jax.Array, beta: jax.Array) -> jax.Array:
+    """log sum exp(beta z) of f32[N, V], the mean of z and its variance: f32[N, 3]."""
+    weights = jnp.exp(beta * relative)
+    total = jnp.sum(weights, axis=-1)
+    mean = jnp.sum(weights * relative, axis=-1) / total
+    variance = jnp.sum(weights * jnp.square(relative - mean[:, None]), axis=-1) / total
+    return jnp.stack([jnp.log(total), mean, variance], axis=-1)
+
+
+def _batches(
+    responses: Sequence[Response],
+) -> Iterator[tuple[list[int], Rollout, Distribution]]:
+    """Batches of one distribution and of similar lengths, in few shapes."""
+
+    def key(number: int):
+        response = responses[number]
+        declared = response.declared
+        shape = _rounded(len(response.prompt)), _rounded(len(response) + 1)
+        return (declared.temperature, declared.top_k, declared.top_p), shape
+
+    for (_, shape), group in groupby(sorted(range(len(responses)), key=key), key=key):
+        numbers = list(group)
+        most = max(1, min(_ROWS, _TOKENS // sum(shape), 1 << (len(numbers) - 1).bit_length()))
+        for start in range(0, len(numbers), most):
+            some = numbers[start : start + most]
+            filled = some + some[-1:] * (most - len(some))
+            rollout = _rollout([responses[i] for i in filled], *shape)
+            yield some, rollout, responses[some[0]].declared
+
+
+def _rounded(length: int) -> int:
+    """One of few lengths, so that few programs are compiled. Padding changes no bit."""
+    step = max(64, (1 << (length - 1).bit_length()) // 8)
+    return length + -length % step
+
+
+def _rollout(responses: Sequence[Response], prompt_size: int, size: int) -> Rollout:
+    """One place is left after each response, for what would follow it."""
+    rows = len(responses)
+    prompts, tokens = np.zeros((rows, prompt_size), np.int32), np.zeros((rows, size), np.int32)
+    for row, response in enumerate(responses):
+        prompts[row, : len(response.prompt)] = response.prompt
+        tokens[row, : len(response)] = response.tokens
+    return Rollout(
+        prompts=jnp.asarray(prompts),
+        prompt_lengths=jnp.asarray([len(r.prompt) for r in responses], jnp.int32),
+        responses=jnp.asarray(tokens),
+        lengths=jnp.asarray([len(r) + 1 for r in responses], jnp.int32),
+        log_probs=jnp.zeros((rows, size), jnp.float32),
+        finished=jnp.ones(rows, bool),
+    )

@@ -1,0 +1,322 @@
+"""Scores rollouts, tries the explanations, and says which one explains how much.
+
+All numbers are nats. An explanation's `gain` is its log-likelihood less that of the null, that
+recorded are the exact log-probs of the declared distribution but for noise, less what its fitted
+parameters cost. A gain of `DECISIVE` is odds of 22,000 to 1.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from tim_jax.diagnosis import noise, variants
+from tim_jax.diagnosis.evidence import Forward, gather
+from tim_jax.diagnosis.explanations import Explanation, Tokens, null, reporting
+from tim_jax.diagnosis.rollouts import Response
+from tim_jax.diagnosis.variants import Variant
+from tim_jax.mismatch import Entry
+from tim_jax.model.weights import Weights
+
+DECISIVE = 10.0
+# Sizes that others publish for sound engines beside dense models, see docs/mismatch.md: K3 1e-5 to
+# 1e-3 (Miles), mean |d| 0.013 and the largest 1.2 of ten million tokens (RL-Kernel).
+NORMAL_K3 = 1e-3
+NORMAL_MEAN = 0.02
+NORMAL_LARGEST = 2.0
+# Below these an explanation names a cause, but of nothing that needs mending.
+LEAST_EFFECT = 1e-3  # nats a token, over the tokens that it touches
+LEAST_SHARE = 0.25  # of the gap
+_ROUNDING = 1e-5  # differences of another order of sums in float32: nothing else is tried
+_NOTHING_LEFT = 1e-4  # nats; about what another order of sums and interpolation leave
+_SHOWING = 3.0  # nats of gain by which a single token shows an explanation
+_PANEL = 2048  # tokens that other forwards are tried on, at least
+
+State = Literal["exact", "numerics", "fault"]
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """An explanation, compared with the null on `tokens` (all of them, or a panel)."""
+
+    explanation: Explanation
+    tokens: Tokens
+    gain: float  # nats, for all tokens
+    gains: np.ndarray  # f64[N], of each of `tokens`
+    scale: float  # of the noise that remains
+    gap: float  # mean |d| before
+    remains: float  # mean |d| after
+    effect: float  # mean |predicted - exact| over the tokens that it touches
+
+    @property
+    def share(self) -> float:
+        """The share of the gap that it explains."""
+        return 1.0 - self.remains / self.gap if self.gap > 0 else 0.0
+
+    @property
+    def residual(self) -> np.ndarray:
+        """f64[N], recorded less predicted."""
+        return self.tokens.recorded - self.explanation.predicted
+
+
+@dataclass(frozen=True)
+class Place:
+    """A token that shows something."""
+
+    where: str  # file and line
+    position: int
+    token: int
+    recorded: float
+    exact: float
+    predicted: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What a diagnosis found.
+
+    Attributes:
+        state: "exact", "numerics" (differences of a normal size) or "fault".
+        judged: the explanations that were tried, the most likely first; the null is not among them.
+        best: the one that is taken, or None.
+        second: what explains most of what it leaves, or None.
+        first: the first token that shows it, or None.
+    """
+
+    state: State
+    tokens: Tokens
+    judged: tuple[Judged, ...]
+    best: Judged | None
+    second: Judged | None
+    first: Place | None
+    sizes: dict[str, float]
+
+    @property
+    def normal(self) -> bool:
+        """False for a fault."""
+        return self.state != "fault"
+
+
+def diagnose(
+    responses: Sequence[Response],
+    forward: Forward,
+    *,
+    others: Sequence[tuple[str, Weights]] = (),
+    tokenizer: Any = None,
+    sources: Sequence[Entry] = variants.SOURCES,
+) -> Verdict:
+    """Says what is wrong with recorded log-probs, if anything.
+
+    Args:
+      responses: of `rollouts.collect`.
+      forward: the model that is said to have drawn them.
+      others: named weights that may have drawn them instead: earlier checkpoints, or a base model
+        without its adapter.
+      tokenizer: for other prompts.
+      sources: of low precision that are tried; each compiles a forward.
+    """
+    tokens = Tokens(
+        tuple(responses),
+        gather(forward, responses),
+        forward.stop_tokens,
+        forward.execution.config.vocab_size,
+        forward.tokenizer_size,
+    )
+    base = null(tokens)
+    found = [judge(one, tokens, base) for one in reporting(tokens)]
+    sizes = sizes_of(tokens.recorded - base.predicted)
+    if sizes["largest"] > _ROUNDING and not any(map(_all, found)):
+        panel = _panel(tokens)
+        tried = _tried(panel, forward, others, tokenizer, sources)
+        found += _forwards(panel, tried, len(tokens.sequence))
+    return _decided(tokens, base, sorted(found, key=lambda one: -one.gain), sizes)
+
+
+def _decided(
+    tokens: Tokens, base: Explanation, found: Sequence[Judged], sizes: dict[str, float]
+) -> Verdict:
+    best = next((one for one in found if one.gain > DECISIVE and _material(one)), None)
+    fault = best is not None and best.explanation.kind == "fault"
+    state: State = "numerics" if sizes["largest"] > 0 else "exact"
+    if fault or abnormal(sizes):
+        state = "fault"
+    second = _second(best, found, tokens) if best is not None and fault else None
+    first = _first(best, tokens, base) if state == "fault" else None
+    return Verdict(state, tokens, tuple(found), best, second, first, sizes)
+
+
+def judge(explanation: Explanation, tokens: Tokens, base: Explanation, total: int = 0) -> Judged:
+    """Compares an explanation with the null; `total` > 0: of how many tokens these are a panel."""
+    recorded, weight = tokens.recorded, noise.weights(tokens.evidence.exact)
+    before = noise.fit(recorded - base.predicted, weight)
+    residual = recorded - explanation.predicted
+    if explanation.sizes is not None:
+        after, odds = _by_sizes(residual, explanation.sizes)
+    else:
+        after, odds = noise.fit(residual, weight), 0.0
+    seen = ~tokens.hidden
+    gains = after.densities - before.densities + np.where(seen, explanation.drawn - base.drawn, 0.0)
+    scaling = total / len(recorded) if total else 1.0
+    cost = noise.penalty(len(explanation.parameters), len(recorded))
+    gap = np.abs(recorded - base.predicted)
+    touched = np.abs(explanation.predicted - base.predicted)
+    touched = np.where(np.isnan(touched), gap, touched)
+    touched = touched[seen & (touched > 0)]
+    return Judged(
+        explanation,
+        tokens,
+        gain=float(gains.sum()) * scaling + explanation.structure + odds - cost,
+        gains=gains,
+        scale=after.scale,
+        gap=_mean(gap),
+        remains=_mean(np.abs(np.where(np.isnan(explanation.predicted), 0.0, residual))),
+        effect=float(touched.mean()) if touched.size else 0.0,
+    )
+
+
+def _mean(values: np.ndarray) -> float:
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if values.size else 0.0
+
+
+_FACTOR = 0.5  # standard deviation of the logarithm of how far sizes may be off
+
+
+def _by_sizes(residual: np.ndarray, sizes: np.ndarray) -> tuple[noise.Fit, float]:
+    """The fit of noise whose size is predicted up to a factor near 1, and the factor's odds."""
+    # Student's t with 3 degrees of freedom has the mean size 1.103 s.
+    fitted = noise.fit(residual, sizes / 1.103)
+    off = float(np.log(fitted.scale)) / _FACTOR
+    return fitted, -0.5 * off**2 - float(np.log(_FACTOR * np.sqrt(2 * np.pi)))
+
+
+def _panel(tokens: Tokens) -> Tokens:
+    """Responses that other forwards are tried on: some with the largest gaps, others evenly.
+
+    So many that all forwards together cost at most about as much as the first one did.
+    """
+    total = len(tokens.sequence)
+    wanted = max(_PANEL, total // (2 * len(variants.SOURCES) + 16))
+    if wanted >= total:
+        return tokens
+    gap = np.abs(tokens.recorded - null(tokens).predicted)
+    worst = np.zeros(len(tokens.responses))
+    np.maximum.at(worst, tokens.sequence, np.nan_to_num(gap))
+    count = max(2, round(len(tokens.responses) * wanted / total))
+    even = np.linspace(0, len(tokens.responses) - 1, count - count // 4).round().astype(int)
+    return tokens.take(sorted({*even.tolist(), *np.argsort(-worst)[: count // 4].tolist()}))
+
+
+def _all(judged: Judged) -> bool:
+    """Whether nothing is left to explain, so that no other forward is needed."""
+    left = judged.residual[~judged.tokens.hidden]
+    return bool(judged.gain > DECISIVE and np.abs(left).max(initial=0.0) < _NOTHING_LEFT)
+
+
+def _tried(
+    panel: Tokens, forward: Forward, others: Any, tokenizer: Any, sources: Sequence[Entry]
+) -> Iterator[Variant]:
+    first = variants.likeliest_first(panel, panel.evidence)
+    yield from variants.of_numerics(forward, sources)
+    yield from variants.of_weights(forward, others)
+    yield from variants.of_prompts(forward, tokenizer, first)
+
+
+def _forwards(panel: Tokens, tried: Iterable[Variant], total: int) -> list[Judged]:
+    base = null(panel)
+    return [
+        judge(one, panel, base, total)
+        for variant in tried
+        for one in variants.explanations(variant, panel)
+    ]
+
+
+def _material(judged: Judged) -> bool:
+    """Whether an explanation is of something that matters, and not of a trifle in the noise."""
+    one = judged.explanation
+    if one.kind == "numerics" or one.structure > DECISIVE:
+        return True
+    drawn = judged.explanation.drawn - null(judged.tokens).drawn
+    if drawn.sum() > DECISIVE and drawn.mean() > LEAST_EFFECT:
+        return True
+    return judged.effect > LEAST_EFFECT and judged.share > LEAST_SHARE
+
+
+def _second(best: Judged, found: Sequence[Judged], tokens: Tokens) -> Judged | None:
+    """The low precision that explains most of what a fault leaves, if any does."""
+    forwards = [one for one in found if one.tokens is not tokens]
+    sources = [
+        one
+        for one in forwards
+        if one.explanation.kind == "numerics" and one.explanation.sizes is None
+    ]
+    if not sources:
+        return None
+    panel = sources[0].tokens
+    start = best.explanation
+    if best.tokens is tokens:
+        inside = np.isin(tokens.sequence, _numbers(tokens, panel))
+        start = replace(start, predicted=start.predicted[inside], drawn=start.drawn[inside])
+    start = replace(start, structure=0.0, parameters={})
+    exact = panel.evidence.exact.astype(np.float64)
+    judged = []
+    for one in sources:
+        moved = start.predicted + one.explanation.predicted - exact
+        candidate = replace(one.explanation, predicted=moved, drawn=start.drawn)
+        judged.append(judge(candidate, panel, start))
+    top = max(judged, key=lambda one: one.gain)
+    return top if top.gain > DECISIVE else None
+
+
+def _numbers(tokens: Tokens, panel: Tokens) -> list[int]:
+    """Which of the responses the panel's are."""
+    kept = {id(response) for response in panel.responses}
+    return [i for i, response in enumerate(tokens.responses) if id(response) in kept]
+
+
+def sizes_of(d: np.ndarray) -> dict[str, float]:
+    """Mean and largest |d|, and K3, of recorded less exact log-probs; NaN is left out."""
+    d = d[~np.isnan(d)]
+    if not d.size:
+        return {"mean": 0.0, "largest": 0.0, "k3": 0.0}
+    ratio = np.exp(np.clip(-d, -20, 20))
+    return {
+        "mean": float(np.abs(d).mean()),
+        "largest": float(np.abs(d).max()),
+        "k3": float((ratio - 1 + d).mean()),
+    }
+
+
+def abnormal(sizes: dict[str, float]) -> bool:
+    """Whether `sizes_of` differences are larger than those of sound engines."""
+    return (
+        sizes["k3"] > NORMAL_K3 or sizes["mean"] > NORMAL_MEAN or sizes["largest"] > NORMAL_LARGEST
+    )
+
+
+def _first(best: Judged | None, tokens: Tokens, base: Explanation) -> Place:
+    """The first token that shows the verdict; the one with the largest gap if none does alone."""
+    gap = np.nan_to_num(np.abs(tokens.recorded - base.predicted))
+    if best is None:
+        shows = np.flatnonzero(gap > NORMAL_LARGEST)
+        return place(tokens, int(shows[0]) if shows.size else int(np.argmax(gap)), None)
+    shows = best.explanation.shows
+    if shows is None:
+        shows = np.flatnonzero(best.gains > _SHOWING)
+    index = int(shows[0]) if shows.size else int(np.argmax(best.gains))
+    return place(best.tokens, index, best.explanation)
+
+
+def place(tokens: Tokens, index: int, explanation: Explanation | None) -> Place:
+    """A token by its index among all of `tokens`."""
+    response = tokens.responses[tokens.sequence[index]]
+    predicted = None if explanation is None else float(explanation.predicted[index])
+    return Place(
+        where=response.where,
+        position=int(tokens.position[index]),
+        token=int(response.tokens[tokens.position[index]]),
+        recorded=float(response.log_probs[tokens.position[index]]),
+        exact=float(tokens.evidence.exact[index]),
+        predicted=None if predicted is None or np.isnan(predicted) else predicted,
+    )

@@ -1,0 +1,237 @@
+"""A mixture of experts: which experts a token goes through, and what they make of it.
+
+N rows (tokens), E experts of width M, of which each token goes through k; d hidden size.
+
+A token's bits depend neither on who else chose its experts nor on its place among them:
+
+- The experts of a token are those of the largest logits, compared as whole numbers; of equal ones
+  the first. Their weights are sums and quotients in a fixed order, and the sum over a token's
+  experts runs from the most probable to the least.
+- The N k pairs of a token and a chosen expert are sorted by expert, and each expert's are filled up
+  to whole tiles. A tile's rows so belong to one expert, whose matrices the loop over the tiles
+  takes by index, and the products of a tile are the family's own, in which a row's bits do not
+  depend on their number. There are as many tiles as the least favourable choice needs, so no token
+  is ever dropped, and the loop passes over those that stay empty.
+
+The backward is plain XLA, in larger tiles: it recomputes the products with gate and up.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tim_jax.kernels import formulas, native, tiles
+from tim_jax.kernels.composed import gated
+from tim_jax.kernels.interface import Kernels
+from tim_jax.numerics import Numerics
+
+_MOST_ROWS = 128  # of a tile
+_SIGN = 0x7FFFFFFF
+
+
+class Choice(NamedTuple):
+    """The experts that every row goes through, the most probable first, and their weights."""
+
+    experts: jax.Array  # i32[N, k]
+    weights: jax.Array  # f32[N, k]
+
+
+class Tiles(NamedTuple):
+    """Pairs of a row and a chosen expert in tiles of one expert each; P = N k pairs, T tiles.
+
+    A place is a row of a tile, counted over all tiles; there are T x (rows of a tile).
+    """
+
+    expert: jax.Array  # i32[T], of each tile
+    used: jax.Array  # i32[], tiles that are not empty, which come first
+    pair: jax.Array  # i32[places], or P where there is none
+    place: jax.Array  # i32[P], of each pair
+
+
+def choice(logits: jax.Array, *, count: int, normalised: bool, numerics: Numerics) -> Choice:
+    """Each row's `count` experts of the largest router logits float32 [N, E], and their weights.
+
+    The weights are softmax(logits) of the chosen, in float32, and `normalised` divided by their
+    sum. They are differentiable with respect to the logits; which experts are chosen is not.
+    """
+    fence = native.fence if numerics.family == "native" else tiles.fence
+    experts = jax.lax.top_k(_ordered(fence(jax.lax.stop_gradient(logits))), count)[1]
+
+    def formula(logits, experts, maths):
+        largest = jnp.take_along_axis(logits, experts[:, :1], axis=1)
+        chosen = maths.exp(jnp.take_along_axis(logits, experts, axis=1) - largest)
+        whole = chosen if normalised else maths.exp(logits - largest)
+        return chosen * (1.0 / maths.total(whole, lanes=numerics.order.lanes))[:, None]
+
+    return Choice(experts, _unit(formula, numerics)(logits, fence(experts)))
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """i32 of float32 numbers, in the same order; 0 and -0 are equal."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ _SIGN, bits)
+
+
+def _unit(formula: Callable, numerics: Numerics) -> Callable:
+    """A unit of formula(*args, maths), with the gradient by XLA's maths."""
+    plain = partial(formula, maths=native.MATHS)
+    if numerics.family == "native":
+        return plain
+    return tiles.unit(partial(formula, maths=tiles.MATHS), plain)
+
+
+def combined(
+    residual: jax.Array, outputs: jax.Array, weights: jax.Array, *, numerics: Numerics
+) -> jax.Array:
+    """residual [N, d] + the sum of outputs [N, k, d] x weights [N, k], rounded to compute.
+
+    Summed in float32, in the order of the choices.
+    """
+
+    def formula(residual, outputs, weights, maths):
+        terms = [
+            maths.uncontracted(outputs[:, i] * jnp.broadcast_to(weights[:, i, None], shape))
+            for i, shape in enumerate([residual.shape] * weights.shape[1])
+        ]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return formulas.rounded(residual.astype(jnp.float32) + total, numerics.dtype)
+
+    return _unit(formula, numerics)(residual, outputs, weights)
+
+
+def in_tiles(experts: jax.Array, *, count: int, rows: int) -> Tiles:
+    """Sorts the pairs of experts i32[N, k], of `count` experts, into tiles of so many rows."""
+    chosen = experts.reshape(-1)
+    pairs = chosen.size
+    nonempty = min(count, pairs)
+    most = nonempty + (pairs - nonempty) // rows
+    number = jnp.arange(pairs, dtype=jnp.int32)
+    ordered, order = jax.lax.sort_key_val(chosen, number, is_stable=True)
+    ends = jnp.searchsorted(ordered, jnp.arange(count), side="right").astype(jnp.int32)
+    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
+    last_tiles = jnp.cumsum(-(-(ends - starts) // rows))
+    first_tiles = last_tiles - (-(-(ends - starts) // rows))
+    ordered_place = first_tiles[ordered] * rows + number - starts[ordered]
+    expert = jnp.searchsorted(last_tiles, jnp.arange(most), side="right").astype(jnp.int32)
+    return Tiles(
+        expert=jnp.minimum(expert, count - 1),
+        used=last_tiles[-1],
+        pair=jnp.full((most * rows,), pairs, jnp.int32).at[ordered_place].set(order),
+        place=jnp.zeros((pairs,), jnp.int32).at[order].set(ordered_place),
+    )
+
+
+def tile_rows(pairs: int, count: int, least: int = 1) -> int:
+    """Rows of a tile: room for twice an expert's even share of the pairs, within bounds.
+
+    To take an expert's matrices costs as much as to multiply some rows by them, so an expert should
+    have one tile where few rows are decoded, and should not fill up a large one where there are
+    many. Kernels cut a tile into as many rows as they take.
+    """
+    wanted = 1 << max(2 * pairs // count - 1, 0).bit_length()
+    return max(least, min(wanted, _MOST_ROWS))
+
+
+def outputs(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    experts: jax.Array,
+    *,
+    ops: Kernels,
+    numerics: Numerics,
+    gather: Callable[[jax.Array], jax.Array] = lambda weight: weight,
+    scatter: Callable[[jax.Array], jax.Array] = lambda gradient: gradient,
+) -> jax.Array:
+    """What each of a row's experts makes of it: (silu(x gate) * x up) down, float32 [N, k, d].
+
+    Args:
+      x: [N, d], in the compute dtype.
+      gate_up, down: [E, d, 2 M] and [E, M, d]; with `gather` parts of them, see there.
+      experts: i32[N, k].
+      ops: the kernels of the numerics, for whole matrices.
+      gather, scatter: make the whole of a device's part of a weight, and the part of the sum over
+        devices of a whole gradient, float32.
+    """
+
+    def forward(x, gate_up, down, experts):
+        return _forward(x, gather(gate_up), gather(down), experts, ops=ops, numerics=numerics)
+
+    def backward(residuals, cotangent):
+        x, gate_up, down, experts = residuals
+        whole = gather(gate_up), gather(down)
+        dx, dgate_up, ddown = _backward(x, *whole, experts, cotangent, numerics=numerics)
+        return (
+            dx.astype(x.dtype),
+            scatter(dgate_up).astype(gate_up.dtype),
+            scatter(ddown).astype(down.dtype),
+            None,
+        )
+
+    call = jax.custom_vjp(forward)
+    call.defvjp(lambda *args: (forward(*args), args), backward)
+    return call(x, gate_up, down, experts)
+
+
+def _forward(x, gate_up, down, experts, *, ops: Kernels, numerics: Numerics):
+    count, (rows, chosen) = gate_up.shape[0], experts.shape
+    size = tile_rows(experts.size, count, numerics.rows_for(gate_up.shape[1]).low)
+    laid = ops.fence(in_tiles(experts, count=count, rows=size))
+    x, gate_up, down = ops.fence((x, gate_up, down))
+    of_tiles = x[jnp.minimum(laid.pair, experts.size - 1) // chosen].reshape(-1, size, x.shape[1])
+
+    def products(tile, expert):
+        tile, own_gate_up, own_down = ops.fence((tile, _at(gate_up, expert), _at(down, expert)))
+        hidden = ops.gated_dot(tile, own_gate_up, None, numerics=numerics)
+        return ops.fence(ops.dot(hidden, own_down, numerics=numerics))
+
+    def step(tile, expert, used):
+        def nothing(tile, expert):
+            del expert
+            return jnp.zeros((*tile.shape[:-1], down.shape[-1]), jnp.float32)
+
+        return jax.lax.cond(used, products, nothing, tile, expert)
+
+    used = jnp.arange(laid.expert.size) < laid.used
+    made = jax.lax.map(lambda t: step(*t), ops.fence((of_tiles, laid.expert, used)))
+    made = ops.fence(made).reshape(-1, down.shape[-1])
+    return ops.fence(made[laid.place].reshape(rows, chosen, -1))
+
+
+def _at(weights: jax.Array, expert: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False)
+
+
+def _backward(x, gate_up, down, experts, cotangent, *, numerics: Numerics):
+    """Gradients of `_forward` in float32; products of a tile as in `native.dot_gradients`."""
+    count, (rows, chosen) = gate_up.shape[0], experts.shape
+    size = tile_rows(experts.size, count)
+    laid = in_tiles(experts, count=count, rows=size)
+    of_tiles = x[jnp.minimum(laid.pair, experts.size - 1) // chosen].reshape(-1, size, x.shape[1])
+    cotangents = cotangent.reshape(experts.size, -1).at[laid.pair].get(mode="fill", fill_value=0)
+    cotangents = cotangents.reshape(*of_tiles.shape[:2], -1)
+    gating = partial(gated, numerics=numerics, maths=native.MATHS)
+
+    def step(sums, of_tile):
+        tile, dmade, expert = of_tile
+        own = _at(gate_up, expert), _at(down, expert)
+        hidden, gradient = jax.vjp(gating, native.product(tile, own[0]))
+        dhidden, ddown = native.dot_gradients(hidden, own[1], dmade)
+        (dproduct,) = gradient(dhidden.astype(hidden.dtype))
+        dtile, dgate_up = native.dot_gradients(tile, own[0], dproduct)
+        parts = dgate_up, ddown
+        sums = tuple(
+            jax.lax.dynamic_update_index_in_dim(s, _at(s, expert) + part, expert, 0)
+            for s, part in zip(sums, parts, strict=True)
+        )
+        return sums, dtile
+
+    zeros = tuple(jnp.zeros(weight.shape, jnp.float32) for weight in (gate_up, down))
+    sums, dtiles = jax.lax.scan(step, zeros, (of_tiles, cotangents, laid.expert))
+    dpairs = dtiles.reshape(-1, x.shape[1])[laid.place]
+    return jnp.sum(dpairs.reshape(rows, chosen, -1), axis=1), *sums

@@ -1,0 +1,48 @@
+"""Studies from their files and from their folders, whichever kind they are."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tim_jax.config import toml
+from tim_jax.errors import InputError, did_you_mean
+from tim_jax.study.arms import Arm
+from tim_jax.study.definition import Study
+from tim_jax.study.measurement import GradientStudy
+from tim_jax.study.running import Stated, read_record
+
+KINDS: Mapping[str, type[Study] | type[GradientStudy]] = MappingProxyType(
+    {"training": Study, "gradient": GradientStudy}
+)
+
+
+def read(path: Path) -> Study | GradientStudy:
+    """A study's file.
+
+    Raises:
+        InputError: it cannot be read; a key or a value is wrong. One line.
+    """
+    return _checked({"name": path.stem, **toml.read_toml(path)}, str(path))
+
+
+def read_stated(folder: Path) -> Stated:
+    """The study of a folder, as it was stated.
+
+    Raises:
+        InputError: there is none, it is damaged, or another version of the library wrote it.
+    """
+    record, source = read_record(folder), f"{folder / 'study.json'}"
+    try:
+        arms = tuple(Arm(**arm) for arm in record["arms"])
+        study, seeds = _checked(record["study"], source), tuple(record["seeds"])
+    except (KeyError, TypeError, InputError) as error:
+        raise InputError(f"{source} is of another version of this library: {error}") from error
+    return Stated(study, arms, folder, seeds)
+
+
+def _checked(data: Mapping[str, Any], source: str) -> Study | GradientStudy:
+    kind = str(data.get("kind", "training"))
+    if kind not in KINDS:
+        raise InputError(f"{source}: kind = {kind!r}: unknown{did_you_mean(kind, KINDS)}")
+    return toml.validated(KINDS[kind], data, source=source)

@@ -1,0 +1,220 @@
+"""A study at fixed weights as a frozen value, and what it measures, source by source.
+
+    kind = "gradient"
+    base = "../small.toml"          # the run whose last checkpoint is measured
+    hypothesis = "..."
+    batches = 32
+
+    [common]                        # changes to the base
+    steps = 20
+    [source.fp8_cache]              # the sampler's differences, one table a source
+    mismatch = [{ name = "kv_cache", dtype = "float8_e4m3fn" }]
+    [remedy.token_tis]              # corrections, in recompute mode
+    corrections = [{ name = "token_tis" }]
+    [horizon.16]                    # changes to the task; left out: the base's own task
+    task.parameters.digits = [8, 8]
+
+The policy is trained as the base says, by an exact run. Every pair of a horizon and a source is one
+line of measured.jsonl; what is there is not measured again.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from pydantic import Field, model_validator
+
+from tim_jax import corrections, mismatch
+from tim_jax.config import toml
+from tim_jax.config.run import RunConfig
+from tim_jax.config.sections import Count, Section, refusal
+from tim_jax.errors import InputError
+from tim_jax.mismatch import Mismatch
+from tim_jax.run import assembly, folders
+from tim_jax.run.assembly import Model
+from tim_jax.run.loggers import JsonLines, read_lines
+from tim_jax.study import estimates, horizon
+from tim_jax.study.arms import merged
+from tim_jax.study.definition import Options, check_name
+from tim_jax.study.estimates import Estimate
+from tim_jax.study.gradient import BYPASS, RECOMPUTE, Batches, Bench, Measuring
+
+EXACT = "exact"
+WHOLE = "all"  # the one horizon of a study that names none
+
+
+class Source(Section):
+    """How a sampler differs from the learner."""
+
+    mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
+
+
+class Remedy(Section):
+    """A correction, applied in recompute mode."""
+
+    corrections: Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
+
+
+class GradientStudy(Section):
+    """The gradient of a policy at fixed weights, exact and under every source and remedy."""
+
+    kind: Literal["gradient"]
+    name: str = ""
+    base: str
+    """A run's TOML file, relative to the study's."""
+    hypothesis: Annotated[str, Field(min_length=1)]
+    common: dict[str, Any] = Field(default_factory=dict)
+    """Changes to the base."""
+    batches: Annotated[int, Field(ge=4)] = 32
+    """Batches of a source: each is a step of the base, with the same prompts."""
+    states: Count = 64
+    """Visited states that the largest token score is taken of, where there are horizons."""
+    source: dict[str, Source]
+    remedy: dict[str, Remedy] = Field(default_factory=dict)
+    horizon: Options = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in (*self.source, *self.remedy):
+            check_name(name)
+        if EXACT in self.source:
+            raise refusal(f"source.{EXACT}", None, "this name is kept for the exact sampler")
+        for name, source in self.source.items():
+            _built(f"source.{name}.mismatch", mismatch.build, source.mismatch)
+        for name, remedy in self.remedy.items():
+            _built(f"remedy.{name}.corrections", corrections.build, remedy.corrections)
+        return self
+
+    def dial(self, source: str) -> Mismatch:
+        """The sampler's differences of a source."""
+        return mismatch.build(self.source[source].mismatch)
+
+
+def _built(key: str, build: Any, tables: Any) -> None:
+    try:
+        build(tables)
+    except InputError as error:
+        raise refusal(key, None, str(error)) from error
+
+
+class Trained(NamedTuple):
+    """The policy that is measured."""
+
+    config: RunConfig
+    model: Model
+    params: Any
+
+
+def trained(config: RunConfig) -> Trained:
+    """The newest checkpoint of a run's folder."""
+    model = assembly.make_model(config)
+    like = {"params": model.params}
+    params = folders.read_checkpoint(config.run.folder, like).state["params"]
+    return Trained(config, model, jax.tree.map(jnp.asarray, params))
+
+
+def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfig]:
+    """Name -> the run's configuration with the horizon's changes.
+
+    Raises:
+        InputError: a change is none that a run knows.
+    """
+    changes = study.horizon or {WHOLE: {}}
+    return {
+        name: toml.build(merged(run, change), source=f"horizon.{name}")
+        for name, change in changes.items()
+    }
+
+
+def measure(
+    study: GradientStudy, policy: Trained, configs: Mapping[str, RunConfig], folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Measures what measured.jsonl does not have yet; yields each new record.
+
+    A record is a function of the study and the policy alone, so that a study that was cut short
+    goes on to the same lines.
+    """
+    path = folder / "measured.jsonl"
+    done = {(r["horizon"], r["source"]) for r in records(folder)}
+    whole = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+    lines = JsonLines(path, offset=whole)
+    try:
+        for name, config in configs.items():
+            left = [s for s in study.source if (name, s) not in done]
+            if not left:
+                continue
+            bench = _bench(study, policy, config)
+            measuring = Measuring(bench)
+            exact = measuring.batches(mismatch.EXACT)
+            for source in left:
+                other = measuring.batches(study.dial(source))
+                record = {"horizon": name, "source": source} | _record(exact, other)
+                if study.horizon:
+                    record |= horizon.constants(measuring, study.dial(source), states=study.states)
+                lines.write(0, record)
+                yield record
+    finally:
+        lines.close()
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of measured.jsonl; none if it is not there."""
+    path = folder / "measured.jsonl"
+    return list(read_lines(path)) if path.exists() else []
+
+
+def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
+    """The first problems of the horizon's task, as many as a step of the run has prompts."""
+    execution = assembly.make_execution(config, policy.model)
+    task = assembly.make_task(config)
+    for name in study.source:
+        mismatch.check(study.dial(name), execution)
+        mismatch.refuse_stale(study.dial(name), "a measurement at fixed weights has no older ones")
+    examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
+    return Bench(
+        execution=execution,
+        params=policy.params,
+        task=task,
+        text=assembly.make_text(config, policy.model),
+        examples=examples,
+        objective=config.objective,
+        group=config.sampling.samples_per_prompt,
+        batches=study.batches,
+        seed=config.seed,
+        remedies={name: one.corrections for name, one in study.remedy.items()},
+    )
+
+
+def _record(exact: Batches, other: Batches) -> dict[str, Any]:
+    """Everything about one source, as plain numbers: each an [estimate, standard error]."""
+    truth = exact.gradients[RECOMPUTE]
+    estimators = {
+        name: {k: list(v) for k, v in estimates.compare(truth, of)._asdict().items()}
+        for name, of in other.gradients.items()
+    }
+    signs = {
+        name: {k: list(v) for k, v in estimates.compare(exact.signs[name], of)._asdict().items()}
+        for name, of in other.signs.items()
+    }
+    measured = {name: list(estimates.mean(values)) for name, values in other.metrics.items()}
+    baseline = {name: list(estimates.mean(values)) for name, values in exact.metrics.items()}
+    reward = estimates.mean(other.metrics["reward"] - exact.metrics["reward"])
+    return {
+        "estimators": estimators,
+        "signs": signs,
+        "metrics": measured,
+        "exact_metrics": baseline,
+        "reward_difference": list(reward),
+    }
+
+
+def estimate(record: Mapping[str, Any], estimator: str, name: str) -> Estimate:
+    """One estimate of a record."""
+    return Estimate(*(float(x) for x in record["estimators"][estimator][name]))
+
+
+def estimators(record: Mapping[str, Any]) -> list[str]:
+    """The estimators of a record: the two modes without a correction, then the remedies."""
+    return [BYPASS, RECOMPUTE, *(n for n in record["estimators"] if n not in (BYPASS, RECOMPUTE))]
