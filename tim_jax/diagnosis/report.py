@@ -21,6 +21,7 @@ from tim_jax.diagnosis.verdict import (
     Judged,
     Place,
     Verdict,
+    abnormal,
     place,
     sizes_of,
 )
@@ -37,9 +38,10 @@ def as_record(verdict: Verdict, decode: Decode, *, warnings: Sequence[str] = ())
     """Everything that a report says, as plain values.
 
     Keys: `state` ("exact", "numerics", "fault"), `verdict` (a sentence), `sizes`, `normal`,
-    `explanation` and `remains` (None without one), `first` (the first token that shows a fault),
-    `explanations` (all that were tried, the most likely first), `metrics` and `profiles` (of
-    `tim_jax.metrics`, and `by_length`), `worst` tokens, `warnings`.
+    `explanation` and `remains` (None without one), `half_precision` (None if the differences are
+    more than twice those that it makes on this model), `first` (the first token that shows a
+    fault), `explanations` (all that were tried, the most likely first), `metrics` and `profiles`
+    (of `tim_jax.metrics`, and `by_length`), `worst` tokens, `warnings`.
     """
     tokens = verdict.tokens
     columns = _columns(tokens)
@@ -52,6 +54,7 @@ def as_record(verdict: Verdict, decode: Decode, *, warnings: Sequence[str] = ())
         "sizes": verdict.sizes,
         "normal": {"k3": NORMAL_K3, "mean": NORMAL_MEAN, "largest": NORMAL_LARGEST},
         "explanation": None if best is None else _judged(best),
+        "half_precision": None if verdict.half is None else _judged(verdict.half),
         "remains": None if best is None else sizes_of(best.residual),
         "second": None if verdict.second is None else _judged(verdict.second),
         "first": None if verdict.first is None else _place(verdict.first, tokens, decode),
@@ -71,12 +74,20 @@ def sentence(verdict: Verdict) -> str:
     if verdict.state == "exact":
         return "Exact: every recorded log-prob has the bits of the exact forward."
     if verdict.state == "numerics":
-        return f"This is numerics, of a normal size: {size}{source or '; of no source tried here'}."
+        source = source or "; of no source tried here"
+        return f"This is numerics, of a size normal {_normal_where(verdict)}: {size}{source}."
     if best is None:
         return f"This is a fault: larger than numerics are, and nothing tried explains it ({size})."
     if best.explanation.kind == "numerics":
         return f"This is low precision, but larger than normal: {size}{source}."
     return f"This is a fault: {best.explanation.text}."
+
+
+def _normal_where(verdict: Verdict) -> str:
+    if not abnormal(verdict.sizes) or verdict.half is None:
+        return "among engines"
+    half = verdict.half
+    return f"for this model ({half.scale:.1f} times that of {half.explanation.name})"
 
 
 def text(record: dict[str, Any]) -> str:

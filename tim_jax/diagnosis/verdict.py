@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tim_jax import mismatch
 from tim_jax.diagnosis import noise, variants
 from tim_jax.diagnosis.evidence import Forward, gather
 from tim_jax.diagnosis.explanations import Explanation, Tokens, null, reporting
@@ -25,6 +26,11 @@ DECISIVE = 10.0
 NORMAL_K3 = 1e-3
 NORMAL_MEAN = 0.02
 NORMAL_LARGEST = 2.0
+# The same on the model at hand, where its logits make half precision cost more than they publish.
+HALF_PRECISION = tuple(
+    mismatch.label(mismatch.compute(dtype=dtype)) for dtype in ("bfloat16", "float16")
+)
+_NORMAL_FACTOR = 2.0  # of the sizes that half precision makes
 # Below these an explanation names a cause, but of nothing that needs mending.
 LEAST_EFFECT = 1e-3  # nats a token, over the tokens that it touches
 LEAST_SHARE = 0.25  # of the gap
@@ -82,6 +88,8 @@ class Verdict:
         best: the one that is taken, or None.
         second: what explains most of what it leaves, or None.
         first: the first token that shows it, or None.
+        half: half precision, of which the differences have about the sizes, or None. Its `scale` is
+            by how much they are larger.
     """
 
     state: State
@@ -91,6 +99,7 @@ class Verdict:
     second: Judged | None
     first: Place | None
     sizes: dict[str, float]
+    half: Judged | None = None
 
     @property
     def normal(self) -> bool:
@@ -136,14 +145,43 @@ def diagnose(
 def _decided(
     tokens: Tokens, base: Explanation, found: Sequence[Judged], sizes: dict[str, float]
 ) -> Verdict:
-    best = next((one for one in found if one.gain > DECISIVE and _material(one)), None)
+    best = _best([one for one in found if one.gain > DECISIVE and _material(one)])
     fault = best is not None and best.explanation.kind == "fault"
     state: State = "numerics" if sizes["largest"] > 0 else "exact"
-    if fault or abnormal(sizes):
+    half = _half_precision(found)
+    if fault or (abnormal(sizes) and half is None):
         state = "fault"
     second = _second(best, found, tokens) if best is not None and fault else None
     first = _first(best, tokens, base) if state == "fault" else None
-    return Verdict(state, tokens, tuple(found), best, second, first, sizes)
+    return Verdict(state, tokens, tuple(found), best, second, first, sizes, half)
+
+
+def _best(found: Sequence[Judged]) -> Judged | None:
+    """The most likely, or one of its kind that is not decidedly less likely and fits fewer numbers.
+
+    A fitted temperature of 0.998 follows rounding a little better than raw log-probs do.
+    """
+    if not found:
+        return None
+    top = found[0]
+    near = [
+        one
+        for one in found
+        if one.gain > top.gain - DECISIVE and one.explanation.kind == top.explanation.kind
+    ]
+    return min(near, key=lambda one: (len(one.explanation.parameters), -one.gain))
+
+
+def _half_precision(found: Sequence[Judged]) -> Judged | None:
+    """The sizes of half precision on this model, if the differences are hardly larger."""
+    sizes = [
+        one
+        for one in found
+        if one.explanation.sizes is not None
+        and one.explanation.name in HALF_PRECISION
+        and one.scale <= _NORMAL_FACTOR
+    ]
+    return max(sizes, key=lambda one: one.gain, default=None)
 
 
 def judge(explanation: Explanation, tokens: Tokens, base: Explanation, total: int = 0) -> Judged:
