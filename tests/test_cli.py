@@ -286,7 +286,8 @@ def test_generate_says_prompt_completion_and_log_prob(finished, call):
 
 
 @pytest.mark.slow
-def test_audit_of_a_run(finished, folder, call):
+def test_audit_of_a_run(finished, folder, call, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)  # as few placements as there can be
     out_file = folder / "audit.json"
     status, out, _ = call("audit", finished, "--quick", "--json", out_file)
     report = json.loads(out_file.read_text())

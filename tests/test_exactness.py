@@ -73,16 +73,14 @@ def test_sampler_and_learner_agree_to_the_bit(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), QUICK)
-def test_an_audit(name, dtype):
-    """The commonest cases of two models; `tim-jax audit` has them all, of every preset."""
-    config = PRESETS[name]
-    check(audit(random_params(config, 1), config, numerics=(EXACT[dtype],), quick=True))
+def test_an_audit():
+    """The commonest cases of a model; `tim-jax audit` has them all, of every preset."""
+    config = PRESETS["llama"]
+    check(audit(random_params(config, 1), config, numerics=(EXACT_F32,), quick=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", EXACT)
-def test_longer_sequences_of_more_key_blocks(dtype):
+def test_longer_sequences_of_more_key_blocks():
     config = PRESETS["qwen3-awkward"]
     sizes = Sizes(prompts=3, samples=2, prompt_length=70, response_length=200)
     sampling = replace(plain_sampling(config, sizes), stop_tokens=())
@@ -91,7 +89,7 @@ def test_longer_sequences_of_more_key_blocks(dtype):
         Case("learner, one row at a time", sampling, Score(micro_batch=1)),
         Case("sampler, one by one", sampling, Again(one_by_one=True)),
     )
-    options = {"numerics": (EXACT[dtype],), "cases": cases, "sizes": sizes}
+    options = {"numerics": (EXACT_BF16,), "cases": cases, "sizes": sizes}
     check(audit(random_params(config, 2), config, **options))
 
 

@@ -270,9 +270,9 @@ def same_files(one, other):
 
 
 @pytest.mark.slow
-def test_a_run_of_two_and_of_four_processes_has_the_bits_of_one(work):
+def test_a_run_of_four_processes_has_the_bits_of_one(work):
     """The same mesh of four devices: metrics, samples and the final model are the same files."""
-    for count in (1, 2, 4):
+    for count in (1, 4):
         found = finished(training(work, f"run{count}", count=count))
         for index, (status, out, err) in enumerate(found):
             assert status == 0, err
@@ -280,7 +280,6 @@ def test_a_run_of_two_and_of_four_processes_has_the_bits_of_one(work):
     lines = [line for line in read_lines(work / "run1" / "metrics.jsonl") if line["step"]]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["exact_share"] == 1.0 and line["compared_tokens"] > 0 for line in lines)
-    same_files(work / "run2", work / "run1")
     same_files(work / "run4", work / "run1")
 
 

@@ -352,7 +352,7 @@ def lines_in(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_kill_at_any_moment_loses_and_doubles_nothing(tmp_path, kills):
     """SIGKILL in the middle, restart, compare with a run that was never stopped."""
     stop = 8 * kills + 2

@@ -149,7 +149,16 @@ BF16 = replace(TILED, compute_dtype="bfloat16")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [*PLACEMENTS[:3], *SLOW], ids=str)
+@pytest.mark.parametrize(
+    "where",
+    [
+        Placement(fsdp=2),
+        Placement(data=2, tensor=2),
+        Placement(data=2, fsdp=2, tensor=2),
+        Placement(fsdp=2, tensor=2, decode="sharded"),
+    ],
+    ids=str,
+)
 def test_in_bfloat16_and_with_tied_embeddings_and_biases(where):
     check(execution(where, config=BIASED, numerics=BF16))
 
@@ -189,7 +198,6 @@ def drawn_anyhow(rows=8, length=9):
     "where",
     [
         Placement(data=2, fsdp=2),
-        Placement(fsdp=2),
         Placement(fsdp=4),
     ],
     ids=str,
@@ -210,11 +218,10 @@ def test_log_probs_and_gradient_of_a_mixture_of_experts(where):
 @pytest.mark.parametrize(
     ("where", "numerics"),
     [
-        (Placement(fsdp=4), tiny.NUMERICS),
         (Placement(data=2, fsdp=2), tiny.NUMERICS),
-        (Placement(fsdp=2, decode="sharded"), tiny.BF16),
+        (Placement(fsdp=4, decode="sharded"), tiny.BF16),
     ],
-    ids=str,
+    ids=["data=2 fsdp=2 float32", "fsdp=4 sharded bfloat16"],
 )
 def test_a_mixture_of_experts_on_data_and_fsdp_axes(where, numerics):
     what = execution(where, config=MIXTURE, numerics=numerics)
