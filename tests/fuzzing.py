@@ -8,8 +8,11 @@ place of what is expensive, which is
     generate      the drawing: after the prompts are encoded and the weights are read
     audit         the audit itself, or with --sampler the measurement: after the model is read
     plan          the planning, for this machine's devices in place of libtpu's
+    study         the runs: after its arms are made and study.json is written
+    diagnose      the forward: after the model and the rollouts are read
 
-Row ranges are not measured, no hub is asked, and no other process is joined. `export` does all.
+Row ranges are not measured, no hub is asked, and no other process is joined. `export` does all,
+`report` all but its PNG files and the charts' runtime in its page.
 """
 
 import json
@@ -19,7 +22,7 @@ import resource
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,14 +31,17 @@ from typing import Any, NamedTuple
 import jax
 
 from tim_jax import cli
-from tim_jax.api import rollouts
+from tim_jax.api import diagnosing, rollouts
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
 from tim_jax.errors import ENDINGS, InputError
-from tim_jax.jobs import audit, models, planning, train
+from tim_jax.jobs import audit, models, planning, studies, train
 from tim_jax.model import calibration, hf
 from tim_jax.placement import processes
 from tim_jax.run import assembly, folders, signals
+from tim_jax.study import files, report, running
+from tim_jax.study.estimates import Compared
+from tim_jax.study.gradient import BYPASS, RECOMPUTE
 from tim_jax.tasks import dataset
 
 LONGEST_LINE = 1100  # characters of a message
@@ -72,9 +78,51 @@ CONFIG = {
     "run.folder": '"made"',
     "run.checkpoint_every": "1",
 }
+STUDY = {
+    "base": '"good.toml"',
+    "hypothesis": '"an fp8 cache lowers the reward"',
+    "seeds": "[0, 1]",
+    "common.steps": "2",
+    "dial.exact": "{}",
+    "dial.fp8.sampler.mismatch": '[{ name = "kv_cache", dtype = "float8_e4m3fn" }]',
+    "correction.tis.learner.corrections": '[{ name = "token_tis" }]',
+    "outcome.metric": '"reward"',
+    "outcome.take": '"last"',
+    "outcome.window": "1",
+    "outcome.at_least": "0.5",
+    "test.kind": '"permutation"',
+    "test.level": "0.05",
+    "test.compare": '[["fp8+tis", "exact+tis"]]',
+}
+GRADIENT = {
+    "kind": '"gradient"',
+    "base": '"good.toml"',
+    "hypothesis": '"int4 weights bias the gradient"',
+    "batches": "4",
+    "states": "2",
+    "common.steps": "2",
+    "source.int4.mismatch": '[{ name = "quantised_weights", dtype = "int4" }]',
+    "remedy.tis.corrections": '[{ name = "token_tis" }]',
+    "horizon.4.task.parameters.digits": "[2, 2]",
+}
+ROLLOUT = {
+    "prompt_token_ids": [3, 4, 5],
+    "response_token_ids": [6, 8, 7],
+    "logprobs": [-1.5, -2.25, -0.5],
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "top_logprobs": [{"6": -1.5}, {"8": -2.25, "6": -1.0}, {"7": -0.5}],
+    "weights_version": "1",
+    "prompt": "1+2=",
+    "text": "3;",
+    "mask": [1, 1, 0],
+    "finish_reason": "stop",
+}
 
 
 WAIT = re.compile(r"tim-jax: still .* after \d+ s\b.*\n")  # said on a machine that is slow
+ROW = re.compile(r"\S+, (line|row) \d+\b|\.\.\. and \d+ more$")
 
 
 class Began(BaseException):
@@ -149,8 +197,12 @@ def _limited():
             signal.signal(one, handler)
 
 
-def check(outcome: Outcome) -> None:
-    """A command begins or is done, without a word; or says why not, in one clear line."""
+def check(outcome: Outcome, *, rows: bool = False) -> None:
+    """A command begins or is done, without a word; or says why not, in one clear line.
+
+    Args:
+      rows: the command names bad rows of a file in lines before the last.
+    """
     err = outcome.err
     assert "Traceback" not in err, err
     if outcome.status in (None, 0):
@@ -160,11 +212,13 @@ def check(outcome: Outcome) -> None:
     lines = {ending.status: ending.line.partition("{")[0] for ending in ENDINGS}
     assert outcome.status in lines, outcome
     assert outcome.status == 2, outcome  # nothing was computed that could end otherwise
-    assert err.startswith(lines[outcome.status]), err
     assert err.endswith("\n"), err
-    assert err.count("\n") == 1, err
-    assert err[:-1].isprintable(), err
-    assert len(err) < LONGEST_LINE, f"{len(err)} characters: {err}"
+    *before, last = err[:-1].split("\n")
+    assert last.startswith(lines[outcome.status]), err
+    assert all(rows and ROW.match(line) for line in before), err
+    for line in (*before, last):
+        assert line.isprintable(), err
+        assert len(line) < LONGEST_LINE, f"{len(line)} characters: {line}"
 
 
 def stand(patch) -> None:
@@ -183,6 +237,9 @@ def stand(patch) -> None:
         check_arms(*args, **options)
         raise Began
 
+    def runtime(name: str) -> Any:
+        return SimpleNamespace(javascript_bundle=lambda: "")
+
     assemble, check_arms = models.assemble, audit.ablation.check
     here = SimpleNamespace(tracing=nullcontext, devices=tuple(jax.devices()))
     patch.setattr(calibration, "calibrate", lambda config, numerics, batch: numerics)
@@ -198,6 +255,23 @@ def stand(patch) -> None:
     patch.setattr(audit.ablation, "check", checked)
     patch.setattr(planning.topology, "target", lambda name: here)
     patch.setattr(planning.planning, "make", began)
+    patch.setattr(running, "run", began)
+    patch.setattr(diagnosing.verdict, "diagnose", began)
+    patch.setattr(report, "importlib", SimpleNamespace(import_module=runtime))
+    patch.setattr(report.charts, "_finished", lambda chart, title: _Chart(chart))
+
+
+class _Chart:
+    """A figure that is not drawn."""
+
+    def __init__(self, chart: Any):
+        self.to_dict = chart.to_dict
+
+    def properties(self, **properties: Any) -> "_Chart":
+        return self
+
+    def save(self, path: str, **options: Any) -> None:
+        Path(path).touch()
 
 
 class _Left(BaseException):
@@ -226,7 +300,7 @@ def lines(config: Mapping[str, str]) -> str:
 
 
 def furnish(folder: Path) -> None:
-    """A config, a model, a run of no steps, and rows of a dataset, as they should be."""
+    """Configs, a model, runs, a study, and rows of a dataset and of rollouts, as they should be."""
     folder.mkdir(exist_ok=True)
     (folder / "good.toml").write_text(lines(CONFIG))
     config = toml.load(folder / "good.toml")
@@ -239,7 +313,57 @@ def furnish(folder: Path) -> None:
         run.metrics.write(0, {})
         run.save(0, folders.saved(state, None))
     rows = [{"prompt": f"{i}+{i + 1}=", "answer": str(2 * i + 1)} for i in range(8)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "rows.jsonl", rows)
+    write_lines(folder / "rollouts.jsonl", [ROLLOUT] * 2)
+    _furnish_studies(folder)
+
+
+def _furnish_studies(folder: Path) -> None:
+    """The files of studies, and a finished study beside them."""
+    (folder / "study.toml").write_text(lines(STUDY))
+    (folder / "gradient.toml").write_text(lines(GRADIENT))
+    study, base = files.read(folder / "study.toml"), toml.read_toml(folder / "good.toml")
+    stated = studies.stated(study, base, folder / "study", source="study.toml")
+    configs = {arm.name: toml.dump(arm.config(0, Path("made"))) for arm in stated.arms}
+    for run in stated.runs:
+        write_run(run.folder, configs[run.arm])
+    gradient = files.read(folder / "gradient.toml")
+    running.state(gradient, [], folder / "gradient", seeds=[0])
+    write_lines(folder / "gradient" / "measured.jsonl", [_measured()])
+
+
+def _measured() -> dict[str, Any]:
+    """A record of a study at fixed weights."""
+    parts = {name: [0.5, 0.1] for name in Compared._fields}
+    metrics = {name: [0.2, 0.01] for name in report.findings.METRICS}
+    return {
+        "horizon": "4",
+        "source": "int4",
+        "estimators": {BYPASS: parts, RECOMPUTE: parts, "tis": parts},
+        "signs": {"positive": parts, "negative": parts},
+        "metrics": metrics,
+        "exact_metrics": metrics,
+        "reward_difference": [0.0, 0.1],
+        "longest": 4.0,
+        "score_norm": 1.5,
+        "variation_largest": 0.1,
+        "bound": 4.8,
+    }
+
+
+def write_run(folder: Path, config: str) -> None:
+    """A finished run of two steps, as far as a report reads it."""
+    (folder / "checkpoints" / "2").mkdir(parents=True)
+    (folder / "config.toml").write_text(config)
+    steps = [{"step": step, "reward": 0.5, "response_length": 4.0} for step in (1, 2)]
+    write_lines(folder / "metrics.jsonl", steps)
+    shown = {"prompt": "1+2=", "completion": "3;", "answer": "3;", "reward": 1.0}
+    write_lines(folder / "samples.jsonl", [{"step": step} | shown for step in (1, 2)])
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A file of JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def listing(folder: Path) -> dict[str, int]:

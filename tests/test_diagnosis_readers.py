@@ -192,6 +192,7 @@ REFUSED = [
     ({"logprobs": None, "log_probs": [0.0]}, "did you mean 'log_probs'"),
     ({"logprobs": [-1.0, 0.5]}, r"logprobs\[1\] = 0.5 is positive"),
     ({"logprobs": [-1.0, float("nan")]}, r"logprobs\[1\] is nan, which is not finite"),
+    ({"logprobs": [-1.0, -(10**400)]}, r"logprobs\[1\] is -?\d+\.\.\., which is not finite"),
     ({"logprobs": [-1.0, None]}, r"logprobs\[1\] must be a number, got None"),
     ({"logprobs": [-1.0]}, "1 logprobs for 2 tokens"),
     ({"logprobs": [-1.0] * 3}, "3 logprobs for 2 tokens; was the end token stripped"),
@@ -204,6 +205,7 @@ REFUSED = [
     ({"top_p": 0}, "top_p must be a number"),
     ({"mask": [1]}, "mask must have 2 times 0 or 1"),
     ({"top_logprobs": [{"8": -0.5}, {"9": -0.1}]}, r"logprobs\[1\] = -1.25, but top_logprobs"),
+    ({"top_logprobs": [{"8": -0.5}, {"9": "x"}]}, r"top_logprobs\[1\] must have numbers, got 'x'"),
     ({"response_token_ids": None, "text": "ab"}, "has text but no response_token_ids"),
 ]
 

@@ -7,6 +7,8 @@ where). The slow tests run 2,000 cases, the quick ones a few that are always the
 
 import json
 import shutil
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import fuzzing
@@ -61,7 +63,8 @@ def here(tmp_path_factory):
 def command(*arguments):
     """Runs it; what it made or changed is as before."""
     try:
-        fuzzing.check(fuzzing.run([str(argument) for argument in arguments]))
+        outcome = fuzzing.run([str(argument) for argument in arguments])
+        fuzzing.check(outcome, rows="diagnose" in arguments)
     finally:
         if fuzzing.listing(Path()) != fuzzing.listing(Path("../good")):
             for path in Path().iterdir():
@@ -147,7 +150,7 @@ def test_some_configs(data, name):
 
 
 @pytest.mark.slow
-@settings(max_examples=600, **MANY)
+@settings(max_examples=450, **MANY)
 @by_config
 def test_configs(data, name):
     config_case(data, name)
@@ -176,12 +179,23 @@ COMMANDS = {
         ["good.toml", "--topology", "v5e:2x2"],
         ["--topology", "--architecture", "--layers", "--quick", "--json"],
     ),
+    "study": (["study.toml"], ["--jobs", "--folder", "--list"]),
+    "report": (["study", "run", "--out", "page.html"], ["--out"]),
+    "diagnose": (
+        ["model", "rollouts.jsonl"],
+        [
+            *("--format", "--temperature", "--top-k", "--top-p", "--dtype", "--skip-bad"),
+            *("--candidate-weights", "--json", "--html"),
+        ],
+    ),
 }
+DONE = ("export", "report")  # the commands that do all
 WORDS = [
     *(v.strip('"') for v in VALUES if "\x00" not in v),
     *("4", "8", "4,8", "all", "float32", "bfloat16", "tiles", "native", "pallas_tpu", "qwen3"),
     *("v5e:4x4", "v5e:0x0", "v5e:", "v99:2x2", "v5e:999999x999999", "localhost:1", "--", "-", "-h"),
     *("--x", "--se", "\udcff", "--seed=\udcff", "model/config.json", "run/config.toml"),
+    *("study", "study.toml", "gradient.toml", "gradient", "rollouts.jsonl", "plain", "vllm"),
 ]
 words = st.sampled_from(WORDS)
 
@@ -295,7 +309,7 @@ def test_some_datasets(file, changed):
 
 
 @pytest.mark.slow
-@settings(max_examples=400, **MANY)
+@settings(max_examples=300, **MANY)
 @by_rows
 def test_datasets(file, changed):
     dataset_case(file, changed)
@@ -364,10 +378,200 @@ def test_some_models(file, name):
 
 
 @pytest.mark.slow
-@settings(max_examples=400, **MANY)
+@settings(max_examples=300, **MANY)
 @by_model
 def test_models(file, name):
     model_case(file, name)
+
+
+@st.composite
+def spoilt_json(draw, text):
+    """JSON of which up to three values are lost, or other ones."""
+    value = json.loads(text)
+    raw = []
+    for _ in range(draw(st.integers(0, 3))):
+        *path, last = draw(st.sampled_from([*places(value)] or [[]])) or [None]
+        if last is None:
+            break
+        within = reduce(getitem, path, value)
+        if draw(st.integers(0, 3)) == 0:
+            del within[last]
+        else:
+            within[last] = f"@{len(raw)}@"
+            raw.append(draw(json_values))
+    text = json.dumps(value)
+    for number, instead in enumerate(raw):
+        text = text.replace(f'"@{number}@"', instead)
+    return text
+
+
+def places(value):
+    """The path of every value inside a value of JSON."""
+    keys = value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
+    for key in keys:
+        yield [key]
+        yield from ([key, *path] for path in places(value[key]))
+
+
+# The keys of a study that are drawn besides those that it has, and values like theirs.
+STUDY_KEYS = [
+    *("name", "kind", "arms", "controls", "common", "dial", "correction", "schedule", "objective"),
+    *("outcome", "test", "seeds", "common.run.folder", "common.sampler", "common.seed", "dial.x"),
+    *("schedule.x.optimizer.schedule", "outcome.not_finite", "source", "remedy", "horizon", "x"),
+    *("source.x.mismatch", "remedy.x", "horizon.x", "common.exact", "common.sampler.mismatch"),
+]
+STUDY_VALUES = [
+    *('[{ dial = "fp8" }]', '[{ name = "x" }, { name = "x" }]', '[{ dial = ["fp8"] }]', "[[0]]"),
+    *('"training"', '"gradient"', '"where_possible"', '"../x"', '"a/b"', '"study.toml"', '"."'),
+    *('"permutation"', '"paired_permutation"', '"fisher"', '"sign"', '"mean"', '[["x", "x"]]'),
+    *(str(list(range(40))), '[["fp8+tis"]]', '[{ name = "split_kv" }]', "{ mismatch = 1 }"),
+]
+
+
+@st.composite
+def studies(draw):
+    """The bytes of a study that is nearly right."""
+    study = dict(draw(st.sampled_from([fuzzing.STUDY, fuzzing.STUDY, fuzzing.GRADIENT])))
+    keys, several = [*study, *STUDY_KEYS], [*VALUES, *STUDY_VALUES]
+    if draw(st.integers(0, 3)) == 0:
+        study.pop(draw(st.sampled_from([*study])))
+    for _ in range(draw(st.integers(0, 2))):
+        key = draw(st.sampled_from(keys))
+        if draw(st.integers(0, 9)):  # else TOML would refuse most
+            study = {k: v for k, v in study.items() if not k.startswith(f"{key}.")}
+        study[key] = draw(st.sampled_from(several))
+    if draw(st.integers(0, 3)) == 0:
+        key, value = draw(changes())
+        study[f"{draw(st.sampled_from(['common', 'dial.fp8', 'horizon.4']))}.{key}"] = value
+    text = fuzzing.lines(study)
+    return draw(spoilt(text)) if draw(st.integers(0, 3)) == 0 else text.encode()
+
+
+def study_case(data):
+    Path("bad.toml").write_bytes(data)
+    command("study", "bad.toml")
+
+
+by_study = given(studies())
+
+
+@FEW
+@by_study
+def test_some_studies(data):
+    study_case(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=120, **MANY)
+@by_study
+def test_studies(data):
+    study_case(data)
+
+
+RUN_OF_A_STUDY = "study/runs/fp8+tis/seed-1"
+REPORTED = [
+    *("study/study.json", "gradient/study.json", "gradient/measured.jsonl"),
+    *(f"{RUN_OF_A_STUDY}/{name}" for name in ("config.toml", "metrics.jsonl", "samples.jsonl")),
+]
+
+
+@st.composite
+def reported(draw):
+    """A file that reports are made of, and bytes for it."""
+    path = draw(st.sampled_from(REPORTED))
+    text = Path(path).read_text()
+    if path.endswith(".jsonl"):
+        lines = [draw(spoilt_json(line)) for line in text.splitlines()]
+        text = "".join(f"{line}\n" for line in lines)
+    elif path.endswith(".json"):
+        text = draw(spoilt_json(text))
+    return path, draw(spoilt(text))
+
+
+def report_case(file):
+    path, data = file
+    Path(path).write_bytes(data)
+    own = path.partition("/")[0]
+    command("report", own, *([RUN_OF_A_STUDY] * (own == "study")), "--out", "page.html")
+
+
+by_report = given(reported())
+
+
+@FEW
+@by_report
+def test_some_reports(file):
+    report_case(file)
+
+
+@pytest.mark.slow
+@settings(max_examples=90, **MANY)
+@by_report
+def test_reports(file):
+    report_case(file)
+
+
+TOKENS = [{"token": f"token_id:{t}", "logprob": x} for t, x in ((6, -1.5), (7, -0.5))]
+ROLLOUTS = [
+    *([fuzzing.ROLLOUT] * 3),
+    {
+        "prompt_token_ids": [3, 4],
+        "choices": [{"logprobs": {"content": TOKENS}, "message": {"content": "3;"}}],
+    },
+    {"prompt_token_ids": [3], "outputs": [{"token_ids": [6], "logprobs": [{"6": -1.0}]}]},
+    {
+        "text": "3;",
+        "meta_info": {
+            "output_token_logprobs": [[-1.5, 6, None], [-0.5, 7, None]],
+            "input_token_logprobs": [[None, 3, None]],
+            "finish_reason": {"type": "stop"},
+        },
+    },
+    {
+        "prompts": [[0, 3]],
+        "responses": [[6, 7]],
+        "attention_mask": [[0, 1, 1, 1]],
+        "rollout_log_probs": [[-1.5, -0.5]],
+    },
+    {"prompt_ids": [[3]], "completion_ids": [[6, 7]], "logprobs": [[[-1.5], [-0.5]]]},
+    {"left_padded_prompt_tokens": [0, 3], "tokens": [6, 7], "logprobs": [-1.5, -0.5], "pad_id": 0},
+]
+
+
+@st.composite
+def rollouts(draw):
+    """The bytes of a file of rollouts, and what it is called."""
+    lines = []
+    for _ in range(draw(st.integers(0, 3))):
+        good = json.dumps(draw(st.sampled_from(ROLLOUTS)))
+        lines.append(draw(spoilt_json(good)) if draw(st.integers(0, 9)) else draw(json_values))
+    if draw(st.integers(0, 2)):
+        return draw(spoilt("\n".join(lines))), "bad.jsonl"
+    return draw(spoilt(f"[{', '.join(lines)}]")), draw(st.sampled_from(["bad.json", "bad.parquet"]))
+
+
+def rollouts_case(file, options):
+    data, name = file
+    Path(name).write_bytes(data)
+    command("diagnose", "model", name, *options)
+
+
+by_rollouts = given(
+    rollouts(), st.sampled_from([[], [], ["--skip-bad"], ["--format", "plain"], ["--top-k", "2"]])
+)
+
+
+@FEW
+@by_rollouts
+def test_some_rollouts(file, options):
+    rollouts_case(file, options)
+
+
+@pytest.mark.slow
+@settings(max_examples=140, **MANY)
+@by_rollouts
+def test_rollouts(file, options):
+    rollouts_case(file, options)
 
 
 @pytest.mark.parametrize(
@@ -376,6 +580,8 @@ def test_models(file, name):
         *(["train", "good.toml", "run.folder=made"], ["eval", "good.toml", "run.folder=made"]),
         *([name, *arguments] for name, (arguments, _) in COMMANDS.items()),
         *MODEL_COMMANDS.values(),
+        ["study", "gradient.toml"],
+        ["report", "gradient", "--out", "page.html"],
     ],
     ids=lambda line: " ".join(line[:2]),
 )
@@ -384,10 +590,12 @@ def test_what_is_right_begins(line):
     shutil.copytree("model", "spoilt")
     try:
         outcome = fuzzing.run(line)
-        assert outcome == (0 if line[0] == "export" else None, ""), outcome
+        assert outcome == (0 if line[0] in DONE else None, ""), outcome
     finally:
-        for name in ("made", "exported", "spoilt"):
+        for name in ("made", "exported", "spoilt", "runs"):
             shutil.rmtree(name, ignore_errors=True)
+        for path in Path().glob("page*"):
+            path.unlink()
 
 
 def test_a_word_too_many_would_be_found():

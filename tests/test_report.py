@@ -10,6 +10,7 @@ import pytest
 from test_study import FILE, file, stated, write_run
 
 from tim_jax import cli
+from tim_jax.errors import InputError
 from tim_jax.study import charts, report
 from tim_jax.study.gradient import BYPASS, RECOMPUTE
 
@@ -147,6 +148,81 @@ def test_a_measurement_says_what_is_seen_and_what_is_not(gradient_folder):
     assert metrics.rows[1][1].endswith("(as exact)")
     assert len(one.figures) == 3
     assert "| strong |" in report.markdown(one.tables)
+
+
+LINES = {
+    "no step": "{}",
+    "a step in words": '{"step": "one"}',
+    "a step before the first": '{"step": -1}',
+    "thousands of digits": f'{{"step": 1, "reward": {"9" * 5000}}}',
+    "more than 64 bits": f'{{"step": 1, "reward": {"9" * 400}}}',
+    "too deep": '{"step": ' + "[" * 100_000 + "]" * 100_000 + "}",
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_a_line_that_no_run_writes_is_said_and_the_other_runs_are_shown(study_folder, line):
+    first = study_folder / "runs" / "exact" / "seed-3"
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (first / name).write_text(line + "\n")
+    one = report.section(study_folder)
+    notes = [row for table in one.tables if table.title == "Not finished" for row in table.rows]
+    assert any(f"{first / 'metrics.jsonl'}, line 1: not " in cell for (cell,) in notes)
+    assert "Reward under the sampler" in one.figures
+    assert not one.completions
+
+
+def test_half_a_character_is_shown_as_its_number(study_folder, tmp_path):
+    samples = study_folder / "runs" / "exact" / "seed-3" / "samples.jsonl"
+    samples.write_text(samples.read_text().replace("1 3#3", r"\ud800"))
+    report.write([study_folder], tmp_path / "page.html")
+    assert r"1+2=\ud800 " in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reward_difference": [0.0]}, "line 1: not what a study writes: reward_difference.1: "),
+        ({"metrics": {"kl_k3": ["x", 0.0]}}, "line 1: not what a study writes: metrics.kl_k3.0: "),
+        ({"estimators": {}}, "of another version: a line has no 'recompute, uncorrected'"),
+    ],
+)
+def test_a_measurement_that_no_study_writes_is_refused(gradient_folder, change, words):
+    line = measured("strong", 0.3) | change
+    (gradient_folder / "measured.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(InputError) as error:
+        report.section(gradient_folder)
+    assert words in f"{error.value}"
+
+
+def test_a_measurement_that_is_not_finite_is_shown(gradient_folder):
+    line = measured("strong", 0.3)
+    line["metrics"]["kl_k1"] = line["reward_difference"] = ["nan", "inf"]
+    (gradient_folder / "measured.jsonl").write_text(json.dumps(line) + "\n")
+    biases, *_ = report.section(gradient_folder).tables
+    assert biases.rows[0][-1] == "nan ± inf"
+
+
+ARM = {"name": "a", "run": {}}
+DAMAGED = [
+    "[]",
+    "[" * 100_000 + "]" * 100_000,
+    json.dumps({"study": [{}], "seeds": [0], "arms": []}),
+    json.dumps({"study": {"base": "a", "hypothesis": "b", "seeds": [0]}, "seeds": 0, "arms": []}),
+    *(
+        json.dumps({"study": {"base": "a", "hypothesis": "b", "seeds": [0]}, "seeds": [0]} | x)
+        for x in ({"arms": [ARM | {"run": 1}]}, {"arms": [ARM | {"name": "x" * 300}]})
+    ),
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_study_is_refused_in_one_line(tmp_path, capsys, text):
+    (tmp_path / "study.json").write_text(text)
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
+    line = capsys.readouterr().err
+    assert f"{tmp_path / 'study.json'} is " in line
+    assert line.count("\n") == 1
 
 
 def test_bad_folders_end_in_one_line(tmp_path, capsys, gradient_folder):

@@ -118,6 +118,10 @@ def test_a_control_that_cannot_be_made_is_refused_or_said(file):
         (("[dial.exact]", "[dial.exact]\n[dial.same]"), "are the same run; leave one out"),
         (("[dial.exact]", "[test]\ncompare = [['fp', 'x']]\n[dial.exact]"), "'fp' is no arm"),
         (("[dial.exact]", "[test]\nkind = 'fisher'\n[dial.exact]"), "what a success is"),
+        (
+            ("seeds = [3, 4]", f"seeds = {list(range(40))}"),
+            "an exact test of 40 seeds has 1.1e+23 divisions to count, more than 3e+06",
+        ),
         (("seeds =", "arms = [{dial = 'fp9'}]\nseeds ="), "is no option of dial; did you mean"),
         (
             ("seeds =", "arms = [{dial = 'fp8'}, {name = 'fp8'}]\nseeds ="),

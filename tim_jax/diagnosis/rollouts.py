@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tim_jax.errors import InputError, did_you_mean
-from tim_jax.inputs import shown
+from tim_jax.inputs import shown, wrong_number
 from tim_jax.tasks.base import Message
-from tim_jax.tasks.text import encode_prompt
+from tim_jax.tasks.text import encode_prompt, encode_text
 
 KEYS = (
     "prompt_token_ids",
@@ -202,7 +202,7 @@ def with_ids(row: Row, tokenizer: Any) -> tuple[Any, bool]:
                 tokenizer, prompt, chat_template=not plain, where=f"{row.where}: prompt"
             )
         elif isinstance(values[text], str):
-            made[ids] = tokenizer.encode(values[text], add_special_tokens=False)
+            made[ids] = encode_text(tokenizer, values[text], where=f"{row.where}: {text}")
     return {**values, **made}, bool(made)
 
 
@@ -274,8 +274,10 @@ def _log_probs(row: Row, count: int) -> np.ndarray:
     for place, value in enumerate(found):
         if isinstance(value, bool) or not isinstance(value, int | float | np.number):
             raise InputError(f"{row.where}: logprobs[{place}] must be a number, got {shown(value)}")
-        if not math.isfinite(value):
-            raise InputError(f"{row.where}: logprobs[{place}] is {value}, which is not finite")
+        if wrong_number(value) is not None:
+            raise InputError(
+                f"{row.where}: logprobs[{place}] is {shown(value)}, which is not finite"
+            )
         if value > 0:
             raise InputError(
                 f"{row.where}: logprobs[{place}] = {value:.6g} is positive; a log-probability is"
@@ -329,7 +331,13 @@ def _check_top(row: Row, tokens: Sequence[int], log_probs: np.ndarray) -> None:
         if not isinstance(choices, Mapping):
             continue
         given = choices.get(str(token), choices.get(token))
-        if given is not None and abs(given - log_probs[place]) > _TOP_TOLERANCE:
+        if given is None:
+            continue
+        if not isinstance(given, float | int):
+            raise InputError(
+                f"{row.where}: top_logprobs[{place}] must have numbers, got {shown(given)}"
+            )
+        if abs(given - log_probs[place]) > _TOP_TOLERANCE:
             raise InputError(
                 f"{row.where}: logprobs[{place}] = {log_probs[place]:.6g}, but top_logprobs has"
                 f" {given:.6g} for the same token {token}; one of the two is shifted"

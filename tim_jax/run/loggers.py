@@ -139,7 +139,7 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(text.split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(record, dict):
             raise InputError(f"{path}, line {number}: {record!r} is not an object")

@@ -9,7 +9,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
@@ -28,7 +30,7 @@ class Arm:
         uncontrolled: why a divergent arm has none; "" if it has one or needs none.
     """
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]{1,255}$")]
     run: dict[str, Any]
     divergent: bool = False
     control: str = ""

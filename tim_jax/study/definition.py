@@ -20,6 +20,7 @@
 The arms are all combinations of the options, or those that `arms` lists.
 """
 
+import math
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -31,6 +32,7 @@ from tim_jax.errors import did_you_mean
 AXES = ("dial", "correction", "schedule", "objective")
 CONTROL = "control"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
+_MOST_DIVISIONS = 3_000_000  # some seconds
 _RULE = "a name has letters, digits, '_', '-' and '.', at most 60 of them"
 
 
@@ -135,9 +137,19 @@ class Study(Section):
         for index, title in enumerate(titles):
             if title in titles[:index]:
                 raise refusal(f"arms[{index}]", None, f"two arms have the name {title!r}")
+        self._check_divisions()
         if self.test.kind == "fisher" and self.outcome.at_least is None:
             raise refusal("outcome.at_least", None, "Fisher's test needs it: what a success is")
         return self
+
+    def _check_divisions(self) -> None:
+        """An exact test counts them all, and would neither end nor fit into memory."""
+        count = len(self.seeds)
+        ways = {"permutation": math.comb(2 * count, count), "paired_permutation": 2**count}
+        if ways.get(self.test.kind, 0) > _MOST_DIVISIONS:
+            rule = f"an exact test of {count} seeds has {ways[self.test.kind]:.1e} divisions to"
+            rule += f" count, more than {_MOST_DIVISIONS:.0e}; take fewer seeds, or kind = 'sign'"
+            raise refusal("test.kind", self.test.kind, rule)
 
     def _check_arm(self, key: str, arm: ArmChoice) -> None:
         if arm.name is not None:

@@ -5,6 +5,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from tim_jax.config import toml
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.study.arms import Arm
@@ -15,6 +17,10 @@ from tim_jax.study.running import Stated, read_record
 KINDS: Mapping[str, type[Study] | type[GradientStudy]] = MappingProxyType(
     {"training": Study, "gradient": GradientStudy}
 )
+
+_STUDY = TypeAdapter(dict[str, Any])
+_ARMS = TypeAdapter(tuple[Arm, ...])
+_SEEDS = TypeAdapter(tuple[int, ...])
 
 
 def read(path: Path) -> Study | GradientStudy:
@@ -34,10 +40,12 @@ def read_stated(folder: Path) -> Stated:
     """
     record, source = read_record(folder), f"{folder / 'study.json'}"
     try:
-        arms = tuple(Arm(**arm) for arm in record["arms"])
-        study, seeds = _checked(record["study"], source), tuple(record["seeds"])
-    except (KeyError, TypeError, InputError) as error:
-        raise InputError(f"{source} is of another version of this library: {error}") from error
+        study = _checked(_STUDY.validate_python(record.get("study")), source)
+        arms = _ARMS.validate_python(record.get("arms"))
+        seeds = _SEEDS.validate_python(record.get("seeds"))
+    except (ValidationError, InputError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise InputError(f"{source} is of another version of this library: {first}") from error
     return Stated(study, arms, folder, seeds)
 
 

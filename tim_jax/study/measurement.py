@@ -20,11 +20,12 @@ line of measured.jsonl; what is there is not measured again.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Self
 
 import jax
 import jax.numpy as jnp
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
 from tim_jax import corrections, mismatch
 from tim_jax.config import toml
@@ -160,9 +161,45 @@ def measure(
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of measured.jsonl; none if it is not there."""
+    """The lines of measured.jsonl; none if it is not there.
+
+    Raises:
+        InputError: a line is not what `measure` writes.
+    """
     path = folder / "measured.jsonl"
-    return list(read_lines(path)) if path.exists() else []
+    lines = enumerate(read_lines(path), start=1) if path.exists() else ()
+    return [_read_record(line, f"{path}, line {number}") for number, line in lines]
+
+
+def _read_record(line: Mapping[str, Any], where: str) -> dict[str, Any]:
+    try:
+        return dict(_RECORD.validate_python(line))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise InputError(f"{where}: not what a study writes: {key}: {first['msg']}") from error
+
+
+_Pair = tuple[float, float]  # an estimate and its standard error; "nan" is read as the number
+_Parts = dict[str, dict[str, _Pair]]
+
+
+class _Record(TypedDict):
+    horizon: str
+    source: str
+    estimators: _Parts
+    signs: _Parts
+    metrics: dict[str, _Pair]
+    exact_metrics: dict[str, _Pair]
+    reward_difference: _Pair
+    longest: NotRequired[float]
+    score_norm: NotRequired[float]
+    variation_largest: NotRequired[float]
+    variation_mean: NotRequired[float]
+    bound: NotRequired[float]
+
+
+_RECORD = TypeAdapter(_Record)
 
 
 def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:

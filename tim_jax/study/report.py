@@ -54,7 +54,11 @@ def section(folder: Path) -> Section:
     wanted = len(study.source) * max(1, len(study.horizon))
     if len(records) < wanted:
         said.append(f"Unfinished: {len(records)} of {wanted} measurements are there.")
-    found = findings.found(study, records)
+    try:
+        found = findings.found(study, records)
+    except KeyError as error:
+        path = folder / "measured.jsonl"
+        raise InputError(f"{path} is of another version: a line has no {error}") from error
     return Section(study.name, said + found.sentences, found.tables, found.figures, [])
 
 
@@ -103,20 +107,25 @@ def surge_step(run: RunLines) -> int:
     lengths = values(run.lines, "response_length").astype(np.float32)
     if not len(lengths):
         return 0
+    return int(_scanned(jnp.asarray(lengths)))
+
+
+@jax.jit
+def _scanned(lengths: jax.Array) -> jax.Array:
+    """The surge's step in f32[N] lengths; compiled once for all runs of N steps."""
     detector = SurgeDetector()
 
     def take(state, length):
         return detector.update(state, length), None
 
-    scan = jax.jit(lambda state, lengths: jax.lax.scan(take, state, lengths)[0].surge_step)
-    return int(scan(detector.init(), jnp.asarray(lengths)))
+    return jax.lax.scan(take, detector.init(), lengths)[0].surge_step
 
 
 def _completions(run: RunLines) -> list[tuple[str, list[str]]]:
     """The first completions of a run's first and last step that has any."""
     path = run.folder / "samples.jsonl"
     try:
-        lines = list(read_lines(path)) if path.exists() else []
+        lines = [x for x in read_lines(path) if _is_sample(x)] if path.exists() else []
     except InputError:
         return []
     steps = sorted({line["step"] for line in lines})
@@ -133,6 +142,13 @@ def _completions(run: RunLines) -> list[tuple[str, list[str]]]:
     ]
 
 
+def _is_sample(line: dict[str, Any]) -> bool:
+    """Whether a line has what is shown of it; another program may have written it."""
+    step, reward = line.get("step"), line.get("reward")
+    words = all(isinstance(line.get(key), str) for key in ("prompt", "completion"))
+    return words and isinstance(step, int) and isinstance(reward, int | float)
+
+
 def write(folders: Sequence[Path], out: Path) -> list[Path]:
     """Writes the page, and every figure as PNG beside it; returns all paths, the page first.
 
@@ -145,7 +161,8 @@ def write(folders: Sequence[Path], out: Path) -> list[Path]:
     written = [out]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page(sections), encoding="utf-8")
+        # What a tokenizer or another program left of a character is no text by itself.
+        out.write_text(page(sections), encoding="utf-8", errors="backslashreplace")
         for one in sections:
             for title, chart in one.figures.items():
                 path = out.with_name(f"{out.stem}-{_slug(one.title)}-{_slug(title)}.png")

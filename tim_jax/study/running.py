@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from tim_jax import errors
+from tim_jax import errors, inputs
 from tim_jax.config import toml
 from tim_jax.errors import InputError, PreemptedError
 from tim_jax.run import folders
@@ -121,13 +121,16 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     path = folder / "study.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
             f"{folder} holds no study: cannot read {path}: {error.strerror}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error}") from error
+    if not isinstance(record, dict):
+        raise InputError(f"{path} is damaged: {inputs.shown(record)} is not an object")
+    return record
 
 
 def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:

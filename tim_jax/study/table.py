@@ -1,12 +1,13 @@
 """The measurements of runs as one tidy table: a row for every step, seed and arm."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tim_jax import inputs
 from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.run import folders
@@ -82,13 +83,23 @@ def _read(arm: str, seed: int, folder: Path) -> RunLines:
         return RunLines(arm, seed, folder, [], False, f"of another version: {error}")
     seed = config.seed
     try:
-        lines = list(read_lines(folder / "metrics.jsonl"))
+        lines = list(_checked(read_lines(folder / "metrics.jsonl"), folder / "metrics.jsonl"))
     except InputError as error:
         return RunLines(arm, seed, folder, [], False, f"{error}")
     done = folders.finished(folder)
     last = lines[-1]["step"] if lines else 0
     note = "" if done else f"unfinished: {last} of {config.steps} steps"
     return RunLines(arm, seed, folder, lines, done, note)
+
+
+def _checked(lines: Iterable[dict[str, Any]], path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        step = line.get("step")
+        long = any(isinstance(x, int) and inputs.wrong_number(x) for x in line.values())
+        if long or not isinstance(step, int) or step < 0:
+            said = inputs.shown(line)
+            raise InputError(f"{path}, line {number}: not what a run writes of a step: {said}")
+        yield line
 
 
 def _is_number(value: Any) -> bool:

@@ -119,7 +119,7 @@ def encode_prompt(
         ids = _through_template(tokenizer, prompt, template_options, where)
     else:
         text = prompt if isinstance(prompt, str) else "\n\n".join(m.content for m in prompt)
-        ids = _opening(tokenizer) + _encode(tokenizer, text, where)
+        ids = _opening(tokenizer) + encode_text(tokenizer, text, where=where)
     if not ids:
         raise InputError(f"{where} is empty")
     if max_length is not None and len(ids) > max_length:
@@ -150,7 +150,7 @@ def _through_template(
         raise InputError(
             f"{where}: the chat template refused it: {_first_line(error)}: {_quoted(prompt)}"
         ) from error
-    return _encode(tokenizer, str(text), where)
+    return encode_text(tokenizer, str(text), where=where)
 
 
 @contextmanager
@@ -177,7 +177,12 @@ def _ending(most: int) -> Iterator[None]:
         sys.settrace(before)
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, text: str, where: str) -> list[int]:
+def encode_text(tokenizer: PreTrainedTokenizerFast, text: str, *, where: str) -> list[int]:
+    """Returns the token ids of plain text as it is, without a bos token.
+
+    Raises:
+      InputError: the tokenizer cannot encode a character.
+    """
     try:
         return tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # the Rust side raises bare Exceptions
