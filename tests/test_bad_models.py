@@ -271,7 +271,11 @@ def allocated():
 
 
 def explained(fail, doing):
-    with pytest.raises(OutOfMemoryError) as caught, memory.explained(WAYS), waiting.during(doing):
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        memory.explained(lambda: WAYS),
+        waiting.during(doing),
+    ):
         fail()
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -306,7 +310,7 @@ def test_how_much_was_asked_for(message):
 
 
 def test_other_errors_of_the_runtime_keep_their_traceback():
-    with pytest.raises(JaxRuntimeError, match="INTERNAL"), memory.explained(WAYS):
+    with pytest.raises(JaxRuntimeError, match="INTERNAL"), memory.explained(lambda: WAYS):
         raise JaxRuntimeError("INTERNAL: a fault")
 
 
@@ -315,6 +319,27 @@ def test_three_settings_of_a_run_for_each_stage():
     assert all(len(ways) == 3 for ways in found.values())
     assert found["sampling"][0] == "sampler.slots below 16"
     assert found[""][:2] == ("learner.micro_batch below 8", "learner.remat = true")
+
+
+def test_a_run_with_checkpoints_is_told_what_it_may_change_first(tmp_path, monkeypatch):
+    """On an accelerator, whose state may wait in the host's memory."""
+    chip = SimpleNamespace(kind="pinned_host")
+    chip = SimpleNamespace(platform="gpu", addressable_memories=lambda kind=chip: [kind])
+    monkeypatch.setattr(memory.jax, "devices", lambda: [chip])
+    config = toml.load(None, [f"run.folder={tmp_path}", "sampler.slots=16"])
+    length = f"sampling.max_response_length below {config.sampling.max_response_length}"
+    before = memory.of_run(config)
+    assert before["sampling"] == ("sampler.slots below 16", "learner.offload = true", length)
+    assert before[""][0].startswith("learner.micro_batch below ")
+    (tmp_path / "checkpoints" / "0").mkdir(parents=True)
+    after = memory.of_run(config)
+    wider = "placement.fsdp above 1, with more devices"
+    assert after["sampling"] == ("sampler.slots below 16", "learner.offload = true", wider)
+    assert after[""][:2] == ("learner.remat = true", wider)
+    assert after[""][2] == f"{before[''][0]} (in another run.folder)"
+    for way in (*after["sampling"], *after[""][:2]):
+        key = way.partition(" ")[0]
+        assert any(f"{key}.".startswith(f"{free}.") for free in config.may_change()), key
 
 
 @pytest.mark.slow
@@ -356,8 +381,8 @@ def test_a_run_whose_memory_runs_out_goes_on_from_its_checkpoint(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
         "tim-jax: out of memory while updating: 4000.00 GB could not be allocated; each of these"
-        " needs less: learner.micro_batch below 8, learner.remat = true, placement.fsdp above 1,"
-        " with more devices"
+        " needs less: learner.remat = true, placement.fsdp above 1, with more devices,"
+        " learner.micro_batch below 8 (in another run.folder)"
     )
     assert checkpoints.list_steps(tmp_path / "run" / "checkpoints") == [0, 1]
     assert cli.main([*arguments, folder]) == 0

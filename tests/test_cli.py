@@ -474,6 +474,34 @@ def test_a_failure_under_way_keeps_what_was_written_and_can_be_resumed(
     assert (run / "samples.jsonl").read_bytes() == (finished / "samples.jsonl").read_bytes()
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_to_the_same_bits_with_other_settings_of_memory(
+    finished, folder, rewards, call
+):
+    run = folder / "other-memory"
+    arguments = ("train", "tiny.toml", f"run.folder={run.name}", "eval.every=0")
+    rewards.plan = {3: interrupt}
+    assert call(*arguments)[0] == 130
+    rewards.plan = {}
+    status, _, err = call(*arguments, "learner.micro_batch=4")
+    assert status == 2
+    assert "learner.micro_batch was not set, now 4" in err
+    changes = {"learner.offload": "true", "learner.remat": "true", "sampler.halvings": "1"}
+    changes["sampler.slots"] = "4"
+    status, out, _ = call(*arguments, *(f"{key}={value}" for key, value in changes.items()))
+    assert status == 0
+    (said,) = [line for line in out.splitlines() if "resumed after step 2" in line]
+    before = {"learner.offload": "false", "learner.remat": "false", "sampler.halvings": "0"}
+    words = [f"{k} was {before.get(k, 'not set')}, now {v}" for k, v in changes.items()]
+    assert said.endswith(f"resumed after step 2 with other settings: {'; '.join(words)}")
+    for name in ("samples.jsonl", "model/model.safetensors"):
+        assert (run / name).read_bytes() == (finished / name).read_bytes(), name
+    whole = [
+        {k: v for k, v in m.items() if not k.startswith("eval/")} for m in metrics_of(finished)
+    ]
+    assert metrics_of(run) == whole
+
+
 def test_a_reward_that_leaves_with_status_0_does_not_end_the_run_with_it(call, folder):
     status, out, err = call(
         "train",

@@ -380,6 +380,8 @@ def test_sections_are_frozen_and_documented():
 
 def test_what_a_resumed_run_may_change():
     assert "steps" in RunConfig().may_change()
+    assert {"learner.remat", "learner.offload", "sampler.slots"} <= {*RunConfig().may_change()}
+    assert not {"learner", "learner.micro_batch", "sampling"} & {*RunConfig().may_change()}
     cosine = build({"optimizer": {"schedule": "cosine"}})
     assert "steps" not in cosine.may_change()
     fixed = build({"optimizer": {"schedule": "cosine", "total_steps": 50}})

@@ -328,7 +328,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
     if arguments.quick or arguments.interpret or arguments.family is not None:
         raise InputError("--quick, --family and --interpret do not go with --sampler")
     dial = audit.read_dial(arguments.sampler)
-    with memory.explained({"": ("--prompts", "--samples", "--dtype bfloat16")}):
+    with memory.explained(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
         bench = audit.make_bench(
             arguments.model,
             prompts=arguments.prompts,

@@ -88,7 +88,8 @@ class RunConfig(Section):
         What matters of `numerics.family` is the family that "auto" stood for, which the job checks.
         """
         batching = "sampler.slots", "sampler.halvings", "sampler.pages"
-        free = ("exact", "eval", "run", "placement", *batching, "numerics.family")
+        memory = "learner.remat", "learner.offload"  # not micro_batch, which orders the sums
+        free = ("exact", "eval", "run", "placement", *batching, *memory, "numerics.family")
         bound = self.optimizer.schedule != "constant" and self.optimizer.total_steps is None
         return free if bound else ("steps", *free)
 

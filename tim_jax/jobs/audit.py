@@ -62,7 +62,7 @@ def audit_model(
       The result as JSON, and whether every token of every case was equal.
     """
     with memory.explained(
-        {"": ("--quick", "a smaller model", "fewer devices, as all are audited")}
+        lambda: {"": ("--quick", "a smaller model", "fewer devices, as all are audited")}
     ):
         return _audit(source, quick, family, interpret)
 

@@ -37,7 +37,7 @@ def generate(
     `calibration.calibrate_once`; a run's own measurement serves as well.
     """
     ways = {"": ("--samples", "--max-tokens", "--dtype bfloat16, or --fsdp with more devices")}
-    with memory.explained(ways):
+    with memory.explained(lambda: ways):
         model = opening.begin(source, dtype=dtype, family=family, placement=where)
         request = rollouts.request(
             model, prompts, samples=samples, sampling=sampling, seed=seed, template=chat_template

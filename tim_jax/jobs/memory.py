@@ -5,16 +5,20 @@ machine's. What was being done is known from the `waiting.during` around it.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 
+import jax
 from jax.errors import JaxRuntimeError
 
 from tim_jax import waiting
 from tim_jax.config.run import RunConfig
 from tim_jax.errors import OutOfMemoryError
+from tim_jax.placement.memory import host_helps
 from tim_jax.rl import drawing, evaluation
+from tim_jax.run import checkpoints
 
 Ways = Mapping[str, Sequence[str]]  # what was being done -> settings; "": anything else
 
@@ -25,11 +29,11 @@ _USED = re.compile(r"Used ([\d.]+[KMGTP]?) of ([\d.]+[KMGTP]?)")  # by a TPU's c
 
 
 @contextmanager
-def explained(ways: Ways) -> Iterator[None]:
+def explained(ways: Callable[[], Ways]) -> Iterator[None]:
     """A context of a job, in which memory that runs out becomes an `OutOfMemoryError`.
 
     Args:
-      ways: settings that need less, as `of_run` gives them.
+      ways: gives the settings that need less, as `of_run`, once it is known that they are needed.
     """
     try:
         yield
@@ -39,7 +43,8 @@ def explained(ways: Ways) -> Iterator[None]:
         doing = waiting.task_of(error)
         while_doing = "" if doing is None else f"while {doing}"
         asked = _asked(str(error))
-        helps = ", ".join(ways.get(doing or "", ways[""]))
+        found = ways()
+        helps = ", ".join(found.get(doing or "", found[""]))
         parts = [part for part in (while_doing, asked) if part] or ["on a device"]
         raise OutOfMemoryError(f"{': '.join(parts)}; each of these needs less: {helps}") from error
 
@@ -56,23 +61,45 @@ def _asked(message: str) -> str:
 
 
 def of_run(config: RunConfig) -> Ways:
-    """The settings of a run that need less memory, three for each stage, with their values now."""
-    total, where = config.sequences_per_step, config.placement
-    sampling, learner = config.sampling, config.learner
-    wider = f"placement.fsdp above {where.fsdp}, with more devices"
+    """The settings of a run that need less memory, three for each stage, with their values now.
+
+    If the run has checkpoints, those come first with which it goes on; the others need another
+    folder, and say so.
+    """
+    total, learner = config.sequences_per_step, config.learner
     rows = learner.micro_batch or total // learner.mini_batches
-    updating = [f"learner.micro_batch below {rows}"]
-    updating += [] if learner.remat else ["learner.remat = true"]
-    updating += [wider, f"sampling.max_response_length below {sampling.max_response_length}"]
-    slots = f"sampler.slots below {config.sampler.slots or total}"
+    offload = not learner.offload and host_helps(jax.devices())
+    settings = {
+        "learner.micro_batch": f"below {rows}",
+        **({} if learner.remat else {"learner.remat": "= true"}),
+        **({"learner.offload": "= true"} if offload else {}),
+        "sampler.slots": f"below {config.sampler.slots or total}",
+        "eval.samples": f"below {config.eval.samples}",
+        "placement.fsdp": f"above {config.placement.fsdp}, with more devices",
+        "sampling.max_response_length": f"below {config.sampling.max_response_length}",
+    }
     return MappingProxyType(
-        {
-            drawing.SAMPLING: (
-                slots,
-                f"sampling.max_response_length below {sampling.max_response_length}",
-                wider,
-            ),
-            evaluation.SAMPLING: (slots, f"eval.samples below {config.eval.samples}", wider),
-            "": tuple(updating[:3]),
-        }
+        {stage: _three(config, settings, keys) for stage, keys in _KEYS.items()}
     )
+
+
+_LENGTH, _WIDER = "sampling.max_response_length", "placement.fsdp"
+_KEYS = MappingProxyType(
+    {
+        drawing.SAMPLING: ("sampler.slots", "learner.offload", _LENGTH, _WIDER),
+        evaluation.SAMPLING: ("sampler.slots", "eval.samples", _WIDER),
+        "": ("learner.micro_batch", "learner.remat", _WIDER, _LENGTH),
+    }
+)
+
+
+def _three(config: RunConfig, settings: Mapping[str, str], keys: Sequence[str]) -> tuple[str, ...]:
+    kept = checkpoints.list_steps(Path(config.run.folder) / "checkpoints")
+    free = config.may_change()
+
+    def bound(key: str) -> bool:
+        return bool(kept) and not any(f"{key}.".startswith(f"{one}.") for one in free)
+
+    there = sorted((key for key in keys if key in settings), key=bound)[:3]
+    other = " (in another run.folder)"
+    return tuple(f"{key} {settings[key]}{other if bound(key) else ''}" for key in there)

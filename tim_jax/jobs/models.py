@@ -4,6 +4,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, fl
             update={"path": model, "preset": None, "architecture": None}
         )
         config = config.model_copy(update={"model": section})
-    with memory.explained(memory.of_run(config)):
+    with memory.explained(partial(memory.of_run, config)):
         return _evaluated(config, of_run=model is None)
 
 

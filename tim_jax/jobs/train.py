@@ -51,7 +51,7 @@ def train_run(config: RunConfig) -> Path:
       InputError, MismatchError, NonFiniteError, PreemptedError, OutOfMemoryError: one clear line
         each; what was written stays.
     """
-    with memory.explained(memory.of_run(config)):
+    with memory.explained(partial(memory.of_run, config)):
         return _train_run(config)
 
 
@@ -255,8 +255,16 @@ def _restored(job: Job, run: Run) -> tuple[checkpoints.State, int, list[str]]:
     if checkpoint is None:
         return _first(job), -1, []
     notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in checkpoint.damaged]
-    notes.append(f"resumed after step {checkpoint.step}")
+    notes.append(f"resumed after step {checkpoint.step}{_changes(job.config, run)}")
     return checkpoint.state, checkpoint.step, notes
+
+
+def _changes(config: RunConfig, run: Run) -> str:
+    """What was changed, as the rest of a line; the default of a key of a later version is not."""
+    own = folders.config_differences(toml.dump(RunConfig()), toml.dump(config))
+    keys = {one.key for one in own}
+    said = [str(one) for one in run.changed if one.before is not None or one.key in keys]
+    return f" with other settings: {'; '.join(said)}" if said else ""
 
 
 def _shapes(job: Job) -> checkpoints.State:

@@ -10,6 +10,12 @@ from tim_jax.placement.layout import Devices
 _HOST = "pinned_host"
 
 
+def host_helps(devices: Devices) -> bool:
+    """Whether the host has memory beside the devices' own, in which arrays can wait."""
+    kinds = [memory.kind for memory in devices[0].addressable_memories()]
+    return devices[0].platform != "cpu" and _HOST in kinds
+
+
 def check_host(devices: Devices) -> None:
     """Raises InputError if arrays of these devices cannot wait in the host's memory."""
     kinds = [memory.kind for memory in devices[0].addressable_memories()]

@@ -43,11 +43,21 @@ class Run:
 
     Attributes:
         resumed: whether the folder had this run before.
+        changed: in what its config differs from the one before, as far as this process knows.
     """
 
-    def __init__(self, folder: Path, *, lock: "_Lock | None", keep: int, resumed: bool):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        lock: "_Lock | None",
+        keep: int,
+        resumed: bool,
+        changed: Sequence["Difference"] = (),
+    ):
         self.folder = folder
         self.resumed = resumed
+        self.changed = tuple(changed)
         self._lock = lock
         self._checkpoints = Checkpoints(folder / "checkpoints", keep=keep, owner=lock is not None)
         self._lines: dict[str, JsonLines] = {}
@@ -177,8 +187,8 @@ def _locked(
     except OSError as error:
         raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
     try:
-        resumed = _claim(folder, config, may_change, resume)
-        return Run(folder, lock=lock, keep=keep, resumed=resumed)
+        resumed, changed = _claim(folder, config, may_change, resume)
+        return Run(folder, lock=lock, keep=keep, resumed=resumed, changed=changed)
     except BaseException:
         lock.release()
         raise
@@ -279,14 +289,16 @@ def _refuse_links(folder: Path) -> None:
                 )
 
 
-def _claim(folder: Path, config: str, may_change: tuple[str, ...], resume: bool) -> bool:
-    """Compares or writes config.toml; returns whether the folder had this run already."""
+def _claim(
+    folder: Path, config: str, may_change: tuple[str, ...], resume: bool
+) -> tuple[bool, list["Difference"]]:
+    """Compares or writes config.toml; returns whether the folder had this run, and what changed."""
     path = folder / "config.toml"
-    exists = path.exists()
+    exists, changed = path.exists(), []
     if exists and not resume:
         raise InputError(f"{folder} already holds a run; resume it or set another run.folder")
     if exists:
-        _check_same(folder, read_config(folder), config, may_change)
+        changed = _allowed(folder, read_config(folder), config, may_change)
     elif strangers := sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")):
         raise InputError(
             f"{folder} is not empty and holds no run (no config.toml, but {strangers[0]});"
@@ -298,10 +310,13 @@ def _claim(folder: Path, config: str, may_change: tuple[str, ...], resume: bool)
         partial.replace(path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
-    return exists
+    return exists, changed
 
 
-def _check_same(folder: Path, before: str, now: str, may_change: tuple[str, ...]) -> None:
+def _allowed(
+    folder: Path, before: str, now: str, may_change: tuple[str, ...]
+) -> list["Difference"]:
+    """The differences of two configs; raises InputError if one of them may not be."""
     try:
         differences = config_differences(before, now)
     except tomllib.TOMLDecodeError as error:
@@ -316,6 +331,7 @@ def _check_same(folder: Path, before: str, now: str, may_change: tuple[str, ...]
             f"{folder} holds a run with another config: {'; '.join(refused)};"
             " use the old values or another run.folder"
         )
+    return differences
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
