@@ -52,6 +52,7 @@ every = 500
 prompts = 4
 """
 _SAVES = 40  # checkpoints of a run
+_FEW_SAVES = 2  # and of another one
 # What may be between one row and a later one without being called growth.
 _MEMORY = 1.03, 8  # times, and MiB more
 _MORE = {"files": 2, "threads": 4, "processes": 0}  # pools of threads come and go
@@ -94,19 +95,25 @@ def main() -> int:
     options.add_argument("--out", type=pathlib.Path, default=PAGE)
     arguments = options.parse_args()
     load, started = common.load_average(), time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        rows, wrong = soak(pathlib.Path(folder), arguments.steps, parts=10)
+    parts, wrong = [], []
+    for saves in (_SAVES, _FEW_SAVES):
+        with tempfile.TemporaryDirectory() as folder:
+            rows, grown = soak(pathlib.Path(folder), arguments.steps, parts=10, saves=saves)
+        wrong += grown
+        parts.append(_part(rows, grown, saves))
     minutes = (time.monotonic() - started) / 60
-    page = _page(rows, wrong, minutes, load)
+    page = "\n".join([*_head(arguments.steps, minutes, load), *parts, ""])
     arguments.out.write_text(page)
     print(page)
     return 1 if wrong else 0
 
 
-def soak(folder: pathlib.Path, steps: int, *, parts: int) -> tuple[list[Row], list[str]]:
+def soak(
+    folder: pathlib.Path, steps: int, *, parts: int, saves: int = _SAVES
+) -> tuple[list[Row], list[str]]:
     """Runs so many steps in a new folder. Returns `parts` rows, and all that is wrong with them."""
     config, run = folder / "soak.toml", folder / "run"
-    config.write_text(f"steps = {steps}\n{CONFIG}\n[run]\ncheckpoint_every = {steps // _SAVES}\n")
+    config.write_text(f"steps = {steps}\n{CONFIG}\n[run]\ncheckpoint_every = {steps // saves}\n")
     with (folder / "output").open("w+") as output:
         process = _start(config, run, output)
         looks = list(_looks(process, run))
@@ -224,25 +231,30 @@ def _within(rows: Sequence[Row]) -> str:
     )
 
 
-def _page(rows: Sequence[Row], wrong: Sequence[str], minutes: float, load: float) -> str:
-    steps = rows[-1].last
-    lines = [
+def _head(steps: int, minutes: float, load: float) -> list[str]:
+    return [
         "# A run of many steps",
         "",
-        f"Written by `python scripts/soak.py`. One run of {steps:,} steps, {minutes:.0f} minutes: a"
-        " tiny model, a reward of the user's in a process of its own, evaluations and"
-        f" {_SAVES} checkpoints. It was looked at from outside, through `/proc`, about five"
-        " times a second, together with the process of the reward.",
+        f"Written by `python scripts/soak.py`. Two runs of {steps:,} steps, {minutes:.0f} minutes: a"
+        f" tiny model, a reward of the user's in a process of its own, evaluations, and {_SAVES}"
+        f" checkpoints in the first and {_FEW_SAVES} in the second, which tells what steps leave"
+        " behind from what checkpoints do. They were looked at from outside, through `/proc`,"
+        " about five times a second, together with the process of the reward.",
         "",
         *common.machine_text(load, common.versions("jax", "orbax-checkpoint"), timed=False),
-        f"metrics.jsonl has one line for each of the {steps:,} steps, and one for the start."
-        if not any("metrics" in one for one in wrong)
-        else "**metrics.jsonl is not complete.**",
-        "",
         "Memory is the median of the resident memory. Of open files, threads and processes the"
         " fewest that were seen are shown, which a checkpoint that is just being written does not"
         " raise; some threads are those of pools, which come and go. The time of a step is"
         " wall-clock; the best tenth is what other work on the machine disturbs least.",
+    ]
+
+
+def _part(rows: Sequence[Row], wrong: Sequence[str], saves: int) -> str:
+    steps = rows[-1].last
+    whole = f"metrics.jsonl has one line for each of the {steps:,} steps, and one for the start."
+    lines = [
+        "",
+        f"## {saves} checkpoints",
         "",
         "| steps | memory (MiB) | open files | threads | processes | a step, best tenth (ms) |"
         " median (ms) |",
@@ -253,8 +265,9 @@ def _page(rows: Sequence[Row], wrong: Sequence[str], minutes: float, load: float
             for row in rows
         ),
         "",
-        f"**{'; '.join(wrong)}**" if wrong else _within(rows),
+        "**metrics.jsonl is not complete.**" if any("metrics" in one for one in wrong) else whole,
         "",
+        f"**{'; '.join(wrong)}**" if wrong else _within(rows),
     ]
     return "\n".join(lines)
 

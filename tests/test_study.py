@@ -19,7 +19,7 @@ from tim_jax import cli, study
 from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.jobs import studies
-from tim_jax.study import arms, files, running, table
+from tim_jax.study import arms, files, measurement, running, table
 from tim_jax.study.definition import Outcome, Study, Test
 from tim_jax.study.verdicts import Verdict, holm, least_p, outcome, p_value, verdicts
 
@@ -312,10 +312,26 @@ def test_the_shipped_studies_are_whole(capsys):
         assert path.name in listed
         assert hypothesis in listed
         one = files.read(path)
+        base = toml.read_toml(path.parent / one.base)
         if isinstance(one, Study):
-            base = toml.read_toml(path.parent / one.base)
             found = arms.arms(one, base, source=path.name)
             assert all(arm.control or arm.uncontrolled for arm in found if arm.divergent)
+        else:
+            configs = measurement.horizons(one, arms.merged(base, one.common))
+            measurement.check(one, configs)
+
+
+def test_a_task_that_cannot_be_made_is_refused_before_training(tmp_path, capsys):
+    base = Path(studies.__file__).parents[2] / "configs" / "small.toml"
+    path = tmp_path / "few.toml"
+    path.write_text(
+        f'kind = "gradient"\nbase = {json.dumps(str(base))}\nhypothesis = "x"\n'
+        'source.int4.mismatch = [{ name = "quantised_weights", dtype = "int4" }]\n'
+        "horizon.one.task.parameters = { digits = [1, 1], eval_size = 99 }\n"
+    )
+    assert cli.main(["study", str(path), "--folder", str(tmp_path / "out")]) == 2
+    assert "different problems for eval_size=99" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_arguments_end_in_one_line(capsys, file):

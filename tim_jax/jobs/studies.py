@@ -65,6 +65,7 @@ def _train(one: running.Stated, jobs: int) -> None:
 def _measure(study: GradientStudy, base: dict[str, Any], folder: Path, *, source: str) -> None:
     plain = arms.merged(base, study.common)
     configs = measurement.horizons(study, plain)
+    measurement.check(study, configs)
     run = arms.Arm(measurement.EXACT, plain)
     seed = int(plain.get("seed", RunConfig().seed))
     one = running.state(study, [run], folder, seeds=[seed])

@@ -129,6 +129,18 @@ def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfi
     }
 
 
+def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
+    """What can be refused before the policy is trained.
+
+    Raises:
+        InputError: a task cannot be made, or a source needs older weights.
+    """
+    for name in study.source:
+        mismatch.refuse_stale(study.dial(name), "a measurement at fixed weights has no older ones")
+    for config in configs.values():
+        assembly.make_task(config).close()
+
+
 def measure(
     study: GradientStudy, policy: Trained, configs: Mapping[str, RunConfig], folder: Path
 ) -> Iterator[dict[str, Any]]:
@@ -208,7 +220,6 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
     task = assembly.make_task(config)
     for name in study.source:
         mismatch.check(study.dial(name), execution)
-        mismatch.refuse_stale(study.dial(name), "a measurement at fixed weights has no older ones")
     examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
     return Bench(
         execution=execution,
