@@ -235,8 +235,8 @@ def _head(steps: int, minutes: float, load: float) -> list[str]:
     return [
         "# A run of many steps",
         "",
-        f"Written by `python scripts/soak.py`. Two runs of {steps:,} steps, {minutes:.0f} minutes: a"
-        f" tiny model, a reward of the user's in a process of its own, evaluations, and {_SAVES}"
+        f"Written by `python scripts/soak.py`. Two runs of {steps:,} steps, {minutes:.0f} minutes:"
+        f" a tiny model, a reward of the user's in a process of its own, evaluations, and {_SAVES}"
         f" checkpoints in the first and {_FEW_SAVES} in the second, which tells what steps leave"
         " behind from what checkpoints do. They were looked at from outside, through `/proc`,"
         " about five times a second, together with the process of the reward.",

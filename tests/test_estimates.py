@@ -64,3 +64,11 @@ def test_the_slope_is_the_exponent():
     sizes = {name: 0.5 * length**1.5 for name, length in lengths.items()}
     assert horizon.slope(lengths, sizes) == pytest.approx(1.5)
     assert np.isnan(horizon.slope(lengths, {"a": 1.0}))
+
+
+def test_a_share_of_nothing_is_no_number():
+    """No token of an objective without a baseline has a negative advantage."""
+    nothing = np.zeros((5, 3), np.float32)
+    found = compare(nothing, nothing)
+    assert all(np.isnan(one.value) for one in (found.bias, found.variance, found.exact_variance))
+    assert found.signal.value == 0.0

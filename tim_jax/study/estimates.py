@@ -54,7 +54,7 @@ def compare(exact: np.ndarray, other: np.ndarray) -> Compared:
     dd = mm - mp - mp.T + pp
 
     def ratio(first: np.ndarray, second: np.ndarray) -> Callable[[np.ndarray], float]:
-        return lambda kept: _square(first, kept) / _square(second, kept)
+        return lambda kept: _share(_square(first, kept), _square(second, kept))
 
     def cosine(kept: np.ndarray) -> float:
         size = _square(mm, kept) * _square(pp, kept)
@@ -63,7 +63,7 @@ def compare(exact: np.ndarray, other: np.ndarray) -> Compared:
     def variance(of: np.ndarray) -> Callable[[np.ndarray], float]:
         def share(kept: np.ndarray) -> float:
             mean = float(np.mean(np.diag(of)[kept]))
-            return (mean - _square(of, kept)) / _square(pp, kept)
+            return _share(mean - _square(of, kept), _square(pp, kept))
 
         return share
 
@@ -93,6 +93,11 @@ def _square(products: np.ndarray, kept: np.ndarray) -> float:
     inside = products[np.ix_(kept, kept)]
     count = len(kept)
     return float((inside.sum() - np.trace(inside)) / (count * (count - 1)))
+
+
+def _share(part: float, whole: float) -> float:
+    """NaN of nothing: without a baseline, say, no token has a negative advantage."""
+    return part / whole if whole else np.nan
 
 
 def jackknife(statistic: Callable[[np.ndarray], float], count: int) -> Estimate:
