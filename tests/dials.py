@@ -30,6 +30,7 @@ ENTRIES = {
     ),
     "kv_cache": ({"dtype": "float8_e4m3fn"}, {"precision.cache"}, {"dtype": "float32"}),
     "quantised_weights": ({"dtype": "int8"}, set(), None),
+    "lora_merge": ({"dtype": "bfloat16"}, {"precision.lora"}, {"dtype": "float32"}),
     "stale_weights": ({"updates": 2}, set(), {"updates": 0}),
     "native_kernels": ({}, {"family"}, None),
     "tile_sizes": (

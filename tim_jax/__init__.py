@@ -6,10 +6,10 @@
     rollout = tim.sample(model, ["What is 7 * 8?"], samples=8)
     assert (tim.score(model, rollout) == rollout.log_probs).all()
 
-`load`, `sample`, `score`, `audit`, `grpo`, `diagnose` and `save` are the verbs; `Model` and
-`Placement` the values that they take; `objectives`, `corrections`, `mismatch`, `schedules` and
-`metrics` the parts that experiments are put together from. All other rooms are imported by name,
-such as `from tim_jax.rl import loop`.
+`load`, `sample`, `score`, `audit`, `grpo`, `diagnose` and `save` are the verbs, `load_adapter` and
+`save_adapter` those of LoRA; `Model`, `Placement` and `Lora` are the values that they take;
+`objectives`, `corrections`, `mismatch`, `schedules` and `metrics` the parts that experiments are
+put together from. All other rooms are imported by name, such as `from tim_jax.rl import loop`.
 
 Names are looked up when they are first used: `import tim_jax` alone imports nothing else, and the
 corrections do not import a model.
@@ -20,10 +20,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tim_jax import corrections, metrics, mismatch, objectives, schedules
-    from tim_jax.api import Model, audit, diagnose, grpo, load, sample, save, score
+    from tim_jax.api import (
+        Model,
+        audit,
+        diagnose,
+        grpo,
+        load,
+        load_adapter,
+        sample,
+        save,
+        save_adapter,
+        score,
+    )
+    from tim_jax.model.adapters import Lora
     from tim_jax.placement import Placement
 
 __all__ = [
+    "Lora",
     "Model",
     "Placement",
     "audit",
@@ -31,17 +44,23 @@ __all__ = [
     "diagnose",
     "grpo",
     "load",
+    "load_adapter",
     "metrics",
     "mismatch",
     "objectives",
     "sample",
     "save",
+    "save_adapter",
     "schedules",
     "score",
 ]
 
 _API = ("Model", "audit", "diagnose", "grpo", "load", "sample", "save", "score")
-_HOMES = dict.fromkeys(_API, "api") | {"Placement": "placement"}
+_HOMES = {
+    **dict.fromkeys((*_API, "load_adapter", "save_adapter"), "api"),
+    "Lora": "model.adapters",
+    "Placement": "placement",
+}
 
 
 def __getattr__(name: str) -> Any:

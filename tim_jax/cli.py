@@ -179,7 +179,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("source", metavar="run", type=read.name, help="run folder")
     export.add_argument("folder", type=read.path, help="new folder for the model")
     read.add_whole(export, "--step", 0, help="of the checkpoint; default: the newest")
-    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32"
+    )
+    export.add_argument(
+        "--adapter", action="store_true", help="the trained adapter alone, as PEFT loads it"
+    )
     export.set_defaults(run=_export)
 
     audit = commands.add_parser("audit", help="prove that sampler and learner agree to the bit")
@@ -298,9 +303,14 @@ def _export(arguments: argparse.Namespace) -> int:
     from tim_jax.jobs import models
 
     step = models.export(
-        arguments.source, arguments.folder, step=arguments.step, dtype=arguments.dtype
+        arguments.source,
+        arguments.folder,
+        step=arguments.step,
+        dtype=arguments.dtype,
+        adapter=arguments.adapter,
     )
-    print(f"checkpoint of step {step}, as transformers loads it: {arguments.folder}")
+    loads = "PEFT" if arguments.adapter else "transformers"
+    print(f"checkpoint of step {step}, as {loads} loads it: {arguments.folder}")
     return 0
 
 

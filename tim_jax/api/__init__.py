@@ -6,7 +6,7 @@ prompts, answers and rewards.
 """
 
 from tim_jax.api.diagnosing import Diagnosis, diagnose
-from tim_jax.api.model import Audit, Model, audit, load, save
+from tim_jax.api.model import Audit, Model, audit, load, load_adapter, save, save_adapter
 from tim_jax.api.rollouts import Rollout, sample, score
 from tim_jax.api.training import Step, grpo
 
@@ -20,7 +20,9 @@ __all__ = [
     "diagnose",
     "grpo",
     "load",
+    "load_adapter",
     "sample",
     "save",
+    "save_adapter",
     "score",
 ]

@@ -15,7 +15,8 @@ from tim_jax import auditing
 from tim_jax.config.sections import FamilyChoice
 from tim_jax.errors import InputError, check_choice
 from tim_jax.inputs import expanded
-from tim_jax.model import calibration, hf
+from tim_jax.model import calibration, hf, peft
+from tim_jax.model.adapters import Adapter
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import FAMILIES, Numerics
@@ -194,6 +195,32 @@ def save(model: Model, folder: str | Path, *, dtype: str = "float32") -> Path:
         return str(written)
 
     return Path(processes.led(write))
+
+
+def load_adapter(folder: str | Path, model: Model) -> Adapter:
+    """Reads an adapter as PEFT writes it, for `grpo` to go on from.
+
+    Raises:
+      InputError: it is not there, not of this model, or has what is not supported.
+    """
+    return peft.load(folder, model.config)
+
+
+def save_adapter(adapter: Adapter, folder: str | Path, model: Model) -> Path:
+    """Writes an adapter of `step.adapter` as PEFT loads it, float32: all of it, or nothing.
+
+    Under several processes all must call this, and process 0 writes.
+
+    Args:
+      adapter: what was trained.
+      folder: a new or empty one; nothing is ever overwritten.
+      model: that it was trained on.
+
+    Raises:
+      InputError: the folder exists and is not empty, or cannot be written.
+    """
+    whole = replace(adapter, arrays=processes.whole(adapter.arrays))
+    return Path(processes.led(lambda: str(peft.save(folder, whole, model.config))))
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,11 @@ from tim_jax.api.rollouts import longest_prompt
 from tim_jax.corrections import Correction, Mode
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Entry, Mismatch
+from tim_jax.model import adapters
+from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.model.execution import Sampling
 from tim_jax.objectives import Objective
-from tim_jax.placement import Placement
+from tim_jax.placement import Placement, processes
 from tim_jax.rl import loop, programs
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
@@ -38,26 +40,44 @@ class Step:
     """Seconds and tokens per second."""
     samples: list[Sample]
     """Each completion with its prompt, answer and reward."""
-    _before: Model = field(repr=False)
     _state: TrainState = field(repr=False)
+    _before: Model = field(repr=False)
+    _lora: Lora | None = field(repr=False)
+    _merged: Callable[[Any], Any] = field(repr=False)
 
     @cached_property
     def model(self) -> Model:
         """The model after this step.
 
         A copy of its own if training goes on, as that takes the step's buffers: ask for it before
-        the next step, and only at steps where you need it.
+        the next step, and only at steps where you need it. Adapters are merged; it computes the
+        bits that training had.
 
         Raises:
           InputError: training has gone on, and the step's weights are gone.
         """
+        self._check_there()
+        return replace(self._before, params=self._merged(self._state.params))
+
+    @cached_property
+    def adapter(self) -> Adapter:
+        """The adapter after this step, to save it (`save_adapter`) or go on from it; a copy too.
+
+        Raises:
+          InputError: none is trained, or as `model`.
+        """
+        if self._lora is None:
+            raise InputError("there is no adapter: give grpo one, such as lora=tim_jax.Lora(8)")
+        self._check_there()
+        return Adapter(self._lora, loop.copied(self._state.params))
+
+    def _check_there(self) -> None:
         leaves = jax.tree.leaves(self._state.params)
         if any(leaf.is_deleted() for leaf in leaves):
             raise InputError(
                 f"the model of step {self.number} is gone, its memory was taken by the next step;"
                 " take step.model before going on"
             )
-        return replace(self._before, params=loop.copied(self._state.params))
 
 
 def grpo(
@@ -85,6 +105,7 @@ def grpo(
     refills: int = 0,
     remat: bool = False,
     placement: Placement | None = None,
+    lora: Lora | Adapter | None = None,
     chat_template: bool | Literal["auto"] = "auto",
     template_options: Mapping[str, Any] = MappingProxyType({}),
     seed: int = 0,
@@ -128,6 +149,8 @@ def grpo(
       refills: draw again, so often, for groups whose rewards are all equal.
       remat: recompute layers in the backward, for less memory and more time.
       placement: of sampler and learner; None: that of the model. Changes no bit.
+      lora: adapters to train in place of all weights, new ones of these sizes, or those of
+        `step.adapter` or `load_adapter` to go on from.
       chat_template: as in `sample`.
       template_options: as in `sample`.
       seed: names the random numbers and the order of the prompts.
@@ -153,8 +176,10 @@ def grpo(
         chat_template=chat_template,
         template_options=template_options,
     )
+    execution = model.execution(Sampling(max_tokens, temperature, top_k, top_p))
+    adapter = _adapter(model, lora, seed)
     built = programs.build(
-        model.execution(Sampling(max_tokens, temperature, top_k, top_p)),
+        replace(execution, lora=adapter and adapter.lora),
         learning,
         _optimizer(optimizer),
         mini_batches=mini_batches,
@@ -162,12 +187,13 @@ def grpo(
         mismatch=dial,
     )
     settings = (steps, samples, prompts_per_step, max_tokens, seed, refills, learning.objective)
-    data.agree(examples, repr((*settings, dial)))
+    data.agree(examples, repr((*settings, dial, adapter and adapter.lora)))
     return _steps(
         model,
         data.as_task(examples, reward, batched=batched),
         Text(model.tokenizer, longest, chat_template, tuple(template_options.items())),
         built,
+        adapter,
         seed=seed,
         steps=steps,
         prompts_per_step=prompts_per_step,
@@ -176,14 +202,42 @@ def grpo(
     )
 
 
-def _steps(model: Model, task: Task, text: Text, built: Programs, **how: Any) -> Iterator[Step]:
+def _steps(
+    model: Model, task: Task, text: Text, built: Programs, adapter: Adapter | None, **how: Any
+) -> Iterator[Step]:
+    trained = model.params if adapter is None else adapter.arrays
+    base = None
+    if adapter is not None:
+        base = built.place(adapters.narrowed(processes.whole(model.params)))
     # Training takes the buffers of what it starts from: the model keeps its own.
-    start = built.init(_apart(model.params))
+    start = built.init(_apart(trained))
     reference = None
     if built.learning.objective.has_reference:
-        reference = built.prepare(_apart(model.params))
-    for step in loop.train(start, task, text, programs=built, reference=reference, **how):
-        yield Step(step.number, step.metrics, step.timing, step.samples, model, step.state)
+        reference = built.prepare(adapters.whole(_apart(trained), base))
+    how |= {"programs": built, "reference": reference, "base": base}
+    kept = model, adapter and adapter.lora, _merging(built, base)
+    for step in loop.train(start, task, text, **how):
+        yield Step(step.number, step.metrics, step.timing, step.samples, step.state, *kept)
+
+
+def _merging(built: Programs, base: Any) -> Callable[[Any], Any]:
+    """What makes the parameters of a model of what is trained, in buffers of their own."""
+    merged = built.merged
+    if merged is None:
+        return loop.copied
+    return lambda trained: merged(adapters.whole(trained, base))
+
+
+def _adapter(model: Model, lora: Lora | Adapter | None, seed: int) -> Adapter | None:
+    """The adapter to start from."""
+    if isinstance(lora, Adapter):
+        adapters.check(lora.arrays, model.config, lora.lora)
+        return lora
+    if lora is None:
+        return None
+    if not isinstance(lora, Lora):
+        raise InputError(f"grpo: lora must be a tim_jax.Lora or an adapter, got {lora!r}")
+    return Adapter(lora, adapters.init(model.config, lora, seed))
 
 
 def _apart(params: Any) -> Any:

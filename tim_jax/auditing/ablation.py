@@ -66,7 +66,7 @@ def alone_and_together(whole: Mismatch) -> list[Arm]:
     return [Arm(BASELINE, Mismatch()), *alone, *together]
 
 
-def check(arms: Sequence[Arm], execution: Execution, *, older: bool) -> None:
+def check(arms: Sequence[Arm], execution: Execution, *, older: bool, remade: bool = False) -> None:
     """Raises InputError for an arm that cannot be run, before anything is compiled."""
     for arm in arms:
         mismatch.check(arm.mismatch, execution)
@@ -74,6 +74,8 @@ def check(arms: Sequence[Arm], execution: Execution, *, older: bool) -> None:
             mismatch.refuse_stale(
                 arm.mismatch, "there are no older weights here; audit a run folder that has them"
             )
+        if not remade:
+            mismatch.refuse_merge(arm.mismatch, execution, "there are only merged weights here")
 
 
 def ablate(
@@ -85,6 +87,7 @@ def ablate(
     samples: int,
     seed: int = 0,
     older: Callable[[int], Weights] | None = None,
+    remade: Callable[[Execution], Weights] | None = None,
 ) -> Iterator[ArmResult]:
     """Runs the arms and yields the result of each.
 
@@ -93,11 +96,12 @@ def ablate(
       execution: of the learner.
       samples: responses per prompt.
       older: number of updates -> the compute weights of so many updates ago.
+      remade: an execution that merges adapters by another rule -> the same weights by that rule.
 
     Raises:
       InputError: as `check`.
     """
-    check(arms, execution, older=older is not None)
+    check(arms, execution, older=older is not None, remade=remade is not None)
     key = jax.random.key(seed)
     learn = learner_log_probs(execution, Score())
     compare = jax.jit(_compare)
@@ -105,6 +109,8 @@ def ablate(
     for arm in arms:
         stale = arm.mismatch.stale_updates
         source = older(stale) if stale and older is not None else weights
+        merging = mismatch.merging(arm.mismatch, execution)
+        source = remade(merging) if remade is not None and merging != execution else source
         drawing = arm.mismatch.drawing
         if drawing not in samplers:
             samplers[drawing] = programs.sampling_program(

@@ -1,11 +1,14 @@
-"""The section of a run's configuration that says where its model comes from."""
+"""The sections of a run's configuration about its model: where it comes from, what is trained."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tim_jax.config.sections import Count, Section, refusal
+from tim_jax.config.sections import Count, Section, part, refusal
+from tim_jax.errors import InputError
+from tim_jax.model.adapters import Lora
 
 
 class Architecture(Section):
@@ -42,6 +45,21 @@ PRESETS: Mapping[str, Architecture] = {
         max_positions=1024,
     ),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSection(Lora):
+    """Adapters are trained in place of all weights, which stay as they are."""
+
+    targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of matrices such as "q_proj"; left out: all of attention and MLP."""
+    path: str | None = None
+    """A folder with an adapter of PEFT to start from, which says rank, alpha and targets."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path is not None and part(Lora, self) != Lora():
+            raise InputError("Lora: path has a rank, alpha and targets of its own; leave them out")
 
 
 class Model(Section):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from tim_jax import corrections
-from tim_jax.config.model import Model
+from tim_jax.config.model import LoraSection, Model
 from tim_jax.config.optimization import Optimizer
 from tim_jax.config.sections import (
     TABLE,
@@ -47,6 +47,8 @@ class RunConfig(Section):
     exact: Literal["required", "report"] = "required"
     """required: stop at the first token whose two log-probs differ. report: only count them."""
     model: Model = Model(preset="tiny")
+    lora: Annotated[LoraSection, TABLE] | None = None
+    """Left out: all weights are trained."""
     numerics: NumericsSection = NumericsSection()
     placement: Annotated[PlacementSection, TABLE] = PlacementSection()
     sampling: Annotated[SamplingSection, TABLE] = SamplingSection()
@@ -119,6 +121,13 @@ class RunConfig(Section):
                 "warmup.steps",
                 self.warmup.steps,
                 "only built-in tasks have solutions to learn from",
+            )
+        if self.warmup.steps and self.lora is not None:
+            raise refusal(
+                "warmup.steps",
+                self.warmup.steps,
+                "must be 0 with adapters, whose base stays as it is; train one run with the warm"
+                " start and name its model in model.path",
             )
         end = self.optimizer.total_steps or self.updates
         if self.optimizer.schedule != "constant" and self.optimizer.warmup_steps >= end:

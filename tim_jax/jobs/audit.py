@@ -250,7 +250,7 @@ def _checkpoint(source: str, config: RunConfig, like: Any, steps: Sequence[int],
             f"mismatch 'stale_weights': the run {source} has no checkpoint of {updates} updates"
             f" ago; it has those of: {listed}"
         )
-    return _arrays(folders.read_checkpoint(source, {"params": like}, step=wanted).state["params"])
+    return _arrays(folders.read_params(source, like, step=wanted).state["params"])
 
 
 def _arrays(params: Any) -> Any:
@@ -271,7 +271,7 @@ def report(
 ) -> Result:
     """As `measure`, with arms of your own; the first must be the baseline."""
     older, prepare = bench.older, jax.jit(bench.execution.prepare)
-    ablation.check(arms, bench.execution, older=older is not None)
+    ablation.check(arms, bench.execution, older=older is not None, remade=True)
     stale = {
         updates: prepare(older(updates))
         for updates in {arm.mismatch.stale_updates for arm in arms} - {0}
@@ -286,6 +286,7 @@ def report(
         samples=bench.samples,
         seed=bench.seed,
         older=stale.__getitem__ if older else None,
+        remade=lambda execution: jax.jit(execution.prepare)(bench.params),
     )
     for one in waiting.each(measured, "measuring a sampler", about=waiting.COMPILES):
         results.append(one)

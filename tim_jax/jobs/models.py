@@ -12,9 +12,12 @@ import jax
 
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
+from tim_jax.errors import InputError
 from tim_jax.jobs import checks, memory
-from tim_jax.model import hf
+from tim_jax.model import adapters, hf, peft
+from tim_jax.model.adapters import Adapter
 from tim_jax.model.execution import Execution
+from tim_jax.numerics import Numerics
 from tim_jax.placement import processes
 from tim_jax.rl import drawing, evaluation, programs, sharded
 from tim_jax.rl.drawing import Sample, Text
@@ -134,7 +137,7 @@ def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
         evaluate = job.evaluate or _evaluator(config, job.execution, job.task, job.text)
         params = job.model.params
         if of_run and checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
-            restored = folders.read_checkpoint(config.run.folder, {"params": params})
+            restored = folders.read_params(config.run.folder, params)
             _warn_of_damage(restored)
             params = restored.state["params"]
         metrics, samples = evaluate(job.programs.prepare(params))
@@ -145,20 +148,40 @@ def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
         job.task.close()
 
 
-def export(run: str, folder: str, *, step: int | None = None, dtype: str = "float32") -> int:
+def export(
+    run: str,
+    folder: str,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    adapter: bool = False,
+) -> int:
     """Writes a run's checkpoint (the newest if `step` is None) as a Hugging Face folder.
 
-    Returns the checkpoint's step.
+    Adapters are merged, or with `adapter` written alone, as PEFT loads them. Returns the
+    checkpoint's step.
 
     Raises:
       InputError: no such run or checkpoint, a damaged one, or `folder` exists and is not empty.
     """
     config = toml.build(tomllib.loads(folders.read_config(run)), source=f"{run}/config.toml")
     model = assembly.make_model(config)
-    restored = folders.read_checkpoint(run, {"params": model.params}, step=step)
+    if adapter and model.lora is None:
+        raise InputError(f"export: the run {run!r} trains all weights and has no adapter")
+    if adapter and dtype is not None:
+        raise InputError("export: an adapter is written in float32; leave the dtype out")
+    restored = folders.read_params(run, model.params, step=step)
     _warn_of_damage(restored)
-    params = jax.device_get(restored.state["params"])
-    hf.save(folder, params, model.config, tokenizer=model.tokenizer, dtype=dtype)
+    params = restored.state["params"]
+    if adapter and model.lora is not None:
+        alone = Adapter(model.lora, jax.device_get(params[adapters.ADAPTERS]))
+        peft.save(folder, alone, model.config, base=config.model.path)
+        return restored.step
+    if model.lora is not None:
+        execution = Execution(model.config, Numerics(), lora=model.lora)
+        params = programs.merged_program(execution)(params)
+    params = jax.device_get(params)
+    hf.save(folder, params, model.config, tokenizer=model.tokenizer, dtype=dtype or "float32")
     return restored.step
 
 

@@ -82,7 +82,7 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
     Raises:
       InputError: as `assembly.make_execution`.
     """
-    bare = Model(model, None, None, model.eos_token_ids)
+    bare = Model(model, None, None, model.eos_token_ids, assembly.make_lora(config, model))
     execution = assembly.make_execution(config, bare, devices=devices)
     section = config.learner
     sampler_placement = config.placement.for_sampler

@@ -26,8 +26,9 @@ from tim_jax.config.sections import part
 from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 from tim_jax.jobs import checks, memory
 from tim_jax.jobs.models import Job, assemble, shown
-from tim_jax.model import fitting, hf
+from tim_jax.model import adapters, fitting, hf
 from tim_jax.model.execution import Execution
+from tim_jax.model.weights import parameter_shapes
 from tim_jax.placement import SINGLE, processes
 from tim_jax.rl import loop, warm_start
 from tim_jax.rl.drawing import Sample
@@ -115,6 +116,8 @@ class _Start(NamedTuple):
     contents: dict[str, Any]  # of a checkpoint, see `folders.saved`; taken out as they are used
     step: int  # the checkpoint's, -1 for a new run
     notes: list[str]
+    base: Any  # of adapters, on the devices; None if all weights are trained
+    mark: dict[str, int]  # what checkpoints keep of it
 
 
 def _begun(job: Job, run: Run) -> tuple[Job, _Start]:
@@ -122,16 +125,21 @@ def _begun(job: Job, run: Run) -> tuple[Job, _Start]:
     try:
         processes.agree(repr(job.execution), "what was measured of its machine")
         _write_numerics(job, run)
-        contents, step, notes = _restored(job, run)
+        base = adapters.split(job.model.params)[1]
+        mark = folders.base_mark(base)
+        contents, step, notes = _restored(job, run, mark)
+        base = None if base is None else job.programs.place(base)
     except BaseException:
         job.task.close()
         raise
-    return replace(job, model=replace(job.model, params=None)), _Start(dict(contents), step, notes)
+    start = _Start(dict(contents), step, notes, base, mark)
+    return replace(job, model=replace(job.model, params=None)), start
 
 
 def _follow(job: Job, run: Run, begun: _Start) -> None:
     """Writes and shows what the loop yields."""
-    config, start, contents = job.config, begun.step, begun.contents
+    config, start, contents, base = job.config, begun.step, begun.contents, begun.base
+    save = partial(_save, run, begun.mark)
     state = TrainState(params=contents.pop("params"), **contents.pop("rest"))
     reference, history = contents.pop("reference", None), contents.pop("history", ())
     with ExitStack() as stack:
@@ -142,32 +150,38 @@ def _follow(job: Job, run: Run, begun: _Start) -> None:
             display.note(note)
         writer = loggers.Tee((run.metrics, more))
         if start < 0:
-            state = _first_steps(job, state, run, writer, display)
+            state = _first_steps(job, state, base, run, writer, display)
             # The next update takes the parameters' buffers, so the reference needs its own.
             reference = loop.copied(state.params) if config.objective.has_reference else None
-            history = loop.first_history(job.programs.prepare(state.params), job.programs, ())
-            _save(run, 0, folders.saved(state, reference, tuple(history)))
+            weights = job.programs.prepare(adapters.whole(state.params, base))
+            history = loop.first_history(weights, job.programs, ())
+            del weights
+            save(0, folders.saved(state, reference, tuple(history)))
             _end_if(processes.any_of(preemption.asked), 0, config.steps)
         teaching = RewardWatch()
-        for step in _steps(job, run, state, reference, history):
+        for step in _steps(job, run, state, base, reference, history):
             state = step.state
             _record(job, step, run, writer, display)
             teaching.add(step, display)
             asked = processes.any_of(preemption.asked)
             if step.number == config.steps and config.run.export:
                 # Before the last checkpoint: a run that has it would not come here when resumed.
-                _export(job, state, display)
+                _export(job, state, base, display)
             if asked or _due(step.number, config.run.checkpoint_every, config.steps):
-                _save(run, step.number, folders.saved(state, reference, step.history))
+                save(step.number, folders.saved(state, reference, step.history))
             _end_if(asked, step.number, config.steps)
         teaching.sum_up(display)
         if config.run.export and not processes.led((run.folder / "model").exists):
-            _export(job, state, display)
+            _export(job, state, base, display)
 
 
-def _steps(job: Job, run: Run, state: TrainState, reference: Any, history: Any) -> Iterator[Step]:
+def _steps(
+    job: Job, run: Run, state: TrainState, base: Any, reference: Any, history: Any
+) -> Iterator[Step]:
     """The loop's steps. If the loss or gradient stops being finite, its batch is saved."""
     config = job.config
+    if reference is not None:
+        reference = job.programs.prepare(adapters.whole(reference, base))
     try:
         yield from loop.train(
             state,
@@ -179,8 +193,9 @@ def _steps(job: Job, run: Run, state: TrainState, reference: Any, history: Any) 
             prompts_per_step=config.learner.prompts_per_step,
             exact=config.exact == "required",
             refills=config.learner.refills,
-            reference=None if reference is None else job.programs.prepare(reference),
+            reference=reference,
             history=history,
+            base=base,
         )
     except NonFiniteError as error:
         path = run.folder / "non_finite.npz"
@@ -190,8 +205,8 @@ def _steps(job: Job, run: Run, state: TrainState, reference: Any, history: Any) 
         raise NonFiniteError(f"{error}; the last one's batch is in {path}", error.batch) from error
 
 
-def _save(run: Run, step: int, contents: checkpoints.State) -> None:
-    run.save(step, contents)
+def _save(run: Run, mark: dict[str, int], step: int, contents: checkpoints.State) -> None:
+    run.save(step, contents, mark)
     if jax.default_backend() == "cpu":
         # What is written are the very buffers that the next update is to take.
         run.wait()
@@ -246,7 +261,7 @@ def _writing(path: Path) -> Iterator[None]:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _restored(job: Job, run: Run) -> tuple[checkpoints.State, int, list[str]]:
+def _restored(job: Job, run: Run, mark: dict[str, int]) -> tuple[checkpoints.State, int, list[str]]:
     """The contents of a checkpoint (`folders.saved`), its step, and notes.
 
     The step is -1, and the contents are those of a new run, if there is nothing to resume.
@@ -254,6 +269,7 @@ def _restored(job: Job, run: Run) -> tuple[checkpoints.State, int, list[str]]:
     checkpoint = run.restore(_shapes(job))
     if checkpoint is None:
         return _first(job), -1, []
+    folders.check_base(checkpoint, mark, run.folder)
     notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in checkpoint.damaged]
     notes.append(f"resumed after step {checkpoint.step}{_changes(job.config, run)}")
     return checkpoint.state, checkpoint.step, notes
@@ -282,7 +298,7 @@ def _shapes(job: Job) -> checkpoints.State:
 def _first(job: Job) -> checkpoints.State:
     """The contents of the checkpoint of a run that has not begun."""
     built, params = job.programs, job.model.params
-    state = built.init(params)
+    state = built.init(adapters.split(params)[0])
     reference = state.params if job.config.objective.has_reference else None
     stale = built.mismatch.stale_updates
     history = loop.first_history(built.prepare(params), built, ()) if stale else ()
@@ -292,7 +308,23 @@ def _first(job: Job) -> checkpoints.State:
 def _described(job: Job) -> list[str]:
     """Lines about the differences of the sampler from the learner."""
     lines = mismatch.describe(job.programs.mismatch, job.execution.numerics)
-    return [f"the sampler differs: {line}" for line in lines]
+    return [*_adapted(job), *(f"the sampler differs: {line}" for line in lines)]
+
+
+def _adapted(job: Job) -> list[str]:
+    """A line about the adapters, if there are any."""
+    config, lora = job.execution.config, job.execution.lora
+    if lora is None:
+        return []
+    names = ", ".join(adapters.targets(config, lora))
+    count, whole = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree))
+        for tree in (adapters.shapes(config, lora), parameter_shapes(config))
+    )
+    return [
+        f"adapters of rank {lora.rank}, alpha {lora.alpha:g} on {names}: {count:,} numbers are"
+        f" trained, {whole:,} stay as they are"
+    ]
 
 
 def _extra_sinks(config: RunConfig, run: Run, start: int) -> loggers.Tee:
@@ -317,7 +349,7 @@ def _extra_sinks(config: RunConfig, run: Run, start: int) -> loggers.Tee:
 
 
 def _first_steps(
-    job: Job, state: TrainState, run: Run, writer: loggers.Tee, display: Display
+    job: Job, state: TrainState, base: Any, run: Run, writer: loggers.Tee, display: Display
 ) -> TrainState:
     """Warm start, if asked for, and the first evaluation."""
     warmup = job.config.warmup
@@ -335,7 +367,8 @@ def _first_steps(
         display.note(f"warm start: {loss:.3f} nats per token after {warmup.steps} steps")
         state = job.programs.init(params)
     if job.evaluate is not None:
-        metrics, samples = job.evaluate(job.programs.prepare(state.params))
+        params = adapters.whole(state.params, base)
+        metrics, samples = job.evaluate(job.programs.prepare(params))
         writer.write(0, {f"eval/{name}": value for name, value in metrics.items()})
         display.note(f"held-out reward before training: {metrics['reward']:.3f}")
         display.completions(shown(samples), title="held-out completions before training")
@@ -389,9 +422,11 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _export(job: Job, state: TrainState, display: Display) -> None:
+def _export(job: Job, state: TrainState, base: Any, display: Display) -> None:
     """Writes the final model, and then removes that of an earlier end of this run."""
-    params = processes.whole(state.params)
+    merged = job.programs.merged
+    params = state.params if merged is None else merged(adapters.whole(state.params, base))
+    params = processes.whole(params)
     if not processes.leads():
         return
     folder = Path(job.config.run.folder)

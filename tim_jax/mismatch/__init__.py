@@ -25,7 +25,17 @@ from tim_jax.mismatch.arithmetic import (
     TritonAttention,
 )
 from tim_jax.mismatch.base import Entry, Names
-from tim_jax.mismatch.dial import EXACT, Mismatch, check, describe, difference, label, refuse_stale
+from tim_jax.mismatch.dial import (
+    EXACT,
+    Mismatch,
+    check,
+    describe,
+    difference,
+    label,
+    merging,
+    refuse_merge,
+    refuse_stale,
+)
 from tim_jax.mismatch.registry import ENTRIES, GROUPS, build
 from tim_jax.mismatch.reporting import (
     DroppedEnd,
@@ -35,7 +45,7 @@ from tim_jax.mismatch.reporting import (
     PadMask,
     RawLogProbs,
 )
-from tim_jax.mismatch.weights import QuantisedWeights, StaleWeights
+from tim_jax.mismatch.weights import LoraMerge, QuantisedWeights, StaleWeights
 
 # Every entry by its name in configurations too: `mismatch.kv_cache(dtype="float8_e4m3fn")`.
 attention_softmax = AttentionSoftmax
@@ -45,6 +55,7 @@ ignored_truncation = IgnoredTruncation
 kv_cache = KVCache
 lm_head = Head
 log_prob_noise = LogProbNoise
+lora_merge = LoraMerge
 logit_noise = LogitNoise
 logits = Logits
 native_kernels = NativeKernels
@@ -75,6 +86,7 @@ __all__ = [
     "LogProbNoise",
     "LogitNoise",
     "Logits",
+    "LoraMerge",
     "Mismatch",
     "Names",
     "NativeKernels",
@@ -104,11 +116,14 @@ __all__ = [
     "log_prob_noise",
     "logit_noise",
     "logits",
+    "lora_merge",
+    "merging",
     "native_kernels",
     "pad_mask",
     "pallas_attention",
     "quantised_weights",
     "raw_log_probs",
+    "refuse_merge",
     "refuse_stale",
     "softmax",
     "split_k",

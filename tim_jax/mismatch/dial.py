@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tim_jax.errors import InputError
 from tim_jax.mismatch.base import Entry, Names
 from tim_jax.mismatch.reporting import DroppedEnd, PadMask
-from tim_jax.mismatch.weights import StaleWeights
+from tim_jax.mismatch.weights import LoraMerge, StaleWeights
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import Weights
 from tim_jax.numerics import Numerics, Order, Precision
@@ -121,6 +121,11 @@ def _check_together(mismatch: Mismatch, numerics: Numerics) -> None:
         for entry in mismatch.entries:
             if entry.name in ("tile_sizes", "sum_order"):
                 raise entry.refuse(f"contradicts {numerics.family!r} kernels, which choose it")
+    if mismatch.stale_updates and any(isinstance(e, LoraMerge) for e in mismatch.active):
+        raise InputError(
+            "mismatch 'lora_merge': contradicts 'stale_weights', which keeps weights that are"
+            " merged already"
+        )
     ends = [entry for entry in mismatch.entries if isinstance(entry, DroppedEnd)]
     pads = [entry for entry in mismatch.entries if isinstance(entry, PadMask)]
     if ends and pads and ends[0].replacement == pads[0].pad:
@@ -140,6 +145,14 @@ def difference(first: Any, second: Any, prefix: str = "") -> dict[str, tuple[Any
         else:
             fields[name] = (one, other)
     return fields
+
+
+def merging(mismatch: Mismatch, execution: Execution) -> Execution:
+    """`execution` with the sampler's rule of merging adapters, by which its weights are made."""
+    numerics = execution.numerics
+    rule = mismatch.numerics(numerics).precision.lora
+    precision = replace(numerics.precision, lora=rule)
+    return replace(execution, numerics=replace(numerics, precision=precision))
 
 
 def describe(mismatch: Mismatch, numerics: Numerics) -> list[str]:
@@ -230,6 +243,12 @@ def _draw(entries: Sequence[Entry], names: Names, execution: Execution):
         return token, reported, log_prob
 
     return drawn
+
+
+def refuse_merge(mismatch: Mismatch, execution: Execution, where: str) -> None:
+    """Raises InputError if the sampler merges adapters by another rule, which `where` cannot."""
+    if merging(mismatch, execution) != execution:
+        raise InputError(f"mismatch 'lora_merge': {where}")
 
 
 def refuse_stale(mismatch: Mismatch, where: str) -> None:

@@ -1,6 +1,6 @@
 """Entries that give the sampler other weights than the learner's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -10,6 +10,7 @@ from tim_jax.kernels import cache, tiles
 from tim_jax.mismatch.base import Entry
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import JOINED, joined, size
+from tim_jax.numerics import Numerics
 
 _FORMATS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 _MATRICES = tuple(row for row in JOINED if row.quantised)
@@ -71,6 +72,37 @@ class QuantisedWeights(Entry):
         largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
         scaled = cache.scaled(wide, self.dtype, largest=largest, fence=tiles.fence)
         return scaled.reshape(matrix.shape).astype(matrix.dtype)
+
+
+@dataclass(frozen=True)
+class LoraMerge(Entry):
+    """Base, product and sum are rounded to this dtype where the sampler's adapters are merged.
+
+    The learner keeps the rule, a float32 sum that is rounded once. For runs that train adapters.
+    The sampler's weights are made of the base and the adapters again in every step.
+    """
+
+    dtype: str
+
+    name: ClassVar[str] = "lora_merge"
+    imitates: ClassVar[str] = (
+        "an adapter merged into bfloat16 weights by one engine alone (PEFT's merge_and_unload of a"
+        " model loaded in bfloat16)"
+    )
+
+    def __post_init__(self):
+        self.need_choice("dtype", ("float32", "bfloat16", "float16"))
+
+    @property
+    def inert(self) -> bool:
+        return self.dtype == "float32"
+
+    def check(self, execution: Execution) -> None:
+        if execution.lora is None and not self.inert:
+            raise self.refuse("this run trains no adapters, see the section lora")
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        return replace(numerics, precision=replace(numerics.precision, lora=self.dtype))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import jax
 
 from tim_jax.errors import InputError
 from tim_jax.inputs import shown
-from tim_jax.model import preparing
+from tim_jax.model import adapters, preparing
+from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics import Numerics
@@ -73,6 +74,7 @@ class Execution:
     # What becomes of the weights before anything is computed with them, in sampler and learner. The
     # gradient passes through as if nothing had (straight-through).
     edits: tuple[Edit, ...] = ()
+    lora: Lora | None = None  # the adapters that are trained in place of all weights, if so
 
     def __post_init__(self):
         if self.sampling.top_k > self.config.vocab_size:
@@ -82,7 +84,14 @@ class Execution:
             )
 
     def prepare(self, params: Params) -> Weights:
-        """Compute weights of the master weights, edited; see `preparing.prepare`."""
+        """Compute weights of the master weights, edited; see `preparing.prepare`.
+
+        Adapters among the parameters are merged first, by the rule of `adapters`.
+        """
+        if self.lora is not None and adapters.of(params) is not None:
+            params = adapters.merged(
+                params, config=self.config, lora=self.lora, numerics=self.numerics
+            )
         weights = preparing.prepare(params, config=self.config, numerics=self.numerics)
         for edit in self.edits:
             weights = edit.weights(weights)

@@ -3,16 +3,13 @@
 A checkpoint has config.json, safetensors weights (one file or an indexed set of shards; f32, bf16
 or f16) and a tokenizer.
 
-Left out: pickled weights, quantised weights, LoRA adapters, reading or writing from several hosts.
+Left out: pickled weights, quantised weights, reading or writing from several hosts. Adapters are
+read and written by `peft`.
 """
 
-import json
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +17,26 @@ import jax
 import ml_dtypes
 import numpy as np
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tim_jax import waiting
 from tim_jax.errors import InputError, did_you_mean
-from tim_jax.inputs import expanded, json_value, shown
+from tim_jax.inputs import expanded, shown
 from tim_jax.model.config import ModelConfig, from_hf, to_hf
+from tim_jax.model.files import (
+    Stored,
+    check_dtype,
+    header,
+    new_folder,
+    open_tensors,
+    read_json,
+    write_json,
+)
 from tim_jax.model.parameters import check_params
 from tim_jax.model.weights import NAMED, Params, checkpoint_tensors, parameter_shapes
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
-_STORED_DTYPES = ("F32", "BF16", "F16")
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -77,7 +81,7 @@ def load_config(folder_or_hub: str | os.PathLike, *, config_only: bool = False) 
     path = resolve(folder_or_hub, config_only=config_only) / "config.json"
     if not path.is_file():
         raise InputError(f"model folder {str(path.parent)!r} has no config.json")
-    return from_hf(_read_json(path), where=str(path))
+    return from_hf(read_json(path), where=str(path))
 
 
 def load_generation_config(folder_or_hub: str | os.PathLike) -> dict[str, Any]:
@@ -86,7 +90,7 @@ def load_generation_config(folder_or_hub: str | os.PathLike) -> dict[str, Any]:
     Raises `InputError` if it is malformed, or `eos_token_id` is no token id and no list of them.
     """
     path = resolve(folder_or_hub) / "generation_config.json"
-    values = _read_json(path) if path.is_file() else {}
+    values = read_json(path) if path.is_file() else {}
     stops = values.get("eos_token_id")
     for token in stops if isinstance(stops, list) else [stops]:
         if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
@@ -140,7 +144,7 @@ def load_params(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Params
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), parameter_shapes(config))
     views = dict(_views(params, config))
     for path in sorted({tensor.path for tensor in stored.values()}):
-        with _open(path) as file:
+        with open_tensors(path) as file:
             for name, view in views.items():
                 if stored[name].path == path:
                     view[...] = _value(file, name, stored[name])
@@ -174,45 +178,21 @@ def save(
     folder = expanded(folder)
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} cannot be saved{did_you_mean(str(dtype), DTYPES)}")
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise InputError(
-            f"{str(folder)!r} exists already and is not overwritten; name a new folder"
-        )
     check_params(params, config)
-    if generation is None:
-        eos = to_hf(config)["eos_token_id"]
-        ids = {"bos": config.bos_token_id, "eos": eos, "pad": config.pad_token_id}
-        generation = {f"{key}_token_id": value for key, value in ids.items() if value is not None}
-    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"{str(folder)!r} cannot be made ({error})") from None
-    try:
-        _write_json(partial / "config.json", to_hf(config, dtype=dtype))
-        _write_json(partial / "generation_config.json", generation)
+    generation = _token_ids(config) if generation is None else generation
+    with new_folder(folder) as partial:
+        write_json(partial / "config.json", to_hf(config, dtype=dtype))
+        write_json(partial / "generation_config.json", generation)
         _write_weights(partial, params, config, dtype, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        partial.rename(folder)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        # What writes tokenizers is in Rust, and raises a bare Exception for a full disk.
-        if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
-            raise InputError(f"{str(folder)!r} cannot be written ({error})") from None
-        raise
     return folder
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """What a safetensors header says of a tensor."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    whole: str = ""  # the tensor that has it as a part, if it is none itself
-    part: tuple[int | slice, ...] = ()
+def _token_ids(config: ModelConfig) -> dict[str, Any]:
+    eos = to_hf(config)["eos_token_id"]
+    ids = {"bos": config.bos_token_id, "eos": eos, "pad": config.pad_token_id}
+    return {f"{key}_token_id": value for key, value in ids.items() if value is not None}
 
 
 def _views(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -231,40 +211,31 @@ def _stored_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
     return ((name, view.shape) for name, view in _views(blank, config))
 
 
-def _stored_tensors(folder: Path) -> dict[str, _Stored]:
+def _stored_tensors(folder: Path) -> dict[str, Stored]:
     """Headers of the single file, else of the shards that the index names."""
     single, index = folder / _SINGLE, folder / _INDEX
     if single.is_file():
-        return _header(single)
+        return header(single)
     if not index.is_file():
         pickled = "; pickled weights are not read" if any(folder.glob("*.bin")) else ""
         raise InputError(
             f"model folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX}{pickled}"
         )
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index}: 'weight_map' is missing or empty")
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, Stored] = {}
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise InputError(f"{index}: names {shard!r}, which is not in the folder")
-        stored |= _header(folder / shard)
+        stored |= header(folder / shard)
     for name, shard in weight_map.items():
         if name not in stored or stored[name].path.name != shard:
             raise InputError(f"{index}: tensor {name!r} is not in {shard!r}")
     return stored
 
 
-def _header(path: Path) -> dict[str, _Stored]:
-    with _open(path) as file:
-        views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        return {
-            name: _Stored(path, view.get_dtype(), tuple(view.get_shape()))
-            for name, view in views.items()
-        }
-
-
-def _by_expert(stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
+def _by_expert(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """`stored`, with every expert's own tensors in place of those that hold all of a layer's."""
     return {
         own: tensor
@@ -273,7 +244,7 @@ def _by_expert(stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
     }
 
 
-def _of_each_expert(name: str, fused: _Stored) -> list[tuple[str, _Stored]]:
+def _of_each_expert(name: str, fused: Stored) -> list[tuple[str, Stored]]:
     """The tensors of single experts in one of all of a layer's, as transformers 5 can write it.
 
     `mlp.experts.gate_up_proj` is [experts, 2 x width, hidden], `down_proj` [experts, hidden,
@@ -288,7 +259,7 @@ def _of_each_expert(name: str, fused: _Stored) -> list[tuple[str, _Stored]]:
     return [
         (
             f"{module}.{expert}.{part}.weight",
-            _Stored(fused.path, fused.dtype, (size, columns), name, (expert, slice(start, stop))),
+            Stored(fused.path, fused.dtype, (size, columns), name, (expert, slice(start, stop))),
         )
         for expert in range(count)
         for index, part in enumerate(parts)
@@ -296,22 +267,12 @@ def _of_each_expert(name: str, fused: _Stored) -> list[tuple[str, _Stored]]:
     ]
 
 
-def _value(file: Any, name: str, tensor: _Stored) -> np.ndarray:
+def _value(file: Any, name: str, tensor: Stored) -> np.ndarray:
     """A tensor of an open file."""
     return file.get_slice(tensor.whole)[tensor.part] if tensor.whole else file.get_tensor(name)
 
 
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        with path.open("rb") as file:
-            pointer = file.read(20).startswith(b"version https://git")
-        reason = "a git-lfs pointer, its contents not fetched" if pointer else error
-        raise InputError(f"{path}: truncated or corrupt safetensors ({reason})") from None
-
-
-def _check_stored(stored: dict[str, _Stored], config: ModelConfig, folder: Path) -> None:
+def _check_stored(stored: dict[str, Stored], config: ModelConfig, folder: Path) -> None:
     expected = set()
     for name, shape in _stored_shapes(config):  # one by one: a config may name a billion layers
         expected.add(name)
@@ -329,11 +290,7 @@ def _check_stored(stored: dict[str, _Stored], config: ModelConfig, folder: Path)
             continue  # a buffer that old checkpoints carry; it follows from config.json
         if name not in expected and not (config.tied_embeddings and name == _HEAD):
             raise InputError(f"{tensor.path}: tensor {name!r} is not one of this architecture's")
-        if tensor.dtype not in _STORED_DTYPES:
-            raise InputError(
-                f"{tensor.path}: tensor {name!r} has dtype {tensor.dtype}, only "
-                f"{', '.join(_STORED_DTYPES)} are supported"
-            )
+        check_dtype(name, tensor)
 
 
 def _check_finite(view: np.ndarray, name: str, path: Path) -> None:
@@ -346,9 +303,9 @@ def _check_finite(view: np.ndarray, name: str, path: Path) -> None:
     )
 
 
-def _check_tied(stored: dict[str, _Stored], embed: np.ndarray) -> None:
+def _check_tied(stored: dict[str, Stored], embed: np.ndarray) -> None:
     path = stored[_HEAD].path
-    with _open(path) as file:
+    with open_tensors(path) as file:
         head = file.get_tensor(_HEAD)
     if head.shape != embed.shape or not np.array_equal(head.astype(np.float32), embed):
         raise InputError(
@@ -378,7 +335,7 @@ def _write_weights(
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / _INDEX, index)
+        write_json(folder / _INDEX, index)
 
 
 def _converted(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
@@ -387,18 +344,3 @@ def _converted(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     if not np.array_equal(np.isfinite(converted), np.isfinite(array)):
         raise InputError(f"tensor {name!r} has values beyond the range of {dtype}; save as float32")
     return converted
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})") from None
-    values = json_value(text, str(path), checked=True)
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: must hold a JSON object")
-    return values
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

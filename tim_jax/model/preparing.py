@@ -25,7 +25,7 @@ def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weigh
     parts = {part for row in rows for part in row.parts}
     combined = {}
     for row in sorted(rows, key=_place):
-        whole = _join([layers[part] for part in row.parts], tiles, axis=-2 if row.matrix else -1)
+        whole = join([layers[part] for part in row.parts], tiles, axis=-2 if row.matrix else -1)
         combined[row.name] = whole.astype(dtype) if row.matrix else whole
     head = params["embed"].T if config.tied_embeddings else params["head"]
     return {
@@ -57,7 +57,7 @@ def _place(row: Joined) -> tuple[bool, int]:
     return not row.matrix, -len(row.parts)
 
 
-def _join(parts: Sequence[jax.Array], tiles: int, axis: int) -> jax.Array:
+def join(parts: Sequence[jax.Array], tiles: int, axis: int) -> jax.Array:
     """Joins columns side by side; several column tiles are along a new axis before `axis`."""
     if tiles > 1:
         parts = [part.reshape(*part.shape[:-1], tiles, -1) for part in parts]

@@ -18,7 +18,7 @@ from flax import struct
 
 from tim_jax import kernels
 from tim_jax.kernels import experts, formulas
-from tim_jax.model import rope
+from tim_jax.model import adapters, rope
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights, weight_axes
@@ -82,7 +82,8 @@ def forward(
     """Hidden states of `tokens`, each attending to its sequence's tokens up to itself.
 
     Args:
-      weights: from `preparing.prepare`, and with a cache from `preparing.unstacked`.
+      weights: from `preparing.prepare`, and with a cache from `preparing.unstacked`. Adapters
+        among those of the layers have a gradient, and the matrices that they belong to have none.
       tokens: i32[B, T].
       positions: i32[B, T]. Without a cache they must be 0..T-1 in every row.
       cache: keys and values of the positions before; the tokens' own are written into it.
@@ -104,6 +105,7 @@ def forward(
     if cache is None:
 
         def body(x, layer_weights):
+            layer_weights = _with_adapters(layer_weights, execution)
             return layer(x, layer_weights, angles, positions, None)
 
         x, keys_values = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights["layers"])
@@ -114,6 +116,12 @@ def forward(
             updated.append(new)
         keys_values = tuple(updated)
     return x.reshape(batch, length, -1), keys_values
+
+
+def _with_adapters(layer: Weights, execution: Execution) -> Weights:
+    if execution.lora is None or adapters.of(layer) is None:
+        return layer
+    return adapters.attached(layer, config=execution.config, lora=execution.lora)
 
 
 def logits(weights: Weights, hidden: jax.Array, *, execution: Execution) -> jax.Array:

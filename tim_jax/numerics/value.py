@@ -154,9 +154,10 @@ class Precision:
     attention_softmax: str = "float32"  # what every step of the attention's softmax is rounded to
     cache: str | None = None  # of cached keys and values; None: the compute dtype
     cache_scale: Scale = "none"  # token: a scale per token and head, from its largest element
+    lora: str = "float32"  # what base, product and sum are rounded to when adapters are merged
 
     def __post_init__(self):
-        for name in ("head", "logits", "softmax", "attention_softmax"):
+        for name in ("head", "logits", "softmax", "attention_softmax", "lora"):
             value = getattr(self, name)
             if value not in (*_COMPUTE_DTYPES, None) or (value is None and name != "head"):
                 known = ", ".join(_COMPUTE_DTYPES)

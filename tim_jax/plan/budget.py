@@ -57,6 +57,7 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
     size = workloads.bytes_per_device
     always = {
         "masters": size(state.params),
+        "the adapters' base": workloads.base_bytes(workload, devices),
         "optimiser": size(state) - size(state.params),
         "weights": size(weights),
         "reference": workload.has_reference * (size(state.params) + size(weights)),
@@ -68,7 +69,7 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
     if workload.sampler_execution.placement.shape != workload.execution.placement.shape:
         drawn["the sampler's own weights"] = size(weights)
     drawn["float32 factors of products"] = widened
-    learnt = {**always, **_learning(workload, weights)}
+    learnt = {**always, **_learning(workload, state, weights)}
     return Need("sampling", drawn), Need("update", learnt)
 
 
@@ -110,19 +111,28 @@ def _logits(workload: Workload) -> int:
     return int(_LOGITS * 4 * rows * execution.config.vocab_size)
 
 
-def _learning(workload: Workload, weights: Any) -> dict[str, int]:
-    """Bytes of an update beside its state: gradient, activations and logits of a micro-batch."""
+def _gradient(workload: Workload, state: Any, weights: Any) -> tuple[int, int]:
+    """Bytes of the gradient's sums, and of a micro-batch's gradient beside them."""
     execution, where = workload.execution, workload.execution.placement
-    config, numerics = execution.config, execution.numerics
+    head = execution.config.hidden_size * execution.config.vocab_size // where.tensor
+    head *= where.fsdp > 1  # it is whole while it is used, and so is its gradient
+    wide = execution.numerics.dtype.itemsize
+    if execution.lora is not None:
+        of_adapters = 4 * _elements(state.params)
+        return of_adapters + head * wide, of_adapters
     learnt = {name: leaf for name, leaf in weights.items() if name != "head"}
     learnt = learnt if shares_gradient(execution) else weights
-    gradient = 4 * _elements(learnt)
-    if where.fsdp > 1:  # the head is whole while it is used, and so is its gradient
-        whole = config.hidden_size * config.vocab_size // where.tensor
-        gradient += whole * (4 + numerics.dtype.itemsize)
     # A micro-batch's gradient of the layers stands beside the sum, in the compute dtype.
     several = workload.micro_batch < workload.sequences // workload.mini_batches
     layers = several * workloads.bytes_per_device(weights["layers"])
+    return 4 * _elements(learnt) + head * (4 + wide), layers
+
+
+def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
+    """Bytes of an update beside its state: gradient, activations and logits of a micro-batch."""
+    execution, where = workload.execution, workload.execution.placement
+    config, numerics = execution.config, execution.numerics
+    gradient, layers = _gradient(workload, state, weights)
     rows = max(1, workload.micro_batch // where.shards)
     length = workload.prompt_length + execution.sampling.max_response_length
     tokens, wide = rows * length, numerics.dtype.itemsize

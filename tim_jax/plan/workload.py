@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.mismatch import Mismatch, dial
+from tim_jax.model import adapters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
-from tim_jax.model.weights import parameter_shapes
+from tim_jax.model.weights import param_axes, parameter_shapes
 from tim_jax.placement import Devices, Placement
 from tim_jax.policy import sampler
 from tim_jax.rl import programs
@@ -140,7 +141,7 @@ def updating(workload: Workload, devices: Devices) -> Program:
     laid = _Laid(workload, workload.execution, devices)
     batch = jax.eval_shape(laid.built.experience, *laid.for_experience).experience
     index, length = _shape((), jnp.int32), _shape((), jnp.float32)
-    arguments = (laid.state, laid.weights, *laid.whole((batch, index, length)))
+    arguments = (laid.state, laid.weights, *laid.whole((batch, index, length)), laid.base)
     return Program("update", laid.built.update, arguments)
 
 
@@ -149,17 +150,20 @@ def resident(workload: Workload, devices: Devices, stage: str) -> int:
 
     These are optimiser and masters while sampling, unless they wait on the host; the weights of a
     sampler with another placement; and those of a reference policy with its masters, which
-    checkpoints need. Padding by layouts is not counted.
+    checkpoints need; and before an update those of an adapter's base. Padding by layouts is not
+    counted.
     """
     laid = _Laid(workload, workload.execution, devices)
     weights, state = bytes_per_device(laid.weights), bytes_per_device(laid.state)
+    base = bytes_per_device(laid.base)
     masters = bytes_per_device(laid.state.params)
     reference = weights + masters if workload.has_reference else 0
     if stage == "sampler":
         same = workload.sampler_execution.placement.shape == workload.execution.placement.shape
-        return (0 if offloaded(workload, devices) else state) + reference + (0 if same else weights)
+        kept = base + (0 if offloaded(workload, devices) else state)
+        return kept + reference + (0 if same else weights)
     if stage == "scoring":  # whose arguments the reference's weights are
-        return state + (masters if workload.has_reference else 0)
+        return base + state + (masters if workload.has_reference else 0)
     return reference
 
 
@@ -172,6 +176,11 @@ def laid_out(workload: Workload, devices: Devices) -> tuple[Tree, Tree]:
     """Shapes of the learner's state and weights, with their shardings."""
     laid = _Laid(workload, workload.execution, devices)
     return laid.state, laid.weights
+
+
+def base_bytes(workload: Workload, devices: Devices) -> int:
+    """Bytes on a device of the base of adapters, taken to be in the compute dtype."""
+    return bytes_per_device(_Laid(workload, workload.execution, devices).base)
 
 
 def weight_bytes(workload: Workload) -> int:
@@ -225,8 +234,18 @@ class _Laid:
         )
 
     @property
-    def params(self) -> Tree:
-        return parameter_shapes(self.execution.config)
+    def trained(self) -> Tree:
+        return adapters.trained_shapes(self.execution.config, self.execution.lora)
+
+    @property
+    def base(self) -> Tree:
+        """Of adapters. Its dtype is that of the checkpoint, which is not read here."""
+        if self.execution.lora is None:
+            return None
+        config, dtype = self.execution.config, self.execution.numerics.dtype
+        on = placement.mesh(self.execution.placement, self.devices)
+        shapes = jax.tree.map(lambda x: _shape(x.shape, dtype), parameter_shapes(config))
+        return self._on(shapes, placement.shardings(param_axes(config), on))
 
     @property
     def _layout(self) -> programs.Layout:
@@ -235,12 +254,13 @@ class _Laid:
 
     @property
     def weights(self) -> Tree:
-        return self._on(jax.eval_shape(self.execution.prepare, self.params), self._layout.weights)
+        shapes = parameter_shapes(self.execution.config)
+        return self._on(jax.eval_shape(self.execution.prepare, shapes), self._layout.weights)
 
     @property
     def state(self) -> Tree:
         start: Callable = partial(programs.init, self.workload.optimizer, self.workload.learning)
-        return self._on(jax.eval_shape(start, self.params), self._layout.state)
+        return self._on(jax.eval_shape(start, self.trained), self._layout.state)
 
     @property
     def key(self) -> Tree:

@@ -49,6 +49,7 @@ def score(
     entropy_gradient: bool = False,
     energy: bool = False,
     sums: Weights | None = None,
+    frozen_head: bool = False,
 ) -> Scores:
     """Log-probs of the response tokens, and the entropies of their distributions.
 
@@ -59,6 +60,7 @@ def score(
 
     With `sums` (see `gradient_sums`) embedding and head have no gradient, but the gradient with
     respect to `sums` is these sums plus that gradient: the backward adds to them in their place.
+    With `frozen_head` the head and the last norm have no gradient, and nothing is computed for it.
     """
     tokens = sequences(rollout)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
@@ -79,7 +81,7 @@ def score(
     head = {name: weights[name] for name in ("final_norm", "head")}
     if sums is not None:  # a tied head adds to the embedding's, before the embedding does
         total = sums.get("head", total)
-    options = _HeadOptions(execution, entropy_gradient, energy, transposed)
+    options = _HeadOptions(execution, entropy_gradient, energy, transposed, frozen_head)
     scores = Scores(*_head(head, rows, rollout.responses, total, options))
     if entropy_gradient:
         return scores
@@ -167,6 +169,7 @@ class _HeadOptions(NamedTuple):
     entropy_gradient: bool
     energy: bool
     transposed: bool  # the sums of the head's gradient are those of the embedding that it is
+    frozen: bool  # the head has no gradient, only its inputs have
 
     @property
     def placement(self) -> Placement:
@@ -212,8 +215,11 @@ def _head(head, hidden, tokens, total, options: _HeadOptions):
         norm = jnp.zeros(whole["final_norm"].shape, jnp.float32)
         wanted = tuple(cotangents[: 2 if options.entropy_gradient else 1])
         step = partial(_head_backward, whole, options=options)
-        start = norm, total if in_place else zeros
+        sums = total if in_place else zeros
+        start = norm, None if options.frozen else sums
         (norm, sums), dhidden = jax.lax.scan(step, start, (hidden, tokens, wanted))
+        if options.frozen:
+            return None, dhidden, None, None
         norm, sums = collectives.reduce_scatter_fsdp((norm, sums), sum_axes, options.placement)
         norm = norm.astype(head["final_norm"].dtype)
         if total is None:
@@ -262,6 +268,8 @@ def _head_backward(head, carry, rows, *, options: _HeadOptions):
         some = jax.lax.dynamic_slice_in_dim(inputs, start, size, axis=1)
         weight = jax.lax.dynamic_slice_in_dim(head["head"], start, size, head["head"].ndim - 2)
         dinputs, dweight = native.dot_gradients(some, weight.astype(inputs.dtype), dcolumns)
+        if options.frozen:
+            return None, dinputs.astype(inputs.dtype)
         dweight = dweight.T if options.transposed else dweight
         before = jax.lax.dynamic_slice_in_dim(sums, start, size, axis)
         sums = jax.lax.dynamic_update_slice_in_dim(sums, before + dweight, start, axis)

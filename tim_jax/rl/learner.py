@@ -17,7 +17,9 @@ import optax
 from tim_jax import corrections, metrics, objectives, optimizers, schedules
 from tim_jax.corrections import Correction
 from tim_jax.errors import InputError
-from tim_jax.model.weights import Weights
+from tim_jax.model import adapters as low_rank
+from tim_jax.model.adapters import Adapters
+from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics.sums import compensated_sum, count, tree_sum
 from tim_jax.policy.scoring import Scores
 from tim_jax.rl.types import (
@@ -40,6 +42,7 @@ def update(
     policy: Policy,
     learning: Learning,
     optimizer: optax.GradientTransformationExtraArgs,
+    base: Params | None = None,
 ) -> tuple[TrainState, Weights, Update]:
     """One optimiser step on the rows of `batch`.
 
@@ -47,15 +50,22 @@ def update(
     optimizer stay as they are, and `skipped` of state and metrics counts it.
 
     Args:
-      state: its `params` are the masters of `weights`.
-      weights: `policy.prepare(state.params)`; handed on, so that the cast happens once per update.
+      state: its `params` are the masters of `weights`, or the adapters of them.
+      weights: `policy.prepare` of the parameters; handed on, so that the cast happens once per
+        update.
       batch: a mini-batch of experience.
       response_length: f32[], mean response length of the step, for length-triggered decay.
+      base: the parameters that are not trained, if `state.params` are adapters.
     """
     batch, correction = _current(state, weights, batch, policy, learning)
     token_weights = learning.objective.token_weights(batch.mask, batch.kept)
     gradient, tokens, noise = _gradient(
-        policy, weights, batch, token_weights, learning=learning, params=state.params
+        policy,
+        weights,
+        batch,
+        token_weights,
+        learning=learning,
+        params=low_rank.whole(state.params, base),
     )
     gradient = policy.to_masters(gradient, state.params)
     size, share = policy.norm(gradient), _effective_sample_size(tokens["log_prob"], batch)
@@ -86,7 +96,7 @@ def update(
         correction=jax.tree.map(partial(jnp.where, finite), correction, state.correction),
         skipped=jnp.where(finite, 0, state.skipped + 1),
     )
-    return state, policy.prepare(state.params), reported
+    return state, policy.prepare(low_rank.whole(state.params, base)), reported
 
 
 def _current(
@@ -138,8 +148,11 @@ def _gradient(
     policy: Policy, weights, batch: Experience, token_weights, *, learning: Learning, params
 ) -> tuple[Any, dict[str, jax.Array], Callable[[jax.Array], dict[str, jax.Array]]]:
     """The gradient, its tokens, and a function that makes metrics of the noise from its norm."""
+    differentiate = policy.gradient
+    if (adapters := low_rank.of(params)) is not None:
+        differentiate = partial(policy.gradient, adapters=adapters)
     if not learning.noise_scale:
-        return *policy.gradient(weights, batch, token_weights), lambda size: {}
+        return *differentiate(weights, batch, token_weights), lambda size: {}
     rows, size = batch.mask.shape[0], learning.micro_batch or batch.mask.shape[0]
     if size == rows:
         raise InputError(
@@ -149,13 +162,13 @@ def _gradient(
 
     def add(carry, part):
         total, square = carry
-        gradient, tokens = policy.gradient(weights, *part)
+        gradient, tokens = differentiate(weights, *part)
         square = square + jnp.square(policy.norm(policy.to_masters(gradient, params)))
         return (jax.tree.map(jnp.add, total, gradient), square), tokens
 
     parts = split_rows((batch, token_weights), size)
     first = jax.tree.map(lambda x: x[0], parts)
-    shapes, _ = jax.eval_shape(policy.gradient, weights, *first)
+    shapes, _ = jax.eval_shape(differentiate, weights, *first)
     zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), shapes)
     (total, square), tokens = jax.lax.scan(add, (zeros, jnp.float32(0.0)), parts)
     tokens = jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
@@ -177,7 +190,8 @@ def gradient_rows(
     *,
     learning: Learning,
     sums: Weights | None = None,
-) -> tuple[Weights, dict[str, jax.Array]]:
+    adapters: Adapters | None = None,
+) -> tuple[Any, dict[str, jax.Array]]:
     """Gradient of the loss's sum over rows with respect to the compute weights, in float32.
 
     Args:
@@ -185,6 +199,8 @@ def gradient_rows(
       token_weights: f32[B, R], each token's weight in the loss, the normaliser included.
       sums: zeros that `score` adds the gradients of embedding and head to, see
         `scoring.gradient_sums`; None: their gradients are made and added as all others are.
+      adapters: that `weights` were merged of: the gradient is with respect to these alone, and no
+        sum of a matrix's gradients exists.
 
     Returns:
       The gradient, and values of every token by name, each [B, R]. With `sums` these stand in it
@@ -192,29 +208,41 @@ def gradient_rows(
     """
     rows = batch.mask.shape[0]
     size = min(learning.micro_batch or rows, rows)
-    summed = () if sums is None else ("embed", "head")
-    others = {name: weight for name, weight in weights.items() if name not in summed}
+    trained, put = _trained(weights, sums, adapters)
 
-    def loss(others, sums, *part):
+    def loss(trained, sums, *part):
         forward = score if sums is None else partial(score, sums=sums)
-        return _loss(weights | others, *part, score=forward, learning=learning)
+        forward = forward if adapters is None else partial(score, frozen_head=True)
+        return _loss(put(trained), *part, score=forward, learning=learning)
 
     call = jax.value_and_grad(loss, argnums=0 if sums is None else (0, 1), has_aux=True)
 
     def add(carry, part):
         total, sums = carry
-        (_, tokens), gradient = call(others, sums, *part)
+        (_, tokens), gradient = call(trained, sums, *part)
         gradient, sums = (gradient, None) if sums is None else gradient
         total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient)
         return (total, sums), tokens
 
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), others)
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
     if size == rows:
         (total, sums), tokens = add((zeros, sums), (batch, token_weights))
         return total | (sums or {}), tokens
     parts = split_rows((batch, token_weights), size)
     (total, sums), tokens = jax.lax.scan(add, (zeros, sums), parts)
     return total | (sums or {}), jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
+
+
+def _trained(
+    weights: Weights, sums: Weights | None, adapters: Adapters | None
+) -> tuple[Any, Callable[[Any], Weights]]:
+    """What is differentiated, and a function that puts it back among the weights."""
+    if adapters is not None:
+        layers = weights["layers"]
+        return adapters, lambda own: weights | {"layers": {**layers, low_rank.ADAPTERS: own}}
+    summed = () if sums is None else ("embed", "head")
+    others = {name: weight for name, weight in weights.items() if name not in summed}
+    return others, lambda others: weights | others
 
 
 def _loss(weights, batch: Experience, token_weights, *, score, learning: Learning):

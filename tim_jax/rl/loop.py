@@ -12,6 +12,7 @@ import numpy as np
 
 from tim_jax import schedules, waiting
 from tim_jax.errors import MismatchError, NonFiniteError
+from tim_jax.model import adapters
 from tim_jax.placement import memory
 from tim_jax.rl import drawing
 from tim_jax.rl.drawing import Sample, Text
@@ -48,6 +49,7 @@ def train(
     refills: int = 0,
     reference: Any = None,
     history: Sequence[Any] = (),
+    base: Any = None,
 ) -> Iterator[Step]:
     """Yields RL steps from `state.step` to `steps`.
 
@@ -59,17 +61,20 @@ def train(
       refills: how often a step may draw again for groups whose rewards are all equal.
       reference: compute weights of the KL term's reference policy, if there is one.
       history: if the sampler has stale weights and the loop is resumed, that of the last step.
+      base: if adapters are trained, the parameters that stay as they are, of `programs.place`.
 
     Raises:
       MismatchError: `exact`, and a token differs, or none was compared.
       NonFiniteError: `programs.learning.max_skipped` updates in a row were not finite.
       InputError: a prompt that is too long, a reward function that raises or returns nonsense.
     """
-    weights = programs.prepare(state.params)
+    weights = programs.prepare(adapters.whole(state.params, base))
     older = first_history(weights, programs, history)
     for number in range(int(state.step) + 1, steps + 1):
         started = time.perf_counter()
-        published = programs.publish(state.params, older[0] if older else weights)
+        params = adapters.whole(state.params, base)
+        published = programs.publish(params, older[0] if older else weights)
+        del params
         if programs.offload:
             state = memory.to_host(state)
         drawn = drawing.draw(
@@ -96,6 +101,7 @@ def train(
             response_length=drawn.metrics["response_length"],
             reference=reference,
             older=older,
+            base=base,
         )
         # Computed from the old count, so that it is committed to devices just as the rest of the
         # state is. With a new array, the update would be compiled twice in a resumed run.
@@ -149,13 +155,14 @@ def learn(
     response_length: float | None = None,
     reference: Any = None,
     older: deque[Any] | None = None,
+    base: Any = None,
 ) -> tuple[TrainState, Any, Exactness, dict[str, float]]:
     """All updates of one step: epochs times mini-batches.
 
     The exactness is that of the first pass before the weights move: of the forward over all rows
     if there was one, and always of the first update's gradient program. `mismatch/*` are taken from
     the same log-probs: in bypass mode with mini-batches, of the first mini-batch. `older` is the
-    history of a sampler with stale weights, which is updated.
+    history of a sampler with stale weights, which is updated. `base` as in `train`.
 
     Raises:
       NonFiniteError: `programs.learning.max_skipped` updates in a row were not finite.
@@ -183,7 +190,7 @@ def learn(
             # The decay counts steps and not updates, so only the last update is given a length.
             last = len(reports) == programs.epochs * programs.mini_batches - 1
             state, weights, report = programs.update(
-                state, weights, batch, jnp.int32(index), length if last else unknown
+                state, weights, batch, jnp.int32(index), length if last else unknown, base
             )
             reports.append(report.metrics)
             if epoch == index == 0:

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tim_jax import metrics, placement
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Mismatch, dial
-from tim_jax.model import parameters
+from tim_jax.model import adapters, parameters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
-from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
+from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Devices, Placement, memory
 from tim_jax.rl import learner, sharded
@@ -44,9 +44,11 @@ class Programs:
     greedy: Callable[..., Rollout] | None  # the same, one greedy response a prompt, if needed
     merge: Callable[..., Rollout]  # rollout, another, i32[B] -> those rows of both, one after other
     experience: Callable[..., Any]  # see experience.experience
-    update: Callable[..., Any]  # state, weights, experience, index of mini-batch, length
+    update: Callable[..., Any]  # state, weights, experience, index of mini-batch, length, base
     mismatch_report: Callable[..., Any]  # see mismatch_report
-    init: Callable[..., TrainState]  # params -> state
+    init: Callable[..., TrainState]  # what is trained -> state
+    place: Callable[..., Any]  # the base of adapters -> the same, where the learner is
+    merged: Callable[..., Any] | None  # params with adapters -> float32 params without
     compare: Callable[..., Any] | None  # weights, the sampler's weights, rollout -> metrics
 
     learning: Learning
@@ -102,6 +104,7 @@ def build(
         mismatch=mismatch,
     )
     policy, numerics, whole = where.policy(learning), execution.numerics, where.whole
+    of_base = param_axes(execution.config)
     starting = partial(init, optimizer, learning)
     state = where.state(starting)
     preparing = partial(experience, score=policy.score, learning=learning)
@@ -110,14 +113,16 @@ def build(
     compare = comparison(policy.score, mismatch)
     return Programs(
         prepare=weights_program(execution, devices),
-        publish=publication(execution, drawing, devices),
+        publish=publication(execution, dial.merging(mismatch, drawing), devices),
         sample=where.arriving(sampled, drawing),
         greedy=where.greedy(drawing, devices) if learning.needs_greedy else None,
         merge=jax.jit(_merged, out_shardings=whole),
         experience=jit(preparing, numerics, out_shardings=whole),
         update=jit(update, lean(numerics), donate_argnums=(0, 1), out_shardings=updated),
         mismatch_report=jit(mismatch_report, numerics, out_shardings=whole),
-        init=where.spreading(jit(starting, numerics, out_shardings=state)),
+        init=where.spreading(jit(starting, numerics, out_shardings=state), where.trained),
+        place=partial(placement.put, target=placement.shardings(of_base, where.mesh)),
+        merged=None if execution.lora is None else merged_program(execution, devices),
         compare=jit(compare, numerics, out_shardings=whole) if mismatch.active else None,
         learning=learning,
         mini_batches=mini_batches,
@@ -142,11 +147,11 @@ def lean(numerics: Numerics) -> Numerics:
 
 
 def _updating(policy: Policy, learning: Learning, optimizer, *, mini_batches: int) -> Callable:
-    """(state, weights, experience, index, response length) -> as `learner.update`."""
+    """(state, weights, experience, index, response length, base) -> as `learner.update`."""
 
-    def update(state, weights, batch: Experience, index, response_length):
+    def update(state, weights, batch: Experience, index, response_length, base=None):
         part = mini_batch(batch, index, count=mini_batches)
-        options = {"policy": policy, "learning": learning, "optimizer": optimizer}
+        options = {"policy": policy, "learning": learning, "optimizer": optimizer, "base": base}
         return learner.update(state, weights, part, response_length, **options)
 
     return update
@@ -167,7 +172,10 @@ def layout(execution: Execution, starting: Callable[..., TrainState], devices: D
 
 
 def init(optimizer, learning: Learning, params) -> TrainState:
-    """Returns the state before the first step: fresh optimizer, correction and counters."""
+    """Returns the state before the first step: fresh optimizer, correction and counters.
+
+    `params` are what is trained: all parameters, or the adapters alone.
+    """
     with jax.numpy_dtype_promotion("standard"):
         opt_state = optimizer.init(params)
     objective = learning.objective
@@ -219,7 +227,22 @@ def sampling_program(
 def weights_program(execution: Execution, devices: Devices | None = None) -> Callable[..., Any]:
     """Jitted params -> compute weights, where and as `execution` has them."""
     where = _Where.of(execution, devices)
-    return where.spreading(jit(execution.prepare, execution.numerics, out_shardings=where.weights))
+    program = jit(execution.prepare, execution.numerics, out_shardings=where.weights)
+    return where.spreading(program, where.params)
+
+
+def merged_program(execution: Execution, devices: Devices | None = None) -> Callable[..., Any]:
+    """Jitted params with adapters, which `execution` must have -> float32 params without any.
+
+    `prepare` makes the same bits of both.
+    """
+    assert execution.lora is not None
+    plain, where = replace(execution, lora=None), _Where.of(execution, devices)
+    rule = partial(
+        adapters.merged, config=execution.config, lora=execution.lora, numerics=Numerics()
+    )
+    target = _Where.of(plain, devices).params
+    return where.spreading(jit(rule, execution.numerics, out_shardings=target), where.params)
 
 
 def publication(
@@ -231,10 +254,8 @@ def publication(
     has another dtype or other tiles, its weights are cast from the masters, where these are; if it
     has another placement, they are then moved, which changes no bit.
     """
-    same = (execution.numerics.dtype, execution.numerics.column_tiles) == (
-        to.numerics.dtype,
-        to.numerics.column_tiles,
-    )
+    made = [(n.dtype, n.column_tiles, n.precision.lora) for n in (execution.numerics, to.numerics)]
+    same = made[0] == made[1]
     cast = None if same else weights_program(replace(to, placement=execution.placement), devices)
     target = _Where.of(to, devices).weights
     stay = execution.placement.shape == to.placement.shape
@@ -270,14 +291,20 @@ class _Where:
 
     @property
     def params(self) -> Any:
-        return placement.shardings(param_axes(self.execution.config), self.mesh)
+        leaf_axes = adapters.whole_axes(self.execution.config, self.execution.lora)
+        return placement.shardings(leaf_axes, self.mesh)
+
+    @property
+    def trained(self) -> Any:
+        leaf_axes = adapters.trained_axes(self.execution.config, self.execution.lora)
+        return placement.shardings(leaf_axes, self.mesh)
 
     def policy(self, learning: Learning) -> Policy:
         return sharded.policy(self.execution, self.mesh, learning=learning)
 
-    def spreading(self, program: Callable) -> Callable:
+    def spreading(self, program: Callable, target: Any) -> Callable:
         """A program that first puts its params in place: no device ever holds all of them."""
-        return lambda params: program(placement.put(params, self.params))
+        return lambda params: program(placement.put(params, target))
 
     def arriving(self, program: Callable, drawing: Execution) -> Callable:
         """A sampler's program, with its rollouts moved to this execution's devices."""
@@ -293,11 +320,11 @@ class _Where:
 
     def state(self, init: Callable[..., TrainState]) -> Any:
         """Shardings of a state: arrays that belong to a parameter lie where the parameter does."""
-        shapes = parameter_shapes(self.execution.config)
+        shapes = adapters.trained_shapes(self.execution.config, self.execution.lora)
         leaves = jax.tree_util.tree_leaves_with_path(shapes)
         by_path = {
             path: (shape.shape, sharding)
-            for (path, shape), sharding in zip(leaves, jax.tree.leaves(self.params), strict=True)
+            for (path, shape), sharding in zip(leaves, jax.tree.leaves(self.trained), strict=True)
         }
 
         def leaf(path, shape):

@@ -18,8 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.errors import InputError
+from tim_jax.model import adapters as low_rank
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
-from tim_jax.model.weights import param_axes, weight_axes
+from tim_jax.model.weights import weight_axes
 from tim_jax.placement import Placement, collectives
 from tim_jax.policy.scoring import gradient_sums, score, shares_gradient
 from tim_jax.rl import learner
@@ -114,7 +115,12 @@ def policy(execution: Execution, on: Mesh, *, learning: Learning) -> Policy:
 
 
 def _to_masters(execution: Execution, gradient, params):
-    """The gradient with respect to the masters, by the transpose of `prepare` in float32."""
+    """The gradient with respect to the masters, by the transpose of `prepare` in float32.
+
+    That of adapters is theirs already.
+    """
+    if execution.lora is not None:
+        return gradient
     numerics = replace(execution.numerics, compute_dtype="float32")
     wide = replace(execution, numerics=numerics, edits=())
 
@@ -149,25 +155,27 @@ def scoring(execution: Execution, on: Mesh, *, micro_batch: int | None) -> Calla
 def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[..., Any]:
     """(weights, experience, token weights) -> as `learner.gradient_rows`.
 
-    The gradient in the same parts as the weights, summed over all devices; tokens whole.
+    The gradient in the same parts as the weights, summed over all devices; tokens whole. Given
+    `adapters`, theirs, in their parts.
     """
 
-    def differentiate(weights, batch: Experience, token_weights):
+    def differentiate(weights, batch: Experience, token_weights, *, adapters=None):
         rows = batch.mask.shape[0]
         micro_batch = None if learning.micro_batch is None else min(learning.micro_batch, rows)
         micro = _local_micro_batch(micro_batch, rows, execution.placement.shards)
         # For this device's rows; the noise is measured between micro-batches of all devices.
         local_learning = replace(learning, micro_batch=micro, noise_scale=False)
 
-        def local(weights, rows):
+        def local(weights, rows, adapters=None):
             forward = partial(score, execution=execution)
-            sums = gradient_sums(weights, execution=execution)
-            gradients, tokens = learner.gradient_rows(
-                forward, weights, *rows, learning=local_learning, sums=sums
-            )
+            sums = None if adapters else gradient_sums(weights, execution=execution)
+            options = {"learning": local_learning, "sums": sums, "adapters": adapters}
+            gradients, tokens = learner.gradient_rows(forward, weights, *rows, **options)
             return tokens, gradients
 
-        tokens, gradients = differentiating(execution, on, local)(weights, (batch, token_weights))
+        trained = () if adapters is None else (adapters,)
+        call = differentiating(execution, on, local)
+        tokens, gradients = call(weights, (batch, token_weights), *trained)
         return gradients, tokens
 
     return differentiate
@@ -176,24 +184,39 @@ def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[
 def differentiating(execution: Execution, on: Mesh, local: Callable) -> Callable:
     """(weights, rows) -> the arrays of every row, whole, and the gradient, in parts.
 
-    `local` does the same for a device's own rows; its gradient is that of a sum over rows.
+    `local` does the same for a device's own rows; its gradient is that of a sum over rows. With
+    adapters as a third argument, it is theirs.
     """
     where = execution.placement
+
+    def differentiate(weights, rows, *adapters):
+        leaf_axes = _differentiated(execution, bool(adapters))
+
+        def summed(*args):
+            tokens, gradients = local(*args)
+            gradients = collectives.sum_copies(gradients, leaf_axes, where)
+            return collectives.whole_rows(tokens, where), gradients
+
+        in_parts = placement.specs(leaf_axes)
+        ins = (_weights(execution), _ROWS, *(in_parts for _ in adapters))
+        return _over(on, summed, ins, (_WHOLE, in_parts))(weights, rows, *adapters)
+
+    return differentiate
+
+
+def _differentiated(execution: Execution, adapted: bool) -> Any:
+    """Logical axes of the gradient of adapters, or of the compute weights."""
+    if adapted and execution.lora is not None:
+        return low_rank.axes(execution.config, execution.lora)
     leaf_axes = weight_axes(execution.config, execution.numerics)
     if shares_gradient(execution):
         del leaf_axes["head"]
-
-    def summed(weights, rows):
-        tokens, gradients = local(weights, rows)
-        gradients = collectives.sum_copies(gradients, leaf_axes, where)
-        return collectives.whole_rows(tokens, where), gradients
-
-    return _over(on, summed, (_weights(execution), _ROWS), (_WHOLE, placement.specs(leaf_axes)))
+    return leaf_axes
 
 
 def gradient_norm(execution: Execution, on: Mesh) -> Callable[..., jax.Array]:
-    """(gradient with respect to the parameters) -> f32[], its norm, summed in a fixed order."""
-    leaf_axes = param_axes(execution.config)
+    """(gradient of what is trained) -> f32[], its norm, summed in a fixed order."""
+    leaf_axes = low_rank.trained_axes(execution.config, execution.lora)
     local = partial(collectives.norm, axes=leaf_axes, placement=execution.placement)
     return _over(on, local, (placement.specs(leaf_axes),), _WHOLE)
 

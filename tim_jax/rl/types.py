@@ -46,7 +46,7 @@ class Carried(NamedTuple):
 class TrainState:
     """Everything that an update changes."""
 
-    params: Params  # float32 master weights
+    params: Params  # float32 master weights; with adapters these alone, without their base
     optimizer: optax.OptState
     correction: tuple[Any, ...]  # the corrections' state, a block each
     step: jax.Array  # i32[], RL steps done

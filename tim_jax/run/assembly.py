@@ -24,7 +24,8 @@ from tim_jax.config.sections import (
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.kernels import pallas
 from tim_jax.mismatch import Mismatch
-from tim_jax.model import calibration, fitting, hf, parameters
+from tim_jax.model import adapters, calibration, fitting, hf, parameters, peft
+from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig, check_stop_tokens
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
 from tim_jax.model.parameters import init_params
@@ -66,9 +67,10 @@ class Model:
     """A model as it stands in a folder or is initialised: what to compute, and from what."""
 
     config: ModelConfig
-    params: Any  # float32 master weights, on the host; None until they are read
+    params: Any  # master weights, on the host; None until they are read
     tokenizer: Any
     stop_tokens: tuple[int, ...]
+    lora: Lora | None = None  # if adapters are trained; they are among the parameters then
 
 
 def load_model(source: str) -> Model:
@@ -149,17 +151,42 @@ def begin_model(config: RunConfig) -> Model:
     """The same without its weights."""
     architecture = config.model.random_architecture
     if architecture is not None:
-        return _unmade_model(architecture)
-    assert config.model.path is not None  # the section has exactly one source
-    return open_model(config.model.path)
+        model = _unmade_model(architecture)
+    else:
+        assert config.model.path is not None  # the section has exactly one source
+        model = open_model(config.model.path)
+    return replace(model, lora=make_lora(config, model.config))
+
+
+def make_lora(config: RunConfig, model: ModelConfig) -> Lora | None:
+    """The adapters that a config trains, if it does.
+
+    Raises:
+      InputError: the model has no such matrix, or there is no adapter to start from.
+    """
+    section = config.lora
+    if section is None:
+        return None
+    lora = part(Lora, section) if section.path is None else peft.load_config(section.path)
+    adapters.targets(model, lora)
+    return lora
 
 
 def with_params(model: Model, config: RunConfig) -> Model:
     """The model that was begun, with its weights drawn or read."""
     path = config.model.path
     if path is None:
-        return replace(model, params=init_params(model.config, config.seed))
-    return replace(model, params=hf.load_params(path, model.config))
+        params = init_params(model.config, config.seed)
+    else:
+        params = hf.load_params(path, model.config)
+    if model.lora is None or config.lora is None:
+        return replace(model, params=params)
+    start = config.lora.path
+    if start is None:
+        trained = adapters.init(model.config, model.lora, config.seed)
+    else:
+        trained = peft.load(start, model.config).arrays
+    return replace(model, params=adapters.whole(trained, adapters.narrowed(params)))
 
 
 def make_task(config: RunConfig) -> Task:
@@ -356,7 +383,7 @@ def make_execution(
     stops = tuple(sorted({*model.stop_tokens, *section.stop_tokens}))
     sampling = part(Sampling, section, stop_tokens=stops)
     numerics = replace(numerics, compiler_options=options)
-    execution = Execution(model.config, numerics, sampling, where, shared.edits)
+    execution = Execution(model.config, numerics, sampling, where, shared.edits, model.lora)
     before = Numerics(family=numerics.family, compute_dtype=config.numerics.dtype)
     mismatch.check(shared, replace(execution, numerics=before))
     return execution

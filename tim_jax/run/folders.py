@@ -19,11 +19,13 @@ import os
 import socket
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tim_jax.errors import InputError
+from tim_jax.model import adapters
+from tim_jax.model.weights import Params
 from tim_jax.placement import processes
 from tim_jax.rl.types import TrainState
 from tim_jax.run import checkpoints
@@ -226,6 +228,37 @@ def read_checkpoint(
     """
     restored = checkpoints.restore(Path(folder) / "checkpoints", like, step=step)
     return Restored(restored.step, restored.state, restored.extra["extra"], restored.damaged)
+
+
+def read_params(
+    folder: str | os.PathLike[str], params: Params, *, step: int | None = None
+) -> Restored:
+    """A checkpoint's parameters as its item "params". Otherwise as `read_checkpoint`.
+
+    Of a run that trains adapters, they are those of the checkpoint on the base of `params`.
+
+    Raises:
+        InputError: that is not the base that they were trained on.
+    """
+    trained, base = adapters.split(params)
+    restored = read_checkpoint(folder, {"params": trained}, step=step)
+    check_base(restored, base_mark(base), folder)
+    whole = adapters.whole(restored.state["params"], base)
+    return replace(restored, state={"params": whole})
+
+
+def base_mark(base: Params | None) -> dict[str, int]:
+    """What a checkpoint keeps of a base that is not in it."""
+    return {} if base is None else {"base_crc32": adapters.fingerprint(base)}
+
+
+def check_base(restored: Restored, mark: Mapping[str, int], folder: Any) -> None:
+    """Refuses the adapters of a checkpoint whose `extra` has the mark of another base."""
+    if any(restored.extra.get(name) != value for name, value in mark.items()):
+        raise InputError(
+            f"{folder}: the adapters of step {restored.step} were trained on other base weights"
+            " than the model has now"
+        )
 
 
 def saved(state: TrainState, reference: Any, history: Sequence[Any] = ()) -> State:

@@ -18,6 +18,7 @@ import numpy as np
 from tim_jax import corrections, metrics, placement
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Mismatch
+from tim_jax.model import adapters
 from tim_jax.model.execution import Execution, jit
 from tim_jax.numerics.sums import tree_sum
 from tim_jax.objectives import Objective
@@ -152,7 +153,9 @@ class Measuring:
 
     def _flat_gradient(self, weights, params, batch: Experience, token_weights) -> jax.Array:
         """Of the objective, which is the loss with the other sign: f32[N]."""
-        gradient, _ = self._policy.gradient(weights, batch, token_weights)
+        gradient, _ = self._policy.gradient(
+            weights, batch, token_weights, adapters=adapters.of(params)
+        )
         leaves = jax.tree.leaves(self._policy.to_masters(gradient, params))
         return -jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in leaves])
 

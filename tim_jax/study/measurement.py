@@ -111,8 +111,7 @@ class Trained(NamedTuple):
 def trained(config: RunConfig) -> Trained:
     """The newest checkpoint of a run's folder."""
     model = assembly.make_model(config)
-    like = {"params": model.params}
-    params = folders.read_checkpoint(config.run.folder, like).state["params"]
+    params = folders.read_params(config.run.folder, model.params).state["params"]
     return Trained(config, model, jax.tree.map(jnp.asarray, params))
 
 
@@ -220,6 +219,8 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
     task = assembly.make_task(config)
     for name in study.source:
         mismatch.check(study.dial(name), execution)
+        rule = "a measurement at fixed weights has merged them already"
+        mismatch.refuse_merge(study.dial(name), execution, rule)
     examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
     return Bench(
         execution=execution,
