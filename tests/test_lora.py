@@ -316,15 +316,15 @@ def test_an_adapter_comes_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"use_dora": True}, "use_dora = true is not supported"),
+        ({"use_dora": True}, "use_dora = True is not supported"),
         ({"use_rslora": True}, "use_rslora"),
-        ({"bias": "all"}, 'bias = "all"'),
+        ({"bias": "all"}, "bias = 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"layers_to_transform": [0]}, "layers_to_transform"),
         ({"peft_type": "IA3"}, "peft_type"),
         ({"of_tomorrow": True}, "of_tomorrow"),
-        ({"r": 4}, r"has shape \[3, 16\], expected \[4, 16\]"),
+        ({"r": 4}, r"has shape \[3, 24\], expected \[4, 24\]"),
         ({"r": "three"}, "rank must be"),
         ({"lora_alpha": None}, "adapter_config.json"),
     ],

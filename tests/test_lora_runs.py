@@ -30,7 +30,7 @@ PLAIN = ("warmup.steps=0", "lora.rank=2", 'lora.targets=["q_proj", "down_proj"]'
 def test_a_config_says_which_adapters_and_goes_through_its_file():
     config = toml.load(None, ["lora={}"])
     assert config.lora is not None
-    assert assembly.make_lora(config, assembly.begin_model(config).config) == Lora()
+    assert assembly.begin_model(config).lora == Lora()
     config = toml.load(None, PLAIN)
     again = toml.build(tomllib.loads(toml.dump(config)))
     assert again == config

@@ -86,6 +86,19 @@ def add_eval(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
     evaluate.set_defaults(run=run)
 
 
+def add_export(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax export`."""
+    export = commands.add_parser("export", help="write a run's checkpoint as transformers loads it")
+    export.add_argument("source", metavar="run", type=name, help="run folder")
+    export.add_argument("folder", type=path, help="new folder for the model")
+    add_whole(export, "--step", 0, help="of the checkpoint; default: the newest")
+    dtypes = ("float32", "bfloat16", "float16")
+    export.add_argument("--dtype", choices=dtypes, help="default: float32")
+    about = "the trained adapter alone, as PEFT loads it"
+    export.add_argument("--adapter", action="store_true", help=about)
+    export.set_defaults(run=run)
+
+
 def add_plan(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
     """Adds `tim-jax plan`."""
     plan = commands.add_parser("plan", help="what a step would take on TPUs that are not here")

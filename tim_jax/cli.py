@@ -175,17 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         read.add_whole(generate, f"--{axis}", 1, default=1, help=about)
     generate.set_defaults(run=_generate)
 
-    export = commands.add_parser("export", help="write a run's checkpoint as transformers loads it")
-    export.add_argument("source", metavar="run", type=read.name, help="run folder")
-    export.add_argument("folder", type=read.path, help="new folder for the model")
-    read.add_whole(export, "--step", 0, help="of the checkpoint; default: the newest")
-    export.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32"
-    )
-    export.add_argument(
-        "--adapter", action="store_true", help="the trained adapter alone, as PEFT loads it"
-    )
-    export.set_defaults(run=_export)
+    read.add_export(commands, run=_export)
 
     audit = commands.add_parser("audit", help="prove that sampler and learner agree to the bit")
     audit.add_argument("model", type=read.name, help="folder, hub name, run folder, or a preset")

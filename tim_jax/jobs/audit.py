@@ -21,11 +21,11 @@ from tim_jax.auditing.cases import plain_sampling
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
 from tim_jax.config.sections import FamilyChoice
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, did_you_mean
 from tim_jax.inputs import wrong_number
 from tim_jax.jobs import checks, memory
 from tim_jax.mismatch import Mismatch
-from tim_jax.model import calibration, fitting
+from tim_jax.model import calibration, fitting, hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Params
@@ -68,7 +68,7 @@ def audit_model(
 
 
 def _audit(source: str, quick: bool, family: FamilyChoice, interpret: bool) -> tuple[str, bool]:
-    config, params = assembly.audited(source)
+    config, params = _audited(source)
     it = _Audited(params, config, Sizes.fitting(config), family, interpret)
     numerics = _numerics(it, fixed=not quick)
     used = {auditing.describe(one): fitting.kernels_used(config, one) for one in numerics}
@@ -194,7 +194,7 @@ def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = N
             raise InputError(f"--{name} must be at least 1, got {value}")
     if (Path(source) / "config.toml").is_file():
         return _bench_of_run(source, prompts=prompts, samples=samples, dtype=dtype)
-    config, params = assembly.audited(source)
+    config, params = _audited(source)
     fitting = Sizes.fitting(config)
     sizes = Sizes(prompts, samples, fitting.prompt_length, fitting.response_length)
     length = sizes.prompt_length + sizes.response_length
@@ -315,3 +315,17 @@ def _line(result: ablation.ArmResult) -> str:
         f" unequal  mean |d| {values['log_ratio_abs_mean']:.2e}"
         f"  max {values['log_ratio_abs_max']:.2e}  k3 {values['kl_k3']:.2e}"
     )
+
+
+def _audited(source: str) -> tuple[ModelConfig, Any]:
+    """Config and parameters of what an audit names: a preset, a folder, a hub name or a run."""
+    if source in auditing.PRESETS:
+        config = auditing.PRESETS[source]
+        return config, auditing.random_params(config, 0)
+    folder = Path(source) / "model"
+    source = str(folder) if folder.is_dir() else source
+    if not Path(source).exists() and "/" not in source:
+        hint = did_you_mean(source, auditing.PRESETS)
+        raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
+    config = hf.load_config(source)
+    return config, hf.load_params(source, config)

@@ -125,7 +125,7 @@ def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, fl
         section = config.model.model_copy(
             update={"path": model, "preset": None, "architecture": None}
         )
-        config = config.model_copy(update={"model": section})
+        config = config.model_copy(update={"model": section, "lora": None})
     with memory.explained(partial(memory.of_run, config)):
         return _evaluated(config, of_run=model is None)
 

@@ -13,7 +13,7 @@ from tim_jax.plan.known_models import PUBLISHED
 from tim_jax.plan.planning import Layers, Plan, Say
 from tim_jax.plan.topology import Target
 from tim_jax.plan.workload import Workload
-from tim_jax.run import assembly
+from tim_jax.run import adapting, assembly
 from tim_jax.run.assembly import Model
 
 
@@ -82,7 +82,7 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
     Raises:
       InputError: as `assembly.make_execution`.
     """
-    bare = Model(model, None, None, model.eos_token_ids, assembly.make_lora(config, model))
+    bare = Model(model, None, None, model.eos_token_ids, adapting.make_lora(config.lora, model))
     execution = assembly.make_execution(config, bare, devices=devices)
     section = config.learner
     sampler_placement = config.placement.for_sampler

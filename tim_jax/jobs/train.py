@@ -28,7 +28,6 @@ from tim_jax.jobs import checks, memory
 from tim_jax.jobs.models import Job, assemble, shown
 from tim_jax.model import adapters, fitting, hf
 from tim_jax.model.execution import Execution
-from tim_jax.model.weights import parameter_shapes
 from tim_jax.placement import SINGLE, processes
 from tim_jax.rl import loop, warm_start
 from tim_jax.rl.drawing import Sample
@@ -153,13 +152,15 @@ def _follow(job: Job, run: Run, begun: _Start) -> None:
             state = _first_steps(job, state, base, run, writer, display)
             # The next update takes the parameters' buffers, so the reference needs its own.
             reference = loop.copied(state.params) if config.objective.has_reference else None
-            weights = job.programs.prepare(adapters.whole(state.params, base))
-            history = loop.first_history(weights, job.programs, ())
-            del weights
+            params = adapters.whole(state.params, base)
+            history = loop.first_history(job.programs.prepare(params), job.programs, ())
             save(0, folders.saved(state, reference, tuple(history)))
             _end_if(processes.any_of(preemption.asked), 0, config.steps)
         teaching = RewardWatch()
-        for step in _steps(job, run, state, base, reference, history):
+        kept = {"history": history, "base": base}
+        if reference is not None:
+            kept["reference"] = job.programs.prepare(adapters.whole(reference, base))
+        for step in _steps(job, run, state, **kept):
             state = step.state
             _record(job, step, run, writer, display)
             teaching.add(step, display)
@@ -175,13 +176,9 @@ def _follow(job: Job, run: Run, begun: _Start) -> None:
             _export(job, state, base, display)
 
 
-def _steps(
-    job: Job, run: Run, state: TrainState, base: Any, reference: Any, history: Any
-) -> Iterator[Step]:
+def _steps(job: Job, run: Run, state: TrainState, **kept: Any) -> Iterator[Step]:
     """The loop's steps. If the loss or gradient stops being finite, its batch is saved."""
     config = job.config
-    if reference is not None:
-        reference = job.programs.prepare(adapters.whole(reference, base))
     try:
         yield from loop.train(
             state,
@@ -193,9 +190,7 @@ def _steps(
             prompts_per_step=config.learner.prompts_per_step,
             exact=config.exact == "required",
             refills=config.learner.refills,
-            reference=reference,
-            history=history,
-            base=base,
+            **kept,
         )
     except NonFiniteError as error:
         path = run.folder / "non_finite.npz"
@@ -306,25 +301,11 @@ def _first(job: Job) -> checkpoints.State:
 
 
 def _described(job: Job) -> list[str]:
-    """Lines about the differences of the sampler from the learner."""
+    """Lines about what is trained, and the differences of the sampler from the learner."""
     lines = mismatch.describe(job.programs.mismatch, job.execution.numerics)
-    return [*_adapted(job), *(f"the sampler differs: {line}" for line in lines)]
-
-
-def _adapted(job: Job) -> list[str]:
-    """A line about the adapters, if there are any."""
-    config, lora = job.execution.config, job.execution.lora
-    if lora is None:
-        return []
-    names = ", ".join(adapters.targets(config, lora))
-    count, whole = (
-        sum(leaf.size for leaf in jax.tree.leaves(tree))
-        for tree in (adapters.shapes(config, lora), parameter_shapes(config))
-    )
-    return [
-        f"adapters of rank {lora.rank}, alpha {lora.alpha:g} on {names}: {count:,} numbers are"
-        f" trained, {whole:,} stay as they are"
-    ]
+    lora = job.execution.lora
+    adapted = [] if lora is None else [adapters.describe(job.execution.config, lora)]
+    return adapted + [f"the sampler differs: {line}" for line in lines]
 
 
 def _extra_sinks(config: RunConfig, run: Run, start: int) -> loggers.Tee:

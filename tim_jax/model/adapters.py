@@ -177,6 +177,18 @@ def init(config: ModelConfig, lora: Lora, seed: int) -> Adapters:
     return _tree(config, lora, leaf)
 
 
+def describe(config: ModelConfig, lora: Lora) -> str:
+    """A line about what is trained."""
+    count, other = (
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+        for tree in (shapes(config, lora), weights.parameter_shapes(config))
+    )
+    return (
+        f"adapters of rank {lora.rank}, alpha {lora.alpha:g} on {', '.join(targets(config, lora))}:"
+        f" {count:,} numbers are trained, {other:,} stay as they are"
+    )
+
+
 def whole(trained: Any, base: Params | None) -> Params:
     """All parameters, of what is trained and of the base that is not, if there is one."""
     return trained if base is None else {**base, ADAPTERS: trained}

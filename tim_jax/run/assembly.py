@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from tim_jax import auditing, corrections, mismatch, optimizers, placement
+from tim_jax import corrections, mismatch, optimizers, placement
 from tim_jax.config.model import Architecture
 from tim_jax.config.optimization import Optimizer
 from tim_jax.config.run import RunConfig
@@ -21,10 +21,10 @@ from tim_jax.config.sections import (
     GymTask,
     part,
 )
-from tim_jax.errors import InputError, did_you_mean
+from tim_jax.errors import InputError
 from tim_jax.kernels import pallas
 from tim_jax.mismatch import Mismatch
-from tim_jax.model import adapters, calibration, fitting, hf, parameters, peft
+from tim_jax.model import calibration, fitting, hf, parameters
 from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig, check_stop_tokens
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
@@ -42,6 +42,7 @@ from tim_jax.rl import programs
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Learning
+from tim_jax.run.adapting import adapted, make_lora
 from tim_jax.tasks import builtin, custom
 from tim_jax.tasks.base import Grader, Task
 from tim_jax.tasks.dataset import DatasetSource, dataset_task
@@ -103,20 +104,6 @@ def open_model(source: str) -> Model:
     return Model(config, None, tokenizer, tuple(sorted(stops)))
 
 
-def audited(source: str) -> tuple[ModelConfig, Any]:
-    """Config and parameters of what an audit names: a preset, a folder, a hub name or a run."""
-    if source in auditing.PRESETS:
-        config = auditing.PRESETS[source]
-        return config, auditing.random_params(config, 0)
-    folder = Path(source) / "model"
-    source = str(folder) if folder.is_dir() else source
-    if not Path(source).exists() and "/" not in source:
-        hint = did_you_mean(source, auditing.PRESETS)
-        raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
-    config = hf.load_config(source)
-    return config, hf.load_params(source, config)
-
-
 def random_model(architecture: Architecture, *, seed: int) -> Model:
     """A Qwen3 with random weights and the built-in tasks' character tokenizer."""
     model = _unmade_model(architecture)
@@ -155,21 +142,7 @@ def begin_model(config: RunConfig) -> Model:
     else:
         assert config.model.path is not None  # the section has exactly one source
         model = open_model(config.model.path)
-    return replace(model, lora=make_lora(config, model.config))
-
-
-def make_lora(config: RunConfig, model: ModelConfig) -> Lora | None:
-    """The adapters that a config trains, if it does.
-
-    Raises:
-      InputError: the model has no such matrix, or there is no adapter to start from.
-    """
-    section = config.lora
-    if section is None:
-        return None
-    lora = part(Lora, section) if section.path is None else peft.load_config(section.path)
-    adapters.targets(model, lora)
-    return lora
+    return replace(model, lora=make_lora(config.lora, model.config))
 
 
 def with_params(model: Model, config: RunConfig) -> Model:
@@ -179,14 +152,8 @@ def with_params(model: Model, config: RunConfig) -> Model:
         params = init_params(model.config, config.seed)
     else:
         params = hf.load_params(path, model.config)
-    if model.lora is None or config.lora is None:
-        return replace(model, params=params)
-    start = config.lora.path
-    if start is None:
-        trained = adapters.init(model.config, model.lora, config.seed)
-    else:
-        trained = peft.load(start, model.config).arrays
-    return replace(model, params=adapters.whole(trained, adapters.narrowed(params)))
+    params = adapted(params, config.lora, model.lora, model.config, config.seed)
+    return replace(model, params=params)
 
 
 def make_task(config: RunConfig) -> Task:
