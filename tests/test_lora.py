@@ -351,6 +351,7 @@ def test_adapters_of_other_models_and_damaged_ones_are_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_peft_computes_the_same_logits(tmp_path):
     """Of what is written here, and what it writes itself is read: a round trip through PEFT."""
     torch = pytest.importorskip("torch")

@@ -89,16 +89,22 @@ def test_the_estimate_of_memory_has_an_optimiser_for_the_adapters_alone():
 
 
 @pytest.mark.slow
-def test_a_run_with_adapters_resumes_to_the_same_bits_and_exports_both(tmp_path):
+def test_a_run_with_adapters_resumes_to_the_same_bits_and_exports_both(tmp_path, monkeypatch):
     path = tmp_path / "run.toml"
     path.write_text(tiny.RUN)
+    (tmp_path / "lora_rewards.py").write_text(
+        "def by_text(prompts, completions, answers):\n"
+        "    return [sum(map(ord, text)) % 7 for text in completions]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
     own = ["run.checkpoint_every=1", "optimizer.learning_rate=0.05", *PLAIN]
+    own += ["task.reward=lora_rewards:by_text", "task.reward_in_process=true", "eval.every=0"]
 
     def train(folder, *words):
         return cli.main(["train", str(path), f"run.folder={tmp_path / folder}", *own, *words])
 
     assert train("whole") == 0
-    assert train("parts", "steps=1", "eval.every=0") == 0
+    assert train("parts", "steps=1") == 0
     assert train("parts", "steps=2", "placement.fsdp=1") == 0
     for name in ("samples.jsonl", "model/model.safetensors"):
         ours, theirs = tmp_path / "parts" / name, tmp_path / "whole" / name
