@@ -26,6 +26,7 @@ from tim_jax.config.sections import part
 from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 from tim_jax.jobs import checks, memory
 from tim_jax.jobs.models import Job, assemble, shown
+from tim_jax.jobs.sinks import extra_sinks
 from tim_jax.model import adapters, fitting, hf
 from tim_jax.model.execution import Execution
 from tim_jax.placement import SINGLE, processes
@@ -143,7 +144,7 @@ def _follow(job: Job, run: Run, begun: _Start) -> None:
     reference, history = contents.pop("reference", None), contents.pop("history", ())
     with ExitStack() as stack:
         display = stack.enter_context(_display(job, start, stack))
-        more = stack.enter_context(closing(_extra_sinks(config, run, start)))
+        more = stack.enter_context(closing(extra_sinks(config, run.folder, start)))
         preemption = stack.enter_context(Preemption())
         for note in (*job.task.notes, *begun.notes, *_described(job)):
             display.note(note)
@@ -306,27 +307,6 @@ def _described(job: Job) -> list[str]:
     lora = job.execution.lora
     adapted = [] if lora is None else [adapters.describe(job.execution.config, lora)]
     return adapted + [f"the sampler differs: {line}" for line in lines]
-
-
-def _extra_sinks(config: RunConfig, run: Run, start: int) -> loggers.Tee:
-    section = config.run
-    extra: list[loggers.Sink] = []
-    if not processes.leads():
-        return loggers.Tee(())
-    if "tensorboard" in section.sinks:
-        folder = run.folder / "tensorboard"
-        extra.append(loggers.TensorBoard(folder, resume_step=max(start, 0)))
-    if "wandb" in section.sinks:
-        with waiting.during("starting Weights & Biases"):
-            sink = loggers.Wandb(
-                run.folder,
-                project=section.wandb_project,
-                name=run.folder.name,
-                config=config.model_dump(),
-                mode=section.wandb_mode,
-            )
-        extra.append(sink)
-    return loggers.Tee(tuple(extra))
 
 
 def _first_steps(
