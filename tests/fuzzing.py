@@ -103,7 +103,7 @@ GRADIENT = {
     "common.steps": "2",
     "source.int4.mismatch": '[{ name = "quantised_weights", dtype = "int4" }]',
     "remedy.tis.corrections": '[{ name = "token_tis" }]',
-    "horizon.4.task.parameters.digits": "[2, 2]",
+    "horizon.4.task.parameters.digits": "[3, 3]",
 }
 ROLLOUT = {
     "prompt_token_ids": [3, 4, 5],

@@ -14,7 +14,8 @@ import tiny
 from tim_jax import auditing, mismatch, objectives, optimizers
 from tim_jax.errors import InputError
 from tim_jax.model import adapters, hf, peft
-from tim_jax.model.adapters import Adapter, Lora
+from tim_jax.model.adapters import Adapter
+from tim_jax.model.lora import Lora
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs

@@ -17,7 +17,7 @@ from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.jobs import planning
 from tim_jax.model import adapters, hf, peft
-from tim_jax.model.adapters import Lora
+from tim_jax.model.lora import Lora
 from tim_jax.plan import budget
 from tim_jax.run import assembly, folders
 from tim_jax.run.checkpoints import Restored

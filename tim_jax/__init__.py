@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         save_adapter,
         score,
     )
-    from tim_jax.model.adapters import Lora
+    from tim_jax.model.lora import Lora
     from tim_jax.placement import Placement
 
 __all__ = [

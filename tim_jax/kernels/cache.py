@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from tim_jax.kernels import formulas
 from tim_jax.kernels.interface import Kernels
-from tim_jax.numerics import Numerics
+from tim_jax.numerics import Numerics, strict
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _rounded(x, *, numerics, ops):
         wide = scaled(wide, name, largest=largest, fence=fence)
     else:
         wide = nearest(wide, name)
-    return fence(formulas.rounded(wide, x.dtype))
+    return fence(strict.rounded(wide, x.dtype))
 
 
 def write(

@@ -14,7 +14,7 @@ import numpy as np
 
 from tim_jax.kernels import formulas, native, tiles
 from tim_jax.kernels.interface import Heads
-from tim_jax.numerics import Numerics
+from tim_jax.numerics import Numerics, strict
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Composed:
         def norm(x, weight, maths):
             lanes = numerics.order.lanes
             y = formulas.rms_norm(x, weight, eps=eps, lanes=lanes, maths=maths)
-            return formulas.rounded(y, numerics.dtype)
+            return strict.rounded(y, numerics.dtype)
 
         return self._in_both(norm)(x, weight)
 
     def dot_add(self, x, weight, residual, bias, *, numerics: Numerics):
         def add(x, y, *bias):
             y = y + jnp.broadcast_to(bias[0], y.shape) if bias else y
-            return formulas.rounded(x.astype(jnp.float32) + y, numerics.dtype)
+            return strict.rounded(x.astype(jnp.float32) + y, numerics.dtype)
 
         biases = () if bias is None else (bias,)
         return self.unit(add, add)(residual, self._reduced(x, weight, numerics), *biases)
@@ -82,7 +82,7 @@ class Composed:
             query = formulas.rotate(query, cos, sin, maths=maths) * heads.size**-0.5
             key = formulas.rotate(key, cos, sin, maths=maths)
             value = value.reshape(-1, heads.key, heads.size)
-            return tuple(formulas.rounded(part, numerics.dtype) for part in (query, key, value))
+            return tuple(strict.rounded(part, numerics.dtype) for part in (query, key, value))
 
         return self._in_both(project)(y, cos, sin, optional)
 
@@ -105,7 +105,7 @@ def gated(y: jax.Array, *bias: jax.Array, numerics: Numerics, maths: formulas.Ma
     """silu(gate) * up of the joint product y = (gate, up) float32 [N, 2 M], rounded to compute."""
     y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
     gate, up = _parted(y, numerics.column_tiles, (1, 1))
-    return formulas.rounded(formulas.gated_silu(gate, up, maths=maths), numerics.dtype)
+    return strict.rounded(formulas.gated_silu(gate, up, maths=maths), numerics.dtype)
 
 
 def _narrowed(numerics: Numerics):

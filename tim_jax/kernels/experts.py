@@ -23,10 +23,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tim_jax.kernels import formulas, native, tiles
+from tim_jax.kernels import native, tiles
 from tim_jax.kernels.composed import gated
 from tim_jax.kernels.interface import Kernels
-from tim_jax.numerics import Numerics
+from tim_jax.numerics import Numerics, strict
 
 _MOST_ROWS = 128  # of a tile
 _SIGN = 0x7FFFFFFF
@@ -99,7 +99,7 @@ def combined(
         total = terms[0]
         for term in terms[1:]:
             total = total + term
-        return formulas.rounded(residual.astype(jnp.float32) + total, numerics.dtype)
+        return strict.rounded(residual.astype(jnp.float32) + total, numerics.dtype)
 
     return _unit(formula, numerics)(residual, outputs, weights)
 

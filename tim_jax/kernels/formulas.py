@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tim_jax.numerics import strict
+
 Elementwise = Callable[[jax.Array], jax.Array]
 
 
@@ -49,20 +51,9 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, maths: Maths) -> jax
     return jnp.concatenate(halves, axis=-1)
 
 
-def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rounds float32 to `dtype` and stays rounded.
-
-    A cast alone is not enough: XLA may drop a cast down and up again when it fuses across it.
-    """
-    if dtype == jnp.float32:
-        return x
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
-
-
 def narrowed(x: jax.Array, dtype: str) -> jax.Array:
     """float32 that holds the values of `dtype`; x itself, and no operation, for "float32"."""
-    return x if dtype == "float32" else rounded(x, jnp.dtype(dtype)).astype(jnp.float32)
+    return x if dtype == "float32" else strict.rounded(x, jnp.dtype(dtype)).astype(jnp.float32)
 
 
 def gated_silu(gate: jax.Array, up: jax.Array, *, maths: Maths) -> jax.Array:

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.errors import InputError
-from tim_jax.kernels import formulas, native
+from tim_jax.kernels import native
 from tim_jax.kernels.composed import NATIVE
 from tim_jax.kernels.interface import Heads
-from tim_jax.numerics import Numerics
+from tim_jax.numerics import Numerics, strict
 
 PLATFORMS: Mapping[str, str] = MappingProxyType({"pallas_gpu": "gpu", "pallas_tpu": "tpu"})
 Rows = tuple[jax.Array, ...]  # each [1, columns]
@@ -204,7 +204,7 @@ class PallasFamily:
             if "bias" in optional:
                 value = value + optional["bias"][None, -value.shape[1] :]
             value = value.reshape(-1, heads.key, heads.size)
-            return query, key, formulas.rounded(value, numerics.dtype)
+            return query, key, strict.rounded(value, numerics.dtype)
 
         return with_gradient(kernel, partial(NATIVE.project, **options))(y, cos, sin, optional)
 

@@ -226,7 +226,7 @@ def _attend(query, key, value, last, numerics: Numerics):
     weights = narrowed(fence(strict.exp(narrowed(scores - highest[..., None]))))
     # The reciprocal is written out, because XLA may or may not make one of a division.
     scale = fence(1.0 / narrowed(fence(total(weights, lanes=block))))
-    mixed = _mix(formulas.rounded(weights, value.dtype), value, numerics)
+    mixed = _mix(strict.rounded(weights, value.dtype), value, numerics)
     return fence(mixed * scale[..., None])
 
 

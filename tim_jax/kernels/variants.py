@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from tim_jax.errors import InputError
 from tim_jax.kernels import formulas, native
-from tim_jax.numerics import Numerics
+from tim_jax.numerics import Numerics, strict
 
 _FLASH_ROWS = 64  # rows of a program where there are as many
 _LEAST_ROWS = 16  # what a matrix unit takes
@@ -144,7 +144,7 @@ def _piece(query, key, value, last, start, stop, numerics):
     peak = jnp.max(scores, axis=-1)
     weights = jnp.exp(scores - peak[..., None])
     weights = formulas.narrowed(weights, numerics.precision.attention_softmax)
-    rounded = formulas.rounded(weights, value.dtype)
+    rounded = strict.rounded(weights, value.dtype)
     return peak, jnp.sum(weights, axis=-1), native.mix(rounded, value[:, :, start:stop])
 
 

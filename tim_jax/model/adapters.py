@@ -28,63 +28,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from tim_jax.errors import InputError, did_you_mean
-from tim_jax.kernels import formulas
+from tim_jax.errors import InputError
 from tim_jax.model import weights
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.lora import KNOWN, OF_EXPERTS, Lora
 from tim_jax.model.preparing import join
-from tim_jax.model.weights import TABLE, Joined, Params, Weight
-from tim_jax.numerics import Numerics
+from tim_jax.model.weights import Joined, Params, Weight
+from tim_jax.numerics import Numerics, strict
 
 ADAPTERS = "lora"  # their place among the parameters, and among the weights of a layer
 Adapters = dict[str, dict[str, Any]]
 
 _TERMS = 8  # of a product that are added before the sum goes back to memory
-_LARGEST = float(np.finfo(np.float32).max)
 _NARROWER = (ml_dtypes.bfloat16, np.float16)
-
-
-def _module(weight: Weight) -> str:
-    """The name of a matrix as users know it, such as "q_proj"."""
-    return weight.tensor.split(".")[-2]
-
-
-_MATRICES = tuple(row for row in TABLE if row.kind == "matrix" and row.stacked == 1)
-KNOWN = {_module(row): row for row in _MATRICES if row.name != "router"}
-_OF_EXPERTS = {_module(row) for row in TABLE if row.kind == "matrix" and row.stacked > 1}
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Which matrices have adapters, and how large these are. Raises `InputError` for bad values."""
-
-    rank: int = 8
-    """Columns of A and rows of B."""
-    alpha: float = 16.0
-    """A B is multiplied by alpha / rank."""
-    targets: tuple[str, ...] = ()
-    """Names of matrices such as "q_proj"; none: all of attention and MLP."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise InputError(f"Lora: rank must be a whole number of at least 1, got {self.rank!r}")
-        if not 0 < self.alpha < math.inf:
-            raise InputError(f"Lora: alpha must be greater than 0 and finite, got {self.alpha}")
-        if isinstance(self.targets, str):
-            raise InputError(f"Lora: targets must be a list of names, got {self.targets!r}")
-        object.__setattr__(self, "targets", tuple(self.targets))
-        for name in self.targets:
-            if name not in KNOWN:
-                raise InputError(
-                    f"Lora: target {name!r} is unknown{did_you_mean(str(name), KNOWN)}"
-                )
-        if len(set(self.targets)) < len(self.targets):
-            raise InputError(f"Lora: targets has a name twice: {', '.join(self.targets)}")
-
-    @property
-    def scale(self) -> float:
-        """What A B is multiplied by."""
-        return self.alpha / self.rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +61,7 @@ def targets(config: ModelConfig, lora: Lora) -> dict[str, Weight]:
     for name in lora.targets:
         if name in present:
             continue
-        if config.num_experts and name in _OF_EXPERTS:
+        if config.num_experts and name in OF_EXPERTS:
             raise InputError(
                 f"Lora: {name!r} is a matrix of every expert, which cannot have adapters; in a"
                 f" mixture of experts {', '.join(present)} can"
@@ -259,13 +215,13 @@ def _merged(
     fence, dtype = jax.lax.optimization_barrier, jnp.dtype(numerics.precision.lora)
 
     def rounded(x: jax.Array) -> jax.Array:
-        return formulas.rounded(x, dtype).astype(jnp.float32)
+        return strict.rounded(x, dtype).astype(jnp.float32)
 
     base, change = fence((base.astype(jnp.float32), _product(*fence((a, b)))))
-    change = rounded(_uncontracted(change * scale))
+    change = rounded(strict.clipped_to_finite(change * scale))
     # A sum with 0 would turn -0 into 0.
     total = jnp.where(change == 0, base, rounded(rounded(base) + change))
-    return fence(formulas.rounded(total, numerics.dtype))
+    return fence(strict.rounded(total, numerics.dtype))
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -276,15 +232,10 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
     def add(total: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         column, row = pair
-        return total + _uncontracted(column[:, None] * row[None, :]), None
+        return total + strict.clipped_to_finite(column[:, None] * row[None, :]), None
 
     zeros = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
     return jax.lax.scan(add, zeros, (a.T, b), unroll=min(_TERMS, a.shape[1]))[0]
-
-
-def _uncontracted(x: jax.Array) -> jax.Array:
-    """x, which is not fused with the sum that it goes into; see `numerics.sums`."""
-    return jnp.clip(x, -_LARGEST, _LARGEST)
 
 
 def attached(layer: dict[str, Any], *, config: ModelConfig, lora: Lora) -> dict[str, Any]:

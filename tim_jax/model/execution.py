@@ -14,8 +14,8 @@ import jax
 from tim_jax.errors import InputError
 from tim_jax.inputs import shown
 from tim_jax.model import adapters, preparing
-from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.lora import Lora
 from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement

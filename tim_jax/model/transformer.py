@@ -22,6 +22,7 @@ from tim_jax.model import adapters, rope
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights, weight_axes
+from tim_jax.numerics import strict
 from tim_jax.placement import collectives
 
 
@@ -344,5 +345,5 @@ def _attend(query, key, value, positions, cache, execution: Execution, shape):
         numerics=numerics,
         aligned=cache is None,
     )
-    out = formulas.rounded(out, numerics.dtype).reshape(batch, kv_heads, length, group, size)
+    out = strict.rounded(out, numerics.dtype).reshape(batch, kv_heads, length, group, size)
     return out.transpose(0, 2, 1, 3, 4).reshape(batch * length, -1), new

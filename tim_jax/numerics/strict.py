@@ -56,6 +56,17 @@ def unequal_bits(left: jax.Array, right: jax.Array) -> jax.Array:
     return (bits[0] != bits[1]) | ~jnp.isfinite(left)
 
 
+def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rounds float32 to `dtype` and stays rounded.
+
+    A cast alone is not enough: XLA may drop a cast down and up again when it fuses across it.
+    """
+    if dtype == jnp.float32:
+        return x
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
 # Two functions keep a product from being contracted with the sum that it goes into to a fused
 # multiply-add, which would change bits with the fusion: they put an operation between the two that
 # XLA cannot remove (`optimization_barrier` does not prevent it on jax 0.10's CPU backend). There

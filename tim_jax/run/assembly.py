@@ -25,9 +25,9 @@ from tim_jax.errors import InputError
 from tim_jax.kernels import pallas
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import calibration, fitting, hf, parameters
-from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig, check_stop_tokens
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
+from tim_jax.model.lora import Lora
 from tim_jax.model.parameters import init_params
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
