@@ -316,6 +316,34 @@ def test_low_precision_is_named_by_its_entry(entry):
         assert 0.5 < named.half.scale < 2
 
 
+def judged(name, gain, *, kind="fault", parameters=(), sizes=None, scale=1.0):
+    nothing = np.zeros(1)
+    found = explanations.Explanation(
+        name, name, kind, nothing, nothing, parameters=dict.fromkeys(parameters, 1.0), sizes=sizes
+    )
+    options = {"scale": scale, "gap": 1.0, "remains": 0.0, "effect": 1.0}
+    return verdict.Judged(found, None, gain, nothing, **options)
+
+
+def test_of_two_faults_that_are_equally_likely_the_simpler_is_named():
+    fitted, raw = judged("temperature", 50.0, parameters=["t"]), judged("raw_log_probs", 45.0)
+    other = judged("compute(bfloat16)", 45.0, kind="numerics")
+    assert verdict._best([fitted, other, raw]) is raw
+    assert verdict._best([fitted, other]) is fitted
+    assert verdict._best([fitted, judged("raw_log_probs", 39.0)]) is fitted
+    assert verdict._best([]) is None
+
+
+def test_half_precision_of_the_model_itself_is_normal_up_to_twice_its_size():
+    sizes, name = np.ones(1), verdict.HALF_PRECISION[0]
+    half = judged(name, 1.0, kind="numerics", sizes=sizes, scale=1.9)
+    assert verdict._half_precision([half]) is half
+    assert verdict._half_precision([replace(half, scale=2.1)]) is None
+    assert verdict._half_precision([judged(name, 1.0, kind="numerics", scale=1.0)]) is None
+    int4 = judged("quantised_weights(int4)", 1.0, kind="numerics", sizes=sizes, scale=1.0)
+    assert verdict._half_precision([int4]) is None
+
+
 def script(name):
     """A module of scripts/."""
     sys.path.insert(0, str(ROOT / "scripts"))
