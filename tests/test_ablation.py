@@ -13,8 +13,8 @@ from tim_jax.auditing import ablation, ablation_report
 from tim_jax.errors import InputError
 from tim_jax.jobs import audit
 from tim_jax.jobs.audit import Bench
-from tim_jax.model.execution import Execution
-from tim_jax.run import assembly, source_charts
+from tim_jax.model import hf
+from tim_jax.run import source_charts
 
 DIAL = dials.dial(
     {"name": "log_prob_noise", "std": 0.01, "by": "probability"},
@@ -153,13 +153,15 @@ def test_a_dial_from_text_and_from_files(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command(monkeypatch, tmp_path, capsys):
-    params = tiny.params(dials.CONFIG)
-    execution = Execution(dials.CONFIG, dials.LEARNER, dials.SAMPLING)
-    monkeypatch.setattr(assembly, "audited", lambda source: (dials.CONFIG, params))
-    monkeypatch.setattr(assembly, "make_numerics", lambda *args, **options: execution.numerics)
+def test_the_command(tmp_path, capsys):
+    hf.save(tmp_path / "model", tiny.params(dials.CONFIG), dials.CONFIG)
     files = {name: tmp_path / name for name in ("json", "markdown", "chart")}
-    arguments = ["audit", "tiny", "--sampler", '[{name = "log_prob_noise", std = 0.1}]']
+    arguments = [
+        "audit",
+        str(tmp_path / "model"),
+        "--sampler",
+        '[{name = "log_prob_noise", std = 0.1}]',
+    ]
     for name, path in files.items():
         arguments += [f"--{name}", str(path.with_suffix(".png" if name == "chart" else ".txt"))]
     assert cli.main([*arguments, "--prompts", "3", "--samples", "2"]) == 0

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,9 @@ def json_value(text: str, where: str, *, checked: bool = False) -> Any:
 def wrong_number(value: Any) -> tuple[tuple[str, ...], object, str] | None:
     """The first number in nested tables and lists that is not finite or has more than 64 bits.
 
-    One rule for all keys, those included that are passed on as they are. Returns its key, itself
-    and what would be right; None if there is none.
+    Dates and times of TOML are wrong too: no key takes one, and JSON has none. One rule for all
+    keys, those included that are passed on as they are. Returns its key, itself and what would be
+    right; None if there is none.
     """
     return next(_wrong_numbers(value, (), 0), None)
 
@@ -91,6 +93,8 @@ def _wrong_numbers(
         yield key, value, "must be finite"
     elif isinstance(value, int) and not -LARGEST <= value < LARGEST:
         yield key, shown(value), "must be a number of at most 64 bits"
+    elif isinstance(value, date | time):  # a datetime is a date
+        yield key, value, "is a date or a time, which no key takes; put a text in quotes"
     elif isinstance(value, Mapping):
         for name, own in value.items():
             yield from _wrong_numbers(own, (*key, str(name)), depth + 1)

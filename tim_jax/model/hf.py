@@ -116,6 +116,7 @@ def load_tokenizer(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Any
     try:
         # False, because the default asks the user whether to run code that the folder brings.
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.encode("")  # settings of a wrong type are not looked at before
     except Exception as error:  # whatever its many backends raise on a bad file
         reason = " ".join(str(error).split())[:200]
         raise InputError(

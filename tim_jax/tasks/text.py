@@ -72,6 +72,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder) if folder.is_dir() else str(source), trust_remote_code=False
         )
+        tokenizer.encode("")  # settings of a wrong type are not looked at before
     except Exception as error:  # broken files and an unreachable hub raise all sorts
         where = "folder" if folder.is_dir() else "no such folder here, and from the hub"
         raise InputError(f"tokenizer of {str(source)!r} ({where}): {_first_line(error)}") from error
