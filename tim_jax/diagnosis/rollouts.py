@@ -333,9 +333,9 @@ def _check_top(row: Row, tokens: Sequence[int], log_probs: np.ndarray) -> None:
         given = choices.get(str(token), choices.get(token))
         if given is None:
             continue
-        if not isinstance(given, float | int):
+        if not isinstance(given, float | int) or wrong_number(given) is not None:
             raise InputError(
-                f"{row.where}: top_logprobs[{place}] must have numbers, got {shown(given)}"
+                f"{row.where}: top_logprobs[{place}] must have finite numbers, got {shown(given)}"
             )
         if abs(given - log_probs[place]) > _TOP_TOLERANCE:
             raise InputError(

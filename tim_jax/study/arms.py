@@ -93,7 +93,8 @@ def _arm(study: Study, choice: ArmChoice, start: Mapping[str, Any], source: str)
     for axis, option in choice.options.items():
         run = merged(run, getattr(study, axis)[option])
     # A divergent run cannot be exact, which it has to say; to say it for every arm is no use.
-    mismatch = run.get("sampler", {}).get("mismatch")
+    sampler = run.get("sampler")
+    mismatch = isinstance(sampler, Mapping) and sampler.get("mismatch")
     relaxed = merged(run, {"exact": "report"}) if mismatch else run
     config = toml.build(relaxed, source=f"{source}: arm {choice.title}")
     divergent = bool(_dial(config).active) and not config.sampler.both_sides

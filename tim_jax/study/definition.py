@@ -67,8 +67,8 @@ class Outcome(Section):
     at_least: float | None = None
     """From this value on a run counts as a success, which Fisher's test compares."""
     not_finite: float | None = None
-    """The outcome of a run that ended because its loss or gradient was not finite. Left out: such a
-    run has none, and its arm no verdict."""
+    """The outcome of a run that ended because its loss or gradient was not finite, or whose metric
+    is not. Left out: such a run has none, and its arm no verdict."""
 
 
 class Test(Section):

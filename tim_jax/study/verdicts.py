@@ -66,7 +66,7 @@ class Verdict:
 
 
 def outcome(run: RunLines, rule: Outcome) -> float | None:
-    """The outcome of a run by the study's rule; None if it has none (yet)."""
+    """The outcome of a run by the study's rule, which is finite; None if it has none (yet)."""
     if run.note.startswith("ended"):
         return rule.not_finite
     found = values(run.lines, rule.metric)
@@ -78,7 +78,8 @@ def outcome(run: RunLines, rule: Outcome) -> float | None:
         "highest": np.max,
         "lowest": np.min,
     }
-    return float(reduced[rule.take](found))
+    value = float(reduced[rule.take](found))
+    return value if np.isfinite(value) else rule.not_finite
 
 
 def outcomes(
