@@ -346,6 +346,21 @@ def test_every_step_is_proved_and_the_model_moves(model):
         assert bits(tim.score(one, rollout)) == bits(rollout.log_probs)
 
 
+@pytest.mark.slow
+def test_steps_that_are_drawn_ahead_are_proved_too(model):
+    """On devices of the sampler's own, and on the learner's: the same steps."""
+    runs = [
+        list(trained(model, steps=3, max_staleness=1, sampler_placement=where))
+        for where in (None, tim.Placement(data=2))
+    ]
+    for steps in zip(*runs, strict=True):
+        assert repr(steps[0].metrics) == repr(steps[1].metrics)
+        assert steps[0].samples == steps[1].samples
+        assert steps[0].metrics["exact_share"] == 1.0
+        assert steps[0].metrics["numerical/log_ratio_abs_max"] == 0.0
+    assert runs[0][-1].metrics["drift/log_ratio_abs_mean"] > 0.0
+
+
 def test_a_model_that_was_not_taken_in_time_is_refused(model):
     steps = list(trained(model))
     assert steps[-1].model.config == model.config
@@ -435,6 +450,18 @@ def broken(prompt, completion, answer):
         (PAIRS, {"micro_batch": 3}, "micro_batch = 3 must divide the 8 responses"),
         (PAIRS, {"sampler": [{"name": "kvcache"}]}, "'kvcache' is unknown; did you mean"),
         (PAIRS, {"sampler": ENTRIES["native_kernels"]()}, "sampler must be a list of entries"),
+        (PAIRS, {"max_staleness": -1}, "max_staleness must be at least 0, got -1"),
+        (
+            PAIRS,
+            {"max_staleness": 1, "sampler": [{"name": "stale_weights", "updates": 1}]},
+            "contradicts max_staleness",
+        ),
+        (
+            PAIRS,
+            {"sampler_placement": tim.Placement(data=8)},
+            "learner and sampler need 1 + 8 devices",
+        ),
+        (PAIRS, {"sampler_placement": tim.Placement(data=3)}, "must divide the 8 sequences"),
         (
             PAIRS,
             {"correction": tim.corrections.token_mis(), "mode": "bypass"},

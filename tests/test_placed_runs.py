@@ -72,6 +72,38 @@ def test_what_a_model_or_machine_cannot_be_is_refused_before_compiling(overrides
         assembly.make_execution(config, assembly.make_model(config))
 
 
+AHEAD = ["sampler.max_staleness=2", "placement.split=true", "placement.sampler.data=2"]
+
+
+def test_too_few_devices_for_a_sampler_of_its_own_are_refused(tmp_path, capsys):
+    config = tmp_path / "run.toml"
+    config.write_text(f'{tiny.RUN}\n[run]\nfolder = "{tmp_path / "run"}"\n')
+    words = ["placement.split=true", "placement.data=4", "placement.sampler.data=8"]
+    assert cli.main(["train", str(config), *words]) == 2
+    assert "learner and sampler need 4 + 8 devices, but there are 8" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_draws_ahead_is_resumed_and_may_be_placed_otherwise(tmp_path):
+    """A run that ends and goes on, on devices of the sampler's own, and one that never stopped."""
+    lines, models = [], []
+    for name, stops in (("whole", ([*AHEAD, "steps=5"],)), ("parts", (AHEAD, AHEAD[:1]))):
+        config, folder = tmp_path / f"{name}.toml", tmp_path / name
+        # The decay moves the weights even where no reward does.
+        decay = "[optimizer]\nlearning_rate = 0.1\nweight_decay = 0.5"
+        config.write_text(f'{tiny.RUN}\n{decay}\n[run]\nfolder = "{folder}"\n')
+        for words in stops:
+            more = ["steps=5"] if words == AHEAD[:1] else []
+            assert cli.main(["train", str(config), *words, *more]) == 0
+        lines.append((folder / "metrics.jsonl").read_text())
+        models.append((folder / "model" / "model.safetensors").read_bytes())
+    assert lines[0] == lines[1]
+    assert models[0] == models[1]
+    steps = [line for line in read_lines(tmp_path / "whole" / "metrics.jsonl") if line["step"]]
+    assert [line["exact_share"] for line in steps] == [1.0] * 5
+    assert steps[-1]["drift/log_ratio_abs_mean"] > steps[0]["drift/log_ratio_abs_mean"] == 0.0
+
+
 @pytest.mark.slow
 def test_a_run_on_a_mesh_goes_on_on_another(tmp_path, capsys):
     """Trains under fsdp and tensor, resumes under data, evaluates, and samples from the result."""

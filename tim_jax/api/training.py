@@ -21,8 +21,8 @@ from tim_jax.model.adapters import Adapter
 from tim_jax.model.execution import Sampling
 from tim_jax.model.lora import Lora
 from tim_jax.objectives import Objective
-from tim_jax.placement import Placement, processes
-from tim_jax.rl import loop, programs
+from tim_jax.placement import Devices, Placement, processes
+from tim_jax.rl import loop, programs, sharded
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Learning, TrainState
@@ -104,8 +104,10 @@ def grpo(
     mini_batches: int = 1,
     epochs: int = 1,
     refills: int = 0,
+    max_staleness: int = 0,
     remat: bool = False,
     placement: Placement | None = None,
+    sampler_placement: Placement | None = None,
     lora: Lora | Adapter | None = None,
     chat_template: bool | Literal["auto"] = "auto",
     template_options: Mapping[str, Any] = MappingProxyType({}),
@@ -148,8 +150,12 @@ def grpo(
       mini_batches: parts of a step's responses that are learnt from one after the other.
       epochs: how often a step's responses are learnt from.
       refills: draw again, so often, for groups whose rewards are all equal.
+      max_staleness: steps that are drawn ahead of the one that is learnt from, by weights that are
+        so many steps older. Exactness is then that of the learner at the weights that drew.
       remat: recompute layers in the backward, for less memory and more time.
       placement: of sampler and learner; None: that of the model. Changes no bit.
+      sampler_placement: of a sampler with devices of its own, those after the learner's. With
+        `max_staleness` it draws while the learner learns. Changes no bit.
       lora: adapters to train in place of all weights, new ones of these sizes, or those of
         `step.adapter` or `load_adapter` to go on from.
       chat_template: as in `sample`.
@@ -164,11 +170,13 @@ def grpo(
     """
     for name, value in (("steps", steps), ("prompts_per_step", prompts_per_step)):
         whole(f"grpo: {name}", value, least=1)
+    whole("grpo: max_staleness", max_staleness, least=0)
     model = model if placement is None else replace(model, placement=placement)
     check_devices(model.placement)
     dial = _dial(sampler)
     learning = _learning(objective, correction, mode, samples, micro_batch, remat)
     _check_rows(prompts_per_step * samples, mini_batches, micro_batch)
+    own = _own_devices(model.placement, sampler_placement, prompts_per_step * samples)
     examples = data.as_examples(prompts_and_answers)
     longest = longest_prompt(
         model,
@@ -186,8 +194,12 @@ def grpo(
         mini_batches=mini_batches,
         epochs=epochs,
         mismatch=dial,
+        max_staleness=max_staleness,
+        sampler_placement=sampler_placement,
+        sampler_devices=own,
     )
-    settings = (steps, samples, prompts_per_step, max_tokens, seed, refills, learning.objective)
+    settings = (steps, samples, prompts_per_step, max_tokens, seed, refills, max_staleness)
+    settings += (learning.objective,)
     data.agree(examples, repr((*settings, dial, adapter and adapter.lora)))
     return _steps(
         model,
@@ -201,6 +213,22 @@ def grpo(
         exact=not dial.active if exact is None else exact,
         refills=refills,
     )
+
+
+def _own_devices(learner: Placement, sampler: Placement | None, rows: int) -> Devices | None:
+    """The devices after the learner's, for a sampler that has its own."""
+    if sampler is None:
+        return None
+    devices = jax.devices()
+    if jax.process_count() > 1:
+        raise InputError("grpo: sampler_placement: needs all devices in one process")
+    if learner.devices + sampler.devices > len(devices):
+        raise InputError(
+            f"grpo: sampler_placement: learner and sampler need {learner.devices} +"
+            f" {sampler.devices} devices, but there are {len(devices)}"
+        )
+    sharded.check_rows(rows, sampler.shards, "of the sampler")
+    return devices[learner.devices :]
 
 
 def _steps(

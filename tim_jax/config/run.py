@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from tim_jax import corrections
 from tim_jax.config.model import LoraSection, Model
 from tim_jax.config.optimization import Optimizer
+from tim_jax.config.placement import PlacementSection
 from tim_jax.config.sections import (
     TABLE,
     BuiltinTask,
@@ -22,7 +23,6 @@ from tim_jax.config.sections import (
     GymTask,
     Learner,
     NumericsSection,
-    PlacementSection,
     RunSection,
     SamplerSection,
     SamplingSection,
@@ -104,6 +104,7 @@ class RunConfig(Section):
         self._check_drawing()
         self._check_noise_scale()
         self._check_lengths()
+        self._check_staleness()
         if self.exact == "required" and self.numerics.family == "native":
             raise refusal(
                 "exact", self.exact, 'native numerics are not exact; set "report", or family tiles'
@@ -192,6 +193,15 @@ class RunConfig(Section):
                 "learner.refills",
                 self.learner.refills,
                 "must be 0 with samples_per_prompt = 1: no group of one has unequal rewards",
+            )
+
+    def _check_staleness(self) -> None:
+        steps = self.sampler.max_staleness
+        if steps and self.learner.offload:
+            raise refusal(
+                "sampler.max_staleness",
+                steps,
+                "must be 0 with learner.offload, which takes the state away while a step is drawn",
             )
 
     def _check_noise_scale(self) -> None:

@@ -27,7 +27,6 @@ from tim_jax.errors import InputError
 from tim_jax.model.execution import Batching, Sampling
 from tim_jax.numerics import Family
 from tim_jax.objectives import Objective
-from tim_jax.placement import Placement
 from tim_jax.tasks.builtin import Quality
 from tim_jax.tasks.dataset import DatasetSource
 
@@ -163,6 +162,9 @@ class SamplerSection(Section):
     pages: Count | None = None
     """Pages of `numerics.kv_block` positions for keys and values of responses, over all devices;
     left out: every slot has room for the longest response. Memory and speed only."""
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = 0
+    """Steps that are drawn ahead of the one that is learnt from, which is then learnt from by
+    weights so many steps newer than those that drew it. 0: every step is drawn by the newest."""
     mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
     """Entries of `tim_jax.mismatch`, in order: `{name = "kv_cache", dtype = "float8_e4m3fn"}`."""
     both_sides: bool = False
@@ -193,6 +195,11 @@ class SamplerSection(Section):
                 self.dial.check_shared()
         except InputError as error:
             raise refusal("both_sides", True, str(error)) from error
+        if self.max_staleness and self.mismatch and not self.both_sides:
+            try:
+                tim_jax.mismatch.refuse_ahead(self.dial)
+            except InputError as error:
+                raise refusal("max_staleness", self.max_staleness, str(error)) from error
         return self
 
 
@@ -390,21 +397,3 @@ class RunSection(Section):
     """Completions per step written to samples.jsonl."""
     export: bool = True
     """Write the final model to the run folder, as `transformers` loads it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementSection(Placement):
-    """Where the learner runs, and the sampler."""
-
-    sampler: Annotated[Placement, TABLE] | None = None
-    """Left out: on the learner's mesh, with its very weights. Else they are moved every step."""
-
-    @property
-    def value(self) -> Placement:
-        """The learner's."""
-        return part(Placement, self)
-
-    @property
-    def for_sampler(self) -> Placement:
-        """The sampler's placement: its own, or the learner's where it has none."""
-        return self.sampler or self.value

@@ -38,8 +38,7 @@ def plan_run(
         before anything is compiled.
     """
     topology.check(slice_name)
-    wanted = max(config.placement.value.devices, config.placement.for_sampler.devices)
-    topology.check_devices(slice_name, wanted)
+    topology.check_devices(slice_name, config.placement.all_devices)
     if config.numerics.family == "pallas_gpu":
         raise InputError(
             'plan: numerics.family = "pallas_gpu" is for GPUs; on a TPU it can be "pallas_tpu"'
@@ -102,6 +101,8 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
         batching=config.sampler.batching,
         mismatch=config.sampler.dial,
         offload=section.offload,
+        max_staleness=config.sampler.max_staleness,
+        split=config.placement.split,
     )
 
 

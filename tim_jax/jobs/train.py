@@ -296,8 +296,8 @@ def _first(job: Job) -> checkpoints.State:
     built, params = job.programs, job.model.params
     state = built.init(adapters.split(params)[0])
     reference = state.params if job.config.objective.has_reference else None
-    stale = built.mismatch.stale_updates
-    history = loop.first_history(built.prepare(params), built, ()) if stale else ()
+    kept = built.kept_weights
+    history = loop.first_history(built.prepare(params), built, ()) if kept else ()
     return folders.saved(state, reference, tuple(history))
 
 
@@ -306,7 +306,9 @@ def _described(job: Job) -> list[str]:
     lines = mismatch.describe(job.programs.mismatch, job.execution.numerics)
     lora = job.execution.lora
     adapted = [] if lora is None else [adapters.describe(job.execution.config, lora)]
-    return adapted + [f"the sampler differs: {line}" for line in lines]
+    ahead = job.programs.max_staleness
+    early = [f"the sampler draws ahead: max_staleness {ahead}"] if ahead else []
+    return adapted + early + [f"the sampler differs: {line}" for line in lines]
 
 
 def _first_steps(

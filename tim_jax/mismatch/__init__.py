@@ -33,6 +33,7 @@ from tim_jax.mismatch.dial import (
     difference,
     label,
     merging,
+    refuse_ahead,
     refuse_merge,
     refuse_stale,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "pallas_attention",
     "quantised_weights",
     "raw_log_probs",
+    "refuse_ahead",
     "refuse_merge",
     "refuse_stale",
     "softmax",

@@ -251,6 +251,18 @@ def refuse_merge(mismatch: Mismatch, execution: Execution, where: str) -> None:
         raise InputError(f"mismatch 'lora_merge': {where}")
 
 
+def refuse_ahead(mismatch: Mismatch) -> None:
+    """Raises InputError for entries whose sampler cannot draw ahead of the learner."""
+    if mismatch.stale_updates:
+        raise InputError(
+            "mismatch 'stale_weights': contradicts max_staleness, by which the sampler's weights"
+            " are old already; set one of them"
+        )
+    for entry in mismatch.active:
+        if isinstance(entry, LoraMerge):
+            raise entry.refuse("contradicts max_staleness, which keeps weights that are merged")
+
+
 def refuse_stale(mismatch: Mismatch, where: str) -> None:
     """Raises InputError if the sampler needs old weights, which `where` does not have."""
     for entry in mismatch.entries:

@@ -61,13 +61,15 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
         "optimiser": size(state) - size(state.params),
         "weights": size(weights),
         "reference": workload.has_reference * (size(state.params) + size(weights)),
+        "weights of steps ahead": workload.max_staleness * size(weights),
     }
     widened = _widened(workload.execution, weights, devices)
     waiting = ("masters", "optimiser") if workloads.offloaded(workload, devices) else ()
     kept = {name: size for name, size in always.items() if name not in waiting}
-    drawn = {**kept, "cache": _cache(workload), "logits": _logits(workload)}
-    if workload.sampler_execution.placement.shape != workload.execution.placement.shape:
-        drawn["the sampler's own weights"] = size(weights)
+    drawn = {} if workload.split else kept
+    drawn = {**drawn, "cache": _cache(workload), "logits": _logits(workload)}
+    if workload.sampler_copies:
+        drawn["the sampler's own weights"] = workload.sampler_copies * size(weights)
     drawn["float32 factors of products"] = widened
     learnt = {**always, **_learning(workload, state, weights)}
     return Need("sampling", drawn), Need("update", learnt)
@@ -262,7 +264,8 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
             lambda it: replace(it, learning=replace(it.learning, remat=True)),
         )
     offload = replace(workload, offload=True)
-    if workloads.offloaded(offload, devices) and not workload.offload:
+    staying = workload.offload or workload.max_staleness
+    if workloads.offloaded(offload, devices) and not staying:
         yield "learner.offload = true", lambda it: replace(it, offload=True)
     if workload.execution.numerics.compute_dtype == "float32" and devices[0].platform != "cpu":
         yield 'numerics.dtype = "bfloat16"', _narrow

@@ -1,7 +1,8 @@
 """A step's rollouts: drawn, graded, and drawn again for groups whose rewards are all equal.
 
-What a step draws is a function of (seed, step): its prompts come from the run's order over the
-training set, those of its refills from a second order.
+`begin` has the devices start with the rollouts, `finish` waits for them and grades. What a step
+draws is a function of (seed, step): its prompts come from the run's order over the training set,
+those of its refills from a second order.
 """
 
 import time
@@ -87,6 +88,24 @@ class Drawn(NamedTuple):
     seconds: dict[str, float]  # that sampling and grading took
 
 
+class _Sampling(NamedTuple):
+    """Rollouts that the devices are at work on."""
+
+    examples: Sequence[Example]
+    rollout: Rollout
+    greedy: Rollout | None
+    started: float
+
+
+class Begun(NamedTuple):
+    """A step's draw that has begun."""
+
+    weights: Any
+    key: jax.Array
+    rounds: list[tuple[list[int], list[int]]]  # rows of the training set, and what names them
+    first: _Sampling
+
+
 def draw(
     weights: Any,
     task: Task,
@@ -98,19 +117,38 @@ def draw(
     prompts: int,
     refills: int = 0,
 ) -> Drawn:
-    """Draws and grades the groups of `prompts` prompts for a step, counted from 1.
+    """Draws and grades the groups of `prompts` prompts for a step: `finish` of `begin`."""
+    begun = begin(
+        weights,
+        task,
+        text,
+        programs=programs,
+        seed=seed,
+        step=step,
+        prompts=prompts,
+        refills=refills,
+    )
+    return finish(begun, task, text, programs=programs)
 
-    While a group's rewards are all equal, and at most `refills` times, as many prompts again are
-    drawn, and their groups with a signal take the places of those without (DAPO's dynamic sampling,
-    arXiv 2503.14476, 3.2). `reward` and the other metrics of the rollout are of what was drawn
-    first, because groups after a refill are selected by their rewards. `refill/*` report the
-    refills.
 
-    Args:
-      weights: the sampler's.
+def begin(
+    weights: Any,
+    task: Task,
+    text: Text,
+    *,
+    programs: Programs,
+    seed: int,
+    step: int,
+    prompts: int,
+    refills: int = 0,
+) -> Begun:
+    """Has the sampler's devices draw for the groups of `prompts` prompts of a step, from 1.
+
+    It waits for nothing but a first compilation. The arguments are those of the whole draw, see
+    `finish`; `weights` are the sampler's.
 
     Raises:
-      InputError: a prompt that is too long, a reward function that raises or returns nonsense.
+      InputError: a prompt that is too long, refills of groups that never have a signal.
     """
     group = programs.learning.group_size
     if refills and group == 1:
@@ -121,13 +159,26 @@ def draw(
         more = base.order(seed + _REFILL, step - 1, prompts * refills, size)
         indices = np.concatenate([indices, more])
     names = prompt_ids(indices, size)
+    parts = [slice(start, start + prompts) for start in range(0, len(names), prompts)]
+    rounds = [(indices[rows].tolist(), names[rows]) for rows in parts]
+    first = _sampled(weights, task, text, *rounds[0], key, programs=programs)
+    return Begun(weights, key, rounds, first)
 
-    def round_of(number: int) -> Drawn:
-        rows = slice(number * prompts, (number + 1) * prompts)
-        examples = [task.train[int(i)] for i in indices[rows]]
-        return _drawn(weights, task, text, examples, names[rows], key, programs=programs)
 
-    drawn = round_of(0)
+def finish(begun: Begun, task: Task, text: Text, *, programs: Programs) -> Drawn:
+    """Waits for a step's rollouts and grades them.
+
+    While a group's rewards are all equal, and at most `refills` times, as many prompts again are
+    drawn, and their groups with a signal take the places of those without (DAPO's dynamic sampling,
+    arXiv 2503.14476, 3.2). `reward` and the other metrics of the rollout are of what was drawn
+    first, because groups after a refill are selected by their rewards. `refill/*` report the
+    refills.
+
+    Raises:
+      InputError: a prompt that is too long, a reward function that raises or returns nonsense.
+    """
+    group, refills = programs.learning.group_size, len(begun.rounds) - 1
+    drawn = _drawn(begun.first, task, text, programs=programs)
     metrics = rollout_metrics(drawn.rollout, drawn.rewards)
     silent = _silent(drawn.rewards, group)
     if group > 1:  # a single sample always equals itself
@@ -138,7 +189,9 @@ def draw(
     rounds = 0
     while silent.any() and rounds < refills:
         rounds += 1
-        drawn = _refilled(drawn, round_of(rounds), programs=programs)
+        rows, names = begun.rounds[rounds]
+        more = _sampled(begun.weights, task, text, rows, names, begun.key, programs=programs)
+        drawn = _refilled(drawn, _drawn(more, task, text, programs=programs), programs=programs)
         silent = _silent(drawn.rewards, group)
     metrics |= {
         "refill/rounds": float(rounds),
@@ -149,29 +202,35 @@ def draw(
     return drawn._replace(metrics=metrics | drawn.metrics)
 
 
-def _drawn(
+def _sampled(
     weights: Any,
     task: Task,
     text: Text,
-    examples: Sequence[Example],
+    rows: Sequence[int],
     names: Sequence[int],
     key: jax.Array,
     *,
     programs: Programs,
-) -> Drawn:
+) -> _Sampling:
+    examples = [task.train[row] for row in rows]
     prompts, started = text.prompts(examples, names), time.perf_counter()
-    best = None
     with waiting.during(SAMPLING, about=waiting.COMPILES):
-        rollout = jax.block_until_ready(programs.sample(weights, prompts, key))
-        if programs.greedy is not None:
-            best = jax.block_until_ready(programs.greedy(weights, prompts, key))
+        rollout = programs.sample(weights, prompts, key)
+        best = None if programs.greedy is None else programs.greedy(weights, prompts, key)
+    return _Sampling(examples, rollout, best, started)
+
+
+def _drawn(sampling: _Sampling, task: Task, text: Text, *, programs: Programs) -> Drawn:
+    examples, rollout, best = sampling.examples, sampling.rollout, sampling.greedy
+    with waiting.during(SAMPLING, about=waiting.COMPILES):
+        jax.block_until_ready((rollout, best))
     sampled = time.perf_counter()
     samples, faults = graded(task, text, examples, rollout, programs.learning.group_size)
     rewards, greedy = _rewards(samples), None
     if best is not None:
         graded_best, more = graded(task, text, examples, best, 1)
         greedy, faults = _rewards(graded_best), _added(faults, more)
-    seconds = {"sampling": sampled - started, "grading": time.perf_counter() - sampled}
+    seconds = {"sampling": sampled - sampling.started, "grading": time.perf_counter() - sampled}
     return Drawn(rollout, samples, rewards, greedy, faults, seconds)
 
 

@@ -33,7 +33,7 @@ class Step(NamedTuple):
     metrics: dict[str, float]  # a function of the run's config and seed alone
     timing: dict[str, float]  # seconds and rates
     samples: list[Sample]
-    history: tuple[Any, ...] = ()  # older weights, oldest first, if the sampler's are stale
+    history: tuple[Any, ...] = ()  # the `kept_weights` of its programs, oldest first
 
 
 def train(
@@ -56,11 +56,17 @@ def train(
     The data of a step and its random numbers are functions of (seed, step), so a resumed loop goes
     on as if it had not stopped. `state` is donated; use the yielded one.
 
+    With `programs.max_staleness` k, the sampler is k steps ahead: before a step is learnt from, the
+    k-th after it is begun, with the weights of that moment. So a step is learnt from by weights
+    that are k steps newer than those that drew it (the first k steps: as many as there are), in
+    every run alike. Where the sampler has devices of its own, it draws while the learner learns.
+    Exactness then compares the learner at the weights that drew with what was recorded.
+
     Args:
       exact: stop at the first token whose two log-probs are not the same bits.
       refills: how often a step may draw again for groups whose rewards are all equal.
       reference: compute weights of the KL term's reference policy, if there is one.
-      history: if the sampler has stale weights and the loop is resumed, that of the last step.
+      history: if the loop is resumed, that of the last step.
       base: if adapters are trained, the parameters that stay as they are, of `programs.place`.
 
     Raises:
@@ -69,25 +75,31 @@ def train(
       InputError: a prompt that is too long, a reward function that raises or returns nonsense.
     """
     weights = programs.prepare(adapters.whole(state.params, base))
-    older = first_history(weights, programs, history)
-    for number in range(int(state.step) + 1, steps + 1):
+    older, ahead = first_history(weights, programs, history), programs.max_staleness
+    how: Any = {"programs": programs, "seed": seed, "prompts": prompts_per_step, "refills": refills}
+
+    def published(source: Any) -> Any:
+        return programs.publish(adapters.whole(state.params, base), source)
+
+    def begin(step: int, given: Any) -> drawing.Begun:
+        return drawing.begin(given, task, text, step=step, **how)
+
+    numbers = range(int(state.step) + 1, steps + 1)
+    early = zip(numbers, older, strict=False) if ahead else ()  # fewer, if the run ends before
+    begun = deque(begin(number, published(own)) for number, own in early)
+    for number in numbers:
         started = time.perf_counter()
-        params = adapters.whole(state.params, base)
-        published = programs.publish(params, older[0] if older else weights)
-        del params
-        if programs.offload:
-            state = memory.to_host(state)
-        drawn = drawing.draw(
-            published,
-            task,
-            text,
-            programs=programs,
-            seed=seed,
-            step=number,
-            prompts=prompts_per_step,
-            refills=refills,
-        )
-        del published  # a copy on the sampler's devices is freed before the learner works
+        source = older[0] if older else weights
+        if ahead:
+            older.append(copied(weights))  # the next update takes the buffers of the weights
+        if number + ahead <= steps:
+            given = published(older[-1] if ahead else source)
+            if programs.offload:
+                state = memory.to_host(state)
+            begun.append(begin(number + ahead, given))
+            del given
+        # What was begun, a copy of the weights among it, is freed before the learner works.
+        drawn = drawing.finish(begun.popleft(), task, text, programs=programs)
         if programs.offload:
             state = memory.to_devices(state)
         drawn_at = time.perf_counter()
@@ -100,9 +112,11 @@ def train(
             greedy_rewards=drawn.greedy_rewards,
             response_length=drawn.metrics["response_length"],
             reference=reference,
-            older=older,
+            source=source,
+            older=None if ahead else older,
             base=base,
         )
+        del source
         # Computed from the old count, so that it is committed to devices just as the rest of the
         # state is. With a new array, the update would be compiled twice in a resumed run.
         state = replace(state, step=state.step + jnp.int32(1))
@@ -123,11 +137,11 @@ def train(
 
 
 def first_history(weights: Any, programs: Programs, history: Sequence[Any]) -> deque[Any]:
-    """The weights of the last `stale_updates` updates, oldest first; at the start the first ones.
+    """The `kept_weights` of the last updates or steps, oldest first; at the start the first ones.
 
     They are copies, because an update reuses the buffers of its weights.
     """
-    length = programs.mismatch.stale_updates
+    length = programs.kept_weights
     copies = [*history] or [copied(weights) for _ in range(length)]
     return deque(copies, maxlen=length)
 
@@ -154,6 +168,7 @@ def learn(
     greedy_rewards: np.ndarray | None = None,
     response_length: float | None = None,
     reference: Any = None,
+    source: Any = None,
     older: deque[Any] | None = None,
     base: Any = None,
 ) -> tuple[TrainState, Any, Exactness, dict[str, float]]:
@@ -161,22 +176,24 @@ def learn(
 
     The exactness is that of the first pass before the weights move: of the forward over all rows
     if there was one, and always of the first update's gradient program. `mismatch/*` are taken from
-    the same log-probs: in bypass mode with mini-batches, of the first mini-batch. `older` is the
-    history of a sampler with stale weights, which is updated. `base` as in `train`.
+    the same log-probs: in bypass mode with mini-batches, of the first mini-batch. `source` are the
+    weights that the rollouts were drawn with, where they are not `weights`; if they were drawn
+    ahead, the exactness is that of a forward with these. `older` is the history of a sampler with
+    stale weights, which is updated. `base` as in `train`.
 
     Raises:
       NonFiniteError: `programs.learning.max_skipped` updates in a row were not finite.
     """
     rollout = trimmed(rollout, programs.length_buckets)
-    compared = None
-    if programs.compare is not None:
-        source = older[0] if older else weights
-        compared = programs.compare(weights, source, rollout)
     greedy = None if greedy_rewards is None else jnp.asarray(greedy_rewards)
     prepared = programs.experience(weights, reference, state.carried, rollout, rewards, greedy)
     batch, checked = prepared.experience, prepared.exactness
     state = replace(state, **prepared.carried._asdict())
-    if compared is None and prepared.trainer is not None:
+    compared = at_source = None
+    if programs.compare is not None:
+        drawn_by = weights if source is None else source
+        compared, at_source = programs.compare(weights, drawn_by, rollout, prepared.trainer)
+    elif prepared.trainer is not None:
         compared = programs.mismatch_report(prepared.trainer, rollout)
     length = jnp.mean(rollout.lengths.astype(jnp.float32))
     if response_length is not None:
@@ -203,6 +220,8 @@ def learn(
     metrics |= {name: float(value) for name, value in (shaped | compared).items()}
     metrics |= {k: float(v) for k, v in schedules.decay_report(state.optimizer).items()}
     check_finite(state, batch, most_in_a_row(before, skips), programs.learning.max_skipped)
+    if programs.max_staleness and at_source is not None:
+        comparisons = [at_source]
     return state, weights, merged(comparisons), metrics
 
 

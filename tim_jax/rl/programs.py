@@ -20,7 +20,16 @@ from tim_jax.numerics import Numerics
 from tim_jax.placement import Devices, Placement, memory
 from tim_jax.rl import learner, sharded
 from tim_jax.rl.experience import experience
-from tim_jax.rl.types import Experience, Learning, Policy, TrainState, check_steps, mini_batch
+from tim_jax.rl.types import (
+    Exactness,
+    Experience,
+    Learning,
+    Policy,
+    TrainState,
+    check_steps,
+    exactness,
+    mini_batch,
+)
 from tim_jax.types import Prompts, Rollout
 
 _LEAN_ON_CPU = {
@@ -49,7 +58,7 @@ class Programs:
     init: Callable[..., TrainState]  # what is trained -> state
     place: Callable[..., Any]  # the base of adapters -> the same, where the learner is
     merged: Callable[..., Any] | None  # params with adapters -> float32 params without
-    compare: Callable[..., Any] | None  # weights, the sampler's weights, rollout -> metrics
+    compare: Callable[..., Any] | None  # see comparison
 
     learning: Learning
     mini_batches: int
@@ -57,6 +66,12 @@ class Programs:
     length_buckets: int
     mismatch: Mismatch = dial.EXACT
     offload: bool = False  # the state waits in the host's memory while a step is sampled
+    max_staleness: int = 0  # steps that are drawn ahead, and so learnt from by newer weights
+
+    @property
+    def kept_weights(self) -> int:
+        """How many older weights the loop keeps: of steps drawn ahead, or for `stale_weights`."""
+        return self.max_staleness or self.mismatch.stale_updates
 
 
 def build(
@@ -70,8 +85,10 @@ def build(
     sampler_placement: Placement | None = None,
     batching: Batching = ALL_AT_ONCE,
     devices: Devices | None = None,
+    sampler_devices: Devices | None = None,
     mismatch: Mismatch = dial.EXACT,
     offload: bool = False,
+    max_staleness: int = 0,
 ) -> Programs:
     """Programs of a training run.
 
@@ -79,8 +96,10 @@ def build(
       execution: its placement is the learner's, and the sampler's if `sampler_placement` is None.
       batching: of the sampler, on all its devices together.
       devices: what meshes are made of, `jax.devices()` if None.
+      sampler_devices: what the sampler's mesh is made of, if not of these.
       mismatch: what the sampler does differently, if anything.
       offload: master weights and optimizer wait in the host's memory while a step is sampled.
+      max_staleness: how many steps are drawn ahead of the one that is learnt from.
 
     Raises:
       InputError: the model cannot be laid out so, or there are too few devices.
@@ -91,16 +110,19 @@ def build(
             f" {mini_batches}, {epochs} and {length_buckets}"
         )
     check_steps(execution.sampling, learning, updates=mini_batches * epochs)
+    if max_staleness:
+        dial.refuse_ahead(mismatch)
     if offload:
         memory.check_host(jax.devices() if devices is None else devices)
     where = _Where.of(execution, devices)
     at = execution.placement if sampler_placement is None else sampler_placement
     drawing = replace(execution, placement=at)
+    own = devices if sampler_devices is None else sampler_devices
     sampled = sampling_program(
         drawing,
         samples=learning.group_size,
         batching=batching,
-        devices=devices,
+        devices=own,
         mismatch=mismatch,
     )
     policy, numerics, whole = where.policy(learning), execution.numerics, where.whole
@@ -110,12 +132,13 @@ def build(
     preparing = partial(experience, score=policy.score, learning=learning)
     update = _updating(policy, learning, optimizer, mini_batches=mini_batches)
     updated = state, where.weights, whole
-    compare = comparison(policy.score, mismatch)
+    compared = mismatch.active or max_staleness
+    compare = comparison(policy.score, mismatch, aged=bool(max_staleness or mismatch.stale_updates))
     return Programs(
         prepare=weights_program(execution, devices),
-        publish=publication(execution, dial.merging(mismatch, drawing), devices),
-        sample=where.arriving(sampled, drawing),
-        greedy=where.greedy(drawing, devices) if learning.needs_greedy else None,
+        publish=publication(execution, dial.merging(mismatch, drawing), devices, own),
+        sample=where.arriving(sampled, drawing, own),
+        greedy=where.greedy(drawing, own) if learning.needs_greedy else None,
         merge=jax.jit(_merged, out_shardings=whole),
         experience=jit(preparing, numerics, out_shardings=whole),
         update=jit(update, lean(numerics), donate_argnums=(0, 1), out_shardings=updated),
@@ -123,13 +146,14 @@ def build(
         init=where.spreading(jit(starting, numerics, out_shardings=state), where.trained),
         place=partial(placement.put, target=placement.shardings(of_base, where.mesh)),
         merged=None if execution.lora is None else merged_program(execution, devices),
-        compare=jit(compare, numerics, out_shardings=whole) if mismatch.active else None,
+        compare=jit(compare, numerics, out_shardings=whole) if compared else None,
         learning=learning,
         mini_batches=mini_batches,
         epochs=epochs,
         length_buckets=length_buckets,
         mismatch=mismatch,
         offload=offload,
+        max_staleness=max_staleness,
     )
 
 
@@ -246,9 +270,12 @@ def merged_program(execution: Execution, devices: Devices | None = None) -> Call
 
 
 def publication(
-    execution: Execution, to: Execution, devices: Devices | None = None
+    execution: Execution,
+    to: Execution,
+    devices: Devices | None = None,
+    to_devices: Devices | None = None,
 ) -> Callable[..., Any]:
-    """(params, weights of `execution`) -> weights of `to`.
+    """(params, weights of `execution`) -> weights of `to`, on devices of its own if there are any.
 
     They are the same arrays if both are prepared in the same way and lie in the same place. If `to`
     has another dtype or other tiles, its weights are cast from the masters, where these are; if it
@@ -257,8 +284,8 @@ def publication(
     made = [(n.dtype, n.column_tiles, n.precision.lora) for n in (execution.numerics, to.numerics)]
     same = made[0] == made[1]
     cast = None if same else weights_program(replace(to, placement=execution.placement), devices)
-    target = _Where.of(to, devices).weights
-    stay = execution.placement.shape == to.placement.shape
+    there = _Where.of(to, devices if to_devices is None else to_devices)
+    target, stay = there.weights, there.mesh == _Where.of(execution, devices).mesh
 
     def publish(params, weights):
         weights = weights if cast is None else cast(params)
@@ -306,9 +333,9 @@ class _Where:
         """A program that first puts its params in place: no device ever holds all of them."""
         return lambda params: program(placement.put(params, target))
 
-    def arriving(self, program: Callable, drawing: Execution) -> Callable:
+    def arriving(self, program: Callable, drawing: Execution, devices: Devices | None) -> Callable:
         """A sampler's program, with its rollouts moved to this execution's devices."""
-        if drawing.placement.shape == self.execution.placement.shape:
+        if _Where.of(drawing, devices).mesh == self.mesh:
             return program
         return lambda *args: jax.device_put(program(*args), self.whole)
 
@@ -316,7 +343,7 @@ class _Where:
         """A program for one greedy response per prompt, by the sampler without its mismatch."""
         best = replace(drawing.sampling, temperature=0.0, top_k=0, top_p=1.0)
         program = sampling_program(replace(drawing, sampling=best), samples=1, devices=devices)
-        return self.arriving(program, drawing)
+        return self.arriving(program, drawing, devices)
 
     def state(self, init: Callable[..., TrainState]) -> Any:
         """Shardings of a state: arrays that belong to a parameter lie where the parameter does."""
@@ -349,22 +376,24 @@ def mismatch_report(log_probs: jax.Array, rollout: Rollout) -> dict[str, jax.Arr
 
 
 def comparison(
-    score: Callable[..., Any], mismatch: Mismatch
-) -> Callable[..., dict[str, jax.Array]]:
-    """(weights, sampler's weights, rollout) -> metrics of the mismatch and its parts.
+    score: Callable[..., Any], mismatch: Mismatch, *, aged: bool
+) -> Callable[..., tuple[dict[str, jax.Array], Exactness]]:
+    """(weights, sampler's weights, rollout, trainer) -> metrics of the mismatch and its parts.
 
-    `mismatch/*` are `metrics.mismatch_metrics` of the learner's log-probs, by an extra forward,
-    against the recorded ones. The parts, where there are any, are in mean |d|, largest |d| and k3:
-    `drift/*` compares the learner with itself at the sampler's weights, `numerical/*` the latter
-    with the recorded ones, and `reporting/*` the log-probs drawn with with the recorded ones.
+    `trainer` are the learner's log-probs, or None, which takes one more forward. `mismatch/*` are
+    `metrics.mismatch_metrics` of them against the recorded ones. The parts, where there are any,
+    are in mean |d|, largest |d| and k3: `drift/*` compares the learner with itself at the sampler's
+    weights, `numerical/*` the latter with the recorded ones, and `reporting/*` the log-probs drawn
+    with with the recorded ones. The second result compares bits: of the learner at the sampler's
+    weights, where these may be `aged`, with what was recorded.
     """
 
-    def compare(weights, source, rollout: Rollout):
+    def compare(weights, source, rollout: Rollout, trainer: jax.Array | None):
         recorded, mask = rollout.log_probs, rollout.mask
-        trainer = score(weights, rollout)[0]
+        trainer = score(weights, rollout)[0] if trainer is None else trainer
+        there = score(source, rollout)[0] if aged else trainer
         pairs = {}
-        if mismatch.stale_updates:
-            there = score(source, rollout)[0]
+        if aged:
             pairs |= {"drift": (trainer, there), "numerical": (there, recorded)}
         if rollout.drawn_log_probs is not None:
             pairs["reporting"] = rollout.drawn_log_probs, recorded
@@ -372,6 +401,6 @@ def comparison(
         for part, (first, second) in pairs.items():
             values = metrics.mismatch_metrics(first, second, mask)
             report |= {f"{part}/{name}": values[name] for name in _PARTS}
-        return report
+        return report, exactness(there, rollout)
 
     return compare

@@ -402,7 +402,9 @@ def make_programs(config: RunConfig, execution: Execution) -> Programs:
         epochs=section.epochs,
         length_buckets=section.length_buckets,
         sampler_placement=config.placement.for_sampler,
+        sampler_devices=config.placement.of_sampler(jax.devices()),
         batching=config.sampler.batching,
         mismatch=mismatch.EXACT if config.sampler.both_sides else config.sampler.dial,
         offload=section.offload,
+        max_staleness=config.sampler.max_staleness,
     )

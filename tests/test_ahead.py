@@ -1,0 +1,198 @@
+"""A sampler that is steps ahead of its learner: drawn by older weights, exact, and replayable."""
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from tim_jax import mismatch, objectives, optimizers
+from tim_jax.config import toml
+from tim_jax.errors import InputError
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.placement import Placement
+from tim_jax.rl import loop, programs
+from tim_jax.rl.drawing import Text
+from tim_jax.rl.types import Learning
+from tim_jax.tasks import builtin
+from tim_jax.tasks.base import Grade
+from tim_jax.tasks.text import character_tokenizer
+
+TOKENIZER: Any = character_tokenizer(builtin.ALPHABET)
+CONFIG = replace(tiny.CONFIG, vocab_size=len(TOKENIZER))
+EXECUTION = Execution(CONFIG, tiny.NUMERICS, Sampling(8, stop_tokens=(TOKENIZER.eos_token_id, 9)))
+OLD = {"name": "stale_weights", "updates": 2}
+STALE = mismatch.build([OLD])
+NOISE = mismatch.build([{"name": "log_prob_noise", "std": 0.1}])
+STEPS = 5
+# What is told of bits, which an entry of the dial compares with the newest weights.
+BITS = ("exact_share", "compared_tokens", "unequal_tokens")
+BITS += ("log_prob_difference_max", "log_prob_difference_mean")
+
+
+def grade(examples, completions):
+    return [Grade(len(completion) / 8.0) for completion in completions]
+
+
+@cache
+def built(ahead=0, mode="bypass", *, dial=mismatch.EXACT, epochs=1, sampler=None, split=0):
+    """Programs; with `split`, the sampler's devices begin there."""
+    return programs.build(
+        EXECUTION,
+        Learning(objectives.rloo(), tiny.GROUP, mode=mode),
+        optimizers.adamw(optimizers.Rate(1e-2)),
+        epochs=epochs,
+        mismatch=dial,
+        sampler_placement=sampler,
+        sampler_devices=jax.devices()[split:] if split else None,
+        max_staleness=ahead,
+    )
+
+
+def steps_of(run, state=None, history=(), *, steps=STEPS, exact=False, refills=0):
+    """Finished steps, each with copies of what the next one takes."""
+    fresh = run.init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
+    following = loop.train(
+        fresh if state is None else jax.tree.map(jnp.array, state),
+        replace(builtin.running_sums(digits=(1, 3), eval_size=8), grade=grade),
+        Text(TOKENIZER, max_prompt_length=6),
+        programs=run,
+        seed=0,
+        steps=steps,
+        prompts_per_step=2,
+        exact=exact,
+        refills=refills,
+        history=history,
+    )
+    return [step._replace(state=jax.tree.map(jnp.array, step.state)) for step in following]
+
+
+def told(steps, *, but=()):
+    """What steps say and end with, to the bit."""
+    return [
+        (
+            step.number,
+            [(name, repr(value)) for name, value in step.metrics.items() if name not in but],
+            step.samples,
+            tiny.bits(step.state),
+        )
+        for step in steps
+    ]
+
+
+def test_two_steps_ahead_is_learning_from_weights_of_two_updates_ago():
+    """The entry `stale_weights` of the dial draws late what this draws early."""
+    early, late = steps_of(built(2)), steps_of(built(dial=STALE))
+    assert told(early, but=BITS) == told(late, but=BITS)
+    assert told(early, but=BITS) != told(steps_of(built(1)), but=BITS)
+
+
+@pytest.mark.parametrize("mode", ["bypass", "recompute"])
+def test_what_was_drawn_ahead_is_exact_and_all_mismatch_is_staleness(mode):
+    found = [step.metrics for step in steps_of(built(1, mode), exact=True)]
+    for number, metrics in enumerate(found, 1):
+        assert metrics["exact_share"] == 1.0
+        assert metrics["compared_tokens"] == metrics["response_tokens"] > 0
+        assert metrics["numerical/log_ratio_abs_max"] == 0.0
+        drift = metrics["drift/log_ratio_abs_mean"]
+        assert drift == metrics["mismatch/log_ratio_abs_mean"]
+        assert (drift > 0.0) == (number > 1)  # the first step's weights are the first ones
+
+
+def test_a_mismatch_of_a_sampler_ahead_is_told_apart_from_its_staleness():
+    found = [step.metrics for step in steps_of(built(1, dial=NOISE), steps=3)]
+    for metrics in found:
+        assert 0.05 < metrics["numerical/log_ratio_abs_mean"] < 0.12
+        assert metrics["exact_share"] < 0.5
+    assert 0.0 < found[2]["drift/log_ratio_abs_mean"] != found[2]["mismatch/log_ratio_abs_mean"]
+
+
+def test_devices_of_its_own_change_no_bit_and_are_its_own():
+    apart = built(1, sampler=Placement(data=2), split=1)
+    weights = apart.prepare(tiny.params(CONFIG))
+    there = jax.tree.leaves(apart.publish(None, weights))[0].devices()
+    assert there == set(jax.devices()[1:3])
+    assert there.isdisjoint(jax.tree.leaves(weights)[0].devices())
+    assert told(steps_of(apart, exact=True)) == told(steps_of(built(1), exact=True))
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_from_any_step_on_it_is_the_run_that_was_not_interrupted(after):
+    expected = steps_of(built(2))
+    begun = steps_of(built(2), steps=after)  # the run was to end here, and goes on
+    assert told(begun) == told(expected[:after])
+    for stop in (begun[-1], expected[after - 1]):
+        rest = steps_of(built(2), stop.state, stop.history)
+        assert told(rest) == told(expected[after:])
+
+
+def test_the_next_step_is_begun_before_one_is_learnt_from():
+    run, events = built(2), []
+
+    def noted(name):
+        def call(*arguments):
+            events.append(name)
+            return getattr(run, name)(*arguments)
+
+        return call
+
+    watched = replace(run, sample=noted("sample"), update=noted("update"))
+    steps_of(watched, steps=4)
+    assert events == [*["sample"] * 3, "update", "sample", *["update"] * 3]
+
+
+@pytest.mark.slow
+def test_steps_and_not_updates_are_counted():
+    """Two passes over each step's rollouts: what drew a step is older by whole steps."""
+    steps = steps_of(built(1, epochs=2), exact=True, steps=4)
+    for before, step in itertools.pairwise(steps):
+        expected = built(1, epochs=2).prepare(before.state.params)
+        assert tiny.bits(step.history[-1]) == tiny.bits(expected)
+
+
+@pytest.mark.slow
+def test_refills_are_drawn_by_the_weights_of_their_step():
+    def equal(examples, completions):
+        return [Grade(1.0) for _ in completions]
+
+    state = built(1).init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
+    following = loop.train(
+        state,
+        replace(builtin.running_sums(digits=(1, 3), eval_size=8), grade=equal),
+        Text(TOKENIZER, max_prompt_length=6),
+        programs=built(1),
+        seed=0,
+        steps=3,
+        prompts_per_step=2,
+        exact=True,
+        refills=2,
+    )
+    for step in following:
+        assert step.metrics["refill/rounds"] == 2.0
+        assert step.metrics["exact_share"] == 1.0
+
+
+def test_what_contradicts_is_refused():
+    with pytest.raises(InputError, match="'stale_weights': contradicts max_staleness"):
+        built(1, dial=STALE)
+    for data, words in (
+        ({"sampler": {"max_staleness": 1}, "learner": {"offload": True}}, "learner.offload"),
+        ({"sampler": {"max_staleness": 65}}, "sampler.max_staleness"),
+        (
+            {
+                "exact": "report",
+                "sampler": {
+                    "max_staleness": 1,
+                    "mismatch": [OLD],
+                },
+            },
+            "contradicts max_staleness",
+        ),
+    ):
+        with pytest.raises(InputError, match=words):
+            toml.build(data)
+    assert "sampler.max_staleness" not in toml.build({}).may_change()
