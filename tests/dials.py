@@ -32,6 +32,7 @@ ENTRIES = {
     "quantised_weights": ({"dtype": "int8"}, set(), None),
     "lora_merge": ({"dtype": "bfloat16"}, {"precision.lora"}, {"dtype": "float32"}),
     "stale_weights": ({"updates": 2}, set(), {"updates": 0}),
+    "in_flight_updates": ({"updates": 2, "every": 3}, set(), {"updates": 0, "every": 3}),
     "native_kernels": ({}, {"family"}, None),
     "tile_sizes": (
         {"rows": 4, "kv_block": 4},

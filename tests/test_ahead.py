@@ -13,8 +13,8 @@ import tiny
 from tim_jax import mismatch, objectives, optimizers
 from tim_jax.config import toml
 from tim_jax.errors import InputError
-from tim_jax.model.execution import Execution, Sampling
-from tim_jax.placement import Placement
+from tim_jax.model.execution import Batching, Execution, Sampling
+from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl import loop, programs
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.types import Learning
@@ -196,3 +196,86 @@ def test_what_contradicts_is_refused():
         with pytest.raises(InputError, match=words):
             toml.build(data)
     assert "sampler.max_staleness" not in toml.build({}).may_change()
+
+
+# --- weights that change within a response --------------------------------------------------------
+
+FLIGHT = mismatch.build([{"name": "in_flight_updates", "updates": 2, "every": 3}])
+
+
+@cache
+def versions():
+    """Three versions of compute weights, oldest first."""
+    params = tiny.params(CONFIG)
+    prepare = jax.jit(EXECUTION.prepare)
+    return tuple(prepare(tiny.moved(params, seed=s) if s else params) for s in range(3))
+
+
+@pytest.mark.parametrize("where", [SINGLE, Placement(data=2), Placement(fsdp=2, tensor=2)], ids=str)
+def test_weights_that_change_within_a_response_draw_what_each_would(where):
+    """Tokens 1 to 3 are the oldest weights', 4 to 6 the next ones', the last two the newest's."""
+    numerics = replace(tiny.NUMERICS, column_tiles=where.tensor)
+    config = replace(CONFIG, num_kv_heads=2)
+    what = replace(EXECUTION, config=config, numerics=numerics, placement=where)
+    ages = [jax.jit(what.prepare)(tiny.moved(tiny.params(config), seed=s)) for s in range(3)]
+    key, prompts = jax.random.key(0), tiny.prompts(count=4)
+    program = programs.in_flight_program(what, samples=tiny.GROUP, mismatch=FLIGHT)
+    rollout = jax.device_get(program(ages, prompts, key))
+    assert rollout.lengths.min() <= 3
+    assert rollout.lengths.max() > 6
+    score = tiny.policy(what).score
+    for start, end, weights in zip((0, 3, 6), (3, 6, 8), ages, strict=True):
+        own = jax.device_get(jax.jit(score)(weights, rollout)[0])
+        shown = rollout.mask[:, start:end]
+        assert shown.sum() > 5
+        assert tiny.bits(own[:, start:end][shown]) == tiny.bits(
+            rollout.log_probs[:, start:end][shown]
+        )
+    assert not rollout.log_probs[~rollout.mask].any()
+    # Until the weights change, it is what the oldest alone would have drawn.
+    alone = programs.sampling_program(what, samples=tiny.GROUP)(ages[0], prompts, key)
+    short = rollout.lengths <= 3
+    assert tiny.bits(rollout.responses[:, :3]) == tiny.bits(jax.device_get(alone.responses)[:, :3])
+    assert (rollout.lengths[short] == jax.device_get(alone.lengths)[short]).all()
+
+
+def test_with_one_version_nothing_changes_within_a_response():
+    """Neither slots, nor the number of parts, nor the entries beside it change a bit."""
+    weights, prompts, key = versions()[0], tiny.prompts(count=4), jax.random.key(1)
+    for more in ((), ({"name": "logit_noise", "std": 0.1}, {"name": "raw_log_probs"})):
+        plain = programs.sampling_program(
+            EXECUTION, samples=tiny.GROUP, mismatch=mismatch.build(more)
+        )(weights, prompts, key)
+        for every, slots in ((1, None), (3, 4), (5, 3)):
+            dial = mismatch.build(
+                [*more, {"name": "in_flight_updates", "updates": 2, "every": every}]
+            )
+            found = programs.in_flight_program(
+                EXECUTION, samples=tiny.GROUP, mismatch=dial, batching=Batching(slots)
+            )((weights,) * 3, prompts, key)
+            assert tiny.bits(found) == tiny.bits(plain)
+
+
+def test_a_run_with_updates_in_flight_tells_drift_from_mismatch():
+    found = [step.metrics for step in steps_of(built(dial=FLIGHT))]
+    for number, metrics in enumerate(found, 1):
+        assert metrics["numerical/log_ratio_abs_max"] == 0.0
+        assert (metrics["drift/log_ratio_abs_mean"] > 0.0) == (number > 1)
+    old = [step.metrics for step in steps_of(built(dial=STALE))]
+    assert found[-1]["drift/log_ratio_abs_mean"] < old[-1]["drift/log_ratio_abs_mean"]
+
+
+def test_parts_of_a_response():
+    entry = FLIGHT.in_flight
+    assert [entry.parts(n) for n in (8, 6, 4, 3, 20)] == [
+        [3, 3, 2],
+        [3, 3],
+        [3, 1],
+        [3],
+        [3, 3, 14],
+    ]
+    with pytest.raises(InputError, match="every = 3 must be less than the longest response, 3"):
+        mismatch.check(FLIGHT, replace(EXECUTION, sampling=Sampling(3)))
+    both = mismatch.build([OLD, {"name": "in_flight_updates", "updates": 1, "every": 2}])
+    with pytest.raises(InputError, match="both say how old the weights are"):
+        mismatch.check(both, EXECUTION)

@@ -26,6 +26,7 @@ IMPOSSIBLE = {
     "dropped_end": {},
     "logit_noise": {"std": 0.1},
     "stale_weights": {"updates": 1},
+    "in_flight_updates": {"updates": 1, "every": 2},
 }
 
 

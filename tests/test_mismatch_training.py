@@ -14,7 +14,7 @@ import tiny
 from tim_jax import mismatch, objectives, optimizers
 from tim_jax.config import toml
 from tim_jax.errors import InputError
-from tim_jax.rl import loop, programs
+from tim_jax.rl import comparing, loop, programs
 from tim_jax.rl.types import Learning
 from tim_jax.run import assembly
 
@@ -51,7 +51,7 @@ def moved():
 def compared(tables, weights):
     dial = mismatch.build(tables)
     score = tiny.policy(dials.EXECUTION, LEARNING).score
-    compare = jax.jit(programs.comparison(score, dial, aged=dial.stale_updates > 0))
+    compare = jax.jit(comparing.comparison(score, dial, aged=dial.stale_updates > 0))
     rollout = dials.rollout(dial)  # by the older weights
     metrics, _ = compare(weights, dials.weights(), rollout, None)
     return {k: float(v) for k, v in metrics.items()}

@@ -26,7 +26,7 @@ from tim_jax.rl import loop, programs, sharded
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Learning, TrainState
-from tim_jax.tasks.base import Task, whole
+from tim_jax.tasks.base import Example, Task, whole
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,9 @@ def grpo(
       MismatchError: from a step, see `exact`.
       NonFiniteError: from a step, after five updates in a row that were not finite.
     """
-    for name, value in (("steps", steps), ("prompts_per_step", prompts_per_step)):
-        whole(f"grpo: {name}", value, least=1)
-    whole("grpo: max_staleness", max_staleness, least=0)
+    counts = {"steps": steps, "prompts_per_step": prompts_per_step, "max_staleness": max_staleness}
+    for name, value in counts.items():
+        whole(f"grpo: {name}", value, least=int(name != "max_staleness"))
     model = model if placement is None else replace(model, placement=placement)
     check_devices(model.placement)
     dial = _dial(sampler)
@@ -178,13 +178,7 @@ def grpo(
     _check_rows(prompts_per_step * samples, mini_batches, micro_batch)
     own = _own_devices(model.placement, sampler_placement, prompts_per_step * samples)
     examples = data.as_examples(prompts_and_answers)
-    longest = longest_prompt(
-        model,
-        [example.prompt for example in examples],
-        max_tokens=max_tokens,
-        chat_template=chat_template,
-        template_options=template_options,
-    )
+    text = _text(model, examples, max_tokens, chat_template, template_options)
     execution = model.execution(Sampling(max_tokens, temperature, top_k, top_p))
     adapter = _adapter(model, lora, seed)
     built = programs.build(
@@ -198,13 +192,12 @@ def grpo(
         sampler_placement=sampler_placement,
         sampler_devices=own,
     )
-    settings = (steps, samples, prompts_per_step, max_tokens, seed, refills, max_staleness)
-    settings += (learning.objective,)
+    settings = (*counts.values(), samples, max_tokens, seed, refills, learning.objective)
     data.agree(examples, repr((*settings, dial, adapter and adapter.lora)))
     return _steps(
         model,
         data.as_task(examples, reward, batched=batched),
-        Text(model.tokenizer, longest, chat_template, tuple(template_options.items())),
+        text,
         built,
         adapter,
         seed=seed,
@@ -213,6 +206,23 @@ def grpo(
         exact=not dial.active if exact is None else exact,
         refills=refills,
     )
+
+
+def _text(
+    model: Model,
+    examples: Sequence[Example],
+    max_tokens: int,
+    chat_template: bool | Literal["auto"],
+    options: Mapping[str, Any],
+) -> Text:
+    longest = longest_prompt(
+        model,
+        [example.prompt for example in examples],
+        max_tokens=max_tokens,
+        chat_template=chat_template,
+        template_options=options,
+    )
+    return Text(model.tokenizer, longest, chat_template, tuple(options.items()))
 
 
 def _own_devices(learner: Placement, sampler: Placement | None, rows: int) -> Devices | None:

@@ -70,6 +70,8 @@ def check(arms: Sequence[Arm], execution: Execution, *, older: bool, remade: boo
     """Raises InputError for an arm that cannot be run, before anything is compiled."""
     for arm in arms:
         mismatch.check(arm.mismatch, execution)
+        if (changing := arm.mismatch.in_flight) is not None:
+            raise changing.refuse("is for runs; here the weights of a response are one version")
         if arm.mismatch.stale_updates and not older:
             mismatch.refuse_stale(
                 arm.mismatch, "there are no older weights here; audit a run folder that has them"

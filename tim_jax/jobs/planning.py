@@ -101,7 +101,7 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
         batching=config.sampler.batching,
         mismatch=config.sampler.dial,
         offload=section.offload,
-        max_staleness=config.sampler.max_staleness,
+        kept_weights=config.sampler.max_staleness or config.sampler.dial.stale_updates,
         split=config.placement.split,
     )
 

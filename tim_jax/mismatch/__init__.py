@@ -46,13 +46,14 @@ from tim_jax.mismatch.reporting import (
     PadMask,
     RawLogProbs,
 )
-from tim_jax.mismatch.weights import LoraMerge, QuantisedWeights, StaleWeights
+from tim_jax.mismatch.weights import InFlightUpdates, LoraMerge, QuantisedWeights, StaleWeights
 
 # Every entry by its name in configurations too: `mismatch.kv_cache(dtype="float8_e4m3fn")`.
 attention_softmax = AttentionSoftmax
 compute = Compute
 dropped_end = DroppedEnd
 ignored_truncation = IgnoredTruncation
+in_flight_updates = InFlightUpdates
 kv_cache = KVCache
 lm_head = Head
 log_prob_noise = LogProbNoise
@@ -83,6 +84,7 @@ __all__ = [
     "Entry",
     "Head",
     "IgnoredTruncation",
+    "InFlightUpdates",
     "KVCache",
     "LogProbNoise",
     "LogitNoise",
@@ -111,6 +113,7 @@ __all__ = [
     "difference",
     "dropped_end",
     "ignored_truncation",
+    "in_flight_updates",
     "kv_cache",
     "label",
     "lm_head",

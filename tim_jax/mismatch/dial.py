@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tim_jax.errors import InputError
 from tim_jax.mismatch.base import Entry, Names
 from tim_jax.mismatch.reporting import DroppedEnd, PadMask
-from tim_jax.mismatch.weights import LoraMerge, StaleWeights
+from tim_jax.mismatch.weights import InFlightUpdates, LoraMerge, StaleWeights
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import Weights
 from tim_jax.numerics import Numerics, Order, Precision
@@ -44,6 +44,11 @@ class Mismatch:
     def stale_updates(self) -> int:
         """How many updates ago the sampler's weights are from."""
         return sum(e.updates for e in self.entries if isinstance(e, StaleWeights))
+
+    @property
+    def in_flight(self) -> InFlightUpdates | None:
+        """The entry by which the sampler's weights change within a response, if there is one."""
+        return next((e for e in self.active if isinstance(e, InFlightUpdates)), None)
 
     @property
     def shared(self) -> "Mismatch":
@@ -121,15 +126,22 @@ def _check_together(mismatch: Mismatch, numerics: Numerics) -> None:
         for entry in mismatch.entries:
             if entry.name in ("tile_sizes", "sum_order"):
                 raise entry.refuse(f"contradicts {numerics.family!r} kernels, which choose it")
-    if mismatch.stale_updates and any(isinstance(e, LoraMerge) for e in mismatch.active):
+    aged = _aged(mismatch)
+    if len(aged) > 1:
+        raise aged[1].refuse(f"contradicts {aged[0].name!r}: both say how old the weights are")
+    if aged and any(isinstance(e, LoraMerge) for e in mismatch.active):
         raise InputError(
-            "mismatch 'lora_merge': contradicts 'stale_weights', which keeps weights that are"
+            f"mismatch 'lora_merge': contradicts {aged[0].name!r}, which keeps weights that are"
             " merged already"
         )
     ends = [entry for entry in mismatch.entries if isinstance(entry, DroppedEnd)]
     pads = [entry for entry in mismatch.entries if isinstance(entry, PadMask)]
     if ends and pads and ends[0].replacement == pads[0].pad:
         raise pads[0].refuse("contradicts 'dropped_end': it hides the very token that is put there")
+
+
+def _aged(mismatch: Mismatch) -> list[StaleWeights]:
+    return [entry for entry in mismatch.active if isinstance(entry, StaleWeights)]
 
 
 def difference(first: Any, second: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
@@ -184,6 +196,7 @@ def draw(
     samples: int,
     first: jax.Array | None = None,
     batching: Batching = ALL_AT_ONCE,
+    begun: sampler.Begun | None = None,
 ) -> Rollout:
     """`sampler.sample` with another execution: the second of a divergent sampler's three steps.
 
@@ -191,7 +204,7 @@ def draw(
     entry `stale_weights`; the caller keeps them), the last is `report`. On a mesh, this step runs
     on each device with its parts of the arrays; the other two get whole arrays. `execution` is the
     learner's, with the sampler's placement. Only the entries of `mismatch.drawing` matter here;
-    without one this is `sampler.sample`, as `batching` has it.
+    without one this is `sampler.sample`, as `batching` and `begun` have it.
     """
     other = replace(execution, numerics=mismatch.numerics(execution.numerics))
     names = _names(prompts, key, samples, first)
@@ -204,6 +217,7 @@ def draw(
         first=first,
         draw=_draw(mismatch.active, names, other),
         batching=batching,
+        begun=begun,
     )
 
 
@@ -220,7 +234,8 @@ def report(
 def _names(prompts: Prompts, key: jax.Array, samples: int, first: jax.Array | None = None) -> Names:
     count = prompts.ids.shape[0]
     numbers = jnp.tile(jnp.arange(samples, dtype=jnp.int32), count)
-    numbers = numbers if first is None else numbers + first
+    if first is not None:  # one, or one a prompt
+        numbers = numbers + jnp.repeat(jnp.broadcast_to(first, prompts.ids.shape), samples)
     return Names(key, jnp.repeat(prompts.ids, samples), numbers)
 
 
@@ -255,8 +270,8 @@ def refuse_ahead(mismatch: Mismatch) -> None:
     """Raises InputError for entries whose sampler cannot draw ahead of the learner."""
     if mismatch.stale_updates:
         raise InputError(
-            "mismatch 'stale_weights': contradicts max_staleness, by which the sampler's weights"
-            " are old already; set one of them"
+            f"mismatch {_aged(mismatch)[0].name!r}: contradicts max_staleness, by which the"
+            " sampler's weights are old already; set one of them"
         )
     for entry in mismatch.active:
         if isinstance(entry, LoraMerge):
@@ -265,6 +280,5 @@ def refuse_ahead(mismatch: Mismatch) -> None:
 
 def refuse_stale(mismatch: Mismatch, where: str) -> None:
     """Raises InputError if the sampler needs old weights, which `where` does not have."""
-    for entry in mismatch.entries:
-        if isinstance(entry, StaleWeights) and not entry.inert:
-            raise InputError(f"mismatch 'stale_weights': {where}")
+    for entry in _aged(mismatch):
+        raise entry.refuse(where)

@@ -37,11 +37,11 @@ from tim_jax.mismatch.reporting import (
     PadMask,
     RawLogProbs,
 )
-from tim_jax.mismatch.weights import LoraMerge, QuantisedWeights, StaleWeights
+from tim_jax.mismatch.weights import InFlightUpdates, LoraMerge, QuantisedWeights, StaleWeights
 
 GROUPS: dict[str, tuple[type[Entry], ...]] = {
     "precision": (Compute, Head, Logits, Softmax, AttentionSoftmax, KVCache),
-    "weights": (QuantisedWeights, LoraMerge, StaleWeights),
+    "weights": (QuantisedWeights, LoraMerge, StaleWeights, InFlightUpdates),
     "kernels": (
         NativeKernels,
         TileSizes,

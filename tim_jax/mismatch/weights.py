@@ -125,3 +125,37 @@ class StaleWeights(Entry):
     @property
     def inert(self) -> bool:
         return self.updates == 0
+
+
+@dataclass(frozen=True)
+class InFlightUpdates(StaleWeights):
+    """The sampler's weights change within a response: an update arrives after every so many tokens.
+
+    The first `every` tokens are drawn by the weights of `updates` updates ago, the next ones by
+    those of one update later, and so on up to the newest. After a change all keys and values are
+    made again by the new weights, as in AReaL (arXiv 2505.24298, 4.1). Like `stale_weights` this is
+    drift: under the weights that drew it, every token is exact.
+    """
+
+    every: int
+
+    name: ClassVar[str] = "in_flight_updates"
+    imitates: ClassVar[str] = "in-flight weight updates of asynchronous RL (AReaL, PipelineRL)"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.need_number("every", least=1)
+
+    def check(self, execution: Execution) -> None:
+        longest = execution.sampling.max_response_length
+        if not self.inert and self.every >= longest:
+            raise self.refuse(
+                f"every = {self.every} must be less than the longest response, {longest}, within"
+                " which the weights are to change"
+            )
+
+    def parts(self, longest: int) -> list[int]:
+        """Most tokens of a response that are drawn by one and the same weights, oldest first."""
+        starts = range(0, min(longest, (self.updates + 1) * self.every), self.every)
+        ends = [*starts[1:], longest]
+        return [end - start for start, end in zip(starts, ends, strict=True)]

@@ -61,7 +61,7 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
         "optimiser": size(state) - size(state.params),
         "weights": size(weights),
         "reference": workload.has_reference * (size(state.params) + size(weights)),
-        "weights of steps ahead": workload.max_staleness * size(weights),
+        "older weights": workload.kept_weights * size(weights),
     }
     widened = _widened(workload.execution, weights, devices)
     waiting = ("masters", "optimiser") if workloads.offloaded(workload, devices) else ()
@@ -264,7 +264,7 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
             lambda it: replace(it, learning=replace(it.learning, remat=True)),
         )
     offload = replace(workload, offload=True)
-    staying = workload.offload or workload.max_staleness
+    staying = workload.offload or workload.kept_weights
     if workloads.offloaded(offload, devices) and not staying:
         yield "learner.offload = true", lambda it: replace(it, offload=True)
     if workload.execution.numerics.compute_dtype == "float32" and devices[0].platform != "cpu":

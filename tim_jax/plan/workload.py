@@ -39,14 +39,14 @@ class Workload:
     batching: Batching = ALL_AT_ONCE  # of the sampler, on all its devices
     mismatch: Mismatch = dial.EXACT
     offload: bool = False  # the state waits in the host's memory while a step is sampled
-    max_staleness: int = 0  # steps that are drawn ahead
+    kept_weights: int = 0  # older ones, of steps that are drawn ahead or for the dial
     split: bool = False  # the sampler has devices of its own
 
     @property
     def sampler_copies(self) -> int:
         """Copies of the weights that the sampler's devices have beside the learner's."""
         same = self.sampler_execution.placement.shape == self.execution.placement.shape
-        return 0 if same and not self.split else self.max_staleness + 1
+        return 0 if same and not self.split else self.kept_weights + 1
 
     @property
     def sampler_execution(self) -> Execution:
@@ -157,7 +157,7 @@ def resident(workload: Workload, devices: Devices, stage: str) -> int:
     """Bytes on a device during a stage that are not arguments of its program.
 
     These are optimiser and masters while sampling, unless they wait on the host; the weights of a
-    sampler with another placement, and of steps that are drawn ahead; and those of a reference
+    sampler with another placement, and older ones that are kept; and those of a reference
     policy with its masters, which checkpoints need; and before an update those of an adapter's
     base. A sampler on devices of its own has only its weights there. Padding by layouts is not
     counted.
@@ -167,7 +167,7 @@ def resident(workload: Workload, devices: Devices, stage: str) -> int:
     base = bytes_per_device(laid.base)
     masters = bytes_per_device(laid.state.params)
     reference = weights + masters if workload.has_reference else 0
-    copies, ahead = workload.sampler_copies * weights, workload.max_staleness * weights
+    copies, ahead = workload.sampler_copies * weights, workload.kept_weights * weights
     if stage == "sampler" and workload.split:
         return copies - weights  # of which one is an argument
     if stage == "sampler":

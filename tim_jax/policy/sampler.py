@@ -35,6 +35,14 @@ Draw = Callable[
 _STEPS = 32  # tokens that a slot draws before they are stored among the results
 
 
+@struct.dataclass
+class Begun:
+    """Responses of which some tokens were drawn before."""
+
+    tokens: int = struct.field(pytree_node=False)  # of every response that is not over
+    over: jax.Array  # bool[N], responses to which nothing is added; what is drawn here is no use
+
+
 def sample(
     weights: Weights,
     prompts: Prompts,
@@ -46,6 +54,7 @@ def sample(
     first: jax.Array | None = None,
     order: jax.Array | None = None,
     draw: Draw | None = None,
+    begun: Begun | None = None,
 ) -> Rollout:
     """Draws `samples` responses to each prompt; rows are prompts major.
 
@@ -60,9 +69,12 @@ def sample(
         device's parts of weights and prompts, see `transformer.forward`.
       samples: responses per prompt (the group size).
       batching: on this device.
-      first: i32[], number of each group's first sample here, where a group is split over devices.
+      first: i32[] or i32[P], number of each group's first sample here, where a group is split over
+        devices or its samples have prompts of their own.
       order: i32[N], the order in which the rows are given to slots; None: ascending.
       draw: in place of `distribution.draw`, for a sampler that differs on purpose.
+      begun: the prompts end with tokens that were drawn before, and the responses go on from there;
+        `log_probs` and `lengths` are of what is drawn here.
 
     `batching` and `order` change no bit.
 
@@ -83,6 +95,7 @@ def sample(
         rows=rows,
         streams=_streams(key, prompts.ids, samples, first),
         draw=draw or partial(_draw, sampling=execution.sampling, numerics=numerics),
+        begun=begun or Begun(0, jnp.zeros(count, bool)),
         stops=jnp.asarray(execution.sampling.stop_tokens, jnp.int32),
     )
     width = min(batching.slots or count, count)
@@ -181,6 +194,7 @@ class _Decoding:
     rows: Placement  # whose devices step together
     streams: jax.Array  # PRNG keys [N] of the sequences
     draw: Draw
+    begun: Begun
     stops: jax.Array  # i32[n]
 
     def prefill(
@@ -201,7 +215,7 @@ class _Decoding:
             )
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
             logits = transformer.logits(weights, last, execution=self.execution)
-            beginning = jnp.zeros(sequences.shape, jnp.int32)
+            beginning = jnp.full(sequences.shape, self.begun.tokens, jnp.int32)
             uniform = jax.vmap(_uniform)(self.streams[sequences], beginning)
             drawn = self.draw(jnp.repeat(logits, samples, axis=0), uniform, beginning, sequences)
             return cache, drawn
@@ -222,11 +236,12 @@ class _Decoding:
         def wide(x: jax.Array) -> jax.Array:
             return jnp.pad(x[:, None], ((0, 0), (0, limit - 1)))
 
+        ended = jnp.any(tokens[:, None] == self.stops[None, :], axis=1)
         return Results(
             tokens=wide(tokens),
             log_probs=wide(log_probs),
             lengths=jnp.ones(tokens.shape, jnp.int32),
-            ended=jnp.any(tokens[:, None] == self.stops[None, :], axis=1),
+            ended=ended | self.begun.over,
             drawn=None if drawn is None else wide(drawn),
         )
 
@@ -293,7 +308,7 @@ class _Decoding:
         hidden, cache = forward(weights, slots.newest[:, None], positions[:, None], cache)
         logits = transformer.logits(weights, hidden[:, 0], execution=self.execution)
         tokens, log_probs, drawn_with = self.draw(
-            logits, uniforms[now.count], slots.lengths, slots.sequences
+            logits, uniforms[now.count], self.begun.tokens + slots.lengths, slots.sequences
         )
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -310,7 +325,7 @@ class _Decoding:
 
     def _uniforms(self, slots: Slots) -> jax.Array:
         """f32[_STEPS, S], the random numbers of the slots' next tokens."""
-        positions = slots.lengths[None, :] + jnp.arange(_STEPS)[:, None]
+        positions = self.begun.tokens + slots.lengths[None, :] + jnp.arange(_STEPS)[:, None]
         of_slots = jax.vmap(_uniform)
         return jax.vmap(of_slots, in_axes=(None, 0))(self.streams[slots.sequences], positions)
 
@@ -322,14 +337,14 @@ def _uniform(stream: jax.Array, position: jax.Array) -> jax.Array:
 
 def _streams(key: jax.Array, ids: jax.Array, samples: int, first: jax.Array | None) -> jax.Array:
     """PRNG keys [P * samples], by (key, prompt id, number of the sample)."""
-    numbers = jnp.arange(samples)
+    numbers = jnp.broadcast_to(jnp.arange(samples), (ids.shape[0], samples))
     if first is not None:
-        numbers = numbers + first
+        numbers = numbers + jnp.reshape(first, (-1, 1))
 
     def stream(prompt, sample):
         return jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
 
-    of_group = jax.vmap(jax.vmap(stream, in_axes=(None, 0)), in_axes=(0, None))
+    of_group = jax.vmap(jax.vmap(stream, in_axes=(None, 0)))
     return of_group(ids, numbers).reshape(-1)
 
 

@@ -89,7 +89,7 @@ def train(
     begun = deque(begin(number, published(own)) for number, own in early)
     for number in numbers:
         started = time.perf_counter()
-        source = older[0] if older else weights
+        source = programs.source(older, weights)
         if ahead:
             older.append(copied(weights))  # the next update takes the buffers of the weights
         if number + ahead <= steps:
@@ -124,16 +124,18 @@ def train(
         if exact:
             check_exact(exactness, number)
         metrics |= drawn.metrics | exact_metrics(exactness)
-        done = time.perf_counter()
-        tokens = metrics["response_tokens"]
-        timing = {
-            "seconds": done - started,
-            "seconds_sampling": drawn.seconds["sampling"],
-            "seconds_grading": drawn.seconds["grading"],
-            "seconds_learning": done - drawn_at,
-            "tokens_per_second": tokens / (done - started),
-        }
+        timing = _timing(drawn, started, drawn_at, time.perf_counter())
         yield Step(number, state, weights, metrics, timing, drawn.samples, tuple(older))
+
+
+def _timing(drawn: drawing.Drawn, started: float, drawn_at: float, done: float) -> dict[str, float]:
+    return {
+        "seconds": done - started,
+        "seconds_sampling": drawn.seconds["sampling"],
+        "seconds_grading": drawn.seconds["grading"],
+        "seconds_learning": done - drawn_at,
+        "tokens_per_second": drawn.metrics["response_tokens"] / (done - started),
+    }
 
 
 def first_history(weights: Any, programs: Programs, history: Sequence[Any]) -> deque[Any]:

@@ -1,6 +1,6 @@
 """A run's programs: jitted, laid out on the mesh of their execution, with buffers donated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tim_jax import metrics, placement
+from tim_jax import placement
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import adapters, parameters
@@ -18,18 +18,9 @@ from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
 from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Devices, Placement, memory
-from tim_jax.rl import learner, sharded
+from tim_jax.rl import comparing, learner, sharded
 from tim_jax.rl.experience import experience
-from tim_jax.rl.types import (
-    Exactness,
-    Experience,
-    Learning,
-    Policy,
-    TrainState,
-    check_steps,
-    exactness,
-    mini_batch,
-)
+from tim_jax.rl.types import Experience, Learning, Policy, TrainState, check_steps, mini_batch
 from tim_jax.types import Prompts, Rollout
 
 _LEAN_ON_CPU = {
@@ -37,7 +28,6 @@ _LEAN_ON_CPU = {
         "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
     ),
 }
-_PARTS = ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3")
 
 
 @dataclass(frozen=True)
@@ -54,11 +44,11 @@ class Programs:
     merge: Callable[..., Rollout]  # rollout, another, i32[B] -> those rows of both, one after other
     experience: Callable[..., Any]  # see experience.experience
     update: Callable[..., Any]  # state, weights, experience, index of mini-batch, length, base
-    mismatch_report: Callable[..., Any]  # see mismatch_report
+    mismatch_report: Callable[..., Any]  # see comparing.mismatch_report
     init: Callable[..., TrainState]  # what is trained -> state
     place: Callable[..., Any]  # the base of adapters -> the same, where the learner is
     merged: Callable[..., Any] | None  # params with adapters -> float32 params without
-    compare: Callable[..., Any] | None  # see comparison
+    compare: Callable[..., Any] | None  # see comparing.comparison
 
     learning: Learning
     mini_batches: int
@@ -70,8 +60,17 @@ class Programs:
 
     @property
     def kept_weights(self) -> int:
-        """How many older weights the loop keeps: of steps drawn ahead, or for `stale_weights`."""
+        """How many older weights the loop keeps, of steps drawn ahead or for the dial's entries."""
         return self.max_staleness or self.mismatch.stale_updates
+
+    def source(self, older: Sequence[Any], weights: Any) -> Any:
+        """What a step is drawn by, of the kept weights, oldest first, and the newest.
+
+        A tuple, oldest first, where the weights change within a response.
+        """
+        if self.mismatch.in_flight is not None:
+            return (*older, weights)
+        return older[0] if older else weights
 
 
 def build(
@@ -118,7 +117,7 @@ def build(
     at = execution.placement if sampler_placement is None else sampler_placement
     drawing = replace(execution, placement=at)
     own = devices if sampler_devices is None else sampler_devices
-    sampled = sampling_program(
+    sampled = (in_flight_program if mismatch.in_flight else sampling_program)(
         drawing,
         samples=learning.group_size,
         batching=batching,
@@ -132,21 +131,25 @@ def build(
     preparing = partial(experience, score=policy.score, learning=learning)
     update = _updating(policy, learning, optimizer, mini_batches=mini_batches)
     updated = state, where.weights, whole
-    compared = mismatch.active or max_staleness
-    compare = comparison(policy.score, mismatch, aged=bool(max_staleness or mismatch.stale_updates))
+    aged = bool(max_staleness or mismatch.stale_updates)
+    compare = comparing.comparison(policy.score, mismatch, aged=aged)
+    publish = publication(execution, dial.merging(mismatch, drawing), devices, own)
+    greedy = where.greedy(drawing, own) if learning.needs_greedy else None
+    if mismatch.in_flight is not None:
+        publish, greedy = _of_each(publish), greedy and _of_newest(greedy)
     return Programs(
         prepare=weights_program(execution, devices),
-        publish=publication(execution, dial.merging(mismatch, drawing), devices, own),
+        publish=publish,
         sample=where.arriving(sampled, drawing, own),
-        greedy=where.greedy(drawing, own) if learning.needs_greedy else None,
+        greedy=greedy,
         merge=jax.jit(_merged, out_shardings=whole),
         experience=jit(preparing, numerics, out_shardings=whole),
         update=jit(update, lean(numerics), donate_argnums=(0, 1), out_shardings=updated),
-        mismatch_report=jit(mismatch_report, numerics, out_shardings=whole),
+        mismatch_report=jit(comparing.mismatch_report, numerics, out_shardings=whole),
         init=where.spreading(jit(starting, numerics, out_shardings=state), where.trained),
         place=partial(placement.put, target=placement.shardings(of_base, where.mesh)),
         merged=None if execution.lora is None else merged_program(execution, devices),
-        compare=jit(compare, numerics, out_shardings=whole) if compared else None,
+        compare=jit(compare, numerics, out_shardings=whole) if aged or mismatch.active else None,
         learning=learning,
         mini_batches=mini_batches,
         epochs=epochs,
@@ -155,6 +158,14 @@ def build(
         offload=offload,
         max_staleness=max_staleness,
     )
+
+
+def _of_each(publish: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, weights: tuple(publish(params, own) for own in weights)
+
+
+def _of_newest(program: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda weights, *arguments: program(weights[-1], *arguments)
 
 
 def lean(numerics: Numerics) -> Numerics:
@@ -243,6 +254,41 @@ def sampling_program(
 
     def sample(weights, prompts: Prompts, key):
         rollout = drawn(mismatch.weights(weights), prompts, key)
+        return dial.report(rollout, prompts, key, mismatch=mismatch, samples=samples)
+
+    return jit(sample, execution.numerics, out_shardings=where.whole)
+
+
+def in_flight_program(
+    execution: Execution,
+    *,
+    samples: int,
+    batching: Batching = ALL_AT_ONCE,
+    devices: Devices | None = None,
+    mismatch: Mismatch,
+) -> Callable[..., Rollout]:
+    """The same of several weights, oldest first, for a `mismatch` with `in_flight_updates`.
+
+    Raises:
+      InputError: as `sampling_program`.
+    """
+    dial.check(mismatch, execution)
+    assert mismatch.in_flight is not None
+    where, sampling = _Where.of(execution, devices), execution.sampling
+    draw = partial(dial.draw, mismatch=mismatch)
+    parts = [
+        replace(execution, sampling=replace(sampling, max_response_length=tokens))
+        for tokens in mismatch.in_flight.parts(sampling.max_response_length)
+    ]
+    begin = sharded.sampling(parts[0], where.mesh, samples=samples, batching=batching, draw=draw)
+    others = [sharded.going_on(p, where.mesh, batching=batching, draw=draw) for p in parts[1:]]
+
+    def sample(weights: Sequence[Any], prompts: Prompts, key):
+        ids = jnp.repeat(prompts.ids, samples)
+        numbers = jnp.tile(jnp.arange(samples, dtype=jnp.int32), prompts.ids.shape[0])
+        rollout = begin(mismatch.weights(weights[0]), prompts, key)
+        for go_on, own in zip(others, weights[1:], strict=False):  # fewer, if responses are short
+            rollout = go_on(mismatch.weights(own), rollout, ids, numbers, key)
         return dial.report(rollout, prompts, key, mismatch=mismatch, samples=samples)
 
     return jit(sample, execution.numerics, out_shardings=where.whole)
@@ -366,41 +412,3 @@ class _Where:
 
 def _merged(rollout: Rollout, other: Rollout, rows: jax.Array) -> Rollout:
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y])[rows], rollout, other)
-
-
-def mismatch_report(log_probs: jax.Array, rollout: Rollout) -> dict[str, jax.Array]:
-    """`mismatch/*`: `metrics.mismatch_metrics` of log-probs [b, R] of a rollout's first b rows."""
-    rows = log_probs.shape[0]
-    values = metrics.mismatch_metrics(log_probs, rollout.log_probs[:rows], rollout.mask[:rows])
-    return {f"mismatch/{name}": value for name, value in values.items()}
-
-
-def comparison(
-    score: Callable[..., Any], mismatch: Mismatch, *, aged: bool
-) -> Callable[..., tuple[dict[str, jax.Array], Exactness]]:
-    """(weights, sampler's weights, rollout, trainer) -> metrics of the mismatch and its parts.
-
-    `trainer` are the learner's log-probs, or None, which takes one more forward. `mismatch/*` are
-    `metrics.mismatch_metrics` of them against the recorded ones. The parts, where there are any,
-    are in mean |d|, largest |d| and k3: `drift/*` compares the learner with itself at the sampler's
-    weights, `numerical/*` the latter with the recorded ones, and `reporting/*` the log-probs drawn
-    with with the recorded ones. The second result compares bits: of the learner at the sampler's
-    weights, where these may be `aged`, with what was recorded.
-    """
-
-    def compare(weights, source, rollout: Rollout, trainer: jax.Array | None):
-        recorded, mask = rollout.log_probs, rollout.mask
-        trainer = score(weights, rollout)[0] if trainer is None else trainer
-        there = score(source, rollout)[0] if aged else trainer
-        pairs = {}
-        if aged:
-            pairs |= {"drift": (trainer, there), "numerical": (there, recorded)}
-        if rollout.drawn_log_probs is not None:
-            pairs["reporting"] = rollout.drawn_log_probs, recorded
-        report = mismatch_report(trainer, rollout)
-        for part, (first, second) in pairs.items():
-            values = metrics.mismatch_metrics(first, second, mask)
-            report |= {f"{part}/{name}": values[name] for name in _PARTS}
-        return report, exactness(there, rollout)
-
-    return compare

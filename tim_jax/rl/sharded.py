@@ -22,6 +22,8 @@ from tim_jax.model import adapters as low_rank
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import weight_axes
 from tim_jax.placement import Placement, collectives
+from tim_jax.policy import continuing
+from tim_jax.policy.sampler import Begun
 from tim_jax.policy.scoring import gradient_sums, score, shares_gradient
 from tim_jax.rl import learner
 from tim_jax.rl.experience import score_rows
@@ -69,6 +71,39 @@ def sampling(
         return in_order(rows, blocks, shares, size)
 
     return sample
+
+
+def going_on(
+    execution: Execution,
+    on: Mesh,
+    *,
+    batching: Batching = ALL_AT_ONCE,
+    draw: Callable[..., Rollout],
+) -> Callable[..., Rollout]:
+    """(weights, rollout, ids, numbers, key) -> the rollout with more tokens, whole on every device.
+
+    Responses that did not finish go on for as many tokens as `execution` allows. `ids` i32[B] are
+    the names of every row's prompt, `numbers` i32[B] its sample's. `draw` as in `sampling`.
+    """
+    where = execution.placement
+    of_device = batching.of_device(where.shards)
+
+    def local(weights, rows, key) -> Rollout:
+        rollout, ids, numbers = rows
+        more = draw(
+            weights,
+            continuing.so_far(rollout, ids),
+            key,
+            execution=execution,
+            samples=1,
+            batching=of_device,
+            first=numbers,
+            begun=Begun(rollout.responses.shape[1], rollout.finished),
+        )
+        return collectives.whole_rows(continuing.joined(rollout, more), where)
+
+    call = _over(on, local, (_weights(execution), _ROWS, _WHOLE), _WHOLE)
+    return lambda weights, rollout, ids, numbers, key: call(weights, (rollout, ids, numbers), key)
 
 
 def split(prompts: int, samples: int, parts: int) -> tuple[int, int]:
