@@ -20,6 +20,12 @@ from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
 
+_LEAN_ON_CPU = {
+    "xla_disable_hlo_passes": (
+        "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -165,3 +171,16 @@ def jit(function: Callable, numerics: Numerics, **options: Any) -> Callable:
     An option that this version of XLA does not know is refused by XLA, by name, when it compiles.
     """
     return jax.jit(function, compiler_options=dict(numerics.compiler_options) or None, **options)
+
+
+def lean(numerics: Numerics) -> Numerics:
+    """The same numerics, compiled for less memory: an update is the program that needs most of it.
+
+    On a CPU, XLA widens bfloat16 factors of products to float32, and would do so before the loops
+    over micro-batches and layers: a copy of all weights, of twice their size. Barriers do not keep
+    it from that, as it removes them earlier.
+    """
+    if jax.default_backend() != "cpu":
+        return numerics
+    options = {**_LEAN_ON_CPU, **dict(numerics.compiler_options)}
+    return replace(numerics, compiler_options=tuple(options.items()))

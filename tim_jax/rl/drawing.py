@@ -94,7 +94,7 @@ class _Sampling(NamedTuple):
     examples: Sequence[Example]
     rollout: Rollout
     greedy: Rollout | None
-    started: float
+    seconds: float  # that it took to begin
 
 
 class Begun(NamedTuple):
@@ -217,11 +217,12 @@ def _sampled(
     with waiting.during(SAMPLING, about=waiting.COMPILES):
         rollout = programs.sample(weights, prompts, key)
         best = None if programs.greedy is None else programs.greedy(weights, prompts, key)
-    return _Sampling(examples, rollout, best, started)
+    return _Sampling(examples, rollout, best, time.perf_counter() - started)
 
 
 def _drawn(sampling: _Sampling, task: Task, text: Text, *, programs: Programs) -> Drawn:
-    examples, rollout, best = sampling.examples, sampling.rollout, sampling.greedy
+    examples, rollout, best, begun = sampling
+    started = time.perf_counter()
     with waiting.during(SAMPLING, about=waiting.COMPILES):
         jax.block_until_ready((rollout, best))
     sampled = time.perf_counter()
@@ -230,7 +231,7 @@ def _drawn(sampling: _Sampling, task: Task, text: Text, *, programs: Programs) -
     if best is not None:
         graded_best, more = graded(task, text, examples, best, 1)
         greedy, faults = _rewards(graded_best), _added(faults, more)
-    seconds = {"sampling": sampled - sampling.started, "grading": time.perf_counter() - sampled}
+    seconds = {"sampling": begun + sampled - started, "grading": time.perf_counter() - sampled}
     return Drawn(rollout, samples, rewards, greedy, faults, seconds)
 
 

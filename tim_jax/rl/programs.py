@@ -14,7 +14,7 @@ from tim_jax import placement
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import adapters, parameters
-from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit, lean
 from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Devices, Placement, memory
@@ -22,12 +22,6 @@ from tim_jax.rl import comparing, learner, sharded
 from tim_jax.rl.experience import experience
 from tim_jax.rl.types import Experience, Learning, Policy, TrainState, check_steps, mini_batch
 from tim_jax.types import Prompts, Rollout
-
-_LEAN_ON_CPU = {
-    "xla_disable_hlo_passes": (
-        "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -117,13 +111,7 @@ def build(
     at = execution.placement if sampler_placement is None else sampler_placement
     drawing = replace(execution, placement=at)
     own = devices if sampler_devices is None else sampler_devices
-    sampled = (in_flight_program if mismatch.in_flight else sampling_program)(
-        drawing,
-        samples=learning.group_size,
-        batching=batching,
-        devices=own,
-        mismatch=mismatch,
-    )
+    of_sampler = {"samples": learning.group_size, "batching": batching, "mismatch": mismatch}
     policy, numerics, whole = where.policy(learning), execution.numerics, where.whole
     of_base = param_axes(execution.config)
     starting = partial(init, optimizer, learning)
@@ -133,15 +121,9 @@ def build(
     updated = state, where.weights, whole
     aged = bool(max_staleness or mismatch.stale_updates)
     compare = comparing.comparison(policy.score, mismatch, aged=aged)
-    publish = publication(execution, dial.merging(mismatch, drawing), devices, own)
-    greedy = where.greedy(drawing, own) if learning.needs_greedy else None
-    if mismatch.in_flight is not None:
-        publish, greedy = _of_each(publish), greedy and _of_newest(greedy)
     return Programs(
+        **_of_sampler(where, drawing, devices, own, greedy=learning.needs_greedy, **of_sampler),
         prepare=weights_program(execution, devices),
-        publish=publish,
-        sample=where.arriving(sampled, drawing, own),
-        greedy=greedy,
         merge=jax.jit(_merged, out_shardings=whole),
         experience=jit(preparing, numerics, out_shardings=whole),
         update=jit(update, lean(numerics), donate_argnums=(0, 1), out_shardings=updated),
@@ -160,25 +142,32 @@ def build(
     )
 
 
+def _of_sampler(
+    where: "_Where",
+    drawing: Execution,
+    devices: Devices | None,
+    own: Devices | None,
+    *,
+    greedy: bool,
+    mismatch: Mismatch,
+    **how: Any,
+) -> dict[str, Any]:
+    """The programs of the sampler: of the execution `drawing`, on the devices `own`."""
+    program = in_flight_program if mismatch.in_flight else sampling_program
+    sample = program(drawing, devices=own, mismatch=mismatch, **how)
+    publish = publication(where.execution, dial.merging(mismatch, drawing), devices, own)
+    best = where.greedy(drawing, own) if greedy else None
+    if mismatch.in_flight is not None:
+        publish, best = _of_each(publish), best and _of_newest(best)
+    return {"publish": publish, "sample": where.arriving(sample, drawing, own), "greedy": best}
+
+
 def _of_each(publish: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, weights: tuple(publish(params, own) for own in weights)
 
 
 def _of_newest(program: Callable[..., Any]) -> Callable[..., Any]:
     return lambda weights, *arguments: program(weights[-1], *arguments)
-
-
-def lean(numerics: Numerics) -> Numerics:
-    """The same numerics, compiled for less memory: an update is the program that needs most of it.
-
-    On a CPU, XLA widens bfloat16 factors of products to float32, and would do so before the loops
-    over micro-batches and layers: a copy of all weights, of twice their size. Barriers do not keep
-    it from that, as it removes them earlier.
-    """
-    if jax.default_backend() != "cpu":
-        return numerics
-    options = {**_LEAN_ON_CPU, **dict(numerics.compiler_options)}
-    return replace(numerics, compiler_options=tuple(options.items()))
 
 
 def _updating(policy: Policy, learning: Learning, optimizer, *, mini_batches: int) -> Callable:
