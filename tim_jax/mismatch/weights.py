@@ -133,7 +133,7 @@ class InFlightUpdates(StaleWeights):
 
     The first `every` tokens are drawn by the weights of `updates` updates ago, the next ones by
     those of one update later, and so on up to the newest. After a change all keys and values are
-    made again by the new weights, as in AReaL (arXiv 2505.24298, 4.1). Like `stale_weights` this is
+    made again by the new weights, as in AReaL (arXiv 2505.24298). Like `stale_weights` this is
     drift: under the weights that drew it, every token is exact.
     """
 

@@ -1,7 +1,7 @@
 """Responses in parts: what is drawn so far as prompts, and two parts as one rollout.
 
 A part may be drawn by other weights than the part before. Its keys and values are all made by the
-weights that draw it, of every token before it too, as in AReaL (arXiv 2505.24298, 4.1). So its
+weights that draw it, of every token before it too, as in AReaL (arXiv 2505.24298). So its
 log-probs are those of a forward over the whole sequence, to the bit.
 """
 

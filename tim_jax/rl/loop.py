@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -191,12 +192,14 @@ def learn(
     prepared = programs.experience(weights, reference, state.carried, rollout, rewards, greedy)
     batch, checked = prepared.experience, prepared.exactness
     state = replace(state, **prepared.carried._asdict())
-    compared = at_source = None
-    if programs.compare is not None:
-        drawn_by = weights if source is None else source
-        compared, at_source = programs.compare(weights, drawn_by, rollout, prepared.trainer)
-    elif prepared.trainer is not None:
-        compared = programs.mismatch_report(prepared.trainer, rollout)
+    drawn_by = weights if source is None else source
+    compare, compared = partial(_compared, programs, rollout), None
+    # By the first update's log-probs, unless it has not all of them, or takes what they need.
+    early = programs.mini_batches > 1 or programs.mismatch.in_flight is not None
+    if prepared.trainer is not None or (programs.compare and early):
+        compared = compare(weights, drawn_by, prepared.trainer)
+    if not programs.kept_weights:
+        drawn_by = None  # the update is about to take the weights
     length = jnp.mean(rollout.lengths.astype(jnp.float32))
     if response_length is not None:
         length = jnp.full_like(length, response_length)
@@ -215,16 +218,27 @@ def learn(
             if epoch == index == 0:
                 comparisons.append(report.exactness)
                 if compared is None:
-                    compared = programs.mismatch_report(report.log_probs, rollout)
-    reports, compared, shaped = jax.device_get((reports, compared, prepared.metrics))
+                    compared = compare(None, drawn_by, report.log_probs)
+    assert compared is not None  # there is at least one update
+    found, at_source = compared
+    reports, found, shaped = jax.device_get((reports, found, prepared.metrics))
     skips = [report["skipped"] for report in reports]
     metrics = joined(reports) | {"skipped": float(np.sum(skips))}
-    metrics |= {name: float(value) for name, value in (shaped | compared).items()}
+    metrics |= {name: float(value) for name, value in (shaped | found).items()}
     metrics |= {k: float(v) for k, v in schedules.decay_report(state.optimizer).items()}
     check_finite(state, batch, most_in_a_row(before, skips), programs.learning.max_skipped)
     if programs.max_staleness and at_source is not None:
         comparisons = [at_source]
     return state, weights, merged(comparisons), metrics
+
+
+def _compared(
+    programs: Programs, rollout: Rollout, weights: Any, source: Any, trainer: jax.Array | None
+) -> tuple[dict[str, Any], Exactness | None]:
+    """`mismatch/*` and what they are made of, by the trainer's log-probs or else its weights."""
+    if programs.compare is not None:
+        return programs.compare(weights, source, rollout, trainer)
+    return programs.mismatch_report(trainer, rollout), None
 
 
 def joined(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
