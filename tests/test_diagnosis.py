@@ -17,7 +17,15 @@ from scipy import integrate
 
 from tim_jax import cli, corrections, mismatch
 from tim_jax.auditing import random_params
-from tim_jax.diagnosis import evidence, explanations, noise, readers, report, verdict
+from tim_jax.diagnosis import (
+    evidence,
+    explanations,
+    noise,
+    readers,
+    report,
+    variants,
+    verdict,
+)
 from tim_jax.diagnosis.distributions import chances
 from tim_jax.diagnosis.evidence import Forward
 from tim_jax.diagnosis.monitor import Monitor
@@ -158,6 +166,39 @@ def test_numerics_of_a_normal_size_are_no_fault():
     assert found.state == "numerics"
     assert found.normal
     assert found.first is None
+
+
+def test_all_other_forwards_together_score_no_more_tokens_than_the_first(monkeypatch):
+    scored = []
+
+    def counted(other, responses):
+        del other  # one program suffices to count
+        scored.append(sum(map(len, responses)))
+        return evidence.gather(forward(), responses)
+
+    monkeypatch.setattr(verdict, "gather", counted)
+    monkeypatch.setattr(variants, "gather", counted)
+    monkeypatch.setattr(verdict, "_PANEL", 16)  # which is for files of fewer than 86,000 tokens
+    rng = np.random.default_rng(0)
+    noisy = with_log_probs(sampled(), lambda x: x + 0.005 * rng.standard_normal(len(x)))
+    assert diagnosed(noisy * 2, sources=variants.SOURCES).normal
+    assert scored[0] == 2 * sum(len(row["logprobs"]) for row in sampled())
+    assert len(scored) > len(variants.SOURCES)
+    assert sum(scored[1:]) <= scored[0]
+
+
+def test_the_summary_of_a_forward_does_not_sort_the_vocabulary():
+    logits, tokens, _ = synthetic()
+    program = jax.jit(lambda *x: evidence._summary(*x, 300, (1, 2)))
+    text = program.lower(jnp.asarray(logits, jnp.float32), jnp.asarray(tokens)).compile().as_text()
+    assert "TopK" in text
+    assert " sort(" not in text
+
+
+def test_a_model_without_end_tokens_is_diagnosed():
+    found = collect(readers.read(sampled()), limits=LIMITS)
+    endless = forward()._replace(stop_tokens=())
+    assert verdict.diagnose(found.responses, endless, sources=()).state == "exact"
 
 
 def shifted(rows):

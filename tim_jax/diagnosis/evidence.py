@@ -109,7 +109,8 @@ def _summary(logits, tokens, tokenizer_size, stop_tokens) -> dict[str, jax.Array
     peak = jnp.max(logits, axis=-1)
     relative = logits - peak[:, None]
     logit = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
-    top, best = jax.lax.top_k(relative, min(LIKELIEST, logits.shape[1]))
+    # Not the indices that `top_k` gives as well: with a slice of these XLA sorts the vocabulary.
+    top, _ = jax.lax.top_k(relative, min(LIKELIEST, logits.shape[1]))
     betas = jnp.asarray(BETAS, jnp.float32)
     moments = jnp.moveaxis(jax.lax.map(lambda beta: _moments(relative, beta), betas), 0, 1)
     stops = relative[:, jnp.asarray(stop_tokens, jnp.int32)]
@@ -118,7 +119,7 @@ def _summary(logits, tokens, tokenizer_size, stop_tokens) -> dict[str, jax.Array
         "logit": logit,
         "above": jnp.sum((relative > logit[:, None]).astype(jnp.int32), axis=-1),
         "peak": peak,
-        "best": best[:, 0].astype(jnp.int32),
+        "best": jnp.argmax(relative, axis=-1).astype(jnp.int32),
         "top": top,
         "moments": moments,
         "inside": jax.scipy.special.logsumexp(relative[:, :tokenizer_size], axis=-1),
@@ -149,7 +150,7 @@ def _batches(
 
     for (_, shape), group in groupby(sorted(range(len(responses)), key=key), key=key):
         numbers = list(group)
-        most = max(1, min(_ROWS, _TOKENS // sum(shape), 1 << (len(numbers) - 1).bit_length()))
+        most = max(1, min(_ROWS, _TOKENS // sum(shape), _rounded(len(numbers), least=1)))
         for start in range(0, len(numbers), most):
             some = numbers[start : start + most]
             filled = some + some[-1:] * (most - len(some))
@@ -157,10 +158,13 @@ def _batches(
             yield some, rollout, responses[some[0]].declared
 
 
-def _rounded(length: int) -> int:
-    """One of few lengths, so that few programs are compiled. Padding changes no bit."""
-    step = max(64, (1 << (length - 1).bit_length()) // 8)
-    return length + -length % step
+def _rounded(size: int, *, least: int = 64) -> int:
+    """One of few sizes, multiples of `least`, so that few programs are compiled.
+
+    At most an eighth of the next power of two is added, or up to `least`. Padding changes no bit.
+    """
+    step = max(least, (1 << (size - 1).bit_length()) // 8)
+    return size + -size % step
 
 
 def _rollout(responses: Sequence[Response], prompt_size: int, size: int) -> Rollout:

@@ -131,9 +131,11 @@ def of_logits(
     tiles = _tiled(rows, min(execution.numerics.head_rows, rollout.responses.size))
     found = jax.lax.map(tile, tiles)
     size = rollout.responses.size
-    return jax.tree.map(
-        lambda x: x.reshape(-1, *x.shape[2:])[:size].reshape(*shape, *x.shape[2:]), found
-    )
+
+    def whole(x):  # without -1, which an array of no elements cannot have
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[:size].reshape(*shape, *x.shape[2:])
+
+    return jax.tree.map(whole, found)
 
 
 def _tiled(rows: Any, size: int) -> Any:
