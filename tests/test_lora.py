@@ -73,6 +73,18 @@ def drawn(config=tiny.CONFIG, lora=LORA, seed=3):
     return jax.tree.map(lambda x: 0.2 * rng.standard_normal(x.shape, np.float32), shapes)
 
 
+@pytest.mark.slow
+def test_micro_batches_of_a_few_widths_are_exact_and_learn_the_same():
+    ends = []
+    for count in (1, 3):
+        learning = replace(LEARNING, micro_batch=4, widths=count)
+        state, _, _, found, _ = stepped(execution(), learning)
+        assert all(unequal == 0 < compared for compared, unequal in found)
+        ends.append(state.params)
+    for one, other in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
 # The rule
 
 

@@ -253,6 +253,10 @@ class Learner(Section):
     for the time of moving them there and back."""
     length_buckets: Annotated[int, Field(ge=1, le=32)] = 1
     """Response lengths that the learner is compiled for: the longest, its half, its quarter, ..."""
+    widths: Annotated[int, Field(ge=1, le=32)] = 1
+    """Response lengths, in equal steps up to the longest, that a micro-batch may be cut to within
+    one program, which takes as many times as long to compile. Rows are then learnt from in the
+    order of their lengths, so that less is padding."""
     refills: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often a step may draw again for groups whose rewards are all equal (DAPO)."""
     noise_scale: bool = False

@@ -1,5 +1,6 @@
 """The job behind `tim-jax plan`: which workload of which model, on which slice."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from tim_jax.config.run import RunConfig
@@ -92,7 +93,7 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
     )
     return Workload(
         execution=execution,
-        learning=assembly.make_learning(config),
+        learning=replace(assembly.make_learning(config), widths=1),  # the longest needs the most
         optimizer=optimizer,
         prompts=section.prompts_per_step,
         prompt_length=config.sampling.max_prompt_length,

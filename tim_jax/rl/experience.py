@@ -16,6 +16,7 @@ from tim_jax.model.weights import Weights
 from tim_jax.numerics.sums import tree_sum
 from tim_jax.objectives import Objective, advantages, shaping
 from tim_jax.policy.scoring import Scores
+from tim_jax.rl import widths as cutting
 from tim_jax.rl.types import (
     Carried,
     Experience,
@@ -34,11 +35,14 @@ def score_rows(
     *,
     micro_batch: int | None,
     energy: bool = False,
+    widths: int = 1,
+    agree: Callable[[jax.Array], jax.Array] = lambda longest: longest,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Log-probs float32 [B, R] by a forward without gradient, `micro_batch` rows at a time.
 
     `score` is `scoring.score` of an execution. With `energy` also the score's energies, see
-    `distribution.score_energy`; else None.
+    `distribution.score_energy`; else None. `widths`: how many there are, see `widths.scan`, as for
+    `agree`.
     """
 
     def one(part: Rollout):
@@ -46,6 +50,18 @@ def score_rows(
         return scores.log_probs, scores.energy
 
     rows = rollout.lengths.shape[0]
+    if widths > 1:
+        _, scores = cutting.scan(
+            lambda carry, part: (carry, one(part)),
+            (),
+            rollout,
+            rollout.lengths,
+            size=min(micro_batch or rows, rows),
+            widths=cutting.ladder(rollout.responses.shape[1], widths),
+            cut=cutting.cut_rollout,
+            agree=agree,
+        )
+        return scores
     if micro_batch is None or micro_batch >= rows:
         return one(rollout)
     parts = jax.lax.map(one, split_rows(rollout, micro_batch))

@@ -22,6 +22,7 @@ from tim_jax.model.adapters import Adapters
 from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics.sums import compensated_sum, count, tree_sum
 from tim_jax.policy.scoring import Scores
+from tim_jax.rl import widths
 from tim_jax.rl.types import (
     Experience,
     Learning,
@@ -191,6 +192,7 @@ def gradient_rows(
     learning: Learning,
     sums: Weights | None = None,
     adapters: Adapters | None = None,
+    agree: Callable[[jax.Array], jax.Array] = lambda longest: longest,
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Gradient of the loss's sum over rows with respect to the compute weights, in float32.
 
@@ -201,6 +203,7 @@ def gradient_rows(
         `scoring.gradient_sums`; None: their gradients are made and added as all others are.
       adapters: that `weights` were merged of: the gradient is with respect to these alone, and no
         sum of a matrix's gradients exists.
+      agree: on the longest responses of micro-batches, with other devices, see `widths.scan`.
 
     Returns:
       The gradient, and values of every token by name, each [B, R]. With `sums` these stand in it
@@ -225,6 +228,18 @@ def gradient_rows(
         return (total, sums), tokens
 
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
+    if learning.widths > 1:
+        (total, sums), tokens = widths.scan(
+            add,
+            (zeros, sums),
+            (batch, token_weights),
+            batch.rollout.lengths,
+            size=size,
+            widths=widths.ladder(batch.mask.shape[1], learning.widths),
+            cut=lambda part, width: (widths.cut_experience(part[0], width), part[1][:, :width]),
+            agree=agree,
+        )
+        return total | (sums or {}), tokens
     if size == rows:
         (total, sums), tokens = add((zeros, sums), (batch, token_weights))
         return total | (sums or {}), tokens

@@ -19,10 +19,9 @@ from tim_jax.rl import drawing
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Exactness, Experience, TrainState
+from tim_jax.rl.widths import cut_rollout
 from tim_jax.tasks.base import Task
 from tim_jax.types import Rollout
-
-_OPTIONAL = ("drawn_log_probs", "hidden")
 
 
 class Step(NamedTuple):
@@ -263,9 +262,7 @@ def trimmed(rollout: Rollout, buckets: int) -> Rollout:
     """
     full, longest = rollout.responses.shape[1], int(rollout.lengths.max())
     sizes = [-(-full // 2**i) for i in range(buckets)]
-    size = min(size for size in sizes if size >= longest)
-    wide = {name: getattr(rollout, name) for name in ("responses", "log_probs", *_OPTIONAL)}
-    return replace(rollout, **{k: None if x is None else x[:, :size] for k, x in wide.items()})
+    return cut_rollout(rollout, min(size for size in sizes if size >= longest))
 
 
 def merged(comparisons: Sequence[Exactness]) -> Exactness:

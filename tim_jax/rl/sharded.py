@@ -143,7 +143,7 @@ def policy(execution: Execution, on: Mesh, *, learning: Learning) -> Policy:
     return Policy(
         prepare=execution.prepare,
         to_masters=partial(_to_masters, execution),
-        score=scoring(execution, on, micro_batch=learning.micro_batch),
+        score=scoring(execution, on, micro_batch=learning.micro_batch, widths=learning.widths),
         gradient=gradient(execution, on, learning=learning),
         norm=gradient_norm(execution, on),
     )
@@ -167,13 +167,17 @@ def _to_masters(execution: Execution, gradient, params):
     return transpose(gradient)[0]
 
 
-def scoring(execution: Execution, on: Mesh, *, micro_batch: int | None) -> Callable[..., Any]:
+def scoring(
+    execution: Execution, on: Mesh, *, micro_batch: int | None, widths: int = 1
+) -> Callable[..., Any]:
     """(weights, rollout, energy=False) -> as `experience.score_rows`; whole on every device."""
     where = execution.placement
 
     def local(weights, rollout: Rollout, micro: int | None, energy: bool):
-        forward = partial(score, execution=execution)
-        scores = score_rows(forward, weights, rollout, micro_batch=micro, energy=energy)
+        forward, cutting = partial(score, execution=execution), {}
+        if widths > 1:
+            cutting = {"widths": widths, "agree": partial(_longest, where)}
+        scores = score_rows(forward, weights, rollout, micro_batch=micro, energy=energy, **cutting)
         return collectives.whole_rows(scores, where)
 
     def scored(weights, rollout: Rollout, *, energy: bool = False):
@@ -205,6 +209,7 @@ def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[
             forward = partial(score, execution=execution)
             sums = None if adapters else gradient_sums(weights, execution=execution)
             options = {"learning": local_learning, "sums": sums, "adapters": adapters}
+            options["agree"] = partial(_longest, execution.placement)
             gradients, tokens = learner.gradient_rows(forward, weights, *rows, **options)
             return tokens, gradients
 
@@ -214,6 +219,11 @@ def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[
         return gradients, tokens
 
     return differentiate
+
+
+def _longest(where: Placement, longest: jax.Array) -> jax.Array:
+    """i32[n], the largest of every device's i32[n]."""
+    return jnp.max(collectives.whole_rows(longest[None], where), axis=0)
 
 
 def differentiating(execution: Execution, on: Mesh, local: Callable) -> Callable:

@@ -112,6 +112,7 @@ class Learning:
     mode: Mode = "bypass"
     correction: Correction = dataclasses.field(default_factory=corrections.none)
     micro_batch: int | None = None  # sequences per forward and backward; None: all of them
+    widths: int = 1  # response lengths that a micro-batch may be cut to, see `widths`
     remat: bool = False
     noise_scale: bool = False  # also measure the gradient's noise, from its micro-batches
     max_skipped: int = 5  # updates in a row that may not be finite
@@ -125,6 +126,8 @@ class Learning:
         )
         if self.micro_batch is not None and self.micro_batch < 1:
             raise InputError(f"Learning: micro_batch must be positive, got {self.micro_batch}")
+        if self.widths < 1:
+            raise InputError(f"Learning: widths must be positive, got {self.widths}")
         if self.noise_scale and (self.micro_batch or self.group_size) % self.group_size:
             raise InputError(
                 f"noise_scale compares micro-batches, which must be independent: micro_batch is"

@@ -381,6 +381,7 @@ def make_learning(config: RunConfig) -> Learning:
         mode=section.mode,
         correction=corrections.build(section.corrections),
         micro_batch=section.micro_batch,
+        widths=section.widths,
         remat=section.remat,
         noise_scale=section.noise_scale,
         max_skipped=section.max_skipped,
