@@ -205,7 +205,10 @@ REFUSED = [
     ({"top_p": 0}, "top_p must be a number"),
     ({"mask": [1]}, "mask must have 2 times 0 or 1"),
     ({"top_logprobs": [{"8": -0.5}, {"9": -0.1}]}, r"logprobs\[1\] = -1.25, but top_logprobs"),
-    ({"top_logprobs": [{"8": -0.5}, {"9": "x"}]}, r"top_logprobs\[1\] must have finite numbers, got 'x'"),
+    (
+        {"top_logprobs": [{"8": -0.5}, {"9": "x"}]},
+        r"top_logprobs\[1\] must have finite numbers, got 'x'",
+    ),
     ({"response_token_ids": None, "text": "ab"}, "has text but no response_token_ids"),
 ]
 
