@@ -330,6 +330,8 @@ def test_a_run_with_checkpoints_is_told_what_it_may_change_first(tmp_path, monke
     length = f"sampling.max_response_length below {config.sampling.max_response_length}"
     before = memory.of_run(config)
     assert before["sampling"] == ("sampler.slots below 16", "learner.offload = true", length)
+    ahead = toml.load(None, [f"run.folder={tmp_path}", "sampler.max_staleness=1"])
+    assert "learner.offload = true" not in memory.of_run(ahead)["sampling"]
     assert before[""][0].startswith("learner.micro_batch below ")
     (tmp_path / "checkpoints" / "0").mkdir(parents=True)
     after = memory.of_run(config)
@@ -372,7 +374,7 @@ def test_a_run_whose_memory_runs_out_goes_on_from_its_checkpoint(
             steps.append(1)
             return built.update(*operands) if len(steps) < 2 else allocated()
 
-        return SimpleNamespace(**{**vars(built), "update": update})
+        return replace(built, update=update)
 
     folder = f"run.folder={tmp_path / 'run'}"
     with monkeypatch.context() as patch:

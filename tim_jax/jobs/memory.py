@@ -68,7 +68,8 @@ def of_run(config: RunConfig) -> Ways:
     """
     total, learner = config.sequences_per_step, config.learner
     rows = learner.micro_batch or total // learner.mini_batches
-    offload = not learner.offload and host_helps(jax.devices())
+    may = not learner.offload and not config.sampler.max_staleness
+    offload = may and host_helps(jax.devices())
     settings = {
         "learner.micro_batch": f"below {rows}",
         **({} if learner.remat else {"learner.remat": "= true"}),
