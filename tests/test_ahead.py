@@ -203,15 +203,15 @@ def test_what_contradicts_is_refused():
 FLIGHT = mismatch.build([{"name": "in_flight_updates", "updates": 2, "every": 3}])
 
 
-@cache
-def versions():
-    """Three versions of compute weights, oldest first."""
-    params = tiny.params(CONFIG)
-    prepare = jax.jit(EXECUTION.prepare)
-    return tuple(prepare(tiny.moved(params, seed=s) if s else params) for s in range(3))
-
-
-@pytest.mark.parametrize("where", [SINGLE, Placement(data=2), Placement(fsdp=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "where",
+    [
+        Placement(data=2),
+        pytest.param(SINGLE, marks=pytest.mark.slow),
+        pytest.param(Placement(fsdp=2, tensor=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_weights_that_change_within_a_response_draw_what_each_would(where):
     """Tokens 1 to 3 are the oldest weights', 4 to 6 the next ones', the last two the newest's."""
     numerics = replace(tiny.NUMERICS, column_tiles=where.tensor)
@@ -239,21 +239,23 @@ def test_weights_that_change_within_a_response_draw_what_each_would(where):
     assert (rollout.lengths[short] == jax.device_get(alone.lengths)[short]).all()
 
 
-def test_with_one_version_nothing_changes_within_a_response():
+@pytest.mark.parametrize(
+    ("every", "slots"),
+    [(3, 4), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((1, None), (5, 3)))],
+)
+def test_with_one_version_nothing_changes_within_a_response(every, slots):
     """Neither slots, nor the number of parts, nor the entries beside it change a bit."""
-    weights, prompts, key = versions()[0], tiny.prompts(count=4), jax.random.key(1)
-    for more in ((), ({"name": "logit_noise", "std": 0.1}, {"name": "raw_log_probs"})):
-        plain = programs.sampling_program(
-            EXECUTION, samples=tiny.GROUP, mismatch=mismatch.build(more)
-        )(weights, prompts, key)
-        for every, slots in ((1, None), (3, 4), (5, 3)):
-            dial = mismatch.build(
-                [*more, {"name": "in_flight_updates", "updates": 2, "every": every}]
-            )
-            found = programs.in_flight_program(
-                EXECUTION, samples=tiny.GROUP, mismatch=dial, batching=Batching(slots)
-            )((weights,) * 3, prompts, key)
-            assert tiny.bits(found) == tiny.bits(plain)
+    prompts, key = tiny.prompts(count=4), jax.random.key(1)
+    weights = jax.jit(EXECUTION.prepare)(tiny.params(CONFIG))
+    more = [{"name": "logit_noise", "std": 0.1}, {"name": "raw_log_probs"}]
+    plain = programs.sampling_program(EXECUTION, samples=tiny.GROUP, mismatch=mismatch.build(more))(
+        weights, prompts, key
+    )
+    dial = mismatch.build([*more, {"name": "in_flight_updates", "updates": 2, "every": every}])
+    found = programs.in_flight_program(
+        EXECUTION, samples=tiny.GROUP, mismatch=dial, batching=Batching(slots)
+    )((weights,) * 3, prompts, key)
+    assert tiny.bits(found) == tiny.bits(plain)
 
 
 def test_a_run_with_updates_in_flight_tells_drift_from_mismatch():
