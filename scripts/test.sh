@@ -20,4 +20,6 @@ if [ $# -eq 0 ]; then
   "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
   set -- -m "not slow"
 fi
-exec "$VENV/bin/python" -m pytest -n "${WORKERS:-2}" --dist worksteal "$@"
+# A worker takes a core and up to 5 GB.
+cores=$("$VENV/bin/python" -c 'import os; print(max(2, min(4, os.cpu_count() or 2)))')
+exec "$VENV/bin/python" -m pytest -n "${WORKERS:-$cores}" --dist worksteal "$@"
