@@ -503,7 +503,7 @@ def test_a_sampler_that_differs_differs_in_the_same_way_on_every_mesh(where):
         state = run.init(tiny.params(CONFIG))
         weights = run.prepare(state.params)
         drawn = run.sample(weights, tiny.prompts(count=PROMPTS), jax.random.key(0))
-        compared = run.compare(weights, weights, drawn)
+        compared, _ = run.compare(weights, weights, drawn, None)
         found.append((tiny.bits(drawn), {k: float(v) for k, v in compared.items()}))
     assert found[0] == found[1]
     assert found[0][1]["mismatch/log_ratio_abs_mean"] > 0.01
