@@ -81,8 +81,14 @@ def same_but_for_sums(found, expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * float(abs(theirs).max()))
 
 
-@pytest.mark.parametrize("mode", ["bypass", "recompute"])
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        ("bypass", "float32"),
+        ("recompute", "float32"),
+        pytest.param("recompute", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_said_of_every_token_does_not_depend_on_widths(mode, dtype):
     what = execution(dtype=dtype)
     expected = stepped(what, 1, mode=mode)
@@ -96,7 +102,6 @@ def test_what_is_said_of_every_token_does_not_depend_on_widths(mode, dtype):
     "where",
     [
         Placement(data=2, tensor=2),
-        pytest.param(Placement(fsdp=4), marks=pytest.mark.slow),
         pytest.param(Placement(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -111,7 +116,6 @@ def test_all_devices_compute_at_one_width(where):
 def test_with_noise_measured_and_with_one_row_at_a_time():
     expected = stepped(execution(), 1)
     same_but_for_sums(stepped(execution(), 4, micro=1), expected)
-    same_but_for_sums(stepped(execution(), 4, micro=None), expected)
     noisy, plain = (stepped(execution(), n, noise=True)[2] for n in (4, 1))
     assert noisy["gradient_noise"] == pytest.approx(plain["gradient_noise"], rel=1e-3)
 
