@@ -106,28 +106,9 @@ class Begun(NamedTuple):
     first: _Sampling
 
 
-def draw(
-    weights: Any,
-    task: Task,
-    text: Text,
-    *,
-    programs: Programs,
-    seed: int,
-    step: int,
-    prompts: int,
-    refills: int = 0,
-) -> Drawn:
-    """Draws and grades the groups of `prompts` prompts for a step: `finish` of `begin`."""
-    begun = begin(
-        weights,
-        task,
-        text,
-        programs=programs,
-        seed=seed,
-        step=step,
-        prompts=prompts,
-        refills=refills,
-    )
+def draw(weights: Any, task: Task, text: Text, *, programs: Programs, **how: Any) -> Drawn:
+    """Draws and grades the groups of a step's prompts: `finish` of `begin`, with its arguments."""
+    begun = begin(weights, task, text, programs=programs, **how)
     return finish(begun, task, text, programs=programs)
 
 
