@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from tim_jax import mismatch, objectives, optimizers
 from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.model.execution import Batching, Execution, Sampling
-from tim_jax.placement import SINGLE, Placement
+from tim_jax.placement import SINGLE, Placement, split
 from tim_jax.rl import loop, programs
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.types import Learning
@@ -174,6 +175,29 @@ def test_refills_are_drawn_by_the_weights_of_their_step():
     for step in following:
         assert step.metrics["refill/rounds"] == 2.0
         assert step.metrics["exact_share"] == 1.0
+
+
+def test_devices_of_several_processes_are_not_split():
+    def devices(*processes):
+        return [SimpleNamespace(process_index=process) for process in processes]
+
+    both = Placement(fsdp=2), Placement(data=2)
+    assert split(*both, devices(0, 0, 0, 0)) == devices(0, 0)
+    with pytest.raises(InputError, match="needs all devices in one process"):
+        split(*both, devices(0, 0, 1, 1))
+    with pytest.raises(InputError, match="need 2 \\+ 2 devices, but there are 3"):
+        split(*both, devices(0, 0, 0))
+
+
+def test_rollouts_of_the_newest_weights_are_compared_with_these():
+    """Without a `source`, whose buffers the first update takes."""
+    run = built(dial=STALE)
+    state = run.init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
+    weights = run.prepare(state.params)
+    rollout = run.sample(weights, tiny.prompts(count=2), jax.random.key(0))
+    *_, metrics = loop.learn(state, weights, rollout, tiny.rewards(rows=8), programs=run)
+    assert metrics["mismatch/tokens"] > 0
+    assert metrics["drift/log_ratio_abs_max"] == metrics["numerical/log_ratio_abs_max"] == 0.0
 
 
 def test_what_contradicts_is_refused():

@@ -21,7 +21,7 @@ from tim_jax.model.adapters import Adapter
 from tim_jax.model.execution import Sampling
 from tim_jax.model.lora import Lora
 from tim_jax.objectives import Objective
-from tim_jax.placement import Devices, Placement, processes
+from tim_jax.placement import Devices, Placement, processes, split
 from tim_jax.rl import loop, programs, sharded
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
@@ -226,19 +226,11 @@ def _text(
 
 
 def _own_devices(learner: Placement, sampler: Placement | None, rows: int) -> Devices | None:
-    """The devices after the learner's, for a sampler that has its own."""
+    """Those of a sampler on a mesh of its own, which is to draw so many rows."""
     if sampler is None:
         return None
-    devices = jax.devices()
-    if jax.process_count() > 1:
-        raise InputError("grpo: sampler_placement: needs all devices in one process")
-    if learner.devices + sampler.devices > len(devices):
-        raise InputError(
-            f"grpo: sampler_placement: learner and sampler need {learner.devices} +"
-            f" {sampler.devices} devices, but there are {len(devices)}"
-        )
     sharded.check_rows(rows, sampler.shards, "of the sampler")
-    return devices[learner.devices :]
+    return split(learner, sampler, jax.devices())
 
 
 def _steps(

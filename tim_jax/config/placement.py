@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from tim_jax import placement
 from tim_jax.config.sections import TABLE, part
 from tim_jax.placement import Devices, Placement
 
@@ -34,5 +35,11 @@ class PlacementSection(Placement):
         return learner + sampler if self.split else max(learner, sampler)
 
     def of_sampler(self, devices: Devices) -> Devices:
-        """What the sampler's mesh is made of, where there are `devices`."""
-        return devices[self.devices :] if self.split else devices
+        """What the sampler's mesh is made of, where there are `devices`.
+
+        Raises:
+            InputError: as `placement.split`.
+        """
+        if not self.split:
+            return devices
+        return placement.split(self.value, self.for_sampler, devices)

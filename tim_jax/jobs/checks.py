@@ -19,23 +19,11 @@ from tim_jax.run import assembly, checkpoints, folders
 
 
 def check_devices(config: RunConfig) -> None:
-    """Refuses a sampler and a learner apart that have too few devices.
-
-    With several processes also meshes that do not include all devices of all, and apart ones.
-    """
+    """Refuses meshes that do not include all devices of all processes, or cannot be apart."""
     count, section = len(jax.devices()), config.placement
-    if section.split and section.all_devices > count:
-        raise InputError(
-            f"placement.split = true: learner and sampler need {section.devices} +"
-            f" {section.for_sampler.devices} devices, but there are {count}"
-        )
+    section.of_sampler(jax.devices())
     if jax.process_count() == 1:
         return
-    if section.split:
-        raise InputError(
-            "placement.split = true: needs all devices in one process, and there are"
-            f" {jax.process_count()}; leave it out, or start one process"
-        )
     for name, where in (("", section.value), (".sampler", section.for_sampler)):
         if where.devices != count:
             raise InputError(

@@ -15,6 +15,7 @@ from tim_jax.placement.layout import (
     shardings,
     spec,
     specs,
+    split,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "shardings",
     "spec",
     "specs",
+    "split",
 ]

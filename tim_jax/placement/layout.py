@@ -114,6 +114,24 @@ def mesh(placement: Placement, devices: Devices) -> Mesh:
     return Mesh(chosen, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def split(learner: Placement, sampler: Placement, devices: Devices) -> Devices:
+    """The devices after the learner's, for a sampler that has its own.
+
+    Raises:
+      InputError: there are fewer than both need, or they belong to several processes.
+    """
+    if len({device.process_index for device in devices}) > 1:
+        raise InputError(
+            "placement: a sampler on devices of its own needs all devices in one process"
+        )
+    if learner.devices + sampler.devices > len(devices):
+        raise InputError(
+            f"placement: learner and sampler need {learner.devices} + {sampler.devices} devices,"
+            f" but there are {len(devices)}"
+        )
+    return devices[learner.devices :]
+
+
 def spec(axes: Axes) -> PartitionSpec:
     """How an array with these logical axes lies on a mesh."""
     return PartitionSpec(*(RULES[axis] or None for axis in axes))

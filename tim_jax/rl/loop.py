@@ -194,7 +194,8 @@ def learn(
     drawn_by = weights if source is None else source
     compare, compared = partial(_compared, programs, rollout), None
     # By the first update's log-probs, unless it has not all of them, or takes what they need.
-    early = programs.mini_batches > 1 or programs.mismatch.in_flight is not None
+    takes = source is None or programs.mismatch.in_flight is not None
+    early = programs.mini_batches > 1 or (takes and programs.kept_weights)
     if prepared.trainer is not None or (programs.compare and early):
         compared = compare(weights, drawn_by, prepared.trainer)
     if not programs.kept_weights:
