@@ -25,8 +25,9 @@ def chances(evidence: Evidence, distribution: Distribution) -> Chances:
 
     The log-normaliser between the inverse temperatures of the grid is a polynomial of degree 5 that
     has its value and two derivatives at both sides: good to about 1e-6 nats. A top-p set that is
-    larger than the stored logits is taken to hold `top_p` of the mass. At temperature 0 the draw is
-    the likeliest token, and the log-probs are those at temperature 1.
+    larger than the stored logits is taken to hold `top_p` of the mass; it has the tokens above
+    which there is less than that. At temperature 0 the draw is the likeliest token, and the
+    log-probs are those at temperature 1.
     """
     if distribution.temperature == 0:
         plain = chances(evidence, Distribution())
@@ -83,5 +84,14 @@ def _kept(evidence, distribution, beta, normaliser) -> tuple[np.ndarray, np.ndar
     place = np.where(found, np.minimum(np.argmax(reached, axis=1), last - 1), last - 1)
     rows = np.arange(len(top))
     held = np.where(found, running[rows, place], distribution.top_p * of_k)
-    inside &= np.where(found, evidence.logit >= evidence.top[rows, place], True)
+    in_set = mass_above(evidence.mass_above, beta) < distribution.top_p * of_k
+    inside &= np.where(found, evidence.logit >= evidence.top[rows, place], in_set)
     return np.log(held), inside
+
+
+def mass_above(masses: np.ndarray, beta: float) -> np.ndarray:
+    """Probability f64[N] of the logits above a token's, from that at BETAS, by straight lines."""
+    place = int(np.clip(np.searchsorted(BETAS, beta, side="right") - 1, 0, len(BETAS) - 2))
+    low, high = BETAS[place], BETAS[place + 1]
+    x = (beta - low) / (high - low)
+    return (1 - x) * masses[:, place].astype(np.float64) + x * masses[:, place + 1]

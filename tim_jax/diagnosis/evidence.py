@@ -41,6 +41,7 @@ class Evidence(NamedTuple):
     best: np.ndarray  # i32[N], the likeliest token
     top: np.ndarray  # f32[N, K], the largest logits, falling
     moments: np.ndarray  # f32[N, G, 3], log-sum-exp at BETAS and its two derivatives
+    mass_above: np.ndarray  # f32[N, G], probability at BETAS of all tokens with larger logits
     inside: np.ndarray  # f32[N], log-sum-exp over the tokenizer's part of the vocabulary
     stops: np.ndarray  # f32[N, E], logits of the stop tokens
 
@@ -112,7 +113,8 @@ def _summary(logits, tokens, tokenizer_size, stop_tokens) -> dict[str, jax.Array
     # Not the indices that `top_k` gives as well: with a slice of these XLA sorts the vocabulary.
     top, _ = jax.lax.top_k(relative, min(LIKELIEST, logits.shape[1]))
     betas = jnp.asarray(BETAS, jnp.float32)
-    moments = jnp.moveaxis(jax.lax.map(lambda beta: _moments(relative, beta), betas), 0, 1)
+    by_beta = jax.lax.map(lambda beta: _moments(relative, logit, beta), betas)
+    moments, mass_above = (jnp.moveaxis(x, 0, 1) for x in by_beta)
     stops = relative[:, jnp.asarray(stop_tokens, jnp.int32)]
     normaliser = jax.scipy.special.logsumexp(relative, axis=-1)
     return {
@@ -122,19 +124,24 @@ def _summary(logits, tokens, tokenizer_size, stop_tokens) -> dict[str, jax.Array
         "best": jnp.argmax(relative, axis=-1).astype(jnp.int32),
         "top": top,
         "moments": moments,
+        "mass_above": mass_above,
         "inside": jax.scipy.special.logsumexp(relative[:, :tokenizer_size], axis=-1),
         "stops": stops,
         "stop": jax.scipy.special.logsumexp(stops, axis=-1) - normaliser,
     }
 
 
-def _moments(relative: jax.Array, beta: jax.Array) -> jax.Array:
-    """log sum exp(beta z) of f32[N, V], the mean of z and its variance: f32[N, 3]."""
+def _moments(relative: jax.Array, logit: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """log sum exp(beta z) of z f32[N, V], the mean of z and its variance: f32[N, 3].
+
+    And f32[N], the share of that sum of the logits above `logit`.
+    """
     weights = jnp.exp(beta * relative)
     total = jnp.sum(weights, axis=-1)
     mean = jnp.sum(weights * relative, axis=-1) / total
     variance = jnp.sum(weights * jnp.square(relative - mean[:, None]), axis=-1) / total
-    return jnp.stack([jnp.log(total), mean, variance], axis=-1)
+    above = jnp.sum(jnp.where(relative > logit[:, None], weights, 0.0), axis=-1)
+    return jnp.stack([jnp.log(total), mean, variance], axis=-1), above / total
 
 
 def _batches(

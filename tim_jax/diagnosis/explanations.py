@@ -230,12 +230,13 @@ _TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.9
 
 
 def _truncations(tokens: Tokens) -> Iterator[Explanation]:
-    """A truncation that is not declared, renormalised in the log-probs or not, the temperature
-    declared or fitted together with it."""
+    """A truncation that is not declared, renormalised in the log-probs or not."""
     some = _fitting_part(tokens)
-    for name, values in (("top_k", _TOP_K), ("top_p", _TOP_P)):
+    # The mass that a declared top-k keeps is not known where it is beyond the stored logits.
+    of_unknown = any(r.declared.top_k > LIKELIEST for r in tokens.responses)
+    for name, values in (("top_k", _TOP_K), ("top_p", () if of_unknown else _TOP_P)):
         values = [x for x in values if x < min(tokens.vocabulary, LIKELIEST + 1)]
-        for renormalised in (True, False):
+        for renormalised in (True, False) if values else ():
             loss, value = min(
                 (-_likelihood(some, *_truncated(some, name, x, renormalised)), x) for x in values
             )
