@@ -21,6 +21,7 @@ LEARNER = tiny.NUMERICS
 ENTRIES = {
     "compute": ({"dtype": "bfloat16"}, {"compute_dtype"}, {"dtype": "float32"}),
     "lm_head": ({"dtype": "bfloat16"}, {"precision.head"}, {"dtype": "float32"}),
+    "router": ({"dtype": "bfloat16"}, {"precision.router"}, None),
     "logits": ({"dtype": "bfloat16"}, {"precision.logits"}, {"dtype": "float32"}),
     "softmax": ({"dtype": "bfloat16"}, {"precision.softmax"}, {"dtype": "float32"}),
     "attention_softmax": (

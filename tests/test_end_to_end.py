@@ -145,7 +145,7 @@ def our_logits(folder, tokens):
     execution = Execution(config, EXACT_F32)
     weights = execution.prepare(params)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None, :]
-    hidden, _ = transformer.forward(
+    hidden, _, _ = transformer.forward(
         weights, jnp.asarray(tokens, jnp.int32)[None], positions, execution=execution
     )
     return np.asarray(transformer.logits(weights, hidden[0], execution=execution))

@@ -38,7 +38,7 @@ def _logits(params, tokens, *, execution):
     """f32[B, T, V] of i32[B, T], without a cache."""
     weights = execution.prepare(params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden, _ = transformer.forward(weights, tokens, positions, execution=execution)
+    hidden, _, _ = transformer.forward(weights, tokens, positions, execution=execution)
     rows = hidden.reshape(-1, hidden.shape[-1])
     logits = transformer.logits(weights, rows, execution=execution)
     return logits.reshape(*tokens.shape, -1)

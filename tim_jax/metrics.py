@@ -103,6 +103,41 @@ def loss_metrics(losses: TokenLosses, mask: jax.Array) -> dict[str, jax.Array]:
     }
 
 
+def expert_loads(routes: jax.Array, inside: jax.Array, *, experts: int) -> jax.Array:
+    """Returns i32[L, E], how many of the positions `inside` bool[B, T] go through each expert.
+
+    `routes` are integers [B, T, L, k], numbers of `experts` experts a layer.
+    """
+    layers = routes.shape[2]
+    places = routes.astype(jnp.int32) + experts * jnp.arange(layers)[None, None, :, None]
+    counted = jnp.broadcast_to(inside[:, :, None, None], places.shape)
+    loads = jnp.zeros((layers * experts,), jnp.int32).at[places.reshape(-1)]
+    return loads.add(counted.reshape(-1).astype(jnp.int32)).reshape(layers, experts)
+
+
+def routing_metrics(
+    agreement: jax.Array, entropy: jax.Array, mask: jax.Array, loads: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns f32[] of a mixture's routing.
+
+    `agreement`, the share of the experts that the learner's routers choose that the sampler chose
+    too: exactly 1 where both are exact. `entropy` of the routers, nats. `load_max`, the load of a
+    layer's busiest expert over an even one, the largest of all layers; `idle_share`, the share of
+    all layers' experts without a token.
+
+    Args:
+      agreement, entropy: f32[B, R], of the positions that predict a token.
+      loads: i32[L, E], as `expert_loads` of the sampler's choices.
+    """
+    even = jnp.maximum(jnp.sum(loads), 1).astype(jnp.float32) / loads.size
+    return {
+        "agreement": masked.mean(agreement, mask),
+        "entropy": masked.mean(entropy, mask),
+        "load_max": jnp.max(loads).astype(jnp.float32) / even,
+        "idle_share": jnp.mean((loads == 0).astype(jnp.float32)),
+    }
+
+
 def update_skew(
     ppo_ratio: jax.Array, advantages: jax.Array, mask: jax.Array
 ) -> dict[str, jax.Array]:

@@ -8,6 +8,11 @@ import jax.numpy as jnp
 from flax import struct
 
 
+def route_dtype(experts: int) -> jnp.dtype:
+    """The narrowest dtype of the numbers of so many experts, for `Rollout.routes`."""
+    return jnp.dtype(jnp.uint8 if experts <= 256 else jnp.uint16)
+
+
 @struct.dataclass
 class Prompts:
     """Prompts of different lengths, side by side, left-aligned: position 0 is the first token."""
@@ -21,7 +26,8 @@ class Prompts:
 class Rollout:
     """Sampled responses with the log-probs of the distribution that each token was drawn from.
 
-    The last two fields are there only if a sampler misreports on purpose (`tim_jax.mismatch`).
+    `drawn_log_probs` and `hidden` are there only if a sampler misreports on purpose
+    (`tim_jax.mismatch`), `routes` only if a mixture's sampler was asked to record them.
     """
 
     prompts: jax.Array  # i32[B, Tp]
@@ -32,6 +38,9 @@ class Rollout:
     finished: jax.Array  # bool[B], False where the maximum length cut the response
     drawn_log_probs: jax.Array | None = None  # f32[B, R], where `log_probs` reports others
     hidden: jax.Array | None = None  # bool[B, R], response tokens that the mask leaves out
+    # u8 or u16[B, Tp + R, L, k], each position's experts in each layer, the most probable first; a
+    # response's positions follow its prompt's, the last token's are not known
+    routes: jax.Array | None = None
 
     @property
     def mask(self) -> jax.Array:

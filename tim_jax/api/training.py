@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import optax
@@ -14,11 +14,11 @@ from tim_jax.api import data
 from tim_jax.api.model import Model, check_devices
 from tim_jax.api.rollouts import longest_prompt
 from tim_jax.corrections import Correction, Mode
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, check_choice
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter
-from tim_jax.model.execution import Sampling
+from tim_jax.model.execution import Routing, Sampling
 from tim_jax.model.lora import Lora
 from tim_jax.objectives import Objective
 from tim_jax.placement import Devices, Placement, processes, split
@@ -106,6 +106,7 @@ def grpo(
     refills: int = 0,
     max_staleness: int = 0,
     remat: bool = False,
+    routing: Routing = "own",
     placement: Placement | None = None,
     sampler_placement: Placement | None = None,
     lora: Lora | Adapter | None = None,
@@ -153,6 +154,8 @@ def grpo(
       max_staleness: steps that are drawn ahead of the one that is learnt from, by weights that are
         so many steps older. Exactness is then that of the learner at the weights that drew.
       remat: recompute layers in the backward, for less memory and more time.
+      routing: the experts that the learner takes in a mixture: its "own", its own with those of the
+        sampler recorded and "compared", or the sampler's, "replayed" (R3).
       placement: of sampler and learner; None: that of the model. Changes no bit.
       sampler_placement: of a sampler with devices of its own, those after the learner's. With
         `max_staleness` it draws while the learner learns. Changes no bit.
@@ -169,12 +172,11 @@ def grpo(
       NonFiniteError: from a step, after five updates in a row that were not finite.
     """
     counts = {"steps": steps, "prompts_per_step": prompts_per_step, "max_staleness": max_staleness}
-    for name, value in counts.items():
-        whole(f"grpo: {name}", value, least=int(name != "max_staleness"))
-    model = model if placement is None else replace(model, placement=placement)
-    check_devices(model.placement)
+    _check_counts(counts)
+    model = _placed(model, placement)
     dial = _dial(sampler)
-    learning = _learning(objective, correction, mode, samples, micro_batch, remat)
+    how = {"micro_batch": micro_batch, "remat": remat, "routing": routing}
+    learning = _learning(objective, correction, mode, samples, **how)
     _check_rows(prompts_per_step * samples, mini_batches, micro_batch)
     own = _own_devices(model.placement, sampler_placement, prompts_per_step * samples)
     examples = data.as_examples(prompts_and_answers)
@@ -192,8 +194,8 @@ def grpo(
         sampler_placement=sampler_placement,
         sampler_devices=own,
     )
-    settings = (*counts.values(), samples, max_tokens, seed, refills, learning.objective)
-    data.agree(examples, repr((*settings, dial, adapter and adapter.lora)))
+    settings = (*counts.values(), samples, max_tokens, seed, refills, learning.objective, dial)
+    data.agree(examples, repr((*settings, routing, adapter and adapter.lora)))
     return _steps(
         model,
         data.as_task(examples, reward, batched=batched),
@@ -206,6 +208,17 @@ def grpo(
         exact=not dial.active if exact is None else exact,
         refills=refills,
     )
+
+
+def _placed(model: Model, placement: Placement | None) -> Model:
+    model = model if placement is None else replace(model, placement=placement)
+    check_devices(model.placement)
+    return model
+
+
+def _check_counts(counts: Mapping[str, int]) -> None:
+    for name, value in counts.items():
+        whole(f"grpo: {name}", value, least=int(name != "max_staleness"))
 
 
 def _text(
@@ -282,10 +295,10 @@ def _learning(
     correction: Correction | None,
     mode: Mode | None,
     samples: int,
-    micro_batch: int | None,
-    remat: bool,
+    **how: Any,
 ) -> Learning:
     whole("grpo: samples", samples, least=1)
+    check_choice("grpo: routing", how["routing"], get_args(Routing))
     objective = objectives.Objective() if objective is None else objective
     if not isinstance(objective, Objective):
         raise InputError(
@@ -295,9 +308,7 @@ def _learning(
     if mode is None:
         weighs = any(block.effect == "weight" for block in correction.blocks)
         mode = "recompute" if weighs and objective.has_ratio else "bypass"
-    return Learning(
-        objective, samples, mode=mode, correction=correction, micro_batch=micro_batch, remat=remat
-    )
+    return Learning(objective, samples, mode=mode, correction=correction, **how)
 
 
 def _check_rows(rows: int, mini_batches: int, micro_batch: int | None) -> None:

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 import tim_jax
 from tim_jax import corrections, inputs, objectives
 from tim_jax.errors import InputError
-from tim_jax.model.execution import Batching, Sampling
+from tim_jax.model.execution import Batching, Routing, Sampling
 from tim_jax.numerics import Family
 from tim_jax.objectives import Objective
 from tim_jax.tasks.builtin import Quality
@@ -257,6 +257,9 @@ class Learner(Section):
     """Response lengths, in equal steps up to the longest, that a micro-batch may be cut to within
     one program, which takes as many times as long to compile. Rows are then learnt from in the
     order of their lengths, so that less is padding."""
+    routing: Routing = "own"
+    """The experts that the learner takes in a mixture: its "own", its own with those of the sampler
+    recorded and "compared", or the sampler's, "replayed" (R3)."""
     refills: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often a step may draw again for groups whose rewards are all equal (DAPO)."""
     noise_scale: bool = False

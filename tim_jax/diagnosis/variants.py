@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tim_jax import mismatch
-from tim_jax.diagnosis.evidence import Evidence, Forward, gather
+from tim_jax.diagnosis.evidence import Evidence, Forward, gather, log_probs
 from tim_jax.diagnosis.explanations import Explanation, Kind, Tokens, by_distribution
 from tim_jax.diagnosis.rollouts import Response
 from tim_jax.errors import InputError
@@ -66,10 +66,7 @@ def explanations(variant: Variant, tokens: Tokens) -> Iterator[Explanation]:
         return
     pairs = zip(changed, tokens.responses, strict=True)
     responses = [r if one is None else one for one, r in pairs]
-    evidence = gather(variant.forward, responses)
-    other = replace(tokens, evidence=evidence)
-    _, drawn = by_distribution(other)
-    predicted = evidence.exact.astype(np.float64)
+    predicted, drawn = _under(variant.forward, responses, tokens)
     found = Explanation(variant.name, variant.text, variant.kind, predicted, drawn)
     yield found
     if variant.kind == "numerics":
@@ -77,6 +74,18 @@ def explanations(variant: Variant, tokens: Tokens) -> Iterator[Explanation]:
         sizes = _sizes(np.abs(predicted - exact), exact, tokens.position)
         _, as_declared = by_distribution(tokens)
         yield replace(found, predicted=exact, drawn=as_declared, sizes=sizes)
+
+
+def _under(
+    forward: Forward, responses: Sequence[Response], tokens: Tokens
+) -> tuple[np.ndarray, np.ndarray]:
+    """f64[N], the log-probs by another forward, and those of the draws under what is declared."""
+    if not any(r.declared.truncated or r.declared.temperature == 0 for r in responses):
+        exact = log_probs(forward, responses).astype(np.float64)
+        return exact, exact
+    evidence = gather(forward, responses)
+    _, drawn = by_distribution(replace(tokens, evidence=evidence))
+    return evidence.exact.astype(np.float64), drawn
 
 
 def _sizes(difference: np.ndarray, exact: np.ndarray, position: np.ndarray) -> np.ndarray:

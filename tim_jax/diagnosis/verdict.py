@@ -37,7 +37,7 @@ LEAST_SHARE = 0.25  # of the gap
 _ROUNDING = 1e-5  # differences of another order of sums in float32: nothing else is tried
 _NOTHING_LEFT = 1e-4  # nats; about what another order of sums and interpolation leave
 _SHOWING = 3.0  # nats of gain by which a single token shows an explanation
-_PANEL = 2048  # tokens that other forwards are tried on, at least
+_PANEL = 2048  # tokens that other forwards are tried on, or about as many, at least
 
 State = Literal["exact", "numerics", "fault"]
 
@@ -235,13 +235,13 @@ def _panel(tokens: Tokens) -> Tokens:
     So many that all forwards together cost at most about as much as the first one did.
     """
     total = len(tokens.sequence)
-    wanted = max(_PANEL, total // (2 * len(variants.SOURCES) + 16))
+    wanted = max(_PANEL, total // (2 * len(variants.SOURCES) + 24))
     if wanted >= total:
         return tokens
     gap = np.abs(tokens.recorded - null(tokens).predicted)
     worst = np.zeros(len(tokens.responses))
     np.maximum.at(worst, tokens.sequence, np.nan_to_num(gap))
-    count = max(2, round(len(tokens.responses) * wanted / total))
+    count = max(2, len(tokens.responses) * wanted // total)
     even = np.linspace(0, len(tokens.responses) - 1, count - count // 4).round().astype(int)
     return tokens.take(sorted({*even.tolist(), *np.argsort(-worst)[: count // 4].tolist()}))
 

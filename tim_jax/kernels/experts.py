@@ -37,6 +37,7 @@ class Choice(NamedTuple):
 
     experts: jax.Array  # i32[N, k]
     weights: jax.Array  # f32[N, k]
+    own: jax.Array  # i32[N, k], those of the largest logits, which are the same unless given
 
 
 class Tiles(NamedTuple):
@@ -51,22 +52,49 @@ class Tiles(NamedTuple):
     place: jax.Array  # i32[P], of each pair
 
 
-def choice(logits: jax.Array, *, count: int, normalised: bool, numerics: Numerics) -> Choice:
+def choice(
+    logits: jax.Array,
+    *,
+    count: int,
+    normalised: bool,
+    numerics: Numerics,
+    given: jax.Array | None = None,
+) -> Choice:
     """Each row's `count` experts of the largest router logits float32 [N, E], and their weights.
 
     The weights are softmax(logits) of the chosen, in float32, and `normalised` divided by their
-    sum. They are differentiable with respect to the logits; which experts are chosen is not.
+    sum. They are differentiable with respect to the logits; which experts are chosen is not. With
+    `given` i32[N, k] these experts are taken, and have their weights by the same logits.
     """
     fence = native.fence if numerics.family == "native" else tiles.fence
-    experts = jax.lax.top_k(_ordered(fence(jax.lax.stop_gradient(logits))), count)[1]
+    own = jax.lax.top_k(_ordered(fence(jax.lax.stop_gradient(logits))), count)[1]
+    experts, first = (own, None) if given is None else (given, own[:, :1])
 
-    def formula(logits, experts, maths):
-        largest = jnp.take_along_axis(logits, experts[:, :1], axis=1)
+    def formula(logits, experts, first, maths):
+        first = experts[:, :1] if first is None else first
+        largest = jnp.take_along_axis(logits, first, axis=1)
         chosen = maths.exp(jnp.take_along_axis(logits, experts, axis=1) - largest)
         whole = chosen if normalised else maths.exp(logits - largest)
         return chosen * (1.0 / maths.total(whole, lanes=numerics.order.lanes))[:, None]
 
-    return Choice(experts, _unit(formula, numerics)(logits, fence(experts)))
+    return Choice(experts, _unit(formula, numerics)(logits, *fence((experts, first))), own)
+
+
+def balance(logits: jax.Array, loads: jax.Array) -> jax.Array:
+    """f32[N], E sum_e f_e p_e of the router's probabilities p: the load-balancing loss of a row.
+
+    `loads` f32[E] are the shares f of a batch's rows that go through each expert. The mean over
+    these rows is the loss of the Switch Transformer (arXiv 2101.03961, eq. 4 to 6) with k experts a
+    row, as `transformers` has it: k where all experts are equally probable. Plain XLA.
+    """
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    return logits.shape[1] * jnp.sum(probabilities * loads[None, :], axis=-1)
+
+
+def entropy(logits: jax.Array) -> jax.Array:
+    """f32[N], of the router's distribution over all experts, nats; a figure, without a gradient."""
+    log_probs = jax.nn.log_softmax(jax.lax.stop_gradient(logits), axis=-1)
+    return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
 
 
 def _ordered(x: jax.Array) -> jax.Array:

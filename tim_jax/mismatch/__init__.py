@@ -16,6 +16,7 @@ from tim_jax.mismatch.arithmetic import (
     Logits,
     NativeKernels,
     PallasAttention,
+    Router,
     Softmax,
     SplitK,
     SplitKV,
@@ -65,6 +66,7 @@ pad_mask = PadMask
 pallas_attention = PallasAttention
 quantised_weights = QuantisedWeights
 raw_log_probs = RawLogProbs
+router = Router
 softmax = Softmax
 split_k = SplitK
 split_kv = SplitKV
@@ -97,6 +99,7 @@ __all__ = [
     "PallasAttention",
     "QuantisedWeights",
     "RawLogProbs",
+    "Router",
     "Softmax",
     "SplitK",
     "SplitKV",
@@ -130,6 +133,7 @@ __all__ = [
     "refuse_ahead",
     "refuse_merge",
     "refuse_stale",
+    "router",
     "softmax",
     "split_k",
     "split_kv",

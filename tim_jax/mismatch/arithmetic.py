@@ -70,6 +70,21 @@ class Head(_Part):
     imitates = "a float32 head in one engine alone (ScaleRL, MiniMax; TRL issue 4303)"
 
 
+class Router(_Part):
+    """Operands of the dot with the routers of a mixture of experts, which then may choose others.
+
+    The weights of the chosen are by the same logits.
+    """
+
+    name = "router"
+    field = "router"
+    imitates = "a router in float32 in one engine, and in the compute dtype in the other"
+
+    def check(self, execution: Execution) -> None:
+        if not execution.config.num_experts:
+            raise self.refuse("needs a mixture of experts; this model has no router")
+
+
 class Logits(_Part):
     """Logits are rounded to this dtype before the softmax."""
 

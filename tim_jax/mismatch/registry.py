@@ -19,6 +19,7 @@ from tim_jax.mismatch.arithmetic import (
     Logits,
     NativeKernels,
     PallasAttention,
+    Router,
     Softmax,
     SplitK,
     SplitKV,
@@ -40,7 +41,7 @@ from tim_jax.mismatch.reporting import (
 from tim_jax.mismatch.weights import InFlightUpdates, LoraMerge, QuantisedWeights, StaleWeights
 
 GROUPS: dict[str, tuple[type[Entry], ...]] = {
-    "precision": (Compute, Head, Logits, Softmax, AttentionSoftmax, KVCache),
+    "precision": (Compute, Head, Router, Logits, Softmax, AttentionSoftmax, KVCache),
     "weights": (QuantisedWeights, LoraMerge, StaleWeights, InFlightUpdates),
     "kernels": (
         NativeKernels,

@@ -153,6 +153,11 @@ class InFlightUpdates(StaleWeights):
                 f"every = {self.every} must be less than the longest response, {longest}, within"
                 " which the weights are to change"
             )
+        if execution.routing != "own":
+            raise self.refuse(
+                f"goes only with learner.routing = 'own', not {execution.routing!r}: the experts of"
+                " a response in parts are not recorded"
+            )
 
     def parts(self, longest: int) -> list[int]:
         """Most tokens of a response that are drawn by one and the same weights, oldest first."""

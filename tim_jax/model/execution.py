@@ -7,7 +7,7 @@ them differ describe an experiment with mismatch.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -61,6 +61,11 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1
 
 
+# Which experts of a mixture the learner takes: its own; its own, and they are compared with the
+# sampler's, which are recorded; or the sampler's (rollout routing replay, R3, arXiv 2510.11370).
+Routing = Literal["own", "compared", "replayed"]
+
+
 class Edit(Protocol):
     """Another form of the compute weights, such as quantised ones; a value that can be hashed."""
 
@@ -81,8 +86,14 @@ class Execution:
     # gradient passes through as if nothing had (straight-through).
     edits: tuple[Edit, ...] = ()
     lora: Lora | None = None  # the adapters that are trained in place of all weights, if so
+    routing: Routing = "own"
 
     def __post_init__(self):
+        if self.routing != "own" and not self.config.num_experts:
+            raise InputError(
+                f"learner: routing = {self.routing!r} needs a mixture of experts, and a"
+                f" {self.config.model_type} model has none; leave it out"
+            )
         if self.sampling.top_k > self.config.vocab_size:
             raise InputError(
                 f"Sampling: top_k must be at most the vocabulary's {self.config.vocab_size} tokens"

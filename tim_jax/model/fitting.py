@@ -109,7 +109,7 @@ def kernels_used(config: ModelConfig, numerics: Numerics) -> tuple[str, ...]:
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def run(weights, tokens):
-        hidden, _ = transformer.forward(weights, tokens, tokens, execution=execution)
+        hidden, _, _ = transformer.forward(weights, tokens, tokens, execution=execution)
         logits = transformer.logits(weights, hidden[:, 0], execution=execution)
         ops = kernels.family(numerics)
         peak = ops.peak(logits)

@@ -9,7 +9,7 @@ D head size, S key positions, V vocabulary.
 
 from dataclasses import replace
 from functools import partial
-from typing import overload
+from typing import Any, NamedTuple, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,14 @@ class LayerCache:
 Cache = tuple[LayerCache, ...]
 
 
+class Routed(NamedTuple):
+    """The experts that the router of each layer would take, and how sure it is."""
+
+    experts: jax.Array  # i32[B, T, L, k], the most probable first
+    entropy: jax.Array  # f32[B, T], nats, the mean over layers
+    balance: jax.Array | None  # f32[B, T], of `experts.balance` the mean over layers, if asked for
+
+
 @overload
 def forward(
     weights: Weights,
@@ -58,7 +66,9 @@ def forward(
     execution: Execution,
     remat: bool = False,
     embeddings: jax.Array | None = None,
-) -> tuple[jax.Array, LayerCache]: ...
+    routes: jax.Array | None = None,
+    loads: jax.Array | None = None,
+) -> tuple[jax.Array, LayerCache, Routed | None]: ...
 @overload
 def forward(
     weights: Weights,
@@ -69,7 +79,9 @@ def forward(
     execution: Execution,
     remat: bool = False,
     embeddings: jax.Array | None = None,
-) -> tuple[jax.Array, Cache]: ...
+    routes: jax.Array | None = None,
+    loads: jax.Array | None = None,
+) -> tuple[jax.Array, Cache, Routed | None]: ...
 def forward(
     weights: Weights,
     tokens: jax.Array,
@@ -79,7 +91,9 @@ def forward(
     execution: Execution,
     remat: bool = False,
     embeddings: jax.Array | None = None,
-) -> tuple[jax.Array, LayerCache | Cache]:
+    routes: jax.Array | None = None,
+    loads: jax.Array | None = None,
+) -> tuple[jax.Array, LayerCache | Cache, Routed | None]:
     """Hidden states of `tokens`, each attending to its sequence's tokens up to itself.
 
     Args:
@@ -93,10 +107,14 @@ def forward(
         axes, of the batch its rows, of the hidden states its columns, of the cache its key heads.
       remat: recompute each layer in the backward instead of keeping its activations.
       embeddings: rows [B * T, d] of the tokens, from `embedded`; None: looked up here.
+      routes: integers [B, T, L, k], experts of every token and layer to take in place of those that
+        the routers choose; without a cache.
+      loads: f32[L, E], for the load-balancing loss; without a cache.
 
     Returns:
-      Hidden states [B, T, d] before the final norm, in the compute dtype, and the keys and values:
-      the updated cache, or without one a `LayerCache` stacked over layers, [L, B, ...].
+      Hidden states [B, T, d] before the final norm, in the compute dtype; the keys and values, the
+      updated cache, or without one a `LayerCache` stacked over layers, [L, B, ...]; and what the
+      routers choose by themselves, or None if the execution's `routing` is "own".
     """
     batch, length = tokens.shape
     x = embedded(weights, tokens, execution=execution)[0] if embeddings is None else embeddings
@@ -104,19 +122,45 @@ def forward(
     angles = _angles(positions.reshape(-1), span, execution.config)
     layer = partial(_layer, execution=execution, shape=(batch, length))
     if cache is None:
+        of_routing = None if routes is None else _by_layer(routes), loads
 
-        def body(x, layer_weights):
+        def body(x, of_layer):
+            layer_weights, of_routing = of_layer
             layer_weights = _with_adapters(layer_weights, execution)
-            return layer(x, layer_weights, angles, positions, None)
+            x, *made = layer(x, layer_weights, angles, positions, None, of_routing)
+            return x, tuple(made)
 
-        x, keys_values = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights["layers"])
+        of_layers = weights["layers"], of_routing
+        x, made = jax.lax.scan(jax.checkpoint(body) if remat else body, x, of_layers)
+        keys_values, chosen = cast(tuple[LayerCache, Any], made)
     else:
-        updated = []
+        updated, found = [], []
         for layer_weights, old in zip(weights["layers"], cache, strict=True):
-            x, new = layer(x, layer_weights, angles, positions, old)
+            x, new, choice = layer(x, layer_weights, angles, positions, old, (None, None))
             updated.append(new)
-        keys_values = tuple(updated)
-    return x.reshape(batch, length, -1), keys_values
+            found.append(choice)
+        keys_values, chosen = tuple(updated), None
+        if execution.routing != "own":
+            chosen = jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *found)
+    return x.reshape(batch, length, -1), keys_values, _routed(chosen, (batch, length))
+
+
+def _by_layer(routes: jax.Array) -> jax.Array:
+    """i32[L, B * T, k] of routes [B, T, L, k]."""
+    rows = routes.reshape(-1, *routes.shape[2:]).astype(jnp.int32)
+    return jnp.moveaxis(rows, 1, 0)
+
+
+def _routed(chosen, shape: tuple[int, int]) -> Routed | None:
+    """Of each layer's experts i32[L, B * T, k], and entropies and losses f32[L, B * T]."""
+    if chosen is None:
+        return None
+    own, entropy, balance = chosen
+    own = jnp.moveaxis(own, 0, 1).reshape(*shape, own.shape[0], own.shape[2])
+    entropy = jnp.mean(entropy, axis=0).reshape(shape)
+    if balance is not None:
+        balance = jnp.mean(balance, axis=0).reshape(shape)
+    return Routed(own, entropy, balance)
 
 
 def _with_adapters(layer: Weights, execution: Execution) -> Weights:
@@ -245,8 +289,11 @@ def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.A
     return jnp.asarray(cos)[positions], jnp.asarray(sin)[positions]
 
 
-def _layer(x, w, angles, positions, cache, *, execution: Execution, shape):
-    """One decoder layer on rows x [B * T, d]; with a tensor axis, on this device's columns of x."""
+def _layer(x, w, angles, positions, cache, routing, *, execution: Execution, shape):
+    """One decoder layer on rows x [B * T, d]; with a tensor axis, on this device's columns of x.
+
+    Returns the rows, the keys and values, and what the router chose if that is asked for.
+    """
     numerics, placement = execution.numerics, execution.placement
     local = replace(numerics, column_tiles=numerics.column_tiles // placement.tensor)
     ops = collectives.family(local, placement)
@@ -258,23 +305,30 @@ def _layer(x, w, angles, positions, cache, *, execution: Execution, shape):
     x = ops.dot_add(whole(mixed), matrix(w["o"]), x, w.get("o_bias"), numerics=local)
     normed = _norm(x, w["mlp_norm"], execution)
     if execution.config.num_experts:
-        return _experts(x, normed, w, execution), keys_values
+        x, chosen = _experts(x, normed, w, routing, execution)
+        return x, keys_values, chosen
     bias = w.get("gate_up_bias")
     hidden = ops.gated_dot(normed, matrix(w["gate_up"]), bias, numerics=local)
     x = ops.dot_add(whole(hidden), matrix(w["down"]), x, w.get("down_bias"), numerics=local)
-    return x, keys_values
+    return x, keys_values, None
 
 
-def _experts(x, normed, w, execution: Execution):
-    """x [N, d] + what the experts that each of its rows goes through make of `normed` [N, d]."""
+def _experts(x, normed, w, routing, execution: Execution):
+    """x [N, d] + what the experts that each of its rows goes through make of `normed` [N, d].
+
+    `routing` are the experts i32[N, k] to take or None, and loads f32[E] or None. Also returns, if
+    the execution asks for it, the router's own experts i32[N, k], its entropy f32[N], and with
+    loads each row's load-balancing loss f32[N].
+    """
+    routes, loads = routing
     config, numerics, placement = execution.config, execution.numerics, execution.placement
-    ops = collectives.family(numerics, placement)
-    router = collectives.matrix(w["router"], numerics=numerics, placement=placement)
+    logits = _router_logits(normed, w["router"], execution)
     choice = experts.choice(
-        ops.dot(normed, router, numerics=numerics),
+        logits,
         count=config.num_experts_per_tok,
         normalised=config.norm_topk_prob,
         numerics=numerics,
+        given=routes,
     )
     made = experts.outputs(
         normed,
@@ -286,7 +340,21 @@ def _experts(x, normed, w, execution: Execution):
         gather=partial(collectives.whole_matrix, placement=placement),
         scatter=partial(collectives.own_rows, placement=placement),
     )
-    return experts.combined(x, made, choice.weights, numerics=numerics)
+    x = experts.combined(x, made, choice.weights, numerics=numerics)
+    if execution.routing == "own":
+        return x, None
+    loss = None if loads is None else experts.balance(logits, loads)
+    return x, (choice.own, experts.entropy(logits), loss)
+
+
+def _router_logits(normed, router, execution: Execution):
+    """float32 [N, E], by the numerics of the router."""
+    numerics, placement = execution.numerics.of_router, execution.placement
+    ops = collectives.family(numerics, placement)
+    router = collectives.matrix(
+        router.astype(numerics.dtype), numerics=numerics, placement=placement
+    )
+    return ops.dot(normed.astype(numerics.dtype), router, numerics=numerics)
 
 
 def _norm(x, weight, execution: Execution):

@@ -149,6 +149,7 @@ class Precision:
     """Further dtypes than the compute dtype. The defaults round nothing and add no operation."""
 
     head: str | None = None  # operands of the dot with the head; None: the compute dtype
+    router: str | None = None  # operands of the dot with a router of experts; None: compute dtype
     logits: str = "float32"  # what logits are rounded to
     softmax: str = "float32"  # what every step of the vocabulary's softmax is rounded to
     attention_softmax: str = "float32"  # what every step of the attention's softmax is rounded to
@@ -157,9 +158,9 @@ class Precision:
     lora: str = "float32"  # what base, product and sum are rounded to when adapters are merged
 
     def __post_init__(self):
-        for name in ("head", "logits", "softmax", "attention_softmax", "lora"):
-            value = getattr(self, name)
-            if value not in (*_COMPUTE_DTYPES, None) or (value is None and name != "head"):
+        for name in ("head", "router", "logits", "softmax", "attention_softmax", "lora"):
+            value, optional = getattr(self, name), name in ("head", "router")
+            if value not in (*_COMPUTE_DTYPES, None) or (value is None and not optional):
                 known = ", ".join(_COMPUTE_DTYPES)
                 raise InputError(f"Precision: {name} = {value!r}; known: {known}")
         if self.cache not in (*CACHE_DTYPES, None):
@@ -281,8 +282,16 @@ class Numerics:
     @property
     def of_head(self) -> "Numerics":
         """The numerics of the product with the head, whose operands may have another dtype."""
-        head = self.precision.head
-        return self if head in (None, self.compute_dtype) else replace(self, compute_dtype=head)
+        return self._in_dtype(self.precision.head)
+
+    @property
+    def of_router(self) -> "Numerics":
+        """The numerics of the product with a router, whose operands may have another dtype."""
+        return self._in_dtype(self.precision.router)
+
+    def _in_dtype(self, dtype: str | None) -> "Numerics":
+        same = dtype in (None, self.compute_dtype)
+        return self if same else replace(self, compute_dtype=dtype)
 
     def rows_for(self, contraction: int) -> Rows:
         """The row range of dots that contract over `contraction` elements."""

@@ -68,6 +68,8 @@ class Objective:
     """A bound on the size of a token's KL estimate (verl: 10); None: none."""
     entropy_coefficient: float = 0.0
     """Of the entropy, which is added to the objective to keep it from falling."""
+    balance_coefficient: float = 0.0
+    """Of the load-balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4)."""
     advantage_eps: float = 1e-6
     drop_uninformative: bool = False
     """Leave out groups whose rewards are all equal."""
@@ -91,7 +93,8 @@ class Objective:
         check_choice("kl_estimator", self.kl_estimator, get_args(KL))
         check_aggregation(self.aggregation, self.max_length)
         self._check_options()
-        for name in ("kl_coefficient", "advantage_eps", "reward_kl_coefficient"):
+        coefficients = "kl_coefficient", "balance_coefficient", "reward_kl_coefficient"
+        for name in ("advantage_eps", *coefficients):
             value = getattr(self, name)
             if not 0.0 <= value < math.inf:
                 raise InputError(f"{name} is {value}; it must be 0 or more")
@@ -234,14 +237,17 @@ class Objective:
         reference_log_probs: jax.Array | None = None,
         entropy: jax.Array | None = None,
         selected: jax.Array | None = None,
+        balance: jax.Array | None = None,
     ) -> TokenLosses:
         """Returns the losses of f32[B, R] log-probs, advantages f32[B] or [B, R], mask bool[B, R].
 
-        `loss_t = c_t * policy_loss_t + kept_t (kl_coefficient * kl_t - entropy_coefficient * H_t)`.
+        `loss_t = c_t * policy_loss_t + kept_t (kl_coefficient * kl_t - entropy_coefficient * H_t
+        + balance_coefficient * b_t)`.
         A loss's statistics of a row (GSPO's mean) or of the batch are over the kept tokens.
         The coefficients c (f32[B, R], ones if None) and `kept` (bool[B, R], all if None) come from
         `tim_jax.corrections`; `selected` (bool[B, R]) from `select`, for losses that need it;
-        `entropy` (f32[B, R]) is that of the policy, with its gradient. No gradient flows into
+        `entropy` (f32[B, R]) is that of the policy and `balance` (f32[B, R]) the load-balancing
+        loss of its routers, both with their gradients. No gradient flows into
         `old_log_probs`, `advantages`, `coefficients` or `reference_log_probs`; equal log-probs give
         ratios of exactly 1. Values off the mask, NaN too, are ignored, also by the gradient; a NaN
         on it makes the token's loss NaN.
@@ -249,10 +255,12 @@ class Objective:
         Raises:
             InputError: a shape that does not fit, or an array that the objective needs is missing.
         """
-        self._check_given(reference_log_probs, entropy)
+        self._check_given(reference_log_probs, entropy, balance)
         tokens = {"log_probs": log_probs, "old_log_probs": old_log_probs, "kept": kept}
         tokens |= {"coefficients": coefficients, "reference_log_probs": reference_log_probs}
-        check_tokens(tokens | {"entropy": entropy, "selected": selected}, mask.shape)
+        check_tokens(
+            tokens | {"entropy": entropy, "selected": selected, "balance": balance}, mask.shape
+        )
         advantages = jax.lax.stop_gradient(_token_advantages(advantages, mask.shape))
         log_probs = jnp.where(mask, log_probs.astype(jnp.float32), 0.0)
         old = jax.lax.stop_gradient(jnp.where(mask, old_log_probs.astype(jnp.float32), 0.0))
@@ -272,6 +280,8 @@ class Objective:
             terms = terms + self.kl_coefficient * kl
         if self.entropy_coefficient and entropy is not None:
             terms = terms - self.entropy_coefficient * jnp.where(mask, entropy, 0.0)
+        if self.balance_coefficient and balance is not None:
+            terms = terms + self.balance_coefficient * jnp.where(mask, balance, 0.0)
         loss = loss + (terms if kept is None else jnp.where(kept, terms, 0.0))
         return TokenLosses(
             loss=jnp.where(mask, loss, 0.0),
@@ -282,7 +292,12 @@ class Objective:
             kl=jax.lax.stop_gradient(jnp.where(mask, kl, 0.0)),
         )
 
-    def _check_given(self, reference_log_probs: Any, entropy: Any) -> None:
+    def _check_given(self, reference_log_probs: Any, entropy: Any, balance: Any) -> None:
+        if self.balance_coefficient and balance is None:
+            raise InputError(
+                f"balance_coefficient is {self.balance_coefficient}, but no load-balancing losses"
+                " were given"
+            )
         if self.kl_coefficient > 0.0 and reference_log_probs is None:
             raise InputError(
                 f"kl_coefficient is {self.kl_coefficient}, but no reference log-probs were given"

@@ -20,7 +20,7 @@ from tim_jax.placement import Devices, Placement
 from tim_jax.policy import sampler
 from tim_jax.rl import programs
 from tim_jax.rl.types import Learning
-from tim_jax.types import Prompts, Rollout
+from tim_jax.types import Prompts, Rollout, route_dtype
 
 Tree = Any
 
@@ -41,6 +41,11 @@ class Workload:
     offload: bool = False  # the state waits in the host's memory while a step is sampled
     kept_weights: int = 0  # older ones, of steps that are drawn ahead or for the dial
     split: bool = False  # the sampler has devices of its own
+
+    def __post_init__(self):
+        # As in `programs.build`.
+        routing = self.learning.routing
+        object.__setattr__(self, "execution", replace(self.execution, routing=routing))
 
     @property
     def sampler_copies(self) -> int:
@@ -307,7 +312,15 @@ class _Laid:
             lengths=_shape((rows,), jnp.int32),
             log_probs=_shape((rows, length), jnp.float32),
             finished=_shape((rows,), jnp.bool_),
+            routes=self._routes(rows, self.workload.prompt_length + length),
         )
+
+    def _routes(self, rows: int, length: int) -> Any:
+        config = self.execution.config
+        if self.execution.routing == "own":
+            return None
+        shape = rows, length, config.num_layers, config.num_experts_per_tok
+        return _shape(shape, route_dtype(config.num_experts))
 
 
 def _shape(shape, dtype, sharding=None) -> Any:

@@ -23,7 +23,7 @@ from tim_jax.policy import distribution, truncation
 from tim_jax.policy import slots as slotting
 from tim_jax.policy.paging import Pool
 from tim_jax.policy.slots import Queue, Results, Slots
-from tim_jax.types import Prompts, Rollout
+from tim_jax.types import Prompts, Rollout, route_dtype
 
 # (logits f32[B, V], uniform f32[B], positions i32[B] in the responses, sequences i32[B]) -> tokens
 # i32[B], the log-probs f32[B] to record, and those that the tokens were drawn with where they are
@@ -122,6 +122,7 @@ def sample(
         log_probs=results.log_probs,
         finished=results.ended,
         drawn_log_probs=results.drawn,
+        routes=results.routes,
     )
 
 
@@ -184,6 +185,7 @@ class _Steps:
     tokens: jax.Array  # i32[_STEPS, S]
     log_probs: jax.Array  # f32[_STEPS, S]
     drawn: jax.Array | None  # f32[_STEPS, S]
+    routes: jax.Array | None  # [_STEPS, S, L, k], of the tokens that went in
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class _Decoding:
         def one(part):
             tokens, lengths, sequences = part
             positions = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
-            hidden, cache = transformer.forward(
+            hidden, cache, routed = transformer.forward(
                 weights, tokens, positions, execution=self.execution
             )
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
@@ -218,16 +220,28 @@ class _Decoding:
             beginning = jnp.full(sequences.shape, self.begun.tokens, jnp.int32)
             uniform = jax.vmap(_uniform)(self.streams[sequences], beginning)
             drawn = self.draw(jnp.repeat(logits, samples, axis=0), uniform, beginning, sequences)
-            return cache, drawn
+            return cache, drawn, self._recorded(routed)
 
         sequences = jnp.arange(count * samples, dtype=jnp.int32)
         parts = prompts.tokens, prompts.lengths, sequences
         parts = jax.tree.map(lambda x: x.reshape(count // chunk, -1, *x.shape[1:]), parts)
         if chunk == count:
-            cache, drawn = jax.tree.map(lambda x: x[None], one(jax.tree.map(lambda x: x[0], parts)))
+            made = jax.tree.map(lambda x: x[None], one(jax.tree.map(lambda x: x[0], parts)))
         else:
-            cache, drawn = jax.lax.map(one, parts)
-        return cache, self._first(*jax.tree.map(lambda x: x.reshape(-1), drawn))
+            made = jax.lax.map(one, parts)
+        cache, drawn, routes = made
+        first = self._first(*jax.tree.map(lambda x: x.reshape(-1), drawn))
+        if routes is None:
+            return cache, first
+        routes = jnp.repeat(routes.reshape(count, length, *routes.shape[3:]), samples, axis=0)
+        limit = self.execution.sampling.max_response_length
+        return cache, replace(first, routes=jnp.pad(routes, ((0, 0), (0, limit), (0, 0), (0, 0))))
+
+    def _recorded(self, routed: transformer.Routed | None) -> jax.Array | None:
+        """The experts [B, T, L, k] as a rollout has them, if they are asked for."""
+        if routed is None:
+            return None
+        return routed.experts.astype(route_dtype(self.execution.config.num_experts))
 
     def _first(self, tokens, log_probs, drawn) -> Results:
         """Results of one token each."""
@@ -243,6 +257,7 @@ class _Decoding:
             lengths=jnp.ones(tokens.shape, jnp.int32),
             ended=ended | self.begun.over,
             drawn=None if drawn is None else wide(drawn),
+            routes=None,
         )
 
     def run(self, weights: Weights, queue: Queue, state: _State, *, until: int) -> _State:
@@ -275,6 +290,7 @@ class _Decoding:
                 tokens=jnp.zeros(shape, jnp.int32),
                 log_probs=jnp.zeros(shape, jnp.float32),
                 drawn=None if state.results.drawn is None else jnp.zeros(shape, jnp.float32),
+                routes=_steps_of(state.results.routes, shape),
             )
             end = jax.lax.while_loop(
                 going_on, partial(self._step, weights, starts, uniforms), begin
@@ -286,6 +302,8 @@ class _Decoding:
                 tokens=end.tokens,
                 log_probs=end.log_probs,
                 drawn=end.drawn,
+                routes=end.routes,
+                starts=starts,
             )
             return _State(end.slots, results, waiting)
 
@@ -305,7 +323,8 @@ class _Decoding:
         cache = slotting.readable(slots)
         positions = jnp.minimum(starts + slots.lengths - 1, cache[0].span - 1)
         forward: Any = partial(transformer.forward, execution=self.execution)
-        hidden, cache = forward(weights, slots.newest[:, None], positions[:, None], cache)
+        hidden, cache, routed = forward(weights, slots.newest[:, None], positions[:, None], cache)
+        routes = self._recorded(routed)
         logits = transformer.logits(weights, hidden[:, 0], execution=self.execution)
         tokens, log_probs, drawn_with = self.draw(
             logits, uniforms[now.count], self.begun.tokens + slots.lengths, slots.sequences
@@ -321,6 +340,7 @@ class _Decoding:
             tokens=put(now.tokens, tokens),
             log_probs=put(now.log_probs, log_probs),
             drawn=None if now.drawn is None or drawn_with is None else put(now.drawn, drawn_with),
+            routes=None if now.routes is None or routes is None else put(now.routes, routes[:, 0]),
         )
 
     def _uniforms(self, slots: Slots) -> jax.Array:
@@ -328,6 +348,11 @@ class _Decoding:
         positions = self.begun.tokens + slots.lengths[None, :] + jnp.arange(_STEPS)[:, None]
         of_slots = jax.vmap(_uniform)
         return jax.vmap(of_slots, in_axes=(None, 0))(self.streams[slots.sequences], positions)
+
+
+def _steps_of(routes: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
+    """Zeros for the experts of a run of steps [_STEPS, S], if those of results are recorded."""
+    return None if routes is None else jnp.zeros((*shape, *routes.shape[2:]), routes.dtype)
 
 
 def _uniform(stream: jax.Array, position: jax.Array) -> jax.Array:

@@ -38,6 +38,10 @@ class Scores(NamedTuple):
     log_probs: jax.Array  # log pi(response token)
     entropy: jax.Array  # of the token's distribution, nats
     energy: jax.Array | None = None  # see `policy.score_energy`, if asked for
+    # Of the forward that predicts a token, if the rollout's experts are compared or replayed:
+    agreement: jax.Array | None = None  # share of the routers' choices that the sampler made too
+    router_entropy: jax.Array | None = None  # nats, the mean over layers
+    balance: jax.Array | None = None  # the load-balancing loss, with its gradient, if asked for
 
 
 def score(
@@ -50,6 +54,7 @@ def score(
     energy: bool = False,
     sums: Weights | None = None,
     frozen_head: bool = False,
+    loads: jax.Array | None = None,
 ) -> Scores:
     """Log-probs of the response tokens, and the entropies of their distributions.
 
@@ -61,6 +66,7 @@ def score(
     With `sums` (see `gradient_sums`) embedding and head have no gradient, but the gradient with
     respect to `sums` is these sums plus that gradient: the backward adds to them in their place.
     With `frozen_head` the head and the last norm have no gradient, and nothing is computed for it.
+    `loads` f32[L, E]: the shares of a batch's tokens that each expert has, for `Scores.balance`.
     """
     tokens = sequences(rollout)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
@@ -69,13 +75,15 @@ def score(
     embeddings, total = transformer.embedded(
         weights, tokens, execution=execution, total=total, handed_on=transposed
     )
-    hidden, _ = transformer.forward(
+    hidden, _, routed = transformer.forward(
         weights,
         tokens,
         positions,
         execution=execution,
         remat=remat,
         embeddings=embeddings,
+        routes=rollout.routes if execution.routing == "replayed" else None,
+        loads=loads,
     )
     rows = _predicting(hidden, rollout)
     head = {name: weights[name] for name in ("final_norm", "head")}
@@ -83,13 +91,29 @@ def score(
         total = sums.get("head", total)
     options = _HeadOptions(execution, entropy_gradient, energy, transposed, frozen_head)
     scores = Scores(*_head(head, rows, rollout.responses, total, options))
+    if routed is not None:
+        scores = scores._replace(**_routing(routed, rollout))
     if entropy_gradient:
         return scores
     return scores._replace(entropy=jax.lax.stop_gradient(scores.entropy))
 
 
+def _routing(routed: transformer.Routed, rollout: Rollout) -> dict[str, jax.Array | None]:
+    """How often sampler and learner choose the same experts, and more of the routers, [B, R]."""
+    if rollout.routes is None:
+        raise ValueError("the rollout has no routes to compare with")
+    own, recorded = routed.experts, rollout.routes.astype(jnp.int32)
+    same = jnp.any(own[..., :, None] == recorded[..., None, :], axis=-1)
+    agreement = jnp.mean(same.astype(jnp.float32), axis=(2, 3))
+    return {
+        "agreement": _predicting(agreement, rollout),
+        "router_entropy": _predicting(routed.entropy, rollout),
+        "balance": None if routed.balance is None else _predicting(routed.balance, rollout),
+    }
+
+
 def _predicting(hidden: jax.Array, rollout: Rollout) -> jax.Array:
-    """Hidden states [B, R, d] that predict the response tokens: that of t is at position t - 1."""
+    """Of [B, T, ...] what predicts the response tokens, [B, R, ...]: t is at position t - 1."""
     size = rollout.responses.shape[1]
     some = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
     return jax.vmap(some)(hidden, rollout.prompt_lengths - 1)
@@ -115,7 +139,7 @@ def of_logits(
     tokens = sequences(rollout)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
     embeddings, _ = transformer.embedded(weights, tokens, execution=execution)
-    hidden, _ = transformer.forward(
+    hidden, _, _ = transformer.forward(
         weights, tokens, positions, execution=execution, embeddings=embeddings
     )
     head = {name: weights[name] for name in ("final_norm", "head")}

@@ -26,6 +26,7 @@ class Results:
     lengths: jax.Array  # i32[N]
     ended: jax.Array  # bool[N], drew a stop token
     drawn: jax.Array | None  # f32[N, R], log-probs drawn with, if others are recorded
+    routes: jax.Array | None  # [N, Tp + R, L, k], experts by position, if they are recorded
 
 
 @struct.dataclass
@@ -210,10 +211,13 @@ def stored(
     tokens: jax.Array,
     log_probs: jax.Array,
     drawn: jax.Array | None,
+    routes: jax.Array | None,
+    starts: jax.Array,
 ) -> Results:
     """Results with what the slots drew in some steps: `tokens` i32[steps, S] and their log-probs.
 
-    A slot that stops working before the last step draws nothing more.
+    A slot that stops working before the last step draws nothing more. `routes` [steps, S, L, k] are
+    the experts of the token before each; `starts` i32[S] are lengths of prompts.
     """
     nowhere = results.lengths.shape[0]
     step = jnp.arange(tokens.shape[0])[:, None]
@@ -225,12 +229,17 @@ def stored(
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[at].set(new, mode="drop")
 
+    if results.routes is not None and routes is not None:
+        before_it = rows, starts[None, :] + at[1] - 1
+        routes = results.routes.at[before_it].set(routes, mode="drop")
+
     return Results(
         tokens=put(results.tokens, tokens),
         log_probs=put(results.log_probs, log_probs),
         lengths=results.lengths.at[own].set(after.lengths, mode="drop"),
         ended=results.ended.at[own].set(after.ended, mode="drop"),
         drawn=None if results.drawn is None or drawn is None else put(results.drawn, drawn),
+        routes=routes,
     )
 
 

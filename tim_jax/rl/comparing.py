@@ -37,7 +37,11 @@ def _by_source(
 
 
 def comparison(
-    score: Callable[..., Any], mismatch: Mismatch, *, aged: bool
+    score: Callable[..., Any],
+    mismatch: Mismatch,
+    *,
+    aged: bool,
+    replayed: Callable[..., Any] | None = None,
 ) -> Callable[..., tuple[dict[str, jax.Array], Exactness]]:
     """(weights, sampler's weights, rollout, trainer) -> metrics of the mismatch and its parts.
 
@@ -45,8 +49,11 @@ def comparison(
     `metrics.mismatch_metrics` of them against the recorded ones. The parts, where there are any,
     are in mean |d|, largest |d| and k3: `drift/*` compares the learner with itself at the sampler's
     weights, `numerical/*` the latter with the recorded ones, and `reporting/*` the log-probs drawn
-    with with the recorded ones. The second result compares bits: of the learner at the sampler's
-    weights, where these may be `aged`, with what was recorded.
+    with with the recorded ones. `replayed/*`, for a mixture whose learner takes its own experts, is
+    what of `mismatch/*` would be left if it took the sampler's, by one more forward.
+
+    The second result compares bits: of the learner at the sampler's weights, where these may be
+    `aged`, with what was recorded.
     """
 
     def compare(weights, source, rollout: Rollout, trainer: jax.Array | None):
@@ -58,6 +65,8 @@ def comparison(
             pairs |= {"drift": (trainer, there), "numerical": (there, recorded)}
         if rollout.drawn_log_probs is not None:
             pairs["reporting"] = rollout.drawn_log_probs, recorded
+        if replayed is not None:
+            pairs["replayed"] = replayed(weights, rollout)[0], recorded
         report = mismatch_report(trainer, rollout)
         for part, (first, second) in pairs.items():
             values = metrics.mismatch_metrics(first, second, mask)

@@ -8,7 +8,7 @@ mini-batch. Corrections that read the policy of each update are evaluated here.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from tim_jax.errors import InputError
 from tim_jax.model import adapters as low_rank
 from tim_jax.model.adapters import Adapters
 from tim_jax.model.weights import Params, Weights
+from tim_jax.numerics import masked
 from tim_jax.numerics.sums import compensated_sum, count, tree_sum
 from tim_jax.policy.scoring import Scores
 from tim_jax.rl import widths
@@ -59,6 +60,8 @@ def update(
       base: the parameters that are not trained, if `state.params` are adapters.
     """
     batch, correction = _current(state, weights, batch, policy, learning)
+    if learning.objective.balance_coefficient:
+        batch = replace(batch, loads=_loads(batch, policy.experts))
     token_weights = learning.objective.token_weights(batch.mask, batch.kept)
     gradient, tokens, noise = _gradient(
         policy,
@@ -76,6 +79,7 @@ def update(
         "effective_sample_size": share,
         **noise(size),
         **_token_metrics(tokens, batch, learning),
+        **_routing_metrics(tokens, batch, policy.experts),
     }
     finite = jnp.isfinite(report["loss"]) & jnp.isfinite(size) & jnp.isfinite(share)
     report["skipped"] = 1.0 - finite.astype(jnp.float32)
@@ -267,6 +271,7 @@ def _loss(weights, batch: Experience, token_weights, *, score, learning: Learnin
         batch.rollout,
         remat=learning.remat,
         entropy_gradient=bool(objective.entropy_coefficient),
+        **({} if batch.loads is None else {"loads": batch.loads[0]}),
     )
     log_probs = scores.log_probs
     coefficients, kept = batch.coefficients, batch.kept
@@ -285,6 +290,7 @@ def _loss(weights, batch: Experience, token_weights, *, score, learning: Learnin
         reference_log_probs=batch.reference_log_probs,
         entropy=scores.entropy,
         selected=batch.selected,
+        balance=scores.balance,
     )
     tokens = {
         "loss": losses.loss,
@@ -294,6 +300,10 @@ def _loss(weights, batch: Experience, token_weights, *, score, learning: Learnin
         "kept": kept,
         **{f"loss/{name}": x for name, x in losses._asdict().items() if name != "loss"},
     }
+    if scores.agreement is not None:
+        tokens |= {"agreement": scores.agreement, "router_entropy": scores.router_entropy}
+    if scores.balance is not None:
+        tokens["balance"] = scores.balance
     return jnp.sum(token_weights * losses.loss), jax.lax.stop_gradient(tokens)
 
 
@@ -322,3 +332,34 @@ def _token_metrics(tokens, batch: Experience, learning: Learning) -> dict[str, j
     entropy = tree_sum(tree_sum(jnp.where(mask, tokens["entropy"], 0.0))) / count(mask)
     tokens_learnt = jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
     return {"entropy": entropy, "tokens": tokens_learnt, **report}
+
+
+def _predicting(batch: Experience, routes: jax.Array) -> jax.Array:
+    """bool[B, T], the positions that predict the tokens of the mask."""
+    mask, starts = batch.mask, batch.rollout.prompt_lengths - 1
+    at = jnp.arange(routes.shape[1])[None, :] - starts[:, None]
+    inside = jnp.take_along_axis(mask, jnp.clip(at, 0, mask.shape[1] - 1), axis=1)
+    return inside & (at >= 0) & (at < mask.shape[1])
+
+
+def _loads(batch: Experience, experts: int) -> jax.Array:
+    """f32[B, L, E], of all these rows: the shares of the tokens that go through each expert.
+
+    By the sampler's choices, so that they are known before the gradient of any micro-batch.
+    """
+    routes = cast(jax.Array, batch.rollout.routes)
+    loads = metrics.expert_loads(routes, _predicting(batch, routes), experts=experts)
+    shares = loads.astype(jnp.float32) / count(batch.mask)
+    return jnp.broadcast_to(shares, (batch.mask.shape[0], *shares.shape))
+
+
+def _routing_metrics(tokens, batch: Experience, experts: int) -> dict[str, jax.Array]:
+    """`routing/*`, if the sampler's experts are recorded."""
+    routes, mask = batch.rollout.routes, batch.mask
+    if routes is None:
+        return {}
+    loads = metrics.expert_loads(routes, _predicting(batch, routes), experts=experts)
+    found = metrics.routing_metrics(tokens["agreement"], tokens["router_entropy"], mask, loads)
+    if "balance" in tokens:
+        found["balance"] = masked.mean(tokens["balance"], mask)
+    return {f"routing/{name}": value for name, value in found.items()}

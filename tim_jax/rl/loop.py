@@ -196,6 +196,7 @@ def learn(
     # By the first update's log-probs, unless it has not all of them, or takes what they need.
     takes = source is None or programs.mismatch.in_flight is not None
     early = programs.mini_batches > 1 or (takes and programs.kept_weights)
+    early |= programs.learning.routing == "compared"  # by a forward with the sampler's experts
     if prepared.trainer is not None or (programs.compare and early):
         compared = compare(weights, drawn_by, prepared.trainer)
     if not programs.kept_weights:

@@ -103,6 +103,7 @@ def build(
             f" {mini_batches}, {epochs} and {length_buckets}"
         )
     check_steps(execution.sampling, learning, updates=mini_batches * epochs)
+    execution = replace(execution, routing=learning.routing)
     if max_staleness:
         dial.refuse_ahead(mismatch)
     if offload:
@@ -120,7 +121,9 @@ def build(
     update = _updating(policy, learning, optimizer, mini_batches=mini_batches)
     updated = state, where.weights, whole
     aged = bool(max_staleness or mismatch.stale_updates)
-    compare = comparing.comparison(policy.score, mismatch, aged=aged)
+    compare = comparing.comparison(
+        policy.score, mismatch, aged=aged, replayed=_replayed(where, learning)
+    )
     return Programs(
         **_of_sampler(where, drawing, devices, own, greedy=learning.needs_greedy, **of_sampler),
         prepare=weights_program(execution, devices),
@@ -168,6 +171,14 @@ def _of_each(publish: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_newest(program: Callable[..., Any]) -> Callable[..., Any]:
     return lambda weights, *arguments: program(weights[-1], *arguments)
+
+
+def _replayed(where: "_Where", learning: Learning) -> Callable[..., Any] | None:
+    """The forward with the sampler's experts, if it is not the learner's own, but could be."""
+    if learning.routing != "compared":
+        return None
+    replaying = replace(where.execution, routing="replayed")
+    return replace(where, execution=replaying).policy(learning).score
 
 
 def _updating(policy: Policy, learning: Learning, optimizer, *, mini_batches: int) -> Callable:
@@ -377,7 +388,8 @@ class _Where:
     def greedy(self, drawing: Execution, devices: Devices | None) -> Callable:
         """A program for one greedy response per prompt, by the sampler without its mismatch."""
         best = replace(drawing.sampling, temperature=0.0, top_k=0, top_p=1.0)
-        program = sampling_program(replace(drawing, sampling=best), samples=1, devices=devices)
+        drawing = replace(drawing, sampling=best, routing="own")
+        program = sampling_program(drawing, samples=1, devices=devices)
         return self.arriving(program, drawing, devices)
 
     def state(self, init: Callable[..., TrainState]) -> Any:

@@ -146,6 +146,7 @@ def policy(execution: Execution, on: Mesh, *, learning: Learning) -> Policy:
         score=scoring(execution, on, micro_batch=learning.micro_batch, widths=learning.widths),
         gradient=gradient(execution, on, learning=learning),
         norm=gradient_norm(execution, on),
+        experts=execution.config.num_experts,
     )
 
 

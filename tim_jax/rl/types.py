@@ -14,7 +14,7 @@ from flax import struct
 from tim_jax import corrections
 from tim_jax.corrections import Correction, Mode
 from tim_jax.errors import InputError
-from tim_jax.model.execution import Sampling
+from tim_jax.model.execution import Routing, Sampling
 from tim_jax.model.weights import Params
 from tim_jax.numerics.strict import unequal_bits
 from tim_jax.numerics.sums import count, tree_sum
@@ -33,6 +33,7 @@ class Policy(NamedTuple):
     score: Callable[..., tuple[jax.Array, jax.Array | None]]  # as `experience.score_rows`
     gradient: Callable[..., tuple[Any, dict[str, jax.Array]]]  # as `learner.gradient_rows`
     norm: Callable[..., jax.Array]  # gradient of the parameters -> f32[]
+    experts: int = 0  # of a layer, in a mixture
 
 
 class Carried(NamedTuple):
@@ -71,6 +72,7 @@ class Experience:
     kept: jax.Array  # bool[B, R], the tokens of the mask that these did not reject
     reference_log_probs: jax.Array | None = None  # f32[B, R], if there is a KL to a reference
     selected: jax.Array | None = None  # bool[B, R], for a loss that treats some tokens differently
+    loads: jax.Array | None = None  # f32[B, L, E], for the load-balancing loss; all rows are equal
 
 
 @struct.dataclass
@@ -114,6 +116,7 @@ class Learning:
     micro_batch: int | None = None  # sequences per forward and backward; None: all of them
     widths: int = 1  # response lengths that a micro-batch may be cut to, see `widths`
     remat: bool = False
+    routing: Routing = "own"  # whose experts are taken, of a mixture
     noise_scale: bool = False  # also measure the gradient's noise, from its micro-batches
     max_skipped: int = 5  # updates in a row that may not be finite
 
@@ -126,6 +129,12 @@ class Learning:
         )
         if self.micro_batch is not None and self.micro_batch < 1:
             raise InputError(f"Learning: micro_batch must be positive, got {self.micro_batch}")
+        if objective.balance_coefficient and self.routing == "own":
+            raise InputError(
+                f"objective: balance_coefficient = {objective.balance_coefficient} needs the"
+                " experts that tokens go through, of a mixture: learner.routing must be 'compared'"
+                " or 'replayed', and is 'own'"
+            )
         if self.widths < 1:
             raise InputError(f"Learning: widths must be positive, got {self.widths}")
         if self.noise_scale and (self.micro_batch or self.group_size) % self.group_size:

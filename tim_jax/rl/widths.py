@@ -37,7 +37,10 @@ def ladder(longest: int, count: int) -> list[int]:
 def cut_rollout(rollout: Rollout, width: int) -> Rollout:
     """A rollout whose responses are at most `width` tokens, without the padding beyond."""
     wide = {name: getattr(rollout, name) for name in _OF_ROLLOUT}
-    return replace(rollout, **{k: None if x is None else x[:, :width] for k, x in wide.items()})
+    cut = {k: None if x is None else x[:, :width] for k, x in wide.items()}
+    if rollout.routes is not None:  # by position, the prompt's first
+        cut["routes"] = rollout.routes[:, : rollout.prompts.shape[1] + width]
+    return replace(rollout, **cut)
 
 
 def cut_experience(batch: Experience, width: int) -> Experience:

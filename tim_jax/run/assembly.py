@@ -383,6 +383,7 @@ def make_learning(config: RunConfig) -> Learning:
         micro_batch=section.micro_batch,
         widths=section.widths,
         remat=section.remat,
+        routing=section.routing,
         noise_scale=section.noise_scale,
         max_skipped=section.max_skipped,
     )

@@ -60,7 +60,7 @@ def _distributions(weights: Weights, rollout: Rollout, execution: Execution) -> 
     tokens = scoring.sequences(rollout)
     rows, size = rollout.responses.shape
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-    hidden, _ = transformer.forward(weights, tokens, positions, execution=execution)
+    hidden, _, _ = transformer.forward(weights, tokens, positions, execution=execution)
     index = rollout.prompt_lengths[:, None] - 1 + jnp.arange(size)[None, :]
     before = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
     logits = transformer.logits(weights, before.reshape(rows * size, -1), execution=execution)
