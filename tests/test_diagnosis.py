@@ -191,6 +191,7 @@ def test_all_other_forwards_together_score_no_more_tokens_than_the_first(monkeyp
 
     monkeypatch.setattr(verdict, "gather", counted)
     monkeypatch.setattr(variants, "gather", counted)
+    monkeypatch.setattr(variants, "log_probs", lambda *given: counted(*given).exact)
     monkeypatch.setattr(verdict, "_PANEL", 16)  # which is for files of fewer than 86,000 tokens
     rng = np.random.default_rng(0)
     noisy = with_log_probs(sampled(), lambda x: x + 0.005 * rng.standard_normal(len(x)))

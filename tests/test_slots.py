@@ -169,6 +169,7 @@ def test_what_was_in_a_slot_does_not_reach_the_next_sequence():
         lengths=jnp.ones(2, jnp.int32),
         ended=jnp.zeros(2, bool),
         drawn=None,
+        routes=None,
     )
     before = slots.empty(queue, 3, block=8)
     before = replace(
