@@ -81,6 +81,18 @@ def operations(numerics: Numerics, rows: int = 70):
             ),
             (query, *paged, positions, shape((3, 4), jnp.int32)),
         ),
+        "attention, window": (
+            lambda q, k, v, at, window: ops.attention(
+                q, k, v, at, aligned=False, window=window, **use
+            ),
+            (query, key, value, positions, shape((), jnp.int32)),
+        ),
+        "attention, window and pages": (
+            lambda q, k, v, at, window, pages: ops.attention(
+                q, k, v, at, aligned=False, window=window, pages=pages, **use
+            ),
+            (query, *paged, positions, shape((), jnp.int32), shape((3, 4), jnp.int32)),
+        ),
         "exponentials": (partial(ops.exponentials, **use), (logits, one)),
         "row_sum": (partial(ops.row_sum, **use), (logits,)),
         "log": (partial(ops.log, **use), (one,)),

@@ -187,9 +187,10 @@ def attention_inputs(numerics, *, batch=2, kv_heads=3, group=5, size=20, length=
     return query, key, value, jnp.broadcast_to(positions, (batch, length * group))
 
 
-def reference_attention(query, key, value, positions):
+def reference_attention(query, key, value, positions, window=None):
     scores = np.einsum("bkmd,bkds->bkms", f64(query), f64(key))
-    hidden = np.arange(key.shape[3])[None, None, None, :] > np.asarray(positions)[:, None, :, None]
+    ages = np.asarray(positions)[:, None, :, None] - np.arange(key.shape[3])[None, None, None, :]
+    hidden = (ages < 0) | (ages >= (key.shape[3] if window is None else window))
     scores = np.where(hidden, -np.inf, scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
@@ -250,6 +251,68 @@ def test_attention_cut_short_has_the_bits_of_the_longer_sequence(numerics):
         short = query[:, :, : 5 * length], key[..., :length], value[:, :, :length]
         found = attend(numerics, aligned=True)(*short, positions[:, : 5 * length])
         np.testing.assert_array_equal(bits(found), whole[:, :, : 5 * length])
+
+
+@ALL
+@pytest.mark.parametrize("window", quick.some([1, 13, 64], 1))
+@pytest.mark.parametrize("aligned", [True, False])
+def test_attention_within_a_window_is_within_rounding_of_float64(numerics, window, aligned):
+    """70 keys in blocks of 32: of a late row's, the first block or two are masked as a whole."""
+    inputs = attention_inputs(numerics)
+    found = attend(numerics, aligned=aligned)(*inputs, window=jnp.int32(window))
+    ulp = BF16_ULP if numerics.compute_dtype == "bfloat16" else F32_ULP * 8
+    assert np.abs(f64(found) - reference_attention(*inputs, window)).max() <= 4 * ulp
+
+
+@EXACT
+def test_a_window_keeps_the_bits(numerics):
+    """Of any rows over a cache of any length, with anything outside of what they see; and those of
+    no window, where all keys are inside."""
+    window, run = jnp.int32(13), attend(numerics, aligned=False)
+    query, key, value, positions = attention_inputs(numerics)
+    aligned = attend(numerics, aligned=True)
+    whole = bits(aligned(query, key, value, positions, window=window))
+    for rows, spare in ((slice(40, 45), 0), (slice(335, 350), 58), (slice(150, 300), 7)):
+        first, last = max(0, rows.start // 5 - 12), (rows.stop - 1) // 5
+        junk = normal(9, *key.shape[:3], 70 + spare, dtype=numerics.dtype)
+        seen = (jnp.arange(70) >= first) & (jnp.arange(70) <= last)
+        mixed = jnp.where(seen[None, None, None, :], key, junk[..., :70])
+        keys = jnp.concatenate([mixed, junk[..., 70:]], 3)
+        other = jnp.where(seen[None, None, :, None], value, 100 * junk.swapaxes(2, 3)[:, :, :70])
+        values = jnp.concatenate([other, junk.swapaxes(2, 3)[:, :, 70:]], 2)
+        found = run(query[:, :, rows], keys, values, positions[:, rows], window=window)
+        np.testing.assert_array_equal(bits(found), whole[:, :, rows])
+    without = bits(aligned(query, key, value, positions))
+    found = aligned(query, key, value, positions, window=jnp.int32(70))
+    np.testing.assert_array_equal(bits(found), without)
+    assert (whole != without).mean() > 0.5
+
+
+@pytest.mark.parametrize("numerics", [EXACT_F32, NATIVE_F32], ids=["tiles", "native"])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_gradients_of_attention_within_a_window(numerics, aligned):
+    """Against JAX's own gradient of the definition."""
+    query, key, value, positions = attention_inputs(numerics, length=40, group=4)
+    cotangent, window = normal(7, *query.shape), 9
+
+    def plain(query, key, value):
+        ages = positions[:, None, :, None] - jnp.arange(40)[None, None, None, :]
+        scores = jnp.einsum("bkmd,bkds->bkms", query, key)
+        inside = (ages >= 0) & (ages < window)
+        weights = jax.nn.softmax(scores, axis=-1, where=inside)
+        return jnp.sum(jnp.einsum("bkms,bksd->bkmd", weights, value) * cotangent)
+
+    def loss(query, key, value):
+        run = attend(numerics, aligned=aligned)
+        return jnp.sum(run(query, key, value, positions, window=jnp.int32(window)) * cotangent)
+
+    found, expected = (
+        jax.jit(jax.grad(f, argnums=(0, 1, 2)))(query, key, value) for f in (loss, plain)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        scale = float(np.abs(theirs).max())
+        assert scale > 0
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize("aligned", [True, False])

@@ -4,6 +4,8 @@
 and `pallas_tpu` are the others.
 """
 
+from typing import Any
+
 import jax
 
 from tim_jax.kernels import cache, composed, native, pallas_gpu, pallas_tpu, tiles, variants
@@ -34,33 +36,34 @@ def attention(
     *,
     numerics: Numerics,
     aligned: bool,
+    window: jax.Array | None = None,
     pages: jax.Array | None = None,
 ) -> jax.Array:
     """Attention by the family, by another kernel, or cut along the keys, as the numerics say.
 
+    With a window i32[] a row attends to so many positions up to its own; None is no such limit.
     With pages i32[B, S / block] the keys are [pages, Kv, D, block], the values
     [pages, Kv, block, D].
     """
     ops = family(numerics)
+    options: dict[str, Any] = {"numerics": numerics, "window": window}
     if pages is not None:
         if ops.takes_pages and numerics.attention == "family":
             return ops.attention(
-                query, key, value, positions, numerics=numerics, aligned=False, pages=pages
+                query, key, value, positions, aligned=False, pages=pages, **options
             )
         key, value = cache.gathered(key, value, pages)
     if numerics.attention == "triton":
-        return variants.triton_attention(query, key, value, positions, numerics=numerics)
+        return variants.triton_attention(query, key, value, positions, **options)
     if numerics.attention != "family":
         interpret = numerics.attention == "flash_interpreted"
         return variants.flash_attention(
-            query, key, value, positions, numerics=numerics, interpret=interpret
+            query, key, value, positions, interpret=interpret, **options
         )
     batch, heads = query.shape[:2]
     if not aligned and variants.pieces(batch, heads, key.shape[3], numerics=numerics) > 1:
-        return variants.split_attention(
-            query, key, value, positions, numerics=numerics, fence=ops.fence
-        )
-    return ops.attention(query, key, value, positions, numerics=numerics, aligned=aligned)
+        return variants.split_attention(query, key, value, positions, fence=ops.fence, **options)
+    return ops.attention(query, key, value, positions, aligned=aligned, **options)
 
 
 def cached(x: jax.Array, *, numerics: Numerics) -> jax.Array:

@@ -30,6 +30,12 @@ class Maths(NamedTuple):
     uncontracted: Elementwise  # x, which is not fused with the sum that it goes into
 
 
+def visible(at: jax.Array, last: jax.Array, window: jax.Array | None) -> jax.Array:
+    """Whether a row at position `last` attends to the key at position `at`."""
+    seen = at <= last
+    return seen if window is None else seen & (at > last - window)
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, lanes: int, maths: Maths) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight, in float32 (Zhang and Sennrich 2019, eq. 4)."""
     x = x.astype(jnp.float32)

@@ -84,6 +84,7 @@ class Kernels(Protocol):
         *,
         numerics: Numerics,
         aligned: bool,
+        window: jax.Array | None = None,
         pages: jax.Array | None = None,
     ) -> jax.Array:
         """See `tiles.attention`. Float32, or already rounded to compute.

@@ -139,23 +139,25 @@ def attention(
     *,
     numerics: Numerics,
     aligned: bool,
+    window: jax.Array | None = None,
 ) -> jax.Array:
     """As `tiles.attention`: same arguments, same result up to rounding."""
     softmax = numerics.precision.attention_softmax
+    attend = partial(_attend, window=window, softmax=softmax)
     if not aligned:
-        return _attend(query, key, value, positions, softmax)
+        return attend(query, key, value, positions)
     count, length = query.shape[2], key.shape[3]
     pieces = []
     for start, stop, keys in segments(count, length, _BACKWARD_ROWS, numerics.kv_block):
         args = query[:, :, start:stop], key[..., :keys], value[:, :, :keys]
-        pieces.append(_attend_in_tiles(*args, positions[:, start:stop], softmax))
+        pieces.append(_in_tiles(attend, *args, positions[:, start:stop]))
     return jnp.concatenate(pieces, axis=2)
 
 
-def _attend_in_tiles(query, key, value, positions, softmax):
+def _in_tiles(attend, query, key, value, positions):
     """Rows in tiles whose scores are recomputed in the backward: no [S, S] array is kept."""
     count = query.shape[2]
-    attend = jax.checkpoint(partial(_attend, softmax=softmax))
+    attend = jax.checkpoint(attend)
     if count <= _BACKWARD_ROWS:
         return attend(query, key, value, positions)
     tiles = count // _BACKWARD_ROWS
@@ -177,8 +179,8 @@ def _attend_in_tiles(query, key, value, positions, softmax):
     return jnp.concatenate([out, rest], axis=2)
 
 
-def _attend(query, key, value, last, softmax):
-    visible = jnp.arange(key.shape[3])[None, None, :] <= last[:, :, None]
+def _attend(query, key, value, last, window, softmax):
+    visible = formulas.visible(jnp.arange(key.shape[3])[None, None, :], last[:, :, None], window)
     masked = jnp.where(visible[:, None], scores(query, key), MASKED)
     weights = jax.nn.softmax(formulas.narrowed(masked, softmax), axis=-1)
     weights = formulas.narrowed(weights, softmax)

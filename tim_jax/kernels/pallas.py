@@ -130,7 +130,8 @@ class PallasFamily:
         x [N, K] @ weight [K, halves * M], [N, M] in `dtype`. It gets the `halves` tiles of the
         product, float32, and of each of the extras its part: of a "tile" [N, M] the tile, of a
         "bias" [halves, M] a tuple of `halves` rows.
-    attend(query, key, value, positions, pages=None, *, numerics): attention in the compute dtype.
+    attend(query, key, value, positions, window=None, pages=None, *, numerics): attention in the
+        compute dtype.
     normed(x, weight, *, eps, numerics): RMSNorm.
     rotated(y, cos, sin, optional, *, heads, eps, numerics): query and key of `project`.
     exponentials, row_sum, log, log_normaliser: as in the interface.
@@ -213,28 +214,35 @@ class PallasFamily:
         return True
 
     def attention(
-        self, query, key, value, positions, *, numerics: Numerics, aligned: bool, pages=None
+        self,
+        query,
+        key,
+        value,
+        positions,
+        *,
+        numerics: Numerics,
+        aligned: bool,
+        window=None,
+        pages=None,
     ):
         def forward(*args):
             return fence(self.attend(*fence(args), numerics=numerics))
 
         if pages is not None:
-            return forward(query, key, value, positions, pages)
+            return forward(query, key, value, positions, window, pages)
 
         def backward(args, cotangent):
-            query, key, value, positions = fence(args)
+            query, key, value, positions, window = fence(args)
+            attend = partial(native.attention, numerics=numerics, aligned=aligned, window=window)
 
             def plain(query, key, value):
-                mixed = native.attention(
-                    query, key, value, positions, numerics=numerics, aligned=aligned
-                )
-                return mixed.astype(numerics.dtype)
+                return attend(query, key, value, positions).astype(numerics.dtype)
 
-            return (*jax.vjp(plain, query, key, value)[1](cotangent), None)
+            return (*jax.vjp(plain, query, key, value)[1](cotangent), None, None)
 
         call = jax.custom_vjp(forward)
         call.defvjp(lambda *args: (forward(*args), args), backward)
-        return call(query, key, value, positions)
+        return call(query, key, value, positions, window)
 
     def peak(self, x: jax.Array, /) -> jax.Array:
         """By XLA: a maximum has no rounding, so that any order will do."""

@@ -5,8 +5,8 @@ A result's bits do not depend on the batch, the padding or the surrounding progr
 - A sum lives in one program and runs over ascending blocks from 0. Block sizes are constants of the
   numerics, never of the row count or the sequence length; nothing is split among programs.
 - Rows are padded to a tile; a single row takes the same path as a thousand.
-- Key blocks start at a sequence's first token. Blocks after a row's own position add exact zeros,
-  so a tile may run as far as its longest row needs.
+- Key blocks start at a sequence's first token. Blocks of which a row sees nothing add exact zeros,
+  so a tile may run as far as any of its rows needs.
 - Whatever is not elementwise, and every exp, log and rsqrt, is inside a kernel, where XLA cannot
   choose another order or another approximation. XLA's elementwise sums are rounded to nearest.
 
@@ -15,10 +15,7 @@ The kernels:
 - Products with weight matrices: a program has a tile of the result and runs over all of K in steps
   of `block_k`, so that an element is one chain of multiply-adds in the order of K. Float32 products
   are true float32 (no TF32).
-- Causal attention with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), one kernel
-  for prefill, decode and training: a tile of query rows against the key blocks of its sequence,
-  ascending from position 0. Keys after a row's position add exact zeros: their weight is
-  exp2(-1e30 - peak) = 0, and the running peak and sums stay as they are.
+- Causal attention, see `pallas_attention`.
 - Row functions: RMSNorm, and the rotation of queries and keys.
 - Sums and exponentials over the vocabulary, one program per row (or per block of a row). A row is
   read in blocks of `lanes`, ascending: lane i of the sum takes elements i, i + lanes, ...
@@ -35,31 +32,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from tim_jax.kernels import pallas_attention
 from tim_jax.kernels.interface import Heads
-from tim_jax.kernels.pallas import (
-    LOG2_E,
-    MASKED,
-    PallasFamily,
-    check_platform,
-    divides,
-    padded,
-    turned,
-)
+from tim_jax.kernels.pallas import LOG2_E, PallasFamily, divides, padded, turned
+from tim_jax.kernels.pallas_calls import gpu_call as call
 from tim_jax.numerics import Numerics
-
-
-def call(
-    kernel: Callable, *, numerics: Numerics, name: str, warps: int, stages: int = 1, **options: Any
-) -> Callable:
-    """`pl.pallas_call`, compiled by Triton, or interpreted if the numerics say so."""
-    check_platform(numerics)
-    return pl.pallas_call(
-        kernel,
-        interpret=numerics.interpret,
-        name=name,
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
-        **options,
-    )
 
 
 def _kernel(x_ref, *refs, halves: int, kinds: tuple[str, ...], block_k: int, epilogue: Callable):
@@ -135,83 +112,6 @@ def product(
         out_shape=jax.ShapeDtypeStruct((x.shape[0], width), dtype),
     )(x, *(weight,) * halves, *(extra for _, extra in extras))
     return result[:rows]
-
-
-def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    positions: jax.Array,
-    pages: jax.Array | None = None,
-    *,
-    numerics: Numerics,
-) -> jax.Array:
-    """[B, Kv, N, D] in the compute dtype; the arguments are those of `kernels.attention`."""
-    batch, heads, count, size = query.shape
-    tiles, block = numerics.gpu, numerics.kv_block
-    rows = tiles.attention_rows
-    query = padded(query, rows, axis=2)
-    positions = padded(positions, rows, axis=1, value=-1)
-    tile = pl.BlockSpec((None, None, rows, size), lambda i, h, b: (b, h, i, 0))
-    inputs, specs = [query, positions], [tile, pl.BlockSpec((None, rows), lambda i, h, b: (b, i))]
-    if pages is None:
-        key, value = padded(key, block, axis=3), padded(value, block, axis=2)
-        whole = [(None, None, *x.shape[2:]) for x in (key, value)]
-        specs += [pl.BlockSpec(shape, lambda i, h, b: (b, h, 0, 0)) for shape in whole]
-    else:
-        whole = [(x.shape[0], None, *x.shape[2:]) for x in (key, value)]
-        specs += [pl.BlockSpec(shape, lambda i, h, b: (0, h, 0, 0)) for shape in whole]
-        specs.append(pl.BlockSpec((None, pages.shape[1]), lambda i, h, b: (b, 0)))
-    inputs += [key, value] if pages is None else [key, value, pages]
-    mixed = call(
-        partial(_attend, block=block),
-        numerics=numerics,
-        name="attention",
-        warps=tiles.attention_warps,
-        stages=tiles.attention_stages,
-        grid=(query.shape[2] // rows, heads, batch),
-        in_specs=specs,
-        out_specs=tile,
-        out_shape=jax.ShapeDtypeStruct(query.shape, numerics.dtype),
-    )(*inputs)
-    return mixed[:, :, :count]
-
-
-def _attend(query_ref, position_ref, key_ref, value_ref, *refs, block: int):
-    out_ref, pages = refs[-1], refs[:-1]
-    query, last = query_ref[...], position_ref[...]
-    rows, size = query.shape
-    precise = {"preferred_element_type": jnp.float32}
-    if query.dtype == jnp.float32:
-        precise["precision"] = jax.lax.Precision.HIGHEST
-
-    def keys_and_values(index):
-        if pages:
-            page = pages[0][index]
-            return key_ref[page, :, :], value_ref[page, :, :]
-        at = pl.ds(index * block, block)
-        return key_ref[:, at], value_ref[at, :]
-
-    def step(index, state):
-        mixed, peak, total = state
-        key, value = keys_and_values(index)
-        scores = jnp.dot(query, key, **precise) * LOG2_E
-        visible = (index * block + jnp.arange(block))[None, :] <= last[:, None]
-        scores = jnp.where(visible, scores, MASKED)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-        shrink = jnp.exp2(peak - new_peak)
-        weights = jnp.exp2(scores - new_peak[:, None])
-        mixed = mixed * shrink[:, None] + jnp.dot(weights.astype(value.dtype), value, **precise)
-        return mixed, new_peak, total * shrink + jnp.sum(weights, axis=1)
-
-    start = (
-        jnp.zeros((rows, size), jnp.float32),
-        jnp.full((rows,), MASKED, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-    )
-    blocks = jax.lax.div(jnp.max(last) + block, block)
-    mixed, _, total = jax.lax.fori_loop(0, blocks, step, start)
-    out_ref[...] = (mixed / total[:, None]).astype(out_ref.dtype)
 
 
 def normed(x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
@@ -402,7 +302,7 @@ def _log(x_ref, out_ref):
 
 KERNELS = PallasFamily(
     product=product,
-    attend=attend,
+    attend=pallas_attention.on_gpu,
     normed=normed,
     rotated=rotated,
     exponentials_kernel=exponentials,

@@ -3,8 +3,8 @@
 They are exact for the reasons given in `pallas_gpu`: a sum runs over ascending blocks of a fixed
 size, here along the last, sequential axis of a kernel's grid with the partial sum in vector memory;
 rows are padded to a tile; key blocks start at a sequence's first token. The kernels are products
-with weight matrices, causal attention with an online softmax, RMSNorm, the rotation of queries and
-keys, and sums and exponentials over the vocabulary. For the last, a row is read in blocks of
+with weight matrices, causal attention (see `pallas_attention`), RMSNorm, the rotation of queries
+and keys, and sums and exponentials over the vocabulary. For the last, a row is read in blocks of
 `lanes`, ascending: lane i of a sum takes elements i, i + lanes, ..., and what a block has beyond
 the row's end counts as nothing.
 
@@ -18,48 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from tim_jax.kernels import pallas_attention
 from tim_jax.kernels.interface import Heads
-from tim_jax.kernels.pallas import MASKED, PallasFamily, check_platform, divides, padded, turned
+from tim_jax.kernels.pallas import PallasFamily, divides, padded, turned
+from tim_jax.kernels.pallas_calls import tpu_call as call
 from tim_jax.numerics import Numerics
-
-
-def call(
-    kernel: Callable,
-    *,
-    numerics: Numerics,
-    name: str,
-    grid: tuple[int, ...],
-    in_specs: Sequence[Any],
-    out_specs: Any,
-    out_shape: Any,
-    scalars: int = 0,
-    scratch: Sequence[tuple[int, int]] = (),
-) -> Callable:
-    """`pl.pallas_call`, compiled by Mosaic, or interpreted if the numerics say so.
-
-    The first `scalars` arguments are integers that the index maps may read. With scratch (float32
-    arrays of vector memory) the last axis of the grid runs in order, as the steps of a sum; all
-    other axes may run in any.
-    """
-    check_platform(numerics)
-    parallel = len(grid) - (1 if scratch else 0)
-    semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel)
-    return pl.pallas_call(
-        kernel,
-        interpret=numerics.interpret,
-        name=name,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=scalars,
-            grid=grid,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-        ),
-        out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
-    )
 
 
 def precision(dtype) -> jax.lax.Precision | None:
@@ -138,97 +102,6 @@ def product(
         out_shape=jax.ShapeDtypeStruct((x.shape[0], width), dtype),
     )(x, *(weight,) * halves, *(extra for _, extra in extras))
     return result[:rows]
-
-
-_LANES = 128  # a statistic per row fills a whole register row
-
-
-def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    positions: jax.Array,
-    pages: jax.Array | None = None,
-    *,
-    numerics: Numerics,
-) -> jax.Array:
-    """[B, Kv, N, D] in the compute dtype; the arguments are those of `kernels.attention`.
-
-    A tile of rows reads the key blocks up to the last that one of its rows sees. The steps after
-    it name that block again, so that nothing is copied for them, and compute nothing.
-    """
-    batch, heads, count, size = query.shape
-    rows, block = numerics.tpu.attention_rows, numerics.kv_block
-    query = padded(query, rows, axis=2)
-    positions = padded(positions, rows, axis=1, value=-1)
-    last_block = jnp.max(positions.reshape(batch, -1, rows), axis=2) // block
-    tile = pl.BlockSpec((None, None, rows, size), lambda b, h, i, j, *scalars: (b, h, i, 0))
-    if pages is None:
-        key, value = padded(key, block, axis=3), padded(value, block, axis=2)
-        scalars, steps = (last_block,), key.shape[3] // block
-    else:
-        scalars, steps = (last_block, pages), pages.shape[1]
-
-    def block_of(b, i, j, last, *table):
-        """(first index, block) of the keys that tile i of row b reads at step j."""
-        seen = jnp.minimum(j, jnp.maximum(last[b, i], 0))
-        return (table[0][b, seen], 0) if table else (b, seen)
-
-    def key_at(b, h, i, j, *scalars):
-        first, at = block_of(b, i, j, *scalars)
-        return first, h, 0, at
-
-    mixed = call(
-        partial(_attend, block=block),
-        numerics=numerics,
-        name="attention",
-        grid=(batch, heads, query.shape[2] // rows, steps),
-        scalars=len(scalars),
-        scratch=[(rows, size), (rows, _LANES), (rows, _LANES)],
-        in_specs=[
-            tile,
-            pl.BlockSpec((None, None, size, block), key_at),
-            pl.BlockSpec(
-                (None, None, block, size), lambda *at: tuple(key_at(*at)[n] for n in (0, 1, 3, 2))
-            ),
-            pl.BlockSpec((None, rows, 1), lambda b, h, i, j, *scalars: (b, i, 0)),
-        ],
-        out_specs=tile,
-        out_shape=jax.ShapeDtypeStruct(query.shape, numerics.dtype),
-    )(*scalars, query, key, value, positions[:, :, None])
-    return mixed[:, :, :count]
-
-
-def _attend(*refs, block: int):
-    # The scalars before these are read by the index maps alone.
-    query_ref, key_ref, value_ref, last_ref, out_ref, mixed, peak, total = refs[-8:]
-    index = pl.program_id(3)
-    last = last_ref[...]
-
-    @pl.when(index == 0)
-    def _start():
-        mixed[...] = jnp.zeros_like(mixed)
-        peak[...] = jnp.full_like(peak, MASKED)
-        total[...] = jnp.zeros_like(total)
-
-    @pl.when(index * block <= jnp.max(last))
-    def _step():
-        query, value = query_ref[...], value_ref[...]
-        precise = {"precision": precision(query.dtype), "preferred_element_type": jnp.float32}
-        scores = jnp.dot(query, key_ref[...], **precise)
-        at = index * block + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        scores = jnp.where(at <= jnp.broadcast_to(last, scores.shape), scores, MASKED)
-        old = peak[...][:, :1]
-        new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
-        shrink = jnp.exp(old - new)
-        weights = jnp.exp(scores - new)
-        mixed[...] = mixed[...] * shrink + jnp.dot(weights.astype(value.dtype), value, **precise)
-        total[...] = total[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-        peak[...] = jnp.broadcast_to(new, peak.shape)
-
-    @pl.when(index == pl.num_programs(3) - 1)
-    def _finish():
-        out_ref[...] = (mixed[...] / total[...][:, :1]).astype(out_ref.dtype)
 
 
 def normed(x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
@@ -402,7 +275,7 @@ def _fold(x_ref, *refs, f, finish, width: int):
 
 KERNELS = PallasFamily(
     product=product,
-    attend=attend,
+    attend=pallas_attention.on_tpu,
     normed=normed,
     rotated=rotated,
     exponentials_kernel=exponentials,

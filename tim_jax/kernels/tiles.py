@@ -139,6 +139,7 @@ def attention(
     *,
     numerics: Numerics,
     aligned: bool,
+    window: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of row tiles over the keys of their sequences.
 
@@ -148,30 +149,30 @@ def attention(
       value: [B, Kv, S, D].
       positions: i32[B, N], each row attends to keys 0..position.
       aligned: the rows are whole sequences, so that row tiles may skip the keys after them.
+      window: i32[], each row attends to this many keys up to its position; None: to all of them.
 
     Returns:
       [B, Kv, N, D] float32.
     """
 
-    def forward(query, key, value, positions):
-        return _attention(query, key, value, positions, numerics, aligned)
+    def forward(query, key, value, positions, window):
+        return _attention(query, key, value, positions, window, numerics, aligned)
 
     def backward(args, cotangent):
-        query, key, value, positions = fence(args)
+        query, key, value, positions, window = fence(args)
+        attend = partial(native.attention, numerics=numerics, aligned=aligned, window=window)
 
         def plain(query, key, value):
-            return native.attention(
-                query, key, value, positions, numerics=numerics, aligned=aligned
-            )
+            return attend(query, key, value, positions)
 
-        return (*jax.vjp(plain, query, key, value)[1](cotangent), None)
+        return (*jax.vjp(plain, query, key, value)[1](cotangent), None, None)
 
     call = jax.custom_vjp(forward)
     call.defvjp(lambda *args: (forward(*args), args), backward)
-    return call(query, key, value, positions)
+    return call(query, key, value, positions, window)
 
 
-def _attention(query, key, value, positions, numerics, aligned):
+def _attention(query, key, value, positions, window, numerics, aligned):
     rows, block, count = numerics.attention_rows, numerics.kv_block, query.shape[2]
     length = key.shape[3]
     padding = -length % block
@@ -182,7 +183,8 @@ def _attention(query, key, value, positions, numerics, aligned):
     def run(start, stop, keys):
         """Rows start..stop against the first `keys` keys."""
         k, v = pin(key[..., :keys], value[:, :, :keys])
-        return _by_row_tiles(query[:, :, start:stop], k, v, positions[:, start:stop], numerics)
+        part = query[:, :, start:stop]
+        return _by_row_tiles(part, k, v, positions[:, start:stop], window, numerics)
 
     if not aligned:
         return fence(run(0, count, length + padding))
@@ -193,7 +195,7 @@ def _attention(query, key, value, positions, numerics, aligned):
     return fence(jnp.concatenate(pieces, axis=2))
 
 
-def _by_row_tiles(query, key, value, last, numerics: Numerics):
+def _by_row_tiles(query, key, value, last, window, numerics: Numerics):
     """`_attend` on row counts that the numerics allow.
 
     The tile axis is split off outside the loop: inside, the transpose would reach the dot as
@@ -204,21 +206,21 @@ def _by_row_tiles(query, key, value, last, numerics: Numerics):
     padding = tiles * rows - count
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padding), (0, 0)))
     last = jnp.pad(last, ((0, 0), (0, padding)))
+    attend = partial(_attend, window=window, numerics=numerics)
     if tiles == 1:
-        return _attend(query, key, value, last, numerics)[:, :, :count]
+        return attend(query, key, value, last)[:, :, :count]
     query = jnp.moveaxis(query.reshape(batch, heads, tiles, rows, size), 2, 0)
     last = jnp.moveaxis(last.reshape(batch, tiles, rows), 1, 0)
-    attend = partial(_attend, numerics=numerics)
     out = jax.lax.map(lambda t: fence(attend(t[0], key, value, t[1])), fence((query, last)))
     out = jnp.moveaxis(fence(out), 0, 2).reshape(batch, heads, tiles * rows, size)
     return out[:, :, :count]
 
 
-def _attend(query, key, value, last, numerics: Numerics):
+def _attend(query, key, value, last, window=None, *, numerics: Numerics):
     """One row tile: query [B, Kv, M, D], key [B, Kv, D, S], value [B, Kv, S, D], last [B, M]."""
     block = numerics.kv_block
     scores = _scores(query, key, numerics)
-    visible = jnp.arange(key.shape[3])[None, None, :] <= last[:, :, None]
+    visible = formulas.visible(jnp.arange(key.shape[3])[None, None, :], last[:, :, None], window)
     # Without a fence XLA computes the mask again beside every exponential.
     scores = fence(jnp.where(visible[:, None], scores, native.MASKED))
     highest = fence(peak(scores, lanes=block))

@@ -39,6 +39,7 @@ def flash_attention(
     *,
     numerics: Numerics,
     interpret: bool,
+    window: jax.Array | None = None,
 ) -> jax.Array:
     """As `tiles.attention`: [B, Kv, N, D] by keys [B, Kv, D, S] and values [B, Kv, S, D].
 
@@ -52,6 +53,7 @@ def flash_attention(
     padding, keys = -count % rows, key.shape[3] + -key.shape[3] % block
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padding), (0, 0)))
     last = jnp.pad(positions, ((0, 0), (0, padding)))[..., None]
+    bounds = [last] if window is None else [last, last - window + 1]
     key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, keys - key.shape[3])))
     value = jnp.pad(value, ((0, 0), (0, 0), (0, keys - value.shape[2]), (0, 0)))
     out = pl.pallas_call(
@@ -61,18 +63,19 @@ def flash_attention(
             pl.BlockSpec((None, None, rows, size), lambda b, h, i: (b, h, i, 0)),
             pl.BlockSpec((None, None, size, keys), lambda b, h, i: (b, h, 0, 0)),
             pl.BlockSpec((None, None, keys, size), lambda b, h, i: (b, h, 0, 0)),
-            pl.BlockSpec((None, rows, 1), lambda b, h, i: (b, i, 0)),
+            *(pl.BlockSpec((None, rows, 1), lambda b, h, i: (b, i, 0)),) * len(bounds),
         ],
         out_specs=pl.BlockSpec((None, None, rows, size), lambda b, h, i: (b, h, i, 0)),
         out_shape=jax.ShapeDtypeStruct(query.shape, jnp.float32),
         interpret=interpret,
-    )(query, key, value, last)
+    )(query, key, value, *bounds)
     return out[:, :, :count]
 
 
-def _kernel(query_ref, key_ref, value_ref, last_ref, out_ref, *, block: int):
-    """query [M, D], key [D, S], value [S, D], last [M, 1] -> out [M, D]."""
-    query, last = query_ref[...], last_ref[...]
+def _kernel(query_ref, key_ref, value_ref, last_ref, *refs, block: int):
+    """query [M, D], key [D, S], value [S, D], last [M, 1], maybe first [M, 1] -> out [M, D]."""
+    query, last, out_ref = query_ref[...], last_ref[...], refs[-1]
+    first = refs[0][...] if refs[1:] else None
     rows, size = query.shape
 
     def step(index, carry):
@@ -81,22 +84,26 @@ def _kernel(query_ref, key_ref, value_ref, last_ref, out_ref, *, block: int):
         scores = jnp.dot(query, key_ref[:, span], **native.precise(query))
         at = index * block + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         visible = at <= jnp.broadcast_to(last, scores.shape)
+        if first is not None:
+            visible &= at >= jnp.broadcast_to(first, scores.shape)
         scores = jnp.where(visible, scores, native.MASKED)
         highest = jnp.maximum(peak, jnp.max(scores, axis=1, keepdims=True))
         shrink = jnp.exp(peak - highest)
         weights = jnp.exp(scores - jnp.broadcast_to(highest, scores.shape))
+        if first is not None:  # before the first visible key the peak is MASKED itself
+            weights = jnp.where(visible, weights, 0.0)
         values = value_ref[span, :]
         part = jnp.dot(weights.astype(values.dtype), values, **native.precise(values))
         total = total * shrink + jnp.sum(weights, axis=1, keepdims=True)
         return highest, total, mixed * jnp.broadcast_to(shrink, mixed.shape) + part
 
-    first = (
+    start = (
         jnp.full((rows, 1), native.MASKED, jnp.float32),
         jnp.zeros((rows, 1), jnp.float32),
         jnp.zeros((rows, size), jnp.float32),
     )
     blocks = jnp.max(last) // block + 1
-    _, total, mixed = jax.lax.fori_loop(0, blocks, step, first)
+    _, total, mixed = jax.lax.fori_loop(0, blocks, step, start)
     out_ref[...] = mixed / jnp.broadcast_to(total, mixed.shape)
 
 
@@ -117,18 +124,20 @@ def split_attention(
     *,
     numerics: Numerics,
     fence: Callable,
+    window: jax.Array | None = None,
 ) -> jax.Array:
     """As `tiles.attention` of rows that are not aligned: the same result up to rounding.
 
     With m_i, l_i, o_i the maximum, sum and mix of piece i and m the largest m_i, the result is
-    (sum_i exp(m_i - m) o_i) / (sum_i exp(m_i - m) l_i) (Dao et al. 2023, Flash-Decoding).
+    (sum_i exp(m_i - m) o_i) / (sum_i exp(m_i - m) l_i) (Dao et al. 2023, Flash-Decoding). A piece
+    of which a row sees nothing has m_i - m so far below 0 that it counts as nothing.
     """
     keys = key.shape[3]
+    piece = partial(_piece, query, key, value, positions, window=window, numerics=numerics)
     count = pieces(query.shape[0], query.shape[1], keys, numerics=numerics)
     size = -(-keys // (count * _KEYS)) * _KEYS
     softmaxes = [
-        fence(_piece(query, key, value, positions, start, min(start + size, keys), numerics))
-        for start in range(0, keys, size)
+        fence(piece(start=start, stop=min(start + size, keys))) for start in range(0, keys, size)
     ]
     peaks, totals, mixes = (jnp.stack(parts) for parts in zip(*softmaxes, strict=True))
     shares = fence(jnp.exp(peaks - jnp.max(peaks, axis=0, keepdims=True)))
@@ -136,9 +145,9 @@ def split_attention(
     return fence(mixed / jnp.sum(totals * shares, axis=0)[..., None])
 
 
-def _piece(query, key, value, last, start, stop, numerics):
+def _piece(query, key, value, last, *, start, stop, window, numerics):
     """Maximum [B, Kv, N], sum [B, Kv, N] and mix [B, Kv, N, D] over keys start..stop."""
-    visible = jnp.arange(start, stop)[None, None, :] <= last[:, :, None]
+    visible = formulas.visible(jnp.arange(start, stop)[None, None, :], last[:, :, None], window)
     scores = native.scores(query, key[..., start:stop])
     scores = jnp.where(visible[:, None], scores, native.MASKED)
     peak = jnp.max(scores, axis=-1)
@@ -160,8 +169,11 @@ def triton_attention(
     positions: jax.Array,
     *,
     numerics: Numerics,
+    window: jax.Array | None = None,
 ) -> jax.Array:
-    """As `flash_attention`, by Triton; for the platform "cuda" only."""
+    """As `flash_attention`, by Triton; for the platform "cuda" only, and without windows."""
+    if window is not None:
+        raise InputError("numerics: attention 'triton' takes no sliding window")
     jax_triton = importlib.import_module("jax_triton")
     source = importlib.import_module("tim_jax.kernels.triton_source")
     batch, heads, count, size = query.shape

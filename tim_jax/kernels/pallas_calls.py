@@ -1,0 +1,63 @@
+"""`pl.pallas_call` in the dialects of the Pallas families, compiled or interpreted."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plt
+
+from tim_jax.kernels.pallas import check_platform
+from tim_jax.numerics import Numerics
+
+
+def gpu_call(
+    kernel: Callable, *, numerics: Numerics, name: str, warps: int, stages: int = 1, **options: Any
+) -> Callable:
+    """`pl.pallas_call`, compiled by Triton, or interpreted if the numerics say so."""
+    check_platform(numerics)
+    return pl.pallas_call(
+        kernel,
+        interpret=numerics.interpret,
+        name=name,
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        **options,
+    )
+
+
+def tpu_call(
+    kernel: Callable,
+    *,
+    numerics: Numerics,
+    name: str,
+    grid: tuple[int, ...],
+    in_specs: Sequence[Any],
+    out_specs: Any,
+    out_shape: Any,
+    scalars: int = 0,
+    scratch: Sequence[tuple[int, int]] = (),
+) -> Callable:
+    """`pl.pallas_call`, compiled by Mosaic, or interpreted if the numerics say so.
+
+    The first `scalars` arguments are integers that the index maps may read. With scratch (float32
+    arrays of vector memory) the last axis of the grid runs in order, as the steps of a sum; all
+    other axes may run in any.
+    """
+    check_platform(numerics)
+    parallel = len(grid) - (1 if scratch else 0)
+    semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel)
+    return pl.pallas_call(
+        kernel,
+        interpret=numerics.interpret,
+        name=name,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=scalars,
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+    )
