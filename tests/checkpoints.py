@@ -105,6 +105,33 @@ CASES = {
         "attention_bias": True,
         "tie_word_embeddings": True,
         "rope_parameters": _YARN,
+        "use_sliding_window": True,
+        "sliding_window": 12,
+    },
+    "mistral": {
+        "hidden_size": 36,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "sliding_window": 5,
+        "rms_norm_eps": 1e-5,
+    },
+    "qwen2-window": {
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "use_sliding_window": True,
+        "sliding_window": 17,
+        "max_window_layers": 1,
+    },
+    "qwen3-window": {
+        "hidden_size": 36,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 10,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
 
@@ -115,6 +142,7 @@ def make_config(name):
         "qwen3": transformers.Qwen3Config,
         "qwen2": transformers.Qwen2Config,
         "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
         "qwen3_moe": transformers.Qwen3MoeConfig,
     }
     return classes[name.split("-")[0]](**_SIZES, **CASES[name])

@@ -20,7 +20,8 @@ def reference_logits(params, tokens, config, *, inv_freq=None):
     x = p["embed"][np.asarray(tokens)]
     for index in range(config.num_layers):
         w = {name: leaf[index] for name, leaf in p["layers"].items()}
-        x = x + _attention(_rms_norm(x, w["attn_norm"], config), w, cos, sin, config)
+        window = config.sliding_window if index in _windowed(config) else len(tokens)
+        x = x + _attention(_rms_norm(x, w["attn_norm"], config), w, cos, sin, window, config)
         mlp = _mixture if config.num_experts else _swiglu
         x = x + mlp(_rms_norm(x, w["mlp_norm"], config), w, config)
     head = p["embed"].T if config.tied_embeddings else p["head"]
@@ -80,7 +81,12 @@ def _cos_sin(length, config, inv_freq):
     return np.cos(angles) * scale, np.sin(angles) * scale
 
 
-def _attention(x, w, cos, sin, config):
+def _windowed(config):
+    """Indices of the layers with a window."""
+    return [index for index, own in enumerate(config.window_layers) if own]
+
+
+def _attention(x, w, cos, sin, window, config):
     heads, groups, size = config.num_heads, config.num_kv_heads, config.head_dim
     q = _linear(x, w, "q").reshape(-1, heads, size)
     k = _linear(x, w, "k").reshape(-1, groups, size)
@@ -88,11 +94,12 @@ def _attention(x, w, cos, sin, config):
     if config.qk_norm:
         q, k = _rms_norm(q, w["q_norm"], config), _rms_norm(k, w["k_norm"], config)
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    future = np.triu(np.ones((len(x), len(x)), bool), k=1)
+    ages = np.arange(len(x))[:, None] - np.arange(len(x))[None, :]
+    hidden = (ages < 0) | (ages >= window)
     outputs = []
     for head in range(heads):
         group = head // (heads // groups)
-        scores = np.where(future, -np.inf, q[:, head] @ k[:, group].T / np.sqrt(size))
+        scores = np.where(hidden, -np.inf, q[:, head] @ k[:, group].T / np.sqrt(size))
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         outputs.append(weights / weights.sum(axis=-1, keepdims=True) @ v[:, group])
     return _linear(np.concatenate(outputs, axis=-1), w, "o")

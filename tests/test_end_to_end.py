@@ -42,6 +42,7 @@ SIZES = {
 MODELS = {
     "qwen3": (transformers.Qwen3Config, {"head_dim": 8, "tie_word_embeddings": True}, TEMPLATE),
     "llama": (transformers.LlamaConfig, {"hidden_size": 24, "attention_bias": True}, None),
+    "mistral": (transformers.MistralConfig, {"hidden_size": 24, "sliding_window": 21}, None),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
         {

@@ -189,6 +189,77 @@ def test_fifty_thousand_tokens_of_a_mixture_of_experts(dtype):
     assert compared > 50_000
 
 
+# --- sliding windows -------------------------------------------------------------------------
+
+# In the first layer, whole blocks of keys come before those that a late token sees.
+WINDOWED = replace(tiny.CONFIG, sliding_window=6, window_layers=(True, False))
+SMALL_BLOCKS = replace(tiny.NUMERICS, kv_block=8)
+
+
+SLOTS, SOME = Batching(5, 1, 7), slice(2, 10)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batching", "rows"),
+    quick.some(
+        [
+            ("float32", Batching(), SOME),
+            ("float32", SLOTS, slice(None)),
+            ("bfloat16", Batching(), slice(None)),
+            ("bfloat16", SLOTS, SOME),
+        ],
+        0,
+    ),
+    ids=str,
+)
+def test_beyond_the_window_sampler_and_learner_agree_to_the_bit(dtype, batching, rows):
+    """All at once or in slots with pages; all rows or a micro-batch."""
+    numerics = replace(SMALL_BLOCKS, compute_dtype=dtype)
+    execution = Execution(WINDOWED, numerics, Sampling(22, stop_tokens=(3,)))
+    draw = partial(sampler.sample, execution=execution, samples=4, batching=batching)
+
+    @jax.jit
+    def learn(weights, rollout):
+        def loss(weights):
+            log_probs = scoring.score(weights, rollout, execution=execution).log_probs
+            return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
+
+        return jax.grad(loss, has_aux=True)(weights)[1]
+
+    weights = jax.jit(execution.prepare)(tiny.params(WINDOWED))
+    rollout = jax.jit(draw)(weights, tiny.prompts(), jax.random.key(0))
+    part = jax.tree.map(lambda x: x[rows], rollout)
+    found, recorded = (np.asarray(x).view(np.int32) for x in (learn(weights, part), part.log_probs))
+    mask = np.asarray(part.mask)
+    assert mask.sum() > 80
+    assert ((found == recorded) | ~mask).all()
+
+
+@pytest.mark.slow
+def test_a_window_as_large_as_the_sequence_has_the_bits_of_none():
+    execution = Execution(tiny.CONFIG, tiny.NUMERICS, tiny.SAMPLING)
+    wide = replace(tiny.CONFIG, sliding_window=16, window_layers=(True, True))
+    found = tiny.rollout(replace(execution, config=wide))
+    assert tiny.bits(found) == tiny.bits(tiny.rollout(execution))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", EXACT)
+def test_long_sequences_of_a_windowed_model(dtype):
+    """Nine blocks of keys, of which a late token of two layers in three sees parts of two."""
+    config = PRESETS["windowed-awkward"]
+    sizes = Sizes(prompts=3, samples=2, prompt_length=70, response_length=200)
+    sampling = replace(plain_sampling(config, sizes), stop_tokens=())
+    cases = (
+        Case("learner", sampling, Score()),
+        Case("learner, rows in a loop", sampling, Score(micro_batch=2, loop=True, remat=True)),
+        Case("sampler, slots and pages", sampling, Again(samples=2, batching=Batching(4, 1, 40))),
+        Case("sampler, one by one", sampling, Again(one_by_one=True)),
+    )
+    options = {"numerics": (EXACT[dtype],), "cases": cases, "sizes": sizes}
+    check(audit(random_params(config, 2), config, **options))
+
+
 # --- random data -----------------------------------------------------------------------------
 
 ROWS = Numerics(kv_block=16, head_rows=64)

@@ -333,7 +333,7 @@ def test_wrong_folders(tmp_path, monkeypatch):
 def test_hub_names_are_downloaded_or_refused(tiny, monkeypatch):
     asked = []
 
-    def download(name, *, revision, allow_patterns):
+    def download(name, *, revision, allow_patterns, ignore_patterns):
         asked.append((name, revision))
         if name != "owner/model":
             raise FileNotFoundError("no such repository\nsecond line")

@@ -21,6 +21,7 @@ from tim_jax.kernels import cache, formulas, native, variants
 from tim_jax.mismatch import Names, reporting
 from tim_jax.model.execution import Execution
 from tim_jax.numerics import Order
+from tim_jax.rl.programs import sampling_program
 from tim_jax.types import Rollout
 
 FORMATS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
@@ -168,24 +169,27 @@ def test_split_kv_follows_the_batch():
     assert variants.pieces(1, 8, 64, numerics=numerics) == 8  # of 8 keys
 
 
+@pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize("batch", quick.some([1, 3], 1))
-def test_split_kv_is_attention(batch):
+def test_split_kv_is_attention(batch, window):
     rng = np.random.default_rng(0)
     shapes = ((batch, 2, 3, 8), (batch, 2, 8, 80), (batch, 2, 80, 8))
     query, key, value = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in shapes)
     last = jnp.asarray(rng.integers(0, 80, (batch, 3)), jnp.int32)
     cut = replace(tiny.NUMERICS, order=Order(split_kv=24))
     assert variants.pieces(batch, 2, 80, numerics=cut) > 1
-    found = kernels.attention(query, key, value, last, numerics=cut, aligned=False)
-    whole = native.attention(query, key, value, last, numerics=tiny.NUMERICS, aligned=False)
+    arguments, options = (query, key, value, last), {"aligned": False, "window": window}
+    found = kernels.attention(*arguments, numerics=cut, **options)
+    whole = native.attention(*arguments, numerics=tiny.NUMERICS, **options)
     np.testing.assert_allclose(np.asarray(found), np.asarray(whole), rtol=1e-5, atol=1e-5)
     # without a split it is the family's own attention
-    plain = kernels.attention(query, key, value, last, numerics=tiny.NUMERICS, aligned=False)
+    plain = kernels.attention(*arguments, numerics=tiny.NUMERICS, **options)
     np.testing.assert_allclose(np.asarray(plain), np.asarray(whole), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize(("rows", "keys"), quick.some([(3, 80), (90, 45)], 0))
-def test_flash_attention_is_attention(rows, keys):
+def test_flash_attention_is_attention(rows, keys, window):
     """Decoding rows at ragged lengths, and whole sequences of 45 tokens with groups of 2."""
     rng = np.random.default_rng(0)
     shapes = ((2, 2, rows, 8), (2, 2, 8, keys), (2, 2, keys, 8))
@@ -193,13 +197,35 @@ def test_flash_attention_is_attention(rows, keys):
     last = rng.integers(0, keys, (2, 3)) if rows == 3 else np.arange(90)[None, :] // 2 + [[0], [0]]
     last = jnp.asarray(last, jnp.int32)
     numerics = replace(tiny.NUMERICS, attention="flash_interpreted")
-    attend = partial(kernels.attention, query, key, value, last, aligned=False)
-    found, whole = attend(numerics=numerics), attend(numerics=tiny.NUMERICS)
+    attend = partial(kernels.attention, positions=last, aligned=False, window=window)
+    arrays = query, key, value
+    found, whole = attend(*arrays, numerics=numerics), attend(*arrays, numerics=tiny.NUMERICS)
     np.testing.assert_allclose(np.asarray(found), np.asarray(whole), rtol=1e-5, atol=1e-5)
     # what lies beyond a row's position does not count
-    poisoned = jnp.where(jnp.arange(keys)[None, None, :, None] > jnp.max(last), 1e4, value)
-    again = kernels.attention(query, key, poisoned, last, numerics=numerics, aligned=False)
+    at = jnp.arange(keys)[None, None, :, None]
+    unseen = (at > jnp.max(last)) | (at <= jnp.min(last) - (window or keys))
+    again = attend(query, key, jnp.where(unseen, 1e4, value), numerics=numerics)
     assert tiny.bits(again) == tiny.bits(found)
+
+
+def test_triton_attention_refuses_a_window_before_anything_is_compiled():
+    config = replace(dials.CONFIG, sliding_window=5, window_layers=(True,))
+    execution = replace(dials.EXECUTION, config=config)
+    with (
+        tiny.compilations() as counted,
+        pytest.raises(InputError, match="'triton_attention': takes no sliding window"),
+    ):
+        sampling_program(execution, samples=2, mismatch=dials.standard("triton_attention"))
+    assert not counted
+    arrays, numerics = [jnp.zeros((1, 1, 16, 16))] * 3, tiny.NUMERICS
+    with pytest.raises(InputError, match="no sliding window"):
+        kernels.attention(
+            *arrays,
+            jnp.zeros((1, 16), jnp.int32),
+            numerics=replace(numerics, attention="triton"),
+            aligned=False,
+            window=jnp.int32(5),
+        )
 
 
 # --- noise --------------------------------------------------------------------------------------

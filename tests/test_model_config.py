@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import transformers
 from checkpoints import CASES, make_config
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax.errors import InputError
+from tim_jax.model import windows
 from tim_jax.model.config import ModelConfig, from_hf, to_hf
 from tim_jax.model.rope import RopeConfig
 
@@ -107,7 +109,33 @@ QWEN3_MOE = QWEN3 | {
     "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }
-PUBLISHED = {"qwen3": QWEN3, "qwen2": QWEN2, "llama": LLAMA, "qwen3_moe": QWEN3_MOE}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+PUBLISHED = {
+    "qwen3": QWEN3,
+    "qwen2": QWEN2,
+    "llama": LLAMA,
+    "qwen3_moe": QWEN3_MOE,
+    "mistral": MISTRAL,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def _scaled(**rope):
@@ -154,6 +182,7 @@ def test_families_differ_in_norms_and_biases():
     assert read(QWEN2) == (False, True, False, False)
     assert read(LLAMA) == (False, False, False, False)
     assert read(LLAMA, attention_bias=True, mlp_bias=True) == (False, True, True, True)
+    assert read(MISTRAL) == (False, False, False, False)
 
 
 def test_a_mixture_of_experts_reads_as_its_card_says():
@@ -176,8 +205,8 @@ def test_absent_values_mean_what_transformers_takes_them_to_mean():
     optional += ("tie_word_embeddings", "eos_token_id", "bos_token_id", "attention_bias")
     for family, values in PUBLISHED.items():
         less = {key: value for key, value in values.items() if key not in optional}
-        # a mixture of experts must say it: their own default is a number
-        less["num_key_value_heads"] = 32 if family == "qwen3_moe" else None
+        # these must say it: their own default is a number
+        less["num_key_value_heads"] = 32 if family in ("qwen3_moe", "mistral") else None
         theirs = transformers.AutoConfig.for_model(**less)
         config = from_hf(less)
         assert config.num_kv_heads == theirs.num_key_value_heads == theirs.num_attention_heads
@@ -248,7 +277,8 @@ def test_yarn_context_defaults():
     ("values", "words"),
     [
         ({**QWEN3, "model_type": "qwen2_moe"}, ["'qwen2_moe'", "did you mean 'qwen3_moe'"]),
-        ({**QWEN3, "model_type": "mixtral"}, ["'mixtral'", "llama, qwen2, qwen3, qwen3_moe"]),
+        ({**QWEN3, "model_type": "mixtral"}, ["'mixtral'", "did you mean 'mistral'"]),
+        ({**QWEN3, "model_type": "olmo"}, ["'olmo'", "llama, mistral, qwen2, qwen3, qwen3_moe"]),
         ({**QWEN3, "num_experts": 8}, ["num_experts", "'qwen3'", "8"]),
         ({**QWEN3_MOE, "num_experts": 0}, ["num_experts", "0"]),
         ({**QWEN3_MOE, "num_experts": 7}, ["num_experts_per_tok", "7", "8"]),
@@ -265,10 +295,6 @@ def test_yarn_context_defaults():
         ({**QWEN3_MOE, "num_key_value_heads": None}, ["num_key_value_heads", "missing"]),
         ({**QWEN3_MOE, "n_shared_experts": 1}, ["n_shared_experts", "1"]),
         ({**QWEN3_MOE, "scoring_func": "sigmoid"}, ["scoring_func", "'sigmoid'"]),
-        (
-            {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 64},
-            ["use_sliding_window"],
-        ),
         ({**QWEN3, "model_type": "gemma3"}, ["'gemma3'"]),
         ({**QWEN3, "model_type": None}, ["model_type", "missing"]),
         ({**QWEN3, "model_type": ["qwen3"]}, ["model_type"]),
@@ -285,13 +311,25 @@ def test_yarn_context_defaults():
         ({**LLAMA, "partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({**LLAMA, "sliding_window": 4096}, ["sliding_window", "4096"]),
         ({**LLAMA, "attention_chunk_size": 64}, ["attention_chunk_size"]),
-        ({**QWEN2, "use_sliding_window": True}, ["use_sliding_window"]),
+        ({**LLAMA, "layer_types": [SLIDING] * 16}, [SLIDING, "only 'full_attention'"]),
+        ({**QWEN2, "layer_types": [FULL] * 23 + [SLIDING]}, [SLIDING, "use_sliding_window true"]),
+        ({**QWEN2, "layer_types": ["chunked_attention"] * 24}, ["chunked_attention", SLIDING]),
+        ({**QWEN2, "layer_types": [FULL] * 23}, ["layer_types", "23", "24"]),
+        ({**QWEN2, "layer_types": FULL}, ["layer_types", "list"]),
+        ({**QWEN2, "use_sliding_window": "yes"}, ["use_sliding_window", "'yes'"]),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 0}, ["sliding_window", "0"]),
+        ({**QWEN2, "use_sliding_window": True, "max_window_layers": 2.5}, ["max_window", "2.5"]),
+        ({**QWEN2, "use_sliding_window": True, "num_hidden_layers": 10**9}, ["num_layers"]),
         (
-            {**QWEN2, "layer_types": ["full_attention"] * 23 + ["sliding_attention"]},
-            ["layer_types", "sliding_attention"],
+            {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 9}
+            | {"layer_types": [SLIDING, FULL] * 24},
+            ["layer_types", FULL, "qwen3_moe", "every layer"],
         ),
-        ({**QWEN2, "layer_types": ["full_attention"] * 23}, ["layer_types", "23", "24"]),
-        ({**QWEN2, "layer_types": "full_attention"}, ["layer_types"]),
+        ({**MISTRAL, "sliding_window": 4096.0}, ["sliding_window", "4096.0"]),
+        ({**MISTRAL, "sliding_window": -1}, ["sliding_window", "-1"]),
+        ({**MISTRAL, "sliding_window": None, "layer_types": [SLIDING] * 32}, ["needs a sliding"]),
+        ({**MISTRAL, "attention_bias": True}, ["a mistral model has attention_bias=False"]),
+        ({**MISTRAL, "num_key_value_heads": None}, ["num_key_value_heads", "missing"]),
         (_scaled(rope_type="dynamic", factor=2.0), ["dynamic"]),
         (_scaled(rope_type="longrope", factor=2.0), ["longrope"]),
         (_scaled(type="mrope", mrope_section=[1, 2, 3]), ["mrope"]),
@@ -331,9 +369,96 @@ def test_refused_by_name_in_one_line(values, words):
         assert word in message
 
 
-def test_a_window_that_no_layer_uses_is_accepted():
+def test_a_window_that_no_layer_uses_is_none():
     assert from_hf(QWEN2 | {"use_sliding_window": True, "max_window_layers": 24}) == from_hf(QWEN2)
-    assert from_hf(QWEN2 | {"layer_types": ["full_attention"] * 24}) == from_hf(QWEN2)
+    assert from_hf(QWEN2 | {"layer_types": [FULL] * 24}) == from_hf(QWEN2)
+    assert windows.of_layers(from_hf(QWEN2)) is None
+
+
+def test_windows_are_those_of_some_layers_or_of_all():
+    def read(values, **more):
+        config = from_hf(values | more)
+        return config.sliding_window, config.window_layers
+
+    assert read(MISTRAL) == (4096, (True,) * 32)
+    assert read(MISTRAL, sliding_window=None) == (0, ())
+    del (absent := dict(MISTRAL))["sliding_window"]
+    assert read(absent) == (4096, (True,) * 32)
+    used = {"use_sliding_window": True, "sliding_window": 7}
+    assert read(QWEN2, **used) == (7, (False,) * 21 + (True,) * 3)
+    assert read(QWEN2, **used, layer_types=[SLIDING, FULL] * 12) == (7, (True, False) * 12)
+    assert read(QWEN3_MOE, **used) == (7, (True,) * 48)
+    alternating = from_hf(QWEN2 | used | {"layer_types": [FULL, SLIDING] * 12})
+    np.testing.assert_array_equal(windows.of_layers(alternating), [2**31 - 1, 7] * 12)
+    assert alternating.with_layers(4).window_layers == (True,) * 4
+    assert alternating.with_layers(48).window_layers == (False, False, True, True) * 12
+    assert from_hf(QWEN2 | used).with_layers(4).window_layers == (False, False, False, True)
+    first = dataclasses.replace(alternating, window_layers=(True,) + (False,) * 23)
+    assert first.with_layers(2) == from_hf(QWEN2).with_layers(2)
+    assert hash(first) != hash(alternating)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sliding_window": True}, "sliding_window must be .* found True"),
+        ({"sliding_window": 2**31}, "sliding_window must be .* found 2147483648"),
+        ({"sliding_window": 0}, r"window_layers must be \(\) without a sliding_window"),
+        ({"window_layers": [True] * 32}, "window_layers must be a tuple"),
+        ({"window_layers": (1,) * 32}, "window_layers must be a tuple"),
+        ({"window_layers": (True,) * 31}, "31 entries for 32 layers"),
+        ({"window_layers": (False,) * 32}, "no layer for sliding_window 4096"),
+        ({"window_layers": (True, False) * 16}, "a mistral model has its sliding_window in every"),
+        ({"model_type": "llama"}, "a llama model has sliding_window=0, found 4096"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused_by_name(change, words):
+    with pytest.raises(InputError, match=words):
+        dataclasses.replace(from_hf(MISTRAL), **change)
+
+
+@st.composite
+def windowed(draw):
+    """The contents of a config.json, most of them with a window."""
+    layers = draw(st.integers(1, 6))
+    values = PUBLISHED[draw(st.sampled_from(sorted(PUBLISHED.keys() - {"llama"})))] | {
+        "num_hidden_layers": layers
+    }
+    choices = {
+        "sliding_window": st.none() | st.integers(1, 2**31 - 1),
+        "use_sliding_window": st.sampled_from([True, True, False]),
+        "max_window_layers": st.integers(-1, 7),
+        "layer_types": st.lists(st.sampled_from([FULL, SLIDING]), min_size=layers, max_size=layers),
+    }
+    for key in draw(st.sets(st.sampled_from(sorted(choices)))):
+        values[key] = draw(choices[key])
+    absent = draw(st.sets(st.sampled_from(["sliding_window", "max_window_layers"])))
+    return {key: value for key, value in values.items() if key not in absent}
+
+
+@settings(max_examples=300, deadline=None)
+@given(values=windowed())
+def test_windows_mean_what_transformers_takes_them_to_mean(values):
+
+    def sizes(theirs):
+        every = [theirs.sliding_window or 0] * theirs.num_hidden_layers
+        if theirs.model_type not in ("qwen2", "qwen3"):
+            return every
+        return [n * (kind == SLIDING) for n, kind in zip(every, theirs.layer_types, strict=True)]
+
+    theirs = transformers.AutoConfig.for_model(**values)
+    kinds = [SLIDING if n else FULL for n in sizes(theirs)]
+    # one would fail in their forward, the other is not looked at
+    if values.get("layer_types") not in (None, kinds):
+        with pytest.raises(InputError, match="layer_types"):
+            from_hf(values)
+        return
+    config = from_hf(values)
+    ours = config.window_layers or (False,) * config.num_layers
+    assert [config.sliding_window * own for own in ours] == sizes(theirs)
+    written = json.loads(json.dumps(to_hf(config)))
+    assert from_hf(written) == config
+    assert sizes(transformers.AutoConfig.for_model(**written)) == sizes(theirs)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +488,7 @@ _JSON = st.recursive(
 def test_any_value_is_read_or_refused(family, data, value):
     values = copy.deepcopy(PUBLISHED[family])
     more = ("rope_parameters", "layer_types", "auto_map", "mlp_bias", "sliding_window")
-    keys = [*sorted(values), *more]
+    keys = [*sorted(values), *more, "use_sliding_window", "max_window_layers"]
     inside = values.get("rope_scaling")
     if inside and data.draw(st.booleans()):
         inside[data.draw(st.sampled_from(sorted(inside)))] = value

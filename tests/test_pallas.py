@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 
 from tim_jax import auditing, kernels
 from tim_jax.auditing.cases import plain_sampling
@@ -15,6 +16,7 @@ from tim_jax.kernels import experts
 from tim_jax.kernels.composed import NATIVE
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig, from_hf
+from tim_jax.model.execution import Batching
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
     GPU_EXACT_F32,
@@ -222,9 +224,10 @@ def attention_inputs(numerics, length):
     return *(np.asarray(x.astype(numerics.dtype)) for x in (query, key, value)), np.asarray(at)
 
 
-def reference_attention(query, key, value, at):
+def reference_attention(query, key, value, at, window=None):
     scores = np.einsum("bkmd,bkds->bkms", f64(query), f64(key))
-    hidden = np.arange(key.shape[3])[None, None, :] > np.asarray(at)[:, :, None]
+    ages = np.asarray(at)[:, :, None] - np.arange(key.shape[3])[None, None, :]
+    hidden = (ages < 0) | (ages >= (key.shape[3] if window is None else window))
     scores = np.where(hidden[:, None], -np.inf, scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("bkms,bksd->bkmd", weights / weights.sum(-1, keepdims=True), f64(value))
@@ -253,14 +256,65 @@ def test_attention_is_causal_softmax(family, dtype):
 
 
 @FAMILIES
-@DTYPES
-def test_attention_reads_pages_in_any_order_to_the_same_bits(family, dtype):
+@pytest.mark.parametrize("dtype", quick.some(["float32", "bfloat16"], 0))
+def test_attention_within_a_window_is_causal_softmax(family, dtype):
+    """One token at a time, with anything in the places that it does not see, has the bits of the
+    whole sequence: also where others of its tile see a block that it does not, and it alone passes
+    over. Where all keys are inside, the bits are those of no window."""
+    numerics = with_dtype(family, dtype)
+    block = numerics.kv_block
+    length, window = 3 * block - 11, block // 2 + 3
+    query, key, value, at = attention_inputs(numerics, length)
+    run = jitted(numerics, "attention", aligned=False)
+    whole = np.asarray(run(query, key, value, at, window=np.int32(window)))
+    near(whole, reference_attention(query, key, value, at, window), dtype)
+    junk = np.asarray((100 * normal(9, *key.shape)).astype(numerics.dtype))
+    for token in (0, block + window - 1, length - 1):
+        rows, seen = slice(2 * token, 2 * token + 2), np.arange(length) <= token
+        seen &= np.arange(length) > token - window
+        keys = np.where(seen, key, junk)
+        values = np.where(seen[:, None], value, junk.swapaxes(2, 3))
+        one = run(query[:, :, rows], keys, values, at[:, rows], window=np.int32(window))
+        assert bits(one) == bits(whole[:, :, rows])
+    assert bits(run(query[1:], key[1:], value[1:], at[1:], window=np.int32(window))) == bits(
+        whole[1:]
+    )
+    inside = run(query, key, value, at, window=np.int32(length))
+    assert bits(inside) == bits(run(query, key, value, at)) != bits(whole)
+
+
+def test_gradients_of_attention_within_a_window():
+    query, key, value, at = attention_inputs(GPU, 37)
+    cotangent = normal(7, *query.shape)
+
+    def loss(family, arrays):
+        attend = partial(kernels.attention, numerics=family, aligned=True, window=np.int32(9))
+        return jnp.sum(attend(*arrays, at) * cotangent)
+
+    plain = replace(GPU, family="native", interpret=False)
+    ours, theirs = (
+        jax.jit(jax.grad(partial(loss, family)))((query, key, value)) for family in (GPU, plain)
+    )
+    for found, expected in zip(ours, theirs, strict=True):
+        near(found, f64(expected), "float32")
+        assert np.abs(expected).max() > 0
+
+
+@FAMILIES
+@pytest.mark.parametrize(
+    ("dtype", "windowed"),
+    quick.some(
+        [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)], 0, 1, 2
+    ),
+)
+def test_attention_reads_pages_in_any_order_to_the_same_bits(family, dtype, windowed):
     numerics = with_dtype(family, dtype)
     block, count = numerics.kv_block, 3
     query, key, value, at = attention_inputs(numerics, count * block - 5)
     key = np.pad(np.asarray(key), ((0, 0), (0, 0), (0, 0), (0, 5)))
     value = np.pad(np.asarray(value), ((0, 0), (0, 0), (0, 5), (0, 0)))
-    whole = jitted(numerics, "attention", aligned=False)(query, key, value, at)
+    window = np.int32(block + 5) if windowed else None
+    whole = jitted(numerics, "attention", aligned=False)(query, key, value, at, window=window)
     batch, heads, size = key.shape[:3]
     total = batch * count + 2
     pages = np.random.default_rng(0).permutation(total)[: batch * count].reshape(batch, count)
@@ -271,7 +325,7 @@ def test_attention_reads_pages_in_any_order_to_the_same_bits(family, dtype):
         for index, page in enumerate(numbers):
             positions = slice(index * block, (index + 1) * block)
             key_pages[page], value_pages[page] = key[row, :, :, positions], value[row, :, positions]
-    attention = partial(kernels.attention, numerics=numerics, aligned=False)
+    attention = partial(kernels.attention, numerics=numerics, aligned=False, window=window)
     run = jax.jit(lambda *args, pages: attention(*args, pages=pages))
     paged = run(query, key_pages, value_pages, at, pages=jnp.asarray(pages, jnp.int32))
     assert bits(paged) == bits(whole)
@@ -358,6 +412,23 @@ def test_sampler_and_learner_agree_to_the_bit(dtype):
     (result,) = auditing.audit(auditing.random_params(CONFIG, 0), CONFIG, **options)
     assert result.passed
     assert result.compared_tokens == 3 * 2 * 9
+
+
+@pytest.mark.slow
+@DTYPES
+def test_beyond_a_window_sampler_and_learner_agree_to_the_bit(dtype):
+    config = replace(CONFIG, num_layers=2, sliding_window=7, window_layers=(True, False))
+    endless = replace(plain_sampling(CONFIG, LONGER), stop_tokens=())
+    pages = auditing.Again(samples=2, batching=Batching(slots=4, pages=14))
+    cases = (
+        auditing.Case("learner", endless, auditing.Score()),
+        auditing.Case("slots and pages", endless, pages),
+    )
+    options = {"numerics": (with_dtype(GPU, dtype),), "cases": cases, "sizes": LONGER}
+    params = auditing.random_params(config, 0)
+    results = list(auditing.audit(params, config, control=False, **options))
+    assert all(result.passed for result in results)
+    assert [result.compared_tokens for result in results] == [3 * 2 * 30] * 2
 
 
 @pytest.mark.slow

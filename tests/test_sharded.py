@@ -45,6 +45,7 @@ MIXTURE = replace(
     num_experts_per_tok=2,
     moe_intermediate_size=24,
 )
+WINDOWED = replace(CONFIG, sliding_window=5, window_layers=(True, False))
 TILED = replace(tiny.NUMERICS, column_tiles=4)
 GROUP, PROMPTS = 4, 4
 LEARNING = Learning(objectives.rloo(), GROUP)
@@ -159,6 +160,12 @@ BF16 = replace(TILED, compute_dtype="bfloat16")
 )
 def test_in_bfloat16_and_with_tied_embeddings_and_biases(where):
     check(execution(where, config=BIASED, numerics=BF16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [Placement(fsdp=2), Placement(tensor=2)], ids=str)
+def test_sliding_windows_on_two_devices(where):
+    check(execution(where, config=WINDOWED, numerics=replace(TILED, kv_block=4)))
 
 
 def differentiated(where, rows, numerics=tiny.NUMERICS):

@@ -250,6 +250,8 @@ PARAMETERS = {
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
 }
 
 

@@ -246,6 +246,21 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             moe_intermediate_size=28,
             norm_topk_prob=True,
         ),
+        # a window of 13 tokens, less than any block of keys, in the first layer and the last
+        "windowed-awkward": ModelConfig(
+            model_type="qwen3",
+            vocab_size=101,
+            hidden_size=52,
+            num_layers=3,
+            num_heads=6,
+            num_kv_heads=3,
+            head_dim=20,
+            intermediate_size=76,
+            max_positions=512,
+            qk_norm=True,
+            sliding_window=13,
+            window_layers=(True, False, True),
+        ),
         # whole tiles everywhere: what the Pallas families can take
         "qwen3-blocks": ModelConfig(
             model_type="qwen3",

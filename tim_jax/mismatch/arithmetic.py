@@ -341,6 +341,10 @@ class TritonAttention(Entry):
     no_control: ClassVar[str] = "the kernel is a sampler's: it has no gradient"
 
     def check(self, execution: Execution) -> None:
+        if execution.config.sliding_window:
+            raise self.refuse(
+                "takes no sliding window, which the model has; 'pallas_attention' takes it"
+            )
         backend = jax.default_backend()
         if backend != "gpu":
             raise self.refuse(

@@ -10,15 +10,16 @@ does not exist.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tim_jax.errors import InputError, did_you_mean
-from tim_jax.model import mixture
+from tim_jax.model import mixture, windows
 from tim_jax.model.rope import KINDS, RopeConfig
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -74,12 +75,15 @@ _PLAIN_ROPE = RopeConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture of a decoder: Qwen3, Qwen3-MoE, Qwen2/2.5 or Llama 3.x. Hashable.
+    """Architecture of a decoder: Qwen3, Qwen3-MoE, Qwen2/2.5, Llama 3.x or Mistral. Hashable.
 
     Per layer: RMSNorm, grouped-query attention with rotary positions, RMSNorm, SwiGLU; then a final
     RMSNorm and a head, which is the embedding's transpose if `tied_embeddings`. `qk_norm` puts an
     RMSNorm over each head of q and k before the rotation; `attention_bias` adds biases to q, k and
     v, `output_bias` to the projection after attention, `mlp_bias` to all three of the SwiGLU.
+
+    With a `sliding_window` above 0, tokens of the layers for which `window_layers` has True attend
+    to so many positions: their own and those before it. Without, `window_layers` is empty.
 
     In a mixture of experts, whose `num_experts` is above 0, every layer has so many SwiGLUs of
     width `moe_intermediate_size` in place of one. A token's output is the sum of those
@@ -113,6 +117,8 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     router_aux_loss_coef: float = 0.0
+    sliding_window: int = 0
+    window_layers: tuple[bool, ...] = ()
     initializer_range: float = 0.02
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -128,11 +134,16 @@ class ModelConfig:
         _check_scalars(self)
         _check_family(self)
         mixture.check(self)
+        windows.check(self)
 
     @property
     def active_width(self) -> int:
         """Columns of the SwiGLU, or of all the SwiGLUs that a token goes through."""
         return self.num_experts_per_tok * self.moe_intermediate_size or self.intermediate_size
+
+    def with_layers(self, count: int) -> "ModelConfig":
+        """The same architecture with another number of layers."""
+        return replace(self, num_layers=count, **windows.spread(self, count))
 
 
 def _check_sizes(config: ModelConfig) -> None:
@@ -198,6 +209,7 @@ def _check_family(config: ModelConfig) -> None:
         },
         "qwen3": {"qk_norm": True, "output_bias": config.attention_bias, "mlp_bias": False},
         "qwen3_moe": {"qk_norm": True, "output_bias": config.attention_bias, "mlp_bias": False},
+        "mistral": dict.fromkeys(("qk_norm", "attention_bias", "output_bias", "mlp_bias"), False),
     }[family]
     for name, value in wanted.items():
         if getattr(config, name) != value:
@@ -214,7 +226,7 @@ def from_hf(values: Mapping[str, Any], *, where: str = "config.json") -> ModelCo
 
     Absent keys mean what `transformers` takes them to mean, but for sizes, which must be given.
     `where` names the file in messages. Raises `InputError` by name for everything that the forward
-    does not compute: other architectures, activations, sliding windows, rope kinds, quantised
+    does not compute: other architectures, activations, kinds of attention, rope kinds, quantised
     weights, dropout, and options of other families.
     """
     try:
@@ -230,10 +242,12 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
     heads = sizes["num_heads"]
     bias = family == "qwen2" or _or_default(values, "attention_bias", False)
     kv_heads = values.get("num_key_value_heads")
+    if family == "mistral":  # for which `transformers` takes an absent one for 8
+        kv_heads = _required(values, "num_key_value_heads")
     head_dim = values.get("head_dim")
     if head_dim is None:
         head_dim = _HEAD_DIM_DEFAULT.get(family) or _quotient(sizes["hidden_size"], heads)
-    special = {"bos_token_id": 1, "eos_token_id": 2} if family == "llama" else {}
+    special = {"bos_token_id": 1, "eos_token_id": 2} if family in ("llama", "mistral") else {}
     return ModelConfig(
         model_type=family,
         **sizes,
@@ -247,6 +261,7 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=_or_default(values, "mlp_bias", False) if family == "llama" else False,
         tied_embeddings=_or_default(values, "tie_word_embeddings", False),
         **mixture.read(values),
+        **windows.read(values),
         initializer_range=_or_default(values, "initializer_range", 0.02),
         eos_token_ids=_token_ids(values.get("eos_token_id", special.get("eos_token_id"))),
         bos_token_id=values.get("bos_token_id", special.get("bos_token_id")),
@@ -278,13 +293,11 @@ def to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": True,
     }
-    if config.model_type != "qwen2":
+    if config.model_type not in ("qwen2", "mistral"):
         values["attention_bias"] = config.attention_bias
-    values |= mixture.written(config)
+    values |= mixture.written(config) | windows.written(config)
     if config.model_type == "llama":
         values["mlp_bias"] = config.mlp_bias
-    else:
-        values["use_sliding_window"] = False
     return dict(sorted(values.items()))
 
 
@@ -309,31 +322,6 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     if family != "llama" and values.get("mlp_bias"):
         raise InputError(f"mlp_bias is not supported for model_type {family!r}")
     mixture.refuse_unsupported(values)
-    _refuse_windows(values, family)
-
-
-def _refuse_windows(values: Mapping[str, Any], family: str) -> None:
-    window, layers = values.get("sliding_window"), _required(values, "num_hidden_layers")
-    kinds = values.get("layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, list):
-            raise InputError(f"layer_types must be a list, found {kinds!r}")
-        other = sorted(set(map(str, kinds)) - {"full_attention"})
-        if other:
-            raise InputError(
-                f"layer_types with {other[0]!r} is not supported, only 'full_attention'"
-            )
-        if len(kinds) != layers:
-            raise InputError(f"layer_types has {len(kinds)} entries for {layers!r} layers")
-    elif family == "llama":
-        if window is not None:
-            raise InputError(f"sliding_window {window!r} is not supported for model_type 'llama'")
-    elif values.get("use_sliding_window"):
-        # the first `max_window_layers` layers see everything; the rest would slide
-        full = _or_default(values, "max_window_layers", 28)
-        some = not _whole(full) or not _whole(layers) or full < layers
-        if some and values.get("sliding_window", 4096) is not None:
-            raise InputError("use_sliding_window true is not supported")
 
 
 def _read_rope(values: Mapping[str, Any], max_positions: int) -> RopeConfig:

@@ -103,7 +103,7 @@ def kernels_used(config: ModelConfig, numerics: Numerics) -> tuple[str, ...]:
 
     Empty for families of plain XLA: there the compiler chooses.
     """
-    one = replace(config, num_layers=1)
+    one = config.with_layers(1)
     execution = Execution(one, numerics)
     weights = jax.eval_shape(execution.prepare, parameter_shapes(one))
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)

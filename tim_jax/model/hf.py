@@ -40,6 +40,7 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_UNWANTED_FILES = ["consolidated*"]  # Mistral's weights once more, under their own names
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -65,7 +66,11 @@ def resolve(
     try:
         wanted = ["config.json"] if config_only else _WANTED_FILES
         with waiting.during(f"downloading the model {name} from the hub"):
-            return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+            return Path(
+                snapshot_download(
+                    name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED_FILES
+                )
+            )
     except Exception as error:  # whatever the transport, the hub or its cache raise
         reason = " ".join(str(error).split())[:200]
         raise InputError(

@@ -110,6 +110,3 @@ def refuse_unsupported(values: Mapping[str, Any]) -> None:
         )
     if values.get("num_key_value_heads") is None:  # of which `transformers` takes no null
         raise InputError("'num_key_value_heads' is missing")
-    # All layers slide, whatever `max_window_layers` and `layer_types` say.
-    if values.get("use_sliding_window") and values.get("sliding_window", 4096) is not None:
-        raise InputError("use_sliding_window true is not supported")

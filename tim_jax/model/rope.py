@@ -110,6 +110,18 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     return inv_freq, 1.0
 
 
+def table(rope: RopeConfig, head_dim: int, *, positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin f32[positions, head_dim / 2], made on the host.
+
+    Unlike `jnp.cos`, a table has the same bits in every program, and is exact to float32 rounding.
+    """
+    inverse_frequencies, scale = frequencies(rope, head_dim)
+    angles = np.arange(positions, dtype=np.float32)[:, None] * inverse_frequencies[None, :]
+    cos = (np.cos(angles.astype(np.float64)) * scale).astype(np.float32)
+    sin = (np.sin(angles.astype(np.float64)) * scale).astype(np.float32)
+    return cos, sin
+
+
 def attention_scaling(rope: RopeConfig) -> float:
     """The factor on cos and sin: YaRN's sqrt(1/t) = 0.1 ln(factor) + 1 (its section 3.4), else 1.
 

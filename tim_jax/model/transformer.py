@@ -13,13 +13,11 @@ from typing import Any, NamedTuple, cast, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from tim_jax import kernels
 from tim_jax.kernels import experts, formulas
-from tim_jax.model import adapters, rope
-from tim_jax.model.config import ModelConfig
+from tim_jax.model import adapters, rope, windows
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights, weight_axes
 from tim_jax.numerics import strict
@@ -119,24 +117,28 @@ def forward(
     batch, length = tokens.shape
     x = embedded(weights, tokens, execution=execution)[0] if embeddings is None else embeddings
     span = length if cache is None else cache[0].span
-    angles = _angles(positions.reshape(-1), span, execution.config)
+    table = rope.table(execution.config.rope, execution.config.head_dim, positions=span)
+    rows = positions.reshape(-1)
+    angles = tuple(jnp.asarray(part)[rows] for part in table)
     layer = partial(_layer, execution=execution, shape=(batch, length))
+    sizes = windows.of_layers(execution.config)
     if cache is None:
         of_routing = None if routes is None else _by_layer(routes), loads
 
         def body(x, of_layer):
-            layer_weights, of_routing = of_layer
+            layer_weights, window, of_routing = of_layer
             layer_weights = _with_adapters(layer_weights, execution)
-            x, *made = layer(x, layer_weights, angles, positions, None, of_routing)
+            x, *made = layer(x, layer_weights, angles, positions, None, window, of_routing)
             return x, tuple(made)
 
-        of_layers = weights["layers"], of_routing
+        of_layers = weights["layers"], sizes, of_routing
         x, made = jax.lax.scan(jax.checkpoint(body) if remat else body, x, of_layers)
         keys_values, chosen = cast(tuple[LayerCache, Any], made)
     else:
         updated, found = [], []
-        for layer_weights, old in zip(weights["layers"], cache, strict=True):
-            x, new, choice = layer(x, layer_weights, angles, positions, old, (None, None))
+        sizes = [None] * len(cache) if sizes is None else sizes
+        for layer_weights, old, window in zip(weights["layers"], cache, sizes, strict=True):
+            x, new, choice = layer(x, layer_weights, angles, positions, old, window, (None, None))
             updated.append(new)
             found.append(choice)
         keys_values, chosen = tuple(updated), None
@@ -277,19 +279,7 @@ def whole_norms(weights: Weights, *, execution: Execution) -> Weights:
     return {**weights, "layers": layers | norms, "final_norm": last[0]}
 
 
-def _angles(positions: jax.Array, span: int, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [N, D / 2] by position, from a table made on the host.
-
-    Unlike `jnp.cos`, a table has the same bits in every program, and is exact to float32 rounding.
-    """
-    inverse_frequencies, scale = rope.frequencies(config.rope, config.head_dim)
-    angles = np.arange(span, dtype=np.float32)[:, None] * inverse_frequencies[None, :]
-    cos = (np.cos(angles.astype(np.float64)) * scale).astype(np.float32)
-    sin = (np.sin(angles.astype(np.float64)) * scale).astype(np.float32)
-    return jnp.asarray(cos)[positions], jnp.asarray(sin)[positions]
-
-
-def _layer(x, w, angles, positions, cache, routing, *, execution: Execution, shape):
+def _layer(x, w, angles, positions, cache, window, routing, *, execution: Execution, shape):
     """One decoder layer on rows x [B * T, d]; with a tensor axis, on this device's columns of x.
 
     Returns the rows, the keys and values, and what the router chose if that is asked for.
@@ -301,7 +291,7 @@ def _layer(x, w, angles, positions, cache, routing, *, execution: Execution, sha
     whole = partial(collectives.gather, names=("tensor",), placement=placement)
     normed = _norm(x, w["attn_norm"], execution)
     query, key, value = _project(normed, w, angles, replace(execution, numerics=local))
-    mixed, keys_values = _attend(query, key, value, positions, cache, execution, shape)
+    mixed, keys_values = _attend(query, key, value, positions, cache, window, execution, shape)
     x = ops.dot_add(whole(mixed), matrix(w["o"]), x, w.get("o_bias"), numerics=local)
     normed = _norm(x, w["mlp_norm"], execution)
     if execution.config.num_experts:
@@ -384,7 +374,7 @@ def _project(normed, w, angles, execution: Execution):
     )
 
 
-def _attend(query, key, value, positions, cache, execution: Execution, shape):
+def _attend(query, key, value, positions, cache, window, execution: Execution, shape):
     """Lays out heads, writes the cache if there is one, and attends. Rows in, rows out."""
     config, numerics = execution.config, execution.numerics
     batch, length = shape
@@ -409,6 +399,7 @@ def _attend(query, key, value, positions, cache, execution: Execution, shape):
         new.key,
         new.value,
         jnp.repeat(positions, group, axis=1),
+        window=window,
         pages=new.pages,
         numerics=numerics,
         aligned=cache is None,

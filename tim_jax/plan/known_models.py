@@ -31,6 +31,18 @@ _LLAMA3 = {
     "rope_theta": 5e5,
     "bos_token_id": 128000,
 }
+_MISTRAL = {
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Size -> `_SIZES`, and whether the head is the embedding.
 _QWEN3_SIZES = {
@@ -54,6 +66,8 @@ _LLAMA3_SIZES = {
     "3.2-3B": ((3072, 8192, 28, 24), True, 32.0),
     "3.1-8B": ((4096, 14336, 32, 32), False, 8.0),
 }
+# Version -> the vocabulary, the base of the rotary frequencies, the window.
+_MISTRAL_7B = {"v0.1": (32000, 1e4, 4096), "v0.3": (32768, 1e6, None)}
 # `_SIZES`, of which the width of a dense MLP is not used; experts, those of a token, their width.
 _QWEN3_MOE_SIZES = {
     "30B-A3B": ((2048, 6144, 48, 32), (128, 8, 768)),
@@ -95,6 +109,10 @@ def _published() -> dict[str, dict[str, Any]]:
         configs[f"meta-llama/Llama-{size}"] = shared | {"eos_token_id": 128001}
         tuned = {"eos_token_id": [128001, 128008, 128009]}
         configs[f"meta-llama/Llama-{size}-Instruct"] = shared | tuned
+    for name, (vocabulary, theta, window) in _MISTRAL_7B.items():
+        shared = {**_MISTRAL, "vocab_size": vocabulary, "rope_theta": theta}
+        for kind in ("", "Instruct-"):
+            configs[f"mistralai/Mistral-7B-{kind}{name}"] = shared | {"sliding_window": window}
     return configs
 
 

@@ -91,7 +91,7 @@ class Workload:
 
     def with_layers(self, layers: int) -> "Workload":
         """The same step of a model with this many layers."""
-        config = replace(self.execution.config, num_layers=layers)
+        config = self.execution.config.with_layers(layers)
         return replace(self, execution=replace(self.execution, config=config))
 
     def with_micro_batch(self, rows: int) -> "Workload":
