@@ -172,6 +172,24 @@ def test_sampler_and_learner_are_equal_after_updates_and_the_base_stays(config, 
     assert tiny.bits(plain(run.merged(params))) == tiny.bits(weights)
 
 
+@pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")], ids=["all", "two"])
+def test_the_weights_after_an_update_are_those_prepared_anew(targets):
+    """Though only what adapters change is made again."""
+    what = execution(lora=Lora(rank=2, targets=targets))
+    state, base, weights, _, _ = stepped(what)
+    fresh = built(what).prepare(adapters.whole(state.params, base))
+    for one, other in zip(*map(jax.tree.leaves, (weights, fresh)), strict=True):
+        assert tiny.bits(one) == tiny.bits(other)
+    first = adapters.init(what.config, what.lora, 0)
+    before = built(what).prepare(adapters.whole(first, base))
+    moved = [
+        name
+        for name, leaf in weights["layers"].items()
+        if tiny.bits(leaf) != tiny.bits(before["layers"][name])
+    ]
+    assert sorted(moved) == sorted(adapters.changed(what.config, what.lora))
+
+
 def test_the_optimiser_has_the_size_of_the_adapters_alone():
     what = execution(lora=Lora(rank=2, targets=("q_proj", "down_proj")))
     _, state, base = start(what)

@@ -281,6 +281,8 @@ def test_a_rollout_is_cut_with_its_experts():
 
 
 def test_a_dense_model_has_no_routing():
+    with pytest.raises(InputError, match="routing 'replay' is unknown"):
+        replace(EXECUTION, routing="replay")
     with pytest.raises(InputError, match="routing = 'replayed' needs a mixture of experts"):
         replace(tiny.EXECUTION, routing="replayed")
     with pytest.raises(InputError, match=r"learner\.routing"):

@@ -106,13 +106,21 @@ def loss_metrics(losses: TokenLosses, mask: jax.Array) -> dict[str, jax.Array]:
 def expert_loads(routes: jax.Array, inside: jax.Array, *, experts: int) -> jax.Array:
     """Returns i32[L, E], how many of the positions `inside` bool[B, T] go through each expert.
 
-    `routes` are integers [B, T, L, k], numbers of `experts` experts a layer.
+    `routes` are integers [B, T, L, k], numbers of `experts` experts a layer. Row by row, so that no
+    wider array of that shape exists.
     """
     layers = routes.shape[2]
-    places = routes.astype(jnp.int32) + experts * jnp.arange(layers)[None, None, :, None]
-    counted = jnp.broadcast_to(inside[:, :, None, None], places.shape)
-    loads = jnp.zeros((layers * experts,), jnp.int32).at[places.reshape(-1)]
-    return loads.add(counted.reshape(-1).astype(jnp.int32)).reshape(layers, experts)
+    starts = experts * jnp.arange(layers)[None, :, None]
+
+    def add(loads: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        of_row, inside = row
+        places = of_row.astype(jnp.int32) + starts
+        counted = jnp.broadcast_to(inside[:, None, None], places.shape).astype(jnp.int32)
+        return loads.at[places.reshape(-1)].add(counted.reshape(-1)), None
+
+    nothing = jnp.zeros((layers * experts,), jnp.int32)
+    loads, _ = jax.lax.scan(add, nothing, (routes, inside))
+    return loads.reshape(layers, experts)
 
 
 def routing_metrics(

@@ -238,6 +238,22 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jax.lax.scan(add, zeros, (a.T, b), unroll=min(_TERMS, a.shape[1]))[0]
 
 
+def changed(config: ModelConfig, lora: Lora) -> tuple[str, ...]:
+    """Names of the compute weights of a layer that adapters change."""
+    adapted = {row.name for row in targets(config, lora).values()}
+    return tuple(row.name for row in weights.joined(config) if adapted.intersection(row.parts))
+
+
+def renewed(old: Any, new: Any, *, config: ModelConfig, lora: Lora) -> Any:
+    """Compute weights `new`, but for those that no adapter changes: these are the `old` arrays.
+
+    They have the same bits. So nothing is computed for them, and no memory is taken.
+    """
+    names = changed(config, lora)
+    layers = {name: new["layers"][name] for name in names}
+    return {**old, "layers": {**old["layers"], **layers}}
+
+
 def attached(layer: dict[str, Any], *, config: ModelConfig, lora: Lora) -> dict[str, Any]:
     """The compute weights of a layer, the very same, with a gradient for the adapters among them.
 

@@ -7,11 +7,11 @@ them differ describe an experiment with mismatch.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, check_choice
 from tim_jax.inputs import shown
 from tim_jax.model import adapters, preparing
 from tim_jax.model.config import ModelConfig
@@ -89,6 +89,7 @@ class Execution:
     routing: Routing = "own"
 
     def __post_init__(self):
+        check_choice("learner: routing", self.routing, get_args(Routing))
         if self.routing != "own" and not self.config.num_experts:
             raise InputError(
                 f"learner: routing = {self.routing!r} needs a mixture of experts, and a"

@@ -180,7 +180,7 @@ def resident(workload: Workload, devices: Devices, stage: str) -> int:
         return kept + reference + copies + ahead
     if stage == "scoring":  # whose arguments the reference's weights are
         return base + state + ahead + (masters if workload.has_reference else 0)
-    return reference + ahead
+    return reference + ahead + laid.unread_base
 
 
 def offloaded(workload: Workload, devices: Devices) -> bool:
@@ -262,6 +262,17 @@ class _Laid:
         on = placement.mesh(self.execution.placement, self.devices)
         shapes = jax.tree.map(lambda x: _shape(x.shape, dtype), parameter_shapes(config))
         return self._on(shapes, placement.shardings(param_axes(config), on))
+
+    @property
+    def unread_base(self) -> int:
+        """Bytes of the base that an update does not read: what has no adapters."""
+        config, lora = self.execution.config, self.execution.lora
+        if lora is None:
+            return 0
+        read = {row.name for row in adapters.targets(config, lora).values()}
+        of_layers = self.base["layers"]
+        adapted = bytes_per_device({name: of_layers[name] for name in read})
+        return bytes_per_device(self.base) - adapted
 
     @property
     def _layout(self) -> programs.Layout:

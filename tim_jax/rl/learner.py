@@ -101,7 +101,8 @@ def update(
         correction=jax.tree.map(partial(jnp.where, finite), correction, state.correction),
         skipped=jnp.where(finite, 0, state.skipped + 1),
     )
-    return state, policy.prepare(low_rank.whole(state.params, base)), reported
+    after = policy.prepare(low_rank.whole(state.params, base))
+    return state, policy.renewed(weights, after), reported
 
 
 def _current(

@@ -34,6 +34,8 @@ class Policy(NamedTuple):
     gradient: Callable[..., tuple[Any, dict[str, jax.Array]]]  # as `learner.gradient_rows`
     norm: Callable[..., jax.Array]  # gradient of the parameters -> f32[]
     experts: int = 0  # of a layer, in a mixture
+    # (weights before an update, after it) -> the latter, with what has not changed of the former
+    renewed: Callable[..., Any] = lambda old, new: new
 
 
 class Carried(NamedTuple):
