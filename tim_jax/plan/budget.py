@@ -72,10 +72,11 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
         drawn["the sampler's own weights"] = workload.sampler_copies * size(weights)
     drawn["float32 factors of products"] = widened
     learnt = {**always, **_learning(workload, state, weights)}
-    if workload.execution.lora is not None:  # before they are joined to the weights
-        learnt["merged matrices"] = size(weights["layers"])
     if widened:  # one at a time
         learnt["a float32 factor of products"] = 4 * _elements(weights["head"])
+    if workload.execution.lora is not None:  # after the gradient, before they are joined
+        before = learnt["a layer or the logits"] + learnt.get("a float32 factor of products", 0)
+        learnt["merged matrices"] = max(0, size(weights["layers"]) - before)
     return Need("sampling", drawn), Need("update", learnt)
 
 
