@@ -179,7 +179,8 @@ def test_a_checkpoint_of_transformers_learns_gsm8k_and_goes_back(
     assert all(line["exact_share"] == 1 and line["compared_tokens"] >= 32 for line in lines[1:])
     assert all(line["grader/error"] == line["grader/timeout"] == 0 for line in lines[1:])
     assert all(line["routing/agreement"] == 1 for line in lines[1:] if mixture)
-    assert all(1.9 < line["routing/balance"] < 5 for line in lines[1:] if mixture)
+    learnt = [line for line in lines[1:] if mixture and line["tokens"]]
+    assert all(1.9 < line["routing/balance"] < 5 for line in learnt)
     # Some guesses are right, some wrong: there was something to learn from.
     assert all(line["reward"] < 1 for line in lines[1:])
     assert any(line["reward"] > 0 < line["gradient_norm"] for line in lines[1:])

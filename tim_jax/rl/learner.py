@@ -33,6 +33,7 @@ from tim_jax.rl.types import (
     exactness,
     split_rows,
 )
+from tim_jax.types import Rollout
 
 
 def update(
@@ -335,12 +336,13 @@ def _token_metrics(tokens, batch: Experience, learning: Learning) -> dict[str, j
     return {"entropy": entropy, "tokens": tokens_learnt, **report}
 
 
-def _predicting(batch: Experience, routes: jax.Array) -> jax.Array:
-    """bool[B, T], the positions that predict the tokens of the mask."""
-    mask, starts = batch.mask, batch.rollout.prompt_lengths - 1
-    at = jnp.arange(routes.shape[1])[None, :] - starts[:, None]
+def _expert_loads(rollout: Rollout, mask: jax.Array, experts: int) -> jax.Array:
+    """i32[L, E], of the positions that predict the tokens of the mask, by the sampler's choices."""
+    routes = cast(jax.Array, rollout.routes)
+    at = jnp.arange(routes.shape[1])[None, :] - (rollout.prompt_lengths - 1)[:, None]
     inside = jnp.take_along_axis(mask, jnp.clip(at, 0, mask.shape[1] - 1), axis=1)
-    return inside & (at >= 0) & (at < mask.shape[1])
+    inside &= (at >= 0) & (at < mask.shape[1])
+    return metrics.expert_loads(routes, inside, experts=experts)
 
 
 def _loads(batch: Experience, experts: int) -> jax.Array:
@@ -348,19 +350,22 @@ def _loads(batch: Experience, experts: int) -> jax.Array:
 
     By the sampler's choices, so that they are known before the gradient of any micro-batch.
     """
-    routes = cast(jax.Array, batch.rollout.routes)
-    loads = metrics.expert_loads(routes, _predicting(batch, routes), experts=experts)
+    loads = _expert_loads(batch.rollout, batch.mask, experts)
     shares = loads.astype(jnp.float32) / count(batch.mask)
     return jnp.broadcast_to(shares, (batch.mask.shape[0], *shares.shape))
 
 
 def _routing_metrics(tokens, batch: Experience, experts: int) -> dict[str, jax.Array]:
-    """`routing/*`, if the sampler's experts are recorded."""
-    routes, mask = batch.rollout.routes, batch.mask
-    if routes is None:
+    """`routing/*` of all response tokens, if the sampler's experts are recorded.
+
+    The load-balancing loss is that of the tokens that are learnt from.
+    """
+    rollout = batch.rollout
+    if rollout.routes is None:
         return {}
-    loads = metrics.expert_loads(routes, _predicting(batch, routes), experts=experts)
-    found = metrics.routing_metrics(tokens["agreement"], tokens["router_entropy"], mask, loads)
+    loads = _expert_loads(rollout, rollout.mask, experts)
+    figures = tokens["agreement"], tokens["router_entropy"]
+    found = metrics.routing_metrics(*figures, rollout.mask, loads)
     if "balance" in tokens:
-        found["balance"] = masked.mean(tokens["balance"], mask)
+        found["balance"] = masked.mean(tokens["balance"], batch.mask)
     return {f"routing/{name}": value for name, value in found.items()}
