@@ -190,7 +190,9 @@ def main() -> None:
         "Arguments and temporary memory of the compiled update, as XLA's memory analysis states"
         " them. GRPO with AdamW, bfloat16, 8 sequences of 64 + 256 tokens in micro-batches of 2,"
         " recomputation on; adapters of all seven matrices. The base under adapters is bfloat16,"
-        " as checkpoints mostly are; master weights without adapters are float32.",
+        " as checkpoints mostly are; master weights without adapters are float32. The part of the"
+        " base that has no adapters, above all the embedding, is not read by the update and lies"
+        " beside it: it is in the estimate, and not in the other columns.",
         "",
         *memory_lines(compiled),
         "",
