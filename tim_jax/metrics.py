@@ -134,7 +134,9 @@ def routing_metrics(
     all layers' experts without a token.
 
     Args:
-      agreement, entropy: f32[B, R], of the positions that predict a token.
+      agreement: f32[B, R], of the positions that predict a token.
+      entropy: f32[B, R], the same.
+      mask: bool[B, R].
       loads: i32[L, E], as `expert_loads` of the sampler's choices.
     """
     even = jnp.maximum(jnp.sum(loads), 1).astype(jnp.float32) / loads.size
