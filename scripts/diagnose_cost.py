@@ -10,6 +10,7 @@ import time
 from typing import NamedTuple
 
 import bench_common as common
+import bench_exactness_cost as exactness_cost
 import diagnose_table as table
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,6 @@ import numpy as np
 import tim_jax
 from tim_jax.api.rollouts import Rollout
 from tim_jax.auditing import random_params
-from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import Numerics
 
 PAGE = common.RESULTS / "diagnose_cost.md"
@@ -26,47 +26,33 @@ NOISE = 0.005  # standard deviation of what is added to the log-probs, as sound 
 _SEED = 0
 
 
-class Sizes(NamedTuple):
-    """A slice of Qwen3-0.6B, and the recorded sequences."""
-
-    layers: int = 1
-    vocabulary: int = 5426  # 151,936 / 28: the head's share of the work is that of the whole model
-    hidden: int = 1024
-    heads: int = 16
-    kv_heads: int = 8
-    head_dim: int = 128
-    intermediate: int = 3072
-    prompt: int = 64  # tokens
-    response: int = 800
-    sequences: int = 128
-    scored_together: int = 8
-
-
-SMALL = Sizes(1, 300, 64, 4, 2, 16, 96, 8, 24, 16, 8)
+# A layer of Qwen3-0.6B. Its vocabulary of 151,936 is divided by its 28 layers, so that the head's
+# share of the work is that of the whole model.
+SIZES = common.Sizes(
+    layers=1,
+    hidden=1024,
+    intermediate=3072,
+    heads=16,
+    kv_heads=8,
+    head_dim=128,
+    vocabulary=151_936 // 28,
+    prompt=64,
+    response=800,
+)
+SEQUENCES = 128
+SCORED_TOGETHER = 8
 
 
-def model(sizes: Sizes) -> tim_jax.Model:
+def model(sizes: common.Sizes) -> tim_jax.Model:
     """Random weights and a tokenizer that knows the first few tokens."""
-    config = ModelConfig(
-        model_type="qwen3",
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        num_layers=sizes.layers,
-        num_heads=sizes.heads,
-        num_kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        intermediate_size=sizes.intermediate,
-        max_positions=2 * (sizes.prompt + sizes.response),
-        qk_norm=True,
-        tied_embeddings=True,
-    )
+    config = exactness_cost.model_config(sizes)
     params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
     return tim_jax.Model(config, params, table.TOKENIZER, (), Numerics())
 
 
-def drawn(subject: tim_jax.Model, sizes: Sizes) -> Rollout:
+def drawn(subject: tim_jax.Model, sizes: common.Sizes) -> Rollout:
     """Sequences of full length."""
-    letters = np.random.default_rng(_SEED).choice(list("abcdef"), (sizes.sequences, sizes.prompt))
+    letters = np.random.default_rng(_SEED).choice(list("abcdef"), (SEQUENCES, sizes.prompt))
     prompts = ["".join(row) for row in letters]
     return tim_jax.sample(subject, prompts, max_tokens=sizes.response, seed=_SEED)
 
@@ -95,18 +81,18 @@ class Measured(NamedTuple):
     verdict: str
 
 
-def measure(sizes: Sizes, repeats: int) -> Measured:
+def measure(sizes: common.Sizes, repeats: int) -> Measured:
     """Times the forward and the diagnosis of the same tokens in turns."""
     subject = model(sizes)
     rollout = drawn(subject, sizes)
     start = time.perf_counter()
-    log_probs = tim_jax.score(subject, rollout, micro_batch=sizes.scored_together)
+    log_probs = tim_jax.score(subject, rollout, micro_batch=SCORED_TOGETHER)
     first = {"forward": time.perf_counter() - start}
     given = rows(rollout, log_probs)
 
     def forward() -> float:
         start = time.perf_counter()
-        tim_jax.score(subject, rollout, micro_batch=sizes.scored_together)
+        tim_jax.score(subject, rollout, micro_batch=SCORED_TOGETHER)
         return time.perf_counter() - start
 
     def diagnosis() -> float:
@@ -122,13 +108,13 @@ def measure(sizes: Sizes, repeats: int) -> Measured:
     return Measured(first, times, str(found).splitlines()[0])
 
 
-def page(sizes: Sizes, found: Measured, repeats: int, load: float) -> list[str]:
+def page(sizes: common.Sizes, found: Measured, repeats: int, load: float) -> list[str]:
     ratio, best = common.ratios(found.times["diagnosis"], found.times["forward"])
     lines = [
         "# What a diagnosis costs",
         "",
         f"Written by `python scripts/diagnose_cost.py --repeats {repeats}`."
-        f" {sizes.sequences * sizes.response:,} response tokens in {sizes.sequences} sequences of"
+        f" {SEQUENCES * sizes.response:,} response tokens in {SEQUENCES} sequences of"
         f" {sizes.prompt} + {sizes.response}, under {sizes.layers} layer of Qwen3-0.6B with a"
         f" vocabulary of {sizes.vocabulary:,}, which is the whole model's divided by its 28 layers."
         " So the shares of attention, SwiGLU and head are those of the whole model, and work that"
@@ -153,9 +139,9 @@ def page(sizes: Sizes, found: Measured, repeats: int, load: float) -> list[str]:
 
 def main() -> None:
     """Writes the page, or prints it for a smoke test."""
-    options = common.parser(__doc__.splitlines()[0], PAGE).parse_args()
+    options = common.parser((__doc__ or "").splitlines()[0], PAGE).parse_args()
     load = common.load_average()
-    sizes = SMALL if options.smoke else Sizes()
+    sizes = common.SMOKE if options.smoke else SIZES
     found = measure(sizes, options.repeats)
     common.publish(page(sizes, found, options.repeats, load), options, PAGE)
 

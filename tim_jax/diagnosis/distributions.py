@@ -47,10 +47,8 @@ def chances(evidence: Evidence, distribution: Distribution) -> Chances:
 
 def log_normaliser(moments: np.ndarray, beta: float) -> np.ndarray:
     """log sum_v exp(beta z_v), f64[N], by Hermite interpolation of degree 5."""
-    place = int(np.clip(np.searchsorted(BETAS, beta, side="right") - 1, 0, len(BETAS) - 2))
-    low, high = BETAS[place], BETAS[place + 1]
-    width = high - low
-    x = (beta - low) / width
+    place, x = _between(beta)
+    width = BETAS[place + 1] - BETAS[place]
     at = moments[:, place : place + 2].astype(np.float64)
     (f0, g0, h0), (f1, g1, h1) = (
         (at[:, i, 0], at[:, i, 1] * width, at[:, i, 2] * width**2) for i in (0, 1)
@@ -61,6 +59,13 @@ def log_normaliser(moments: np.ndarray, beta: float) -> np.ndarray:
     c4 = -15 * value + 7 * slope - curve
     c5 = 6 * value - 3 * slope + curve / 2
     return f0 + x * g0 + x**2 * h0 / 2 + x**3 * (c3 + x * (c4 + x * c5))
+
+
+def _between(beta: float) -> tuple[int, float]:
+    """The place in BETAS before `beta`, and how far it is from there to the next, from 0 to 1."""
+    place = int(np.clip(np.searchsorted(BETAS, beta, side="right") - 1, 0, len(BETAS) - 2))
+    low, high = BETAS[place], BETAS[place + 1]
+    return place, (beta - low) / (high - low)
 
 
 def _kept(evidence, distribution, beta, normaliser) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +96,5 @@ def _kept(evidence, distribution, beta, normaliser) -> tuple[np.ndarray, np.ndar
 
 def mass_above(masses: np.ndarray, beta: float) -> np.ndarray:
     """Probability f64[N] of the logits above a token's, from that at BETAS, by straight lines."""
-    place = int(np.clip(np.searchsorted(BETAS, beta, side="right") - 1, 0, len(BETAS) - 2))
-    low, high = BETAS[place], BETAS[place + 1]
-    x = (beta - low) / (high - low)
+    place, x = _between(beta)
     return (1 - x) * masses[:, place].astype(np.float64) + x * masses[:, place + 1]

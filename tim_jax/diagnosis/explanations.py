@@ -233,10 +233,12 @@ def _truncations(tokens: Tokens) -> Iterator[Explanation]:
     """A truncation that is not declared, renormalised in the log-probs or not."""
     some = _fitting_part(tokens)
     # The mass that a declared top-k keeps is not known where it is beyond the stored logits.
-    of_unknown = any(r.declared.top_k > LIKELIEST for r in tokens.responses)
-    for name, values in (("top_k", _TOP_K), ("top_p", () if of_unknown else _TOP_P)):
+    unknown = any(r.declared.top_k > LIKELIEST for r in tokens.responses)
+    for name, values in (("top_k", _TOP_K), ("top_p", _TOP_P)):
+        if name == "top_p" and unknown:
+            continue
         values = [x for x in values if x < min(tokens.vocabulary, LIKELIEST + 1)]
-        for renormalised in (True, False) if values else ():
+        for renormalised in (True, False):
             loss, value = min(
                 (-_likelihood(some, *_truncated(some, name, x, renormalised)), x) for x in values
             )

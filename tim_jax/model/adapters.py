@@ -244,11 +244,13 @@ def changed(config: ModelConfig, lora: Lora) -> tuple[str, ...]:
     return tuple(row.name for row in weights.joined(config) if adapted.intersection(row.parts))
 
 
-def renewed(old: Any, new: Any, *, config: ModelConfig, lora: Lora) -> Any:
+def renewed(old: Any, new: Any, *, config: ModelConfig, lora: Lora | None) -> Any:
     """Compute weights `new`, but for those that no adapter changes: these are the `old` arrays.
 
     They have the same bits. So nothing is computed for them, and no memory is taken.
     """
+    if lora is None:
+        return new
     names = changed(config, lora)
     layers = {name: new["layers"][name] for name in names}
     return {**old, "layers": {**old["layers"], **layers}}

@@ -140,19 +140,14 @@ def in_order(tree: Any, blocks: int, shares: int, size: int) -> Any:
 
 def policy(execution: Execution, on: Mesh, *, learning: Learning) -> Policy:
     """The policy that an execution computes, on its mesh."""
-    if execution.lora is None:
-        renewing = {}
-    else:
-        of_adapters = partial(low_rank.renewed, config=execution.config, lora=execution.lora)
-        renewing = {"renewed": of_adapters}
     return Policy(
-        **renewing,
         prepare=execution.prepare,
         to_masters=partial(_to_masters, execution),
         score=scoring(execution, on, micro_batch=learning.micro_batch, widths=learning.widths),
         gradient=gradient(execution, on, learning=learning),
         norm=gradient_norm(execution, on),
         experts=execution.config.num_experts,
+        renewed=partial(low_rank.renewed, config=execution.config, lora=execution.lora),
     )
 
 
