@@ -108,6 +108,56 @@ CASES = {
         "use_sliding_window": True,
         "sliding_window": 12,
     },
+    "deepseek_v3": {
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "n_routed_experts": 9,
+        "num_experts_per_tok": 3,
+        "n_group": 3,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _YARN | {"mscale": 1.3, "mscale_all_dim": 0.7},
+    },
+    "deepseek_v3-whole_query-unnormalised": {  # as Moonlight
+        "hidden_size": 36,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "q_lora_rank": None,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 7,
+        "qk_rope_head_dim": 10,
+        "v_head_dim": 5,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 28,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+        "rope_interleave": False,
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v3-dense": {
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "first_k_dense_replace": 3,
+    },
     "mistral": {
         "hidden_size": 36,
         "num_attention_heads": 6,
@@ -144,12 +194,13 @@ def make_config(name):
         "llama": transformers.LlamaConfig,
         "mistral": transformers.MistralConfig,
         "qwen3_moe": transformers.Qwen3MoeConfig,
+        "deepseek_v3": transformers.DeepseekV3Config,
     }
     return classes[name.split("-")[0]](**_SIZES, **CASES[name])
 
 
 def make_model(name, *, seed=0):
-    """A float32 torch model of a case; every parameter is random, norms and biases too."""
+    """A float32 torch model of a case; every parameter and bias of a router is random."""
     torch = pytest.importorskip("torch")
     model = transformers.AutoModelForCausalLM.from_config(
         make_config(name), attn_implementation="eager", dtype=torch.float32
@@ -160,13 +211,16 @@ def make_model(name, *, seed=0):
             parameter.normal_(0.0, 0.2, generator=generator)
             if "norm" in parameter_name:
                 parameter += 1.0
+        for buffer_name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in buffer_name:
+                buffer.normal_(0.0, 0.2, generator=generator)
     return model.eval()
 
 
 def torch_logits(model, tokens):
     """NumPy [T, V] of one sequence."""
     torch = pytest.importorskip("torch")
-    if getattr(model.config, "num_experts", 0):
+    if any(getattr(model.config, key, 0) for key in ("num_experts", "n_routed_experts")):
         model.set_experts_implementation("eager")  # of any width and dtype
     with torch.no_grad():
         return model(torch.as_tensor(tokens)[None]).logits[0].numpy()

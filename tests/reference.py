@@ -3,7 +3,8 @@
 It shares nothing with the package but the values of ModelConfig and the layout of the parameters.
 One sequence, no batch, no cache, no tricks. Sources: RMSNorm, arXiv:1910.07467; rotary positions,
 arXiv:2104.09864; grouped queries, arXiv:2305.13245; SwiGLU, arXiv:2002.05202; YaRN,
-arXiv:2309.00071; mixtures of experts, arXiv:1701.06538; the Llama 3.1, Qwen2 and Qwen3 reports.
+arXiv:2309.00071; mixtures of experts, arXiv:1701.06538; latent attention, arXiv:2405.04434, in its
+plain form, with a key for every head; the Llama 3.1, Qwen2, Qwen3 and DeepSeek-V3 reports.
 """
 
 import numpy as np
@@ -18,11 +19,12 @@ def reference_logits(params, tokens, config, *, inv_freq=None):
     p = _float64(params)
     cos, sin = _cos_sin(len(tokens), config, inv_freq)
     x = p["embed"][np.asarray(tokens)]
+    attention = _latent_attention if config.latent else _attention
     for index in range(config.num_layers):
-        w = {name: leaf[index] for name, leaf in p["layers"].items()}
+        w = _layer(p, index, config)
         window = config.sliding_window if index in _windowed(config) else len(tokens)
-        x = x + _attention(_rms_norm(x, w["attn_norm"], config), w, cos, sin, window, config)
-        mlp = _mixture if config.num_experts else _swiglu
+        x = x + attention(_rms_norm(x, w["attn_norm"], config), w, cos, sin, window, config)
+        mlp = _mixture if "router" in w else _swiglu
         x = x + mlp(_rms_norm(x, w["mlp_norm"], config), w, config)
     head = p["embed"].T if config.tied_embeddings else p["head"]
     return _rms_norm(x, p["final_norm"], config) @ head
@@ -81,6 +83,13 @@ def _cos_sin(length, config, inv_freq):
     return np.cos(angles) * scale, np.sin(angles) * scale
 
 
+def _layer(params, index, config):
+    """The weights of a layer; the first ones may lie apart."""
+    first = config.first_dense_layers
+    stack = params["dense_layers"] if index < first else params["layers"]
+    return {name: leaf[index - (0 if index < first else first)] for name, leaf in stack.items()}
+
+
 def _windowed(config):
     """Indices of the layers with a window."""
     return [index for index, own in enumerate(config.window_layers) if own]
@@ -105,6 +114,39 @@ def _attention(x, w, cos, sin, window, config):
     return _linear(np.concatenate(outputs, axis=-1), w, "o")
 
 
+def _latent_attention(x, w, cos, sin, window, config):
+    """Every head's keys and values multiplied out of the compressed states."""
+    del window
+    own, heads = config.latent, config.num_heads
+    if "q" in w:
+        query = x @ w["q"]
+    else:
+        query = _rms_norm_of_state(x @ w["q_down"], w["q_down_norm"]) @ w["q_up"]
+    q, turned_q = np.split(query.reshape(len(x), heads, -1), [own.qk_nope_head_dim], axis=-1)
+    state, turned_k = np.split(x @ w["kv_down"], [own.kv_lora_rank], axis=-1)
+    of_heads = (_rms_norm_of_state(state, w["kv_norm"]) @ w["kv_up"]).reshape(len(x), heads, -1)
+    k, v = np.split(of_heads, [own.qk_nope_head_dim], axis=-1)
+    turned_q, turned_k = (
+        _rotate(_in_halves(part, own.rope_interleave), cos, sin)
+        for part in (turned_q, turned_k[:, None])
+    )
+    scale = own.qk_head_dim**-0.5
+    if config.rope.kind == "yarn" and config.rope.mscale_all_dim:
+        scale *= (0.1 * config.rope.mscale_all_dim * np.log(config.rope.factor) + 1) ** 2
+    outputs = []
+    for head in range(heads):
+        scores = (q[:, head] @ k[:, head].T + turned_q[:, head] @ turned_k[:, 0].T) * scale
+        scores = np.where(np.tril(np.ones_like(scores)) > 0, scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        outputs.append(weights / weights.sum(axis=-1, keepdims=True) @ v[:, head])
+    return np.concatenate(outputs, axis=-1) @ w["o"]
+
+
+def _in_halves(x, interleaved):
+    """Neighbours (2 i, 2 i + 1) as the pairs (i, i + D / 2)."""
+    return np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1) if interleaved else x
+
+
 def _rotate(x, cos, sin):
     """Turns the pair (i, i + D / 2) of every head by its position's angle."""
     first, second = np.split(x, 2, axis=-1)
@@ -114,15 +156,33 @@ def _rotate(x, cos, sin):
 
 def _mixture(x, w, config):
     """Each token through its most probable experts, the first ones of equal probability."""
-    scores = np.exp(x @ w["router"])
-    chosen = np.argsort(-scores, axis=-1, kind="stable")[:, : config.num_experts_per_tok]
+    sigmoid = "router_bias" in w
+    logits = x @ w["router"]
+    scores = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(logits)
+    chosen = _in_best_groups(scores + w["router_bias"], config) if sigmoid else scores
+    chosen = np.argsort(-chosen, axis=-1, kind="stable")[:, : config.num_experts_per_tok]
     y = np.zeros_like(x)
     for row, experts in enumerate(chosen):
         whole = scores[row, experts] if config.norm_topk_prob else scores[row]
+        whole = 1.0 if sigmoid and not config.norm_topk_prob else whole.sum()
         for expert in experts:
             own = {name: w[f"expert_{name}"][expert] for name in ("gate", "up", "down")}
-            y[row] += scores[row, expert] / whole.sum() * _swiglu(x[row], own, config)
+            weight = scores[row, expert] / whole * config.routed_scaling_factor
+            y[row] += weight * _swiglu(x[row], own, config)
+    if "shared_gate" in w:
+        own = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
+        y = y + _swiglu(x, own, config)
     return y
+
+
+def _in_best_groups(scores, config):
+    """The scores, minus infinity outside the groups whose two best have the largest sums."""
+    of_groups = scores.reshape(len(scores), config.router_groups, -1)
+    best = np.sort(of_groups, axis=-1)[..., -2:].sum(axis=-1)
+    taken = np.argsort(-best, axis=-1, kind="stable")[:, : config.router_groups_per_tok]
+    inside = np.zeros_like(best, dtype=bool)
+    np.put_along_axis(inside, taken, True, axis=-1)
+    return np.where(inside[..., None], of_groups, -np.inf).reshape(scores.shape)
 
 
 def _swiglu(x, w, config):
@@ -136,7 +196,16 @@ def _linear(x, w, name):
 
 
 def _rms_norm(x, weight, config):
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.rms_norm_eps) * weight
+    return _normed(x, weight, config.rms_norm_eps)
+
+
+def _rms_norm_of_state(x, weight):
+    """Of latent attention's compressed states, for which DeepSeek-V3 has an epsilon of its own."""
+    return _normed(x, weight, 1e-6)
+
+
+def _normed(x, weight, eps):
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight
 
 
 def _float64(tree):

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax.errors import InputError
+from tim_jax.model.attention import LayerCache
 from tim_jax.model.execution import Batching, Sampling
-from tim_jax.model.transformer import LayerCache
 from tim_jax.placement import Placement
 from tim_jax.policy import sampler, slots
 from tim_jax.rl import sharded

@@ -123,3 +123,8 @@ def one_line(text: str) -> str:
     if len(line) <= LONGEST_LINE:
         return line
     return f"{line[: LONGEST_LINE - 205]} ... {line[-200:]}"
+
+
+def whole(value: Any) -> bool:
+    """Whether a value is a whole number, which true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -26,6 +26,7 @@ class Composed:
     peak: Callable[..., jax.Array]
     unit: Callable[[Callable, Callable], Callable]
     dot: Callable[..., jax.Array]
+    dots: Callable[..., jax.Array]
     attention: Callable[..., jax.Array]
 
     @property
@@ -101,6 +102,18 @@ class Composed:
         return self.log(self.row_sum(weights, numerics=numerics), numerics=numerics)
 
 
+def elementwise(formula: Callable, numerics: Numerics) -> Callable:
+    """formula(*args, maths) as a unit of any family, with the gradient by XLA's maths.
+
+    For what no kernel computes: the operations are those of "tiles", whose bits depend on nothing
+    beside them, or of "native".
+    """
+    plain = partial(formula, maths=native.MATHS)
+    if numerics.family == "native":
+        return plain
+    return tiles.unit(partial(formula, maths=tiles.MATHS), plain)
+
+
 def gated(y: jax.Array, *bias: jax.Array, numerics: Numerics, maths: formulas.Maths) -> jax.Array:
     """silu(gate) * up of the joint product y = (gate, up) float32 [N, 2 M], rounded to compute."""
     y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
@@ -128,6 +141,7 @@ TILES = Composed(
     tiles.peak,
     tiles.unit,
     tiles.dot,
+    tiles.dots,
     tiles.attention,
 )
 NATIVE = Composed(
@@ -136,5 +150,6 @@ NATIVE = Composed(
     native.peak,
     native.unit,
     native.dot,
+    native.dots,
     native.attention,
 )

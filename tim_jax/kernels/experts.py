@@ -24,12 +24,13 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.kernels import native, tiles
-from tim_jax.kernels.composed import gated
+from tim_jax.kernels.composed import elementwise, gated
 from tim_jax.kernels.interface import Kernels
 from tim_jax.numerics import Numerics, strict
 
 _MOST_ROWS = 128  # of a tile
 _SIGN = 0x7FFFFFFF
+_LEAST_SUM = 1e-20  # of scores that are divided by
 
 
 class Choice(NamedTuple):
@@ -52,6 +53,20 @@ class Tiles(NamedTuple):
     place: jax.Array  # i32[P], of each pair
 
 
+class Sigmoid(NamedTuple):
+    """A router whose scores are sigmoids (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    To choose by, `bias` f32[E] is added to the scores. Experts are in `groups` equal groups; only
+    the `taken` groups are chosen from whose two best experts have the largest sums. The weights of
+    the chosen are multiplied by `scale`.
+    """
+
+    bias: jax.Array
+    groups: int = 1
+    taken: int = 1
+    scale: float = 1.0
+
+
 def choice(
     logits: jax.Array,
     *,
@@ -59,15 +74,24 @@ def choice(
     normalised: bool,
     numerics: Numerics,
     given: jax.Array | None = None,
+    sigmoid: Sigmoid | None = None,
 ) -> Choice:
     """Each row's `count` experts of the largest router logits float32 [N, E], and their weights.
 
     The weights are softmax(logits) of the chosen, in float32, and `normalised` divided by their
     sum. They are differentiable with respect to the logits; which experts are chosen is not. With
-    `given` i32[N, k] these experts are taken, and have their weights by the same logits.
+    `given` i32[N, k] these experts are taken, and have their weights by the same logits. With a
+    `sigmoid` the scores are sigmoid(logits), see there.
     """
     fence = native.fence if numerics.family == "native" else tiles.fence
-    own = jax.lax.top_k(_ordered(fence(jax.lax.stop_gradient(logits))), count)[1]
+    fixed = fence(jax.lax.stop_gradient(logits))
+    if sigmoid is not None:
+        own = _chosen_by_groups(fixed, sigmoid, count=count, numerics=numerics)
+        experts = own if given is None else given
+        weigh = partial(_sigmoid_weights, normalised=normalised, scale=sigmoid.scale)
+        weigh = partial(weigh, lanes=numerics.order.lanes)
+        return Choice(experts, elementwise(weigh, numerics)(logits, fence(experts)), own)
+    own = jax.lax.top_k(_ordered(fixed), count)[1]
     experts, first = (own, None) if given is None else (given, own[:, :1])
 
     def formula(logits, experts, first, maths):
@@ -77,24 +101,62 @@ def choice(
         whole = chosen if normalised else maths.exp(logits - largest)
         return chosen * (1.0 / maths.total(whole, lanes=numerics.order.lanes))[:, None]
 
-    return Choice(experts, _unit(formula, numerics)(logits, *fence((experts, first))), own)
+    return Choice(experts, elementwise(formula, numerics)(logits, *fence((experts, first))), own)
 
 
-def balance(logits: jax.Array, loads: jax.Array) -> jax.Array:
+def _chosen_by_groups(logits, sigmoid: Sigmoid, *, count: int, numerics: Numerics) -> jax.Array:
+    """i32[N, k], the experts of the largest scores with bias, of the best groups."""
+
+    def biased(logits, bias, maths):
+        return maths.sigmoid(logits) + jnp.broadcast_to(bias[None, :], logits.shape)
+
+    scores = elementwise(biased, numerics)(logits, jax.lax.stop_gradient(sigmoid.bias))
+    if sigmoid.taken < sigmoid.groups:
+        of_groups = scores.reshape(scores.shape[0], sigmoid.groups, -1)
+        best = jnp.sum(_largest_two(of_groups), axis=-1)
+        taken = jax.lax.top_k(_ordered(best), sigmoid.taken)[1]
+        numbers = jnp.arange(sigmoid.groups)[None, None, :]
+        inside = jnp.any(taken[:, :, None] == numbers, axis=1)
+        scores = jnp.where(inside[:, :, None], of_groups, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(_ordered(scores), count)[1]
+
+
+def _largest_two(x: jax.Array) -> jax.Array:
+    """The two largest of the last axis."""
+    return jnp.take_along_axis(x, jax.lax.top_k(_ordered(x), 2)[1], axis=-1)
+
+
+def _sigmoid_weights(logits, experts, maths, *, normalised: bool, scale: float, lanes: int):
+    """sigmoid(logits) of the chosen, times `scale`, `normalised` divided by their sum."""
+    chosen = maths.sigmoid(jnp.take_along_axis(logits, experts, axis=1))
+    if normalised:
+        chosen = chosen * (1.0 / (maths.total(chosen, lanes=lanes) + _LEAST_SUM))[:, None]
+    return chosen * scale
+
+
+def _probabilities(logits: jax.Array, sigmoid: bool) -> jax.Array:
+    """The router's distribution over all experts; of sigmoids, each divided by the sum."""
+    if not sigmoid:
+        return jax.nn.softmax(logits, axis=-1)
+    scores = jax.nn.sigmoid(logits)
+    return scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), _LEAST_SUM)
+
+
+def balance(logits: jax.Array, loads: jax.Array, *, sigmoid: bool = False) -> jax.Array:
     """f32[N], E sum_e f_e p_e of the router's probabilities p: the load-balancing loss of a row.
 
     `loads` f32[E] are the shares f of a batch's rows that go through each expert. The mean over
     these rows is the loss of the Switch Transformer (arXiv 2101.03961, eq. 4 to 6) with k experts a
-    row, as `transformers` has it: k where all experts are equally probable. Plain XLA.
+    row, as `transformers` has it: k where all experts are equally probable. Scores that are
+    sigmoids are divided by their sum (DeepSeek-V3, arXiv 2412.19437, eq. 19). Plain XLA.
     """
-    probabilities = jax.nn.softmax(logits, axis=-1)
-    return logits.shape[1] * jnp.sum(probabilities * loads[None, :], axis=-1)
+    return logits.shape[1] * jnp.sum(_probabilities(logits, sigmoid) * loads[None, :], axis=-1)
 
 
-def entropy(logits: jax.Array) -> jax.Array:
+def entropy(logits: jax.Array, *, sigmoid: bool = False) -> jax.Array:
     """f32[N], of the router's distribution over all experts, nats; a figure, without a gradient."""
-    log_probs = jax.nn.log_softmax(jax.lax.stop_gradient(logits), axis=-1)
-    return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+    probabilities = _probabilities(jax.lax.stop_gradient(logits), sigmoid)
+    return jnp.sum(jax.scipy.special.entr(probabilities), axis=-1)
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -103,33 +165,31 @@ def _ordered(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ _SIGN, bits)
 
 
-def _unit(formula: Callable, numerics: Numerics) -> Callable:
-    """A unit of formula(*args, maths), with the gradient by XLA's maths."""
-    plain = partial(formula, maths=native.MATHS)
-    if numerics.family == "native":
-        return plain
-    return tiles.unit(partial(formula, maths=tiles.MATHS), plain)
-
-
 def combined(
-    residual: jax.Array, outputs: jax.Array, weights: jax.Array, *, numerics: Numerics
+    residual: jax.Array,
+    outputs: jax.Array,
+    weights: jax.Array,
+    *,
+    numerics: Numerics,
+    shared: jax.Array | None = None,
 ) -> jax.Array:
     """residual [N, d] + the sum of outputs [N, k, d] x weights [N, k], rounded to compute.
 
-    Summed in float32, in the order of the choices.
+    Summed in float32, in the order of the choices, and then `shared` float32 [N, d].
     """
 
-    def formula(residual, outputs, weights, maths):
+    def formula(residual, outputs, weights, *shared, maths):
         terms = [
             maths.uncontracted(outputs[:, i] * jnp.broadcast_to(weights[:, i, None], shape))
             for i, shape in enumerate([residual.shape] * weights.shape[1])
         ]
         total = terms[0]
-        for term in terms[1:]:
+        for term in (*terms[1:], *shared):
             total = total + term
         return strict.rounded(residual.astype(jnp.float32) + total, numerics.dtype)
 
-    return _unit(formula, numerics)(residual, outputs, weights)
+    more = () if shared is None else (shared,)
+    return elementwise(formula, numerics)(residual, outputs, weights, *more)
 
 
 def in_tiles(experts: jax.Array, *, count: int, rows: int) -> Tiles:

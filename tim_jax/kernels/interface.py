@@ -35,6 +35,10 @@ class Kernels(Protocol):
         """x [N, K] @ weight [K, M] -> float32 [N, M], compute dtype in."""
         ...
 
+    def dots(self, x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
+        """x [H, N, K] @ weight [H, K, M] -> float32 [H, N, M], each as `dot`."""
+        ...
+
     def dot_add(
         self,
         x: jax.Array,

@@ -105,6 +105,12 @@ def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics | None = None) ->
     return _dot(x, weight)
 
 
+def dots(x: jax.Array, weight: jax.Array, *, numerics: Numerics | None = None) -> jax.Array:
+    """x [H, N, K] @ weight [H, K, M] -> float32 [H, N, M], as one batched product."""
+    del numerics
+    return jax.vmap(_dot)(x, weight)
+
+
 def scores(query: jax.Array, key: jax.Array) -> jax.Array:
     """query [B, Kv, M, D] @ key [B, Kv, D, S] -> float32 [B, Kv, M, S]."""
     return jnp.einsum("bkmd,bkds->bkms", query, key, **precise(query))

@@ -160,6 +160,9 @@ class PallasFamily:
         call.defvjp(lambda x, weight: (forward(x, weight), (x, weight)), native.dot_backward)
         return call(x, weight)
 
+    def dots(self, x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
+        return jax.vmap(partial(self.dot, numerics=numerics))(x, weight)
+
     def dot_add(self, x, weight, residual, bias, *, numerics: Numerics):
         def epilogue(sums, residual, bias=()):
             return residual_sum(sums[0], residual, bias)

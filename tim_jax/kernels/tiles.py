@@ -131,6 +131,14 @@ def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
     return call(x, weight)
 
 
+def dots(x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """x [H, N, K] @ weight [H, K, M] -> float32 [H, N, M], each the `dot` of its own.
+
+    In a loop: as one batched product a dot would have other bits.
+    """
+    return jax.lax.map(lambda pair: dot(*pair, numerics=numerics), fence((x, weight)))
+
+
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -146,13 +154,13 @@ def attention(
     Args:
       query: [B, Kv, N, D], scaled; rows are (token, head of the group), tokens major.
       key: [B, Kv, D, S], stored with the head axis first so that no dot needs a transpose.
-      value: [B, Kv, S, D].
+      value: [B, Kv, S, E], where E is D but in latent attention.
       positions: i32[B, N], each row attends to keys 0..position.
       aligned: the rows are whole sequences, so that row tiles may skip the keys after them.
       window: i32[], each row attends to this many keys up to its position; None: to all of them.
 
     Returns:
-      [B, Kv, N, D] float32.
+      [B, Kv, N, E] float32.
     """
 
     def forward(query, key, value, positions, window):
@@ -212,7 +220,7 @@ def _by_row_tiles(query, key, value, last, window, numerics: Numerics):
     query = jnp.moveaxis(query.reshape(batch, heads, tiles, rows, size), 2, 0)
     last = jnp.moveaxis(last.reshape(batch, tiles, rows), 1, 0)
     out = jax.lax.map(lambda t: fence(attend(t[0], key, value, t[1])), fence((query, last)))
-    out = jnp.moveaxis(fence(out), 0, 2).reshape(batch, heads, tiles * rows, size)
+    out = jnp.moveaxis(fence(out), 0, 2).reshape(batch, heads, tiles * rows, -1)
     return out[:, :, :count]
 
 

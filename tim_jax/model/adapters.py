@@ -57,6 +57,8 @@ def targets(config: ModelConfig, lora: Lora) -> dict[str, Weight]:
     Raises:
       InputError: the model does not have one.
     """
+    if config.latent:
+        raise InputError(f"Lora: a {config.model_type} model, with latent attention, takes none")
     present = {name: row for name, row in KNOWN.items() if row.when(config)}
     for name in lora.targets:
         if name in present:

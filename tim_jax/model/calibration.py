@@ -125,10 +125,11 @@ def _attention(config: ModelConfig, numerics: Numerics) -> tuple[bool, Rows]:
     """Whether one dot over all keys has the bits of dots over fewer, and for which row counts."""
     length, block = 8 * numerics.kv_block, numerics.kv_block
     rows = _ATTENTION_COUNTS[-1]
-    shape = (2, config.num_kv_heads)
-    query = _random(2, (*shape, rows, config.head_dim), numerics)
-    key = _random(3, (*shape, config.head_dim, length), numerics)
-    value = _random(4, (*shape, length, config.head_dim), numerics)
+    heads, key_dim, value_dim = config.attention
+    shape = (2, heads)
+    query = _random(2, (*shape, rows, key_dim), numerics)
+    key = _random(3, (*shape, key_dim, length), numerics)
+    value = _random(4, (*shape, length, value_dim), numerics)
     last = np.full((shape[0], rows), block + block // 2, np.int32)
     attend = jax.jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=True)))
     reference = _bits(attend(query, key, value, last))

@@ -11,13 +11,16 @@ does not exist.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tim_jax.errors import InputError, did_you_mean
-from tim_jax.model import mixture, windows
-from tim_jax.model.rope import KINDS, RopeConfig
+from tim_jax.inputs import whole
+from tim_jax.model import latent, mixture, rope, windows
+from tim_jax.model.latent import LatentConfig
+from tim_jax.model.rope import RopeConfig
 
 ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -55,27 +58,27 @@ _ONLY = {
     "is_encoder_decoder": (False,),
     "qkv_bias": (True,),
 }
-_NEVER = ("quantization_config", "auto_map", "per_layer_config", "attention_chunk_size")
-_ROPE_OPTIONS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        "factor",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
+_NEVER = ("quantization_config", "per_layer_config", "attention_chunk_size")
+# What absent keys mean.
+_SPECIAL_TOKENS = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {"bos_token_id": 1, "eos_token_id": 2},
+    "deepseek_v3": {"bos_token_id": 0, "eos_token_id": 1},
 }
 _PLAIN_ROPE = RopeConfig()
 
 
+class AttentionShape(NamedTuple):
+    """Heads of keys, the size of a key, and the size of a value."""
+
+    key_heads: int
+    key_dim: int
+    value_dim: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture of a decoder: Qwen3, Qwen3-MoE, Qwen2/2.5, Llama 3.x or Mistral. Hashable.
+    """Architecture of a decoder: Qwen2, Qwen3, their mixtures, Llama 3, Mistral, DeepSeek-V3.
 
     Per layer: RMSNorm, grouped-query attention with rotary positions, RMSNorm, SwiGLU; then a final
     RMSNorm and a head, which is the embedding's transpose if `tied_embeddings`. `qk_norm` puts an
@@ -92,8 +95,16 @@ class ModelConfig:
     use; a checkpoint's configuration has it all the same. `router_aux_loss_coef` is what
     `transformers` multiplies its load-balancing loss by, kept for checkpoints.
 
-    Raises `InputError` where sizes do not fit together, or where `model_type` as `transformers`
-    knows it could not express the options (so that every ModelConfig can be saved).
+    DeepSeek-V3 and Moonlight have `latent` attention. Their router's scores are sigmoids, not a
+    softmax, and a bias for each expert, which is not trained, is added to choose by; the experts
+    are in `router_groups` groups, of which a token takes those of the best
+    `router_groups_per_tok`; weights are multiplied by `routed_scaling_factor`. The first
+    `first_dense_layers` have a SwiGLU of `intermediate_size` in place of experts, and in the others
+    every token also goes through `num_shared_experts` experts, which are joined into one.
+
+    A value that can be hashed. Raises `InputError` where sizes do not fit together, or where
+    `model_type` as `transformers` knows it could not express the options (so that every ModelConfig
+    can be saved).
     """
 
     model_type: str
@@ -117,6 +128,12 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     router_aux_loss_coef: float = 0.0
+    num_shared_experts: int = 0
+    first_dense_layers: int = 0
+    router_groups: int = 1
+    router_groups_per_tok: int = 1
+    routed_scaling_factor: float = 1.0
+    latent: LatentConfig | None = None
     sliding_window: int = 0
     window_layers: tuple[bool, ...] = ()
     initializer_range: float = 0.02
@@ -134,22 +151,67 @@ class ModelConfig:
         _check_scalars(self)
         _check_family(self)
         mixture.check(self)
+        latent.check(self)
         windows.check(self)
 
     @property
     def active_width(self) -> int:
         """Columns of the SwiGLU, or of all the SwiGLUs that a token goes through."""
-        return self.num_experts_per_tok * self.moe_intermediate_size or self.intermediate_size
+        experts = self.num_experts_per_tok + self.num_shared_experts
+        return experts * self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def shared_width(self) -> int:
+        """Columns of the SwiGLU that the shared experts are."""
+        return self.num_shared_experts * self.moe_intermediate_size
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with a mixture of experts."""
+        return self.num_layers - self.first_dense_layers if self.num_experts else 0
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head that the query's projection makes."""
+        return self.latent.qk_head_dim if self.latent else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a head that the projection after attention takes."""
+        return self.latent.v_head_dim if self.latent else self.head_dim
+
+    @property
+    def attention(self) -> AttentionShape:
+        """What attention works with, and the cache keeps."""
+        if self.latent:
+            return AttentionShape(1, self.latent.state_dim, self.latent.kv_lora_rank)
+        return AttentionShape(self.num_kv_heads, self.head_dim, self.head_dim)
+
+    @property
+    def stacks(self) -> "dict[str, ModelConfig]":
+        """Runs of equal layers, in order, each as a model of its own.
+
+        The keys are their places in the tree of parameters.
+        """
+        first = self.first_dense_layers
+        if not first:
+            return {"layers": self}
+        dense = replace(self, num_layers=first, **mixture.NONE)
+        rest = replace(self, num_layers=self.num_layers - first, first_dense_layers=0)
+        return {"dense_layers": dense, "layers": rest}
 
     def with_layers(self, count: int) -> "ModelConfig":
-        """The same architecture with another number of layers."""
-        return replace(self, num_layers=count, **windows.spread(self, count))
+        """The same architecture with another number of layers, of each kind at least one."""
+        first = min(self.first_dense_layers, count - 1)
+        return replace(
+            self, num_layers=count, first_dense_layers=first, **windows.spread(self, count)
+        )
 
 
 def _check_sizes(config: ModelConfig) -> None:
     for name in _SIZES:
         value = getattr(config, name)
-        if not _whole(value) or not 1 <= value < _MOST:
+        if not whole(value) or not 1 <= value < _MOST:
             raise InputError(
                 f"{name} must be a whole number from 1 to {_MOST - 1}, found {value!r}"
             )
@@ -182,7 +244,7 @@ def _check_scalars(config: ModelConfig) -> None:
             raise InputError(f"{name} must be true or false, found {value!r}")
     optional = (i for i in (config.bos_token_id, config.pad_token_id) if i is not None)
     for token in (*config.eos_token_ids, *optional):
-        if not _whole(token):
+        if not whole(token):
             raise InputError(f"token ids must be whole numbers, found {token!r}")
     check_stop_tokens(config.eos_token_ids, config.vocab_size)
 
@@ -199,17 +261,15 @@ def check_stop_tokens(tokens: Iterable[int], vocab_size: int) -> None:
 
 def _check_family(config: ModelConfig) -> None:
     family = config.model_type
+    without = dict.fromkeys(("qk_norm", "attention_bias", "output_bias", "mlp_bias"), False)
+    of_qwen3 = {"qk_norm": True, "output_bias": config.attention_bias, "mlp_bias": False}
     wanted = {
+        "deepseek_v3": without,
         "llama": {"qk_norm": False, "output_bias": config.attention_bias},
-        "qwen2": {
-            "qk_norm": False,
-            "attention_bias": True,
-            "output_bias": False,
-            "mlp_bias": False,
-        },
-        "qwen3": {"qk_norm": True, "output_bias": config.attention_bias, "mlp_bias": False},
-        "qwen3_moe": {"qk_norm": True, "output_bias": config.attention_bias, "mlp_bias": False},
-        "mistral": dict.fromkeys(("qk_norm", "attention_bias", "output_bias", "mlp_bias"), False),
+        "mistral": without,
+        "qwen2": without | {"attention_bias": True},
+        "qwen3": of_qwen3,
+        "qwen3_moe": of_qwen3,
     }[family]
     for name, value in wanted.items():
         if getattr(config, name) != value:
@@ -247,20 +307,24 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
     head_dim = values.get("head_dim")
     if head_dim is None:
         head_dim = _HEAD_DIM_DEFAULT.get(family) or _quotient(sizes["hidden_size"], heads)
-    special = {"bos_token_id": 1, "eos_token_id": 2} if family in ("llama", "mistral") else {}
+    of_latent = latent.read(values)
+    if of_latent:
+        head_dim = of_latent.qk_rope_head_dim
+    special = _SPECIAL_TOKENS.get(family, {})
     return ModelConfig(
         model_type=family,
         **sizes,
         num_kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_dim,
         rms_norm_eps=_or_default(values, "rms_norm_eps", 1e-6),
-        rope=_read_rope(values, sizes["max_positions"]),
+        rope=rope.read(values, sizes["max_positions"]),
         qk_norm=family in ("qwen3", "qwen3_moe"),
         attention_bias=bias,
         output_bias=bias and family != "qwen2",
         mlp_bias=_or_default(values, "mlp_bias", False) if family == "llama" else False,
         tied_embeddings=_or_default(values, "tie_word_embeddings", False),
         **mixture.read(values),
+        latent=of_latent,
         **windows.read(values),
         initializer_range=_or_default(values, "initializer_range", 0.02),
         eos_token_ids=_token_ids(values.get("eos_token_id", special.get("eos_token_id"))),
@@ -289,13 +353,13 @@ def to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "pad_token_id": config.pad_token_id,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": _write_rope(config.rope),
+        "rope_parameters": rope.written(config.rope),
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": True,
     }
     if config.model_type not in ("qwen2", "mistral"):
         values["attention_bias"] = config.attention_bias
-    values |= mixture.written(config) | windows.written(config)
+    values |= mixture.written(config) | latent.written(config) | windows.written(config)
     if config.model_type == "llama":
         values["mlp_bias"] = config.mlp_bias
     return dict(sorted(values.items()))
@@ -321,53 +385,8 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
             raise InputError(f"{key} is not supported; it must be absent, found {values[key]!r}")
     if family != "llama" and values.get("mlp_bias"):
         raise InputError(f"mlp_bias is not supported for model_type {family!r}")
+    latent.refuse_other_code(values)
     mixture.refuse_unsupported(values)
-
-
-def _read_rope(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    old, new = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
-    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
-        raise InputError("rope_scaling and rope_parameters must be objects")
-    if old and new and dict(old) != dict(new):
-        raise InputError("rope_scaling and rope_parameters are both given and differ")
-    given: dict[str, Any] = {
-        k: v for k, v in (old or new).items() if v is not None or k == "truncate"
-    }
-    kind = given.pop("rope_type", given.get("type", "default"))
-    given.pop("type", None)
-    if kind not in KINDS:
-        raise InputError(f"rope type {kind!r} is not supported{did_you_mean(str(kind), KINDS)}")
-    if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError("partial_rotary_factor other than 1 is not supported")
-    theta = given.pop("rope_theta", values.get("rope_theta"))
-    original = given.pop("original_max_position_embeddings", max_positions)
-    unknown = sorted(set(given) - set(_ROPE_OPTIONS[kind]))
-    if unknown:
-        raise InputError(f"rope type {kind!r} does not take {unknown[0]!r}")
-    if kind in ("llama3", "yarn"):
-        # a value beside the rope's own wins in transformers
-        original = values.get("original_max_position_embeddings") or original
-        given["original_max_positions"] = original
-        if not _whole(original) or original < 1:
-            raise InputError(
-                f"original_max_position_embeddings must be above 0, found {original!r}"
-            )
-    if kind == "yarn" and "factor" not in given and _whole(max_positions):
-        given["factor"] = max_positions / original
-    for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-        if given.get(name) == 0:  # transformers takes 0 for absent
-            del given[name]
-    return RopeConfig(kind=kind, theta=10_000.0 if theta is None else theta, **given)
-
-
-def _write_rope(rope: RopeConfig) -> dict[str, Any]:
-    values = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    for name in _ROPE_OPTIONS[rope.kind]:
-        if getattr(rope, name) is not None:
-            values[name] = getattr(rope, name)
-    if rope.kind in ("llama3", "yarn"):
-        values["original_max_position_embeddings"] = rope.original_max_positions
-    return values
 
 
 def _required(values: Mapping[str, Any], key: str) -> Any:
@@ -383,7 +402,7 @@ def _or_default(values: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def _quotient(hidden_size: Any, heads: Any) -> Any:
-    if not _whole(hidden_size) or not _whole(heads) or heads < 1:
+    if not whole(hidden_size) or not whole(heads) or heads < 1:
         return 1  # ModelConfig names the value at fault
     if hidden_size % heads:
         raise InputError(
@@ -397,7 +416,3 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

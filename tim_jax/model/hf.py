@@ -204,7 +204,8 @@ def _token_ids(config: ModelConfig) -> dict[str, Any]:
 def _views(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor of a checkpoint, in the order in which it is written: a view into `params`."""
     for name, weight, index in checkpoint_tensors(config):
-        array = params["layers"][weight.name][index] if weight.layered else params[weight.name]
+        array = weight.of(params)
+        array = array[index] if weight.layered else array
         yield name, array.T if weight.transposed else array
 
 

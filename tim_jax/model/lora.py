@@ -13,8 +13,8 @@ def _module(weight: Weight) -> str:
     return weight.tensor.split(".")[-2]
 
 
-_MATRICES = tuple(row for row in TABLE if row.kind == "matrix" and row.stacked == 1)
-KNOWN = {_module(row): row for row in _MATRICES if row.name != "router"}
+_ADAPTED = ("q", "k", "v", "o", "gate", "up", "down")
+KNOWN = {_module(row): row for row in TABLE if row.name in _ADAPTED}
 OF_EXPERTS = {_module(row) for row in TABLE if row.kind == "matrix" and row.stacked > 1}
 
 

@@ -5,21 +5,50 @@ from collections.abc import Mapping
 from typing import Any
 
 from tim_jax.errors import InputError
+from tim_jax.inputs import whole
 
-FAMILIES = ("qwen3_moe",)
+FAMILIES = ("qwen3_moe", "deepseek_v3")
+SIGMOID_FAMILIES = ("deepseek_v3",)  # whose router's scores are sigmoids, with a bias to choose by
 
-# Fields, which are keys of config.json too -> what `transformers` takes an absent key for.
-_DEFAULTS = {
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
+# Family -> field -> its key in config.json, and what `transformers` takes an absent key for.
+_KEYS: dict[str, dict[str, tuple[str, Any]]] = {
+    "qwen3_moe": {
+        "num_experts": ("num_experts", 128),
+        "num_experts_per_tok": ("num_experts_per_tok", 8),
+        "moe_intermediate_size": ("moe_intermediate_size", 768),
+        "norm_topk_prob": ("norm_topk_prob", False),
+        "router_aux_loss_coef": ("router_aux_loss_coef", 0.001),
+    },
+    "deepseek_v3": {
+        "num_experts": ("n_routed_experts", 256),
+        "num_experts_per_tok": ("num_experts_per_tok", 8),
+        "moe_intermediate_size": ("moe_intermediate_size", 2048),
+        "norm_topk_prob": ("norm_topk_prob", True),
+        "num_shared_experts": ("n_shared_experts", 1),
+        "first_dense_layers": ("first_k_dense_replace", 3),
+        "router_groups": ("n_group", 8),
+        "router_groups_per_tok": ("topk_group", 4),
+        "routed_scaling_factor": ("routed_scaling_factor", 2.5),
+    },
+}
+# The fields of a model without experts.
+NONE = {
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "moe_intermediate_size": 0,
     "norm_topk_prob": False,
-    "router_aux_loss_coef": 0.001,
+    "router_aux_loss_coef": 0.0,
+    "num_shared_experts": 0,
+    "first_dense_layers": 0,
+    "router_groups": 1,
+    "router_groups_per_tok": 1,
+    "routed_scaling_factor": 1.0,
 }
 _SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_COUNTED = ("num_shared_experts", "first_dense_layers", "router_groups", "router_groups_per_tok")
 _MOST = 2**31
 _MOST_NUMBERS = 2**56  # of one weight of all layers and experts
-_COUNTS = ("num_experts", "num_local_experts")  # the latter is that of transformers 5
+_COUNT = "num_local_experts"  # that of transformers 5
 # Of other mixtures: experts that every token goes through, other scores, groups of experts.
 _OTHERS = (
     "n_shared_experts",
@@ -29,22 +58,36 @@ _OTHERS = (
     "n_group",
     "topk_group",
     "routed_scaling_factor",
+    "first_k_dense_replace",
 )
+# Of DeepSeek's mixtures, what is computed here.
+_DEEPSEEK_ONLY = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "ep_size": 1,
+}
 
 
 def check(config: Any) -> None:
-    """Checks the fields of a `ModelConfig`: in a mixture all sizes are above 0, else all are 0.
+    """Checks the fields of a `ModelConfig`: in a mixture all sizes are above 0.
 
     Raises `InputError` naming the field at fault.
     """
-    for name in _SIZES:
+    family = config.model_type
+    without = family not in FAMILIES or (family in SIGMOID_FAMILIES and config.num_experts == 0)
+    for name, value in NONE.items():
+        if (without or name not in _KEYS[family]) and getattr(config, name) != value:
+            found = getattr(config, name)
+            raise InputError(f"a {family} model has {name}={value}, found {found!r}")
+    if without:
+        return
+    for name in (*_SIZES, *_COUNTED):
         value = getattr(config, name)
-        if config.model_type not in FAMILIES:
-            if value != 0:
-                raise InputError(f"a {config.model_type} model has {name}=0, found {value!r}")
-        elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _MOST:
+        least = 0 if name in ("first_dense_layers",) or family not in SIGMOID_FAMILIES else 1
+        if not whole(value) or not least <= value < _MOST:
             raise InputError(
-                f"{name} must be a whole number from 1 to {_MOST - 1}, found {value!r}"
+                f"{name} must be a whole number from {least} to {_MOST - 1}, found {value!r}"
             )
     numbers = config.num_layers * config.num_experts * config.hidden_size
     numbers *= config.moe_intermediate_size
@@ -59,41 +102,83 @@ def check(config: Any) -> None:
         )
     if not isinstance(config.norm_topk_prob, bool):
         raise InputError(f"norm_topk_prob must be true or false, found {config.norm_topk_prob!r}")
-    coefficient = config.router_aux_loss_coef
-    number = isinstance(coefficient, (int, float)) and not isinstance(coefficient, bool)
-    if not number or not 0 <= coefficient < math.inf:
+    for name in ("router_aux_loss_coef", "routed_scaling_factor"):
+        value = getattr(config, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 <= value < math.inf:
+            raise InputError(f"{name} must be a finite number of at least 0, found {value!r}")
+    _check_groups(config)
+    if config.first_dense_layers >= config.num_layers:
         raise InputError(
-            f"router_aux_loss_coef must be a finite number of at least 0, found {coefficient!r}"
+            f"first_dense_layers must be less than num_layers {config.num_layers}, found"
+            f" {config.first_dense_layers}"
+        )
+
+
+def _check_groups(config: Any) -> None:
+    """The router's top 2 of every group, and enough experts in the groups that are taken."""
+    groups, taken, experts = config.router_groups, config.router_groups_per_tok, config.num_experts
+    if config.model_type not in SIGMOID_FAMILIES:
+        return
+    if experts % groups or experts // groups < 2:
+        raise InputError(
+            f"router_groups {groups} must divide num_experts {experts} into groups of at least 2"
+        )
+    if taken > groups:
+        raise InputError(
+            f"router_groups_per_tok must be at most router_groups {groups}, found {taken}"
+        )
+    if taken * (experts // groups) < config.num_experts_per_tok:
+        raise InputError(
+            f"{taken} groups of {experts // groups} experts are fewer than num_experts_per_tok"
+            f" {config.num_experts_per_tok}"
         )
 
 
 def read(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields in the contents of a config.json; none for a dense family."""
-    if values["model_type"] not in FAMILIES:
+    family = values["model_type"]
+    if family not in FAMILIES:
         return {}
-    counts = [values[key] for key in _COUNTS if values.get(key) is not None]
+    keys = _KEYS[family]
+    name = keys["num_experts"][0]
+    counts = [values[key] for key in (name, _COUNT) if values.get(key) is not None]
     if counts[1:] and counts[0] != counts[1]:
-        raise InputError("num_experts and num_local_experts are both given and differ")
-    given = {**values, "num_experts": counts[0] if counts else None}
-    return {
-        name: default if given.get(name) is None else given[name]
-        for name, default in _DEFAULTS.items()
+        raise InputError(f"{name} and {_COUNT} are both given and differ")
+    given = {**values, name: counts[0] if counts else None}
+    fields = {
+        field: default if given.get(key) is None else given[key]
+        for field, (key, default) in keys.items()
     }
+    first, layers = fields.get("first_dense_layers", 0), values["num_hidden_layers"]
+    if whole(first) and whole(layers) and first >= layers:  # no layer has experts
+        return {}
+    return fields
 
 
 def written(config: Any) -> dict[str, Any]:
     """What a config.json has of them; nothing for a dense family."""
     if config.model_type not in FAMILIES:
         return {}
-    fields = {name: getattr(config, name) for name in _DEFAULTS}
+    keys = _KEYS[config.model_type]
+    if config.num_experts == 0:
+        return {keys["first_dense_layers"][0]: config.num_layers}
+    fields = {key: getattr(config, field) for field, (key, _) in keys.items()}
+    if config.model_type in SIGMOID_FAMILIES:
+        return fields | {"num_nextn_predict_layers": 0}
     return fields | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def refuse_unsupported(values: Mapping[str, Any]) -> None:
     """Raises `InputError` for experts in a dense family, and for what no forward here computes."""
     family = values["model_type"]
+    if family in SIGMOID_FAMILIES:
+        for key, only in _DEEPSEEK_ONLY.items():
+            if values.get(key) not in (None, only):
+                raise InputError(f"{key} {values[key]!r} is not supported, only {only!r}")
+        return
     dense = family not in FAMILIES
-    for key in (*_COUNTS, *_SIZES, *_OTHERS) if dense else _OTHERS:
+    for key in ("num_experts", _COUNT, *_SIZES, *_OTHERS) if dense else _OTHERS:
         if values.get(key):
             what = ", a dense model" if dense else ""
             raise InputError(

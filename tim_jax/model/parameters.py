@@ -55,7 +55,7 @@ def init_params(config: ModelConfig, seed: int) -> Params:
         shape = weight.shape(config)
         if weight.kind == "norm":
             return np.ones(shape, np.float32)
-        if weight.kind == "bias":
+        if weight.kind in ("bias", "buffer"):
             return np.zeros(shape, np.float32)
         stream = zlib.crc32(weight.path.encode())
         generator = np.random.Generator(np.random.Philox([seed, stream]))
@@ -73,10 +73,11 @@ def init_params(config: ModelConfig, seed: int) -> Params:
 def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None:
     """Raises `InputError` if the model or its numerics cannot be laid out so."""
     tiles, tensor = numerics.column_tiles, placement.tensor
-    if config.num_experts and max(tiles, tensor) > 1:
+    if (config.num_experts or config.latent) and max(tiles, tensor) > 1:
+        what = "a mixture of experts" if config.num_experts else "latent attention"
         raise InputError(
-            f"placement: a mixture of experts takes no tensor axis, got tensor = {tensor} and"
-            f" column_tiles = {tiles}; use fsdp and data"
+            f"placement: {what} takes no tensor axis, got tensor = {tensor} and column_tiles ="
+            f" {tiles}; use fsdp and data"
         )
     if tiles % tensor:
         raise InputError(
@@ -92,6 +93,7 @@ def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None
             raise InputError(
                 f"numerics: column_tiles must divide the model's {dimension} = {size}, got {tiles}"
             )
+    _check_heads(config, placement)
     for weight in weights.table(config):
         for dimension, axis in zip(weight.dims, weight.axes, strict=True):
             names = [name for name in AXES if name in RULES[axis]]
@@ -102,3 +104,13 @@ def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None
                     f"placement: {' x '.join(names)} = {devices} must divide the model's"
                     f" {dimension} = {size}"
                 )
+
+
+def _check_heads(config: ModelConfig, placement: Placement) -> None:
+    """What is cut out of a parameter head by head is split over fsdp as its own inputs."""
+    for row in weights.joined(config):
+        if row.dims and weights.size(row.input, config) % placement.fsdp:
+            raise InputError(
+                f"placement: fsdp = {placement.fsdp} must divide the model's {row.input} ="
+                f" {weights.size(row.input, config)}"
+            )

@@ -20,20 +20,40 @@ def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weigh
     With T column tiles a matrix is [T, K, M / T], and tile i of what is joined holds the i-th part
     of each; the head's columns are filled up with zeros to a multiple of T.
     """
-    layers, dtype, tiles = params["layers"], numerics.dtype, numerics.column_tiles
+    dtype, tiles = numerics.dtype, numerics.column_tiles
+    stacks = {
+        name: _combined(params[name], stack, numerics) for name, stack in config.stacks.items()
+    }
+    head = params["embed"].T if config.tied_embeddings else params["head"]
+    return {
+        "embed": params["embed"].astype(dtype),
+        **stacks,
+        "final_norm": params["final_norm"],
+        "head": _tiled_head(head.astype(dtype), tiles),
+    }
+
+
+def _combined(layers: Params, config: ModelConfig, numerics: Numerics) -> Weights:
+    """The compute weights of a stack of layers."""
     rows = [row for row in joined(config) if row.layered]
     parts = {part for row in rows for part in row.parts}
     combined = {}
     for row in sorted(rows, key=_place):
-        whole = join([layers[part] for part in row.parts], tiles, axis=-2 if row.matrix else -1)
-        combined[row.name] = whole.astype(dtype) if row.matrix else whole
-    head = params["embed"].T if config.tied_embeddings else params["head"]
-    return {
-        "embed": params["embed"].astype(dtype),
-        "layers": combined | {name: w for name, w in layers.items() if name not in parts},
-        "final_norm": params["final_norm"],
-        "head": _tiled_head(head.astype(dtype), tiles),
-    }
+        axis = -2 if row.matrix else -1
+        whole = join(_parts(layers, row, config), numerics.column_tiles, axis=axis)
+        combined[row.name] = whole.astype(numerics.dtype) if row.matrix else whole
+    return combined | {name: w for name, w in layers.items() if name not in parts}
+
+
+def _parts(layers: Params, row: Joined, config: ModelConfig) -> list[jax.Array]:
+    """What is joined to a compute weight; of latent attention, what is cut out by heads."""
+    parts = [layers[part] for part in row.parts]
+    if not row.dims or config.latent is None:
+        return parts
+    of_heads = parts[0].reshape(*parts[0].shape[:-1], config.num_heads, -1)
+    of_heads = jnp.moveaxis(of_heads, -2, -3)
+    key, value = jnp.split(of_heads, [config.latent.qk_nope_head_dim], axis=-1)
+    return [jnp.swapaxes(key, -1, -2) if row.name == "k_up" else value]
 
 
 def unstacked(weights: Weights) -> Weights:
@@ -42,10 +62,14 @@ def unstacked(weights: Weights) -> Weights:
     To be called before a decode loop: inside it, slicing the stack would copy weights at every
     step.
     """
-    layers = weights["layers"]
+    return {
+        name: _unstacked(leaf) if isinstance(leaf, dict) else leaf for name, leaf in weights.items()
+    }
+
+
+def _unstacked(layers: Weights) -> tuple[Weights, ...]:
     count = jax.tree.leaves(layers)[0].shape[0]
-    split = tuple(jax.tree.map(lambda w, i=index: w[i], layers) for index in range(count))
-    return {**weights, "layers": split}
+    return tuple(jax.tree.map(lambda w, i=index: w[i], layers) for index in range(count))
 
 
 def _place(row: Joined) -> tuple[bool, int]:

@@ -8,13 +8,30 @@ training: by 1e-3 radians at theta 1e6 and position 30,000.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from tim_jax.errors import InputError, did_you_mean
+from tim_jax.inputs import whole
 
 KINDS = ("default", "linear", "llama3", "yarn")
+_OPTIONS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,3 +201,54 @@ def _yarn(rope: RopeConfig, powers: np.ndarray, head_dim: int) -> np.ndarray:
 def _given(value: float | None) -> float:
     assert value is not None  # RopeConfig checks at construction
     return value
+
+
+def read(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """From the contents of a config.json, in the older layout or that of transformers 5.
+
+    Raises `InputError` for another kind, an option of another kind, or layouts that differ.
+    """
+    old, new = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        raise InputError("rope_scaling and rope_parameters must be objects")
+    if old and new and dict(old) != dict(new):
+        raise InputError("rope_scaling and rope_parameters are both given and differ")
+    given: dict[str, Any] = {
+        k: v for k, v in (old or new).items() if v is not None or k == "truncate"
+    }
+    kind = given.pop("rope_type", given.get("type", "default"))
+    given.pop("type", None)
+    if kind not in KINDS:
+        raise InputError(f"rope type {kind!r} is not supported{did_you_mean(str(kind), KINDS)}")
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError("partial_rotary_factor other than 1 is not supported")
+    theta = given.pop("rope_theta", values.get("rope_theta"))
+    original = given.pop("original_max_position_embeddings", max_positions)
+    unknown = sorted(set(given) - set(_OPTIONS[kind]))
+    if unknown:
+        raise InputError(f"rope type {kind!r} does not take {unknown[0]!r}")
+    if kind in ("llama3", "yarn"):
+        # a value beside the rope's own wins in transformers
+        original = values.get("original_max_position_embeddings") or original
+        given["original_max_positions"] = original
+        if not whole(original) or original < 1:
+            raise InputError(
+                f"original_max_position_embeddings must be above 0, found {original!r}"
+            )
+    if kind == "yarn" and "factor" not in given and whole(max_positions):
+        given["factor"] = max_positions / original
+    for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        if given.get(name) == 0:  # transformers takes 0 for absent
+            del given[name]
+    return RopeConfig(kind=kind, theta=10_000.0 if theta is None else theta, **given)
+
+
+def written(rope: RopeConfig) -> dict[str, Any]:
+    """What a config.json has under "rope_parameters"."""
+    values = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    for name in _OPTIONS[rope.kind]:
+        if getattr(rope, name) is not None:
+            values[name] = getattr(rope, name)
+    if rope.kind in ("llama3", "yarn"):
+        values["original_max_position_embeddings"] = rope.original_max_positions
+    return values

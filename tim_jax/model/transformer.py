@@ -3,47 +3,25 @@
 Weights flow in, hidden states and keys and values flow out. What is computed, how and where comes
 from an `Execution`; nothing here knows who is calling.
 
-Shapes: B sequences, T tokens each, d hidden size, H query heads, Kv key heads, G = H / Kv,
-D head size, S key positions, V vocabulary.
+Shapes: B sequences, T tokens each, d hidden size, V vocabulary; those of attention are in its own
+module.
 """
 
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, cast, overload
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from tim_jax import kernels
 from tim_jax.kernels import experts, formulas
-from tim_jax.model import adapters, rope, windows
+from tim_jax.model import adapters, attention, rope, windows
+from tim_jax.model.attention import Cache, LayerCache
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights, weight_axes
-from tim_jax.numerics import strict
 from tim_jax.placement import collectives
-
-
-@struct.dataclass
-class LayerCache:
-    """Keys and values of one layer, laid out so that attention needs no transpose.
-
-    With pages, `key` is [pages, Kv, D, block] and `value` [pages, Kv, block, D] for blocks of
-    `numerics.kv_block` positions, and row b has its position s in page `pages[b, s // block]`.
-    """
-
-    key: jax.Array  # compute dtype [B, Kv, D, S]
-    value: jax.Array  # compute dtype [B, Kv, S, D]
-    pages: jax.Array | None = None  # i32[B, S / block]
-
-    @property
-    def span(self) -> int:
-        """S, the positions that a row has room for."""
-        blocks = 1 if self.pages is None else self.pages.shape[1]
-        return blocks * self.key.shape[-1]
-
-
-Cache = tuple[LayerCache, ...]
 
 
 class Routed(NamedTuple):
@@ -131,18 +109,26 @@ def forward(
             x, *made = layer(x, layer_weights, angles, positions, None, window, of_routing)
             return x, tuple(made)
 
-        of_layers = weights["layers"], sizes, of_routing
-        x, made = jax.lax.scan(jax.checkpoint(body) if remat else body, x, of_layers)
-        keys_values, chosen = cast(tuple[LayerCache, Any], made)
+        body = jax.checkpoint(body) if remat else body
+        stacks = []
+        for name, stack in execution.config.stacks.items():
+            own = of_routing if stack.num_experts else (None, None)
+            x, made = jax.lax.scan(body, x, (weights[name], sizes, own))
+            stacks.append(cast(tuple[LayerCache, Any], made))
+        keys_values, chosen = stacks[-1]
+        if stacks[1:]:  # the first layers, which have no experts
+            both = stacks[0][0], keys_values
+            keys_values = jax.tree.map(lambda *of_stacks: jnp.concatenate(of_stacks), *both)
     else:
         updated, found = [], []
+        layers = [own for name in execution.config.stacks for own in weights[name]]
         sizes = [None] * len(cache) if sizes is None else sizes
-        for layer_weights, old, window in zip(weights["layers"], cache, sizes, strict=True):
+        for layer_weights, old, window in zip(layers, cache, sizes, strict=True):
             x, new, choice = layer(x, layer_weights, angles, positions, old, window, (None, None))
             updated.append(new)
-            found.append(choice)
+            found += [] if choice is None else [choice]
         keys_values, chosen = tuple(updated), None
-        if execution.routing != "own":
+        if found:
             chosen = jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *found)
     return x.reshape(batch, length, -1), keys_values, _routed(chosen, (batch, length))
 
@@ -271,12 +257,15 @@ def whole_norms(weights: Weights, *, execution: Execution) -> Weights:
     a compiler takes such gathers out of a loop, nothing orders them after what came before, which
     XLA's collectives on a CPU need.
     """
-    layers, names = weights["layers"], ("attn_norm", "mlp_norm")
-    parts = [layers[name] for name in names] + [weights["final_norm"][None]]
+    names, stacks = ("attn_norm", "mlp_norm"), tuple(execution.config.stacks)
+    parts = [weights[stack][name] for stack in stacks for name in names]
+    parts.append(weights["final_norm"][None])
     whole = collectives.gather(jnp.concatenate(parts), ("tensor", "fsdp"), execution.placement)
-    *of_layers, last = jnp.split(whole, [len(layers[names[0]]), 2 * len(layers[names[0]])])
-    norms = dict(zip(names, of_layers, strict=True))
-    return {**weights, "layers": layers | norms, "final_norm": last[0]}
+    ends = list(accumulate(len(part) for part in parts[:-1]))
+    *of_layers, last = jnp.split(whole, ends)
+    rows = iter(of_layers)
+    norms = {stack: weights[stack] | {name: next(rows) for name in names} for stack in stacks}
+    return {**weights, **norms, "final_norm": last[0]}
 
 
 def _layer(x, w, angles, positions, cache, window, routing, *, execution: Execution, shape):
@@ -290,11 +279,19 @@ def _layer(x, w, angles, positions, cache, window, routing, *, execution: Execut
     matrix = partial(collectives.matrix, numerics=local, placement=placement)
     whole = partial(collectives.gather, names=("tensor",), placement=placement)
     normed = _norm(x, w["attn_norm"], execution)
-    query, key, value = _project(normed, w, angles, replace(execution, numerics=local))
-    mixed, keys_values = _attend(query, key, value, positions, cache, window, execution, shape)
+    mixed, keys_values = attention.attended(
+        normed,
+        w,
+        angles,
+        positions,
+        cache,
+        window,
+        execution=replace(execution, numerics=local),
+        shape=shape,
+    )
     x = ops.dot_add(whole(mixed), matrix(w["o"]), x, w.get("o_bias"), numerics=local)
     normed = _norm(x, w["mlp_norm"], execution)
-    if execution.config.num_experts:
+    if "router" in w:
         x, chosen = _experts(x, normed, w, routing, execution)
         return x, keys_values, chosen
     bias = w.get("gate_up_bias")
@@ -319,6 +316,7 @@ def _experts(x, normed, w, routing, execution: Execution):
         normalised=config.norm_topk_prob,
         numerics=numerics,
         given=routes,
+        sigmoid=_sigmoid(w, config),
     )
     made = experts.outputs(
         normed,
@@ -330,11 +328,34 @@ def _experts(x, normed, w, routing, execution: Execution):
         gather=partial(collectives.whole_matrix, placement=placement),
         scatter=partial(collectives.own_rows, placement=placement),
     )
-    x = experts.combined(x, made, choice.weights, numerics=numerics)
+    shared = _shared_experts(normed, w, execution) if config.num_shared_experts else None
+    x = experts.combined(x, made, choice.weights, numerics=numerics, shared=shared)
     if execution.routing == "own":
         return x, None
-    loss = None if loads is None else experts.balance(logits, loads)
-    return x, (choice.own, experts.entropy(logits), loss)
+    sigmoid = "router_bias" in w
+    loss = None if loads is None else experts.balance(logits, loads, sigmoid=sigmoid)
+    return x, (choice.own, experts.entropy(logits, sigmoid=sigmoid), loss)
+
+
+def _sigmoid(w, config) -> experts.Sigmoid | None:
+    """How experts are chosen by sigmoids, if this model does so."""
+    if "router_bias" not in w:
+        return None
+    return experts.Sigmoid(
+        w["router_bias"],
+        groups=config.router_groups,
+        taken=config.router_groups_per_tok,
+        scale=config.routed_scaling_factor,
+    )
+
+
+def _shared_experts(normed, w, execution: Execution):
+    """float32 [N, d], what the experts that every token goes through make of `normed`."""
+    numerics, placement = execution.numerics, execution.placement
+    ops = collectives.family(numerics, placement)
+    matrix = partial(collectives.matrix, numerics=numerics, placement=placement)
+    hidden = ops.gated_dot(normed, matrix(w["shared_gate_up"]), None, numerics=numerics)
+    return ops.dot(hidden, matrix(w["shared_down"]), numerics=numerics)
 
 
 def _router_logits(normed, router, execution: Execution):
@@ -354,55 +375,3 @@ def _norm(x, weight, execution: Execution):
     if weight.shape[0] < x.shape[1]:  # unless `whole_norms` has gathered it
         weight = collectives.gather(weight, ("tensor", "fsdp"), execution.placement)
     return kernels.family(numerics).norm(x, weight, eps=eps, numerics=numerics)
-
-
-def _project(normed, w, angles, execution: Execution):
-    """The joint projection, split into normed, rotated, scaled q, k and v, [N, heads, D] each."""
-    config, numerics, placement = execution.config, execution.numerics, execution.placement
-    ops = collectives.family(numerics, placement)
-    names = (("bias", "qkv_bias"), ("q_norm", "q_norm"), ("k_norm", "k_norm"))
-    heads, kv_heads = (n // placement.tensor for n in (config.num_heads, config.num_kv_heads))
-    weight = collectives.matrix(w["qkv"], numerics=numerics, placement=placement)
-    return ops.project(
-        ops.dot(normed, weight, numerics=numerics),
-        angles[0],
-        angles[1],
-        {name: w[key] for name, key in names if key in w},
-        heads=kernels.Heads(heads, kv_heads, config.head_dim),
-        eps=config.rms_norm_eps,
-        numerics=numerics,
-    )
-
-
-def _attend(query, key, value, positions, cache, window, execution: Execution, shape):
-    """Lays out heads, writes the cache if there is one, and attends. Rows in, rows out."""
-    config, numerics = execution.config, execution.numerics
-    batch, length = shape
-    kv_heads, size = config.num_kv_heads // execution.placement.tensor, config.head_dim
-    group = config.num_heads // config.num_kv_heads
-    query = query.reshape(batch, length, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
-    query = query.reshape(batch, kv_heads, length * group, size)
-    key = key.reshape(batch, length, kv_heads, size)
-    value = value.reshape(batch, length, kv_heads, size)
-    key, value = (kernels.cached(x, numerics=numerics) for x in (key, value))
-    if cache is None:
-        new = LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
-    else:
-        write = partial(kernels.written, numerics=numerics, pages=cache.pages)
-        new = LayerCache(
-            key=write(cache.key, key, positions, axis=3),
-            value=write(cache.value, value, positions, axis=2),
-            pages=cache.pages,
-        )
-    out = kernels.attention(
-        query,
-        new.key,
-        new.value,
-        jnp.repeat(positions, group, axis=1),
-        window=window,
-        pages=new.pages,
-        numerics=numerics,
-        aligned=cache is None,
-    )
-    out = strict.rounded(out, numerics.dtype).reshape(batch, kv_heads, length, group, size)
-    return out.transpose(0, 2, 1, 3, 4).reshape(batch * length, -1), new

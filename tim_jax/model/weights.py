@@ -6,13 +6,14 @@ else that knows of weights (initial values, checkpoints, placement, compute weig
 kernels, quantisation) reads these tables.
 
 Parameters, the masters, are a dict of float32 arrays, matrices [in, out]. Those under "layers" are
-stacked over layers: their first dimension is `num_layers`. Compute weights are what
-`preparing.prepare` makes of them for the forward: of the same form, some of them joined.
+stacked over layers: their first dimension is `num_layers`. A model whose first layers are of
+another kind than the rest has these apart, under "dense_layers": see `ModelConfig.stacks`. Compute
+weights are what `preparing.prepare` makes of them for the forward: of the same form, some joined.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
@@ -21,23 +22,26 @@ import jax
 import numpy as np
 
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.mixture import SIGMOID_FAMILIES
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Axes, Axis
 
 Params = dict[str, Any]  # float32 master weights, a leaf for every row of `table(config)`
 Weights = dict[str, Any]  # compute weights, from `preparing.prepare`
-Kind = Literal["embedding", "matrix", "norm", "bias"]
+Kind = Literal["embedding", "matrix", "norm", "bias", "buffer"]
 Condition = Callable[[ModelConfig], bool]
 
 # Names of dimensions: fields of `ModelConfig`, or products of them.
-_QUERY, _KEY = "num_heads x head_dim", "num_kv_heads x head_dim"
-_LAYERS, _EXPERTS = "num_layers", "num_experts"
+_QUERY, _KEY = "num_heads x query_dim", "num_kv_heads x head_dim"
+_MIXED = "num_heads x value_dim"
+_LAYERS, _EXPERTS, _HEADS = "num_layers", "num_experts", "num_heads"
+_QUERY_RANK, _KEY_RANK = "latent.q_lora_rank", "latent.kv_lora_rank"
 _STACKED_TWICE: Axes = ("whole", "whole", "in", "out")  # a matrix in every expert of every layer
 
 
 def size(dimension: str, config: ModelConfig) -> int:
     """The size of a named dimension, such as "hidden_size" or "num_heads x head_dim"."""
-    return math.prod(getattr(config, field) for field in dimension.split(" x "))
+    return math.prod(attrgetter(field)(config) for field in dimension.split(" x "))
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,16 @@ class Weight:
     """A parameter; one in a layer stands for those of all layers, stacked, and of all experts.
 
     Attributes:
-      name: of the leaf in the tree of parameters, there under "layers" if it is in a layer.
-      kind: decides its initial values and its dtype among the compute weights, where norms and
-        biases stay float32, as they enter float32 arithmetic.
+      name: of the leaf in the tree of parameters, there under its stack if it is in a layer.
+      kind: decides its initial values and its dtype among the compute weights, where norms, biases
+        and buffers stay float32, as they enter float32 arithmetic. A buffer is not trained.
       dims: names of its dimensions, see `size`.
       axes: their logical axes, see `placement.RULES`. What is large is split over all of fsdp and
         tensor; biases are small and split over tensor alone, norms within heads not at all.
       tensor: its name in a checkpoint, with "{layer}" for the index of its layer and "{expert}" for
         that of its expert.
-      when: whether a model of this configuration has it.
+      when: whether a stack of layers, or a model, of this configuration has it.
+      stack: the layers that have it, a key of `ModelConfig.stacks`.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Weight:
     axes: Axes
     tensor: str
     when: Condition
+    stack: str = "layers"
 
     @property
     def layered(self) -> bool:
@@ -76,7 +82,7 @@ class Weight:
     @property
     def path(self) -> str:
         """In the tree of parameters, such as "embed" or "layers.q"."""
-        return f"layers.{self.name}" if self.layered else self.name
+        return f"{self.stack}.{self.name}" if self.layered else self.name
 
     @property
     def transposed(self) -> bool:
@@ -85,7 +91,12 @@ class Weight:
 
     def shape(self, config: ModelConfig) -> tuple[int, ...]:
         """The shape in a model of this architecture, all layers stacked if they each have one."""
-        return tuple(size(dimension, config) for dimension in self.dims)
+        own = config.stacks[self.stack] if self.layered else config
+        return tuple(size(dimension, own) for dimension in self.dims)
+
+    def of(self, params: Params) -> Any:
+        """The leaf of a tree of parameters."""
+        return params[self.stack][self.name] if self.layered else params[self.name]
 
 
 def _always(_: ModelConfig) -> bool:
@@ -125,6 +136,30 @@ def _dense(config: ModelConfig) -> bool:
     return config.num_experts == 0
 
 
+def _shared(config: ModelConfig) -> bool:
+    return config.num_shared_experts > 0
+
+
+def _sigmoid_router(config: ModelConfig) -> bool:
+    return _mixture(config) and config.model_type in SIGMOID_FAMILIES
+
+
+def _plain_attention(config: ModelConfig) -> bool:
+    return config.latent is None
+
+
+def _latent(config: ModelConfig) -> bool:
+    return config.latent is not None
+
+
+def _whole_query(config: ModelConfig) -> bool:
+    return config.latent is None or config.latent.q_lora_rank == 0
+
+
+def _latent_query(config: ModelConfig) -> bool:
+    return not _whole_query(config)
+
+
 def _bias(name: str, module: str, outputs: str, when: Condition) -> Weight:
     """The bias of a linear map in every layer."""
     tensor = f"model.layers.{{layer}}.{module}.bias"
@@ -146,10 +181,16 @@ TABLE = (
         _always,
     ),
     _norm("attn_norm", "input_layernorm"),
-    _matrix("q", "self_attn.q_proj", "hidden_size", _QUERY),
-    _matrix("k", "self_attn.k_proj", "hidden_size", _KEY),
-    _matrix("v", "self_attn.v_proj", "hidden_size", _KEY),
-    _matrix("o", "self_attn.o_proj", _QUERY, "hidden_size"),
+    _matrix("q", "self_attn.q_proj", "hidden_size", _QUERY, _whole_query),
+    _matrix("k", "self_attn.k_proj", "hidden_size", _KEY, _plain_attention),
+    _matrix("v", "self_attn.v_proj", "hidden_size", _KEY, _plain_attention),
+    _matrix("q_down", "self_attn.q_a_proj", "hidden_size", _QUERY_RANK, _latent_query),
+    _norm("q_down_norm", "self_attn.q_a_layernorm", _QUERY_RANK, "whole", _latent_query),
+    _matrix("q_up", "self_attn.q_b_proj", _QUERY_RANK, _QUERY, _latent_query),
+    _matrix("kv_down", "self_attn.kv_a_proj_with_mqa", "hidden_size", "latent.state_dim", _latent),
+    _norm("kv_norm", "self_attn.kv_a_layernorm", _KEY_RANK, "whole", _latent),
+    _matrix("kv_up", "self_attn.kv_b_proj", _KEY_RANK, "num_heads x latent.kv_head_dim", _latent),
+    _matrix("o", "self_attn.o_proj", _MIXED, "hidden_size"),
     _bias("q_bias", "self_attn.q_proj", _QUERY, _attention_bias),
     _bias("k_bias", "self_attn.k_proj", _KEY, _attention_bias),
     _bias("v_bias", "self_attn.v_proj", _KEY, _attention_bias),
@@ -164,6 +205,17 @@ TABLE = (
     _bias("up_bias", "mlp.up_proj", "intermediate_size", _mlp_bias),
     _bias("down_bias", "mlp.down_proj", "hidden_size", _mlp_bias),
     _matrix("router", "mlp.gate", "hidden_size", _EXPERTS, _mixture),
+    Weight(
+        "router_bias",
+        "buffer",
+        (_LAYERS, _EXPERTS),
+        ("whole", "whole"),
+        "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+        _sigmoid_router,
+    ),
+    _matrix("shared_gate", "mlp.shared_experts.gate_proj", "hidden_size", "shared_width", _shared),
+    _matrix("shared_up", "mlp.shared_experts.up_proj", "hidden_size", "shared_width", _shared),
+    _matrix("shared_down", "mlp.shared_experts.down_proj", "shared_width", "hidden_size", _shared),
     _of_experts("expert_gate", "gate_proj", "hidden_size", "moe_intermediate_size"),
     _of_experts("expert_up", "up_proj", "hidden_size", "moe_intermediate_size"),
     _of_experts("expert_down", "down_proj", "moe_intermediate_size", "hidden_size"),
@@ -178,6 +230,7 @@ TABLE = (
     ),
 )
 NAMED = {weight.name: weight for weight in TABLE}
+BUFFERS = {weight.name for weight in TABLE if weight.kind == "buffer"}
 
 
 @dataclass(frozen=True)
@@ -188,6 +241,8 @@ class Joined:
 
     Attributes:
       title: of a matrix, in messages.
+      dims: of a part of a parameter, head by head, what its matrices are stacked over and their
+        inputs and outputs; else the dimensions are those of the parts.
       gated: whether a kernel computes the same columns of all parts together, to multiply them.
       quantised: whether engines that quantise weights quantise this matrix.
     """
@@ -195,6 +250,7 @@ class Joined:
     name: str
     parts: tuple[str, ...]
     title: str = ""
+    dims: tuple[str, ...] = ()
     gated: bool = False
     quantised: bool = False
 
@@ -210,23 +266,39 @@ class Joined:
 
     @property
     def stacked(self) -> int:
-        """How many leading dimensions count layers and experts."""
-        return NAMED[self.parts[0]].stacked
+        """How many leading dimensions count layers, and experts or heads."""
+        return len(self.dims) - 2 if self.dims else NAMED[self.parts[0]].stacked
 
     @property
     def input(self) -> str:
         """The dimension that a matrix contracts over."""
-        return NAMED[self.parts[0]].dims[-2]
+        return self.dims[-2] if self.dims else NAMED[self.parts[0]].dims[-2]
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The dimension of each part's columns."""
-        return tuple(NAMED[part].dims[-1] for part in self.parts)
+        return self.dims[-1:] or tuple(NAMED[part].dims[-1] for part in self.parts)
 
 
 # Matrices in the order in which the forward multiplies by them, then biases.
 JOINED = (
     Joined("qkv", ("q", "k", "v"), "the query, key and value projection", quantised=True),
+    Joined("q", ("q",), "the query projection", quantised=True),
+    Joined("q_down", ("q_down",), "the projection to the query's state", quantised=True),
+    Joined("q_up", ("q_up",), "the projection from the query's state", quantised=True),
+    Joined("kv_down", ("kv_down",), "the projection to the compressed state", quantised=True),
+    Joined(
+        "k_up",
+        ("kv_up",),
+        "the projection of a head's query to the compressed state",
+        (_LAYERS, _HEADS, "latent.qk_nope_head_dim", _KEY_RANK),
+    ),
+    Joined(
+        "v_up",
+        ("kv_up",),
+        "the projection of the compressed state to a head's values",
+        (_LAYERS, _HEADS, _KEY_RANK, "latent.v_head_dim"),
+    ),
     Joined("o", ("o",), "the output projection", quantised=True),
     Joined("gate_up", ("gate", "up"), "the gate and up projection", gated=True, quantised=True),
     Joined("down", ("down",), "the down projection", quantised=True),
@@ -239,6 +311,14 @@ JOINED = (
         quantised=True,
     ),
     Joined("expert_down", ("expert_down",), "the experts' down projection", quantised=True),
+    Joined(
+        "shared_gate_up",
+        ("shared_gate", "shared_up"),
+        "the shared experts' gate and up projection",
+        gated=True,
+        quantised=True,
+    ),
+    Joined("shared_down", ("shared_down",), "the shared experts' down projection", quantised=True),
     Joined("head", ("head",), "the head (vocabulary)"),
     Joined("qkv_bias", ("q_bias", "k_bias", "v_bias")),
     Joined("gate_up_bias", ("gate_bias", "up_bias")),
@@ -246,14 +326,24 @@ JOINED = (
 
 
 def table(config: ModelConfig) -> tuple[Weight, ...]:
-    """The parameters that a model has."""
-    return tuple(weight for weight in TABLE if weight.when(config))
+    """The parameters that a model has, those of its first layers before those of the others."""
+    rows = []
+    for layered, together in groupby(TABLE, key=lambda weight: weight.layered):
+        same = tuple(together)
+        if not layered:
+            rows += [weight for weight in same if weight.when(config)]
+            continue
+        for name, stack in config.stacks.items():
+            rows += [replace(weight, stack=name) for weight in same if weight.when(stack)]
+    return tuple(rows)
 
 
 def joined(config: ModelConfig) -> tuple[Joined, ...]:
     """The joined compute weights that a model has; a tied head is the embedding's transpose."""
     names = {weight.name for weight in table(config)} | {"head"}
-    return tuple(row for row in JOINED if names.issuperset(row.parts))
+    rows = tuple(row for row in JOINED if names.issuperset(row.parts))
+    together = {part for row in rows if len(row.parts) > 1 for part in row.parts}
+    return tuple(row for row in rows if len(row.parts) > 1 or not together.issuperset(row.parts))
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -267,9 +357,28 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def tree(config: ModelConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]:
     """The tree of parameters with `leaf(weight)` for each."""
-    rows = table(config)
-    layers = {weight.name: leaf(weight) for weight in rows if weight.layered}
-    return {weight.name: leaf(weight) for weight in rows if not weight.layered} | {"layers": layers}
+    made: dict[str, Any] = {}
+    for weight in table(config):
+        beside = made.setdefault(weight.stack, {}) if weight.layered else made
+        beside[weight.name] = leaf(weight)
+    return made
+
+
+def with_buffers(new: Params, old: Params) -> Params:
+    """`new` parameters, but for the buffers, which are not trained: those of `old`.
+
+    A zero gradient would not keep them: an optimiser's weight decay moves them all the same.
+    """
+
+    def kept(new: Any, old: Any) -> Any:
+        if not isinstance(new, dict):
+            return new
+        return {
+            name: old[name] if name in BUFFERS else kept(leaf, old[name])
+            for name, leaf in new.items()
+        }
+
+    return kept(new, old)
 
 
 def parameter_shapes(config: ModelConfig) -> Params:
@@ -286,24 +395,34 @@ def weight_axes(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
     """The tree of `preparing.prepare`'s compute weights with each leaf's logical axes."""
     axes = param_axes(config)
     tiled: Axes = ("tile",) if numerics.column_tiles > 1 else ()
-    for row in joined(config):
-        beside = axes["layers"] if row.layered else axes
-        for part in row.parts:
-            beside.pop(part, None)
+
+    def put(beside: dict[str, Any], row: Joined) -> None:
         stacked, inputs = row.stacked * ("whole",), row.matrix * ("in",)
         beside[row.name] = (*stacked, *tiled, *inputs, "whole")
+
+    for name, stack in config.stacks.items():
+        rows = [row for row in joined(stack) if row.layered]
+        for part in {part for row in rows for part in row.parts}:
+            axes[name].pop(part)
+        for row in rows:
+            put(axes[name], row)
+    put(axes, next(row for row in JOINED if row.name == "head"))
     return axes
 
 
 def checkpoint_tensors(config: ModelConfig) -> Iterator[tuple[str, Weight, tuple[int, ...]]]:
     """A checkpoint's (name, parameter, index), in the order in which it is written.
 
-    The index is that of the layer, and then that of the expert, if the parameter is stacked so.
+    The index is that of the layer among those of its stack, and then that of the expert, if the
+    parameter is stacked so.
     """
-    for layered, rows in groupby(table(config), key=lambda weight: weight.layered):
+    first = 0
+    for (layered, stack), rows in groupby(table(config), key=lambda w: (w.layered, w.stack)):
         together = tuple(rows)
-        for layer in range(config.num_layers) if layered else (0,):
+        layers = config.stacks[stack].num_layers if layered else 1
+        for layer in range(layers):
             for weight in together:
                 for expert in range(config.num_experts) if weight.stacked > 1 else (0,):
-                    name = weight.tensor.format(layer=layer, expert=expert)
+                    name = weight.tensor.format(layer=first + layer, expert=expert)
                     yield name, weight, (layer, expert)[: weight.stacked]
+        first += layers if layered else 0

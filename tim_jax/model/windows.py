@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tim_jax.errors import InputError
+from tim_jax.inputs import whole
 
 _BY_LAYER = ("qwen2", "qwen3")  # families in which some layers may have the window
 _IN_EVERY_LAYER = ("mistral", "qwen3_moe")
@@ -27,7 +28,7 @@ _MOST_LAYERS = 2**16
 def check(config: Any) -> None:
     """Checks the fields of a `ModelConfig`. Raises `InputError` naming the field at fault."""
     family, window, layers = config.model_type, config.sliding_window, config.window_layers
-    if not _whole(window) or not 0 <= window < _MOST:
+    if not whole(window) or not 0 <= window < _MOST:
         raise InputError(
             f"sliding_window must be a whole number from 0 (none) to {_MOST - 1}, found {window!r}"
         )
@@ -63,7 +64,7 @@ def read(values: Mapping[str, Any]) -> dict[str, Any]:
             needed += "" if family == "mistral" else " and use_sliding_window true"
             raise InputError(f"layer_types with {_SLIDING!r} needs {needed}")
         return {}
-    if not _whole(layers) or layers > _MOST_LAYERS:
+    if not whole(layers) or layers > _MOST_LAYERS:
         return {}  # ModelConfig names the number of layers
     if kinds is None:
         full = _full_layers(values) if family in _BY_LAYER else 0
@@ -88,7 +89,7 @@ def _window(values: Mapping[str, Any]) -> int | None:
         raise InputError(f"use_sliding_window must be true or false, found {used!r}")
     if window is None or (family != "mistral" and not used):
         return None
-    if not _whole(window) or not 1 <= window < _MOST:
+    if not whole(window) or not 1 <= window < _MOST:
         raise InputError(
             f"sliding_window must be a whole number from 1 to {_MOST - 1}, found {window!r}"
         )
@@ -118,7 +119,7 @@ def _full_layers(values: Mapping[str, Any]) -> int:
     full = values.get("max_window_layers")
     if full is None:
         return _MAX_WINDOW_LAYERS
-    if not _whole(full):
+    if not whole(full):
         raise InputError(f"max_window_layers must be a whole number, found {full!r}")
     return full
 
@@ -126,7 +127,7 @@ def _full_layers(values: Mapping[str, Any]) -> int:
 def written(config: Any) -> dict[str, Any]:
     """What a config.json has of them."""
     family, window = config.model_type, config.sliding_window
-    if family == "llama":
+    if family not in (*_BY_LAYER, *_IN_EVERY_LAYER):
         return {}
     if family == "mistral":
         return {"sliding_window": window or None}
@@ -159,7 +160,3 @@ def of_layers(config: Any) -> np.ndarray | None:
     if not config.sliding_window:
         return None
     return np.where(config.window_layers, config.sliding_window, _MOST - 1).astype(np.int32)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -161,6 +161,15 @@ def matrix(weight: jax.Array, *, numerics: Numerics, placement: Placement) -> ja
     return _gather(weight, names, weight.ndim - 2)
 
 
+def stack(weight: jax.Array, placement: Placement) -> jax.Array:
+    """The whole of matrices [H, K, M] of a layer, of this device's rows of each.
+
+    Kept for the backward, unless the layer is recomputed (`remat`).
+    """
+    names = _present(RULES["in"], placement)
+    return _gather(weight, names, weight.ndim - 2) if names else weight
+
+
 def whole_matrix(weight: jax.Array, placement: Placement) -> jax.Array:
     """The matrices [..., K, M] of this device's rows, [..., K / fsdp, M]. Not differentiable."""
     names = _present(RULES["in"], placement)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from tim_jax.errors import InputError
-from tim_jax.model.transformer import Cache, LayerCache
+from tim_jax.model.attention import Cache, LayerCache
 
 
 @struct.dataclass

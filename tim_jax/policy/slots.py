@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tim_jax.model.transformer import Cache, LayerCache
+from tim_jax.model.attention import Cache, LayerCache
 from tim_jax.policy import paging
 from tim_jax.policy.paging import Pool, Tables
 
@@ -89,7 +89,7 @@ def _rows(prompts: LayerCache, count: int, span: int) -> Cache:
     def layer() -> LayerCache:
         return LayerCache(
             key=jnp.zeros((count, heads, size, span), prompts.key.dtype),
-            value=jnp.zeros((count, heads, span, size), prompts.value.dtype),
+            value=jnp.zeros((count, heads, span, prompts.value.shape[-1]), prompts.value.dtype),
         )
 
     return tuple(layer() for _ in range(layers))

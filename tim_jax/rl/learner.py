@@ -19,7 +19,7 @@ from tim_jax.corrections import Correction
 from tim_jax.errors import InputError
 from tim_jax.model import adapters as low_rank
 from tim_jax.model.adapters import Adapters
-from tim_jax.model.weights import Params, Weights
+from tim_jax.model.weights import Params, Weights, with_buffers
 from tim_jax.numerics import masked
 from tim_jax.numerics.sums import compensated_sum, count, tree_sum
 from tim_jax.policy.scoring import Scores
@@ -95,6 +95,7 @@ def update(
         gradient_norm=size,
         effective_sample_size=share,
     )
+    params = with_buffers(params, state.params)
     state = replace(
         state,
         params=params,

@@ -11,6 +11,7 @@ import optax
 
 from tim_jax.errors import InputError
 from tim_jax.model.execution import Execution, jit
+from tim_jax.model.weights import with_buffers
 from tim_jax.policy import scoring
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks.base import Example
@@ -69,7 +70,8 @@ def warm_start(
         value, gradient = jax.value_and_grad(loss)(params, batch)
         with jax.numpy_dtype_promotion("standard"):
             changes, state = optimizer.update(gradient, state, params)
-            return optax.apply_updates(params, changes), state, value
+            moved = with_buffers(optax.apply_updates(params, changes), params)
+            return moved, state, value
 
     params = jax.tree.map(jnp.array, params)
     state = optimizer.init(params)

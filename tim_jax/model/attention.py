@@ -1,0 +1,229 @@
+"""Attention within a layer of the forward: projections, the cache, and what attends to what.
+
+Shapes: B sequences, T tokens each, N = B T rows, H query heads, Kv key heads, G = H / Kv, D size of
+a query and key, E of a value, S key positions.
+
+Latent attention (MLA) is computed in its absorbed form (DeepSeek-V2, arXiv 2405.04434, section
+2.1.2), in sampler and learner alike. A head's query is multiplied by the head's part of the matrix
+that would make keys of the compressed state c, and so compared with c itself:
+
+    q_plain . (W_k c) = (W_k' q_plain) . c
+
+Then all heads share one key, (c, rotated key), and one value, c, which are what the cache keeps. A
+head's part of the matrix for values comes after attention. One arithmetic serves prefill, decoding
+and training: in the form that multiplies keys out, other sums would be rounded.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from tim_jax import kernels
+from tim_jax.kernels import formulas
+from tim_jax.kernels.composed import elementwise
+from tim_jax.model import latent
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import Weights
+from tim_jax.numerics import strict
+from tim_jax.placement import collectives
+
+
+@struct.dataclass
+class LayerCache:
+    """Keys and values of one layer, laid out so that attention needs no transpose.
+
+    With pages, `key` is [pages, Kv, D, block] and `value` [pages, Kv, block, E] for blocks of
+    `numerics.kv_block` positions, and row b has its position s in page `pages[b, s // block]`.
+    """
+
+    key: jax.Array  # compute dtype [B, Kv, D, S]
+    value: jax.Array  # compute dtype [B, Kv, S, E]
+    pages: jax.Array | None = None  # i32[B, S / block]
+
+    @property
+    def span(self) -> int:
+        """S, the positions that a row has room for."""
+        blocks = 1 if self.pages is None else self.pages.shape[1]
+        return blocks * self.key.shape[-1]
+
+
+Cache = tuple[LayerCache, ...]
+
+
+def attended(
+    normed: jax.Array,
+    w: Weights,
+    angles: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    cache: LayerCache | None,
+    window: jax.Array | None,
+    *,
+    execution: Execution,
+    shape: tuple[int, int],
+) -> tuple[jax.Array, LayerCache]:
+    """What the heads of a layer make of rows, and the keys and values.
+
+    Args:
+      normed: [N, d], in the compute dtype.
+      w: the layer's weights; with a tensor axis this device's columns.
+      angles: cos and sin f32[N, D / 2] of the rows' positions.
+      positions: i32[B, T].
+      cache: the keys and values of the positions before, into which the rows' own are written.
+      window: i32[], how many positions a token attends to, or None.
+      execution: its numerics are those of this device.
+      shape: B, T.
+
+    Returns:
+      [N, heads x size of a head's output], for the projection after attention.
+    """
+    if execution.config.latent is None:
+        query, key, value = _projected(normed, w, angles, execution)
+    else:
+        query, key = _absorbed(normed, w, angles, execution)
+        value = None
+    out, keys_values = _attend(query, key, value, positions, cache, window, execution, shape)
+    if execution.config.latent is None:
+        return out.reshape(out.shape[0], -1), keys_values
+    return _values_of_heads(out, w, execution), keys_values
+
+
+def _projected(normed, w, angles, execution: Execution):
+    """The joint projection, split into normed, rotated, scaled q, k and v, [N, heads, D] each."""
+    config, numerics, placement = execution.config, execution.numerics, execution.placement
+    ops = collectives.family(numerics, placement)
+    names = (("bias", "qkv_bias"), ("q_norm", "q_norm"), ("k_norm", "k_norm"))
+    heads, kv_heads = (n // placement.tensor for n in (config.num_heads, config.num_kv_heads))
+    weight = collectives.matrix(w["qkv"], numerics=numerics, placement=placement)
+    return ops.project(
+        ops.dot(normed, weight, numerics=numerics),
+        angles[0],
+        angles[1],
+        {name: w[key] for name, key in names if key in w},
+        heads=kernels.Heads(heads, kv_heads, config.head_dim),
+        eps=config.rms_norm_eps,
+        numerics=numerics,
+    )
+
+
+def _absorbed(normed, w, angles, execution: Execution):
+    """Latent attention's scaled queries [N, H, D] and the key that all heads share, [N, 1, D]."""
+    config, numerics, placement = execution.config, execution.numerics, execution.placement
+    sizes = config.latent
+    assert sizes is not None
+    ops = collectives.family(numerics, placement)
+    norm = partial(ops.norm, eps=latent.NORM_EPS, numerics=numerics)
+
+    def product(x, name):
+        weight = collectives.matrix(w[name], numerics=numerics, placement=placement)
+        return ops.dot(x, weight, numerics=numerics)
+
+    if sizes.q_lora_rank:
+        state = _rounded(product(normed, "q_down"), execution)
+        query = product(norm(state, w["q_down_norm"]), "q_up")
+    else:
+        query = product(normed, "q")
+    scale = latent.scale(sizes, config.rope)
+    query = query.reshape(-1, config.num_heads, sizes.qk_head_dim)
+    state = product(normed, "kv_down")
+    plain, turned, state, key = _parted(query, state, angles, scale, execution)
+    up = collectives.stack(w["k_up"], placement)
+    query = ops.dots(plain.transpose(1, 0, 2), up, numerics=numerics)
+    query = _rounded(query.transpose(1, 0, 2), execution, scale)
+    state = norm(state, w["kv_norm"])
+    return jnp.concatenate([query, turned], axis=-1), jnp.concatenate(
+        [state[:, None, :], key], axis=-1
+    )
+
+
+def _parted(query, state, angles, scale: float, execution: Execution):
+    """Queries f32[N, H, D] and states f32[N, D] in their parts, rotated, rounded to compute.
+
+    A head's query without rotation, its scaled rotated part, the compressed state before its norm,
+    and the rotated key [N, 1, D].
+    """
+    sizes, dtype = execution.config.latent, execution.numerics.dtype
+    assert sizes is not None
+
+    def formula(query, state, cos, sin, maths):
+        plain, turned = jnp.split(query, [sizes.qk_nope_head_dim], axis=-1)
+        state, key = jnp.split(state, [sizes.kv_lora_rank], axis=-1)
+        turned, key = (
+            formulas.rotate(_halves(x, sizes.rope_interleave), cos, sin, maths=maths)
+            for x in (turned, key[:, None, :])
+        )
+        return tuple(strict.rounded(x, dtype) for x in (plain, turned * scale, state, key))
+
+    return elementwise(formula, execution.numerics)(query, state, *angles)
+
+
+def _halves(x: jax.Array, interleaved: bool) -> jax.Array:
+    """[..., D] whose pairs to rotate are (i, i + D / 2), of neighbours if `interleaved`."""
+    if not interleaved:
+        return x
+    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+
+
+def _rounded(x: jax.Array, execution: Execution, scale: float | None = None) -> jax.Array:
+    """float32, multiplied by `scale` if there is one, in the compute dtype."""
+    dtype = execution.numerics.dtype
+
+    def formula(x, maths):
+        del maths
+        return strict.rounded(x if scale is None else x * scale, dtype)
+
+    return elementwise(formula, execution.numerics)(x)
+
+
+def _values_of_heads(mixed, w, execution: Execution):
+    """What heads make of their mixtures [N, H, E] of compressed states, side by side."""
+    numerics, placement = execution.numerics, execution.placement
+    up = collectives.stack(w["v_up"], placement)
+    values = kernels.family(numerics).dots(mixed.transpose(1, 0, 2), up, numerics=numerics)
+    return _rounded(values.transpose(1, 0, 2).reshape(mixed.shape[0], -1), execution)
+
+
+def _attend(query, key, value, positions, cache, window, execution: Execution, shape):
+    """Lays out heads, writes the cache if there is one, and attends.
+
+    Rows in, [N, heads, D] each, and [N, heads, E] out. Without a `value` it is the first E numbers
+    of the key, as it is read back from the cache.
+    """
+    config, numerics = execution.config, execution.numerics
+    batch, length = shape
+    attention = config.attention
+    kv_heads = query.shape[1] // (config.num_heads // attention.key_heads)
+    group = query.shape[1] // kv_heads
+    query = query.reshape(batch, length, kv_heads, group, attention.key_dim)
+    query = query.transpose(0, 2, 1, 3, 4)
+    query = query.reshape(batch, kv_heads, length * group, attention.key_dim)
+    key = key.reshape(batch, length, kv_heads, attention.key_dim)
+    if value is None:
+        key = kernels.cached(key, numerics=numerics)
+        value = key[..., : attention.value_dim]
+    else:
+        value = value.reshape(batch, length, kv_heads, attention.value_dim)
+        key, value = (kernels.cached(x, numerics=numerics) for x in (key, value))
+    if cache is None:
+        new = LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
+    else:
+        write = partial(kernels.written, numerics=numerics, pages=cache.pages)
+        new = LayerCache(
+            key=write(cache.key, key, positions, axis=3),
+            value=write(cache.value, value, positions, axis=2),
+            pages=cache.pages,
+        )
+    out = kernels.attention(
+        query,
+        new.key,
+        new.value,
+        jnp.repeat(positions, group, axis=1),
+        window=window,
+        pages=new.pages,
+        numerics=numerics,
+        aligned=cache is None,
+    )
+    out = strict.rounded(out, numerics.dtype)
+    out = out.reshape(batch, kv_heads, length, group, attention.value_dim)
+    return out.transpose(0, 2, 1, 3, 4).reshape(batch * length, kv_heads * group, -1), new
