@@ -143,10 +143,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.model_type not in ARCHITECTURES:
-            raise InputError(
-                f"model_type {self.model_type!r} is not supported"
-                f"{did_you_mean(str(self.model_type), ARCHITECTURES)}"
-            )
+            nearest = did_you_mean(str(self.model_type), ARCHITECTURES)
+            raise InputError(f"model_type {self.model_type!r} is not supported{nearest}")
         _check_sizes(self)
         _check_scalars(self)
         _check_family(self)
@@ -310,7 +308,7 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
     of_latent = latent.read(values)
     if of_latent:
         head_dim = of_latent.qk_rope_head_dim
-    special = _SPECIAL_TOKENS.get(family, {})
+    special = _SPECIAL_TOKENS.get(family) or {}
     return ModelConfig(
         model_type=family,
         **sizes,
@@ -368,9 +366,8 @@ def to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     family = _required(values, "model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
-        raise InputError(
-            f"model_type {family!r} is not supported{did_you_mean(str(family), ARCHITECTURES)}"
-        )
+        nearest = did_you_mean(str(family), ARCHITECTURES)
+        raise InputError(f"model_type {family!r} is not supported{nearest}")
     architectures = values.get("architectures") or [ARCHITECTURES[family]]
     if architectures != [ARCHITECTURES[family]]:
         raise InputError(
@@ -413,6 +410,5 @@ def _quotient(hidden_size: Any, heads: Any) -> Any:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    several = value if isinstance(value, (list, tuple)) else (value,)
+    return () if value is None else tuple(several)

@@ -364,7 +364,7 @@ def tree(config: ModelConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]:
     return made
 
 
-def with_buffers(new: Params, old: Params) -> Params:
+def with_buffers(new: Any, old: Params) -> Params:
     """`new` parameters, but for the buffers, which are not trained: those of `old`.
 
     A zero gradient would not keep them: an optimiser's weight decay moves them all the same.
