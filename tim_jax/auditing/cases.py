@@ -12,6 +12,7 @@ from tim_jax.errors import InputError
 from tim_jax.model import parameters
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Sampling
+from tim_jax.model.latent import LatentConfig
 from tim_jax.model.parameters import init_params
 from tim_jax.model.rope import RopeConfig
 from tim_jax.model.weights import Kind, Params, tree
@@ -246,6 +247,34 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             moe_intermediate_size=28,
             norm_topk_prob=True,
         ),
+        # latent attention of odd sizes; a dense layer, then 9 experts in 3 groups, and 2 for all
+        "mla-awkward": ModelConfig(
+            model_type="deepseek_v3",
+            vocab_size=101,
+            hidden_size=52,
+            num_layers=3,
+            num_heads=5,
+            num_kv_heads=5,
+            head_dim=6,
+            intermediate_size=76,
+            max_positions=512,
+            num_experts=9,
+            num_experts_per_tok=3,
+            moe_intermediate_size=28,
+            norm_topk_prob=True,
+            num_shared_experts=2,
+            first_dense_layers=1,
+            router_groups=3,
+            router_groups_per_tok=2,
+            routed_scaling_factor=2.5,
+            latent=LatentConfig(
+                kv_lora_rank=22,
+                qk_nope_head_dim=10,
+                qk_rope_head_dim=6,
+                v_head_dim=14,
+                q_lora_rank=18,
+            ),
+        ),
         # a window of 13 tokens, less than any block of keys, in the first layer and the last
         "windowed-awkward": ModelConfig(
             model_type="qwen3",
@@ -292,7 +321,7 @@ def random_params(config: ModelConfig, seed: int) -> Params:
         noise = np.float32(0.2) * rng.standard_normal(leaf.shape, np.float32)
         if kind == "norm":
             return leaf + noise
-        return noise if kind == "bias" else leaf * widening
+        return noise if kind in ("bias", "buffer") else leaf * widening
 
     kinds = tree(config, lambda weight: weight.kind)
     return jax.tree.map(stirred, kinds, init_params(config, seed))

@@ -1,4 +1,4 @@
-"""Parameters: random initial values, and checks that they fit their model and placement."""
+"""Parameters: random initial values, which are not trained, and checks that they fit."""
 
 import math
 import zlib
@@ -68,6 +68,25 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     if pad is not None and 0 <= pad < config.vocab_size:
         params["embed"][pad] = 0
     return params
+
+
+def with_buffers(new: Any, old: Params) -> Params:
+    """`new` parameters, but for the buffers, which are not trained: those of `old`.
+
+    A zero gradient would not keep them: an optimiser's weight decay moves them all the same.
+    """
+
+    buffers = {weight.name for weight in weights.TABLE if weight.kind == "buffer"}
+
+    def kept(new: Any, old: Any) -> Any:
+        if not isinstance(new, dict):
+            return new
+        return {
+            name: old[name] if name in buffers else kept(leaf, old[name])
+            for name, leaf in new.items()
+        }
+
+    return kept(new, old)
 
 
 def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None:

@@ -230,7 +230,6 @@ TABLE = (
     ),
 )
 NAMED = {weight.name: weight for weight in TABLE}
-BUFFERS = {weight.name for weight in TABLE if weight.kind == "buffer"}
 
 
 @dataclass(frozen=True)
@@ -362,23 +361,6 @@ def tree(config: ModelConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]:
         beside = made.setdefault(weight.stack, {}) if weight.layered else made
         beside[weight.name] = leaf(weight)
     return made
-
-
-def with_buffers(new: Any, old: Params) -> Params:
-    """`new` parameters, but for the buffers, which are not trained: those of `old`.
-
-    A zero gradient would not keep them: an optimiser's weight decay moves them all the same.
-    """
-
-    def kept(new: Any, old: Any) -> Any:
-        if not isinstance(new, dict):
-            return new
-        return {
-            name: old[name] if name in BUFFERS else kept(leaf, old[name])
-            for name, leaf in new.items()
-        }
-
-    return kept(new, old)
 
 
 def parameter_shapes(config: ModelConfig) -> Params:

@@ -19,7 +19,8 @@ from tim_jax.corrections import Correction
 from tim_jax.errors import InputError
 from tim_jax.model import adapters as low_rank
 from tim_jax.model.adapters import Adapters
-from tim_jax.model.weights import Params, Weights, with_buffers
+from tim_jax.model.parameters import with_buffers
+from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics import masked
 from tim_jax.numerics.sums import compensated_sum, count, tree_sum
 from tim_jax.policy.scoring import Scores

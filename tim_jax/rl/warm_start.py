@@ -11,7 +11,7 @@ import optax
 
 from tim_jax.errors import InputError
 from tim_jax.model.execution import Execution, jit
-from tim_jax.model.weights import with_buffers
+from tim_jax.model.parameters import with_buffers
 from tim_jax.policy import scoring
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks.base import Example
