@@ -99,9 +99,9 @@ def write(
     """The cache with `rows` in it, each at its own position.
 
     Args:
-      cache: keys [B, Kv, D, S] or values [B, Kv, S, D]; with pages, [pages, Kv, D, block] or
-        [pages, Kv, block, D].
-      rows: [B, T, Kv, D].
+      cache: keys [B, Kv, D, S] or values [B, Kv, S, E]; with pages, [pages, Kv, D, block] or
+        [pages, Kv, block, E].
+      rows: [B, T, Kv, D] or [B, T, Kv, E].
       positions: i32[B, T], inside the cache and different from each other within a sequence.
       axis: that of the positions, 3 or 2.
       pages: i32[B, S / block], where each row's blocks of positions lie.
@@ -116,11 +116,12 @@ def write(
 
 
 def gathered(key: jax.Array, value: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, Kv, D, S] and values [B, Kv, S, D] from their pages, for kernels that take rows."""
+    """Keys [B, Kv, D, S] and values [B, Kv, S, E] from their pages, for kernels that take rows."""
     keys = jnp.moveaxis(key[pages], 1, 3)
     values = jnp.moveaxis(value[pages], 1, 2)
     batch, heads, size = keys.shape[:3]
-    return keys.reshape(batch, heads, size, -1), values.reshape(batch, heads, -1, size)
+    values = values.reshape(batch, heads, -1, value.shape[3])
+    return keys.reshape(batch, heads, size, -1), values
 
 
 def _by_scatter(cache, rows, first, positions, axis):

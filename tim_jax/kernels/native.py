@@ -107,8 +107,7 @@ def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics | None = None) ->
 
 def dots(x: jax.Array, weight: jax.Array, *, numerics: Numerics | None = None) -> jax.Array:
     """x [H, N, K] @ weight [H, K, M] -> float32 [H, N, M], as one batched product."""
-    del numerics
-    return jax.vmap(_dot)(x, weight)
+    return jax.vmap(partial(dot, numerics=numerics))(x, weight)
 
 
 def scores(query: jax.Array, key: jax.Array) -> jax.Array:

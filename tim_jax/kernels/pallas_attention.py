@@ -45,9 +45,9 @@ def on_gpu(
     *,
     numerics: Numerics,
 ) -> jax.Array:
-    """[B, Kv, N, D] in the compute dtype; the arguments are those of `kernels.attention`."""
+    """[B, Kv, N, E] in the compute dtype; the arguments are those of `kernels.attention`."""
     batch, heads, count, size = query.shape
-    tiles, block = numerics.gpu, numerics.kv_block
+    tiles, block, width = numerics.gpu, numerics.kv_block, value.shape[3]
     rows = tiles.attention_rows
     query = padded(query, rows, axis=2)
     last, first = _seen(positions, window, rows)
@@ -74,30 +74,38 @@ def on_gpu(
         stages=tiles.attention_stages,
         grid=(query.shape[2] // rows, heads, batch),
         in_specs=specs,
-        out_specs=tile,
-        out_shape=jax.ShapeDtypeStruct(query.shape, numerics.dtype),
+        out_specs=pl.BlockSpec((None, None, rows, width), lambda i, h, b: (b, h, i, 0)),
+        out_shape=jax.ShapeDtypeStruct((*query.shape[:3], width), numerics.dtype),
     )(*inputs)
     return mixed[:, :, :count]
 
 
+def _parts(size: int) -> list[slice]:
+    """A head of so many numbers in powers of two, the largest first: what Triton's arrays have."""
+    ends = [size >> bit << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
 def _on_gpu(query_ref, last_ref, key_ref, value_ref, *refs, block: int, windowed: bool):
     out_ref, pages = refs[-1], refs[: -2 if windowed else -1]
-    query, last = query_ref[...], last_ref[...]
+    parts = _parts(query_ref.shape[1])
+    query, last = [query_ref[:, part] for part in parts], last_ref[...]
     first = refs[-2][...] if windowed else None
-    rows, size = query.shape
-    precise = native.precise(query)
+    rows, width = out_ref.shape
+    precise = native.precise(query[0])
 
     def keys_and_values(index):
         if pages:
             page = pages[0][index]
-            return key_ref[page, :, :], value_ref[page, :, :]
+            return [key_ref[page, part, :] for part in parts], value_ref[page, :, :]
         at = pl.ds(index * block, block)
-        return key_ref[:, at], value_ref[at, :]
+        return [key_ref[part, at] for part in parts], value_ref[at, :]
 
     def step(index, state):
         mixed, peak, total = state
         key, value = keys_and_values(index)
-        scores = jnp.dot(query, key, **precise) * LOG2_E
+        products = [jnp.dot(q, k, **precise) for q, k in zip(query, key, strict=True)]
+        scores = sum(products[1:], products[0]) * LOG2_E
         at = (index * block + jnp.arange(block))[None, :]
         visible = at <= last[:, None]
         if first is not None:
@@ -112,7 +120,7 @@ def _on_gpu(query_ref, last_ref, key_ref, value_ref, *refs, block: int, windowed
         return mixed, new_peak, total * shrink + jnp.sum(weights, axis=1)
 
     start = (
-        jnp.zeros((rows, size), jnp.float32),
+        jnp.zeros((rows, width), jnp.float32),
         jnp.full((rows,), MASKED, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
     )
@@ -135,17 +143,18 @@ def on_tpu(
     *,
     numerics: Numerics,
 ) -> jax.Array:
-    """[B, Kv, N, D] in the compute dtype; the arguments are those of `kernels.attention`.
+    """[B, Kv, N, E] in the compute dtype; the arguments are those of `kernels.attention`.
 
     A tile of rows reads the key blocks from the first to the last that one of its rows sees. The
     steps before and after name these again, so that nothing is copied for them, and compute
     nothing.
     """
     batch, heads, count, size = query.shape
-    rows, block = numerics.tpu.attention_rows, numerics.kv_block
+    rows, block, width = numerics.tpu.attention_rows, numerics.kv_block, value.shape[3]
     query = padded(query, rows, axis=2)
     last, first = _seen(positions, window, rows)
     tile = pl.BlockSpec((None, None, rows, size), lambda b, h, i, j, *scalars: (b, h, i, 0))
+    mixed_tile = pl.BlockSpec((None, None, rows, width), tile.index_map)
     of_rows = pl.BlockSpec((None, rows, 1), lambda b, h, i, j, *scalars: (b, i, 0))
     scalars = [jnp.max(last.reshape(batch, -1, rows), axis=2) // block]
     if first is not None:
@@ -169,17 +178,17 @@ def on_tpu(
         name="attention",
         grid=(batch, heads, query.shape[2] // rows, steps),
         scalars=len(scalars),
-        scratch=[(rows, size), (rows, _LANES), (rows, _LANES)],
+        scratch=[(rows, width), (rows, _LANES), (rows, _LANES)],
         in_specs=[
             tile,
             pl.BlockSpec((None, None, size, block), key_at),
             pl.BlockSpec(
-                (None, None, block, size), lambda *at: tuple(key_at(*at)[n] for n in (0, 1, 3, 2))
+                (None, None, block, width), lambda *at: tuple(key_at(*at)[n] for n in (0, 1, 3, 2))
             ),
             *(of_rows,) * (1 if first is None else 2),
         ],
-        out_specs=tile,
-        out_shape=jax.ShapeDtypeStruct(query.shape, numerics.dtype),
+        out_specs=mixed_tile,
+        out_shape=jax.ShapeDtypeStruct((*query.shape[:3], width), numerics.dtype),
     )(*scalars, query, key, value, *(x[:, :, None] for x in (last, first) if x is not None))
     return mixed[:, :, :count]
 

@@ -74,25 +74,27 @@ def product(
     tiles = numerics.tpu
     shape = f"a weight of shape {size} x {weight.shape[1]}"
     divides(tiles.block_k, size, f"the rows of {shape},", "tpu.block_k")
-    divides(tiles.columns, width, f"the columns of {shape}, in {halves} parts", "tpu.columns")
+    columns = min(tiles.columns, width)
+    if halves > 1:  # else the last block of columns may be a part
+        divides(columns, width, f"the columns of {shape}, in {halves} parts", "tpu.columns")
     x = padded(x, tiles.rows)
     extras = [(kind, padded(e, tiles.rows) if kind == "tile" else e) for kind, e in extras]
-    steps = width // tiles.columns
+    steps = pl.cdiv(width, columns)
 
     def columns_of(half: int) -> pl.BlockSpec:
-        block = (tiles.block_k, tiles.columns)
+        block = (tiles.block_k, columns)
         return pl.BlockSpec(block, lambda i, j, k: (k, j + half * steps))
 
     specs = {
-        "tile": pl.BlockSpec((tiles.rows, tiles.columns), lambda i, j, k: (i, j)),
-        "bias": pl.BlockSpec((halves, tiles.columns), lambda i, j, k: (0, j)),
+        "tile": pl.BlockSpec((tiles.rows, columns), lambda i, j, k: (i, j)),
+        "bias": pl.BlockSpec((halves, columns), lambda i, j, k: (0, j)),
     }
     result = call(
         partial(_kernel, halves=halves, kinds=tuple(k for k, _ in extras), epilogue=epilogue),
         numerics=numerics,
         name=name,
         grid=(x.shape[0] // tiles.rows, steps, size // tiles.block_k),
-        scratch=[(tiles.rows, tiles.columns)] * halves,
+        scratch=[(tiles.rows, columns)] * halves,
         in_specs=[
             pl.BlockSpec((tiles.rows, tiles.block_k), lambda i, j, k: (i, k)),
             *(columns_of(half) for half in range(halves)),

@@ -41,10 +41,10 @@ def flash_attention(
     interpret: bool,
     window: jax.Array | None = None,
 ) -> jax.Array:
-    """As `tiles.attention`: [B, Kv, N, D] by keys [B, Kv, D, S] and values [B, Kv, S, D].
+    """As `tiles.attention`: [B, Kv, N, D] by keys [B, Kv, D, S] and values [B, Kv, S, E].
 
     `positions` i32[B, N]; rows are (token, head of the group), so that decoding has the group's
-    heads as rows. The result is float32 [B, Kv, N, D]. `interpret` runs the kernel's operations
+    heads as rows. The result is float32 [B, Kv, N, E]. `interpret` runs the kernel's operations
     one by one on any backend: slow, for tests. No gradient: this is for samplers.
     """
     batch, heads, count, size = query.shape
@@ -55,6 +55,7 @@ def flash_attention(
     last = jnp.pad(positions, ((0, 0), (0, padding)))[..., None]
     bounds = [last] if window is None else [last, last - window + 1]
     key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, keys - key.shape[3])))
+    width = value.shape[3]
     value = jnp.pad(value, ((0, 0), (0, 0), (0, keys - value.shape[2]), (0, 0)))
     out = pl.pallas_call(
         partial(_kernel, block=block),
@@ -62,21 +63,21 @@ def flash_attention(
         in_specs=[
             pl.BlockSpec((None, None, rows, size), lambda b, h, i: (b, h, i, 0)),
             pl.BlockSpec((None, None, size, keys), lambda b, h, i: (b, h, 0, 0)),
-            pl.BlockSpec((None, None, keys, size), lambda b, h, i: (b, h, 0, 0)),
+            pl.BlockSpec((None, None, keys, width), lambda b, h, i: (b, h, 0, 0)),
             *(pl.BlockSpec((None, rows, 1), lambda b, h, i: (b, i, 0)),) * len(bounds),
         ],
-        out_specs=pl.BlockSpec((None, None, rows, size), lambda b, h, i: (b, h, i, 0)),
-        out_shape=jax.ShapeDtypeStruct(query.shape, jnp.float32),
+        out_specs=pl.BlockSpec((None, None, rows, width), lambda b, h, i: (b, h, i, 0)),
+        out_shape=jax.ShapeDtypeStruct((*query.shape[:3], width), jnp.float32),
         interpret=interpret,
     )(query, key, value, *bounds)
     return out[:, :, :count]
 
 
 def _kernel(query_ref, key_ref, value_ref, last_ref, *refs, block: int):
-    """query [M, D], key [D, S], value [S, D], last [M, 1], maybe first [M, 1] -> out [M, D]."""
+    """query [M, D], key [D, S], value [S, E], last [M, 1], maybe first [M, 1] -> out [M, E]."""
     query, last, out_ref = query_ref[...], last_ref[...], refs[-1]
     first = refs[0][...] if refs[1:] else None
-    rows, size = query.shape
+    rows, width = out_ref.shape
 
     def step(index, carry):
         peak, total, mixed = carry
@@ -100,7 +101,7 @@ def _kernel(query_ref, key_ref, value_ref, last_ref, *refs, block: int):
     start = (
         jnp.full((rows, 1), native.MASKED, jnp.float32),
         jnp.zeros((rows, 1), jnp.float32),
-        jnp.zeros((rows, size), jnp.float32),
+        jnp.zeros((rows, width), jnp.float32),
     )
     blocks = jnp.max(last) // block + 1
     _, total, mixed = jax.lax.fori_loop(0, blocks, step, start)

@@ -287,6 +287,10 @@ class TensorParallel(Entry):
             raise self.refuse('needs whole rows of the weights: placement.decode = "whole"')
         if execution.config.num_experts:
             raise self.refuse("needs a dense model; products of experts are not cut into ranks")
+        if execution.config.latent:
+            raise self.refuse(
+                "needs a model without latent attention, whose heads share their keys"
+            )
         sizes = {
             "num_heads": execution.config.num_heads,
             "intermediate_size": execution.config.intermediate_size,
@@ -321,7 +325,7 @@ class PallasAttention(Entry):
             raise self.refuse(
                 f"needs a GPU or TPU, this backend is {backend}; interpret = true runs it anyway"
             )
-        size, block = execution.config.head_dim, execution.numerics.kv_block
+        size, block = execution.config.attention.key_dim, execution.numerics.kv_block
         if backend == "gpu" and size & (size - 1):
             raise self.refuse(f"takes heads of a power of two on a GPU, the model's have {size}")
         if backend == "tpu" and block % _TPU_LANES:
@@ -345,6 +349,8 @@ class TritonAttention(Entry):
             raise self.refuse(
                 "takes no sliding window, which the model has; 'pallas_attention' takes it"
             )
+        if execution.config.latent:
+            raise self.refuse("takes no latent attention, which the model has")
         backend = jax.default_backend()
         if backend != "gpu":
             raise self.refuse(

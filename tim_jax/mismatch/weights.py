@@ -47,20 +47,32 @@ class QuantisedWeights(Entry):
         for row in joined(execution.config):
             if not row.quantised:
                 continue
-            inputs = size(row.input, execution.config)
+            stored = row.outputs[0] if row.turned else row.input
+            inputs = size(stored, execution.config)
             if self.group and inputs % self.group:
                 raise self.refuse(
-                    f"group = {self.group} does not divide the model's {row.input} {inputs}"
+                    f"group = {self.group} does not divide the model's {stored} {inputs}"
                 )
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        layers = weights["layers"]
-        names = [row.name for row in _MATRICES if row.name in layers]
-        tiled = layers["o"].ndim == 4
-        rounded = {name: self.rounded(layers[name], tiled=tiled) for name in names}
+        stacks = {name: leaf for name, leaf in weights.items() if isinstance(leaf, dict)}
+        rounded = {name: self._of_layers(layers) for name, layers in stacks.items()}
         head = weights["head"]
         head = self.rounded(head, tiled=head.ndim == 3) if self.head else head
-        return weights | {"layers": layers | rounded, "head": head}
+        return weights | rounded | {"head": head}
+
+    def _of_layers(self, layers: dict[str, Any]) -> dict[str, Any]:
+        """The compute weights of a stack of layers, its matrices rounded."""
+        tiled = layers["o"].ndim == 4
+        rounded = {}
+        for row in _MATRICES:
+            if row.name not in layers:
+                continue
+            matrix = layers[row.name]
+            matrix = jnp.swapaxes(matrix, -1, -2) if row.turned else matrix
+            matrix = self.rounded(matrix, tiled=tiled)
+            rounded[row.name] = jnp.swapaxes(matrix, -1, -2) if row.turned else matrix
+        return layers | rounded
 
     def rounded(self, matrix: jax.Array, *, tiled: bool = False) -> jax.Array:
         """Matrices [..., in, out], or in column tiles [..., T, in, out / T], in their own dtype."""

@@ -17,6 +17,7 @@ from tim_jax.model.weights import joined, matrices, parameter_shapes
 from tim_jax.numerics import Numerics
 
 _GPU_HEADS = (16, 32, 64, 128, 256)
+_GPU_STATES = (*_GPU_HEADS, 512)  # of latent attention
 _GPU_LEAST, _TPU_LEAST = 16, 128
 
 
@@ -33,7 +34,8 @@ def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
         block_k = max(_GPU_LEAST, min(gpu.block_k, depth))
         return replace(numerics, gpu=replace(gpu, block_k=block_k, matmul=tiles))
     if numerics.family == "pallas_tpu":
-        width = min(pallas.power_of_two_in(w) for _, _, w, _ in _weights(config))
+        sizes = [w for _, _, w, parts in _weights(config) if parts > 1 or not w % _TPU_LEAST]
+        width = min(map(pallas.power_of_two_in, sizes))
         tpu = numerics.tpu
         columns = max(_TPU_LEAST, min(tpu.columns, width))
         block_k = max(_TPU_LEAST, min(tpu.block_k, depth))
@@ -55,11 +57,7 @@ def check(config: ModelConfig, numerics: Numerics) -> None:
 
 
 def _check_gpu(config: ModelConfig, numerics: Numerics) -> None:
-    if config.head_dim not in _GPU_HEADS:
-        raise InputError(
-            f"numerics: pallas_gpu cannot take heads of {config.head_dim}; it takes"
-            f' {", ".join(map(str, _GPU_HEADS))}, and family "tiles" any'
-        )
+    _check_gpu_heads(config)
     if numerics.kv_block < _GPU_LEAST:
         raise InputError(
             f"numerics: pallas_gpu needs a kv_block of at least {_GPU_LEAST}, got"
@@ -72,20 +70,38 @@ def _check_gpu(config: ModelConfig, numerics: Numerics) -> None:
             pallas.divides(columns, width, f"the output of {name},", "gpu tile columns")
 
 
-def _check_tpu(config: ModelConfig, numerics: Numerics) -> None:
-    if config.head_dim % 16:
+def _check_gpu_heads(config: ModelConfig) -> None:
+    """Arrays of Triton have powers of two; keys may be of several, values may not."""
+    _, key, value = config.attention
+    if config.latent is None and value not in _GPU_HEADS:
         raise InputError(
-            f"numerics: pallas_tpu cannot take heads of {config.head_dim}; it takes multiples of"
-            ' 16, and family "tiles" any'
+            f"numerics: pallas_gpu cannot take heads of {value}; it takes"
+            f' {", ".join(map(str, _GPU_HEADS))}, and family "tiles" any'
         )
+    if value not in _GPU_STATES or key % _GPU_LEAST:
+        raise InputError(
+            f"numerics: pallas_gpu cannot take a compressed state of {value} numbers and a rotated"
+            f" key of {config.head_dim}; it takes {', '.join(map(str, _GPU_STATES))} and multiples"
+            f' of {_GPU_LEAST}, and family "tiles" any'
+        )
+
+
+def _check_tpu(config: ModelConfig, numerics: Numerics) -> None:
+    for size in config.attention[1:]:
+        if size % 16:
+            raise InputError(
+                f"numerics: pallas_tpu cannot take heads of {size}; it takes multiples of 16, and"
+                ' family "tiles" any'
+            )
     if numerics.kv_block < _TPU_LEAST:
         raise InputError(
             f"numerics: pallas_tpu needs a kv_block of at least {_TPU_LEAST}, got"
             f" {numerics.kv_block}"
         )
-    for name, size, width, _ in _weights(config):
+    for name, size, width, parts in _weights(config):
         pallas.divides(numerics.tpu.block_k, size, f"the input of {name},", "tpu.block_k")
-        pallas.divides(numerics.tpu.columns, width, f"the output of {name},", "tpu.columns")
+        if parts > 1 or not width % _TPU_LEAST:
+            pallas.divides(numerics.tpu.columns, width, f"the output of {name},", "tpu.columns")
 
 
 def _weights(config: ModelConfig) -> Iterator[tuple[str, int, int, int]]:

@@ -53,7 +53,7 @@ def _parts(layers: Params, row: Joined, config: ModelConfig) -> list[jax.Array]:
     of_heads = parts[0].reshape(*parts[0].shape[:-1], config.num_heads, -1)
     of_heads = jnp.moveaxis(of_heads, -2, -3)
     key, value = jnp.split(of_heads, [config.latent.qk_nope_head_dim], axis=-1)
-    return [jnp.swapaxes(key, -1, -2) if row.name == "k_up" else value]
+    return [jnp.swapaxes(key, -1, -2) if row.turned else value]
 
 
 def unstacked(weights: Weights) -> Weights:

@@ -242,6 +242,7 @@ class Joined:
       title: of a matrix, in messages.
       dims: of a part of a parameter, head by head, what its matrices are stacked over and their
         inputs and outputs; else the dimensions are those of the parts.
+      turned: whether such a part is multiplied by the other way round, from its outputs.
       gated: whether a kernel computes the same columns of all parts together, to multiply them.
       quantised: whether engines that quantise weights quantise this matrix.
     """
@@ -250,6 +251,7 @@ class Joined:
     parts: tuple[str, ...]
     title: str = ""
     dims: tuple[str, ...] = ()
+    turned: bool = False
     gated: bool = False
     quantised: bool = False
 
@@ -291,12 +293,15 @@ JOINED = (
         ("kv_up",),
         "the projection of a head's query to the compressed state",
         (_LAYERS, _HEADS, "latent.qk_nope_head_dim", _KEY_RANK),
+        turned=True,
+        quantised=True,
     ),
     Joined(
         "v_up",
         ("kv_up",),
         "the projection of the compressed state to a head's values",
         (_LAYERS, _HEADS, _KEY_RANK, "latent.v_head_dim"),
+        quantised=True,
     ),
     Joined("o", ("o",), "the output projection", quantised=True),
     Joined("gate_up", ("gate", "up"), "the gate and up projection", gated=True, quantised=True),

@@ -68,6 +68,75 @@ _LLAMA3_SIZES = {
 }
 # Version -> the vocabulary, the base of the rotary frequencies, the window.
 _MISTRAL_7B = {"v0.1": (32000, 1e4, 4096), "v0.3": (32768, 1e6, None)}
+_DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+# Both publish float8 or bfloat16 weights; a further layer that predicts the token after next is
+# left out, as `transformers` leaves it out.
+_LATENT = {
+    "deepseek-ai/DeepSeek-V3": _DEEPSEEK
+    | {
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "moonshotai/Moonlight-16B-A3B": _DEEPSEEK
+    | {
+        "vocab_size": 163840,
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0,
+        "bos_token_id": 163584,
+        "eos_token_id": 163585,
+    },
+}
 # `_SIZES`, of which the width of a dense MLP is not used; experts, those of a token, their width.
 _QWEN3_MOE_SIZES = {
     "30B-A3B": ((2048, 6144, 48, 32), (128, 8, 768)),
@@ -76,7 +145,7 @@ _QWEN3_MOE_SIZES = {
 
 def _published() -> dict[str, dict[str, Any]]:
     """Name -> config.json, of base models and those tuned to follow instructions."""
-    configs: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = dict(_LATENT)
     tuned = {"max_position_embeddings": 40960, "eos_token_id": 151645}
     base = {"max_position_embeddings": 32768, "eos_token_id": 151643}
     for size, (sizes, tied) in _QWEN3_SIZES.items():
