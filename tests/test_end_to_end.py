@@ -55,7 +55,27 @@ MODELS = {
         },
         TEMPLATE,
     ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        {
+            "num_key_value_heads": 3,
+            "q_lora_rank": 10,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 12,
+            "first_k_dense_replace": 1,
+        },
+        TEMPLATE,
+    ),
 }
+MIXTURES = ("qwen3_moe", "deepseek_v3")
 
 
 def make_checkpoint(folder, name):
@@ -168,7 +188,7 @@ def test_a_checkpoint_of_transformers_learns_gsm8k_and_goes_back(
     data = make_gsm8k(tmp_path / "train.jsonl")
     run = tmp_path / "run"
     config = make_config(tmp_path / "job.toml", model=source, data=data, folder=run)
-    mixture = name == "qwen3_moe"
+    mixture = name in MIXTURES
     if mixture:
         text = config.read_text().replace("[learner]", '[learner]\nrouting = "replayed"')
         config.write_text(text.replace("kl_coeff", "balance_coefficient = 0.01\nkl_coeff"))

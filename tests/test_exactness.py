@@ -137,15 +137,16 @@ def test_the_log_probs_of_an_update_are_those_of_the_rollout(numerics, micro_bat
 
 # --- many tokens of a mixture of experts -----------------------------------------------------
 
-MIXTURE = PRESETS["qwen3-moe-awkward"]
+MIXTURES = {name: PRESETS[name] for name in ("qwen3-moe-awkward", "mla-awkward")}
 LONG, LONGEST_PROMPT = 60, 16
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", EXACT)
-def test_fifty_thousand_tokens_of_a_mixture_of_experts(dtype):
+@pytest.mark.parametrize("name", MIXTURES)
+def test_fifty_thousand_tokens_of_a_mixture_of_experts(name, dtype):
     """Drawn prompts, weights and orders: samplers of two batches, learners of two shapes."""
-    execution = Execution(MIXTURE, EXACT[dtype], Sampling(LONG, temperature=0.9))
+    execution = Execution(MIXTURES[name], EXACT[dtype], Sampling(LONG, temperature=0.9))
     prepare, rng = jax.jit(execution.prepare), np.random.default_rng(0)
     draw = jax.jit(
         partial(sampler.sample, execution=execution), static_argnames=("samples", "batching")
@@ -161,7 +162,7 @@ def test_fifty_thousand_tokens_of_a_mixture_of_experts(dtype):
 
     compared = unequal = 0
     for seed in range(27):
-        weights = prepare(jax.tree.map(jnp.asarray, random_params(MIXTURE, seed)))
+        weights = prepare(jax.tree.map(jnp.asarray, random_params(MIXTURES[name], seed)))
         prompts = Prompts(
             tokens=jnp.asarray(rng.integers(0, 101, (8, LONGEST_PROMPT)), jnp.int32),
             lengths=jnp.asarray(rng.integers(1, LONGEST_PROMPT + 1, 8), jnp.int32),

@@ -400,6 +400,29 @@ def test_rotary_buffers_are_ignored(tiny):
     jax.tree.map(np.testing.assert_array_equal, hf.load_params(tiny, TINY), before)
 
 
+def test_the_layer_that_predicts_the_token_after_next_is_passed_by(tmp_path):
+    """As DeepSeek publishes one; without its own projection it would be a layer too many."""
+    make_model("deepseek_v3").save_pretrained(tmp_path)
+    config = hf.load_config(tmp_path)
+    before = hf.load_params(tmp_path, config)
+    layer = {
+        f"model.layers.3.{name}.weight": np.ones(4, np.float32) for name in ("enorm", "eh_proj")
+    }
+    _edit(tmp_path, lambda tensors: tensors | layer)
+    jax.tree.map(np.testing.assert_array_equal, hf.load_params(tmp_path, config), before)
+    _edit(tmp_path, lambda tensors: {k: v for k, v in tensors.items() if "eh_proj" not in k})
+    with pytest.raises(InputError, match=r"layers.3.enorm.weight' is not one of"):
+        hf.load_params(tmp_path, config)
+
+
+def test_a_missing_expert_of_a_model_with_latent_attention_is_named(tmp_path):
+    make_model("deepseek_v3").save_pretrained(tmp_path)
+    config, lost = hf.load_config(tmp_path), "model.layers.2.mlp.experts.4.up_proj.weight"
+    _edit(tmp_path, lambda tensors: {k: v for k, v in tensors.items() if k != lost})
+    with pytest.raises(InputError, match=lost):
+        hf.load_params(tmp_path, config)
+
+
 def test_a_tied_model_may_store_its_head_only_if_it_equals_the_embedding(tmp_path):
     config = hf.from_hf(hf.to_hf(TINY) | {"tie_word_embeddings": True})
     folder = hf.save(tmp_path / "m", init_params(config, 0), config)

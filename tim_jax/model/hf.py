@@ -45,6 +45,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 _HEAD = NAMED["head"].tensor
+_JOINS = "eh_proj.weight"  # which only a layer that predicts further tokens has
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -281,6 +282,8 @@ def _value(file: Any, name: str, tensor: Stored) -> np.ndarray:
 
 def _check_stored(stored: dict[str, Stored], config: ModelConfig, folder: Path) -> None:
     expected = set()
+    # DeepSeek's layer after the last predicts the token after next; `transformers` too passes it by
+    further = f"model.layers.{config.num_layers}.{_JOINS}"
     for name, shape in _stored_shapes(config):  # one by one: a config may name a billion layers
         expected.add(name)
         if name not in stored:
@@ -295,6 +298,8 @@ def _check_stored(stored: dict[str, Stored], config: ModelConfig, folder: Path) 
     for name, tensor in stored.items():
         if name.endswith("rotary_emb.inv_freq"):
             continue  # a buffer that old checkpoints carry; it follows from config.json
+        if further in stored and name.startswith(further.removesuffix(_JOINS)):
+            continue
         if name not in expected and not (config.tied_embeddings and name == _HEAD):
             raise InputError(f"{tensor.path}: tensor {name!r} is not one of this architecture's")
         check_dtype(name, tensor)
