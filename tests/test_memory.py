@@ -15,7 +15,7 @@ from tim_jax import objectives, optimizers
 from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.jobs import checks
-from tim_jax.model.config import ModelConfig
+from tim_jax.model.config import ModelConfig, from_hf
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.lora import Lora
 from tim_jax.model.weights import parameter_shapes
@@ -57,9 +57,8 @@ def of_dtype(dtype: str, lora: Lora | None = None) -> workload.Workload:
 
 
 @cache
-def compiled_bytes(what: str, dtype: str, lora: Lora | None = None) -> int:
+def compiled_bytes(what: str, step: workload.Workload) -> int:
     """What the compiler says that a program of the step needs, and what of the run lies beside."""
-    step = of_dtype(dtype, lora)
     program = PROGRAMS[what](step, DEVICES)
     found = program.function.lower(*program.arguments).compile().memory_analysis()
     beside = workload.resident(step, DEVICES, "sampler" if what == "sampling" else "update")
@@ -68,7 +67,7 @@ def compiled_bytes(what: str, dtype: str, lora: Lora | None = None) -> int:
 
 def test_an_update_takes_at_most_22_bytes_a_parameter():
     """12 are masters and optimiser, 3 compute weights, 4 the gradient: nothing is held twice."""
-    assert compiled_bytes("update", "bfloat16") / PARAMETERS < 22
+    assert compiled_bytes("update", of_dtype("bfloat16")) / PARAMETERS < 22
 
 
 @pytest.mark.parametrize(
@@ -84,8 +83,39 @@ def test_an_update_takes_at_most_22_bytes_a_parameter():
 )
 def test_an_estimate_is_near_what_the_compiler_says(what, dtype, lora):
     """And rather below it: a run that would fit is not to be refused."""
-    (need,) = (one for one in budget.needs(of_dtype(dtype, lora), DEVICES) if one.stage == what)
-    assert 0.85 < need.total / compiled_bytes(what, dtype, lora) < 1.05
+    step = of_dtype(dtype, lora)
+    (need,) = (one for one in budget.needs(step, DEVICES) if one.stage == what)
+    assert 0.85 < need.total / compiled_bytes(what, step) < 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_an_estimate_holds_for_latent_attention_and_experts(what):
+    config = from_hf(
+        {
+            "model_type": "deepseek_v3",
+            "vocab_size": 16_384,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 256,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 192,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+        }
+    )
+    step = replace(STEP, execution=replace(STEP.execution, config=config))
+    (need,) = (one for one in budget.needs(step, DEVICES) if one.stage == what)
+    assert 0.85 < need.total / compiled_bytes(what, step) < 1.05
 
 
 # The guard

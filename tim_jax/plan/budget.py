@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from tim_jax.errors import InputError
+from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
 from tim_jax.placement import Devices
 from tim_jax.plan import workload as workloads
@@ -107,8 +108,8 @@ def _cache(workload: Workload) -> int:
     pages = workload.batching.pages
     whole = _slots(workload) * length if pages is None else pages * numerics.kv_block
     of_prompts = -(-workload.prompts // where.shards) * workload.prompt_length
-    heads = config.num_kv_heads // where.tensor
-    width = 2 * config.num_layers * heads * config.head_dim * numerics.dtype.itemsize
+    heads, key, value = config.attention
+    width = config.num_layers * (heads // where.tensor) * (key + value) * numerics.dtype.itemsize
     return (whole // where.shards + of_prompts) * width
 
 
@@ -131,7 +132,8 @@ def _gradient(workload: Workload, state: Any, weights: Any) -> tuple[int, int]:
     learnt = learnt if shares_gradient(execution) else weights
     # A micro-batch's gradient of the layers stands beside the sum, in the compute dtype.
     several = workload.micro_batch < workload.sequences // workload.mini_batches
-    layers = several * workloads.bytes_per_device(weights["layers"])
+    stacks = [weights[name] for name in execution.config.stacks]
+    layers = several * workloads.bytes_per_device(stacks)
     return 4 * _elements(learnt) + head * (4 + wide), layers
 
 
@@ -143,8 +145,8 @@ def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
     rows = max(1, workload.micro_batch // where.shards)
     length = workload.prompt_length + execution.sampling.max_response_length
     tokens, wide = rows * length, numerics.dtype.itemsize
-    query = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    layer = tokens * (4 * config.hidden_size + 2 * query + 3 * config.active_width)
+    layer = 4 * config.hidden_size + _of_attention(config) + 3 * config.active_width
+    layer *= tokens
     if config.num_experts:  # what each of a token's experts makes of it, float32
         layer += tokens * config.num_experts_per_tok * config.hidden_size * 4 // wide
     kept = tokens * config.hidden_size if workload.learning.remat else layer
@@ -154,6 +156,15 @@ def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
         "activations": (config.num_layers * kept * wide) // where.tensor,
         "a layer or the logits": max(int(_LOGITS * 4 * logits), layers + 4 * layer // where.tensor),
     }
+
+
+def _of_attention(config: ModelConfig) -> int:
+    """Numbers a token that a layer's attention makes: its projections, and what they become."""
+    heads, key, value = config.attention
+    if config.latent is None:
+        return 2 * (config.num_heads * key + heads * (key + value))
+    of_head = config.query_dim + key + value + config.value_dim
+    return config.num_heads * of_head + 2 * key + config.latent.q_lora_rank
 
 
 def _elements(tree: Any) -> int:

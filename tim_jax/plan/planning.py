@@ -262,7 +262,8 @@ def _weight_shapes(workload: Workload) -> frozenset[tuple[int, ...]]:
     """Shapes of the model's weights as its products and norms take them, tile by tile."""
     execution = workload.execution
     weights = jax.eval_shape(execution.prepare, workloads.parameter_shapes(execution.config))
-    layers = [leaf.shape[1:] for leaf in jax.tree.leaves(weights["layers"])]
+    stacks = [weights[name] for name in execution.config.stacks]
+    layers = [leaf.shape[1:] for leaf in jax.tree.leaves(stacks)]
     shapes = [*layers, weights["head"].shape, weights["final_norm"].shape]
     parts = [(1, *shape) if len(shape) == 1 else shape[-2:] for shape in shapes]
     return frozenset([*shapes, *parts])
@@ -277,8 +278,10 @@ PROGRAMS = {
 
 def _stage(workload: Workload, target: Target, name: str, layers: Layers, say: Say) -> Stage:
     """Compiles a program with all layers, or with two numbers of layers and extrapolates."""
-    all_layers = workload.execution.config.num_layers
-    line = None if layers is None or all_layers <= max(layers) else layers
+    config = workload.execution.config
+    all_layers, first = config.num_layers, config.first_dense_layers
+    line = None if layers is None else (layers[0] + first, layers[1] + first)  # all of the first
+    line = None if line is None or all_layers <= max(line) else line
     compiled = [
         _compiled(workload.with_layers(n), target, name, say) for n in line or (all_layers,)
     ]

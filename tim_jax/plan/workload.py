@@ -330,7 +330,7 @@ class _Laid:
         config = self.execution.config
         if self.execution.routing == "own":
             return None
-        shape = rows, length, config.num_layers, config.num_experts_per_tok
+        shape = rows, length, config.expert_layers, config.num_experts_per_tok
         return _shape(shape, route_dtype(config.num_experts))
 
 
