@@ -68,6 +68,16 @@ def operations(numerics: Numerics, rows: int = 70):
         ),
         "gated_dot": (lambda x, w: ops.gated_dot(x, w, None, **use), (x, weight)),
         "gated_dot, bias": (partial(ops.gated_dot, **use), (x, weight, shape((512,), f32))),
+        "grouped": (
+            partial(ops.grouped, **use),
+            (
+                shape((6, rows, 256), dtype),
+                shape((4, 256, 512), dtype),
+                shape((4, 256, 256), dtype),
+                shape((6,), jnp.int32),
+                shape((), jnp.int32),
+            ),
+        ),
         "norm": (partial(ops.norm, eps=1e-6, **use), (x, shape((256,), f32))),
         "project": (project, (y, angle, angle, extras)),
         "project, bare": (project, (y, angle, angle, {})),

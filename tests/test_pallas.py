@@ -146,12 +146,37 @@ def test_experts_are_products_of_tiles_of_the_family(family):
         near(found[:, index], exact, "float32", {"float32": 1e-5})
 
 
+@FAMILIES
+@DTYPES
+def test_grouped_products_have_the_bits_of_each_tile_alone(family, dtype):
+    """Experts with no tile, one and many, rows that fill up no block, and tiles that are not used,
+    whose rows nothing may read."""
+    numerics = with_dtype(family, dtype)
+    size, rows, width = (48, 21, 32) if family is GPU else (256, 21, 128)
+    x = normal(1, 6, rows, size).at[5].set(jnp.nan).astype(numerics.dtype)
+    gate_up = (normal(2, 4, size, 2 * width) * size**-0.5).astype(numerics.dtype)
+    down = (normal(3, 4, width, size) * width**-0.5).astype(numerics.dtype)
+    ops, run = kernels.family(numerics), jitted(numerics, "grouped")
+
+    @jax.jit
+    def alone(tile, gate_up, down):
+        hidden = ops.gated_dot(tile, gate_up, None, numerics=numerics)
+        return ops.dot(hidden, down, numerics=numerics)
+
+    for experts_, used in (([0, 2, 2, 2, 3, 3], 5), ([1] * 6, 5), ([3, 0, 0, 0, 0, 0], 1)):
+        found = run(x, gate_up, down, jnp.asarray(experts_), jnp.asarray(used))
+        assert (found.shape, found.dtype) == ((6, rows, size), jnp.float32)
+        for tile, expert in enumerate(experts_[:used]):
+            assert bits(found[tile]) == bits(alone(x[tile], gate_up[expert], down[expert]))
+
+
 @pytest.mark.parametrize("numerics", [GPU_EXACT_BF16, TPU_EXACT_BF16], ids=["gpu", "tpu"])
 def test_the_published_mixture_of_experts_has_kernels(numerics):
     config = from_hf(PUBLISHED["Qwen/Qwen3-30B-A3B"])
     numerics = fitting.fitted(config, replace(numerics, interpret=True))
     fitting.check(config, numerics)
-    assert {"dot", "gated_dot", "dot_add"} <= set(fitting.kernels_used(config, numerics))
+    names = {"dot", "dot_add", "grouped_dot", "grouped_gated_dot"}
+    assert names <= set(fitting.kernels_used(config, numerics))
     with pytest.raises(InputError, match="the output of the router, of 7"):
         fitting.check(replace(config, num_experts=7, num_experts_per_tok=3), numerics)
 

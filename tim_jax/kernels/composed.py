@@ -67,6 +67,23 @@ class Composed:
         gating = partial(gated, numerics=numerics)
         return self._in_both(gating)(self.dot(x, weight, numerics=numerics), *biases)
 
+    def grouped(self, x, gate_up, down, expert, used, *, numerics: Numerics):
+        def products(tile, expert):
+            own = _at(gate_up, expert), _at(down, expert)
+            tile, own_gate_up, own_down = self.fence((tile, *own))
+            hidden = self.gated_dot(tile, own_gate_up, None, numerics=numerics)
+            return self.fence(self.dot(hidden, own_down, numerics=numerics))
+
+        def step(tile, expert, used):
+            def nothing(tile, expert):
+                del expert
+                return jnp.zeros((*tile.shape[:-1], down.shape[-1]), jnp.float32)
+
+            return jax.lax.cond(used, products, nothing, tile, expert)
+
+        of_tiles = x, expert, jnp.arange(expert.size) < used
+        return jax.lax.map(lambda t: step(*t), self.fence(of_tiles))
+
     def project(self, y, cos, sin, optional, *, heads: Heads, eps: float, numerics: Numerics):
         shares = (heads.query, heads.key, heads.key)
         rms_norm = partial(formulas.rms_norm, eps=eps, lanes=numerics.order.lanes)
@@ -119,6 +136,10 @@ def gated(y: jax.Array, *bias: jax.Array, numerics: Numerics, maths: formulas.Ma
     y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
     gate, up = _parted(y, numerics.column_tiles, (1, 1))
     return strict.rounded(formulas.gated_silu(gate, up, maths=maths), numerics.dtype)
+
+
+def _at(weights: jax.Array, expert: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False)
 
 
 def _narrowed(numerics: Numerics):

@@ -272,21 +272,7 @@ def _forward(x, gate_up, down, experts, *, ops: Kernels, numerics: Numerics):
     laid = ops.fence(in_tiles(experts, count=count, rows=size))
     x, gate_up, down = ops.fence((x, gate_up, down))
     of_tiles = x[jnp.minimum(laid.pair, experts.size - 1) // chosen].reshape(-1, size, x.shape[1])
-
-    def products(tile, expert):
-        tile, own_gate_up, own_down = ops.fence((tile, _at(gate_up, expert), _at(down, expert)))
-        hidden = ops.gated_dot(tile, own_gate_up, None, numerics=numerics)
-        return ops.fence(ops.dot(hidden, own_down, numerics=numerics))
-
-    def step(tile, expert, used):
-        def nothing(tile, expert):
-            del expert
-            return jnp.zeros((*tile.shape[:-1], down.shape[-1]), jnp.float32)
-
-        return jax.lax.cond(used, products, nothing, tile, expert)
-
-    used = jnp.arange(laid.expert.size) < laid.used
-    made = jax.lax.map(lambda t: step(*t), ops.fence((of_tiles, laid.expert, used)))
+    made = ops.grouped(of_tiles, gate_up, down, laid.expert, laid.used, numerics=numerics)
     made = ops.fence(made).reshape(-1, down.shape[-1])
     return ops.fence(made[laid.place].reshape(rows, chosen, -1))
 

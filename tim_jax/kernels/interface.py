@@ -57,6 +57,24 @@ class Kernels(Protocol):
         """silu(gate) * up of x @ weight [K, 2 M] = (gate, up), rounded to compute [N, M]."""
         ...
 
+    def grouped(
+        self,
+        x: jax.Array,
+        gate_up: jax.Array,
+        down: jax.Array,
+        expert: jax.Array,
+        used: jax.Array,
+        *,
+        numerics: Numerics,
+    ) -> jax.Array:
+        """Tiles of rows, each through its expert: compute [T, R, d] -> float32 [T, R, d].
+
+        Of a tile they are the `gated_dot` with gate_up [E, d, 2 M] and of that the `dot` with down
+        [E, M, d], at index expert[t] of i32[T]. Tiles from `used` i32[] on are passed over, and
+        what is returned for them means nothing. Without a gradient.
+        """
+        ...
+
     def norm(self, x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
         """RMSNorm of x [N, d] with weight float32 [d], rounded to compute."""
         ...

@@ -88,6 +88,16 @@ def power_of_two_in(size: int) -> int:
     return size & -size
 
 
+def in_blocks(x: jax.Array, expert: jax.Array, used: jax.Array, rows: int):
+    """Tiles x [T, R, K] as blocks of so many rows, below each other, with `expert` and `used`.
+
+    Of `PallasFamily.grouped_product`; of the blocks i32[blocks] and i32[1].
+    """
+    x = padded(x, rows, axis=1)
+    of_tile = x.shape[1] // rows
+    return x.reshape(-1, x.shape[2]), jnp.repeat(expert, of_tile), used[None] * of_tile
+
+
 def check_platform(numerics: Numerics) -> None:
     """Raises InputError where these kernels cannot run, before anything is compiled."""
     wanted = PLATFORMS.get(numerics.family)
@@ -130,6 +140,9 @@ class PallasFamily:
         x [N, K] @ weight [K, halves * M], [N, M] in `dtype`. It gets the `halves` tiles of the
         product, float32, and of each of the extras its part: of a "tile" [N, M] the tile, of a
         "bias" [halves, M] a tuple of `halves` rows.
+    grouped_product(x, weight, expert, used, epilogue, dtype, *, numerics, name, halves): the
+        same of tiles x [T, R, K] with weight [E, K, halves * M] at their experts, see
+        `Kernels.grouped`.
     attend(query, key, value, positions, window=None, pages=None, *, numerics): attention in the
         compute dtype.
     normed(x, weight, *, eps, numerics): RMSNorm.
@@ -138,6 +151,7 @@ class PallasFamily:
     """
 
     product: Callable[..., jax.Array]
+    grouped_product: Callable[..., jax.Array]
     attend: Callable[..., jax.Array]
     normed: Callable[..., jax.Array]
     rotated: Callable[..., tuple[jax.Array, jax.Array]]
@@ -191,6 +205,17 @@ class PallasFamily:
             return NATIVE.gated_dot(x, weight, bias[0] if bias else None, numerics=numerics)
 
         return with_gradient(kernel, plain)(x, weight, *_present(bias))
+
+    def grouped(self, x, gate_up, down, expert, used, *, numerics: Numerics):
+        def product(x, weight, epilogue, dtype, **options):
+            x, weight, *groups = fence((x, weight, expert, used))
+            options["numerics"] = numerics
+            return fence(self.grouped_product(x, weight, *groups, epilogue, dtype, **options))
+
+        gating = {"name": "grouped_gated_dot", "halves": 2}
+        hidden = product(x, gate_up, lambda sums: gated(*sums), numerics.dtype, **gating)
+        plain = {"name": "grouped_dot", "halves": 1}
+        return product(hidden, down, lambda sums: sums[0], jnp.float32, **plain)
 
     def norm(self, x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics):
         options = {"eps": eps, "numerics": numerics}

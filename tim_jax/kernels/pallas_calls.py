@@ -37,15 +37,16 @@ def tpu_call(
     out_shape: Any,
     scalars: int = 0,
     scratch: Sequence[tuple[int, int]] = (),
+    ordered: int = 1,
 ) -> Callable:
     """`pl.pallas_call`, compiled by Mosaic, or interpreted if the numerics say so.
 
     The first `scalars` arguments are integers that the index maps may read. With scratch (float32
-    arrays of vector memory) the last axis of the grid runs in order, as the steps of a sum; all
-    other axes may run in any.
+    arrays of vector memory) the last `ordered` axes of the grid run in order, as the steps of a
+    sum; all other axes may run in any.
     """
     check_platform(numerics)
-    parallel = len(grid) - (1 if scratch else 0)
+    parallel = len(grid) - (ordered if scratch else 0)
     semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel)
     return pl.pallas_call(
         kernel,

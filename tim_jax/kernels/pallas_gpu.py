@@ -34,26 +34,35 @@ from jax.experimental.pallas import triton as plt
 
 from tim_jax.kernels import pallas_attention
 from tim_jax.kernels.interface import Heads
-from tim_jax.kernels.pallas import LOG2_E, PallasFamily, divides, padded, turned
+from tim_jax.kernels.pallas import LOG2_E, PallasFamily, divides, in_blocks, padded, turned
 from tim_jax.kernels.pallas_calls import gpu_call as call
 from tim_jax.numerics import Numerics
+from tim_jax.numerics.value import MatmulTile
 
 
-def _kernel(x_ref, *refs, halves: int, kinds: tuple[str, ...], block_k: int, epilogue: Callable):
-    """Sums over K for each of `halves` weight tiles, then the epilogue."""
-    weight_refs, extra_refs, out_ref = refs[:halves], refs[halves:-1], refs[-1]
+def _sums(x_ref, weight_refs, shape, block_k: int, expert: tuple[jax.Array, ...] = ()):
+    """Sums over K for each of the weight tiles; with an expert, for its part of them."""
     precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
 
     def step(index, sums):
         at = pl.ds(index * block_k, block_k)
         x = x_ref[:, at]
         return tuple(
-            total + jnp.dot(x, ref[at, :], precision=precision, preferred_element_type=jnp.float32)
+            total
+            + jnp.dot(
+                x, ref[*expert, at, :], precision=precision, preferred_element_type=jnp.float32
+            )
             for total, ref in zip(sums, weight_refs, strict=True)
         )
 
-    zeros = (jnp.zeros(out_ref.shape, jnp.float32),) * halves
-    sums = jax.lax.fori_loop(0, x_ref.shape[1] // block_k, step, zeros)
+    zeros = (jnp.zeros(shape, jnp.float32),) * len(weight_refs)
+    return jax.lax.fori_loop(0, x_ref.shape[1] // block_k, step, zeros)
+
+
+def _kernel(x_ref, *refs, halves: int, kinds: tuple[str, ...], block_k: int, epilogue: Callable):
+    """Sums over K for each of `halves` weight tiles, then the epilogue."""
+    weight_refs, extra_refs, out_ref = refs[:halves], refs[halves:-1], refs[-1]
+    sums = _sums(x_ref, weight_refs, out_ref.shape, block_k)
     extras = [
         ref[...] if kind == "tile" else tuple(ref[half, :][None, :] for half in range(halves))
         for kind, ref in zip(kinds, extra_refs, strict=True)
@@ -74,11 +83,7 @@ def product(
 ) -> jax.Array:
     """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
     rows, width = x.shape[0], weight.shape[1] // halves
-    tile, block_k = numerics.gpu.tile(rows), numerics.gpu.block_k
-    columns = max(16, tile.columns // halves)
-    shape = f"a weight of shape {weight.shape[0]} x {weight.shape[1]}"
-    divides(block_k, weight.shape[0], f"the rows of {shape},", "gpu.block_k")
-    divides(columns, width, f"the columns of {shape}, in {halves} parts", "the gpu tile's columns")
+    tile, columns = numerics.gpu.tile(rows), _columns(weight.shape, rows, halves, numerics)
     x = padded(x, tile.rows)
     extras = [(kind, padded(e, tile.rows) if kind == "tile" else e) for kind, e in extras]
     steps = width // columns
@@ -95,13 +100,13 @@ def product(
             _kernel,
             halves=halves,
             kinds=tuple(kind for kind, _ in extras),
-            block_k=block_k,
+            block_k=numerics.gpu.block_k,
             epilogue=epilogue,
         ),
         numerics=numerics,
         name=name,
         warps=tile.warps,
-        stages=max(1, tile.stages * 2 // x.dtype.itemsize),
+        stages=_stages(tile, x),
         grid=(steps, x.shape[0] // tile.rows),
         in_specs=[
             pl.BlockSpec((tile.rows, x.shape[1]), lambda j, i: (i, 0)),
@@ -112,6 +117,73 @@ def product(
         out_shape=jax.ShapeDtypeStruct((x.shape[0], width), dtype),
     )(x, *(weight,) * halves, *(extra for _, extra in extras))
     return result[:rows]
+
+
+def _columns(weight: tuple[int, ...], rows: int, halves: int, numerics: Numerics) -> int:
+    """Columns of a tile, of each half; refuses weights [K, halves * M] that it does not divide."""
+    size, width = weight
+    columns = max(16, numerics.gpu.tile(rows).columns // halves)
+    shape = f"a weight of shape {size} x {width}"
+    divides(numerics.gpu.block_k, size, f"the rows of {shape},", "gpu.block_k")
+    what = f"the columns of {shape}, in {halves} parts"
+    divides(columns, width // halves, what, "the gpu tile's columns")
+    return columns
+
+
+def _stages(tile: MatmulTile, x: jax.Array) -> int:
+    return max(1, tile.stages * 2 // x.dtype.itemsize)
+
+
+def _grouped(expert_ref, used_ref, x_ref, *refs, halves: int, block_k: int, epilogue: Callable):
+    """`_kernel` with the weight tiles of the block's expert; nothing for blocks without rows."""
+    expert, weight_refs, out_ref = expert_ref[...], refs[:halves], refs[-1]
+
+    @pl.when(pl.program_id(1) < used_ref[...])
+    def _block():
+        sums = _sums(x_ref, weight_refs, out_ref.shape, block_k, (expert,))
+        out_ref[...] = epilogue(sums).astype(out_ref.dtype)
+
+
+def grouped_product(
+    x: jax.Array,
+    weight: jax.Array,
+    expert: jax.Array,
+    used: jax.Array,
+    epilogue: Callable,
+    dtype: Any,
+    *,
+    numerics: Numerics,
+    name: str,
+    halves: int,
+) -> jax.Array:
+    """The epilogue of tiles x [T, R, K] @ weight [E, K, halves * M]; see `PallasFamily`."""
+    count, rows, size = x.shape
+    tile, columns = numerics.gpu.tile(rows), _columns(weight.shape[1:], rows, halves, numerics)
+    x, expert, used = in_blocks(x, expert, used, tile.rows)
+    width = weight.shape[2] // halves
+    steps = width // columns
+
+    def columns_of(half: int) -> pl.BlockSpec:
+        block = (weight.shape[0], size, columns)
+        return pl.BlockSpec(block, lambda j, i: (0, 0, j + half * steps))
+
+    result = call(
+        partial(_grouped, halves=halves, block_k=numerics.gpu.block_k, epilogue=epilogue),
+        numerics=numerics,
+        name=name,
+        warps=tile.warps,
+        stages=_stages(tile, x),
+        grid=(steps, expert.size),
+        in_specs=[
+            pl.BlockSpec((None,), lambda j, i: (i,)),
+            pl.BlockSpec((None,), lambda j, i: (0,)),
+            pl.BlockSpec((tile.rows, size), lambda j, i: (i, 0)),
+            *(columns_of(half) for half in range(halves)),
+        ],
+        out_specs=pl.BlockSpec((tile.rows, columns), lambda j, i: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], width), dtype),
+    )(expert, used, x, *(weight,) * halves)
+    return result.reshape(count, -1, width)[:, :rows]
 
 
 def normed(x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
@@ -302,6 +374,7 @@ def _log(x_ref, out_ref):
 
 KERNELS = PallasFamily(
     product=product,
+    grouped_product=grouped_product,
     attend=pallas_attention.on_gpu,
     normed=normed,
     rotated=rotated,

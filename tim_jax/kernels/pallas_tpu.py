@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from tim_jax.kernels import pallas_attention
 from tim_jax.kernels.interface import Heads
-from tim_jax.kernels.pallas import PallasFamily, divides, padded, turned
+from tim_jax.kernels.pallas import PallasFamily, divides, in_blocks, padded, turned
 from tim_jax.kernels.pallas_calls import tpu_call as call
 from tim_jax.numerics import Numerics
 
@@ -31,11 +31,15 @@ def precision(dtype) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def _kernel(x_ref, *refs, halves: int, kinds: tuple[str, ...], epilogue: Callable):
+def _kernel(*refs, **options):
     """One step of the sums of a tile; the epilogue after the last."""
+    _step(pl.program_id(2), pl.num_programs(2), *refs, **options)
+
+
+def _step(index, count, x_ref, *refs, halves: int, kinds: tuple[str, ...] = (), epilogue: Callable):
+    """Step `index` of `count`."""
     weight_refs, extra_refs = refs[:halves], refs[halves : -halves - 1]
     out_ref, sum_refs = refs[-halves - 1], refs[-halves:]
-    index = pl.program_id(2)
 
     @pl.when(index == 0)
     def _start():
@@ -48,7 +52,7 @@ def _kernel(x_ref, *refs, halves: int, kinds: tuple[str, ...], epilogue: Callabl
             x, weight[...], precision=precision(x.dtype), preferred_element_type=jnp.float32
         )
 
-    @pl.when(index == pl.num_programs(2) - 1)
+    @pl.when(index == count - 1)
     def _finish():
         extras = [
             ref[...] if kind == "tile" else tuple(ref[h : h + 1, :] for h in range(halves))
@@ -70,16 +74,10 @@ def product(
     halves: int,
 ) -> jax.Array:
     """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
-    rows, (size, width) = x.shape[0], (weight.shape[0], weight.shape[1] // halves)
-    tiles = numerics.tpu
-    shape = f"a weight of shape {size} x {weight.shape[1]}"
-    divides(tiles.block_k, size, f"the rows of {shape},", "tpu.block_k")
-    columns = min(tiles.columns, width)
-    if halves > 1:  # else the last block of columns may be a part
-        divides(columns, width, f"the columns of {shape}, in {halves} parts", "tpu.columns")
+    rows, width, tiles = x.shape[0], weight.shape[1] // halves, numerics.tpu
+    columns, steps, depth = _blocks(weight.shape, halves, numerics)
     x = padded(x, tiles.rows)
     extras = [(kind, padded(e, tiles.rows) if kind == "tile" else e) for kind, e in extras]
-    steps = pl.cdiv(width, columns)
 
     def columns_of(half: int) -> pl.BlockSpec:
         block = (tiles.block_k, columns)
@@ -93,7 +91,7 @@ def product(
         partial(_kernel, halves=halves, kinds=tuple(k for k, _ in extras), epilogue=epilogue),
         numerics=numerics,
         name=name,
-        grid=(x.shape[0] // tiles.rows, steps, size // tiles.block_k),
+        grid=(x.shape[0] // tiles.rows, steps, depth),
         scratch=[(tiles.rows, columns)] * halves,
         in_specs=[
             pl.BlockSpec((tiles.rows, tiles.block_k), lambda i, j, k: (i, k)),
@@ -104,6 +102,82 @@ def product(
         out_shape=jax.ShapeDtypeStruct((x.shape[0], width), dtype),
     )(x, *(weight,) * halves, *(extra for _, extra in extras))
     return result[:rows]
+
+
+def _blocks(weight: tuple[int, ...], halves: int, numerics: Numerics) -> tuple[int, int, int]:
+    """Columns of a block, blocks of columns of each half, and steps of a sum.
+
+    Of weights [K, halves * M]. Without halves the last block of columns may be a part of one.
+    """
+    tiles, (size, width) = numerics.tpu, weight
+    shape = f"a weight of shape {size} x {width}"
+    divides(tiles.block_k, size, f"the rows of {shape},", "tpu.block_k")
+    width //= halves
+    columns = min(tiles.columns, width)
+    if halves > 1:
+        divides(columns, width, f"the columns of {shape}, in {halves} parts", "tpu.columns")
+    return columns, pl.cdiv(width, columns), size // tiles.block_k
+
+
+def _grouped(expert_ref, used_ref, *refs, **options):
+    """`_kernel`; nothing for blocks without rows."""
+    del expert_ref  # read by the index maps alone
+    # Read here, because interpret mode has no programs inside a branch.
+    at = pl.program_id(2), pl.num_programs(2)
+
+    @pl.when(pl.program_id(1) < used_ref[0])
+    def _block():
+        _step(*at, *refs, **options)
+
+
+def grouped_product(
+    x: jax.Array,
+    weight: jax.Array,
+    expert: jax.Array,
+    used: jax.Array,
+    epilogue: Callable,
+    dtype: Any,
+    *,
+    numerics: Numerics,
+    name: str,
+    halves: int,
+) -> jax.Array:
+    """The epilogue of tiles x [T, R, K] @ weight [E, K, halves * M]; see `PallasFamily`.
+
+    The blocks without rows come last. Their steps name what the step before them has read and
+    written, so that nothing is copied for them, and compute nothing. So blocks run in order.
+    """
+    (count, rows, _), tiles = x.shape, numerics.tpu
+    columns, steps, depth = _blocks(weight.shape[1:], halves, numerics)
+    x, expert, used = in_blocks(x, expert, used, tiles.rows)
+
+    def step(i, k, used):
+        """The block and the step of its sum for which a step of the grid reads."""
+        return jnp.minimum(i, used[0] - 1), jnp.where(i < used[0], k, depth - 1)
+
+    def weights_at(half: int, j, i, k, expert, used):
+        i, k = step(i, k, used)
+        return expert[i], k, j + half * steps
+
+    weights = (None, tiles.block_k, columns)
+    result = call(
+        partial(_grouped, halves=halves, epilogue=epilogue),
+        numerics=numerics,
+        name=name,
+        grid=(steps, expert.size, depth),
+        scalars=2,
+        scratch=[(tiles.rows, columns)] * halves,
+        ordered=2,
+        in_specs=[
+            pl.BlockSpec((tiles.rows, tiles.block_k), lambda j, i, k, e, used: step(i, k, used)),
+            *(pl.BlockSpec(weights, partial(weights_at, half)) for half in range(halves)),
+        ],
+        out_specs=pl.BlockSpec(
+            (tiles.rows, columns), lambda j, i, k, e, used: (step(i, k, used)[0], j)
+        ),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], weight.shape[2] // halves), dtype),
+    )(expert, used, x, *(weight,) * halves)
+    return result.reshape(count, -1, result.shape[1])[:, :rows]
 
 
 def normed(x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
@@ -277,6 +351,7 @@ def _fold(x_ref, *refs, f, finish, width: int):
 
 KERNELS = PallasFamily(
     product=product,
+    grouped_product=grouped_product,
     attend=pallas_attention.on_tpu,
     normed=normed,
     rotated=rotated,

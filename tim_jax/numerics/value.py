@@ -294,7 +294,14 @@ class Numerics:
         return self if same else replace(self, compute_dtype=dtype)
 
     def rows_for(self, contraction: int) -> Rows:
-        """The row range of dots that contract over `contraction` elements."""
+        """The row range of dots that contract over `contraction` elements.
+
+        Of the Pallas families, whose kernels take any number: from the rows of one program on.
+        """
+        if self.family == "pallas_gpu":
+            return Rows(self.gpu.tile(1).rows, None)
+        if self.family == "pallas_tpu":
+            return Rows(self.tpu.rows, None)
         return dict(self.rows_by_contraction).get(contraction, self.rows)
 
 

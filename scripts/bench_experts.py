@@ -1,0 +1,160 @@
+"""A mixture of experts beside a dense model of its active size; writes docs/results/experts.md.
+
+    JAX_PLATFORMS=cpu python scripts/bench_experts.py        # on an idle machine
+
+All four sides, mixture and dense, exact and native, are in one process and timed in turns.
+"""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import bench_common as common
+import jax
+import jax.numpy as jnp
+from bench_exactness_cost import make_prompts, make_side, model_config
+
+from tim_jax.auditing.cases import random_params
+from tim_jax.model import calibration
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.numerics import Numerics
+
+PAGE = common.RESULTS / "experts.md"
+EXPERTS, CHOSEN = 16, 2
+GOALS = {"sampler": 0.6, "learner": 0.5}  # mixture over dense, tokens per second
+EXACT_GOAL = 1.10  # exact over native, time of the mixture
+_SEED = 0
+
+
+class Row(NamedTuple):
+    """Times of one dtype."""
+
+    dtype: str
+    times: Mapping[str, Mapping[str, tuple[float, ...]]]  # program -> side -> seconds
+    tokens: Mapping[str, int]  # program -> tokens per call
+    compared: int
+
+
+def mixture_of(config: ModelConfig) -> ModelConfig:
+    """Experts of which as many as a token goes through are as wide as the dense SwiGLU."""
+    return replace(
+        config,
+        model_type="qwen3_moe",
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        moe_intermediate_size=config.intermediate_size // CHOSEN,
+        norm_topk_prob=True,
+    )
+
+
+def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
+    """Times one dtype; raises if an exact side is not exact."""
+    dense = model_config(sizes)
+    sides = {}
+    for model, config in {"mixture": mixture_of(dense), "dense": dense}.items():
+        params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
+        prompts = make_prompts(config, sizes, batch)
+        exact = calibration.calibrate(config, Numerics(compute_dtype=dtype), batch=batch)
+        native = Numerics(family="native", compute_dtype=dtype)
+        for name, numerics in {"exact": exact, "native": native}.items():
+            execution = Execution(config, numerics, Sampling(sizes.response))
+            side, found = make_side(execution, params, prompts)
+            sides[f"{model}, {name}"] = side
+            wrong = int(found.unequal) or int(found.compared) != batch * sizes.response
+            if name == "exact" and wrong:
+                raise SystemExit(f"{model}, {dtype}: {found.unequal} tokens are unequal")
+    return Row(
+        dtype,
+        times={
+            "sampler": common.interleaved({n: s.sample for n, s in sides.items()}, repeats),
+            "learner": common.interleaved({n: s.gradient for n, s in sides.items()}, repeats),
+        },
+        tokens={
+            "sampler": batch * sizes.response,
+            "learner": batch * (sizes.prompt + sizes.response),
+        },
+        compared=2 * batch * sizes.response,
+    )
+
+
+def speeds(rows: list[Row]) -> list[str]:
+    lines = [
+        "| program | dtype | numerics | mixture tok/s | dense tok/s | mixture / dense | goal |",
+        "|---|---|---|--:|--:|--:|--:|",
+    ]
+    for program, goal in GOALS.items():
+        for row in rows:
+            for name in ("exact", "native"):
+                times = [row.times[program][f"{model}, {name}"] for model in ("mixture", "dense")]
+                median, _ = common.ratios(times[1], times[0])
+                each = [f"{row.tokens[program] / statistics.median(t):,.0f}" for t in times]
+                lines.append(
+                    f"| {program} | {row.dtype} | {name} | {each[0]} | {each[1]}"
+                    f" | {median:.2f} | >= {goal} |"
+                )
+    return lines
+
+
+def costs(rows: list[Row]) -> list[str]:
+    lines = [
+        "| program | dtype | mixture: time exact / native | goal | dense: time exact / native |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for program in GOALS:
+        for row in rows:
+            of = row.times[program]
+            medians = [
+                common.ratios(of[f"{model}, exact"], of[f"{model}, native"])[0]
+                for model in ("mixture", "dense")
+            ]
+            lines.append(
+                f"| {program} | {row.dtype} | {medians[0]:.3f} | <= {EXACT_GOAL:.2f}"
+                f" | {medians[1]:.3f} |"
+            )
+    return lines
+
+
+def main() -> None:
+    """Writes the page, or prints it for a smoke test."""
+    options = common.parser("Measures a mixture beside a dense model.", PAGE).parse_args()
+    load = common.load_average()
+    sizes, batch = (common.SMOKE, 8) if options.smoke else (common.SMALL, 32)
+    rows = []
+    for dtype in common.DTYPES:
+        rows.append(measure(sizes, batch, dtype, options.repeats))
+        print("\n".join([*speeds(rows[-1:]), "", *costs(rows[-1:])]), flush=True)
+        jax.clear_caches()
+    publish(options, load, sizes, batch, rows)
+
+
+def publish(options, load: float, sizes: common.Sizes, batch: int, rows: list[Row]) -> None:
+    width = sizes.intermediate // CHOSEN
+    compared = sum(row.compared for row in rows)
+    lines = [
+        "# A mixture of experts beside a dense model",
+        "",
+        f"Written by `python scripts/bench_experts.py`. The mixture has {EXPERTS} experts of width"
+        f" {width} in every layer, {CHOSEN} a token; the dense model has one SwiGLU as wide as"
+        f" these {CHOSEN} together. Exact (tiles, calibrated for the batch) and native numerics; all"
+        f" four in one process, calls in turns, {options.repeats} of each. Speeds are medians, a ratio"
+        " is the median of the ratios of neighbours. Tokens per second are as of this machine: new"
+        " tokens for the sampler, all tokens of the sequences for the learner, which is value and"
+        f" gradient of a GRPO loss. Batch {batch}.",
+        "",
+        sizes.text(),
+        "",
+        *common.machine_text(load, common.versions("jax", "jaxlib")),
+        *speeds(rows),
+        "",
+        *costs(rows),
+        "",
+        f"Of the {compared:,} tokens of the exact sides, 0 had unequal log-probs in sampler and"
+        " learner.",
+    ]
+    common.publish(lines, options, PAGE)
+
+
+if __name__ == "__main__":
+    main()
