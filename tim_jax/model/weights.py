@@ -36,7 +36,7 @@ _QUERY, _KEY = "num_heads x query_dim", "num_kv_heads x head_dim"
 _MIXED = "num_heads x value_dim"
 _LAYERS, _EXPERTS, _HEADS = "num_layers", "num_experts", "num_heads"
 _QUERY_RANK, _KEY_RANK = "latent.q_lora_rank", "latent.kv_lora_rank"
-_STACKED_TWICE: Axes = ("whole", "whole", "in", "out")  # a matrix in every expert of every layer
+_STACKED_TWICE: Axes = ("whole", "expert", "in", "out")  # a matrix in every expert of every layer
 
 
 def size(dimension: str, config: ModelConfig) -> int:
@@ -54,7 +54,7 @@ class Weight:
         and buffers stay float32, as they enter float32 arithmetic. A buffer is not trained.
       dims: names of its dimensions, see `size`.
       axes: their logical axes, see `placement.RULES`. What is large is split over all of fsdp and
-        tensor; biases are small and split over tensor alone, norms within heads not at all.
+        tensor, and experts over expert; biases are small and split over tensor alone, norms within heads not at all.
       tensor: its name in a checkpoint, with "{layer}" for the index of its layer and "{expert}" for
         that of its expert.
       when: whether a stack of layers, or a model, of this configuration has it.
@@ -271,6 +271,11 @@ class Joined:
         return len(self.dims) - 2 if self.dims else NAMED[self.parts[0]].stacked
 
     @property
+    def stacked_axes(self) -> Axes:
+        """The logical axes of these leading dimensions."""
+        return self.stacked * ("whole",) if self.dims else NAMED[self.parts[0]].axes[: self.stacked]
+
+    @property
     def input(self) -> str:
         """The dimension that a matrix contracts over."""
         return self.dims[-2] if self.dims else NAMED[self.parts[0]].dims[-2]
@@ -384,8 +389,8 @@ def weight_axes(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
     tiled: Axes = ("tile",) if numerics.column_tiles > 1 else ()
 
     def put(beside: dict[str, Any], row: Joined) -> None:
-        stacked, inputs = row.stacked * ("whole",), row.matrix * ("in",)
-        beside[row.name] = (*stacked, *tiled, *inputs, "whole")
+        inputs = row.matrix * ("in",)
+        beside[row.name] = (*row.stacked_axes, *tiled, *inputs, "whole")
 
     for name, stack in config.stacks.items():
         rows = [row for row in joined(stack) if row.layered]
