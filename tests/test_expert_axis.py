@@ -10,15 +10,17 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec
 
-from tim_jax import kernels, placement
+from tim_jax import kernels, objectives, optimizers, placement
+from tim_jax.auditing.cases import Sizes, placements
 from tim_jax.errors import InputError
 from tim_jax.kernels import experts
 from tim_jax.model import parameters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
+from tim_jax.model.latent import LatentConfig
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement, exchange
-from tim_jax.policy import scoring
-from tim_jax.rl import programs, sharded
+from tim_jax.rl import loop, programs, sharded
+from tim_jax.rl.types import Learning
 
 E, K, D, WIDTH = 8, 3, 16, 8
 QWEN = replace(
@@ -29,7 +31,7 @@ QWEN = replace(
     moe_intermediate_size=WIDTH,
     norm_topk_prob=True,
 )
-PROMPTS = 8
+PROMPTS = 4
 EVERYWHERE, OF_EXPERT = PartitionSpec(), PartitionSpec("expert")
 
 
@@ -144,3 +146,133 @@ def test_tpus_and_gpus_move_no_more_than_is_needed(platform):
     text = lowered.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("@ragged_all_to_all") == 2  # of the forward and of the backward
     assert "all_to_all" in text.replace("ragged_all_to_all", "")  # sums of gradients of rows
+
+
+# 8 experts in 4 groups and a shared one, after a layer that has none.
+DEEPSEEK = replace(
+    tiny.UNTIED,
+    model_type="deepseek_v3",
+    num_layers=3,
+    num_kv_heads=2,
+    head_dim=4,
+    qk_norm=False,
+    latent=LatentConfig(
+        kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=8
+    ),
+    num_experts=E,
+    num_experts_per_tok=K,
+    moe_intermediate_size=WIDTH,
+    norm_topk_prob=True,
+    num_shared_experts=1,
+    first_dense_layers=1,
+    router_groups=4,
+    router_groups_per_tok=2,
+    routed_scaling_factor=1.5,
+)
+SHARDED = Placement(fsdp=2, expert=2, decode="sharded")
+
+
+def execution(where=SINGLE, config=QWEN, numerics=tiny.NUMERICS, routing="compared"):
+    return Execution(config, numerics, tiny.SAMPLING, where, routing=routing)
+
+
+@cache
+def weights(what: Execution):
+    return programs.weights_program(what)(tiny.params(what.config))
+
+
+@cache
+def drawn(what: Execution, batching=ALL_AT_ONCE):
+    run = programs.sampling_program(what, samples=tiny.GROUP, batching=batching)
+    return jax.device_get(run(weights(what), tiny.prompts(count=PROMPTS), jax.random.key(0)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "config", "numerics"),
+    [
+        (Placement(expert=2), QWEN, tiny.NUMERICS),
+        (Placement(expert=8), QWEN, tiny.NUMERICS),
+        (Placement(data=2, expert=4), DEEPSEEK, tiny.BF16),
+        (SHARDED, DEEPSEEK, tiny.NUMERICS),
+        (SHARDED, QWEN, tiny.BF16),
+    ],
+    ids=lambda case: getattr(case, "model_type", None) or getattr(case, "compute_dtype", str(case)),
+)
+def test_sampler_and_learner_have_the_bits_of_one_device(where, config, numerics):
+    """Tokens, log-probs and the experts of every token; and the learner's, replaying them."""
+    what = execution(where, config, numerics)
+    rollout = drawn(what)
+    assert int(rollout.lengths.sum()) > 50
+    assert tiny.bits(rollout) == tiny.bits(drawn(replace(what, placement=SINGLE)))
+    on = placement.mesh(where, jax.devices())
+    learner = replace(what, routing="replayed")
+    score = jax.jit(sharded.scoring(learner, on, micro_batch=2 * where.shards, widths=2))
+    found = jax.device_get(score(weights(what), rollout)[0])
+    assert tiny.bits(found[rollout.mask]) == tiny.bits(rollout.log_probs[rollout.mask])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", [Batching(4, 1), Batching(8, 1, 24)], ids=["slots", "pages"])
+def test_slots_of_an_expert_group_step_together(batching):
+    """One slot a device, refilled when any of its group is free; groups go on by themselves."""
+    what = execution(Placement(data=2, expert=2))
+    assert tiny.bits(drawn(what, batching)) == tiny.bits(drawn(execution()))
+
+
+@pytest.mark.slow
+def test_an_update_moves_parts_of_experts_as_one_device_moves_them_whole():
+    learning = Learning(
+        objectives.rloo(balance_coefficient=0.01),
+        tiny.GROUP,
+        routing="compared",
+        micro_batch=8,
+        noise_scale=True,
+    )
+    rewards = tiny.rewards(rows=PROMPTS * tiny.GROUP)
+    results = []
+    for where in (SINGLE, Placement(data=2, fsdp=2, expert=2)):
+        what = execution(where)
+        run = programs.build(what, learning, optimizers.adamw(optimizers.Rate(1e-2)))
+        state = run.init(tiny.params(QWEN))
+        own = state.params["layers"]["expert_up"].addressable_shards[0].data.shape
+        assert own == (2, E // where.expert, D // where.fsdp, WIDTH)
+        now = run.prepare(state.params)
+        results.append(loop.learn(state, now, drawn(what), rewards, programs=run))
+    (alone, _, _, expected), (state, _, found, metrics) = results
+    assert int(found.compared) == int(drawn(execution()).lengths.sum()) > 50
+    assert int(found.unequal) == 0
+    assert metrics["routing/agreement"] == 1
+    for name in ("gradient_norm", "loss", "routing/balance"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-3), name
+    moments = state.optimizer[1][0].mu, alone.optimizer[1][0].mu
+    for ours, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
+        scale = float(np.abs(theirs).max())
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3 * scale)
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "message"),
+    [
+        (tiny.CONFIG, Placement(expert=2), "expert = 2 needs a mixture of experts, and a qwen3"),
+        (QWEN, Placement(expert=3), "expert = 3 must divide the model's num_experts = 8"),
+        (QWEN, Placement(expert=2, tensor=2), "takes no tensor axis.*; use fsdp, data and expert"),
+    ],
+)
+def test_what_an_expert_axis_cannot_be_is_refused(config, where, message):
+    with pytest.raises(InputError, match=message):
+        parameters.check(config, Numerics(column_tiles=where.tensor), where)
+
+
+def test_rows_are_split_over_the_expert_axis_too():
+    with pytest.raises(InputError, match="data x fsdp x expert = 8 must divide the 4 sequences"):
+        sharded.check_rows(4, Placement(data=2, expert=4), "of the learner")
+    with pytest.raises(InputError, match="slots = 6 must be a multiple of data x fsdp x expert"):
+        Batching(6).of_device(Placement(expert=4))
+
+
+def test_an_audit_tries_expert_axes():
+    found = placements(QWEN, Sizes(), 8)
+    assert {p.expert for p in found} == {1, 2, 4, 8}
+    assert any(p.expert > 1 and p.decode == "sharded" for p in found)
+    assert {p.expert for p in placements(tiny.CONFIG, Sizes(), 8)} == {1}

@@ -46,7 +46,7 @@ def test_bad_values_are_refused(options, message):
 
 
 def test_too_few_devices_are_refused_with_both_numbers():
-    with pytest.raises(InputError, match=r"fsdp 8 x expert 1 x tensor 2 needs 32 devices, but there are 8"):
+    with pytest.raises(InputError, match=r"expert 1 x tensor 2 needs 32 devices, but there are 8"):
         placement.mesh(Placement(2, 8, 1, 2), jax.devices())
 
 
@@ -61,7 +61,8 @@ def test_a_mesh_has_tensor_neighbours_together():
 def test_counts():
     where = Placement(2, 3, 5, 4)
     assert (where.devices, where.shards, where.shape) == (120, 30, (2, 3, 5, 4))
-    assert SINGLE.single and not where.single
+    assert SINGLE.single
+    assert not where.single
     assert where.gathered == Placement(2, 1, 5, 4)
     assert where.shards_text == "data x fsdp x expert = 30"
     assert replace(where, expert=1).shards_text == "data x fsdp = 6"

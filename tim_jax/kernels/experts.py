@@ -347,8 +347,7 @@ def _backward(x, gate_up, down, experts, cotangent, *, numerics: Numerics, devic
     cotangents = cotangents.reshape(*of_tiles.shape[:2], -1)
     gating = partial(gated, numerics=numerics, maths=native.MATHS)
 
-    def step(sums, of_tile):
-        tile, dmade, expert = of_tile
+    def products(sums, tile, dmade, expert):
         own = _at(gate_up, expert), _at(down, expert)
         hidden, gradient = jax.vjp(gating, native.product(tile, own[0]))
         dhidden, ddown = native.dot_gradients(hidden, own[1], dmade)
@@ -361,8 +360,17 @@ def _backward(x, gate_up, down, experts, cotangent, *, numerics: Numerics, devic
         )
         return sums, dtile
 
+    def nothing(sums, tile, dmade, expert):
+        del dmade, expert
+        return sums, jnp.zeros(tile.shape, jnp.float32)
+
+    def step(sums, of_tile):
+        *tile, used = of_tile
+        return jax.lax.cond(used, products, nothing, sums, *tile)
+
+    used = jnp.arange(laid.expert.size) < laid.used
     zeros = tuple(jnp.zeros(weight.shape, jnp.float32) for weight in (gate_up, down))
-    sums, dtiles = jax.lax.scan(step, zeros, (of_tiles, cotangents, laid.expert))
+    sums, dtiles = jax.lax.scan(step, zeros, (of_tiles, cotangents, laid.expert, used))
     # Of pairs with experts of other devices nothing.
     dtiles = dtiles.reshape(-1, x.shape[1])
     dpairs = dtiles.at[laid.place].get(mode="fill", fill_value=0)

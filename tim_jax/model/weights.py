@@ -54,7 +54,8 @@ class Weight:
         and buffers stay float32, as they enter float32 arithmetic. A buffer is not trained.
       dims: names of its dimensions, see `size`.
       axes: their logical axes, see `placement.RULES`. What is large is split over all of fsdp and
-        tensor, and experts over expert; biases are small and split over tensor alone, norms within heads not at all.
+        tensor, and experts over expert; biases are small and split over tensor alone, norms within
+        heads not at all.
       tensor: its name in a checkpoint, with "{layer}" for the index of its layer and "{expert}" for
         that of its expert.
       when: whether a stack of layers, or a model, of this configuration has it.

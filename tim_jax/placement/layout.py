@@ -48,10 +48,10 @@ class Placement:
     """How many devices each mesh axis has.
 
     decode: where the sampler's weights are during the decode loop. "whole": gathered over fsdp once
-      before it, so that a device holds 1 / tensor of the model's compute weights and 1 / expert of
-      its experts; a group of expert and tensor stops when its own rows have ended. "sharded": gathered layer by layer at every token, so that
-      a device never holds more than its share and one layer; all devices go on until the last row
-      has ended.
+      before it, so that a device holds 1 / tensor of the model's compute weights, of experts
+      1 / expert; a group along expert and tensor stops when its own rows have ended. "sharded":
+      gathered layer by layer at every token, so that a device never holds more than its share and
+      one layer; all devices go on until the last row has ended.
     """
 
     data: int = 1
