@@ -1,5 +1,6 @@
 """Experts on a mesh axis: the bits of one device, gradients, lockstep, and what is refused."""
 
+import re
 from dataclasses import replace
 from functools import cache, partial
 
@@ -193,9 +194,8 @@ def drawn(what: Execution, batching=ALL_AT_ONCE):
     [
         (Placement(expert=2), QWEN, tiny.NUMERICS),
         (Placement(expert=8), QWEN, tiny.NUMERICS),
-        (Placement(data=2, expert=4), DEEPSEEK, tiny.BF16),
-        (SHARDED, DEEPSEEK, tiny.NUMERICS),
-        (SHARDED, QWEN, tiny.BF16),
+        (Placement(data=2, expert=4), QWEN, tiny.NUMERICS),
+        (SHARDED, DEEPSEEK, tiny.BF16),
     ],
     ids=lambda case: getattr(case, "model_type", None) or getattr(case, "compute_dtype", str(case)),
 )
@@ -208,16 +208,19 @@ def test_sampler_and_learner_have_the_bits_of_one_device(where, config, numerics
     on = placement.mesh(where, jax.devices())
     learner = replace(what, routing="replayed")
     score = jax.jit(sharded.scoring(learner, on, micro_batch=2 * where.shards, widths=2))
-    found = jax.device_get(score(weights(what), rollout)[0])
+    compiled = score.lower(weights(what), rollout).compile()
+    # Values are moved, and nothing is added up.
+    assert "all-to-all" in compiled.as_text()
+    assert not re.search("all-reduce|reduce-scatter", compiled.as_text())
+    found = jax.device_get(compiled(weights(what), rollout)[0])
     assert tiny.bits(found[rollout.mask]) == tiny.bits(rollout.log_probs[rollout.mask])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batching", [Batching(4, 1), Batching(8, 1, 24)], ids=["slots", "pages"])
-def test_slots_of_an_expert_group_step_together(batching):
-    """One slot a device, refilled when any of its group is free; groups go on by themselves."""
+def test_slots_of_an_expert_group_step_together():
+    """Two slots a device, refilled when any of its group is free; groups go on by themselves."""
     what = execution(Placement(data=2, expert=2))
-    assert tiny.bits(drawn(what, batching)) == tiny.bits(drawn(execution()))
+    assert tiny.bits(drawn(what, Batching(8, 1, 24))) == tiny.bits(drawn(execution()))
 
 
 @pytest.mark.slow
