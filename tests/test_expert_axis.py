@@ -11,17 +11,20 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec
 
-from tim_jax import kernels, objectives, optimizers, placement
+from tim_jax import cli, kernels, objectives, optimizers, placement
 from tim_jax.auditing.cases import Sizes, placements
 from tim_jax.errors import InputError
 from tim_jax.kernels import experts
-from tim_jax.model import parameters
+from tim_jax.model import hf, parameters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.latent import LatentConfig
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement, exchange
 from tim_jax.rl import loop, programs, sharded
 from tim_jax.rl.types import Learning
+from tim_jax.run.loggers import read_lines
+from tim_jax.tasks import builtin
+from tim_jax.tasks.text import character_tokenizer
 
 E, K, D, WIDTH = 8, 3, 16, 8
 QWEN = replace(
@@ -279,3 +282,29 @@ def test_an_audit_tries_expert_axes():
     assert {p.expert for p in found} == {1, 2, 4, 8}
     assert any(p.expert > 1 and p.decode == "sharded" for p in found)
     assert {p.expert for p in placements(tiny.CONFIG, Sizes(), 8)} == {1}
+
+
+@pytest.mark.slow
+def test_a_run_on_an_expert_axis_goes_on_on_another_mesh(tmp_path, capsys):
+    """Trains, resumes, evaluates, and samples; and what cannot be is refused in one line."""
+    alphabet = character_tokenizer(builtin.ALPHABET)
+    model = replace(QWEN, vocab_size=len(alphabet), eos_token_ids=(alphabet.eos_token_id,))
+    hf.save(tmp_path / "model", tiny.params(model), model, tokenizer=alphabet)
+    config, folder = tmp_path / "run.toml", tmp_path / "run"
+    own = tiny.RUN[tiny.RUN.index("[sampling]") :]
+    path = f'[model]\npath = "{tmp_path / "model"}"'
+    config.write_text(f'steps = 1\n{path}\n{own}\n[run]\nfolder = "{folder}"\n')
+    assert cli.main(["train", str(config), "placement.expert=4"]) == 0
+    assert cli.main(["train", str(config), "placement={fsdp=2, expert=2}", "steps=2"]) == 0
+    assert cli.main(["train", str(config), "placement.sampler.expert=2", "steps=3"]) == 0
+    lines = [line for line in read_lines(folder / "metrics.jsonl") if line["step"]]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["exact_share"] == 1.0 and line["compared_tokens"] > 0 for line in lines)
+    capsys.readouterr()
+    outputs = []
+    for axes in ([], ["--expert", "2"]):
+        assert cli.main(["generate", str(folder), "12>", "3>", "--max-tokens", "8", *axes]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != ""
+    assert cli.main(["train", str(config), "placement.expert=3", "steps=4"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
