@@ -54,6 +54,10 @@ def operations(numerics: Numerics, rows: int = 70):
     positions = shape((3, 140), jnp.int32)
     block = numerics.kv_block
     paged = shape((20, 2, 128, block), dtype), shape((20, 2, block, 128), dtype)
+    # Latent attention: a compressed state of 512 numbers, and beside it a rotated key of 64.
+    latent_query, latent_key = shape((3, 1, 4 * 35, 576), dtype), shape((3, 1, 576, 200), dtype)
+    state = shape((3, 1, 200, 512), dtype)
+    paged_states = shape((20, 1, 576, block), dtype), shape((20, 1, block, 512), dtype)
     use = {"numerics": numerics}
     project = partial(ops.project, heads=heads, eps=1e-6, **use)
     return {
@@ -65,6 +69,11 @@ def operations(numerics: Numerics, rows: int = 70):
         "dot_add, bias": (
             partial(ops.dot_add, **use),
             (x, weight, shape((rows, 512), dtype), shape((512,), f32)),
+        ),
+        "dot, 576 columns": (partial(ops.dot, **use), (x, shape((256, 576), dtype))),
+        "dots": (
+            partial(ops.dots, **use),
+            (shape((4, rows, 128), dtype), shape((4, 128, 512), dtype)),
         ),
         "gated_dot": (lambda x, w: ops.gated_dot(x, w, None, **use), (x, weight)),
         "gated_dot, bias": (partial(ops.gated_dot, **use), (x, weight, shape((512,), f32))),
@@ -102,6 +111,16 @@ def operations(numerics: Numerics, rows: int = 70):
                 q, k, v, at, aligned=False, window=window, pages=pages, **use
             ),
             (query, *paged, positions, shape((), jnp.int32), shape((3, 4), jnp.int32)),
+        ),
+        "attention, latent": (
+            partial(ops.attention, aligned=False, **use),
+            (latent_query, latent_key, state, positions),
+        ),
+        "attention, latent and pages": (
+            lambda q, k, v, at, pages: ops.attention(
+                q, k, v, at, aligned=False, pages=pages, **use
+            ),
+            (latent_query, *paged_states, positions, shape((3, 4), jnp.int32)),
         ),
         "exponentials": (partial(ops.exponentials, **use), (logits, one)),
         "row_sum": (partial(ops.row_sum, **use), (logits,)),

@@ -165,7 +165,7 @@ COMMANDS = {
         ["model", "1+2=", "--max-tokens", "4"],
         [
             *("--samples", "--max-tokens", "--temperature", "--top-k", "--top-p", "--dtype"),
-            *("--family", "--seed", "--plain", "--data", "--fsdp", "--tensor"),
+            *("--family", "--seed", "--plain", "--data", "--fsdp", "--expert", "--tensor"),
         ],
     ),
     "export": (["run", "exported"], ["--step", "--dtype"]),

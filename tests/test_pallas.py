@@ -177,8 +177,12 @@ def test_the_published_mixture_of_experts_has_kernels(numerics):
     fitting.check(config, numerics)
     names = {"dot", "dot_add", "grouped_dot", "grouped_gated_dot"}
     assert names <= set(fitting.kernels_used(config, numerics))
+    seven = replace(config, num_experts=7, num_experts_per_tok=3)
+    if numerics.family == "pallas_tpu":  # the last block of columns may be a part of one
+        fitting.check(seven, numerics)
+        return
     with pytest.raises(InputError, match="the output of the router, of 7"):
-        fitting.check(replace(config, num_experts=7, num_experts_per_tok=3), numerics)
+        fitting.check(seven, numerics)
 
 
 # --- row functions ---------------------------------------------------------------------------

@@ -46,31 +46,35 @@ def test_bad_values_are_refused(options, message):
 
 
 def test_too_few_devices_are_refused_with_both_numbers():
-    with pytest.raises(InputError, match=r"fsdp 8 x tensor 2 needs 32 devices, but there are 8"):
-        placement.mesh(Placement(2, 8, 2), jax.devices())
+    with pytest.raises(InputError, match=r"expert 1 x tensor 2 needs 32 devices, but there are 8"):
+        placement.mesh(Placement(2, 8, 1, 2), jax.devices())
 
 
 def test_a_mesh_has_tensor_neighbours_together():
     devices = jax.devices()
-    found = placement.mesh(Placement(2, 2, 2), devices)
-    assert found.axis_names == ("data", "fsdp", "tensor")
-    assert found.devices.tolist() == np.array(devices).reshape(2, 2, 2).tolist()
+    found = placement.mesh(Placement(2, 2, tensor=2), devices)
+    assert found.axis_names == ("data", "fsdp", "expert", "tensor")
+    assert found.devices.tolist() == np.array(devices).reshape(2, 2, 1, 2).tolist()
     assert placement.mesh(Placement(fsdp=3), devices).devices.size == 3
 
 
 def test_counts():
-    where = Placement(2, 3, 4)
-    assert (where.devices, where.shards, where.shape, where.single) == (24, 6, (2, 3, 4), False)
+    where = Placement(2, 3, 5, 4)
+    assert (where.devices, where.shards, where.shape) == (120, 30, (2, 3, 5, 4))
     assert SINGLE.single
-    assert where.gathered == Placement(2, 1, 4)
+    assert not where.single
+    assert where.gathered == Placement(2, 1, 5, 4)
+    assert where.shards_text == "data x fsdp x expert = 30"
+    assert replace(where, expert=1).shards_text == "data x fsdp = 6"
     assert str(Placement(fsdp=2, decode="sharded")) == "fsdp=2 decode=sharded"
 
 
 def test_rules():
     assert placement.spec(("whole", "in", "out")) == PartitionSpec(None, ("fsdp",), ("tensor",))
-    assert placement.spec(("rows",)) == PartitionSpec(("data", "fsdp"))
-    assert placement.missing(("whole", "out")) == ("data", "fsdp")
-    assert placement.missing(("hidden",)) == ("data",)
+    assert placement.spec(("rows",)) == PartitionSpec(("data", "fsdp", "expert"))
+    assert placement.missing(("whole", "out")) == ("data", "fsdp", "expert")
+    assert placement.missing(("hidden",)) == ("data", "expert")
+    assert placement.missing(("whole", "expert", "in", "out")) == ("data",)
 
 
 CONFIGS = {**PRESETS, "biases": WIDE, "untied biases": replace(WIDE, tied_embeddings=False)}
@@ -101,7 +105,7 @@ def test_all_that_is_large_is_split_over_all_of_fsdp_and_tensor():
         matrices = "q", "k", "v", "o", "up", "down", "expert_up", "expert_down"
         large += [leaf for name, leaf in found["layers"].items() if name in matrices]
         assert len(large) == 9
-        assert all(placement.missing(leaf) == ("data",) for leaf in large)
+        assert all({"fsdp", "tensor"}.isdisjoint(placement.missing(leaf)) for leaf in large)
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def collectives(compiled) -> Counter:
     return Counter(re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text()))
 
 
-@pytest.mark.parametrize("where", [Placement(2, 2, 2), Placement(1, 4, 1, "sharded")], ids=str)
+@pytest.mark.parametrize("where", [Placement(2, 2, tensor=2), PLACEMENTS[3]], ids=str)
 def test_a_forward_moves_bits_and_adds_nothing(where):
     """Gathers; and where a tensor group shares the head's rows, an exchange of columns for rows."""
     what = execution(where)

@@ -212,7 +212,8 @@ def test_rounded_batching_divides_over_a_mesh(slots, pages, shards):
     found = Batching(slots, 1, pages).rounded(shards)
     assert slots <= found.slots < slots + shards
     assert pages <= found.pages < pages + shards
-    assert found.of_device(shards) == Batching(found.slots // shards, 1, found.pages // shards)
+    where = Placement(fsdp=shards)
+    assert found.of_device(where) == Batching(found.slots // shards, 1, found.pages // shards)
     assert Batching().rounded(shards) == Batching()
 
 

@@ -71,7 +71,7 @@ def test_a_checkpoint_has_the_tensors_of_transformers_own_model(name, tied):
     config = ours(name, tied)
     found = [
         (tensor, stored_shape(weight, config))
-        for tensor, weight, _ in weights.checkpoint_tensors(config)
+        for tensor, weight, _ in hf.checkpoint_tensors(config)
     ]
     expected = dict(by_expert((k, tuple(v.shape)) for k, v in model.state_dict().items()))
     if tied:

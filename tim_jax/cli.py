@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--family", choices=_FAMILIES, default="auto", help=_KERNELS)
     read.add_whole(generate, "--seed", 0, 2**32, default=0)
     generate.add_argument("--plain", action="store_true", help="no chat template")
-    for axis in ("data", "fsdp", "tensor"):
+    for axis in ("data", "fsdp", "expert", "tensor"):
         about = f"devices on the {axis} axis"
         read.add_whole(generate, f"--{axis}", 1, default=1, help=about)
     generate.set_defaults(run=_generate)
@@ -280,7 +280,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         seed=arguments.seed,
         chat_template=False if arguments.plain else "auto",
-        where=Placement(arguments.data, arguments.fsdp, arguments.tensor),
+        where=Placement(arguments.data, arguments.fsdp, arguments.expert, arguments.tensor),
         family=arguments.family,
         measured=_kept_folder() / "measured",
     )

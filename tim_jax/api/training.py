@@ -242,7 +242,7 @@ def _own_devices(learner: Placement, sampler: Placement | None, rows: int) -> De
     """Those of a sampler on a mesh of its own, which is to draw so many rows."""
     if sampler is None:
         return None
-    sharded.check_rows(rows, sampler.shards, "of the sampler")
+    sharded.check_rows(rows, sampler, "of the sampler")
     return split(learner, sampler, jax.devices())
 
 

@@ -141,6 +141,9 @@ def placements(config: ModelConfig, sizes: Sizes, devices: int) -> tuple[Placeme
     tried += [Placement(tensor=n) for n in counts]
     tried += [Placement(fsdp=n // 2, tensor=2) for n in counts[1:]]
     tried += [Placement(data=2, fsdp=n // 8, tensor=4) for n in counts[2:]]
+    tried += [Placement(expert=n) for n in counts]
+    tried += [Placement(data=n // 4, fsdp=2, expert=2) for n in counts[1:]]
+    tried += [Placement(fsdp=n // 4, expert=4, decode="sharded") for n in counts[2:]]
     rows = sizes.prompts * sizes.samples
     return tuple(p for p in tried if rows % p.shards == 0 and _fits(config, p))
 

@@ -174,12 +174,13 @@ class RunConfig(Section):
             raise refusal("learner.corrections", list(section.corrections), str(error)) from error
 
     def _check_drawing(self) -> None:
-        prompts, shards = self.learner.prompts_per_step, self.placement.for_sampler.shards
-        if "greedy_rewards" in advantages.needs(self.objective.estimator) and prompts % shards:
+        prompts, where = self.learner.prompts_per_step, self.placement.for_sampler
+        greedy = "greedy_rewards" in advantages.needs(self.objective.estimator)
+        if greedy and prompts % where.shards:
             raise refusal(
                 "learner.prompts_per_step",
                 prompts,
-                f"must be a multiple of the sampler's data x fsdp = {shards}: the estimator"
+                f"must be a multiple of the sampler's {where.shards_text}: the estimator"
                 f" {self.objective.estimator!r} draws one greedy response a prompt",
             )
         if not self.learner.refills:
@@ -262,14 +263,14 @@ class RunConfig(Section):
                 raise refusal(
                     "placement.fsdp",
                     self.placement.fsdp,
-                    f"data x fsdp = {learner.shards} must divide the {count} sequences of {what}",
+                    f"{learner.shards_text} must divide the {count} sequences of {what}",
                 )
         for count, what in ((total, "a step"), (self.sampler.slots, "sampler.slots")):
             if count and count % sampler.shards:
                 raise refusal(
                     "placement.sampler.fsdp",
                     sampler.fsdp,
-                    f"data x fsdp = {sampler.shards} must divide the {count} sequences of {what}",
+                    f"{sampler.shards_text} must divide the {count} sequences of {what}",
                 )
         for key, where in (("placement.tensor", learner), ("placement.sampler.tensor", sampler)):
             if self.column_tiles % where.tensor:

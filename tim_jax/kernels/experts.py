@@ -14,6 +14,9 @@ A token's bits depend neither on who else chose its experts nor on its place amo
   is ever dropped, and the loop passes over those that stay empty.
 
 The backward is plain XLA, in larger tiles: it recomputes the products with gate and up.
+
+Experts may lie on several devices. Each then computes, for the rows of all, what its own experts
+make of those that chose them; an `Exchange` says how rows and outputs get there and back.
 """
 
 from collections.abc import Callable
@@ -51,6 +54,28 @@ class Tiles(NamedTuple):
     used: jax.Array  # i32[], tiles that are not empty, which come first
     pair: jax.Array  # i32[places], or P where there is none
     place: jax.Array  # i32[P], of each pair
+
+
+class Exchange(NamedTuple):
+    """How rows get to the devices that have their experts, and what is made of them back.
+
+    `forward` and `backward` are given a function of a device's experts, and call it with rows of
+    all devices. Pairs with experts of other devices have the number of experts here as theirs.
+    """
+
+    devices: int  # that have as many experts each
+    # (function of x [M, d] and experts [M, k] -> [M, k, d]; x [N, d], experts [N, k]) -> [N, k, d]
+    forward: Callable
+    # (function of the same and a cotangent -> the gradients of x and of weights; x, experts and
+    # cotangent [N, k, d]) -> the gradients of x [N, d] and of weights
+    backward: Callable
+
+
+def _call(function: Callable, *args):
+    return function(*args)
+
+
+ALONE = Exchange(1, _call, _call)
 
 
 class Sigmoid(NamedTuple):
@@ -193,7 +218,10 @@ def combined(
 
 
 def in_tiles(experts: jax.Array, *, count: int, rows: int) -> Tiles:
-    """Sorts the pairs of experts i32[N, k], of `count` experts, into tiles of so many rows."""
+    """Sorts the pairs of experts i32[N, k], of `count` experts, into tiles of so many rows.
+
+    Pairs whose expert is `count` are in no tile, and have a place after all of them.
+    """
     chosen = experts.reshape(-1)
     pairs = chosen.size
     nonempty = min(count, pairs)
@@ -205,11 +233,12 @@ def in_tiles(experts: jax.Array, *, count: int, rows: int) -> Tiles:
     last_tiles = jnp.cumsum(-(-(ends - starts) // rows))
     first_tiles = last_tiles - (-(-(ends - starts) // rows))
     ordered_place = first_tiles[ordered] * rows + number - starts[ordered]
+    ordered_place = jnp.where(ordered < count, ordered_place, most * rows)
     expert = jnp.searchsorted(last_tiles, jnp.arange(most), side="right").astype(jnp.int32)
     return Tiles(
         expert=jnp.minimum(expert, count - 1),
         used=last_tiles[-1],
-        pair=jnp.full((most * rows,), pairs, jnp.int32).at[ordered_place].set(order),
+        pair=jnp.full((most * rows,), pairs, jnp.int32).at[ordered_place].set(order, mode="drop"),
         place=jnp.zeros((pairs,), jnp.int32).at[order].set(ordered_place),
     )
 
@@ -235,25 +264,38 @@ def outputs(
     numerics: Numerics,
     gather: Callable[[jax.Array], jax.Array] = lambda weight: weight,
     scatter: Callable[[jax.Array], jax.Array] = lambda gradient: gradient,
+    exchange: Exchange = ALONE,
 ) -> jax.Array:
     """What each of a row's experts makes of it: (silu(x gate) * x up) down, float32 [N, k, d].
 
     Args:
       x: [N, d], in the compute dtype.
-      gate_up, down: [E, d, 2 M] and [E, M, d]; with `gather` parts of them, see there.
+      gate_up, down: [E, d, 2 M] and [E, M, d], with an `exchange` of this device's experts; with
+        `gather` parts of them, see there.
       experts: i32[N, k].
       ops: the kernels of the numerics, for whole matrices.
       gather, scatter: make the whole of a device's part of a weight, and the part of the sum over
         devices of a whole gradient, float32.
+      exchange: with the devices that have the other experts.
     """
+    devices = exchange.devices
 
     def forward(x, gate_up, down, experts):
-        return _forward(x, gather(gate_up), gather(down), experts, ops=ops, numerics=numerics)
+        whole = gather(gate_up), gather(down)
+
+        def make(x, experts):
+            return _forward(x, *whole, experts, ops=ops, numerics=numerics, devices=devices)
+
+        return exchange.forward(make, x, experts)
 
     def backward(residuals, cotangent):
         x, gate_up, down, experts = residuals
         whole = gather(gate_up), gather(down)
-        dx, dgate_up, ddown = _backward(x, *whole, experts, cotangent, numerics=numerics)
+
+        def differentiate(x, experts, cotangent):
+            return _backward(x, *whole, experts, cotangent, numerics=numerics, devices=devices)
+
+        dx, dgate_up, ddown = exchange.backward(differentiate, x, experts, cotangent)
         return (
             dx.astype(x.dtype),
             scatter(dgate_up).astype(gate_up.dtype),
@@ -266,9 +308,9 @@ def outputs(
     return call(x, gate_up, down, experts)
 
 
-def _forward(x, gate_up, down, experts, *, ops: Kernels, numerics: Numerics):
+def _forward(x, gate_up, down, experts, *, ops: Kernels, numerics: Numerics, devices: int):
     count, (rows, chosen) = gate_up.shape[0], experts.shape
-    size = tile_rows(experts.size, count, numerics.rows_for(gate_up.shape[1]).low)
+    size = tile_rows(experts.size, count * devices, numerics.rows_for(gate_up.shape[1]).low)
     laid = ops.fence(in_tiles(experts, count=count, rows=size))
     x, gate_up, down = ops.fence((x, gate_up, down))
     of_tiles = x[jnp.minimum(laid.pair, experts.size - 1) // chosen].reshape(-1, size, x.shape[1])
@@ -281,18 +323,17 @@ def _at(weights: jax.Array, expert: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False)
 
 
-def _backward(x, gate_up, down, experts, cotangent, *, numerics: Numerics):
+def _backward(x, gate_up, down, experts, cotangent, *, numerics: Numerics, devices: int):
     """Gradients of `_forward` in float32; products of a tile as in `native.dot_gradients`."""
     count, (rows, chosen) = gate_up.shape[0], experts.shape
-    size = tile_rows(experts.size, count)
+    size = tile_rows(experts.size, count * devices)
     laid = in_tiles(experts, count=count, rows=size)
     of_tiles = x[jnp.minimum(laid.pair, experts.size - 1) // chosen].reshape(-1, size, x.shape[1])
     cotangents = cotangent.reshape(experts.size, -1).at[laid.pair].get(mode="fill", fill_value=0)
     cotangents = cotangents.reshape(*of_tiles.shape[:2], -1)
     gating = partial(gated, numerics=numerics, maths=native.MATHS)
 
-    def step(sums, of_tile):
-        tile, dmade, expert = of_tile
+    def products(sums, tile, dmade, expert):
         own = _at(gate_up, expert), _at(down, expert)
         hidden, gradient = jax.vjp(gating, native.product(tile, own[0]))
         dhidden, ddown = native.dot_gradients(hidden, own[1], dmade)
@@ -305,7 +346,18 @@ def _backward(x, gate_up, down, experts, cotangent, *, numerics: Numerics):
         )
         return sums, dtile
 
+    def nothing(sums, tile, dmade, expert):
+        del dmade, expert
+        return sums, jnp.zeros(tile.shape, jnp.float32)
+
+    def step(sums, of_tile):
+        *tile, used = of_tile
+        return jax.lax.cond(used, products, nothing, sums, *tile)
+
+    used = jnp.arange(laid.expert.size) < laid.used
     zeros = tuple(jnp.zeros(weight.shape, jnp.float32) for weight in (gate_up, down))
-    sums, dtiles = jax.lax.scan(step, zeros, (of_tiles, cotangents, laid.expert))
-    dpairs = dtiles.reshape(-1, x.shape[1])[laid.place]
+    sums, dtiles = jax.lax.scan(step, zeros, (of_tiles, cotangents, laid.expert, used))
+    # Of pairs with experts of other devices nothing.
+    dtiles = dtiles.reshape(-1, x.shape[1])
+    dpairs = dtiles.at[laid.place].get(mode="fill", fill_value=0)
     return jnp.sum(dpairs.reshape(rows, chosen, -1), axis=1), *sums

@@ -151,19 +151,19 @@ class Batching:
             if value is not None and value < least:
                 raise InputError(f"sampler: {name} must be at least {least}, got {value}")
 
-    def of_device(self, shards: int) -> "Batching":
-        """The part of each of `shards` devices, which have as many slots and pages each.
+    def of_device(self, where: Placement) -> "Batching":
+        """The part of each device that rows are split over; all have as many slots and pages.
 
         Raises:
           InputError: they do not divide.
         """
-        parts = {}
+        parts, shards = {}, where.shards
         for name in ("slots", "pages"):
             value = getattr(self, name)
             if value is not None and value % shards:
                 raise InputError(
-                    f"sampler: {name} = {value} must be a multiple of data x fsdp = {shards}, so"
-                    " that every device has as many"
+                    f"sampler: {name} = {value} must be a multiple of {where.shards_text}, so that"
+                    " every device has as many"
                 )
             parts[name] = value and value // shards
         return replace(self, **parts)

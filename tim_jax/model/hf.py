@@ -10,6 +10,7 @@ read and written by `peft`.
 import os
 import re
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from tim_jax.model.files import (
     write_json,
 )
 from tim_jax.model.parameters import check_params
-from tim_jax.model.weights import NAMED, Params, checkpoint_tensors, parameter_shapes
+from tim_jax.model.weights import NAMED, Params, Weight, parameter_shapes, table
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -200,6 +201,24 @@ def _token_ids(config: ModelConfig) -> dict[str, Any]:
     eos = to_hf(config)["eos_token_id"]
     ids = {"bos": config.bos_token_id, "eos": eos, "pad": config.pad_token_id}
     return {f"{key}_token_id": value for key, value in ids.items() if value is not None}
+
+
+def checkpoint_tensors(config: ModelConfig) -> Iterator[tuple[str, Weight, tuple[int, ...]]]:
+    """A checkpoint's (name, parameter, index), in the order in which it is written.
+
+    The index is that of the layer among those of its stack, and then that of the expert, if the
+    parameter is stacked so.
+    """
+    first = 0
+    for (layered, stack), rows in groupby(table(config), key=lambda w: (w.layered, w.stack)):
+        together = tuple(rows)
+        layers = config.stacks[stack].num_layers if layered else 1
+        for layer in range(layers):
+            for weight in together:
+                for expert in range(config.num_experts) if weight.stacked > 1 else (0,):
+                    name = weight.tensor.format(layer=first + layer, expert=expert)
+                    yield name, weight, (layer, expert)[: weight.stacked]
+        first += layers if layered else 0
 
 
 def _views(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

@@ -96,7 +96,12 @@ def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None
         what = "a mixture of experts" if config.num_experts else "latent attention"
         raise InputError(
             f"placement: {what} takes no tensor axis, got tensor = {tensor} and column_tiles ="
-            f" {tiles}; use fsdp and data"
+            f" {tiles}; use fsdp, data{' and expert' * (config.num_experts > 0)}"
+        )
+    if placement.expert > 1 and not config.num_experts:
+        raise InputError(
+            f"placement: expert = {placement.expert} needs a mixture of experts, and a"
+            f" {config.model_type} model has none; use fsdp and data"
         )
     if tiles % tensor:
         raise InputError(

@@ -21,7 +21,7 @@ from tim_jax.model import adapters, attention, rope, windows
 from tim_jax.model.attention import Cache, LayerCache
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights, weight_axes
-from tim_jax.placement import collectives
+from tim_jax.placement import collectives, exchange
 
 
 class Routed(NamedTuple):
@@ -327,6 +327,7 @@ def _experts(x, normed, w, routing, execution: Execution):
         numerics=numerics,
         gather=partial(collectives.whole_matrix, placement=placement),
         scatter=partial(collectives.own_rows, placement=placement),
+        exchange=exchange.over(placement, count=config.num_experts),
     )
     shared = _shared_experts(normed, w, execution) if config.num_shared_experts else None
     x = experts.combined(x, made, choice.weights, numerics=numerics, shared=shared)

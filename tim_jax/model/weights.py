@@ -12,7 +12,7 @@ weights are what `preparing.prepare` makes of them for the forward: of the same 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -36,7 +36,7 @@ _QUERY, _KEY = "num_heads x query_dim", "num_kv_heads x head_dim"
 _MIXED = "num_heads x value_dim"
 _LAYERS, _EXPERTS, _HEADS = "num_layers", "num_experts", "num_heads"
 _QUERY_RANK, _KEY_RANK = "latent.q_lora_rank", "latent.kv_lora_rank"
-_STACKED_TWICE: Axes = ("whole", "whole", "in", "out")  # a matrix in every expert of every layer
+_STACKED_TWICE: Axes = ("whole", "expert", "in", "out")  # a matrix in every expert of every layer
 
 
 def size(dimension: str, config: ModelConfig) -> int:
@@ -54,7 +54,8 @@ class Weight:
         and buffers stay float32, as they enter float32 arithmetic. A buffer is not trained.
       dims: names of its dimensions, see `size`.
       axes: their logical axes, see `placement.RULES`. What is large is split over all of fsdp and
-        tensor; biases are small and split over tensor alone, norms within heads not at all.
+        tensor, and experts over expert; biases are small and split over tensor alone, norms within
+        heads not at all.
       tensor: its name in a checkpoint, with "{layer}" for the index of its layer and "{expert}" for
         that of its expert.
       when: whether a stack of layers, or a model, of this configuration has it.
@@ -271,6 +272,11 @@ class Joined:
         return len(self.dims) - 2 if self.dims else NAMED[self.parts[0]].stacked
 
     @property
+    def stacked_axes(self) -> Axes:
+        """The logical axes of these leading dimensions."""
+        return self.stacked * ("whole",) if self.dims else NAMED[self.parts[0]].axes[: self.stacked]
+
+    @property
     def input(self) -> str:
         """The dimension that a matrix contracts over."""
         return self.dims[-2] if self.dims else NAMED[self.parts[0]].dims[-2]
@@ -384,8 +390,8 @@ def weight_axes(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
     tiled: Axes = ("tile",) if numerics.column_tiles > 1 else ()
 
     def put(beside: dict[str, Any], row: Joined) -> None:
-        stacked, inputs = row.stacked * ("whole",), row.matrix * ("in",)
-        beside[row.name] = (*stacked, *tiled, *inputs, "whole")
+        inputs = row.matrix * ("in",)
+        beside[row.name] = (*row.stacked_axes, *tiled, *inputs, "whole")
 
     for name, stack in config.stacks.items():
         rows = [row for row in joined(stack) if row.layered]
@@ -395,21 +401,3 @@ def weight_axes(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
             put(axes[name], row)
     put(axes, next(row for row in JOINED if row.name == "head"))
     return axes
-
-
-def checkpoint_tensors(config: ModelConfig) -> Iterator[tuple[str, Weight, tuple[int, ...]]]:
-    """A checkpoint's (name, parameter, index), in the order in which it is written.
-
-    The index is that of the layer among those of its stack, and then that of the expert, if the
-    parameter is stacked so.
-    """
-    first = 0
-    for (layered, stack), rows in groupby(table(config), key=lambda w: (w.layered, w.stack)):
-        together = tuple(rows)
-        layers = config.stacks[stack].num_layers if layered else 1
-        for layer in range(layers):
-            for weight in together:
-                for expert in range(config.num_experts) if weight.stacked > 1 else (0,):
-                    name = weight.tensor.format(layer=first + layer, expert=expert)
-                    yield name, weight, (layer, expert)[: weight.stacked]
-        first += layers if layered else 0

@@ -182,6 +182,16 @@ def own_rows(sums: jax.Array, placement: Placement) -> jax.Array:
     return _reduce(sums, names, sums.ndim - 2) if names else sums
 
 
+def group_rows(x: jax.Array, placement: Placement) -> jax.Array:
+    """The rows x [N, ...] of all devices of an expert group, [expert x N, ...]."""
+    return _collect(x, _present(("expert",), placement), 0)
+
+
+def own_group_rows(sums: jax.Array, placement: Placement) -> jax.Array:
+    """The transpose of `group_rows`: this device's rows of sums over the group, float32."""
+    return _reduce(sums, _present(("expert",), placement), 0)
+
+
 def _dot(
     dot: Callable,
     placement: Placement,

@@ -7,12 +7,15 @@ Axes of the mesh:
 - `data`: rows of the batch. Every slice holds the whole model, so gradients are summed over it.
 - `fsdp`: rows of the batch as well, and the inputs of every weight matrix: a device keeps a part of
   each and gathers the rest just before use.
+- `expert`: rows of the batch as well, and the experts of a mixture: a device keeps some of them
+  whole, and rows are exchanged with the devices that have theirs.
 - `tensor`: columns of every weight matrix, and the heads. Its devices work on the same rows.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -21,10 +24,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tim_jax.errors import InputError
 
-AXES = ("data", "fsdp", "tensor")
-ROWS = ("data", "fsdp")  # what the rows of a batch are split over
+AXES = ("data", "fsdp", "expert", "tensor")
+ROWS = ("data", "fsdp", "expert")  # what the rows of a batch are split over
 
-Axis = Literal["rows", "in", "out", "tile", "hidden", "whole"]
+Axis = Literal["rows", "in", "out", "tile", "hidden", "expert", "whole"]
 Devices = Sequence[Any]  # of `jax.Device`, which no version of JAX declares as a type
 Axes = tuple[Axis, ...]  # of an array's dimensions, in order
 
@@ -35,6 +38,7 @@ RULES: dict[Axis, tuple[str, ...]] = {
     "out": ("tensor",),  # columns of a weight matrix
     "tile": ("tensor",),  # column tiles of a weight matrix
     "hidden": ("tensor", "fsdp"),  # the hidden size in embedding and norms
+    "expert": ("expert",),  # what a mixture's matrices are stacked over
     "whole": (),
 }
 
@@ -44,14 +48,15 @@ class Placement:
     """How many devices each mesh axis has.
 
     decode: where the sampler's weights are during the decode loop. "whole": gathered over fsdp once
-      before it, so that a device holds 1 / tensor of the model's compute weights; a tensor group
-      stops when its own rows have ended. "sharded": gathered layer by layer at every token, so that
-      a device never holds more than its share and one layer; all devices go on until the last row
-      has ended.
+      before it, so that a device holds 1 / tensor of the model's compute weights, of experts
+      1 / expert; a group along expert and tensor stops when its own rows have ended. "sharded":
+      gathered layer by layer at every token, so that a device never holds more than its share and
+      one layer; all devices go on until the last row has ended.
     """
 
     data: int = 1
     fsdp: int = 1
+    expert: int = 1
     tensor: int = 1
     decode: Literal["whole", "sharded"] = "whole"
 
@@ -64,19 +69,25 @@ class Placement:
             raise InputError(f"Placement: decode must be 'whole' or 'sharded', got {self.decode!r}")
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Sizes of the mesh axes."""
-        return self.data, self.fsdp, self.tensor
+        return tuple(getattr(self, axis) for axis in AXES)
 
     @property
     def devices(self) -> int:
         """How many devices it takes."""
-        return self.data * self.fsdp * self.tensor
+        return prod(self.shape)
 
     @property
     def shards(self) -> int:
         """Parts that the rows of a batch are split into."""
-        return self.data * self.fsdp
+        return prod(getattr(self, axis) for axis in ROWS)
+
+    @property
+    def shards_text(self) -> str:
+        """`shards` as messages name it, such as "data x fsdp = 8"."""
+        named = ROWS if self.expert > 1 else ROWS[:-1]
+        return f"{' x '.join(named)} = {self.shards}"
 
     @property
     def single(self) -> bool:

@@ -149,12 +149,15 @@ def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
     layer *= tokens
     if config.num_experts:  # what each of a token's experts makes of it, float32
         layer += tokens * config.num_experts_per_tok * config.hidden_size * 4 // wide
+    exchanged = _exchanged(workload, tokens)
     kept = tokens * config.hidden_size if workload.learning.remat else layer
     logits = min(numerics.head_rows, tokens) * config.vocab_size // where.tensor
     return {
         "gradient": gradient,
         "activations": (config.num_layers * kept * wide) // where.tensor,
-        "a layer or the logits": max(int(_LOGITS * 4 * logits), layers + 4 * layer // where.tensor),
+        "a layer or the logits": max(
+            int(_LOGITS * 4 * logits), layers + 4 * layer // where.tensor + exchanged
+        ),
     }
 
 
@@ -165,6 +168,16 @@ def _of_attention(config: ModelConfig) -> int:
         return 2 * (config.num_heads * key + heads * (key + value))
     of_head = config.query_dim + key + value + config.value_dim
     return config.num_heads * of_head + 2 * key + config.latent.q_lora_rank
+
+
+def _exchanged(workload: Workload, tokens: int) -> int:
+    """Bytes of what the experts of a device make of the tokens of its group, and of what it sends.
+
+    There is room for the least favourable choice, by which all tokens go to one device.
+    """
+    execution, devices = workload.execution, workload.execution.placement.expert
+    pairs = devices * tokens * execution.config.num_experts_per_tok
+    return (devices > 1) * 2 * 4 * pairs * execution.config.hidden_size
 
 
 def _elements(tree: Any) -> int:

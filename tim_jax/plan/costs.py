@@ -215,7 +215,9 @@ def collectives(module: Module, trips: Sequence[int] = ()) -> Mapping[str, Traff
 
     Bytes are those that arrive at a chip in a ring of its group of g chips: of n bytes that it puts
     in, n (g - 1) for an all-gather, n (g - 1) / g for a reduce-scatter and an all-to-all, twice
-    that for an all-reduce, n for the others. `trips`: see `hlo.visits`.
+    that for an all-reduce, n for the others. A ragged all-to-all has room for the least favourable
+    choice of experts; counted is what every chip receives if all send as much. `trips`: see
+    `hlo.visits`.
     """
     traffic: dict[str, Traffic] = {}
     for visit in hlo.visits(module, trips):
@@ -227,7 +229,9 @@ def collectives(module: Module, trips: Sequence[int] = ()) -> Mapping[str, Traff
 
 
 def _received(kind: str, visit: Visit, module: Module) -> int:
-    given = sum(visit.computation[name].bytes for name in visit.instruction.operands)
+    sizes = [visit.computation[name].bytes for name in visit.instruction.operands]
+    # The first two are what is sent and received, of which one is filled up.
+    given = min(sizes[:2]) if kind == "ragged-all-to-all" else sum(sizes)
     group = group_size(visit.instruction.attributes, module.partitions)
     if kind == "all-gather":
         return given * (group - 1)

@@ -168,6 +168,7 @@ def _axes(where) -> dict[str, Any]:
     return {
         "data": where.data,
         "fsdp": where.fsdp,
+        "expert": where.expert,
         "tensor": where.tensor,
         "decode": where.decode,
     }

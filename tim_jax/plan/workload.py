@@ -135,11 +135,11 @@ def sampling(workload: Workload, devices: Devices) -> Program:
 
 def decode_steps(workload: Workload) -> tuple[int, ...]:
     """Iterations of a device's decode loops, if every response is the longest."""
-    shards = workload.sampler_execution.placement.shards
+    where = workload.sampler_execution.placement
     return sampler.trips(
-        workload.sequences // shards,
+        workload.sequences // where.shards,
         workload.execution.sampling,
-        workload.batching.of_device(shards),
+        workload.batching.of_device(where),
     )
 
 

@@ -18,7 +18,7 @@ from flax import struct
 from tim_jax.model import preparing, transformer
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.model.weights import Weights, weight_axes
-from tim_jax.placement import SINGLE, Placement, collectives
+from tim_jax.placement import Placement, collectives
 from tim_jax.policy import distribution, truncation
 from tim_jax.policy import slots as slotting
 from tim_jax.policy.paging import Pool
@@ -86,7 +86,7 @@ def sample(
     limit = execution.sampling.max_response_length
     rows = placement  # whose devices step together
     if placement.decode == "whole" or placement.shards == 1:
-        rows = SINGLE
+        rows = Placement(expert=placement.expert)
         weights = collectives.gather_fsdp(weights, weight_axes(config, numerics), placement)
         execution = replace(execution, placement=placement.gathered)
     weights = transformer.whole_norms(weights, execution=execution)
@@ -315,7 +315,7 @@ class _Decoding:
         A slot that does not work is computed all the same: nothing of it is stored, its writes to
         the cache stay in its own row, and no other row sees them.
         """
-        if self.rows is not SINGLE:
+        if self.execution.placement.fsdp > 1:
             # The weights are tied to the step, or XLA could gather them before the loop and keep
             # them.
             weights, _ = jax.lax.optimization_barrier((weights, now.count))

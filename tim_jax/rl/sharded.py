@@ -1,7 +1,7 @@
 """The sampler and the learner on a mesh: every device runs them on its own rows.
 
 Each function here wraps one of `sampler`, `scoring` or `learner` in `shard_map`: weights come in
-and gradients go out in parts, by their logical axes, and rows are split over data and fsdp.
+and gradients go out in parts, by their logical axes, and rows are split over data, fsdp and expert.
 Outside, arrays of [batch] and [batch, time] are whole on every device: they are small compared with
 caches and logits, and their statistics are then computed by the same program, whatever the split.
 """
@@ -52,11 +52,11 @@ def sampling(
       InputError: the devices cannot have as many sequences, slots and pages each.
     """
     where = execution.placement
-    of_device = batching.of_device(where.shards)
+    of_device = batching.of_device(where)
 
     def sample(weights, prompts: Prompts, key) -> Rollout:
         count = prompts.tokens.shape[0]
-        check_rows(count * samples, where.shards, f"{count} prompts x {samples} samples")
+        check_rows(count * samples, where, f"{count} prompts x {samples} samples")
         blocks, shares = split(count, samples, where.shards)
         size = samples // shares
         drawing = partial(draw, execution=execution, samples=size, batching=of_device)
@@ -86,7 +86,7 @@ def going_on(
     the names of every row's prompt, `numbers` i32[B] its sample's. `draw` as in `sampling`.
     """
     where = execution.placement
-    of_device = batching.of_device(where.shards)
+    of_device = batching.of_device(where)
 
     def local(weights, rows, key) -> Rollout:
         rollout, ids, numbers = rows
@@ -185,7 +185,7 @@ def scoring(
     def scored(weights, rollout: Rollout, *, energy: bool = False):
         rows = rollout.lengths.shape[0]
         size = None if micro_batch is None else min(micro_batch, rows)
-        micro = _local_micro_batch(size, rows, where.shards)
+        micro = _local_micro_batch(size, rows, where)
         on_rows = partial(local, micro=micro, energy=energy)
         call = _over(on, on_rows, (_weights(execution), _ROWS), _WHOLE)
         return call(weights, rollout)
@@ -203,7 +203,7 @@ def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[
     def differentiate(weights, batch: Experience, token_weights, *, adapters=None):
         rows = batch.mask.shape[0]
         micro_batch = None if learning.micro_batch is None else min(learning.micro_batch, rows)
-        micro = _local_micro_batch(micro_batch, rows, execution.placement.shards)
+        micro = _local_micro_batch(micro_batch, rows, execution.placement)
         # For this device's rows; the noise is measured between micro-batches of all devices.
         local_learning = replace(learning, micro_batch=micro, noise_scale=False)
 
@@ -268,12 +268,11 @@ def gradient_norm(execution: Execution, on: Mesh) -> Callable[..., jax.Array]:
     return _over(on, local, (placement.specs(leaf_axes),), _WHOLE)
 
 
-def check_rows(rows: int, shards: int, what: str) -> None:
+def check_rows(rows: int, where: Placement, what: str) -> None:
     """Raises `InputError` if rows cannot be split evenly over the devices."""
-    if rows % shards:
+    if rows % where.shards:
         raise InputError(
-            f"placement: data x fsdp = {shards} must divide the {rows} sequences of a batch"
-            f" ({what})"
+            f"placement: {where.shards_text} must divide the {rows} sequences of a batch ({what})"
         )
 
 
@@ -282,17 +281,13 @@ def prompts_multiple(where: Placement, samples: int) -> int:
     return where.shards // gcd(where.shards, samples)
 
 
-def _local_micro_batch(micro_batch: int | None, rows: int, shards: int) -> int | None:
+def _local_micro_batch(micro_batch: int | None, rows: int, where: Placement) -> int | None:
     """A device's rows of each micro-batch of the learner."""
-    check_rows(rows, shards, "of the learner")
-    return _local_rows(micro_batch, shards, "learner.micro_batch")
-
-
-def _local_rows(micro_batch: int | None, shards: int, what: str) -> int | None:
+    check_rows(rows, where, "of the learner")
     if micro_batch is None:
         return None
-    check_rows(micro_batch, shards, what)
-    return micro_batch // shards
+    check_rows(micro_batch, where, "learner.micro_batch")
+    return micro_batch // where.shards
 
 
 def _weights(execution: Execution) -> Any:
