@@ -231,6 +231,20 @@ def combined(
     return elementwise(formula, numerics)(residual, outputs, weights, *more)
 
 
+def scaled(outputs: jax.Array, x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """outputs float32 [N, d] x sigmoid(x [N, d] @ weight float32 [d, 1]), for a shared expert.
+
+    The product is a sum in a fixed order: one column is too few for a kernel.
+    """
+
+    def formula(outputs, x, weight, maths):
+        factors = x.astype(jnp.float32) * jnp.broadcast_to(weight[:, 0], x.shape)
+        share = maths.sigmoid(maths.total(maths.uncontracted(factors), lanes=numerics.order.lanes))
+        return outputs * share[:, None]
+
+    return elementwise(formula, numerics)(outputs, x, weight)
+
+
 def in_tiles(experts: jax.Array, *, count: int, rows: int) -> Tiles:
     """Sorts the pairs of experts i32[N, k], of `count` experts, into tiles of so many rows."""
     chosen = experts.reshape(-1)

@@ -13,7 +13,7 @@ from tim_jax.model.execution import Execution
 from tim_jax.numerics import CACHE_DTYPES, Numerics, Rows, Scale
 
 FLOATS = ("float32", "bfloat16", "float16")
-_STAYS = ("_norm", "_bias")  # names of what is float32 in any compute dtype
+_STAYS = ("_norm", "_bias", "_scale")  # names of what is float32 in any compute dtype
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Compute(Entry):
 
 
 def recast(weights: dict[str, Any], dtype: jnp.dtype) -> dict[str, Any]:
-    """Compute weights in another compute dtype; norms and biases are float32 in any."""
+    """Compute weights in another compute dtype; norms, biases and scales are float32 in any."""
 
     def cast(path, leaf: jax.Array) -> jax.Array:
         return leaf if path[-1].key.endswith(_STAYS) else leaf.astype(dtype)

@@ -330,7 +330,7 @@ def _experts(x, normed, w, routing, execution: Execution):
         gather=partial(collectives.whole_matrix, placement=placement),
         scatter=partial(collectives.own_rows, placement=placement),
     )
-    shared = _shared_experts(normed, w, execution) if config.num_shared_experts else None
+    shared = _shared_experts(normed, w, execution) if config.shared_width else None
     x = experts.combined(x, made, choice.weights, numerics=numerics, shared=shared)
     if execution.routing == "own":
         return x, None
@@ -357,7 +357,10 @@ def _shared_experts(normed, w, execution: Execution):
     ops = collectives.family(numerics, placement)
     matrix = partial(collectives.matrix, numerics=numerics, placement=placement)
     hidden = ops.gated_dot(normed, matrix(w["shared_gate_up"]), None, numerics=numerics)
-    return ops.dot(hidden, matrix(w["shared_down"]), numerics=numerics)
+    made = ops.dot(hidden, matrix(w["shared_down"]), numerics=numerics)
+    if "shared_scale" not in w:
+        return made
+    return experts.scaled(made, normed, w["shared_scale"], numerics=numerics)
 
 
 def _chooser(normed, router, execution: Execution):
