@@ -102,10 +102,8 @@ class ModelConfig:
     are in `router_groups` groups, of which a token takes those of the best
     `router_groups_per_tok`; weights are multiplied by `routed_scaling_factor`. The first
     `first_dense_layers` have a SwiGLU of `intermediate_size` in place of experts, and in the others
-    every token also goes through `num_shared_experts` experts, which are joined into one.
-
-    Qwen2-MoE has one shared expert of width `shared_expert_width`, whose output is multiplied by a
-    number for each token: the sigmoid of a linear map.
+    every token also goes through `num_shared_experts` experts, which are joined into one. Qwen2-MoE
+    has one shared expert, of `shared_expert_width`, times the sigmoid of a linear map to a number.
 
     A value that can be hashed. Raises `InputError` where sizes do not fit together, or where
     `model_type` as `transformers` knows it could not express the options (so that every ModelConfig
