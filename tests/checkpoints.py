@@ -108,6 +108,15 @@ CASES = {
         "use_sliding_window": True,
         "sliding_window": 12,
     },
+    "qwen2_moe": {
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 44,
+    },
     "deepseek_v3": {
         "hidden_size": 36,
         "num_attention_heads": 3,
@@ -193,6 +202,7 @@ def make_config(name):
         "qwen2": transformers.Qwen2Config,
         "llama": transformers.LlamaConfig,
         "mistral": transformers.MistralConfig,
+        "qwen2_moe": transformers.Qwen2MoeConfig,
         "qwen3_moe": transformers.Qwen3MoeConfig,
         "deepseek_v3": transformers.DeepseekV3Config,
     }

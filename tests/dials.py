@@ -22,6 +22,7 @@ ENTRIES = {
     "compute": ({"dtype": "bfloat16"}, {"compute_dtype"}, {"dtype": "float32"}),
     "lm_head": ({"dtype": "bfloat16"}, {"precision.head"}, {"dtype": "float32"}),
     "router": ({"dtype": "bfloat16"}, {"precision.router"}, None),
+    "expert_choice": ({"dtype": "bfloat16"}, {"precision.choice"}, None),
     "logits": ({"dtype": "bfloat16"}, {"precision.logits"}, {"dtype": "float32"}),
     "softmax": ({"dtype": "bfloat16"}, {"precision.softmax"}, {"dtype": "float32"}),
     "attention_softmax": (
@@ -43,6 +44,8 @@ ENTRIES = {
     "sum_order": ({"lanes": 2}, {"order.lanes"}, {"lanes": 128}),
     "split_k": ({"pieces": 3}, {"order.split_k"}, {"pieces": 1}),
     "tensor_parallel": ({"ranks": 2}, {"order.ranks"}, {"ranks": 1}),
+    "expert_order": ({"order": "index"}, {"order.experts"}, None),
+    "expert_capacity": ({"factor": 1.0}, {"expert_capacity"}, None),
     "split_kv": ({"programs": 132}, {"order.split_kv"}, {"programs": 0}),
     "pallas_attention": ({"interpret": True}, {"attention"}, None),
     "triton_attention": ({}, {"attention"}, None),

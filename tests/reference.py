@@ -171,7 +171,8 @@ def _mixture(x, w, config):
             y[row] += weight * _swiglu(x[row], own, config)
     if "shared_gate" in w:
         own = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
-        y = y + _swiglu(x, own, config)
+        gate = x @ w["shared_scale"] if "shared_scale" in w else np.inf
+        y = y + _swiglu(x, own, config) / (1 + np.exp(-gate))
     return y
 
 

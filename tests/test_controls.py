@@ -22,6 +22,7 @@ SHARED = {
 IMPOSSIBLE = {
     "native_kernels": {},
     "split_kv": {"programs": 64},
+    "expert_capacity": {"factor": 1.0},
     "pallas_attention": {"interpret": True},
     "dropped_end": {},
     "logit_noise": {"std": 0.1},

@@ -187,6 +187,24 @@ def test_gradients_are_those_of_a_plain_implementation(numerics):
         np.testing.assert_allclose(one, other, atol=2e-6 * float(jnp.abs(other).max()))
 
 
+@pytest.mark.parametrize("numerics", [EXACT_F32, NATIVE_F32], ids=["tiles", "native"])
+def test_a_scaled_shared_expert_has_the_gradients_of_the_plain_formula(numerics):
+    given_ = normal(14, ROWS, HIDDEN), normal(15, ROWS, HIDDEN), normal(16, HIDDEN, 1)
+    cotangent = normal(17, ROWS, HIDDEN)
+
+    def ours(*args):
+        return jnp.vdot(experts.scaled(*args, numerics=numerics), cotangent)
+
+    def plain(outputs, x, weight):
+        share = jax.nn.sigmoid(jnp.dot(x, weight, precision="highest"))
+        return jnp.vdot(outputs * jnp.broadcast_to(share, outputs.shape), cotangent)
+
+    assert float(ours(*given_)) == pytest.approx(float(plain(*given_)), rel=1e-5)
+    wanted = jax.grad(plain, argnums=(0, 1, 2))(*given_)
+    for one, other in zip(jax.grad(ours, argnums=(0, 1, 2))(*given_), wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6 * float(jnp.abs(other).max()))
+
+
 @pytest.mark.parametrize("numerics", [EXACT_F32, EXACT_BF16], ids=["float32", "bfloat16"])
 def test_a_tokens_bits_depend_neither_on_its_neighbours_nor_on_its_place(numerics):
     x, gate_up, down, chosen, _ = made(numerics.dtype, rows=90)

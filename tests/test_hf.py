@@ -134,8 +134,9 @@ def test_saved_checkpoint_gives_transformers_the_same_bits(name, tmp_path):
             assert getattr(again.generation_config, key) == getattr(model.generation_config, key)
 
 
-def test_the_fused_layout_of_transformers_5_is_read_too(tmp_path):
-    model = make_model("qwen3_moe")
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+def test_the_fused_layout_of_transformers_5_is_read_too(name, tmp_path):
+    model = make_model(name)
     model.save_pretrained(tmp_path / "apart")
     model.save_pretrained(tmp_path / "fused", save_original_format=False, max_shard_size="20KB")
     index = json.loads((tmp_path / "fused" / "model.safetensors.index.json").read_text())
@@ -195,8 +196,9 @@ def test_every_case_initialises_as_transformers_does():
             elif leaf.endswith("_bias"):
                 assert not values.any()
             else:
-                assert values.std() == pytest.approx(0.02, rel=0.1)
-                assert abs(values.mean()) < 0.002
+                spread = max(0.1, 3 * values.size**-0.5)
+                assert values.std() == pytest.approx(0.02, rel=spread)
+                assert abs(values.mean()) < 0.02 * spread
 
 
 def test_initial_values_are_functions_of_seed_and_name():

@@ -245,6 +245,13 @@ BAD = [
     ({"name": "split_k", "pieces": 1.5}, ["pieces is 1.5", "whole number"]),
     ({"name": "split_k", "pieces": True}, ["pieces is True", "whole number"]),
     ({"name": "split_kv", "programs": -1}, ["at least 0", "-1"]),
+    ({"name": "expert_order", "order": "last"}, ["'last'", "choice, index"]),
+    (
+        {"name": "expert_order", "order": "index", "accumulate": "bfloat16"},
+        ["'bfloat16'", "compute"],
+    ),
+    ({"name": "expert_choice", "dtype": "int8"}, ["'int8'", "bfloat16"]),
+    ({"name": "expert_capacity", "factor": 0}, ["factor must be above 0"]),
     ({"name": "dropped_end", "share": 1.5}, ["between 0.0 and 1.0", "1.5"]),
     ({"name": "stale_weights", "updates": -1}, ["at least 0", "-1"]),
     ({"name": "logit_noise", "std": -0.1}, ["std must be at least 0.0", "-0.1"]),

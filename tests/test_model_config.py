@@ -109,6 +109,36 @@ QWEN3_MOE = QWEN3 | {
     "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 MISTRAL = {
     "architectures": ["MistralForCausalLM"],
     "bos_token_id": 1,
@@ -133,6 +163,7 @@ PUBLISHED = {
     "qwen2": QWEN2,
     "llama": LLAMA,
     "qwen3_moe": QWEN3_MOE,
+    "qwen2_moe": QWEN2_MOE,
     "mistral": MISTRAL,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -206,7 +237,8 @@ def test_absent_values_mean_what_transformers_takes_them_to_mean():
     for family, values in PUBLISHED.items():
         less = {key: value for key, value in values.items() if key not in optional}
         # these must say it: their own default is a number
-        less["num_key_value_heads"] = 32 if family in ("qwen3_moe", "mistral") else None
+        says = family in ("qwen2_moe", "qwen3_moe", "mistral")
+        less["num_key_value_heads"] = values["num_attention_heads"] if says else None
         theirs = transformers.AutoConfig.for_model(**less)
         config = from_hf(less)
         assert config.num_kv_heads == theirs.num_key_value_heads == theirs.num_attention_heads
@@ -279,9 +311,9 @@ def test_yarn_context_defaults():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({**QWEN3, "model_type": "qwen2_moe"}, ["'qwen2_moe'", "did you mean 'qwen3_moe'"]),
+        ({**QWEN3, "model_type": "qwen4_moe"}, ["'qwen4_moe'", "did you mean 'qwen"]),
         ({**QWEN3, "model_type": "mixtral"}, ["'mixtral'", "did you mean 'mistral'"]),
-        ({**QWEN3, "model_type": "olmo"}, ["'olmo'", "llama, mistral, qwen2, qwen3, qwen3_moe"]),
+        ({**QWEN3, "model_type": "olmo"}, ["'olmo'", "llama, mistral, qwen2, qwen2_moe, qwen3"]),
         ({**QWEN3, "num_experts": 8}, ["num_experts", "'qwen3'", "8"]),
         ({**QWEN3_MOE, "num_experts": 0}, ["num_experts", "0"]),
         ({**QWEN3_MOE, "num_experts": 7}, ["num_experts_per_tok", "7", "8"]),
@@ -298,6 +330,20 @@ def test_yarn_context_defaults():
         ({**QWEN3_MOE, "num_key_value_heads": None}, ["num_key_value_heads", "missing"]),
         ({**QWEN3_MOE, "n_shared_experts": 1}, ["n_shared_experts", "1"]),
         ({**QWEN3_MOE, "scoring_func": "sigmoid"}, ["scoring_func", "'sigmoid'"]),
+        (
+            {**QWEN3_MOE, "shared_expert_intermediate_size": 768},
+            ["shared_expert_intermediate_size", "768", "'qwen3_moe'"],
+        ),
+        (
+            {**QWEN2_MOE, "shared_expert_intermediate_size": 0},
+            ["shared_expert_width", "from 1", "0"],
+        ),
+        ({**QWEN2_MOE, "shared_expert_intermediate_size": 2**31}, ["shared_expert_width"]),
+        ({**QWEN2_MOE, "decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
+        ({**QWEN2_MOE, "mlp_only_layers": [0]}, ["mlp_only_layers", "[0]"]),
+        ({**QWEN2_MOE, "n_shared_experts": 1}, ["n_shared_experts", "'qwen2_moe'"]),
+        ({**QWEN2_MOE, "qkv_bias": False}, ["qkv_bias"]),
+        ({**QWEN2_MOE, "use_sliding_window": True}, ["qwen2_moe", "sliding_window=0", "32768"]),
         ({**QWEN3, "model_type": "gemma3"}, ["'gemma3'"]),
         ({**QWEN3, "model_type": None}, ["model_type", "missing"]),
         ({**QWEN3, "model_type": ["qwen3"]}, ["model_type"]),
@@ -424,9 +470,8 @@ def test_windows_that_do_not_fit_are_refused_by_name(change, words):
 def windowed(draw):
     """The contents of a config.json, most of them with a window."""
     layers = draw(st.integers(1, 6))
-    values = PUBLISHED[draw(st.sampled_from(sorted(PUBLISHED.keys() - {"llama"})))] | {
-        "num_hidden_layers": layers
-    }
+    families = sorted(PUBLISHED.keys() - {"llama", "qwen2_moe"})  # which have none here
+    values = PUBLISHED[draw(st.sampled_from(families))] | {"num_hidden_layers": layers}
     choices = {
         "sliding_window": st.none() | st.integers(1, 2**31 - 1),
         "use_sliding_window": st.sampled_from([True, True, False]),

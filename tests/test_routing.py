@@ -191,6 +191,26 @@ def test_a_step_of_exact_numerics_is_the_same_whatever_the_routing():
         assert 0 < report["routing/entropy"] <= np.log(CONFIG.num_experts) + 1e-6
 
 
+def sizes(report, what):
+    names = ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3")
+    return {name: report[f"{what}/{name}"] for name in names}
+
+
+@pytest.mark.slow
+def test_replay_tells_apart_which_experts_from_what_is_made_of_them():
+    """All of the mismatch where only the choice differs, none of it where only their sum does."""
+    choice = mismatch.build([{"name": "expert_choice", "dtype": "bfloat16"}])
+    _, _, found = step_of("compared", choice, count=40)
+    assert found["routing/agreement"] < 1
+    assert found["mismatch/log_ratio_abs_max"] > 1e-3
+    assert not any(sizes(found, "replayed").values())
+    order = mismatch.build([{"name": "expert_order", "order": "index"}])
+    _, _, found = step_of("compared", order, count=40)
+    assert found["routing/agreement"] == 1
+    assert 0 < found["mismatch/log_ratio_abs_max"] < 1e-4
+    assert sizes(found, "replayed") == sizes(found, "mismatch")
+
+
 @pytest.mark.slow
 def test_replay_takes_away_the_mismatch_that_is_routing():
     dial = mismatch.build([{"name": "router", "dtype": "bfloat16"}])
@@ -299,10 +319,3 @@ def test_responses_in_parts_are_not_recorded():
 def test_a_rollout_without_experts_is_not_compared():
     with pytest.raises(ValueError, match="no routes"):
         scored(replace(drawn(), routes=None))
-
-
-def test_the_dials_router_needs_a_mixture():
-    dial = mismatch.build([{"name": "router", "dtype": "bfloat16"}])
-    with pytest.raises(InputError, match="'router': needs a mixture of experts"):
-        mismatch.check(dial, tiny.EXECUTION)
-    mismatch.check(dial, EXECUTION)

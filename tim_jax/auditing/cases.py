@@ -278,6 +278,23 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
                 q_lora_rank=18,
             ),
         ),
+        # 5 experts, of which each token goes through 2, and one shared of another width
+        "qwen2-moe-awkward": ModelConfig(
+            model_type="qwen2_moe",
+            vocab_size=101,
+            hidden_size=52,
+            num_layers=2,
+            num_heads=6,
+            num_kv_heads=3,
+            head_dim=20,
+            intermediate_size=76,
+            max_positions=512,
+            attention_bias=True,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=28,
+            shared_expert_width=44,
+        ),
         # a window of 13 tokens, less than any block of keys, in the first layer and the last
         "windowed-awkward": ModelConfig(
             model_type="qwen3",

@@ -19,6 +19,7 @@ Experts may lie on several devices. Each then computes, for the rows of all, wha
 make of those that chose them; an `Exchange` says how rows and outputs get there and back.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 
 from tim_jax.kernels import native, tiles
 from tim_jax.kernels.composed import elementwise, gated
+from tim_jax.kernels.formulas import narrowed
 from tim_jax.kernels.interface import Kernels
 from tim_jax.numerics import Numerics, strict
 
@@ -37,11 +39,11 @@ _LEAST_SUM = 1e-20  # of scores that are divided by
 
 
 class Choice(NamedTuple):
-    """The experts that every row goes through, the most probable first, and their weights."""
+    """The experts that every row goes through, in the order of their sum, and their weights."""
 
-    experts: jax.Array  # i32[N, k]
+    experts: jax.Array  # i32[N, k], the most probable first but under another order of sums
     weights: jax.Array  # f32[N, k]
-    own: jax.Array  # i32[N, k], those of the largest logits, which are the same unless given
+    own: jax.Array  # i32[N, k], those of the largest logits, the most probable first
 
 
 class Tiles(NamedTuple):
@@ -100,24 +102,30 @@ def choice(
     numerics: Numerics,
     given: jax.Array | None = None,
     sigmoid: Sigmoid | None = None,
+    chooser: jax.Array | None = None,
 ) -> Choice:
     """Each row's `count` experts of the largest router logits float32 [N, E], and their weights.
 
     The weights are softmax(logits) of the chosen, in float32, and `normalised` divided by their
     sum. They are differentiable with respect to the logits; which experts are chosen is not. With
     `given` i32[N, k] these experts are taken, and have their weights by the same logits. With a
-    `sigmoid` the scores are sigmoid(logits), see there.
+    `sigmoid` the scores are sigmoid(logits), see there. With a `chooser` the experts are those of
+    its logits, [N, E] too, and the weights are still by `logits`.
     """
     fence = native.fence if numerics.family == "native" else tiles.fence
     fixed = fence(jax.lax.stop_gradient(logits))
+    chosen_by = fixed if chooser is None else fence(jax.lax.stop_gradient(chooser))
     if sigmoid is not None:
-        own = _chosen_by_groups(fixed, sigmoid, count=count, numerics=numerics)
+        own = _chosen_by_groups(chosen_by, sigmoid, count=count, numerics=numerics)
         experts = own if given is None else given
         weigh = partial(_sigmoid_weights, normalised=normalised, scale=sigmoid.scale)
         weigh = partial(weigh, lanes=numerics.order.lanes)
-        return Choice(experts, elementwise(weigh, numerics)(logits, fence(experts)), own)
-    own = jax.lax.top_k(_ordered(fixed), count)[1]
+        weights = elementwise(weigh, numerics)(logits, fence(experts))
+        return _rearranged(Choice(experts, weights, own), logits.shape[1], numerics)
+    own = jax.lax.top_k(_ordered(chosen_by), count)[1]
     experts, first = (own, None) if given is None else (given, own[:, :1])
+    if chooser is not None:
+        first = jax.lax.top_k(_ordered(fixed), 1)[1]
 
     def formula(logits, experts, first, maths):
         first = experts[:, :1] if first is None else first
@@ -126,7 +134,35 @@ def choice(
         whole = chosen if normalised else maths.exp(logits - largest)
         return chosen * (1.0 / maths.total(whole, lanes=numerics.order.lanes))[:, None]
 
-    return Choice(experts, elementwise(formula, numerics)(logits, *fence((experts, first))), own)
+    weights = elementwise(formula, numerics)(logits, *fence((experts, first)))
+    return _rearranged(Choice(experts, weights, own), logits.shape[1], numerics)
+
+
+def _rearranged(choice: Choice, count: int, numerics: Numerics) -> Choice:
+    """Without the weights beyond the experts' capacity, and in the order of the sum."""
+    experts, weights, own = choice
+    if numerics.expert_capacity is not None:
+        most = math.ceil(numerics.expert_capacity * experts.size / count)
+        if most < len(experts):
+            weights = jnp.where(within_capacity(experts, count=count, most=most), weights, 0.0)
+    if numerics.order.experts == "index":
+        order = jnp.argsort(experts, axis=1)
+        experts, weights = (jnp.take_along_axis(x, order, axis=1) for x in (experts, weights))
+    return Choice(experts, weights, own)
+
+
+def within_capacity(experts: jax.Array, *, count: int, most: int) -> jax.Array:
+    """bool[N, k], whether a choice is among the first `most` of its expert, of `count` experts.
+
+    All rows' first choices come before all second ones, and rows in their order (GShard, arXiv
+    2006.16668, algorithm 1; with one choice the Switch Transformer, arXiv 2101.03961, eq. 3).
+    """
+    chosen = experts.T.reshape(-1)
+    number = jnp.arange(chosen.size, dtype=jnp.int32)
+    ordered, order = jax.lax.sort_key_val(chosen, number, is_stable=True)
+    starts = jnp.searchsorted(ordered, jnp.arange(count)).astype(jnp.int32)
+    kept = jnp.zeros(chosen.shape, bool).at[order].set(number - starts[ordered] < most)
+    return kept.reshape(experts.shape[::-1]).T
 
 
 def _chosen_by_groups(logits, sigmoid: Sigmoid, *, count: int, numerics: Numerics) -> jax.Array:
@@ -200,21 +236,38 @@ def combined(
 ) -> jax.Array:
     """residual [N, d] + the sum of outputs [N, k, d] x weights [N, k], rounded to compute.
 
-    Summed in float32, in the order of the choices, and then `shared` float32 [N, d].
+    Summed in float32, in the order of the choices, and then `shared` float32 [N, d]; or every term
+    and sum is rounded to compute, see `Order.experts_sum`.
     """
+    dtype = numerics.compute_dtype if numerics.order.experts_sum == "compute" else "float32"
+    rounded = partial(narrowed, dtype=dtype)
 
     def formula(residual, outputs, weights, *shared, maths):
         terms = [
             maths.uncontracted(outputs[:, i] * jnp.broadcast_to(weights[:, i, None], shape))
             for i, shape in enumerate([residual.shape] * weights.shape[1])
         ]
-        total = terms[0]
+        total = rounded(terms[0])
         for term in (*terms[1:], *shared):
-            total = total + term
+            total = rounded(total + rounded(term))
         return strict.rounded(residual.astype(jnp.float32) + total, numerics.dtype)
 
     more = () if shared is None else (shared,)
     return elementwise(formula, numerics)(residual, outputs, weights, *more)
+
+
+def scaled(outputs: jax.Array, x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """outputs float32 [N, d] x sigmoid(x [N, d] @ weight float32 [d, 1]), for a shared expert.
+
+    The product is a sum in a fixed order: one column is too few for a kernel.
+    """
+
+    def formula(outputs, x, weight, maths):
+        factors = x.astype(jnp.float32) * jnp.broadcast_to(weight[:, 0], x.shape)
+        share = maths.sigmoid(maths.total(maths.uncontracted(factors), lanes=numerics.order.lanes))
+        return outputs * share[:, None]
+
+    return elementwise(formula, numerics)(outputs, x, weight)
 
 
 def in_tiles(experts: jax.Array, *, count: int, rows: int) -> Tiles:

@@ -16,7 +16,6 @@ from tim_jax.mismatch.arithmetic import (
     Logits,
     NativeKernels,
     PallasAttention,
-    Router,
     Softmax,
     SplitK,
     SplitKV,
@@ -38,6 +37,7 @@ from tim_jax.mismatch.dial import (
     refuse_merge,
     refuse_stale,
 )
+from tim_jax.mismatch.mixtures import ExpertCapacity, ExpertChoice, ExpertOrder, Router
 from tim_jax.mismatch.registry import ENTRIES, GROUPS, build
 from tim_jax.mismatch.reporting import (
     DroppedEnd,
@@ -53,6 +53,9 @@ from tim_jax.mismatch.weights import InFlightUpdates, LoraMerge, QuantisedWeight
 attention_softmax = AttentionSoftmax
 compute = Compute
 dropped_end = DroppedEnd
+expert_capacity = ExpertCapacity
+expert_choice = ExpertChoice
+expert_order = ExpertOrder
 ignored_truncation = IgnoredTruncation
 in_flight_updates = InFlightUpdates
 kv_cache = KVCache
@@ -84,6 +87,9 @@ __all__ = [
     "Compute",
     "DroppedEnd",
     "Entry",
+    "ExpertCapacity",
+    "ExpertChoice",
+    "ExpertOrder",
     "Head",
     "IgnoredTruncation",
     "InFlightUpdates",
@@ -115,6 +121,9 @@ __all__ = [
     "describe",
     "difference",
     "dropped_end",
+    "expert_capacity",
+    "expert_choice",
+    "expert_order",
     "ignored_truncation",
     "in_flight_updates",
     "kv_cache",

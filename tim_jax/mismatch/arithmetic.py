@@ -13,7 +13,7 @@ from tim_jax.model.execution import Execution
 from tim_jax.numerics import CACHE_DTYPES, Numerics, Rows, Scale
 
 FLOATS = ("float32", "bfloat16", "float16")
-_STAYS = ("_norm", "_bias")  # names of what is float32 in any compute dtype
+_STAYS = ("_norm", "_bias", "_scale")  # names of what is float32 in any compute dtype
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Compute(Entry):
 
 
 def recast(weights: dict[str, Any], dtype: jnp.dtype) -> dict[str, Any]:
-    """Compute weights in another compute dtype; norms and biases are float32 in any."""
+    """Compute weights in another compute dtype; norms, biases and scales are float32 in any."""
 
     def cast(path, leaf: jax.Array) -> jax.Array:
         return leaf if path[-1].key.endswith(_STAYS) else leaf.astype(dtype)
@@ -48,7 +48,7 @@ def recast(weights: dict[str, Any], dtype: jnp.dtype) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Part(Entry):
+class Part(Entry):
     """One field of the numerics' `precision` is another float dtype."""
 
     dtype: str
@@ -62,7 +62,7 @@ class _Part(Entry):
         return replace(numerics, precision=replace(numerics.precision, **{self.field: self.dtype}))
 
 
-class Head(_Part):
+class Head(Part):
     """Operands of the dot with the LM head, the last norm's result included."""
 
     name = "lm_head"
@@ -70,22 +70,7 @@ class Head(_Part):
     imitates = "a float32 head in one engine alone (ScaleRL, MiniMax; TRL issue 4303)"
 
 
-class Router(_Part):
-    """Operands of the dot with the routers of a mixture of experts, which then may choose others.
-
-    The weights of the chosen are by the same logits.
-    """
-
-    name = "router"
-    field = "router"
-    imitates = "a router in float32 in one engine, and in the compute dtype in the other"
-
-    def check(self, execution: Execution) -> None:
-        if not execution.config.num_experts:
-            raise self.refuse("needs a mixture of experts; this model has no router")
-
-
-class Logits(_Part):
+class Logits(Part):
     """Logits are rounded to this dtype before the softmax."""
 
     name = "logits"
@@ -93,7 +78,7 @@ class Logits(_Part):
     imitates = "bfloat16 logits, whose step is 0.03 at 8 (MaxText pull request 5231)"
 
 
-class Softmax(_Part):
+class Softmax(Part):
     """Every step of the vocabulary's softmax is rounded; the sum itself is taken in float32."""
 
     name = "softmax"
@@ -101,7 +86,7 @@ class Softmax(_Part):
     imitates = "a log-softmax in the compute dtype, the framework's default on logits"
 
 
-class AttentionSoftmax(_Part):
+class AttentionSoftmax(Part):
     """Every step of the attention's softmax is rounded; the sum itself is taken in float32."""
 
     name = "attention_softmax"

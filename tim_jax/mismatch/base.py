@@ -88,6 +88,11 @@ class Entry:
             bounds = f"at least {least}" if most is None else f"between {least} and {most}"
             raise self.refuse(f"{argument} must be {bounds}, got {value}")
 
+    def need_mixture(self, execution: Execution) -> None:
+        """Refuses a dense model."""
+        if not execution.config.num_experts:
+            raise self.refuse("needs a mixture of experts; this model has none")
+
     def need_choice(self, argument: str, choices: tuple[str, ...]) -> None:
         """Refuses a value that is not one of `choices`."""
         if getattr(self, argument) not in choices:

@@ -19,7 +19,6 @@ from tim_jax.mismatch.arithmetic import (
     Logits,
     NativeKernels,
     PallasAttention,
-    Router,
     Softmax,
     SplitK,
     SplitKV,
@@ -30,6 +29,7 @@ from tim_jax.mismatch.arithmetic import (
 )
 from tim_jax.mismatch.base import Entry
 from tim_jax.mismatch.dial import Mismatch
+from tim_jax.mismatch.mixtures import ExpertCapacity, ExpertChoice, ExpertOrder, Router
 from tim_jax.mismatch.reporting import (
     DroppedEnd,
     IgnoredTruncation,
@@ -41,7 +41,7 @@ from tim_jax.mismatch.reporting import (
 from tim_jax.mismatch.weights import InFlightUpdates, LoraMerge, QuantisedWeights, StaleWeights
 
 GROUPS: dict[str, tuple[type[Entry], ...]] = {
-    "precision": (Compute, Head, Router, Logits, Softmax, AttentionSoftmax, KVCache),
+    "precision": (Compute, Head, Router, ExpertChoice, Logits, Softmax, AttentionSoftmax, KVCache),
     "weights": (QuantisedWeights, LoraMerge, StaleWeights, InFlightUpdates),
     "kernels": (
         NativeKernels,
@@ -50,6 +50,8 @@ GROUPS: dict[str, tuple[type[Entry], ...]] = {
         SplitK,
         SplitKV,
         TensorParallel,
+        ExpertOrder,
+        ExpertCapacity,
         PallasAttention,
         TritonAttention,
     ),

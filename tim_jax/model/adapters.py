@@ -204,8 +204,7 @@ def merged(params: Params, *, config: ModelConfig, lora: Lora, numerics: Numeric
         if weight.name in names:
             own = adapters[names[weight.name]]
             return jax.lax.map(lambda layer: rule(*layer), (base, own["a"], own["b"]))
-        wide = weight.kind in ("norm", "bias")
-        return jnp.asarray(base).astype(jnp.float32 if wide else numerics.dtype)
+        return jnp.asarray(base).astype(jnp.float32 if weight.wide else numerics.dtype)
 
     return weights.tree(config, leaf)
 

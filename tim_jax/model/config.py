@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
@@ -50,6 +51,7 @@ _REQUIRED = {
     "max_positions": "max_position_embeddings",
 }
 _HEAD_DIM_DEFAULT = {"qwen3": 128}
+_QKV_BIAS = ("qwen2", "qwen2_moe")  # families that always have biases of q, k and v, and no others
 _ONLY = {
     "hidden_act": ("silu", "swish"),
     "pretraining_tp": (1,),
@@ -100,7 +102,8 @@ class ModelConfig:
     are in `router_groups` groups, of which a token takes those of the best
     `router_groups_per_tok`; weights are multiplied by `routed_scaling_factor`. The first
     `first_dense_layers` have a SwiGLU of `intermediate_size` in place of experts, and in the others
-    every token also goes through `num_shared_experts` experts, which are joined into one.
+    every token also goes through `num_shared_experts` experts, which are joined into one. Qwen2-MoE
+    has one shared expert, of `shared_expert_width`, times the sigmoid of a linear map to a number.
 
     A value that can be hashed. Raises `InputError` where sizes do not fit together, or where
     `model_type` as `transformers` knows it could not express the options (so that every ModelConfig
@@ -129,6 +132,7 @@ class ModelConfig:
     norm_topk_prob: bool = False
     router_aux_loss_coef: float = 0.0
     num_shared_experts: int = 0
+    shared_expert_width: int = 0
     first_dense_layers: int = 0
     router_groups: int = 1
     router_groups_per_tok: int = 1
@@ -155,13 +159,18 @@ class ModelConfig:
     @property
     def active_width(self) -> int:
         """Columns of the SwiGLU, or of all the SwiGLUs that a token goes through."""
-        experts = self.num_experts_per_tok + self.num_shared_experts
-        return experts * self.moe_intermediate_size or self.intermediate_size
+        chosen = self.num_experts_per_tok * self.moe_intermediate_size
+        return chosen + self.shared_width or self.intermediate_size
 
     @property
     def shared_width(self) -> int:
         """Columns of the SwiGLU that the shared experts are."""
-        return self.num_shared_experts * self.moe_intermediate_size
+        return self.shared_expert_width or self.num_shared_experts * self.moe_intermediate_size
+
+    @property
+    def shared_scales(self) -> int:
+        """Numbers for each token that the shared expert's output is multiplied by, 0 or 1."""
+        return int(self.shared_expert_width > 0)
 
     @property
     def expert_layers(self) -> int:
@@ -266,6 +275,7 @@ def _check_family(config: ModelConfig) -> None:
         "llama": {"qk_norm": False, "output_bias": config.attention_bias},
         "mistral": without,
         "qwen2": without | {"attention_bias": True},
+        "qwen2_moe": without | {"attention_bias": True},
         "qwen3": of_qwen3,
         "qwen3_moe": of_qwen3,
     }[family]
@@ -298,7 +308,7 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
     family = values["model_type"]
     sizes = {name: _required(values, key) for name, key in _REQUIRED.items()}
     heads = sizes["num_heads"]
-    bias = family == "qwen2" or _or_default(values, "attention_bias", False)
+    bias = family in _QKV_BIAS or _or_default(values, "attention_bias", False)
     kv_heads = values.get("num_key_value_heads")
     if family == "mistral":  # for which `transformers` takes an absent one for 8
         kv_heads = _required(values, "num_key_value_heads")
@@ -318,7 +328,7 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
         rope=rope.read(values, sizes["max_positions"]),
         qk_norm=family in ("qwen3", "qwen3_moe"),
         attention_bias=bias,
-        output_bias=bias and family != "qwen2",
+        output_bias=bias and family not in _QKV_BIAS,
         mlp_bias=_or_default(values, "mlp_bias", False) if family == "llama" else False,
         tied_embeddings=_or_default(values, "tie_word_embeddings", False),
         **mixture.read(values),
@@ -355,7 +365,7 @@ def to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": True,
     }
-    if config.model_type not in ("qwen2", "mistral"):
+    if config.model_type not in (*_QKV_BIAS, "mistral"):
         values["attention_bias"] = config.attention_bias
     values |= mixture.written(config) | latent.written(config) | windows.written(config)
     if config.model_type == "llama":

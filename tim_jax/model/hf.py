@@ -209,14 +209,14 @@ def checkpoint_tensors(config: ModelConfig) -> Iterator[tuple[str, Weight, tuple
     The index is that of the layer among those of its stack, and then that of the expert, if the
     parameter is stacked so.
     """
-    first = 0
+    first, shared = 0, "shared_expert" if config.shared_scales else "shared_experts"
     for (layered, stack), rows in groupby(table(config), key=lambda w: (w.layered, w.stack)):
         together = tuple(rows)
         layers = config.stacks[stack].num_layers if layered else 1
         for layer in range(layers):
             for weight in together:
                 for expert in range(config.num_experts) if weight.stacked > 1 else (0,):
-                    name = weight.tensor.format(layer=first + layer, expert=expert)
+                    name = weight.tensor.format(layer=first + layer, expert=expert, shared=shared)
                     yield name, weight, (layer, expert)[: weight.stacked]
         first += layers if layered else 0
 

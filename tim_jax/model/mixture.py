@@ -7,7 +7,7 @@ from typing import Any
 from tim_jax.errors import InputError
 from tim_jax.inputs import whole
 
-FAMILIES = ("qwen3_moe", "deepseek_v3")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v3")
 SIGMOID_FAMILIES = ("deepseek_v3",)  # whose router's scores are sigmoids, with a bias to choose by
 
 # Family -> field -> its key in config.json, and what `transformers` takes an absent key for.
@@ -18,6 +18,14 @@ _KEYS: dict[str, dict[str, tuple[str, Any]]] = {
         "moe_intermediate_size": ("moe_intermediate_size", 768),
         "norm_topk_prob": ("norm_topk_prob", False),
         "router_aux_loss_coef": ("router_aux_loss_coef", 0.001),
+    },
+    "qwen2_moe": {
+        "num_experts": ("num_experts", 60),
+        "num_experts_per_tok": ("num_experts_per_tok", 4),
+        "moe_intermediate_size": ("moe_intermediate_size", 1408),
+        "norm_topk_prob": ("norm_topk_prob", False),
+        "router_aux_loss_coef": ("router_aux_loss_coef", 0.001),
+        "shared_expert_width": ("shared_expert_intermediate_size", 5632),
     },
     "deepseek_v3": {
         "num_experts": ("n_routed_experts", 256),
@@ -39,13 +47,20 @@ NONE = {
     "norm_topk_prob": False,
     "router_aux_loss_coef": 0.0,
     "num_shared_experts": 0,
+    "shared_expert_width": 0,
     "first_dense_layers": 0,
     "router_groups": 1,
     "router_groups_per_tok": 1,
     "routed_scaling_factor": 1.0,
 }
 _SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-_COUNTED = ("num_shared_experts", "first_dense_layers", "router_groups", "router_groups_per_tok")
+_COUNTED = (
+    "num_shared_experts",
+    "shared_expert_width",
+    "first_dense_layers",
+    "router_groups",
+    "router_groups_per_tok",
+)
 _MOST = 2**31
 _MOST_NUMBERS = 2**56  # of one weight of all layers and experts
 _COUNT = "num_local_experts"  # that of transformers 5
@@ -84,13 +99,13 @@ def check(config: Any) -> None:
         return
     for name in (*_SIZES, *_COUNTED):
         value = getattr(config, name)
-        least = 0 if name in ("first_dense_layers",) or family not in SIGMOID_FAMILIES else 1
+        least = 0 if name == "first_dense_layers" or name not in _KEYS[family] else 1
         if not whole(value) or not least <= value < _MOST:
             raise InputError(
                 f"{name} must be a whole number from {least} to {_MOST - 1}, found {value!r}"
             )
-    numbers = config.num_layers * config.num_experts * config.hidden_size
-    numbers *= config.moe_intermediate_size
+    widest = max(config.num_experts * config.moe_intermediate_size, config.shared_width)
+    numbers = config.num_layers * config.hidden_size * widest
     if numbers >= _MOST_NUMBERS:
         raise InputError(
             f"the sizes make experts of {numbers:.0e} numbers, more than any machine holds"
@@ -178,8 +193,9 @@ def refuse_unsupported(values: Mapping[str, Any]) -> None:
                 raise InputError(f"{key} {values[key]!r} is not supported, only {only!r}")
         return
     dense = family not in FAMILIES
+    own = () if dense else {key for key, _ in _KEYS[family].values()}
     for key in ("num_experts", _COUNT, *_SIZES, *_OTHERS) if dense else _OTHERS:
-        if values.get(key):
+        if values.get(key) and key not in own:
             what = ", a dense model" if dense else ""
             raise InputError(
                 f"{key} {values[key]!r} is not supported for model_type {family!r}{what}"

@@ -21,7 +21,8 @@ from tim_jax.model import adapters, attention, rope, windows
 from tim_jax.model.attention import Cache, LayerCache
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights, weight_axes
-from tim_jax.placement import collectives, exchange
+from tim_jax.numerics import Numerics
+from tim_jax.placement import Placement, collectives, exchange
 
 
 class Routed(NamedTuple):
@@ -309,7 +310,7 @@ def _experts(x, normed, w, routing, execution: Execution):
     """
     routes, loads = routing
     config, numerics, placement = execution.config, execution.numerics, execution.placement
-    logits = _router_logits(normed, w["router"], execution)
+    logits = _router_logits(normed, w["router"], placement, numerics.of_router)
     choice = experts.choice(
         logits,
         count=config.num_experts_per_tok,
@@ -317,6 +318,7 @@ def _experts(x, normed, w, routing, execution: Execution):
         numerics=numerics,
         given=routes,
         sigmoid=_sigmoid(w, config),
+        chooser=_chooser(normed, w["router"], execution),
     )
     made = experts.outputs(
         normed,
@@ -329,7 +331,7 @@ def _experts(x, normed, w, routing, execution: Execution):
         scatter=partial(collectives.own_rows, placement=placement),
         exchange=exchange.over(placement, count=config.num_experts),
     )
-    shared = _shared_experts(normed, w, execution) if config.num_shared_experts else None
+    shared = _shared_experts(normed, w, execution) if config.shared_width else None
     x = experts.combined(x, made, choice.weights, numerics=numerics, shared=shared)
     if execution.routing == "own":
         return x, None
@@ -356,12 +358,22 @@ def _shared_experts(normed, w, execution: Execution):
     ops = collectives.family(numerics, placement)
     matrix = partial(collectives.matrix, numerics=numerics, placement=placement)
     hidden = ops.gated_dot(normed, matrix(w["shared_gate_up"]), None, numerics=numerics)
-    return ops.dot(hidden, matrix(w["shared_down"]), numerics=numerics)
+    made = ops.dot(hidden, matrix(w["shared_down"]), numerics=numerics)
+    if "shared_scale" not in w:
+        return made
+    return experts.scaled(made, normed, w["shared_scale"], numerics=numerics)
 
 
-def _router_logits(normed, router, execution: Execution):
-    """float32 [N, E], by the numerics of the router."""
-    numerics, placement = execution.numerics.of_router, execution.placement
+def _chooser(normed, router, execution: Execution):
+    """The logits by which experts are chosen, if they are others than the router's."""
+    numerics = execution.numerics
+    if numerics.of_choice == numerics.of_router:
+        return None
+    return _router_logits(normed, router, execution.placement, numerics.of_choice)
+
+
+def _router_logits(normed, router, placement: Placement, numerics: Numerics):
+    """float32 [N, E], of the numerics' compute dtype."""
     ops = collectives.family(numerics, placement)
     router = collectives.matrix(
         router.astype(numerics.dtype), numerics=numerics, placement=placement

@@ -28,7 +28,7 @@ from tim_jax.placement import Axes, Axis
 
 Params = dict[str, Any]  # float32 master weights, a leaf for every row of `table(config)`
 Weights = dict[str, Any]  # compute weights, from `preparing.prepare`
-Kind = Literal["embedding", "matrix", "norm", "bias", "buffer"]
+Kind = Literal["embedding", "matrix", "norm", "bias", "scale", "buffer"]
 Condition = Callable[[ModelConfig], bool]
 
 # Names of dimensions: fields of `ModelConfig`, or products of them.
@@ -50,14 +50,14 @@ class Weight:
 
     Attributes:
       name: of the leaf in the tree of parameters, there under its stack if it is in a layer.
-      kind: decides its initial values and its dtype among the compute weights, where norms, biases
-        and buffers stay float32, as they enter float32 arithmetic. A buffer is not trained.
+      kind: decides its initial values and its dtype among the compute weights, see `wide`. A scale
+        is a linear map to one number. A buffer is not trained.
       dims: names of its dimensions, see `size`.
       axes: their logical axes, see `placement.RULES`. What is large is split over all of fsdp and
         tensor, and experts over expert; biases are small and split over tensor alone, norms within
         heads not at all.
-      tensor: its name in a checkpoint, with "{layer}" for the index of its layer and "{expert}" for
-        that of its expert.
+      tensor: its name in a checkpoint, with "{layer}" for the index of its layer, "{expert}" for
+        that of its expert, and "{shared}" for the module of the shared experts.
       when: whether a stack of layers, or a model, of this configuration has it.
       stack: the layers that have it, a key of `ModelConfig.stacks`.
     """
@@ -88,7 +88,12 @@ class Weight:
     @property
     def transposed(self) -> bool:
         """Whether a checkpoint has it as [out, in], as PyTorch keeps the matrices of its layers."""
-        return self.kind == "matrix"
+        return self.kind in ("matrix", "scale")
+
+    @property
+    def wide(self) -> bool:
+        """Whether it stays float32 among the compute weights, as it enters float32 arithmetic."""
+        return self.kind not in ("embedding", "matrix")
 
     def shape(self, config: ModelConfig) -> tuple[int, ...]:
         """The shape in a model of this architecture, all layers stacked if they each have one."""
@@ -138,7 +143,7 @@ def _dense(config: ModelConfig) -> bool:
 
 
 def _shared(config: ModelConfig) -> bool:
-    return config.num_shared_experts > 0
+    return config.shared_width > 0
 
 
 def _sigmoid_router(config: ModelConfig) -> bool:
@@ -214,9 +219,17 @@ TABLE = (
         "model.layers.{layer}.mlp.gate.e_score_correction_bias",
         _sigmoid_router,
     ),
-    _matrix("shared_gate", "mlp.shared_experts.gate_proj", "hidden_size", "shared_width", _shared),
-    _matrix("shared_up", "mlp.shared_experts.up_proj", "hidden_size", "shared_width", _shared),
-    _matrix("shared_down", "mlp.shared_experts.down_proj", "shared_width", "hidden_size", _shared),
+    _matrix("shared_gate", "mlp.{shared}.gate_proj", "hidden_size", "shared_width", _shared),
+    _matrix("shared_up", "mlp.{shared}.up_proj", "hidden_size", "shared_width", _shared),
+    _matrix("shared_down", "mlp.{shared}.down_proj", "shared_width", "hidden_size", _shared),
+    Weight(
+        "shared_scale",
+        "scale",
+        (_LAYERS, "hidden_size", "shared_scales"),
+        ("whole", "whole", "whole"),
+        "model.layers.{layer}.mlp.{shared}_gate.weight",
+        lambda config: config.shared_scales > 0,
+    ),
     _of_experts("expert_gate", "gate_proj", "hidden_size", "moe_intermediate_size"),
     _of_experts("expert_up", "up_proj", "hidden_size", "moe_intermediate_size"),
     _of_experts("expert_down", "down_proj", "moe_intermediate_size", "hidden_size"),

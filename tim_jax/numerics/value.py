@@ -150,6 +150,7 @@ class Precision:
 
     head: str | None = None  # operands of the dot with the head; None: the compute dtype
     router: str | None = None  # operands of the dot with a router of experts; None: compute dtype
+    choice: str | None = None  # of that by which experts are chosen; None: the same dot
     logits: str = "float32"  # what logits are rounded to
     softmax: str = "float32"  # what every step of the vocabulary's softmax is rounded to
     attention_softmax: str = "float32"  # what every step of the attention's softmax is rounded to
@@ -158,8 +159,9 @@ class Precision:
     lora: str = "float32"  # what base, product and sum are rounded to when adapters are merged
 
     def __post_init__(self):
-        for name in ("head", "router", "logits", "softmax", "attention_softmax", "lora"):
-            value, optional = getattr(self, name), name in ("head", "router")
+        optional_ones = ("head", "router", "choice")
+        for name in (*optional_ones, "logits", "softmax", "attention_softmax", "lora"):
+            value, optional = getattr(self, name), name in optional_ones
             if value not in (*_COMPUTE_DTYPES, None) or (value is None and not optional):
                 known = ", ".join(_COMPUTE_DTYPES)
                 raise InputError(f"Precision: {name} = {value!r}; known: {known}")
@@ -186,20 +188,32 @@ class Order:
     # partial products, added up in the dtype `exchange`, as by an all-reduce.
     ranks: int = 1
     exchange: Literal["compute", "float32"] = "compute"
+    # The outputs of a token's experts are added from the most probable to the least, or by the
+    # experts' numbers; every term and sum is rounded to the dtype `experts_sum`.
+    experts: Literal["choice", "index"] = "choice"
+    experts_sum: Literal["compute", "float32"] = "float32"
 
     def __post_init__(self):
         if self.ranks < 1:
             raise InputError(f"Order: ranks must be at least 1, got {self.ranks}")
-        if self.exchange not in ("compute", "float32"):
-            raise InputError(
-                f"Order: exchange must be 'compute' or 'float32', got {self.exchange!r}"
-            )
+        for name in ("exchange", "experts_sum"):
+            if getattr(self, name) not in ("compute", "float32"):
+                raise InputError(
+                    f"Order: {name} must be 'compute' or 'float32', got {getattr(self, name)!r}"
+                )
+        if self.experts not in ("choice", "index"):
+            raise InputError(f"Order: experts must be 'choice' or 'index', got {self.experts!r}")
         if self.lanes < 1 or self.lanes & (self.lanes - 1):
             raise InputError(f"Order: lanes must be a power of two, got {self.lanes}")
         if self.split_k < 1:
             raise InputError(f"Order: split_k must be at least 1, got {self.split_k}")
         if self.split_kv < 0:
             raise InputError(f"Order: split_kv must not be negative, got {self.split_kv}")
+
+    @property
+    def of_kernels(self) -> "Order":
+        """Without what no kernel computes: the sums over a token's experts."""
+        return replace(self, experts="choice", experts_sum="float32")
 
 
 @dataclass(frozen=True)
@@ -233,6 +247,9 @@ class Numerics:
     precision: Precision = Precision()
     order: Order = Order()
     attention: Attention = "family"  # the family's own, or a kernel in its place (samplers only)
+    # An expert takes at most so many times its even share of a forward's rows; None: all (samplers
+    # only, as what is left out depends on the batch).
+    expert_capacity: float | None = None
 
     def __post_init__(self):
         if self.attention not in get_args(Attention):
@@ -252,7 +269,7 @@ class Numerics:
                 f"Numerics: interpret is for the Pallas families, got family {self.family!r}"
             )
         narrow = {self.precision.softmax, self.precision.attention_softmax} != {"float32"}
-        if self.family.startswith("pallas") and (narrow or self.order != Order()):
+        if self.family.startswith("pallas") and (narrow or self.order.of_kernels != Order()):
             raise InputError(
                 "Numerics: other softmax dtypes and orders of sums are for the families tiles and"
                 f" native, got family {self.family!r}"
@@ -273,6 +290,10 @@ class Numerics:
             raise InputError(f"Numerics: head_rows must be positive, got {self.head_rows}")
         if self.column_tiles < 1:
             raise InputError(f"Numerics: column_tiles must be positive, got {self.column_tiles}")
+        if self.expert_capacity is not None and not 0 < self.expert_capacity < float("inf"):
+            raise InputError(
+                f"Numerics: expert_capacity must be above 0 and finite, got {self.expert_capacity}"
+            )
 
     @property
     def dtype(self) -> np.dtype:
@@ -288,6 +309,11 @@ class Numerics:
     def of_router(self) -> "Numerics":
         """The numerics of the product with a router, whose operands may have another dtype."""
         return self._in_dtype(self.precision.router)
+
+    @property
+    def of_choice(self) -> "Numerics":
+        """The numerics of the product by which experts are chosen; the router's unless given."""
+        return self._in_dtype(self.precision.choice or self.precision.router)
 
     def _in_dtype(self, dtype: str | None) -> "Numerics":
         same = dtype in (None, self.compute_dtype)
