@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
 from tim_jax import kernels
-from tim_jax.kernels import experts
+from tim_jax.kernels import experts, routing
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_F32
 from tim_jax.plan import costs
 
@@ -36,7 +36,7 @@ def bits(x):
 
 @partial(jax.jit, static_argnames=("count", "normalised", "numerics"))
 def choose(logits, *, count=CHOSEN, normalised=True, numerics=EXACT_F32):
-    return experts.choice(logits, count=count, normalised=normalised, numerics=numerics)
+    return routing.choice(logits, count=count, normalised=normalised, numerics=numerics)
 
 
 # --- which experts ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tim_jax import kernels, objectives, optimizers
 from tim_jax.auditing import random_params
 from tim_jax.errors import InputError
 from tim_jax.model import adapters, fitting, mixture, parameters, rope, transformer
-from tim_jax.model.config import from_hf
+from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.model.latent import LatentConfig
 from tim_jax.model.lora import Lora

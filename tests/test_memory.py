@@ -15,7 +15,8 @@ from tim_jax import objectives, optimizers
 from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.jobs import checks
-from tim_jax.model.config import ModelConfig, from_hf
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.lora import Lora
 from tim_jax.model.weights import parameter_shapes

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tim_jax.errors import InputError
 from tim_jax.model import windows
-from tim_jax.model.config import ModelConfig, from_hf, to_hf
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.config_file import from_hf, to_hf
 from tim_jax.model.rope import RopeConfig
 
 # As published: older layout (transformers 4), older layout with scaling, and with nulls.

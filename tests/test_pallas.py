@@ -15,7 +15,8 @@ from tim_jax.errors import InputError
 from tim_jax.kernels import experts
 from tim_jax.kernels.composed import NATIVE
 from tim_jax.model import fitting
-from tim_jax.model.config import ModelConfig, from_hf
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Batching
 from tim_jax.numerics import (
     GPU_EXACT_BF16,

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from tim_jax import cli, kernels, objectives, optimizers
 from tim_jax.errors import InputError
-from tim_jax.model.config import to_hf
+from tim_jax.model.config_file import to_hf
 from tim_jax.model.execution import Batching, Execution
 from tim_jax.placement import Placement
 from tim_jax.plan import comparison, costs, hlo, planning, report, topology, workload

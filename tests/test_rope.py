@@ -12,7 +12,8 @@ from reference import reference_frequencies
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tim_jax.errors import InputError
-from tim_jax.model.config import ModelConfig, to_hf
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.config_file import to_hf
 from tim_jax.model.rope import RopeConfig, frequencies
 
 LLAMA3 = {

@@ -12,7 +12,8 @@ import tiny
 from tim_jax import metrics, mismatch, objectives, optimizers
 from tim_jax.config import toml
 from tim_jax.errors import InputError
-from tim_jax.kernels import experts
+from tim_jax.kernels.routing import balance as balance_loss
+from tim_jax.kernels.routing import choice
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.numerics import EXACT_F32
 from tim_jax.placement import SINGLE, Placement
@@ -115,7 +116,7 @@ def test_given_experts_have_their_own_weights():
     logits = rng.standard_normal((40, 7)).astype(np.float32)
     given = np.stack([rng.permutation(7)[:3] for _ in range(40)]).astype(np.int32)
     for normalised in (True, False):
-        found = experts.choice(
+        found = choice(
             jnp.asarray(logits), count=3, normalised=normalised, numerics=EXACT_F32,
             given=jnp.asarray(given),
         )  # fmt: skip
@@ -242,7 +243,7 @@ def test_the_load_balancing_loss_is_that_of_transformers():
     expected = theirs.load_balancing_loss_func((torch.tensor(logits),), 7, 3)
     chosen = np.argsort(-logits, axis=1)[:, :3]
     loads = np.bincount(chosen.reshape(-1), minlength=7) / 50
-    found = experts.balance(jnp.asarray(logits), jnp.asarray(loads, jnp.float32))
+    found = balance_loss(jnp.asarray(logits), jnp.asarray(loads, jnp.float32))
     assert float(found.mean()) == pytest.approx(float(expected), rel=1e-6)
 
 

@@ -17,7 +17,7 @@ from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.jobs import checks, planning, train
 from tim_jax.kernels import pallas
-from tim_jax.model.config import from_hf
+from tim_jax.model.config_file import from_hf
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.plan.known_models import PUBLISHED
 from tim_jax.run import assembly, checkpoints, folders

@@ -13,7 +13,7 @@ from checkpoints import CASES, make_config
 
 from tim_jax.errors import InputError
 from tim_jax.model import hf, parameters, preparing, weights
-from tim_jax.model.config import from_hf
+from tim_jax.model.config_file import from_hf
 from tim_jax.model.weights import JOINED, NAMED, TABLE, Weight
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Axes

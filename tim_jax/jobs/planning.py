@@ -7,7 +7,8 @@ from tim_jax.config.run import RunConfig
 from tim_jax.errors import InputError
 from tim_jax.inputs import expanded, json_value
 from tim_jax.model import hf
-from tim_jax.model.config import ModelConfig, from_hf
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.config_file import from_hf
 from tim_jax.placement import Devices
 from tim_jax.plan import planning, topology
 from tim_jax.plan.known_models import PUBLISHED

@@ -23,7 +23,8 @@ from safetensors.numpy import save_file
 from tim_jax import waiting
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.inputs import expanded, shown
-from tim_jax.model.config import ModelConfig, from_hf, to_hf
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.config_file import from_hf, to_hf
 from tim_jax.model.files import (
     Stored,
     check_dtype,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax import kernels
-from tim_jax.kernels import experts, formulas
+from tim_jax.kernels import experts, formulas, routing
 from tim_jax.model import adapters, attention, rope, windows
 from tim_jax.model.attention import Cache, LayerCache
 from tim_jax.model.execution import Execution
@@ -30,7 +30,7 @@ class Routed(NamedTuple):
 
     experts: jax.Array  # i32[B, T, L, k], the most probable first
     entropy: jax.Array  # f32[B, T], nats, the mean over layers
-    balance: jax.Array | None  # f32[B, T], of `experts.balance` the mean over layers, if asked for
+    balance: jax.Array | None  # f32[B, T], of `routing.balance` the mean over layers, if asked for
 
 
 @overload
@@ -269,7 +269,7 @@ def whole_norms(weights: Weights, *, execution: Execution) -> Weights:
     return {**weights, **norms, "final_norm": last[0]}
 
 
-def _layer(x, w, angles, positions, cache, window, routing, *, execution: Execution, shape):
+def _layer(x, w, angles, positions, cache, window, of_routing, *, execution: Execution, shape):
     """One decoder layer on rows x [B * T, d]; with a tensor axis, on this device's columns of x.
 
     Returns the rows, the keys and values, and what the router chose if that is asked for.
@@ -293,7 +293,7 @@ def _layer(x, w, angles, positions, cache, window, routing, *, execution: Execut
     x = ops.dot_add(whole(mixed), matrix(w["o"]), x, w.get("o_bias"), numerics=local)
     normed = _norm(x, w["mlp_norm"], execution)
     if "router" in w:
-        x, chosen = _experts(x, normed, w, routing, execution)
+        x, chosen = _experts(x, normed, w, of_routing, execution)
         return x, keys_values, chosen
     bias = w.get("gate_up_bias")
     hidden = ops.gated_dot(normed, matrix(w["gate_up"]), bias, numerics=local)
@@ -301,17 +301,17 @@ def _layer(x, w, angles, positions, cache, window, routing, *, execution: Execut
     return x, keys_values, None
 
 
-def _experts(x, normed, w, routing, execution: Execution):
+def _experts(x, normed, w, of_routing, execution: Execution):
     """x [N, d] + what the experts that each of its rows goes through make of `normed` [N, d].
 
-    `routing` are the experts i32[N, k] to take or None, and loads f32[E] or None. Also returns, if
-    the execution asks for it, the router's own experts i32[N, k], its entropy f32[N], and with
+    `of_routing` are the experts i32[N, k] to take or None, and loads f32[E] or None. Also returns,
+    if the execution asks for it, the router's own experts i32[N, k], its entropy f32[N], and with
     loads each row's load-balancing loss f32[N].
     """
-    routes, loads = routing
+    routes, loads = of_routing
     config, numerics, placement = execution.config, execution.numerics, execution.placement
     logits = _router_logits(normed, w["router"], placement, numerics.of_router)
-    choice = experts.choice(
+    choice = routing.choice(
         logits,
         count=config.num_experts_per_tok,
         normalised=config.norm_topk_prob,
@@ -336,15 +336,15 @@ def _experts(x, normed, w, routing, execution: Execution):
     if execution.routing == "own":
         return x, None
     sigmoid = "router_bias" in w
-    loss = None if loads is None else experts.balance(logits, loads, sigmoid=sigmoid)
-    return x, (choice.own, experts.entropy(logits, sigmoid=sigmoid), loss)
+    loss = None if loads is None else routing.balance(logits, loads, sigmoid=sigmoid)
+    return x, (choice.own, routing.entropy(logits, sigmoid=sigmoid), loss)
 
 
-def _sigmoid(w, config) -> experts.Sigmoid | None:
+def _sigmoid(w, config) -> routing.Sigmoid | None:
     """How experts are chosen by sigmoids, if this model does so."""
     if "router_bias" not in w:
         return None
-    return experts.Sigmoid(
+    return routing.Sigmoid(
         w["router_bias"],
         groups=config.router_groups,
         taken=config.router_groups_per_tok,

@@ -50,8 +50,8 @@ class Weight:
 
     Attributes:
       name: of the leaf in the tree of parameters, there under its stack if it is in a layer.
-      kind: decides its initial values and its dtype among the compute weights, see `wide`. A scale
-        is a linear map to one number. A buffer is not trained.
+      kind: decides initial values and the dtype among the compute weights, see `wide`. A scale is a
+        linear map to one number. A buffer is not trained.
       dims: names of its dimensions, see `size`.
       axes: their logical axes, see `placement.RULES`. What is large is split over all of fsdp and
         tensor, and experts over expert; biases are small and split over tensor alone, norms within
@@ -172,9 +172,8 @@ def _bias(name: str, module: str, outputs: str, when: Condition) -> Weight:
     return Weight(name, "bias", (_LAYERS, outputs), ("whole", "out"), tensor, when)
 
 
-_qk_norm = attrgetter("qk_norm")
+_qk_norm, _mlp_bias = attrgetter("qk_norm"), attrgetter("mlp_bias")
 _attention_bias, _output_bias = attrgetter("attention_bias"), attrgetter("output_bias")
-_mlp_bias = attrgetter("mlp_bias")
 
 # In the order in which a checkpoint is written.
 TABLE = (
