@@ -137,11 +137,11 @@ def publish(options, load: float, sizes: common.Sizes, batch: int, rows: list[Ro
         "",
         f"Written by `python scripts/bench_experts.py`. The mixture has {EXPERTS} experts of width"
         f" {width} in every layer, {CHOSEN} a token; the dense model has one SwiGLU as wide as"
-        f" these {CHOSEN} together. Exact (tiles, calibrated for the batch) and native numerics; all"
-        f" four in one process, calls in turns, {options.repeats} of each. Speeds are medians, a ratio"
-        " is the median of the ratios of neighbours. Tokens per second are as of this machine: new"
-        " tokens for the sampler, all tokens of the sequences for the learner, which is value and"
-        f" gradient of a GRPO loss. Batch {batch}.",
+        f" these {CHOSEN} together. Exact (tiles, calibrated for the batch) and native numerics;"
+        f" all four in one process, calls in turns, {options.repeats} of each. Speeds are medians,"
+        " a ratio is the median of the ratios of neighbours. Tokens per second are as of this"
+        " machine: new tokens for the sampler, all tokens of the sequences for the learner, which"
+        f" is value and gradient of a GRPO loss. Batch {batch}.",
         "",
         sizes.text(),
         "",
