@@ -140,8 +140,8 @@ def publish(options, load: float, sizes: common.Sizes, batch: int, rows: list[Ro
         f" these {CHOSEN} together. Exact (tiles, calibrated for the batch) and native numerics;"
         f" all four in one process, calls in turns, {options.repeats} of each. Speeds are medians,"
         " a ratio is the median of the ratios of neighbours. Tokens per second are as of this"
-        " machine: new tokens for the sampler, all tokens of the sequences for the learner, which is value and"
-        f" gradient of a GRPO loss. Batch {batch}.",
+        " machine: new tokens for the sampler, all tokens of the sequences for the learner, which"
+        f" is value and gradient of a GRPO loss. Batch {batch}.",
         "",
         sizes.text(),
         "",

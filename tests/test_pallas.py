@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quick
+from test_experts import shapes
 
 from tim_jax import auditing, kernels
 from tim_jax.auditing.cases import plain_sampling
@@ -169,6 +170,19 @@ def test_grouped_products_have_the_bits_of_each_tile_alone(family, dtype):
         assert (found.shape, found.dtype) == ((6, rows, size), jnp.float32)
         for tile, expert in enumerate(experts_[:used]):
             assert bits(found[tile]) == bits(alone(x[tile], gate_up[expert], down[expert]))
+
+
+@FAMILIES
+def test_experts_are_two_kernels_for_all_tiles_and_no_array_of_all_pairs(family):
+    rows, count, size = 512, 64, 128
+    x, chosen = jnp.zeros((rows, size)), jnp.zeros((rows, 2), jnp.int32)
+    gate_up, down = jnp.zeros((count, size, 2 * size)), jnp.zeros((count, size, size))
+    run = partial(experts.outputs, ops=kernels.family(family), numerics=family)
+    jaxpr = jax.make_jaxpr(run)(x, gate_up, down, chosen)
+    found = set(shapes(jaxpr.jaxpr)) - {gate_up.shape, down.shape}
+    assert (rows, 2, size) in found
+    assert max(np.prod(shape) for shape in found) < rows * count * size / 4
+    assert str(jaxpr).count("pallas_call[") == 2
 
 
 @pytest.mark.parametrize("numerics", [GPU_EXACT_BF16, TPU_EXACT_BF16], ids=["gpu", "tpu"])

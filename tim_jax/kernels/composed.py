@@ -69,7 +69,10 @@ class Composed:
 
     def grouped(self, x, gate_up, down, expert, used, *, numerics: Numerics):
         def products(tile, expert):
-            own = _at(gate_up, expert), _at(down, expert)
+            own = (
+                jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False)
+                for weights in (gate_up, down)
+            )
             tile, own_gate_up, own_down = self.fence((tile, *own))
             hidden = self.gated_dot(tile, own_gate_up, None, numerics=numerics)
             return self.fence(self.dot(hidden, own_down, numerics=numerics))
@@ -136,10 +139,6 @@ def gated(y: jax.Array, *bias: jax.Array, numerics: Numerics, maths: formulas.Ma
     y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
     gate, up = _parted(y, numerics.column_tiles, (1, 1))
     return strict.rounded(formulas.gated_silu(gate, up, maths=maths), numerics.dtype)
-
-
-def _at(weights: jax.Array, expert: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False)
 
 
 def _narrowed(numerics: Numerics):

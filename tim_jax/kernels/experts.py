@@ -7,10 +7,10 @@ A token's bits depend neither on who else chose its experts nor on its place amo
 - Which experts it goes through, and their weights, is said in `routing`. The sum over a token's
   experts runs from the most probable to the least.
 - The N k pairs of a token and a chosen expert are sorted by expert, and each expert's are filled up
-  to whole tiles. A tile's rows so belong to one expert, whose matrices the loop over the tiles
-  takes by index, and the products of a tile are the family's own, in which a row's bits do not
-  depend on their number. There are as many tiles as the least favourable choice needs, so no token
-  is ever dropped, and the loop passes over those that stay empty.
+  to whole tiles. A tile's rows so belong to one expert, whose matrices are taken by index, and the
+  products of a tile are the family's own, in which a row's bits do not depend on their number.
+  There are as many tiles as the least favourable choice needs, so no token is ever dropped, and
+  those that stay empty are passed over.
 
 The backward is plain XLA, in larger tiles: it recomputes the products with gate and up.
 

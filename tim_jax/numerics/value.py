@@ -322,8 +322,11 @@ class Numerics:
     def rows_for(self, contraction: int) -> Rows:
         """The row range of dots that contract over `contraction` elements.
 
-        Of the Pallas families, whose kernels take any number: from the rows of one program on.
+        Families other than "tiles" take any number: plain XLA from one row on, kernels from the
+        rows of a program on, to which they fill up fewer.
         """
+        if self.family == "native":
+            return Rows(1, None)
         if self.family == "pallas_gpu":
             return Rows(self.gpu.tile(1).rows, None)
         if self.family == "pallas_tpu":
