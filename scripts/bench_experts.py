@@ -1,8 +1,9 @@
-"""A mixture of experts beside a dense model of its active size; writes docs/results/experts.md.
+"""Mixtures of experts beside a dense model of their active size; writes docs/results/experts.md.
 
     JAX_PLATFORMS=cpu python scripts/bench_experts.py        # on an idle machine
 
-All four sides, mixture and dense, exact and native, are in one process and timed in turns.
+All sides, a mixture, one with latent attention, and the dense model, exact and native, are in one
+process and timed in turns.
 """
 
 import statistics
@@ -19,10 +20,12 @@ from tim_jax.auditing.cases import random_params
 from tim_jax.model import calibration
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.latent import LatentConfig
 from tim_jax.numerics import Numerics
 
 PAGE = common.RESULTS / "experts.md"
 EXPERTS, CHOSEN = 16, 2
+MODELS = ("mixture", "latent", "dense")
 GOALS = {"sampler": 0.6, "learner": 0.5}  # mixture over dense, tokens per second
 EXACT_GOAL = 1.10  # exact over native, time of the mixture
 _SEED = 0
@@ -49,11 +52,33 @@ def mixture_of(config: ModelConfig) -> ModelConfig:
     )
 
 
+def latent_of(mixture: ModelConfig) -> ModelConfig:
+    """The mixture with latent attention; a token's second expert is shared."""
+    half = mixture.head_dim // 2
+    return replace(
+        mixture,
+        model_type="deepseek_v3",
+        qk_norm=False,
+        num_kv_heads=mixture.num_heads,
+        head_dim=half,
+        num_shared_experts=1,
+        num_experts_per_tok=CHOSEN - 1,
+        latent=LatentConfig(
+            kv_lora_rank=mixture.hidden_size // 2,
+            qk_nope_head_dim=half,
+            qk_rope_head_dim=half,
+            v_head_dim=mixture.head_dim,
+        ),
+    )
+
+
 def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
     """Times one dtype; raises if an exact side is not exact."""
     dense = model_config(sizes)
     sides = {}
-    for model, config in {"mixture": mixture_of(dense), "dense": dense}.items():
+    mixture = mixture_of(dense)
+    models = {"mixture": mixture, "latent": latent_of(mixture), "dense": dense}
+    for model, config in models.items():
         params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
         prompts = make_prompts(config, sizes, batch)
         exact = calibration.calibrate(config, Numerics(compute_dtype=dtype), batch=batch)
@@ -75,23 +100,24 @@ def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
             "sampler": batch * sizes.response,
             "learner": batch * (sizes.prompt + sizes.response),
         },
-        compared=2 * batch * sizes.response,
+        compared=len(models) * batch * sizes.response,
     )
 
 
 def speeds(rows: list[Row]) -> list[str]:
     lines = [
-        "| program | dtype | numerics | mixture tok/s | dense tok/s | mixture / dense | goal |",
-        "|---|---|---|--:|--:|--:|--:|",
+        "| program | dtype | numerics | mixture tok/s | with latent attention | dense tok/s |"
+        " mixture / dense | goal |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
     ]
     for program, goal in GOALS.items():
         for row in rows:
             for name in ("exact", "native"):
-                times = [row.times[program][f"{model}, {name}"] for model in ("mixture", "dense")]
-                median, _ = common.ratios(times[1], times[0])
+                times = [row.times[program][f"{model}, {name}"] for model in MODELS]
+                median, _ = common.ratios(times[-1], times[0])
                 each = [f"{row.tokens[program] / statistics.median(t):,.0f}" for t in times]
                 lines.append(
-                    f"| {program} | {row.dtype} | {name} | {each[0]} | {each[1]}"
+                    f"| {program} | {row.dtype} | {name} | {' | '.join(each)}"
                     f" | {median:.2f} | >= {goal} |"
                 )
     return lines
@@ -99,19 +125,19 @@ def speeds(rows: list[Row]) -> list[str]:
 
 def costs(rows: list[Row]) -> list[str]:
     lines = [
-        "| program | dtype | mixture: time exact / native | goal | dense: time exact / native |",
-        "|---|---|--:|--:|--:|",
+        "| program | dtype | mixture: time exact / native | with latent attention | goal |"
+        " dense: time exact / native |",
+        "|---|---|--:|--:|--:|--:|",
     ]
     for program in GOALS:
         for row in rows:
             of = row.times[program]
             medians = [
-                common.ratios(of[f"{model}, exact"], of[f"{model}, native"])[0]
-                for model in ("mixture", "dense")
+                common.ratios(of[f"{model}, exact"], of[f"{model}, native"])[0] for model in MODELS
             ]
             lines.append(
-                f"| {program} | {row.dtype} | {medians[0]:.3f} | <= {EXACT_GOAL:.2f}"
-                f" | {medians[1]:.3f} |"
+                f"| {program} | {row.dtype} | {medians[0]:.3f} | {medians[1]:.3f}"
+                f" | <= {EXACT_GOAL:.2f} | {medians[2]:.3f} |"
             )
     return lines
 
@@ -133,12 +159,13 @@ def publish(options, load: float, sizes: common.Sizes, batch: int, rows: list[Ro
     width = sizes.intermediate // CHOSEN
     compared = sum(row.compared for row in rows)
     lines = [
-        "# A mixture of experts beside a dense model",
+        "# Mixtures of experts beside a dense model",
         "",
         f"Written by `python scripts/bench_experts.py`. The mixture has {EXPERTS} experts of width"
         f" {width} in every layer, {CHOSEN} a token; the dense model has one SwiGLU as wide as"
-        f" these {CHOSEN} together. Exact (tiles, calibrated for the batch) and native numerics;"
-        f" all four in one process, calls in turns, {options.repeats} of each. Speeds are medians,"
+        f" these {CHOSEN} together. The one with latent attention has one chosen and one shared"
+        " expert for each token, and a compressed state of half the hidden size. Exact (tiles,"
+        f" calibrated for the batch) and native numerics; all six in one process, calls in turns, {options.repeats} of each. Speeds are medians,"
         " a ratio is the median of the ratios of neighbours. Tokens per second are as of this"
         " machine: new tokens for the sampler, all tokens of the sequences for the learner, which"
         f" is value and gradient of a GRPO loss. Batch {batch}.",
