@@ -51,7 +51,8 @@ class QuantisedWeights(Entry):
             inputs = size(stored, execution.config)
             if self.group and inputs % self.group:
                 raise self.refuse(
-                    f"group = {self.group} does not divide the model's {stored} {inputs}"
+                    f"group = {self.group} does not divide the model's"
+                    f" {execution.config.titled(stored)} {inputs}"
                 )
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:

@@ -154,6 +154,12 @@ class ModelConfig:
         """Numbers of a head that the projection after attention takes."""
         return self.latent.v_head_dim if self.latent else self.head_dim
 
+    def titled(self, dimension: str) -> str:
+        """The name of a dimension in messages: without latent attention heads have one size."""
+        if self.latent:
+            return dimension
+        return dimension.replace("query_dim", "head_dim").replace("value_dim", "head_dim")
+
     @property
     def attention(self) -> AttentionShape:
         """What attention works with, and the cache keeps."""

@@ -115,7 +115,8 @@ def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None
         size = weights.size(dimension, config)
         if size % tiles:
             raise InputError(
-                f"numerics: column_tiles must divide the model's {dimension} = {size}, got {tiles}"
+                f"numerics: column_tiles must divide the model's {config.titled(dimension)} = {size}"
+                f", got {tiles}"
             )
     _check_heads(config, placement)
     for weight in weights.table(config):
@@ -126,7 +127,7 @@ def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None
             if size % devices:
                 raise InputError(
                     f"placement: {' x '.join(names)} = {devices} must divide the model's"
-                    f" {dimension} = {size}"
+                    f" {config.titled(dimension)} = {size}"
                 )
 
 
