@@ -165,7 +165,8 @@ def publish(options, load: float, sizes: common.Sizes, batch: int, rows: list[Ro
         f" {width} in every layer, {CHOSEN} a token; the dense model has one SwiGLU as wide as"
         f" these {CHOSEN} together. The one with latent attention has one chosen and one shared"
         " expert for each token, and a compressed state of half the hidden size. Exact (tiles,"
-        f" calibrated for the batch) and native numerics; all six in one process, calls in turns, {options.repeats} of each. Speeds are medians,"
+        " calibrated for the batch) and native numerics; all six in one process, calls in turns,"
+        f" {options.repeats} of each. Speeds are medians,"
         " a ratio is the median of the ratios of neighbours. Tokens per second are as of this"
         " machine: new tokens for the sampler, all tokens of the sequences for the learner, which"
         f" is value and gradient of a GRPO loss. Batch {batch}.",

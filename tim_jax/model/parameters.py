@@ -115,8 +115,8 @@ def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None
         size = weights.size(dimension, config)
         if size % tiles:
             raise InputError(
-                f"numerics: column_tiles must divide the model's {config.titled(dimension)} = {size}"
-                f", got {tiles}"
+                f"numerics: column_tiles must divide the model's {config.titled(dimension)} ="
+                f" {size}, got {tiles}"
             )
     _check_heads(config, placement)
     for weight in weights.table(config):
