@@ -2,7 +2,6 @@
 
 import itertools
 import os
-from pathlib import Path
 
 import jax
 import pytest
@@ -26,8 +25,9 @@ settings.register_profile("suite", settings.get_profile("explore"), derandomize=
 settings.load_profile("suite")
 
 
-# Compiled programs stay here from run to run, those of one kind of processor.
-_PROGRAMS = Path(__file__).parent.parent / ".cache" / "programs" / cli._kept_folder().name
+# Compiled programs stay here from run to run and for every checkout, those of one kind of
+# processor. They may be deleted at any time.
+_PROGRAMS = cli._kept_folder() / "tests"
 
 
 def _publish(self, key: str, value: bytes) -> None:
