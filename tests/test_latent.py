@@ -113,7 +113,7 @@ def test_the_gradient_of_every_weight_is_that_of_the_reference(name):
 
 
 def test_the_bias_of_the_router_is_no_parameter_of_an_optimiser():
-    """Not even weight decay moves it, in an update and in a warm start."""
+    """What an update and a warm start do with new parameters; weight decay moves all others."""
     params = tiny.moved(tiny.params(CONFIG))
     decayed = jax.tree.map(lambda x: 0.9 * x, params)
     kept = parameters.with_buffers(decayed, params)
