@@ -145,7 +145,7 @@ _QWEN3_MOE_SIZES = {
 
 def _published() -> dict[str, dict[str, Any]]:
     """Name -> config.json, of base models and those tuned to follow instructions."""
-    configs: dict[str, dict[str, Any]] = dict(_LATENT)
+    configs: dict[str, dict[str, Any]] = {}
     tuned = {"max_position_embeddings": 40960, "eos_token_id": 151645}
     base = {"max_position_embeddings": 32768, "eos_token_id": 151643}
     for size, (sizes, tied) in _QWEN3_SIZES.items():
@@ -182,7 +182,7 @@ def _published() -> dict[str, dict[str, Any]]:
         shared = {**_MISTRAL, "vocab_size": vocabulary, "rope_theta": theta}
         for kind in ("", "Instruct-"):
             configs[f"mistralai/Mistral-7B-{kind}{name}"] = shared | {"sliding_window": window}
-    return configs
+    return configs | _LATENT
 
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(_published())
