@@ -149,20 +149,10 @@ def _parted(query, state, angles, scale: float, execution: Execution):
     def formula(query, state, cos, sin, maths):
         plain, turned = jnp.split(query, [sizes.qk_nope_head_dim], axis=-1)
         state, key = jnp.split(state, [sizes.kv_lora_rank], axis=-1)
-        turned, key = (
-            formulas.rotate(_halves(x, sizes.rope_interleave), cos, sin, maths=maths)
-            for x in (turned, key[:, None, :])
-        )
+        turned, key = (formulas.rotate(x, cos, sin, maths=maths) for x in (turned, key[:, None, :]))
         return tuple(strict.rounded(x, dtype) for x in (plain, turned * scale, state, key))
 
     return elementwise(formula, execution.numerics)(query, state, *angles)
-
-
-def _halves(x: jax.Array, interleaved: bool) -> jax.Array:
-    """[..., D] whose pairs to rotate are (i, i + D / 2), of neighbours if `interleaved`."""
-    if not interleaved:
-        return x
-    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
 
 def _rounded(x: jax.Array, execution: Execution, scale: float | None = None) -> jax.Array:

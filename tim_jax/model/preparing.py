@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.weights import Joined, Params, Weights, joined
+from tim_jax.model.weights import Joined, Params, Weights, joined, size
 from tim_jax.numerics import Numerics
+
+# Latent attention's matrices with columns that are rotated -> columns of a head, the rotated last.
+_ROTATED = {"q": "query_dim", "q_up": "query_dim", "kv_down": "latent.state_dim"}
 
 
 def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weights:
@@ -48,12 +51,28 @@ def _combined(layers: Params, config: ModelConfig, numerics: Numerics) -> Weight
 def _parts(layers: Params, row: Joined, config: ModelConfig) -> list[jax.Array]:
     """What is joined to a compute weight; of latent attention, what is cut out by heads."""
     parts = [layers[part] for part in row.parts]
-    if not row.dims or config.latent is None:
+    if config.latent is None:
+        return parts
+    if row.name in _ROTATED and config.latent.rope_interleave:
+        return [_in_halves(parts[0], size(_ROTATED[row.name], config), config.head_dim)]
+    if not row.dims:
         return parts
     of_heads = parts[0].reshape(*parts[0].shape[:-1], config.num_heads, -1)
     of_heads = jnp.moveaxis(of_heads, -2, -3)
     key, value = jnp.split(of_heads, [config.latent.qk_nope_head_dim], axis=-1)
     return [jnp.swapaxes(key, -1, -2) if row.turned else value]
+
+
+def _in_halves(matrix: jax.Array, width: int, rotated: int) -> jax.Array:
+    """Columns whose last `rotated` of every `width` are rotated pairs of neighbours (2 i, 2 i + 1).
+
+    These become pairs (i, i + rotated / 2), as in every other model. Columns of a product are moved
+    here, once for an update, and not what the product makes, in every forward.
+    """
+    heads = matrix.reshape(*matrix.shape[:-1], -1, width)
+    plain, turned = jnp.split(heads, [width - rotated], axis=-1)
+    moved = jnp.concatenate([plain, turned[..., ::2], turned[..., 1::2]], axis=-1)
+    return moved.reshape(matrix.shape)
 
 
 def unstacked(weights: Weights) -> Weights:
