@@ -1,5 +1,6 @@
 """Strict JAX for every test, on eight virtual devices."""
 
+import gc
 import itertools
 import os
 
@@ -15,7 +16,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
 # A device that is late at a collective is waited for: eight share two cores with another worker.
 _PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_PATIENT}"
+# LLVM would unroll every small loop whole, and tests have small shapes only: a fifth of the time
+# that compiling takes. What is computed, and in which order, is the same.
+_SHORT = "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_PATIENT} {_SHORT}"
+# Tracing makes millions of objects that live on: looking through them took a twentieth of the time.
+gc.set_threshold(50_000, 20, 20)
 
 # Compilation makes the first example slow; a failure prints what reproduces it. The suite draws the
 # same examples in every run, so that it fails by what was changed and not by luck. New ones are
@@ -56,6 +62,46 @@ def _compiled_once(tmp_path_factory):
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
         yield
+
+
+# Here programs are compiled without most of LLVM's optimisations, in three quarters of the time:
+# these tests are about what surrounds the programs, and compare runs with runs compiled alike.
+_UNOPTIMISED = frozenset(
+    {
+        "test_ablation",
+        "test_ahead",
+        "test_api",
+        "test_cli",
+        "test_controls",
+        "test_diagnosis",
+        "test_end_to_end",
+        "test_faults",
+        "test_fuzz",
+        "test_lora_runs",
+        "test_mismatch_training",
+        "test_placed_runs",
+        "test_processes",
+        "test_programs",
+        "test_report",
+        "test_routing",
+        "test_runs",
+        "test_soak",
+        "test_study",
+        "test_train",
+    }
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _optimised_where_it_matters(request):
+    if request.module.__name__ not in _UNOPTIMISED:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def _mappings() -> int:

@@ -231,8 +231,11 @@ def generate_audit_and_export(run, folder, capsys):
     assert cli.main(["generate", str(run), "tom has", "--samples", "2", "--max-tokens", "5"]) == 0
     assert capsys.readouterr().out
     report = folder / "audit.json"
-    assert cli.main(["audit", str(run), "--quick", "--json", str(report)]) == 0
-    assert json.loads(report.read_text())
+    options = ["--quick", "--dtype", "bfloat16", "--json", str(report)]
+    assert cli.main(["audit", str(run), *options]) == 0
+    assert {case["numerics"].split()[1] for case in json.loads(report.read_text())["cases"]} == {
+        "bfloat16"
+    }
     assert cli.main(["export", str(run), str(folder / "exported")]) == 0
     tokens = np.arange(30)
     theirs = torch_logits(folder / "exported", tokens)

@@ -100,6 +100,14 @@ def test_a_control_that_cannot_be_made_is_refused_or_said(file):
     assert all("no verdict on mismatch: no matched control" in line for line in lines)
 
 
+def test_a_study_of_the_mismatch_itself_may_go_without_controls(file):
+    one = stated(file, 'controls = "none"\n' + FILE)
+    assert [arm.name for arm in one.arms] == ["exact+none", "exact+tis", "fp8+none", "fp8+tis"]
+    lines = [verdict.line(one.study.test) for verdict in verdicts(one)]
+    assert len(lines) == 2
+    assert all(line.endswith("no matched control: the study makes none") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -195,7 +195,11 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument(
         "--chart", type=read.path, metavar="FILE", help="with --sampler: PNG, PDF or SVG"
     )
-    audit.add_argument("--dtype", choices=("float32", "bfloat16"), help="with --sampler: learner's")
+    audit.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="the only one to audit, in place of both; with --sampler: the learner's",
+    )
     read.add_whole(audit, "--prompts", 1, default=32, help="with --sampler")
     read.add_whole(audit, "--samples", 1, default=8, help="with --sampler: per prompt")
     audit.set_defaults(run=_audit)
@@ -309,7 +313,7 @@ def _audit(arguments: argparse.Namespace) -> int:
 
     if arguments.sampler is not None:
         return _ablate(arguments)
-    for name in ("markdown", "chart", "dtype"):
+    for name in ("markdown", "chart"):
         if getattr(arguments, name) is not None:
             raise InputError(f"--{name} goes with --sampler")
     report, passed = audit.audit_model(
@@ -317,6 +321,7 @@ def _audit(arguments: argparse.Namespace) -> int:
         quick=arguments.quick,
         family=arguments.family or "auto",
         interpret=arguments.interpret,
+        dtype=arguments.dtype,
     )
     _write(arguments.json, report)
     return 0 if passed else 1

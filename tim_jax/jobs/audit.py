@@ -46,17 +46,23 @@ class _Audited:
     sizes: Sizes
     family: FamilyChoice
     interpret: bool
+    dtypes: tuple[str, ...]
 
 
 def audit_model(
-    source: str, *, quick: bool = False, family: FamilyChoice = "auto", interpret: bool = False
+    source: str,
+    *,
+    quick: bool = False,
+    family: FamilyChoice = "auto",
+    interpret: bool = False,
+    dtype: str | None = None,
 ) -> tuple[str, bool]:
     """Audits a preset, model folder, hub name or run folder, and prints a line for each case.
 
-    The numerics are those that a training run would use, in float32 and bfloat16; for tiles with
-    row ranges measured on this backend, and unless `quick` with fixed tiles as well. Where there
-    are several devices, placements over them are compared with one device too (if `quick`, those
-    over the most).
+    The numerics are those that a training run would use, in `dtype` or, where that is None, in
+    float32 and in bfloat16; for tiles with row ranges measured on this backend, and unless `quick`
+    with fixed tiles as well. Where there are several devices, placements over them are compared
+    with one device too (if `quick`, those over the most).
 
     Returns:
       The result as JSON, and whether every token of every case was equal.
@@ -64,16 +70,17 @@ def audit_model(
     with memory.explained(
         lambda: {"": ("--quick", "a smaller model", "fewer devices, as all are audited")}
     ):
-        return _audit(source, quick, family, interpret)
+        config, params = _audited(source)
+        dtypes = (dtype,) if dtype else ("float32", "bfloat16")
+        it = _Audited(params, config, Sizes.fitting(config), family, interpret, dtypes)
+        return _audit(it, source, quick)
 
 
-def _audit(source: str, quick: bool, family: FamilyChoice, interpret: bool) -> tuple[str, bool]:
-    config, params = _audited(source)
-    it = _Audited(params, config, Sizes.fitting(config), family, interpret)
+def _audit(it: _Audited, source: str, quick: bool) -> tuple[str, bool]:
     numerics = _numerics(it, fixed=not quick)
-    used = {auditing.describe(one): fitting.kernels_used(config, one) for one in numerics}
+    used = {auditing.describe(one): fitting.kernels_used(it.config, one) for one in numerics}
     results = []
-    single = auditing.audit(params, config, numerics=numerics, sizes=it.sizes, quick=quick)
+    single = auditing.audit(it.params, it.config, numerics=numerics, sizes=it.sizes, quick=quick)
     both = itertools.chain(single, _placed(it, quick))
     for result in waiting.each(both, "auditing a case", about=waiting.COMPILES):
         results.append(result)
@@ -96,7 +103,7 @@ def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> li
     """The numerics of a training run, and with `fixed` those with fixed tiles as well."""
     length = it.sizes.prompt_length + it.sizes.response_length
     numerics: list[Numerics] = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in it.dtypes:
         plain = assembly.fitted_numerics(
             it.family,
             dtype,

@@ -117,6 +117,8 @@ def _refuse_twins(found: Sequence[Arm], source: str) -> None:
 
 def _with_control(study: Study, arm: Arm, known: list[Arm], source: str) -> Arm:
     """The arm with its control's name; the control is added to `known` unless it is there."""
+    if study.controls == "none":
+        return replace(arm, uncontrolled="the study makes none")
     try:
         run = control_of(arm.run)
     except InputError as error:

@@ -122,8 +122,9 @@ class Study(Section):
     objective: Options = Field(default_factory=dict)
     arms: Annotated[tuple[ArmChoice, ...], Field(strict=False)] = ()
     """Left out: all combinations."""
-    controls: Literal["required", "where_possible"] = "required"
-    """Whether an arm whose control cannot be made is refused, or said to have none."""
+    controls: Literal["required", "where_possible", "none"] = "required"
+    """required: an arm whose control cannot be made is refused. where_possible: it is said to have
+    none. none: no controls are made, for a study that measures the mismatch and not its effect."""
     outcome: Outcome = Outcome()
     test: Test = Test()
 

@@ -15,7 +15,7 @@ import numpy as np
 from tim_jax.errors import InputError
 from tim_jax.run.loggers import read_lines
 from tim_jax.schedules import SurgeDetector
-from tim_jax.study import charts, files, findings, measurement, verdicts
+from tim_jax.study import charts, dynamics, files, findings, measurement, verdicts
 from tim_jax.study.definition import Study
 from tim_jax.study.findings import Table
 from tim_jax.study.running import Stated
@@ -97,7 +97,9 @@ def _of_runs(
     figures = {}
     if any(run.lines for run in runs):
         surges = sorted({s for s in map(surge_step, runs) if s})
-        figures = charts.training_panels(load(folder), controls=controls, surges=surges)
+        table = load(folder)
+        figures = charts.training_panels(table, controls=controls, surges=surges)
+        tables = [*tables, *dynamics.tables(table)]
     shown = [pair for run in runs[:1] for pair in _completions(run)]
     return Section(title, said, tables, figures, shown)
 
