@@ -8,6 +8,9 @@ from typing import Any, NoReturn
 from tim_jax import inputs
 from tim_jax.errors import InputError
 
+FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_tpu")  # without the JAX of numerics
+KERNELS = "kernels; auto: tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs"
+
 
 class RefusedError(Exception):
     """The value of an argument is wrong. No `ValueError`, of which argparse would make its own."""
@@ -97,6 +100,34 @@ def add_export(commands: Any, *, run: Callable[..., int]) -> None:
     about = "the trained adapter alone, as PEFT loads it"
     export.add_argument("--adapter", action="store_true", help=about)
     export.set_defaults(run=run)
+
+
+def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax audit`."""
+    audit = commands.add_parser("audit", help="prove that sampler and learner agree to the bit")
+    audit.add_argument("model", type=name, help="folder, hub name, run folder, or a preset")
+    audit.add_argument("--json", type=path, metavar="FILE", help="write the result there")
+    audit.add_argument("--quick", action="store_true", help="fewer cases")
+    audit.add_argument("--family", choices=FAMILIES, help=KERNELS)
+    audit.add_argument(
+        "--interpret", action="store_true", help="run Pallas kernels without their device, slowly"
+    )
+    audit.add_argument(
+        "--sampler",
+        metavar="ENTRIES",
+        help="measure the mismatch of a sampler instead: TOML file or inline list, such as"
+        """ '[{name = "kv_cache", dtype = "float8_e4m3fn"}]'; see docs/mismatch.md""",
+    )
+    audit.add_argument("--markdown", type=path, metavar="FILE", help="with --sampler: tables")
+    audit.add_argument("--chart", type=path, metavar="FILE", help="with --sampler: PNG, PDF or SVG")
+    audit.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="the only one to audit, in place of both; with --sampler: the learner's",
+    )
+    add_whole(audit, "--prompts", 1, default=32, help="with --sampler")
+    add_whole(audit, "--samples", 1, default=8, help="with --sampler: per prompt")
+    audit.set_defaults(run=run)
 
 
 def add_plan(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:

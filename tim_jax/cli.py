@@ -20,8 +20,6 @@ from tim_jax.run import signals, waits
 if TYPE_CHECKING:
     from tim_jax.config.run import RunConfig
 
-_FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_tpu")  # without the JAX of numerics
-_KERNELS = "kernels; auto: tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs"
 _OVERRIDES = "changes to the config, such as steps=200; KEY=none takes the key's default"
 # What JAX's own errors say when another process is gone: of the transport, or of the coordinator.
 _SIGNS_OF_LOSS = ("gloo", "Gloo", "Connection", "coordination", "heartbeat", "UNAVAILABLE")
@@ -167,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     read.add_whole(generate, "--top-k", 0, default=0, help="0 is off")
     read.add_number(generate, "--top-p", default=1.0, help="1 is off")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    generate.add_argument("--family", choices=_FAMILIES, default="auto", help=_KERNELS)
+    generate.add_argument("--family", choices=read.FAMILIES, default="auto", help=read.KERNELS)
     read.add_whole(generate, "--seed", 0, 2**32, default=0)
     generate.add_argument("--plain", action="store_true", help="no chat template")
     for axis in ("data", "fsdp", "expert", "tensor"):
@@ -176,34 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
 
     read.add_export(commands, run=_export)
-
-    audit = commands.add_parser("audit", help="prove that sampler and learner agree to the bit")
-    audit.add_argument("model", type=read.name, help="folder, hub name, run folder, or a preset")
-    audit.add_argument("--json", type=read.path, metavar="FILE", help="write the result there")
-    audit.add_argument("--quick", action="store_true", help="fewer cases")
-    audit.add_argument("--family", choices=_FAMILIES, help=_KERNELS)
-    audit.add_argument(
-        "--interpret", action="store_true", help="run Pallas kernels without their device, slowly"
-    )
-    audit.add_argument(
-        "--sampler",
-        metavar="ENTRIES",
-        help="measure the mismatch of a sampler instead: TOML file or inline list, such as"
-        """ '[{name = "kv_cache", dtype = "float8_e4m3fn"}]'; see docs/mismatch.md""",
-    )
-    audit.add_argument("--markdown", type=read.path, metavar="FILE", help="with --sampler: tables")
-    audit.add_argument(
-        "--chart", type=read.path, metavar="FILE", help="with --sampler: PNG, PDF or SVG"
-    )
-    audit.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="the only one to audit, in place of both; with --sampler: the learner's",
-    )
-    read.add_whole(audit, "--prompts", 1, default=32, help="with --sampler")
-    read.add_whole(audit, "--samples", 1, default=8, help="with --sampler: per prompt")
-    audit.set_defaults(run=_audit)
-
+    read.add_audit(commands, run=_audit)
     read.add_diagnose(commands, run=_diagnose)
     read.add_plan(commands, overrides=_OVERRIDES, run=_plan)
     read.add_study(commands, run=_study)

@@ -67,7 +67,8 @@ class Setting:
         exact = GPU_EXACT_BF16
         if self.smoke:
             return {}
-        return {"cache_write": exact.cache_write, "head_rows": exact.head_rows}
+        names = "cache_write", "head_rows", "row_sums"
+        return {name: getattr(exact, name) for name in names}
 
     def small_model(self, layers: int = 2) -> ModelConfig:
         """A model that compiles fast and yet has full tiles."""

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax import kernels
-from tim_jax.kernels import experts, formulas, routing
+from tim_jax.kernels import experts, formulas, routing, row_sums
 from tim_jax.model import adapters, attention, rope, windows
 from tim_jax.model.attention import Cache, LayerCache
 from tim_jax.model.execution import Execution
@@ -229,6 +229,7 @@ def embedded(
     another that adds to it so, the sum is added to its cotangent, which has the other's sum.
     """
     where, axes = execution.placement, weight_axes(execution.config, execution.numerics)
+    add = partial(row_sums.added, numerics=execution.numerics)
 
     def rows(table, tokens, total):
         return collectives.gather(table, ("fsdp",), where)[tokens], total
@@ -238,9 +239,9 @@ def embedded(
         cotangent = cotangents[0].astype(jnp.float32)
         total = cotangents[1] if handed_on else total
         if total is not None and where.fsdp == 1:
-            return None, None, total.at[tokens].add(cotangent)
-        sums = jnp.zeros((table.shape[0], cotangent.shape[1]), jnp.float32)
-        sums = sums.at[tokens].add(cotangent)
+            return None, None, add(total, tokens, cotangent)
+        zeros = jnp.zeros((table.shape[0], cotangent.shape[1]), jnp.float32)
+        sums = add(zeros, tokens, cotangent)
         part = collectives.reduce_scatter_fsdp(sums, axes["embed"], where)
         if total is None:
             return part.astype(table.dtype), None, None

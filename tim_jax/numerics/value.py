@@ -111,6 +111,7 @@ FAMILIES: tuple[Family, ...] = ("tiles", "native", "pallas_gpu", "pallas_tpu")
 Scale = Literal["none", "token"]
 Attention = Literal["family", "flash", "flash_interpreted", "triton"]
 CacheWrite = Literal["rows", "scatter"]
+RowSums = Literal["scatter", "sorted"]
 _COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 CACHE_DTYPES = (*_COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -242,6 +243,9 @@ class Numerics:
     # How new keys and values are written into the cache; the bits are the same. "rows" is a write
     # per row: in place on a CPU, but slow on an accelerator. "scatter" writes all rows at once.
     cache_write: CacheWrite = "rows"
+    # How rows of the embedding's gradient are added. "scatter" leaves the order to XLA, which has
+    # none on a GPU; "sorted" has one, and takes a sort and a scan more.
+    row_sums: RowSums = "scatter"
     interpret: bool = False  # run the Pallas kernels without their device, slowly: for tests
     compiler_options: tuple[tuple[str, str | bool | int], ...] = ()  # XLA's, for every program
     precision: Precision = Precision()
@@ -256,11 +260,12 @@ class Numerics:
             raise InputError(
                 f"Numerics: attention = {self.attention!r}; known: {', '.join(get_args(Attention))}"
             )
-        if self.cache_write not in get_args(CacheWrite):
-            raise InputError(
-                f"Numerics: cache_write = {self.cache_write!r}; known:"
-                f" {', '.join(get_args(CacheWrite))}"
-            )
+        for name, known in (("cache_write", CacheWrite), ("row_sums", RowSums)):
+            if getattr(self, name) not in get_args(known):
+                raise InputError(
+                    f"Numerics: {name} = {getattr(self, name)!r}; known:"
+                    f" {', '.join(get_args(known))}"
+                )
         if self.family not in FAMILIES:
             hint = did_you_mean(self.family, FAMILIES)
             raise InputError(f"Numerics: unknown kernel family {self.family!r}{hint}")
@@ -339,7 +344,12 @@ EXACT_BF16 = Numerics(compute_dtype="bfloat16")
 NATIVE_F32 = Numerics(family="native")
 NATIVE_BF16 = Numerics(family="native", compute_dtype="bfloat16")
 GPU_EXACT_F32 = Numerics(
-    family="pallas_gpu", kv_block=64, head_rows=1024, gpu=GPU_F32, cache_write="scatter"
+    family="pallas_gpu",
+    kv_block=64,
+    head_rows=1024,
+    gpu=GPU_F32,
+    cache_write="scatter",
+    row_sums="sorted",
 )
 GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", gpu=GPU_BF16)
 TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=128, cache_write="scatter")

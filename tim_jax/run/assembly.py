@@ -234,13 +234,14 @@ def fixed_numerics(
     family = family_here(family)
     if family in _ACCELERATED:
         return replace(_ACCELERATED[family][dtype], column_tiles=column_tiles)
-    block = 32 if length < _LONG else 128
+    block, backend = 32 if length < _LONG else 128, jax.default_backend()
     return Numerics(
         family=family,
         compute_dtype=dtype,
         kv_block=block,
         column_tiles=column_tiles,
-        cache_write="rows" if jax.default_backend() == "cpu" else "scatter",
+        cache_write="rows" if backend == "cpu" else "scatter",
+        row_sums="sorted" if backend == "gpu" else "scatter",
     )
 
 

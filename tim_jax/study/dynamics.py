@@ -6,6 +6,7 @@ their changes from one group of steps to the next, which says whether they move 
 """
 
 from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 from scipy import stats
@@ -105,7 +106,7 @@ def _correlation(first: np.ndarray, second: np.ndarray) -> float:
     """Spearman's, NaN where one of the two never changes."""
     if np.ptp(first) == 0 or np.ptp(second) == 0:
         return float("nan")
-    return float(stats.spearmanr(first, second).statistic)
+    return float(cast(Any, stats.spearmanr(first, second)).statistic)
 
 
 def _spread(values: list[float]) -> str:
