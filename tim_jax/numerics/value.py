@@ -7,6 +7,7 @@ the same for every row count, and every sum runs over ascending blocks inside on
 tile sizes only say how the work is divided among programs.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
@@ -300,6 +301,11 @@ class Numerics:
                 f"Numerics: expert_capacity must be above 0 and finite, got {self.expert_capacity}"
             )
 
+    def with_options(self, options: Mapping[str, str | bool | int]) -> "Numerics":
+        """The same with XLA's `options` beside those it has, and in place of those it has."""
+        joined = {**dict(self.compiler_options), **options}
+        return replace(self, compiler_options=tuple(sorted(joined.items())))
+
     @property
     def dtype(self) -> np.dtype:
         """The compute dtype as a NumPy dtype."""
@@ -343,6 +349,9 @@ EXACT_F32 = Numerics()
 EXACT_BF16 = Numerics(compute_dtype="bfloat16")
 NATIVE_F32 = Numerics(family="native")
 NATIVE_BF16 = Numerics(family="native", compute_dtype="bfloat16")
+# Gradients have products and sums that are XLA's own. With this option it chooses none of them by
+# time and leaves none without an order, so that a run resumes to the same bits.
+_REPEATABLE = (("xla_gpu_deterministic_ops", True),)
 GPU_EXACT_F32 = Numerics(
     family="pallas_gpu",
     kv_block=64,
@@ -350,6 +359,7 @@ GPU_EXACT_F32 = Numerics(
     gpu=GPU_F32,
     cache_write="scatter",
     row_sums="sorted",
+    compiler_options=_REPEATABLE,
 )
 GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", gpu=GPU_BF16)
 TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=128, cache_write="scatter")

@@ -347,10 +347,9 @@ def make_execution(
         numerics = replace(numerics, cache_write="scatter")
     else:
         check_compiler_options(config.numerics.compiler_options)
-    options = tuple(sorted(config.numerics.compiler_options.items()))
     stops = tuple(sorted({*model.stop_tokens, *section.stop_tokens}))
     sampling = part(Sampling, section, stop_tokens=stops)
-    numerics = replace(numerics, compiler_options=options)
+    numerics = numerics.with_options(config.numerics.compiler_options)
     execution = Execution(model.config, numerics, sampling, where, shared.edits, model.lora)
     before = Numerics(family=numerics.family, compute_dtype=config.numerics.dtype)
     mismatch.check(shared, replace(execution, numerics=before))
