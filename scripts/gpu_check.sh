@@ -1,16 +1,28 @@
 #!/usr/bin/env bash
-# Checks this machine's GPU: exactness, accuracy, kernels, speed. Under 10 minutes, no network.
+# Checks this machine's GPU: exactness, accuracy, kernels, speed. Under 10 minutes after installing.
 #   bash scripts/gpu_check.sh                        # all parts; a second call goes on where it
 #                                                    # ended, and tries again what failed
 #   bash scripts/gpu_check.sh --again                # forgets earlier results: another GPU or tree
-#   bash scripts/gpu_check.sh --only kernels,speed   # some parts
+#   bash scripts/gpu_check.sh --only kernels,speed   # some parts, each of at most 4 minutes
 #   bash scripts/gpu_check.sh --smoke                # every part on the CPU, small, interpreted
-# PYTHON names the interpreter (default python3). It needs jax, flax, optax, numpy and rich; torch
-# and transformers are compared with where they are installed. Writes gpu.md and gpu.json to --out.
+# Needs an NVIDIA driver and Python 3.11 or newer: JAX with CUDA is installed into .venv-cuda. Where
+# there is no network, PYTHON names an interpreter that has jax, flax, optax, numpy and rich; torch
+# and transformers are compared with where they are installed. Writes gpu.md and gpu.json to --out,
+# after every case.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+extras=cuda
 for argument in "$@"; do
-  [ "$argument" != --smoke ] || export JAX_PLATFORMS=cpu
+  if [ "$argument" = --smoke ]; then
+    export JAX_PLATFORMS=cpu
+    extras=""
+  fi
 done
-exec "${PYTHON:-python3}" scripts/gpu_check "$@"
+if [ -z "${PYTHON:-}" ]; then
+  source scripts/setup.sh
+  [ -z "$extras" ] || VENV="${VENV:-.venv-cuda}"
+  setup "$extras"
+  PYTHON="$VENV/bin/python"
+fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "$PYTHON" scripts/gpu_check "$@"

@@ -23,6 +23,15 @@ PARTS = {
     "torch": ("torch_speed", 50),
 }
 CHOICES = ("exactness", "accuracy", "kernels", "speed")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "flax",
+    "numpy",
+    "torch",
+)
 _GRACE = 30  # seconds that the last case of a part may run over
 _WHOLE = 570  # seconds of all parts, whatever their budgets
 _SMOKE_PATIENCE = 12  # times as long on a CPU
@@ -47,12 +56,16 @@ def main() -> int:
     for name in parts:
         records.Ledger(out / f"{name}.json").forget(records.FAILED)
         _run_part(name, out, arguments.smoke, end)
-        _write_page(out, arguments.smoke)  # after every part: the machine may be taken away
     text, status = _write_page(out, arguments.smoke)
     print(text)
     if arguments.smoke:
-        shutil.rmtree(out / "cache", ignore_errors=True)
+        shutil.rmtree(_programs(out), ignore_errors=True)
     return status
+
+
+def _programs(out: Path) -> Path:
+    """Where compiled programs are kept: beside the results, which are a few files to take along."""
+    return out.absolute().with_name(f"{out.absolute().name}_programs")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,14 +112,16 @@ def _child(name: str, out: Path, smoke: bool) -> int:
     import jax
     from setting import Setting
 
-    jax.config.update("jax_compilation_cache_dir", str((out / "cache").absolute()))
+    jax.config.update("jax_compilation_cache_dir", str(_programs(out)))
     device = jax.devices()[0]
     machine = {
         "device": device.device_kind,
         "platform": device.platform,
         "driver": page.driver(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("jax", "jaxlib", "flax", "numpy", "torch")},
+        "ptxas": page.ptxas(),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "none"),
+        **{name: _version(name) for name in _PACKAGES},
         "smoke": smoke,
     }
     (out / "machine.json").write_text(json.dumps(machine))
@@ -115,7 +130,10 @@ def _child(name: str, out: Path, smoke: bool) -> int:
         return 2
     cases = import_module(PARTS[name][0]).cases(Setting(smoke, out))
     ledger = records.Ledger(out / f"{name}.json")
-    records.run_cases(cases, ledger, seconds=float(os.environ["GPU_CHECK_SECONDS"]))
+    seconds = float(os.environ["GPU_CHECK_SECONDS"])
+    for record in records.run_cases(cases, ledger, seconds=seconds):
+        print(records.line(record), flush=True)
+        _write_page(out, smoke)  # after every case: the machine may be taken away
     return 0
 
 

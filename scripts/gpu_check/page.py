@@ -1,7 +1,9 @@
 """gpu.md and gpu.json from the parts' records."""
 
 import json
+import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +24,19 @@ def driver() -> str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown ({type(error).__name__})"
     return found.stdout.strip().splitlines()[0]
+
+
+def ptxas() -> str:
+    """The version of the assembler that XLA finds first, beside CUDA's packages or on the path."""
+    here = [str(path) for root in sys.path for path in Path(root).glob("nvidia/**/bin/ptxas")]
+    found = next(iter(here), None) or shutil.which("ptxas")
+    if found is None:
+        return "none found"
+    try:
+        said = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown ({type(error).__name__})"
+    return said.stdout.strip().splitlines()[-1] if said.stdout.strip() else "unknown"
 
 
 def write(out: Path, machine: Mapping[str, Any], parts: Mapping[str, Sequence[Record]]) -> str:

@@ -3,7 +3,7 @@
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,11 @@ class Ledger:
         return [record.name for record in dead]
 
 
-def run_cases(cases: Iterable[Case], ledger: Ledger, *, seconds: float) -> None:
+def run_cases(cases: Iterable[Case], ledger: Ledger, *, seconds: float) -> Iterator[Record]:
     """Runs what has no record yet, until `seconds` are over; what is left is recorded as such.
 
-    A case that raises is a failed case, with its reason; the next one runs all the same.
+    A case that raises is a failed case, with its reason; the next one runs all the same. Yields the
+    records of what was run.
     """
     start = time.perf_counter()
     cases = list(cases)
@@ -94,7 +95,7 @@ def run_cases(cases: Iterable[Case], ledger: Ledger, *, seconds: float) -> None:
         seconds_taken = time.perf_counter() - began
         record = Record(record.name, record.status, seconds_taken, record.values, record.reason)
         ledger.put(record)
-        print(line(record), flush=True)
+        yield record
 
 
 def _reason(error: Exception) -> str:
