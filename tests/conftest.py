@@ -66,7 +66,8 @@ def _compiled_once(tmp_path_factory):
 
 # Here programs are compiled without most of LLVM's optimisations, in three quarters of the time:
 # these tests compare programs with others compiled alike. Exactness itself, the kernels, sampler,
-# scoring and audits, also over meshes, are tested as users compile them.
+# scoring and audits are tested as users compile them, and so is whatever runs with --optimised: in
+# CI, a mesh.
 _UNOPTIMISED = frozenset(
     {
         "test_ablation",
@@ -104,9 +105,13 @@ _UNOPTIMISED = frozenset(
 )
 
 
+def pytest_addoption(parser):
+    parser.addoption("--optimised", action="store_true", help="compile all tests as users do")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _optimised_where_it_matters(request):
-    if request.module.__name__ not in _UNOPTIMISED:
+    if request.config.getoption("--optimised") or request.module.__name__ not in _UNOPTIMISED:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
