@@ -270,15 +270,15 @@ def draw(key: jax.Array, shape: tuple[int, ...], distribution: Distribution) -> 
 
     "student" is Student's t with 4 degrees of freedom, scaled: its fourth moment is infinite. It is
     n / sqrt(c / 4) of a normal n and c = -2 (ln u + ln v), chi-squared with 4 degrees of freedom,
-    over its standard deviation, sqrt 2. By strict functions: XLA's own would make a number depend
-    on how many are drawn with it.
+    over its standard deviation, sqrt 2. By strict functions, the root's reciprocal too (XLA makes
+    x / sqrt(y) its own rsqrt): XLA's own would make a number depend on how many are drawn with it.
     """
     first, second, third = jax.random.split(key, 3)
     normal = strict.normal_quantile(tiles.fence(_uniform(first, shape)))
     if distribution == "gaussian":
         return normal
     parts = [strict.log(tiles.fence(_uniform(k, shape))) for k in (second, third)]
-    return tiles.fence(normal) / jnp.sqrt(-tiles.fence(sum(parts)))
+    return tiles.fence(normal) * strict.inverse_root(-tiles.fence(sum(parts)))
 
 
 def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
