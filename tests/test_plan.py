@@ -4,6 +4,7 @@ Programs are compiled for the suite's eight virtual devices; only the last tests
 """
 
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -17,15 +18,27 @@ import jax.numpy as jnp
 import lowering
 import pytest
 import tiny
+from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect as triton
 
 from tim_jax import cli, kernels, objectives, optimizers
 from tim_jax.errors import InputError
 from tim_jax.model.config_file import to_hf
 from tim_jax.model.execution import Batching, Execution
 from tim_jax.placement import Placement
-from tim_jax.plan import comparison, costs, hlo, planning, report, topology, workload
+from tim_jax.plan import (
+    comparison,
+    costs,
+    hlo,
+    kernel_code,
+    planning,
+    report,
+    topology,
+    workload,
+)
 from tim_jax.plan.costs import Memory, Traffic
 from tim_jax.plan.topology import Target
 from tim_jax.rl.types import Learning
@@ -404,24 +417,82 @@ def test_another_width_is_a_difference():
     assert any("sizes [96, 160] / [96, 320]" in line for line in match.differences)
 
 
-def kernel_body(operation: str, rows: int) -> str:
-    """Of a kernel lowered for a TPU, as the audit reads it."""
-    function, shapes = lowering.operations(lowering.NUMERICS["pallas_tpu"]["bfloat16"], rows)[
-        operation
-    ]
-    text = lowering.lower("pallas_tpu", function, shapes).as_text()
-    return hlo.body(text.replace("\\22", '"'))
+def kernel_body(family: str, operation: str, rows: int) -> str:
+    """Of a kernel lowered for a TPU or a GPU, as the audit reads it."""
+    numerics = lowering.NUMERICS[family]["bfloat16"]
+    function, shapes = lowering.operations(numerics, rows)[operation]
+    text = lowering.lower(family, function, shapes).as_text()
+    return kernel_code.body(text.replace("\\22", '"') if family == "pallas_tpu" else text)
 
 
+@pytest.mark.parametrize("family", ["pallas_tpu", "pallas_gpu"])
 @pytest.mark.parametrize("operation", ["dot", "gated_dot", "norm", "row_sum"])
-def test_a_kernels_code_is_read_without_the_sizes_of_its_grid(operation):
-    few, many = kernel_body(operation, 140), kernel_body(operation, 700)
-    assert "stable_mosaic" in few
+def test_a_kernels_code_is_read_without_the_sizes_of_its_grid(family, operation):
+    few, many = (kernel_body(family, operation, rows) for rows in (140, 700))
+    assert {"pallas_tpu": "stable_mosaic", "pallas_gpu": "tt.load ["}[family] in few
     assert few == many
 
 
-def test_kernels_that_differ_have_other_code():
-    assert len({kernel_body(name, 70) for name in ("dot", "dot_add", "row_sum")}) == 3
+@pytest.mark.parametrize("family", ["pallas_tpu", "pallas_gpu"])
+def test_kernels_that_differ_have_other_code(family):
+    assert len({kernel_body(family, name, 70) for name in ("dot", "dot_add", "row_sum")}) == 3
+
+
+def triton_code(change: tuple[str, str] = ("", "")) -> str:
+    """Of a kernel that adds three numbers, as a compiled program has it."""
+    code = """
+    tt.func public @f(%x: !tt.ptr<f32>, %n: i32) {
+      %three = arith.constant 3 : i32
+      %far = arith.addi %n, %three : i32
+      %at = tt.addptr %x, %far : !tt.ptr<f32>, i32
+      %a = tt.load %at : !tt.ptr<f32>
+      %b = tt.load %x : !tt.ptr<f32>
+      %one = arith.constant 1.0 : f32
+      %s = arith.addf %a, %b : f32
+      %t = arith.addf %s, %one : f32
+      tt.store %x, %t : !tt.ptr<f32>
+      tt.return
+    }""".replace(*change)
+    context = mlir.make_ir_context()
+    triton.register_dialect(context)
+    stored = io.BytesIO()
+    with context:
+        ir.Module.parse(code).operation.write_bytecode(stored)
+    text = "".join(
+        chr(byte) if bytes([byte]).isalnum() else f"\\{byte:02X}" for byte in stored.getvalue()
+    )
+    return kernel_code.body(f'{{debug = false, ir = "{text}", num_warps = 4 : i32}}')
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (("constant 3", "constant 4"), True),  # a place in memory
+        (("arith.addi %n, %three", "arith.muli %n, %three"), True),
+        (("constant 1.0", "constant 2.0"), False),
+        (("addf %s, %one", "addf %one, %s"), False),
+        (("addf %s, %one", "addf %a, %one"), False),
+        (("%t = arith.addf", "%t = arith.mulf"), False),
+        (("%s, %one : f32", "%s, %one fastmath<contract> : f32"), False),
+    ],
+)
+def test_code_for_a_gpu_is_the_order_of_its_operations_on_floats(change, same):
+    assert "arith.addf" in triton_code()
+    assert (triton_code(change) == triton_code()) == same
+
+
+def test_a_product_left_to_a_library_is_a_product():
+    text = product_text(24)
+    call = 'custom-call(%x), custom_call_target="__cublas$lt$matmul", metadata={}'
+    library = f"""HloModule m
+ENTRY %main (x: f32[24,96]) -> f32[24,160] {{
+  %x = f32[24,96]{{1,0}} parameter(0)
+  ROOT %y = f32[24,160]{{1,0}} {call}
+}}
+"""
+    (match,) = comparison.compare(library, [text], weights=WEIGHTS)
+    assert match.operation.kind == "product"
+    assert match.differences
 
 
 def test_a_kernels_last_step_is_that_of_its_own_grid():
@@ -433,7 +504,7 @@ def test_a_kernels_last_step_is_that_of_its_own_grid():
     iteration_bounds = array<i64: 7, BOUND>"""
 
     def read(last: int, bound: int) -> str:
-        return hlo.without_bounds(code.replace("LAST", str(last)).replace("BOUND", str(bound)))
+        return kernel_code.without_bounds(code.replace("LAST", str(last)).replace("BOUND", str(bound)))
 
     assert read(15, 16) == read(0, 1) == read(79, 80)
     assert read(14, 16) != read(15, 16)
@@ -456,8 +527,9 @@ def test_gradients_are_no_counterparts():
     [
         ("v5e", "write GENERATION:SIZES"),
         ("v5e:4,4", "write GENERATION:SIZES"),
-        ("v5x:4x4", "unknown TPU generation 'v5x'; did you mean 'v5"),
-        ("h200:1x1", "unknown TPU generation 'h200'; known: tpu7x, v5e, v5p, v6e"),
+        ("v5x:4x4", "unknown generation 'v5x'; did you mean 'v5"),
+        ("a100:1", "unknown generation 'a100'; did you mean 'h100'"),
+        ("h200:16", "NVIDIA H200 has no slice 16; it has 1, 2, 4, 8"),
         ("v5e:4x5", "TPU v5e has no slice 4x5; it has 1x1, .*; nearest: v5e:4x8"),
         ("v5p:4x4", "TPU v5p has no slice 4x4; it has 2x2x1, .*; nearest: v5p:2x2x4"),
     ],
@@ -573,7 +645,14 @@ def config(tmp_path):
     [
         (["--topology", "v5e:1x1"], "the placement needs 4 devices, it has 1; v5e:2x2 has enough"),
         (["--topology", "v5e:2x2", "--layers", "3"], "--layers '3': write"),
-        (["--topology", "v5e:2x2", "numerics.family=pallas_gpu"], "is for GPUs"),
+        (
+            ["--topology", "v5e:2x2", "numerics.family=pallas_gpu"],
+            'has no kernels for TPU v5e; there it can be "pallas_tpu"',
+        ),
+        (
+            ["--topology", "h200:4", "numerics.family=pallas_tpu"],
+            'has no kernels for NVIDIA H200; there it can be "pallas_gpu"',
+        ),
         (["--topology", "v5e:2x2", "--architecture", "no.json"], "--architecture no.json: No such"),
         (["--topology", "v6:2x2"], "did you mean 'v6e'"),
     ],
@@ -585,17 +664,17 @@ def test_bad_input_is_one_line(config, arguments, message, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_the_command_plans_for_a_tpu(config, tmp_path):
-    """In a process of its own: libtpu wants its environment before JAX is there."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed (pip install tim-jax[plan])")
+def planned(config, folder: Path, *words: str) -> tuple[dict, str]:
+    """A plan as JSON and as text, made in a process of its own.
+
+    libtpu wants its environment before JAX is there.
+    """
     command = [sys.executable, "-m", "tim_jax.cli", "plan", str(config)]
-    (tmp_path / "config.json").write_text(json.dumps(to_hf(POD)))
-    options = ["--topology", "v5e:2x2", "--quick", "--json", str(tmp_path / "plan.json")]
-    options += ["--architecture", str(tmp_path / "config.json")]
+    (folder / "config.json").write_text(json.dumps(to_hf(POD)))
+    options = ["--quick", "--json", str(folder / "plan.json")]
+    options += ["--architecture", str(folder / "config.json")]
     found = subprocess.run(
-        [*command, *options, "numerics.family=pallas_tpu"],
+        [*command, *options, *words],
         capture_output=True,
         text=True,
         timeout=900,
@@ -608,7 +687,31 @@ def test_the_command_plans_for_a_tpu(config, tmp_path):
         },
     )
     assert found.returncode == 0, found.stderr[-2000:]
-    plan = json.loads((tmp_path / "plan.json").read_text())
+    return json.loads((folder / "plan.json").read_text()), found.stdout
+
+
+@pytest.mark.slow
+def test_the_command_plans_for_a_tpu(config, tmp_path):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (pip install tim-jax[plan])")
+    words = "--topology", "v5e:2x2", "numerics.family=pallas_tpu"
+    plan, text = planned(config, tmp_path, *words)
     assert plan["fits"]
     assert plan["stages"]["sampler"]["collectives"]["all-gather"]["bytes"] > 0
-    assert "static audit" in found.stdout
+    assert "static audit" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_command_plans_for_gpus(config, tmp_path, dtype):
+    """Every kernel of the sampler's forward is the learner's; only the draw has one of its own."""
+    if importlib.util.find_spec("nvidia.cu13") is None:
+        pytest.skip("CUDA's compiler is not installed (pip install tim-jax[cuda])")
+    words = "--topology", "h200:4", "numerics.family=pallas_gpu", f"numerics.dtype={dtype}"
+    plan, _ = planned(config, tmp_path, *words)
+    assert plan["fits"]
+    assert plan["stages"]["sampler"]["collectives"]["all-gather"]["bytes"] > 0
+    compared = [one for one in plan["audit"] if one["kind"] != "pick"]
+    assert {one["kind"] for one in compared} == {"kernel"}
+    assert len(compared) > 10
+    assert [one["name"] for one in compared if one["differences"]] == ["exponentials"]

@@ -1,4 +1,4 @@
-"""The job behind `tim-jax plan`: which workload of which model, on which slice."""
+"""The job behind `tim-jax plan`: which workload of which model, on which slice or GPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from tim_jax.placement import Devices
 from tim_jax.plan import planning, topology
 from tim_jax.plan.known_models import PUBLISHED
 from tim_jax.plan.planning import Layers, Plan, Say
-from tim_jax.plan.topology import Target
+from tim_jax.plan.topology import Generation, Target
 from tim_jax.plan.workload import Workload
 from tim_jax.run import adapting, assembly
 from tim_jax.run.assembly import Model
@@ -28,27 +28,33 @@ def plan_run(
     searching: bool = True,
     say: Say = lambda text: None,
 ) -> Plan:
-    """Plans a run's step on a TPU slice, which need not be here; no weights are made.
+    """Plans a run's step on a TPU slice or GPUs, which need not be here; no weights are made.
 
     Args:
-      slice_name: such as "v5e:4x4".
+      slice_name: such as "v5e:4x4" or "h200:1".
       architecture: a config.json to take in place of the config's model.
       layers: see `planning.make`.
 
     Raises:
-      InputError: the slice, the model or the placement is not possible, or libtpu is missing;
-        before anything is compiled.
+      InputError: the slice, the model or the placement is not possible, or the compiler for it is
+        missing; before anything is compiled.
     """
-    topology.check(slice_name)
+    generation, _ = topology.check(slice_name)
     topology.check_devices(slice_name, config.placement.all_devices)
-    if config.numerics.family == "pallas_gpu":
-        raise InputError(
-            'plan: numerics.family = "pallas_gpu" is for GPUs; on a TPU it can be "pallas_tpu"'
-        )
+    _check_family(config.numerics.family, generation)
     model = model_config(config, architecture)
     target = topology.target(slice_name)
     workload = make_workload(config, model, target)
     return planning.make(workload, target, layers=layers, searching=searching, say=say)
+
+
+def _check_family(family: str, generation: Generation) -> None:
+    here = "pallas_gpu" if generation.platform == "cuda" else "pallas_tpu"
+    if family.startswith("pallas") and family != here:
+        raise InputError(
+            f'plan: numerics.family = "{family}" has no kernels for {generation.text};'
+            f' there it can be "{here}"'
+        )
 
 
 def parse_layers(text: str) -> Layers:

@@ -8,10 +8,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tim_jax.plan import hlo
+from tim_jax.plan import hlo, kernel_code
 from tim_jax.plan.hlo import Computation, Instruction, Module, Type
 
 _PRODUCTS = ("dot", "convolution", "ragged-dot")
+_LIBRARY = '"__cublas'  # a product that the compiler leaves to cuBLAS
 _ACROSS = ("all-reduce", "all-reduce-start", "reduce-scatter")
 _SUMS = ("reduce", "reduce-window", "scatter", "select-and-scatter", *_ACROSS)
 # Beginnings of JAX's primitives that add up; a sum elsewhere is the compiler's.
@@ -24,7 +25,7 @@ _IGNORED = re.compile(
 )
 _SIZES = re.compile(r"(slice|padding|window|dynamic_slice_sizes|slice_sizes)=(\{[^}]*\}|[\d_x\-]+)")
 _MEMORY = re.compile(r"S\(\d+\)")
-_TILING = re.compile(r'"window_config":(\{[^}]*\})')
+_TILING = re.compile(r'"window_config":(\{[^}]*\})|\b(num_(?:warps|stages) = \d+)')
 
 
 # A crossing is a sum over devices. A pick is a sum that the compiler wrote where the traced program
@@ -72,23 +73,27 @@ def backward(operation: Operation) -> bool:
 
 def _operation(one: Instruction, computation: Computation, module: Module) -> Operation | None:
     inner = list(_inside(one, computation, module))
-    products = [(i, c) for i, c in inner if i.opcode in _PRODUCTS]
+    products = [(i, c) for i, c in inner if i.opcode in _PRODUCTS or _LIBRARY in i.attributes]
     sums = [(i, c) for i, c in inner if _adds_floats(i, module)]
-    kernel = one.opcode == "custom-call" and "tpu_custom_call" in one.attributes
+    kernel = _is_kernel(one)
     if not (products or sums or kernel):
         return None
     place = next((i.op_name for i, _ in (*products, *sums) if i.op_name), one.op_name)
-    tiling = _TILING.search(one.attributes)
     return Operation(
         kind="kernel" if kernel else "product" if products else _kind(sums),
         name=_kernel_name(one) if kernel else (products or sums)[0][0].opcode,
         operands=tuple(t for name in one.operands for t in computation[name].types),
         results=one.types,
         summed=tuple(sorted(n for i, c in (*products, *sums) for n in _summed(i, c))),
-        body=hlo.body(one.attributes) if kernel else _written(one, computation, module),
-        tiling=tiling[1] if tiling else "",
+        body=kernel_code.body(one.attributes) if kernel else _written(one, computation, module),
+        tiling=", ".join(one for found in _TILING.findall(one.attributes) for one in found if one),
         place=place,
     )
+
+
+def _is_kernel(one: Instruction) -> bool:
+    called = (f'custom_call_target="{target}"' for target in kernel_code.TARGETS)
+    return one.opcode == "custom-call" and any(text in one.attributes for text in called)
 
 
 def _kind(sums: list[tuple[Instruction, Computation]]) -> str:

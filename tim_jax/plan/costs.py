@@ -352,7 +352,7 @@ def compiled(program: Program, target: Target) -> Compiled:
         lowered = traced.lower(lowering_platforms=(target.platform,))
     done = count(traced.jaxpr, program.trips)
     try:
-        executable = lowered.compile()
+        executable = lowered.compile(compiler_options=dict(target.options) or None)
     except jax.errors.JaxRuntimeError as error:
         memory = of_refusal(str(error))
         if memory is None:

@@ -1,14 +1,9 @@
-"""Reads the text of a compiled program into instructions, and the code of its Pallas kernels."""
+"""Reads the text of a compiled program into instructions."""
 
-import base64
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-
-from jax.interpreters import mlir
-from jaxlib.mlir import ir
-from jaxlib.mosaic.python import tpu
 
 _TYPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -204,50 +199,3 @@ def _bits(dtype: str) -> int:
         return 8
     digits = re.match(r"[a-z]+(\d+)", dtype)
     return int(digits[1]) if digits else 0  # tokens and the like
-
-
-_BODY = re.compile(r'"body":\s*"([^"]*)"')
-_BOUNDS = re.compile(r"iteration_bounds = array<i64: ([\d, ]*)>")
-_COMPARED = re.compile(r'arith\.cmpi"\(%arg(\d+), (%\d+)\)')
-
-
-def body(attributes: str) -> str:
-    """The kernel's code as text, without the parts that depend on the sizes of its grid.
-
-    If it cannot be read, the text as it is stored.
-    """
-    match = _BODY.search(attributes)
-    if not match:
-        return attributes
-    stored = match[1]
-    context = mlir.make_ir_context()
-    context.allow_unregistered_dialects = True
-    tpu.register_dialect(context)
-    try:
-        with context:
-            text = str(ir.Module.parse(base64.b64decode(stored)))
-    except (ir.MLIRError, ValueError):
-        return stored
-    return without_bounds(text)
-
-
-def without_bounds(text: str) -> str:
-    """The code of a kernel for a grid of any sizes.
-
-    `pl.num_programs(axis) - 1` is a number in the code. The last comparison of the step's index is
-    the one with this number.
-    """
-    match = _BOUNDS.search(text)
-    if not match:
-        return text
-    bounds = [int(n) for n in match[1].split(",") if n.strip()]
-    last = {int(one[1]): one for one in _COMPARED.finditer(text)}
-    # From the end, so that earlier places stay where they are.
-    for axis, one in sorted(last.items(), key=lambda pair: -pair[1].start()):
-        if axis < len(bounds):
-            prefix = f'{one[2]} = "stable_mosaic.arith.constant"() {{value = '
-            at = text.rfind(f"{prefix}{bounds[axis] - 1} : i32", 0, one.start())
-            if at >= 0:
-                stop = text.index(" : i32", at)
-                text = f"{text[:at]}{prefix}last{text[stop:]}"
-    return _BOUNDS.sub("", text)

@@ -23,7 +23,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f" {_gib(target.capacity)};"
         f" placement {_placement(plan)}; kernels {numerics.family}, {numerics.compute_dtype}"
     )
-    if numerics.family in ("tiles", "native"):
+    if target.platform == "tpu" and numerics.family in ("tiles", "native"):
         yield f"  {numerics.family} is plain XLA, slow on a TPU; a pod should run pallas_tpu"
     slots = plan.workload.batching.slots
     yield (

@@ -1,10 +1,10 @@
-"""TPU slices by name, and their devices, to compile for without having them."""
+"""TPU slices and GPUs by name, and their devices, to compile for without having them."""
 
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.placement import Devices
+from tim_jax.plan import gpus
+from tim_jax.plan.gpus import GPUS
 
 _GIB = 2**30
 
@@ -25,8 +27,9 @@ class Generation:
 
     text: str
     capacity: int  # bytes of a device's memory that its compiler lets a program have
-    slices: tuple[str, ...]  # by chips, ascending
+    slices: tuple[str, ...]  # by chips, ascending; GPUs of one machine by their number
     devices_per_chip: int = 1
+    platform: str = "tpu"
 
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -50,6 +53,10 @@ GENERATIONS: Mapping[str, Generation] = MappingProxyType(
         "v6e": Generation("TPU v6e", round(31.24 * _GIB), _FLAT),
         "tpu7x": Generation("TPU7x", round(94.74 * _GIB), _DEEP, devices_per_chip=2),
     }
+    | {
+        name: Generation(gpu.text, gpu.capacity, ("1", "2", "4", "8"), platform="cuda")
+        for name, gpu in GPUS.items()
+    }
 )
 _NAME = re.compile(r"([\w.-]+):([0-9]{1,6}(?:x[0-9]{1,6}){0,3})")
 
@@ -63,6 +70,8 @@ class Target:
     devices: Devices
     capacity: int  # bytes a device
     chips: int
+    cores: int = 1  # of a device
+    options: Mapping[str, Any] = field(default_factory=dict)  # of its compiler
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -71,7 +80,8 @@ class Target:
         if one.platform == jax.default_backend():
             yield
             return
-        device = AbstractDevice(one.device_kind, getattr(one, "num_cores", 1), self.platform)
+        cores = getattr(one, "num_cores", self.cores)
+        device = AbstractDevice(one.device_kind, cores, self.platform)
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             yield
 
@@ -85,12 +95,12 @@ def check(name: str) -> tuple[Generation, int]:
     match = _NAME.fullmatch(name)
     if not match:
         raise InputError(
-            f"--topology {name!r}: write GENERATION:SIZES, such as v5e:4x4 or v5p:2x2x4"
+            f"--topology {name!r}: write GENERATION:SIZES, such as v5e:4x4, v5p:2x2x4 or h200:1"
         )
     kind, sizes = match[1], match[2]
     if kind not in GENERATIONS:
         raise InputError(
-            f"--topology {name!r}: unknown TPU generation {kind!r}{did_you_mean(kind, GENERATIONS)}"
+            f"--topology {name!r}: unknown generation {kind!r}{did_you_mean(kind, GENERATIONS)}"
         )
     generation = GENERATIONS[kind]
     if sizes not in generation.slices:
@@ -132,12 +142,16 @@ def check_devices(name: str, wanted: int) -> None:
 
 
 def target(name: str) -> Target:
-    """The devices of a slice, from libtpu.
+    """The devices of a slice or machine, from libtpu or from JAX's plugin for CUDA.
 
     Raises:
-      InputError: as `check`; libtpu is not installed, or does not go with this JAX.
+      InputError: as `check`; what it takes is not installed, or does not go with this JAX.
     """
     generation, _ = check(name)
+    return _gpus(name) if generation.platform == "cuda" else _slice(name, generation)
+
+
+def _slice(name: str, generation: Generation) -> Target:
     if importlib.util.find_spec("libtpu") is None:
         raise InputError(
             "plan: compiling for a TPU needs libtpu, which is not installed; install tim-jax[plan]"
@@ -152,3 +166,25 @@ def target(name: str) -> Target:
     devices = tuple(topology.devices)
     chips = len(devices) // generation.devices_per_chip
     return Target(name, "tpu", devices, generation.capacity, chips)
+
+
+def _gpus(name: str) -> Target:
+    kind, _, count = name.partition(":")
+    gpu = GPUS[kind]
+    try:
+        topology: Any = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="",
+            topology=f"1x1x{count}",  # partitions, hosts of each, devices of each
+            target_config=gpu.description,
+        )
+    except Exception as error:  # whatever the plugin and its loader raise
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"plan: compiling for a GPU needs JAX's plugin for CUDA, which does not work here with"
+            f" jax {jax.__version__} ({reason}); install tim-jax[cuda]"
+        ) from None
+    devices = tuple(topology.devices)
+    return Target(
+        name, "cuda", devices, gpu.capacity, len(devices), gpu.cores, gpus.COMPILER_OPTIONS
+    )

@@ -55,12 +55,16 @@ def arms(study: Study, base: Mapping[str, Any], *, source: str) -> tuple[Arm, ..
             names no arm.
     """
     start = merged(base, study.common)
-    chosen = [_arm(study, choice, start, source) for choice in _choices(study)]
+    choices = list(_choices(study))
+    chosen = [_arm(study, choice, start, source) for choice in choices]
     _refuse_twins(chosen, source)
     known = list(chosen)
-    for index, arm in enumerate(chosen):
+    for index, (arm, choice) in enumerate(zip(chosen, choices, strict=True)):
         if arm.divergent:
-            chosen[index] = _with_control(study, arm, known, source)
+            controlled = arm
+            if study.controls == "uncorrected":
+                controlled = _arm(study, _uncorrected(choice), start, source)
+            chosen[index] = _with_control(study, arm, controlled, known, source)
     found = (*chosen, *known[len(chosen) :])
     _check_comparisons(study, found, source)
     return found
@@ -86,6 +90,11 @@ def _choices(study: Study) -> Iterator[ArmChoice]:
         return
     for names in itertools.product(*options.values()):
         yield ArmChoice(**dict(zip(options, names, strict=True)))
+
+
+def _uncorrected(choice: ArmChoice) -> ArmChoice:
+    plain = choice.model_copy(update={"name": None, "correction": None})
+    return plain if plain.options else ArmChoice(name="uncorrected")
 
 
 def _arm(study: Study, choice: ArmChoice, start: Mapping[str, Any], source: str) -> Arm:
@@ -115,12 +124,14 @@ def _refuse_twins(found: Sequence[Arm], source: str) -> None:
                 )
 
 
-def _with_control(study: Study, arm: Arm, known: list[Arm], source: str) -> Arm:
-    """The arm with its control's name; the control is added to `known` unless it is there."""
+def _with_control(
+    study: Study, arm: Arm, controlled: Arm, known: list[Arm], source: str
+) -> Arm:
+    """The arm with the name of `controlled`'s control, which is added to `known` if it is new."""
     if study.controls == "none":
         return replace(arm, uncontrolled="the study makes none")
     try:
-        run = control_of(arm.run)
+        run = control_of(controlled.run)
     except InputError as error:
         if study.controls == "where_possible":
             return replace(arm, uncontrolled=str(error))
@@ -131,8 +142,8 @@ def _with_control(study: Study, arm: Arm, known: list[Arm], source: str) -> Arm:
     for other in known:
         if _same_run(other.run, run):
             return replace(arm, control=other.name)
-    control = Arm(f"{arm.name}+{CONTROL}", run)
-    toml.build(run, source=f"{source}: the control of {arm.name}")
+    control = Arm(f"{controlled.name}+{CONTROL}", run)
+    toml.build(run, source=f"{source}: the control of {controlled.name}")
     known.append(control)
     return replace(arm, control=control.name)
 

@@ -122,9 +122,11 @@ class Study(Section):
     objective: Options = Field(default_factory=dict)
     arms: Annotated[tuple[ArmChoice, ...], Field(strict=False)] = ()
     """Left out: all combinations."""
-    controls: Literal["required", "where_possible", "none"] = "required"
+    controls: Literal["required", "where_possible", "uncorrected", "none"] = "required"
     """required: an arm whose control cannot be made is refused. where_possible: it is said to have
-    none. none: no controls are made, for a study that measures the mismatch and not its effect."""
+    none. uncorrected: as required, and the control of an arm with a correction is that of the arm
+    without it: what a remedy has to restore, once for all remedies. none: no controls are made, for
+    a study that measures the mismatch and not its effect."""
     outcome: Outcome = Outcome()
     test: Test = Test()
 

@@ -33,6 +33,7 @@ from tim_jax.config.run import RunConfig
 from tim_jax.config.sections import Count, Section, refusal
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Mismatch
+from tim_jax.model.execution import Execution
 from tim_jax.run import assembly, folders
 from tim_jax.run.assembly import Model
 from tim_jax.run.loggers import JsonLines, read_lines
@@ -132,12 +133,21 @@ def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
     """What can be refused before the policy is trained.
 
     Raises:
-        InputError: a task cannot be made, or a source needs older weights.
+        InputError: a task cannot be made, or this model's sampler cannot have a source.
     """
-    for name in study.source:
-        mismatch.refuse_stale(study.dial(name), "a measurement at fixed weights has no older ones")
     for config in configs.values():
         assembly.make_task(config).close()
+        model = assembly.make_model(config)
+        _check_sources(study, assembly.make_execution(config, model, devices=tuple(jax.devices())))
+
+
+def _check_sources(study: GradientStudy, execution: Execution) -> None:
+    for name in study.source:
+        dial = study.dial(name)
+        mismatch.refuse_stale(dial, "a measurement at fixed weights has no older ones")
+        mismatch.check(dial, execution)
+        rule = "a measurement at fixed weights has merged them already"
+        mismatch.refuse_merge(dial, execution, rule)
 
 
 def measure(
@@ -217,10 +227,7 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
     """The first problems of the horizon's task, as many as a step of the run has prompts."""
     execution = assembly.make_execution(config, policy.model)
     task = assembly.make_task(config)
-    for name in study.source:
-        mismatch.check(study.dial(name), execution)
-        rule = "a measurement at fixed weights has merged them already"
-        mismatch.refuse_merge(study.dial(name), execution, rule)
+    _check_sources(study, execution)
     examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
     return Bench(
         execution=execution,
