@@ -1,11 +1,8 @@
 """Compiles the GPU kernels and whole programs for a GPU that is not here, and looks at the result.
 
-    python scripts/aot_gpu.py TARGET_CONFIG [--layers 1] [--kernels-only]
+    python scripts/aot_gpu.py [h200] [--layers 1] [--kernels-only]
 
-Needs no GPU and no driver, but the CUDA compiler: pip install --no-deps jax-cuda13-pjrt
-jax-cuda13-plugin nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink nvidia-cuda-runtime, of versions
-that go with the installed jax (Python 3.12). TARGET_CONFIG is a GpuTargetConfigProto as text; XLA's
-repository has one per device under xla/backends/gpu/target_config/specs/.
+Needs no GPU and no driver, but the CUDA compiler and JAX's plugin: pip install "tim-jax[cuda]".
 
 Prints, for every tile and program: registers, spills and shared memory by ptxas, the float
 operations that XLA kept for itself, and whether programs of few and of many rows run the same float
@@ -36,12 +33,14 @@ os.environ.update(
 import jax
 import jax.numpy as jnp
 import lowering
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import kernels
 from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, Numerics
 from tim_jax.numerics.value import GPU_BF16_BY_ROWS, MatmulTile
+from tim_jax.plan import topology
+from tim_jax.plan.gpus import COMPILER_OPTIONS, GPUS
 
 DUMP = Path(os.environ["AOT_GPU_DUMP"])
 TILES = (
@@ -65,12 +64,12 @@ _XLA_MATHS = frozenset(
 )
 
 
-def compiled(function: Callable, shapes, sharding, options=None):
+def compiled(function: Callable, shapes, sharding):
     """The executable, and the PTX files it left, with those of the programs before it forgotten."""
     for file in DUMP.iterdir():
         file.unlink()
     low = lowering.lower("pallas_gpu", function, shapes, sharding=sharding)
-    executable = low.compile(compiler_options=options)
+    executable = low.compile(compiler_options=dict(COMPILER_OPTIONS))
     return executable, sorted(DUMP.glob("*.ptx"))
 
 
@@ -150,17 +149,12 @@ def look_at_programs(numerics: Numerics, sharding, layers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", type=Path, help="GpuTargetConfigProto, text")
+    parser.add_argument("device", nargs="?", default="h200", choices=GPUS)
     parser.add_argument("--layers", type=int, default=1, help="of the whole programs")
     parser.add_argument("--kernels-only", action="store_true")
     options = parser.parse_args()
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="",
-        target_config=options.target.read_text(),
-        topology="1x1x1",
-    )
-    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    devices = topology.target(f"{options.device}:1").devices
+    sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
     look_at_tiles(sharding)
     for numerics in (GPU_EXACT_BF16, GPU_EXACT_F32):
         look_at_kernels(numerics, sharding)

@@ -15,7 +15,7 @@ from tim_jax.policy import scoring
 from tim_jax.rl import drawing
 from tim_jax.run import assembly
 from tim_jax.study import horizon, measurement
-from tim_jax.study.gradient import BYPASS, RECOMPUTE, Measuring
+from tim_jax.study.gradient import BYPASS, RECOMPUTE, Measuring, project
 from tim_jax.study.measurement import GradientStudy, Trained
 from tim_jax.tasks.base import Grade
 
@@ -103,6 +103,43 @@ def test_gradients_are_those_of_the_objective_and_records_are_kept(policy, tmp_p
     assert [r["source"] for r in again] == ["report"]
     assert path.read_bytes() == whole
     assert not list(measurement.measure(one, policy, configs, tmp_path))
+
+
+def test_a_projection_keeps_inner_products():
+    """Exactly where there is a number for each, else in the mean, as far off as is said."""
+    one, other = np.random.default_rng(0).standard_normal((2, 3000)).astype(np.float32)
+    whole = [np.asarray(project(jnp.asarray(x), 3000), np.float64) for x in (one, other)]
+    np.testing.assert_allclose(np.dot(*whole), np.dot(one, other), rtol=1e-5)
+    np.testing.assert_allclose(np.dot(whole[0], whole[0]), np.dot(one, one), rtol=1e-5)
+
+    vectors = np.random.default_rng(1).standard_normal((40, 3000)).astype(np.float32)
+    few = np.stack([project(jnp.asarray(x), 200) for x in vectors]).astype(np.float64)
+    off = (few @ few.T - vectors @ vectors.T) / 3000  # in |a| |b|, about
+    assert few.shape == (40, 200)
+    assert 0.5 < off[~np.eye(40, dtype=bool)].std() / (1 / 200) ** 0.5 < 1.5
+    assert abs(off.mean()) < 0.01
+
+
+@pytest.mark.slow
+def test_a_projected_gradient_in_small_batches_is_that_of_the_whole(policy):
+    whole = Measuring(measurement._bench(study(), policy, policy.config))
+    section = policy.config.learner.model_copy(update={"micro_batch": 2, "remat": True})
+    config = policy.config.model_copy(update={"learner": section})
+    size = sum(leaf.size for leaf in jax.tree.leaves(policy.params))
+    bench = measurement._bench(study(projected=size), policy, config)
+    assert bench.micro_batch == 2
+    assert bench.remat
+    expected = whole.batches(mismatch.EXACT).gradients["tis"]
+    found = Measuring(bench).batches(mismatch.EXACT).gradients["tis"]
+    np.testing.assert_allclose(found @ found.T, expected @ expected.T, rtol=1e-3, atol=1e-4)
+
+
+def test_a_source_that_the_model_cannot_have_is_refused_before_training(policy):
+    ranks = [{"name": "tensor_parallel", "ranks": 3, "exchange": "compute"}]
+    one = study(source={"ranks": {"mismatch": ranks}})
+    configs = measurement.horizons(one, policy.config.model_dump(exclude_none=True))
+    with pytest.raises(InputError, match="ranks = 3 must divide the model's num_heads"):
+        measurement.check(one, configs)
 
 
 @pytest.mark.slow

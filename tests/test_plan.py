@@ -504,7 +504,9 @@ def test_a_kernels_last_step_is_that_of_its_own_grid():
     iteration_bounds = array<i64: 7, BOUND>"""
 
     def read(last: int, bound: int) -> str:
-        return kernel_code.without_bounds(code.replace("LAST", str(last)).replace("BOUND", str(bound)))
+        return kernel_code.without_bounds(
+            code.replace("LAST", str(last)).replace("BOUND", str(bound))
+        )
 
     assert read(15, 16) == read(0, 1) == read(79, 80)
     assert read(14, 16) != read(15, 16)

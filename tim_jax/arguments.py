@@ -132,7 +132,9 @@ def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
 
 def add_plan(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
     """Adds `tim-jax plan`."""
-    plan = commands.add_parser("plan", help="what a step would take on TPUs or GPUs that are not here")
+    plan = commands.add_parser(
+        "plan", help="what a step would take on TPUs or GPUs that are not here"
+    )
     plan.add_argument("config", help="TOML file, see configs/")
     plan.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
     plan.add_argument("--topology", required=True, help="such as v5e:4x4, v5p:2x2x4 or h200:1")

@@ -124,9 +124,7 @@ def _refuse_twins(found: Sequence[Arm], source: str) -> None:
                 )
 
 
-def _with_control(
-    study: Study, arm: Arm, controlled: Arm, known: list[Arm], source: str
-) -> Arm:
+def _with_control(study: Study, arm: Arm, controlled: Arm, known: list[Arm], source: str) -> Arm:
     """The arm with the name of `controlled`'s control, which is added to `known` if it is new."""
     if study.controls == "none":
         return replace(arm, uncontrolled="the study makes none")

@@ -31,6 +31,7 @@ from tim_jax.types import Prompts, Rollout
 
 BYPASS, RECOMPUTE = "bypass, uncorrected", "recompute, uncorrected"
 _SIGNS = {"positive": 1.0, "negative": -1.0}
+_PROJECTION = 0x9801  # the seed of its signs
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Bench:
         params: its master weights, arrays.
         batches: how many batches; each draws `group` responses for every example.
         remedies: name -> tables of `tim_jax.corrections`, applied in recompute mode.
+        projected: how many numbers a gradient is projected to (`project`); None: the whole one.
+        micro_batch: sequences per forward and backward; None: all of a batch.
+        remat: whether the backward computes activations again.
     """
 
     execution: Execution
@@ -53,6 +57,9 @@ class Bench:
     batches: int
     seed: int
     remedies: Mapping[str, Sequence[Mapping[str, Any]]]
+    projected: int | None = None
+    micro_batch: int | None = None
+    remat: bool = False
 
     @cached_property
     def weights(self) -> Any:
@@ -67,7 +74,7 @@ class Bench:
     @cached_property
     def learnings(self) -> dict[str, Learning]:
         """How each estimator makes a gradient of a batch."""
-        plain = Learning(self.objective, self.group)
+        plain = Learning(self.objective, self.group, micro_batch=self.micro_batch, remat=self.remat)
         found = {BYPASS: plain, RECOMPUTE: replace(plain, mode="recompute")}
         for name, tables in self.remedies.items():
             found[name] = replace(found[RECOMPUTE], correction=corrections.build(tables))
@@ -152,12 +159,35 @@ class Measuring:
         return np.asarray(self._gradient(bench.weights, bench.params, batch, token_weights))
 
     def _flat_gradient(self, weights, params, batch: Experience, token_weights) -> jax.Array:
-        """Of the objective, which is the loss with the other sign: f32[N]."""
+        """Of the objective, which is the loss with the other sign: f32[N], or projected."""
         gradient, _ = self._policy.gradient(
             weights, batch, token_weights, adapters=adapters.of(params)
         )
         leaves = jax.tree.leaves(self._policy.to_masters(gradient, params))
-        return -jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in leaves])
+        whole = -jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in leaves])
+        return whole if self.bench.projected is None else project(whole, self.bench.projected)
+
+
+def project(vector: jax.Array, size: int) -> jax.Array:
+    """f32[N] -> f32[size], by a fixed random matrix that keeps inner products in the mean.
+
+    Every number is added, with a random sign of its own, to one of the result (a count sketch,
+    Charikar, Chen and Farach-Colton 2002). Two numbers meet in one of the result with a probability
+    of at most 1 / size, so that the inner product of two projections has a standard deviation of at
+    most sqrt(2 / size) |a| |b|; where size >= N it is that of the vectors.
+    """
+    rows = -(-vector.size // size)
+    padded = jnp.pad(vector, (0, rows * size - vector.size)).reshape(rows, size)
+
+    def add(total: jax.Array, numbered: tuple[jax.Array, jax.Array]):
+        number, row = numbered
+        key = jax.random.fold_in(jax.random.key(_PROJECTION), number)
+        signs, place = jax.random.split(key)
+        signed = row * jax.random.rademacher(signs, (size,), jnp.float32)
+        return total + jnp.roll(signed, jax.random.randint(place, (), 0, size)), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros(size, jnp.float32), (jnp.arange(rows), padded))
+    return total
 
 
 def _prepared(trainer, rollout: Rollout, rewards, *, learning: Learning):

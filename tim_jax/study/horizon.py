@@ -47,12 +47,17 @@ def total_variation(
     weights: Weights, edited: Weights, rollout: Rollout, execution: Execution, other: Execution
 ) -> np.ndarray:
     """f32[N], half the L1 distance of the two next-token distributions at N visited states."""
-    one, two = (
-        jit(lambda w, r, e=e: _distributions(w, r, e), e.numerics)(w, rollout)
+    # Sequence by sequence, because a whole batch's distributions are large: R V numbers each.
+    policies = [
+        (jit(lambda w, r, e=e: _distributions(w, r, e), e.numerics), w)
         for w, e in ((weights, execution), (edited, other))
-    )
-    distance = 0.5 * np.abs(np.asarray(one) - np.asarray(two)).sum(axis=-1)
-    return distance[np.asarray(rollout.mask)]
+    ]
+    distances = []
+    for index in range(rollout.mask.shape[0]):
+        sequence = jax.tree.map(lambda leaf, i=index: leaf[i : i + 1], rollout)
+        one, two = (np.asarray(distribution(w, sequence)) for distribution, w in policies)
+        distances.append(0.5 * np.abs(one - two).sum(axis=-1))
+    return np.concatenate(distances)[np.asarray(rollout.mask)]
 
 
 def _distributions(weights: Weights, rollout: Rollout, execution: Execution) -> jax.Array:

@@ -71,6 +71,10 @@ class GradientStudy(Section):
     """Changes to the base."""
     batches: Annotated[int, Field(ge=4)] = 32
     """Batches of a source: each is a step of the base, with the same prompts."""
+    projected: Count | None = None
+    """Numbers that a gradient is projected to, for models of whose gradients a few hundred have no
+    room. Inner products are then right in the mean, to about sqrt(2 / projected). Left out: the
+    whole gradient."""
     states: Count = 64
     """Visited states that the largest token score is taken of, where there are horizons."""
     source: dict[str, Source]
@@ -240,6 +244,9 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
         batches=study.batches,
         seed=config.seed,
         remedies={name: one.corrections for name, one in study.remedy.items()},
+        projected=study.projected,
+        micro_batch=config.learner.micro_batch,
+        remat=config.learner.remat,
     )
 
 

@@ -76,15 +76,20 @@ def _judged(stated: Stated) -> tuple[list[Table], list[str]]:
         for arm in stated.arms
     ]
     window = f" of the last {rule.window}" if rule.window > 1 else ""
-    words = [
-        f"Outcome of a run: {rule.take}{window} {rule.metric}. Test: {test.kind}, exact and"
-        f" two-sided, level {test.level} after Holm's correction of {len(judged)} comparisons."
-    ]
+    judging = study.controls != "none" or any(v.against for v in judged)
+    words = [f"Outcome of a run: {rule.take}{window} {rule.metric}."]
+    if judging:
+        words[0] += (
+            f" Test: {test.kind}, exact and two-sided, level {test.level} after Holm's correction"
+            f" of {len(judged)} comparisons."
+        )
     if not any(v.against for v in judged):
-        words.append("No arm has a matched control, so nothing here is said about mismatch.")
+        words.append(
+            "No arm has a matched control, so nothing here is said of what mismatch does to a run."
+        )
     seeds = [f"seed {seed}" for seed in stated.seeds]
-    tables = [Table("Verdicts", head, rows), Table("Every outcome", ["arm", *seeds], by_seed)]
-    return tables, words
+    outcomes = Table("Every outcome", ["arm", *seeds], by_seed)
+    return ([Table("Verdicts", head, rows)] if judging else []) + [outcomes], words
 
 
 def _of_runs(
