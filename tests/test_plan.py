@@ -408,6 +408,23 @@ def test_rows_that_have_a_weights_shape_by_chance_are_no_difference():
     assert not any(match.differences for match in found)
 
 
+def test_values_by_row_may_have_the_shapes_of_two_weights():
+    weights = [*WEIGHTS, (40,), (48,)]
+    found = comparison.compare(product_text(40), [product_text(48)], weights=weights)
+    assert not any(match.differences for match in found)
+
+
+def test_weights_of_two_sizes_are_a_difference():
+    def text(width):
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((24, 96), (96, 160), (width,))]
+        run = jax.jit(lambda x, w, bias: jnp.sum(bias) + jnp.sum(x @ w, axis=1))
+        return run.lower(*shapes).compile().as_text()
+
+    weights = [*WEIGHTS, (40,), (48,)]
+    found = comparison.compare(text(40), [text(48)], weights=weights)
+    assert any("sizes [40] / [48]" in line for match in found for line in match.differences)
+
+
 def test_another_width_is_a_difference():
     def text(width):
         shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((24, 96), (96, width))]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from tim_jax.errors import InputError
 from tim_jax.jobs import studies
 from tim_jax.study import arms, files, measurement, running, table
 from tim_jax.study.definition import Outcome, Study, Test
-from tim_jax.study.verdicts import Verdict, holm, least_p, outcome, p_value, verdicts
+from tim_jax.study.verdicts import Verdict, holm, least_p, outcome, p_value, too_few_seeds, verdicts
 
 CACHE = '{ name = "kv_cache", dtype = "float8_e4m3fn" }'
 FILE = f"""
@@ -262,6 +263,24 @@ def test_a_verdict_needs_every_seed(file):
     assert "cannot be decided" in first.line(one.study.test)
     assert second.missing == (4,)
     assert "no verdict yet: without an outcome of seeds 4" in second.line(one.study.test)
+
+
+def test_a_study_that_can_show_nothing_says_so_before_it_runs(file):
+    def one(seeds):
+        (folder := file.parent / str(seeds)).mkdir()
+        shutil.copy(file.parent / "run.toml", folder)
+        text = FILE.replace("[3, 4]", str(list(range(seeds))))
+        return stated(folder / "one.toml", text + '[test]\nkind = "paired_permutation"\n')
+
+    small = one(6)
+    for run in small.runs:
+        write_run(run, [0.0, 0.0, float("control" in run.arm) + run.seed])
+    assert too_few_seeds(small) == (
+        "2 comparisons of 6 seeds give no p after Holm's correction below 0.0625, and the level is"
+        " 0.05: no difference can be shown; with 7 seeds one could"
+    )
+    assert all("cannot be decided" in v.line(small.study.test) for v in verdicts(small))
+    assert too_few_seeds(one(7)) == ""
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ def stated(study: Study, base: dict[str, Any], folder: Path, *, source: str) -> 
 
 def _train(one: running.Stated, jobs: int) -> None:
     _say(f"arms: {', '.join(arm.name for arm in one.arms)}; seeds {list(one.study.seeds)}")
+    if warning := verdicts.too_few_seeds(one):
+        _say(f"note: {warning}")
     running.run(one, jobs=jobs, say=_say)
     for verdict in verdicts.verdicts(one):
         _say(verdict.line(one.study.test))

@@ -12,6 +12,7 @@ from tim_jax.study.definition import Outcome, Test
 from tim_jax.study.running import Stated
 from tim_jax.study.table import RunLines, read_runs, values
 
+_SEEDS = 60  # the most that is asked for: exact tests of so many take too long
 # All divisions, so many in memory at one time.
 _EXACT: dict[str, Any] = {"n_resamples": np.inf, "batch": 10_000}
 
@@ -25,7 +26,8 @@ class Verdict:
         missing: seeds that one of them lacks; with any of them there is no p-value.
         p: two-sided, of this comparison alone; None without a test.
         corrected: after Holm's correction over all comparisons of the study.
-        least: the smallest p that the test can give with so many seeds.
+        least: the smallest corrected p that one of the study's comparisons can have with so many
+            seeds.
         note: why nothing is said about mismatch; "" otherwise.
     """
 
@@ -59,7 +61,7 @@ class Verdict:
         if self.corrected <= test.level:
             found = "higher" if self.difference > 0 else "lower"
         elif self.least > test.level:
-            found = f"cannot be decided: so few seeds give no p below {self.least:.3g}"
+            found = f"cannot be decided: so few seeds give no p after Holm below {self.least:.3g}"
         else:
             found = "no difference shown"
         return f"{pair}: {found} ({numbers}, {len(self.first)} seeds)"
@@ -95,14 +97,36 @@ def outcomes(
 def verdicts(stated: Stated, runs: Sequence[RunLines] | None = None) -> list[Verdict]:
     """Every divergent arm against its control, and the comparisons that the study names."""
     found = outcomes(stated, runs)
-    study = stated.study
-    pairs = [(arm.name, arm.control, arm.uncontrolled) for arm in stated.arms if arm.divergent]
-    named = [(first, second, "") for first, second in study.test.compare]
-    compared = [_compare(stated, found, *pair) for pair in dict.fromkeys([*pairs, *named])]
+    compared = [_compare(stated, found, *pair) for pair in _pairs(stated)]
     tested = [v for v in compared if v.p is not None]
     corrected = holm([v.p for v in tested if v.p is not None])
     after = dict(zip(map(id, tested), corrected, strict=True))
-    return [replace(v, corrected=after.get(id(v))) for v in compared]
+    return [
+        replace(v, corrected=after.get(id(v)), least=min(1.0, len(tested) * v.least))
+        for v in compared
+    ]
+
+
+def too_few_seeds(stated: Stated) -> str:
+    """Why the study as it stands can show no difference, whatever its runs find; "" if it can."""
+    test, seeds = stated.study.test, len(stated.seeds)
+    count = sum(not uncontrolled for _, _, uncontrolled in _pairs(stated))
+    needed = next((n for n in range(1, _SEEDS) if count * least_p(test.kind, n) <= test.level), 0)
+    if not count or not needed or needed <= seeds:
+        return ""
+    least = min(1.0, count * least_p(test.kind, seeds))
+    return (
+        f"{count} comparisons of {seeds} seeds give no p after Holm's correction below"
+        f" {least:.3g}, and the level is {test.level:g}: no difference can be shown; with"
+        f" {needed} seeds one could"
+    )
+
+
+def _pairs(stated: Stated) -> list[tuple[str, str, str]]:
+    """What is compared: an arm, another, and why the arm has no control where it has none."""
+    arms = [(arm.name, arm.control, arm.uncontrolled) for arm in stated.arms if arm.divergent]
+    named = [(first, second, "") for first, second in stated.study.test.compare]
+    return list(dict.fromkeys([*arms, *named]))
 
 
 def _compare(stated: Stated, found, arm: str, against: str, uncontrolled: str) -> Verdict:
