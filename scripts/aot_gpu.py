@@ -97,6 +97,11 @@ def resources(ptx: list[Path]) -> str:
     return f"{registers} registers, {spills} bytes spilled"
 
 
+def reason(error: Exception) -> str:
+    """Why a program does not compile, in one line."""
+    return " ".join(str(error).split())[:200]
+
+
 def fingerprint(ptx: list[Path]) -> dict[str, int]:
     """How often each float instruction stands in the program."""
     found: Counter[str] = Counter()
@@ -115,17 +120,21 @@ def look_at_tiles(sharding) -> None:
         try:
             _, ptx = compiled(dot, shapes, sharding)
             print(f"dot, tile {tile}: {resources(ptx)}", flush=True)
-        except Exception as error:
-            print(f"dot, tile {tile}: {' '.join(str(error).split())[:200]}", flush=True)
+        except jax.errors.JaxRuntimeError as error:
+            print(f"dot, tile {tile}: {reason(error)}", flush=True)
 
 
 def look_at_kernels(numerics: Numerics, sharding) -> None:
     """Each kernel at 5 and at 700 rows: the same float instructions?"""
     few, many = lowering.operations(numerics, 5), lowering.operations(numerics, 700)
     for name, (function, shapes) in few.items():
-        executable, ptx = compiled(function, shapes, sharding)
-        one, used = fingerprint(ptx), resources(ptx)
-        _, ptx = compiled(*many[name], sharding)
+        try:
+            executable, ptx = compiled(function, shapes, sharding)
+            one, used = fingerprint(ptx), resources(ptx)
+            _, ptx = compiled(*many[name], sharding)
+        except jax.errors.JaxRuntimeError as error:
+            print(f"{numerics.compute_dtype} {name}: {reason(error)}", flush=True)
+            continue
         same = "same" if fingerprint(ptx) == one else "OTHER"
         kept = left_to_xla(executable)
         print(

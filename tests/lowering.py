@@ -8,10 +8,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax import kernels
+from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, TPU_EXACT_BF16, TPU_EXACT_F32, Numerics
+from tim_jax.plan.known_models import PUBLISHED
 from tim_jax.policy import sampler, scoring
 from tim_jax.types import Prompts, Rollout
 
@@ -38,6 +41,8 @@ CONFIG = ModelConfig(
     qk_norm=True,
 )
 
+LATENT = from_hf(PUBLISHED["moonshotai/Moonlight-16B-A3B"])
+
 
 def operations(numerics: Numerics, rows: int = 70):
     """Name -> (function, shapes) of every kernel, with every option that makes it another one."""
@@ -57,7 +62,9 @@ def operations(numerics: Numerics, rows: int = 70):
     # Latent attention: a compressed state of 512 numbers, and beside it a rotated key of 64.
     latent_query, latent_key = shape((3, 1, 4 * 35, 576), dtype), shape((3, 1, 576, 200), dtype)
     state = shape((3, 1, 200, 512), dtype)
-    paged_states = shape((20, 1, 576, block), dtype), shape((20, 1, block, 512), dtype)
+    of_states = {"numerics": fitting.fitted(LATENT, numerics)}
+    page = of_states["numerics"].kv_block
+    paged_states = shape((20, 1, 576, page), dtype), shape((20, 1, page, 512), dtype)
     use = {"numerics": numerics}
     project = partial(ops.project, heads=heads, eps=1e-6, **use)
     return {
@@ -113,12 +120,12 @@ def operations(numerics: Numerics, rows: int = 70):
             (query, *paged, positions, shape((), jnp.int32), shape((3, 4), jnp.int32)),
         ),
         "attention, latent": (
-            partial(ops.attention, aligned=False, **use),
+            partial(ops.attention, aligned=False, **of_states),
             (latent_query, latent_key, state, positions),
         ),
         "attention, latent and pages": (
             lambda q, k, v, at, pages: ops.attention(
-                q, k, v, at, aligned=False, pages=pages, **use
+                q, k, v, at, aligned=False, pages=pages, **of_states
             ),
             (latent_query, *paged_states, positions, shape((3, 4), jnp.int32)),
         ),

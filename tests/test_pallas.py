@@ -562,6 +562,18 @@ def test_tiles_are_fitted_to_the_model_and_not_beyond_it():
         assert fitting.fitted(large, numerics) == numerics
 
 
+def test_wide_states_get_small_blocks_of_attention_on_a_gpu():
+    """Larger ones do not compile: `scripts/aot_gpu.py` shows it."""
+    wide = from_hf(PUBLISHED["moonshotai/Moonlight-16B-A3B"])
+    for numerics, most in ((GPU_EXACT_BF16, 32), (GPU_EXACT_F32, 16)):
+        fitted = fitting.fitted(wide, replace(numerics, interpret=True))
+        assert (fitted.kv_block, fitted.gpu.attention_rows) == (most, most)
+        assert fitted.gpu.attention_stages == 1
+        fitting.check(wide, fitted)
+        heads = fitting.fitted(from_hf(PUBLISHED["Qwen/Qwen3-8B"]), numerics)
+        assert (heads.kv_block, heads.gpu.attention_rows) == (numerics.kv_block, 64)
+
+
 @pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])
 def test_the_preset_of_whole_tiles_is_taken(family):
     config = auditing.PRESETS["qwen3-blocks"]

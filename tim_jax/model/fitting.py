@@ -19,6 +19,9 @@ from tim_jax.numerics import Numerics
 _GPU_HEADS = (16, 32, 64, 128, 256)
 _GPU_STATES = (*_GPU_HEADS, 512)  # of latent attention
 _GPU_LEAST, _TPU_LEAST = 16, 128
+# Keys of a block and rows of a tile, by bytes of a number, for states that are wider than any head.
+# Chosen by compiling for the H200: more do not fit into shared memory or registers.
+_GPU_STATE_BLOCK = {2: 32, 4: 16}
 
 
 def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
@@ -32,7 +35,8 @@ def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
             for limit, t in gpu.matmul
         )
         block_k = max(_GPU_LEAST, min(gpu.block_k, depth))
-        return replace(numerics, gpu=replace(gpu, block_k=block_k, matmul=tiles))
+        numerics = replace(numerics, gpu=replace(gpu, block_k=block_k, matmul=tiles))
+        return _with_room_for_states(config, numerics)
     if numerics.family == "pallas_tpu":
         sizes = [w for _, _, w, parts in _weights(config) if parts > 1 or not w % _TPU_LEAST]
         width = min(map(pallas.power_of_two_in, sizes))
@@ -41,6 +45,16 @@ def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
         block_k = max(_TPU_LEAST, min(tpu.block_k, depth))
         return replace(numerics, tpu=replace(tpu, columns=columns, block_k=block_k))
     return numerics
+
+
+def _with_room_for_states(config: ModelConfig, numerics: Numerics) -> Numerics:
+    """Smaller blocks of attention on a GPU for latent attention with wide states."""
+    if config.attention.value_dim <= _GPU_HEADS[-1]:
+        return numerics
+    most, gpu = _GPU_STATE_BLOCK[numerics.dtype.itemsize], numerics.gpu
+    rows = min(gpu.attention_rows, most)
+    gpu = replace(gpu, attention_rows=rows, attention_stages=1)
+    return replace(numerics, kv_block=min(numerics.kv_block, most), gpu=gpu)
 
 
 def check(config: ModelConfig, numerics: Numerics) -> None:
