@@ -27,6 +27,7 @@ from tim_jax.numerics import (
     Numerics,
 )
 from tim_jax.numerics.value import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile, TpuTiles
+from tim_jax.placement import Placement
 from tim_jax.plan.known_models import PUBLISHED
 
 GPU_TILES = GpuTiles(
@@ -123,6 +124,32 @@ def test_gated_dot_is_silu_of_the_gate_times_up(family, dtype):
     run = jitted(numerics, "gated_dot")
     near(run(x, weight, bias), gate / (1 + np.exp(-gate)) * up, dtype)
     rows_alone(lambda x: run(x, weight, None), x)
+
+
+def in_tiles(parts):
+    """Columns [.., M] of several parts as two column tiles beside each other, [2, .., M / 2]."""
+    tiles = [jnp.split(part, 2, axis=-1) for part in parts]
+    return jnp.stack([jnp.concatenate(tile, axis=-1) for tile in zip(*tiles, strict=True)])
+
+
+@FAMILIES
+@DTYPES
+def test_column_tiles_have_the_bits_of_whole_matrices(family, dtype):
+    whole = with_dtype(family, dtype)
+    tiled = replace(whole, column_tiles=2)
+    x, gate, residual, _ = operands(whole, family is GPU)
+    up = (normal(4, *gate.shape) * len(gate) ** -0.5).astype(whole.dtype)
+    biases = normal(5, gate.shape[1]), normal(6, gate.shape[1])
+    one, two = gate, in_tiles([gate])
+    assert bits(jitted(tiled, "dot")(x, two)) == bits(jitted(whole, "dot")(x, one))
+    for bias in (None, biases[0]):
+        found = jitted(tiled, "dot_add")(x, two, residual, bias)
+        assert bits(found) == bits(jitted(whole, "dot_add")(x, one, residual, bias))
+    one, two = jnp.concatenate([gate, up], axis=1), in_tiles([gate, up])
+    for bias in (None, jnp.concatenate(biases)):
+        columns = None if bias is None else in_tiles(biases)
+        found = jitted(tiled, "gated_dot")(x, two, columns)
+        assert bits(found) == bits(jitted(whole, "gated_dot")(x, one, bias))
 
 
 def test_gpu_tiles_change_with_the_row_count_and_the_bits_do_not():
@@ -254,6 +281,21 @@ def test_project_norms_rotates_and_scales(family, dtype, extras):
     near(value, parts[:, HEADS.query + HEADS.key :], dtype)
     for index in range(3):
         rows_alone(lambda *rows, i=index: run(*rows, optional)[i], y, cos, sin)
+
+
+@FAMILIES
+@DTYPES
+def test_project_takes_what_column_tiles_make(family, dtype):
+    whole = with_dtype(family, dtype)
+    y, cos, sin, optional = project_inputs()
+    ends = np.cumsum([HEADS.query, HEADS.key]) * HEADS.size
+    columns = jnp.concatenate(list(in_tiles(jnp.split(y, ends, axis=1))), axis=1)
+    biases = in_tiles(jnp.split(optional["bias"].reshape(-1), ends))
+    options = {"heads": HEADS, "eps": 1e-6}
+    tiled = jitted(replace(whole, column_tiles=2), "project", **options)
+    found = tiled(columns, cos, sin, optional | {"bias": biases})
+    expected = jitted(whole, "project", **options)(y, cos, sin, optional)
+    assert list(map(bits, found)) == list(map(bits, expected))
 
 
 # --- attention -------------------------------------------------------------------------------
@@ -426,6 +468,29 @@ def test_gradients_are_those_of_the_plain_expressions(family, dtype):
         assert np.abs(f64(found)).max() > 0
 
 
+@FAMILIES
+def test_gradients_of_column_tiles_are_those_of_the_whole(family):
+    tiled, size = replace(family, column_tiles=2), 256
+    x, gate, up, down = normal(0, 17, size), *(normal(i, size, size) / 16 for i in (1, 2, 3))
+    residual, bias = normal(4, 17, size), normal(5, size)
+
+    def loss(numerics, x, gate_up, down, residual, bias):
+        ops = kernels.family(numerics)
+        hidden = ops.gated_dot(x, gate_up, None, numerics=numerics)
+        y = ops.dot_add(hidden, down, residual, bias, numerics=numerics)
+        return jnp.sum(jnp.sin(ops.dot(y, down, numerics=numerics)))
+
+    def gradients(numerics, *arguments):
+        return jax.jit(jax.grad(partial(loss, numerics), argnums=tuple(range(5))))(*arguments)
+
+    whole = gradients(family, x, jnp.concatenate([gate, up], axis=1), down, residual, bias)
+    found = gradients(tiled, x, in_tiles([gate, up]), in_tiles([down]), residual, bias)
+    of_whole = (whole[0], in_tiles(jnp.split(whole[1], 2, axis=1)), in_tiles([whole[2]]))
+    for one, expected in zip(found, (*of_whole, *whole[3:]), strict=True):
+        near(one, f64(expected), "float32", {"float32": 1e-5})
+        assert np.abs(f64(one)).max() > 0
+
+
 # --- the whole forward -----------------------------------------------------------------------
 
 CONFIG = ModelConfig(
@@ -486,6 +551,40 @@ def test_sampler_and_learner_agree_to_the_bit_on_tpu_tiles(dtype, case):
     (result,) = auditing.audit(params, config, numerics=(with_dtype(TPU, dtype),), **options)
     assert result.passed
     assert result.compared_tokens == (3 * 2 * 9 if case is LEARNER else 3 * 9)
+
+
+BIASED = replace(
+    CONFIG,
+    model_type="llama",
+    qk_norm=False,
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+)
+TENSOR = (Placement(tensor=2), Placement(fsdp=2, tensor=2))
+
+
+@pytest.mark.slow
+@DTYPES
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [(GPU, CONFIG), (GPU, BIASED), (TPU, CONFIG)],
+    ids=["gpu", "gpu, biases", "tpu"],
+)
+def test_on_a_tensor_axis_sampler_and_learner_agree_to_the_bit(family, config, dtype):
+    """The vocabulary of 48 is in no tile whole: the head is filled up."""
+    config = replace(config, intermediate_size=64)
+    if family is TPU:
+        config = replace(config, hidden_size=256, intermediate_size=256)
+        config = replace(config, num_heads=16, num_kv_heads=8)
+    numerics = replace(with_dtype(family, dtype), column_tiles=2)
+    fitting.check(config, numerics)
+    cases = auditing.placed_cases(config, SIZES, TENSOR)
+    options = {"numerics": (numerics,), "cases": cases, "sizes": SIZES, "control": False}
+    results = list(auditing.audit(auditing.random_params(config, 0), config, **options))
+    assert len(results) == 4
+    assert all(result.passed for result in results)
+    assert all(result.compared_tokens > 0 for result in results)
 
 
 @pytest.mark.slow

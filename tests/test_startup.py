@@ -124,10 +124,10 @@ def test_auto_is_the_default_of_a_config():
     ("model", "options", "words"),
     [
         (replace(LARGE, head_dim=24), {}, "pallas_gpu cannot take heads of 24"),
-        (LARGE, {"column_tiles": 2}, "column_tiles = 2 (a tensor axis)"),
+        (replace(LARGE, intermediate_size=3024), {"column_tiles": 2}, "one of 2 column tiles of"),
         (tiny.CONFIG, {}, "heads of"),
     ],
-    ids=["head size", "tensor axis", "tiny model"],
+    ids=["head size", "column tiles", "tiny model"],
 )
 def test_auto_does_not_fall_back_to_slow_kernels(model, options, words, monkeypatch):
     monkeypatch.setattr(pallas, "platform", lambda: "gpu")

@@ -94,7 +94,7 @@ class Composed:
         def project(y, cos, sin, optional, maths):
             if "bias" in optional:
                 y = y + jnp.broadcast_to(optional["bias"].reshape(-1), y.shape)
-            query, key, value = _parted(y, numerics.column_tiles, shares)
+            query, key, value = parted(y, numerics.column_tiles, shares)
             query = query.reshape(-1, heads.query, heads.size)
             key = key.reshape(-1, heads.key, heads.size)
             if "q_norm" in optional:
@@ -137,7 +137,7 @@ def elementwise(formula: Callable, numerics: Numerics) -> Callable:
 def gated(y: jax.Array, *bias: jax.Array, numerics: Numerics, maths: formulas.Maths) -> jax.Array:
     """silu(gate) * up of the joint product y = (gate, up) float32 [N, 2 M], rounded to compute."""
     y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
-    gate, up = _parted(y, numerics.column_tiles, (1, 1))
+    gate, up = parted(y, numerics.column_tiles, (1, 1))
     return strict.rounded(formulas.gated_silu(gate, up, maths=maths), numerics.dtype)
 
 
@@ -146,7 +146,7 @@ def _narrowed(numerics: Numerics):
     return partial(formulas.narrowed, dtype=numerics.precision.softmax)
 
 
-def _parted(y: jax.Array, tiles: int, shares: tuple[int, ...]) -> list[jax.Array]:
+def parted(y: jax.Array, tiles: int, shares: tuple[int, ...]) -> list[jax.Array]:
     """Splits joint columns [N, M] by shares; each column tile has its share of every part."""
     sizes = np.cumsum(shares[:-1]) * (y.shape[1] // tiles // sum(shares))
     if tiles == 1:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from tim_jax.errors import InputError
 from tim_jax.kernels import native
-from tim_jax.kernels.composed import NATIVE
+from tim_jax.kernels.composed import NATIVE, parted
 from tim_jax.kernels.interface import Heads
 from tim_jax.numerics import Numerics, strict
 
@@ -167,12 +167,32 @@ class PallasFamily:
         def forward(x, weight):
             x, weight = fence((x, weight))
             options = {"numerics": numerics, "name": "dot", "halves": 1}
-            product = self.product(x, weight, [], lambda sums: sums[0], jnp.float32, **options)
+            product = self._columns(x, weight, [], lambda sums: sums[0], jnp.float32, **options)
             return fence(product)
 
         call = jax.custom_vjp(forward)
         call.defvjp(lambda x, weight: (forward(x, weight), (x, weight)), native.dot_backward)
         return call(x, weight)
+
+    def _columns(self, x, weight, extras, epilogue, dtype, *, halves: int, **options):
+        """`product`; of a weight in column tiles [T, K, halves * M / T], one tile after the other.
+
+        A "bias" lies as the product's columns do: of a weight in tiles [T, halves * M / T] or flat.
+        """
+        tiles = weight[None] if weight.ndim == 2 else weight
+        of_tiles = {
+            "tile": lambda extra: jnp.split(extra, len(tiles), axis=1),
+            "bias": lambda extra: list(extra.reshape(len(tiles), halves, -1)),
+        }
+        parts = [[(kind, part) for part in of_tiles[kind](extra)] for kind, extra in extras]
+        options["halves"] = halves
+        columns = [
+            self.product(
+                x, tile, [of_extra[index] for of_extra in parts], epilogue, dtype, **options
+            )
+            for index, tile in enumerate(fence(list(tiles)))
+        ]
+        return columns[0] if len(columns) == 1 else jnp.concatenate(fence(columns), axis=1)
 
     def dots(self, x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
         return jax.vmap(partial(self.dot, numerics=numerics))(x, weight)
@@ -182,9 +202,9 @@ class PallasFamily:
             return residual_sum(sums[0], residual, bias)
 
         def kernel(x, weight, residual, *bias):
-            extras = [("tile", residual), *(("bias", b.reshape(1, -1)) for b in bias)]
+            extras = [("tile", residual), *(("bias", b) for b in bias)]
             options = {"numerics": numerics, "name": "dot_add", "halves": 1}
-            return self.product(x, weight, extras, epilogue, numerics.dtype, **options)
+            return self._columns(x, weight, extras, epilogue, numerics.dtype, **options)
 
         def plain(x, weight, residual, *bias):
             return NATIVE.dot_add(x, weight, residual, bias[0] if bias else None, numerics=numerics)
@@ -197,9 +217,9 @@ class PallasFamily:
             return gated(gate, up, bias)
 
         def kernel(x, weight, *bias):
-            extras = [("bias", b.reshape(2, -1)) for b in bias]
+            extras = [("bias", b) for b in bias]
             options = {"numerics": numerics, "name": "gated_dot", "halves": 2}
-            return self.product(x, weight, extras, epilogue, numerics.dtype, **options)
+            return self._columns(x, weight, extras, epilogue, numerics.dtype, **options)
 
         def plain(x, weight, *bias):
             return NATIVE.gated_dot(x, weight, bias[0] if bias else None, numerics=numerics)
@@ -226,7 +246,16 @@ class PallasFamily:
     def project(self, y, cos, sin, optional, *, heads: Heads, eps: float, numerics: Numerics):
         options = {"heads": heads, "eps": eps, "numerics": numerics}
 
+        def whole(columns):
+            """[N, M] with the parts of all column tiles beside each other."""
+            shares = (heads.query, heads.key, heads.key)
+            parts = parted(columns, numerics.column_tiles, shares)
+            return columns if numerics.column_tiles == 1 else jnp.concatenate(parts, axis=1)
+
         def kernel(y, cos, sin, optional):
+            y = whole(y)
+            if "bias" in optional:
+                optional = optional | {"bias": whole(optional["bias"].reshape(1, -1))[0]}
             query, key = self.rotated(y, cos, sin, optional, **options)
             # A value is only rounded: elementwise, so XLA may do it.
             value = y[:, (heads.query + heads.key) * heads.size :]

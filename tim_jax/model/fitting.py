@@ -26,9 +26,10 @@ _GPU_STATE_BLOCK = {2: 32, 4: 16}
 
 def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
     """`numerics` with tiles no larger than those that divide the model's matrices."""
-    depth = min(pallas.power_of_two_in(size) for _, size, _, _ in _weights(config))
+    weights = tuple(_weights(config, numerics))
+    depth = min(pallas.power_of_two_in(size) for _, size, _, _ in weights)
     if numerics.family == "pallas_gpu":
-        width = min(pallas.power_of_two_in(w) * parts for _, _, w, parts in _weights(config))
+        width = min(pallas.power_of_two_in(w) * parts for _, _, w, parts in weights)
         gpu = numerics.gpu
         tiles = tuple(
             (limit, replace(t, columns=max(_GPU_LEAST, min(t.columns, width))))
@@ -38,7 +39,7 @@ def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
         numerics = replace(numerics, gpu=replace(gpu, block_k=block_k, matmul=tiles))
         return _with_room_for_states(config, numerics)
     if numerics.family == "pallas_tpu":
-        sizes = [w for _, _, w, parts in _weights(config) if parts > 1 or not w % _TPU_LEAST]
+        sizes = [w for _, _, w, parts in weights if parts > 1 or not w % _TPU_LEAST]
         width = min(map(pallas.power_of_two_in, sizes))
         tpu = numerics.tpu
         columns = max(_TPU_LEAST, min(tpu.columns, width))
@@ -77,7 +78,7 @@ def _check_gpu(config: ModelConfig, numerics: Numerics) -> None:
             f"numerics: pallas_gpu needs a kv_block of at least {_GPU_LEAST}, got"
             f" {numerics.kv_block}"
         )
-    for name, size, width, parts in _weights(config):
+    for name, size, width, parts in _weights(config, numerics):
         pallas.divides(numerics.gpu.block_k, size, f"the input of {name},", "gpu.block_k")
         for _, tile in numerics.gpu.matmul:
             columns = max(_GPU_LEAST, tile.columns // parts)
@@ -112,20 +113,24 @@ def _check_tpu(config: ModelConfig, numerics: Numerics) -> None:
             f"numerics: pallas_tpu needs a kv_block of at least {_TPU_LEAST}, got"
             f" {numerics.kv_block}"
         )
-    for name, size, width, parts in _weights(config):
+    for name, size, width, parts in _weights(config, numerics):
         pallas.divides(numerics.tpu.block_k, size, f"the input of {name},", "tpu.block_k")
         if parts > 1 or not width % _TPU_LEAST:
             pallas.divides(numerics.tpu.columns, width, f"the output of {name},", "tpu.columns")
 
 
-def _weights(config: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
-    """(name, inputs, outputs of each part, parts that share a program) of the model's matrices."""
-    sizes = matrices(config)
+def _weights(config: ModelConfig, numerics: Numerics) -> Iterator[tuple[str, int, int, int]]:
+    """(name, inputs, outputs of each part, parts that share a program) of what a program multiplies
+    by: the model's matrices, or their column tiles."""
+    sizes, tiles = matrices(config), numerics.column_tiles
     for row in joined(config):
         if row.matrix:
             inputs, outputs = sizes[row.name]
+            if row.name == "head":
+                outputs = numerics.head_columns(outputs)
             together = len(row.parts) if row.gated else 1
-            yield row.title, inputs, outputs // together, together
+            name = row.title if tiles == 1 else f"one of {tiles} column tiles of {row.title}"
+            yield name, inputs, outputs // tiles // together, together
 
 
 def kernels_used(config: ModelConfig, numerics: Numerics) -> tuple[str, ...]:

@@ -21,9 +21,9 @@ def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weigh
     enter float32 arithmetic.
 
     With T column tiles a matrix is [T, K, M / T], and tile i of what is joined holds the i-th part
-    of each; the head's columns are filled up with zeros to a multiple of T.
+    of each; the head's columns are filled up with zeros (`Numerics.head_columns`).
     """
-    dtype, tiles = numerics.dtype, numerics.column_tiles
+    dtype = numerics.dtype
     stacks = {
         name: _combined(params[name], stack, numerics) for name, stack in config.stacks.items()
     }
@@ -32,7 +32,7 @@ def prepare(params: Params, *, config: ModelConfig, numerics: Numerics) -> Weigh
         "embed": params["embed"].astype(dtype),
         **stacks,
         "final_norm": params["final_norm"],
-        "head": _tiled_head(head.astype(dtype), tiles),
+        "head": _tiled_head(head.astype(dtype), numerics),
     }
 
 
@@ -108,8 +108,9 @@ def join(parts: Sequence[jax.Array], tiles: int, axis: int) -> jax.Array:
     return jnp.moveaxis(whole, -2, axis - 1) if tiles > 1 else whole
 
 
-def _tiled_head(head: jax.Array, tiles: int) -> jax.Array:
-    if tiles == 1:
+def _tiled_head(head: jax.Array, numerics: Numerics) -> jax.Array:
+    if numerics.column_tiles == 1:
         return head
-    head = jnp.pad(head, ((0, 0), (0, -head.shape[1] % tiles)))
-    return jnp.moveaxis(head.reshape(head.shape[0], tiles, -1), 1, 0)
+    size, vocabulary = head.shape
+    head = jnp.pad(head, ((0, 0), (0, numerics.head_columns(vocabulary) - vocabulary)))
+    return jnp.moveaxis(head.reshape(size, numerics.column_tiles, -1), 1, 0)

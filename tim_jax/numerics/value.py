@@ -113,6 +113,7 @@ Scale = Literal["none", "token"]
 Attention = Literal["family", "flash", "flash_interpreted", "triton"]
 CacheWrite = Literal["rows", "scatter"]
 RowSums = Literal["scatter", "sorted"]
+_HEAD_BLOCK = 128  # columns
 _COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 CACHE_DTYPES = (*_COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -280,11 +281,6 @@ class Numerics:
                 "Numerics: other softmax dtypes and orders of sums are for the families tiles and"
                 f" native, got family {self.family!r}"
             )
-        if self.column_tiles > 1 and self.family.startswith("pallas"):
-            raise InputError(
-                f"Numerics: column_tiles = {self.column_tiles} (a tensor axis) is for the families"
-                f" tiles and native, got family {self.family!r}"
-            )
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise InputError(
                 f"Numerics: compute dtype {self.compute_dtype!r}; known: "
@@ -329,6 +325,16 @@ class Numerics:
     def _in_dtype(self, dtype: str | None) -> "Numerics":
         same = dtype in (None, self.compute_dtype)
         return self if same else replace(self, compute_dtype=dtype)
+
+    def head_columns(self, vocabulary: int) -> int:
+        """The head's columns with those of zeros that fill it up to whole column tiles.
+
+        Those of kernels are made of whole blocks, so that blocks need not divide a vocabulary.
+        """
+        if self.column_tiles == 1:
+            return vocabulary
+        unit = self.column_tiles * (_HEAD_BLOCK if self.family.startswith("pallas") else 1)
+        return -(-vocabulary // unit) * unit
 
     def rows_for(self, contraction: int) -> Rows:
         """The row range of dots that contract over `contraction` elements.
