@@ -45,7 +45,10 @@ LATENT = from_hf(PUBLISHED["moonshotai/Moonlight-16B-A3B"])
 
 
 def operations(numerics: Numerics, rows: int = 70):
-    """Name -> (function, shapes) of every kernel, with every option that makes it another one."""
+    """Name -> (function, shapes) of every kernel, with every option that makes it another one.
+
+    With `rows`, attention has other numbers of queries, keys, pages and sequences as well.
+    """
     ops, dtype, f32 = kernels.family(numerics), numerics.dtype, jnp.float32
     heads = kernels.Heads(4, 2, 128)
     shape = jax.ShapeDtypeStruct
@@ -54,17 +57,20 @@ def operations(numerics: Numerics, rows: int = 70):
     one, logits = shape((rows,), f32), shape((rows, 5000), f32)
     extras = {name: shape((128,), f32) for name in ("q_norm", "k_norm")}
     extras["bias"] = shape((8 * 128,), f32)
-    query = shape((3, 2, 2 * 70, 128), dtype)
-    key, value = shape((3, 2, 128, 200), dtype), shape((3, 2, 200, 128), dtype)
-    positions = shape((3, 140), jnp.int32)
-    block = numerics.kv_block
+    count, length, block = 1 + rows // 30, 60 + 2 * rows, numerics.kv_block
+    query = shape((count, 2, 2 * rows, 128), dtype)
+    key, value = shape((count, 2, 128, length), dtype), shape((count, 2, length, 128), dtype)
+    positions = shape((count, 2 * rows), jnp.int32)
+    pages = shape((count, -(-length // block)), jnp.int32)
     paged = shape((20, 2, 128, block), dtype), shape((20, 2, block, 128), dtype)
     # Latent attention: a compressed state of 512 numbers, and beside it a rotated key of 64.
-    latent_query, latent_key = shape((3, 1, 4 * 35, 576), dtype), shape((3, 1, 576, 200), dtype)
-    state = shape((3, 1, 200, 512), dtype)
+    latent_query = shape((count, 1, 2 * rows, 576), dtype)
+    latent_key = shape((count, 1, 576, length), dtype)
+    state = shape((count, 1, length, 512), dtype)
     of_states = {"numerics": fitting.fitted(LATENT, numerics)}
     page = of_states["numerics"].kv_block
     paged_states = shape((20, 1, 576, page), dtype), shape((20, 1, page, 512), dtype)
+    latent_pages = shape((count, -(-length // page)), jnp.int32)
     use = {"numerics": numerics}
     project = partial(ops.project, heads=heads, eps=1e-6, **use)
     return {
@@ -105,7 +111,7 @@ def operations(numerics: Numerics, rows: int = 70):
             lambda q, k, v, at, pages: ops.attention(
                 q, k, v, at, aligned=False, pages=pages, **use
             ),
-            (query, *paged, positions, shape((3, 4), jnp.int32)),
+            (query, *paged, positions, pages),
         ),
         "attention, window": (
             lambda q, k, v, at, window: ops.attention(
@@ -117,7 +123,7 @@ def operations(numerics: Numerics, rows: int = 70):
             lambda q, k, v, at, window, pages: ops.attention(
                 q, k, v, at, aligned=False, window=window, pages=pages, **use
             ),
-            (query, *paged, positions, shape((), jnp.int32), shape((3, 4), jnp.int32)),
+            (query, *paged, positions, shape((), jnp.int32), pages),
         ),
         "attention, latent": (
             partial(ops.attention, aligned=False, **of_states),
@@ -127,7 +133,7 @@ def operations(numerics: Numerics, rows: int = 70):
             lambda q, k, v, at, pages: ops.attention(
                 q, k, v, at, aligned=False, pages=pages, **of_states
             ),
-            (latent_query, *paged_states, positions, shape((3, 4), jnp.int32)),
+            (latent_query, *paged_states, positions, latent_pages),
         ),
         "exponentials": (partial(ops.exponentials, **use), (logits, one)),
         "row_sum": (partial(ops.row_sum, **use), (logits,)),

@@ -15,6 +15,7 @@ from tim_jax import auditing
 from tim_jax.auditing import Again, Case, CaseResult, Score, Sizes, running
 from tim_jax.auditing.cases import plain_sampling
 from tim_jax.errors import InputError
+from tim_jax.jobs import audit as audit_job
 from tim_jax.model.parameters import check_params
 from tim_jax.numerics import EXACT_BF16, NATIVE_F32, Numerics, Rows
 from tim_jax.policy import scoring
@@ -315,3 +316,23 @@ def test_the_table_shows_verdicts_and_places():
     ):
         assert part in text
     assert "token 8 and 2" in text
+
+
+def test_placements_whose_column_tiles_no_kernel_takes_are_left_out_aloud(monkeypatch, capsys):
+    """On a TPU a column tile has 192 columns of gate and of up, and a kernel's block 128."""
+    config = replace(auditing.PRESETS["qwen3-blocks"], intermediate_size=384)
+    compared = []
+
+    def audited(params, config, *, cases, **options):
+        compared.extend(case.name for case in cases)
+        return iter(())
+
+    monkeypatch.setattr(auditing, "audit", audited)
+    sizes = Sizes.fitting(config)
+    asked = audit_job._Audited(None, config, sizes, "pallas_tpu", True, ("float32",))
+    assert list(audit_job._placed(asked, False)) == []
+    assert compared
+    assert not any("tensor" in name for name in compared)
+    said = capsys.readouterr().out
+    assert "placements with a tensor axis. numerics: " in said
+    assert said.count("\n") == 1

@@ -425,6 +425,22 @@ def test_weights_of_two_sizes_are_a_difference():
     assert any("sizes [40] / [48]" in line for match in found for line in match.differences)
 
 
+def test_the_layout_of_integers_is_no_difference():
+    def with_integers(dtype, layout):
+        return f"""HloModule m
+ENTRY %main (x: {dtype}[8,96], y: f32[8,96]) -> f32[8] {{
+  %x = {dtype}[8,96]{{1,0{layout}}} parameter(0)
+  %y = f32[8,96]{{1,0}} parameter(1)
+  ROOT %sum = f32[8]{{0}} custom-call(%x, %y), custom_call_target="tpu_custom_call"
+}}
+"""
+
+    for dtype, same in (("s32", True), ("f32", False)):
+        one, other = (with_integers(dtype, tiles) for tiles in (":T(8,128)", ":T(4,128)"))
+        (match,) = comparison.compare(one, [other], weights=WEIGHTS)
+        assert (not match.differences) == same
+
+
 def test_another_width_is_a_difference():
     def text(width):
         shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((24, 96), (96, width))]
@@ -443,7 +459,13 @@ def kernel_body(family: str, operation: str, rows: int) -> str:
 
 
 @pytest.mark.parametrize("family", ["pallas_tpu", "pallas_gpu"])
-@pytest.mark.parametrize("operation", ["dot", "gated_dot", "norm", "row_sum"])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        *("dot", "gated_dot", "norm", "row_sum", "attention", "attention, latent"),
+        *("attention, window", "attention, pages"),
+    ],
+)
 def test_a_kernels_code_is_read_without_the_sizes_of_its_grid(family, operation):
     few, many = (kernel_body(family, operation, rows) for rows in (140, 700))
     assert {"pallas_tpu": "stable_mosaic", "pallas_gpu": "tt.load ["}[family] in few

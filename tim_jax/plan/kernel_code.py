@@ -1,7 +1,8 @@
 """The code of Pallas kernels in the text of a compiled program, in a form that can be compared.
 
-What does not decide how numbers are computed is left out: on a TPU the sizes of the grid, on a GPU
-everything about places in memory, so that the order of the operations on floats remains.
+What does not decide how numbers are computed is left out: on a TPU the sizes of the grid and of
+tables of integers, on a GPU everything about places in memory, so that the order of the operations
+on floats remains.
 """
 
 import base64
@@ -22,6 +23,8 @@ _ESCAPED = re.compile(rb'\\([0-9A-Fa-f]{2}|["\\])')
 _FLOAT = re.compile(r"(?:tensor<(?:\d+x)*)?(?:bf|f)\d\w*>?")
 _BODY = re.compile(r'"body":\s*"([^"]*)"')
 _BOUNDS = re.compile(r"iteration_bounds = array<i64: ([\d, ]*)>")
+# A table of integers that index maps read: its sizes follow the rows of a batch.
+_TABLE = re.compile(r"memref<(?:\d+x)+i32, #tpu.memory_space<smem>>")
 _COMPARED = re.compile(r'arith\.cmpi"\(%arg(\d+), (%\d+)\)')
 
 
@@ -44,7 +47,7 @@ def body(attributes: str) -> str:
             text = str(ir.Module.parse(base64.b64decode(stored)))
     except (ir.MLIRError, ValueError):
         return stored
-    return without_bounds(text)
+    return _TABLE.sub("memref<i32, #tpu.memory_space<smem>>", without_bounds(text))
 
 
 def without_bounds(text: str) -> str:
