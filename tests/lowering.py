@@ -72,6 +72,14 @@ def operations(numerics: Numerics, rows: int = 70):
     paged_states = shape((20, 1, 576, page), dtype), shape((20, 1, page, 512), dtype)
     latent_pages = shape((count, -(-length // page)), jnp.int32)
     use = {"numerics": numerics}
+
+    def gradient(query, key, value, positions, cotangent, window=None, numerics=numerics):
+        def attend(*arrays):
+            options = {"window": window, "numerics": numerics}
+            return ops.attention(*arrays, positions, aligned=True, **options)
+
+        return jax.vjp(attend, query, key, value)[1](cotangent)
+
     project = partial(ops.project, heads=heads, eps=1e-6, **use)
     return {
         "dot": (partial(ops.dot, **use), (x, weight)),
@@ -134,6 +142,18 @@ def operations(numerics: Numerics, rows: int = 70):
                 q, k, v, at, aligned=False, pages=pages, **of_states
             ),
             (latent_query, *paged_states, positions, latent_pages),
+        ),
+        "attention, gradient": (gradient, (query, key, value, positions, query)),
+        "attention, window and gradient": (
+            gradient,
+            (query, key, value, positions, query, shape((), jnp.int32)),
+        ),
+        "attention, latent and gradient": (
+            partial(gradient, **of_states),
+            (
+                *(latent_query, latent_key, state, positions),
+                shape((count, 1, 2 * rows, 512), dtype),
+            ),
         ),
         "exponentials": (partial(ops.exponentials, **use), (logits, one)),
         "row_sum": (partial(ops.row_sum, **use), (logits,)),

@@ -34,6 +34,8 @@ GPU_TILES = GpuTiles(
     block_k=16,
     matmul=((20, MatmulTile(16, 16)), (None, MatmulTile(32, 16))),
     attention_rows=16,
+    gradient_rows=16,
+    gradient_keys=16,
     row_tile=4,
     lanes=32,
 )
@@ -369,21 +371,69 @@ def test_attention_within_a_window_is_causal_softmax(family, dtype):
     assert bits(inside) == bits(run(query, key, value, at)) != bits(whole)
 
 
-def test_gradients_of_attention_within_a_window():
-    query, key, value, at = attention_inputs(GPU, 37)
+def reference_gradients(query, key, value, at, window, cotangent):
+    """Of attention with respect to its first three arguments, float64."""
+    query, key, value, cotangent = map(f64, (query, key, value, cotangent))
+    ages = np.asarray(at)[:, None, :, None] - np.arange(key.shape[3])
+    visible = (ages >= 0) & (ages < (key.shape[3] if window is None else window))
+    scores = np.where(visible, query @ key, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    dweights = cotangent @ value.swapaxes(2, 3)
+    dscores = weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True))
+    dkey = query.swapaxes(2, 3) @ dscores
+    return dscores @ key.swapaxes(2, 3), dkey, weights.swapaxes(2, 3) @ cotangent
+
+
+@FAMILIES
+@DTYPES
+@pytest.mark.parametrize("window", [None, 9])
+def test_gradients_of_attention(family, dtype, window):
+    """Of several tiles of rows and blocks of keys, the last of which are not full."""
+    numerics = with_dtype(family, dtype)
+    query, key, value, at = attention_inputs(numerics, 37 if family is GPU else 150)
+    cotangent = normal(7, *query.shape, dtype=numerics.dtype)
+    attend = partial(kernels.attention, numerics=numerics, aligned=True)
+
+    def loss(arrays):
+        inside = None if window is None else np.int32(window)
+        return jnp.sum((attend(*arrays, at, window=inside) * cotangent).astype(jnp.float32))
+
+    found = jax.jit(jax.grad(loss))((query, key, value))
+    expected = reference_gradients(query, key, value, at, window, cotangent)
+    for one, exact in zip(found, expected, strict=True):
+        assert one.dtype == numerics.dtype
+        near(one, exact, dtype, {"float32": 2e-6, "bfloat16": 2**-6})
+        assert np.abs(exact).max() > 0
+
+
+@FAMILIES
+def test_gradients_of_attention_with_keys_wider_than_values(family):
+    """As in latent attention; and heads of a size that is no power of two, in parts."""
+    query, key, value, at = attention_inputs(family, 37)
+    query, key = np.concatenate([query] * 3, axis=3), np.concatenate([key] * 3, axis=2)
+    cotangent = normal(7, *query.shape[:3], value.shape[3])
+    attend = partial(kernels.attention, numerics=family, aligned=True)
+    loss = jax.jit(jax.grad(lambda arrays: jnp.sum(attend(*arrays, at) * cotangent)))
+    expected = reference_gradients(query, key, value, at, None, cotangent)
+    for one, exact in zip(loss((query, key, value)), expected, strict=True):
+        near(one, exact, "float32")
+
+
+@FAMILIES
+def test_gradients_of_attention_are_those_of_each_sequence_alone(family):
+    """To the bit: no sum is shared among sequences, and what fills up tiles adds nothing."""
+    query, key, value, at = attention_inputs(family, 37)
     cotangent = normal(7, *query.shape)
 
-    def loss(family, arrays):
-        attend = partial(kernels.attention, numerics=family, aligned=True, window=np.int32(9))
-        return jnp.sum(attend(*arrays, at) * cotangent)
+    @jax.jit
+    def gradients(arrays, at, cotangent):
+        attend = partial(kernels.attention, numerics=family, aligned=True)
+        return jax.grad(lambda arrays: jnp.sum(attend(*arrays, at) * cotangent))(arrays)
 
-    plain = replace(GPU, family="native", interpret=False)
-    ours, theirs = (
-        jax.jit(jax.grad(partial(loss, family)))((query, key, value)) for family in (GPU, plain)
-    )
-    for found, expected in zip(ours, theirs, strict=True):
-        near(found, f64(expected), "float32")
-        assert np.abs(expected).max() > 0
+    whole = gradients((query, key, value), at, cotangent)
+    alone = gradients(tuple(x[1:] for x in (query, key, value)), at[1:], cotangent[1:])
+    assert [bits(x[1:]) for x in whole] == list(map(bits, alone))
 
 
 @FAMILIES

@@ -145,6 +145,8 @@ class PallasFamily:
         `Kernels.grouped`.
     attend(query, key, value, positions, window=None, pages=None, *, numerics): attention in the
         compute dtype.
+    attend_gradient(query, key, value, positions, window, out, cotangent, *, numerics): the
+        gradients of query, key and value.
     normed(x, weight, *, eps, numerics): RMSNorm.
     rotated(y, cos, sin, optional, *, heads, eps, numerics): query and key of `project`.
     exponentials, row_sum, log, log_normaliser: as in the interface.
@@ -153,6 +155,7 @@ class PallasFamily:
     product: Callable[..., jax.Array]
     grouped_product: Callable[..., jax.Array]
     attend: Callable[..., jax.Array]
+    attend_gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     normed: Callable[..., jax.Array]
     rotated: Callable[..., tuple[jax.Array, jax.Array]]
     exponentials_kernel: Callable[..., jax.Array]
@@ -288,17 +291,16 @@ class PallasFamily:
         if pages is not None:
             return forward(query, key, value, positions, window, pages)
 
-        def backward(args, cotangent):
-            query, key, value, positions, window = fence(args)
-            attend = partial(native.attention, numerics=numerics, aligned=aligned, window=window)
+        def backward(residuals, cotangent):
+            gradient = partial(self.attend_gradient, numerics=numerics)
+            return (*fence(gradient(*fence((*residuals, cotangent)))), None, None)
 
-            def plain(query, key, value):
-                return attend(query, key, value, positions).astype(numerics.dtype)
-
-            return (*jax.vjp(plain, query, key, value)[1](cotangent), None, None)
+        def kept(*args):
+            out = forward(*args)
+            return out, (*args, out)
 
         call = jax.custom_vjp(forward)
-        call.defvjp(lambda *args: (forward(*args), args), backward)
+        call.defvjp(kept, backward)
         return call(query, key, value, positions, window)
 
     def peak(self, x: jax.Array, /) -> jax.Array:

@@ -25,7 +25,7 @@ from tim_jax.kernels.pallas_calls import gpu_call, tpu_call
 from tim_jax.numerics import Numerics
 
 
-def _seen(positions, window, tile: int):
+def seen(positions, window, tile: int):
     """The last and first keys that rows see, each i32[B, N up to whole tiles]; no window: None."""
     if window is None:
         return padded(positions, tile, axis=1, value=-1), None
@@ -50,7 +50,7 @@ def on_gpu(
     tiles, block, width = numerics.gpu, numerics.kv_block, value.shape[3]
     rows = tiles.attention_rows
     query = padded(query, rows, axis=2)
-    last, first = _seen(positions, window, rows)
+    last, first = seen(positions, window, rows)
     tile = pl.BlockSpec((None, None, rows, size), lambda i, h, b: (b, h, i, 0))
     of_rows = pl.BlockSpec((None, rows), lambda i, h, b: (b, i))
     inputs, specs = [query, last], [tile, of_rows]
@@ -80,7 +80,7 @@ def on_gpu(
     return mixed[:, :, :count]
 
 
-def _parts(size: int) -> list[slice]:
+def parts_of(size: int) -> list[slice]:
     """A head of so many numbers in powers of two, the largest first: what Triton's arrays have."""
     ends = [size >> bit << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -88,7 +88,7 @@ def _parts(size: int) -> list[slice]:
 
 def _on_gpu(query_ref, last_ref, key_ref, value_ref, *refs, block: int, windowed: bool):
     out_ref, pages = refs[-1], refs[: -2 if windowed else -1]
-    parts = _parts(query_ref.shape[1])
+    parts = parts_of(query_ref.shape[1])
     query, last = [query_ref[:, part] for part in parts], last_ref[...]
     first = refs[-2][...] if windowed else None
     rows, width = out_ref.shape
@@ -152,7 +152,7 @@ def on_tpu(
     batch, heads, count, size = query.shape
     rows, block, width = numerics.tpu.attention_rows, numerics.kv_block, value.shape[3]
     query = padded(query, rows, axis=2)
-    last, first = _seen(positions, window, rows)
+    last, first = seen(positions, window, rows)
     tile = pl.BlockSpec((None, None, rows, size), lambda b, h, i, j, *scalars: (b, h, i, 0))
     mixed_tile = pl.BlockSpec((None, None, rows, width), tile.index_map)
     of_rows = pl.BlockSpec((None, rows, 1), lambda b, h, i, j, *scalars: (b, i, 0))

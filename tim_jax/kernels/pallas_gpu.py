@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from tim_jax.kernels import pallas_attention
+from tim_jax.kernels import pallas_attention, pallas_attention_gradient
 from tim_jax.kernels.interface import Heads
 from tim_jax.kernels.pallas import LOG2_E, PallasFamily, divides, in_blocks, padded, turned
 from tim_jax.kernels.pallas_calls import gpu_call as call
@@ -376,6 +376,7 @@ KERNELS = PallasFamily(
     product=product,
     grouped_product=grouped_product,
     attend=pallas_attention.on_gpu,
+    attend_gradient=pallas_attention_gradient.on_gpu,
     normed=normed,
     rotated=rotated,
     exponentials_kernel=exponentials,

@@ -56,13 +56,20 @@ class GpuTiles:
     attention_rows: int = 64  # query rows (token times head of its group) per program
     attention_warps: int = 4
     attention_stages: int = 2
+    # A program of attention's gradient: rows and keys of a step, and how Triton compiles it.
+    gradient_rows: int = 64
+    gradient_keys: int = 64
+    gradient_warps: int = 8
+    gradient_stages: int = 2
     row_tile: int = 16  # rows per program of the elementwise kernels
     lanes: int = 4096  # elements of a vocabulary row per step
 
     def __post_init__(self):
-        _check(self, ("block_k", "attention_rows"), least=16, power=True)
-        _check(self, ("attention_warps", "row_tile", "lanes"), least=1, power=True)
-        _check(self, ("attention_stages",), least=1)
+        products = ("block_k", "attention_rows", "gradient_rows", "gradient_keys")
+        _check(self, products, least=16, power=True)
+        powers = ("attention_warps", "gradient_warps", "row_tile", "lanes")
+        _check(self, powers, least=1, power=True)
+        _check(self, ("attention_stages", "gradient_stages"), least=1)
         limits = [limit for limit, _ in self.matmul]
         finite = [limit for limit in limits[:-1] if limit is not None]
         if not limits or limits[-1] is not None or limits != [*sorted(set(finite)), None]:
