@@ -194,6 +194,38 @@ def test_a_kernels_blocks_are_copied_when_their_place_changes():
     assert found.kernel_bytes == 4 * (inputs + tiles * columns * 64 * 128)
 
 
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_attention_on_a_gpu_states_its_products_and_loads(with_gradient):
+    """Its loops have lengths that are values, and are not those of the program's own loops."""
+    numerics = replace(tiny.NUMERICS, family="pallas_gpu", interpret=True, kv_block=16)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 2, 70, 32), (3, 2, 32, 40))]
+    value, at = jax.ShapeDtypeStruct((3, 2, 40, 16), jnp.float32), jnp.zeros((3, 70), jnp.int32)
+    attend = partial(kernels.attention, numerics=numerics, aligned=True)
+    matrix = jnp.ones((8, 8))
+
+    def run(query, key, value):
+        arrays = query, key, value
+        if with_gradient:
+            made = jax.grad(lambda arrays: jnp.sum(attend(*arrays, at)))(arrays)
+        else:
+            made = attend(*arrays, at)
+        times = jnp.argmax(value)  # known to nobody before the program runs
+        return made, jax.lax.fori_loop(0, times, lambda _, x: x @ x, matrix)
+
+    found = costs.count(jax.jit(run).trace(*shapes, value).jaxpr, (7,))
+    # Rows are filled up to tiles of 64, keys to blocks of 16 and in the gradient of 64.
+    pairs = 3 * 2 * 128
+    products = pairs * 48 * (32 + 16)
+    by_rows, by_keys = pairs * 64 * (3 * 32 + 16), pairs * 64 * 2 * (32 + 16)
+    gradient = by_rows + by_keys if with_gradient else 0
+    assert found.flops == 2 * (products + gradient + 7 * 8 * 8 * 8)
+    tiles = 3 * 2 * 2
+    loads = tiles * (64 + 48) * (32 + 16)
+    by_rows = tiles * (64 + 64) * (2 * 32 + 16)
+    by_keys = 3 * 2 * (128 + 2 * 64) * (32 + 16)
+    assert found.kernel_bytes == 4 * (loads + (by_rows + by_keys if with_gradient else 0))
+
+
 def test_bytes_of_a_loop_over_slices_are_those_of_the_slices():
     def run(stack, x):
         return jax.lax.scan(lambda x, w: (x @ w, None), x, stack)[0]

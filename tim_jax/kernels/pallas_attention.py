@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from tim_jax.kernels import native
 from tim_jax.kernels.pallas import LOG2_E, MASKED, padded
-from tim_jax.kernels.pallas_calls import gpu_call, tpu_call
+from tim_jax.kernels.pallas_calls import attention_cost, gpu_call, tpu_call
 from tim_jax.numerics import Numerics
 
 
@@ -66,10 +66,18 @@ def on_gpu(
     if first is not None:
         inputs.append(first)
         specs.append(of_rows)
+    keys = key.shape[3] if pages is None else pages.shape[1] * block
+    cost = attention_cost(
+        multiplied=rows * keys * (size + width),
+        loaded=(rows + keys) * (size + width) * key.dtype.itemsize,
+        exponentials=rows * keys,
+        programs=query.shape[2] // rows * heads * batch,
+    )
     mixed = gpu_call(
         partial(_on_gpu, block=block, windowed=first is not None),
         numerics=numerics,
         name="attention",
+        cost_estimate=cost,
         warps=tiles.attention_warps,
         stages=tiles.attention_stages,
         grid=(query.shape[2] // rows, heads, batch),

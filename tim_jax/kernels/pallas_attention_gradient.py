@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from tim_jax.kernels import native
 from tim_jax.kernels.pallas import LOG2_E, MASKED, padded
 from tim_jax.kernels.pallas_attention import parts_of, seen
-from tim_jax.kernels.pallas_calls import gpu_call, tpu_call
+from tim_jax.kernels.pallas_calls import attention_cost, gpu_call, tpu_call
 from tim_jax.numerics import Numerics
 
 _LANES = 128  # a statistic per row fills a whole register row
@@ -152,9 +152,17 @@ def _by_rows_on_gpu(inputs: _Inputs, sizes: _Sizes, options: dict[str, Any]):
         for x in (inputs.key, inputs.value)
     ]
     given = [x for x in inputs if x is not None]
+    length, moved = sizes.blocks * sizes.keys, rows * (2 * size + width)
+    cost = attention_cost(
+        multiplied=rows * length * (3 * size + width),
+        loaded=(moved + length * (2 * size + width)) * inputs.key.dtype.itemsize,
+        exponentials=2 * rows * length,
+        programs=sizes.tiles * sizes.heads * sizes.batch,
+    )
     return gpu_call(
         partial(_rows_on_gpu, keys=sizes.keys, windowed=inputs.first is not None),
         name=_BY_ROWS,
+        cost_estimate=cost,
         grid=(sizes.tiles, sizes.heads, sizes.batch),
         in_specs=[query, out, number, *whole, *(seen_by,) * (len(given) - 5)],
         out_specs=(query, number),
@@ -229,9 +237,17 @@ def _by_keys_on_gpu(inputs: _Inputs, sizes: _Sizes, normaliser, options: dict[st
     seen_by = pl.BlockSpec((None, inputs.query.shape[2]), lambda j, h, b: (b, 0))
     one = pl.BlockSpec((None, None), lambda j, h, b: (b, j))
     given = [x for x in inputs if x is not None]
+    count = sizes.tiles * sizes.rows
+    cost = attention_cost(
+        multiplied=keys * count * 2 * (size + width),
+        loaded=(count + 2 * keys) * (size + width) * inputs.key.dtype.itemsize,
+        exponentials=keys * count,
+        programs=sizes.blocks * sizes.heads * sizes.batch,
+    )
     return gpu_call(
         partial(_keys_on_gpu, rows=sizes.rows, windowed=inputs.first is not None),
         name=_BY_KEYS,
+        cost_estimate=cost,
         grid=(sizes.blocks, sizes.heads, sizes.batch),
         in_specs=[
             *(query, cotangent, number, key, value),

@@ -15,7 +15,11 @@ from tim_jax.numerics import Numerics
 def gpu_call(
     kernel: Callable, *, numerics: Numerics, name: str, warps: int, stages: int = 1, **options: Any
 ) -> Callable:
-    """`pl.pallas_call`, compiled by Triton, or interpreted if the numerics say so."""
+    """`pl.pallas_call`, compiled by Triton, or interpreted if the numerics say so.
+
+    A kernel that loads parts of its arguments in a loop should be given a `cost_estimate` (see
+    `attention_cost`): a plan can count what is in the grid and its blocks, and nothing else.
+    """
     check_platform(numerics)
     return pl.pallas_call(
         kernel,
@@ -61,4 +65,18 @@ def tpu_call(
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+    )
+
+
+def attention_cost(
+    *, multiplied: int, loaded: int, exponentials: int, programs: int
+) -> pl.CostEstimate:
+    """What programs of attention do at most, that is without the keys that a mask leaves out.
+
+    Of one program: `multiplied` pairs of numbers of products, `loaded` and stored bytes.
+    """
+    return pl.CostEstimate(
+        flops=2 * multiplied * programs,
+        transcendentals=exponentials * programs,
+        bytes_accessed=loaded * programs,
     )

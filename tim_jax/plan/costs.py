@@ -96,7 +96,8 @@ def count(jaxpr: Any, trips: Sequence[int] = ()) -> Work:
     """Work of a jaxpr, inner ones included.
 
     A branch counts as its most expensive side; so a kernel counts all its blocks, also those that
-    a causal mask lets it skip.
+    a causal mask lets it skip. Loops inside kernels whose length is a value are not counted: such
+    kernels state their cost.
 
     Args:
       trips: iterations of the loops that end by a condition, in the program's order; further ones
@@ -115,7 +116,7 @@ def _equation(equation, trips: Iterator[int]) -> Work:
     if name == "dot_general":
         return Work(flops=_product(equation))
     if name == "pallas_call":
-        return _kernel(params, trips)
+        return _kernel(params)
     if name == "while":
         times = next(trips, 1)
         return _count(params["body_jaxpr"], trips).times(times) + _count(
@@ -133,11 +134,13 @@ def _product(equation) -> int:
     return 2 * prod(equation.outvars[0].aval.shape) * prod(shape[axis] for axis in contracted)
 
 
-def _kernel(params, trips: Iterator[int]) -> Work:
-    mapping = params["grid_mapping"]
-    steps = prod(mapping.grid)
+def _kernel(params) -> Work:
+    """What its author states, or all steps of its grid."""
+    stated, mapping = params["cost_estimate"], params["grid_mapping"]
+    if stated is not None:
+        return Work(stated.flops, stated.bytes_accessed)
     moved = sum(_moved(block, mapping.grid) for block in mapping.block_mappings)
-    return _count(params["jaxpr"], trips).times(steps) + Work(kernel_bytes=moved)
+    return count(params["jaxpr"]).times(prod(mapping.grid)) + Work(kernel_bytes=moved)
 
 
 def _moved(block, grid: tuple[int, ...]) -> int:
