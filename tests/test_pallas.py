@@ -717,10 +717,13 @@ def test_wide_states_get_small_blocks_of_attention_on_a_gpu():
     for numerics, most in ((GPU_EXACT_BF16, 32), (GPU_EXACT_F32, 16)):
         fitted = fitting.fitted(wide, replace(numerics, interpret=True))
         assert (fitted.kv_block, fitted.gpu.attention_rows) == (most, most)
-        assert fitted.gpu.attention_stages == 1
+        assert fitted.gpu.attention_stages == fitted.gpu.gradient_stages == 1
+        assert (fitted.gpu.gradient_rows, fitted.gpu.gradient_keys) == (most, 16)
         fitting.check(wide, fitted)
         heads = fitting.fitted(from_hf(PUBLISHED["Qwen/Qwen3-8B"]), numerics)
-        assert (heads.kv_block, heads.gpu.attention_rows) == (numerics.kv_block, 64)
+        assert (heads.kv_block, heads.gpu) == (numerics.kv_block, numerics.gpu)
+    heads_of_256 = fitting.fitted(replace(CONFIG, head_dim=256), GPU_EXACT_BF16)
+    assert (heads_of_256.kv_block, heads_of_256.gpu.gradient_keys) == (64, 32)
 
 
 @pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])

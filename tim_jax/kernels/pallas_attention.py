@@ -14,6 +14,7 @@ runs from the first to the last block that one of its rows sees.
 """
 
 from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +89,15 @@ def on_gpu(
     return mixed[:, :, :count]
 
 
-def parts_of(size: int) -> list[slice]:
-    """A head of so many numbers in powers of two, the largest first: what Triton's arrays have."""
-    ends = [size >> bit << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
+def parts_of(size: int, most: int | None = None) -> list[slice]:
+    """A head of so many numbers in powers of two, the largest first: what Triton's arrays have.
+
+    None is larger than `most`, if that is given, which is a power of two.
+    """
+    sizes = [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
+    if most is not None:
+        sizes = [part for one in sizes for part in [min(one, most)] * max(one // most, 1)]
+    ends = list(accumulate(sizes))
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 

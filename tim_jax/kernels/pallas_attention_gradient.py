@@ -28,6 +28,7 @@ from tim_jax.kernels.pallas_attention import parts_of, seen
 from tim_jax.kernels.pallas_calls import attention_cost, gpu_call, tpu_call
 from tim_jax.numerics import Numerics
 
+_PART = 128  # numbers of a head that a program of a GPU multiplies at a time
 _LANES = 128  # a statistic per row fills a whole register row
 _BY_ROWS, _BY_KEYS = "attention_gradient_rows", "attention_gradient_keys"
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
@@ -96,6 +97,12 @@ def _product(x: jax.Array, y: jax.Array, axes: tuple[int, int], precise: dict[st
     """Sums over axis axes[0] of x and axes[1] of y, float32."""
     numbers = (((axes[0],), (axes[1],)), ((), ()))
     return jax.lax.dot_general(x, y, numbers, **precise)
+
+
+def _products(xs: list[jax.Array], ys: list[jax.Array], axes: tuple[int, int], precise):
+    """The `_product` of what comes in parts."""
+    first, *others = (_product(x, y, axes, precise) for x, y in zip(xs, ys, strict=True))
+    return sum(others, first)
 
 
 def _visible(index, keys: int, last, first):
@@ -179,9 +186,10 @@ def _rows_on_gpu(query_ref, cotangent_ref, product_ref, key_ref, value_ref, last
     dquery_ref, normaliser_ref = refs[-2:]
     last, first = last_ref[...], refs[0][...] if windowed else None
     rows, size = query_ref.shape
-    parts = parts_of(size)
-    query, cotangent = [query_ref[:, part] for part in parts], cotangent_ref[...]
-    product, precise = product_ref[...], native.precise(cotangent)
+    parts, value_parts = parts_of(size, _PART), parts_of(cotangent_ref.shape[1], _PART)
+    query = [query_ref[:, part] for part in parts]
+    cotangent = [cotangent_ref[:, part] for part in value_parts]
+    product, precise = product_ref[...], native.precise(query[0])
     begin = 0 if first is None else jax.lax.div(jnp.maximum(jnp.min(first), 0), keys)
     end = jax.lax.div(jnp.max(last) + keys, keys)
     columns = None if first is None else first[:, None]
@@ -189,12 +197,9 @@ def _rows_on_gpu(query_ref, cotangent_ref, product_ref, key_ref, value_ref, last
     def scores(index):
         """Of a block, in units of log 2, and which of its keys are visible."""
         at = pl.ds(index * keys, keys)
-        products = [
-            _product(q, key_ref[part, at], (1, 0), precise)
-            for q, part in zip(query, parts, strict=True)
-        ]
+        key = [key_ref[part, at] for part in parts]
         visible = _visible(index, keys, last[:, None], columns)
-        return jnp.where(visible, sum(products[1:], products[0]) * LOG2_E, MASKED), visible
+        return jnp.where(visible, _products(query, key, (1, 0), precise) * LOG2_E, MASKED), visible
 
     def add_up(index, state):
         peak, total = state
@@ -213,8 +218,9 @@ def _rows_on_gpu(query_ref, cotangent_ref, product_ref, key_ref, value_ref, last
         at = pl.ds(index * keys, keys)
         found, visible = scores(index)
         weights = jnp.where(visible, jnp.exp2(found - normaliser[:, None]), 0.0)
-        dweights = _product(cotangent, value_ref[at, :], (1, 1), precise)
-        dscores = (weights * (dweights - product[:, None])).astype(cotangent.dtype)
+        value = [value_ref[at, part] for part in value_parts]
+        dweights = _products(cotangent, value, (1, 1), precise)
+        dscores = (weights * (dweights - product[:, None])).astype(dquery_ref.dtype)
         return [
             total + _product(dscores, key_ref[part, at], (1, 1), precise)
             for total, part in zip(sums, parts, strict=True)
@@ -264,36 +270,34 @@ def _keys_on_gpu(query_ref, cotangent_ref, product_ref, key_ref, value_ref, last
     rows, windowed = how["rows"], how["windowed"]
     normaliser_ref, begin_ref, end_ref, dkey_ref, dvalue_ref = refs[-5:]
     index, (size, keys) = pl.program_id(0), key_ref.shape
-    parts = parts_of(size)
-    key, value = [key_ref[part, :] for part in parts], value_ref[...]
-    precise = native.precise(value)
+    parts, value_parts = parts_of(size, _PART), parts_of(value_ref.shape[1], _PART)
+    key = [key_ref[part, :] for part in parts]
+    value = [value_ref[:, part] for part in value_parts]
+    precise, dtype = native.precise(value[0]), value_ref.dtype
 
     def step(tile, sums):
-        dkey, dvalue = sums
         at = pl.ds(tile * rows, rows)
-        query, cotangent = [query_ref[at, part] for part in parts], cotangent_ref[at, :]
+        query = [query_ref[at, part] for part in parts]
+        cotangent = [cotangent_ref[at, part] for part in value_parts]
         first = refs[0][at][:, None] if windowed else None
-        products = [_product(q, k, (1, 0), precise) for q, k in zip(query, key, strict=True)]
-        scores = sum(products[1:], products[0]) * LOG2_E
+        scores = _products(query, key, (1, 0), precise) * LOG2_E
         visible = _visible(index, keys, last_ref[at][:, None], first)
         weights = jnp.where(visible, jnp.exp2(scores - normaliser_ref[at][:, None]), 0.0)
-        dvalue = dvalue + _product(weights.astype(value.dtype), cotangent, (0, 0), precise)
-        dweights = _product(cotangent, value, (1, 1), precise)
-        dscores = (weights * (dweights - product_ref[at][:, None])).astype(value.dtype)
-        dkey = [
-            total + _product(q, dscores, (0, 0), precise)
-            for total, q in zip(dkey, query, strict=True)
+        dweights = _products(cotangent, value, (1, 1), precise)
+        dscores = weights * (dweights - product_ref[at][:, None])
+        pairs = [(q, dscores.astype(dtype)) for q in query]
+        pairs += [(weights.astype(dtype), c) for c in cotangent]
+        return [
+            total + _product(*pair, (0, 0), precise)
+            for total, pair in zip(sums, pairs, strict=True)
         ]
-        return dkey, dvalue
 
-    zeros = (
-        [jnp.zeros((part.stop - part.start, keys), jnp.float32) for part in parts],
-        jnp.zeros(value.shape, jnp.float32),
-    )
-    dkey, dvalue = jax.lax.fori_loop(begin_ref[...], end_ref[...], step, zeros)
-    for part, total in zip(parts, dkey, strict=True):
-        dkey_ref[part, :] = total.astype(dkey_ref.dtype)
-    dvalue_ref[...] = dvalue.astype(dvalue_ref.dtype)
+    outs = [dkey_ref.at[part, :] for part in parts]
+    outs += [dvalue_ref.at[:, part] for part in value_parts]
+    zeros = [jnp.zeros(out.shape, jnp.float32) for out in outs]
+    sums = jax.lax.fori_loop(begin_ref[...], end_ref[...], step, zeros)
+    for out, total in zip(outs, sums, strict=True):
+        out[...] = total.astype(out.dtype)
 
 
 # --- TPU -------------------------------------------------------------------------------------

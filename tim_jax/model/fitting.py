@@ -19,9 +19,6 @@ from tim_jax.numerics import Numerics
 _GPU_HEADS = (16, 32, 64, 128, 256)
 _GPU_STATES = (*_GPU_HEADS, 512)  # of latent attention
 _GPU_LEAST, _TPU_LEAST = 16, 128
-# Keys of a block and rows of a tile, by bytes of a number, for states that are wider than any head.
-# Chosen by compiling for the H200: more do not fit into shared memory or registers.
-_GPU_STATE_BLOCK = {2: 32, 4: 16}
 
 
 def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
@@ -37,7 +34,7 @@ def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
         )
         block_k = max(_GPU_LEAST, min(gpu.block_k, depth))
         numerics = replace(numerics, gpu=replace(gpu, block_k=block_k, matmul=tiles))
-        return _with_room_for_states(config, numerics)
+        return _with_room_for_heads(config, numerics)
     if numerics.family == "pallas_tpu":
         sizes = [w for _, _, w, parts in weights if parts > 1 or not w % _TPU_LEAST]
         width = min(map(pallas.power_of_two_in, sizes))
@@ -48,13 +45,26 @@ def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
     return numerics
 
 
-def _with_room_for_states(config: ModelConfig, numerics: Numerics) -> Numerics:
-    """Smaller blocks of attention on a GPU for latent attention with wide states."""
-    if config.attention.value_dim <= _GPU_HEADS[-1]:
+def _with_room_for_heads(config: ModelConfig, numerics: Numerics) -> Numerics:
+    """Smaller blocks of attention on a GPU for wide heads and for the states of latent attention.
+
+    Chosen by compiling for the H200: more do not fit into shared memory or registers.
+    """
+    gpu, width = numerics.gpu, config.attention.value_dim
+    if width <= _GPU_HEADS[-2]:
         return numerics
-    most, gpu = _GPU_STATE_BLOCK[numerics.dtype.itemsize], numerics.gpu
-    rows = min(gpu.attention_rows, most)
-    gpu = replace(gpu, attention_rows=rows, attention_stages=1)
+    if width <= _GPU_HEADS[-1]:
+        return replace(numerics, gpu=replace(gpu, gradient_keys=min(gpu.gradient_keys, 32)))
+    most = 32 if numerics.dtype.itemsize == 2 else 16
+    gpu = replace(
+        gpu,
+        attention_rows=min(gpu.attention_rows, most),
+        attention_warps=8,
+        attention_stages=1,
+        gradient_rows=min(gpu.gradient_rows, most),
+        gradient_keys=16,
+        gradient_stages=1,
+    )
     return replace(numerics, kv_block=min(numerics.kv_block, most), gpu=gpu)
 
 

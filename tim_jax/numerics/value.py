@@ -101,7 +101,9 @@ class TpuTiles:
 
 
 # Float32 products run on the plain cores: shorter steps, and tiles whose sums fit in registers.
-GPU_F32 = GpuTiles(block_k=32)
+GPU_F32 = GpuTiles(
+    block_k=32, attention_rows=32, gradient_rows=16, gradient_keys=16, gradient_stages=1
+)
 GPU_BF16 = GpuTiles()
 # By row count, for Hopper: narrow tiles keep all cores busy at the few rows of a decode step.
 GPU_BF16_BY_ROWS = GpuTiles(
@@ -367,14 +369,14 @@ NATIVE_BF16 = Numerics(family="native", compute_dtype="bfloat16")
 _REPEATABLE = (("xla_gpu_deterministic_ops", True),)
 GPU_EXACT_F32 = Numerics(
     family="pallas_gpu",
-    kv_block=64,
+    kv_block=16,
     head_rows=1024,
     gpu=GPU_F32,
     cache_write="scatter",
     row_sums="sorted",
     compiler_options=_REPEATABLE,
 )
-GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", gpu=GPU_BF16)
+GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16)
 TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=128, cache_write="scatter")
 TPU_EXACT_BF16 = replace(TPU_EXACT_F32, compute_dtype="bfloat16")
 
