@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from tim_jax import kernels
 from tim_jax.kernels import experts, routing
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_F32
-from tim_jax.plan import costs
+from tim_jax.plan import work
 
 ALL = pytest.mark.parametrize(
     "numerics", [EXACT_F32, EXACT_BF16, NATIVE_F32], ids=["tiles", "tiles-bfloat16", "native"]
@@ -266,7 +266,7 @@ def test_planned_products_are_those_of_the_chosen_experts(rows, count):
         jnp.zeros((count, WIDTH, HIDDEN)),
         jnp.zeros((rows, CHOSEN), jnp.int32),
     )
-    found = costs.count(jax.make_jaxpr(partial(run, numerics=EXACT_F32))(*given_)).flops
+    found = work.count(jax.make_jaxpr(partial(run, numerics=EXACT_F32))(*given_)).flops
     size = experts.tile_rows(rows * CHOSEN, count, 16)
     tiles = count + (rows * CHOSEN - count) // size
     assert found == 2 * tiles * size * 3 * HIDDEN * WIDTH

@@ -37,6 +37,7 @@ from tim_jax.plan import (
     planning,
     report,
     topology,
+    work,
     workload,
 )
 from tim_jax.plan.costs import Memory, Traffic
@@ -168,7 +169,7 @@ def test_products_are_counted_as_the_compiler_does():
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 8, 32), (3, 32, 64))]
     program = jax.jit(lambda x, y: jnp.einsum("bik,bkj->bij", x, y))
     theirs = program.lower(*shapes).compile().cost_analysis()["flops"]
-    assert costs.count(program.trace(*shapes).jaxpr).flops == theirs == 2 * 3 * 8 * 32 * 64
+    assert work.count(program.trace(*shapes).jaxpr).flops == theirs == 2 * 3 * 8 * 32 * 64
 
 
 def test_products_in_loops_and_in_kernels():
@@ -179,7 +180,7 @@ def test_products_in_loops_and_in_kernels():
         return jax.lax.scan(step, x, None, length=7)[0]
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 128), (128, 128))]
-    assert costs.count(jax.jit(run).trace(*shapes).jaxpr).flops == 7 * 2 * 16 * 128 * 128
+    assert work.count(jax.jit(run).trace(*shapes).jaxpr).flops == 7 * 2 * 16 * 128 * 128
 
 
 def test_a_kernels_blocks_are_copied_when_their_place_changes():
@@ -187,11 +188,24 @@ def test_a_kernels_blocks_are_copied_when_their_place_changes():
     ops = kernels.family(numerics)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((200, 256), (256, 384))]
     traced = jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes)
-    found = costs.count(traced.jaxpr)
+    found = work.count(traced.jaxpr)
     tiles, columns, depth = 4, 3, 2  # of 64 rows, 128 columns, 128 of the contraction
     assert found.flops == 2 * (tiles * 64) * 256 * 384
     inputs = tiles * columns * depth * (64 * 128 + 128 * 128)
     assert found.kernel_bytes == 4 * (inputs + tiles * columns * 64 * 128)
+    ((call, times),) = found.kernels.items()
+    assert (call.name, call.programs, times) == ("dot", tiles * columns * depth, 1)
+
+
+def test_programs_of_a_gpu_load_their_own_blocks_through_a_cache():
+    numerics = replace(tiny.NUMERICS, family="pallas_gpu", interpret=True)
+    ops = kernels.family(numerics)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((200, 256), (256, 384))]
+    found = work.count(jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes).jaxpr)
+    (call,) = found.kernels
+    assert call.programs == 4 * 6  # tiles of 64 rows and 64 columns
+    assert call.loaded == 4 * 24 * (64 * 256 + 256 * 64 + 64 * 64)
+    assert call.memory == found.kernel_bytes == 4 * (256 * 256 + 256 * 384 + 256 * 384)
 
 
 @pytest.mark.parametrize("with_gradient", [False, True])
@@ -212,7 +226,7 @@ def test_attention_on_a_gpu_states_its_products_and_loads(with_gradient):
         times = jnp.argmax(value)  # known to nobody before the program runs
         return made, jax.lax.fori_loop(0, times, lambda _, x: x @ x, matrix)
 
-    found = costs.count(jax.jit(run).trace(*shapes, value).jaxpr, (7,))
+    found = work.count(jax.jit(run).trace(*shapes, value).jaxpr, (7,))
     # Rows are filled up to tiles of 64, keys to blocks of 16 and in the gradient of 64.
     pairs = 3 * 2 * 128
     products = pairs * 48 * (32 + 16)
@@ -223,7 +237,9 @@ def test_attention_on_a_gpu_states_its_products_and_loads(with_gradient):
     loads = tiles * (64 + 48) * (32 + 16)
     by_rows = tiles * (64 + 64) * (2 * 32 + 16)
     by_keys = 3 * 2 * (128 + 2 * 64) * (32 + 16)
-    assert found.kernel_bytes == 4 * (loads + (by_rows + by_keys if with_gradient else 0))
+    loaded = sum(call.loaded for call in found.kernels)
+    assert loaded == 4 * (loads + (by_rows + by_keys if with_gradient else 0))
+    assert found.kernel_bytes < loaded
 
 
 def test_bytes_of_a_loop_over_slices_are_those_of_the_slices():
@@ -302,10 +318,10 @@ def test_truncation_adds_no_product_to_what_is_planned():
 
     plain, truncated = program(), program(top_k=5, top_p=0.9)
     counted = [
-        costs.count(p.function.trace(*p.arguments).jaxpr, p.trips).flops for p in (plain, truncated)
+        work.count(p.function.trace(*p.arguments).jaxpr, p.trips).flops for p in (plain, truncated)
     ]
     assert counted[0] == counted[1] > 0
-    misread = costs.count(truncated.function.trace(*truncated.arguments).jaxpr, plain.trips).flops
+    misread = work.count(truncated.function.trace(*truncated.arguments).jaxpr, plain.trips).flops
     assert misread < counted[0]
 
 

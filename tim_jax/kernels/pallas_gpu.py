@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from tim_jax.kernels import pallas_attention, pallas_attention_gradient
+from tim_jax.kernels import pallas_attention, pallas_attention_gradient_gpu
 from tim_jax.kernels.interface import Heads
 from tim_jax.kernels.pallas import LOG2_E, PallasFamily, divides, in_blocks, padded, turned
 from tim_jax.kernels.pallas_calls import gpu_call as call
@@ -284,6 +284,9 @@ def exponentials(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Ar
         numerics=numerics,
         warps=_WARPS,
         name="exponentials",
+        cost_estimate=pl.CostEstimate(  # of a row that it is given, a program reads `lanes`
+            flops=0, transcendentals=x.size, bytes_accessed=2 * x.size * x.dtype.itemsize
+        ),
         grid=(x.shape[0], -(-x.shape[1] // lanes)),
         in_specs=[row, pl.BlockSpec((None,), lambda i, j: (i,))],
         out_specs=row,
@@ -376,7 +379,7 @@ KERNELS = PallasFamily(
     product=product,
     grouped_product=grouped_product,
     attend=pallas_attention.on_gpu,
-    attend_gradient=pallas_attention_gradient.on_gpu,
+    attend_gradient=pallas_attention_gradient_gpu.gradients,
     normed=normed,
     rotated=rotated,
     exponentials_kernel=exponentials,

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tim_jax.kernels import pallas_attention, pallas_attention_gradient
+from tim_jax.kernels import pallas_attention, pallas_attention_gradient_tpu
 from tim_jax.kernels.interface import Heads
 from tim_jax.kernels.pallas import PallasFamily, divides, in_blocks, padded, turned
 from tim_jax.kernels.pallas_calls import tpu_call as call
@@ -353,7 +353,7 @@ KERNELS = PallasFamily(
     product=product,
     grouped_product=grouped_product,
     attend=pallas_attention.on_tpu,
-    attend_gradient=pallas_attention_gradient.on_tpu,
+    attend_gradient=pallas_attention_gradient_tpu.gradients,
     normed=normed,
     rotated=rotated,
     exponentials_kernel=exponentials,

@@ -1,28 +1,27 @@
 """What a compiled program takes on one device: memory, operations, traffic and collectives.
 
-Operations of products and the memory traffic of kernels are counted where the program is traced,
-because there every loop has its length and every kernel its grid and blocks; a compiler's own count
-takes loop bodies once and does not look into kernels. Memory is the compiler's analysis. Other
-memory traffic and the collectives are read from the compiled text.
+Operations of products and the memory traffic of kernels are counted where the program is traced
+(`work`). Memory is the compiler's analysis. Other memory traffic and the collectives are read from
+the compiled text.
 
 The figures can be extrapolated along a line (`along`).
 """
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from math import prod
 from typing import Any, TypeVar
 
 import jax
-from jax.extend.core import jaxprs_in_params
 
 from tim_jax.errors import InputError
-from tim_jax.plan import hlo
+from tim_jax.plan import hlo, work
 from tim_jax.plan.hlo import Computation, Instruction, Module, Visit
 from tim_jax.plan.topology import Target
+from tim_jax.plan.work import Call
 from tim_jax.plan.workload import Program
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -75,94 +74,6 @@ def of_refusal(message: str) -> Memory | None:
     if not match:
         return None
     return Memory(together=round(float(match[1]) * _UNITS[match[2]]))
-
-
-@dataclass(frozen=True)
-class Work:
-    """Work of one device; of a program that is not local to devices, of all of them."""
-
-    flops: int = 0  # a multiplication and an addition are two
-    kernel_bytes: int = 0  # between memory and Pallas kernels
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.flops + other.flops, self.kernel_bytes + other.kernel_bytes)
-
-    def times(self, count: int) -> "Work":
-        """The work of so many repetitions."""
-        return Work(self.flops * count, self.kernel_bytes * count)
-
-
-def count(jaxpr: Any, trips: Sequence[int] = ()) -> Work:
-    """Work of a jaxpr, inner ones included.
-
-    A branch counts as its most expensive side; so a kernel counts all its blocks, also those that
-    a causal mask lets it skip. Loops inside kernels whose length is a value are not counted: such
-    kernels state their cost.
-
-    Args:
-      trips: iterations of the loops that end by a condition, in the program's order; further ones
-        count once.
-    """
-    return _count(jaxpr, iter(trips))
-
-
-def _count(jaxpr, trips: Iterator[int]) -> Work:
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return sum((_equation(one, trips) for one in jaxpr.eqns), Work())
-
-
-def _equation(equation, trips: Iterator[int]) -> Work:
-    name, params = equation.primitive.name, equation.params
-    if name == "dot_general":
-        return Work(flops=_product(equation))
-    if name == "pallas_call":
-        return _kernel(params)
-    if name == "while":
-        times = next(trips, 1)
-        return _count(params["body_jaxpr"], trips).times(times) + _count(
-            params["cond_jaxpr"], trips
-        )
-    if name == "cond":
-        return max((_count(one, trips) for one in params["branches"]), key=lambda w: w.flops)
-    inner = sum((_count(one, trips) for one in jaxprs_in_params(params)), Work())
-    return inner.times(params["length"]) if name == "scan" else inner
-
-
-def _product(equation) -> int:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    return 2 * prod(equation.outvars[0].aval.shape) * prod(shape[axis] for axis in contracted)
-
-
-def _kernel(params) -> Work:
-    """What its author states, or all steps of its grid."""
-    stated, mapping = params["cost_estimate"], params["grid_mapping"]
-    if stated is not None:
-        return Work(stated.flops, stated.bytes_accessed)
-    moved = sum(_moved(block, mapping.grid) for block in mapping.block_mappings)
-    return count(params["jaxpr"]).times(prod(mapping.grid)) + Work(kernel_bytes=moved)
-
-
-def _moved(block, grid: tuple[int, ...]) -> int:
-    """Bytes of all copies of a block, one whenever its index changes, the last axis fastest."""
-    innermost = max(_axes_used(block.index_map_jaxpr, len(grid)), default=-1)
-    copies = prod(grid[: innermost + 1])
-    size = prod(block.transformed_block_aval.shape) * block.array_aval.dtype.itemsize
-    return copies * size
-
-
-def _axes_used(index_map, count: int) -> set[int]:
-    """Axes of the grid that a block's index depends on."""
-    jaxpr = getattr(index_map, "jaxpr", index_map)
-    behind: dict[Any, set[int]] = {var: {i} for i, var in enumerate(jaxpr.invars[:count])}
-
-    def of(atom) -> set[int]:
-        return behind.get(atom, set()) if not hasattr(atom, "val") else set()
-
-    for equation in jaxpr.eqns:
-        axes = set().union(*(of(atom) for atom in equation.invars))
-        behind |= dict.fromkeys(equation.outvars, axes)
-    return set().union(*(of(atom) for atom in jaxpr.outvars))
 
 
 KINDS = (
@@ -269,6 +180,19 @@ def bytes_accessed(module: Module, trips: Sequence[int] = ()) -> int:
     )
 
 
+def launches(module: Module, trips: Sequence[int] = ()) -> int:
+    """How many instructions and kernels run. `trips`: see `hlo.visits`."""
+    return sum(
+        visit.times
+        for visit in hlo.visits(module, trips)
+        if not visit.fused and _runs(visit.instruction)
+    )
+
+
+def _runs(one: Instruction) -> bool:
+    return one.opcode == "custom-call" or not (one.opcode in _FREE or one.opcode.endswith("-done"))
+
+
 def _accessed(one: Instruction, computation: Computation, module: Module) -> int:
     if one.opcode in _FREE or one.opcode.endswith("-done"):
         return 0
@@ -324,6 +248,8 @@ class Figures:
     flops: int  # of products
     bytes_accessed: int  # of a chip's memory
     collectives: Mapping[str, Traffic]
+    kernels: Mapping[Call, int] = field(default_factory=dict)  # how often each is called
+    launches: int = 0  # instructions that run, kernels included
 
     @property
     def collective_bytes(self) -> int:
@@ -353,7 +279,7 @@ def compiled(program: Program, target: Target) -> Compiled:
     with target.tracing():
         traced = program.function.trace(*program.arguments)
         lowered = traced.lower(lowering_platforms=(target.platform,))
-    done = count(traced.jaxpr, program.trips)
+    done = work.count(traced.jaxpr, program.trips)
     try:
         executable = lowered.compile(compiler_options=dict(target.options) or None)
     except jax.errors.JaxRuntimeError as error:
@@ -363,7 +289,7 @@ def compiled(program: Program, target: Target) -> Compiled:
             raise InputError(
                 f"plan: the compiler of {target.name} fails on the {program.name} ({reason})"
             ) from None
-        figures = Figures(memory, done.flops, done.kernel_bytes, {})
+        figures = Figures(memory, done.flops, done.kernel_bytes, {}, done.kernels)
         return Compiled(figures, "", time.perf_counter() - start)
     text = executable.as_text() or ""
     module = hlo.parse(text)
@@ -372,6 +298,8 @@ def compiled(program: Program, target: Target) -> Compiled:
         flops=done.flops,
         bytes_accessed=bytes_accessed(module, program.trips) + done.kernel_bytes,
         collectives=collectives(module, program.trips),
+        kernels=done.kernels,
+        launches=launches(module, program.trips),
     )
     return Compiled(figures, text, time.perf_counter() - start)
 
@@ -391,7 +319,8 @@ def _combined(a: Any, b: Any, line: Callable[[int, int], int]) -> Any:
         return line(a, b)
     if isinstance(a, Mapping):
         names = dict.fromkeys([*a, *b])
-        return {n: _combined(a.get(n, Traffic()), b.get(n, Traffic()), line) for n in names}
+        nothing = {n: type(a[n] if n in a else b[n])() for n in names}
+        return {n: _combined(a.get(n, nothing[n]), b.get(n, nothing[n]), line) for n in names}
     return type(a)(
         **{f.name: _combined(getattr(a, f.name), getattr(b, f.name), line) for f in fields(a)}
     )

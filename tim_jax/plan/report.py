@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tim_jax.plan import comparison
+from tim_jax.plan import comparison, roofline
 from tim_jax.plan.comparison import Match
 from tim_jax.plan.planning import Largest, Plan, Stage
 
 _GIB = 2**30
+_SLOWEST = 4  # kernels that are named
 
 
 def text(plan: Plan) -> str:
@@ -34,6 +35,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     for stage in plan.stages:
         yield from _stage(stage)
+        yield from _times(stage, plan)
     for key, largest in plan.largest.items():
         yield _largest(key, largest, plan)
     if plan.advice:
@@ -64,6 +66,27 @@ def _stage(stage: Stage) -> Iterator[str]:
         yield "  collectives unknown: the program did not fit"
     for kind, one in sorted(figures.collectives.items()):
         yield f"  {kind:<18} {one.count:>10,} times, {one.bytes / 1e9:,.2f} GB received"
+
+
+def _times(stage: Stage, plan: Plan) -> Iterator[str]:
+    """The time that the program should take, of what, and its share for the least work."""
+    if not any(stage.texts):
+        return
+    found, least = _estimated(stage, plan)
+    of_kernels = sum(one.seconds for one in found.kernels.values())
+    yield (
+        f"  estimate   {found.total:,.2f} s: kernels {of_kernels:,.2f}, other work"
+        f" {found.others:,.2f}, links {found.links:,.2f}, launches {found.launches:,.2f}; the least"
+        f" work takes {least:,.2f} s, {least / found.total:.0%} of it"
+    )
+    for name, one in list(found.kernels.items())[:_SLOWEST]:
+        yield f"    {name:<24} {one.seconds:>10,.2f} s, {one.calls:,} calls, most in {one.bound}"
+
+
+def _estimated(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float]:
+    rates, dtype = roofline.rates(plan.target), plan.workload.execution.numerics.compute_dtype
+    least = roofline.least(plan.workload, stage.name).seconds(rates, dtype)
+    return roofline.estimate(stage.figures, rates, dtype), least
 
 
 def _largest(key: str, largest: Largest, plan: Plan) -> str:
@@ -116,7 +139,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "sampler_slots": workload.batching.slots or workload.sequences,
         "micro_batch": workload.micro_batch,
         "fits": plan.fits,
-        "stages": {stage.name: _stage_values(stage) for stage in plan.stages},
+        "stages": {
+            stage.name: _stage_values(stage) | _time_values(stage, plan) for stage in plan.stages
+        },
         "largest": {
             key: {"count": one.count, "total": one.total, "bounded": one.bounded}
             for key, one in plan.largest.items()
@@ -149,6 +174,18 @@ def _stage_values(stage: Stage) -> dict[str, Any]:
             for kind, one in figures.collectives.items()
         },
     }
+
+
+def _time_values(stage: Stage, plan: Plan) -> dict[str, Any]:
+    if not any(stage.texts):
+        return {"estimate": None}
+    found, least = _estimated(stage, plan)
+    kernels = {
+        name: {"seconds": one.seconds, "calls": one.calls, "bound": one.bound}
+        for name, one in found.kernels.items()
+    }
+    parts = {"others": found.others, "links": found.links, "launches": found.launches}
+    return {"estimate": {"total": found.total, "least": least, **parts, "kernels": kernels}}
 
 
 def _match_values(match: Match) -> dict[str, Any]:

@@ -1,0 +1,189 @@
+"""How long a program should take by the rates of a device, and how long its least work would take.
+
+The model, so that it can be held against a device:
+
+- A kernel takes as long as the slowest of its products, its loads and its memory traffic, and an
+  overhead for its launch and for every step of its grid. On a GPU its programs run in waves, one on
+  each core, and a wave that is not full takes as long as a full one.
+- What XLA computes beside the kernels takes as long as its products or its memory traffic,
+  whichever is slower, and an overhead for every instruction.
+- Nothing hides the exchange of data among devices.
+
+The least work is what no implementation can avoid: the model's products for every token once (three
+times in an update), and in decoding all weights once for a step, and every sequence's keys and
+values up to the token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax
+
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.weights import parameter_shapes
+from tim_jax.plan import workload as workloads
+from tim_jax.plan.costs import Figures
+from tim_jax.plan.topology import Target
+from tim_jax.plan.work import Call
+from tim_jax.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one device, a second, and overheads in seconds."""
+
+    bfloat16: float  # operations of products
+    float32: float
+    memory: float  # bytes
+    links: float  # bytes received from other devices
+    launch: float  # of an instruction
+    step: float = 0.0  # of a kernel's grid
+    cache: float = 0.0  # bytes between cache and cores; 0: programs load from memory
+    cores: int = 1  # that run programs of a kernel side by side
+
+    def products(self, dtype: str) -> float:
+        """Operations of products a second, in this compute dtype."""
+        return self.float32 if dtype == "float32" else self.bfloat16
+
+
+def _tpu(bfloat16: float, memory: float, links: float) -> Rates:
+    # A float32 product is six products of bfloat16 parts.
+    return Rates(bfloat16, bfloat16 / 6, memory, links, launch=1e-6, step=0.35e-6)
+
+
+def _hopper(memory: float) -> Rates:
+    return Rates(989e12, 67e12, memory, 450e9, launch=2e-6, cache=5.5e12, cores=132)
+
+
+# Products, memory and links by the makers' data sheets (links in one direction). Launches, steps of
+# a grid and the cache are assumptions.
+RATES: Mapping[str, Rates] = MappingProxyType(
+    {
+        "v5e": _tpu(197e12, 819e9, 200e9),
+        "v5p": _tpu(459e12, 2765e9, 600e9),
+        "v6e": _tpu(918e12, 1640e9, 400e9),
+        "tpu7x": _tpu(1153e12, 3690e9, 300e9),  # one of a chip's two devices
+        "h100": _hopper(3350e9),
+        "h200": _hopper(4800e9),
+    }
+)
+
+
+def rates(target: Target) -> Rates:
+    """The rates of a target's devices."""
+    return RATES[target.name.partition(":")[0]]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The calls of one kernel by name."""
+
+    seconds: float
+    calls: int
+    bound: str  # what most of the time goes to: "products", "loads", "memory" or "overhead"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one run of a program."""
+
+    kernels: Mapping[str, Timed]  # by name, the slowest first
+    others: float  # XLA's instructions
+    links: float
+    launches: float  # of XLA's instructions
+
+    @property
+    def total(self) -> float:
+        """Seconds, if nothing overlaps."""
+        of_kernels = sum(one.seconds for one in self.kernels.values())
+        return of_kernels + self.others + self.links + self.launches
+
+
+def estimate(figures: Figures, rates: Rates, dtype: str) -> Estimate:
+    """The time of a program by its figures."""
+    parts: dict[str, dict[str, float]] = {}
+    calls: dict[str, int] = {}
+    for call, count in figures.kernels.items():
+        found = parts.setdefault(call.name, dict.fromkeys(_BOUNDS, 0.0))
+        calls[call.name] = calls.get(call.name, 0) + count
+        bound, seconds, overhead = _of_call(call, rates, dtype)
+        found[bound] += seconds * count
+        found["overhead"] += overhead * count
+    timed = {
+        name: Timed(sum(one.values()), calls[name], max(one, key=lambda bound: one[bound]))
+        for name, one in parts.items()
+    }
+    flops = figures.flops - sum(call.flops * n for call, n in figures.kernels.items())
+    moved = figures.bytes_accessed - sum(call.memory * n for call, n in figures.kernels.items())
+    return Estimate(
+        kernels=dict(sorted(timed.items(), key=lambda pair: -pair[1].seconds)),
+        others=max(flops / rates.products(dtype), moved / rates.memory),
+        links=figures.collective_bytes / rates.links,
+        launches=max(figures.launches - sum(calls.values()), 0) * rates.launch,
+    )
+
+
+_BOUNDS = ("products", "loads", "memory", "overhead")
+
+
+def _of_call(call: Call, rates: Rates, dtype: str) -> tuple[str, float, float]:
+    """What bounds a call, its seconds, and those of its overhead."""
+    waves = -(-call.programs // rates.cores)
+    full = call.programs / (waves * rates.cores)
+    times = {
+        "products": call.flops / rates.products(dtype) / full,
+        "loads": call.loaded / rates.cache / full if rates.cache else 0.0,
+        "memory": call.memory / rates.memory,
+    }
+    bound = max(times, key=lambda name: times[name])
+    return bound, times[bound], rates.launch + rates.step * call.programs
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least work of a program on one device."""
+
+    flops: float
+    bytes: float
+
+    def seconds(self, rates: Rates, dtype: str) -> float:
+        """The time of this work, if nothing else were done."""
+        return max(self.flops / rates.products(dtype), self.bytes / rates.memory)
+
+
+def least(workload: Workload, stage: str) -> Least:
+    """Of a stage: "sampler", "scoring" or "update", all responses being the longest."""
+    execution = workload.sampler_execution if stage == "sampler" else workload.execution
+    config, where = execution.config, execution.placement
+    prompt, response = workload.prompt_length, execution.sampling.max_response_length
+    length, rows = prompt + response, workload.sequences / where.shards
+    per_token = 2 * _active_parameters(config)
+    pairs = length * (length + 1) / 2  # a token and a position that it attends to
+    _, key, value = config.attention
+    attention = 2 * config.num_layers * config.num_heads * (key + value) * pairs
+    flops = rows * (per_token * length + attention) / where.tensor
+    if stage != "sampler":
+        return Least(flops * (3 if stage == "update" else 1), 0.0)
+    weights = workloads.weight_bytes(workload) / (where.tensor * where.expert)
+    steps = sum(workloads.decode_steps(workload))
+    read = response * prompt + response * (response - 1) / 2
+    cache = rows * read * _cached_bytes(config, execution.numerics.dtype.itemsize) / where.tensor
+    return Least(flops, steps * weights + cache)
+
+
+def _active_parameters(config: ModelConfig) -> float:
+    """Parameters that a token is multiplied by: of all experts, those that it goes through."""
+    total = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_shapes(config)):
+        name = jax.tree_util.keystr(path)
+        share = config.num_experts_per_tok / config.num_experts if "expert_" in name else 1.0
+        table = "embed" in name and not config.tied_embeddings  # rows are taken, not multiplied
+        total += 0.0 if table else share * leaf.size
+    return total
+
+
+def _cached_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes that a position takes in the cache."""
+    heads, key, value = config.attention
+    return config.num_layers * heads * (key if config.latent else key + value) * itemsize
