@@ -11,6 +11,8 @@ import jax
 
 from tim_jax.errors import InputError
 from tim_jax.model import parameters
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import Numerics
 from tim_jax.placement import Devices, Placement
 from tim_jax.plan import comparison, costs
 from tim_jax.plan import workload as workloads
@@ -32,7 +34,7 @@ def advice(workload: Workload, stage: str, devices: Devices, *, slots: int | Non
     """
     yield from _spread(workload, devices)
     if stage == "sampler":
-        yield from _of_sampler(workload, slots)
+        yield from _of_sampler(workload, slots, devices)
     else:
         yield from _of_learner(workload)
     if workload.execution.numerics.compute_dtype == "float32":
@@ -57,18 +59,25 @@ def _spread(workload: Workload, devices: Devices) -> Iterator[str]:
 
 
 def _possible(workload: Workload, where: Placement) -> bool:
+    execution = workload.execution
+    return _takes(execution.config, execution.numerics, where) and (
+        workload.sequences % where.shards == 0
+    )
+
+
+def _takes(config: ModelConfig, numerics: Numerics, where: Placement) -> bool:
     try:
-        parameters.check(workload.execution.config, workload.execution.numerics, where)
+        parameters.check(config, numerics, where)
     except InputError:
         return False
-    return workload.sequences % where.shards == 0
+    return True
 
 
 def _state(workload: Workload, devices: Devices) -> int:
     return workloads.resident(workload, devices, "scoring")
 
 
-def _of_sampler(workload: Workload, slots: int | None) -> Iterator[str]:
+def _of_sampler(workload: Workload, slots: int | None, devices: Devices) -> Iterator[str]:
     where = workload.sampler_execution.placement
     key = "placement" if workload.sampler_placement is None else "placement.sampler"
     if slots:
@@ -81,8 +90,10 @@ def _of_sampler(workload: Workload, slots: int | None) -> Iterator[str]:
             f'{key}.decode = "sharded": {saved:.1f} GiB less a device, but all weights are gathered'
             " for every token"
         )
-    if workload.execution.numerics.family in ("tiles", "native"):
-        yield f"{key}.tensor = {2 * where.tensor}: half the weights and key heads a device"
+    wider = replace(where, tensor=2 * where.tensor)
+    tiled = replace(workload.execution.numerics, column_tiles=wider.tensor)
+    if wider.devices <= len(devices) and _takes(workload.execution.config, tiled, wider):
+        yield f"{key}.tensor = {wider.tensor}: half the weights and key heads a device"
 
 
 def _of_learner(workload: Workload) -> Iterator[str]:

@@ -86,7 +86,8 @@ def _times(stage: Stage, plan: Plan) -> Iterator[str]:
 def _estimated(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float]:
     rates, dtype = roofline.rates(plan.target), plan.workload.execution.numerics.compute_dtype
     least = roofline.least(plan.workload, stage.name).seconds(rates, dtype)
-    return roofline.estimate(stage.figures, rates, dtype), least
+    share = roofline.seen(plan.workload, stage.name)
+    return roofline.estimate(stage.figures, rates, dtype, seen=share), least
 
 
 def _largest(key: str, largest: Largest, plan: Plan) -> str:

@@ -5,6 +5,8 @@ The model, so that it can be held against a device:
 - A kernel takes as long as the slowest of its products, its loads and its memory traffic, and an
   overhead for its launch and for every step of its grid. On a GPU its programs run in waves, one on
   each core, and a wave that is not full takes as long as a full one.
+- Attention passes over the blocks of keys that no row of a tile sees: its kernels take the share
+  of their time that rows see of the keys on average.
 - What XLA computes beside the kernels takes as long as its products or its memory traffic,
   whichever is slower, and an overhead for every instruction.
 - Nothing hides the exchange of data among devices.
@@ -100,15 +102,15 @@ class Estimate:
         return of_kernels + self.others + self.links + self.launches
 
 
-def estimate(figures: Figures, rates: Rates, dtype: str) -> Estimate:
-    """The time of a program by its figures."""
+def estimate(figures: Figures, rates: Rates, dtype: str, *, seen: float = 1.0) -> Estimate:
+    """The time of a program by its figures. `seen`: the share of keys that rows see on average."""
     parts: dict[str, dict[str, float]] = {}
     calls: dict[str, int] = {}
     for call, count in figures.kernels.items():
         found = parts.setdefault(call.name, dict.fromkeys(_BOUNDS, 0.0))
         calls[call.name] = calls.get(call.name, 0) + count
         bound, seconds, overhead = _of_call(call, rates, dtype)
-        found[bound] += seconds * count
+        found[bound] += seconds * count * (seen if call.name.startswith(ATTENTION) else 1.0)
         found["overhead"] += overhead * count
     timed = {
         name: Timed(sum(one.values()), calls[name], max(one, key=lambda bound: one[bound]))
@@ -124,6 +126,7 @@ def estimate(figures: Figures, rates: Rates, dtype: str) -> Estimate:
     )
 
 
+ATTENTION = "attention"  # the beginning of its kernels' names
 _BOUNDS = ("products", "loads", "memory", "overhead")
 
 
@@ -138,6 +141,15 @@ def _of_call(call: Call, rates: Rates, dtype: str) -> tuple[str, float, float]:
     }
     bound = max(times, key=lambda name: times[name])
     return bound, times[bound], rates.launch + rates.step * call.programs
+
+
+def seen(workload: Workload, stage: str) -> float:
+    """The share of a sequence's keys that its rows see on average, in decoding or all at once."""
+    prompt, response = workload.prompt_length, workload.execution.sampling.max_response_length
+    length = prompt + response
+    rows = prompt + (response + 1) / 2 if stage == "sampler" else (length + 1) / 2
+    window = workload.execution.config.sliding_window or length
+    return min(rows, window) / length
 
 
 @dataclass(frozen=True)
@@ -157,7 +169,7 @@ def least(workload: Workload, stage: str) -> Least:
     execution = workload.sampler_execution if stage == "sampler" else workload.execution
     config, where = execution.config, execution.placement
     prompt, response = workload.prompt_length, execution.sampling.max_response_length
-    length, rows = prompt + response, workload.sequences / where.shards
+    length, rows = prompt + response, workload.sequences // where.shards
     per_token = 2 * _active_parameters(config)
     pairs = length * (length + 1) / 2  # a token and a position that it attends to
     _, key, value = config.attention
@@ -165,10 +177,13 @@ def least(workload: Workload, stage: str) -> Least:
     flops = rows * (per_token * length + attention) / where.tensor
     if stage != "sampler":
         return Least(flops * (3 if stage == "update" else 1), 0.0)
-    weights = workloads.weight_bytes(workload) / (where.tensor * where.expert)
-    steps = sum(workloads.decode_steps(workload))
+    itemsize = execution.numerics.dtype.itemsize
+    table = config.vocab_size * config.hidden_size * itemsize  # of which a step takes a few rows
+    weights = (workloads.weight_bytes(workload) - table) / (where.tensor * where.expert)
+    slots = min(workload.batching.of_device(where).slots or rows, rows)
+    steps = -(-rows // slots) * response
     read = response * prompt + response * (response - 1) / 2
-    cache = rows * read * _cached_bytes(config, execution.numerics.dtype.itemsize) / where.tensor
+    cache = rows * read * _cached_bytes(config, itemsize) / where.tensor
     return Least(flops, steps * weights + cache)
 
 
