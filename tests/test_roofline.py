@@ -17,7 +17,9 @@ from tim_jax.plan.work import Call
 from tim_jax.plan.workload import Workload
 from tim_jax.rl.types import Learning
 
-RATES = Rates(100.0, 10.0, memory=50.0, links=5.0, launch=0.5, step=0.25, cache=200.0, cores=4)
+RATES = Rates(
+    100.0, 10.0, memory=50.0, links=5.0, launch=0.5, step=0.25, cache=200.0, cores=4, core=80.0
+)
 
 
 def figures(**changes):
@@ -32,6 +34,9 @@ def figures(**changes):
         (Call("dot", programs=4, flops=800, loaded=400, memory=100), "products", 8.0),
         (Call("dot", programs=4, flops=80, loaded=400, memory=300), "memory", 6.0),
         (Call("dot", programs=4, flops=80, loaded=4000, memory=100), "loads", 20.0),
+        # One core loads 80 and not 200 a second; three load 200, after a wave of four.
+        (Call("dot", programs=1, flops=8, loaded=160, memory=1), "loads", 2.0),
+        (Call("dot", programs=7, flops=8, loaded=700, memory=1), "loads", 3.5),
         # Two of four cores are used; then a second wave of one program.
         (Call("dot", programs=2, flops=800, loaded=0, memory=0), "products", 16.0),
         (Call("dot", programs=5, flops=1000, loaded=0, memory=0), "products", 16.0),

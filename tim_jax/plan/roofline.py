@@ -43,6 +43,7 @@ class Rates:
     step: float = 0.0  # of a kernel's grid
     cache: float = 0.0  # bytes between cache and cores; 0: programs load from memory
     cores: int = 1  # that run programs of a kernel side by side
+    core: float = float("inf")  # bytes that one of them loads
 
     def products(self, dtype: str) -> float:
         """Operations of products a second, in this compute dtype."""
@@ -55,7 +56,8 @@ def _tpu(bfloat16: float, memory: float, links: float) -> Rates:
 
 
 def _hopper(memory: float) -> Rates:
-    return Rates(989e12, 67e12, memory, 450e9, launch=2e-6, cache=5.5e12, cores=132)
+    on_chip = {"cache": 5.5e12, "cores": 132, "core": 110e9}  # a core: 64 bytes a clock
+    return Rates(989e12, 67e12, memory, 450e9, launch=2e-6, **on_chip)
 
 
 # Products, memory and links by the makers' data sheets (links in one direction). Launches, steps of
@@ -136,7 +138,7 @@ def _of_call(call: Call, rates: Rates, dtype: str) -> tuple[str, float, float]:
     full = call.programs / (waves * rates.cores)
     times = {
         "products": call.flops / rates.products(dtype) / full,
-        "loads": call.loaded / rates.cache / full if rates.cache else 0.0,
+        "loads": _loading(call, rates) if rates.cache else 0.0,
         "memory": call.memory / rates.memory,
     }
     bound = max(times, key=lambda name: times[name])
@@ -150,6 +152,17 @@ def seen(workload: Workload, stage: str) -> float:
     rows = prompt + (response + 1) / 2 if stage == "sampler" else (length + 1) / 2
     window = workload.execution.config.sliding_window or length
     return min(rows, window) / length
+
+
+def _loading(call: Call, rates: Rates) -> float:
+    """Seconds of loads: few programs do not draw all that the cache could give."""
+    of_program = call.loaded / call.programs
+    waves, rest = divmod(call.programs, rates.cores)
+    return sum(
+        count * of_program * programs / min(rates.cache, programs * rates.core)
+        for count, programs in ((waves, rates.cores), (1, rest))
+        if programs
+    )
 
 
 @dataclass(frozen=True)
