@@ -26,16 +26,17 @@ DEVICES = {
     "pallas_gpu": ("cuda", AbstractDevice("NVIDIA H200", 132, "cuda")),
     "pallas_tpu": ("tpu", AbstractDevice("TPU v5 lite", 1, "tpu")),
 }
-# Real proportions, few layers: heads of 128, groups of 2, a vocabulary that is no power of two.
+# Real proportions, few layers: heads of 128, groups of 2, a vocabulary that is no power of two, and
+# sizes that the tiles of the numerics divide.
 CONFIG = ModelConfig(
     model_type="qwen3",
     vocab_size=640,
-    hidden_size=256,
+    hidden_size=1024,
     num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
+    num_heads=8,
+    num_kv_heads=4,
     head_dim=128,
-    intermediate_size=384,
+    intermediate_size=3072,
     max_positions=512,
     tied_embeddings=True,
     qk_norm=True,
@@ -52,7 +53,8 @@ def operations(numerics: Numerics, rows: int = 70):
     ops, dtype, f32 = kernels.family(numerics), numerics.dtype, jnp.float32
     heads = kernels.Heads(4, 2, 128)
     shape = jax.ShapeDtypeStruct
-    x, weight = shape((rows, 256), dtype), shape((256, 512), dtype)
+    wide = 2048  # columns; of which half are summed over
+    x, weight = shape((rows, wide // 2), dtype), shape((wide // 2, wide), dtype)
     y, angle = shape((rows, 8 * 128), f32), shape((rows, 64), f32)
     one, logits = shape((rows,), f32), shape((rows, 5000), f32)
     extras = {name: shape((128,), f32) for name in ("q_norm", "k_norm")}
@@ -85,30 +87,30 @@ def operations(numerics: Numerics, rows: int = 70):
         "dot": (partial(ops.dot, **use), (x, weight)),
         "dot_add": (
             lambda x, w, r: ops.dot_add(x, w, r, None, **use),
-            (x, weight, shape((rows, 512), dtype)),
+            (x, weight, shape((rows, wide), dtype)),
         ),
         "dot_add, bias": (
             partial(ops.dot_add, **use),
-            (x, weight, shape((rows, 512), dtype), shape((512,), f32)),
+            (x, weight, shape((rows, wide), dtype), shape((wide,), f32)),
         ),
-        "dot, 576 columns": (partial(ops.dot, **use), (x, shape((256, 576), dtype))),
+        "dot, 1152 columns": (partial(ops.dot, **use), (x, shape((wide // 2, 1152), dtype))),
         "dots": (
             partial(ops.dots, **use),
-            (shape((4, rows, 128), dtype), shape((4, 128, 512), dtype)),
+            (shape((4, rows, wide // 2), dtype), shape((4, wide // 2, 512), dtype)),
         ),
         "gated_dot": (lambda x, w: ops.gated_dot(x, w, None, **use), (x, weight)),
-        "gated_dot, bias": (partial(ops.gated_dot, **use), (x, weight, shape((512,), f32))),
+        "gated_dot, bias": (partial(ops.gated_dot, **use), (x, weight, shape((wide,), f32))),
         "grouped": (
             partial(ops.grouped, **use),
             (
-                shape((6, rows, 256), dtype),
-                shape((4, 256, 512), dtype),
-                shape((4, 256, 256), dtype),
+                shape((6, rows, wide // 2), dtype),
+                shape((4, wide // 2, wide), dtype),
+                shape((4, wide // 2, wide // 2), dtype),
                 shape((6,), jnp.int32),
                 shape((), jnp.int32),
             ),
         ),
-        "norm": (partial(ops.norm, eps=1e-6, **use), (x, shape((256,), f32))),
+        "norm": (partial(ops.norm, eps=1e-6, **use), (x, shape((wide // 2,), f32))),
         "project": (project, (y, angle, angle, extras)),
         "project, bare": (project, (y, angle, angle, {})),
         "attention": (
@@ -165,7 +167,8 @@ def operations(numerics: Numerics, rows: int = 70):
 def programs(numerics: Numerics, *, config: ModelConfig = CONFIG, batch: int = 3):
     """Name -> (function, shapes) of a whole sampler and of a learner's gradient."""
     shape = jax.ShapeDtypeStruct
-    execution = Execution(config, numerics, Sampling(96, top_p=0.9))
+    fitted = fitting.fitted(config, numerics)
+    execution = Execution(config, fitted, Sampling(96, top_p=0.9))
     weights = jax.eval_shape(execution.prepare, parameter_shapes(config))
     prompts = Prompts(
         tokens=shape((batch, 40), jnp.int32),

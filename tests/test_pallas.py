@@ -39,7 +39,7 @@ GPU_TILES = GpuTiles(
     row_tile=4,
     lanes=32,
 )
-TPU_TILES = TpuTiles(rows=16, attention_rows=16, lanes=128)
+TPU_TILES = TpuTiles(16, 128, 128, 16, 2, 16, 128, 16, lanes=128)
 GPU = Numerics(family="pallas_gpu", kv_block=16, head_rows=16, gpu=GPU_TILES, interpret=True)
 TPU = Numerics(family="pallas_tpu", kv_block=128, head_rows=16, tpu=TPU_TILES, interpret=True)
 FAMILIES = pytest.mark.parametrize("family", [GPU, TPU], ids=["gpu", "tpu"])
@@ -665,7 +665,7 @@ def test_the_wrong_device_is_refused_by_name():
             next(auditing.audit({}, CONFIG, numerics=(numerics,), sizes=SIZES))
         ops = kernels.family(numerics)
         with pytest.raises(InputError, match=f"needs a {device}"):
-            ops.dot(jnp.ones((4, 128)), jnp.ones((128, 128)), numerics=numerics)
+            ops.dot(jnp.ones((4, 1024)), jnp.ones((1024, 1024)), numerics=numerics)
 
 
 def test_what_a_kernel_cannot_take_is_refused_by_name():

@@ -28,6 +28,7 @@ from tim_jax import cli, kernels, objectives, optimizers
 from tim_jax.errors import InputError
 from tim_jax.model.config_file import to_hf
 from tim_jax.model.execution import Batching, Execution
+from tim_jax.numerics.value import GpuTiles, MatmulTile, TpuTiles
 from tim_jax.placement import Placement
 from tim_jax.plan import (
     comparison,
@@ -184,7 +185,8 @@ def test_products_in_loops_and_in_kernels():
 
 
 def test_a_kernels_blocks_are_copied_when_their_place_changes():
-    numerics = replace(tiny.NUMERICS, family="pallas_tpu", interpret=True, kv_block=128)
+    tiles = TpuTiles(rows=64, columns=128, block_k=128)
+    numerics = replace(tiny.NUMERICS, family="pallas_tpu", interpret=True, tpu=tiles)
     ops = kernels.family(numerics)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((200, 256), (256, 384))]
     traced = jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes)
@@ -198,7 +200,8 @@ def test_a_kernels_blocks_are_copied_when_their_place_changes():
 
 
 def test_programs_of_a_gpu_load_their_own_blocks_through_a_cache():
-    numerics = replace(tiny.NUMERICS, family="pallas_gpu", interpret=True)
+    tiles = GpuTiles(matmul=((None, MatmulTile(rows=64, columns=64)),))
+    numerics = replace(tiny.NUMERICS, family="pallas_gpu", interpret=True, gpu=tiles)
     ops = kernels.family(numerics)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((200, 256), (256, 384))]
     found = work.count(jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes).jaxpr)

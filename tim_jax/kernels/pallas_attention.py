@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from tim_jax.kernels import native
-from tim_jax.kernels.pallas import LOG2_E, MASKED, padded
+from tim_jax.kernels.pallas import LOG2_E, MASKED, padded, power_of_two_in
 from tim_jax.kernels.pallas_calls import attention_cost, gpu_call, tpu_call
 from tim_jax.numerics import Numerics
 
@@ -162,14 +162,15 @@ def on_tpu(
 
     A tile of rows reads the key blocks from the first to the last that one of its rows sees. The
     steps before and after name these again, so that nothing is copied for them, and compute
-    nothing.
+    nothing. A step has several heads, one after the other.
     """
     batch, heads, count, size = query.shape
     rows, block, width = numerics.tpu.attention_rows, numerics.kv_block, value.shape[3]
+    some = min(power_of_two_in(heads), numerics.tpu.attention_heads)
     query = padded(query, rows, axis=2)
     last, first = seen(positions, window, rows)
-    tile = pl.BlockSpec((None, None, rows, size), lambda b, h, i, j, *scalars: (b, h, i, 0))
-    mixed_tile = pl.BlockSpec((None, None, rows, width), tile.index_map)
+    tile = pl.BlockSpec((None, some, rows, size), lambda b, h, i, j, *scalars: (b, h, i, 0))
+    mixed_tile = pl.BlockSpec((None, some, rows, width), tile.index_map)
     of_rows = pl.BlockSpec((None, rows, 1), lambda b, h, i, j, *scalars: (b, i, 0))
     scalars = [jnp.max(last.reshape(batch, -1, rows), axis=2) // block]
     if first is not None:
@@ -191,14 +192,14 @@ def on_tpu(
         partial(_on_tpu, block=block, windowed=first is not None),
         numerics=numerics,
         name="attention",
-        grid=(batch, heads, query.shape[2] // rows, steps),
+        grid=(batch, heads // some, query.shape[2] // rows, steps),
         scalars=len(scalars),
-        scratch=[(rows, width), (rows, _LANES), (rows, _LANES)],
+        scratch=[(some, rows, width), (some, rows, _LANES), (some, rows, _LANES)],
         in_specs=[
             tile,
-            pl.BlockSpec((None, None, size, block), key_at),
+            pl.BlockSpec((None, some, size, block), key_at),
             pl.BlockSpec(
-                (None, None, block, width), lambda *at: tuple(key_at(*at)[n] for n in (0, 1, 3, 2))
+                (None, some, block, width), lambda *at: tuple(key_at(*at)[n] for n in (0, 1, 3, 2))
             ),
             *(of_rows,) * (1 if first is None else 2),
         ],
@@ -228,24 +229,27 @@ def _on_tpu(*refs, block: int, windowed: bool):
 
     @pl.when(needed)
     def _step():
-        query, value = query_ref[...], value_ref[...]
-        precise = native.precise(query)
-        scores = jnp.dot(query, key_ref[...], **precise)
-        at = index * block + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        visible = at <= jnp.broadcast_to(last, scores.shape)
+        shape = query_ref.shape[1], block
+        at = index * block + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        visible = at <= jnp.broadcast_to(last, shape)
         if first is not None:
-            visible &= at >= jnp.broadcast_to(first, scores.shape)
-        scores = jnp.where(visible, scores, MASKED)
-        old = peak[...][:, :1]
-        new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
-        shrink = jnp.exp(old - new)
-        weights = jnp.exp(scores - new)
-        if first is not None:
-            weights = jnp.where(visible, weights, 0.0)
-        mixed[...] = mixed[...] * shrink + jnp.dot(weights.astype(value.dtype), value, **precise)
-        total[...] = total[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-        peak[...] = jnp.broadcast_to(new, peak.shape)
+            visible &= at >= jnp.broadcast_to(first, shape)
+        for head in range(query_ref.shape[0]):
+            query, value = query_ref[head], value_ref[head]
+            precise = native.precise(query)
+            scores = jnp.where(visible, jnp.dot(query, key_ref[head], **precise), MASKED)
+            old = peak[head][:, :1]
+            new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
+            shrink = jnp.exp(old - new)
+            weights = jnp.exp(scores - new)
+            if first is not None:
+                weights = jnp.where(visible, weights, 0.0)
+            product = jnp.dot(weights.astype(value.dtype), value, **precise)
+            mixed[head] = mixed[head] * shrink + product
+            total[head] = total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+            peak[head] = jnp.broadcast_to(new, peak.shape[1:])
 
     @pl.when(index == pl.num_programs(3) - 1)
     def _finish():
-        out_ref[...] = (mixed[...] / total[...][:, :1]).astype(out_ref.dtype)
+        for head in range(query_ref.shape[0]):
+            out_ref[head] = (mixed[head] / total[head][:, :1]).astype(out_ref.dtype)

@@ -41,7 +41,7 @@ def gradients(
     `out` is what attention returned, `cotangent` [B, Kv, N, E] that of it. What a step of the grid
     does not need is not copied.
     """
-    rows, keys = numerics.tpu.attention_rows, numerics.kv_block
+    rows, keys = numerics.tpu.gradient_rows, numerics.tpu.gradient_keys
     inputs, sizes = filled(
         *(query, key, value, positions, window, out, cotangent), rows=rows, keys=keys
     )

@@ -40,7 +40,7 @@ def tpu_call(
     out_specs: Any,
     out_shape: Any,
     scalars: int = 0,
-    scratch: Sequence[tuple[int, int]] = (),
+    scratch: Sequence[tuple[int, ...]] = (),
     ordered: int = 1,
 ) -> Callable:
     """`pl.pallas_call`, compiled by Mosaic, or interpreted if the numerics say so.

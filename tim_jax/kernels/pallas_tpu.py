@@ -183,13 +183,13 @@ def grouped_product(
 def normed(x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight, whole rows at a time."""
     rows, width = x.shape
-    x = padded(x, numerics.tpu.rows)
-    tile = pl.BlockSpec((numerics.tpu.rows, width), lambda i: (i, 0))
+    x = padded(x, numerics.tpu.row_tile)
+    tile = pl.BlockSpec((numerics.tpu.row_tile, width), lambda i: (i, 0))
     return call(
         partial(_norm, eps=eps),
         numerics=numerics,
         name="norm",
-        grid=(x.shape[0] // numerics.tpu.rows,),
+        grid=(x.shape[0] // numerics.tpu.row_tile,),
         in_specs=[tile, pl.BlockSpec((1, width), lambda i: (0, 0))],
         out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(x.shape, numerics.dtype),
@@ -226,7 +226,7 @@ def rotated(
 def _turned(parts, weight, *, cos, sin, scale, eps, numerics: Numerics):
     """Heads of parts [heads, 2, N, D / 2], normed, rotated and scaled: [N, heads, D]."""
     count, _, rows, half = parts.shape
-    tile = numerics.tpu.rows
+    tile = numerics.tpu.row_tile
     parts, cos, sin = padded(parts, tile, axis=2), padded(cos, tile), padded(sin, tile)
     pair = pl.BlockSpec((None, 2, tile, half), lambda i, h: (h, 0, i, 0))
     angle = pl.BlockSpec((tile, half), lambda i, h: (i, 0))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.extend.core import jaxprs_in_params
 
 from tim_jax import kernels
@@ -36,12 +37,17 @@ def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
         numerics = replace(numerics, gpu=replace(gpu, block_k=block_k, matmul=tiles))
         return _with_room_for_heads(config, numerics)
     if numerics.family == "pallas_tpu":
-        sizes = [w for _, _, w, parts in weights if parts > 1 or not w % _TPU_LEAST]
-        width = min(map(pallas.power_of_two_in, sizes))
         tpu = numerics.tpu
+        # Of a matrix in one part the last block may be a part of one.
+        width = min(
+            (pallas.power_of_two_in(w) for _, _, w, parts in weights if parts > 1),
+            default=tpu.columns,
+        )
         columns = max(_TPU_LEAST, min(tpu.columns, width))
         block_k = max(_TPU_LEAST, min(tpu.block_k, depth))
-        return replace(numerics, tpu=replace(tpu, columns=columns, block_k=block_k))
+        lanes = min(tpu.lanes, max(_TPU_LEAST, pl.next_power_of_2(config.vocab_size)))
+        tpu = replace(tpu, columns=columns, block_k=block_k, lanes=lanes)
+        return replace(numerics, tpu=tpu)
     return numerics
 
 
@@ -125,7 +131,7 @@ def _check_tpu(config: ModelConfig, numerics: Numerics) -> None:
         )
     for name, size, width, parts in _weights(config, numerics):
         pallas.divides(numerics.tpu.block_k, size, f"the input of {name},", "tpu.block_k")
-        if parts > 1 or not width % _TPU_LEAST:
+        if parts > 1:
             pallas.divides(numerics.tpu.columns, width, f"the output of {name},", "tpu.columns")
 
 

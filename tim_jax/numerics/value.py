@@ -86,25 +86,32 @@ class GpuTiles:
 
 @dataclass(frozen=True)
 class TpuTiles:
-    """Tiles of `pallas_tpu`, in elements."""
+    """Tiles of `pallas_tpu`, in elements.
 
-    rows: int = 64
-    columns: int = 128
-    block_k: int = 128
+    They are large because every step of a grid costs a fixed time (`tim_jax.plan.roofline`).
+    """
+
+    rows: int = 256
+    columns: int = 1024
+    block_k: int = 1024
     attention_rows: int = 64
-    lanes: int = 2048  # elements of a vocabulary row per step
+    attention_heads: int = 8  # key heads of a step, at most
+    gradient_rows: int = 256  # of attention's gradient
+    gradient_keys: int = 512
+    row_tile: int = 64  # rows per step of the elementwise kernels
+    lanes: int = 16384  # elements of a vocabulary row per step
 
     def __post_init__(self):
-        _check(self, tuple(f.name for f in fields(self)), least=8, power=True)
-        _check(self, ("rows", "attention_rows"), least=16)
-        _check(self, ("columns", "block_k", "lanes"), least=128)
+        _check(self, tuple(f.name for f in fields(self)), least=1, power=True)
+        _check(self, ("rows", "attention_rows", "gradient_rows", "row_tile"), least=16)
+        _check(self, ("columns", "block_k", "gradient_keys", "lanes"), least=128)
 
 
 # Float32 products run on the plain cores: shorter steps, and tiles whose sums fit in registers.
 GPU_F32 = GpuTiles(
     block_k=32, attention_rows=32, gradient_rows=16, gradient_keys=16, gradient_stages=1
 )
-GPU_BF16 = GpuTiles()
+GPU_BF16 = GpuTiles(matmul=((None, MatmulTile(rows=128, columns=128, warps=8, stages=3)),))
 # By row count, for Hopper: narrow tiles keep all cores busy at the few rows of a decode step.
 GPU_BF16_BY_ROWS = GpuTiles(
     matmul=(
@@ -113,7 +120,8 @@ GPU_BF16_BY_ROWS = GpuTiles(
         (None, MatmulTile(rows=128, columns=128, warps=8, stages=3)),
     )
 )
-TPU = TpuTiles()
+TPU_BF16 = TpuTiles()
+TPU_F32 = TpuTiles(block_k=512)  # elements have twice the bytes
 
 
 Family = Literal["tiles", "native", "pallas_gpu", "pallas_tpu"]
@@ -250,7 +258,7 @@ class Numerics:
     # other.
     column_tiles: int = 1
     gpu: GpuTiles = GPU_BF16  # of pallas_gpu
-    tpu: TpuTiles = TPU  # of pallas_tpu
+    tpu: TpuTiles = TPU_BF16  # of pallas_tpu
     # How new keys and values are written into the cache; the bits are the same. "rows" is a write
     # per row: in place on a CPU, but slow on an accelerator. "scatter" writes all rows at once.
     cache_write: CacheWrite = "rows"
@@ -377,8 +385,8 @@ GPU_EXACT_F32 = Numerics(
     compiler_options=_REPEATABLE,
 )
 GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16)
-TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=128, cache_write="scatter")
-TPU_EXACT_BF16 = replace(TPU_EXACT_F32, compute_dtype="bfloat16")
+TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=256, tpu=TPU_F32, cache_write="scatter")
+TPU_EXACT_BF16 = replace(TPU_EXACT_F32, compute_dtype="bfloat16", tpu=TPU_BF16)
 
 # Plain XLA on GPUs: no split sums, one tile for every Triton product, no timing-based choice, no
 # roundings left out. These are candidates; `scripts/gpu_check.sh` measures what they achieve.
