@@ -134,8 +134,8 @@ def _work(plans: list[dict[str, Any]]) -> list[str]:
         "## Work of a device, per step",
         "",
         f"| slice | program | products, TFLOP | over {plans[0]['topology']} | memory traffic, TB"
-        " | collectives, GB received | by kind (times, GB) |",
-        "|---|---|--:|--:|--:|--:|---|",
+        " | collectives, GB received | by kind (times, GB) | estimate, s | of it the least work |",
+        "|---|---|--:|--:|--:|--:|---|--:|--:|",
     ]
     for plan in plans:
         for name, stage in plan["stages"].items():
@@ -149,9 +149,23 @@ def _work(plans: list[dict[str, Any]]) -> list[str]:
             lines.append(
                 f"| {plan['topology']} | {name} | {stage['flops'] / 1e12:,.0f}"
                 f" | {stage['flops'] / first:.3f} | {stage['bytes_accessed'] / 1e12:,.1f}"
-                f" | {received:,.1f} | {written} |"
+                f" | {received:,.1f} | {written} | {_estimate(stage)} |"
             )
-    return [*lines, ""]
+    return [
+        *lines,
+        "",
+        "The estimate divides the work by the device's rates"
+        " ([how](../plan.md#how-long-a-program-should-take)); the least work is what no"
+        " implementation can avoid.",
+        "",
+    ]
+
+
+def _estimate(stage: dict[str, Any]) -> str:
+    found = stage["estimate"]
+    if found is None:
+        return "- | -"
+    return f"{found['total']:,.1f} | {found['least'] / found['total']:.0%}"
 
 
 def _largest(plans: list[dict[str, Any]]) -> list[str]:

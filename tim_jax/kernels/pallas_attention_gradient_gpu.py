@@ -93,8 +93,8 @@ def _by_rows_on_gpu(inputs: Inputs, sizes: Sizes, options: dict[str, Any]):
     )(*given)
 
 
-def _rows_on_gpu(query_ref, cotangent_ref, product_ref, key_ref, value_ref, last_ref, *refs, **how):
-    keys, windowed = how["keys"], how["windowed"]
+def _rows_on_gpu(*refs, keys: int, windowed: bool):
+    query_ref, cotangent_ref, product_ref, key_ref, value_ref, last_ref, *refs = refs
     dquery_ref, normaliser_ref = refs[-2:]
     last, first = last_ref[...], refs[0][...] if windowed else None
     rows, size = query_ref.shape
@@ -107,13 +107,12 @@ def _rows_on_gpu(query_ref, cotangent_ref, product_ref, key_ref, value_ref, last
     columns = None if first is None else first[:, None]
 
     def scores(index):
-        """Of a block, in units of log 2, and which of its keys are seen_keys."""
+        """Of a block, in units of log 2, and which of its keys are seen."""
         at = pl.ds(index * keys, keys)
         key = [key_ref[part, at] for part in parts]
         seen_keys = visible(index, keys, last[:, None], columns)
-        return jnp.where(
-            seen_keys, dots_along(query, key, (1, 0), precise) * LOG2_E, MASKED
-        ), seen_keys
+        found = dots_along(query, key, (1, 0), precise) * LOG2_E
+        return jnp.where(seen_keys, found, MASKED), seen_keys
 
     def add_up(index, state):
         peak, total = state
@@ -180,8 +179,8 @@ def _by_keys_on_gpu(inputs: Inputs, sizes: Sizes, normaliser, options: dict[str,
     )(*given, normaliser, *tiles_that_see(inputs, sizes))
 
 
-def _keys_on_gpu(query_ref, cotangent_ref, product_ref, key_ref, value_ref, last_ref, *refs, **how):
-    rows, windowed = how["rows"], how["windowed"]
+def _keys_on_gpu(*refs, rows: int, windowed: bool):
+    query_ref, cotangent_ref, product_ref, key_ref, value_ref, last_ref, *refs = refs
     normaliser_ref, begin_ref, end_ref, dkey_ref, dvalue_ref = refs[-5:]
     index, (size, keys) = pl.program_id(0), key_ref.shape
     parts, value_parts = parts_of(size, _PART), parts_of(value_ref.shape[1], _PART)

@@ -1,0 +1,169 @@
+"""Tabulates estimates of decoding and learning on devices that are not here, by `tim-jax plan`.
+
+    JAX_PLATFORMS=cpu python scripts/roofline_table.py      # needs pip install -e ".[plan,cuda]"
+
+Writes docs/results/roofline.md. Every figure follows from programs compiled for the device and from
+its rates (`tim_jax.plan.roofline`); `--keep FOLDER` keeps (and takes again) the plans' JSON.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import bench_common as common
+
+PAGE = common.RESULTS / "roofline.md"
+ROOT = pathlib.Path(__file__).parent.parent
+CONFIG = "configs/gsm8k_qwen3_0.6b.toml"
+SAMPLES = 8
+LEARNT = 16_384  # tokens of a micro-batch
+
+
+class Case(NamedTuple):
+    """A step of one device: a batch of sequences, half prompt and half response."""
+
+    device: str
+    model: str
+    batch: int
+    context: int
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What is changed in the config."""
+        return (
+            f"model.path={self.model}",
+            f"learner.prompts_per_step={self.batch // SAMPLES}",
+            f"learner.micro_batch={LEARNT // self.context}",
+            f"sampling.samples_per_prompt={SAMPLES}",
+            f"sampling.max_prompt_length={self.context // 2}",
+            f"sampling.max_response_length={self.context // 2}",
+            "learner.length_buckets=1",
+        )
+
+    @property
+    def file(self) -> str:
+        """Of the plan's JSON."""
+        name = self.model.rpartition("/")[2]
+        return f"{self.device.replace(':', '_')}-{name}-{self.batch}-{self.context}.json"
+
+
+SMALL, LARGE = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B"
+CASES = (
+    *(Case("h200:1", SMALL, batch, context) for context in (1024, 4096) for batch in (64, 256)),
+    *(Case("h200:1", LARGE, batch, context) for context in (1024, 4096) for batch in (64, 256)),
+    Case("v5e:1x1", SMALL, 64, 1024),
+    Case("v6e:1x1", SMALL, 64, 1024),
+    *(Case("v5p:2x2x1", SMALL, batch, 1024) for batch in (64, 256)),
+    Case("v5p:2x2x1", SMALL, 64, 4096),
+    *(Case("v5p:2x2x1", LARGE, batch, 1024) for batch in (64, 256)),
+)
+
+
+def planned(case: Case, folder: pathlib.Path) -> dict[str, Any]:
+    """The plan's JSON; compiled, unless the folder has it."""
+    file = folder / case.file
+    if not file.exists():
+        command = [sys.executable, "-m", "tim_jax.cli", "plan", CONFIG, "--quick"]
+        command += ["--topology", case.device, "--json", str(file), *case.changes]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        found = subprocess.run(command, check=False, cwd=ROOT, env=environment)
+        if not file.exists():
+            raise SystemExit(f"tim-jax plan ended with status {found.returncode}")
+    return json.loads(file.read_text())
+
+
+def page(plans: list[tuple[Case, dict[str, Any]]], load: float) -> list[str]:
+    return [*_intro(load), *_totals(plans), *_kernels(plans)]
+
+
+def _intro(load: float) -> list[str]:
+    return [
+        "# How near the limit kernels should be",
+        "",
+        "Written by `python scripts/roofline_table.py`. **Estimates: nothing ran on a device.**"
+        " Programs were compiled for the device on the CPU machine below, and their products,"
+        " memory traffic and launches were divided by the device's rates, as"
+        " `tim_jax/plan/roofline.py` says in full. The least work is what no implementation can"
+        " avoid. One device, bfloat16; half of the context is prompt, every response is of full"
+        f" length; a micro-batch has {LEARNT:,} tokens, and the learner recomputes activations.",
+        "",
+        *common.machine_text(load, common.versions("jax", "jaxlib", "libtpu"), timed=False),
+        "A case by hand:",
+        "",
+        "```bash",
+        f"tim-jax plan {CONFIG} --topology {CASES[0].device} --quick {' '.join(CASES[0].changes)}",
+        "```",
+        "",
+    ]
+
+
+def _totals(plans: list[tuple[Case, dict[str, Any]]]) -> list[str]:
+    lines = [
+        "| device | model | batch | context | sampler, s | share of the least work | update, s"
+        " | share of the least work | fits |",
+        "|---|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for case, plan in plans:
+        cells = [case.device, case.model, case.batch, f"{case.context:,}"]
+        for stage in ("sampler", "update"):
+            found = plan["stages"][stage]["estimate"]
+            if found is None:
+                cells += ["does not compile", ""]
+            else:
+                cells += [f"{found['total']:.2f}", f"{found['least'] / found['total']:.0%}"]
+        cells.append("yes" if plan["fits"] else "no")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return [*lines, ""]
+
+
+def _kernels(plans: list[tuple[Case, dict[str, Any]]]) -> list[str]:
+    return [
+        "## Where the time goes",
+        "",
+        "Seconds of kernels by name, and of what most of them is; then XLA's other work, links and"
+        " launches.",
+        "",
+        "| case | program | kernels | other work | links | launches |",
+        "|---|---|---|--:|--:|--:|",
+        *(line for case, plan in plans for line in _of_case(case, plan)),
+        "",
+    ]
+
+
+def _of_case(case: Case, plan: dict[str, Any]) -> Iterator[str]:
+    for stage in ("sampler", "update"):
+        found = plan["stages"][stage]["estimate"]
+        if found is None:
+            continue
+        slowest = list(found["kernels"].items())[:5]
+        kernels = "; ".join(
+            f"{name} {one['seconds']:.2f} ({one['bound']})" for name, one in slowest
+        )
+        yield (
+            f"| {case.device}, {case.model.rpartition('/')[2]}, {case.batch} x {case.context:,}"
+            f" | {stage} | {kernels} | {found['others']:.2f} | {found['links']:.2f}"
+            f" | {found['launches']:.2f} |"
+        )
+
+
+def main() -> None:
+    """Writes the page, or prints it for a smoke test: one case."""
+    parser = common.parser("Tabulates estimates of single devices.", PAGE)
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for the plans' JSON")
+    options = parser.parse_args()
+    load = common.load_average()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or pathlib.Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        cases = CASES[:1] if options.smoke else CASES
+        plans = [(case, planned(case, folder.resolve())) for case in cases]
+    common.publish(page(plans, load), options, PAGE)
+
+
+if __name__ == "__main__":
+    main()
