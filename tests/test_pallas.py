@@ -13,7 +13,7 @@ from test_experts import shapes
 from tim_jax import auditing, kernels
 from tim_jax.auditing.cases import plain_sampling
 from tim_jax.errors import InputError
-from tim_jax.kernels import experts
+from tim_jax.kernels import experts, pallas_gpu, pallas_tpu
 from tim_jax.kernels.composed import NATIVE
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
@@ -26,7 +26,7 @@ from tim_jax.numerics import (
     TPU_EXACT_F32,
     Numerics,
 )
-from tim_jax.numerics.value import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile, TpuTiles
+from tim_jax.numerics.value import GpuTiles, MatmulTile, TpuTiles
 from tim_jax.placement import Placement
 from tim_jax.plan.known_models import PUBLISHED
 
@@ -225,7 +225,7 @@ def test_the_published_mixture_of_experts_has_kernels(numerics):
     if numerics.family == "pallas_tpu":  # the last block of columns may be a part of one
         fitting.check(seven, numerics)
         return
-    with pytest.raises(InputError, match="the output of the router, of 7"):
+    with pytest.raises(InputError, match="columns of the router to be a multiple of 16, got 7"):
         fitting.check(seven, numerics)
 
 
@@ -673,10 +673,10 @@ def test_what_a_kernel_cannot_take_is_refused_by_name():
     refused(replace(CONFIG, head_dim=20), TPU, "heads of 20.*multiples of 16")
     refused(CONFIG, replace(GPU, kv_block=8), "kv_block of at least 16, got 8")
     refused(CONFIG, replace(TPU, kv_block=64), "kv_block of at least 128, got 64")
-    wide = replace(GPU, gpu=replace(GPU_TILES, block_k=64))
-    refused(CONFIG, wide, r"gpu.block_k = 64 does not divide .* of 32; it can be 32")
-    refused(replace(CONFIG, vocab_size=23), GPU, "vocabulary.* of 23; no tile fits.*tiles")
-    refused(CONFIG, TPU, r"tpu.block_k = 128 does not divide")
+    refused(replace(CONFIG, vocab_size=23), GPU, "vocabulary.* multiple of 16, got 23.*tiles")
+    refused(CONFIG, TPU, "rows of the query, key and .* multiple of 128, got 32.*tiles")
+    gated = replace(CONFIG, hidden_size=128, num_heads=8, intermediate_size=192)
+    refused(gated, TPU, "columns of each part of the gate and up .* multiple of 128, got 192")
 
 
 @pytest.mark.parametrize(
@@ -700,15 +700,20 @@ def test_impossible_tiles_are_refused(build, message):
         build()
 
 
-def test_tiles_are_fitted_to_the_model_and_not_beyond_it():
-    fitted = fitting.fitted(CONFIG, replace(GPU_EXACT_BF16, interpret=True))
-    assert fitted.gpu.block_k == 16
-    assert [tile.columns for _, tile in fitted.gpu.matmul] == [16]
-    fitting.check(CONFIG, fitted)
-    large = replace(CONFIG, vocab_size=1024, hidden_size=1024, head_dim=128, intermediate_size=2048)
-    for tiles in (GPU_EXACT_BF16.gpu, GPU_BF16_BY_ROWS):
-        numerics = replace(GPU_EXACT_BF16, gpu=tiles, interpret=True)
-        assert fitting.fitted(large, numerics) == numerics
+@pytest.mark.parametrize(
+    ("blocks", "weight", "found"),
+    [
+        (lambda w: pallas_gpu.blocks(w, 1, 128, GPU_EXACT_BF16), (4096, 151_936), (128, 128)),
+        (lambda w: pallas_gpu.blocks(w, 2, 128, GPU_EXACT_BF16), (4096, 2 * 768), (64, 128)),
+        (lambda w: pallas_gpu.blocks(w, 1, 128, GPU_EXACT_BF16), (48, 576), (64, 16)),
+        (lambda w: pallas_tpu.blocks(w, 1, TPU_EXACT_BF16), (4096, 151_936), (1024, 1024)),
+        (lambda w: pallas_tpu.blocks(w, 2, TPU_EXACT_BF16), (3584, 2 * 768), (256, 512)),
+        (lambda w: pallas_tpu.blocks(w, 1, TPU_EXACT_BF16), (2048, 640), (640, 1024)),
+    ],
+)
+def test_blocks_are_the_largest_that_a_weight_has(blocks, weight, found):
+    """Each weight by itself, up to the sizes in the numerics."""
+    assert blocks(weight) == found
 
 
 def test_wide_states_get_small_blocks_of_attention_on_a_gpu():

@@ -74,13 +74,21 @@ def turned(pair, angle, norm, *, eps: float, scale: float) -> tuple[jax.Array, j
     return (first * cos - second * sin) * scale, (second * cos + first * sin) * scale
 
 
-def divides(tile: int, size: int, what: str, name: str) -> None:
-    """Raises InputError unless `tile` divides `size`; `name` is the tile's place in Numerics."""
-    if size % tile == 0:
-        return
-    fits = power_of_two_in(size)
-    advice = f"it can be {fits}" if fits >= 16 else 'no tile fits; family "tiles" takes any size'
-    raise InputError(f"numerics: {name} = {tile} does not divide {what} of {size}; {advice}")
+def block_of(limit: int, size: int, *, least: int, what: str) -> int:
+    """The largest power of two up to `limit` that divides `size`; a block of `what`.
+
+    It follows from the weight alone, so that it is the same for every number of rows.
+
+    Raises:
+      InputError: it is smaller than `least`.
+    """
+    found = min(limit, power_of_two_in(size))
+    if found < least:
+        raise InputError(
+            f"numerics: kernels need {what} to be a multiple of {least}, got {size};"
+            ' family "tiles" takes any size'
+        )
+    return found
 
 
 def power_of_two_in(size: int) -> int:

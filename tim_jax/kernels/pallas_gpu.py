@@ -34,7 +34,7 @@ from jax.experimental.pallas import triton as plt
 
 from tim_jax.kernels import pallas_attention, pallas_attention_gradient_gpu
 from tim_jax.kernels.interface import Heads
-from tim_jax.kernels.pallas import LOG2_E, PallasFamily, divides, in_blocks, padded, turned
+from tim_jax.kernels.pallas import LOG2_E, PallasFamily, block_of, in_blocks, padded, turned
 from tim_jax.kernels.pallas_calls import gpu_call as call
 from tim_jax.numerics import Numerics
 from tim_jax.numerics.value import MatmulTile
@@ -83,7 +83,8 @@ def product(
 ) -> jax.Array:
     """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
     rows, width = x.shape[0], weight.shape[1] // halves
-    tile, columns = numerics.gpu.tile(rows), _columns(weight.shape, rows, halves, numerics)
+    tile = numerics.gpu.tile(rows)
+    columns, block_k = blocks(weight.shape, halves, tile.columns, numerics)
     x = padded(x, tile.rows)
     extras = [(kind, padded(e, tile.rows) if kind == "tile" else e) for kind, e in extras]
     steps = width // columns
@@ -100,7 +101,7 @@ def product(
             _kernel,
             halves=halves,
             kinds=tuple(kind for kind, _ in extras),
-            block_k=numerics.gpu.block_k,
+            block_k=block_k,
             epilogue=epilogue,
         ),
         numerics=numerics,
@@ -119,15 +120,22 @@ def product(
     return result[:rows]
 
 
-def _columns(weight: tuple[int, ...], rows: int, halves: int, numerics: Numerics) -> int:
-    """Columns of a tile, of each half; refuses weights [K, halves * M] that it does not divide."""
+LEAST = 16  # of a block in any direction
+
+
+def blocks(
+    weight: tuple[int, ...], halves: int, columns: int, numerics: Numerics, name: str = "a weight"
+) -> tuple[int, int]:
+    """Columns of a block of each half, and rows of a step, of weights [K, halves * M].
+
+    Raises:
+      InputError: there are no such blocks.
+    """
     size, width = weight
-    columns = max(16, numerics.gpu.tile(rows).columns // halves)
-    shape = f"a weight of shape {size} x {width}"
-    divides(numerics.gpu.block_k, size, f"the rows of {shape},", "gpu.block_k")
-    what = f"the columns of {shape}, in {halves} parts"
-    divides(columns, width // halves, what, "the gpu tile's columns")
-    return columns
+    limit = max(LEAST, columns // halves)
+    what = "the columns of" if halves == 1 else "the columns of each part of"
+    columns = block_of(limit, width // halves, least=LEAST, what=f"{what} {name}")
+    return columns, block_of(numerics.gpu.block_k, size, least=LEAST, what=f"the rows of {name}")
 
 
 def _stages(tile: MatmulTile, x: jax.Array) -> int:
@@ -158,7 +166,8 @@ def grouped_product(
 ) -> jax.Array:
     """The epilogue of tiles x [T, R, K] @ weight [E, K, halves * M]; see `PallasFamily`."""
     count, rows, size = x.shape
-    tile, columns = numerics.gpu.tile(rows), _columns(weight.shape[1:], rows, halves, numerics)
+    tile = numerics.gpu.tile(rows)
+    columns, block_k = blocks(weight.shape[1:], halves, tile.columns, numerics)
     x, expert, used = in_blocks(x, expert, used, tile.rows)
     width = weight.shape[2] // halves
     steps = width // columns
@@ -168,7 +177,7 @@ def grouped_product(
         return pl.BlockSpec(block, lambda j, i: (0, 0, j + half * steps))
 
     result = call(
-        partial(_grouped, halves=halves, block_k=numerics.gpu.block_k, epilogue=epilogue),
+        partial(_grouped, halves=halves, block_k=block_k, epilogue=epilogue),
         numerics=numerics,
         name=name,
         warps=tile.warps,

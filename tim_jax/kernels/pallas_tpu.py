@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from tim_jax.kernels import pallas_attention, pallas_attention_gradient_tpu
 from tim_jax.kernels.interface import Heads
-from tim_jax.kernels.pallas import PallasFamily, divides, in_blocks, padded, turned
+from tim_jax.kernels.pallas import PallasFamily, block_of, in_blocks, padded, turned
 from tim_jax.kernels.pallas_calls import tpu_call as call
 from tim_jax.numerics import Numerics
 
@@ -75,12 +75,13 @@ def product(
 ) -> jax.Array:
     """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
     rows, width, tiles = x.shape[0], weight.shape[1] // halves, numerics.tpu
-    columns, steps, depth = _blocks(weight.shape, halves, numerics)
+    columns, block_k = blocks(weight.shape, halves, numerics)
+    steps, depth = pl.cdiv(width, columns), weight.shape[0] // block_k
     x = padded(x, tiles.rows)
     extras = [(kind, padded(e, tiles.rows) if kind == "tile" else e) for kind, e in extras]
 
     def columns_of(half: int) -> pl.BlockSpec:
-        block = (tiles.block_k, columns)
+        block = (block_k, columns)
         return pl.BlockSpec(block, lambda i, j, k: (k, j + half * steps))
 
     specs = {
@@ -94,7 +95,7 @@ def product(
         grid=(x.shape[0] // tiles.rows, steps, depth),
         scratch=[(tiles.rows, columns)] * halves,
         in_specs=[
-            pl.BlockSpec((tiles.rows, tiles.block_k), lambda i, j, k: (i, k)),
+            pl.BlockSpec((tiles.rows, block_k), lambda i, j, k: (i, k)),
             *(columns_of(half) for half in range(halves)),
             *(specs[kind] for kind, _ in extras),
         ],
@@ -104,19 +105,25 @@ def product(
     return result[:rows]
 
 
-def _blocks(weight: tuple[int, ...], halves: int, numerics: Numerics) -> tuple[int, int, int]:
-    """Columns of a block, blocks of columns of each half, and steps of a sum.
+LEAST = 128  # of a block of a weight in any direction
 
-    Of weights [K, halves * M]. Without halves the last block of columns may be a part of one.
+
+def blocks(
+    weight: tuple[int, ...], halves: int, numerics: Numerics, name: str = "a weight"
+) -> tuple[int, int]:
+    """Columns of a block of each half, and rows of a step, of weights [K, halves * M].
+
+    Without halves the last block of columns may be a part of one.
+
+    Raises:
+      InputError: there are no such blocks.
     """
-    tiles, (size, width) = numerics.tpu, weight
-    shape = f"a weight of shape {size} x {width}"
-    divides(tiles.block_k, size, f"the rows of {shape},", "tpu.block_k")
-    width //= halves
-    columns = min(tiles.columns, width)
-    if halves > 1:
-        divides(columns, width, f"the columns of {shape}, in {halves} parts", "tpu.columns")
-    return columns, pl.cdiv(width, columns), size // tiles.block_k
+    (size, width), tiles = weight, numerics.tpu
+    block_k = block_of(tiles.block_k, size, least=LEAST, what=f"the rows of {name}")
+    if halves == 1:
+        return min(tiles.columns, width), block_k
+    what = f"the columns of each part of {name}"
+    return block_of(tiles.columns, width // halves, least=LEAST, what=what), block_k
 
 
 def _grouped(expert_ref, used_ref, *refs, **options):
@@ -148,7 +155,8 @@ def grouped_product(
     written, so that nothing is copied for them, and compute nothing. So blocks run in order.
     """
     (count, rows, _), tiles = x.shape, numerics.tpu
-    columns, steps, depth = _blocks(weight.shape[1:], halves, numerics)
+    columns, block_k = blocks(weight.shape[1:], halves, numerics)
+    steps, depth = pl.cdiv(weight.shape[2] // halves, columns), weight.shape[1] // block_k
     x, expert, used = in_blocks(x, expert, used, tiles.rows)
 
     def step(i, k, used):
@@ -159,7 +167,7 @@ def grouped_product(
         i, k = step(i, k, used)
         return expert[i], k, j + half * steps
 
-    weights = (None, tiles.block_k, columns)
+    weights = (None, block_k, columns)
     result = call(
         partial(_grouped, halves=halves, epilogue=epilogue),
         numerics=numerics,
@@ -169,7 +177,7 @@ def grouped_product(
         scratch=[(tiles.rows, columns)] * halves,
         ordered=2,
         in_specs=[
-            pl.BlockSpec((tiles.rows, tiles.block_k), lambda j, i, k, e, used: step(i, k, used)),
+            pl.BlockSpec((tiles.rows, block_k), lambda j, i, k, e, used: step(i, k, used)),
             *(pl.BlockSpec(weights, partial(weights_at, half)) for half in range(halves)),
         ],
         out_specs=pl.BlockSpec(

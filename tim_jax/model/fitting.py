@@ -1,4 +1,4 @@
-"""Fits kernels to a model: tiles that divide its matrices, refusals by name, names of kernels."""
+"""Fits kernels to a model: blocks that suit it, refusals by name, names of kernels."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 
 from tim_jax import kernels
 from tim_jax.errors import InputError
-from tim_jax.kernels import pallas
+from tim_jax.kernels import pallas, pallas_gpu, pallas_tpu
 from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
@@ -19,34 +19,15 @@ from tim_jax.numerics import Numerics
 
 _GPU_HEADS = (16, 32, 64, 128, 256)
 _GPU_STATES = (*_GPU_HEADS, 512)  # of latent attention
-_GPU_LEAST, _TPU_LEAST = 16, 128
 
 
 def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
-    """`numerics` with tiles no larger than those that divide the model's matrices."""
-    weights = tuple(_weights(config, numerics))
-    depth = min(pallas.power_of_two_in(size) for _, size, _, _ in weights)
+    """`numerics` with blocks of attention and of the vocabulary that suit the model."""
     if numerics.family == "pallas_gpu":
-        width = min(pallas.power_of_two_in(w) * parts for _, _, w, parts in weights)
-        gpu = numerics.gpu
-        tiles = tuple(
-            (limit, replace(t, columns=max(_GPU_LEAST, min(t.columns, width))))
-            for limit, t in gpu.matmul
-        )
-        block_k = max(_GPU_LEAST, min(gpu.block_k, depth))
-        numerics = replace(numerics, gpu=replace(gpu, block_k=block_k, matmul=tiles))
         return _with_room_for_heads(config, numerics)
     if numerics.family == "pallas_tpu":
-        tpu = numerics.tpu
-        # Of a matrix in one part the last block may be a part of one.
-        width = min(
-            (pallas.power_of_two_in(w) for _, _, w, parts in weights if parts > 1),
-            default=tpu.columns,
-        )
-        columns = max(_TPU_LEAST, min(tpu.columns, width))
-        block_k = max(_TPU_LEAST, min(tpu.block_k, depth))
-        lanes = min(tpu.lanes, max(_TPU_LEAST, pl.next_power_of_2(config.vocab_size)))
-        tpu = replace(tpu, columns=columns, block_k=block_k, lanes=lanes)
+        most = max(pallas_tpu.LEAST, pl.next_power_of_2(config.vocab_size))
+        tpu = replace(numerics.tpu, lanes=min(numerics.tpu.lanes, most))
         return replace(numerics, tpu=tpu)
     return numerics
 
@@ -78,7 +59,7 @@ def check(config: ModelConfig, numerics: Numerics) -> None:
     """Raises InputError if these numerics cannot run this model on the default device.
 
     Before anything is compiled: the wrong device, a head size or key block that a kernel cannot
-    take, a tile that does not divide a matrix.
+    take, a matrix that is not in whole blocks.
     """
     pallas.check_platform(numerics)
     if numerics.family == "pallas_gpu":
@@ -89,16 +70,14 @@ def check(config: ModelConfig, numerics: Numerics) -> None:
 
 def _check_gpu(config: ModelConfig, numerics: Numerics) -> None:
     _check_gpu_heads(config)
-    if numerics.kv_block < _GPU_LEAST:
+    if numerics.kv_block < pallas_gpu.LEAST:
         raise InputError(
-            f"numerics: pallas_gpu needs a kv_block of at least {_GPU_LEAST}, got"
+            f"numerics: pallas_gpu needs a kv_block of at least {pallas_gpu.LEAST}, got"
             f" {numerics.kv_block}"
         )
     for name, size, width, parts in _weights(config, numerics):
-        pallas.divides(numerics.gpu.block_k, size, f"the input of {name},", "gpu.block_k")
         for _, tile in numerics.gpu.matmul:
-            columns = max(_GPU_LEAST, tile.columns // parts)
-            pallas.divides(columns, width, f"the output of {name},", "gpu tile columns")
+            pallas_gpu.blocks((size, width * parts), parts, tile.columns, numerics, name)
 
 
 def _check_gpu_heads(config: ModelConfig) -> None:
@@ -109,11 +88,11 @@ def _check_gpu_heads(config: ModelConfig) -> None:
             f"numerics: pallas_gpu cannot take heads of {value}; it takes"
             f' {", ".join(map(str, _GPU_HEADS))}, and family "tiles" any'
         )
-    if value not in _GPU_STATES or key % _GPU_LEAST:
+    if value not in _GPU_STATES or key % pallas_gpu.LEAST:
         raise InputError(
             f"numerics: pallas_gpu cannot take a compressed state of {value} numbers and a rotated"
             f" key of {config.head_dim}; it takes {', '.join(map(str, _GPU_STATES))} and multiples"
-            f' of {_GPU_LEAST}, and family "tiles" any'
+            f' of {pallas_gpu.LEAST}, and family "tiles" any'
         )
 
 
@@ -124,15 +103,13 @@ def _check_tpu(config: ModelConfig, numerics: Numerics) -> None:
                 f"numerics: pallas_tpu cannot take heads of {size}; it takes multiples of 16, and"
                 ' family "tiles" any'
             )
-    if numerics.kv_block < _TPU_LEAST:
+    if numerics.kv_block < pallas_tpu.LEAST:
         raise InputError(
-            f"numerics: pallas_tpu needs a kv_block of at least {_TPU_LEAST}, got"
+            f"numerics: pallas_tpu needs a kv_block of at least {pallas_tpu.LEAST}, got"
             f" {numerics.kv_block}"
         )
     for name, size, width, parts in _weights(config, numerics):
-        pallas.divides(numerics.tpu.block_k, size, f"the input of {name},", "tpu.block_k")
-        if parts > 1:
-            pallas.divides(numerics.tpu.columns, width, f"the output of {name},", "tpu.columns")
+        pallas_tpu.blocks((size, width * parts), parts, numerics, name)
 
 
 def _weights(config: ModelConfig, numerics: Numerics) -> Iterator[tuple[str, int, int, int]]:
