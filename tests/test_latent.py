@@ -261,7 +261,7 @@ FAMILIES = {
         family="pallas_tpu",
         kv_block=128,
         head_rows=16,
-        tpu=TpuTiles(16, 128, 128, 16, 2, 16, 128, 16, lanes=128),
+        tpu=TpuTiles(16, 128, 128, 16, 16, 2, 16, 128, 16, lanes=128),
         interpret=True,
     ),
 }

@@ -33,13 +33,14 @@ from tim_jax.plan.known_models import PUBLISHED
 GPU_TILES = GpuTiles(
     block_k=16,
     matmul=((20, MatmulTile(16, 16)), (None, MatmulTile(32, 16))),
+    experts=MatmulTile(16, 16),
     attention_rows=16,
     gradient_rows=16,
     gradient_keys=16,
     row_tile=4,
     lanes=32,
 )
-TPU_TILES = TpuTiles(16, 128, 128, 16, 2, 16, 128, 16, lanes=128)
+TPU_TILES = TpuTiles(16, 128, 128, 16, 16, 2, 16, 128, 16, lanes=128)
 GPU = Numerics(family="pallas_gpu", kv_block=16, head_rows=16, gpu=GPU_TILES, interpret=True)
 TPU = Numerics(family="pallas_tpu", kv_block=128, head_rows=16, tpu=TPU_TILES, interpret=True)
 FAMILIES = pytest.mark.parametrize("family", [GPU, TPU], ids=["gpu", "tpu"])

@@ -205,7 +205,7 @@ def outputs(
 
 def _forward(x, gate_up, down, experts, *, ops: Kernels, numerics: Numerics, devices: int):
     count, (rows, chosen) = gate_up.shape[0], experts.shape
-    size = tile_rows(experts.size, count * devices, numerics.rows_for(gate_up.shape[1]).low)
+    size = tile_rows(experts.size, count * devices, numerics.expert_rows(gate_up.shape[1]))
     laid = ops.fence(in_tiles(experts, count=count, rows=size))
     x, gate_up, down = ops.fence((x, gate_up, down))
     of_tiles = x[jnp.minimum(laid.pair, experts.size - 1) // chosen].reshape(-1, size, x.shape[1])

@@ -165,8 +165,7 @@ def grouped_product(
     halves: int,
 ) -> jax.Array:
     """The epilogue of tiles x [T, R, K] @ weight [E, K, halves * M]; see `PallasFamily`."""
-    count, rows, size = x.shape
-    tile = numerics.gpu.tile(rows)
+    (count, rows, size), tile = x.shape, numerics.gpu.experts
     columns, block_k = blocks(weight.shape[1:], halves, tile.columns, numerics)
     x, expert, used = in_blocks(x, expert, used, tile.rows)
     width = weight.shape[2] // halves

@@ -154,10 +154,10 @@ def grouped_product(
     The blocks without rows come last. Their steps name what the step before them has read and
     written, so that nothing is copied for them, and compute nothing. So blocks run in order.
     """
-    (count, rows, _), tiles = x.shape, numerics.tpu
+    (count, rows, _), tile = x.shape, numerics.tpu.expert_rows
     columns, block_k = blocks(weight.shape[1:], halves, numerics)
     steps, depth = pl.cdiv(weight.shape[2] // halves, columns), weight.shape[1] // block_k
-    x, expert, used = in_blocks(x, expert, used, tiles.rows)
+    x, expert, used = in_blocks(x, expert, used, tile)
 
     def step(i, k, used):
         """The block and the step of its sum for which a step of the grid reads."""
@@ -174,15 +174,13 @@ def grouped_product(
         name=name,
         grid=(steps, expert.size, depth),
         scalars=2,
-        scratch=[(tiles.rows, columns)] * halves,
+        scratch=[(tile, columns)] * halves,
         ordered=2,
         in_specs=[
-            pl.BlockSpec((tiles.rows, block_k), lambda j, i, k, e, used: step(i, k, used)),
+            pl.BlockSpec((tile, block_k), lambda j, i, k, e, used: step(i, k, used)),
             *(pl.BlockSpec(weights, partial(weights_at, half)) for half in range(halves)),
         ],
-        out_specs=pl.BlockSpec(
-            (tiles.rows, columns), lambda j, i, k, e, used: (step(i, k, used)[0], j)
-        ),
+        out_specs=pl.BlockSpec((tile, columns), lambda j, i, k, e, used: (step(i, k, used)[0], j)),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], weight.shape[2] // halves), dtype),
     )(expert, used, x, *(weight,) * halves)
     return result.reshape(count, -1, result.shape[1])[:, :rows]

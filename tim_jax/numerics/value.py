@@ -53,6 +53,7 @@ class GpuTiles:
 
     block_k: int = 128  # elements of a contraction per step
     matmul: tuple[tuple[int | None, MatmulTile], ...] = ((None, ONE_TILE),)  # (up to rows, tile)
+    experts: MatmulTile = ONE_TILE  # of products of experts, which have few rows each
     attention_rows: int = 64  # query rows (token times head of its group) per program
     attention_warps: int = 4
     attention_stages: int = 2
@@ -76,7 +77,7 @@ class GpuTiles:
             raise InputError(
                 f"GpuTiles: matmul needs rising row limits that end with None, got {limits}"
             )
-        for _, tile in self.matmul:
+        for tile in (self.experts, *(tile for _, tile in self.matmul)):
             _check(tile, ("rows", "columns"), least=16)
 
     def tile(self, rows: int) -> MatmulTile:
@@ -94,6 +95,7 @@ class TpuTiles:
     rows: int = 256
     columns: int = 1024
     block_k: int = 1024
+    expert_rows: int = 128  # of products of experts, which have few rows each
     attention_rows: int = 64
     attention_heads: int = 8  # key heads of a step, at most
     gradient_rows: int = 256  # of attention's gradient
@@ -103,7 +105,8 @@ class TpuTiles:
 
     def __post_init__(self):
         _check(self, tuple(f.name for f in fields(self)), least=1, power=True)
-        _check(self, ("rows", "attention_rows", "gradient_rows", "row_tile"), least=16)
+        rows = ("rows", "expert_rows", "attention_rows", "gradient_rows", "row_tile")
+        _check(self, rows, least=16)
         _check(self, ("columns", "block_k", "gradient_keys", "lanes"), least=128)
 
 
@@ -111,7 +114,10 @@ class TpuTiles:
 GPU_F32 = GpuTiles(
     block_k=32, attention_rows=32, gradient_rows=16, gradient_keys=16, gradient_stages=1
 )
-GPU_BF16 = GpuTiles(matmul=((None, MatmulTile(rows=128, columns=128, warps=8, stages=3)),))
+GPU_BF16 = GpuTiles(
+    matmul=((None, MatmulTile(rows=128, columns=128, warps=8, stages=3)),),
+    experts=MatmulTile(rows=64, columns=128, warps=4, stages=3),
+)
 # By row count, for Hopper: narrow tiles keep all cores busy at the few rows of a decode step.
 GPU_BF16_BY_ROWS = GpuTiles(
     matmul=(
@@ -366,6 +372,14 @@ class Numerics:
         if self.family == "pallas_tpu":
             return Rows(self.tpu.rows, None)
         return dict(self.rows_by_contraction).get(contraction, self.rows)
+
+    def expert_rows(self, contraction: int) -> int:
+        """The fewest rows of a product of an expert that contracts over `contraction` elements."""
+        if self.family == "pallas_gpu":
+            return self.gpu.experts.rows
+        if self.family == "pallas_tpu":
+            return self.tpu.expert_rows
+        return self.rows_for(contraction).low
 
 
 EXACT_F32 = Numerics()
