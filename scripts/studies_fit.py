@@ -16,6 +16,7 @@ import bench_common as common
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
 from tim_jax.jobs import planning
+from tim_jax.plan.comparison import COMPARED
 from tim_jax.plan.planning import Plan
 from tim_jax.study import arms, files, measurement
 from tim_jax.study.definition import Study
@@ -66,7 +67,7 @@ def runs(path: Path) -> Iterator[Wanted]:
 def row(study: str, names: list[str], plan: Plan) -> str:
     """A line of the table."""
     sizes = {stage.name: f"{stage.total / GIB:.1f}" for stage in plan.stages}
-    compared = [match for match in plan.audit if match.operation.kind != "pick"]
+    compared = [match for match in plan.audit if match.operation.kind in COMPARED]
     equal = sum(not match.differences for match in compared)
     numbers = [sizes.get(name, "") for name in ("sampler", "scoring", "update")]
     fits = "" if plan.fits else " (DOES NOT FIT)"

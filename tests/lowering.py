@@ -74,6 +74,13 @@ def operations(numerics: Numerics, rows: int = 70):
     paged_states = shape((20, 1, 576, page), dtype), shape((20, 1, page, 512), dtype)
     latent_pages = shape((count, -(-length // page)), jnp.int32)
     use = {"numerics": numerics}
+    writes = {}
+    if numerics.cache_write == "blocks":
+        row, at = shape((count, 1, 2, 128), dtype), shape((count, 1), jnp.int32)
+        writes = {
+            "cache_write": (partial(kernels.written, axis=3, **use), (key, row, at)),
+            "cache_write, values": (partial(kernels.written, axis=2, **use), (value, row, at)),
+        }
 
     def gradient(query, key, value, positions, cotangent, window=None, numerics=numerics):
         def attend(*arrays):
@@ -83,7 +90,7 @@ def operations(numerics: Numerics, rows: int = 70):
         return jax.vjp(attend, query, key, value)[1](cotangent)
 
     project = partial(ops.project, heads=heads, eps=1e-6, **use)
-    return {
+    return writes | {
         "dot": (partial(ops.dot, **use), (x, weight)),
         "dot_add": (
             lambda x, w, r: ops.dot_add(x, w, r, None, **use),

@@ -423,16 +423,21 @@ def test_rounded_is_the_cast_to_bfloat16():
 
 @pytest.mark.parametrize("axis", [2, 3])
 @pytest.mark.parametrize("length", [1, 3])
-def test_rows_land_at_their_own_positions_of_the_cache(axis, length):
-    batch, heads, size, span = 5, 2, 4, 9
+@pytest.mark.parametrize(
+    ("span", "first"), [(9, [0, 6, 3, 5, 1]), (300, [0, 126, 14, 255, 297])], ids=["one", "many"]
+)
+def test_rows_land_at_their_own_positions_of_the_cache(axis, length, span, first):
+    """In one block of the kernel that writes blocks, and in and across several."""
+    batch, heads, size = 5, 2, 4
     shape = (batch, heads, span, size) if axis == 2 else (batch, heads, size, span)
     cache, rows = normal(0, *shape), normal(1, batch, length, heads, size)
-    first = np.asarray([0, 6, 3, 5, 1])
-    positions = first[:, None] + np.arange(length)
+    positions = np.asarray(first)[:, None] + np.arange(length)
     expected = np.moveaxis(np.array(cache), axis, 1)
     for b, t in np.ndindex(batch, length):
         expected[b, positions[b, t]] = rows[b, t]
-    for how in ("rows", "scatter"):
-        write = partial(kernels.written, axis=axis, numerics=Numerics(cache_write=how))
+    in_blocks = Numerics(family="pallas_tpu", cache_write="blocks", interpret=True)
+    for how in ("rows", "scatter", "blocks"):
+        numerics = in_blocks if how == "blocks" else Numerics(cache_write=how)
+        write = partial(kernels.written, axis=axis, numerics=numerics)
         found = np.moveaxis(np.asarray(jax.jit(write)(cache, rows, positions)), axis, 1)
         np.testing.assert_array_equal(bits(found), bits(expected), err_msg=how)

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tim_jax.kernels import formulas
+from tim_jax.kernels import formulas, pallas_cache
 from tim_jax.kernels.interface import Kernels
 from tim_jax.numerics import Numerics, strict
 
@@ -106,7 +106,9 @@ def write(
       axis: that of the positions, 3 or 2.
       pages: i32[B, S / block], where each row's blocks of positions lie.
     """
-    method = _by_scatter if numerics.cache_write == "scatter" else _by_rows
+    method = _by_rows if numerics.cache_write == "rows" else _by_scatter
+    if numerics.cache_write == "blocks" and numerics.family == "pallas_tpu":
+        method = partial(pallas_cache.write, numerics=numerics)
     if pages is None:
         first = jnp.broadcast_to(jnp.arange(positions.shape[0])[:, None], positions.shape)
         return method(cache, rows, first, positions, axis)

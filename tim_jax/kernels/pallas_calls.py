@@ -41,16 +41,17 @@ def tpu_call(
     out_shape: Any,
     scalars: int = 0,
     scratch: Sequence[tuple[int, ...]] = (),
-    ordered: int = 1,
+    ordered: int | None = None,
+    **options: Any,
 ) -> Callable:
     """`pl.pallas_call`, compiled by Mosaic, or interpreted if the numerics say so.
 
-    The first `scalars` arguments are integers that the index maps may read. With scratch (float32
-    arrays of vector memory) the last `ordered` axes of the grid run in order, as the steps of a
-    sum; all other axes may run in any.
+    The first `scalars` arguments are integers that the index maps may read. The last `ordered` axes
+    of the grid run in order, as the steps of a sum; all other axes may run in any. If that is not
+    given it is one axis with scratch (float32 arrays of vector memory), and none without.
     """
     check_platform(numerics)
-    parallel = len(grid) - (ordered if scratch else 0)
+    parallel = len(grid) - (bool(scratch) if ordered is None else ordered)
     semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel)
     return pl.pallas_call(
         kernel,
@@ -65,6 +66,7 @@ def tpu_call(
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        **options,
     )
 
 

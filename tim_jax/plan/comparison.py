@@ -29,8 +29,9 @@ _TILING = re.compile(r'"window_config":(\{[^}]*\})|\b(num_(?:warps|stages) = \d+
 
 
 # A crossing is a sum over devices. A pick is a sum that the compiler wrote where the traced program
-# slices or gathers: all values but one are zero.
-KINDS = ("kernel", "product", "sum", "crossing", "pick")
+# slices or gathers: all values but one are zero. A move is a kernel that computes no float.
+KINDS = ("kernel", "product", "sum", "crossing", "pick", "move")
+COMPARED = KINDS[:4]  # by their order; the others have none
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,15 @@ def _operation(one: Instruction, computation: Computation, module: Module) -> Op
     if not (products or sums or kernel):
         return None
     place = next((i.op_name for i, _ in (*products, *sums) if i.op_name), one.op_name)
+    body = kernel_code.body(one.attributes) if kernel else _written(one, computation, module)
+    of_kernel = "kernel" if kernel_code.computes(body) else "move"
     return Operation(
-        kind="kernel" if kernel else "product" if products else _kind(sums),
+        kind=of_kernel if kernel else "product" if products else _kind(sums),
         name=_kernel_name(one) if kernel else (products or sums)[0][0].opcode,
         operands=tuple(t for name in one.operands for t in computation[name].types),
         results=one.types,
         summed=tuple(sorted(n for i, c in (*products, *sums) for n in _summed(i, c))),
-        body=kernel_code.body(one.attributes) if kernel else _written(one, computation, module),
+        body=body,
         tiling=", ".join(one for found in _TILING.findall(one.attributes) for one in found if one),
         place=place,
     )

@@ -25,6 +25,10 @@ _BODY = re.compile(r'"body":\s*"([^"]*)"')
 _BOUNDS = re.compile(r"iteration_bounds = array<i64: ([\d, ]*)>")
 # A table of integers that index maps read: its sizes follow the rows of a batch.
 _TABLE = re.compile(r"memref<(?:\d+x)+i32, #tpu.memory_space<smem>>")
+# Operations that make floats of floats, and do not only move or widen them.
+_ARITHMETIC = re.compile(
+    r"arith\.(?:add|sub|mul|div|max|min|rem)\w*f\b|math\.|matmul|contract|tt\.dot|reduc"
+)
 _COMPARED = re.compile(r'arith\.cmpi"\(%arg(\d+), (%\d+)\)')
 
 
@@ -48,6 +52,12 @@ def body(attributes: str) -> str:
     except (ir.MLIRError, ValueError):
         return stored
     return _TABLE.sub("memref<i32, #tpu.memory_space<smem>>", without_bounds(text))
+
+
+def computes(body: str) -> bool:
+    """Whether a kernel's code makes floats, as one that could not be read is taken to do."""
+    readable = "stable_mosaic." in body or "tt." in body
+    return not readable or _ARITHMETIC.search(body) is not None
 
 
 def without_bounds(text: str) -> str:

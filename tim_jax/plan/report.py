@@ -9,6 +9,10 @@ from tim_jax.plan.planning import Largest, Plan, Stage
 
 _GIB = 2**30
 _SLOWEST = 4  # kernels that are named
+_LEFT_OUT = {
+    "pick": "slices and gathers that the compiler wrote as sums of zeros",
+    "move": "calls of kernels that move values and compute none",
+}
 
 
 def text(plan: Plan) -> str:
@@ -102,7 +106,7 @@ def _audit(matches: tuple[Match, ...]) -> Iterator[str]:
     if not matches:
         yield "static audit: not done, as a program did not compile"
         return
-    compared = [match for match in matches if match.operation.kind != "pick"]
+    compared = [match for match in matches if match.operation.kind in comparison.COMPARED]
     different = [match for match in compared if match.differences]
     counts = [
         (sum(match.operation.kind == kind for match in compared), kind) for kind in comparison.KINDS
@@ -118,9 +122,10 @@ def _audit(matches: tuple[Match, ...]) -> Iterator[str]:
         differences = "; ".join(match.differences)
         yield f"  {operation.kind} {operation.name} x {match.count}: {differences}"
         yield f"    at {operation.place or 'no place given'}"
-    picks = sum(match.count for match in matches) - sum(match.count for match in compared)
-    if picks:
-        yield f"  not compared: {picks} slices and gathers that the compiler wrote as sums of zeros"
+    for kind, what in _LEFT_OUT.items():
+        count = sum(match.count for match in matches if match.operation.kind == kind)
+        if count:
+            yield f"  not compared: {count} {what}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -344,7 +344,8 @@ def make_execution(
         shared=shared,
     )
     if devices is not None:  # none of them is the CPU at hand
-        numerics = replace(numerics, cache_write="scatter")
+        accelerated = numerics.cache_write == "blocks"
+        numerics = numerics if accelerated else replace(numerics, cache_write="scatter")
     else:
         check_compiler_options(config.numerics.compiler_options)
     stops = tuple(sorted({*model.stop_tokens, *section.stop_tokens}))
