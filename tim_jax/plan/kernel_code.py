@@ -27,7 +27,7 @@ _BOUNDS = re.compile(r"iteration_bounds = array<i64: ([\d, ]*)>")
 _TABLE = re.compile(r"memref<(?:\d+x)+i32, #tpu.memory_space<smem>>")
 # Operations that make floats of floats, and do not only move or widen them.
 _ARITHMETIC = re.compile(
-    r"arith\.(?:add|sub|mul|div|max|min|rem)\w*f\b|math\.|matmul|contract|tt\.dot|reduc"
+    r"arith\.(?:add|sub|mul|div|max|min|rem)\w*f\b|math\.|matmul|contract|tt\.dot|reduc|tt\.extern"
 )
 _COMPARED = re.compile(r'arith\.cmpi"\(%arg(\d+), (%\d+)\)')
 
