@@ -60,11 +60,11 @@ def operations(numerics: Numerics, rows: int = 70):
     extras = {name: shape((128,), f32) for name in ("q_norm", "k_norm")}
     extras["bias"] = shape((8 * 128,), f32)
     count, length, block = 1 + rows // 30, 60 + 2 * rows, numerics.kv_block
-    query = shape((count, 2, 2 * rows, 128), dtype)
-    key, value = shape((count, 2, 128, length), dtype), shape((count, 2, length, 128), dtype)
+    query = shape((count, 8, 2 * rows, 128), dtype)
+    key, value = shape((count, 8, 128, length), dtype), shape((count, 8, length, 128), dtype)
     positions = shape((count, 2 * rows), jnp.int32)
     pages = shape((count, -(-length // block)), jnp.int32)
-    paged = shape((20, 2, 128, block), dtype), shape((20, 2, block, 128), dtype)
+    paged = shape((20, 8, 128, block), dtype), shape((20, 8, block, 128), dtype)
     # Latent attention: a compressed state of 512 numbers, and beside it a rotated key of 64.
     latent_query = shape((count, 1, 2 * rows, 576), dtype)
     latent_key = shape((count, 1, 576, length), dtype)
@@ -76,7 +76,7 @@ def operations(numerics: Numerics, rows: int = 70):
     use = {"numerics": numerics}
     writes = {}
     if numerics.cache_write == "blocks":
-        row, at = shape((count, 1, 2, 128), dtype), shape((count, 1), jnp.int32)
+        row, at = shape((count, 1, 8, 128), dtype), shape((count, 1), jnp.int32)
         writes = {
             "cache_write": (partial(kernels.written, axis=3, **use), (key, row, at)),
             "cache_write, values": (partial(kernels.written, axis=2, **use), (value, row, at)),
