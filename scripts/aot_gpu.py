@@ -38,7 +38,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import kernels
 from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, Numerics
-from tim_jax.numerics.value import GPU_BF16_BY_ROWS, MatmulTile
+from tim_jax.numerics.device_tiles import GPU_BF16_BY_ROWS, MatmulTile
 from tim_jax.plan import topology
 from tim_jax.plan.gpus import COMPILER_OPTIONS, GPUS
 

@@ -113,7 +113,7 @@ def _totals(plans: list[tuple[Case, dict[str, Any]]]) -> list[str]:
         for stage in ("sampler", "update"):
             found = plan["stages"][stage]["estimate"]
             if found is None:
-                cells += ["does not compile", ""]
+                cells += ["refused: too large", ""]
             else:
                 cells += [f"{found['total']:.2f}", f"{found['least'] / found['total']:.0%}"]
         cells.append("yes" if plan["fits"] else "no")

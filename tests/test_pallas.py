@@ -26,7 +26,7 @@ from tim_jax.numerics import (
     TPU_EXACT_F32,
     Numerics,
 )
-from tim_jax.numerics.value import GpuTiles, MatmulTile, TpuTiles
+from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile, TpuTiles
 from tim_jax.placement import Placement
 from tim_jax.plan.known_models import PUBLISHED
 

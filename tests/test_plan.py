@@ -28,7 +28,7 @@ from tim_jax import cli, kernels, objectives, optimizers
 from tim_jax.errors import InputError
 from tim_jax.model.config_file import to_hf
 from tim_jax.model.execution import Batching, Execution
-from tim_jax.numerics.value import GpuTiles, MatmulTile, TpuTiles
+from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile, TpuTiles
 from tim_jax.placement import Placement
 from tim_jax.plan import (
     comparison,

@@ -14,7 +14,7 @@ from tim_jax import kernels
 from tim_jax.errors import InputError
 from tim_jax.kernels import native, variants
 from tim_jax.numerics import Numerics
-from tim_jax.numerics.value import GpuTiles, MatmulTile
+from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile
 
 CANDIDATES = (
     MatmulTile(64, 32, 4, 5),

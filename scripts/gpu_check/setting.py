@@ -15,7 +15,7 @@ from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import TABLE, Weight, matrices, tree
 from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, GPU_PINNED_OPTIONS, Numerics, Rows
-from tim_jax.numerics.value import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile
+from tim_jax.numerics.device_tiles import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile
 
 SMOKE_TILES = GpuTiles(
     block_k=16,

@@ -166,7 +166,7 @@ def on_tpu(
     """
     batch, heads, count, size = query.shape
     rows, block, width = numerics.tpu.attention_rows, numerics.kv_block, value.shape[3]
-    some = min(power_of_two_in(heads), numerics.tpu.attention_heads)
+    some = min(power_of_two_in(heads), numerics.tpu.heads)
     query = padded(query, rows, axis=2)
     last, first = seen(positions, window, rows)
     tile = pl.BlockSpec((None, some, rows, size), lambda b, h, i, j, *scalars: (b, h, i, 0))

@@ -37,7 +37,7 @@ from tim_jax.kernels.interface import Heads
 from tim_jax.kernels.pallas import LOG2_E, PallasFamily, block_of, in_blocks, padded, turned
 from tim_jax.kernels.pallas_calls import gpu_call as call
 from tim_jax.numerics import Numerics
-from tim_jax.numerics.value import MatmulTile
+from tim_jax.numerics.device_tiles import MatmulTile
 
 
 def _sums(x_ref, weight_refs, shape, block_k: int, expert: tuple[jax.Array, ...] = ()):

@@ -21,7 +21,14 @@ from jax.experimental import pallas as pl
 
 from tim_jax.kernels import pallas_attention, pallas_attention_gradient_tpu
 from tim_jax.kernels.interface import Heads
-from tim_jax.kernels.pallas import PallasFamily, block_of, in_blocks, padded, turned
+from tim_jax.kernels.pallas import (
+    PallasFamily,
+    block_of,
+    in_blocks,
+    padded,
+    power_of_two_in,
+    turned,
+)
 from tim_jax.kernels.pallas_calls import tpu_call as call
 from tim_jax.numerics import Numerics
 
@@ -232,9 +239,9 @@ def rotated(
 def _turned(parts, weight, *, cos, sin, scale, eps, numerics: Numerics):
     """Heads of parts [heads, 2, N, D / 2], normed, rotated and scaled: [N, heads, D]."""
     count, _, rows, half = parts.shape
-    tile = numerics.tpu.row_tile
+    tile, some = numerics.tpu.row_tile, min(power_of_two_in(count), numerics.tpu.heads)
     parts, cos, sin = padded(parts, tile, axis=2), padded(cos, tile), padded(sin, tile)
-    pair = pl.BlockSpec((None, 2, tile, half), lambda i, h: (h, 0, i, 0))
+    pair = pl.BlockSpec((some, 2, tile, half), lambda i, h: (h, 0, i, 0))
     angle = pl.BlockSpec((tile, half), lambda i, h: (i, 0))
     inputs, specs = [parts, cos, sin], [pair, angle, angle]
     if weight is not None:
@@ -244,7 +251,7 @@ def _turned(parts, weight, *, cos, sin, scale, eps, numerics: Numerics):
         partial(_turn, normed=weight is not None, scale=scale, eps=eps),
         numerics=numerics,
         name="turn",
-        grid=(parts.shape[2] // tile, count),
+        grid=(parts.shape[2] // tile, count // some),
         in_specs=specs,
         out_specs=pair,
         out_shape=jax.ShapeDtypeStruct(parts.shape, numerics.dtype),
@@ -253,12 +260,13 @@ def _turned(parts, weight, *, cos, sin, scale, eps, numerics: Numerics):
 
 
 def _turn(parts_ref, cos_ref, sin_ref, *refs, normed: bool, scale: float, eps: float):
-    """One head of a tile of rows; element i of each half form a pair that is rotated."""
-    pair = parts_ref[0], parts_ref[1]
+    """Some heads of a tile of rows; element i of each half form a pair that is rotated."""
     norm = [refs[0][half : half + 1, :] for half in (0, 1)] if normed else None
     angle = cos_ref[...], sin_ref[...]
-    for half, part in enumerate(turned(pair, angle, norm, eps=eps, scale=scale)):
-        refs[-1][half] = part.astype(refs[-1].dtype)
+    for head in range(parts_ref.shape[0]):
+        pair = parts_ref[head, 0], parts_ref[head, 1]
+        for half, part in enumerate(turned(pair, angle, norm, eps=eps, scale=scale)):
+            refs[-1][head, half] = part.astype(refs[-1].dtype)
 
 
 _ROWS = 8

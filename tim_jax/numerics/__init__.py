@@ -1,34 +1,36 @@
 """How numbers are computed: the value that sampler and learner share, and exact pieces of it."""
 
+from tim_jax.numerics.device_tiles import (
+    GPU_BF16,
+    GPU_BF16_BY_ROWS,
+    GPU_F32,
+    ONE_TILE,
+    TPU_BF16,
+    TPU_F32,
+    GpuTiles,
+    MatmulTile,
+    TpuTiles,
+)
 from tim_jax.numerics.value import (
     CACHE_DTYPES,
     EXACT_BF16,
     EXACT_F32,
     FAMILIES,
-    GPU_BF16,
-    GPU_BF16_BY_ROWS,
     GPU_EXACT_BF16,
     GPU_EXACT_F32,
-    GPU_F32,
     GPU_PINNED_OPTIONS,
     NATIVE_BF16,
     NATIVE_F32,
-    ONE_TILE,
-    TPU_BF16,
     TPU_EXACT_BF16,
     TPU_EXACT_F32,
-    TPU_F32,
     Attention,
     CacheWrite,
     Family,
-    GpuTiles,
-    MatmulTile,
     Numerics,
     Order,
     Precision,
     Rows,
     Scale,
-    TpuTiles,
 )
 
 __all__ = [
