@@ -476,20 +476,21 @@ def test_weights_of_two_sizes_are_a_difference():
     assert any("sizes [40] / [48]" in line for match in found for line in match.differences)
 
 
-def test_the_layout_of_integers_is_no_difference():
-    def with_integers(dtype, layout):
+def test_layout_and_sizes_of_integers_are_no_difference():
+    def with_integers(dtype, layout, width):
         return f"""HloModule m
-ENTRY %main (x: {dtype}[8,96], y: f32[8,96]) -> f32[8] {{
-  %x = {dtype}[8,96]{{1,0{layout}}} parameter(0)
+ENTRY %main (x: {dtype}[8,{width}], y: f32[8,96]) -> f32[8] {{
+  %x = {dtype}[8,{width}]{{1,0{layout}}} parameter(0)
   %y = f32[8,96]{{1,0}} parameter(1)
   ROOT %sum = f32[8]{{0}} custom-call(%x, %y), custom_call_target="tpu_custom_call"
 }}
 """
 
     for dtype, same in (("s32", True), ("f32", False)):
-        one, other = (with_integers(dtype, tiles) for tiles in (":T(8,128)", ":T(4,128)"))
-        (match,) = comparison.compare(one, [other], weights=WEIGHTS)
-        assert (not match.differences) == same
+        for other in (with_integers(dtype, ":T(4,128)", 24), with_integers(dtype, ":T(8,128)", 40)):
+            one = with_integers(dtype, ":T(8,128)", 24)
+            (match,) = comparison.compare(one, [other], weights=WEIGHTS)
+            assert (not match.differences) == same
 
 
 def test_another_width_is_a_difference():

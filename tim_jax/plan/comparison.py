@@ -262,10 +262,10 @@ def _types(
 ) -> list[str]:
     if (a.dtype, len(a.dims)) != (b.dtype, len(b.dims)):
         return [f"{a} / {b}"]
+    if a.dtype.startswith(("s", "u", "pred")):
+        return []  # a table of integers follows the numbers of rows and keys, and is never summed
     ours, theirs = layout(a), layout(b)
-    # Of integers it may follow the number of rows; it is no order of a sum of floats.
-    same = ours == theirs or a.dtype.startswith(("s", "u", "pred"))
-    lines = [] if same else [f"layout {ours} / {theirs}"]
+    lines = [] if ours == theirs else [f"layout {ours} / {theirs}"]
     if a.dims != b.dims and not _only_rows(a.dims, b.dims, weights, rows):
         lines.append(f"sizes {list(a.dims)} / {list(b.dims)}")
     return lines

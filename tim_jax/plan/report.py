@@ -74,9 +74,10 @@ def _stage(stage: Stage) -> Iterator[str]:
 
 def _times(stage: Stage, plan: Plan) -> Iterator[str]:
     """The time that the program should take, of what, and its share for the least work."""
-    if not any(stage.texts):
+    made = _estimated(stage, plan)
+    if made is None:
         return
-    found, least = _estimated(stage, plan)
+    found, least = made
     of_kernels = sum(one.seconds for one in found.kernels.values())
     yield (
         f"  estimate   {found.total:,.2f} s: kernels {of_kernels:,.2f}, other work"
@@ -87,8 +88,11 @@ def _times(stage: Stage, plan: Plan) -> Iterator[str]:
         yield f"    {name:<24} {one.seconds:>10,.2f} s, {one.calls:,} calls, most in {one.bound}"
 
 
-def _estimated(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float]:
+def _estimated(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float] | None:
+    """The estimate, and seconds of the least work; None if the program was refused."""
     rates, dtype = roofline.rates(plan.target), plan.workload.execution.numerics.compute_dtype
+    if rates is None or not any(stage.texts):
+        return None
     least = roofline.least(plan.workload, stage.name).seconds(rates, dtype)
     share = roofline.seen(plan.workload, stage.name)
     return roofline.estimate(stage.figures, rates, dtype, seen=share), least
@@ -183,9 +187,10 @@ def _stage_values(stage: Stage) -> dict[str, Any]:
 
 
 def _time_values(stage: Stage, plan: Plan) -> dict[str, Any]:
-    if not any(stage.texts):
+    made = _estimated(stage, plan)
+    if made is None:
         return {"estimate": None}
-    found, least = _estimated(stage, plan)
+    found, least = made
     kernels = {
         name: {"seconds": one.seconds, "calls": one.calls, "bound": one.bound}
         for name, one in found.kernels.items()

@@ -74,9 +74,9 @@ RATES: Mapping[str, Rates] = MappingProxyType(
 )
 
 
-def rates(target: Target) -> Rates:
-    """The rates of a target's devices."""
-    return RATES[target.name.partition(":")[0]]
+def rates(target: Target) -> Rates | None:
+    """The rates of a target's devices, if they are known."""
+    return RATES.get(target.name.partition(":")[0])
 
 
 @dataclass(frozen=True)
