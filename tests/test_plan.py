@@ -255,6 +255,37 @@ def test_bytes_of_a_loop_over_slices_are_those_of_the_slices():
     assert once <= costs.bytes_accessed(module) < 5 * once
 
 
+_NESTED = """HloModule nested
+
+%inside (stack: f32[50,64,64], at: s32[]) -> f32[64,64] {
+  %stack = f32[50,64,64] parameter(0)
+  %at = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice = f32[1,64,64] dynamic-slice(%stack, %at, %zero, %zero), dynamic_slice_sizes={1,64,64}
+  ROOT %one = f32[64,64] bitcast(%slice)
+}
+
+%outside (stack: f32[50,64,64], x: f32[8,64], at: s32[]) -> f32[8,64] {
+  %stack = f32[50,64,64] parameter(0)
+  %x = f32[8,64] parameter(1)
+  %at = s32[] parameter(2)
+  %own = f32[64,64] fusion(%stack, %at), kind=kLoop, calls=%inside
+  ROOT %y = f32[8,64] dot(%x, %own), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (stack: f32[50,64,64], x: f32[8,64], at: s32[]) -> f32[8,64] {
+  %stack = f32[50,64,64] parameter(0)
+  %x = f32[8,64] parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %fusion = f32[8,64] fusion(%stack, %x, %at), kind=kOutput, calls=%outside
+}
+"""
+
+
+def test_a_slice_in_a_fusion_inside_a_fusion_reads_the_slice():
+    assert costs.bytes_accessed(hlo.parse(_NESTED)) == 4 * (64 * 64 + 8 * 64 + 8 * 64 + 1)
+
+
 _WRITING = """HloModule writing
 
 %into (cache: f32[8,1024], at: s32[4,1], rows: f32[4,1024]) -> f32[8,1024] {

@@ -199,7 +199,7 @@ def _accessed(one: Instruction, computation: Computation, module: Module) -> int
     sizes = [computation[name].bytes if name in computation else 0 for name in one.operands]
     if one.opcode == "fusion":
         (name,) = one.called["calls"]
-        return _fusion(module.computations[name], sizes, one.bytes)
+        return _fusion(module.computations[name], sizes, one.bytes, module)
     if one.opcode in _TAKES:
         return 2 * one.bytes
     if one.opcode in _PUTS:
@@ -207,29 +207,43 @@ def _accessed(one: Instruction, computation: Computation, module: Module) -> int
     return sum(sizes) + one.bytes
 
 
-def _fusion(body: Computation, sizes: list[int], result: int) -> int:
-    """Reads and writes of a fusion whose arguments have these sizes."""
+def _users(body: Computation) -> dict[str, list[Instruction]]:
     users: dict[str, list[Instruction]] = {}
     for one in body.values():
         for name in dict.fromkeys(one.operands):
             users.setdefault(name, []).append(one)
-    total = 0
+    return users
+
+
+def _fusion(body: Computation, sizes: list[int], result: int, module: Module) -> int:
+    """Reads and writes of a fusion whose arguments have these sizes."""
+    users, total = _users(body), 0
     for one in body.values():
         if one.opcode == "parameter":
             index = int(one.arguments)
             whole = sizes[index] if index < len(sizes) else one.bytes
-            total += min(whole, _read(one, users, whole))
+            total += min(whole, _read(one, users, whole, module))
     updates = [one for one in body.values() if one.opcode in _PUTS]
     written = sum(body[one.operands[_PUTS[one.opcode]]].bytes for one in updates)
     return total + max(result - sum(one.bytes for one in updates), 0) + written
 
 
-def _read(value: Instruction, users: Mapping[str, list[Instruction]], whole: int) -> int:
-    """Bytes of a value that its users read, views of it included."""
+def _read(
+    value: Instruction, users: Mapping[str, list[Instruction]], whole: int, module: Module
+) -> int:
+    """Bytes of a value that its users read, views of it and fusions inside included."""
     total = 0
     for user in users.get(value.name, []):
         if user.opcode == "bitcast":
-            total += _read(user, users, whole)
+            total += _read(user, users, whole, module)
+        elif user.opcode == "fusion":
+            body = module.computations[user.called["calls"][0]]
+            inner = _users(body)
+            total += sum(
+                _read(one, inner, whole, module)
+                for one in body.values()
+                if one.opcode == "parameter" and user.operands[int(one.arguments)] == value.name
+            )
         elif user.opcode in _TAKES and user.operands[0] == value.name:
             total += user.bytes
         elif user.opcode not in _PUTS or user.operands[0] != value.name:
