@@ -40,7 +40,18 @@ GPU_TILES = GpuTiles(
     row_tile=4,
     lanes=32,
 )
-TPU_TILES = TpuTiles(16, 128, 128, 16, 16, 2, 16, 128, 16, lanes=128)
+TPU_TILES = TpuTiles(
+    rows=16,
+    columns=128,
+    block_k=128,
+    expert_rows=16,
+    attention_rows=16,
+    heads=2,
+    gradient_rows=16,
+    gradient_keys=128,
+    row_tile=16,
+    lanes=128,
+)
 GPU = Numerics(family="pallas_gpu", kv_block=16, head_rows=16, gpu=GPU_TILES, interpret=True)
 TPU = Numerics(family="pallas_tpu", kv_block=128, head_rows=16, tpu=TPU_TILES, interpret=True)
 FAMILIES = pytest.mark.parametrize("family", [GPU, TPU], ids=["gpu", "tpu"])
@@ -305,7 +316,7 @@ def test_project_takes_what_column_tiles_make(family, dtype):
 
 
 def attention_inputs(numerics, length):
-    batch, heads, group, size = 2, 1, 2, 16
+    batch, heads, group, size = 2, 2, 2, 16
     query = normal(0, batch, heads, length * group, size) * size**-0.5
     key, value = normal(1, batch, heads, size, length), normal(2, batch, heads, length, size)
     at = jnp.repeat(jnp.broadcast_to(jnp.arange(length)[None], (batch, length)), group, axis=1)

@@ -259,9 +259,10 @@ class PallasFamily:
 
         def whole(columns):
             """[N, M] with the parts of all column tiles beside each other."""
+            if numerics.column_tiles == 1:
+                return columns
             shares = (heads.query, heads.key, heads.key)
-            parts = parted(columns, numerics.column_tiles, shares)
-            return columns if numerics.column_tiles == 1 else jnp.concatenate(parts, axis=1)
+            return jnp.concatenate(parted(columns, numerics.column_tiles, shares), axis=1)
 
         def kernel(y, cos, sin, optional):
             y = whole(y)

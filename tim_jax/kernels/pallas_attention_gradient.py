@@ -15,16 +15,29 @@ Two kernels, and no sum that is shared among programs, so that a gradient repeat
 Products have the compute dtype's operands and float32 sums, as those of the forward.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from tim_jax.kernels.pallas import padded
+from tim_jax.kernels import tiles
+from tim_jax.kernels.pallas import fence, padded
 from tim_jax.kernels.pallas_attention import seen
 
 BY_ROWS, BY_KEYS = "attention_gradient_rows", "attention_gradient_keys"
-Gradients = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class Arrays(NamedTuple):
+    """Arguments of `kernels.attention`, what it returned, and the cotangent of that."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    positions: jax.Array
+    window: jax.Array | None
+    out: jax.Array
+    cotangent: jax.Array
 
 
 class Sizes(NamedTuple):
@@ -52,10 +65,29 @@ class Inputs(NamedTuple):
     first: jax.Array | None
 
 
-def filled(query, key, value, positions, window, out, cotangent, *, rows: int, keys: int):
-    """The arguments of a gradient in tiles of `rows` and blocks of `keys`, and their sizes."""
+def gradients(by_rows: Callable, by_keys: Callable, arrays: Arrays, *, rows: int, keys: int):
+    """Gradients of query, key and value in their dtypes, of a device's two kernels.
+
+    Args:
+      by_rows: inputs, sizes -> the gradient of the query, and every row's normaliser.
+      by_keys: inputs, sizes, normalisers -> the gradients of key and value.
+      arrays: see `Arrays`.
+      rows: of a tile.
+      keys: of a block.
+    """
+    inputs, sizes = _filled(arrays, rows=rows, keys=keys)
+    dquery, normaliser = by_rows(inputs, sizes)
+    dkey, dvalue = by_keys(inputs, sizes, normaliser)
+    count, length = arrays.query.shape[2], arrays.key.shape[3]
+    return dquery[:, :, :count], dkey[..., :length], dvalue[:, :, :length]
+
+
+def _filled(arrays: Arrays, *, rows: int, keys: int) -> tuple[Inputs, Sizes]:
+    query, key, value, positions, window, out, cotangent = arrays
     batch, heads, _, size = query.shape
-    product = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    # In a fixed order, so that a row's gradient does not depend on the rows beside it.
+    terms = fence(cotangent.astype(jnp.float32) * out.astype(jnp.float32))
+    product = fence(tiles.total(terms))
     last, first = seen(positions, window, rows)
     inputs = Inputs(
         query=padded(query, rows, axis=2),
@@ -66,8 +98,8 @@ def filled(query, key, value, positions, window, out, cotangent, *, rows: int, k
         last=last,
         first=first,
     )
-    tiles, blocks = inputs.query.shape[2] // rows, inputs.key.shape[3] // keys
-    sizes = Sizes(batch, heads, rows, keys, size, value.shape[3], tiles, blocks)
+    counts = inputs.query.shape[2] // rows, inputs.key.shape[3] // keys
+    sizes = Sizes(batch, heads, rows, keys, size, value.shape[3], *counts)
     return inputs, sizes
 
 

@@ -13,54 +13,39 @@ from tim_jax.kernels.pallas_attention import parts_of
 from tim_jax.kernels.pallas_attention_gradient import (
     BY_KEYS,
     BY_ROWS,
-    Gradients,
+    Arrays,
     Inputs,
     Sizes,
     dot_along,
     dots_along,
-    filled,
     tiles_that_see,
     visible,
 )
+from tim_jax.kernels.pallas_attention_gradient import gradients as attention_gradients
 from tim_jax.kernels.pallas_calls import attention_cost, gpu_call
 from tim_jax.numerics import Numerics
 
 _PART = 128  # numbers of a head that a program multiplies at a time
 
 
-def gradients(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    positions: jax.Array,
-    window: jax.Array | None,
-    out: jax.Array,
-    cotangent: jax.Array,
-    *,
-    numerics: Numerics,
-) -> Gradients:
-    """Gradients of query, key and value in their dtypes; arguments as `kernels.attention`.
-
-    `out` is what attention returned, `cotangent` [B, Kv, N, E] that of it.
-    """
+def gradients(*arrays: Any, numerics: Numerics):
+    """Gradients of query, key and value in their dtypes, of what `Arrays` has."""
     tiles = numerics.gpu
-    inputs, sizes = filled(
-        *(query, key, value, positions, window, out, cotangent),
-        rows=tiles.gradient_rows,
-        keys=tiles.gradient_keys,
-    )
     options = {
         "numerics": numerics,
         "warps": tiles.gradient_warps,
         "stages": tiles.gradient_stages,
     }
-    dquery, normaliser = _by_rows_on_gpu(inputs, sizes, options)
-    dkey, dvalue = _by_keys_on_gpu(inputs, sizes, normaliser, options)
-    count, length = query.shape[2], key.shape[3]
-    return dquery[:, :, :count], dkey[..., :length], dvalue[:, :, :length]
+    return attention_gradients(
+        partial(_by_rows, options=options),
+        partial(_by_keys, options=options),
+        Arrays(*arrays),
+        rows=tiles.gradient_rows,
+        keys=tiles.gradient_keys,
+    )
 
 
-def _by_rows_on_gpu(inputs: Inputs, sizes: Sizes, options: dict[str, Any]):
+def _by_rows(inputs: Inputs, sizes: Sizes, options: dict[str, Any]):
     rows, size, width = sizes.rows, sizes.size, sizes.width
     query = pl.BlockSpec((None, None, rows, size), lambda i, h, b: (b, h, i, 0))
     out = pl.BlockSpec((None, None, rows, width), lambda i, h, b: (b, h, i, 0))
@@ -79,7 +64,7 @@ def _by_rows_on_gpu(inputs: Inputs, sizes: Sizes, options: dict[str, Any]):
         programs=sizes.tiles * sizes.heads * sizes.batch,
     )
     return gpu_call(
-        partial(_rows_on_gpu, keys=sizes.keys, windowed=inputs.first is not None),
+        partial(_rows, keys=sizes.keys, windowed=inputs.first is not None),
         name=BY_ROWS,
         cost_estimate=cost,
         grid=(sizes.tiles, sizes.heads, sizes.batch),
@@ -93,7 +78,7 @@ def _by_rows_on_gpu(inputs: Inputs, sizes: Sizes, options: dict[str, Any]):
     )(*given)
 
 
-def _rows_on_gpu(*refs, keys: int, windowed: bool):
+def _rows(*refs, keys: int, windowed: bool):
     query_ref, cotangent_ref, product_ref, key_ref, value_ref, last_ref, *refs = refs
     dquery_ref, normaliser_ref = refs[-2:]
     last, first = last_ref[...], refs[0][...] if windowed else None
@@ -144,7 +129,7 @@ def _rows_on_gpu(*refs, keys: int, windowed: bool):
         dquery_ref[:, part] = total.astype(dquery_ref.dtype)
 
 
-def _by_keys_on_gpu(inputs: Inputs, sizes: Sizes, normaliser, options: dict[str, Any]):
+def _by_keys(inputs: Inputs, sizes: Sizes, normaliser, options: dict[str, Any]):
     keys, size, width = sizes.keys, sizes.size, sizes.width
     key = pl.BlockSpec((None, None, size, keys), lambda j, h, b: (b, h, 0, j))
     value = pl.BlockSpec((None, None, keys, width), lambda j, h, b: (b, h, j, 0))
@@ -164,7 +149,7 @@ def _by_keys_on_gpu(inputs: Inputs, sizes: Sizes, normaliser, options: dict[str,
         programs=sizes.blocks * sizes.heads * sizes.batch,
     )
     return gpu_call(
-        partial(_keys_on_gpu, rows=sizes.rows, windowed=inputs.first is not None),
+        partial(_keys, rows=sizes.rows, windowed=inputs.first is not None),
         name=BY_KEYS,
         cost_estimate=cost,
         grid=(sizes.blocks, sizes.heads, sizes.batch),
@@ -179,7 +164,7 @@ def _by_keys_on_gpu(inputs: Inputs, sizes: Sizes, normaliser, options: dict[str,
     )(*given, normaliser, *tiles_that_see(inputs, sizes))
 
 
-def _keys_on_gpu(*refs, rows: int, windowed: bool):
+def _keys(*refs, rows: int, windowed: bool):
     query_ref, cotangent_ref, product_ref, key_ref, value_ref, last_ref, *refs = refs
     normaliser_ref, begin_ref, end_ref, dkey_ref, dvalue_ref = refs[-5:]
     index, (size, keys) = pl.program_id(0), key_ref.shape

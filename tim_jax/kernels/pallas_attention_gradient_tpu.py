@@ -1,6 +1,7 @@
 """The kernels of attention's gradient for TPUs."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,44 +12,33 @@ from tim_jax.kernels.pallas import MASKED
 from tim_jax.kernels.pallas_attention_gradient import (
     BY_KEYS,
     BY_ROWS,
-    Gradients,
+    Arrays,
     Inputs,
     Sizes,
     dot_along,
-    filled,
     tiles_that_see,
     visible,
 )
+from tim_jax.kernels.pallas_attention_gradient import gradients as attention_gradients
 from tim_jax.kernels.pallas_calls import tpu_call
 from tim_jax.numerics import Numerics
 
 _LANES = 128  # a statistic per row fills a whole register row
 
 
-def gradients(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    positions: jax.Array,
-    window: jax.Array | None,
-    out: jax.Array,
-    cotangent: jax.Array,
-    *,
-    numerics: Numerics,
-) -> Gradients:
-    """Gradients of query, key and value in their dtypes; arguments as `kernels.attention`.
+def gradients(*arrays: Any, numerics: Numerics):
+    """Gradients of query, key and value in their dtypes, of what `Arrays` has.
 
-    `out` is what attention returned, `cotangent` [B, Kv, N, E] that of it. What a step of the grid
-    does not need is not copied.
+    What a step of the grid does not need is not copied.
     """
-    rows, keys = numerics.tpu.gradient_rows, numerics.tpu.gradient_keys
-    inputs, sizes = filled(
-        *(query, key, value, positions, window, out, cotangent), rows=rows, keys=keys
+    tiles = numerics.tpu
+    return attention_gradients(
+        partial(_by_rows, numerics=numerics),
+        partial(_by_keys, numerics=numerics),
+        Arrays(*arrays),
+        rows=tiles.gradient_rows,
+        keys=tiles.gradient_keys,
     )
-    dquery, normaliser = _by_rows_on_tpu(inputs, sizes, numerics)
-    dkey, dvalue = _by_keys_on_tpu(inputs, sizes, normaliser, numerics)
-    count, length = query.shape[2], key.shape[3]
-    return dquery[:, :, :count], dkey[..., :length], dvalue[:, :, :length]
 
 
 def _columns(inputs: Inputs) -> list[jax.Array]:
@@ -59,7 +49,7 @@ def _columns(inputs: Inputs) -> list[jax.Array]:
     return [x for x in given if x is not None]
 
 
-def _by_rows_on_tpu(inputs: Inputs, sizes: Sizes, numerics: Numerics):
+def _by_rows(inputs: Inputs, sizes: Sizes, numerics: Numerics):
     batch, heads, rows, keys, size, width, tiles, blocks = sizes
     scalars = [jnp.max(inputs.last.reshape(batch, tiles, rows), axis=2) // keys]
     if inputs.first is not None:
@@ -75,7 +65,7 @@ def _by_rows_on_tpu(inputs: Inputs, sizes: Sizes, numerics: Numerics):
 
     given = _columns(inputs)
     return tpu_call(
-        partial(_rows_on_tpu, keys=keys, windowed=inputs.first is not None),
+        partial(_rows, keys=keys, windowed=inputs.first is not None),
         numerics=numerics,
         name=BY_ROWS,
         grid=(batch, heads, tiles, 2 * blocks),
@@ -99,7 +89,7 @@ def _by_rows_on_tpu(inputs: Inputs, sizes: Sizes, numerics: Numerics):
     )(*scalars, *given)
 
 
-def _rows_on_tpu(*refs, keys: int, windowed: bool):
+def _rows(*refs, keys: int, windowed: bool):
     # The scalars before these are read by the index maps alone.
     given = refs[2:] if windowed else refs[1:]
     query_ref, cotangent_ref, product_ref, key_ref, value_ref, last_ref = given[:6]
@@ -154,7 +144,7 @@ def _rows_on_tpu(*refs, keys: int, windowed: bool):
         dquery_ref[...] = sums[...].astype(dquery_ref.dtype)
 
 
-def _by_keys_on_tpu(inputs: Inputs, sizes: Sizes, normaliser, numerics: Numerics):
+def _by_keys(inputs: Inputs, sizes: Sizes, normaliser, numerics: Numerics):
     batch, heads, rows, keys, size, width, tiles, blocks = sizes
 
     def tile(b, j, i, begin, end):
@@ -170,7 +160,7 @@ def _by_keys_on_tpu(inputs: Inputs, sizes: Sizes, normaliser, numerics: Numerics
     seen_by = pl.BlockSpec((None, rows, 1), lambda b, h, j, i, *s: (b, tile(b, j, i, *s), 0))
     given = _columns(inputs)
     return tpu_call(
-        partial(_keys_on_tpu, windowed=inputs.first is not None),
+        partial(_keys, windowed=inputs.first is not None),
         numerics=numerics,
         name=BY_KEYS,
         grid=(batch, heads, blocks, tiles),
@@ -186,7 +176,7 @@ def _by_keys_on_tpu(inputs: Inputs, sizes: Sizes, normaliser, numerics: Numerics
     )(*tiles_that_see(inputs, sizes), *given, normaliser)
 
 
-def _keys_on_tpu(begin_ref, end_ref, *refs, windowed: bool):
+def _keys(begin_ref, end_ref, *refs, windowed: bool):
     query_ref, cotangent_ref, product_ref, key_ref, value_ref, last_ref = refs[:6]
     normaliser_ref, dkey_ref, dvalue_ref, dkey, dvalue = refs[-5:]
     row, index, tile = pl.program_id(0), pl.program_id(2), pl.program_id(3)

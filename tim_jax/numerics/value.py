@@ -248,17 +248,9 @@ class Numerics:
         return -(-vocabulary // unit) * unit
 
     def rows_for(self, contraction: int) -> Rows:
-        """The row range of dots that contract over `contraction` elements.
-
-        Families other than "tiles" take any number: plain XLA from one row on, kernels from the
-        rows of a program on, to which they fill up fewer.
-        """
+        """The row range of dots of plain XLA that contract over `contraction` elements."""
         if self.family == "native":
             return Rows(1, None)
-        if self.family == "pallas_gpu":
-            return Rows(self.gpu.tile(1).rows, None)
-        if self.family == "pallas_tpu":
-            return Rows(self.tpu.rows, None)
         return dict(self.rows_by_contraction).get(contraction, self.rows)
 
     def expert_rows(self, contraction: int) -> int:

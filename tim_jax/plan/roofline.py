@@ -112,7 +112,7 @@ def estimate(figures: Figures, rates: Rates, dtype: str, *, seen: float = 1.0) -
         found = parts.setdefault(call.name, dict.fromkeys(_BOUNDS, 0.0))
         calls[call.name] = calls.get(call.name, 0) + count
         bound, seconds, overhead = _of_call(call, rates, dtype)
-        found[bound] += seconds * count * (seen if call.name.startswith(ATTENTION) else 1.0)
+        found[bound] += seconds * count * (seen if call.name.startswith(_ATTENTION) else 1.0)
         found["overhead"] += overhead * count
     timed = {
         name: Timed(sum(one.values()), calls[name], max(one, key=lambda bound: one[bound]))
@@ -128,7 +128,7 @@ def estimate(figures: Figures, rates: Rates, dtype: str, *, seen: float = 1.0) -
     )
 
 
-ATTENTION = "attention"  # the beginning of its kernels' names
+_ATTENTION = "attention"  # the beginning of its kernels' names
 _BOUNDS = ("products", "loads", "memory", "overhead")
 
 
