@@ -7,10 +7,12 @@ import pathlib
 import platform
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from typing import Any
 
 import numpy as np
 
@@ -168,6 +170,26 @@ def publish(lines: Sequence[str], options: argparse.Namespace, page: pathlib.Pat
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
+
+
+def publish_plans(
+    description: str, page: pathlib.Path, cases: Sequence[Any], planned: Callable, lines: Callable
+) -> None:
+    """Writes the page of plans, or prints it for a smoke test: of the last case.
+
+    `planned` makes a case's plan, or takes it from a folder; `lines` makes the page of (case, plan)
+    pairs and the load average.
+    """
+    options = parser(description, page)
+    options.add_argument("--keep", type=pathlib.Path, help="folder for the plans' JSON")
+    chosen = options.parse_args()
+    load = load_average()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = chosen.keep or pathlib.Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        some = cases[-1:] if chosen.smoke else cases
+        plans = [(case, planned(case, folder.resolve())) for case in some]
+    publish(lines(plans, load), chosen, page)
 
 
 def share_even(completion: str) -> float:

@@ -10,7 +10,6 @@ import json
 import pathlib
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -70,7 +69,8 @@ def planned(one: Slice, folder: pathlib.Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def page(plans: list[dict[str, Any]], load: float) -> list[str]:
+def page(made: list[tuple[Slice, dict[str, Any]]], load: float) -> list[str]:
+    plans = [plan for _, plan in made]
     return [*_intro(load), *_memory(plans), *_work(plans), *_largest(plans), *_audit(plans)]
 
 
@@ -216,19 +216,5 @@ def _operations(plan: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def main() -> None:
-    """Writes the page, or prints it for a smoke test: one slice."""
-    parser = common.parser("Tabulates plans for TPU slices.", PAGE)
-    parser.add_argument("--keep", type=pathlib.Path, help="folder for the plans' JSON")
-    options = parser.parse_args()
-    load = common.load_average()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.keep or pathlib.Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        slices = SLICES[-1:] if options.smoke else SLICES
-        plans = [planned(one, folder.resolve()) for one in slices]
-    common.publish(page(plans, load), options, PAGE)
-
-
 if __name__ == "__main__":
-    main()
+    common.publish_plans("Tabulates plans for TPU slices.", PAGE, SLICES, planned, page)

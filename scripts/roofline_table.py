@@ -11,7 +11,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -151,19 +150,5 @@ def _of_case(case: Case, plan: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def main() -> None:
-    """Writes the page, or prints it for a smoke test: one case."""
-    parser = common.parser("Tabulates estimates of single devices.", PAGE)
-    parser.add_argument("--keep", type=pathlib.Path, help="folder for the plans' JSON")
-    options = parser.parse_args()
-    load = common.load_average()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.keep or pathlib.Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        cases = CASES[:1] if options.smoke else CASES
-        plans = [(case, planned(case, folder.resolve())) for case in cases]
-    common.publish(page(plans, load), options, PAGE)
-
-
 if __name__ == "__main__":
-    main()
+    common.publish_plans("Tabulates estimates of single devices.", PAGE, CASES, planned, page)
