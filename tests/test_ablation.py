@@ -108,6 +108,7 @@ def test_stale_weights_need_older_ones():
     assert not counted
 
 
+@pytest.mark.slow
 def test_stale_weights_are_those_that_are_given(capsys):
     older = {2: tiny.moved(tiny.params(dials.CONFIG))}
     bench = replace(BENCH, older=older.__getitem__)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import quick
 import tiny
 
 from tim_jax import mismatch, objectives, optimizers
@@ -92,7 +93,7 @@ def test_two_steps_ahead_is_learning_from_weights_of_two_updates_ago():
     assert told(early, but=BITS) != told(steps_of(built(1)), but=BITS)
 
 
-@pytest.mark.parametrize("mode", ["bypass", "recompute"])
+@pytest.mark.parametrize("mode", quick.some(["bypass", "recompute"], 1))
 def test_what_was_drawn_ahead_is_exact_and_all_mismatch_is_staleness(mode):
     found = [step.metrics for step in steps_of(built(1, mode), exact=True)]
     for number, metrics in enumerate(found, 1):
@@ -112,6 +113,7 @@ def test_a_mismatch_of_a_sampler_ahead_is_told_apart_from_its_staleness():
     assert 0.0 < found[2]["drift/log_ratio_abs_mean"] != found[2]["mismatch/log_ratio_abs_mean"]
 
 
+@pytest.mark.slow
 def test_devices_of_its_own_change_no_bit_and_are_its_own():
     apart = built(1, sampler=Placement(data=2), split=1)
     weights = apart.prepare(tiny.params(CONFIG))
@@ -227,6 +229,7 @@ def test_what_contradicts_is_refused():
 FLIGHT = mismatch.build([{"name": "in_flight_updates", "updates": 2, "every": 3}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [
@@ -263,9 +266,10 @@ def test_weights_that_change_within_a_response_draw_what_each_would(where):
     assert (rollout.lengths[short] == jax.device_get(alone.lengths)[short]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "slots"),
-    [(3, 4), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((1, None), (5, 3)))],
+    [(3, 4), (1, None), (5, 3)],
 )
 def test_with_one_version_nothing_changes_within_a_response(every, slots):
     """Neither slots, nor the number of parts, nor the entries beside it change a bit."""
@@ -282,6 +286,7 @@ def test_with_one_version_nothing_changes_within_a_response(every, slots):
     assert tiny.bits(found) == tiny.bits(plain)
 
 
+@pytest.mark.slow
 def test_a_run_with_updates_in_flight_tells_drift_from_mismatch():
     found = [step.metrics for step in steps_of(built(dial=FLIGHT))]
     for number, metrics in enumerate(found, 1):

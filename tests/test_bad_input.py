@@ -353,6 +353,7 @@ def test_a_users_task_is_kept_apart_as_a_reward_is(how):
         assert line.endswith("; at 1: prompt '1', completion 'x'")
 
 
+@pytest.mark.slow
 def test_a_users_task_in_a_process_of_its_own_is_the_same_task():
     task = isolated_task("bad_factories:made_of", {"a": 1, "b": [2]}, seconds=2)
     here = custom.make_task("bad_factories:made_of", {"a": 1, "b": [2]})

@@ -96,6 +96,7 @@ def test_a_row_counts_wherever_it_stands(monkeypatch):
     assert set(calibrated(4, monkeypatch, dot).values()) == {tiny.NUMERICS.rows}
 
 
+@pytest.mark.slow
 def test_keys_are_weighed_at_once_only_where_that_changes_nothing(monkeypatch):
     found = calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4)
     if found.whole_kv:

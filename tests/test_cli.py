@@ -443,6 +443,7 @@ def test_a_run_that_is_no_longer_finite_ends_with_its_batch(folder, call):
     assert skipped == [0.0] * (len(skipped) - 1) + [1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=() if kind == "raises" else pytest.mark.slow) for kind in FAILURES],
@@ -519,6 +520,7 @@ def test_a_reward_that_leaves_with_status_0_does_not_end_the_run_with_it(call, f
     assert not (folder / "left" / "model").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_found_before_the_first_checkpoint_can_be_mended_in_place(call, folder):
     wrong = (
         "train",
@@ -575,6 +577,7 @@ def refused(call, *arguments):
     return err
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_is_taken(checkpoint, call):
     arguments = ("train", "tiny.toml", "run.folder=whole", f"model={{path='{checkpoint}'}}")
     assert call(*arguments, "steps=1", "warmup.steps=0", "eval.every=0")[0] == 0
@@ -752,6 +755,7 @@ def test_a_missing_dataset(call):
     assert "'gone.jsonl': no such file or folder" in err
 
 
+@pytest.mark.slow
 def test_a_dataset_without_held_out_rows_trains_without_evaluation(call, folder):
     rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(3)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

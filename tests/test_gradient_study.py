@@ -105,6 +105,7 @@ def test_gradients_are_those_of_the_objective_and_records_are_kept(policy, tmp_p
     assert not list(measurement.measure(one, policy, configs, tmp_path))
 
 
+@pytest.mark.slow
 def test_a_projection_keeps_inner_products():
     """Exactly where there is a number for each, else in the mean, as far off as is said."""
     one, other = np.random.default_rng(0).standard_normal((2, 3000)).astype(np.float32)

@@ -21,6 +21,18 @@ ALL = pytest.mark.parametrize(
     [EXACT_F32, EXACT_BF16, NATIVE_F32, NATIVE_BF16],
     ids=lambda n: f"{n.family}-{n.compute_dtype}",
 )
+EACH_ALIGNED = pytest.mark.parametrize(
+    ("numerics", "aligned"),
+    quick.pairs(
+        {
+            "tiles-float32": EXACT_F32,
+            "tiles-bfloat16": EXACT_BF16,
+            "native-float32": NATIVE_F32,
+            "native-bfloat16": NATIVE_BF16,
+        },
+        {"aligned": True, "not": False},
+    ),
+)
 EXACT = pytest.mark.parametrize(
     "numerics", quick.some([EXACT_F32, EXACT_BF16], 1), ids=["float32", "bfloat16"]
 )
@@ -202,13 +214,12 @@ def attend(numerics, *, aligned):
     return jax.jit(partial(FAMILIES[numerics.family].attention, numerics=numerics, aligned=aligned))
 
 
-@ALL
+@EACH_ALIGNED
 @pytest.mark.parametrize(
     ("kv_heads", "group", "length"),
     quick.some([(3, 5, 70), (1, 1, 33), (2, 4, 7)], 0),
     ids=str,
 )
-@pytest.mark.parametrize("aligned", [True, False])
 def test_attention_is_within_rounding_of_float64(numerics, kv_heads, group, length, aligned):
     inputs = attention_inputs(numerics, kv_heads=kv_heads, group=group, length=length)
     found = attend(numerics, aligned=aligned)(*inputs)
@@ -253,9 +264,8 @@ def test_attention_cut_short_has_the_bits_of_the_longer_sequence(numerics):
         np.testing.assert_array_equal(bits(found), whole[:, :, : 5 * length])
 
 
-@ALL
+@EACH_ALIGNED
 @pytest.mark.parametrize("window", quick.some([1, 13, 64], 1))
-@pytest.mark.parametrize("aligned", [True, False])
 def test_attention_within_a_window_is_within_rounding_of_float64(numerics, window, aligned):
     """70 keys in blocks of 32: of a late row's, the first block or two are masked as a whole."""
     inputs = attention_inputs(numerics)
@@ -288,8 +298,10 @@ def test_a_window_keeps_the_bits(numerics):
     assert (whole != without).mean() > 0.5
 
 
-@pytest.mark.parametrize("numerics", [EXACT_F32, NATIVE_F32], ids=["tiles", "native"])
-@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(
+    ("numerics", "aligned"),
+    quick.pairs({"tiles": EXACT_F32, "native": NATIVE_F32}, {"aligned": True, "not": False}),
+)
 def test_gradients_of_attention_within_a_window(numerics, aligned):
     """Against JAX's own gradient of the definition."""
     query, key, value, positions = attention_inputs(numerics, length=40, group=4)

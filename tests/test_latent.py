@@ -278,8 +278,10 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    quick.pairs({name: name for name in FAMILIES}, {"float32": "float32", "bfloat16": "bfloat16"}),
+)
 def test_values_may_be_narrower_than_keys_in_every_kernel(name, dtype):
     """Against float64; a token alone has the bits of the whole sequence."""
     numerics = replace(FAMILIES[name], compute_dtype=dtype)
@@ -335,6 +337,7 @@ def test_what_a_gpu_cannot_take_is_refused_by_name():
 # --- the dial -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_weights_of_every_layer_are_quantised():
     before = weights()
     entry = dials.entry("quantised_weights", dtype="int8")
@@ -354,6 +357,7 @@ def test_the_weights_of_every_layer_are_quantised():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [0, 4])
 def test_a_head_by_head_matrix_is_quantised_as_the_checkpoint_has_it(group):
     """`kv_b_proj` makes keys and values out of states: a scale per key or value of a head."""

@@ -172,7 +172,13 @@ def test_sampler_and_learner_are_equal_after_updates_and_the_base_stays(config, 
     assert tiny.bits(plain(run.merged(params))) == tiny.bits(weights)
 
 
-@pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")], ids=["all", "two"])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        pytest.param((), id="all", marks=pytest.mark.slow),
+        pytest.param(("q_proj", "down_proj"), id="two"),
+    ],
+)
 def test_the_weights_after_an_update_are_those_prepared_anew(targets):
     """Though only what adapters change is made again."""
     what = execution(lora=Lora(rank=2, targets=targets))

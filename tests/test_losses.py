@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -454,8 +455,13 @@ def test_the_share_is_exact_in_integers(share):
         assert chosen.sum() == max(1, math.floor(exact * number))
 
 
-@pytest.mark.parametrize("name", losses.SELECTIONS)
-@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    quick.pairs(
+        {name: name for name in losses.SELECTIONS},
+        {"auto": AxisType.Auto, "explicit": AxisType.Explicit},
+    ),
+)
 def test_sharding_changes_no_choice(name, axis):
     arrays = spread_out(8, rows=16)
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(axis,) * 2)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tim_jax import corrections, metrics
@@ -256,7 +257,7 @@ def measure(train, rollout, mask):
     }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", quick.some(["bfloat16", "float16", "float64"], 2))
 def test_any_float_dtype_gives_the_bits_of_its_values_in_float32(dtype):
     train, rollout, mask = draw(9, 0.1, rows=5, width=9)
     rng = np.random.default_rng(9)

@@ -66,7 +66,10 @@ def test_no_dial_is_the_sampler_itself(exact_text):
     assert len(exact_text) > 10_000
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if dials.ENTRIES[n][2] is not None])
+WITH_THE_LEARNERS_OWN = [n for n in NAMES if dials.ENTRIES[n][2] is not None]
+
+
+@pytest.mark.parametrize("name", quick.some(WITH_THE_LEARNERS_OWN, 0, 5, 10, 15))
 def test_strength_0_or_the_learners_own_is_the_same_program(name, exact_text):
     same = dials.ENTRIES[name][2]
     assert lowered(dials.dial({"name": name, **same})) == exact_text
@@ -183,6 +186,7 @@ def test_ignored_truncation_is_the_log_of_the_kept_mass():
     assert kept.min() < 0.99
 
 
+@pytest.mark.slow
 def test_a_learner_with_the_samplers_numerics_agrees_to_the_bit():
     """A divergent execution is an execution: the contract holds for it too, and so its recorded
     log-probs are those it drew with."""
@@ -204,6 +208,7 @@ def test_a_learner_with_the_samplers_numerics_agrees_to_the_bit():
     assert found(rollout)["log_ratio_abs_mean"] > 1e-4
 
 
+@pytest.mark.slow
 def test_strengths_of_the_cache_go_up():
     """From bfloat16's 7 bits of mantissa over 3 to 2, each mean at least 1.5 times the last."""
     rollout = dials.rollout()

@@ -73,6 +73,7 @@ SAME = [
 ]
 
 
+@pytest.mark.slow
 def test_the_learners_own_is_the_same_program():
     def text(dial):
         lowered = program(dial).lower(weights(EXECUTION), tiny.prompts(), jax.random.key(0))

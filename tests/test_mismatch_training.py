@@ -57,6 +57,7 @@ def compared(tables, weights):
     return {k: float(v) for k, v in metrics.items()}
 
 
+@pytest.mark.slow
 def test_drift_is_told_apart_from_mismatch(moved):
     found = compared([{"name": "stale_weights", "updates": 1}], moved)
     assert found["numerical/log_ratio_abs_max"] == 0

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import lowering
 import pytest
+import quick
 
 HERE = Path(__file__).parent
 TPUS = ("v5e:1x1", "v5p:2x2x1", "v6e:1x1")
 TARGETS = {"pallas_gpu": "triton", "pallas_tpu": "tpu_custom_call"}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", lowering.NUMERICS)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    quick.pairs(
+        {family: family for family in lowering.NUMERICS},
+        {"bfloat16": "bfloat16", "float32": "float32"},
+    ),
+)
 def test_every_kernel_lowers_for_its_device(family, dtype):
     operations = lowering.operations(lowering.NUMERICS[family][dtype])
     assert len(operations) == {"pallas_gpu": 24, "pallas_tpu": 26}[family]

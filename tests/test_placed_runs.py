@@ -48,6 +48,7 @@ def test_placements_of_a_config():
     assert "placement" in config.may_change()
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_slots_for_its_own_mesh():
     """The sampler's mesh of two devices takes six slots, the learner's of four takes eight."""
     words = ["placement.fsdp=4", "placement.sampler.fsdp=2", "sampler.slots=6", "sampler.pages=6"]

@@ -17,7 +17,8 @@ from tim_jax.model.execution import Sampling
 from tim_jax.numerics import EXACT_F32, NATIVE_F32
 from tim_jax.policy import distribution, truncation
 
-BOTH = pytest.mark.parametrize("numerics", [EXACT_F32, NATIVE_F32], ids=["tiles", "native"])
+FAMILIES = {"tiles": EXACT_F32, "native": NATIVE_F32}
+BOTH = pytest.mark.parametrize("numerics", FAMILIES.values(), ids=list(FAMILIES))
 STATIC = ("sampling", "numerics")
 draw = jax.jit(distribution.draw, static_argnames=STATIC)
 log_prob = jax.jit(distribution.log_prob, static_argnames=STATIC)
@@ -81,8 +82,9 @@ def every_log_prob(logits, sampling, numerics=EXACT_F32):
 # --- log-probs and truncation ----------------------------------------------------------------
 
 
-@BOTH
-@ALL_SAMPLINGS
+@pytest.mark.parametrize(
+    ("sampling", "numerics"), quick.pairs({str(s): s for s in SAMPLINGS}, FAMILIES)
+)
 def test_log_probs_against_float64(sampling, numerics):
     for row in LOGITS:
         found = every_log_prob(row, sampling, numerics)
@@ -197,8 +199,10 @@ def drawn_rows():
     return {name: row.astype(np.float32) for name, row in rows.items()}
 
 
-@BOTH
-@EACH_TRUNCATION
+@pytest.mark.parametrize(
+    ("options", "numerics"),
+    quick.pairs({"-".join(f"{k}={v}" for k, v in o.items()): o for o in TRUNCATIONS}, FAMILIES),
+)
 def test_the_kept_set_is_the_smallest_by_exact_counting(options, numerics):
     sampling, rows = Sampling(1, **options), drawn_rows()
     found = kept_set(np.stack(list(rows.values())), sampling=sampling, numerics=numerics)
@@ -250,7 +254,7 @@ def test_the_kept_share_is_top_p_to_the_documented_resolution(spread, top_p):
 
 
 @pytest.mark.parametrize(
-    "options", [{"top_k": 7}, {"top_p": 0.95}, {"top_k": 50, "top_p": 0.95}], ids=str
+    "options", quick.some([{"top_k": 7}, {"top_p": 0.95}, {"top_k": 50, "top_p": 0.95}], 2), ids=str
 )
 def test_the_kept_set_does_not_depend_on_the_program(options):
     """Rows alone, in batches, and inside a gradient, a loop over tiles and recomputation."""
@@ -313,7 +317,7 @@ def test_the_gradient_of_a_log_prob(sampling):
 # --- drawing ---------------------------------------------------------------------------------
 
 
-@BOTH
+@pytest.mark.parametrize("numerics", quick.some(list(FAMILIES.values()), 0), ids=list(FAMILIES))
 @SOME_SAMPLINGS
 def test_draws_over_a_grid_of_uniforms_have_the_right_frequencies(sampling, numerics):
     """A token whose share is p takes p * n of n evenly spaced uniforms, but for the edges."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,7 +75,7 @@ def prompts_of(*rows, width=6, ids=None):
 # --- stopping --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", quick.some([0.0, 1.0], 1))
 def test_responses_end_with_their_stop_token_or_at_the_limit(counting, temperature):
     sampling = Sampling(5, temperature=temperature, stop_tokens=(3, 9))
     rollout = sample(counting, prompts_of([5, 1], [4, 4, 4], [3], [8]), sampling=sampling)
@@ -194,7 +195,7 @@ NUMERICS = {"float32": tiny.NUMERICS, "bfloat16": tiny.BF16}
 SAMPLING = Sampling(24, temperature=0.8, top_k=8, top_p=0.95, stop_tokens=(3,))
 
 
-@pytest.fixture(scope="module", params=list(NUMERICS))
+@pytest.fixture(scope="module", params=quick.some(list(NUMERICS), 0))
 def pool(request):
     """Weights, numerics and the rollout of all prompts of the pool, four samples each."""
     numerics = NUMERICS[request.param]

@@ -148,6 +148,7 @@ def run_together(traces, kinds):
     }
 
 
+@pytest.mark.slow
 def test_never_fires_on_quiet_traces(traces):
     kinds = traces.tuned_quiet(8) | traces.held_out_quiet(8)
     results = run_together(traces, kinds)

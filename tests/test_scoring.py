@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 import tiny
 from reference import reference_log_probs
 from reference import reference_logits as logits_in_float64
@@ -71,8 +72,10 @@ def test_sequences_join_prompt_and_response():
 # --- values ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("numerics", [EXACT_F32, NATIVE_F32], ids=["tiles", "native"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "numerics"),
+    quick.pairs({name: name for name in CONFIGS}, {"tiles": EXACT_F32, "native": NATIVE_F32}),
+)
 def test_log_probs_and_entropy_against_float64(name, numerics):
     config = CONFIGS[name]
     params, rollout = random_params(config, 0), rollout_of(config)
@@ -101,7 +104,7 @@ def test_values_beyond_the_lengths_are_finite():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize("head_rows", [1, 4, 5, 256])
+@pytest.mark.parametrize("head_rows", quick.some([1, 4, 5, 256], 0, 2))
 def test_head_tiles_of_any_size_give_the_same_bits(head_rows):
     """Whatever the tiles, a token gets its own log-prob, and padding rows get none."""
     execution = execution_of(tiny.CONFIG, tiny.NUMERICS)
@@ -152,7 +155,7 @@ def shifted(params, name, change):
     }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", quick.some(list(CONFIGS), 0))
 def test_gradients_of_every_parameter_against_float64_differences(name):
     """Along one random direction per parameter, by central differences of the reference."""
     config = CONFIGS[name]
@@ -184,7 +187,9 @@ TRUNCATED = replace(SAMPLING, top_k=12, top_p=0.9)
 
 
 @pytest.mark.parametrize(
-    ("sampling", "remat"), [(SAMPLING, False), (TRUNCATED, True)], ids=["plain", "truncated-remat"]
+    ("sampling", "remat"),
+    quick.some([(SAMPLING, False), (TRUNCATED, True)], 1),
+    ids=["plain", "truncated-remat"],
 )
 def test_gradients_of_the_exact_family_are_those_of_plain_autodiff(sampling, remat):
     config = CONFIGS["qwen3-awkward"]
@@ -246,6 +251,7 @@ def temporary_bytes(rows, *, execution):
     return program.compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_tokens_times_vocabulary():
     config = replace(tiny.CONFIG, vocab_size=151_936, num_layers=1)
     numerics = Numerics(rows=Rows(64, 64), attention_rows=Rows(64, 64), whole_kv=True)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 import tiny
 
 from tim_jax import corrections, mismatch, objectives, optimizers, placement
@@ -127,6 +128,7 @@ def test_tokens_and_log_probs_are_those_of_one_device(where):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [
@@ -264,7 +266,9 @@ def collectives(compiled) -> Counter:
     return Counter(re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text()))
 
 
-@pytest.mark.parametrize("where", [Placement(2, 2, tensor=2), PLACEMENTS[3]], ids=str)
+@pytest.mark.parametrize(
+    "where", quick.some([Placement(2, 2, tensor=2), PLACEMENTS[3]], 0), ids=str
+)
 def test_a_forward_moves_bits_and_adds_nothing(where):
     """Gathers; and where a tensor group shares the head's rows, an exchange of columns for rows."""
     what = execution(where)

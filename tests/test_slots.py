@@ -62,7 +62,7 @@ def slow(*batching):
 @pytest.mark.parametrize(
     "batching",
     [
-        pytest.param(Batching(5, 2), id="(5, 2)"),
+        slow(5, 2),
         pytest.param(Batching(5, 1, 6), id="(5, 1, 6)"),
         slow(1, 0),
         slow(2, 1),

@@ -66,6 +66,7 @@ def test_held_out_questions_are_not_trained_on():
     task.close()
 
 
+@pytest.mark.slow
 def test_items_that_depend_on_the_hash_seed_are_the_same_in_every_worker():
     """word_ladder walks over sets of words."""
 

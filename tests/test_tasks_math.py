@@ -105,6 +105,7 @@ def test_hostile_answers_cost_no_one_else(grader):
     assert faults(grades) == {"timeout": len(HOSTILE), "error": 0}
 
 
+@pytest.mark.slow
 def test_megabytes(grader):
     """Read, refused or given up, as the library may have it, but no one else pays for it."""
     grades = grade(grader, [*MEGABYTES, RIGHT[0]])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from checkpoints import CASES, make_model, torch_logits
 from reference import reference_logits
 
@@ -55,15 +56,19 @@ def _error(found, expected):
     return np.abs(found - expected).max() / np.abs(expected).max()
 
 
-@pytest.mark.parametrize("numerics", [EXACT_F32, NATIVE_F32], ids=["tiles", "native"])
-@pytest.mark.parametrize("name", CASES)
+EACH = pytest.mark.parametrize(
+    ("name", "numerics"),
+    quick.pairs({name: name for name in CASES}, {"tiles": EXACT_F32, "native": NATIVE_F32}),
+)
+
+
+@EACH
 def test_logits_equal_those_of_torch(name, numerics, loaded):
     theirs, config, params = loaded(name)
     assert _error(_one(params, config, numerics), theirs) < 1e-5
 
 
-@pytest.mark.parametrize("numerics", [EXACT_F32, NATIVE_F32], ids=["tiles", "native"])
-@pytest.mark.parametrize("name", CASES)
+@EACH
 def test_logits_are_within_rounding_of_float64(name, numerics, loaded):
     _, config, params = loaded(name)
     inv_freq, _ = rope.frequencies(config.rope, config.head_dim)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,11 +84,7 @@ def same_but_for_sums(found, expected):
 
 @pytest.mark.parametrize(
     ("mode", "dtype"),
-    [
-        ("bypass", "float32"),
-        ("recompute", "float32"),
-        pytest.param("recompute", "bfloat16", marks=pytest.mark.slow),
-    ],
+    quick.some([("bypass", "float32"), ("recompute", "float32"), ("recompute", "bfloat16")], 0),
 )
 def test_what_is_said_of_every_token_does_not_depend_on_widths(mode, dtype):
     what = execution(dtype=dtype)
@@ -98,12 +95,10 @@ def test_what_is_said_of_every_token_does_not_depend_on_widths(mode, dtype):
     assert int(found[1].unequal) == 0 < int(found[1].compared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
-    [
-        Placement(data=2, tensor=2),
-        pytest.param(Placement(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
-    ],
+    [Placement(data=2, tensor=2), Placement(data=2, fsdp=2, tensor=2)],
     ids=str,
 )
 def test_all_devices_compute_at_one_width(where):

@@ -8,13 +8,19 @@ appended to the axis change nothing either.
 The input is clipped to the finite range. For finite values that is the identity, but it keeps a
 product that feeds the sum from being contracted into a fused multiply-add (see `strict`), and an
 infinity from becoming NaN in the two-sum.
+
+Each sum is one compiled program where it is called outside of one, instead of some fifty; within
+one its operations are written out, as if it were not jitted.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 
+@partial(jax.jit, static_argnames="axis", inline=True)
 def tree_sum(values: jax.Array, axis: int = -1) -> jax.Array:
     """Returns the sum of a float array over `axis`, in one fixed order. Differentiable."""
     values = _finite(jnp.moveaxis(values, axis, -1))
@@ -24,6 +30,7 @@ def tree_sum(values: jax.Array, axis: int = -1) -> jax.Array:
     return values[..., 0]
 
 
+@partial(jax.jit, static_argnames="axis", inline=True)
 def compensated_sum(values: jax.Array, axis: int = -1) -> tuple[jax.Array, jax.Array]:
     """Returns `(high, low)`, the sum over `axis` as an unevaluated pair of floats.
 
