@@ -18,7 +18,6 @@ from tim_jax.model import hf
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.loop import Step
-from tim_jax.run import waits
 from tim_jax.run.rewards import RewardWatch
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Grade, Message, Task
@@ -237,7 +236,7 @@ def test_a_reward_that_never_returns_is_ended_and_its_example_named(name, isolat
 def test_a_long_call_says_what_is_waited_for(isolated, monkeypatch, capsys):
     reward = isolated("sleeps", 0.9)
     monkeypatch.setattr(waiting, "SECONDS", 0.2)
-    with waits.shown():
+    with waiting.shown():
         refused(reward)
     assert capsys.readouterr().err == (
         "tim-jax: still waiting for reward bad_rewards:sleeps: a call after 0.2 s (at most"

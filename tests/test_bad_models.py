@@ -21,7 +21,7 @@ from tim_jax.errors import InputError, OutOfMemoryError
 from tim_jax.jobs import memory
 from tim_jax.model import calibration, hf
 from tim_jax.rl import programs
-from tim_jax.run import assembly, checkpoints, waits
+from tim_jax.run import assembly, checkpoints
 from tim_jax.tasks import text
 from tim_jax.tasks.dataset import read_rows
 
@@ -223,7 +223,7 @@ def test_every_wait_says_what_it_is_for_and_says_so_once(
 ):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1", "answer": "2"}')
-    with waits.shown():
+    with waiting.shown():
         model = api.load(whole)
         api.load(whole)
         api.save(model, tmp_path / "copy")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tim_jax import arguments as read
-from tim_jax import errors, inputs, machine
+from tim_jax import errors, inputs, machine, waiting
 from tim_jax.arguments import RefusedError
 from tim_jax.errors import Ending, InputError
-from tim_jax.run import signals, waits
+from tim_jax.run import signals
 
 if TYPE_CHECKING:
     from tim_jax.config.run import RunConfig
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RefusedError as error:
         return _ended(errors.BAD_INPUT, f"{error}")
     _quiet()
-    with waits.shown():
+    with waiting.shown():
         return _run_command(arguments)
 
 

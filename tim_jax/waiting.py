@@ -1,10 +1,11 @@
 """What the program is doing, for the person who waits for it, and for the error that ends it.
 
-Nothing is printed here: a wait that takes long is a record of the logger `tim_jax.waiting`, which
-is silent unless somebody listens, as the command line does.
+A wait that takes long is a record of the logger `tim_jax.waiting`. Nothing is printed unless
+somebody listens, as the command line does with `shown`.
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -63,3 +64,32 @@ def task_of(error: BaseException) -> str | None:
     notes = getattr(error, "__notes__", ())
     found = (note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE))
     return next(found, None)
+
+
+@contextmanager
+def shown() -> Iterator[None]:
+    """A context in which every long wait is said on standard error, each once."""
+    handler = _Lines()
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # some libraries print all records
+    try:
+        yield
+    finally:
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+        logger.removeHandler(handler)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self._said:
+            self._said.add(text)
+            # What standard error is now: a display may have taken its place.
+            print(f"tim-jax: {text}", file=sys.stderr, flush=True)

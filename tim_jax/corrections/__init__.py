@@ -6,6 +6,16 @@ configuration; `blocks` and `batch` are what they are made of. `base` says what 
 when it is evaluated.
 """
 
+from tim_jax.corrections.applying import (
+    Applied,
+    Corrected,
+    apply,
+    bound_metrics,
+    clipped_shares,
+    coefficients,
+    correct,
+    correction_metrics,
+)
 from tim_jax.corrections.base import (
     Block,
     Bounds,
@@ -37,16 +47,6 @@ from tim_jax.corrections.blocks import (
     scale_by_truncated_ratio,
     veto,
     where_advantage,
-)
-from tim_jax.corrections.functions import (
-    Applied,
-    Corrected,
-    apply,
-    bound_metrics,
-    clipped_shares,
-    coefficients,
-    correct,
-    correction_metrics,
 )
 from tim_jax.corrections.recipes import (
     BLOCKS,

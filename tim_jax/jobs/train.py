@@ -26,7 +26,6 @@ from tim_jax.config.sections import part
 from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 from tim_jax.jobs import checks, memory
 from tim_jax.jobs.models import Job, assemble, shown
-from tim_jax.jobs.sinks import extra_sinks
 from tim_jax.model import adapters, fitting, hf
 from tim_jax.model.execution import Execution
 from tim_jax.placement import SINGLE, processes
@@ -144,7 +143,7 @@ def _follow(job: Job, run: Run, begun: _Start) -> None:
     reference, history = contents.pop("reference", None), contents.pop("history", ())
     with ExitStack() as stack:
         display = stack.enter_context(_display(job, start, stack))
-        more = stack.enter_context(closing(extra_sinks(config, run.folder, start)))
+        more = stack.enter_context(closing(loggers.extra_sinks(config, run.folder, start)))
         preemption = stack.enter_context(Preemption())
         for note in (*job.task.notes, *begun.notes, *_described(job)):
             display.note(note)

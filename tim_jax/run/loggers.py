@@ -19,7 +19,10 @@ from typing import Any, Literal, Protocol
 import jax
 import numpy as np
 
+from tim_jax import waiting
+from tim_jax.config.run import RunConfig
 from tim_jax.errors import InputError
+from tim_jax.placement import processes
 
 Values = Mapping[str, Any]
 WandbMode = Literal["online", "offline", "disabled"]
@@ -317,3 +320,30 @@ def _missing(sink: str, package: str, extra: str) -> str:
         f"run.sinks names {sink!r}, but the package {package} is not installed;"
         f" pip install 'tim-jax[{extra}]'"
     )
+
+
+def extra_sinks(config: RunConfig, folder: Path, start: int) -> Tee:
+    """TensorBoard and Weights & Biases as `run.sinks` names them, on process 0 alone.
+
+    Args:
+      folder: the run's.
+      start: the step that the run goes on after; below 0 for a new one.
+    """
+    section = config.run
+    extra: list[Sink] = []
+    if not processes.leads():
+        return Tee(())
+    if "tensorboard" in section.sinks:
+        own = folder / "tensorboard"
+        extra.append(TensorBoard(own, resume_step=max(start, 0)))
+    if "wandb" in section.sinks:
+        with waiting.during("starting Weights & Biases"):
+            sink = Wandb(
+                folder,
+                project=section.wandb_project,
+                name=folder.name,
+                config=config.model_dump(),
+                mode=section.wandb_mode,
+            )
+        extra.append(sink)
+    return Tee(tuple(extra))

@@ -1,4 +1,4 @@
-"""Corrections as plain functions of log-ratios and a mask: coefficients, metrics, packed batches.
+"""Corrections applied to log-ratios and a mask: coefficients, metrics, packed batches.
 
 In a packed batch several sequences share one row of tokens, distinguished by segment ids. A packed
 row is laid out as one row for each of its sequences, corrected there, and packed again. So a
