@@ -54,7 +54,6 @@ def _compiled_once(tmp_path_factory):
     The programs of child processes are kept for this run alone: a child that is killed while it
     writes one would leave half of it.
     """
-    jax.devices()  # reads XLA's flags, before they are changed for child processes
     jax.config.update("jax_compilation_cache_dir", str(_PROGRAMS))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -67,19 +66,62 @@ def _compiled_once(tmp_path_factory):
         yield
 
 
-# Exactness itself, the kernels, draws and audits are tested as users compile them. All other tests
-# compile without most of LLVM's optimisations and without XLA's emitters of fusions, in half the
-# time: they compare programs with others compiled alike, or with a reference within rounding. With
-# --optimised all are compiled as users do; CI runs those so whose subject are bits.
-_AS_USERS_COMPILE = frozenset(
+# Exactness itself, the kernels, draws, sampler, scoring and audits are tested as users compile, and
+# so is whatever runs with --optimised: in CI, a mesh and the corrections. These modules compare
+# programs with others compiled alike, and compile without most of LLVM's optimisations, in three
+# quarters of the time.
+_UNOPTIMISED = frozenset(
     {
-        "test_audit",
-        "test_exactness",
-        "test_kernels",
-        "test_pallas_exactness",
-        "test_policy",
-        "test_strict",
-        "test_sums",
+        "test_ablation",
+        "test_ahead",
+        "test_api",
+        "test_cli",
+        "test_controls",
+        "test_diagnosis",
+        "test_end_to_end",
+        "test_entropy",
+        "test_expert_axis",
+        "test_faults",
+        "test_fuzz",
+        "test_gpu_check",
+        "test_learner",
+        "test_lora",
+        "test_lora_runs",
+        "test_mismatch",
+        "test_mismatch_entries",
+        "test_mismatch_mixtures",
+        "test_mismatch_training",
+        "test_placed_runs",
+        "test_processes",
+        "test_programs",
+        "test_report",
+        "test_routing",
+        "test_runs",
+        "test_sharded",
+        "test_slots",
+        "test_soak",
+        "test_study",
+        "test_train",
+        "test_widths",
+    }
+)
+# Formulas and references within rounding: also without XLA's emitters of fusions, in half the time.
+# Not for the forward, whose bits then do depend on the program.
+_PLAIN = frozenset(
+    {
+        "test_advantages",
+        "test_corrections",
+        "test_corrections_gradient",
+        "test_corrections_reference",
+        "test_hf",
+        "test_losses",
+        "test_metrics",
+        "test_modes",
+        "test_objectives",
+        "test_optimizers",
+        "test_schedules",
+        "test_shaping",
+        "test_transformers_parity",
     }
 )
 
@@ -100,35 +142,35 @@ def _without_emitters(compile_options):
     return options
 
 
-def pytest_collection_modifyitems(items):
-    """Those compiled as users do come first, so that a process changes at most once."""
-    items.sort(key=lambda item: item.module.__name__ not in _AS_USERS_COMPILE)
+def pytest_collection_modifyitems(config, items):
+    """Those compiled in one way are neighbours, so that a process seldom changes."""
+    items.sort(key=lambda item: _optimised(config, item.module))
 
 
-_kinds = []
+_ways = []
 
 
-def _forget_programs_of_another(kind: str):
-    """A program that is in memory would be taken whichever way it was compiled."""
-    if _kinds and _kinds[-1] != kind:
-        jax.clear_caches()
-    _kinds.append(kind)
+def _optimised(config, module) -> int:
+    """2: as users do; 1: without most optimisations; 0: also with fusions emitted plainly."""
+    if config.getoption("--optimised"):
+        return 2
+    return 0 if module.__name__ in _PLAIN else 1 if module.__name__ in _UNOPTIMISED else 2
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _optimised_where_it_matters(request):
-    if request.config.getoption("--optimised") or request.module.__name__ in _AS_USERS_COMPILE:
-        _forget_programs_of_another("as users do")
+    way = _optimised(request.config, request.module)
+    if _ways and _ways[-1] != way:
+        jax.clear_caches()  # a program in memory is taken whichever way it was compiled
+    _ways.append(way)
+    if way == 2:
         yield
         return
-    _forget_programs_of_another("quickly")
     with pytest.MonkeyPatch.context() as patch:
-        if jax.__version_info__ < (0, 12):  # from then on there is no other way of emitting
+        if way == 0 and jax.__version_info__ < (0, 12):  # which has no other way of emitting
             patch.setattr(
                 compiler, "get_compile_options", _without_emitters(compiler.get_compile_options)
             )
-            flags = f"{os.environ['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false"
-            patch.setenv("XLA_FLAGS", flags)  # of child processes: here they have been read
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         jax.config.update("jax_disable_most_optimizations", True)
         yield
