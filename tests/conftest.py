@@ -1,5 +1,6 @@
 """Strict JAX for every test, on eight virtual devices."""
 
+import enum
 import gc
 import itertools
 import os
@@ -144,30 +145,42 @@ def _without_emitters(compile_options):
 
 def pytest_collection_modifyitems(config, items):
     """Those compiled in one way are neighbours, so that a process seldom changes."""
-    items.sort(key=lambda item: _optimised(config, item.module))
+    items.sort(key=lambda item: _way(config, item.module))
 
 
-_ways = []
+class _Way(enum.IntEnum):
+    """How programs are compiled."""
+
+    PLAIN = 0  # without most optimisations, and fusions are emitted plainly
+    UNOPTIMISED = 1
+    AS_USERS = 2
 
 
-def _optimised(config, module) -> int:
-    """2: as users do; 1: without most optimisations; 0: also with fusions emitted plainly."""
+def _way(config, module) -> _Way:
     if config.getoption("--optimised"):
-        return 2
-    return 0 if module.__name__ in _PLAIN else 1 if module.__name__ in _UNOPTIMISED else 2
+        return _Way.AS_USERS
+    if module.__name__ in _PLAIN:
+        return _Way.PLAIN
+    return _Way.UNOPTIMISED if module.__name__ in _UNOPTIMISED else _Way.AS_USERS
+
+
+_last_way = pytest.StashKey[_Way]()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _optimised_where_it_matters(request):
-    way = _optimised(request.config, request.module)
-    if _ways and _ways[-1] != way:
+    way, stash = _way(request.config, request.module), request.config.stash
+    if stash.get(_last_way, way) != way:
         jax.clear_caches()  # a program in memory is taken whichever way it was compiled
-    _ways.append(way)
-    if way == 2:
+    stash[_last_way] = way
+    if way == _Way.AS_USERS:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        if way == 0 and jax.__version_info__ < (0, 12):  # which has no other way of emitting
+        if way == _Way.PLAIN and jax.__version_info__ < (
+            0,
+            12,
+        ):  # which has no other way of emitting
             patch.setattr(
                 compiler, "get_compile_options", _without_emitters(compiler.get_compile_options)
             )
@@ -196,5 +209,5 @@ def _few_mappings():
     To count them takes milliseconds, so it is not done after every one of thousands of tests.
     """
     yield
-    if next(_tests) % 8 == 0 and _mappings() > 45_000:
+    if next(_tests) % 8 == 0 and _mappings() > 30_000:
         jax.clear_caches()

@@ -1,9 +1,11 @@
 """Parameters of which the quick tests take a few, and the slow ones the others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
+
+Values = Mapping[str, Any] | Sequence[Any]
 
 
 def some(values: Sequence[Any], *which: int) -> list[Any]:
@@ -14,11 +16,19 @@ def some(values: Sequence[Any], *which: int) -> list[Any]:
     ]
 
 
-def pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Any]:
-    """Every pair of the named values; marked slow but for a few in which each value occurs.
+def thirds(values: Iterable[Any]) -> list[Any]:
+    """`values` for `pytest.mark.parametrize`, of which every third is quick."""
+    values = list(values)
+    return some(values, *range(0, len(values), 3))
 
-    `second` has at most as many values as `first`, of which each occurs in one quick pair.
+
+def pairs(first: Values, second: Values) -> list[Any]:
+    """Every pair of values, by name where they have one; marked slow but for a few.
+
+    Each value of `first` occurs in one quick pair, and each of `second`, which has at most as many
+    values, in one at least.
     """
+    first, second = _named(first), _named(second)
     assert len(second) <= len(first)
     return [
         pytest.param(
@@ -30,6 +40,10 @@ def pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Any]:
         for place, (name, one) in enumerate(first.items())
         for other_place, (other_name, other) in enumerate(second.items())
     ]
+
+
+def _named(values: Values) -> Mapping[str, Any]:
+    return values if isinstance(values, Mapping) else {str(value): value for value in values}
 
 
 def _slow(values: tuple[Any, ...]):

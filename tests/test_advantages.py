@@ -173,7 +173,7 @@ def test_advantages_match_the_definition(estimator, seed, shape):
     np.testing.assert_allclose(per_token(found, data["mask"]), expected, rtol=2e-4, atol=least)
 
 
-@pytest.mark.parametrize("estimator", quick.some(list(ESTIMATORS), *range(0, len(ESTIMATORS), 3)))
+@pytest.mark.parametrize("estimator", quick.thirds(ESTIMATORS))
 def test_bits_do_not_depend_on_the_program(estimator):
     """Eager and compiled, a longer axis, groups without a token, and eight devices."""
     size, data = 7, draw(1, 8, 7, 9)

@@ -229,15 +229,8 @@ def test_what_contradicts_is_refused():
 FLIGHT = mismatch.build([{"name": "in_flight_updates", "updates": 2, "every": 3}])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "where",
-    [
-        Placement(data=2),
-        pytest.param(SINGLE, marks=pytest.mark.slow),
-        pytest.param(Placement(fsdp=2, tensor=2), marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "where", quick.some([Placement(data=2), SINGLE, Placement(fsdp=2, tensor=2)], 0), ids=str
 )
 def test_weights_that_change_within_a_response_draw_what_each_would(where):
     """Tokens 1 to 3 are the oldest weights', 4 to 6 the next ones', the last two the newest's."""
@@ -267,10 +260,7 @@ def test_weights_that_change_within_a_response_draw_what_each_would(where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("every", "slots"),
-    [(3, 4), (1, None), (5, 3)],
-)
+@pytest.mark.parametrize(("every", "slots"), [(3, 4), (1, None), (5, 3)])
 def test_with_one_version_nothing_changes_within_a_response(every, slots):
     """Neither slots, nor the number of parts, nor the entries beside it change a bit."""
     prompts, key = tiny.prompts(count=4), jax.random.key(1)

@@ -444,10 +444,7 @@ def test_a_run_that_is_no_longer_finite_ends_with_its_batch(folder, call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind == "raises" else pytest.mark.slow) for kind in FAILURES],
-)
+@pytest.mark.parametrize("kind", FAILURES)
 def test_a_failure_under_way_keeps_what_was_written_and_can_be_resumed(
     kind, finished, folder, rewards, call
 ):

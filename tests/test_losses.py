@@ -458,7 +458,7 @@ def test_the_share_is_exact_in_integers(share):
 @pytest.mark.parametrize(
     ("name", "axis"),
     quick.pairs(
-        {name: name for name in losses.SELECTIONS},
+        list(losses.SELECTIONS),
         {"auto": AxisType.Auto, "explicit": AxisType.Explicit},
     ),
 )

@@ -263,8 +263,8 @@ def test_the_corrections_do_correct_in_these_steps(mode, name):
 @pytest.mark.parametrize(
     ("denominator", "aggregation"),
     quick.pairs(
-        {one: one for one in ("response", "survivors", "verl")},
-        {one: one for one in ("token_mean", "sequence_mean_token_mean", "constant_length")},
+        ["response", "survivors", "verl"],
+        ["token_mean", "sequence_mean_token_mean", "constant_length"],
     ),
 )
 @pytest.mark.parametrize("name", ["geometric_rejection", "token_k3"])

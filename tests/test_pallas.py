@@ -52,10 +52,9 @@ TPU_TILES = TpuTiles(
 GPU = Numerics(family="pallas_gpu", kv_block=16, head_rows=16, gpu=GPU_TILES, interpret=True)
 TPU = Numerics(family="pallas_tpu", kv_block=128, head_rows=16, tpu=TPU_TILES, interpret=True)
 FAMILIES = pytest.mark.parametrize("family", [GPU, TPU], ids=["gpu", "tpu"])
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 EACH = pytest.mark.parametrize(
     ("family", "dtype"),
-    quick.pairs({"gpu": GPU, "tpu": TPU}, {"float32": "float32", "bfloat16": "bfloat16"}),
+    quick.pairs({"gpu": GPU, "tpu": TPU}, ["float32", "bfloat16"]),
 )
 HEADS = kernels.Heads(query=4, key=2, size=16)
 ROWS = 21
@@ -474,9 +473,7 @@ def test_attention_reads_pages_in_any_order_to_the_same_bits(family, dtype, wind
 # --- the head --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "width"), quick.pairs({"gpu": GPU, "tpu": TPU}, {"300": 300, "23": 23})
-)
+@pytest.mark.parametrize(("family", "width"), quick.pairs({"gpu": GPU, "tpu": TPU}, [300, 23]))
 def test_sums_over_the_vocabulary(family, width):
     """300 elements are several blocks, the last one cut; 23 are less than one."""
     x = 5 * normal(0, ROWS, width)

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from test_pallas import CONFIG, DTYPES, GPU, TPU, with_dtype
+import quick
+from test_pallas import CONFIG, GPU, TPU, with_dtype
 
 from tim_jax import auditing
 from tim_jax.auditing.cases import plain_sampling
@@ -11,6 +12,7 @@ from tim_jax.model import fitting
 from tim_jax.model.execution import Batching
 from tim_jax.placement import Placement
 
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 SIZES = auditing.Sizes(3, 2, 6, 9)  # one key block: a decode loop less to compile
 LONGER = auditing.Sizes(3, 2, 9, 30)
 # Without stop tokens, so that chance ends no sequence and the counts are known.
@@ -19,7 +21,7 @@ LEARNER = auditing.Case("learner", ENDLESS, auditing.Score())
 ALONE = auditing.Case("alone", ENDLESS, auditing.Again(one_by_one=True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", quick.some(["float32", "bfloat16"], 0))
 def test_sampler_and_learner_agree_to_the_bit(dtype):
     numerics = with_dtype(GPU, dtype)
     options = {"numerics": (numerics,), "cases": (LEARNER,), "sizes": SIZES, "control": False}

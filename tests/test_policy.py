@@ -82,9 +82,7 @@ def every_log_prob(logits, sampling, numerics=EXACT_F32):
 # --- log-probs and truncation ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sampling", "numerics"), quick.pairs({str(s): s for s in SAMPLINGS}, FAMILIES)
-)
+@pytest.mark.parametrize(("sampling", "numerics"), quick.pairs(SAMPLINGS, FAMILIES))
 def test_log_probs_against_float64(sampling, numerics):
     for row in LOGITS:
         found = every_log_prob(row, sampling, numerics)
@@ -145,7 +143,8 @@ TRUNCATIONS = [
     {"top_p": 1 - 1e-7},
 ]
 EACH_TRUNCATION = pytest.mark.parametrize(
-    "options", TRUNCATIONS, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items())
+    ("options", "numerics"),
+    quick.pairs({"-".join(f"{k}={v}" for k, v in o.items()): o for o in TRUNCATIONS}, FAMILIES),
 )
 
 
@@ -199,10 +198,7 @@ def drawn_rows():
     return {name: row.astype(np.float32) for name, row in rows.items()}
 
 
-@pytest.mark.parametrize(
-    ("options", "numerics"),
-    quick.pairs({"-".join(f"{k}={v}" for k, v in o.items()): o for o in TRUNCATIONS}, FAMILIES),
-)
+@EACH_TRUNCATION
 def test_the_kept_set_is_the_smallest_by_exact_counting(options, numerics):
     sampling, rows = Sampling(1, **options), drawn_rows()
     found = kept_set(np.stack(list(rows.values())), sampling=sampling, numerics=numerics)

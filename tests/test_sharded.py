@@ -131,11 +131,7 @@ def test_tokens_and_log_probs_are_those_of_one_device(where):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
-    [
-        Placement(data=2, tensor=2),
-        pytest.param(Placement(fsdp=2, decode="sharded"), marks=pytest.mark.slow),
-        pytest.param(Placement(fsdp=8), marks=pytest.mark.slow),
-    ],
+    [Placement(data=2, tensor=2), Placement(fsdp=2, decode="sharded"), Placement(fsdp=8)],
     ids=str,
 )
 def test_slots_of_every_device_change_no_bit(where):

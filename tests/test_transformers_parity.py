@@ -58,7 +58,7 @@ def _error(found, expected):
 
 EACH = pytest.mark.parametrize(
     ("name", "numerics"),
-    quick.pairs({name: name for name in CASES}, {"tiles": EXACT_F32, "native": NATIVE_F32}),
+    quick.pairs(list(CASES), {"tiles": EXACT_F32, "native": NATIVE_F32}),
 )
 
 

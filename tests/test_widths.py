@@ -97,9 +97,7 @@ def test_what_is_said_of_every_token_does_not_depend_on_widths(mode, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "where",
-    [Placement(data=2, tensor=2), Placement(data=2, fsdp=2, tensor=2)],
-    ids=str,
+    "where", [Placement(data=2, tensor=2), Placement(data=2, fsdp=2, tensor=2)], ids=str
 )
 def test_all_devices_compute_at_one_width(where):
     same_but_for_sums(
