@@ -38,7 +38,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import kernels
 from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, Numerics
-from tim_jax.numerics.device_tiles import GPU_BF16_BY_ROWS, MatmulTile
+from tim_jax.numerics.device_tiles import GPU_BF16_SEVERAL_TILES, MatmulTile
 from tim_jax.plan import topology
 from tim_jax.plan.gpus import COMPILER_OPTIONS, GPUS
 
@@ -114,7 +114,7 @@ def look_at_tiles(sharding) -> None:
     shape = jax.ShapeDtypeStruct
     shapes = shape((4096, 2048), jnp.bfloat16), shape((2048, 4096), jnp.bfloat16)
     for tile in TILES:
-        gpu = replace(GPU_EXACT_BF16.gpu, matmul=((None, tile),))
+        gpu = replace(GPU_EXACT_BF16.gpu, matmul=(tile,))
         numerics = replace(GPU_EXACT_BF16, gpu=gpu)
         dot = partial(kernels.family(numerics).dot, numerics=numerics)
         try:
@@ -168,7 +168,9 @@ def main() -> None:
     for numerics in (GPU_EXACT_BF16, GPU_EXACT_F32):
         look_at_kernels(numerics, sharding)
     if not options.kernels_only:
-        look_at_programs(replace(GPU_EXACT_BF16, gpu=GPU_BF16_BY_ROWS), sharding, options.layers)
+        look_at_programs(
+            replace(GPU_EXACT_BF16, gpu=GPU_BF16_SEVERAL_TILES), sharding, options.layers
+        )
 
 
 if __name__ == "__main__":
