@@ -1,6 +1,6 @@
 """Compiles the GPU kernels and whole programs for a GPU that is not here, and looks at the result.
 
-    python scripts/aot_gpu.py [h200] [--layers 1] [--kernels-only]
+    python scripts/aot_gpu.py [h200] [--layers 1] [--kernels-only] [--named gradient]
 
 Needs no GPU and no driver, but the CUDA compiler and JAX's plugin: pip install "tim-jax[cuda]".
 
@@ -38,7 +38,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import kernels
 from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, Numerics
-from tim_jax.numerics.device_tiles import GPU_BF16_BY_ROWS, MatmulTile
+from tim_jax.numerics.device_tiles import GPU_BF16_SEVERAL_TILES, MatmulTile
 from tim_jax.plan import topology
 from tim_jax.plan.gpus import COMPILER_OPTIONS, GPUS
 
@@ -114,7 +114,7 @@ def look_at_tiles(sharding) -> None:
     shape = jax.ShapeDtypeStruct
     shapes = shape((4096, 2048), jnp.bfloat16), shape((2048, 4096), jnp.bfloat16)
     for tile in TILES:
-        gpu = replace(GPU_EXACT_BF16.gpu, matmul=((None, tile),))
+        gpu = replace(GPU_EXACT_BF16.gpu, matmul=(tile,))
         numerics = replace(GPU_EXACT_BF16, gpu=gpu)
         dot = partial(kernels.family(numerics).dot, numerics=numerics)
         try:
@@ -124,10 +124,12 @@ def look_at_tiles(sharding) -> None:
             print(f"dot, tile {tile}: {reason(error)}", flush=True)
 
 
-def look_at_kernels(numerics: Numerics, sharding) -> None:
+def look_at_kernels(numerics: Numerics, sharding, named: str) -> None:
     """Each kernel at 5 and at 700 rows: the same float instructions?"""
     few, many = lowering.operations(numerics, 5), lowering.operations(numerics, 700)
     for name, (function, shapes) in few.items():
+        if named not in name:
+            continue
         try:
             executable, ptx = compiled(function, shapes, sharding)
             one, used = fingerprint(ptx), resources(ptx)
@@ -161,14 +163,18 @@ def main() -> None:
     parser.add_argument("device", nargs="?", default="h200", choices=GPUS)
     parser.add_argument("--layers", type=int, default=1, help="of the whole programs")
     parser.add_argument("--kernels-only", action="store_true")
+    parser.add_argument("--named", default="", help="kernels with this in their names alone")
     options = parser.parse_args()
     devices = topology.target(f"{options.device}:1").devices
     sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
-    look_at_tiles(sharding)
+    if not options.named:
+        look_at_tiles(sharding)
     for numerics in (GPU_EXACT_BF16, GPU_EXACT_F32):
-        look_at_kernels(numerics, sharding)
-    if not options.kernels_only:
-        look_at_programs(replace(GPU_EXACT_BF16, gpu=GPU_BF16_BY_ROWS), sharding, options.layers)
+        look_at_kernels(numerics, sharding, options.named)
+    if not (options.kernels_only or options.named):
+        look_at_programs(
+            replace(GPU_EXACT_BF16, gpu=GPU_BF16_SEVERAL_TILES), sharding, options.layers
+        )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ class Case(NamedTuple):
     model: str
     batch: int
     context: int
+    several: bool = False  # with `numerics.several_tiles`
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -42,19 +43,32 @@ class Case(NamedTuple):
             f"sampling.max_prompt_length={self.context // 2}",
             f"sampling.max_response_length={self.context // 2}",
             "learner.length_buckets=1",
+            f"learner.remat={'true' if self.model == LARGE else 'false'}",
+            *(["numerics.several_tiles=true"] if self.several else []),
         )
+
+    @property
+    def label(self) -> str:
+        """The device, and which tiles."""
+        return f"{self.device}, several tiles" if self.several else self.device
 
     @property
     def file(self) -> str:
         """Of the plan's JSON."""
         name = self.model.rpartition("/")[2]
-        return f"{self.device.replace(':', '_')}-{name}-{self.batch}-{self.context}.json"
+        tiles = "-several" if self.several else ""
+        return f"{self.device.replace(':', '_')}-{name}-{self.batch}-{self.context}{tiles}.json"
 
 
 SMALL, LARGE = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B"
 CASES = (
-    *(Case("h200:1", SMALL, batch, context) for context in (1024, 4096) for batch in (64, 256)),
-    *(Case("h200:1", LARGE, batch, context) for context in (1024, 4096) for batch in (64, 256)),
+    *(
+        Case("h200:1", model, batch, context, several)
+        for model in (SMALL, LARGE)
+        for context in (1024, 4096)
+        for batch in (64, 256)
+        for several in (False, True)
+    ),
     Case("v5e:1x1", SMALL, 64, 1024),
     Case("v6e:1x1", SMALL, 64, 1024),
     *(Case("v5p:2x2x1", SMALL, batch, 1024) for batch in (64, 256)),
@@ -89,7 +103,8 @@ def _intro(load: float) -> list[str]:
         " memory traffic and launches were divided by the device's rates, as"
         " `tim_jax/plan/roofline.py` says in full. The least work is what no implementation can"
         " avoid. One device, bfloat16; half of the context is prompt, every response is of full"
-        f" length; a micro-batch has {LEARNT:,} tokens, and the learner recomputes activations.",
+        f" length; a micro-batch has {LEARNT:,} tokens, and activations are recomputed for"
+        f" {LARGE.rpartition('/')[2]} alone. Several tiles are those of `numerics.several_tiles`.",
         "",
         *common.machine_text(load, common.versions("jax", "jaxlib", "libtpu"), timed=False),
         "A case by hand:",
@@ -108,7 +123,7 @@ def _totals(plans: list[tuple[Case, dict[str, Any]]]) -> list[str]:
         "|---|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for case, plan in plans:
-        cells = [case.device, case.model, case.batch, f"{case.context:,}"]
+        cells = [case.label, case.model, case.batch, f"{case.context:,}"]
         for stage in ("sampler", "update"):
             found = plan["stages"][stage]["estimate"]
             if found is None:
@@ -144,7 +159,7 @@ def _of_case(case: Case, plan: dict[str, Any]) -> Iterator[str]:
             f"{name} {one['seconds']:.2f} ({one['bound']})" for name, one in slowest
         )
         yield (
-            f"| {case.device}, {case.model.rpartition('/')[2]}, {case.batch} x {case.context:,}"
+            f"| {case.label}, {case.model.rpartition('/')[2]}, {case.batch} x {case.context:,}"
             f" | {stage} | {kernels} | {found['others']:.2f} | {found['links']:.2f}"
             f" | {found['launches']:.2f} |"
         )

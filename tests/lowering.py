@@ -75,11 +75,16 @@ def operations(numerics: Numerics, rows: int = 70):
     latent_pages = shape((count, -(-length // page)), jnp.int32)
     use = {"numerics": numerics}
     writes = {}
-    if numerics.cache_write == "blocks":
+    if numerics.cache_write == "kernel":
         row, at = shape((count, 1, 8, 128), dtype), shape((count, 1), jnp.int32)
         writes = {
-            "cache_write": (partial(kernels.written, axis=3, **use), (key, row, at)),
-            "cache_write, values": (partial(kernels.written, axis=2, **use), (value, row, at)),
+            "cache_write": (partial(kernels.written, **use), ((key, value), (row, row), at)),
+            "cache_write, pages": (
+                lambda caches, rows, at, pages: kernels.written(
+                    caches, rows, at, pages=pages, **use
+                ),
+                (paged, (row, row), at, pages),
+            ),
         }
 
     def gradient(query, key, value, positions, cotangent, window=None, numerics=numerics):

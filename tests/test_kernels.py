@@ -1,5 +1,6 @@
 """The kernels against float64, and the invariances that exactness stands on."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -433,23 +434,29 @@ def test_rounded_is_the_cast_to_bfloat16():
 # --- cache -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", [2, 3])
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize(
     ("span", "first"), [(9, [0, 6, 3, 5, 1]), (300, [0, 126, 14, 255, 297])], ids=["one", "many"]
 )
-def test_rows_land_at_their_own_positions_of_the_cache(axis, length, span, first):
-    """In one block of the kernel that writes blocks, and in and across several."""
-    batch, heads, size = 5, 2, 4
-    shape = (batch, heads, span, size) if axis == 2 else (batch, heads, size, span)
-    cache, rows = normal(0, *shape), normal(1, batch, length, heads, size)
+def test_rows_land_at_their_own_positions_of_the_cache(length, span, first):
+    """In one block of the kernel that writes blocks, and in and across several; also of heads whose
+    size is no power of two, and where keys and values have other sizes."""
+    batch, heads, size, width = 5, 2, 12, 4
+    caches = normal(0, batch, heads, size, span), normal(2, batch, heads, span, width)
+    rows = normal(1, batch, length, heads, size), normal(3, batch, length, heads, width)
     positions = np.asarray(first)[:, None] + np.arange(length)
-    expected = np.moveaxis(np.array(cache), axis, 1)
+    expected = np.array(caches[0]), np.array(caches[1])
     for b, t in np.ndindex(batch, length):
-        expected[b, positions[b, t]] = rows[b, t]
-    in_blocks = Numerics(family="pallas_tpu", cache_write="blocks", interpret=True)
-    for how in ("rows", "scatter", "blocks"):
-        numerics = in_blocks if how == "blocks" else Numerics(cache_write=how)
-        write = partial(kernels.written, axis=axis, numerics=numerics)
-        found = np.moveaxis(np.asarray(jax.jit(write)(cache, rows, positions)), axis, 1)
-        np.testing.assert_array_equal(bits(found), bits(expected), err_msg=how)
+        expected[0][b, :, :, positions[b, t]] = rows[0][b, t]
+        expected[1][b, :, positions[b, t]] = rows[1][b, t]
+    on_gpu = Numerics(family="pallas_gpu", cache_write="kernel", interpret=True)
+    for numerics in (
+        Numerics(cache_write="rows"),
+        Numerics(cache_write="scatter"),
+        on_gpu,
+        replace(on_gpu, family="pallas_tpu"),
+    ):
+        write = jax.jit(partial(kernels.written, numerics=numerics))
+        for found, exact in zip(write(caches, rows, positions), expected, strict=True):
+            message = f"{numerics.family} {numerics.cache_write}"
+            np.testing.assert_array_equal(bits(found), bits(exact), err_msg=message)

@@ -250,7 +250,7 @@ BLOCKS = replace(
 )
 GPU_TILES = GpuTiles(
     block_k=64,
-    matmul=((None, MatmulTile(16, 32)),),
+    matmul=(MatmulTile(16, 32),),
     attention_rows=16,
     row_tile=8,
     lanes=32,

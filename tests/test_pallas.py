@@ -14,10 +14,12 @@ from tim_jax import auditing, kernels
 from tim_jax.errors import InputError
 from tim_jax.kernels import experts, pallas_gpu, pallas_tpu
 from tim_jax.kernels.composed import NATIVE
+from tim_jax.kernels.pallas_attention import block_of_step
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf
 from tim_jax.numerics import (
+    GPU_BF16_SEVERAL_TILES,
     GPU_EXACT_BF16,
     GPU_EXACT_F32,
     TPU_EXACT_BF16,
@@ -29,7 +31,8 @@ from tim_jax.plan.known_models import PUBLISHED
 
 GPU_TILES = GpuTiles(
     block_k=16,
-    matmul=((20, MatmulTile(16, 16)), (None, MatmulTile(32, 16))),
+    matmul=(MatmulTile(16, 16), MatmulTile(32, 16)),
+    programs=2,
     experts=MatmulTile(16, 16),
     attention_rows=16,
     gradient_rows=16,
@@ -43,9 +46,11 @@ TPU_TILES = TpuTiles(
     block_k=128,
     expert_rows=16,
     attention_rows=16,
+    attention_blocks=2,
     heads=2,
     gradient_rows=16,
     gradient_keys=128,
+    gradient_heads=2,
     row_tile=16,
     lanes=128,
 )
@@ -163,11 +168,11 @@ def test_column_tiles_have_the_bits_of_whole_matrices(family, dtype):
 
 
 def test_gpu_tiles_change_with_the_row_count_and_the_bits_do_not():
-    """17 rows take the first tile of the table, 21 the second."""
-    assert GPU_TILES.tile(17) != GPU_TILES.tile(21)
+    """16 rows take the first of the tiles, 21 the second."""
     x, weight, _, _ = operands(GPU, True)
+    assert GPU_TILES.tile(16, weight.shape[1]) != GPU_TILES.tile(ROWS, weight.shape[1])
     run = jitted(GPU, "dot")
-    assert bits(run(x, weight)[:17]) == bits(run(x[:17], weight))
+    assert bits(run(x, weight)[:16]) == bits(run(x[:16], weight))
 
 
 @FAMILIES
@@ -470,6 +475,45 @@ def test_attention_reads_pages_in_any_order_to_the_same_bits(family, dtype, wind
     assert bits(paged) == bits(whole)
 
 
+def test_heads_and_blocks_of_a_step_on_a_tpu_decide_no_bit():
+    """Also where the last step is not full, and where a step has blocks before the first seen."""
+    block = TPU.kv_block
+    query, key, value, at = attention_inputs(TPU, 5 * block - 11)
+    cotangent = normal(7, *query.shape)
+
+    def found(window, **tiles):
+        numerics = replace(TPU, tpu=replace(TPU_TILES, **tiles))
+        attend = partial(kernels.attention, numerics=numerics, aligned=True, window=window)
+
+        @jax.jit
+        def run(*arrays):
+            mixed, backward = jax.vjp(lambda *arrays: attend(*arrays, at), *arrays)
+            return mixed, *backward(cotangent)
+
+        return list(map(bits, run(query, key, value)))
+
+    for window in (None, np.int32(block + 9)):
+        one = found(window, heads=1, attention_blocks=1, gradient_heads=1)
+        assert found(window, heads=2, attention_blocks=2, gradient_heads=2) == one
+        assert found(window, heads=1, attention_blocks=4, gradient_heads=8) == one
+
+
+@pytest.mark.parametrize("taken", [1, 2, 4, 8])
+def test_a_step_of_attention_on_a_tpu_copies_each_block_that_is_seen_once(taken):
+    """It has them at their places, and a place keeps the block that it has where it needs none."""
+    most_blocks = 11
+    blocks = np.arange(most_blocks)
+    steps, places = np.arange(-(-most_blocks // taken)), np.arange(taken)
+    step, place, least, most = np.meshgrid(steps, places, blocks, blocks, indexing="ij")
+    found = np.asarray(block_of_step(step, place, taken, least, most))
+    own, some = step * taken + place, least <= most
+    seen = (least <= own) & (own <= most)
+    assert (found == own)[seen].all()
+    assert ((least <= found) & (found <= most))[some].all()
+    copies = 1 + (np.diff(found, axis=0) != 0).sum(axis=0)
+    assert (copies == np.maximum(seen.sum(axis=0), 1))[some[0]].all()
+
+
 # --- the head --------------------------------------------------------------------------------
 
 
@@ -587,15 +631,30 @@ def test_what_a_kernel_cannot_take_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
+    ("rows", "columns", "tile"),
+    [
+        (5, 2048, (64, 32)),
+        (64, 12288, (64, 64)),
+        (64, 151_936, (64, 128)),
+        (16_384, 2048, (128, 256)),
+    ],
+)
+def test_a_product_takes_the_widest_tile_that_keeps_all_cores_busy(rows, columns, tile):
+    """And of few rows none that is taller than they need; a family of one tile has that alone."""
+    found = GPU_BF16_SEVERAL_TILES.tile(rows, columns)
+    assert (found.rows, found.columns) == tile
+    (one,) = GPU_EXACT_BF16.gpu.matmul
+    assert GPU_EXACT_BF16.gpu.tile(rows, columns) == one
+
+
+@pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: GpuTiles(block_k=48), "block_k must be a power of two, at least 16, got 48"),
         (lambda: GpuTiles(block_k=8), "at least 16, got 8"),
-        (lambda: GpuTiles(matmul=((64, MatmulTile()),)), "end with None"),
-        (
-            lambda: GpuTiles(matmul=((9, MatmulTile()), (9, MatmulTile()), (None, MatmulTile()))),
-            "rising",
-        ),
+        (lambda: GpuTiles(matmul=()), "one tile or several of rising size, got tiles of none"),
+        (lambda: GpuTiles(matmul=(MatmulTile(), MatmulTile())), "got tiles of 4096, 4096 elem"),
+        (lambda: GpuTiles(programs=0), "programs must be at least 1, got 0"),
         (lambda: MatmulTile(rows=40), "rows must be a power of two, at least 1, got 40"),
         (lambda: TpuTiles(columns=64), "columns must be at least 128, got 64"),
         (lambda: Numerics(interpret=True), "interpret is for the Pallas families"),

@@ -200,15 +200,15 @@ def test_a_kernels_blocks_are_copied_when_their_place_changes():
 
 
 def test_programs_of_a_gpu_load_their_own_blocks_through_a_cache():
-    tiles = GpuTiles(matmul=((None, MatmulTile(rows=64, columns=64)),))
+    tiles = GpuTiles(matmul=(MatmulTile(rows=64, columns=64),))
     numerics = replace(tiny.NUMERICS, family="pallas_gpu", interpret=True, gpu=tiles)
     ops = kernels.family(numerics)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((200, 256), (256, 384))]
     found = work.count(jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes).jaxpr)
     (call,) = found.kernels
-    assert call.programs == 4 * 6  # tiles of 64 rows and 64 columns
+    assert call.programs == 4 * 6  # tiles of 64 rows, the last of 8, and 64 columns
     assert call.loaded == 4 * 24 * (64 * 256 + 256 * 64 + 64 * 64)
-    assert call.memory == found.kernel_bytes == 4 * (256 * 256 + 256 * 384 + 256 * 384)
+    assert call.memory == found.kernel_bytes == 4 * (200 * 256 + 256 * 384 + 200 * 384)
 
 
 @pytest.mark.parametrize("with_gradient", [False, True])
@@ -238,7 +238,7 @@ def test_attention_on_a_gpu_states_its_products_and_loads(with_gradient):
     assert found.flops == 2 * (products + gradient + 7 * 8 * 8 * 8)
     tiles = 3 * 2 * 2
     loads = tiles * (64 + 48) * (32 + 16)
-    by_rows = tiles * (64 + 64) * (2 * 32 + 16)
+    by_rows = tiles * (64 * (2 * 32 + 2 * 16) + 64 * (2 * 32 + 16))
     by_keys = 3 * 2 * (128 + 2 * 64) * (32 + 16)
     loaded = sum(call.loaded for call in found.kernels)
     assert loaded == 4 * (loads + (by_rows + by_keys if with_gradient else 0))
@@ -284,6 +284,33 @@ ENTRY %main (stack: f32[50,64,64], x: f32[8,64], at: s32[]) -> f32[8,64] {
 
 def test_a_slice_in_a_fusion_inside_a_fusion_reads_the_slice():
     assert costs.bytes_accessed(hlo.parse(_NESTED)) == 4 * (64 * 64 + 8 * 64 + 8 * 64 + 1)
+
+
+_STARTED = """HloModule started
+
+%inside (stack: f32[50,64,64], at: s32[]) -> f32[1,64,64] {
+  %stack = f32[50,64,64] parameter(0)
+  %at = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = f32[1,64,64] dynamic-slice(%stack, %at, %zero, %zero), dynamic_slice_sizes={1,64,64}
+}
+
+ENTRY %main (stack: f32[50,64,64], at: s32[]) -> f32[1,64,64] {
+  %stack = f32[50,64,64] parameter(0)
+  %at = s32[] parameter(1)
+  %start = ((f32[50,64,64], s32[]), f32[1,64,64], u32[]) fusion-start(%stack, %at), calls=%inside
+  %done = f32[1,64,64] fusion-done(%start)
+  %moved = (f32[1,64,64]{2,1,0:T(8,128)S(1)}, f32[1,64,64]{2,1,0:T(8,128)}, u32[]) copy-start(%done)
+  ROOT %here = f32[1,64,64]{2,1,0:T(8,128)S(1)} copy-done(%moved)
+}
+"""
+
+
+def test_a_fusion_that_is_started_and_ended_apart_is_counted_once():
+    """And a copy into a TPU's vector memory takes the reading of memory alone."""
+    module, size = hlo.parse(_STARTED), 4 * 64 * 64
+    assert costs.bytes_accessed(module) == (size + size + 4) + (size + 4)  # and a flag
+    assert costs.launches(module) == 2
 
 
 _WRITING = """HloModule writing

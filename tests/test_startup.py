@@ -20,7 +20,8 @@ from tim_jax.kernels import pallas
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.plan.known_models import PUBLISHED
-from tim_jax.run import assembly, checkpoints, folders
+from tim_jax.run import checkpoints, folders
+from tim_jax.run import numerics as run_numerics
 
 ROOT = Path(__file__).parents[1]
 # What takes long to import and is not needed to check a config.
@@ -102,7 +103,7 @@ LARGE = from_hf(PUBLISHED["Qwen/Qwen3-0.6B"])
 
 
 def numerics(model=LARGE, **options):
-    return assembly.make_numerics("auto", "bfloat16", model, length=128, batch=None, **options)
+    return run_numerics.make_numerics("auto", "bfloat16", model, length=128, batch=None, **options)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,9 @@ def numerics(model=LARGE, **options):
 def test_auto_is_the_exact_family_of_the_platform(platform, family, monkeypatch):
     monkeypatch.setattr(pallas, "platform", lambda: platform)
     assert numerics().family == family
-    assert numerics() == assembly.make_numerics(family, "bfloat16", LARGE, length=128, batch=None)
+    assert numerics() == run_numerics.make_numerics(
+        family, "bfloat16", LARGE, length=128, batch=None
+    )
 
 
 def test_auto_is_the_default_of_a_config():
@@ -140,7 +143,25 @@ def test_auto_does_not_fall_back_to_slow_kernels(model, options, words, monkeypa
         'set the family to "tiles" (numerics.family, or --family), which is slower'
     )
     with pytest.raises(InputError, match=r"^[Nn]umerics: "):
-        assembly.make_numerics("pallas_gpu", "float32", model, length=128, batch=None, **options)
+        run_numerics.make_numerics(
+            "pallas_gpu", "float32", model, length=128, batch=None, **options
+        )
+
+
+def test_several_tiles_are_of_one_family_and_dtype(monkeypatch):
+    """They change how products are divided among programs, and nothing else."""
+    monkeypatch.setattr(pallas, "platform", lambda: "gpu")
+    one = numerics()
+    several = run_numerics.with_several_tiles(one)
+    assert several.gpu.tile(64, 2048) != several.gpu.tile(10_000, 2048)
+    assert several.gpu.block_k == one.gpu.block_k
+    products = {"matmul": one.gpu.matmul, "experts": one.gpu.experts}
+    assert replace(several, gpu=replace(several.gpu, **products)) == one
+    for changed in ({"family": "tiles"}, {"compute_dtype": "float32"}):
+        with pytest.raises(
+            InputError, match=r"numerics\.several_tiles: only family \"pallas_gpu\""
+        ):
+            run_numerics.with_several_tiles(replace(one, **changed))
 
 
 def test_auto_knows_no_kernels_for_other_platforms(monkeypatch):

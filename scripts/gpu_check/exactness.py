@@ -48,7 +48,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     tuned = setting.exact("bfloat16", tuned=True)
     yield from (one("pallas_gpu bfloat16", bf16, case) for case in quick)
     yield from (one("pallas_gpu float32", f32, case) for case in quick)
-    yield from (one("pallas_gpu bfloat16, tiles by rows", tuned, case) for case in quick[:3])
+    yield from (one("pallas_gpu bfloat16, several tiles", tuned, case) for case in quick[:3])
     yield _long_sequence(setting)
     yield from (_repeated_gradient(setting, dtype) for dtype in ("bfloat16", "float32"))
     for dtype in ("bfloat16", "float32"):

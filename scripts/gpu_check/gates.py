@@ -199,7 +199,7 @@ def _tiles(setting: Setting) -> Iterator[Case]:
 
 
 def _with(numerics: Numerics, tile: MatmulTile) -> Numerics:
-    tiles: GpuTiles = replace(numerics.gpu, matmul=((None, tile),))
+    tiles: GpuTiles = replace(numerics.gpu, matmul=(tile,))
     return replace(numerics, gpu=tiles)
 
 

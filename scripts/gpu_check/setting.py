@@ -15,11 +15,12 @@ from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import TABLE, Weight, matrices, tree
 from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, GPU_PINNED_OPTIONS, Numerics, Rows
-from tim_jax.numerics.device_tiles import GPU_BF16_BY_ROWS, GpuTiles, MatmulTile
+from tim_jax.numerics.device_tiles import GPU_BF16_SEVERAL_TILES, GpuTiles, MatmulTile
 
 SMOKE_TILES = GpuTiles(
     block_k=16,
-    matmul=((32, MatmulTile(16, 16)), (None, MatmulTile(32, 16))),
+    matmul=(MatmulTile(16, 16), MatmulTile(32, 16)),
+    programs=4,
     attention_rows=16,
     row_tile=4,
     lanes=32,
@@ -37,11 +38,9 @@ class Setting:
         """`pallas_gpu`: one tile for all row counts or, `tuned`, a tile by row count."""
         numerics = GPU_EXACT_BF16 if dtype == "bfloat16" else GPU_EXACT_F32
         if self.smoke:
-            tiles = (
-                SMOKE_TILES if tuned else replace(SMOKE_TILES, matmul=((None, MatmulTile(16, 16)),))
-            )
+            tiles = SMOKE_TILES if tuned else replace(SMOKE_TILES, matmul=(MatmulTile(16, 16),))
             return replace(numerics, gpu=tiles, kv_block=16, head_rows=32, interpret=True)
-        return replace(numerics, gpu=GPU_BF16_BY_ROWS) if tuned else numerics
+        return replace(numerics, gpu=GPU_BF16_SEVERAL_TILES) if tuned else numerics
 
     def tiles(self, dtype: str) -> Numerics:
         """The slow reference: fenced XLA operations on fixed tiles."""

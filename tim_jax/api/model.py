@@ -23,6 +23,7 @@ from tim_jax.numerics import FAMILIES, Numerics
 from tim_jax.placement import SINGLE, Placement, processes
 from tim_jax.rl import programs
 from tim_jax.run import assembly
+from tim_jax.run import numerics as run_numerics
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -120,7 +121,7 @@ def begin(
     where = _everywhere() if placement is None else placement
     check_devices(where)
     assembly.check_placement(where, found.config, where.tensor)
-    numerics = assembly.fitted_numerics(
+    numerics = run_numerics.fitted_numerics(
         family,
         dtype,
         found.config,

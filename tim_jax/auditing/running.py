@@ -101,8 +101,9 @@ def describe(numerics: Numerics) -> str:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(f"{key}:{_short(part)}" for key, part in value)
+    if isinstance(value, tuple):  # of pairs, or of values
+        pairs = (part if isinstance(part, tuple) else (part,) for part in value)
+        return ",".join(":".join(map(_short, pair)) for pair in pairs)
     if isinstance(value, Rows):
         return f"{value.low}..{'any' if value.high is None else value.high}"
     if dataclasses.is_dataclass(value):

@@ -129,6 +129,10 @@ class NumericsSection(Section):
     column_tiles: Count | None = None
     """Parts that weight matrices are multiplied in: bits are the same for every size of the tensor
     axis that divides it. Left out: the largest tensor axis of the run."""
+    several_tiles: bool = False
+    """Of pallas_gpu in bfloat16: small products take narrow tiles, large ones wide ones. As exact
+    as one tile if tensor cores add up in the same order in every tile, which
+    `scripts/gpu_check.sh --only kernels` compares on a device."""
     compiler_options: Annotated[dict[str, str | bool | int], BeforeValidator(_options)] = {}
     """XLA's, for every program of the run, such as `xla_allow_excess_precision = false`."""
 

@@ -32,6 +32,7 @@ from tim_jax.model.weights import Params
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE
 from tim_jax.run import assembly, checkpoints, folders, source_charts
+from tim_jax.run import numerics as run_numerics
 from tim_jax.types import Prompts
 
 _MOST_TOKENS = 2**26  # of a bench: more are a slip
@@ -104,7 +105,7 @@ def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> li
     length = it.sizes.prompt_length + it.sizes.response_length
     numerics: list[Numerics] = []
     for dtype in it.dtypes:
-        plain = assembly.fitted_numerics(
+        plain = run_numerics.fitted_numerics(
             it.family,
             dtype,
             it.config,
@@ -215,7 +216,7 @@ def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = N
             f"--prompts {prompts} and --samples {samples} are {prompts * samples} sequences of"
             f" {length} tokens; at most {_MOST_TOKENS} tokens"
         )
-    numerics = assembly.fitted_numerics("auto", dtype or "float32", config, length=length)
+    numerics = run_numerics.fitted_numerics("auto", dtype or "float32", config, length=length)
     execution = Execution(config, numerics, plain_sampling(config, sizes))
     checks.check_sampling(
         execution,

@@ -15,7 +15,8 @@ from tim_jax.model.execution import Execution
 from tim_jax.plan import budget
 from tim_jax.plan.workload import Workload
 from tim_jax.rl.types import Learning
-from tim_jax.run import assembly, checkpoints, folders
+from tim_jax.run import checkpoints, folders
+from tim_jax.run import numerics as run_numerics
 
 
 def check_devices(config: RunConfig) -> None:
@@ -87,7 +88,7 @@ def check_family(config: RunConfig) -> None:
     folder = Path(config.run.folder)
     if not checkpoints.list_steps(folder / "checkpoints"):
         return
-    before, now = _family_before(folder), assembly.family_here(config.numerics.family)
+    before, now = _family_before(folder), run_numerics.family_here(config.numerics.family)
     if before not in (now, "auto"):
         raise InputError(
             f"{folder} holds a run whose numerics.family was {before!r};"

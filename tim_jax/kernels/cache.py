@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tim_jax.kernels import formulas, pallas_cache
 from tim_jax.kernels.interface import Kernels
+from tim_jax.kernels.pallas_cache import Pair
 from tim_jax.numerics import Numerics, strict
 
 
@@ -88,33 +89,33 @@ def _rounded(x, *, numerics, ops):
 
 
 def write(
-    cache: jax.Array,
-    rows: jax.Array,
+    caches: Pair,
+    rows: Pair,
     positions: jax.Array,
     *,
-    axis: int,
     numerics: Numerics,
     pages: jax.Array | None = None,
-) -> jax.Array:
-    """The cache with `rows` in it, each at its own position.
+) -> Pair:
+    """The keys and the values with `rows` in them, each at its own position.
 
     Args:
-      cache: keys [B, Kv, D, S] or values [B, Kv, S, E]; with pages, [pages, Kv, D, block] or
+      caches: keys [B, Kv, D, S] and values [B, Kv, S, E]; with pages, [pages, Kv, D, block] and
         [pages, Kv, block, E].
-      rows: [B, T, Kv, D] or [B, T, Kv, E].
+      rows: [B, T, Kv, D] and [B, T, Kv, E].
       positions: i32[B, T], inside the cache and different from each other within a sequence.
-      axis: that of the positions, 3 or 2.
       pages: i32[B, S / block], where each row's blocks of positions lie.
     """
-    method = _by_rows if numerics.cache_write == "rows" else _by_scatter
-    if numerics.cache_write == "blocks" and numerics.family == "pallas_tpu":
-        method = partial(pallas_cache.write, numerics=numerics)
     if pages is None:
         first = jnp.broadcast_to(jnp.arange(positions.shape[0])[:, None], positions.shape)
-        return method(cache, rows, first, positions, axis)
-    block = cache.shape[axis]
-    first = jnp.take_along_axis(pages, positions // block, axis=1)
-    return method(cache, rows, first, positions % block, axis)
+    else:
+        block = caches[0].shape[3]
+        first = jnp.take_along_axis(pages, positions // block, axis=1)
+        positions = positions % block
+    if numerics.cache_write == "kernel" and numerics.family in pallas_cache.FAMILIES:
+        return pallas_cache.write(caches, rows, first, positions, numerics=numerics)
+    method = _by_rows if numerics.cache_write == "rows" else _by_scatter
+    key = method(caches[0], rows[0], first, positions, 3)
+    return key, method(caches[1], rows[1], first, positions, 2)
 
 
 def gathered(key: jax.Array, value: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:

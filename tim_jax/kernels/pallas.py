@@ -12,11 +12,14 @@ expressions at the same inputs: accurate, and not bound by the exactness contrac
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from tim_jax.errors import InputError
 from tim_jax.kernels import native
@@ -94,6 +97,39 @@ def block_of(limit: int, size: int, *, least: int, what: str) -> int:
 def power_of_two_in(size: int) -> int:
     """The largest power of two that divides `size`."""
     return size & -size
+
+
+def parts_of(size: int, most: int | None = None) -> list[slice]:
+    """A head of so many numbers in powers of two, the largest first: what Triton's arrays have.
+
+    None is larger than `most`, if that is given, which is a power of two.
+    """
+    sizes = [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
+    if most is not None:
+        sizes = [part for one in sizes for part in [min(one, most)] * max(one // most, 1)]
+    ends = list(accumulate(sizes))
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def inside(axis: int, rows: int, count: int) -> jax.Array:
+    """Which rows of a GPU program's tile are among the `count` that there are, bool[rows].
+
+    `axis`: that of the grid along which the tiles lie.
+    """
+    return pl.program_id(axis) * rows + jnp.arange(rows) < count
+
+
+def masked(ref: Any, there: jax.Array, other: int | float = 0) -> jax.Array:
+    """On a GPU, the rows of `ref` that are there, and `other` in place of those that are not."""
+    shape = ref.shape
+    rows = there.reshape(-1, *(1,) * (len(shape) - 1))
+    return plt.load(ref, mask=jnp.broadcast_to(rows, shape), other=other)
+
+
+def store(ref: Any, values: jax.Array, there: jax.Array) -> None:
+    """On a GPU, writes the rows of `values` [rows, columns] that are there, in the ref's dtype."""
+    mask = jnp.broadcast_to(there[:, None], values.shape)
+    plt.store(ref, values.astype(ref.dtype), mask=mask)
 
 
 def in_blocks(x: jax.Array, expert: jax.Array, used: jax.Array, rows: int):

@@ -14,16 +14,26 @@ runs from the first to the last block that one of its rows sees.
 """
 
 from functools import partial
-from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from tim_jax.kernels import native
-from tim_jax.kernels.pallas import LOG2_E, MASKED, padded, power_of_two_in
+from tim_jax.kernels.pallas import (
+    LOG2_E,
+    MASKED,
+    inside,
+    masked,
+    padded,
+    parts_of,
+    power_of_two_in,
+    store,
+)
 from tim_jax.kernels.pallas_calls import attention_cost, gpu_call, tpu_call
 from tim_jax.numerics import Numerics
+
+_NEVER = 2**30  # after every position
 
 
 def seen(positions, window, tile: int):
@@ -50,11 +60,9 @@ def on_gpu(
     batch, heads, count, size = query.shape
     tiles, block, width = numerics.gpu, numerics.kv_block, value.shape[3]
     rows = tiles.attention_rows
-    query = padded(query, rows, axis=2)
-    last, first = seen(positions, window, rows)
     tile = pl.BlockSpec((None, None, rows, size), lambda i, h, b: (b, h, i, 0))
     of_rows = pl.BlockSpec((None, rows), lambda i, h, b: (b, i))
-    inputs, specs = [query, last], [tile, of_rows]
+    inputs, specs = [query, positions], [tile, of_rows]
     if pages is None:
         key, value = padded(key, block, axis=3), padded(value, block, axis=2)
         whole = [(None, None, *x.shape[2:]) for x in (key, value)]
@@ -64,49 +72,39 @@ def on_gpu(
         specs += [pl.BlockSpec(shape, lambda i, h, b: (0, h, 0, 0)) for shape in whole]
         specs.append(pl.BlockSpec((None, pages.shape[1]), lambda i, h, b: (b, 0)))
     inputs += [key, value] if pages is None else [key, value, pages]
-    if first is not None:
-        inputs.append(first)
-        specs.append(of_rows)
+    if window is not None:
+        inputs.append(window[None])
+        specs.append(pl.BlockSpec((None,), lambda i, h, b: (0,)))
     keys = key.shape[3] if pages is None else pages.shape[1] * block
+    programs = pl.cdiv(count, rows) * heads * batch
     cost = attention_cost(
         multiplied=rows * keys * (size + width),
         loaded=(rows + keys) * (size + width) * key.dtype.itemsize,
         exponentials=rows * keys,
-        programs=query.shape[2] // rows * heads * batch,
+        programs=programs,
     )
-    mixed = gpu_call(
-        partial(_on_gpu, block=block, windowed=first is not None),
+    return gpu_call(
+        partial(_on_gpu, block=block, count=count, windowed=window is not None),
         numerics=numerics,
         name="attention",
         cost_estimate=cost,
         warps=tiles.attention_warps,
         stages=tiles.attention_stages,
-        grid=(query.shape[2] // rows, heads, batch),
+        grid=(pl.cdiv(count, rows), heads, batch),
         in_specs=specs,
         out_specs=pl.BlockSpec((None, None, rows, width), lambda i, h, b: (b, h, i, 0)),
         out_shape=jax.ShapeDtypeStruct((*query.shape[:3], width), numerics.dtype),
     )(*inputs)
-    return mixed[:, :, :count]
 
 
-def parts_of(size: int, most: int | None = None) -> list[slice]:
-    """A head of so many numbers in powers of two, the largest first: what Triton's arrays have.
-
-    None is larger than `most`, if that is given, which is a power of two.
-    """
-    sizes = [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
-    if most is not None:
-        sizes = [part for one in sizes for part in [min(one, most)] * max(one // most, 1)]
-    ends = list(accumulate(sizes))
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _on_gpu(query_ref, last_ref, key_ref, value_ref, *refs, block: int, windowed: bool):
+def _on_gpu(query_ref, last_ref, key_ref, value_ref, *refs, block: int, count: int, windowed: bool):
     out_ref, pages = refs[-1], refs[: -2 if windowed else -1]
-    parts = parts_of(query_ref.shape[1])
-    query, last = [query_ref[:, part] for part in parts], last_ref[...]
-    first = refs[-2][...] if windowed else None
     rows, width = out_ref.shape
+    there = inside(0, rows, count)
+    parts = parts_of(query_ref.shape[1])
+    query = [masked(query_ref.at[:, part], there) for part in parts]
+    last = masked(last_ref, there, other=-1)
+    first = jnp.where(there, last - refs[-2][...] + 1, _NEVER) if windowed else None
     precise = native.precise(query[0])
 
     def keys_and_values(index):
@@ -142,7 +140,7 @@ def _on_gpu(query_ref, last_ref, key_ref, value_ref, *refs, block: int, windowed
     skipped = 0 if first is None else jax.lax.div(jnp.maximum(jnp.min(first), 0), block)
     blocks = jax.lax.div(jnp.max(last) + block, block)
     mixed, _, total = jax.lax.fori_loop(skipped, blocks, step, start)
-    out_ref[...] = (mixed / total[:, None]).astype(out_ref.dtype)
+    store(out_ref.at[:, :], mixed / total[:, None], there)
 
 
 _LANES = 128  # a statistic per row fills a whole register row
@@ -160,14 +158,13 @@ def on_tpu(
 ) -> jax.Array:
     """[B, Kv, N, E] in the compute dtype; the arguments are those of `kernels.attention`.
 
-    A tile of rows reads the key blocks from the first to the last that one of its rows sees. The
-    steps before and after name these again, so that nothing is copied for them, and compute
-    nothing. A step has several heads, one after the other.
+    A tile of rows reads the key blocks from the first to the last that one of its rows sees. A step
+    has several heads and several blocks, one after the other. Blocks of which no row sees anything
+    are not computed, and mostly not copied.
     """
     batch, heads, count, size = query.shape
     rows, block, width = numerics.tpu.attention_rows, numerics.kv_block, value.shape[3]
     some = min(power_of_two_in(heads), numerics.tpu.heads)
-    query = padded(query, rows, axis=2)
     last, first = seen(positions, window, rows)
     tile = pl.BlockSpec((None, some, rows, size), lambda b, h, i, j, *scalars: (b, h, i, 0))
     mixed_tile = pl.BlockSpec((None, some, rows, width), tile.index_map)
@@ -180,76 +177,101 @@ def on_tpu(
         steps = key.shape[3] // block
     else:
         scalars, steps = [*scalars, pages], pages.shape[1]
+    taken = numerics.tpu.attention_blocks
 
-    def key_at(b, h, i, j, *scalars):
-        """Where the keys lie that tile i of row b reads at step j."""
-        seen = jnp.minimum(j, jnp.maximum(scalars[0][b, i], 0))
-        if first is not None:
-            seen = jnp.maximum(seen, scalars[1][b, i])
+    def key_at(place, b, h, i, j, *scalars):
+        """Where the keys lie that tile i of row b reads at step j as the block at `place`."""
+        most = jnp.maximum(scalars[0][b, i], 0)
+        least = 0 if first is None else scalars[1][b, i]
+        seen = block_of_step(j, place, taken, least, most)
         return (b, h, 0, seen) if pages is None else (scalars[-1][b, seen], h, 0, 0)
 
-    mixed = tpu_call(
-        partial(_on_tpu, block=block, windowed=first is not None),
+    def value_at(*at):
+        return tuple(key_at(*at)[axis] for axis in (0, 1, 3, 2))
+
+    places = range(taken)
+    keys = [pl.BlockSpec((None, some, size, block), partial(key_at, n)) for n in places]
+    values = [pl.BlockSpec((None, some, block, width), partial(value_at, n)) for n in places]
+    return tpu_call(
+        partial(_on_tpu, block=block, taken=taken, windowed=first is not None),
         numerics=numerics,
         name="attention",
-        grid=(batch, heads // some, query.shape[2] // rows, steps),
+        grid=(batch, heads // some, pl.cdiv(count, rows), pl.cdiv(steps, taken)),
         scalars=len(scalars),
         scratch=[(some, rows, width), (some, rows, _LANES), (some, rows, _LANES)],
-        in_specs=[
-            tile,
-            pl.BlockSpec((None, some, size, block), key_at),
-            pl.BlockSpec(
-                (None, some, block, width), lambda *at: tuple(key_at(*at)[n] for n in (0, 1, 3, 2))
-            ),
-            *(of_rows,) * (1 if first is None else 2),
-        ],
+        in_specs=[tile, *(of_rows,) * (1 if first is None else 2), *keys, *values],
         out_specs=mixed_tile,
         out_shape=jax.ShapeDtypeStruct((*query.shape[:3], width), numerics.dtype),
-    )(*scalars, query, key, value, *(x[:, :, None] for x in (last, first) if x is not None))
-    return mixed[:, :, :count]
+    )(
+        *scalars,
+        query,
+        *(x[:, :, None] for x in (last, first) if x is not None),
+        *(key,) * taken,
+        *(value,) * taken,
+    )
 
 
-def _on_tpu(*refs, block: int, windowed: bool):
+def block_of_step(step, place: int, taken: int, least, most):
+    """The block of keys at `place` of the `taken` that a step has, a power of two.
+
+    Of `least` to `most`, those that a tile sees. What the step has beyond them is the block that
+    this place had in the step before, or will have in the next, so that it is not copied; or if it
+    has none in any step, the last.
+    """
+    lowest = least + ((place - least) & (taken - 1))
+    highest = most - ((most - place) & (taken - 1))
+    found = jnp.maximum(jnp.minimum(step * taken + place, highest), lowest)
+    return jnp.minimum(found, most)
+
+
+def _on_tpu(*refs, block: int, taken: int, windowed: bool):
     # The scalars before these are read by the index maps alone.
-    query_ref, key_ref, value_ref, last_ref = refs[-9 if windowed else -8 :][:4]
-    out_ref, mixed, peak, total = refs[-4:]
-    index = pl.program_id(3)
-    last = last_ref[...]
-    first = refs[-5][...] if windowed else None
+    given = refs[len(refs) - 2 * taken - (7 if windowed else 6) :]
+    query_ref, last, first = given[0], given[1][...], given[2][...] if windowed else None
+    key_refs, value_refs = given[-2 * taken - 4 : -taken - 4], given[-taken - 4 : -4]
+    out_ref, mixed, peak, total = given[-4:]
+    step = pl.program_id(3)
 
-    @pl.when(index == 0)
+    @pl.when(step == 0)
     def _start():
         mixed[...] = jnp.zeros_like(mixed)
         peak[...] = jnp.full_like(peak, MASKED)
         total[...] = jnp.zeros_like(total)
 
-    needed = index * block <= jnp.max(last)
-    if first is not None:
-        needed &= (index + 1) * block > jnp.min(first)
-
-    @pl.when(needed)
-    def _step():
-        shape = query_ref.shape[1], block
-        at = index * block + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        visible = at <= jnp.broadcast_to(last, shape)
+    for place, (key_ref, value_ref) in enumerate(zip(key_refs, value_refs, strict=True)):
+        index = step * taken + place
+        needed = index * block <= jnp.max(last)
         if first is not None:
-            visible &= at >= jnp.broadcast_to(first, shape)
-        for head in range(query_ref.shape[0]):
-            query, value = query_ref[head], value_ref[head]
-            precise = native.precise(query)
-            scores = jnp.where(visible, jnp.dot(query, key_ref[head], **precise), MASKED)
-            old = peak[head][:, :1]
-            new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
-            shrink = jnp.exp(old - new)
-            weights = jnp.exp(scores - new)
-            if first is not None:
-                weights = jnp.where(visible, weights, 0.0)
-            product = jnp.dot(weights.astype(value.dtype), value, **precise)
-            mixed[head] = mixed[head] * shrink + product
-            total[head] = total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-            peak[head] = jnp.broadcast_to(new, peak.shape[1:])
+            needed &= (index + 1) * block > jnp.min(first)
 
-    @pl.when(index == pl.num_programs(3) - 1)
+        @pl.when(needed)
+        def _block(index=index, key_ref=key_ref, value_ref=value_ref):
+            seen_keys = visible(index, block, last, first)
+            for head in range(query_ref.shape[0]):
+                query, value = query_ref[head], value_ref[head]
+                precise = native.precise(query)
+                scores = jnp.dot(query, key_ref[head], **precise)
+                scores = jnp.where(seen_keys, scores, MASKED)
+                old = peak[head][:, :1]
+                new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
+                shrink = jnp.exp(old - new)
+                weights = jnp.exp(scores - new)
+                if first is not None:
+                    weights = jnp.where(seen_keys, weights, 0.0)
+                product = jnp.dot(weights.astype(value.dtype), value, **precise)
+                mixed[head] = mixed[head] * shrink + product
+                total[head] = total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+                peak[head] = jnp.broadcast_to(new, peak.shape[1:])
+
+    @pl.when(step == pl.num_programs(3) - 1)
     def _finish():
         for head in range(query_ref.shape[0]):
             out_ref[head] = (mixed[head] / total[head][:, :1]).astype(out_ref.dtype)
+
+
+def visible(index, keys: int, last, first):
+    """Which keys of block `index` rows see, bool[rows, keys], of their last and first [rows, 1]."""
+    shape = last.shape[0], keys
+    at = index * keys + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    found = at <= jnp.broadcast_to(last, shape)
+    return found if first is None else found & (at >= jnp.broadcast_to(first, shape))

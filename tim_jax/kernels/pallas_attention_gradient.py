@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tim_jax.kernels import tiles
-from tim_jax.kernels.pallas import fence, padded
+from tim_jax.kernels.pallas import padded
 from tim_jax.kernels.pallas_attention import seen
 
 BY_ROWS, BY_KEYS = "attention_gradient_rows", "attention_gradient_keys"
@@ -53,12 +52,19 @@ class Sizes(NamedTuple):
     blocks: int
 
 
+class OfRows(NamedTuple):
+    """What the kernel by rows finds for the kernel by keys, float32 [B, Kv, N] each."""
+
+    product: jax.Array  # cotangent . output
+    normaliser: jax.Array  # the logarithm of the sum of the weights
+
+
 class Inputs(NamedTuple):
     """In whole tiles and blocks. `first` is None where there is no window."""
 
     query: jax.Array  # [B, Kv, N, D]
     cotangent: jax.Array  # [B, Kv, N, E], in the compute dtype
-    product: jax.Array  # float32 [B, Kv, N]: cotangent . output
+    out: jax.Array  # [B, Kv, N, E], what attention returned
     key: jax.Array  # [B, Kv, D, S]
     value: jax.Array  # [B, Kv, S, E]
     last: jax.Array  # i32[B, N]
@@ -69,15 +75,15 @@ def gradients(by_rows: Callable, by_keys: Callable, arrays: Arrays, *, rows: int
     """Gradients of query, key and value in their dtypes, of a device's two kernels.
 
     Args:
-      by_rows: inputs, sizes -> the gradient of the query, and every row's normaliser.
-      by_keys: inputs, sizes, normalisers -> the gradients of key and value.
+      by_rows: inputs, sizes -> the gradient of the query, and `OfRows`.
+      by_keys: inputs, sizes, that -> the gradients of key and value.
       arrays: see `Arrays`.
       rows: of a tile.
       keys: of a block.
     """
     inputs, sizes = _filled(arrays, rows=rows, keys=keys)
-    dquery, normaliser = by_rows(inputs, sizes)
-    dkey, dvalue = by_keys(inputs, sizes, normaliser)
+    dquery, of_rows = by_rows(inputs, sizes)
+    dkey, dvalue = by_keys(inputs, sizes, of_rows)
     count, length = arrays.query.shape[2], arrays.key.shape[3]
     return dquery[:, :, :count], dkey[..., :length], dvalue[:, :, :length]
 
@@ -85,14 +91,11 @@ def gradients(by_rows: Callable, by_keys: Callable, arrays: Arrays, *, rows: int
 def _filled(arrays: Arrays, *, rows: int, keys: int) -> tuple[Inputs, Sizes]:
     query, key, value, positions, window, out, cotangent = arrays
     batch, heads, _, size = query.shape
-    # In a fixed order, so that a row's gradient does not depend on the rows beside it.
-    terms = fence(cotangent.astype(jnp.float32) * out.astype(jnp.float32))
-    product = fence(tiles.total(terms))
     last, first = seen(positions, window, rows)
     inputs = Inputs(
         query=padded(query, rows, axis=2),
         cotangent=padded(cotangent.astype(query.dtype), rows, axis=2),
-        product=padded(product, rows, axis=2),
+        out=padded(out.astype(query.dtype), rows, axis=2),
         key=padded(key, keys, axis=3),
         value=padded(value, keys, axis=2),
         last=last,
@@ -127,15 +130,13 @@ def dot_along(x: jax.Array, y: jax.Array, axes: tuple[int, int], precise: dict[s
     return jax.lax.dot_general(x, y, numbers, **precise)
 
 
+def row_products(cotangent: jax.Array, out: jax.Array) -> jax.Array:
+    """cotangent . output of each row [rows, E], float32 [rows, 1]."""
+    terms = cotangent.astype(jnp.float32) * out.astype(jnp.float32)
+    return jnp.sum(terms, axis=1, keepdims=True)
+
+
 def dots_along(xs: list[jax.Array], ys: list[jax.Array], axes: tuple[int, int], precise):
     """The `dot_along` of what comes in parts."""
     first, *others = (dot_along(x, y, axes, precise) for x, y in zip(xs, ys, strict=True))
     return sum(others, first)
-
-
-def visible(index, keys: int, last, first):
-    """Which keys of block `index` rows see, bool[rows, keys], of their last and first [rows, 1]."""
-    shape = last.shape[0], keys
-    at = index * keys + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    found = at <= jnp.broadcast_to(last, shape)
-    return found if first is None else found & (at >= jnp.broadcast_to(first, shape))

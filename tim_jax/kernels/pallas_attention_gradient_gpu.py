@@ -8,18 +8,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from tim_jax.kernels import native
-from tim_jax.kernels.pallas import LOG2_E, MASKED
-from tim_jax.kernels.pallas_attention import parts_of
+from tim_jax.kernels.pallas import LOG2_E, MASKED, parts_of
+from tim_jax.kernels.pallas_attention import visible
 from tim_jax.kernels.pallas_attention_gradient import (
     BY_KEYS,
     BY_ROWS,
     Arrays,
     Inputs,
+    OfRows,
     Sizes,
     dot_along,
     dots_along,
+    row_products,
     tiles_that_see,
-    visible,
 )
 from tim_jax.kernels.pallas_attention_gradient import gradients as attention_gradients
 from tim_jax.kernels.pallas_calls import attention_cost, gpu_call
@@ -56,37 +57,45 @@ def _by_rows(inputs: Inputs, sizes: Sizes, options: dict[str, Any]):
         for x in (inputs.key, inputs.value)
     ]
     given = [x for x in inputs if x is not None]
-    length, moved = sizes.blocks * sizes.keys, rows * (2 * size + width)
+    length, moved = sizes.blocks * sizes.keys, rows * (2 * size + 2 * width)
     cost = attention_cost(
         multiplied=rows * length * (3 * size + width),
         loaded=(moved + length * (2 * size + width)) * inputs.key.dtype.itemsize,
         exponentials=2 * rows * length,
         programs=sizes.tiles * sizes.heads * sizes.batch,
     )
-    return gpu_call(
+    of_row = jax.ShapeDtypeStruct(inputs.query.shape[:3], jnp.float32)
+    dquery, *of_rows = gpu_call(
         partial(_rows, keys=sizes.keys, windowed=inputs.first is not None),
         name=BY_ROWS,
         cost_estimate=cost,
         grid=(sizes.tiles, sizes.heads, sizes.batch),
-        in_specs=[query, out, number, *whole, *(seen_by,) * (len(given) - 5)],
-        out_specs=(query, number),
+        in_specs=[query, out, out, *whole, *(seen_by,) * (len(given) - 5)],
+        out_specs=(query, number, number),
         out_shape=(
             jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype),
-            jax.ShapeDtypeStruct(inputs.query.shape[:3], jnp.float32),
+            *(of_row, of_row),
         ),
         **options,
     )(*given)
+    return dquery, OfRows(*of_rows)
 
 
 def _rows(*refs, keys: int, windowed: bool):
-    query_ref, cotangent_ref, product_ref, key_ref, value_ref, last_ref, *refs = refs
-    dquery_ref, normaliser_ref = refs[-2:]
+    query_ref, cotangent_ref, attended_ref, key_ref, value_ref, last_ref, *refs = refs
+    dquery_ref, product_ref, normaliser_ref = refs[-3:]
     last, first = last_ref[...], refs[0][...] if windowed else None
     rows, size = query_ref.shape
     parts, value_parts = parts_of(size, _PART), parts_of(cotangent_ref.shape[1], _PART)
     query = [query_ref[:, part] for part in parts]
     cotangent = [cotangent_ref[:, part] for part in value_parts]
-    product, precise = product_ref[...], native.precise(query[0])
+    precise = native.precise(query[0])
+    products = [
+        row_products(part, attended_ref[:, at])
+        for part, at in zip(cotangent, value_parts, strict=True)
+    ]
+    product = sum(products[1:], products[0])
+    product_ref[...] = product[:, 0]
     begin = 0 if first is None else jax.lax.div(jnp.maximum(jnp.min(first), 0), keys)
     end = jax.lax.div(jnp.max(last) + keys, keys)
     columns = None if first is None else first[:, None]
@@ -118,7 +127,7 @@ def _rows(*refs, keys: int, windowed: bool):
         weights = jnp.where(seen_keys, jnp.exp2(found - normaliser[:, None]), 0.0)
         value = [value_ref[at, part] for part in value_parts]
         dweights = dots_along(cotangent, value, (1, 1), precise)
-        dscores = (weights * (dweights - product[:, None])).astype(dquery_ref.dtype)
+        dscores = (weights * (dweights - product)).astype(dquery_ref.dtype)
         return [
             total + dot_along(dscores, key_ref[part, at], (1, 1), precise)
             for total, part in zip(sums, parts, strict=True)
@@ -129,7 +138,7 @@ def _rows(*refs, keys: int, windowed: bool):
         dquery_ref[:, part] = total.astype(dquery_ref.dtype)
 
 
-def _by_keys(inputs: Inputs, sizes: Sizes, normaliser, options: dict[str, Any]):
+def _by_keys(inputs: Inputs, sizes: Sizes, of_rows: OfRows, options: dict[str, Any]):
     keys, size, width = sizes.keys, sizes.size, sizes.width
     key = pl.BlockSpec((None, None, size, keys), lambda j, h, b: (b, h, 0, j))
     value = pl.BlockSpec((None, None, keys, width), lambda j, h, b: (b, h, j, 0))
@@ -140,7 +149,7 @@ def _by_keys(inputs: Inputs, sizes: Sizes, normaliser, options: dict[str, Any]):
     number = pl.BlockSpec((None, None, inputs.query.shape[2]), lambda j, h, b: (b, h, 0))
     seen_by = pl.BlockSpec((None, inputs.query.shape[2]), lambda j, h, b: (b, 0))
     one = pl.BlockSpec((None, None), lambda j, h, b: (b, j))
-    given = [x for x in inputs if x is not None]
+    given = [x for x in inputs._replace(out=None) if x is not None]
     count = sizes.tiles * sizes.rows
     cost = attention_cost(
         multiplied=keys * count * 2 * (size + width),
@@ -154,19 +163,19 @@ def _by_keys(inputs: Inputs, sizes: Sizes, normaliser, options: dict[str, Any]):
         cost_estimate=cost,
         grid=(sizes.blocks, sizes.heads, sizes.batch),
         in_specs=[
-            *(query, cotangent, number, key, value),
-            *(seen_by,) * (len(given) - 5),
-            *(number, one, one),
+            *(query, cotangent, key, value),
+            *(seen_by,) * (len(given) - 4),
+            *(number, number, one, one),
         ],
         out_specs=(key, value),
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[3:5]),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[2:4]),
         **options,
-    )(*given, normaliser, *tiles_that_see(inputs, sizes))
+    )(*given, *of_rows, *tiles_that_see(inputs, sizes))
 
 
 def _keys(*refs, rows: int, windowed: bool):
-    query_ref, cotangent_ref, product_ref, key_ref, value_ref, last_ref, *refs = refs
-    normaliser_ref, begin_ref, end_ref, dkey_ref, dvalue_ref = refs[-5:]
+    query_ref, cotangent_ref, key_ref, value_ref, last_ref, *refs = refs
+    product_ref, normaliser_ref, begin_ref, end_ref, dkey_ref, dvalue_ref = refs[-6:]
     index, (size, keys) = pl.program_id(0), key_ref.shape
     parts, value_parts = parts_of(size, _PART), parts_of(value_ref.shape[1], _PART)
     key = [key_ref[part, :] for part in parts]

@@ -4,7 +4,8 @@ A result's bits do not depend on the batch, the padding or the surrounding progr
 
 - A sum lives in one program and runs over ascending blocks from 0. Block sizes are constants of the
   numerics, never of the row count or the sequence length; nothing is split among programs.
-- Rows are padded to a tile; a single row takes the same path as a thousand.
+- A single row takes the same path as a thousand: rows that a tile lacks are read as zeros, and not
+  written.
 - Key blocks start at a sequence's first token. Blocks of which a row sees nothing add exact zeros,
   so a tile may run as far as any of its rows needs.
 - Whatever is not elementwise, and every exp, log and rsqrt, is inside a kernel, where XLA cannot
@@ -17,8 +18,7 @@ The kernels:
   are true float32 (no TF32).
 - Causal attention, see `pallas_attention`.
 - Row functions: RMSNorm, and the rotation of queries and keys.
-- Sums and exponentials over the vocabulary, one program per row (or per block of a row). A row is
-  read in blocks of `lanes`, ascending: lane i of the sum takes elements i, i + lanes, ...
+- Sums and exponentials over the vocabulary, see `pallas_vocabulary_gpu`.
 
 Backward passes are the plain XLA expressions at the same inputs.
 """
@@ -32,21 +32,37 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from tim_jax.kernels import pallas_attention, pallas_attention_gradient_gpu
+from tim_jax.kernels import (
+    pallas_attention,
+    pallas_attention_gradient_gpu,
+    pallas_vocabulary_gpu,
+)
 from tim_jax.kernels.interface import Heads
-from tim_jax.kernels.pallas import LOG2_E, PallasFamily, block_of, in_blocks, padded, turned
+from tim_jax.kernels.pallas import (
+    PallasFamily,
+    block_of,
+    in_blocks,
+    inside,
+    masked,
+    padded,
+    store,
+    turned,
+)
 from tim_jax.kernels.pallas_calls import gpu_call as call
 from tim_jax.numerics import Numerics
 from tim_jax.numerics.device_tiles import MatmulTile
 
 
-def _sums(x_ref, weight_refs, shape, block_k: int, expert: tuple[jax.Array, ...] = ()):
-    """Sums over K for each of the weight tiles; with an expert, for its part of them."""
+def _sums(x_ref, weight_refs, shape, block_k: int, *, there=None, expert: tuple = ()):
+    """Sums over K for each of the weight tiles; with an expert, for its part of them.
+
+    `there`: bool[rows], see `masked`; None: all are.
+    """
     precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
 
     def step(index, sums):
         at = pl.ds(index * block_k, block_k)
-        x = x_ref[:, at]
+        x = x_ref[:, at] if there is None else masked(x_ref.at[:, at], there)
         return tuple(
             total
             + jnp.dot(
@@ -59,15 +75,26 @@ def _sums(x_ref, weight_refs, shape, block_k: int, expert: tuple[jax.Array, ...]
     return jax.lax.fori_loop(0, x_ref.shape[1] // block_k, step, zeros)
 
 
-def _kernel(x_ref, *refs, halves: int, kinds: tuple[str, ...], block_k: int, epilogue: Callable):
-    """Sums over K for each of `halves` weight tiles, then the epilogue."""
+def _kernel(
+    x_ref,
+    *refs,
+    halves: int,
+    kinds: tuple[str, ...],
+    count: int,
+    block_k: int,
+    epilogue: Callable,
+):
+    """Sums over K for each of `halves` weight tiles, then the epilogue; of `count` rows in all."""
     weight_refs, extra_refs, out_ref = refs[:halves], refs[halves:-1], refs[-1]
-    sums = _sums(x_ref, weight_refs, out_ref.shape, block_k)
+    there = inside(1, out_ref.shape[0], count)
+    sums = _sums(x_ref, weight_refs, out_ref.shape, block_k, there=there)
     extras = [
-        ref[...] if kind == "tile" else tuple(ref[half, :][None, :] for half in range(halves))
+        masked(ref.at[:, :], there)
+        if kind == "tile"
+        else tuple(ref[half, :][None, :] for half in range(halves))
         for kind, ref in zip(kinds, extra_refs, strict=True)
     ]
-    out_ref[...] = epilogue(sums, *extras).astype(out_ref.dtype)
+    store(out_ref.at[:, :], epilogue(sums, *extras), there)
 
 
 def product(
@@ -83,10 +110,8 @@ def product(
 ) -> jax.Array:
     """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
     rows, width = x.shape[0], weight.shape[1] // halves
-    tile = numerics.gpu.tile(rows)
+    tile = numerics.gpu.tile(rows, weight.shape[1])
     columns, block_k = blocks(weight.shape, halves, tile.columns, numerics)
-    x = padded(x, tile.rows)
-    extras = [(kind, padded(e, tile.rows) if kind == "tile" else e) for kind, e in extras]
     steps = width // columns
 
     def columns_of(half: int) -> pl.BlockSpec:
@@ -96,11 +121,12 @@ def product(
         "tile": pl.BlockSpec((tile.rows, columns), lambda j, i: (i, j)),
         "bias": pl.BlockSpec((halves, columns), lambda j, i: (0, j)),
     }
-    result = call(
+    return call(
         partial(
             _kernel,
             halves=halves,
             kinds=tuple(kind for kind, _ in extras),
+            count=rows,
             block_k=block_k,
             epilogue=epilogue,
         ),
@@ -108,16 +134,15 @@ def product(
         name=name,
         warps=tile.warps,
         stages=_stages(tile, x),
-        grid=(steps, x.shape[0] // tile.rows),
+        grid=(steps, pl.cdiv(rows, tile.rows)),
         in_specs=[
             pl.BlockSpec((tile.rows, x.shape[1]), lambda j, i: (i, 0)),
             *(columns_of(half) for half in range(halves)),
             *(specs[kind] for kind, _ in extras),
         ],
         out_specs=specs["tile"],
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], width), dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, width), dtype),
     )(x, *(weight,) * halves, *(extra for _, extra in extras))
-    return result[:rows]
 
 
 LEAST = 16  # of a block in any direction
@@ -148,7 +173,7 @@ def _grouped(expert_ref, used_ref, x_ref, *refs, halves: int, block_k: int, epil
 
     @pl.when(pl.program_id(1) < used_ref[...])
     def _block():
-        sums = _sums(x_ref, weight_refs, out_ref.shape, block_k, (expert,))
+        sums = _sums(x_ref, weight_refs, out_ref.shape, block_k, expert=(expert,))
         out_ref[...] = epilogue(sums).astype(out_ref.dtype)
 
 
@@ -280,109 +305,6 @@ def _turn(parts_ref, cos_ref, sin_ref, *refs, biased: bool, normed: bool, scale:
         refs[-1][:, half, :] = part.astype(refs[-1].dtype)
 
 
-_WARPS = 8
-
-
-def exponentials(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
-    """exp(x - peak), elementwise."""
-    lanes = _lanes(x, numerics)
-    row = pl.BlockSpec((None, x.shape[1]), lambda i, j: (i, 0))
-    return call(
-        partial(_exponentials, lanes=lanes, width=x.shape[1]),
-        numerics=numerics,
-        warps=_WARPS,
-        name="exponentials",
-        cost_estimate=pl.CostEstimate(  # of a row that it is given, a program reads `lanes`
-            flops=0, transcendentals=x.size, bytes_accessed=2 * x.size * x.dtype.itemsize
-        ),
-        grid=(x.shape[0], -(-x.shape[1] // lanes)),
-        in_specs=[row, pl.BlockSpec((None,), lambda i, j: (i,))],
-        out_specs=row,
-        out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32),
-    )(x, peak)
-
-
-def row_sum(x: jax.Array, *, numerics: Numerics) -> jax.Array:
-    """Sum over the last axis."""
-    kernel = partial(_row_sum, lanes=_lanes(x, numerics), width=x.shape[1])
-    return _by_row(kernel, (x,), numerics, name="row_sum")
-
-
-def log_normaliser(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
-    """log(sum(exp(x - peak))), in one pass."""
-    kernel = partial(_log_normaliser, lanes=_lanes(x, numerics), width=x.shape[1])
-    return _by_row(kernel, (x, peak), numerics, name="log_normaliser")
-
-
-def log(x: jax.Array, *, numerics: Numerics) -> jax.Array:
-    """Natural logarithm, elementwise."""
-    tile = numerics.gpu.row_tile
-    block = pl.BlockSpec((tile,), lambda i: (i,))
-    rows = padded(x, tile, value=1.0)
-    return call(
-        _log,
-        numerics=numerics,
-        warps=_WARPS,
-        name="log",
-        grid=(rows.shape[0] // tile,),
-        in_specs=[block],
-        out_specs=block,
-        out_shape=jax.ShapeDtypeStruct(rows.shape, jnp.float32),
-    )(rows)[: x.shape[0]]
-
-
-def _lanes(x, numerics: Numerics) -> int:
-    return min(numerics.gpu.lanes, pl.next_power_of_2(x.shape[1]))
-
-
-def _by_row(kernel, inputs, numerics, *, name):
-    """One number per row, of x [N, V] and further numbers per row."""
-    rows, width = inputs[0].shape
-    one = pl.BlockSpec((None,), lambda i: (i,))
-    return call(
-        kernel,
-        numerics=numerics,
-        warps=_WARPS,
-        name=name,
-        grid=(rows,),
-        in_specs=[pl.BlockSpec((None, width), lambda i: (i, 0)), *(one,) * (len(inputs) - 1)],
-        out_specs=one,
-        out_shape=jax.ShapeDtypeStruct((rows,), jnp.float32),
-    )(*inputs)
-
-
-def _exponentials(x_ref, peak_ref, out_ref, *, lanes: int, width: int):
-    at = pl.program_id(1) * lanes + jnp.arange(lanes)
-    x = plt.load(x_ref.at[at], mask=at < width, other=0.0)
-    plt.store(out_ref.at[at], jnp.exp2((x - peak_ref[...]) * LOG2_E), mask=at < width)
-
-
-def _row_sum(x_ref, out_ref, *, lanes: int, width: int):
-    out_ref[...] = jnp.sum(_folded(lambda x: x, x_ref, lanes, width, neutral=0.0))
-
-
-def _log_normaliser(x_ref, peak_ref, out_ref, *, lanes: int, width: int):
-    peak = peak_ref[...]
-    weights = _folded(
-        lambda x: jnp.exp2((x - peak) * LOG2_E), x_ref, lanes, width, neutral=-jnp.inf
-    )
-    out_ref[...] = jnp.log(jnp.sum(weights))
-
-
-def _folded(f, x_ref, lanes, width, *, neutral):
-    """f(x) [lanes], summed over the blocks of a row; `neutral` stands beyond its end."""
-
-    def step(index, total):
-        at = index * lanes + jnp.arange(lanes)
-        return total + f(plt.load(x_ref.at[at], mask=at < width, other=neutral))
-
-    return jax.lax.fori_loop(0, -(-width // lanes), step, jnp.zeros((lanes,), jnp.float32))
-
-
-def _log(x_ref, out_ref):
-    out_ref[...] = jnp.log(x_ref[...])
-
-
 KERNELS = PallasFamily(
     product=product,
     grouped_product=grouped_product,
@@ -390,8 +312,8 @@ KERNELS = PallasFamily(
     attend_gradient=pallas_attention_gradient_gpu.gradients,
     normed=normed,
     rotated=rotated,
-    exponentials_kernel=exponentials,
-    row_sum_kernel=row_sum,
-    log_kernel=log,
-    log_normaliser_kernel=log_normaliser,
+    exponentials_kernel=pallas_vocabulary_gpu.exponentials,
+    row_sum_kernel=pallas_vocabulary_gpu.row_sum,
+    log_kernel=pallas_vocabulary_gpu.log,
+    log_normaliser_kernel=pallas_vocabulary_gpu.log_normaliser,
 )

@@ -2,11 +2,11 @@
 
 They are exact for the reasons given in `pallas_gpu`: a sum runs over ascending blocks of a fixed
 size, here along the last, sequential axis of a kernel's grid with the partial sum in vector memory;
-rows are padded to a tile; key blocks start at a sequence's first token. The kernels are products
-with weight matrices, causal attention (see `pallas_attention`), RMSNorm, the rotation of queries
-and keys, and sums and exponentials over the vocabulary. For the last, a row is read in blocks of
-`lanes`, ascending: lane i of a sum takes elements i, i + lanes, ..., and what a block has beyond
-the row's end counts as nothing.
+a tile may have more rows than there are, which hold anything and are not written; key blocks start
+at a sequence's first token. The kernels are products with weight matrices, causal attention (see
+`pallas_attention`), RMSNorm, the rotation of queries and keys, and sums and exponentials over the
+vocabulary. For the last, a row is read in blocks of `lanes`, ascending: lane i of a sum takes
+elements i, i + lanes, ..., and what a block has beyond the row's end counts as nothing.
 
 Backward passes are the plain XLA expressions at the same inputs.
 """
@@ -84,8 +84,6 @@ def product(
     rows, width, tiles = x.shape[0], weight.shape[1] // halves, numerics.tpu
     columns, block_k = blocks(weight.shape, halves, numerics)
     steps, depth = pl.cdiv(width, columns), weight.shape[0] // block_k
-    x = padded(x, tiles.rows)
-    extras = [(kind, padded(e, tiles.rows) if kind == "tile" else e) for kind, e in extras]
 
     def columns_of(half: int) -> pl.BlockSpec:
         block = (block_k, columns)
@@ -95,11 +93,11 @@ def product(
         "tile": pl.BlockSpec((tiles.rows, columns), lambda i, j, k: (i, j)),
         "bias": pl.BlockSpec((halves, columns), lambda i, j, k: (0, j)),
     }
-    result = call(
+    return call(
         partial(_kernel, halves=halves, kinds=tuple(k for k, _ in extras), epilogue=epilogue),
         numerics=numerics,
         name=name,
-        grid=(x.shape[0] // tiles.rows, steps, depth),
+        grid=(pl.cdiv(rows, tiles.rows), steps, depth),
         scratch=[(tiles.rows, columns)] * halves,
         in_specs=[
             pl.BlockSpec((tiles.rows, block_k), lambda i, j, k: (i, k)),
@@ -107,9 +105,8 @@ def product(
             *(specs[kind] for kind, _ in extras),
         ],
         out_specs=specs["tile"],
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], width), dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, width), dtype),
     )(x, *(weight,) * halves, *(extra for _, extra in extras))
-    return result[:rows]
 
 
 LEAST = 128  # of a block of a weight in any direction
@@ -196,17 +193,16 @@ def grouped_product(
 def normed(x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight, whole rows at a time."""
     rows, width = x.shape
-    x = padded(x, numerics.tpu.row_tile)
     tile = pl.BlockSpec((numerics.tpu.row_tile, width), lambda i: (i, 0))
     return call(
         partial(_norm, eps=eps),
         numerics=numerics,
         name="norm",
-        grid=(x.shape[0] // numerics.tpu.row_tile,),
+        grid=(pl.cdiv(rows, numerics.tpu.row_tile),),
         in_specs=[tile, pl.BlockSpec((1, width), lambda i: (0, 0))],
         out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(x.shape, numerics.dtype),
-    )(x, weight[None, :])[:rows]
+    )(x, weight[None, :])
 
 
 def _norm(x_ref, weight_ref, out_ref, *, eps: float):
@@ -240,7 +236,6 @@ def _turned(parts, weight, *, cos, sin, scale, eps, numerics: Numerics):
     """Heads of parts [heads, 2, N, D / 2], normed, rotated and scaled: [N, heads, D]."""
     count, _, rows, half = parts.shape
     tile, some = numerics.tpu.row_tile, min(power_of_two_in(count), numerics.tpu.heads)
-    parts, cos, sin = padded(parts, tile, axis=2), padded(cos, tile), padded(sin, tile)
     pair = pl.BlockSpec((some, 2, tile, half), lambda i, h: (h, 0, i, 0))
     angle = pl.BlockSpec((tile, half), lambda i, h: (i, 0))
     inputs, specs = [parts, cos, sin], [pair, angle, angle]
@@ -251,12 +246,12 @@ def _turned(parts, weight, *, cos, sin, scale, eps, numerics: Numerics):
         partial(_turn, normed=weight is not None, scale=scale, eps=eps),
         numerics=numerics,
         name="turn",
-        grid=(parts.shape[2] // tile, count // some),
+        grid=(pl.cdiv(rows, tile), count // some),
         in_specs=specs,
         out_specs=pair,
         out_shape=jax.ShapeDtypeStruct(parts.shape, numerics.dtype),
     )(*inputs)
-    return result[:, :, :rows].transpose(2, 0, 1, 3).reshape(rows, count, 2 * half)
+    return result.transpose(2, 0, 1, 3).reshape(rows, count, 2 * half)
 
 
 def _turn(parts_ref, cos_ref, sin_ref, *refs, normed: bool, scale: float, eps: float):

@@ -198,12 +198,9 @@ def _attend(query, key, value, positions, cache, window, execution: Execution, s
     if cache is None:
         new = LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
     else:
-        write = partial(kernels.written, numerics=numerics, pages=cache.pages)
-        new = LayerCache(
-            key=write(cache.key, key, positions, axis=3),
-            value=write(cache.value, value, positions, axis=2),
-            pages=cache.pages,
-        )
+        options = {"numerics": numerics, "pages": cache.pages}
+        caches = kernels.written((cache.key, cache.value), (key, value), positions, **options)
+        new = LayerCache(*caches, pages=cache.pages)
     out = kernels.attention(
         query,
         new.key,

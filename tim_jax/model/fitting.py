@@ -76,7 +76,7 @@ def _check_gpu(config: ModelConfig, numerics: Numerics) -> None:
             f" {numerics.kv_block}"
         )
     for name, size, width, parts in _weights(config, numerics):
-        for tile in (numerics.gpu.experts, *(tile for _, tile in numerics.gpu.matmul)):
+        for tile in (numerics.gpu.experts, *numerics.gpu.matmul):
             pallas_gpu.blocks((size, width * parts), parts, tile.columns, numerics, name)
 
 

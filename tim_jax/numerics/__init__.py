@@ -2,7 +2,7 @@
 
 from tim_jax.numerics.device_tiles import (
     GPU_BF16,
-    GPU_BF16_BY_ROWS,
+    GPU_BF16_SEVERAL_TILES,
     GPU_F32,
     ONE_TILE,
     TPU_BF16,
@@ -39,7 +39,7 @@ __all__ = [
     "EXACT_F32",
     "FAMILIES",
     "GPU_BF16",
-    "GPU_BF16_BY_ROWS",
+    "GPU_BF16_SEVERAL_TILES",
     "GPU_EXACT_BF16",
     "GPU_EXACT_F32",
     "GPU_F32",

@@ -5,7 +5,7 @@ row count, and every sum runs over ascending blocks inside one program. The othe
 say how the work is divided among programs.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from tim_jax.errors import InputError
 
@@ -39,13 +39,14 @@ ONE_TILE = MatmulTile()
 class GpuTiles:
     """Tiles of `pallas_gpu`.
 
-    One matmul tile for every row count is exact on any device. Several, by row count, are exact
-    only where the tensor cores add up a contraction in the same order whatever the tile, which
-    `scripts/gpu_check.sh --only kernels` checks.
+    One matmul tile for every product is exact on any device. Several, by the product's size, are
+    exact only where the tensor cores add up a contraction in the same order whatever the tile,
+    which `scripts/gpu_check.sh --only kernels` checks.
     """
 
     block_k: int = 128  # elements of a contraction per step
-    matmul: tuple[tuple[int | None, MatmulTile], ...] = ((None, ONE_TILE),)  # (up to rows, tile)
+    matmul: tuple[MatmulTile, ...] = (ONE_TILE,)  # of products, the narrowest first; see `tile`
+    programs: int = 132  # that a product should have at least: the cores of a Hopper GPU
     experts: MatmulTile = ONE_TILE  # of products of experts, which have few rows each
     attention_rows: int = 64  # query rows (token times head of its group) per program
     attention_warps: int = 4
@@ -63,19 +64,28 @@ class GpuTiles:
         _check(self, products, least=16, power=True)
         powers = ("attention_warps", "gradient_warps", "row_tile", "lanes")
         _check(self, powers, least=1, power=True)
-        _check(self, ("attention_stages", "gradient_stages"), least=1)
-        limits = [limit for limit, _ in self.matmul]
-        finite = [limit for limit in limits[:-1] if limit is not None]
-        if not limits or limits[-1] is not None or limits != [*sorted(set(finite)), None]:
+        _check(self, ("attention_stages", "gradient_stages", "programs"), least=1)
+        sizes = [tile.rows * tile.columns for tile in self.matmul]
+        if not sizes or sizes != sorted(set(sizes)):
             raise InputError(
-                f"GpuTiles: matmul needs rising row limits that end with None, got {limits}"
+                "GpuTiles: matmul needs one tile or several of rising size, got tiles of"
+                f" {', '.join(map(str, sizes)) or 'none'} elements"
             )
-        for tile in (self.experts, *(tile for _, tile in self.matmul)):
+        for tile in (self.experts, *self.matmul):
             _check(tile, ("rows", "columns"), least=16)
 
-    def tile(self, rows: int) -> MatmulTile:
-        """The matmul tile for products of `rows` rows."""
-        return next(tile for limit, tile in self.matmul if limit is None or rows <= limit)
+    def tile(self, rows: int, columns: int) -> MatmulTile:
+        """The tile for products of this size.
+
+        It is the widest of which there are `programs`, or else the narrowest; no tile that one of
+        half of its rows could replace.
+        """
+        narrowest, *others = self.matmul
+        for tile in reversed(others):
+            count = -(-rows // tile.rows) * -(-columns // tile.columns)
+            if count >= self.programs and tile.rows < 2 * rows:
+                return tile
+        return narrowest
 
 
 @dataclass(frozen=True)
@@ -90,9 +100,11 @@ class TpuTiles:
     block_k: int = 1024
     expert_rows: int = 128  # of products of experts, which have few rows each
     attention_rows: int = 64
+    attention_blocks: int = 4  # of `kv_block` keys, of a step of attention
     heads: int = 8  # of a step of attention (key heads) and of the rotation, at most
     gradient_rows: int = 256  # of attention's gradient
     gradient_keys: int = 512
+    gradient_heads: int = 4  # of a step, at most
     row_tile: int = 64  # rows per step of the elementwise kernels
     lanes: int = 16384  # elements of a vocabulary row per step
 
@@ -108,16 +120,20 @@ GPU_F32 = GpuTiles(
     block_k=32, attention_rows=32, gradient_rows=16, gradient_keys=16, gradient_stages=1
 )
 GPU_BF16 = GpuTiles(
-    matmul=((None, MatmulTile(rows=128, columns=128, warps=8, stages=3)),),
+    matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=3),),
     experts=MatmulTile(rows=64, columns=128, warps=4, stages=3),
 )
-# By row count, for Hopper: narrow tiles keep all cores busy at the few rows of a decode step.
-GPU_BF16_BY_ROWS = GpuTiles(
+# For Hopper: narrow tiles keep all cores busy at the few rows of a decode step, and wide ones load
+# fewer bytes from the cache where there are many.
+GPU_BF16_SEVERAL_TILES = replace(
+    GPU_BF16,
     matmul=(
-        (128, MatmulTile(rows=64, columns=32, warps=4, stages=5)),
-        (1024, MatmulTile(rows=64, columns=64, warps=4, stages=4)),
-        (None, MatmulTile(rows=128, columns=128, warps=8, stages=3)),
-    )
+        MatmulTile(rows=64, columns=32, warps=4, stages=5),
+        MatmulTile(rows=64, columns=64, warps=4, stages=4),
+        MatmulTile(rows=64, columns=128, warps=4, stages=3),
+        MatmulTile(rows=128, columns=128, warps=8, stages=3),
+        MatmulTile(rows=128, columns=256, warps=8, stages=2),
+    ),
 )
-TPU_BF16 = TpuTiles()
-TPU_F32 = TpuTiles(block_k=512)  # elements have twice the bytes
+TPU_BF16 = TpuTiles(attention_rows=128, row_tile=128)
+TPU_F32 = TpuTiles(block_k=512, attention_blocks=2)  # elements have twice the bytes

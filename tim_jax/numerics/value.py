@@ -20,7 +20,7 @@ Family = Literal["tiles", "native", "pallas_gpu", "pallas_tpu"]
 FAMILIES: tuple[Family, ...] = ("tiles", "native", "pallas_gpu", "pallas_tpu")
 Scale = Literal["none", "token"]
 Attention = Literal["family", "flash", "flash_interpreted", "triton"]
-CacheWrite = Literal["rows", "scatter", "blocks"]
+CacheWrite = Literal["rows", "scatter", "kernel"]
 RowSums = Literal["scatter", "sorted"]
 _HEAD_BLOCK = 128  # columns
 _COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -153,8 +153,8 @@ class Numerics:
     tpu: TpuTiles = TPU_BF16  # of pallas_tpu
     # How new keys and values are written into the cache; the bits are the same. "rows" is a write
     # per row: in place on a CPU, but slow on an accelerator. "scatter" writes all rows at once.
-    # "blocks" is a kernel of pallas_tpu, where a scatter would cost a copy of the whole cache; for
-    # other families it is a scatter.
+    # "kernel" is one of the Pallas families, as a scatter would cost a copy of the whole cache on a
+    # TPU and several launches on a GPU. For other families it is a scatter.
     cache_write: CacheWrite = "rows"
     # How rows of the embedding's gradient are added. "scatter" leaves the order to XLA, which has
     # none on a GPU; "sorted" has one, and takes a sort and a scan more.
@@ -274,12 +274,12 @@ GPU_EXACT_F32 = Numerics(
     kv_block=16,
     head_rows=1024,
     gpu=GPU_F32,
-    cache_write="scatter",
+    cache_write="kernel",
     row_sums="sorted",
     compiler_options=_REPEATABLE,
 )
 GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16)
-TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=256, tpu=TPU_F32, cache_write="blocks")
+TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=256, tpu=TPU_F32, cache_write="kernel")
 TPU_EXACT_BF16 = replace(TPU_EXACT_F32, compute_dtype="bfloat16", tpu=TPU_BF16)
 
 # Plain XLA on GPUs: no split sums, one tile for every Triton product, no timing-based choice, no

@@ -119,7 +119,7 @@ def _kernel_name(one: Instruction) -> str:
 
 def _inside(one: Instruction, computation: Computation, module: Module):
     """The instruction itself, or all of a fusion's, inner fusions included."""
-    if one.opcode != "fusion":
+    if not one.is_fusion:
         yield one, computation
         return
     body = module.computations[one.called["calls"][0]]

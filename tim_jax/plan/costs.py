@@ -101,6 +101,8 @@ _FREE = {
     "partition-id",
     "replica-id",
     "custom-call",  # kernels: counted where they are traced
+    "custom-call-start",
+    "call-start",  # its computation is visited, as that of "async-start"
     "async-start",
     "async-update",
     "async-done",
@@ -196,15 +198,24 @@ def _runs(one: Instruction) -> bool:
 def _accessed(one: Instruction, computation: Computation, module: Module) -> int:
     if one.opcode in _FREE or one.opcode.endswith("-done"):
         return 0
-    sizes = [computation[name].bytes if name in computation else 0 for name in one.operands]
-    if one.opcode == "fusion":
+    sizes = [_size(computation[name]) if name in computation else 0 for name in one.operands]
+    if one.is_fusion:
         (name,) = one.called["calls"]
-        return _fusion(module.computations[name], sizes, one.bytes, module)
+        body = module.computations[name]
+        # The results of a start are its operands, too.
+        root = next(inner for inner in body.values() if inner.root)
+        result = root.bytes if one.opcode == "fusion-start" else _size(one)
+        return _fusion(body, sizes, result, module)
     if one.opcode in _TAKES:
-        return 2 * one.bytes
+        return 2 * _size(one)
     if one.opcode in _PUTS:
         return 2 * sizes[_PUTS[one.opcode]]
-    return sum(sizes) + one.bytes
+    return _size(one) if one.opcode.endswith("-start") else sum(sizes) + _size(one)
+
+
+def _size(one: Instruction) -> int:
+    """Bytes of its results that lie in memory."""
+    return sum(t.bytes for t in one.types if not t.on_chip)
 
 
 def _users(body: Computation) -> dict[str, list[Instruction]]:
@@ -236,7 +247,7 @@ def _read(
     for user in users.get(value.name, []):
         if user.opcode == "bitcast":
             total += _read(user, users, whole, module)
-        elif user.opcode == "fusion":
+        elif user.is_fusion:
             body = module.computations[user.called["calls"][0]]
             inner = _users(body)
             total += sum(

@@ -28,6 +28,11 @@ class Type:
         """Bytes of its elements, without the padding of its layout."""
         return prod(self.dims) * _bits(self.dtype) // 8
 
+    @property
+    def on_chip(self) -> bool:
+        """Whether it lies in a TPU's vector memory: space 1, in the layout of tiles."""
+        return "S(1)" in self.layout and "T(" in self.layout
+
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]{self.layout}"
 
@@ -48,6 +53,11 @@ class Instruction:
     def bytes(self) -> int:
         """Bytes of all its results."""
         return sum(one.bytes for one in self.types)
+
+    @property
+    def is_fusion(self) -> bool:
+        """Whether it runs a computation at once, also if its end is an instruction of its own."""
+        return self.opcode in ("fusion", "fusion-start")
 
     @property
     def op_name(self) -> str:
@@ -116,7 +126,7 @@ def _visits(module, name, times, fused, trips) -> Iterator[Visit]:
     computation = module.computations[name]
     for instruction in computation.values():
         yield Visit(instruction, computation, times, fused)
-        inside = fused or instruction.opcode == "fusion"
+        inside = fused or instruction.is_fusion
         called = instruction.called
         if instruction.opcode == "while":
             stated = _trips(instruction, module)

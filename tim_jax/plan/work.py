@@ -69,7 +69,7 @@ def _equation(equation, trips: Iterator[int]) -> Work:
     if name == "dot_general":
         return Work(flops=_product(equation))
     if name == "pallas_call":
-        call = _kernel(params)
+        call = _kernel(params, equation.invars)
         return Work(call.flops, {call: 1})
     if name == "while":
         times = next(trips, 1)
@@ -88,11 +88,12 @@ def _product(equation) -> int:
     return 2 * prod(equation.outvars[0].aval.shape) * prod(shape[axis] for axis in contracted)
 
 
-def _kernel(params) -> Call:
+def _kernel(params, operands: Sequence[Any]) -> Call:
     """What its author states, or all steps of its grid.
 
     A TPU runs the steps of a grid in order, and copies a block when another one is needed. The
-    programs of a GPU each load their own, and its cache is taken to spare memory every repetition.
+    programs of a GPU each load their own, and its cache is taken to spare memory every repetition;
+    of an array that is only written to in a few places, no more comes from memory than is loaded.
     """
     stated, mapping = params["cost_estimate"], params["grid_mapping"]
     programs, blocks = prod(mapping.grid), mapping.block_mappings
@@ -102,10 +103,25 @@ def _kernel(params) -> Call:
     else:
         flops = count(params["jaxpr"]).flops * programs
         copies = (programs if on_gpu else _copies(block, mapping.grid) for block in blocks)
-        sizes = (_bytes(one.transformed_block_aval.shape, one) for one in blocks)
+        sizes = (_bytes(_shape(one), one) for one in blocks)
         loaded = sum(n * size for n, size in zip(copies, sizes, strict=True))
-    arrays = sum(_bytes(one.array_aval.shape, one) for one in blocks)
-    return Call(params["name"], programs, flops, loaded, arrays if on_gpu else loaded)
+    # An array may be given twice, for two of its blocks at a time.
+    names = [*map(id, operands[mapping.num_index_operands :]), *range(len(mapping.out_shapes))]
+    arrays = sum(
+        dict(
+            zip(names, (_bytes(one.array_aval.shape, one) for one in blocks), strict=True)
+        ).values()
+    )
+    memory = min(arrays, loaded) if on_gpu else loaded
+    return Call(params["name"], programs, flops, loaded, memory)
+
+
+def _shape(block) -> tuple[int, ...]:
+    """A block's, without what lies beyond the array."""
+    sizes = (
+        one if isinstance(one, int) else getattr(one, "block_size", 1) for one in block.block_shape
+    )
+    return tuple(map(min, sizes, block.array_aval.shape))
 
 
 def _bytes(shape: tuple[int, ...], block) -> int:

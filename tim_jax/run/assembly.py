@@ -1,9 +1,7 @@
 """From a run's configuration to the values that the loops take: model, task, policy, programs."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,24 +15,16 @@ from tim_jax.config.sections import (
     BuiltinTask,
     CustomTask,
     DatasetTask,
-    FamilyChoice,
     GymTask,
     part,
 )
 from tim_jax.errors import InputError
-from tim_jax.kernels import pallas
-from tim_jax.mismatch import Mismatch
-from tim_jax.model import calibration, fitting, hf, parameters
+from tim_jax.model import hf, parameters
 from tim_jax.model.config import ModelConfig, check_stop_tokens
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
 from tim_jax.model.lora import Lora
 from tim_jax.model.parameters import init_params
 from tim_jax.numerics import (
-    GPU_EXACT_BF16,
-    GPU_EXACT_F32,
-    TPU_EXACT_BF16,
-    TPU_EXACT_F32,
-    Family,
     Numerics,
 )
 from tim_jax.placement import Devices, Placement
@@ -43,6 +33,7 @@ from tim_jax.rl.drawing import Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Learning
 from tim_jax.run.adapting import adapted, make_lora
+from tim_jax.run.numerics import make_numerics, with_several_tiles
 from tim_jax.tasks import builtin, custom
 from tim_jax.tasks.base import Grader, Task
 from tim_jax.tasks.dataset import DatasetSource, dataset_task
@@ -51,16 +42,6 @@ from tim_jax.tasks.gym import gym_task
 from tim_jax.tasks.isolated import IsolatedReward, isolated_task
 from tim_jax.tasks.math import MathGrader
 from tim_jax.tasks.text import character_tokenizer
-
-_ACCELERATED = {
-    "pallas_gpu": {"float32": GPU_EXACT_F32, "bfloat16": GPU_EXACT_BF16},
-    "pallas_tpu": {"float32": TPU_EXACT_F32, "bfloat16": TPU_EXACT_BF16},
-}
-# Platform -> the exact kernels made for it.
-_OF_PLATFORM: Mapping[str, Family] = MappingProxyType(
-    {"cpu": "tiles", "gpu": "pallas_gpu", "tpu": "pallas_tpu"}
-)
-_LONG = 1024  # from this many positions on, larger key blocks cost less
 
 
 @dataclass(frozen=True)
@@ -205,104 +186,6 @@ def make_text(config: RunConfig, model: Model) -> Text:
     )
 
 
-def family_here(family: FamilyChoice) -> Family:
-    """The family that "auto" stands for on the devices that programs are traced for.
-
-    Raises:
-      InputError: there are no exact kernels made for them.
-    """
-    if family != "auto":
-        return family
-    platform = pallas.platform()
-    amd = platform == "gpu" and "rocm" in jax.devices()[0].client.platform_version.lower()
-    if amd or platform not in _OF_PLATFORM:
-        raise InputError(
-            f'kernel family "auto": there are no kernels for {"AMD GPUs" if amd else platform};'
-            ' set the family to "tiles" (numerics.family, or --family), which works everywhere'
-        )
-    return _OF_PLATFORM[platform]
-
-
-def fixed_numerics(
-    family: FamilyChoice, dtype: str, *, length: int, column_tiles: int = 1
-) -> Numerics:
-    """Numerics for sequences of up to `length` tokens that need no fact about the model.
-
-    Raises:
-      InputError: the family cannot have column tiles, or there is none for this platform.
-    """
-    family = family_here(family)
-    if family in _ACCELERATED:
-        return replace(_ACCELERATED[family][dtype], column_tiles=column_tiles)
-    block, backend = 32 if length < _LONG else 128, jax.default_backend()
-    return Numerics(
-        family=family,
-        compute_dtype=dtype,
-        kv_block=block,
-        column_tiles=column_tiles,
-        cache_write="rows" if backend == "cpu" else "scatter",
-        row_sums="sorted" if backend == "gpu" else "scatter",
-    )
-
-
-def fitted_numerics(
-    family: FamilyChoice,
-    dtype: str,
-    model: ModelConfig,
-    *,
-    length: int,
-    column_tiles: int = 1,
-    interpret: bool = False,
-) -> Numerics:
-    """The same with tiles that fit the model. `interpret`: run Pallas kernels without their device.
-
-    Raises:
-      InputError: the family cannot run this model, or not on this device. Where "auto" chose it,
-        the line says so: to fall back to slow kernels without a word would be worse.
-    """
-    chosen = family_here(family)
-    try:
-        fixed = fixed_numerics(chosen, dtype, length=length, column_tiles=column_tiles)
-        fixed = fitting.fitted(model, replace(fixed, interpret=interpret))
-        fitting.check(model, fixed)
-    except InputError as error:
-        if family != "auto" or chosen == "tiles":
-            raise
-        reason = str(error).partition(": ")[2] or str(error)
-        raise InputError(
-            f'kernel family "auto" is {chosen!r} on this {pallas.platform().upper()}: {reason};'
-            ' set the family to "tiles" (numerics.family, or --family), which is slower'
-        ) from error
-    return fixed
-
-
-def make_numerics(
-    family: FamilyChoice,
-    dtype: str,
-    model: ModelConfig,
-    *,
-    length: int,
-    batch: int | None,
-    column_tiles: int = 1,
-    measured: Path | None = None,
-    shared: Mismatch = mismatch.EXACT,
-) -> Numerics:
-    """The same, and on a CPU with row ranges measured for decode batches of about `batch` rows;
-    None: without. `measured` is the file that keeps these, if any. `shared` are differences of the
-    dial that sampler and learner both have.
-
-    Raises:
-      InputError: as `fitted_numerics`.
-    """
-    fixed = fitted_numerics(family, dtype, model, length=length, column_tiles=column_tiles)
-    fixed = shared.numerics(fixed)
-    # Ranges are measured of whole contractions; those of parts of one are not known.
-    cut = (fixed.order.split_k, fixed.order.ranks) != (1, 1)
-    if batch is None or cut:
-        return fixed
-    return calibration.calibrate_once(model, fixed, batch=batch, file=measured)
-
-
 def make_execution(
     config: RunConfig,
     model: Model,
@@ -343,8 +226,10 @@ def make_execution(
         measured=measured,
         shared=shared,
     )
+    if config.numerics.several_tiles:
+        numerics = with_several_tiles(numerics)
     if devices is not None:  # none of them is the CPU at hand
-        accelerated = numerics.cache_write == "blocks"
+        accelerated = numerics.cache_write == "kernel"
         numerics = numerics if accelerated else replace(numerics, cache_write="scatter")
     else:
         check_compiler_options(config.numerics.compiler_options)

@@ -1,0 +1,148 @@
+"""The numerics of a run: the family of kernels, tiles that fit the model, and what was measured."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import jax
+
+from tim_jax import mismatch
+from tim_jax.config.sections import FamilyChoice
+from tim_jax.errors import InputError
+from tim_jax.kernels import pallas
+from tim_jax.mismatch import Mismatch
+from tim_jax.model import calibration, fitting
+from tim_jax.model.config import ModelConfig
+from tim_jax.numerics import (
+    GPU_BF16_SEVERAL_TILES,
+    GPU_EXACT_BF16,
+    GPU_EXACT_F32,
+    TPU_EXACT_BF16,
+    TPU_EXACT_F32,
+    Family,
+    Numerics,
+)
+
+_ACCELERATED = {
+    "pallas_gpu": {"float32": GPU_EXACT_F32, "bfloat16": GPU_EXACT_BF16},
+    "pallas_tpu": {"float32": TPU_EXACT_F32, "bfloat16": TPU_EXACT_BF16},
+}
+# Platform -> the exact kernels made for it.
+_OF_PLATFORM: Mapping[str, Family] = MappingProxyType(
+    {"cpu": "tiles", "gpu": "pallas_gpu", "tpu": "pallas_tpu"}
+)
+_LONG = 1024  # from this many positions on, larger key blocks cost less
+
+
+def family_here(family: FamilyChoice) -> Family:
+    """The family that "auto" stands for on the devices that programs are traced for.
+
+    Raises:
+      InputError: there are no exact kernels made for them.
+    """
+    if family != "auto":
+        return family
+    platform = pallas.platform()
+    amd = platform == "gpu" and "rocm" in jax.devices()[0].client.platform_version.lower()
+    if amd or platform not in _OF_PLATFORM:
+        raise InputError(
+            f'kernel family "auto": there are no kernels for {"AMD GPUs" if amd else platform};'
+            ' set the family to "tiles" (numerics.family, or --family), which works everywhere'
+        )
+    return _OF_PLATFORM[platform]
+
+
+def fixed_numerics(
+    family: FamilyChoice, dtype: str, *, length: int, column_tiles: int = 1
+) -> Numerics:
+    """Numerics for sequences of up to `length` tokens that need no fact about the model.
+
+    Raises:
+      InputError: the family cannot have column tiles, or there is none for this platform.
+    """
+    family = family_here(family)
+    if family in _ACCELERATED:
+        return replace(_ACCELERATED[family][dtype], column_tiles=column_tiles)
+    block, backend = 32 if length < _LONG else 128, jax.default_backend()
+    return Numerics(
+        family=family,
+        compute_dtype=dtype,
+        kv_block=block,
+        column_tiles=column_tiles,
+        cache_write="rows" if backend == "cpu" else "scatter",
+        row_sums="sorted" if backend == "gpu" else "scatter",
+    )
+
+
+def fitted_numerics(
+    family: FamilyChoice,
+    dtype: str,
+    model: ModelConfig,
+    *,
+    length: int,
+    column_tiles: int = 1,
+    interpret: bool = False,
+) -> Numerics:
+    """The same with tiles that fit the model. `interpret`: run Pallas kernels without their device.
+
+    Raises:
+      InputError: the family cannot run this model, or not on this device. Where "auto" chose it,
+        the line says so: to fall back to slow kernels without a word would be worse.
+    """
+    chosen = family_here(family)
+    try:
+        fixed = fixed_numerics(chosen, dtype, length=length, column_tiles=column_tiles)
+        fixed = fitting.fitted(model, replace(fixed, interpret=interpret))
+        fitting.check(model, fixed)
+    except InputError as error:
+        if family != "auto" or chosen == "tiles":
+            raise
+        reason = str(error).partition(": ")[2] or str(error)
+        raise InputError(
+            f'kernel family "auto" is {chosen!r} on this {pallas.platform().upper()}: {reason};'
+            ' set the family to "tiles" (numerics.family, or --family), which is slower'
+        ) from error
+    return fixed
+
+
+def make_numerics(
+    family: FamilyChoice,
+    dtype: str,
+    model: ModelConfig,
+    *,
+    length: int,
+    batch: int | None,
+    column_tiles: int = 1,
+    measured: Path | None = None,
+    shared: Mismatch = mismatch.EXACT,
+) -> Numerics:
+    """The same, and on a CPU with row ranges measured for decode batches of about `batch` rows;
+    None: without. `measured` is the file that keeps these, if any. `shared` are differences of the
+    dial that sampler and learner both have.
+
+    Raises:
+      InputError: as `fitted_numerics`.
+    """
+    fixed = fitted_numerics(family, dtype, model, length=length, column_tiles=column_tiles)
+    fixed = shared.numerics(fixed)
+    # Ranges are measured of whole contractions; those of parts of one are not known.
+    cut = (fixed.order.split_k, fixed.order.ranks) != (1, 1)
+    if batch is None or cut:
+        return fixed
+    return calibration.calibrate_once(model, fixed, batch=batch, file=measured)
+
+
+def with_several_tiles(numerics: Numerics) -> Numerics:
+    """These numerics with tiles of products that follow from a product's size.
+
+    Raises:
+      InputError: there are no such tiles of the family and the dtype.
+    """
+    if (numerics.family, numerics.compute_dtype) != ("pallas_gpu", "bfloat16"):
+        raise InputError(
+            'numerics.several_tiles: only family "pallas_gpu" in bfloat16 has several tiles, got'
+            f' "{numerics.family}" in {numerics.compute_dtype}'
+        )
+    products = {name: getattr(GPU_BF16_SEVERAL_TILES, name) for name in ("matmul", "experts")}
+    return replace(numerics, gpu=replace(numerics.gpu, **products))
