@@ -69,10 +69,15 @@ CASES = (
         for batch in (64, 256)
         for several in (False, True)
     ),
-    Case("v5e:1x1", SMALL, 64, 1024),
-    Case("v6e:1x1", SMALL, 64, 1024),
-    *(Case("v5p:2x2x1", SMALL, batch, 1024) for batch in (64, 256)),
-    Case("v5p:2x2x1", SMALL, 64, 4096),
+    *(
+        Case(device, SMALL, 64, context, several)
+        for device, context in (
+            *(("v5e:1x1", 1024), ("v6e:1x1", 1024)),
+            *(("v5p:2x2x1", 1024), ("v5p:2x2x1", 4096)),
+        )
+        for several in (False, True)
+    ),
+    Case("v5p:2x2x1", SMALL, 256, 1024),
     *(Case("v5p:2x2x1", LARGE, batch, 1024) for batch in (64, 256)),
 )
 

@@ -175,6 +175,15 @@ def test_gpu_tiles_change_with_the_row_count_and_the_bits_do_not():
     assert bits(run(x, weight)[:16]) == bits(run(x[:16], weight))
 
 
+def test_few_rows_may_have_a_tile_of_their_own_on_a_tpu_and_the_bits_are_the_same():
+    numerics = replace(TPU, tpu=replace(TPU_TILES, rows=32, few_rows=16))
+    x, weight, residual, bias = operands(TPU, False)
+    for name, *others in (("dot",), ("dot_add", residual, bias)):
+        run = jitted(numerics, name)
+        extras = [part if part.ndim == 1 else part[:16] for part in others]
+        assert bits(run(x, weight, *others)[:16]) == bits(run(x[:16], weight, *extras))
+
+
 @FAMILIES
 def test_experts_are_products_of_tiles_of_the_family(family):
     size = 128 if family is TPU else 32
@@ -656,6 +665,7 @@ def test_a_product_takes_the_widest_tile_that_keeps_all_cores_busy(rows, columns
         (lambda: GpuTiles(matmul=(MatmulTile(), MatmulTile())), "got tiles of 4096, 4096 elem"),
         (lambda: GpuTiles(programs=0), "programs must be at least 1, got 0"),
         (lambda: MatmulTile(rows=40), "rows must be a power of two, at least 1, got 40"),
+        (lambda: TpuTiles(few_rows=8), "few_rows must be 0 or at least 16, got 8"),
         (lambda: TpuTiles(columns=64), "columns must be at least 128, got 64"),
         (lambda: Numerics(interpret=True), "interpret is for the Pallas families"),
         (lambda: Numerics(family="palas_gpu"), "did you mean 'pallas_gpu'"),

@@ -148,20 +148,27 @@ def test_auto_does_not_fall_back_to_slow_kernels(model, options, words, monkeypa
         )
 
 
-def test_several_tiles_are_of_one_family_and_dtype(monkeypatch):
-    """They change how products are divided among programs, and nothing else."""
-    monkeypatch.setattr(pallas, "platform", lambda: "gpu")
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_several_tiles_change_how_products_are_divided_and_nothing_else(platform, monkeypatch):
+    monkeypatch.setattr(pallas, "platform", lambda: platform)
     one = numerics()
     several = run_numerics.with_several_tiles(one)
-    assert several.gpu.tile(64, 2048) != several.gpu.tile(10_000, 2048)
-    assert several.gpu.block_k == one.gpu.block_k
-    products = {"matmul": one.gpu.matmul, "experts": one.gpu.experts}
-    assert replace(several, gpu=replace(several.gpu, **products)) == one
-    for changed in ({"family": "tiles"}, {"compute_dtype": "float32"}):
-        with pytest.raises(
-            InputError, match=r"numerics\.several_tiles: only family \"pallas_gpu\""
-        ):
-            run_numerics.with_several_tiles(replace(one, **changed))
+    if platform == "gpu":
+        assert several.gpu.tile(64, 2048) != several.gpu.tile(10_000, 2048)
+        assert several.gpu.block_k == one.gpu.block_k
+        products = {"matmul": one.gpu.matmul, "experts": one.gpu.experts}
+        back = replace(several, gpu=replace(several.gpu, **products))
+    else:
+        assert several.tpu.tile(64) != several.tpu.tile(65) == one.tpu.tile(65) == one.tpu.tile(64)
+        back = replace(several, tpu=replace(several.tpu, few_rows=0))
+    assert back == one
+
+
+@pytest.mark.parametrize("changed", [{"family": "tiles"}, {"compute_dtype": "float32"}])
+def test_several_tiles_are_refused_where_there_are_none(changed, monkeypatch):
+    monkeypatch.setattr(pallas, "platform", lambda: "gpu")
+    with pytest.raises(InputError, match=r"numerics\.several_tiles: only family \"pallas_tpu\""):
+        run_numerics.with_several_tiles(replace(numerics(), **changed))
 
 
 def test_auto_knows_no_kernels_for_other_platforms(monkeypatch):

@@ -130,9 +130,9 @@ class NumericsSection(Section):
     """Parts that weight matrices are multiplied in: bits are the same for every size of the tensor
     axis that divides it. Left out: the largest tensor axis of the run."""
     several_tiles: bool = False
-    """Of pallas_gpu in bfloat16: small products take narrow tiles, large ones wide ones. As exact
-    as one tile if tensor cores add up in the same order in every tile, which
-    `scripts/gpu_check.sh --only kernels` compares on a device."""
+    """Of pallas_tpu, and of pallas_gpu in bfloat16: small products take small tiles, large ones
+    large ones. As exact as one tile if the device adds up in the same order in every tile, which
+    `scripts/gpu_check.sh --only kernels` compares on a GPU."""
     compiler_options: Annotated[dict[str, str | bool | int], BeforeValidator(_options)] = {}
     """XLA's, for every program of the run, such as `xla_allow_excess_precision = false`."""
 

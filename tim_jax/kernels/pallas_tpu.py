@@ -81,26 +81,27 @@ def product(
     halves: int,
 ) -> jax.Array:
     """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
-    rows, width, tiles = x.shape[0], weight.shape[1] // halves, numerics.tpu
+    rows, width = x.shape[0], weight.shape[1] // halves
     columns, block_k = blocks(weight.shape, halves, numerics)
     steps, depth = pl.cdiv(width, columns), weight.shape[0] // block_k
+    tile = numerics.tpu.tile(rows)
 
     def columns_of(half: int) -> pl.BlockSpec:
         block = (block_k, columns)
         return pl.BlockSpec(block, lambda i, j, k: (k, j + half * steps))
 
     specs = {
-        "tile": pl.BlockSpec((tiles.rows, columns), lambda i, j, k: (i, j)),
+        "tile": pl.BlockSpec((tile, columns), lambda i, j, k: (i, j)),
         "bias": pl.BlockSpec((halves, columns), lambda i, j, k: (0, j)),
     }
     return call(
         partial(_kernel, halves=halves, kinds=tuple(k for k, _ in extras), epilogue=epilogue),
         numerics=numerics,
         name=name,
-        grid=(pl.cdiv(rows, tiles.rows), steps, depth),
-        scratch=[(tiles.rows, columns)] * halves,
+        grid=(pl.cdiv(rows, tile), steps, depth),
+        scratch=[(tile, columns)] * halves,
         in_specs=[
-            pl.BlockSpec((tiles.rows, block_k), lambda i, j, k: (i, k)),
+            pl.BlockSpec((tile, block_k), lambda i, j, k: (i, k)),
             *(columns_of(half) for half in range(halves)),
             *(specs[kind] for kind, _ in extras),
         ],

@@ -96,6 +96,9 @@ class TpuTiles:
     """
 
     rows: int = 256
+    # Of products that have no more rows; 0: these have `rows` as well. Two tiles are exact where
+    # the matrix unit adds up a contraction in the same order whatever the tile.
+    few_rows: int = 0
     columns: int = 1024
     block_k: int = 1024
     expert_rows: int = 128  # of products of experts, which have few rows each
@@ -109,10 +112,17 @@ class TpuTiles:
     lanes: int = 16384  # elements of a vocabulary row per step
 
     def __post_init__(self):
-        _check(self, tuple(f.name for f in fields(self)), least=1, power=True)
+        sizes = tuple(f.name for f in fields(self) if f.name != "few_rows" or self.few_rows)
+        _check(self, sizes, least=1, power=True)
+        if 0 < self.few_rows < 16:
+            raise InputError(f"TpuTiles: few_rows must be 0 or at least 16, got {self.few_rows}")
         rows = ("rows", "expert_rows", "attention_rows", "gradient_rows", "row_tile")
         _check(self, rows, least=16)
         _check(self, ("columns", "block_k", "gradient_keys", "lanes"), least=128)
+
+    def tile(self, rows: int) -> int:
+        """Rows of a tile of products of so many rows."""
+        return self.few_rows if rows <= self.few_rows else self.rows
 
 
 # Float32 products run on the plain cores: shorter steps, and tiles whose sums fit in registers.

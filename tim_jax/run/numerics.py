@@ -133,16 +133,21 @@ def make_numerics(
     return calibration.calibrate_once(model, fixed, batch=batch, file=measured)
 
 
+_FEW_ROWS = 64  # of a tile on a TPU
+
+
 def with_several_tiles(numerics: Numerics) -> Numerics:
     """These numerics with tiles of products that follow from a product's size.
 
     Raises:
       InputError: there are no such tiles of the family and the dtype.
     """
+    if numerics.family == "pallas_tpu":
+        return replace(numerics, tpu=replace(numerics.tpu, few_rows=_FEW_ROWS))
     if (numerics.family, numerics.compute_dtype) != ("pallas_gpu", "bfloat16"):
         raise InputError(
-            'numerics.several_tiles: only family "pallas_gpu" in bfloat16 has several tiles, got'
-            f' "{numerics.family}" in {numerics.compute_dtype}'
+            'numerics.several_tiles: only family "pallas_tpu", and "pallas_gpu" in bfloat16, have'
+            f' several tiles, got "{numerics.family}" in {numerics.compute_dtype}'
         )
     products = {name: getattr(GPU_BF16_SEVERAL_TILES, name) for name in ("matmul", "experts")}
     return replace(numerics, gpu=replace(numerics.gpu, **products))
