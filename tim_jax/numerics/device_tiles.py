@@ -46,7 +46,9 @@ class GpuTiles:
 
     block_k: int = 128  # elements of a contraction per step
     matmul: tuple[MatmulTile, ...] = (ONE_TILE,)  # of products, the narrowest first; see `tile`
-    programs: int = 132  # that a product should have at least: the cores of a Hopper GPU
+    # That a product should have at least, if there are several tiles: about half of the cores of a
+    # Hopper GPU draw all that its cache can give.
+    programs: int = 64
     experts: MatmulTile = ONE_TILE  # of products of experts, which have few rows each
     attention_rows: int = 64  # query rows (token times head of its group) per program
     attention_warps: int = 4
