@@ -302,15 +302,18 @@ ENTRY %main (stack: f32[50,64,64], at: s32[]) -> f32[1,64,64] {
   %done = f32[1,64,64] fusion-done(%start)
   %moved = (f32[1,64,64]{2,1,0:T(8,128)S(1)}, f32[1,64,64]{2,1,0:T(8,128)}, u32[]) copy-start(%done)
   ROOT %here = f32[1,64,64]{2,1,0:T(8,128)S(1)} copy-done(%moved)
+  %part = ((f32[1,64,64]), f32[1,8,64]{2,1,0:T(8,128)S(1)}, s32[]) slice-start(%done), slice={[0:1]}
+  %taken = f32[1,8,64]{2,1,0:T(8,128)S(1)} slice-done(%part)
 }
 """
 
 
-def test_a_fusion_that_is_started_and_ended_apart_is_counted_once():
-    """And a copy into a TPU's vector memory takes the reading of memory alone."""
+def test_what_is_started_and_ended_apart_is_counted_once():
+    """And what goes into a TPU's vector memory takes the reading of memory alone."""
     module, size = hlo.parse(_STARTED), 4 * 64 * 64
-    assert costs.bytes_accessed(module) == (size + size + 4) + (size + 4)  # and a flag
-    assert costs.launches(module) == 2
+    copied, sliced = size + 4, size // 8  # one with a flag
+    assert costs.bytes_accessed(module) == (size + size + 4) + copied + sliced
+    assert costs.launches(module) == 3
 
 
 _WRITING = """HloModule writing

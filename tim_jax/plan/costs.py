@@ -208,6 +208,10 @@ def _accessed(one: Instruction, computation: Computation, module: Module) -> int
         return _fusion(body, sizes, result, module)
     if one.opcode in _TAKES:
         return 2 * _size(one)
+    if one.opcode.removesuffix("-start") in _TAKES:
+        # Its results are its operand, what is taken of that, and a flag.
+        taken = one.types[1]
+        return taken.bytes * (1 if taken.on_chip else 2)
     if one.opcode in _PUTS:
         return 2 * sizes[_PUTS[one.opcode]]
     return _size(one) if one.opcode.endswith("-start") else sum(sizes) + _size(one)
