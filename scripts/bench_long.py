@@ -10,6 +10,7 @@ in use, and slots become half as many while none waits for them.
 
 import dataclasses
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -120,6 +121,7 @@ def main() -> None:
         assert rollout.lengths[0] == sizes.response
         log_probs[case.sequences] = rollout.log_probs[0].tobytes(), rollout.responses[0].tobytes()
         calls[case.sequences] = partial(exactness_cost.seconds, case.call)
+        print(f"{case.sequences} sequences: drawn once", file=sys.stderr, flush=True)
     assert len(set(log_probs.values())) == 1, "the batch changed a bit"
     times = common.interleaved(calls, options.repeats)
     common.publish(page(cases, times, options, load), options, PAGE)

@@ -1,6 +1,6 @@
 """Slots with skewed lengths beside equal ones, and writes docs/results/slots.md.
 
-    python scripts/bench_slots.py                 # 64 sequences of up to 512 tokens
+    python scripts/bench_slots.py     # 64 sequences of up to 512 tokens; takes half an hour
     python scripts/bench_slots.py --smoke
 
 Random weights end no response where a trained model would, so each sequence is told its length: its
@@ -9,6 +9,7 @@ the longest, and cut there.
 """
 
 import dataclasses
+import sys
 from functools import partial
 
 import bench_common as common
@@ -71,6 +72,12 @@ def measure(sizes: common.Sizes, dtype: str, schedules, repeats: int):
         assert same.tobytes() == rollout.log_probs.tobytes(), "the schedule changed a bit"
         key = name, slots, halvings
         calls[key] = partial(exactness_cost.seconds, call)
+        taken = calls[key]()
+        print(
+            f"{dtype}, {name} lengths, {slots} slots, {halvings} halvings: {taken:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         tokens[key] = int(rollout.lengths.sum())
     return common.interleaved(calls, repeats), tokens
 
