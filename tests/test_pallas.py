@@ -648,7 +648,7 @@ def test_what_a_kernel_cannot_take_is_refused_by_name():
         (16_384, 2048, (128, 256)),
     ],
 )
-def test_a_product_takes_the_widest_tile_that_keeps_all_cores_busy(rows, columns, tile):
+def test_a_product_takes_the_widest_tile_that_leaves_enough_programs(rows, columns, tile):
     """And of few rows none that is taller than they need; a family of one tile has that alone."""
     found = GPU_BF16_SEVERAL_TILES.tile(rows, columns)
     assert (found.rows, found.columns) == tile

@@ -68,6 +68,7 @@ def test_an_evaluation_has_slots_for_its_own_mesh():
         ),
         (["placement.tensor=4"], "column_tiles must divide the model's num_kv_heads = 2, got 4"),
         (["numerics.column_tiles=3"], "must divide the model's num_kv_heads = 2, got 3"),
+        (["numerics.several_tiles=true"], 'several tiles, got "tiles" in float32'),
     ],
 )
 def test_what_a_model_or_machine_cannot_be_is_refused_before_compiling(overrides, message):

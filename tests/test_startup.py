@@ -152,12 +152,11 @@ def test_auto_does_not_fall_back_to_slow_kernels(model, options, words, monkeypa
 def test_several_tiles_change_how_products_are_divided_and_nothing_else(platform, monkeypatch):
     monkeypatch.setattr(pallas, "platform", lambda: platform)
     one = numerics()
-    several = run_numerics.with_several_tiles(one)
+    several = numerics(several_tiles=True)
     if platform == "gpu":
         assert several.gpu.tile(64, 2048) != several.gpu.tile(10_000, 2048)
         assert several.gpu.block_k == one.gpu.block_k
-        products = {"matmul": one.gpu.matmul, "experts": one.gpu.experts}
-        back = replace(several, gpu=replace(several.gpu, **products))
+        back = replace(several, gpu=replace(several.gpu, matmul=one.gpu.matmul))
     else:
         assert several.tpu.tile(64) != several.tpu.tile(65) == one.tpu.tile(65) == one.tpu.tile(64)
         back = replace(several, tpu=replace(several.tpu, few_rows=0))

@@ -147,5 +147,6 @@ GPU_BF16_SEVERAL_TILES = replace(
         MatmulTile(rows=128, columns=256, warps=8, stages=2),
     ),
 )
+TPU_FEW_ROWS = 64  # `few_rows`, where there are several tiles
 TPU_BF16 = TpuTiles(attention_rows=128, row_tile=128)
 TPU_F32 = TpuTiles(block_k=512, attention_blocks=2)  # elements have twice the bytes

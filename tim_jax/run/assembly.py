@@ -33,7 +33,7 @@ from tim_jax.rl.drawing import Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Learning
 from tim_jax.run.adapting import adapted, make_lora
-from tim_jax.run.numerics import make_numerics, with_several_tiles
+from tim_jax.run.numerics import make_numerics
 from tim_jax.tasks import builtin, custom
 from tim_jax.tasks.base import Grader, Task
 from tim_jax.tasks.dataset import DatasetSource, dataset_task
@@ -225,9 +225,8 @@ def make_execution(
         column_tiles=config.column_tiles,
         measured=measured,
         shared=shared,
+        several_tiles=config.numerics.several_tiles,
     )
-    if config.numerics.several_tiles:
-        numerics = with_several_tiles(numerics)
     if devices is not None:  # none of them is the CPU at hand
         accelerated = numerics.cache_write == "kernel"
         numerics = numerics if accelerated else replace(numerics, cache_write="scatter")

@@ -23,6 +23,7 @@ from tim_jax.numerics import (
     Family,
     Numerics,
 )
+from tim_jax.numerics.device_tiles import TPU_FEW_ROWS
 
 _ACCELERATED = {
     "pallas_gpu": {"float32": GPU_EXACT_F32, "bfloat16": GPU_EXACT_BF16},
@@ -116,24 +117,24 @@ def make_numerics(
     column_tiles: int = 1,
     measured: Path | None = None,
     shared: Mismatch = mismatch.EXACT,
+    several_tiles: bool = False,
 ) -> Numerics:
     """The same, and on a CPU with row ranges measured for decode batches of about `batch` rows;
     None: without. `measured` is the file that keeps these, if any. `shared` are differences of the
-    dial that sampler and learner both have.
+    dial that sampler and learner both have. `several_tiles`: see `with_several_tiles`.
 
     Raises:
-      InputError: as `fitted_numerics`.
+      InputError: as `fitted_numerics` and `with_several_tiles`.
     """
     fixed = fitted_numerics(family, dtype, model, length=length, column_tiles=column_tiles)
+    if several_tiles:
+        fixed = with_several_tiles(fixed)
     fixed = shared.numerics(fixed)
     # Ranges are measured of whole contractions; those of parts of one are not known.
     cut = (fixed.order.split_k, fixed.order.ranks) != (1, 1)
     if batch is None or cut:
         return fixed
     return calibration.calibrate_once(model, fixed, batch=batch, file=measured)
-
-
-_FEW_ROWS = 64  # of a tile on a TPU
 
 
 def with_several_tiles(numerics: Numerics) -> Numerics:
@@ -143,11 +144,10 @@ def with_several_tiles(numerics: Numerics) -> Numerics:
       InputError: there are no such tiles of the family and the dtype.
     """
     if numerics.family == "pallas_tpu":
-        return replace(numerics, tpu=replace(numerics.tpu, few_rows=_FEW_ROWS))
+        return replace(numerics, tpu=replace(numerics.tpu, few_rows=TPU_FEW_ROWS))
     if (numerics.family, numerics.compute_dtype) != ("pallas_gpu", "bfloat16"):
         raise InputError(
             'numerics.several_tiles: only family "pallas_tpu", and "pallas_gpu" in bfloat16, have'
             f' several tiles, got "{numerics.family}" in {numerics.compute_dtype}'
         )
-    products = {name: getattr(GPU_BF16_SEVERAL_TILES, name) for name in ("matmul", "experts")}
-    return replace(numerics, gpu=replace(numerics.gpu, **products))
+    return replace(numerics, gpu=replace(numerics.gpu, matmul=GPU_BF16_SEVERAL_TILES.matmul))
