@@ -1,6 +1,6 @@
 """Programs of the Pallas families, to be lowered or compiled for devices that are not here."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -42,6 +42,7 @@ CONFIG = ModelConfig(
     qk_norm=True,
 )
 
+SHAPE = jax.ShapeDtypeStruct
 LATENT = from_hf(PUBLISHED["moonshotai/Moonlight-16B-A3B"])
 
 
@@ -50,129 +51,167 @@ def operations(numerics: Numerics, rows: int = 70):
 
     With `rows`, attention has other numbers of queries, keys, pages and sequences as well.
     """
-    ops, dtype, f32 = kernels.family(numerics), numerics.dtype, jnp.float32
-    heads = kernels.Heads(4, 2, 128)
-    shape = jax.ShapeDtypeStruct
-    wide = 2048  # columns; of which half are summed over
-    x, weight = shape((rows, wide // 2), dtype), shape((wide // 2, wide), dtype)
-    y, angle = shape((rows, 8 * 128), f32), shape((rows, 64), f32)
-    one, logits = shape((rows,), f32), shape((rows, 5000), f32)
-    extras = {name: shape((128,), f32) for name in ("q_norm", "k_norm")}
-    extras["bias"] = shape((8 * 128,), f32)
-    count, length, block = 1 + rows // 30, 60 + 2 * rows, numerics.kv_block
-    query = shape((count, 8, 2 * rows, 128), dtype)
-    key, value = shape((count, 8, 128, length), dtype), shape((count, 8, length, 128), dtype)
-    positions = shape((count, 2 * rows), jnp.int32)
-    pages = shape((count, -(-length // block)), jnp.int32)
-    paged = shape((20, 8, 128, block), dtype), shape((20, 8, block, 128), dtype)
+    wide = fitting.fitted(replace(CONFIG, head_dim=256), numerics)
+    latent = fitting.fitted(LATENT, numerics)
+    windows = [("window",), ("window", "pages"), ("window", "gradient")]
+    sizes = _Attention(numerics, rows)
     # Latent attention: a compressed state of 512 numbers, and beside it a rotated key of 64.
-    latent_query = shape((count, 1, 2 * rows, 576), dtype)
-    latent_key = shape((count, 1, 576, length), dtype)
-    state = shape((count, 1, length, 512), dtype)
-    of_states = {"numerics": fitting.fitted(LATENT, numerics)}
-    page = of_states["numerics"].kv_block
-    paged_states = shape((20, 1, 576, page), dtype), shape((20, 1, page, 512), dtype)
-    latent_pages = shape((count, -(-length // page)), jnp.int32)
+    return {
+        **_writes(sizes),
+        **_products(numerics, rows),
+        **_rows(numerics, rows),
+        **_attention(sizes, (), [(), ("pages",), ("gradient",), *windows]),
+        **_attention(
+            _Attention(latent, rows, heads=1, key=576, value=512),
+            ("latent",),
+            [(), ("pages",), ("gradient",)],
+        ),
+        **_attention(
+            _Attention(wide, rows, key=256, value=256), ("heads of 256",), [(), ("gradient",)]
+        ),
+    }
+
+
+def _products(numerics: Numerics, rows: int):
+    ops, dtype, f32 = kernels.family(numerics), numerics.dtype, jnp.float32
     use = {"numerics": numerics}
-    writes = {}
-    if numerics.cache_write == "kernel":
-        row, at = shape((count, 1, 8, 128), dtype), shape((count, 1), jnp.int32)
-        writes = {
-            "cache_write": (partial(kernels.written, **use), ((key, value), (row, row), at)),
-            "cache_write, pages": (
-                lambda caches, rows, at, pages: kernels.written(
-                    caches, rows, at, pages=pages, **use
-                ),
-                (paged, (row, row), at, pages),
-            ),
-        }
-
-    def gradient(query, key, value, positions, cotangent, window=None, numerics=numerics):
-        def attend(*arrays):
-            options = {"window": window, "numerics": numerics}
-            return ops.attention(*arrays, positions, aligned=True, **options)
-
-        return jax.vjp(attend, query, key, value)[1](cotangent)
-
-    project = partial(ops.project, heads=heads, eps=1e-6, **use)
-    return writes | {
+    wide = 2048  # columns; of which half are summed over
+    x, weight = SHAPE((rows, wide // 2), dtype), SHAPE((wide // 2, wide), dtype)
+    residual = SHAPE((rows, wide), dtype)
+    return {
         "dot": (partial(ops.dot, **use), (x, weight)),
-        "dot_add": (
-            lambda x, w, r: ops.dot_add(x, w, r, None, **use),
-            (x, weight, shape((rows, wide), dtype)),
-        ),
-        "dot_add, bias": (
-            partial(ops.dot_add, **use),
-            (x, weight, shape((rows, wide), dtype), shape((wide,), f32)),
-        ),
-        "dot, 1152 columns": (partial(ops.dot, **use), (x, shape((wide // 2, 1152), dtype))),
+        "dot_add": (lambda x, w, r: ops.dot_add(x, w, r, None, **use), (x, weight, residual)),
+        "dot_add, bias": (partial(ops.dot_add, **use), (x, weight, residual, SHAPE((wide,), f32))),
+        "dot, 1152 columns": (partial(ops.dot, **use), (x, SHAPE((wide // 2, 1152), dtype))),
         "dots": (
             partial(ops.dots, **use),
-            (shape((4, rows, wide // 2), dtype), shape((4, wide // 2, 512), dtype)),
+            (SHAPE((4, rows, wide // 2), dtype), SHAPE((4, wide // 2, 512), dtype)),
         ),
         "gated_dot": (lambda x, w: ops.gated_dot(x, w, None, **use), (x, weight)),
-        "gated_dot, bias": (partial(ops.gated_dot, **use), (x, weight, shape((wide,), f32))),
+        "gated_dot, bias": (partial(ops.gated_dot, **use), (x, weight, SHAPE((wide,), f32))),
         "grouped": (
             partial(ops.grouped, **use),
             (
-                shape((6, rows, wide // 2), dtype),
-                shape((4, wide // 2, wide), dtype),
-                shape((4, wide // 2, wide // 2), dtype),
-                shape((6,), jnp.int32),
-                shape((), jnp.int32),
+                SHAPE((6, rows, wide // 2), dtype),
+                SHAPE((4, wide // 2, wide), dtype),
+                SHAPE((4, wide // 2, wide // 2), dtype),
+                SHAPE((6,), jnp.int32),
+                SHAPE((), jnp.int32),
             ),
         ),
-        "norm": (partial(ops.norm, eps=1e-6, **use), (x, shape((wide // 2,), f32))),
+    }
+
+
+def _rows(numerics: Numerics, rows: int):
+    """Norms, the rotation, and what is done along the vocabulary."""
+    ops, f32 = kernels.family(numerics), jnp.float32
+    use = {"numerics": numerics}
+    heads = kernels.Heads(4, 2, 128)
+    y, angle = SHAPE((rows, 8 * 128), f32), SHAPE((rows, 64), f32)
+    one, logits = SHAPE((rows,), f32), SHAPE((rows, 5000), f32)
+    extras = {name: SHAPE((128,), f32) for name in ("q_norm", "k_norm")}
+    extras["bias"] = SHAPE((8 * 128,), f32)
+    project = partial(ops.project, heads=heads, eps=1e-6, **use)
+    return {
+        "norm": (
+            partial(ops.norm, eps=1e-6, **use),
+            (SHAPE((rows, 1024), numerics.dtype), SHAPE((1024,), f32)),
+        ),
         "project": (project, (y, angle, angle, extras)),
         "project, bare": (project, (y, angle, angle, {})),
-        "attention": (
-            partial(ops.attention, aligned=False, **use),
-            (query, key, value, positions),
-        ),
-        "attention, pages": (
-            lambda q, k, v, at, pages: ops.attention(
-                q, k, v, at, aligned=False, pages=pages, **use
-            ),
-            (query, *paged, positions, pages),
-        ),
-        "attention, window": (
-            lambda q, k, v, at, window: ops.attention(
-                q, k, v, at, aligned=False, window=window, **use
-            ),
-            (query, key, value, positions, shape((), jnp.int32)),
-        ),
-        "attention, window and pages": (
-            lambda q, k, v, at, window, pages: ops.attention(
-                q, k, v, at, aligned=False, window=window, pages=pages, **use
-            ),
-            (query, *paged, positions, shape((), jnp.int32), pages),
-        ),
-        "attention, latent": (
-            partial(ops.attention, aligned=False, **of_states),
-            (latent_query, latent_key, state, positions),
-        ),
-        "attention, latent and pages": (
-            lambda q, k, v, at, pages: ops.attention(
-                q, k, v, at, aligned=False, pages=pages, **of_states
-            ),
-            (latent_query, *paged_states, positions, latent_pages),
-        ),
-        "attention, gradient": (gradient, (query, key, value, positions, query)),
-        "attention, window and gradient": (
-            gradient,
-            (query, key, value, positions, query, shape((), jnp.int32)),
-        ),
-        "attention, latent and gradient": (
-            partial(gradient, **of_states),
-            (
-                *(latent_query, latent_key, state, positions),
-                shape((count, 1, 2 * rows, 512), dtype),
-            ),
-        ),
         "exponentials": (partial(ops.exponentials, **use), (logits, one)),
         "row_sum": (partial(ops.row_sum, **use), (logits,)),
         "log": (partial(ops.log, **use), (one,)),
         "log_normaliser": (lambda x, p: ops.log_normaliser(x, p, x, **use), (logits, one)),
+    }
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Shapes of attention's arguments."""
+
+    numerics: Numerics
+    rows: int
+    heads: int = 8
+    key: int = 128  # size of a query and a key
+    value: int = 128
+
+    @property
+    def queries(self):
+        """Queries [B, Kv, N, D] and their positions."""
+        count, rows = 1 + self.rows // 30, 2 * self.rows
+        query = SHAPE((count, self.heads, rows, self.key), self.numerics.dtype)
+        return query, SHAPE((count, rows), jnp.int32)
+
+    @property
+    def caches(self):
+        """Keys and values in rows."""
+        count, length, dtype = 1 + self.rows // 30, 60 + 2 * self.rows, self.numerics.dtype
+        key = SHAPE((count, self.heads, self.key, length), dtype)
+        return key, SHAPE((count, self.heads, length, self.value), dtype)
+
+    @property
+    def paged(self):
+        """Keys and values in pages, and the pages of rows."""
+        block, dtype = self.numerics.kv_block, self.numerics.dtype
+        key = SHAPE((20, self.heads, self.key, block), dtype)
+        value = SHAPE((20, self.heads, block, self.value), dtype)
+        blocks = -(-self.caches[0].shape[3] // block)
+        return (key, value), SHAPE((self.caches[0].shape[0], blocks), jnp.int32)
+
+    def __call__(self, query, key, value, positions, *, aligned=False, **options):
+        ops = kernels.family(self.numerics)
+        options["numerics"] = self.numerics
+        return ops.attention(query, key, value, positions, aligned=aligned, **options)
+
+    def gradient(self, query, key, value, positions, *, cotangent, **options):
+        """Of queries, keys and values."""
+
+        def attend(*arrays):
+            return self(*arrays, positions, aligned=True, **options)
+
+        return jax.vjp(attend, query, key, value)[1](cotangent)
+
+
+def _attention(sizes: _Attention, words: tuple[str, ...], variants):
+    """The variants, which are named by `words` and by their own."""
+    programs = {}
+    for variant in variants:
+        (query, positions), caches, options = sizes.queries, sizes.caches, {}
+        if "pages" in variant:
+            caches, options["pages"] = sizes.paged
+        if "window" in variant:
+            options["window"] = SHAPE((), jnp.int32)
+        if "gradient" in variant:
+            shape = (*query.shape[:3], sizes.value)
+            options["cotangent"] = SHAPE(shape, sizes.numerics.dtype)
+        call = sizes.gradient if "gradient" in variant else sizes
+        name = ", ".join(filter(None, ["attention", " and ".join((*words, *variant))]))
+        names = tuple(options)
+        programs[name] = (
+            lambda *args, call=call, names=names: call(
+                *args[:4], **dict(zip(names, args[4:], strict=True))
+            ),
+            (query, *caches, positions, *options.values()),
+        )
+    return programs
+
+
+def _writes(sizes: _Attention):
+    """Of the cache, where a kernel does it."""
+    if sizes.numerics.cache_write != "kernel":
+        return {}
+    count = sizes.caches[0].shape[0]
+    row = SHAPE((count, 1, sizes.heads, sizes.key), sizes.numerics.dtype)
+    at = SHAPE((count, 1), jnp.int32)
+    paged, pages = sizes.paged
+
+    def write(caches, rows, at, pages=None):
+        return kernels.written(caches, rows, at, pages=pages, numerics=sizes.numerics)
+
+    return {
+        "cache_write": (write, (sizes.caches, (row, row), at)),
+        "cache_write, pages": (write, (paged, (row, row), at, pages)),
     }
 
 

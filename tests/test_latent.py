@@ -256,11 +256,19 @@ GPU_TILES = GpuTiles(
     lanes=32,
 )
 FAMILIES = {
-    "gpu": Numerics(family="pallas_gpu", kv_block=16, head_rows=16, gpu=GPU_TILES, interpret=True),
+    "gpu": Numerics(
+        family="pallas_gpu",
+        kv_block=16,
+        head_rows=16,
+        gpu=GPU_TILES,
+        cache_write="kernel",
+        interpret=True,
+    ),
     "tpu": Numerics(
         family="pallas_tpu",
         kv_block=128,
         head_rows=16,
+        cache_write="kernel",
         tpu=TpuTiles(
             rows=16,
             columns=128,

@@ -24,7 +24,7 @@ TARGETS = {"pallas_gpu": "triton", "pallas_tpu": "tpu_custom_call"}
 )
 def test_every_kernel_lowers_for_its_device(family, dtype):
     operations = lowering.operations(lowering.NUMERICS[family][dtype])
-    assert len(operations) == 26
+    assert len(operations) == 28
     for name, (function, shapes) in operations.items():
         text = lowering.lower(family, function, shapes).as_text()
         calls = [line for line in text.splitlines() if TARGETS[family] in line]

@@ -183,8 +183,11 @@ def on_tpu(
         """Where the keys lie that tile i of row b reads at step j as the block at `place`."""
         most = jnp.maximum(scalars[0][b, i], 0)
         least = 0 if first is None else scalars[1][b, i]
-        seen = block_of_step(j, place, taken, least, most)
-        return (b, h, 0, seen) if pages is None else (scalars[-1][b, seen], h, 0, 0)
+        found = block_of_step(j, place, taken, least, most)
+        seen = jnp.maximum(found, 0)
+        at = (b, h, 0, seen) if pages is None else (scalars[-1][b, seen], h, 0, 0)
+        # A place without a block has the same one in every row, so that it is copied once.
+        return tuple(jnp.where(found < 0, 0, index) for index in at)
 
     def value_at(*at):
         return tuple(key_at(*at)[axis] for axis in (0, 1, 3, 2))
@@ -215,13 +218,13 @@ def block_of_step(step, place: int, taken: int, least, most):
     """The block of keys at `place` of the `taken` that a step has, a power of two.
 
     Of `least` to `most`, those that a tile sees. What the step has beyond them is the block that
-    this place had in the step before, or will have in the next, so that it is not copied; or if it
-    has none in any step, the last.
+    this place had in the step before, or will have in the next, so that it is not copied; -1 if it
+    has none in any step.
     """
     lowest = least + ((place - least) & (taken - 1))
     highest = most - ((most - place) & (taken - 1))
     found = jnp.maximum(jnp.minimum(step * taken + place, highest), lowest)
-    return jnp.minimum(found, most)
+    return jnp.where(lowest <= most, found, -1)
 
 
 def _on_tpu(*refs, block: int, taken: int, windowed: bool):

@@ -2,11 +2,13 @@
 
 They are exact for the reasons given in `pallas_gpu`: a sum runs over ascending blocks of a fixed
 size, here along the last, sequential axis of a kernel's grid with the partial sum in vector memory;
-a tile may have more rows than there are, which hold anything and are not written; key blocks start
-at a sequence's first token. The kernels are products with weight matrices, causal attention (see
-`pallas_attention`), RMSNorm, the rotation of queries and keys, and sums and exponentials over the
-vocabulary. For the last, a row is read in blocks of `lanes`, ascending: lane i of a sum takes
-elements i, i + lanes, ..., and what a block has beyond the row's end counts as nothing.
+a tile may have more rows than there are, which hold anything and are not written (before products
+of experts and over the vocabulary XLA adds some); key blocks start at a sequence's first token.
+
+The kernels are products with weight matrices, causal attention (see `pallas_attention`), RMSNorm,
+the rotation of queries and keys, and sums and exponentials over the vocabulary. For the last, a row
+is read in blocks of `lanes`, ascending: lane i of a sum takes elements i, i + lanes, ..., and what
+a block has beyond the row's end counts as nothing.
 
 Backward passes are the plain XLA expressions at the same inputs.
 """

@@ -79,13 +79,14 @@ class GpuTiles:
     def tile(self, rows: int, columns: int) -> MatmulTile:
         """The tile for products of this size.
 
-        It is the widest of which there are `programs`, or else the narrowest; no tile that one of
-        half of its rows could replace.
+        It is the widest of which there are `programs`, or else the narrowest; none with more rows
+        than the narrowest that one of half of its rows could replace.
         """
         narrowest, *others = self.matmul
         for tile in reversed(others):
             count = -(-rows // tile.rows) * -(-columns // tile.columns)
-            if count >= self.programs and tile.rows < 2 * rows:
+            fits = tile.rows == narrowest.rows or tile.rows < 2 * rows
+            if count >= self.programs and fits:
                 return tile
         return narrowest
 
