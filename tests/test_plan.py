@@ -211,6 +211,37 @@ def test_programs_of_a_gpu_load_their_own_blocks_through_a_cache():
     assert call.memory == found.kernel_bytes == 4 * (200 * 256 + 256 * 384 + 200 * 384)
 
 
+@pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])
+def test_of_a_tile_the_rows_that_there_are_are_counted(family):
+    numerics = replace(tiny.NUMERICS, family=family, interpret=True)
+    ops = kernels.family(numerics)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((5, 1024), (1024, 1024))]
+    found = work.count(jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes).jaxpr)
+    assert found.kernel_bytes == 4 * (5 * 1024 + 1024 * 1024 + 5 * 1024)
+
+
+def test_a_weight_that_a_kernel_takes_twice_is_read_once():
+    """As the columns of the gate and as those of up."""
+    numerics = replace(tiny.NUMERICS, family="pallas_gpu", interpret=True)
+    ops = kernels.family(numerics)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 256), (256, 2 * 384))]
+    run = jax.jit(lambda x, weight: ops.gated_dot(x, weight, None, numerics=numerics))
+    found = work.count(run.trace(*shapes).jaxpr)
+    assert found.kernel_bytes == 4 * (64 * 256 + 256 * 2 * 384 + 64 * 384)
+
+
+def test_of_a_cache_what_is_written_counts():
+    numerics = replace(tiny.NUMERICS, family="pallas_gpu", cache_write="kernel", interpret=True)
+    caches = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 2, 16, 999), (8, 2, 999, 16))]
+    rows = [jax.ShapeDtypeStruct((8, 1, 2, 16), jnp.float32)] * 2
+    at = jax.ShapeDtypeStruct((8, 1), jnp.int32)
+    found = work.count(
+        jax.jit(partial(kernels.written, numerics=numerics)).trace(caches, rows, at).jaxpr
+    )
+    read_and_written = 2 * 8 * 2 * 2 * 16 * 4
+    assert found.kernel_bytes == read_and_written
+
+
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_attention_on_a_gpu_states_its_products_and_loads(with_gradient):
     """Its loops have lengths that are values, and are not those of the program's own loops."""
@@ -304,16 +335,45 @@ ENTRY %main (stack: f32[50,64,64], at: s32[]) -> f32[1,64,64] {
   ROOT %here = f32[1,64,64]{2,1,0:T(8,128)S(1)} copy-done(%moved)
   %part = ((f32[1,64,64]), f32[1,8,64]{2,1,0:T(8,128)S(1)}, s32[]) slice-start(%done), slice={[0:1]}
   %taken = f32[1,8,64]{2,1,0:T(8,128)S(1)} slice-done(%part)
+  %layer = ((f32[50,64,64], s32[]), ON_CHIP, u32[]) dynamic-slice-start(%stack, %at)
+  %got = f32[1,64,64]{2,1,0:T(8,128)S(1)} dynamic-slice-done(%layer)
+  %ahead = ((f32[50,64,64], s32[]), ON_CHIP, u32[]) fusion-start(%stack, %at), calls=%inside
+  %ended = f32[1,64,64]{2,1,0:T(8,128)S(1)} fusion-done(%ahead)
+  %both = f32[64,64] all-reduce-start(%at_hand), replica_groups={{0,1}}, to_apply=%add
+  %sum = f32[64,64] all-reduce-done(%both)
+  %at_hand = f32[64,64] parameter(2)
+  %kernel = ((f32[64,64]), f32[64,64], s32[]) custom-call-start(%at_hand)
 }
 """
 
 
 def test_what_is_started_and_ended_apart_is_counted_once():
     """And what goes into a TPU's vector memory takes the reading of memory alone."""
-    module, size = hlo.parse(_STARTED), 4 * 64 * 64
-    copied, sliced = size + 4, size // 8  # one with a flag
-    assert costs.bytes_accessed(module) == (size + size + 4) + copied + sliced
-    assert costs.launches(module) == 3
+    text = _STARTED.replace("ON_CHIP", "f32[1,64,64]{2,1,0:T(8,128)S(1)}")
+    module, size, flag = hlo.parse(text), 4 * 64 * 64, 4
+    whole, copied, sliced = 2 * size + 2 * flag, size + flag, size // 8 + flag
+    layer, ahead, summed = size + flag, size + 2 * flag, 2 * size
+    assert costs.bytes_accessed(module) == whole + copied + sliced + layer + ahead + summed
+    assert costs.launches(module) == 7
+
+
+_ON_CHIP = """HloModule on_chip
+
+ENTRY %main (all: f32[8,1024], few: f32[1,1024], at: s32[]) -> f32[8,1024] {
+  %all = f32[8,1024] parameter(0)
+  %few = f32[1,1024] parameter(1)
+  %at = s32[] parameter(2)
+  %taken = f32[1,1024]{1,0:T(8,128)S(1)} dynamic-slice(%all, %at, %at), dynamic_slice_sizes={1,1024}
+  %kept = f32[8,1024]{1,0:T(8,128)S(1)} custom-call(%few), custom_call_target="x"
+  %back = f32[1,1024] dynamic-slice(%kept, %at, %at), dynamic_slice_sizes={1,1024}
+  ROOT %put = f32[8,1024] dynamic-update-slice(%all, %taken, %at, %at)
+}
+"""
+
+
+def test_of_a_slice_or_an_update_the_ends_in_memory_count():
+    size = 4 * 1024
+    assert costs.bytes_accessed(hlo.parse(_ON_CHIP)) == size + size + size
 
 
 _WRITING = """HloModule writing

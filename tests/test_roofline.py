@@ -129,13 +129,16 @@ def test_a_token_goes_through_some_experts_alone():
 
 
 def test_rows_see_half_of_their_keys_on_average():
-    work = work_of("Qwen/Qwen3-0.6B", prompt=100, response=300)
-    assert roofline.seen(work, "update") == 401 / 800
-    assert roofline.seen(work, "sampler") == (100 + 301 / 2) / 400
-    execution = work.execution
-    config = replace(execution.config, sliding_window=40, window_layers=(True,) * 28)
-    windowed = replace(work, execution=replace(execution, config=config, numerics=TPU_EXACT_BF16))
-    assert roofline.seen(windowed, "sampler") == 0.1
+    """In whole blocks: of 4,096 positions and blocks of 256, row r sees r // 256 + 1 of 16."""
+    work = work_of("Qwen/Qwen3-0.6B", prompt=1024, response=3072)
+    execution = replace(work.execution, numerics=TPU_EXACT_BF16)
+    work = replace(work, execution=execution)
+    assert execution.numerics.kv_block == 256
+    assert roofline.seen(work, "update") == 8.5 / 16
+    assert roofline.seen(work, "sampler") == 10.5 / 16  # of 5 to 16
+    config = replace(execution.config, sliding_window=257, window_layers=(True,) * 28)
+    windowed = replace(work, execution=replace(execution, config=config))
+    assert roofline.seen(windowed, "sampler") == 2 / 16
 
 
 def test_every_device_that_is_planned_for_has_rates():

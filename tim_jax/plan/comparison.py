@@ -96,7 +96,8 @@ def _operation(one: Instruction, computation: Computation, module: Module) -> Op
 
 def _is_kernel(one: Instruction) -> bool:
     called = (f'custom_call_target="{target}"' for target in kernel_code.TARGETS)
-    return one.opcode == "custom-call" and any(text in one.attributes for text in called)
+    kernel = one.opcode.removesuffix("-start") == "custom-call"
+    return kernel and any(text in one.attributes for text in called)
 
 
 def _kind(sums: list[tuple[Instruction, Computation]]) -> str:

@@ -192,29 +192,32 @@ def launches(module: Module, trips: Sequence[int] = ()) -> int:
 
 
 def _runs(one: Instruction) -> bool:
-    return one.opcode == "custom-call" or not (one.opcode in _FREE or one.opcode.endswith("-done"))
+    kernel = one.opcode.removesuffix("-start") == "custom-call"
+    return kernel or not (one.opcode in _FREE or one.opcode.endswith("-done"))
 
 
 def _accessed(one: Instruction, computation: Computation, module: Module) -> int:
     if one.opcode in _FREE or one.opcode.endswith("-done"):
         return 0
-    sizes = [_size(computation[name]) if name in computation else 0 for name in one.operands]
+    operands = [computation[name] for name in one.operands if name in computation]
+    sizes = [_size(operand) for operand in operands]
+    opcode = one.opcode.removesuffix("-start")
+    results = one.types
+    if len(results) > len(one.operands) and opcode != one.opcode:
+        # The results of a start are its operands, what is made of them, and a flag.
+        results = results[len(one.operands) :]
+    written = sum(t.bytes for t in results if not t.on_chip)
     if one.is_fusion:
         (name,) = one.called["calls"]
-        body = module.computations[name]
-        # The results of a start are its operands, too.
-        root = next(inner for inner in body.values() if inner.root)
-        result = root.bytes if one.opcode == "fusion-start" else _size(one)
-        return _fusion(body, sizes, result, module)
-    if one.opcode in _TAKES:
-        return 2 * _size(one)
-    if one.opcode.removesuffix("-start") in _TAKES:
-        # Its results are its operand, what is taken of that, and a flag.
-        taken = one.types[1]
-        return taken.bytes * (1 if taken.on_chip else 2)
-    if one.opcode in _PUTS:
-        return 2 * sizes[_PUTS[one.opcode]]
-    return _size(one) if one.opcode.endswith("-start") else sum(sizes) + _size(one)
+        return _fusion(module.computations[name], sizes, written, module)
+    if opcode in _TAKES:
+        return written + (results[0].bytes if sizes[0] else 0)
+    if opcode in _PUTS:
+        update = operands[_PUTS[opcode]]
+        return _size(update) + (update.bytes if sizes[0] else 0)
+    if results is not one.types:
+        return _size(one)  # of a copy or a collective, of which operands are results, too
+    return sum(sizes) + written
 
 
 def _size(one: Instruction) -> int:

@@ -146,12 +146,16 @@ def _of_call(call: Call, rates: Rates, dtype: str) -> tuple[str, float, float]:
 
 
 def seen(workload: Workload, stage: str) -> float:
-    """The share of a sequence's keys that its rows see on average, in decoding or all at once."""
-    prompt, response = workload.prompt_length, workload.execution.sampling.max_response_length
-    length = prompt + response
-    rows = prompt + (response + 1) / 2 if stage == "sampler" else (length + 1) / 2
-    window = workload.execution.config.sliding_window or length
-    return min(rows, window) / length
+    """The share of a sequence's blocks of keys that its rows see on average.
+
+    In the sampler rows are those of decoding, and else of whole sequences.
+    """
+    prompt, execution = workload.prompt_length, workload.execution
+    length, block = prompt + execution.sampling.max_response_length, execution.numerics.kv_block
+    window = execution.config.sliding_window or length
+    rows = range(prompt if stage == "sampler" else 0, length)
+    blocks = sum(row // block - max(row + 1 - window, 0) // block + 1 for row in rows)
+    return blocks / len(rows) / -(-length // block)
 
 
 def _loading(call: Call, rates: Rates) -> float:
