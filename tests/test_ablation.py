@@ -179,6 +179,6 @@ def test_the_command(tmp_path, capsys):
 
 def test_what_an_ablation_would_not_heed_is_refused(capsys):
     arguments = ["audit", "qwen3", "--sampler", '[{name = "log_prob_noise", std = 0.1}]']
-    for option in (["--family", "pallas_gpu"], ["--interpret"], ["--quick"]):
+    for option in (["--family", "pallas_gpu"], ["--interpret"], ["--quick"], ["--several-tiles"]):
         assert cli.main([*arguments, *option]) == 2
-        assert "do not go with --sampler" in capsys.readouterr().err
+        assert "does not go with --sampler" in capsys.readouterr().err

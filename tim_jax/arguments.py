@@ -113,6 +113,11 @@ def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
         "--interpret", action="store_true", help="run Pallas kernels without their device, slowly"
     )
     audit.add_argument(
+        "--several-tiles",
+        action="store_true",
+        help="as numerics.several_tiles; see docs/kernels.md",
+    )
+    audit.add_argument(
         "--sampler",
         metavar="ENTRIES",
         help="measure the mismatch of a sampler instead: TOML file or inline list, such as"

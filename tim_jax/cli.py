@@ -293,6 +293,7 @@ def _audit(arguments: argparse.Namespace) -> int:
         family=arguments.family or "auto",
         interpret=arguments.interpret,
         dtype=arguments.dtype,
+        several_tiles=arguments.several_tiles,
     )
     _write(arguments.json, report)
     return 0 if passed else 1
@@ -301,8 +302,9 @@ def _audit(arguments: argparse.Namespace) -> int:
 def _ablate(arguments: argparse.Namespace) -> int:
     from tim_jax.jobs import audit, memory
 
-    if arguments.quick or arguments.interpret or arguments.family is not None:
-        raise InputError("--quick, --family and --interpret do not go with --sampler")
+    for name in ("quick", "family", "interpret", "several_tiles"):
+        if getattr(arguments, name):
+            raise InputError(f"--{name.replace('_', '-')} does not go with --sampler")
     dial = audit.read_dial(arguments.sampler)
     with memory.explained(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
         bench = audit.make_bench(

@@ -48,6 +48,7 @@ class _Audited:
     family: FamilyChoice
     interpret: bool
     dtypes: tuple[str, ...]
+    several_tiles: bool = False
 
 
 def audit_model(
@@ -57,13 +58,15 @@ def audit_model(
     family: FamilyChoice = "auto",
     interpret: bool = False,
     dtype: str | None = None,
+    several_tiles: bool = False,
 ) -> tuple[str, bool]:
     """Audits a preset, model folder, hub name or run folder, and prints a line for each case.
 
     The numerics are those that a training run would use, in `dtype` or, where that is None, in
     float32 and in bfloat16; for tiles with row ranges measured on this backend, and unless `quick`
-    with fixed tiles as well. Where there are several devices, placements over them are compared
-    with one device too (if `quick`, those over the most).
+    with fixed tiles as well. `several_tiles` is `numerics.several_tiles`, which is not taken from a
+    run folder. Where there are several devices, placements over them are compared with one device
+    too (if `quick`, those over the most).
 
     Returns:
       The result as JSON, and whether every token of every case was equal.
@@ -73,7 +76,8 @@ def audit_model(
     ):
         config, params = _audited(source)
         dtypes = (dtype,) if dtype else ("float32", "bfloat16")
-        it = _Audited(params, config, Sizes.fitting(config), family, interpret, dtypes)
+        sizes = Sizes.fitting(config)
+        it = _Audited(params, config, sizes, family, interpret, dtypes, several_tiles)
         return _audit(it, source, quick)
 
 
@@ -113,6 +117,8 @@ def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> li
             column_tiles=column_tiles,
             interpret=it.interpret,
         )
+        if it.several_tiles:
+            plain = run_numerics.with_several_tiles(plain)
         batch = it.sizes.prompts * it.sizes.samples
         measured = calibration.calibrate(it.config, plain, batch=batch)
         numerics += [measured, plain] if fixed and measured != plain else [measured]
