@@ -1,6 +1,6 @@
 """Slots with skewed lengths beside equal ones, and writes docs/results/slots.md.
 
-    python scripts/bench_slots.py     # 64 sequences of up to 512 tokens; a quarter of an hour with the newest jax
+    python scripts/bench_slots.py     # 64 sequences of up to 512 tokens; about 12 minutes
     python scripts/bench_slots.py --smoke
 
 Random weights end no response where a trained model would, so each sequence is told its length: its

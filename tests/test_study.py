@@ -399,8 +399,7 @@ METRICS = "runs/*/*/metrics.jsonl"
 
 def results(folder):
     return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.glob(METRICS))
+        str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob(METRICS))
     }
 
 

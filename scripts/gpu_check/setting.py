@@ -35,7 +35,7 @@ class Setting:
     out: Path
 
     def exact(self, dtype: str, *, tuned: bool = False) -> Numerics:
-        """`pallas_gpu`: one tile for all row counts or, `tuned`, a tile by row count."""
+        """`pallas_gpu`: one tile for all products or, `tuned`, a tile by their size."""
         numerics = GPU_EXACT_BF16 if dtype == "bfloat16" else GPU_EXACT_F32
         if self.smoke:
             tiles = SMOKE_TILES if tuned else replace(SMOKE_TILES, matmul=(MatmulTile(16, 16),))

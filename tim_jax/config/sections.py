@@ -128,7 +128,7 @@ class NumericsSection(Section):
     """Of the computation. The master weights are float32 in any case."""
     column_tiles: Count | None = None
     """Parts that weight matrices are multiplied in: bits are the same for every size of the tensor
-    axis that divides it. Left out: the largest tensor axis of the run."""
+    axis that divides it. Left out: the smallest number that the tensor axes of the run divide."""
     several_tiles: bool = False
     """Of pallas_tpu, and of pallas_gpu in bfloat16: small products take small tiles, large ones
     large ones. As exact as one tile if the device adds up in the same order in every tile, which
@@ -164,7 +164,7 @@ class SamplerSection(Section):
     """How often the slots become half as many, once no sequence waits and half of them are idle.
     Each compiles the decode step once more. Speed only."""
     pages: Count | None = None
-    """Pages of `numerics.kv_block` positions for keys and values of responses, over all devices;
+    """Pages for keys and values of responses, over all devices, each of a key block of the kernels;
     left out: every slot has room for the longest response. Memory and speed only."""
     max_staleness: Annotated[int, Field(ge=0, le=64)] = 0
     """Steps that are drawn ahead of the one that is learnt from, which is then learnt from by
