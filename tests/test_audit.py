@@ -18,6 +18,7 @@ from tim_jax.errors import InputError
 from tim_jax.jobs import audit as audit_job
 from tim_jax.model.parameters import check_params
 from tim_jax.numerics import EXACT_BF16, NATIVE_F32, Numerics, Rows
+from tim_jax.numerics.device_tiles import TPU_FEW_ROWS
 from tim_jax.policy import scoring
 from tim_jax.rl import sharded
 from tim_jax.types import Rollout
@@ -336,3 +337,13 @@ def test_placements_whose_column_tiles_no_kernel_takes_are_left_out_aloud(monkey
     said = capsys.readouterr().out
     assert "placements with a tensor axis. numerics: " in said
     assert said.count("\n") == 1
+
+
+def test_several_tiles_are_audited_where_they_are_asked_for():
+    config = auditing.PRESETS["qwen3-blocks"]
+    one = audit_job._Audited(None, config, Sizes.fitting(config), "pallas_tpu", True, ("bfloat16",))
+    (plain,) = audit_job._numerics(one)
+    (several,) = audit_job._numerics(replace(one, several_tiles=True))
+    assert (plain.tpu.few_rows, several.tpu.few_rows) == (0, TPU_FEW_ROWS)
+    with pytest.raises(InputError, match="several_tiles: only family"):
+        audit_job._numerics(replace(one, family="tiles", interpret=False, several_tiles=True))
