@@ -7,9 +7,8 @@ Hypothesis draws each case: numerics, temperature and truncation, the sampler's 
 lengths and contents, the order in which sequences are given to slots, and with what to compare: a
 learner of some micro-batch and padding, or a sampler of another batch and other slots. Shapes come
 from a few lists, so that some 250 compiled programs serve all cases; lengths, contents, orders,
-keys and weights vary inside them. These programs need some 150,000 memory mappings: with a kernel's
-usual limit of 65,530 they are compiled again and again, which takes hours (`sysctl
-vm.max_map_count=1000000`).
+keys and weights vary inside them. The cases of one numerics follow each other: all programs at once
+would need more memory mappings than a kernel usually allows.
 """
 
 import argparse
@@ -106,7 +105,7 @@ def drawn_cases(draw, numerics, samplings):
     length = st.integers(1, batch.prompt_length)
     others = tuple(other for other in BATCHES if other != batch)
     return Drawn(
-        numerics=draw(st.sampled_from(numerics)),
+        numerics=numerics,
         sampling=draw(st.sampled_from(samplings)),
         batch=batch,
         against=draw(st.sampled_from(LEARNERS + others)),
@@ -301,7 +300,17 @@ def most_mappings() -> int:
 
 
 def run(numerics, *, cases: int, seed_: int, samplings=tuple(SAMPLINGS)) -> Tally:
-    tally, start = Tally(), time.perf_counter()
+    """`cases` in all, as many of each of `numerics`."""
+    tally = Tally()
+    for index, one in enumerate(numerics):
+        jax.clear_caches()
+        share = cases // len(numerics) + (index < cases % len(numerics))
+        _run(one, tally, cases=share, seed_=seed_ + index, samplings=samplings)
+    return tally
+
+
+def _run(numerics, tally: Tally, *, cases: int, seed_: int, samplings) -> None:
+    start = time.perf_counter()
 
     @seed(seed_)
     @settings(
@@ -326,7 +335,6 @@ def run(numerics, *, cases: int, seed_: int, samplings=tuple(SAMPLINGS)) -> Tall
             )
 
     every()
-    return tally
 
 
 # --- the report ------------------------------------------------------------------------------
