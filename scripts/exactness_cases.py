@@ -1,6 +1,6 @@
 """Compares sampler and learner on thousands of drawn cases and writes docs/results/exactness.md.
 
-    python scripts/exactness_cases.py                 # 10,000 cases, half an hour on one core
+    python scripts/exactness_cases.py                 # 10,000 cases, 42 minutes on one core
     python scripts/exactness_cases.py --cases 500 --out /tmp/exactness.md
 
 Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
