@@ -6,8 +6,8 @@
 #   TPU=my-v5p-64 ZONE=us-east5-a bash scripts/tpu_pod.sh train configs/x.toml \
 #     placement.fsdp=32 run.folder=/mnt/shared/runs/x
 #
-# The mesh (placement.data x fsdp x expert x tensor) must be of all chips, and run.folder on a file system
-# that all hosts mount. After a pre-emption the same command goes on.
+# The mesh (placement.data x fsdp x expert x tensor) must be of all chips, and run.folder on a file
+# system that all hosts mount. After a pre-emption the same command goes on.
 set -euo pipefail
 : "${TPU:?set TPU to the name of the slice}" "${ZONE:?set ZONE to its zone}"
 

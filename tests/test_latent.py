@@ -12,6 +12,7 @@ import quick
 import tiny
 from checkpoints import CASES, make_config
 from reference import reference_log_probs
+from test_pallas import GPU, TPU
 
 from tim_jax import kernels, objectives, optimizers
 from tim_jax.auditing import random_params
@@ -21,8 +22,8 @@ from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.model.latent import LatentConfig
 from tim_jax.model.lora import Lora
-from tim_jax.numerics import GPU_EXACT_BF16, NATIVE_F32, TPU_EXACT_BF16, Numerics
-from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile, TpuTiles
+from tim_jax.numerics import GPU_EXACT_BF16, NATIVE_F32, TPU_EXACT_BF16
+from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile
 from tim_jax.placement import Placement
 from tim_jax.plan.known_models import PUBLISHED
 from tim_jax.policy import scoring
@@ -256,33 +257,8 @@ GPU_TILES = GpuTiles(
     lanes=32,
 )
 FAMILIES = {
-    "gpu": Numerics(
-        family="pallas_gpu",
-        kv_block=16,
-        head_rows=16,
-        gpu=GPU_TILES,
-        cache_write="kernel",
-        interpret=True,
-    ),
-    "tpu": Numerics(
-        family="pallas_tpu",
-        kv_block=128,
-        head_rows=16,
-        cache_write="kernel",
-        tpu=TpuTiles(
-            rows=16,
-            columns=128,
-            block_k=128,
-            expert_rows=16,
-            attention_rows=16,
-            heads=2,
-            gradient_rows=16,
-            gradient_keys=128,
-            row_tile=16,
-            lanes=128,
-        ),
-        interpret=True,
-    ),
+    "gpu": replace(GPU, gpu=GPU_TILES),
+    "tpu": replace(TPU, tpu=replace(TPU.tpu, attention_blocks=4)),
 }
 
 

@@ -79,8 +79,8 @@ class GpuTiles:
     def tile(self, rows: int, columns: int) -> MatmulTile:
         """The tile for products of this size.
 
-        It is the widest of which there are `programs`, or else the narrowest; none with more rows
-        than the narrowest that one of half of its rows could replace.
+        It is the widest of which there are `programs`, or else the narrowest. One that has more
+        rows than the narrowest is passed over where half of its rows would do.
         """
         narrowest, *others = self.matmul
         for tile in reversed(others):
