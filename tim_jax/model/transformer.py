@@ -175,14 +175,19 @@ def logits_of_local_rows(weights: Weights, hidden: jax.Array, *, execution: Exec
     Differentiable. Row-by-row work on the logits is then shared among the devices of a tensor
     group.
     """
-    normed = head_inputs(weights, hidden, execution=execution)
+    normed = head_inputs(weights, hidden, execution=execution, shared=True)
     return rows_of_columns(head_columns(weights, normed, execution=execution), execution=execution)
 
 
-def head_inputs(weights: Weights, hidden: jax.Array, *, execution: Execution) -> jax.Array:
-    """Hidden states [N, d] after the final norm, in the head's compute dtype."""
-    of_head = execution.numerics.of_head
-    return _norm(hidden, weights["final_norm"], replace(execution, numerics=of_head))
+def head_inputs(
+    weights: Weights, hidden: jax.Array, *, execution: Execution, shared: bool = False
+) -> jax.Array:
+    """Hidden states [N, d] after the final norm, in the head's compute dtype.
+
+    `shared`: the devices of a tensor group share the norm's rows.
+    """
+    of_head = replace(execution, numerics=execution.numerics.of_head)
+    return _norm(hidden, weights["final_norm"], of_head, shared=shared)
 
 
 def head_columns(weights: Weights, normed: jax.Array, *, execution: Execution) -> jax.Array:
@@ -280,7 +285,8 @@ def _layer(x, w, angles, positions, cache, window, of_routing, *, execution: Exe
     ops = collectives.family(local, placement)
     matrix = partial(collectives.matrix, numerics=local, placement=placement)
     whole = partial(collectives.gather, names=("tensor",), placement=placement)
-    normed = _norm(x, w["attn_norm"], execution)
+    norm = partial(_norm, execution=execution, shared=cache is None)
+    normed = norm(x, w["attn_norm"])
     mixed, keys_values = attention.attended(
         normed,
         w,
@@ -292,7 +298,7 @@ def _layer(x, w, angles, positions, cache, window, of_routing, *, execution: Exe
         shape=shape,
     )
     x = ops.dot_add(whole(mixed), matrix(w["o"]), x, w.get("o_bias"), numerics=local)
-    normed = _norm(x, w["mlp_norm"], execution)
+    normed = norm(x, w["mlp_norm"])
     if "router" in w:
         x, chosen = _experts(x, normed, w, of_routing, execution)
         return x, keys_values, chosen
@@ -382,10 +388,19 @@ def _router_logits(normed, router, placement: Placement, numerics: Numerics):
     return ops.dot(normed.astype(numerics.dtype), router, numerics=numerics)
 
 
-def _norm(x, weight, execution: Execution):
-    """RMSNorm of whole rows, rounded to the compute dtype."""
-    numerics, eps = execution.numerics, execution.config.rms_norm_eps
-    x = collectives.gather(x, ("tensor",), execution.placement)
-    if weight.shape[0] < x.shape[1]:  # unless `whole_norms` has gathered it
-        weight = collectives.gather(weight, ("tensor", "fsdp"), execution.placement)
-    return kernels.family(numerics).norm(x, weight, eps=eps, numerics=numerics)
+def _norm(x, weight, execution: Execution, *, shared: bool):
+    """RMSNorm of whole rows [N, d] of this device's columns, rounded to the compute dtype.
+
+    With `shared` each device of a tensor group computes its part of the rows. That takes one more
+    exchange, so a step of the decode loop, which has few rows, does without.
+    """
+    numerics, placement = execution.numerics, execution.placement
+    if weight.shape[0] < execution.config.hidden_size:  # unless `whole_norms` has gathered it
+        weight = collectives.gather(weight, ("tensor", "fsdp"), placement)
+    norm = partial(kernels.family(numerics).norm, eps=execution.config.rms_norm_eps)
+    if not shared:
+        return norm(collectives.gather(x, ("tensor",), placement), weight, numerics=numerics)
+    rows = x.shape[0]
+    x = jnp.pad(x, ((0, -rows % placement.tensor), (0, 0)))
+    own = norm(collectives.rows_for_columns(x, placement), weight, numerics=numerics)
+    return collectives.gather_rows(own, placement)[:rows]

@@ -61,11 +61,14 @@ def stages(count: int, most: int) -> list[list[list[int]] | None]:
 
 
 def _reduce(x: jax.Array, names: Names, axis: int) -> jax.Array:
-    """This device's part of the sum over devices, float32."""
-    x = jnp.moveaxis(x.astype(jnp.float32), axis, 0)
+    """This device's part of the sum over devices, float32.
+
+    The parts are sent in their own dtype and widened where they are added.
+    """
+    x = jnp.moveaxis(x, axis, 0)
     parts = x.reshape(jax.lax.axis_size(names), -1, *x.shape[1:])
     parts = jax.lax.all_to_all(parts, names, split_axis=0, concat_axis=0)
-    return jnp.moveaxis(_added(parts), 0, axis)
+    return jnp.moveaxis(_added(parts.astype(jnp.float32)), 0, axis)
 
 
 def _added(parts: jax.Array) -> jax.Array:
@@ -109,6 +112,15 @@ def gather(x: jax.Array, names: Names, placement: Placement) -> jax.Array:
     """
     names = _present(names, placement)
     return _gather(x, names, x.ndim - 1) if names else x
+
+
+def gather_rows(x: jax.Array, placement: Placement) -> jax.Array:
+    """The rows [N / tensor, ...] of all devices of a tensor group, [N, ...], in order.
+
+    As in `gather`, every device uses them differently: the transpose sums over the group.
+    """
+    names = _present(("tensor",), placement)
+    return _gather(x, names, 0) if names else x
 
 
 def tensor_whole(x: jax.Array, placement: Placement) -> jax.Array:

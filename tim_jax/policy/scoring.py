@@ -281,7 +281,7 @@ def _head_backward(head, carry, rows, *, options: _HeadOptions):
     (norm, sums), (hidden, tokens, cotangents) = carry, rows
     execution = options.gathered
     plain = replace(execution, numerics=native.counterpart(execution.numerics))
-    inputs = transformer.head_inputs(head, hidden, execution=execution)
+    inputs = transformer.head_inputs(head, hidden, execution=execution, shared=True)
     columns = transformer.head_columns(head, inputs, execution=execution)
     outputs = partial(_plain_outputs, tokens, execution=plain, options=options)
     local = tuple(collectives.local_rows(x, options.placement) for x in cotangents)
@@ -303,7 +303,7 @@ def _head_backward(head, carry, rows, *, options: _HeadOptions):
 
     sums, dinputs = jax.lax.scan(part, sums, jnp.arange(0, inputs.shape[1], size))
     dinputs = jnp.moveaxis(dinputs, 0, 1).reshape(inputs.shape)
-    normed = partial(transformer.head_inputs, execution=plain)
+    normed = partial(transformer.head_inputs, execution=plain, shared=True)
     dhead, dhidden = jax.vjp(normed, {"final_norm": head["final_norm"]}, hidden)[1](dinputs)
     return (norm + dhead["final_norm"].astype(jnp.float32), sums), dhidden
 
