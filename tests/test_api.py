@@ -453,6 +453,15 @@ def broken(prompt, completion, answer):
         (PAIRS, {"micro_batch": 3}, "micro_batch = 3 must divide the 8 responses"),
         (PAIRS, {"sampler": [{"name": "kvcache"}]}, "'kvcache' is unknown; did you mean"),
         (PAIRS, {"sampler": ENTRIES["native_kernels"]()}, "sampler must be a list of entries"),
+        (PAIRS, {"temperature": 0.0}, "temperature must be greater than 0, got 0.0"),
+        (PAIRS, {"seed": 1.5}, "seed must be a whole number"),
+        (PAIRS, {"seed": 2**32}, "seed must be at most 4294967295"),
+        (PAIRS, {"refills": -1}, "refills must be at least 0, got -1"),
+        (
+            PAIRS,
+            {"refills": 1, "objective": tim.objectives.reinforce()},
+            "refills = 1 must be 0: the estimator 'reinforce' learns from groups of equal rewards",
+        ),
         (PAIRS, {"max_staleness": -1}, "max_staleness must be at least 0, got -1"),
         (
             PAIRS,

@@ -516,7 +516,7 @@ LEARNER_REFUSED = [
         'learner.corrections = [{name = "token_tis"}]: scale_by_truncated_ratio weights by pi_old /'
         " pi_rollout, and the loss 'reinforce' has no ratio that would bring the 2 updates of a"
         ' step from pi_old to pi; set mode = "bypass", which weights by pi / pi_rollout in every'
-        " update, or make one update a step",
+        " update, let it read the current policy, or make one update a step",
     ),
     (
         {"noise_scale": True},

@@ -66,7 +66,18 @@ def test_a_control_samples_as_its_run_does_and_has_no_mismatch(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
 def test_every_step_of_a_control_is_exact(tmp_path, name):
-    folder = train.train_run(config(tmp_path, *both(name, SHARED[name])))
+    check_control(tmp_path, *both(name, SHARED[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "head"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_head_of_another_dtype_than_the_rest_is_exact(tmp_path, run, head):
+    """Row ranges are measured for products of the compute dtype, and are not the head's."""
+    check_control(tmp_path, f'numerics.dtype="{run}"', *both("lm_head", {"dtype": head}))
+
+
+def check_control(tmp_path, *changes):
+    folder = train.train_run(config(tmp_path, *changes))
     steps = [line for line in read_lines(folder / "metrics.jsonl") if line["step"]]
     assert len(steps) == 2
     assert all(line["unequal_tokens"] == 0 < line["compared_tokens"] for line in steps)

@@ -1025,6 +1025,8 @@ def test_weights_without_a_ratio_in_the_loss_are_for_one_update_a_step_in_recomp
     tis = corrections.token_tis()
     corrections.check(tis, mode="recompute", updates=1, **ask)
     corrections.check(tis, mode="bypass", updates=4, **ask)
+    current = corrections.declared(tis, reads="current")
+    corrections.check(current, mode="recompute", updates=4, **ask)
     corrections.check(corrections.geometric_rejection(), mode="recompute", updates=4, **ask)
     corrections.check(tis, mode="recompute", loss="clip", has_ratio=True, updates=4)
     with pytest.raises(InputError, match=r'4 updates of a step.*mode = "bypass"') as error:

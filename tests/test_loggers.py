@@ -155,14 +155,15 @@ def test_tensorboard_holds_the_scalars(tmp_path):
     assert {tag for _, tag, _ in got} == {"reward", "bad"}
 
 
-def test_tensorboard_resume_hides_later_steps(tmp_path):
+@pytest.mark.parametrize(("resumed", "expected"), [(-1, []), (0, [1]), (7, [8])])
+def test_tensorboard_resume_hides_later_steps(tmp_path, resumed, expected):
     from tensorboardX.proto.event_pb2 import SessionLog
 
-    sink = TensorBoard(tmp_path / "tb", resume_step=7)
+    sink = TensorBoard(tmp_path / "tb", resume_step=resumed)
     sink.close()
     (file,) = (tmp_path / "tb").iterdir()
     starts = [r for r in _records(file) if r.session_log.status == SessionLog.START]
-    assert [record.step for record in starts] == [8]
+    assert [record.step for record in starts] == expected
 
 
 def _records(file):

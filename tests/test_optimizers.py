@@ -95,8 +95,8 @@ def test_fall_ends_at_its_share(schedule, warmup):
     total, final = 24, 0.1
     found = rates(Rate(0.5, warmup, schedule, total, final), 2 * total)
     rest = total - warmup
-    # With a rise, update u (from 1) has the rate of step u; without one, that of step u - 1.
-    done = np.clip((np.arange(2 * total) + (warmup > 0) - warmup) / rest, 0, 1)
+    # The first update after the rise has all of the rate, and the last one some: none is wasted.
+    done = np.clip((np.arange(2 * total) - warmup) / rest, 0, 1)
     shape = 1 - done if schedule == "linear" else 0.5 * (1 + np.cos(np.pi * done))
     expected = 0.5 * (final + (1 - final) * shape)
     if warmup:

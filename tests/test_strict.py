@@ -136,3 +136,18 @@ def test_native_maths_are_plain_xla():
 
     assert "exponential" in program(native.MATHS)
     assert "exponential" not in program(tiles.MATHS)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_a_rounded_number_is_the_formats_nearest(name):
+    """NumPy's: subnormal numbers and ties are among them, and what is too large is infinite."""
+    dtype = jnp.dtype(name)
+    rng = np.random.default_rng(0)
+    sizes = 2.0 ** rng.integers(-30, 17, 4_000)
+    ties = (np.arange(64) + 0.5) * 2.0**-24
+    x = np.concatenate([rng.standard_normal(4_000) * sizes, ties, -ties, [0.0, -0.0, np.inf]])
+    x = x.astype(np.float32)
+    with np.errstate(over="ignore"):
+        expected = x.astype(dtype)
+    found = jax.jit(lambda x: strict.rounded(x, dtype).astype(jnp.float32))(x)
+    assert np.array_equal(bits(found), bits(expected.astype(np.float32)))

@@ -22,7 +22,16 @@ from tim_jax.errors import InputError
 from tim_jax.jobs import studies
 from tim_jax.study import arms, files, measurement, running, table
 from tim_jax.study.definition import Outcome, Study, Test
-from tim_jax.study.verdicts import Verdict, holm, least_p, outcome, p_value, too_few_seeds, verdicts
+from tim_jax.study.verdicts import (
+    Verdict,
+    holm,
+    lead,
+    least_p,
+    outcome,
+    p_value,
+    too_few_seeds,
+    verdicts,
+)
 
 CACHE = '{ name = "kv_cache", dtype = "float8_e4m3fn" }'
 FILE = f"""
@@ -259,7 +268,7 @@ def test_a_verdict_needs_every_seed(file):
     for run in one.runs[:-1]:
         write_run(run, [0.0, 0.1, 0.2 if "control" in run.arm else 0.5])
     first, second = verdicts(one)
-    assert (first.p, first.corrected, first.least) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    assert (first.p, first.corrected, first.least) == pytest.approx((1 / 3, 2 / 3, 2 / 3))
     assert "cannot be decided" in first.line(one.study.test)
     assert second.missing == (4,)
     assert "no verdict yet: without an outcome of seeds 4" in second.line(one.study.test)
@@ -295,6 +304,18 @@ def test_the_outcome_is_what_the_rule_says(take, expected):
     ended = run._replace(note="ended: not finite")
     assert outcome(ended, rule) is None
     assert outcome(ended, Outcome(metric="m", not_finite=-1.0)) == -1.0
+
+
+@pytest.mark.parametrize("kind", ["sign", "fisher"])
+def test_the_direction_is_that_of_the_test_and_not_of_the_means(kind):
+    """One collapsed run of the arm has a mean below the other's."""
+    first, second = (1.0,) * 9 + (-100.0,), (0.0,) * 10
+    p = p_value(first, second, kind, at_least=0.5)
+    ahead = lead(first, second, kind, at_least=0.5)
+    verdict = Verdict("a", "b", first, second, lead=ahead, p=p, corrected=p, least=0.001)
+    assert p < 0.05
+    assert verdict.difference < 0
+    assert ": higher (" in verdict.line(Test(kind=kind))
 
 
 def brute_force(first, second):
@@ -346,7 +367,9 @@ def test_holms_correction_is_that_of_its_paper():
 
 
 def test_a_verdict_says_the_direction():
-    verdict = Verdict("a", "b", (1.0,) * 4, (0.0,) * 4, p=0.02, corrected=0.03, least=0.02)
+    verdict = Verdict(
+        "a", "b", (1.0,) * 4, (0.0,) * 4, lead=1.0, p=0.02, corrected=0.03, least=0.02
+    )
     assert verdict.line(Test()).startswith("a against b: higher (1 against 0, p = 0.02, 0.03 after")
     assert "no difference shown" in verdict.line(Test(level=0.025))
 

@@ -136,6 +136,15 @@ PROBLEM = Example("3 5 2:16", "", {"numbers": (3, 5, 2), "target": 16})
 COUNTDOWN = builtin_task("countdown", SMALL)
 
 
+def test_countdown_of_many_large_numbers_takes_its_own_answers():
+    sizes = {"numbers": [7, 7], "largest": 10**9, "largest_target": 10**9}
+    task = builtin_task("countdown", sizes | {"train_size": 20, "eval_size": 1})
+    assert max(len(example.answer) for example in task.train) > 64
+    for example in task.train:
+        spaced = re.sub(r"([-+*])", r" \1 ", example.answer)
+        assert reward(task, example, "#" + spaced) == 1.0
+
+
 @pytest.mark.parametrize("answer", ["(3+5)*2", "2*(5+3)", "((3)+5) * 2"])
 def test_countdown_accepts_any_right_expression(answer):
     assert reward(COUNTDOWN, PROBLEM, "#" + answer) == 1.0

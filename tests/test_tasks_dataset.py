@@ -102,6 +102,15 @@ def test_formats_agree(tmp_path):
         load(tmp_path / "saved", answer_column="grund_truth")
 
 
+def test_numbers_are_written_without_exponents(tmp_path):
+    """`1e-05` would be read as e less 5 by a grader of mathematics."""
+    answers = {"1e-05": "0.00001", "2.5": "2.5", "1e16": "10000000000000000", "7": "7"}
+    lines = [f'{{"prompt": "{i}", "answer": {number}}}\n' for i, number in enumerate(answers)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    task = load(tmp_path / "a.jsonl", eval_share=0.0)
+    assert [example.answer for example in task.train] == list(answers.values())
+
+
 def test_json_lines_need_no_extra(tmp_path, monkeypatch):
     for name in ("datasets", "pyarrow"):
         monkeypatch.setitem(sys.modules, name, None)

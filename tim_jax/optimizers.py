@@ -16,7 +16,7 @@ Schedule = Literal["constant", "cosine", "linear"]
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate over updates: a linear rise from 0, then constant, cosine or linear.
+    """A learning rate over updates: a linear rise, then constant, cosine or linear.
 
     Raises `InputError` for a value out of its range.
     """
@@ -24,7 +24,7 @@ class Rate:
     learning_rate: float
     """At its highest."""
     warmup_steps: int = 0
-    """Updates of linear rise from 0."""
+    """Updates of linear rise, of which the first is a step above 0 and the last at the highest."""
     schedule: Schedule = "constant"
     """After the rise."""
     total_steps: int | None = None
@@ -55,8 +55,8 @@ class Rate:
         if not rise_steps:
             return after
         rise = optax.linear_schedule(0.0, peak, rise_steps)
-        # Step 0 already moves: a rise that starts at exactly 0 would waste a rollout.
-        return lambda step: optax.join_schedules([rise, after], [rise_steps])(step + 1)
+        # Update 0 already moves: a rise that starts at exactly 0 would waste a rollout.
+        return optax.join_schedules([lambda step: rise(step + 1), after], [rise_steps])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.execution import Routing, Sampling
 from tim_jax.model.lora import Lora
-from tim_jax.objectives import Objective
+from tim_jax.objectives import Objective, advantages
 from tim_jax.placement import Devices, Placement, processes, split
 from tim_jax.rl import loop, programs, sharded
 from tim_jax.rl.drawing import Sample, Text
@@ -178,6 +178,7 @@ def grpo(
     how = {"micro_batch": micro_batch, "remat": remat, "routing": routing}
     learning = _learning(objective, correction, mode, samples, **how)
     _check_rows(prompts_per_step * samples, mini_batches, micro_batch)
+    _check_drawing(learning.objective, temperature, refills, seed)
     own = _own_devices(model.placement, sampler_placement, prompts_per_step * samples)
     examples = data.as_examples(prompts_and_answers)
     text = _text(model, examples, max_tokens, chat_template, template_options)
@@ -219,6 +220,18 @@ def _placed(model: Model, placement: Placement | None) -> Model:
 def _check_counts(counts: Mapping[str, int]) -> None:
     for name, value in counts.items():
         whole(f"grpo: {name}", value, least=int(name != "max_staleness"))
+
+
+def _check_drawing(objective: Objective, temperature: float, refills: int, seed: int) -> None:
+    whole("grpo: refills", refills, least=0)
+    whole("grpo: seed", seed, least=0, most=2**32 - 1)
+    if refills and (rule := advantages.why_no_refills(objective.estimator)):
+        raise InputError(f"grpo: refills = {refills} {rule}")
+    if temperature == 0:
+        raise InputError(
+            f"grpo: temperature must be greater than 0, got {temperature}: greedy responses have no"
+            " log-probs to learn from"
+        )
 
 
 def _text(

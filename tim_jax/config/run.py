@@ -185,9 +185,7 @@ class RunConfig(Section):
             )
         if not self.learner.refills:
             return
-        estimator = self.objective.estimator
-        if estimator not in advantages.GROUP_BASELINES:
-            rule = f"must be 0: the estimator {estimator!r} learns from groups of equal rewards too"
+        if rule := advantages.why_no_refills(self.objective.estimator):
             raise refusal("learner.refills", self.learner.refills, rule)
         if self.sampling.samples_per_prompt == 1:
             raise refusal(

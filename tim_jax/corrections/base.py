@@ -331,11 +331,13 @@ def check(
             f"{twice[0].name} weights by pi / pi_rollout, and so does the loss {loss!r} in {mode}"
             f' mode: the ratio would count twice; {way}, or a loss without ratio ("reinforce")'
         )
-    if mode == "recompute" and not has_ratio and weights and updates > 1:
+    once = [block for block in weights if block.reads == "old"]
+    if mode == "recompute" and not has_ratio and once and updates > 1:
         raise InputError(
-            f"{weights[0].name} weights by pi_old / pi_rollout, and the loss {loss!r} has no ratio"
+            f"{once[0].name} weights by pi_old / pi_rollout, and the loss {loss!r} has no ratio"
             f" that would bring the {updates} updates of a step from pi_old to pi; set mode ="
-            ' "bypass", which weights by pi / pi_rollout in every update, or make one update a step'
+            ' "bypass", which weights by pi / pi_rollout in every update, let it read the current'
+            " policy, or make one update a step"
         )
     if mode == "recompute":
         _check_order(correction)

@@ -25,7 +25,7 @@ _LOG2_E = 1.44269504088896341
 # ln 2 in two parts of 15 bits: their products with an exponent, of 8 bits, are exact.
 _LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.4285906217992306e-06
 _FURTHEST = 87.33  # e^x and e^-x are normal numbers up to here
-_MANTISSA, _BIAS = 23, 127
+_MANTISSA, _BIAS, _EXPONENT_BITS = 23, 127, 8
 _EXP = (1.3814539e-3, 8.3687454e-3, 4.1668389e-2, 1.6666521e-1, 4.9999994e-1)
 _LOG = (
     7.0376836292e-2,
@@ -64,7 +64,12 @@ def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     if dtype == jnp.float32:
         return x
     info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+    normal = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp < _EXPONENT_BITS:  # numbers that `reduce_precision` makes 0 are subnormal there
+        step = float(info.smallest_subnormal)
+        multiple = jax.lax.round(x * (1.0 / step), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+        normal = jnp.where(jnp.abs(x) < float(info.tiny), multiple * step, normal)
+    return normal.astype(dtype)
 
 
 # Two functions keep a product from being contracted with the sum that it goes into to a fused

@@ -234,8 +234,13 @@ class Numerics:
         return self._in_dtype(self.precision.choice or self.precision.router)
 
     def _in_dtype(self, dtype: str | None) -> "Numerics":
-        same = dtype in (None, self.compute_dtype)
-        return self if same else replace(self, compute_dtype=dtype)
+        """For products of operands of `dtype`, in the fixed row tiles that are exact for any.
+
+        The ranges of `rows_by_contraction` were measured for the compute dtype alone.
+        """
+        if dtype in (None, self.compute_dtype):
+            return self
+        return replace(self, compute_dtype=dtype, rows_by_contraction=())
 
     def head_columns(self, vocabulary: int) -> int:
         """The head's columns with those of zeros that fill it up to whole column tiles.

@@ -83,6 +83,13 @@ def check_group_size(estimator: Estimator, group_size: int) -> None:
         )
 
 
+def why_no_refills(estimator: Estimator) -> str:
+    """Why groups of equal rewards are not drawn again; "" for an estimator that may have it so."""
+    if estimator in GROUP_BASELINES:
+        return ""
+    return f"must be 0: the estimator {estimator!r} learns from groups of equal rewards too"
+
+
 def advantages(
     rewards: jax.Array,
     *,

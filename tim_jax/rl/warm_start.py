@@ -12,6 +12,7 @@ import optax
 from tim_jax.errors import InputError
 from tim_jax.model.execution import Execution, jit
 from tim_jax.model.parameters import with_buffers
+from tim_jax.optimizers import Rate
 from tim_jax.policy import scoring
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks.base import Example
@@ -56,8 +57,10 @@ def warm_start(
     steps: int,
 ) -> Iterator[tuple[Any, float]]:
     """Yields (params, mean negative log-likelihood per token) after each of `steps` AdamW steps."""
-    rate = optax.warmup_cosine_decay_schedule(0.0, learning_rate, max(steps // 10, 1), steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
+    rate = Rate(learning_rate, max(steps // 10, 1), "cosine", steps)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate.schedule_fn(), b2=0.98)
+    )
 
     def loss(params, batch: Rollout):
         weights = execution.prepare(params)

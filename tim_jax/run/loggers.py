@@ -184,14 +184,15 @@ class TensorBoard:
     """Scalars as TensorBoard events under `folder`, without strings and arrays.
 
     Args:
-        resume_step: the last step to keep; what an earlier process wrote after it is hidden.
+        resume_step: the last step to keep; what an earlier process wrote after it is hidden. Below
+            0 for a new run.
 
     Raises:
         InputError: tensorboardX is not installed, or the folder cannot be written (disk full,
             read-only), here or later.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, resume_step: int = 0):
+    def __init__(self, folder: str | os.PathLike[str], *, resume_step: int = -1):
         try:
             from tensorboardX import event_file_writer, summary
             from tensorboardX.proto import event_pb2
@@ -203,9 +204,9 @@ class TensorBoard:
             self._folder.mkdir(parents=True, exist_ok=True)
             # Not the library's SummaryWriter: its thread dies of a full disk, and then it waits.
             # The step is in the name because a clock may give the same second twice.
-            prefix, suffix = os.fspath(self._folder / "events"), f".{resume_step}"
+            prefix, suffix = os.fspath(self._folder / "events"), f".{resume_step + 1}"
             self._file = event_file_writer.EventsWriter(prefix, suffix)
-            if resume_step:
+            if resume_step >= 0:
                 start = messages.SessionLog(status=messages.SessionLog.START)
                 self._add(resume_step + 1, session_log=start)
             self._file.flush()
@@ -335,7 +336,7 @@ def extra_sinks(config: RunConfig, folder: Path, start: int) -> Tee:
         return Tee(())
     if "tensorboard" in section.sinks:
         own = folder / "tensorboard"
-        extra.append(TensorBoard(own, resume_step=max(start, 0)))
+        extra.append(TensorBoard(own, resume_step=start))
     if "wandb" in section.sinks:
         with waiting.during("starting Weights & Biases"):
             sink = Wandb(

@@ -81,7 +81,7 @@ def _judged(stated: Stated) -> tuple[list[Table], list[str]]:
     if judging:
         words[0] += (
             f" Test: {test.kind}, exact and two-sided, level {test.level} after Holm's correction"
-            f" of {len(judged)} comparisons."
+            f" of {sum(not v.note for v in judged)} comparisons."
         )
     if not any(v.against for v in judged):
         words.append(

@@ -24,8 +24,10 @@ class Verdict:
     Attributes:
         first, second: outcomes of the seeds that both arms have finished, in the order of seeds.
         missing: seeds that one of them lacks; with any of them there is no p-value.
+        lead: above 0 if the arm is higher by the test's own statistic, not always a mean.
         p: two-sided, of this comparison alone; None without a test.
-        corrected: after Holm's correction over all comparisons of the study.
+        corrected: after Holm's correction over all comparisons of the study, those without a
+            p-value so far among them.
         least: the smallest corrected p that one of the study's comparisons can have with so many
             seeds.
         note: why nothing is said about mismatch; "" otherwise.
@@ -36,6 +38,7 @@ class Verdict:
     first: tuple[float, ...]
     second: tuple[float, ...]
     missing: tuple[int, ...] = ()
+    lead: float = 0.0
     p: float | None = None
     corrected: float | None = None
     least: float = 1.0
@@ -59,7 +62,7 @@ class Verdict:
             f" {self.corrected:.3g} after Holm"
         )
         if self.corrected <= test.level:
-            found = "higher" if self.difference > 0 else "lower"
+            found = "higher" if self.lead > 0 else "lower"
         elif self.least > test.level:
             found = f"cannot be decided: so few seeds give no p after Holm below {self.least:.3g}"
         else:
@@ -98,13 +101,15 @@ def verdicts(stated: Stated, runs: Sequence[RunLines] | None = None) -> list[Ver
     """Every divergent arm against its control, and the comparisons that the study names."""
     found = outcomes(stated, runs)
     compared = [_compare(stated, found, *pair) for pair in _pairs(stated)]
-    tested = [v for v in compared if v.p is not None]
-    corrected = holm([v.p for v in tested if v.p is not None])
-    after = dict(zip(map(id, tested), corrected, strict=True))
-    return [
-        replace(v, corrected=after.get(id(v)), least=min(1.0, len(tested) * v.least))
-        for v in compared
-    ]
+    family = [v for v in compared if not v.note]
+    # What is still open counts as if it found nothing: a verdict does not change as runs end.
+    corrected = iter(holm([1.0 if v.p is None else v.p for v in family]))
+    return [v if v.note else _corrected(v, next(corrected), len(family)) for v in compared]
+
+
+def _corrected(verdict: Verdict, p: float, comparisons: int) -> Verdict:
+    least = min(1.0, comparisons * verdict.least)
+    return replace(verdict, corrected=None if verdict.p is None else p, least=least)
 
 
 def too_few_seeds(stated: Stated) -> str:
@@ -140,8 +145,13 @@ def _compare(stated: Stated, found, arm: str, against: str, uncontrolled: str) -
     verdict = Verdict(arm, against, first, second, missing)
     if missing or not both:
         return verdict
-    p = p_value(first, second, test.kind, at_least=stated.study.outcome.at_least)
-    return replace(verdict, p=p, least=least_p(test.kind, len(both)))
+    at_least = stated.study.outcome.at_least
+    return replace(
+        verdict,
+        p=p_value(first, second, test.kind, at_least=at_least),
+        lead=lead(first, second, test.kind, at_least=at_least),
+        least=least_p(test.kind, len(both)),
+    )
 
 
 def p_value(
@@ -173,6 +183,22 @@ def p_value(
         **_EXACT,
     )
     return min(1.0, float(result.pvalue))
+
+
+def lead(
+    first: Sequence[float], second: Sequence[float], kind: str, *, at_least: float | None = None
+) -> float:
+    """The statistic whose sign is the direction of `p_value`: above 0 if `first` is higher.
+
+    The permutation tests compare means, `sign` counts seeds, and `fisher` outcomes of `at_least` or
+    more.
+    """
+    one, other = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    if kind == "fisher":
+        return float(np.sum(one >= at_least) - np.sum(other >= at_least))
+    if kind == "sign":
+        return float(np.sum(np.sign(one - other)))
+    return float(np.mean(one) - np.mean(other))
 
 
 def _exchanged(differences: np.ndarray) -> float:

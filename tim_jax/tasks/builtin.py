@@ -144,8 +144,7 @@ def countdown(
         return _reaches(answer, example.data["numbers"], example.data["target"])
 
     def well_formed(example: Example, answer: str) -> bool:
-        del example
-        return _expression(answer) is not None
+        return _expression(answer, example.data["numbers"]) is not None
 
     grade = partial(_grade, reached, well_formed, share("format_reward", format_reward))
     return _task("countdown", draw, grade, seed, (train_size, eval_size))
@@ -252,7 +251,7 @@ def _same(example: Example, answer: str) -> bool:
 
 
 OPERATORS = MappingProxyType({"+": operator.add, "-": operator.sub, "*": operator.mul})
-LONGEST = 64  # characters of an expression; also bounds the depth of the syntax tree
+LONGEST = 64  # characters of an expression of few numbers, see `_longest`
 
 
 def _countdown(rng: random.Random, count: int, largest: int, largest_target: int) -> Example:
@@ -289,20 +288,28 @@ def _join(a: tuple[int, str, int], sign: str, b: tuple[int, str, int]) -> str:
 
 
 def _reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
-    evaluated = _expression(answer)
+    evaluated = _expression(answer, numbers)
     if evaluated is None:
         return False
     value, used = evaluated
     return value == target and sorted(used) == sorted(numbers)
 
 
-def _expression(text: str) -> tuple[int, list[int]] | None:
+def _longest(numbers: Sequence[int]) -> int:
+    """Characters of an expression at most, which also bounds the depth of its syntax tree.
+
+    Each number may have a pair of parentheses, an operator and spaces around both.
+    """
+    return max(LONGEST, sum(len(str(number)) + 6 for number in numbers))
+
+
+def _expression(text: str, numbers: Sequence[int]) -> tuple[int, list[int]] | None:
     """Returns the value of an expression of numbers, +, -, * and parentheses, and its numbers.
 
-    Returns None for everything else: signs (`-3`), powers, leading zeros, other characters. The
-    text is parsed, never run.
+    Returns None for everything else: signs (`-3`), powers, leading zeros, other characters, and
+    what is longer than any expression of `numbers` needs. The text is parsed, never run.
     """
-    if len(text) > LONGEST or re.fullmatch(r"[0-9 +\-*()]+", text) is None:
+    if len(text) > _longest(numbers) or re.fullmatch(r"[0-9 +\-*()]+", text) is None:
         return None
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)

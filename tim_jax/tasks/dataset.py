@@ -10,9 +10,11 @@ layout follows from the columns of the first row; named columns override it.
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -317,13 +319,20 @@ def _example(row: Row, prompt: str, answer: str, source: DatasetSource) -> Examp
 def _truth(value: object, where: str, column: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise InputError(f"{where} must be text or a number, got {_shown(value)}")
-    text = str(value)
+    text = value if isinstance(value, str) else _written_out(value, where)
     if column == "solution" and "####" not in text and _last_boxed(text) is None:
         raise InputError(f"{where} has no \\boxed{{}} answer: {_shown(text[-60:])}")
     truth = truth_in(text)
     if not truth:
         raise InputError(f"{where} has an empty answer: {_shown(text[-60:])}")
     return truth
+
+
+def _written_out(number: float, where: str) -> str:
+    """Digits without an exponent, which a grader would take for Euler's number."""
+    if not math.isfinite(number):
+        raise InputError(f"{where} must be text or a finite number, got {number}")
+    return str(number) if isinstance(number, int) else f"{Decimal(repr(float(number))):f}"
 
 
 def _prompt(value: object, where: str) -> str | tuple[Message, ...]:
