@@ -274,22 +274,24 @@ def collectives(compiled) -> Counter:
     "where", quick.some([Placement(2, 2, tensor=2), PLACEMENTS[3]], 0), ids=str
 )
 def test_a_forward_moves_bits_and_adds_nothing(where):
-    """Gathers; and where a tensor group shares rows, an exchange of columns for rows.
+    """Gathers and exchanges: the rows of embeddings over fsdp, of norms and head over tensor.
 
-    The group's sampler shares rows in prefill alone, for the two norms of the scanned layer.
+    A tensor group's sampler shares rows in prefill alone, for the two norms of the scanned layer. A
+    sampler that decodes with sharded weights looks embeddings up in prefill and in the loop.
     """
     what = execution(where)
     run, drawn = built(what), rollout(what)
     weights = run.prepare(tiny.params(CONFIG))
     sample = run.sample.lower(weights, tiny.prompts(count=PROMPTS), jax.random.key(0)).compile()
-    shared = where.tensor > 1
+    shared, sharded_decoding = where.tensor > 1, where.decode == "sharded"
     assert set(collectives(sample)) - {"all-to-all"} == {"all-gather"}
-    assert collectives(sample)["all-to-all"] == (2 if shared else 0)
+    assert collectives(sample)["all-to-all"] == 2 * shared + 2 * sharded_decoding
     on = placement.mesh(where, jax.devices())
     score = jax.jit(sharded.scoring(what, on, micro_batch=None))
     found = collectives(score.lower(weights, drawn).compile())
     assert set(found) - {"all-to-all"} == {"all-gather"}
-    assert found["all-to-all"] == (4 if shared else 0)  # also the last norm, and the logits
+    # The embeddings; over tensor also the last norm, and the logits.
+    assert found["all-to-all"] == 1 + 4 * shared
 
 
 @pytest.mark.slow

@@ -171,8 +171,7 @@ def grpo(
       MismatchError: from a step, see `exact`.
       NonFiniteError: from a step, after five updates in a row that were not finite.
     """
-    counts = {"steps": steps, "prompts_per_step": prompts_per_step, "max_staleness": max_staleness}
-    _check_counts(counts)
+    counts = _checked(steps=steps, prompts_per_step=prompts_per_step, max_staleness=max_staleness)
     model = _placed(model, placement)
     dial = _dial(sampler)
     how = {"micro_batch": micro_batch, "remat": remat, "routing": routing}
@@ -217,9 +216,10 @@ def _placed(model: Model, placement: Placement | None) -> Model:
     return model
 
 
-def _check_counts(counts: Mapping[str, int]) -> None:
+def _checked(**counts: int) -> dict[str, int]:
     for name, value in counts.items():
         whole(f"grpo: {name}", value, least=int(name != "max_staleness"))
+    return counts
 
 
 def _check_drawing(objective: Objective, temperature: float, refills: int, seed: int) -> None:

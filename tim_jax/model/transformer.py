@@ -20,7 +20,7 @@ from tim_jax.kernels import experts, formulas, routing, row_sums
 from tim_jax.model import adapters, attention, rope, windows
 from tim_jax.model.attention import Cache, LayerCache
 from tim_jax.model.execution import Execution
-from tim_jax.model.weights import Weights, weight_axes
+from tim_jax.model.weights import Weights
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Placement, collectives, exchange
 
@@ -227,30 +227,29 @@ def embedded(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Rows [B * T, d] of the embedding table for tokens [B, T], and `total`.
 
+    Each device looks its columns up for the rows of its whole fsdp group, and rows are exchanged:
+    no device ever has the whole table, or the whole of its gradient.
+
     The backward sums the rows of a frequent token in float32. Without `total` the sum is rounded
     once, to the table's dtype. With `total`, float32 and in the table's parts, it is added to that,
     in its place: whoever differentiates with respect to `total` needs no table of gradients beside
     it, and the table itself has no gradient. If the `total` that is returned is `handed_on` to
     another that adds to it so, the sum is added to its cotangent, which has the other's sum.
     """
-    where, axes = execution.placement, weight_axes(execution.config, execution.numerics)
+    where = execution.placement
     add = partial(row_sums.added, numerics=execution.numerics)
 
     def rows(table, tokens, total):
-        return collectives.gather(table, ("fsdp",), where)[tokens], total
+        columns = table[collectives.fsdp_rows(tokens, where)]
+        return collectives.own_fsdp_rows(columns, where), total
 
     def backward(residuals, cotangents):
         table, tokens, total = residuals
-        cotangent = cotangents[0].astype(jnp.float32)
         total = cotangents[1] if handed_on else total
-        if total is not None and where.fsdp == 1:
-            return None, None, add(total, tokens, cotangent)
-        zeros = jnp.zeros((table.shape[0], cotangent.shape[1]), jnp.float32)
-        sums = add(zeros, tokens, cotangent)
-        part = collectives.reduce_scatter_fsdp(sums, axes["embed"], where)
-        if total is None:
-            return part.astype(table.dtype), None, None
-        return None, None, total + part
+        columns = collectives.own_fsdp_columns(cotangents[0], where).astype(jnp.float32)
+        sums = jnp.zeros(table.shape, jnp.float32) if total is None else total
+        sums = add(sums, collectives.fsdp_rows(tokens, where), columns)
+        return (sums.astype(table.dtype), None, None) if total is None else (None, None, sums)
 
     call = jax.custom_vjp(rows)
     call.defvjp(lambda *args: (rows(*args), args), backward)

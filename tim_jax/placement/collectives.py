@@ -142,6 +142,26 @@ def rows_for_columns(x: jax.Array, placement: Placement) -> jax.Array:
     return jax.lax.all_to_all(x, "tensor", split_axis=0, concat_axis=1, tiled=True)
 
 
+def fsdp_rows(x: jax.Array, placement: Placement) -> jax.Array:
+    """The rows x [N, ...] of all devices of an fsdp group, [fsdp x N, ...], in order."""
+    names = _present(("fsdp",), placement)
+    return _collect(x, names, 0) if names else x
+
+
+def own_fsdp_rows(x: jax.Array, placement: Placement) -> jax.Array:
+    """An all-to-all: [fsdp x N, M / fsdp], this device's columns of all rows, to [N, M]."""
+    if placement.fsdp == 1:
+        return x
+    return jax.lax.all_to_all(x, "fsdp", split_axis=0, concat_axis=1, tiled=True)
+
+
+def own_fsdp_columns(x: jax.Array, placement: Placement) -> jax.Array:
+    """The exchange back: [N, M], this device's rows, to [fsdp x N, M / fsdp]."""
+    if placement.fsdp == 1:
+        return x
+    return jax.lax.all_to_all(x, "fsdp", split_axis=1, concat_axis=0, tiled=True)
+
+
 def local_rows(x: jax.Array, placement: Placement) -> jax.Array:
     """This device's rows [N / tensor, ...], those of `rows_for_columns`, of [N, ...]."""
     if placement.tensor == 1:
