@@ -18,6 +18,7 @@ from scipy import integrate
 from tim_jax import cli, corrections, mismatch
 from tim_jax.auditing import random_params
 from tim_jax.diagnosis import (
+    ends,
     evidence,
     explanations,
     noise,
@@ -29,7 +30,7 @@ from tim_jax.diagnosis import (
 from tim_jax.diagnosis.distributions import chances
 from tim_jax.diagnosis.evidence import Forward
 from tim_jax.diagnosis.monitor import Monitor
-from tim_jax.diagnosis.rollouts import Distribution, Limits, collect
+from tim_jax.diagnosis.rollouts import Distribution, Limits, Response, collect
 from tim_jax.errors import InputError
 from tim_jax.metrics import mismatch_metrics
 from tim_jax.model import hf
@@ -89,11 +90,16 @@ def synthetic(vocabulary=300, count=40, seed=0, spread=3.0):
     rng = np.random.default_rng(seed)
     logits = (spread * rng.standard_normal((count, vocabulary))).astype(np.float32)
     tokens = np.argmax(logits + rng.gumbel(size=logits.shape), axis=1).astype(np.int32)
+    return logits.astype(np.float64), tokens, evidence_of(logits, tokens)
+
+
+def evidence_of(logits, tokens):
+    vocabulary = logits.shape[1]
     program = jax.jit(lambda *x: evidence._summary(*x, vocabulary, (1, 2)))
     found = jax.device_get(program(jnp.asarray(logits), jnp.asarray(tokens)))
     found["exact"] = found["logit"]
     stop = found.pop("stop")
-    return logits.astype(np.float64), tokens, evidence.Evidence(**found, end_stop=stop)
+    return evidence.Evidence(**found, end_stop=stop)
 
 
 DISTRIBUTIONS = [
@@ -160,6 +166,85 @@ def test_the_noise_model_is_a_density_and_finds_its_scale():
 
 
 # What is found.
+
+
+def test_nothing_to_compare_is_refused_and_no_pass(monkeypatch):
+    monkeypatch.setattr(verdict, "gather", None)  # refused before the forward
+    rows = [row | {"mask": [0] * len(row["logprobs"])} for row in sampled()[:3]]
+    count = sum(len(row["mask"]) for row in rows)
+    with pytest.raises(InputError, match=f"mask is 0 at all {count} response tokens, from row 1"):
+        diagnosed(rows)
+
+
+LENGTHS = 7 + np.arange(64) % 4  # of the responses of a synthetic file
+
+
+def masked(strangers, temperature=1.0):
+    """Responses drawn at a temperature, but for every third token, which a loss mask hides.
+
+    Recorded are the log-probs at temperature 1. Hidden tokens and their logits are of the seed
+    `strangers`.
+    """
+    count, rng, other = LENGTHS.sum(), np.random.default_rng(0), np.random.default_rng(strangers)
+    hidden = np.arange(count) % 3 == 0
+    size = (count, 64)
+    logits = np.where(hidden[:, None], 3 * other.normal(size=size), 2 * rng.normal(size=size))
+    own = np.argmax(logits / temperature + rng.gumbel(size=size), axis=1)
+    ids = np.where(hidden, other.integers(6, 64, count), own).astype(np.int32)
+    logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    seen = evidence_of(logits.astype(np.float32), ids)
+    seen = seen._replace(exact=logits[np.arange(count), ids].astype(np.float32))
+    lasts = np.cumsum(LENGTHS) - 1
+    end_stop = -np.where(hidden[lasts], *(x.exponential(size=len(lasts)) for x in (other, rng)))
+    parts = (np.split(x, lasts[:-1] + 1) for x in (ids, seen.exact, ~hidden))
+    responses = tuple(
+        Response("row", (1,), tuple(own), log_probs, Distribution(), mask=mask)
+        for own, log_probs, mask in zip(*parts, strict=True)
+    )
+    return explanations.Tokens(responses, seen._replace(end_stop=end_stop), (1, 2), 64, 64)
+
+
+def all_judged(tokens):
+    base = explanations.null(tokens)
+    tried = (*explanations.reporting(tokens), *ends.ending(tokens))
+    return {one.name: verdict.judge(one, tokens, base) for one in tried}
+
+
+def test_a_temperature_is_fitted_on_the_tokens_that_the_model_drew():
+    found = all_judged(masked(1, temperature=0.7))["drawn_temperature"]
+    assert found.explanation.parameters["temperature"] == pytest.approx(0.7, rel=0.1)
+    assert found.gain > verdict.DECISIVE
+    assert verdict._material(found)
+
+
+def test_what_a_loss_mask_hides_decides_nothing():
+    one, two = (all_judged(masked(seed)) for seed in (1, 2))
+    assert one.keys() == two.keys()
+    assert {"top_p", "end_token_stripped"} <= one.keys()
+    for name in one.keys() - {"shifted"}:  # whose log-probs are those of tokens next to hidden ones
+        first, second = one[name], two[name]
+        assert first.explanation.parameters == pytest.approx(second.explanation.parameters), name
+        assert first.gain == pytest.approx(second.gain, abs=1e-4), name
+        assert verdict._material(first) == verdict._material(second)
+
+
+@pytest.mark.slow
+def test_the_output_of_tools_does_not_hide_a_temperature():
+    rng = np.random.default_rng(0)
+
+    def with_output(row):
+        ids, output = row["response_token_ids"], rng.integers(6, tiny.CONFIG.vocab_size, 6).tolist()
+        return {
+            "prompt_token_ids": row["prompt_token_ids"],
+            "response_token_ids": ids + output,
+            "logprobs": row["logprobs"] + [-1.0] * len(output),
+            "mask": [1] * len(ids) + [0] * len(output),
+        }
+
+    found = diagnosed([with_output(row) for row in raw(sampled(0.6), temperature=1.0)])
+    assert found.state == "fault"
+    assert found.best.explanation.name == "drawn_temperature"
+    assert found.best.explanation.parameters["temperature"] == pytest.approx(0.6, rel=0.15)
 
 
 def test_exact_rollouts_have_no_fault_and_equal_bits():
@@ -259,7 +344,7 @@ def of_wider_vocabulary(rows, count=9):
     """The softmax taken over `count` more rows, whose logits are 0."""
     found = collect(readers.read(rows), limits=LIMITS).responses
     seen = evidence.gather(forward(), found)
-    normaliser = seen.moments[:, explanations._AT_ONE, 0].astype(np.float64)
+    normaliser = seen.moments[:, evidence.AT_ONE, 0].astype(np.float64)
     moved = normaliser - np.logaddexp(normaliser, np.log(count) - seen.peak)
     parts = np.split(moved, np.cumsum([len(r) for r in found])[:-1])
     return [
@@ -490,6 +575,22 @@ def test_a_monitor_takes_arrays_of_any_library():
         monitor(trainer, rollout[:, :4], mask)
 
 
+def test_a_monitor_gives_a_correction_the_log_probs_that_it_reads():
+    rng = np.random.default_rng(0)
+    rollout = -rng.exponential(size=(3, 5)).astype(np.float32)
+    trainer = np.minimum(rollout + 0.5 * rng.standard_normal((3, 5)), 0).astype(np.float32)
+    mask = np.ones((3, 5), bool)
+    recipe = corrections.kpop()
+    wanted = corrections.coefficients(
+        recipe, log_ratio=trainer - rollout, mask=mask, log_probs=trainer
+    )
+    monitor = Monitor(recipe)
+    np.testing.assert_array_equal(monitor(trainer, rollout, mask).coefficients, wanted)
+    for name in ("log_probs", "log_ratio"):
+        with pytest.raises(InputError, match=f"{name} follows from trainer and rollout; leave it"):
+            monitor(trainer, rollout, mask, **{name: trainer})
+
+
 # The command.
 
 
@@ -515,6 +616,9 @@ def test_the_command_names_bad_lines_and_ends_with_2(folder, tmp_path, capsys):
     assert "2 of 3 are bad" in lines[1]
     assert cli.main(["diagnose", str(folder), str(tmp_path / "no.jsonl")]) == 2
     assert "no such file" in capsys.readouterr().err
+    file.write_text(json.dumps(good | {"mask": [0]}))
+    assert cli.main(["diagnose", str(folder), str(file)]) == 2
+    assert "mask is 0 at all 1 response tokens" in capsys.readouterr().err
 
 
 @pytest.mark.slow

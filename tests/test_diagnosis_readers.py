@@ -151,6 +151,108 @@ def test_batches_become_rows():
     assert second.where == "row 1, response 1"
 
 
+def test_completions_of_one_prompt_follow_it():
+    """`trl vllm-serve` gives each prompt once, and n completions of each."""
+    prompts, tokens = [[5, 6], [7]], [[10], [11], [20, 1], [21]]
+    log_probs = [[-0.1], [-0.2], [-0.3, -1.0], [-0.4]]
+    batch = {"prompt_ids": prompts, "completion_ids": tokens, "logprobs": log_probs}
+    found = read([batch])
+    assert [r.prompt for r in found] == [(5, 6), (5, 6), (7,), (7,)]
+    assert [list(r.tokens) for r in found] == tokens
+    assert [r.log_probs.tolist() for r in found] == [np.float32(x).tolist() for x in log_probs]
+    one_prompt = batch | {"prompt_ids": [[5]]}
+    assert [r.prompt for r in read([one_prompt])] == [(5,)] * 4
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (TRL | {"completion_ids": [TOKENS] * 3}, "completion_ids has 3 sequences, but prompt_ids"),
+        (
+            TRL | {"completion_ids": [TOKENS]},
+            "completion_ids has 1 sequences, but prompt_ids has 2",
+        ),
+        (TRL | {"completion_ids": []}, "completion_ids has 0 sequences, but prompt_ids has 2"),
+        (TRL | {"logprobs": [LOG_PROBS]}, "logprobs has 1 sequences, but prompt_ids has 2"),
+        (TRL | {"env_mask": [[1, 1]]}, "env_mask has 1 sequences, but prompt_ids has 2"),
+        (VERL | {"responses": VERL["responses"][:1]}, "responses has 1 sequences, but prompts has"),
+        (TUNIX | {"tokens": TUNIX["tokens"] * 2}, "tokens has 2 sequences, but left_padded_prompt"),
+        (VERL | {"response_mask": [[1, 1]] * 2}, "response_mask has 2 places; it must have the"),
+        (VERL | {"response_mask": None, "loss_mask": [[1] * 4] * 2}, "loss_mask has 4 places"),
+    ],
+)
+def test_lists_that_do_not_go_together_are_refused(line, message):
+    with pytest.raises(RolloutsError, match=f"row 1: {message}"):
+        read([line | ({"pad_id": 0} if "tokens" in line else {})])
+
+
+@pytest.mark.parametrize("before", [[], [0] * 4], ids=["response", "whole"])
+def test_a_loss_mask_may_be_of_the_prompt_too(before):
+    line = {name: x for name, x in VERL.items() if name != "response_mask"}
+    masks = [[*before, 0, 1, 0], [*before, 1, 0, 1]]
+    for rows in ([line | {"loss_mask": masks}], [line | {"response_mask": masks}]):
+        first, second = read(rows)
+        assert first.mask.tolist() == [False, True]
+        assert second.mask.tolist() == [True, False, True]
+
+
+def arrays(line, of):
+    """A batch with arrays in place of lists, of one row each where rows are ragged."""
+    try:
+        return {name: of(x) for name, x in line.items()}
+    except ValueError:
+        return {name: [of(row) for row in x] for name, x in line.items()}
+
+
+def test_arrays_and_tensors_are_read_as_lists():
+    torch = pytest.importorskip("torch")
+    for of in (np.asarray, torch.tensor):
+        for line in (VERL, TRL, TRL_LIKELIEST, {k: x for k, x in TUNIX.items() if k != "text"}):
+            found = read([arrays(line, of)], pad=0)
+            check(found[0])
+            assert len(found) == len(read([line], pad=0))
+    single = {name: np.asarray(x[0]) for name, x in VERL.items()}
+    check(*read([single]))
+    check(
+        *read([{name: np.asarray(x) for name, x in PLAIN.items()} | {"temperature": np.ones(())}])
+    )
+    deep = []
+    for _ in range(10_000):  # deeper than Python calls: of no format, but no crash
+        deep = [deep]
+    check(*read([PLAIN | {"more": deep}]))
+
+
+SHORT = {"meta_info": SGLANG["meta_info"] | {"input_token_logprobs": [[None, 7, None]]}}
+
+
+@pytest.mark.parametrize("key", ["input_ids", "prompt_token_ids", "prompt"])
+def test_token_ids_of_the_prompt_may_stand_in_the_request(key):
+    response = {name: x for name, x in CHAT.items() if name != "prompt_token_ids"}
+    for answer in (response, SGLANG | SHORT):
+        check(*read([{"request": {key: PROMPT}, "response": answer}]))
+        with pytest.raises(RolloutsError, match="prompt"):
+            read([{"request": {}, "response": answer}])
+    check(*read([{"request": {key: [1, 2]}, "response": CHAT}]))  # the response's own are taken
+
+
+def test_text_of_the_prompt_may_stand_in_the_request():
+    tokenizer = character_tokenizer("abc")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}c"
+    chat = {name: x for name, x in CHAT.items() if name != "prompt_token_ids"}
+    meta = {name: x for name, x in SGLANG["meta_info"].items() if name != "input_token_logprobs"}
+    messages = [{"role": "user", "content": "ab"}]
+    for request, response, prompt in (
+        ({"prompt": "ab"}, chat, (2, 3)),
+        ({"messages": messages}, chat, (2, 3, 4)),
+        ({"text": "ab"}, {"text": "x", "meta_info": meta}, (2, 3)),
+    ):
+        line = {"request": request, "response": response}
+        found = collect(readers.read([line]), limits=LIMITS, tokenizer=tokenizer)
+        assert found.responses[0].prompt == prompt
+        assert list(found.responses[0].tokens) == TOKENS
+        assert "tokenised again" in found.warnings[0]
+
+
 def test_what_systems_say_besides_is_kept():
     (response,) = read([VLLM])
     assert response.finished is False  # the length cut it

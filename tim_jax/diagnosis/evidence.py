@@ -24,6 +24,7 @@ from tim_jax.types import Rollout
 LIKELIEST = 128
 # Inverse temperatures, dense enough that the log-normaliser between them is good to about 1e-6.
 BETAS = 2.0 ** np.arange(-2.25, 2.26, 0.25)
+AT_ONE = int(np.flatnonzero(BETAS == 1.0)[0])
 _TOKENS = 8192  # of a batch
 _ROWS = 64  # most sequences of a batch
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tim_jax.diagnosis import noise
 from tim_jax.diagnosis.distributions import COLDEST, HOTTEST, chances
-from tim_jax.diagnosis.evidence import BETAS, LIKELIEST, Evidence
+from tim_jax.diagnosis.evidence import AT_ONE, LIKELIEST, Evidence
 from tim_jax.diagnosis.rollouts import Distribution, Response
 
 Kind = Literal["none", "numerics", "fault"]
@@ -60,7 +60,10 @@ class Tokens:
 
     @property
     def hidden(self) -> np.ndarray:
-        """bool[N], left out by a loss mask: what is recorded there means nothing."""
+        """bool[N], left out by a loss mask, as the output of a tool is.
+
+        What is recorded there means nothing, and the model may not have drawn the token.
+        """
         return np.concatenate(
             [np.zeros(len(r), bool) if r.mask is None else ~r.mask for r in self.responses]
         )
@@ -129,13 +132,12 @@ def null(tokens: Tokens) -> Explanation:
 
 
 def reporting(tokens: Tokens) -> Iterator[Explanation]:
-    """Every explanation that needs this evidence alone."""
+    """Every explanation that needs this evidence alone, but those of `ends`."""
     base = null(tokens)
     yield from _of_declared(tokens)
     yield from _temperatures(tokens)
     yield from _truncations(tokens)
     yield from _shifted(tokens, base)
-    yield from _ends(tokens, base)
     yield from _masks(tokens, base)
     yield from _vocabularies(tokens, base)
     yield replace(
@@ -199,7 +201,7 @@ def _temperatures(tokens: Tokens) -> Iterator[Explanation]:
     def drawn(x: float, tokens: Tokens):
         return by_distribution(tokens, drawn=_warmed(x))
 
-    x = _fitted(lambda x: -float(drawn(x, some)[1].sum()))
+    x = _fitted(lambda x: -float(drawn(x, some)[1][~some.hidden].sum()))
     found = float(np.exp(x))
     text = f"drawn at temperature {found:.4g}, but recorded without it"
     yield _fault("drawn_temperature", text, drawn(x, tokens), parameters={"temperature": found})
@@ -215,7 +217,8 @@ def _fitted(loss: Callable[[float], float]) -> float:
 
 def _likelihood(tokens: Tokens, predicted: np.ndarray, drawn: np.ndarray) -> float:
     weight = noise.weights(tokens.evidence.exact)
-    return noise.fit(tokens.recorded - predicted, weight).total + float(drawn.sum())
+    recorded = noise.fit(tokens.recorded - predicted, weight).total
+    return recorded + float(drawn[~tokens.hidden].sum())
 
 
 def _fitting_part(tokens: Tokens) -> Tokens:
@@ -276,84 +279,6 @@ def _shifted(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
         )
 
 
-def _ends(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
-    """An end token that was stripped, or replaced by another under its log-prob."""
-    if not tokens.stop_tokens:
-        return
-    lasts = tokens.lasts
-    ids = np.asarray([r.tokens[-1] for r in tokens.responses])
-    cut = np.asarray([r.finished is False for r in tokens.responses])
-    ended = np.isin(ids, tokens.stop_tokens)
-    suspects = lasts[~ended & ~cut]
-    if not suspects.size:
-        return
-    stops = tokens.evidence.stops[suspects].astype(np.float64)
-    own = tokens.evidence.logit[suspects].astype(np.float64)
-    temperature = np.asarray([r.declared.temperature or 1.0 for r in tokens.responses])
-    moved = (stops - own[:, None]) / temperature[~ended & ~cut][:, None]
-    of_stop = base.predicted[suspects][:, None] + moved
-    gap = np.abs(tokens.recorded[suspects][:, None] - of_stop)
-    predicted = base.predicted.copy()
-    # The end token where its log-prob is the one that was recorded, the token itself elsewhere.
-    nearest = of_stop[np.arange(len(gap)), np.argmin(gap, axis=1)]
-    own_gap = np.abs(tokens.recorded[suspects] - predicted[suspects])
-    replaced = gap.min(axis=1) < own_gap
-    predicted[suspects] = np.where(replaced, nearest, predicted[suspects])
-    if replaced.any():
-        yield replace(
-            base,
-            name="end_token_replaced",
-            text="another token stands where the end token stood, under the end token's log-prob",
-            kind="fault",
-            predicted=predicted,
-            structure=-float(replaced.sum()) * np.log(len(tokens.stop_tokens) + 1),
-            shows=suspects[replaced],
-        )
-    yield from _stripped(tokens, base, ~ended & ~cut)
-
-
-def _stripped(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterator[Explanation]:
-    """Responses that end where the model draws an end token, without one.
-
-    Under the null a response ends for a reason of its own, with the same chance after every token;
-    if its end token was stripped, with the model's chance of an end token there. Responses that
-    were cut, or may have been because they are as long as the longest, went on until then.
-    """
-    lengths = np.asarray([len(r) for r in tokens.responses])
-    longest = lengths == lengths.max()
-    cut = longest & suspect if longest.sum() > 1 else np.zeros(len(lengths), bool)
-    stripped = suspect & ~cut
-    going = stripped | cut | np.asarray([r.finished is False for r in tokens.responses])
-    if not stripped.any():
-        return
-    hazard = stripped.sum() / (lengths[going].sum() + stripped.sum())
-    by_chance = stripped.sum() * np.log(hazard) + lengths[going].sum() * np.log1p(-hazard)
-    stop = np.minimum(tokens.evidence.end_stop[stripped].astype(np.float64), -1e-6)
-    by_model = stop.sum() + _inner_stops(tokens)[going].sum()
-    yield replace(
-        base,
-        name="end_token_stripped",
-        text="the end token was stripped: responses end where one was due, and have none",
-        kind="fault",
-        structure=float(by_model - by_chance),
-        shows=tokens.lasts[stripped],
-    )
-
-
-def _inner_stops(tokens: Tokens) -> np.ndarray:
-    """f64[S], log of the chance that no end token was drawn inside of a response."""
-    evidence = tokens.evidence
-    at_one = evidence.moments[:, _AT_ONE, 0].astype(np.float64)
-    stops = evidence.stops.astype(np.float64)
-    chance = np.clip(np.exp(stops - at_one[:, None]).sum(axis=1), 0.0, 1 - 1e-9)
-    inner = np.zeros(len(tokens.responses))
-    np.add.at(inner, tokens.sequence, np.log1p(-chance))
-    return inner
-
-
-_AT_ONE = int(np.flatnonzero(BETAS == 1.0)[0])
-
-
 def _masks(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
     """Tokens that were left out because they equal one token, the pad token.
 
@@ -385,7 +310,7 @@ def _vocabularies(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
     if any(r.declared != Distribution() for r in tokens.responses):
         return
     evidence = tokens.evidence
-    normaliser = evidence.moments[:, _AT_ONE, 0].astype(np.float64)
+    normaliser = evidence.moments[:, AT_ONE, 0].astype(np.float64)
     zero = -evidence.peak.astype(np.float64)  # a padded row's logit is 0
 
     def padded(log_rows: float) -> np.ndarray:

@@ -12,6 +12,9 @@ from tim_jax import corrections, metrics
 from tim_jax.corrections import Correction
 from tim_jax.errors import InputError
 
+# What corrections read and the two arrays say: given once more, it could disagree with them.
+_FOLLOWING = ("log_ratio", "log_probs")
+
 
 class Observed(NamedTuple):
     """What a monitor found in one batch.
@@ -56,11 +59,16 @@ class Monitor:
           rollout: f32[B, R], those that the sampler recorded.
           mask: bool[B, R], True on response tokens; what stands elsewhere is never read.
           state: what the last call returned.
-          extra: what the correction reads besides, such as `advantages` f32[B].
+          extra: what the correction reads besides, such as `advantages` f32[B]. Not `log_probs`,
+            which `kpop` and `dppo` read: that is `trainer`.
 
         Raises:
-          InputError: arrays whose shapes do not go together, or one that the correction lacks.
+          InputError: arrays whose shapes do not go together, or one that the correction lacks, or
+            that follows from the others.
         """
+        for name in _FOLLOWING:
+            if name in extra:
+                raise InputError(f"Monitor: {name} follows from trainer and rollout; leave it out")
         arrays = {"trainer": _array(trainer), "rollout": _array(rollout)}
         of_mask = _array(mask)
         if of_mask.ndim != 2:

@@ -8,7 +8,8 @@ verl    rows or batches of a `DataProto`: prompts, responses, attention_mask, ro
 trl     prompt_ids, completion_ids, logprobs: of `trl vllm-serve`, or of a `rollout_func`
 tunix   a `RolloutOutput`: tokens, left_padded_prompt_tokens, logprobs
 
-A line may also be `{"request": ..., "response": ...}`; the request then says how it was sampled.
+A line may also be `{"request": ..., "response": ...}`; the request then says how it was sampled,
+and after which prompt, if the response does not. Arrays in memory are read as lists.
 """
 
 import re
@@ -19,7 +20,7 @@ from typing import Any
 
 from tim_jax.diagnosis.rollouts import Row
 from tim_jax.errors import InputError, check_choice
-from tim_jax.inputs import expanded, json_value, shown
+from tim_jax.inputs import DEEPEST, expanded, json_value, shown
 
 FORMATS = ("auto", "plain", "vllm", "sglang", "verl", "trl", "tunix")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -61,9 +62,11 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
     """One line, of one of the formats, as the rows that it holds."""
     if not isinstance(values, Mapping):
         raise InputError(f"{where}: must be an object with keys, got {shown(values)}")
+    values = _listed(values)
     asked: Mapping[str, Any] = {}
     if isinstance(values.get("request"), Mapping) and isinstance(values.get("response"), Mapping):
         asked, values = values["request"], values["response"]
+        values = _with_prompt(values, asked)
     name = detect(values) if form == "auto" else form
     try:
         found = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
@@ -72,6 +75,28 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
     for number, row in enumerate(found):
         place = where if len(found) == 1 else f"{where}, response {number}"
         yield Row(_sampled(asked) | _sampled(values) | row, place)
+
+
+def _listed(value: Any, depth: int = DEEPEST) -> Any:
+    """Arrays and tensors as lists, wherever they stand in a row."""
+    if not depth or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _listed(inner, depth - 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_listed(inner, depth - 1) for inner in value]
+    return _listed(value.tolist(), depth - 1) if hasattr(value, "tolist") else value
+
+
+def _with_prompt(values: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A response, with what its request says of the prompt where it says nothing itself."""
+    ids = asked.get("prompt_token_ids") or asked.get("input_ids")
+    prompt = asked.get("prompt") or asked.get("messages") or asked.get("text")
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        ids, prompt = ids or prompt, None
+    if ids and not (values.get("prompt_token_ids") or values.get("input_ids")):
+        values = {**values, "prompt_token_ids": ids}
+    return {**values, "prompt": prompt} if prompt and not values.get("prompt") else values
 
 
 def _sampled(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,22 +230,47 @@ def verl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             )
         inside = attended[len(prompt) :]
         count = sum(1 for x in inside if x)
-        mask = row.get("response_mask") or row.get("loss_mask")
         yield {
             "prompt_token_ids": [t for t, a in zip(prompt, attended, strict=False) if a],
             "response_token_ids": response[:count],
             "logprobs": row["rollout_log_probs"][:count],
-            "mask": None if mask is None else mask[:count],
+            "mask": _verl_mask(row, len(prompt), len(response), count),
         }
+
+
+def _verl_mask(row: Mapping[str, Any], before: int, size: int, count: int) -> list[Any] | None:
+    """The mask of the `count` tokens of a response in `size` places, after `before` of the prompt.
+
+    A `response_mask` is of the response alone, the `loss_mask` of verl's multi-turn batches of the
+    prompt as well.
+    """
+    name = "loss_mask" if row.get("response_mask") is None else "response_mask"
+    mask = row.get(name)
+    if mask is None:
+        return None
+    if len(mask) not in (size, before + size):
+        raise InputError(
+            f"{name} has {len(mask)} places; it must have the response's {size}, or {before + size}"
+            " with the prompt's"
+        )
+    return mask[len(mask) - size :][:count]
 
 
 _VERL = ("responses", "attention_mask", "rollout_log_probs", "response_mask", "loss_mask")
 
 
 def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A batch of `trl vllm-serve` or of a `rollout_func`, or one row of it."""
+    """A batch of `trl vllm-serve` or of a `rollout_func`, or one row of it.
+
+    The server gives each prompt once, and then the n completions of the first prompt, those of the
+    second, and so on.
+    """
     if values.get("logprobs") is None:
         raise InputError("has no logprobs; TRL's completions table is text alone")
+    prompts, count = values["prompt_ids"], len(values["completion_ids"])
+    if isinstance(prompts[0], Sequence) and count and count % len(prompts) == 0:
+        each = count // len(prompts)
+        values = {**values, "prompt_ids": [ids for ids in prompts for _ in range(each)]}
     names = ("completion_ids", "logprobs", "logprob_token_ids", "env_mask")
     for row in _batch(values, "prompt_ids", names):
         log_probs, ids = row["logprobs"], row["completion_ids"]
@@ -267,6 +317,12 @@ def _batch(values: Mapping[str, Any], first: str, rest: Sequence[str]) -> Iterat
     if not isinstance(head[0], Sequence):
         yield {name: values[name] for name in names}
         return
+    for name in names:
+        if len(values[name]) != len(head):
+            raise InputError(
+                f"{name} has {len(values[name])} sequences, but {first} has {len(head)}; there must"
+                " be as many"
+            )
     for number in range(len(head)):
         yield {name: values[name][number] for name in names}
 

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import numpy as np
 
 from tim_jax import mismatch
-from tim_jax.diagnosis import noise, variants
+from tim_jax.diagnosis import ends, noise, variants
 from tim_jax.diagnosis.evidence import Forward, gather
 from tim_jax.diagnosis.explanations import Explanation, Tokens, null, reporting
 from tim_jax.diagnosis.rollouts import Response
 from tim_jax.diagnosis.variants import Variant
+from tim_jax.errors import InputError
 from tim_jax.mismatch import Entry
 from tim_jax.model.weights import Weights
 
@@ -124,7 +125,11 @@ def diagnose(
         without its adapter.
       tokenizer: for other prompts.
       sources: of low precision that are tried; each compiles a forward.
+
+    Raises:
+      InputError: the loss masks leave no token to compare.
     """
+    _check_masks(responses)
     tokens = Tokens(
         tuple(responses),
         gather(forward, responses),
@@ -133,13 +138,24 @@ def diagnose(
         forward.tokenizer_size,
     )
     base = null(tokens)
-    found = [judge(one, tokens, base) for one in reporting(tokens)]
+    found = [judge(one, tokens, base) for one in (*reporting(tokens), *ends.ending(tokens))]
     sizes = sizes_of(tokens.recorded - base.predicted)
     if sizes["largest"] > _ROUNDING and not any(map(_all, found)):
         panel = _panel(tokens)
         tried = _tried(panel, forward, others, tokenizer, sources)
         found += _forwards(panel, tried, len(tokens.sequence))
     return _decided(tokens, base, sorted(found, key=lambda one: -one.gain), sizes)
+
+
+def _check_masks(responses: Sequence[Response]) -> None:
+    """Refuses responses that are hidden as a whole: nothing compared is not a pass."""
+    if any(r.mask is None or r.mask.any() for r in responses):
+        return
+    raise InputError(
+        f"rollouts: mask is 0 at all {sum(map(len, responses))} response tokens, from"
+        f" {responses[0].where} on, so there is nothing to compare; it must be 1 at tokens that the"
+        " model drew"
+    )
 
 
 def _decided(
@@ -275,8 +291,8 @@ def _material(judged: Judged) -> bool:
     one = judged.explanation
     if one.kind == "numerics" or one.structure > DECISIVE:
         return True
-    drawn = judged.explanation.drawn - null(judged.tokens).drawn
-    if drawn.sum() > DECISIVE and drawn.mean() > LEAST_EFFECT:
+    drawn = (one.drawn - null(judged.tokens).drawn)[~judged.tokens.hidden]
+    if drawn.sum() > DECISIVE and _mean(drawn) > LEAST_EFFECT:
         return True
     return judged.effect > LEAST_EFFECT and judged.share > LEAST_SHARE
 
