@@ -597,6 +597,19 @@ def test_weights_of_two_sizes_are_a_difference():
     assert any("sizes [40] / [48]" in line for match in found for line in match.differences)
 
 
+def test_a_difference_in_layouts_alone_is_told_apart():
+    rows = "f32[24,96]{1,0"
+    text = product_text(24)
+    assert rows in text
+    moved = text.replace(rows, rows + ":T(2,128)")
+    found = comparison.compare(moved, [text], weights=WEIGHTS)
+    other = comparison.compare(product_text(24, pieces=2), [text], weights=WEIGHTS)
+    product = next(match for match in found if match.operation.kind == "product")
+    assert "layout {1,0:T(2,128)} / {1,0}" in " ".join(product.differences)
+    assert product.in_layout_alone
+    assert not any(match.in_layout_alone for match in other)
+
+
 def test_layout_and_sizes_of_integers_are_no_difference():
     def with_integers(dtype, layout, width):
         return f"""HloModule m

@@ -195,6 +195,11 @@ class Match:
     differences: tuple[str, ...]  # empty: the operations are the same
     sizes: tuple[str, ...]  # row counts and the like that may differ: "64 and 10240"
 
+    @property
+    def in_layout_alone(self) -> bool:
+        """Whether they differ, but only in how arrays lie in memory, as arrays of few rows may."""
+        return bool(self.differences) and all(": layout " in text for text in self.differences)
+
 
 def compare(
     sampler: str, learner: Iterable[str], *, weights: Collection[Shape]

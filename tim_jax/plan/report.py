@@ -112,6 +112,7 @@ def _audit(matches: tuple[Match, ...]) -> Iterator[str]:
         return
     compared = [match for match in matches if match.operation.kind in comparison.COMPARED]
     different = [match for match in compared if match.differences]
+    layouts = sum(match.in_layout_alone for match in compared)
     counts = [
         (sum(match.operation.kind == kind for match in compared), kind) for kind in comparison.KINDS
     ]
@@ -119,7 +120,7 @@ def _audit(matches: tuple[Match, ...]) -> Iterator[str]:
         f"static audit: {len(compared)} different operations in the sampler's program"
         f" ({', '.join(f'{n} {kind}s' for n, kind in counts if n)});"
         f" {len(compared) - len(different)} have a counterpart in the learner's forward,"
-        f" {len(different)} differ"
+        f" {len(different)} differ{f', {layouts} of them in layouts alone' if layouts else ''}"
     )
     for match in different:
         operation = match.operation
@@ -208,6 +209,7 @@ def _match_values(match: Match) -> dict[str, Any]:
         "place": match.operation.place,
         "learner_place": match.counterpart.place if match.counterpart else None,
         "differences": list(match.differences),
+        "in_layout_alone": match.in_layout_alone,
         "row_sizes": list(match.sizes),
     }
 
