@@ -230,8 +230,8 @@ def stand(patch) -> None:
     def offline(*args: Any, **options: Any) -> Any:
         raise InputError("no hub can be reached from here")
 
-    def evaluated(config: RunConfig) -> Any:
-        return _encoded(assemble(config))
+    def evaluated(config: RunConfig, **options: Any) -> Any:
+        return _encoded(assemble(config, **options))
 
     def checked(*args: Any, **options: Any) -> Any:
         check_arms(*args, **options)

@@ -177,6 +177,12 @@ def test_the_command(tmp_path, capsys):
     assert "--chart goes with --sampler" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--prompts", "--samples"])
+def test_sizes_of_an_ablation_are_refused_without_one(option, capsys):
+    assert cli.main(["audit", "qwen3", "--quick", option, "1"]) == 2
+    assert f"{option} goes with --sampler" in capsys.readouterr().err
+
+
 def test_what_an_ablation_would_not_heed_is_refused(capsys):
     arguments = ["audit", "qwen3", "--sampler", '[{name = "log_prob_noise", std = 0.1}]']
     for option in (["--family", "pallas_gpu"], ["--interpret"], ["--quick"], ["--several-tiles"]):

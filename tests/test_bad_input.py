@@ -1,6 +1,7 @@
 """Bad input of all kinds: one clear line, its own exit status, and nothing that hangs or lies."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -137,6 +138,31 @@ def made_of(**words):
                 for e, c in zip(examples, completions)]
 
     return Task("made", Generated(example, 8), (example(1), example(2)), grade, ("a note",))
+
+class Own:
+    closed = False
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        return Example("1", "1") if i == 0 else [1, 2][i + 4]
+
+    def close(self):
+        Own.closed = True
+
+def wrong(part, what):
+    good = Example("1", "1")
+    rows = {
+        "text": [good, "1+1="],
+        "answer": (good, Example("1", 1)),
+        "prompt": [good, Example(5, "1")],
+        "message": [good, Example((Message("user", None),), "1")],
+        "made": Generated(lambda i: good if i == 0 else None, 2),
+        "own": Own(),
+        "no length": (x for x in [good]),
+    }[what]
+    return Task("mine", **{"train": [good], "evaluation": [], part: rows}, grade=lambda e, c: [])
 """
 EXAMPLES = [Example("p", "1"), Example((Message("system", "s"), Message("user", "u")), "2")]
 COMPLETIONS = ["1", "x"]
@@ -327,6 +353,45 @@ def test_a_users_task_that_exits_or_grades_wrongly():
         assert isinstance(task, Task)
         with pytest.raises(InputError, match=words):
             task.grade(EXAMPLES, COMPLETIONS)
+
+
+# What a factory gives as examples: what -> what the line says.
+ILL_MADE = {
+    "text": "example 1 of {} must be a tim_jax.tasks.base.Example with text or messages as its"
+    " prompt and text as its answer, got '1+1='",
+    "answer": "example 1 of {} must be a tim_jax.tasks.base.Example",
+    "prompt": "example 1 of {} must be a tim_jax.tasks.base.Example",
+    "message": "example 1 of {} must be a tim_jax.tasks.base.Example",
+    "made": "example 1 of {} must be a tim_jax.tasks.base.Example",
+    "own": "example 1 of {} raised IndexError: list index out of range",
+    "no length": "{} raised TypeError: object of type 'generator' has no len()",
+}
+
+
+@pytest.mark.parametrize("part", ["train", "evaluation"])
+@pytest.mark.parametrize("what", ILL_MADE)
+def test_a_users_task_with_examples_that_are_none(what, part):
+    """Said when it is made if they are at hand, else when they are read."""
+    words = {"part": part, "what": what}
+    line = f"task.factory bad_factories:wrong: {ILL_MADE[what].format(part)}"
+    if what in ("made", "own"):
+        examples = getattr(custom.make_task("bad_factories:wrong", words), part)
+        assert examples[0] == Example("1", "1")
+        assert examples[-len(examples)] == examples[0]
+        assert examples[:1] == (examples[0],)
+        with pytest.raises(InputError, match=re.escape(line)):
+            list(examples)
+        with pytest.raises(IndexError):
+            examples[len(examples)]
+    else:
+        with pytest.raises(InputError, match=re.escape(line)):
+            custom.make_task("bad_factories:wrong", words)
+
+
+def test_a_users_task_closes_the_source_of_its_examples():
+    task = custom.make_task("bad_factories:wrong", {"part": "train", "what": "own"})
+    task.close()
+    assert sys.modules["bad_factories"].Own.closed
 
 
 # The same in a process of its own: how -> what the line says, after what.

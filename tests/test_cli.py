@@ -1,5 +1,6 @@
 """The commands, as a user calls them: what they leave, and one clear line when they cannot."""
 
+import io
 import json
 import os
 import shutil
@@ -16,12 +17,15 @@ import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
 
+import tim_jax
 from tim_jax import cli
 from tim_jax.config import toml
+from tim_jax.errors import InputError
+from tim_jax.jobs import audit, generating
 from tim_jax.model import calibration, hf
 from tim_jax.numerics import Numerics
 from tim_jax.policy import sampler
-from tim_jax.run import assembly, folders
+from tim_jax.run import assembly, exports, folders
 from tim_jax.run.loggers import read_lines
 from tim_jax.tasks import builtin
 from tim_jax.tasks.text import character_tokenizer
@@ -101,6 +105,12 @@ def nothing():
 
 def at_length(prompts, completions, answers):
     return [float(len(completion) > 7) for completion in completions]
+
+
+def empty():
+    from tim_jax.tasks.base import Grade, Task
+
+    return Task("mine", (), (), lambda examples, completions: [Grade(0.0) for _ in completions])
 """
 
 
@@ -203,6 +213,36 @@ def test_the_model_is_that_of_the_last_step(finished):
     assert tiny.bits(model.params) == tiny.bits(restored)
 
 
+def test_the_model_stops_where_the_run_did(finished, call):
+    """Not only at the model's own end token, but at those of the config too."""
+    assert call("export", finished, "stopping")[0] == 0
+    for folder in (finished / "model", "stopping"):
+        assert assembly.open_model(str(folder)).stop_tokens == (1, 7, 9, 11)
+        assert hf.load_generation_config(folder)["pad_token_id"] == 0
+
+
+def test_a_model_is_never_that_of_an_earlier_end(finished, folder, call):
+    """A step more without a model, and then the same command with one."""
+    run = shutil.copytree(finished, folder / "further")
+    arguments = ("train", "tiny.toml", "run.folder=further", "steps=4", "eval.every=0")
+    old = (run / "model" / "model.safetensors").read_bytes()
+    status, out, _ = call(*arguments, "run.export=false")
+    assert status == 0
+    assert out.endswith("metrics, samples and chart: further\n")
+    for command in (("generate", run, "1+2="), ("audit", run, "--quick")):
+        err = refused(call, *command)
+        assert f"the run '{run}' went on to step 4, its final model is of step 3;" in err
+    with pytest.raises(InputError, match="went on to step 4"):
+        tim_jax.load(run)
+    assert (run / "model" / "model.safetensors").read_bytes() == old
+    status, out, _ = call(*arguments)
+    assert status == 0
+    assert out.endswith("metrics, samples, chart and model: further\n")
+    assert tiny.bits(tim_jax.load(run).params) == tiny.bits(programs_state(run))
+    assert (run / "model" / "model.safetensors").read_bytes() != old
+    assert exports.step_of(run) == 4
+
+
 def programs_state(run):
     """The parameters of a run's newest checkpoint."""
     config = toml.load(run / "config.toml")
@@ -283,6 +323,22 @@ def test_generate_says_prompt_completion_and_log_prob(finished, call):
     assert call(*arguments, "--seed", 1)[1] != out
     greedy = call("generate", finished / "model", "1+2=", "--temperature", 0, "--max-tokens", 6)[1]
     assert greedy.count("(log-prob 0.000)") == 1
+
+
+def test_no_completion_is_too_odd_to_be_printed(finished, folder, call, monkeypatch):
+    """An output without the characters has others in their place; escapes are not obeyed."""
+    bare = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", bare)
+        arguments = ("tiny.toml", "run.folder=finished", "--json", "bare.json")
+        assert cli.main(["eval", *arguments]) == 0
+    assert b" ? " in bare.buffer.getvalue()  # an arrow, between prompt and completion
+    assert json.loads((folder / "bare.json").read_text())["prompts"] == 5.0
+
+    rows = [("1\n2", "a\x1b[2J\r\n\tb\ud800", -1.0)]
+    monkeypatch.setattr(generating, "generate", lambda *args, **options: iter(rows))
+    shown = "1\n2\n  -> a<1b>[2J\n b<d800>   (log-prob -1.000)\n"
+    assert call("generate", finished, "x") == (0, shown, "")
 
 
 @pytest.mark.slow
@@ -685,6 +741,10 @@ BAD_CONFIGS = {
         ["task={kind='custom', factory='cli_rewards:leave', parameters={x=1}}", "warmup.steps=0"],
         "task.factory cli_rewards:leave raised TypeError",
     ),
+    "no prompts": (
+        ["task={kind='custom', factory='cli_rewards:empty'}", "warmup.steps=0"],
+        "task mine has no prompts to train on",
+    ),
     "prompt too long": (
         ["sampling.max_prompt_length=3", "warmup.steps=0"],
         "at most 3 are allowed",
@@ -746,16 +806,52 @@ def test_a_dataset_that_is_not_right(kind, call, folder):
     assert words in refused(call, *arguments)
 
 
+def sums(path, long=()):
+    """A dataset of sums; rows `long` have a prompt that is too long."""
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(9)]
+    for row in long:
+        rows[row]["question"] = "1" * 13 + "="
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("part", ["", "held-out "])
+def test_a_row_that_is_too_long_is_named_before_a_weight_is_made(part, call, folder, monkeypatch):
+    """Wherever it stands: it would end the run at the step that draws it."""
+    train = sums(folder / "sums.jsonl", long=[] if part else [7])
+    held_out = sums(folder / "held-out.jsonl", long=[7])
+    held_out = f", eval_path='{held_out}'" if part else ", eval_share=0.0"
+    task = f"task={{kind='dataset', path='{train}', reward='cli_rewards:by_length'{held_out}}}"
+    monkeypatch.setattr(assembly, "with_params", pytest.fail)
+    name = f"run.folder=long-{part.strip()}"
+    err = refused(call, "train", "tiny.toml", name, task, "warmup.steps=0", "eval.every=0")
+    file = "held-out.jsonl" if part else "sums.jsonl"
+    line = f"{part}prompt 7 ({folder / file}, line 8) has 14 tokens, at most 8 are allowed: '1111"
+    assert err.startswith(f"tim-jax: {line}")
+
+
 def test_a_missing_dataset(call):
     task = "task={kind='dataset', path='gone.jsonl', reward='cli_rewards:by_length'}"
     err = refused(call, "train", "tiny.toml", "run.folder=gone", task, "warmup.steps=0")
     assert "'gone.jsonl': no such file or folder" in err
 
 
+def test_a_run_that_holds_nothing_out_is_measured_on_what_it_trains_on(call, folder):
+    path = sums(folder / "all.jsonl")
+    task = f"task={{kind='dataset', path='{path}', reward='cli_rewards:by_length', eval_share=0.0}}"
+    arguments = ("tiny.toml", "run.folder=all", task, "warmup.steps=0", "steps=1")
+    assert call("train", *arguments)[0] == 0
+    dial = '[{name = "log_prob_noise", std = 0.01}]'
+    status, out, _ = call("audit", "all", "--sampler", dial, "--prompts", 3, "--samples", 2)
+    assert status == 0
+    assert out.endswith("exact where the sampler is the learner's own\n")
+    drawn = audit.make_bench("all", prompts=3, samples=2).prompts
+    assert drawn.lengths.tolist() == [4, 4, 4]  # a number of one digit, "+1="
+
+
 @pytest.mark.slow
 def test_a_dataset_without_held_out_rows_trains_without_evaluation(call, folder):
-    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(3)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sums(folder / "sums.jsonl")
     task = (
         "task={kind='dataset', path='sums.jsonl', reward='cli_rewards:by_length', eval_share=0.0}"
     )
@@ -763,6 +859,18 @@ def test_a_dataset_without_held_out_rows_trains_without_evaluation(call, folder)
     assert call("train", *arguments)[0] == 0
     assert not any(key.startswith("eval/") for line in metrics_of(folder / "sums") for key in line)
     assert "no held-out problems" in refused(call, "eval", *arguments)
+
+
+@pytest.mark.parametrize("text", [b"steps = [", b'a = "\xe4"'])
+def test_a_run_whose_config_is_damaged(text, call, folder):
+    run = folder / f"damaged-config-{len(text)}"
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    (run / "config.toml").write_bytes(text)
+    for command in (
+        ("export", run, "of-damaged"),
+        ("train", "tiny.toml", f"run.folder={run}"),
+    ):
+        assert f"{run / 'config.toml'} is damaged: " in refused(call, *command)
 
 
 def test_a_folder_of_something_else_is_left_alone(call, folder):

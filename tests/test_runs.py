@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from tim_jax.errors import InputError
-from tim_jax.run import folders
+from tim_jax.run import exports, folders
 from tim_jax.run.checkpoints import Checkpoints, list_steps, restore
 from tim_jax.run.loggers import read_lines
 
@@ -301,6 +301,69 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         folders.read_config(tmp_path)
     with pytest.raises(InputError, match=r"cannot use the run folder .*thesis\.tex"):
         folders.open_run(tmp_path / "thesis.tex" / "run", CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"steps = [\n", "is damaged: Invalid value"),
+        (b'a = "\xe4"\n', r"is damaged: not UTF-8 text \(byte 5\)"),
+    ],
+)
+def test_a_damaged_config_is_one_line(tmp_path, text, words):
+    (tmp_path / "config.toml").write_bytes(text)
+    for use in (folders.read_config, lambda folder: folders.open_run(folder, CONFIG)):
+        with pytest.raises(InputError, match=rf"config\.toml {words}") as caught:
+            use(tmp_path)
+        assert "\n" not in str(caught.value)
+    assert not folders.finished(tmp_path)
+
+
+def made_run(folder, *, model, checkpoints, steps=4):
+    """A run folder with these checkpoints, and a final model of a step ("?": it does not say)."""
+    (folder / "config.toml").write_text(f"steps = {steps}\n")
+    for step in checkpoints:
+        (folder / "checkpoints" / str(step)).mkdir(parents=True)
+    (folder / "model").mkdir()
+    if model != "?":
+        (folder / "model" / "training_step.json").write_text(json.dumps({"step": model}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"model": 4, "checkpoints": [3, 4]},
+        {"model": 4, "checkpoints": [2, 3]},  # killed between the model and its checkpoint
+        {"model": 4, "checkpoints": []},
+        {"model": 4, "checkpoints": [3, 4], "steps": 9},
+        {"model": "?", "checkpoints": [3, 4]},
+        {"model": "?", "checkpoints": []},
+    ],
+)
+def test_a_model_of_the_end_of_a_run_is_taken(tmp_path, run):
+    folder = made_run(tmp_path, **run)
+    assert exports.model_of(folder) == folder / "model"
+    assert exports.step_of(folder) == (None if run["model"] == "?" else 4)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ({"model": 2, "checkpoints": [3, 4]}, "went on to step 4, its final model is of step 2;"),
+        ({"model": 2, "checkpoints": [3]}, "went on to step 3, its final model is of step 2;"),
+        ({"model": "?", "checkpoints": [3]}, "on to step 3, its final model is of an earlier end"),
+    ],
+)
+def test_a_model_that_its_run_left_behind_is_not_taken(tmp_path, run, words):
+    with pytest.raises(InputError, match=words):
+        exports.model_of(made_run(tmp_path, **run))
+
+
+def test_what_is_no_run_is_left_as_it_is(tmp_path):
+    assert exports.model_of("some/name") == "some/name"
+    assert exports.model_of(tmp_path) == tmp_path
+    assert exports.step_of(tmp_path) is None
 
 
 def _unwritable(tmp_path):

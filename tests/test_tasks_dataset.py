@@ -63,6 +63,9 @@ def test_layouts(tmp_path, rows, prompt, answer):
     task = load(write_lines(tmp_path / "a.jsonl", rows), eval_share=0.0)
     assert (task.train[0].prompt, task.train[0].answer) == (prompt, answer)
     assert len(task.train) == len(rows)
+    assert [e.where for e in task.train[:2]] == [
+        f"{tmp_path / 'a.jsonl'}, line {i}" for i in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tim_jax.errors import InputError
 from tim_jax.tasks.base import Message
 from tim_jax.tasks.builtin import ALPHABET, BUILTIN, builtin_task
-from tim_jax.tasks.text import character_tokenizer, encode_prompt, load_tokenizer
+from tim_jax.tasks.text import (
+    character_tokenizer,
+    check_prompts,
+    encode_prompt,
+    load_tokenizer,
+)
 
 TOKENIZER = character_tokenizer(ALPHABET)
 CHAT = (
@@ -94,7 +100,7 @@ def test_chat_template():
     assert encode_prompt(tokenizer, "1", chat_template=False) == encode("1")
 
 
-def test_bos_but_no_eos_before_a_response():
+def with_bos():
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = character_tokenizer("12^")
@@ -102,6 +108,11 @@ def test_bos_but_no_eos_before_a_response():
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="^ $A <eos>", special_tokens=[("^", tokenizer.bos_token_id), ("<eos>", 1)]
     )
+    return tokenizer
+
+
+def test_bos_but_no_eos_before_a_response():
+    tokenizer = with_bos()
     assert tokenizer.encode("12") == [4, 2, 3, 1]
     assert encode_prompt(tokenizer, "12") == [4, 2, 3]
 
@@ -129,6 +140,48 @@ def test_template_refusals():
     message = "prompt: the chat template refused it: no system: '1'"
     with pytest.raises(InputError, match=message):
         encode_prompt(templated(), (Message("system", "1"),))
+
+
+WITH_CHAT = {"chat_template": "auto", "template_options": {"thinking": True}, "max_length": 8}
+
+
+@pytest.mark.parametrize("bad", ["1" * 30, "", "1x2y", (Message("system", "1"),)])
+@pytest.mark.parametrize("place", [0, 1023, 1024, 1500])
+def test_many_prompts_are_refused_for_the_one_that_is_wrong(bad, place):
+    tokenizer = TOKENIZER if bad == "" else templated()
+    prompts = [str(i) for i in range(1500)]
+    prompts.insert(place, bad)
+    named = [(f"row {i}", prompt) for i, prompt in enumerate(prompts)]
+    with pytest.raises(InputError) as alone:
+        encode_prompt(tokenizer, bad, where=f"row {place}", **WITH_CHAT)
+    with pytest.raises(InputError) as together:
+        check_prompts(tokenizer, named, **WITH_CHAT)
+    assert str(together.value) == str(alone.value)
+    check_prompts(tokenizer, named[:place] + named[place + 1 :], **WITH_CHAT)
+
+
+def test_many_prompts_may_have_the_limit_itself_and_a_bos_before_them():
+    options: dict[str, Any] = {**WITH_CHAT, "chat_template": False}
+    check_prompts(TOKENIZER, [("", "1" * 8), ("", (Message("user", "12"),))], **options)
+    tokenizer = with_bos()
+    check_prompts(tokenizer, [("", "1" * 7), ("", "")], **options)
+    with pytest.raises(InputError, match="row 1 has 9 tokens, at most 8 are allowed"):
+        check_prompts(tokenizer, [("", "2"), ("row 1", "1" * 8)], **options)
+
+
+def test_equal_prompts_are_looked_at_once():
+    tokenizer, seen = templated(), []
+    true = tokenizer.apply_chat_template
+
+    def apply(chat, **options):
+        seen.append(chat[0]["content"])
+        return true(chat, **options)
+
+    tokenizer.apply_chat_template = apply
+    chat = [Message("user", "2")]
+    prompts = [("", "1"), ("", chat), ("", "1"), ("", tuple(chat))] * 2000
+    check_prompts(tokenizer, prompts, **WITH_CHAT)
+    assert seen == ["1", "2"]
 
 
 def test_load_refuses(tmp_path, monkeypatch):

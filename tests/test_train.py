@@ -13,6 +13,7 @@ import tiny
 
 from tim_jax import corrections, objectives, optimizers
 from tim_jax.errors import InputError, MismatchError, NonFiniteError
+from tim_jax.jobs import checks
 from tim_jax.model.execution import Sampling
 from tim_jax.policy import scoring
 from tim_jax.rl import drawing, evaluation, learner, loop, programs, warm_start
@@ -496,6 +497,52 @@ def test_prompts_are_left_aligned_with_their_lengths_and_names():
 def test_too_long_a_prompt_is_refused_by_name():
     with pytest.raises(InputError, match=r"prompt 8 has 8 tokens, at most 6 .*'1\+2\+3\+4='"):
         TEXT.prompts([Example("1=", "1"), Example("1+2+3+4=", "0")], [4, 8])
+    placed = Example("1+2+3+4=", "0", where="a.jsonl, line 3")
+    with pytest.raises(InputError, match=r"^prompt 8 \(a.jsonl, line 3\) has 8 tokens, at most 6"):
+        TEXT.prompts([placed], [8])
+
+
+def looked_at(task, *, training=True):
+    """The rows of training and held-out prompts that are checked before a run."""
+    read: dict[str, list[int]] = {"train": [], "evaluation": []}
+
+    def noting(name):
+        def make(row):
+            read[name].append(row)
+            return getattr(task, name)[row]
+
+        return base.Generated(make, len(getattr(task, name)))
+
+    checks.check_prompts(replace(task, **{n: noting(n) for n in read}), TEXT, training=training)
+    return read
+
+
+def test_of_prompts_that_are_made_one_by_one_some_are_checked_from_everywhere():
+    task = make_task()
+    read = looked_at(replace(task, evaluation=task.train[:200]))
+    assert len(read["train"]) in range(64, 128)
+    assert read["train"][-1] > 0.9 * len(task.train)
+    assert read["evaluation"] == list(range(0, 200, 3))
+
+
+@pytest.mark.parametrize("part", ["train", "evaluation"])
+def test_a_prompt_at_hand_is_checked_wherever_it_stands(part):
+    good, bad = Example("1=", "1"), Example("1+2+3+4=", "0", where="a.jsonl, line 999")
+    rows = (*[good] * 998, bad, good)
+    task = replace(make_task(), **{part: rows})
+    name = {"train": "prompt", "evaluation": "held-out prompt"}[part]
+    with pytest.raises(InputError, match=rf"^{name} 998 \(a.jsonl, line 999\) has 8 tokens, at"):
+        checks.check_prompts(task, TEXT, training=True)
+
+
+def test_an_evaluation_does_not_mind_what_is_trained_on():
+    long = replace(make_task(), train=(Example("1+2+3+4=", "0"),))
+    checks.check_prompts(long, TEXT, training=False)
+    checks.check_prompts(replace(long, train=()), TEXT, training=False)
+    with pytest.raises(InputError, match="has no prompts to train on"):
+        checks.check_prompts(replace(long, train=()), TEXT, training=True)
+    with pytest.raises(InputError, match="held-out prompt 0 has 8 tokens"):
+        checks.check_prompts(replace(long, evaluation=long.train), TEXT, training=False)
 
 
 def test_completions_end_where_the_response_does():

@@ -130,8 +130,8 @@ def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
         choices=("float32", "bfloat16"),
         help="the only one to audit, in place of both; with --sampler: the learner's",
     )
-    add_whole(audit, "--prompts", 1, default=32, help="with --sampler")
-    add_whole(audit, "--samples", 1, default=8, help="with --sampler: per prompt")
+    add_whole(audit, "--prompts", 1, help="with --sampler; default: 32")
+    add_whole(audit, "--samples", 1, help="with --sampler: per prompt; default: 8")
     audit.set_defaults(run=run)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import io
 import json
 import logging
 import os
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RefusedError as error:
         return _ended(errors.BAD_INPUT, f"{error}")
     _quiet()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A completion may have any character; one that the output cannot show must not end all.
+        sys.stdout.reconfigure(errors="replace")
     with waiting.shown():
         return _run_command(arguments)
 
@@ -219,7 +223,8 @@ def _train(arguments: argparse.Namespace) -> int:
         processes.join(arguments.coordinator, arguments.processes, arguments.process)
     folder = train.train_run(config)
     if processes.leads():
-        print(f"metrics, samples, chart and model: {folder}")
+        what = "samples, chart and model" if config.run.export else "samples and chart"
+        print(f"metrics, {what}: {folder}")
     return 0
 
 
@@ -238,6 +243,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from tim_jax.jobs import generating
     from tim_jax.model.execution import Sampling
     from tim_jax.placement import Placement
+    from tim_jax.run import display
 
     if not all(arguments.prompt):
         raise InputError("the prompt is empty; give it some text to go on from")
@@ -260,7 +266,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         measured=_kept_folder() / "measured",
     )
     for prompt, completion, log_prob in rows:
-        print(f"{prompt}\n  -> {completion}   (log-prob {log_prob:.3f})")
+        shown = (display.printable_lines(text) for text in (prompt, completion))
+        print("{}\n  -> {}   (log-prob {:.3f})".format(*shown, log_prob))
     return 0
 
 
@@ -284,7 +291,7 @@ def _audit(arguments: argparse.Namespace) -> int:
 
     if arguments.sampler is not None:
         return _ablate(arguments)
-    for name in ("markdown", "chart"):
+    for name in ("markdown", "chart", "prompts", "samples"):
         if getattr(arguments, name) is not None:
             raise InputError(f"--{name} goes with --sampler")
     report, passed = audit.audit_model(
@@ -309,8 +316,8 @@ def _ablate(arguments: argparse.Namespace) -> int:
     with memory.explained(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
         bench = audit.make_bench(
             arguments.model,
-            prompts=arguments.prompts,
-            samples=arguments.samples,
+            prompts=arguments.prompts or 32,
+            samples=arguments.samples or 8,
             dtype=arguments.dtype,
         )
         result = audit.measure(bench, dial, chart=arguments.chart)

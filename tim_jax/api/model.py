@@ -14,7 +14,6 @@ from rich.console import Console
 from tim_jax import auditing
 from tim_jax.config.sections import FamilyChoice
 from tim_jax.errors import InputError, check_choice
-from tim_jax.inputs import expanded
 from tim_jax.model import calibration, hf, peft
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.config import ModelConfig
@@ -22,7 +21,7 @@ from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import FAMILIES, Numerics
 from tim_jax.placement import SINGLE, Placement, processes
 from tim_jax.rl import programs
-from tim_jax.run import assembly
+from tim_jax.run import assembly, exports
 from tim_jax.run import numerics as run_numerics
 
 _DTYPES = ("float32", "bfloat16")
@@ -103,7 +102,8 @@ def load(
         no measurement. Exact either way.
 
     Raises:
-      InputError: there is no such model, it is not supported, or it cannot be placed so.
+      InputError: there is no such model, it is not supported, or it cannot be placed so; the run
+        has no final model yet, or one that its checkpoints have left behind.
     """
     check_choice("load: dtype", dtype, _DTYPES)
     check_choice("load: family", family, ("auto", *FAMILIES))
@@ -117,7 +117,7 @@ def begin(
     source: str | Path, *, dtype: str, family: FamilyChoice, placement: Placement | None
 ) -> Model:
     """What `load` knows before it measures the machine and reads weights: `params` are None."""
-    found = assembly.open_model(str(_model_folder(source)))
+    found = assembly.open_model(str(exports.model_of(source)))
     where = _everywhere() if placement is None else placement
     check_devices(where)
     assembly.check_placement(where, found.config, where.tensor)
@@ -140,21 +140,8 @@ def complete(
         batch = max(1, decode_batch // model.placement.shards)
         numerics = calibration.calibrate_once(model.config, numerics, batch=batch, file=file)
     processes.agree(repr(numerics), "what was measured of its machine")
-    params = hf.load_params(_model_folder(source), model.config)
+    params = hf.load_params(exports.model_of(source), model.config)
     return replace(model, params=params, numerics=numerics)
-
-
-def _model_folder(source: str | Path) -> str | Path:
-    """The folder of a run's final model, if `source` is a run; else `source`."""
-    folder = expanded(source)
-    if (folder / "model").is_dir():
-        return folder / "model"
-    if (folder / "config.toml").is_file() and (folder / "checkpoints").is_dir():
-        raise InputError(
-            f"load: the run {str(source)!r} has no final model yet; `tim-jax export` writes that of"
-            " a checkpoint"
-        )
-    return source
 
 
 def _everywhere() -> Placement:
@@ -187,9 +174,8 @@ def save(model: Model, folder: str | Path, *, dtype: str = "float32") -> Path:
     params = processes.whole(model.params)
 
     def write() -> str:
-        tokenizer, eos = model.tokenizer, [int(token) for token in model.stop_tokens]
-        ids = {"bos": tokenizer.bos_token_id, "eos": eos or None, "pad": tokenizer.pad_token_id}
-        generation = {f"{name}_token_id": ids[name] for name in ids if ids[name] is not None}
+        tokenizer = model.tokenizer
+        generation = hf.generation_config(model.config, tokenizer, model.stop_tokens)
         written = hf.save(
             folder, params, model.config, tokenizer=tokenizer, generation=generation, dtype=dtype
         )

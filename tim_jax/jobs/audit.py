@@ -31,7 +31,7 @@ from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Params
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE
-from tim_jax.run import assembly, checkpoints, folders, source_charts
+from tim_jax.run import assembly, checkpoints, exports, folders, source_charts
 from tim_jax.run import numerics as run_numerics
 from tim_jax.types import Prompts
 
@@ -202,8 +202,8 @@ def read_dial(text: str) -> Mismatch:
 def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = None) -> Bench:
     """The bench of a run folder, model or preset.
 
-    A run folder comes with its task's prompts, its sampling and numerics and its checkpoints; for
-    others, prompts are random and the temperature is 1.
+    A run folder comes with its task's prompts, held-out ones if it has some, its sampling and
+    numerics and its checkpoints; for others, prompts are random and the temperature is 1.
 
     Raises:
       InputError: there is no such model, or a number is not positive.
@@ -243,7 +243,8 @@ def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None)
     execution = replace(assembly.make_execution(config, model), placement=SINGLE)
     task = assembly.make_task(config)
     try:
-        examples = list(task.evaluation[:prompts])
+        # A run that holds nothing out is measured on what it trains on.
+        examples = list(task.evaluation[:prompts] or task.train[:prompts])
         chosen = assembly.make_text(config, model).prompts(examples, range(len(examples)))
     finally:
         task.close()
@@ -341,8 +342,7 @@ def _audited(source: str) -> tuple[ModelConfig, Any]:
     if source in auditing.PRESETS:
         config = auditing.PRESETS[source]
         return config, auditing.random_params(config, 0)
-    folder = Path(source) / "model"
-    source = str(folder) if folder.is_dir() else source
+    source = str(exports.model_of(source))
     if not Path(source).exists() and "/" not in source:
         hint = did_you_mean(source, auditing.PRESETS)
         raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")

@@ -7,16 +7,20 @@ from pathlib import Path
 import jax
 import optax
 
-from tim_jax import objectives
+from tim_jax import objectives, waiting
 from tim_jax.config.run import RunConfig
 from tim_jax.errors import InputError
 from tim_jax.jobs import planning
 from tim_jax.model.execution import Execution
 from tim_jax.plan import budget
 from tim_jax.plan.workload import Workload
+from tim_jax.rl.drawing import Text
 from tim_jax.rl.types import Learning
 from tim_jax.run import checkpoints, folders
 from tim_jax.run import numerics as run_numerics
+from tim_jax.tasks.base import Task
+
+_SOME = 64  # prompts that are looked at among those that are made one by one
 
 
 def check_devices(config: RunConfig) -> None:
@@ -81,6 +85,24 @@ def check_sampling(
         prompt_length=prompt_length,
     )
     budget.check_sampling(step, tuple(jax.devices()), helps)
+
+
+@waiting.during("checking the prompts")
+def check_prompts(task: Task, text: Text, *, training: bool) -> None:
+    """Refuses a prompt that is too long or cannot be encoded, before a weight is read.
+
+    All of those that are at hand, such as a dataset's, are looked at. Of those that are made one by
+    one, of which there may be billions, some from everywhere among them.
+
+    Args:
+      training: whether the task is trained on; otherwise its held-out prompts alone matter.
+    """
+    if training and not len(task.train):
+        raise InputError(f"task {task.name} has no prompts to train on")
+    parts = {"prompt": task.train} if training else {}
+    for name, examples in (parts | {"held-out prompt": task.evaluation}).items():
+        apart = 1 if isinstance(examples, tuple) else max(1, len(examples) // _SOME)
+        text.check(name, ((row, examples[row]) for row in range(0, len(examples), apart)))
 
 
 def check_family(config: RunConfig) -> None:

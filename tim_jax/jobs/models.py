@@ -45,21 +45,25 @@ class Job:
     evaluate: Any  # (weights) -> (metrics, samples), or None
 
 
-def assemble(config: RunConfig, *, measured: Path | None = None) -> Job:
-    """Assembles a run; `measured` is the file for measurements of this machine, if there is one."""
+def assemble(config: RunConfig, *, measured: Path | None = None, training: bool = True) -> Job:
+    """Assembles a run, or with `training` off what its evaluation needs of it.
+
+    `measured` is the file for measurements of this machine, if there is one.
+    """
     model = assembly.begin_model(config)
     task = _shared(assembly.make_task(config))
     try:
-        return _assembled(config, model, task, measured)
+        text = assembly.make_text(config, model)
+        checks.check_prompts(task, text, training=training)
+        return _assembled(config, model, task, text, measured)
     except BaseException:
         task.close()
         raise
 
 
-def _assembled(config: RunConfig, model: Model, task: Task, measured: Path | None) -> Job:
-    text = assembly.make_text(config, model)
-    if len(task.train):  # a prompt that cannot be is said before weights are read
-        text.prompts([task.train[0]], [0])
+def _assembled(
+    config: RunConfig, model: Model, task: Task, text: Text, measured: Path | None
+) -> Job:
     execution = assembly.make_execution(config, model, measured=measured)
     model = assembly.with_params(model, config)
     wanted = config.eval.every and len(task.evaluation)
@@ -132,7 +136,7 @@ def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, fl
 
 def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
     checks.check_evaluation(config)
-    job = assemble(config)
+    job = assemble(config, training=False)
     try:
         evaluate = job.evaluate or _evaluator(config, job.execution, job.task, job.text)
         params = job.model.params
@@ -181,7 +185,16 @@ def export(
         execution = Execution(model.config, Numerics(), lora=model.lora)
         params = programs.merged_program(execution)(params)
     params = jax.device_get(params)
-    hf.save(folder, params, model.config, tokenizer=model.tokenizer, dtype=dtype or "float32")
+    hf.save(
+        folder,
+        params,
+        model.config,
+        tokenizer=model.tokenizer,
+        generation=hf.generation_config(
+            model.config, model.tokenizer, assembly.stop_tokens(config, model)
+        ),
+        dtype=dtype or "float32",
+    )
     return restored.step
 
 

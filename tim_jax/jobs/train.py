@@ -6,7 +6,6 @@ If there are several processes, each runs this with the same config; see `proces
 import itertools
 import json
 import os
-import shutil
 import tomllib
 from collections import deque
 from collections.abc import Iterator
@@ -26,14 +25,14 @@ from tim_jax.config.sections import part
 from tim_jax.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 from tim_jax.jobs import checks, memory
 from tim_jax.jobs.models import Job, assemble, shown
-from tim_jax.model import adapters, fitting, hf
+from tim_jax.model import adapters, fitting
 from tim_jax.model.execution import Execution
 from tim_jax.placement import SINGLE, processes
 from tim_jax.rl import loop, warm_start
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.loop import Step
 from tim_jax.rl.types import TrainState
-from tim_jax.run import assembly, charts, checkpoints, folders, loggers
+from tim_jax.run import assembly, charts, checkpoints, exports, folders, loggers
 from tim_jax.run.display import Display, open_display
 from tim_jax.run.folders import Run
 from tim_jax.run.rewards import RewardWatch
@@ -102,7 +101,7 @@ def _new_keys(config: RunConfig) -> tuple[str, ...]:
     before = folders.read_config(config.run.folder)
     try:
         filled = toml.dump(toml.build(tomllib.loads(before)))
-    except (InputError, tomllib.TOMLDecodeError):
+    except InputError:
         return ()  # the comparison with the new config gives the better error
     changed = {one.key for one in folders.config_differences(filled, toml.dump(config))}
     new = {one.key for one in folders.config_differences(before, filled) if one.before is None}
@@ -172,7 +171,9 @@ def _follow(job: Job, run: Run, begun: _Start) -> None:
                 save(step.number, folders.saved(state, reference, step.history))
             _end_if(asked, step.number, config.steps)
         teaching.sum_up(display)
-        if config.run.export and not processes.led((run.folder / "model").exists):
+        # Not at hand if this run had come to its end before, with `run.export` off or fewer steps.
+        exported = processes.led(partial(exports.step_of, run.folder))
+        if config.run.export and exported != int(state.step):
             _export(job, state, base, display)
 
 
@@ -385,20 +386,17 @@ def _due(step: int, every: int, last: int) -> bool:
 
 
 def _export(job: Job, state: TrainState, base: Any, display: Display) -> None:
-    """Writes the final model, and then removes that of an earlier end of this run."""
+    """Writes the final model."""
     merged = job.programs.merged
     params = state.params if merged is None else merged(adapters.whole(state.params, base))
     params = processes.whole(params)
     if not processes.leads():
         return
-    folder = Path(job.config.run.folder)
-    final, new, old = folder / "model", folder / ".model.new", folder / ".model.old"
-    for left in (new, old, *folder.glob(f".{new.name}.*")):  # the last: of a save that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    hf.save(new, params, job.model.config, tokenizer=job.model.tokenizer)
-    with _writing(final):
-        if final.exists():
-            final.rename(old)
-        new.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
+    final = exports.write(
+        Path(job.config.run.folder),
+        params,
+        job.model,
+        job.execution.sampling.stop_tokens,
+        step=int(state.step),
+    )
     display.note(f"final model, as transformers loads it: {final}")

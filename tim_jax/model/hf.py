@@ -9,7 +9,7 @@ read and written by `peft`.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,20 @@ def save(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
     return folder
+
+
+def generation_config(
+    config: ModelConfig, tokenizer: Any, stop_tokens: Iterable[int]
+) -> dict[str, Any]:
+    """The contents of generation_config.json for a model whose responses these tokens end.
+
+    config.json may name fewer of them: what a run was told to stop at is not in it.
+    """
+    own = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    known: dict[str, Any] = {name: token for name, token in own.items() if token is not None}
+    if stops := sorted(map(int, stop_tokens)):
+        known["eos_token_id"] = stops
+    return _token_ids(config) | known
 
 
 def _token_ids(config: ModelConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ those of its refills from a second order.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from tim_jax.objectives import advantages
 from tim_jax.rl.programs import Programs
 from tim_jax.tasks import base
 from tim_jax.tasks.base import Example, Task
-from tim_jax.tasks.text import encode_prompt
+from tim_jax.tasks.text import check_prompts, encode_prompt
 from tim_jax.types import Prompts, Rollout
 
 SAMPLING = "sampling"  # what a wait for it, and memory that runs out in it, are called
@@ -48,7 +48,7 @@ class Text:
                 chat_template=self.chat_template,
                 template_options=dict(self.template_options),
                 max_length=self.max_prompt_length,
-                where=f"prompt {number}",
+                where=_named("prompt", number, example),
             )
             for number, example in zip(ids, examples, strict=True)
         ]
@@ -61,11 +61,25 @@ class Text:
             ids=jnp.asarray(np.asarray(ids, np.int32)),
         )
 
+    def check(self, name: str, examples: Iterable[tuple[int, Example]]) -> None:
+        """Refuses examples, called `name` and their number, one of which `prompts` would refuse."""
+        check_prompts(
+            self.tokenizer,
+            ((_named(name, number, example), example.prompt) for number, example in examples),
+            chat_template=self.chat_template,
+            template_options=dict(self.template_options),
+            max_length=self.max_prompt_length,
+        )
+
     def completions(self, rollout: Rollout) -> list[str]:
         """The responses as text, stop tokens left out."""
         responses, lengths = jax.device_get((rollout.responses, rollout.lengths))
         rows = (r[:n].tolist() for r, n in zip(responses, lengths, strict=True))
         return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+
+
+def _named(name: str, number: int, example: Example) -> str:
+    return f"{name} {number} ({example.where})" if example.where else f"{name} {number}"
 
 
 class Sample(NamedTuple):

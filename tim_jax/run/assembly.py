@@ -232,13 +232,17 @@ def make_execution(
         numerics = numerics if accelerated else replace(numerics, cache_write="scatter")
     else:
         check_compiler_options(config.numerics.compiler_options)
-    stops = tuple(sorted({*model.stop_tokens, *section.stop_tokens}))
-    sampling = part(Sampling, section, stop_tokens=stops)
+    sampling = part(Sampling, section, stop_tokens=stop_tokens(config, model))
     numerics = numerics.with_options(config.numerics.compiler_options)
     execution = Execution(model.config, numerics, sampling, where, shared.edits, model.lora)
     before = Numerics(family=numerics.family, compute_dtype=config.numerics.dtype)
     mismatch.check(shared, replace(execution, numerics=before))
     return execution
+
+
+def stop_tokens(config: RunConfig, model: Model) -> tuple[int, ...]:
+    """The tokens that end a response of a run: those of its model and those of its config."""
+    return tuple(sorted({*model.stop_tokens, *config.sampling.stop_tokens}))
 
 
 def check_placement(

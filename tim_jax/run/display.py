@@ -292,6 +292,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else f"<{ord(char):02x}>" for char in shown)
 
 
+def printable_lines(text: str) -> str:
+    """Returns `text` as `printable`, but on the lines that it has."""
+    return "\n".join(map(printable, text.replace("\r\n", "\n").split("\n")))
+
+
 def completion_line(row: Completion, *, width: int) -> str:
     """Returns `1.00  prompt → response`, cut to `width`: the prompt's start, the response's end."""
     prompt, response = printable(row.prompt), printable(row.response)

@@ -200,20 +200,26 @@ def read_config(folder: str | os.PathLike[str]) -> str:
     """Returns the TOML text of a run folder's config.
 
     Raises:
-        InputError: the folder holds no run.
+        InputError: the folder holds no run, or the file is damaged.
     """
     path = Path(folder) / "config.toml"
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        tomllib.loads(text)
     except OSError as error:
         raise InputError(f"{folder} holds no run: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is damaged: not UTF-8 text (byte {error.start})") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+    return text
 
 
 def finished(folder: str | os.PathLike[str]) -> bool:
     """Whether the run in a folder has the checkpoint of its last step. False if there is no run."""
     try:
         steps = tomllib.loads(read_config(folder)).get("steps")
-    except (InputError, tomllib.TOMLDecodeError):
+    except InputError:
         return False
     done = checkpoints.list_steps(Path(folder) / "checkpoints")
     return bool(done) and isinstance(steps, int) and max(done) >= steps
@@ -350,10 +356,7 @@ def _allowed(
     folder: Path, before: str, now: str, may_change: tuple[str, ...]
 ) -> list["Difference"]:
     """The differences of two configs; raises InputError if one of them may not be."""
-    try:
-        differences = config_differences(before, now)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{folder / 'config.toml'} is damaged: {error}") from error
+    differences = config_differences(before, now)
     refused = [
         str(difference)
         for difference in differences

@@ -195,7 +195,8 @@ def lead(
     """
     one, other = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if kind == "fisher":
-        return float(np.sum(one >= at_least) - np.sum(other >= at_least))
+        assert at_least is not None  # as in `p_value`
+        return float(np.sum(one >= at_least)) - float(np.sum(other >= at_least))
     if kind == "sign":
         return float(np.sum(np.sign(one - other)))
     return float(np.mean(one) - np.mean(other))

@@ -37,13 +37,15 @@ class Example:
     """One problem.
 
     `solution` is a worked completion that ends in the answer, for a supervised warm start; only
-    some tasks have it. `data` is what else the grader needs; it must not be changed.
+    some tasks have it. `data` is what else the grader needs; it must not be changed. `where` is the
+    place that it was read from, for messages, such as `train.jsonl, line 3`.
     """
 
     prompt: str | tuple[Message, ...]
     answer: str
     data: Mapping[str, Any] = field(default_factory=dict, hash=False)
     solution: str | None = None
+    where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import iscoroutine
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import numpy as np
 
@@ -106,11 +106,13 @@ def load_function(name: str) -> Callable[..., Any]:
 def make_task(factory: str, parameters: Mapping[str, Any]) -> Task:
     """Returns the task that the function `factory`, written `module:function`, makes.
 
-    Its grader is called as it is; what it raises is said in one line.
+    Its grader is called as it is; what it raises is said in one line, and so is what its examples
+    raise, and one that is none. They are looked at now if they are in a list or tuple, else when
+    they are read.
 
     Raises:
       InputError: when making, as `load_function`, or if the function raises or makes no `Task`;
-        when grading, if the grader raises.
+        when examples are read, as said; when grading, if the grader raises.
     """
     make = load_function(factory)
     with user_code(f"task.factory {factory}"):
@@ -120,7 +122,72 @@ def make_task(factory: str, parameters: Mapping[str, Any]) -> Task:
             f"task.factory {factory} must return a tim_jax.tasks.base.Task, got"
             f" {type(task).__name__}"
         )
-    return replace(task, grade=_ItsGrader(task.grade, factory))
+    parts = {name: _its_examples(task, name, factory) for name in ("train", "evaluation")}
+    return replace(task, grade=_ItsGrader(task.grade, factory), **parts)
+
+
+def _its_examples(task: Task, part: str, factory: str) -> Sequence[Example]:
+    examples = getattr(task, part)
+    with user_code(f"task.factory {factory}: {part}"):
+        its = _ItsExamples(examples, len(examples), part, factory)
+    return tuple(its) if type(examples) in (list, tuple) else its
+
+
+@dataclass(frozen=True)
+class _ItsExamples(Sequence[Example]):
+    """The examples of a user's task, each looked at when it is read."""
+
+    examples: Sequence[Example]
+    size: int
+    part: str
+    factory: str
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Example, ...]: ...
+    def __getitem__(self, index: int | slice) -> Example | tuple[Example, ...]:
+        if isinstance(index, slice):
+            return tuple(self._read(row) for row in range(*index.indices(self.size)))
+        if not -self.size <= index < self.size:
+            raise IndexError(index)
+        return self._read(int(index) % self.size)
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self._read(row) for row in range(self.size))
+
+    def _read(self, row: int) -> Example:
+        what = f"task.factory {self.factory}: example {row} of {self.part}"
+        with user_code(what):
+            example = self.examples[row]
+        if not _is_example(example):
+            raise InputError(
+                f"{what} must be a tim_jax.tasks.base.Example with text or messages as its prompt"
+                f" and text as its answer, got {shown(example)}"
+            )
+        return example
+
+    def close(self) -> None:
+        """Closes the examples' source, if it can be."""
+        close = getattr(self.examples, "close", None)
+        if close is not None:
+            close()
+
+
+def _is_example(value: Any) -> bool:
+    if not (isinstance(value, Example) and isinstance(value.answer, str)):
+        return False
+    prompt: Any = value.prompt
+    return isinstance(prompt, str) or (
+        isinstance(prompt, list | tuple)
+        and all(
+            isinstance(m, Message) and isinstance(m.role, str) and isinstance(m.content, str)
+            for m in prompt
+        )
+    )
 
 
 class _ItsGrader:

@@ -313,7 +313,7 @@ def _columns(row: Row, source: DatasetSource) -> tuple[str, str]:
 def _example(row: Row, prompt: str, answer: str, source: DatasetSource) -> Example:
     asked = _prompt(_get(row, prompt), f"dataset {row.where}: column {prompt!r}")
     truth = _truth(_get(row, answer), f"dataset {row.where}: column {answer!r}", answer)
-    return Example(_dressed(asked, source), truth)
+    return Example(_dressed(asked, source), truth, where=row.where)
 
 
 def _truth(value: object, where: str, column: str) -> str:

@@ -15,9 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from tim_jax.errors import InputError
-from tim_jax.inputs import shown
 from tim_jax.tasks.base import Example
-from tim_jax.tasks.custom import as_grader, described, load_function, make_task, plain, user_code
+from tim_jax.tasks.custom import as_grader, described, load_function, make_task, plain
 from tim_jax.tasks.isolated import ALL, HEAD, as_prompt
 
 Note = Callable[[int], None]
@@ -128,28 +127,19 @@ class _Task:
     """Answers {"part", "rows"} with those examples, {"graded", "completions"} with grades."""
 
     def __init__(self, setup: Mapping[str, Any], note: Note) -> None:
-        self._name, self._note = setup["label"], note
+        self._note = note
         self._task = task = make_task(setup["name"], setup["parameters"])
         sizes = {"train": len(task.train), "evaluation": len(task.evaluation)}
         self.about = {"name": str(task.name), "notes": [str(x) for x in task.notes], **sizes}
 
     def answer(self, message: Any) -> list[Any]:
         if "rows" in message:
-            return [self._plain(message["part"], row) for row in message["rows"]]
-        examples = [self._example(part, row) for part, row in message["graded"]]
+            part = getattr(self._task, message["part"])
+            return [
+                [plain(e.prompt), e.answer, e.solution]
+                for e in map(part.__getitem__, message["rows"])
+            ]
+        examples = [getattr(self._task, part)[row] for part, row in message["graded"]]
         completions = message["completions"]
         grades = self._task.grade(Watched(examples, self._note), Watched(completions, self._note))
         return [[float(grade.reward), grade.fault] for grade in grades]
-
-    def _example(self, part: str, row: int) -> Example:
-        with user_code(f"{self._name}: example {row} of {part}"):
-            return getattr(self._task, part)[row]
-
-    def _plain(self, part: str, row: int) -> list[Any]:
-        example = self._example(part, row)
-        if not (isinstance(example, Example) and isinstance(example.answer, str)):
-            raise InputError(
-                f"{self._name}: example {row} of {part} must be a tim_jax.tasks.base.Example with"
-                f" text as its answer, got {shown(example)}"
-            )
-        return [plain(example.prompt), example.answer, example.solution]
