@@ -19,7 +19,7 @@ from tim_jax.jobs import planning
 from tim_jax.model import adapters, hf, peft
 from tim_jax.model.lora import Lora
 from tim_jax.plan import budget
-from tim_jax.run import assembly, folders
+from tim_jax.run import assembly, folders, marks
 from tim_jax.run.checkpoints import Restored
 from tim_jax.run.loggers import read_lines
 from tim_jax.tasks.text import character_tokenizer
@@ -64,12 +64,12 @@ def test_an_adapter_that_is_not_there_is_named():
 
 def test_adapters_are_not_put_on_another_base():
     base = adapters.narrowed(random_params(tiny.CONFIG, 0))
-    mark = folders.base_mark(base)
-    folders.check_base(Restored(3, {}, mark), mark, "run")
+    mark = marks.of_base(base)
+    marks.check(Restored(3, {}, mark), mark, "run")
     base["layers"]["q"] = base["layers"]["q"] * np.float32(1.5)
     with pytest.raises(InputError, match="run: the adapters of step 3 were trained on other base"):
-        folders.check_base(Restored(3, {}, mark), folders.base_mark(base), "run")
-    assert folders.base_mark(None) == {}
+        marks.check(Restored(3, {}, mark), marks.of_base(base), "run")
+    assert marks.of_base(None) == {}
 
 
 def test_the_estimate_of_memory_has_an_optimiser_for_the_adapters_alone():

@@ -32,7 +32,7 @@ from tim_jax.rl import loop, warm_start
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.loop import Step
 from tim_jax.rl.types import TrainState
-from tim_jax.run import assembly, charts, checkpoints, exports, folders, loggers
+from tim_jax.run import assembly, charts, checkpoints, exports, folders, loggers, marks
 from tim_jax.run.display import Display, open_display
 from tim_jax.run.folders import Run
 from tim_jax.run.rewards import RewardWatch
@@ -115,7 +115,7 @@ class _Start(NamedTuple):
     step: int  # the checkpoint's, -1 for a new run
     notes: list[str]
     base: Any  # of adapters, on the devices; None if all weights are trained
-    mark: dict[str, int]  # what checkpoints keep of it
+    mark: dict[str, int]  # what checkpoints keep of it and of the rows
 
 
 def _begun(job: Job, run: Run) -> tuple[Job, _Start]:
@@ -124,7 +124,7 @@ def _begun(job: Job, run: Run) -> tuple[Job, _Start]:
         processes.agree(repr(job.execution), "what was measured of its machine")
         _write_numerics(job, run)
         base = adapters.split(job.model.params)[1]
-        mark = folders.base_mark(base)
+        mark = {**marks.of_base(base), **marks.of_rows(job.task.train)}
         contents, step, notes = _restored(job, run, mark)
         base = None if base is None else job.programs.place(base)
     except BaseException:
@@ -265,7 +265,7 @@ def _restored(job: Job, run: Run, mark: dict[str, int]) -> tuple[checkpoints.Sta
     checkpoint = run.restore(_shapes(job))
     if checkpoint is None:
         return _first(job), -1, []
-    folders.check_base(checkpoint, mark, run.folder)
+    marks.check(checkpoint, mark, run.folder)
     notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in checkpoint.damaged]
     notes.append(f"resumed after step {checkpoint.step}{_changes(job.config, run)}")
     return checkpoint.state, checkpoint.step, notes

@@ -28,7 +28,7 @@ from tim_jax.model import adapters
 from tim_jax.model.weights import Params
 from tim_jax.placement import processes
 from tim_jax.rl.types import TrainState
-from tim_jax.run import checkpoints
+from tim_jax.run import checkpoints, marks
 from tim_jax.run.checkpoints import Checkpoints, Restored, State
 from tim_jax.run.loggers import JsonLines
 
@@ -248,23 +248,9 @@ def read_params(
     """
     trained, base = adapters.split(params)
     restored = read_checkpoint(folder, {"params": trained}, step=step)
-    check_base(restored, base_mark(base), folder)
+    marks.check(restored, marks.of_base(base), folder)
     whole = adapters.whole(restored.state["params"], base)
     return replace(restored, state={"params": whole})
-
-
-def base_mark(base: Params | None) -> dict[str, int]:
-    """What a checkpoint keeps of a base that is not in it."""
-    return {} if base is None else {"base_crc32": adapters.fingerprint(base)}
-
-
-def check_base(restored: Restored, mark: Mapping[str, int], folder: Any) -> None:
-    """Refuses the adapters of a checkpoint whose `extra` has the mark of another base."""
-    if any(restored.extra.get(name) != value for name, value in mark.items()):
-        raise InputError(
-            f"{folder}: the adapters of step {restored.step} were trained on other base weights"
-            " than the model has now"
-        )
 
 
 def saved(state: TrainState, reference: Any, history: Sequence[Any] = ()) -> State:
