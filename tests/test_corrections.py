@@ -817,6 +817,12 @@ def test_wrong_packing_is_refused_in_one_line(changes, message):
     assert "\n" not in str(error.value)
 
 
+def test_the_state_of_another_correction_is_refused():
+    given = {"log_ratio": jnp.zeros((2, 3), jnp.float32), "mask": jnp.ones((2, 3), bool)}
+    with pytest.raises(InputError, match="the state has 3 parts and the correction 1"):
+        correct(corrections.chain(CASES["token_tis"]), state=(1, 2, 3), **given)
+
+
 # The effects of a recipe's blocks in their order, as first letters.
 EFFECTS = {
     "none": "",

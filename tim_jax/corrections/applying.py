@@ -162,7 +162,8 @@ def correct(
       mask: bool[B, R], True on response tokens. Values elsewhere are ignored.
       state: what the last batch's call returned; None for the first batch.
       segment_ids: for a packed batch, whose arrays are one row of tokens, [N]: i32[N], the sequence
-        that each token belongs to, from 0 to `segments` - 1. The results are [N] as well.
+        that each token belongs to, from 0 to `segments` - 1. Tokens of other ids, such as padding,
+        belong to none whatever the mask says, and have coefficient 0. The results are [N] as well.
       segments: the number of packed sequences. Memory is [segments, N] for a while.
       extra: `log_probs`, `advantages`, and whatever else the chain reads.
 
@@ -216,6 +217,11 @@ def apply(correction: Correction, start: jax.Array, state: Any, **extra: Any) ->
     A rejection also takes tokens that a mask has set to 0 before: all tokens of a rejected
     sequence.
     """
+    if len(state) != len(correction.blocks):
+        raise InputError(
+            f"the state has {len(state)} parts and the correction {len(correction.blocks)}: it is"
+            " of another correction; begin with state=None"
+        )
     coefficients, states = start, []
     kept = mask = cast(jax.Array, extra["mask"]).astype(bool)
     for block, before in zip(correction.blocks, state, strict=True):

@@ -26,7 +26,7 @@ current policy (`Block.reads`) reads pi / mu in every update, in recompute mode 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, check_choice
 
 Effect = Literal["weight", "scale", "mask", "reject"]
 Reads = Literal["old", "current"]
@@ -124,9 +124,17 @@ def chain(*transforms: optax.GradientTransformation) -> Correction:
     A transform that is not a `Correction` (one of your own, or of optax) is taken for a weight with
     a statistic of the whole batch: the assumption that restricts its use most. `map_coefficients`
     makes one that states what it does.
+
+    Raises:
+      InputError: one of them is no optax transform.
     """
     blocks: list[Block] = []
     for transform in transforms:
+        if not isinstance(transform, optax.GradientTransformation):
+            raise InputError(
+                "a correction must be one that tim_jax.corrections makes, such as token_tis(), or"
+                f" an optax transform; got {transform!r}"
+            )
         if isinstance(transform, Correction):
             blocks += transform.blocks
         else:
@@ -279,7 +287,12 @@ class Stages(NamedTuple):
 
 
 def stages(correction: Correction, mode: Mode) -> Stages:
-    """Returns the parts of a correction that a mode evaluates once a step and in every update."""
+    """Returns the parts of a correction that a mode evaluates once a step and in every update.
+
+    Raises:
+      InputError: there is no such mode.
+    """
+    check_choice("mode", mode, get_args(Mode))
     if mode == "bypass":
         return Stages(Correction(()), correction)
     step = tuple(block for block in correction.blocks if block.reads == "old")
@@ -317,6 +330,7 @@ def check(
     Raises:
       InputError: one line that names the block and the ways out.
     """
+    check_choice("mode", mode, get_args(Mode))
     for block in correction.blocks:
         if "divergence" in block.needs:
             raise InputError(

@@ -139,12 +139,17 @@ def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
     job = assemble(config, training=False)
     try:
         evaluate = job.evaluate or _evaluator(config, job.execution, job.task, job.text)
-        params = job.model.params
+        params, which = job.model.params, ""
         if of_run and checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
             restored = folders.read_params(config.run.folder, params)
             _warn_of_damage(restored)
             params = restored.state["params"]
+            which = f"step {restored.step} of {config.run.folder}"
+        elif of_run:
+            which = f"the config's own model, as {config.run.folder} has no checkpoint"
         metrics, samples = evaluate(job.programs.prepare(params))
+        if which:
+            _say(f"evaluated {which}")
         for row in shown(samples):
             print(completion_line(row, width=160))
         return metrics
@@ -200,5 +205,9 @@ def export(
 
 def _warn_of_damage(restored: Restored) -> None:
     for step, what in restored.damaged:
-        line = f"checkpoint of step {step} is damaged: {what}; taking step {restored.step}"
-        print(line, file=sys.stderr)
+        _say(f"checkpoint of step {step} is damaged: {what}; taking step {restored.step}")
+
+
+def _say(line: str) -> None:
+    """On standard error: standard output has the results."""
+    print(line, file=sys.stderr)

@@ -7,6 +7,7 @@ them differ describe an experiment with mismatch.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any, Literal, Protocol, get_args
 
 import jax
@@ -42,6 +43,16 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self):
+        for name, kind in (
+            ("max_response_length", Integral),
+            ("temperature", Real),
+            ("top_k", Integral),
+            ("top_p", Real),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                what = "a whole number" if kind is Integral else "a number"
+                raise InputError(f"Sampling: {name} must be {what}, got {value!r}")
         if self.max_response_length < 1:
             raise InputError(
                 f"Sampling: max_response_length must be positive, got {self.max_response_length}"
