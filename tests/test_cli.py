@@ -301,9 +301,9 @@ def test_eval_of_a_run_is_its_last_evaluation(finished, folder, call):
 
 def test_eval_without_a_run_is_of_the_configs_own_model(finished, folder, call):
     out_file = folder / "first.json"
-    status, _, err = call("eval", "tiny.toml", "run.folder=nowhere", "--json", out_file)
+    status, out, _ = call("eval", "tiny.toml", "run.folder=nowhere", "--json", out_file)
     assert status == 0
-    assert "evaluated the config's own model, as nowhere has no checkpoint" in err
+    assert "evaluated the config's own model, as nowhere has no checkpoint" in out
     assert json.loads(out_file.read_text()).keys() == {
         "mean@2",
         "pass@1",

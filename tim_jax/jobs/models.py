@@ -149,7 +149,7 @@ def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
             which = f"the config's own model, as {config.run.folder} has no checkpoint"
         metrics, samples = evaluate(job.programs.prepare(params))
         if which:
-            _say(f"evaluated {which}")
+            print(f"evaluated {which}")
         for row in shown(samples):
             print(completion_line(row, width=160))
         return metrics
@@ -205,9 +205,5 @@ def export(
 
 def _warn_of_damage(restored: Restored) -> None:
     for step, what in restored.damaged:
-        _say(f"checkpoint of step {step} is damaged: {what}; taking step {restored.step}")
-
-
-def _say(line: str) -> None:
-    """On standard error: standard output has the results."""
-    print(line, file=sys.stderr)
+        line = f"checkpoint of step {step} is damaged: {what}; taking step {restored.step}"
+        print(line, file=sys.stderr)
