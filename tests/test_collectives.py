@@ -1,5 +1,7 @@
 """Gathers in stages move what a gather at once moves."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,3 +52,24 @@ def test_stages_change_nothing(names, axis, monkeypatch):
     program = jax.jit(gather)
     np.testing.assert_array_equal(program(whole), whole)
     assert program.lower(whole).as_text().count("all_gather") >= 2
+
+
+def test_parts_of_a_sum_are_sent_in_their_own_dtype_and_added_in_float32():
+    """One large and three small addends: in bfloat16 the small ones would be lost."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+    addends = np.float32([256.0, 0.75, 0.75, 0.75])
+    x = jnp.asarray(np.repeat(addends, 8).reshape(4, 8), jnp.bfloat16)
+    reduce = jax.shard_map(
+        lambda x: collectives._reduce(x[0], ("a",), 0),
+        mesh=mesh,
+        in_specs=PartitionSpec("a"),
+        out_specs=PartitionSpec("a"),
+        check_vma=False,
+    )
+    program = jax.jit(reduce)
+    found = program(x)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, np.full(8, 258.25, np.float32))
+    sent = re.findall(r'"stablehlo.all_to_all"\(.*-> tensor<([^>]*)>', program.lower(x).as_text())
+    assert sent
+    assert all(kind.endswith("bf16") for kind in sent)

@@ -633,6 +633,15 @@ def test_a_demonstration_that_does_not_fit_is_refused():
         demonstrations(size=5)
 
 
+def test_a_warm_start_of_one_step_learns():
+    params = tiny.params(CONFIG)
+    batches = iter([demonstrations()])
+    ((moved, _),) = warm_start.warm_start(
+        params, batches, execution=EXECUTION, learning_rate=1e-2, steps=1
+    )
+    assert tiny.bits(moved) != tiny.bits(params)
+
+
 @pytest.mark.slow
 def test_warm_start_learns_its_pairs_and_leaves_its_input_whole():
     params = tiny.params(CONFIG)

@@ -238,17 +238,17 @@ def embedded(
     """
     where = execution.placement
     add = partial(row_sums.added, numerics=execution.numerics)
+    of_group = partial(collectives.group_rows, placement=where, axis="fsdp")
 
     def rows(table, tokens, total):
-        columns = table[collectives.fsdp_rows(tokens, where)]
-        return collectives.own_fsdp_rows(columns, where), total
+        return collectives.rows_for_columns(table[of_group(tokens)], where, axis="fsdp"), total
 
     def backward(residuals, cotangents):
         table, tokens, total = residuals
         total = cotangents[1] if handed_on else total
-        columns = collectives.own_fsdp_columns(cotangents[0], where).astype(jnp.float32)
+        columns = collectives.columns_for_rows(cotangents[0], where, axis="fsdp")
         sums = jnp.zeros(table.shape, jnp.float32) if total is None else total
-        sums = add(sums, collectives.fsdp_rows(tokens, where), columns)
+        sums = add(sums, of_group(tokens), columns.astype(jnp.float32))
         return (sums.astype(table.dtype), None, None) if total is None else (None, None, sums)
 
     call = jax.custom_vjp(rows)

@@ -131,35 +131,22 @@ def tensor_whole(x: jax.Array, placement: Placement) -> jax.Array:
     return _collect(x, ("tensor",), x.ndim - 1) if placement.tensor > 1 else x
 
 
-def rows_for_columns(x: jax.Array, placement: Placement) -> jax.Array:
-    """An all-to-all: [N, M / tensor], this device's columns of all rows, to [N / tensor, M].
+def rows_for_columns(x: jax.Array, placement: Placement, *, axis: str = "tensor") -> jax.Array:
+    """An all-to-all: [N, M / n], this device's columns of all rows, to [N / n, M].
 
-    The result has all columns of this device's rows. Differentiable: the transpose is the exchange
-    back. `tensor` must divide N.
+    The result has all columns of this device's rows; n is the size of the mesh axis, and must
+    divide N. Differentiable: the transpose is `columns_for_rows`.
     """
-    if placement.tensor == 1:
+    if not _present((axis,), placement):
         return x
-    return jax.lax.all_to_all(x, "tensor", split_axis=0, concat_axis=1, tiled=True)
+    return jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=1, tiled=True)
 
 
-def fsdp_rows(x: jax.Array, placement: Placement) -> jax.Array:
-    """The rows x [N, ...] of all devices of an fsdp group, [fsdp x N, ...], in order."""
-    names = _present(("fsdp",), placement)
-    return _collect(x, names, 0) if names else x
-
-
-def own_fsdp_rows(x: jax.Array, placement: Placement) -> jax.Array:
-    """An all-to-all: [fsdp x N, M / fsdp], this device's columns of all rows, to [N, M]."""
-    if placement.fsdp == 1:
+def columns_for_rows(x: jax.Array, placement: Placement, *, axis: str = "tensor") -> jax.Array:
+    """The exchange back: all columns of this device's rows, [N / n, M], to [N, M / n]."""
+    if not _present((axis,), placement):
         return x
-    return jax.lax.all_to_all(x, "fsdp", split_axis=0, concat_axis=1, tiled=True)
-
-
-def own_fsdp_columns(x: jax.Array, placement: Placement) -> jax.Array:
-    """The exchange back: [N, M], this device's rows, to [fsdp x N, M / fsdp]."""
-    if placement.fsdp == 1:
-        return x
-    return jax.lax.all_to_all(x, "fsdp", split_axis=1, concat_axis=0, tiled=True)
+    return jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=0, tiled=True)
 
 
 def local_rows(x: jax.Array, placement: Placement) -> jax.Array:
@@ -214,13 +201,14 @@ def own_rows(sums: jax.Array, placement: Placement) -> jax.Array:
     return _reduce(sums, names, sums.ndim - 2) if names else sums
 
 
-def group_rows(x: jax.Array, placement: Placement) -> jax.Array:
-    """The rows x [N, ...] of all devices of an expert group, [expert x N, ...]."""
-    return _collect(x, _present(("expert",), placement), 0)
+def group_rows(x: jax.Array, placement: Placement, *, axis: str = "expert") -> jax.Array:
+    """The rows x [N, ...] of all devices along a mesh axis, in order. Not differentiable."""
+    names = _present((axis,), placement)
+    return _collect(x, names, 0) if names else x
 
 
 def own_group_rows(sums: jax.Array, placement: Placement) -> jax.Array:
-    """The transpose of `group_rows`: this device's rows of sums over the group, float32."""
+    """The transpose of `group_rows` over experts: this device's rows of the sums, float32."""
     return _reduce(sums, _present(("expert",), placement), 0)
 
 

@@ -102,7 +102,7 @@ def verdicts(stated: Stated, runs: Sequence[RunLines] | None = None) -> list[Ver
     found = outcomes(stated, runs)
     compared = [_compare(stated, found, *pair) for pair in _pairs(stated)]
     family = [v for v in compared if not v.note]
-    # What is still open counts as if it found nothing: a verdict does not change as runs end.
+    # What is still open counts as if it found nothing: a difference that is shown stays so.
     corrected = iter(holm([1.0 if v.p is None else v.p for v in family]))
     return [v if v.note else _corrected(v, next(corrected), len(family)) for v in compared]
 

@@ -10,9 +10,10 @@ numbers, and a grader that divides its work among the processes of a job.
 
 import json
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 
@@ -86,12 +87,15 @@ class Task:
                 close()
 
 
-@dataclass(frozen=True)
-class Generated(Sequence[Example]):
-    """A sequence whose item i is `make(i)`, computed at every access."""
+class Lazy(Sequence[Example], ABC):
+    """`size` examples that are made whenever they are read."""
 
-    make: Callable[[int], Example]
     size: int
+    at_a_time: ClassVar[int] = 1  # are made together where all are read
+
+    @abstractmethod
+    def made(self, rows: Sequence[int]) -> list[Example]:
+        """The examples of these rows, each from 0 to `size` - 1."""
 
     def __len__(self) -> int:
         return self.size
@@ -102,13 +106,25 @@ class Generated(Sequence[Example]):
     def __getitem__(self, index: slice) -> tuple[Example, ...]: ...
     def __getitem__(self, index: int | slice) -> Example | tuple[Example, ...]:
         if isinstance(index, slice):
-            return tuple(self.make(i) for i in range(*index.indices(self.size)))
+            return tuple(self.made(range(*index.indices(self.size))))
         if not -self.size <= index < self.size:
             raise IndexError(index)
-        return self.make(int(index) % self.size)
+        return self.made([int(index) % self.size])[0]
 
     def __iter__(self) -> Iterator[Example]:
-        return (self.make(i) for i in range(self.size))
+        for start in range(0, self.size, self.at_a_time):
+            yield from self[start : start + self.at_a_time]
+
+
+@dataclass(frozen=True)
+class Generated(Lazy):
+    """A sequence whose item i is `make(i)`."""
+
+    make: Callable[[int], Example]
+    size: int
+
+    def made(self, rows: Sequence[int]) -> list[Example]:
+        return [self.make(row) for row in rows]
 
 
 def rewards(grades: Sequence[Grade]) -> np.ndarray:

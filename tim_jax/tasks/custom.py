@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import iscoroutine
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn
 
 import numpy as np
 
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.inputs import shown
-from tim_jax.tasks.base import Example, Grade, Grader, Message, Task
+from tim_jax.tasks.base import Example, Grade, Grader, Lazy, Message, Task
 
 # Sums of squares of larger rewards, which deviations need, are beyond float32.
 LARGEST = 1e15
@@ -134,7 +134,7 @@ def _its_examples(task: Task, part: str, factory: str) -> Sequence[Example]:
 
 
 @dataclass(frozen=True)
-class _ItsExamples(Sequence[Example]):
+class _ItsExamples(Lazy):
     """The examples of a user's task, each looked at when it is read."""
 
     examples: Sequence[Example]
@@ -142,22 +142,8 @@ class _ItsExamples(Sequence[Example]):
     part: str
     factory: str
 
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Example, ...]: ...
-    def __getitem__(self, index: int | slice) -> Example | tuple[Example, ...]:
-        if isinstance(index, slice):
-            return tuple(self._read(row) for row in range(*index.indices(self.size)))
-        if not -self.size <= index < self.size:
-            raise IndexError(index)
-        return self._read(int(index) % self.size)
-
-    def __iter__(self) -> Iterator[Example]:
-        return (self._read(row) for row in range(self.size))
+    def made(self, rows: Sequence[int]) -> list[Example]:
+        return [self._read(row) for row in rows]
 
     def _read(self, row: int) -> Example:
         what = f"task.factory {self.factory}: example {row} of {self.part}"

@@ -11,18 +11,18 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO, ClassVar
 
 from tim_jax import waiting
 from tim_jax.errors import InputError
 from tim_jax.inputs import shown
 from tim_jax.tasks import guard
-from tim_jax.tasks.base import Example, Grade, Message, Task
+from tim_jax.tasks.base import Example, Grade, Lazy, Message, Task
 from tim_jax.tasks.custom import plain
 
 GRACE_SECONDS = 5.0  # after the limit, at which the process ends itself, until it is ended
@@ -33,7 +33,6 @@ PACKAGE = str(Path(__file__).parent.parent)
 # The process imports from where this one does, whatever changed that.
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {0} import main; main()"
 _LABELS = {"reward": "reward", "task": "task.factory"}
-_AT_A_TIME = 256  # examples of another process that are read together
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
@@ -164,34 +163,17 @@ def isolated_task(factory: str, parameters: Mapping[str, Any], *, seconds: float
 
 
 @dataclass(frozen=True)
-class _There(Sequence[Example]):
+class _There(Lazy):
     """The examples of a part of a task in another process."""
 
     there: Isolated
     part: str
     size: int
+    at_a_time: ClassVar[int] = 256
 
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Example, ...]: ...
-    def __getitem__(self, index: int | slice) -> Example | tuple[Example, ...]:
-        if isinstance(index, slice):
-            return tuple(self._read(list(range(*index.indices(self.size)))))
-        if not -self.size <= index < self.size:
-            raise IndexError(index)
-        return self._read([int(index) % self.size])[0]
-
-    def __iter__(self) -> Iterator[Example]:
-        for start in range(0, self.size, _AT_A_TIME):
-            yield from self[start : start + _AT_A_TIME]
-
-    def _read(self, rows: list[int]) -> list[Example]:
+    def made(self, rows: Sequence[int]) -> list[Example]:
         doing = f"making its {self.part} examples"
-        found = self.there.call({"part": self.part, "rows": rows}, doing=doing)
+        found = self.there.call({"part": self.part, "rows": list(rows)}, doing=doing)
         return [
             Example(as_prompt(prompt), answer, {"part": self.part, "row": row}, solution)
             for row, (prompt, answer, solution) in zip(rows, found, strict=True)
