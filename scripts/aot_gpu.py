@@ -1,6 +1,7 @@
 """Compiles the GPU kernels and whole programs for a GPU that is not here, and looks at the result.
 
-    python scripts/aot_gpu.py [h200] [--layers 1] [--kernels-only] [--named gradient]
+    python scripts/aot_gpu.py [h200] [--family pallas_mosaic_gpu] [--layers 1] [--kernels-only]
+        [--named gradient]
 
 Needs no GPU and no driver, but the CUDA compiler and JAX's plugin: pip install "tim-jax[cuda]".
 
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ os.environ.update(
     JAX_PLATFORMS="cpu",
     XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={os.environ['AOT_GPU_DUMP']}"
     " --xla_gpu_dump_llvmir=true --xla_dump_emitter_re=.*",
+    MOSAIC_GPU_DUMP_TO=os.environ["AOT_GPU_DUMP"],
 )
 
 import jax
@@ -37,8 +39,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import kernels
-from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, Numerics
-from tim_jax.numerics.device_tiles import GPU_BF16_SEVERAL_TILES, MatmulTile
+from tim_jax.numerics import (
+    GPU_EXACT_BF16,
+    GPU_EXACT_F32,
+    GPU_FAMILIES,
+    MOSAIC_GPU_EXACT_BF16,
+    Numerics,
+)
+from tim_jax.numerics.device_tiles import (
+    GPU_BF16_SEVERAL_TILES,
+    MOSAIC_GPU_BF16_SEVERAL_TILES,
+    MatmulTile,
+)
 from tim_jax.plan import topology
 from tim_jax.plan.gpus import COMPILER_OPTIONS, GPUS
 
@@ -110,22 +122,27 @@ def fingerprint(ptx: list[Path]) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def look_at_tiles(sharding) -> None:
+def look_at_tiles(families: Collection[str], sharding) -> None:
     shape = jax.ShapeDtypeStruct
     shapes = shape((4096, 2048), jnp.bfloat16), shape((2048, 4096), jnp.bfloat16)
-    for tile in TILES:
-        gpu = replace(GPU_EXACT_BF16.gpu, matmul=(tile,))
-        numerics = replace(GPU_EXACT_BF16, gpu=gpu)
+    tiles = [(GPU_EXACT_BF16, tile) for tile in TILES]
+    tiles += [(MOSAIC_GPU_EXACT_BF16, tile) for tile in MOSAIC_GPU_BF16_SEVERAL_TILES.matmul]
+    for exact, tile in tiles:
+        if exact.family not in families:
+            continue
+        numerics = replace(exact, gpu=replace(exact.gpu, matmul=(tile,)))
         dot = partial(kernels.family(numerics).dot, numerics=numerics)
+        label = f"{numerics.family} dot, tile {tile}"
         try:
             _, ptx = compiled(dot, shapes, sharding)
-            print(f"dot, tile {tile}: {resources(ptx)}", flush=True)
+            print(f"{label}: {resources(ptx)}", flush=True)
         except jax.errors.JaxRuntimeError as error:
-            print(f"dot, tile {tile}: {reason(error)}", flush=True)
+            print(f"{label}: {reason(error)}", flush=True)
 
 
 def look_at_kernels(numerics: Numerics, sharding, named: str) -> None:
     """Each kernel at 5 and at 700 rows: the same float instructions?"""
+    label = f"{numerics.family} {numerics.compute_dtype}"
     few, many = lowering.operations(numerics, 5), lowering.operations(numerics, 700)
     for name, (function, shapes) in few.items():
         if named not in name:
@@ -135,13 +152,12 @@ def look_at_kernels(numerics: Numerics, sharding, named: str) -> None:
             one, used = fingerprint(ptx), resources(ptx)
             _, ptx = compiled(*many[name], sharding)
         except jax.errors.JaxRuntimeError as error:
-            print(f"{numerics.compute_dtype} {name}: {reason(error)}", flush=True)
+            print(f"{label} {name}: {reason(error)}", flush=True)
             continue
         same = "same" if fingerprint(ptx) == one else "OTHER"
         kept = left_to_xla(executable)
         print(
-            f"{numerics.compute_dtype} {name}: {used}; 5 and 700 rows: {same} instructions;"
-            f" XLA: {kept}",
+            f"{label} {name}: {used}; 5 and 700 rows: {same} instructions; XLA: {kept}",
             flush=True,
         )
 
@@ -152,7 +168,7 @@ def look_at_programs(numerics: Numerics, sharding, layers: int) -> None:
         executable, ptx = compiled(function, shapes, sharding)
         memory = executable.memory_analysis()
         print(
-            f"{numerics.compute_dtype} {name}, {layers} layers: {resources(ptx)};"
+            f"{numerics.family} {numerics.compute_dtype} {name}, {layers} layers: {resources(ptx)};"
             f" {memory.temp_size_in_bytes:,} bytes of temporaries; XLA: {left_to_xla(executable)}",
             flush=True,
         )
@@ -161,20 +177,27 @@ def look_at_programs(numerics: Numerics, sharding, layers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("device", nargs="?", default="h200", choices=GPUS)
+    parser.add_argument("--family", choices=GPU_FAMILIES, help="without it, both")
     parser.add_argument("--layers", type=int, default=1, help="of the whole programs")
     parser.add_argument("--kernels-only", action="store_true")
     parser.add_argument("--named", default="", help="kernels with this in their names alone")
     options = parser.parse_args()
     devices = topology.target(f"{options.device}:1").devices
     sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
+    families = [options.family] if options.family else GPU_FAMILIES
     if not options.named:
-        look_at_tiles(sharding)
-    for numerics in (GPU_EXACT_BF16, GPU_EXACT_F32):
-        look_at_kernels(numerics, sharding, options.named)
+        look_at_tiles(families, sharding)
+    for numerics in (GPU_EXACT_BF16, GPU_EXACT_F32, MOSAIC_GPU_EXACT_BF16):
+        if numerics.family in families:
+            look_at_kernels(numerics, sharding, options.named)
     if not (options.kernels_only or options.named):
-        look_at_programs(
-            replace(GPU_EXACT_BF16, gpu=GPU_BF16_SEVERAL_TILES), sharding, options.layers
+        several = (
+            replace(GPU_EXACT_BF16, gpu=GPU_BF16_SEVERAL_TILES),
+            replace(MOSAIC_GPU_EXACT_BF16, gpu=MOSAIC_GPU_BF16_SEVERAL_TILES),
         )
+        for numerics in several:
+            if numerics.family in families:
+                look_at_programs(numerics, sharding, options.layers)
 
 
 if __name__ == "__main__":

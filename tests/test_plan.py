@@ -803,7 +803,7 @@ def test_a_plan_for_virtual_devices():
     assert made.fits
     assert [one.name for one in made.stages] == ["sampler", "scoring", "update"]
     sampler, scoring, update = (one.figures for one in made.stages)
-    # A sampler that gathers its weights once exchanges nothing; the others look embeddings up by rows.
+    # A sampler that gathers its weights once has the embeddings; the others look them up by rows.
     assert set(sampler.collectives) == {"all-gather"}
     assert set(scoring.collectives) == {"all-gather", "all-to-all"}
     assert {"all-gather", "reduce-scatter"} <= set(update.collectives) | {"reduce-scatter"}
@@ -940,13 +940,16 @@ def test_the_command_plans_for_a_tpu(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_command_plans_for_gpus(config, tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("pallas_gpu", "float32"), ("pallas_gpu", "bfloat16"), ("pallas_mosaic_gpu", "bfloat16")],
+)
+def test_the_command_plans_for_gpus(config, tmp_path, family, dtype):
     """Every kernel of the sampler's forward is the learner's; only the draw has one of its own."""
     # Asked of a module inside a package that is missing, find_spec raises.
     if not all(map(importlib.util.find_spec, ("nvidia", "nvidia.cu13"))):
         pytest.skip("CUDA's compiler is not installed (pip install tim-jax[cuda])")
-    words = "--topology", "h200:4", "numerics.family=pallas_gpu", f"numerics.dtype={dtype}"
+    words = "--topology", "h200:4", f"numerics.family={family}", f"numerics.dtype={dtype}"
     plan, _ = planned(config, tmp_path, *words)
     assert plan["fits"]
     assert plan["stages"]["sampler"]["collectives"]["all-gather"]["bytes"] > 0

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 from tim_jax import inputs
 from tim_jax.errors import InputError
 
-FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_tpu")  # without the JAX of numerics
+# Without the JAX of numerics.
+FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
 KERNELS = "kernels; auto: tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs"
 
 

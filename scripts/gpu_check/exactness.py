@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,25 +31,18 @@ def cases(setting: Setting) -> Iterator[Case]:
         quick, rest = quick[:1], quick[3:4]
 
     def one(label: str, numerics: Numerics, case: auditing.Case, *, must: bool = True) -> Case:
-        return Case(f"{label}: {case.name}", lambda: _compare(params, config, numerics, case, must))
+        def run():
+            values = _compare(setting, params, config, numerics, case=case, sizes=sizes)
+            return values if must else {k: v for k, v in values.items() if k != "passed"}
 
-    def _compare(params, config, numerics, case, must):
-        fitted = setting.fitted(config, numerics)
-        options = {"numerics": (fitted,), "cases": (case,), "sizes": sizes, "control": False}
-        (result,) = auditing.audit(params, config, **options)
-        values = {
-            "tokens": result.compared_tokens,
-            "unequal": result.unequal_tokens,
-            "max diff": result.max_abs_diff,
-            "kernels": ", ".join(fitting.kernels_used(config, fitted)) or "XLA",
-        }
-        return values | ({"passed": result.passed} if must else {})
+        return Case(f"{label}: {case.name}", run)
 
     bf16, f32 = setting.exact("bfloat16"), setting.exact("float32")
     tuned = setting.exact("bfloat16", tuned=True)
     yield from (one("pallas_gpu bfloat16", bf16, case) for case in quick)
     yield from (one("pallas_gpu float32", f32, case) for case in quick)
     yield from (one("pallas_gpu bfloat16, several tiles", tuned, case) for case in quick[:3])
+    yield from _of_mosaic(setting, sizes, quick[:2])
     yield _long_sequence(setting)
     yield from (_repeated_gradient(setting, dtype) for dtype in ("bfloat16", "float32"))
     for dtype in ("bfloat16", "float32"):
@@ -64,6 +58,35 @@ def cases(setting: Setting) -> Iterator[Case]:
         yield from (one(f"tiles {dtype}", tiles, case, must=setting.smoke) for case in quick[:2])
     yield from (one("pallas_gpu bfloat16", bf16, case) for case in rest)
     yield from (one("pallas_gpu float32", f32, case) for case in rest)
+
+
+def _compare(setting: Setting, params, config, numerics, *, case, sizes):
+    fitted = setting.fitted(config, numerics)
+    options = {"numerics": (fitted,), "cases": (case,), "sizes": sizes, "control": False}
+    (result,) = auditing.audit(params, config, **options)
+    return {
+        "tokens": result.compared_tokens,
+        "unequal": result.unequal_tokens,
+        "max diff": result.max_abs_diff,
+        "kernels": ", ".join(fitting.kernels_used(config, fitted)) or "XLA",
+        "passed": result.passed,
+    }
+
+
+def _of_mosaic(setting: Setting, sizes: auditing.Sizes, cases) -> Iterator[Case]:
+    label = "pallas_mosaic_gpu bfloat16"
+    if setting.without_mosaic:
+        yield Case(label, lambda: {"left out": setting.without_mosaic})
+        return
+    config = setting.mosaic_model()
+    params = jax.tree.map(jnp.asarray, auditing.random_params(config, 0))
+    for case in cases:
+        run = partial(_compare, setting, params, config, case=case, sizes=sizes)
+        yield Case(f"{label}: {case.name}", partial(run, setting.mosaic()))
+    if not setting.smoke:
+        several = partial(_compare, setting, params, config, case=cases[0], sizes=sizes)
+        name = f"{label}, several tiles: {cases[0].name}"
+        yield Case(name, partial(several, setting.mosaic(tuned=True)))
 
 
 def _long_sequence(setting: Setting) -> Case:

@@ -14,7 +14,7 @@ from tim_jax import kernels
 from tim_jax.errors import InputError
 from tim_jax.kernels import native, variants
 from tim_jax.numerics import Numerics
-from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile
+from tim_jax.numerics.device_tiles import MOSAIC_GPU_BF16_SEVERAL_TILES, GpuTiles, MatmulTile
 
 CANDIDATES = (
     MatmulTile(64, 32, 4, 5),
@@ -24,11 +24,13 @@ CANDIDATES = (
     MatmulTile(128, 128, 8, 3),
     MatmulTile(128, 256, 8, 2),
 )
+MOSAIC = MOSAIC_GPU_BF16_SEVERAL_TILES.matmul
 
 
 def cases(setting: Setting) -> Iterator[Case]:
     for dtype in ("bfloat16", "float32"):
         yield from _gates(setting, setting.exact(dtype))
+    yield from _products_of_mosaic(setting)
     yield from _sampler_attentions(setting)
     yield from _tiles(setting)
     if not setting.smoke:
@@ -76,6 +78,32 @@ def _gates(setting: Setting, numerics: Numerics) -> Iterator[Case]:
     yield Case(
         f"attention {dtype}: decode against whole sequence", partial(_decode, setting, numerics)
     )
+
+
+def _products_of_mosaic(setting: Setting) -> Iterator[Case]:
+    """As `_gates`, of the only kernels that differ, and every tile against the first."""
+    label = "pallas_mosaic_gpu dot bfloat16"
+    if setting.without_mosaic:
+        yield Case(label, lambda: {"left out": setting.without_mosaic})
+        return
+    numerics = setting.mosaic()
+    size, width, counts = (128, 128, (1, 7, 70)) if setting.smoke else _sizes(setting)
+    x = normal(0, counts[-1], size, dtype=numerics.dtype)
+    weight = (normal(1, size, width) * size**-0.5).astype(numerics.dtype)
+    ops, dot = kernels.family(numerics), _dot(numerics)
+    gated = jax.jit(lambda x: ops.gated_dot(x, weight, None, numerics=numerics))
+    rows = {"dot": lambda x: dot(x, weight), "gated_dot": gated}
+    for name, run in rows.items():
+        name = f"pallas_mosaic_gpu {name} bfloat16"
+        yield Case(f"{name}: rows against row count", partial(_row_counts, run, x, counts))
+        yield Case(f"{name}: place in the batch", partial(_places, run, x))
+    yield Case(f"{label}: against float64", partial(_accuracy, rows["dot"], x, weight))
+
+    def compare(tile):
+        return {"passed": same_bits(_dot(_with(numerics, tile))(x, weight), dot(x, weight))}
+
+    for tile in MOSAIC if not setting.smoke else ():
+        yield Case(f"{label}: tile {_text(tile)} against the default", partial(compare, tile))
 
 
 def _row_counts(run, x, counts):
@@ -226,6 +254,9 @@ def _native(setting: Setting):
 def _timings(setting: Setting) -> Iterator[Case]:
     """Each tile at the shapes of the 1.7B model, beside XLA's dot."""
     numerics = setting.exact("bfloat16")
+    tiles = {_text(tile): _with(numerics, tile) for tile in CANDIDATES}
+    if not setting.without_mosaic:
+        tiles |= {f"Mosaic {_text(tile)}": _with(setting.mosaic(), tile) for tile in MOSAIC}
     shapes = ((2048, 4096), (2048, 12288), (6144, 2048), (2048, 151936))
 
     def measure(count: int, size: int, width: int):
@@ -234,14 +265,12 @@ def _timings(setting: Setting) -> Iterator[Case]:
         flops = 2 * count * size * width
         moved = 2 * (count * size + size * width) + 4 * count * width
         values = {}
-        for tile in CANDIDATES:
+        for text, of_tile in tiles.items():
             try:
-                time = seconds(partial(_dot(_with(numerics, tile)), x, weight), least=0.02)
-                values[_text(tile)] = (
-                    f"{flops / time / 1e12:.0f} TF/s {moved / time / 1e12:.2f} TB/s"
-                )
+                time = seconds(partial(_dot(of_tile), x, weight), least=0.02)
+                values[text] = f"{flops / time / 1e12:.0f} TF/s {moved / time / 1e12:.2f} TB/s"
             except Exception as error:  # a tile too large for this device is a finding
-                values[_text(tile)] = f"{type(error).__name__}"
+                values[text] = f"{type(error).__name__}"
         time = seconds(partial(jax.jit(native.product), x, weight), least=0.02)
         values["XLA"] = f"{flops / time / 1e12:.0f} TF/s {moved / time / 1e12:.2f} TB/s"
         return values

@@ -11,11 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tim_jax.errors import InputError
+from tim_jax.kernels import pallas_mosaic_gpu
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import TABLE, Weight, matrices, tree
-from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, GPU_PINNED_OPTIONS, Numerics, Rows
-from tim_jax.numerics.device_tiles import GPU_BF16_SEVERAL_TILES, GpuTiles, MatmulTile
+from tim_jax.numerics import (
+    GPU_EXACT_BF16,
+    GPU_EXACT_F32,
+    GPU_PINNED_OPTIONS,
+    MOSAIC_GPU_EXACT_BF16,
+    Numerics,
+    Rows,
+)
+from tim_jax.numerics.device_tiles import (
+    GPU_BF16_SEVERAL_TILES,
+    MOSAIC_GPU_BF16_SEVERAL_TILES,
+    GpuTiles,
+    MatmulTile,
+)
 
 SMOKE_TILES = GpuTiles(
     block_k=16,
@@ -25,6 +39,7 @@ SMOKE_TILES = GpuTiles(
     row_tile=4,
     lanes=32,
 )
+SMOKE_MOSAIC = MatmulTile(64, 64, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,25 @@ class Setting:
             tiles = SMOKE_TILES if tuned else replace(SMOKE_TILES, matmul=(MatmulTile(16, 16),))
             return replace(numerics, gpu=tiles, kv_block=16, head_rows=32, interpret=True)
         return replace(numerics, gpu=GPU_BF16_SEVERAL_TILES) if tuned else numerics
+
+    def mosaic(self, *, tuned: bool = False) -> Numerics:
+        """`pallas_mosaic_gpu`, in bfloat16, which is all that it has."""
+        if self.smoke:
+            tiles = replace(SMOKE_TILES, block_k=64, matmul=(SMOKE_MOSAIC,), experts=SMOKE_MOSAIC)
+            small = {"gpu": tiles, "kv_block": 16, "head_rows": 32, "interpret": True}
+            return replace(MOSAIC_GPU_EXACT_BF16, **small)
+        if tuned:
+            return replace(MOSAIC_GPU_EXACT_BF16, gpu=MOSAIC_GPU_BF16_SEVERAL_TILES)
+        return MOSAIC_GPU_EXACT_BF16
+
+    @property
+    def without_mosaic(self) -> str:
+        """Why `mosaic` cannot run here; nothing if it can."""
+        try:
+            pallas_mosaic_gpu.check(self.mosaic())
+        except InputError as error:
+            return str(error)
+        return ""
 
     def tiles(self, dtype: str) -> Numerics:
         """The slow reference: fenced XLA operations on fixed tiles."""
@@ -85,6 +119,12 @@ class Setting:
             tied_embeddings=True,
             qk_norm=True,
         )
+
+    def mosaic_model(self) -> ModelConfig:
+        """The small model, with matrices in whole blocks of `mosaic`."""
+        config = self.small_model()
+        sizes = ("vocab_size", "hidden_size", "intermediate_size")
+        return replace(config, **dict.fromkeys(sizes, 64)) if self.smoke else config
 
     def model(self, name: str) -> ModelConfig:
         """Qwen3 of 0.6B or 1.7B parameters; in a smoke run the small model."""

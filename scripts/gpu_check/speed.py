@@ -65,6 +65,11 @@ def cases(setting: Setting) -> Iterator[Case]:
     if not setting.smoke:
         config, one = setting.model("1.7B"), {"exact, one tile": setting.exact("bfloat16")}
         yield from _samplers(setting, "1.7B", config, one, amounts, 64)
+        if not setting.without_mosaic:
+            name, numerics = "exact, Mosaic's products", setting.mosaic(tuned=True)
+            yield from _samplers(setting, "1.7B", config, {name: numerics}, amounts, 64)
+            run = partial(_learner, setting, config, numerics, amounts)
+            yield Case(f"learner 1.7B {name}, {_times(amounts.train)} tokens", run)
 
 
 def _times(pair: tuple[int, int]) -> str:

@@ -123,16 +123,17 @@ class NumericsSection(Section):
 
     family: FamilyChoice = "auto"
     """tiles: exact by construction. native: plain XLA. pallas_gpu, pallas_tpu: exact kernels. auto:
-    tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs."""
+    tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs. pallas_mosaic_gpu: the products of
+    pallas_gpu for Hopper GPUs in bfloat16, by JAX's newer compiler (JAX 0.12)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation. The master weights are float32 in any case."""
     column_tiles: Count | None = None
     """Parts that weight matrices are multiplied in: bits are the same for every size of the tensor
     axis that divides it. Left out: the smallest number that the tensor axes of the run divide."""
     several_tiles: bool = False
-    """Of pallas_tpu, and of pallas_gpu in bfloat16: small products take small tiles, large ones
-    large ones. As exact as one tile if the device adds up in the same order in every tile, which
-    `scripts/gpu_check.sh --only kernels` compares on a GPU."""
+    """Of kernels for TPUs, and of those for GPUs in bfloat16: small products take small tiles,
+    large ones large ones. As exact as one tile if the device adds up in the same order in every
+    tile, which `scripts/gpu_check.sh --only kernels` compares on a GPU."""
     compiler_options: Annotated[dict[str, str | bool | int], BeforeValidator(_options)] = {}
     """XLA's, for every program of the run, such as `xla_allow_excess_precision = false`."""
 

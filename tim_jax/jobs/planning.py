@@ -9,6 +9,7 @@ from tim_jax.inputs import expanded, json_value
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf
+from tim_jax.numerics import GPU_FAMILIES
 from tim_jax.placement import Devices
 from tim_jax.plan import planning, topology
 from tim_jax.plan.known_models import PUBLISHED
@@ -49,11 +50,11 @@ def plan_run(
 
 
 def _check_family(family: str, generation: Generation) -> None:
-    here = "pallas_gpu" if generation.platform == "cuda" else "pallas_tpu"
-    if family.startswith("pallas") and family != here:
+    here = GPU_FAMILIES if generation.platform == "cuda" else ("pallas_tpu",)
+    if family.startswith("pallas") and family not in here:
         raise InputError(
             f'plan: numerics.family = "{family}" has no kernels for {generation.text};'
-            f' there it can be "{here}"'
+            f' there it can be "{here[0]}"'
         )
 
 

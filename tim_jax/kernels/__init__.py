@@ -1,14 +1,24 @@
 """The operations of the forward in several families: plain XLA, exact tiles, and Pallas kernels.
 
-`interface` says what a family is. `composed` makes the families "tiles" and "native"; `pallas_gpu`
-and `pallas_tpu` are the others.
+`interface` says what a family is. `composed` makes the families "tiles" and "native"; `pallas_gpu`,
+`pallas_mosaic_gpu` and `pallas_tpu` are the others.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 
-from tim_jax.kernels import cache, composed, native, pallas_gpu, pallas_tpu, tiles, variants
+from tim_jax.kernels import (
+    cache,
+    composed,
+    native,
+    pallas_gpu,
+    pallas_mosaic_gpu,
+    pallas_tpu,
+    tiles,
+    variants,
+)
 from tim_jax.kernels.cache import write as written
 from tim_jax.kernels.interface import Heads, Kernels
 from tim_jax.numerics import Numerics
@@ -19,6 +29,7 @@ _FAMILIES: dict[str, Kernels] = {
     "tiles": composed.TILES,
     "native": composed.NATIVE,
     "pallas_gpu": pallas_gpu.KERNELS,
+    "pallas_mosaic_gpu": replace(pallas_gpu.KERNELS, product=pallas_mosaic_gpu.product),
     "pallas_tpu": pallas_tpu.KERNELS,
 }
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tim_jax.kernels import formulas, pallas_cache
 from tim_jax.kernels.interface import Kernels
+from tim_jax.kernels.pallas import PLATFORMS
 from tim_jax.kernels.pallas_cache import Pair
 from tim_jax.numerics import Numerics, strict
 
@@ -111,7 +112,7 @@ def write(
         block = caches[0].shape[3]
         first = jnp.take_along_axis(pages, positions // block, axis=1)
         positions = positions % block
-    if numerics.cache_write == "kernel" and numerics.family in pallas_cache.FAMILIES:
+    if numerics.cache_write == "kernel" and numerics.family in PLATFORMS:
         return pallas_cache.write(caches, rows, first, positions, numerics=numerics)
     method = _by_rows if numerics.cache_write == "rows" else _by_scatter
     key = method(caches[0], rows[0], first, positions, 3)

@@ -27,7 +27,10 @@ from tim_jax.kernels.composed import NATIVE, parted
 from tim_jax.kernels.interface import Heads
 from tim_jax.numerics import Numerics, strict
 
-PLATFORMS: Mapping[str, str] = MappingProxyType({"pallas_gpu": "gpu", "pallas_tpu": "tpu"})
+PLATFORMS: Mapping[str, str] = MappingProxyType(
+    {"pallas_gpu": "gpu", "pallas_mosaic_gpu": "gpu", "pallas_tpu": "tpu"}
+)
+PRIMITIVES = ("pallas_call", "mpmd_map")  # of a kernel's call in a jaxpr; the latter is Mosaic's
 Rows = tuple[jax.Array, ...]  # each [1, columns]
 MASKED = -1e30
 LOG2_E = 1.4426950408889634
@@ -160,6 +163,13 @@ def platform() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     name = jax.default_backend() if device is None else device.platform
     return "gpu" if name in ("cuda", "rocm") else name
+
+
+def compute_capability() -> str | None:
+    """That of the GPU that is traced for; None of an abstract device, which does not say."""
+    if getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None:
+        return None
+    return getattr(jax.devices()[0], "compute_capability", None)
 
 
 def with_gradient(kernel: Callable, plain: Callable) -> Callable:

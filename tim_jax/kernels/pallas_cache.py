@@ -15,9 +15,8 @@ from jax.experimental import pallas as pl
 
 from tim_jax.kernels.pallas import parts_of
 from tim_jax.kernels.pallas_calls import gpu_call, tpu_call
-from tim_jax.numerics import Numerics
+from tim_jax.numerics import GPU_FAMILIES, Numerics
 
-FAMILIES = ("pallas_gpu", "pallas_tpu")
 # Positions of a block on a TPU, by the axis of the positions: a tile of the memory.
 _POSITIONS = {3: 128, 2: 16}
 
@@ -34,11 +33,11 @@ def write(
       rows: [B, T, Kv, D] and [B, T, Kv, E].
       first: i32[B, T], the page of each row.
       positions: i32[B, T], its position in the page. Rows of a block follow each other.
-      numerics: of one of `FAMILIES`.
+      numerics: of a Pallas family.
     """
     first, positions = first.reshape(-1), positions.reshape(-1)
     key_rows, value_rows = (x.reshape(-1, *x.shape[2:]) for x in rows)
-    call = _on_gpu if numerics.family == "pallas_gpu" else _on_tpu
+    call = _on_gpu if numerics.family in GPU_FAMILIES else _on_tpu
     key, value = call(caches, (key_rows, value_rows), numerics=numerics)(
         first, positions, key_rows, value_rows, *caches
     )

@@ -149,7 +149,13 @@ LEAST = 16  # of a block in any direction
 
 
 def blocks(
-    weight: tuple[int, ...], halves: int, columns: int, numerics: Numerics, name: str = "a weight"
+    weight: tuple[int, ...],
+    halves: int,
+    columns: int,
+    numerics: Numerics,
+    name: str = "a weight",
+    *,
+    least: int = LEAST,
 ) -> tuple[int, int]:
     """Columns of a block of each half, and rows of a step, of weights [K, halves * M].
 
@@ -157,10 +163,10 @@ def blocks(
       InputError: there are no such blocks.
     """
     size, width = weight
-    limit = max(LEAST, columns // halves)
+    limit = max(least, columns // halves)
     what = "the columns of" if halves == 1 else "the columns of each part of"
-    columns = block_of(limit, width // halves, least=LEAST, what=f"{what} {name}")
-    return columns, block_of(numerics.gpu.block_k, size, least=LEAST, what=f"the rows of {name}")
+    columns = block_of(limit, width // halves, least=least, what=f"{what} {name}")
+    return columns, block_of(numerics.gpu.block_k, size, least=least, what=f"the rows of {name}")
 
 
 def _stages(tile: MatmulTile, x: jax.Array) -> int:

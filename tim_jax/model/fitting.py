@@ -10,12 +10,12 @@ from jax.extend.core import jaxprs_in_params
 
 from tim_jax import kernels
 from tim_jax.errors import InputError
-from tim_jax.kernels import pallas, pallas_gpu, pallas_tpu
+from tim_jax.kernels import pallas, pallas_gpu, pallas_mosaic_gpu, pallas_tpu
 from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import joined, matrices, parameter_shapes
-from tim_jax.numerics import Numerics
+from tim_jax.numerics import GPU_FAMILIES, Numerics
 
 _GPU_HEADS = (16, 32, 64, 128, 256)
 _GPU_STATES = (*_GPU_HEADS, 512)  # of latent attention
@@ -23,7 +23,7 @@ _GPU_STATES = (*_GPU_HEADS, 512)  # of latent attention
 
 def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
     """`numerics` with blocks of attention and of the vocabulary that suit the model."""
-    if numerics.family == "pallas_gpu":
+    if numerics.family in GPU_FAMILIES:
         return _with_room_for_heads(config, numerics)
     if numerics.family == "pallas_tpu":
         most = max(pallas_tpu.LEAST, pl.next_power_of_2(config.vocab_size))
@@ -81,35 +81,40 @@ def check(config: ModelConfig, numerics: Numerics) -> None:
     take, a matrix that is not in whole blocks.
     """
     pallas.check_platform(numerics)
-    if numerics.family == "pallas_gpu":
+    if numerics.family in GPU_FAMILIES:
         _check_gpu(config, numerics)
     elif numerics.family == "pallas_tpu":
         _check_tpu(config, numerics)
 
 
 def _check_gpu(config: ModelConfig, numerics: Numerics) -> None:
-    _check_gpu_heads(config)
+    mosaic = numerics.family == "pallas_mosaic_gpu"
+    if mosaic:
+        pallas_mosaic_gpu.check(numerics)
+    _check_gpu_heads(config, numerics.family)
     if numerics.kv_block < pallas_gpu.LEAST:
         raise InputError(
-            f"numerics: pallas_gpu needs a kv_block of at least {pallas_gpu.LEAST}, got"
+            f"numerics: {numerics.family} needs a kv_block of at least {pallas_gpu.LEAST}, got"
             f" {numerics.kv_block}"
         )
     for name, size, width, parts in _weights(config, numerics):
+        least = pallas_mosaic_gpu.LEAST if mosaic else pallas_gpu.LEAST
         for tile in (numerics.gpu.experts, *numerics.gpu.matmul):
-            pallas_gpu.blocks((size, width * parts), parts, tile.columns, numerics, name)
+            shape = size, width * parts
+            pallas_gpu.blocks(shape, parts, tile.columns, numerics, name, least=least)
 
 
-def _check_gpu_heads(config: ModelConfig) -> None:
+def _check_gpu_heads(config: ModelConfig, family: str) -> None:
     """Arrays of Triton have powers of two; keys may be of several, values may not."""
     _, key, value = config.attention
     if config.latent is None and value not in _GPU_HEADS:
         raise InputError(
-            f"numerics: pallas_gpu cannot take heads of {value}; it takes"
+            f"numerics: {family} cannot take heads of {value}; it takes"
             f' {", ".join(map(str, _GPU_HEADS))}, and family "tiles" any'
         )
     if value not in _GPU_STATES or key % pallas_gpu.LEAST:
         raise InputError(
-            f"numerics: pallas_gpu cannot take a compressed state of {value} numbers and a rotated"
+            f"numerics: {family} cannot take a compressed state of {value} numbers and a rotated"
             f" key of {config.head_dim}; it takes {', '.join(map(str, _GPU_STATES))} and multiples"
             f' of {pallas_gpu.LEAST}, and family "tiles" any'
         )
@@ -170,7 +175,7 @@ def kernels_used(config: ModelConfig, numerics: Numerics) -> tuple[str, ...]:
 def _pallas_calls(jaxpr) -> Iterator[str]:
     """Names of the kernels that a jaxpr calls, inner jaxprs included."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
+        if equation.primitive.name in pallas.PRIMITIVES:
             yield equation.params["name"]
             continue
         for inner in jaxprs_in_params(equation.params):

@@ -37,7 +37,7 @@ ONE_TILE = MatmulTile()
 
 @dataclass(frozen=True)
 class GpuTiles:
-    """Tiles of `pallas_gpu`.
+    """Tiles of `pallas_gpu` and `pallas_mosaic_gpu`.
 
     One matmul tile for every product is exact on any device. Several, by the product's size, are
     exact only where the tensor cores add up a contraction in the same order whatever the tile,
@@ -146,6 +146,18 @@ GPU_BF16_SEVERAL_TILES = replace(
         MatmulTile(rows=64, columns=128, warps=4, stages=3),
         MatmulTile(rows=128, columns=128, warps=8, stages=3),
         MatmulTile(rows=128, columns=256, warps=8, stages=2),
+    ),
+)
+# Steps of half the length leave room in shared memory for the tile of the result.
+MOSAIC_GPU_BF16 = replace(
+    GPU_BF16, block_k=64, matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=4),)
+)
+MOSAIC_GPU_BF16_SEVERAL_TILES = replace(
+    MOSAIC_GPU_BF16,
+    matmul=(
+        MatmulTile(rows=64, columns=64, warps=4, stages=6),
+        MatmulTile(rows=64, columns=128, warps=4, stages=5),
+        *MOSAIC_GPU_BF16.matmul,
     ),
 )
 TPU_FEW_ROWS = 64  # `few_rows`, where there are several tiles

@@ -14,10 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.errors import InputError, did_you_mean
-from tim_jax.numerics.device_tiles import GPU_BF16, GPU_F32, TPU_BF16, TPU_F32, GpuTiles, TpuTiles
+from tim_jax.numerics.device_tiles import (
+    GPU_BF16,
+    GPU_F32,
+    MOSAIC_GPU_BF16,
+    TPU_BF16,
+    TPU_F32,
+    GpuTiles,
+    TpuTiles,
+)
 
-Family = Literal["tiles", "native", "pallas_gpu", "pallas_tpu"]
-FAMILIES: tuple[Family, ...] = ("tiles", "native", "pallas_gpu", "pallas_tpu")
+Family = Literal["tiles", "native", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+GPU_FAMILIES = ("pallas_gpu", "pallas_mosaic_gpu")  # of kernels for GPUs
 Scale = Literal["none", "token"]
 Attention = Literal["family", "flash", "flash_interpreted", "triton"]
 CacheWrite = Literal["rows", "scatter", "kernel"]
@@ -133,8 +142,8 @@ class Numerics:
     """Two executions with equal `Numerics` give every token the same log-prob, to the bit.
 
     With every family but "native" that is by construction: "tiles" fences plain XLA operations of
-    fixed shapes, "pallas_gpu" and "pallas_tpu" are kernels of our own. "native" is plain XLA, where
-    kernels, fusions and reduction orders follow the program and its shapes.
+    fixed shapes, and those whose names begin with "pallas" are kernels of our own. "native" is
+    plain XLA, where kernels, fusions and reduction orders follow the program and its shapes.
     """
 
     family: Family = "tiles"
@@ -149,7 +158,7 @@ class Numerics:
     # its column count, so they are the same for every tensor axis that divides this number, no
     # other.
     column_tiles: int = 1
-    gpu: GpuTiles = GPU_BF16  # of pallas_gpu
+    gpu: GpuTiles = GPU_BF16  # of the families for GPUs
     tpu: TpuTiles = TPU_BF16  # of pallas_tpu
     # How new keys and values are written into the cache; the bits are the same. "rows" is a write
     # per row: in place on a CPU, but slow on an accelerator. "scatter" writes all rows at once.
@@ -260,7 +269,7 @@ class Numerics:
 
     def expert_rows(self, contraction: int) -> int:
         """The fewest rows of a product of an expert that contracts over `contraction` elements."""
-        if self.family == "pallas_gpu":
+        if self.family in GPU_FAMILIES:
             return self.gpu.experts.rows
         if self.family == "pallas_tpu":
             return self.tpu.expert_rows
@@ -284,6 +293,7 @@ GPU_EXACT_F32 = Numerics(
     compiler_options=_REPEATABLE,
 )
 GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16)
+MOSAIC_GPU_EXACT_BF16 = replace(GPU_EXACT_BF16, family="pallas_mosaic_gpu", gpu=MOSAIC_GPU_BF16)
 TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=256, tpu=TPU_F32, cache_write="kernel")
 TPU_EXACT_BF16 = replace(TPU_EXACT_F32, compute_dtype="bfloat16", tpu=TPU_BF16)
 

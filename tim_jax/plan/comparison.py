@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from tim_jax.kernels.pallas import PRIMITIVES
 from tim_jax.plan import hlo, kernel_code
 from tim_jax.plan.hlo import Computation, Instruction, Module, Type
 
@@ -115,7 +116,7 @@ def _is_sum(place: str) -> bool:
 def _kernel_name(one: Instruction) -> str:
     """The name that the kernel was given; the compiler may have changed the instruction's name."""
     parts = one.op_name.split("/")
-    return parts[-2] if parts[-1] == "pallas_call" and len(parts) > 1 else one.name
+    return parts[-2] if parts[-1] in PRIMITIVES and len(parts) > 1 else one.name
 
 
 def _inside(one: Instruction, computation: Computation, module: Module):

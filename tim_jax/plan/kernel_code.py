@@ -12,22 +12,27 @@ from typing import Any
 
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
-from jaxlib.mosaic.python import tpu
+from jaxlib.mosaic.python import mosaic_gpu, tpu
 from jaxlib.triton import dialect as triton
 
-TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton")  # of the custom calls that are kernels
+# Of the custom calls that are kernels.
+TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 
 # Text in which every byte that is no letter stands as a backslash and two digits.
 _TRITON = re.compile(r'\bir = "((?:[^"\\]|\\.)*)"')
+_MOSAIC_GPU = re.compile(r'\bmodule = "((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(rb'\\([0-9A-Fa-f]{2}|["\\])')
-_FLOAT = re.compile(r"(?:tensor<(?:\d+x)*)?(?:bf|f)\d\w*>?")
+# A float, several of them, and the accumulators of a warpgroup's products.
+_FLOAT = re.compile(
+    r"(?:(?:tensor|vector)<(?:\d+x)*)?(?:bf|f)\d\w*>?|!llvm\.struct<\((?:f32(?:, )?)+\)>"
+)
 _BODY = re.compile(r'"body":\s*"([^"]*)"')
 _BOUNDS = re.compile(r"iteration_bounds = array<i64: ([\d, ]*)>")
 # A table of integers that index maps read: its sizes follow the rows of a batch.
 _TABLE = re.compile(r"memref<(?:\d+x)+i32, #tpu.memory_space<smem>>")
 # Operations that make floats of floats, and do not only move or widen them.
 _ARITHMETIC = re.compile(
-    r"arith\.(?:add|sub|mul|div|max|min|rem)\w*f\b|math\.|matmul|contract|tt\.dot|reduc|tt\.extern"
+    r"arith\.(?:add|sub|mul|div|max|min|rem)\w*f\b|math\.|matmul|contract|tt\.dot|wgmma|reduc|tt\.extern"
 )
 _COMPARED = re.compile(r'arith\.cmpi"\(%arg(\d+), (%\d+)\)')
 
@@ -38,7 +43,9 @@ def body(attributes: str) -> str:
     If it cannot be read, the text as it is stored.
     """
     if match := _TRITON.search(attributes):
-        return _triton(match[1])
+        return _in_order(match[1], triton)
+    if match := _MOSAIC_GPU.search(attributes):
+        return _in_order(match[1], mosaic_gpu)
     match = _BODY.search(attributes)
     if not match:
         return attributes
@@ -56,7 +63,7 @@ def body(attributes: str) -> str:
 
 def computes(body: str) -> bool:
     """Whether a kernel's code makes floats, as one that could not be read is taken to do."""
-    readable = "stable_mosaic." in body or "tt." in body
+    readable = "stable_mosaic." in body or "tt." in body or "stable_mosaic_gpu." in body
     return not readable or _ARITHMETIC.search(body) is not None
 
 
@@ -82,9 +89,14 @@ def without_bounds(text: str) -> str:
     return _BOUNDS.sub("", text)
 
 
-def _triton(stored: str) -> str:
+def _in_order(stored: str, dialect: Any) -> str:
+    """Of a kernel for GPUs, by its stored form: its operations on floats.
+
+    Mosaic's has its products as text of machine instructions.
+    """
     context = mlir.make_ir_context()
-    triton.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    dialect.register_dialect(context)
     try:
         with context:
             code = ir.Module.parse(_bytes(stored))

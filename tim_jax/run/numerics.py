@@ -18,6 +18,9 @@ from tim_jax.numerics import (
     GPU_BF16_SEVERAL_TILES,
     GPU_EXACT_BF16,
     GPU_EXACT_F32,
+    GPU_FAMILIES,
+    MOSAIC_GPU_BF16_SEVERAL_TILES,
+    MOSAIC_GPU_EXACT_BF16,
     TPU_EXACT_BF16,
     TPU_EXACT_F32,
     Family,
@@ -27,6 +30,10 @@ from tim_jax.numerics.device_tiles import TPU_FEW_ROWS
 
 _ACCELERATED = {
     "pallas_gpu": {"float32": GPU_EXACT_F32, "bfloat16": GPU_EXACT_BF16},
+    "pallas_mosaic_gpu": {  # float32 is refused where kernels are fitted to a model
+        "float32": replace(MOSAIC_GPU_EXACT_BF16, compute_dtype="float32"),
+        "bfloat16": MOSAIC_GPU_EXACT_BF16,
+    },
     "pallas_tpu": {"float32": TPU_EXACT_F32, "bfloat16": TPU_EXACT_BF16},
 }
 # Platform -> the exact kernels made for it.
@@ -145,9 +152,11 @@ def with_several_tiles(numerics: Numerics) -> Numerics:
     """
     if numerics.family == "pallas_tpu":
         return replace(numerics, tpu=replace(numerics.tpu, few_rows=TPU_FEW_ROWS))
-    if (numerics.family, numerics.compute_dtype) != ("pallas_gpu", "bfloat16"):
+    if numerics.family not in GPU_FAMILIES or numerics.compute_dtype != "bfloat16":
         raise InputError(
-            'numerics.several_tiles: only family "pallas_tpu", and "pallas_gpu" in bfloat16, have'
-            f' several tiles, got "{numerics.family}" in {numerics.compute_dtype}'
+            "numerics.several_tiles: only the families of kernels for TPUs, and those for GPUs in"
+            f' bfloat16, have several tiles, got "{numerics.family}" in {numerics.compute_dtype}'
         )
-    return replace(numerics, gpu=replace(numerics.gpu, matmul=GPU_BF16_SEVERAL_TILES.matmul))
+    mosaic = numerics.family == "pallas_mosaic_gpu"
+    several = MOSAIC_GPU_BF16_SEVERAL_TILES if mosaic else GPU_BF16_SEVERAL_TILES
+    return replace(numerics, gpu=replace(numerics.gpu, matmul=several.matmul))
