@@ -31,6 +31,7 @@ class Case(NamedTuple):
     batch: int
     context: int
     several: bool = False  # with `numerics.several_tiles`
+    family: str = "auto"
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -45,19 +46,23 @@ class Case(NamedTuple):
             "learner.length_buckets=1",
             f"learner.remat={'true' if self.model == LARGE else 'false'}",
             *(["numerics.several_tiles=true"] if self.several else []),
+            *([f"numerics.family={self.family}"] if self.family != "auto" else []),
         )
 
     @property
     def label(self) -> str:
-        """The device, and which tiles."""
-        return f"{self.device}, several tiles" if self.several else self.device
+        """The device, and which kernels and tiles."""
+        family = [] if self.family == "auto" else [self.family]
+        return ", ".join([self.device, *family, *(["several tiles"] if self.several else [])])
 
     @property
     def file(self) -> str:
         """Of the plan's JSON."""
         name = self.model.rpartition("/")[2]
         tiles = "-several" if self.several else ""
-        return f"{self.device.replace(':', '_')}-{name}-{self.batch}-{self.context}{tiles}.json"
+        family = "" if self.family == "auto" else f"-{self.family}"
+        size = f"{self.batch}-{self.context}"
+        return f"{self.device.replace(':', '_')}-{name}-{size}{tiles}{family}.json"
 
 
 SMALL, LARGE = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B"
@@ -69,6 +74,7 @@ CASES = (
         for batch in (64, 256)
         for several in (False, True)
     ),
+    *(Case("h200:1", SMALL, 64, 1024, several, "pallas_mosaic_gpu") for several in (False, True)),
     *(
         Case(device, SMALL, 64, context, several)
         for device, context in (
