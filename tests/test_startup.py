@@ -212,6 +212,17 @@ class TestResume:
         with pytest.raises(InputError, match=r"numerics\.family was 'native'"):
             checks.check_family(run)
 
+    def test_steps_that_are_behind_it_are_refused(self, run, monkeypatch):
+        monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [20, 30])
+        at = run.run.folder
+        checks.check_steps(run.model_copy(update={"steps": 30}))
+        with pytest.raises(InputError) as caught:
+            checks.check_steps(run.model_copy(update={"steps": 29}))
+        assert str(caught.value) == (
+            f"steps = 29: the run in {at} is at step 30 already; set steps to 30 or more, or"
+            " another run.folder"
+        )
+
     def test_before_the_first_checkpoint_anything_goes(self, run, monkeypatch):
         monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [])
         checks.check_family(run)

@@ -105,6 +105,12 @@ def check_prompts(task: Task, text: Text, *, training: bool) -> None:
         text.check(name, ((row, examples[row]) for row in range(0, len(examples), apart)))
 
 
+def check_resumed(config: RunConfig) -> None:
+    """Refuses to go on with the run in the folder, if there is one, where it cannot be done."""
+    check_family(config)
+    check_steps(config)
+
+
 def check_family(config: RunConfig) -> None:
     """Refuses to resume a run with other kernels, even if "auto" has another meaning by now."""
     folder = Path(config.run.folder)
@@ -116,6 +122,17 @@ def check_family(config: RunConfig) -> None:
             f"{folder} holds a run whose numerics.family was {before!r};"
             f" {config.numerics.family!r} is {now!r} here: set numerics.family={before}, or another"
             " run.folder"
+        )
+
+
+def check_steps(config: RunConfig) -> None:
+    """Refuses to resume a run that is beyond its last step: it would end without a word on it."""
+    folder = Path(config.run.folder)
+    done = max(checkpoints.list_steps(folder / "checkpoints"), default=0)
+    if config.steps < done:
+        raise InputError(
+            f"steps = {config.steps}: the run in {folder} is at step {done} already; set steps to"
+            f" {done} or more, or another run.folder"
         )
 
 

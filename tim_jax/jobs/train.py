@@ -59,7 +59,7 @@ def _train_run(config: RunConfig) -> Path:
     text = toml.dump(config)
     processes.agree(f"jax {jax.__version__}, config {text}", "its config or version of JAX")
     checks.check_devices(config)
-    processes.led(partial(checks.check_family, config))
+    processes.led(partial(checks.check_resumed, config))
     with folders.open_run(
         section.folder, text, may_change=_may_change(config), keep=section.keep
     ) as run:
