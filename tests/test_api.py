@@ -314,6 +314,31 @@ def test_what_cannot_be_sampled(model, prompts, changes, message):
         tim.sample(model, prompts, **{"max_tokens": 10, **changes})
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: tim.sample("a/model", ["a"]),
+        lambda: tim.score("a/model", "rollout"),
+        lambda: tim.audit("a/model"),
+        lambda: tim.save("a/model", "folder"),
+        lambda: tim.diagnose("a/model", "rollouts.jsonl"),
+        lambda: tim.grpo("a/model", PAIRS, reward=by_length, optimizer=optax.sgd(1e-2), **TRAINED),
+    ],
+)
+def test_a_path_is_no_model(use):
+    with pytest.raises(
+        InputError, match=r"model must be what tim_jax\.load returns, got 'a/model'"
+    ):
+        use()
+
+
+def test_what_is_no_source_of_a_model():
+    with pytest.raises(InputError, match="source must be a folder or a name, got None"):
+        tim.load(None)
+    with pytest.raises(InputError, match="decode_batch must be a whole number, got '8'"):
+        tim.load("model", decode_batch="8")
+
+
 def test_only_a_rollout_can_be_scored(model):
     with pytest.raises(InputError, match=r"give what tim_jax\.sample returns, got str"):
         tim.score(model, "text")
@@ -482,6 +507,41 @@ def broken(prompt, completion, answer):
             "learner and sampler need 1 + 8 devices",
         ),
         (PAIRS, {"sampler_placement": tim.Placement(data=3)}, "must divide the 8 sequences"),
+        (PAIRS, {"epochs": 2.0}, "epochs must be a whole number, got 2.0"),
+        (PAIRS, {"micro_batch": "4"}, "micro_batch must be a whole number, got '4'"),
+        (PAIRS, {"micro_batch": True}, "micro_batch must be a whole number, got True"),
+        (PAIRS, {"exact": "report"}, "exact must be True or False, got 'report'"),
+        (PAIRS, {"remat": "no"}, "remat must be True or False, got 'no'"),
+        (PAIRS, {"placement": "fsdp=2"}, "placement must be a tim_jax.Placement, got 'fsdp=2'"),
+        (PAIRS, {"template_options": ["a"]}, "template_options must be a mapping, got ['a']"),
+        (PAIRS, {"placement": tim.Placement(data=8), "mini_batches": 2}, "4 sequences of a batch"),
+        (PAIRS, {"placement": tim.Placement(data=8), "micro_batch": 4}, "4 sequences of a batch"),
+        (
+            PAIRS,
+            {
+                "placement": tim.Placement(data=8),
+                "objective": tim.objectives.Objective(estimator="remax"),
+            },
+            "must divide the 2 sequences of a batch (of the greedy responses of remax)",
+        ),
+        (
+            PAIRS,
+            {
+                "objective": tim.objectives.Objective(
+                    reward_kl_coefficient=0.1, reward_kl_target=1.0, reward_kl_horizon=1
+                )
+            },
+            "sequences is 8; with horizon 1 it must lie in [0, 5)",
+        ),
+        (
+            PAIRS,
+            {
+                "correction": tim.corrections.chain(
+                    tim.corrections.vexact(bound=0.9), tim.corrections.token_tis()
+                )
+            },
+            "weights by a ratio to pi_rollout, and so does",
+        ),
         (
             PAIRS,
             {"correction": tim.corrections.token_mis(), "mode": "bypass"},

@@ -1006,6 +1006,33 @@ def test_a_weight_is_refused_exactly_where_the_ratio_would_count_twice(
         corrections.check(block, **ask)
 
 
+@pytest.mark.parametrize("mode", ["recompute", "bypass"])
+def test_two_weights_count_the_ratio_twice(mode):
+    ask = {"mode": mode, "loss": "reinforce", "has_ratio": False}
+    pairs = [
+        (corrections.vexact(bound=0.9), corrections.token_tis()),
+        (corrections.token_tis(), corrections.sequence_tis()),
+        (
+            corrections.token_tis(),
+            corrections.where_advantage("negative", corrections.token_tis()),
+        ),
+    ]
+    for pair in pairs:
+        with pytest.raises(InputError, match=r"and so does .*: it would count twice") as error:
+            corrections.check(corrections.chain(*pair), **ask)
+        assert "\n" not in str(error.value)
+    own = corrections.chain(optax.scale(0.5))
+    with pytest.raises(InputError, match=r"say with corrections\.declared what effect"):
+        corrections.check(corrections.chain(corrections.token_tis(), own), **ask)
+    scale = corrections.declared(own, effect="scale")
+    corrections.check(corrections.chain(corrections.token_tis(), scale), **ask)
+    both_signs = [
+        corrections.where_advantage(sign, corrections.token_tis())
+        for sign in ("positive", "negative")
+    ]
+    corrections.check(corrections.chain(*both_signs), **ask)
+
+
 def test_a_scale_after_what_reads_the_current_policy_is_refused_in_recompute_mode():
     late = corrections.chain(CASES["dppo"], corrections.normalise())
     ask = {"loss": "clip", "has_ratio": True}

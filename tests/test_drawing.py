@@ -85,9 +85,9 @@ def make_task(speaks, grader=grade):
     return Task("toy", tuple(examples), (), grader)
 
 
-def draw(task, *, seed=0, step=1, refills=0, greedy=False, prompts=PROMPTS, estimator="rloo"):
+def draw(task, *, seed=0, step=1, refills=0, greedy=False, prompts=PROMPTS, **changes):
     made, sampler = stub(greedy)
-    objective = replace(made.learning.objective, estimator=estimator)
+    objective = replace(made.learning.objective, **{"estimator": "rloo", **changes})
     made = replace(made, learning=replace(made.learning, objective=objective))
     options: dict[str, Any] = {"seed": seed, "step": step, "prompts": prompts, "refills": refills}
     return drawing.draw("weights", task, TEXT, programs=made, **options), sampler
@@ -189,6 +189,16 @@ def test_a_step_has_no_signal_if_no_reward_differs_from_those_it_is_compared_wit
     for estimator, expected in (("rloo", (1.0, 1.0)), ("reinforce", (1.0, 0.0))):
         found = [draw(task, estimator=estimator)[0] for task in (equal, by_prompt)]
         assert tuple(drawn.metrics["without_signal"] for drawn in found) == expected
+    # The greedy response to a prompt has the reward of all others to it.
+    assert draw(by_prompt, estimator="remax", greedy=True)[0].metrics["without_signal"] == 1.0
+
+
+def test_shaped_rewards_speak_where_those_of_the_task_are_equal():
+    equal = make_task([False] * 6)
+    shaped = {"overlong_cache": 2, "max_length": 4}
+    assert draw(equal, **shaped)[0].metrics["without_signal"] == 0.0
+    dropped = draw(equal, **shaped, drop_uninformative=True)[0]
+    assert dropped.metrics["without_signal"] == 1.0
 
 
 def test_nothing_is_drawn_again_where_every_group_speaks():

@@ -241,6 +241,11 @@ def test_coefficients_scale_the_gradient_and_receive_none():
         ({"aggregation": "mean"}, "aggregation 'mean' is unknown"),
         ({"aggregation": "constant_length"}, "max_length is None"),
         ({"kl_estimator": "k4"}, "kl_estimator 'k4' is unknown"),
+        ({"kl_coefficient": "0.2"}, "kl_coefficient is '0.2'; it must be a number"),
+        ({"max_length": 5.5}, "max_length is 5.5; it must be a whole number"),
+        ({"drop_cut": "no"}, "drop_cut is 'no'; it must be true or false"),
+        ({"advantage_eps": True}, "advantage_eps is True; it must be a number"),
+        ({"loss_options": "ratio_cap"}, "loss_options is 'ratio_cap'; it must be a mapping"),
     ],
 )
 def test_wrong_construction_is_refused_in_one_line(options, message):

@@ -16,7 +16,7 @@ from tim_jax import optimizers, schedules
 from tim_jax.config import optimization
 from tim_jax.errors import InputError
 from tim_jax.objectives import Objective
-from tim_jax.optimizers import Decay, Rate
+from tim_jax.optimizers import AdamW, Decay, Rate
 from tim_jax.rl import learner
 from tim_jax.rl.experience import experience
 from tim_jax.rl.types import Carried, Learning, TrainState
@@ -279,3 +279,19 @@ def test_a_norm_that_is_known_is_the_one_that_clips():
     np.testing.assert_allclose(halved["a"], gradient["a"] / 2, rtol=1e-6)
     same, _ = clip.update(gradient, clip.init(gradient), gradient_norm=jnp.float32(1.0))
     assert jnp.array_equal(same["a"], gradient["a"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Rate("1e-3"), "learning_rate is '1e-3'; it must be a number"),
+        (lambda: Rate(1e-3, warmup_steps=0.5), "warmup_steps is 0.5; it must be a whole number"),
+        (lambda: Rate(1e-3, schedule="cosin", total_steps=9), "did you mean 'cosine'"),
+        (lambda: AdamW(1e-3, weight_decay="0.1"), "weight_decay is '0.1'; it must be a number"),
+        (lambda: Decay(multiple="2"), "multiple is '2'; it must be a number"),
+    ],
+)
+def test_values_of_another_kind_are_refused(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+    assert Rate(np.float32(1e-3), warmup_steps=np.int64(3)).warmup_steps == 3

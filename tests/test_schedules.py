@@ -334,6 +334,11 @@ def test_updates_keep_their_dtypes_and_it_compiles_once():
         (lambda: SurgeDetector(hold=25), "hold is 25"),
         (lambda: SurgeDetector(minimum=137), "minimum is 137; it must lie in .* which is 136"),
         (lambda: SurgeDetector(max_length=0), "max_length is 0"),
+        (lambda: SurgeDetector(rise="2"), "rise is '2'; it must be a number"),
+        (lambda: SurgeDetector(window=100.5), "window is 100.5; it must be a whole number"),
+        (lambda: length_decay(5, floor="0.1"), "floor is '0.1'; it must be a number"),
+        (lambda: length_triggered_decay(multiple="2"), "multiple is '2'; it must be a number"),
+        (lambda: scale_by_root_ess(reference="1"), "reference is '1'; it must be a number"),
     ],
 )
 def test_wrong_construction_is_refused_in_one_line(make, message):

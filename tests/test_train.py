@@ -564,7 +564,7 @@ def test_chat_prompts_are_shown_as_text():
 # Evaluation
 
 
-def evaluated(task, *, prompts=5, samples=2, batch=2, key=0):
+def evaluated(task, *, prompts=5, samples=2, batch=2, key=0, solved=1.0):
     weights = built().prepare(tiny.params(CONFIG))
     return evaluation.evaluate(
         weights,
@@ -576,7 +576,14 @@ def evaluated(task, *, prompts=5, samples=2, batch=2, key=0):
         samples=samples,
         batch=batch,
         ks=(1, 2),
+        solved=solved,
     )
+
+
+def test_a_response_is_right_from_a_reward_on():
+    task = make_task(lambda examples, completions: [Grade(0.9) for _ in completions])
+    assert evaluated(task, prompts=2)[0]["pass@1"] == 0.0
+    assert evaluated(task, prompts=2, solved=0.9)[0]["pass@1"] == 1.0
 
 
 @pytest.mark.slow

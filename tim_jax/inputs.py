@@ -2,11 +2,13 @@
 
 import json
 import math
+import numbers
 import os
 from collections.abc import Iterator, Mapping
 from datetime import date, time
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
 
 from tim_jax.errors import InputError
 
@@ -14,6 +16,15 @@ LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that file systems take
 LARGEST = 2**63  # the numbers of TOML have 64 bits; a longer one is a slip
 DEEPEST = 32  # tables and lists inside one another
 LONGEST_LINE = 1000  # characters of a message
+
+# What the value of a field may be, by its annotation. A float may be a whole number.
+_KINDS: Mapping[type, tuple[type, str]] = MappingProxyType(
+    {
+        float: (numbers.Real, "a number"),
+        int: (numbers.Integral, "a whole number"),
+        bool: (bool, "true or false"),
+    }
+)
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -128,3 +139,21 @@ def one_line(text: str) -> str:
 def whole(value: Any) -> bool:
     """Whether a value is a whole number, which true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_kinds(value: Any) -> None:
+    """Refuses fields of a dataclass that are no number, or neither true nor false, as they should.
+
+    Of fields that are annotated as bool, int or float, or as one of these or None.
+    """
+    for name, hint in get_type_hints(type(value)).items():
+        kinds = set(get_args(hint)) or {hint}
+        kind, given = (
+            next((one for one in _KINDS if one in kinds), None),
+            getattr(value, name, None),
+        )
+        if kind is None or (given is None and type(None) in kinds):
+            continue
+        wanted, text = _KINDS[kind]
+        if not isinstance(given, wanted) or (kind is not bool and isinstance(given, bool)):
+            raise InputError(f"{name} is {given!r}; it must be {text}")

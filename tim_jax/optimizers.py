@@ -2,14 +2,15 @@
 
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from tim_jax import schedules
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, check_choice
+from tim_jax.inputs import check_kinds
 
 Schedule = Literal["constant", "cosine", "linear"]
 
@@ -33,6 +34,8 @@ class Rate:
     """Share of the learning rate that a cosine or linear schedule ends with."""
 
     def __post_init__(self) -> None:
+        check_kinds(self)
+        check_choice("schedule", self.schedule, get_args(Schedule))
         _check("learning_rate", self.learning_rate, self.learning_rate > 0, "greater than 0")
         _check("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more")
         total = self.total_steps
@@ -67,6 +70,9 @@ class Decay:
     multiple: float = 1.8
     floor: float = 0.1
     detector: schedules.SurgeDetector | None = None  # of the surge; None: its defaults
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
 
     def transform(self) -> optax.GradientTransformationExtraArgs:
         """Returns the decay as an optax transform for the end of a chain."""

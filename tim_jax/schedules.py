@@ -19,6 +19,7 @@ import optax
 from jax.core import Tracer
 
 from tim_jax.errors import InputError
+from tim_jax.inputs import check_kinds
 from tim_jax.numerics import strict
 from tim_jax.numerics.sums import compensated_sum, count
 
@@ -141,6 +142,7 @@ class SurgeDetector:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         if not self.rise > 1.0:
             raise InputError(f"rise is {self.rise}; it must be above 1")
         if not self.noise >= 0.0:
@@ -219,6 +221,7 @@ def length_triggered_decay(
         InputError: multiple not above 0, floor outside [0, 1] or factor outside (0, 1); and
             `response_length` missing from `update`.
     """
+    _check_number("multiple", multiple)
     if not _traced(multiple) and not multiple > 0.0:
         raise InputError(f"multiple is {multiple}; it must be above 0")
     _check_decay(floor, factor)
@@ -257,6 +260,7 @@ def scale_by_root_ess(*, reference: float = 1.0) -> optax.GradientTransformation
     Raises:
         InputError: reference outside (0, 1]; `effective_sample_size` missing from `update`.
     """
+    _check_number("reference", reference)
     if not _traced(reference) and not 0.0 < reference <= 1.0:
         raise InputError(f"reference is {reference}; it must lie in (0, 1]")
 
@@ -395,7 +399,14 @@ def _checked_period(period: Any):
     return whole
 
 
+def _check_number(name: str, value: Any) -> None:
+    if value is None or isinstance(value, bool | str):
+        raise InputError(f"{name} is {value!r}; it must be a number")
+
+
 def _check_decay(floor: Any, factor: Any) -> None:
+    _check_number("floor", floor)
+    _check_number("factor", factor)
     if not _traced(floor) and not 0.0 <= floor <= 1.0:
         raise InputError(f"floor is {floor}; it must lie in [0, 1]")
     if not _traced(factor) and not 0.0 < factor < 1.0:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tim_jax.api.model import Model, load
+from tim_jax.api.model import Model, check_model, load
 from tim_jax.api.rollouts import Rollout
 from tim_jax.diagnosis import readers, report, verdict
 from tim_jax.diagnosis.evidence import Forward
@@ -66,7 +66,7 @@ class Diagnose:
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        weights: Mapping[str, Model] | Iterable[str | Path] = (),
+        weights: str | Path | Mapping[str, Model] | Iterable[str | Path] = (),
         skip_bad: bool = False,
     ) -> Diagnosis:
         """Diagnoses rollouts.
@@ -86,6 +86,7 @@ class Diagnose:
           InputError: no such file, bad rows (see `tim_jax.diagnosis.rollouts.RolloutsError`), or
             weights of another architecture.
         """
+        check_model("diagnose", model)
         if not model.placement.single:
             raise InputError("diagnose: load the model on one device, not on a mesh")
         default = Distribution(temperature, top_k, top_p)
@@ -118,6 +119,8 @@ def _forward(model: Model) -> Forward:
 
 
 def _others(model: Model, weights: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(weights, str | Path | Model):
+        weights = [weights]
     named = weights.items() if isinstance(weights, Mapping) else [(str(x), x) for x in weights]
     for name, other in named:
         other = other if isinstance(other, Model) else load(other, dtype=model.dtype)

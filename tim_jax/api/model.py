@@ -23,6 +23,7 @@ from tim_jax.placement import SINGLE, Placement, processes
 from tim_jax.rl import programs
 from tim_jax.run import assembly, exports
 from tim_jax.run import numerics as run_numerics
+from tim_jax.tasks.base import whole
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -79,6 +80,12 @@ def _preparation(execution: Execution) -> Any:
     return programs.weights_program(execution)
 
 
+def check_model(where: str, model: object) -> None:
+    """Refuses what is no model, such as the path of one."""
+    if not isinstance(model, Model):
+        raise InputError(f"{where}: model must be what tim_jax.load returns, got {model!r}")
+
+
 def load(
     source: str | Path,
     *,
@@ -107,8 +114,10 @@ def load(
     """
     check_choice("load: dtype", dtype, _DTYPES)
     check_choice("load: family", family, ("auto", *FAMILIES))
-    if decode_batch is not None and decode_batch < 1:
-        raise InputError(f"load: decode_batch must be at least 1, got {decode_batch}")
+    if not isinstance(source, str | Path):
+        raise InputError(f"load: source must be a folder or a name, got {source!r}")
+    if decode_batch is not None:
+        whole("load: decode_batch", decode_batch, least=1)
     model = begin(source, dtype=dtype, family=family, placement=placement)
     return complete(model, source, decode_batch=decode_batch)
 
@@ -171,6 +180,7 @@ def save(model: Model, folder: str | Path, *, dtype: str = "float32") -> Path:
     Raises:
       InputError: the folder exists and is not empty, or cannot be written.
     """
+    check_model("save", model)
     params = processes.whole(model.params)
 
     def write() -> str:
@@ -243,6 +253,7 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
     Raises:
       InputError: the model has too few positions.
     """
+    check_model("audit", model)
     sizes = auditing.Sizes.fitting(model.config)
     where, single = model.placement, model.placement.single
     results = auditing.audit(

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tim_jax import placement, types, waiting
 from tim_jax.api.data import as_prompt
-from tim_jax.api.model import Model
+from tim_jax.api.model import Model, check_model
 from tim_jax.errors import InputError
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.rl import drawing, programs, sharded
@@ -133,6 +133,7 @@ def request(
     slots: int | None = None,
 ) -> Request:
     """What `sample` would draw. Needs no weights; arguments and errors as of `sample`."""
+    check_model("sample", model)
     whole("sample: samples", samples, least=1)
     whole("sample: seed", seed, least=0, most=2**32 - 1)
     if slots is not None:
@@ -202,6 +203,8 @@ def longest_prompt(
     Raises:
       InputError: one leaves fewer than `max_tokens` positions of the model for a response.
     """
+    if not isinstance(template_options, Mapping):
+        raise InputError(f"template_options must be a mapping, got {template_options!r}")
     room = model.config.max_positions - max_tokens
     if room < 1:
         raise InputError(
@@ -242,6 +245,7 @@ def score(model: Model, rollout: Rollout, *, micro_batch: int | None = None) -> 
     Returns:
       f32[B, R], 0 off the mask.
     """
+    check_model("score", model)
     if not isinstance(rollout, Rollout):
         raise InputError(f"score: give what tim_jax.sample returns, got {type(rollout).__name__}")
     rows, shards = len(rollout), model.placement.shards

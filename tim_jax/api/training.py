@@ -11,7 +11,7 @@ import optax
 
 from tim_jax import corrections, mismatch, objectives
 from tim_jax.api import data
-from tim_jax.api.model import Model, check_devices
+from tim_jax.api.model import Model, check_devices, check_model
 from tim_jax.api.rollouts import longest_prompt
 from tim_jax.corrections import Correction, Mode
 from tim_jax.errors import InputError, check_choice
@@ -27,6 +27,8 @@ from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Learning, TrainState
 from tim_jax.tasks.base import Example, Task, whole
+
+_COUNTS = ("steps", "prompts_per_step", "samples", "mini_batches", "epochs", "max_staleness")
 
 
 @dataclass(frozen=True)
@@ -171,14 +173,14 @@ def grpo(
       MismatchError: from a step, see `exact`.
       NonFiniteError: from a step, after five updates in a row that were not finite.
     """
-    counts = _checked(steps=steps, prompts_per_step=prompts_per_step, max_staleness=max_staleness)
-    model = _placed(model, placement)
-    dial = _dial(sampler)
+    _check_switches(exact=exact, remat=remat, batched=batched)
+    counts = _checked(steps, prompts_per_step, samples, mini_batches, epochs, max_staleness)
+    model, dial = _placed(model, placement), _dial(sampler)
     how = {"micro_batch": micro_batch, "remat": remat, "routing": routing}
     learning = _learning(objective, correction, mode, samples, **how)
-    _check_rows(prompts_per_step * samples, mini_batches, micro_batch)
     _check_drawing(learning.objective, temperature, refills, seed)
-    own = _own_devices(model.placement, sampler_placement, prompts_per_step * samples)
+    _check_rows(learning, model.placement, prompts=prompts_per_step, mini_batches=mini_batches)
+    own = _own_devices(model.placement, sampler_placement, learning, prompts_per_step)
     examples = data.as_examples(prompts_and_answers)
     text = _text(model, examples, max_tokens, chat_template, template_options)
     execution = model.execution(Sampling(max_tokens, temperature, top_k, top_p))
@@ -194,7 +196,7 @@ def grpo(
         sampler_placement=sampler_placement,
         sampler_devices=own,
     )
-    settings = (*counts.values(), samples, max_tokens, seed, refills, learning.objective, dial)
+    settings = (*counts, max_tokens, seed, refills, learning.objective, dial)
     data.agree(examples, repr((*settings, routing, adapter and adapter.lora)))
     return _steps(
         model,
@@ -211,13 +213,22 @@ def grpo(
 
 
 def _placed(model: Model, placement: Placement | None) -> Model:
+    check_model("grpo", model)
+    if not isinstance(placement, Placement | None):
+        raise InputError(f"grpo: placement must be a tim_jax.Placement, got {placement!r}")
     model = model if placement is None else replace(model, placement=placement)
     check_devices(model.placement)
     return model
 
 
-def _checked(**counts: int) -> dict[str, int]:
-    for name, value in counts.items():
+def _check_switches(**switches: bool | None) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool) and (value is not None or name != "exact"):
+            raise InputError(f"grpo: {name} must be True or False, got {value!r}")
+
+
+def _checked(*counts: int) -> tuple[int, ...]:
+    for name, value in zip(_COUNTS, counts, strict=True):
         whole(f"grpo: {name}", value, least=int(name != "max_staleness"))
     return counts
 
@@ -251,12 +262,18 @@ def _text(
     return Text(model.tokenizer, longest, chat_template, tuple(options.items()))
 
 
-def _own_devices(learner: Placement, sampler: Placement | None, rows: int) -> Devices | None:
-    """Those of a sampler on a mesh of its own, which is to draw so many rows."""
-    if sampler is None:
-        return None
-    sharded.check_rows(rows, sampler, "of the sampler")
-    return split(learner, sampler, jax.devices())
+def _own_devices(
+    learner: Placement, sampler: Placement | None, learning: Learning, prompts: int
+) -> Devices | None:
+    """Those of a sampler on a mesh of its own. Refuses what would be refused after a rollout."""
+    objective, rows = learning.objective, prompts * learning.group_size
+    drawing = learner if sampler is None else sampler
+    sharded.check_rows(rows, drawing, "of the sampler")
+    if objective.estimator == "remax":
+        sharded.check_rows(prompts, drawing, "of the greedy responses of remax")
+    if objective.controller is not None:
+        objective.controller.check(rows)
+    return None if sampler is None else split(learner, sampler, jax.devices())
 
 
 def _steps(
@@ -310,7 +327,8 @@ def _learning(
     samples: int,
     **how: Any,
 ) -> Learning:
-    whole("grpo: samples", samples, least=1)
+    if how["micro_batch"] is not None:
+        whole("grpo: micro_batch", how["micro_batch"], least=1)
     check_choice("grpo: routing", how["routing"], get_args(Routing))
     objective = objectives.Objective() if objective is None else objective
     if not isinstance(objective, Objective):
@@ -324,19 +342,23 @@ def _learning(
     return Learning(objective, samples, mode=mode, correction=correction, **how)
 
 
-def _check_rows(rows: int, mini_batches: int, micro_batch: int | None) -> None:
+def _check_rows(learning: Learning, where: Placement, *, prompts: int, mini_batches: int) -> None:
     """Before anything is compiled, what compiling would refuse."""
-    whole("grpo: mini_batches", mini_batches, least=1)
+    rows, micro_batch = prompts * learning.group_size, learning.micro_batch
     if rows % mini_batches:
         raise InputError(
             f"grpo: mini_batches = {mini_batches} must divide the {rows} responses of a step"
             " (prompts_per_step x samples)"
         )
     own = rows // mini_batches
-    if micro_batch is not None and micro_batch > 0 and own % min(micro_batch, own):
+    sharded.check_rows(own, where, "of an update")
+    if micro_batch is None:
+        return
+    if own % min(micro_batch, own):
         raise InputError(
             f"grpo: micro_batch = {micro_batch} must divide the {own} responses of an update"
         )
+    sharded.check_rows(min(micro_batch, own), where, "micro_batch")
 
 
 def _optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:

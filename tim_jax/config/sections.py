@@ -374,8 +374,10 @@ class Evaluation(Section):
     """Per prompt; their mean reward is mean@samples."""
     k: Counts = (1,)
     """The k of pass@k, none above `samples`."""
+    solved: float = 1.0
+    """A response counts as right for pass@k from this reward on."""
     temperature: NonNegative = 1.0
-    """0 is greedy."""
+    """0 is greedy. `sampling.top_k` and `sampling.top_p` are for training alone."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -26,6 +26,7 @@ current policy (`Block.reads`) reads pi / mu in every update, in recompute mode 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -38,8 +39,10 @@ from tim_jax.errors import InputError, check_choice
 
 Effect = Literal["weight", "scale", "mask", "reject"]
 Reads = Literal["old", "current"]
+Sign = Literal["positive", "negative"]
 Transform = optax.GradientTransformationExtraArgs
 
+_OWN = "a transform of your own"
 # Arguments with a number for every token; others may have one for every sequence instead.
 _OF_TOKENS = ("coefficients", "log_ratio", "log_probs", "divergence")
 
@@ -71,6 +74,8 @@ class Block:
     bounds: Bounds | None = None
     needs: tuple[str, ...] = ()
     """Extra arguments that it reads beside `mask`."""
+    sign: Sign | None = None
+    """Of the advantages where it applies; None: everywhere."""
 
     @property
     def has_state(self) -> bool:
@@ -139,7 +144,7 @@ def chain(*transforms: optax.GradientTransformation) -> Correction:
             blocks += transform.blocks
         else:
             extended = optax.with_extra_args_support(transform)
-            blocks.append(Block("a transform of your own", extended, whole_batch=True))
+            blocks.append(Block(_OWN, extended, whole_batch=True))
     return Correction(tuple(blocks))
 
 
@@ -322,6 +327,9 @@ def check(
 ) -> None:
     """Refuses a combination that counts a ratio twice or not at all, or that lacks an input.
 
+    Two weights count it twice, whether they read the same policy or not: pi / pi_rollout has
+    pi_old / pi_rollout in it.
+
     Args:
       loss: the name of the loss.
       has_ratio: whether the importance ratio to the old policy is in it.
@@ -338,6 +346,12 @@ def check(
                 " have; take another statistic"
             )
     weights = [block for block in correction.blocks if block.effect == "weight"]
+    for first, second in combinations(weights, 2):
+        if None in (first.sign, second.sign) or first.sign == second.sign:
+            raise InputError(
+                f"{second.name} weights by a ratio to pi_rollout, and so does {first.name}: it"
+                f" would count twice; leave one of them out{_if_own(first, second)}"
+            )
     twice = [block for block in weights if mode == "bypass" or block.reads == "current"]
     if has_ratio and twice:
         way = 'set mode = "recompute"' if mode == "bypass" else "let it read the old policy"
@@ -355,6 +369,11 @@ def check(
         )
     if mode == "recompute":
         _check_order(correction)
+
+
+def _if_own(*blocks: Block) -> str:
+    own = any(block.name == _OWN for block in blocks)
+    return f", or say with corrections.declared what effect {_OWN} has" if own else ""
 
 
 def _check_order(correction: Correction) -> None:

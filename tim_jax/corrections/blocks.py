@@ -16,7 +16,7 @@ which are not checked.
 """
 
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from tim_jax.corrections.base import (
     Block,
     Bounds,
     Correction,
+    Sign,
     Transform,
     chain,
     known_number,
@@ -40,7 +41,6 @@ from tim_jax.corrections.ratios import Level, Over, Statistic
 from tim_jax.errors import InputError, check_choice
 from tim_jax.numerics import strict
 
-Sign = Literal["positive", "negative"]
 Bound = float | jax.Array | None
 
 
@@ -238,6 +238,7 @@ def _chosen(sign: Sign, block: Block) -> Block:
         name=f"where_advantage({sign!r}, {block.name})",
         transform=Transform(block.transform.init, update),
         bounds=None,
+        sign=sign,
     )
 
 

@@ -109,6 +109,7 @@ def _evaluator(config: RunConfig, execution: Execution, task: Task, text: Text):
             samples=section.samples,
             batch=batch,
             ks=section.k,
+            solved=section.solved,
         )
 
     return run

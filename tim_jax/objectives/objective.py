@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.errors import InputError, check_choice
+from tim_jax.inputs import check_kinds
 from tim_jax.objectives import losses
 from tim_jax.objectives.advantages import GROUP_BASELINES, Estimator, advantages, needs
 from tim_jax.objectives.aggregation import (
@@ -85,6 +86,9 @@ class Objective:
     """Sequences over which the coefficient is steered."""
 
     def __post_init__(self) -> None:
+        check_kinds(self)
+        if isinstance(self.loss_options, str):
+            raise InputError(f"loss_options is {self.loss_options!r}; it must be a mapping")
         object.__setattr__(self, "loss_options", tuple(sorted(dict(self.loss_options).items())))
         check_choice("estimator", self.estimator, get_args(Estimator))
         check_choice("loss", self.loss, get_args(Loss))
@@ -98,10 +102,8 @@ class Objective:
             value = getattr(self, name)
             if not 0.0 <= value < math.inf:
                 raise InputError(f"{name} is {value}; it must be 0 or more")
-        if not math.isfinite(self.entropy_coefficient):
-            raise InputError(
-                f"entropy_coefficient is {self.entropy_coefficient}; it must be finite"
-            )
+        if not math.isfinite(value := self.entropy_coefficient):
+            raise InputError(f"entropy_coefficient is {value}; it must be finite")
         if self.kl_cap is not None and not self.kl_cap > 0.0:
             raise InputError(f"kl_cap is {self.kl_cap}; it must be above 0")
         self._check_shaping()
@@ -167,6 +169,11 @@ class Objective:
     def has_reference(self) -> bool:
         """True if there is a KL to a reference policy, in the loss or in the reward."""
         return self.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """True if more than the task decides what a response is rewarded with."""
+        return self.overlong_cache is not None or self.reward_kl_coefficient > 0.0
 
     @property
     def has_ratio(self) -> bool:

@@ -93,10 +93,23 @@ class AdaptiveKL:
         if not self.horizon >= 1:
             raise InputError(f"horizon is {self.horizon}; it must be at least 1 sequence")
 
+    def check(self, sequences: int) -> None:
+        """Refuses steps of so many sequences that one could end the penalty."""
+        check_sequences(sequences, self.horizon)
+
     def update(self, coefficient: jax.Array, kl: jax.Array, *, sequences: int) -> jax.Array:
         """Returns the next coefficient f32[]; see `adapted_coefficient`."""
         return adapted_coefficient(
             coefficient, kl, target=self.target, horizon=self.horizon, sequences=sequences
+        )
+
+
+def check_sequences(sequences: int, horizon: int) -> None:
+    """Refuses steps of so many sequences that one could bring the coefficient to 0."""
+    if not 0 <= sequences < horizon / _LARGEST_ERROR:
+        raise InputError(
+            f"sequences is {sequences}; with horizon {horizon} it must lie in"
+            f" [0, {horizon / _LARGEST_ERROR:g}), or one step could end the penalty"
         )
 
 
@@ -122,11 +135,7 @@ def adapted_coefficient(
     Raises:
         InputError: `sequences` is below 0, or `5 * horizon` or more.
     """
-    if not 0 <= sequences < horizon / _LARGEST_ERROR:
-        raise InputError(
-            f"sequences is {sequences}; with horizon {horizon} it must lie in"
-            f" [0, {horizon / _LARGEST_ERROR:g}), or one step could end the penalty"
-        )
+    check_sequences(sequences, horizon)
     # Each factor is inside a clip or a select, so that no sum becomes a fused multiply-add.
     gain = sequences / horizon
     limit = _LARGEST_ERROR * gain

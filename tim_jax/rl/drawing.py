@@ -245,12 +245,19 @@ def _silent(rewards: np.ndarray, group: int) -> np.ndarray:
 
 
 def _without_signal(drawn: Drawn, programs: Programs) -> float:
-    """1.0 if no reward differs from those that it is compared with, so that none says anything."""
-    learning = programs.learning
-    if learning.objective.estimator in advantages.GROUP_BASELINES:
-        return float(_silent(drawn.rewards, learning.group_size).all())
-    greedy = () if drawn.greedy_rewards is None else drawn.greedy_rewards
-    return float(len({*drawn.rewards, *greedy}) == 1)
+    """1.0 if no reward differs from those that it is compared with, so that none says anything.
+
+    Rewards that are shaped differ where those of the task do not, unless equal ones are left out.
+    """
+    learning, group = programs.learning, programs.learning.group_size
+    objective = learning.objective
+    if objective.shapes_rewards and not objective.drop_uninformative:
+        return 0.0
+    if objective.estimator in advantages.GROUP_BASELINES:
+        return float(_silent(drawn.rewards, group).all())
+    if drawn.greedy_rewards is not None:
+        return float(np.all(drawn.rewards.reshape(-1, group) == drawn.greedy_rewards[:, None]))
+    return float(len({*drawn.rewards}) == 1)
 
 
 def _refilled(drawn: Drawn, more: Drawn, *, programs: Programs) -> Drawn:

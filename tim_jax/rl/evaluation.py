@@ -95,11 +95,12 @@ def evaluate(
     samples: int,
     batch: int,
     ks: Sequence[int],
+    solved: float = 1.0,
 ) -> tuple[dict[str, float], list[Sample]]:
     """Evaluates the first `prompts` held-out problems with `samples` responses each.
 
     `sample` is a program for `batch` prompts at a time (programs.sampling_program); the last batch
-    is filled up with prompts that are not counted.
+    is filled up with prompts that are not counted. A response is right from the reward `solved` on.
 
     Returns:
       mean@n, pass@k, the number of prompts and the mean response length, and all samples.
@@ -123,6 +124,6 @@ def evaluate(
         rows += graded(task, text, examples[: min(batch, count - start)], kept, samples)[0]
         lengths.append(kept.lengths)
     rewards = np.array([row.reward for row in rows]).reshape(count, samples)
-    metrics = mean_and_pass(rewards, ks)
+    metrics = mean_and_pass(rewards, ks, solved=solved)
     metrics |= {"reward": float(rewards.mean()), "length": float(np.concatenate(lengths).mean())}
     return metrics, rows

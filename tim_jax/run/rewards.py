@@ -30,7 +30,7 @@ class RewardWatch:
 
     def sum_up(self, display: Display) -> None:
         """Says how many steps had no signal, and warns if no reward ever differed."""
-        if self.steps and len(self.rewards) == 1:
+        if self.steps == self.without > 0 and len(self.rewards) == 1:
             display.note(
                 f"warning: all completions of {self.steps} steps had the same reward,"
                 f" {next(iter(self.rewards)):g}: there was nothing to learn; look at the reward"
