@@ -104,12 +104,19 @@ def make_side(execution: Execution, params: Any, prompts: Prompts) -> tuple[Side
     return Side(partial(seconds, sample), partial(seconds, gradient)), jax.device_get(found)
 
 
+def calibrated(config: ModelConfig, dtype: str, sizes: common.Sizes, *, batch: int) -> Numerics:
+    """The numerics of a run of such sizes, with what this machine was measured to keep."""
+    longest = sizes.prompt + max(sizes.response, sizes.longest)
+    fixed = Numerics(compute_dtype=dtype)
+    return calibration.calibrate(config, fixed, batch=batch, longest=longest)
+
+
 def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
     """Times one cell of the table; raises if the exact side is not exact."""
     config = model_config(sizes)
     params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
     prompts = make_prompts(config, sizes, batch)
-    exact = calibration.calibrate(config, Numerics(compute_dtype=dtype), batch=batch)
+    exact = calibrated(config, dtype, sizes, batch=batch)
     sides, found = {}, {}
     for name, numerics in {
         "exact": exact,

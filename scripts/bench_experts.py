@@ -14,10 +14,9 @@ from typing import NamedTuple
 import bench_common as common
 import jax
 import jax.numpy as jnp
-from bench_exactness_cost import make_prompts, make_side, model_config
+from bench_exactness_cost import calibrated, make_prompts, make_side, model_config
 
 from tim_jax.auditing.cases import random_params
-from tim_jax.model import calibration
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.latent import LatentConfig
@@ -81,7 +80,7 @@ def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
     for model, config in models.items():
         params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
         prompts = make_prompts(config, sizes, batch)
-        exact = calibration.calibrate(config, Numerics(compute_dtype=dtype), batch=batch)
+        exact = calibrated(config, dtype, sizes, batch=batch)
         native = Numerics(family="native", compute_dtype=dtype)
         for name, numerics in {"exact": exact, "native": native}.items():
             execution = Execution(config, numerics, Sampling(sizes.response))

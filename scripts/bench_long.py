@@ -24,9 +24,7 @@ import numpy as np
 from bench_slots import forced
 
 from tim_jax.auditing import random_params
-from tim_jax.model import calibration
 from tim_jax.model.execution import Batching, Execution, Sampling
-from tim_jax.numerics import Numerics
 from tim_jax.policy import sampler
 from tim_jax.types import Rollout
 
@@ -52,7 +50,7 @@ class Case(NamedTuple):
 def prepared(sizes: common.Sizes, sequences: int) -> Case:
     """The compiled program without pages, and what one with pages would need."""
     config = exactness_cost.model_config(sizes)
-    numerics = calibration.calibrate(config, Numerics(), batch=max(COUNTS))
+    numerics = exactness_cost.calibrated(config, "float32", sizes, batch=max(COUNTS))
     stop = (config.vocab_size - 1,)
     execution = Execution(config, numerics, Sampling(sizes.response, stop_tokens=stop))
     weights = jax.jit(execution.prepare)(jax.tree.map(jnp.asarray, random_params(config, _SEED)))

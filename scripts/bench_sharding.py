@@ -88,7 +88,9 @@ def measure(sizes: common.Sizes, where: Placement, dtype: str, *, batch: int, re
     params = random_params(config, _SEED)
     prompts = make_prompts(config, sizes, batch // common.GROUP)
     fixed = Numerics(compute_dtype=dtype, column_tiles=where.tensor)
-    numerics = calibration.calibrate(config, fixed, batch=batch // where.shards)
+    numerics = calibration.calibrate(
+        config, fixed, batch=batch // where.shards, longest=sizes.prompt + sizes.response
+    )
     sides, compared = {}, 0
     for name, at in (("sharded", where), ("single", SINGLE)):
         execution = Execution(config, numerics, Sampling(sizes.response), at)

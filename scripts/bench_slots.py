@@ -19,9 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.auditing import random_params
-from tim_jax.model import calibration
 from tim_jax.model.execution import Batching, Execution, Sampling
-from tim_jax.numerics import Numerics
 from tim_jax.policy import distribution, sampler
 
 PAGE = common.RESULTS / "slots.md"
@@ -45,7 +43,7 @@ def measure(sizes: common.Sizes, dtype: str, schedules, repeats: int):
     config = exactness_cost.model_config(sizes)
     params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
     prompts = exactness_cost.make_prompts(config, sizes, SEQUENCES)
-    numerics = calibration.calibrate(config, Numerics(compute_dtype=dtype), batch=SEQUENCES)
+    numerics = exactness_cost.calibrated(config, dtype, sizes, batch=SEQUENCES)
     sampling = Sampling(sizes.response, stop_tokens=(config.vocab_size - 1,))
     execution = Execution(config, numerics, sampling)
     weights = jax.jit(execution.prepare)(params)

@@ -19,9 +19,7 @@ from bench_slots import forced
 
 from tim_jax import objectives, optimizers
 from tim_jax.auditing import random_params
-from tim_jax.model import calibration
 from tim_jax.model.execution import Execution, Sampling
-from tim_jax.numerics import Numerics
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import loop, programs
 from tim_jax.rl.types import Learning
@@ -80,7 +78,7 @@ def measure(sizes: common.Sizes, dtype: str, repeats: int):
     """(seconds by number of widths, seconds of the first updates, response tokens)."""
     config = exactness_cost.model_config(sizes)
     params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
-    numerics = calibration.calibrate(config, Numerics(compute_dtype=dtype), batch=SEQUENCES)
+    numerics = exactness_cost.calibrated(config, dtype, sizes, batch=SEQUENCES)
     sampling = Sampling(sizes.response, stop_tokens=(config.vocab_size - 1,))
     execution = Execution(config, numerics, sampling)
     rollout = rollout_of(execution, params, sizes)

@@ -396,7 +396,8 @@ def main():
     args = parser.parse_args()
     start = time.perf_counter()
     fixed = (EXACT_F32, EXACT_BF16)
-    wide = tuple(calibrate(CONFIG, numerics, batch=16) for numerics in fixed)
+    longest = max(one.prompt_length + one.response_length for one in (*BATCHES, *LEARNERS))
+    wide = tuple(calibrate(CONFIG, numerics, batch=16, longest=longest) for numerics in fixed)
     options = {"seed_": args.seed}
     tally = run(tuple(dict.fromkeys(fixed + wide)), cases=args.cases, **options)
     control = run(

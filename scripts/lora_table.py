@@ -19,12 +19,11 @@ import memory_table
 
 from tim_jax import objectives, optimizers
 from tim_jax.auditing import random_params
-from tim_jax.model import adapters, calibration
+from tim_jax.model import adapters
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.lora import Lora
 from tim_jax.model.weights import parameter_shapes
-from tim_jax.numerics import Numerics
 from tim_jax.plan import budget, workload
 from tim_jax.rl import loop, programs
 from tim_jax.rl.types import Learning
@@ -130,7 +129,7 @@ def times(sizes: common.Sizes, dtype: str, repeats: int) -> Times:
     """Times all sides of a model in turns."""
     config: ModelConfig = exactness_cost.model_config(sizes)
     params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
-    numerics = calibration.calibrate(config, Numerics(compute_dtype=dtype), batch=BATCH)
+    numerics = exactness_cost.calibrated(config, dtype, sizes, batch=BATCH)
     execution = Execution(config, numerics, Sampling(sizes.response))
     prompts = exactness_cost.make_prompts(config, sizes, BATCH // common.GROUP)
     sides = {named(lora): Side(replace(execution, lora=lora), params, prompts) for lora in SIDES}

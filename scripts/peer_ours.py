@@ -7,14 +7,12 @@ from functools import partial
 import bench_common as common
 import jax
 import jax.numpy as jnp
-from bench_exactness_cost import make_prompts, model_config
+from bench_exactness_cost import calibrated, make_prompts, model_config
 from bench_slots import forced
 
 from tim_jax import optimizers
 from tim_jax.auditing.cases import random_params
-from tim_jax.model import calibration
 from tim_jax.model.execution import Batching, Execution, Sampling
-from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
 from tim_jax.policy import sampler
 from tim_jax.rl import loop, programs
@@ -30,7 +28,7 @@ class Worker:
     def __init__(self, sizes: common.Sizes, batch: int, dtype: str):
         self.sizes, self.batch, self.calls = sizes, batch, 0
         self.config = model_config(sizes)
-        numerics = calibration.calibrate(self.config, Numerics(compute_dtype=dtype), batch=batch)
+        numerics = calibrated(self.config, dtype, sizes, batch=batch)
         self.execution = Execution(self.config, numerics, Sampling(sizes.response))
         self.params = jax.tree.map(jnp.asarray, random_params(self.config, 0))
 

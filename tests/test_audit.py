@@ -345,5 +345,5 @@ def test_several_tiles_are_audited_where_they_are_asked_for():
     (plain,) = audit_job._numerics(one)
     (several,) = audit_job._numerics(replace(one, several_tiles=True))
     assert (plain.tpu.few_rows, several.tpu.few_rows) == (0, TPU_FEW_ROWS)
-    with pytest.raises(InputError, match="several_tiles: only family"):
+    with pytest.raises(InputError, match="several_tiles: only the families"):
         audit_job._numerics(replace(one, family="tiles", interpret=False, several_tiles=True))

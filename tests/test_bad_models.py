@@ -183,7 +183,7 @@ class TestBeforeWeights:
         options, words = GENERATE[what]
         prompts = ["12>", WRONG_PROMPTS[what]] if what in WRONG_PROMPTS else ["12>"]
         if what == "nothing":  # the first step that may read
-            monkeypatch.setattr(calibration, "calibrate", lambda config, numerics, batch: numerics)
+            monkeypatch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
         arguments = ["generate", str(folder), *prompts, "--max-tokens", "8", *options]
         assert cli.main(arguments) == 2
         err = capsys.readouterr().err
@@ -232,7 +232,9 @@ def test_every_wait_says_what_it_is_for_and_says_so_once(
         saved.save(1, {"x": {"y": jnp.ones(3)}}, {})
         saved.close()
         # Which native kernels need not.
-        calibration.calibrate(model.config, replace(tiny.NUMERICS, family="native"), batch=1)
+        calibration.calibrate(
+            model.config, replace(tiny.NUMERICS, family="native"), batch=1, longest=64
+        )
     checkpoints.restore(tmp_path / "checkpoints", {"x": {"y": jnp.ones(3)}})  # nobody listens
     assert capsys.readouterr().err.splitlines() == [
         f"tim-jax: still {doing} after 30 s"

@@ -1,6 +1,7 @@
 """Row ranges: what is measured holds, what is chosen fits, and what differs is kept apart."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import tiny
 from tim_jax.kernels import native, tiles
 from tim_jax.model import calibration
 from tim_jax.model import calibration as keeping
-from tim_jax.numerics import NATIVE_F32, Rows
+from tim_jax.numerics import EXACT_F32, NATIVE_F32, Rows
 
 COUNTS = (1, 2, 4, 8, 16, 17, 32, 64)
 DOTS = {16: {16, 23, 32, 48}, 24: {16}}  # contraction size -> widths, by tiny.CONFIG
@@ -38,7 +39,11 @@ def calibrated(batch, monkeypatch, dot):
     """Rows by contraction, for a backend with this dot; attention is left out, to save time."""
     monkeypatch.setattr(native, "dot", dot)
     monkeypatch.setattr(calibration, "_attention", lambda *_: (False, Rows(8, 8)))
-    return dict(calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=batch).rows_by_contraction)
+    return dict(
+        calibration.calibrate(
+            tiny.CONFIG, tiny.NUMERICS, batch=batch, longest=64
+        ).rows_by_contraction
+    )
 
 
 @pytest.mark.slow
@@ -47,7 +52,7 @@ def test_in_the_ranges_found_a_row_has_the_same_bits_for_every_count(dtype, monk
     # Nearly as many as in use: a border between them is looked for at every count checked below.
     monkeypatch.setattr(calibration, "_COUNTS", (1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 33, 64))
     start = replace(tiny.NUMERICS, compute_dtype=dtype)
-    numerics = calibration.calibrate(tiny.CONFIG, start, batch=4)
+    numerics = calibration.calibrate(tiny.CONFIG, start, batch=4, longest=64)
     assert {size for size, _ in numerics.rows_by_contraction} == DOTS.keys()
     rng = np.random.default_rng(7)  # other data than the measurement's
     for size, widths in DOTS.items():
@@ -98,7 +103,7 @@ def test_a_row_counts_wherever_it_stands(monkeypatch):
 
 @pytest.mark.slow
 def test_keys_are_weighed_at_once_only_where_that_changes_nothing(monkeypatch):
-    found = calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4)
+    found = calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4, longest=64)
     if found.whole_kv:
         assert found.attention_rows.high == 16
     true_mix = native.mix
@@ -107,15 +112,40 @@ def test_keys_are_weighed_at_once_only_where_that_changes_nothing(monkeypatch):
         return true_mix(weights, value) + float(value.shape[2])
 
     monkeypatch.setattr(native, "mix", mix)
-    found = calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4)
+    found = calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4, longest=64)
     assert not found.whole_kv
     assert found.attention_rows == tiny.NUMERICS.attention_rows
 
 
+@pytest.mark.parametrize(("size", "longest"), [(16, 200), (128, 500)])
+def test_fewer_keys_have_the_bits_of_all_up_to_the_longest_sequence(size, longest):
+    """With heads of 128 XLA's sums over 500 keys have another order than those over 256."""
+    config = replace(tiny.CONFIG, head_dim=size)
+    whole, rows = calibration._attention(config, EXACT_F32, longest)
+    numerics, block = replace(EXACT_F32, whole_kv=whole, attention_rows=rows), EXACT_F32.kv_block
+    span = -(-longest // block) * block
+    rng = np.random.default_rng(3)
+    query, key, value = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((2, 1, 16, size), (2, 1, size, span), (2, 1, span, size))
+    )
+    attend = jax.jit(partial(tiles._attend, numerics=numerics))
+    for keys in range(2 * block, span, 3 * block):
+        last = np.full((2, 16), keys - 3, np.int32)
+        fewer = attend(query, key[..., :keys], value[:, :, :keys], last)
+        found = np.asarray(fewer), np.asarray(attend(query, key, value, last))
+        assert found[0].tobytes() == found[1].tobytes(), keys
+
+
+def test_very_long_sequences_take_their_blocks_one_by_one():
+    found = calibration._attention(tiny.CONFIG, tiny.NUMERICS, 10**6)
+    assert found == (False, tiny.NUMERICS.attention_rows)
+
+
 def test_native_numerics_and_other_backends_are_left_alone(monkeypatch):
-    assert calibration.calibrate(tiny.CONFIG, NATIVE_F32, batch=4) == NATIVE_F32
+    assert calibration.calibrate(tiny.CONFIG, NATIVE_F32, batch=4, longest=64) == NATIVE_F32
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4) == tiny.NUMERICS
+    assert calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4, longest=64) == tiny.NUMERICS
 
 
 # --- kept in a file ----------------------------------------------------------------------------
@@ -133,7 +163,7 @@ def measuring(monkeypatch):
     """How often something was measured; FOUND is what is found."""
     calls = []
 
-    def calibrate(config, numerics, *, batch):
+    def calibrate(config, numerics, *, batch, longest):
         calls.append((numerics, batch))
         return replace(FOUND, kv_block=numerics.kv_block)
 
@@ -141,8 +171,8 @@ def measuring(monkeypatch):
     return calls
 
 
-def kept(file, numerics=tiny.NUMERICS, batch=8, config=tiny.CONFIG):
-    return keeping.calibrate_once(config, numerics, batch=batch, file=file)
+def kept(file, numerics=tiny.NUMERICS, batch=8, config=tiny.CONFIG, longest=64):
+    return keeping.calibrate_once(config, numerics, batch=batch, longest=longest, file=file)
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path, measuring):
@@ -172,6 +202,16 @@ def test_another_batch_or_placement_keeps_the_bits_of_a_run(tmp_path, measuring)
     file = tmp_path / "calibration.json"
     assert kept(file) == kept(file, batch=9) == FOUND
     assert len(measuring) == 1
+
+
+def test_longer_sequences_are_measured_anew_and_shorter_ones_are_not(tmp_path, measuring):
+    file = tmp_path / "calibration.json"
+    kept(file)
+    kept(file, longest=32)
+    assert len(measuring) == 1
+    kept(file, longest=65)
+    kept(file, longest=64)
+    assert len(measuring) == 2
 
 
 def test_another_machine_measures_for_itself(tmp_path, measuring, monkeypatch):

@@ -105,10 +105,36 @@ def test_the_least_work_is_the_models_own():
     assert least.flops == pytest.approx(3 * flops, rel=1e-3)
     assert roofline.least(work, "scoring").flops == pytest.approx(flops, rel=1e-3)
     sampler = roofline.least(work, "sampler")
-    assert sampler.flops == pytest.approx(flops, rel=1e-3)
+    # Of 8 prompts once, without logits, and of 64 responses.
+    prompt = 2 * (parameters - 151936 * 1024) * 1024 + 2 * layers * heads * size * 1024 * 1025
+    whole = 2 * parameters * tokens + 4 * layers * heads * size * pairs
+    shared = 2 * parameters * 1024 + 2 * layers * heads * size * 1024 * 1025
+    expected = 8 * prompt + rows * (whole - shared)
+    assert sampler.flops == pytest.approx(expected, rel=1e-3)
     positions = 1024 * 1024 + 1024 * 1023 / 2
     cache = rows * positions * layers * kv_heads * 2 * size * 2
     assert sampler.bytes == pytest.approx(1024 * 2 * parameters + cache, rel=1e-3)
+
+
+def test_windows_leave_out_pairs_and_reads():
+    work = work_of("Qwen/Qwen3-0.6B", prompt=40, response=24)
+    layers = work.execution.config.num_layers
+    windowed = (True,) * (layers // 2) + (False,) * (layers - layers // 2)
+    config = replace(work.execution.config, sliding_window=16, window_layers=windowed)
+    narrow = replace(work, execution=replace(work.execution, config=config))
+    of_window = sum(min(position + 1, 16) for position in range(40, 64))
+    of_all = sum(position + 1 for position in range(40, 64))
+    fewer = layers // 2 * (of_all - of_window)
+    per_position = 8 * 2 * 128 * 2  # bytes of keys and values of a layer
+    before, after = (roofline.least(one, "sampler") for one in (work, narrow))
+    assert before.bytes - after.bytes == pytest.approx(64 * fewer * per_position)
+    assert after.flops < before.flops
+    long = replace(narrow, prompt_length=500)
+    assert (
+        0.5
+        < roofline.seen(long, "sampler")
+        < roofline.seen(replace(work, prompt_length=500), "sampler")
+    )
 
 
 def test_the_least_work_of_a_device_is_its_part():

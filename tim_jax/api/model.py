@@ -147,7 +147,10 @@ def complete(
     numerics = model.numerics
     if decode_batch is not None:
         batch = max(1, decode_batch // model.placement.shards)
-        numerics = calibration.calibrate_once(model.config, numerics, batch=batch, file=file)
+        longest = model.config.max_positions
+        numerics = calibration.calibrate_once(
+            model.config, numerics, batch=batch, longest=longest, file=file
+        )
     processes.agree(repr(numerics), "what was measured of its machine")
     params = hf.load_params(exports.model_of(source), model.config)
     return replace(model, params=params, numerics=numerics)

@@ -120,7 +120,7 @@ def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> li
         if it.several_tiles:
             plain = run_numerics.with_several_tiles(plain)
         batch = it.sizes.prompts * it.sizes.samples
-        measured = calibration.calibrate(it.config, plain, batch=batch)
+        measured = calibration.calibrate(it.config, plain, batch=batch, longest=length)
         numerics += [measured, plain] if fixed and measured != plain else [measured]
     return numerics
 
@@ -231,7 +231,8 @@ def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = N
         prompt_length=sizes.prompt_length,
         helps="fewer --prompts or --samples need less",
     )
-    measured = calibration.calibrate(config, numerics, batch=prompts * samples)
+    batch = prompts * samples
+    measured = calibration.calibrate(config, numerics, batch=batch, longest=length)
     execution = replace(execution, numerics=measured)
     return Bench(source, execution, _arrays(params), auditing.draw_prompts(config, sizes), samples)
 

@@ -6,8 +6,12 @@ compared; the widest ranges over which they are equal become the `Rows` of a `Nu
 range is measured on random data, for one backend, version and machine; it is the audit that proves
 that the log-probs of a model are equal.
 
+Whether attention may take all keys in one dot depends on how many there are: from some number on,
+XLA adds them up in another order. So it is measured up to the longest sequence that there will be.
+
 The measurement is kept in a file, so that a run that resumes need not measure again. It is only
-taken from there if machine, versions of JAX, model and numerics are the same. The batch may differ:
+taken from there if machine, versions of JAX, model and numerics are the same, and if it was made
+for sequences that are no shorter. The batch may differ:
 ranges chosen for another batch are as exact, if perhaps slower, and a run must keep its bits when
 its batch or placement changes.
 """
@@ -37,15 +41,19 @@ from tim_jax.placement import processes
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 49, 56, 64, 96, 128, 256, 512, 1024, 2048)
 _ATTENTION_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
 _WORTHWHILE = 32  # a learner tile of fewer rows is slow
+_SPANS = 12  # numbers of keys that are compared with all keys
+_MARGIN = 2  # blocks of keys that caches may have beyond the longest sequence
+_MOST_BLOCKS = 64  # of keys; longer sequences are not measured, and take the blocks one by one
 _PADDING = 3  # how many times its own rows a decode batch may be padded to
 
 
 @waiting.during("measuring which tiles keep the bits on this machine")
-def calibrate(config: ModelConfig, numerics: Numerics, *, batch: int) -> Numerics:
+def calibrate(config: ModelConfig, numerics: Numerics, *, batch: int, longest: int) -> Numerics:
     """Widens the row ranges of tile numerics for this model, on the default backend.
 
     Args:
       batch: rows of the sampler's decode step, which the ranges should hold without much padding.
+      longest: tokens of the longest sequence, prompt and response, that they are to be exact for.
 
     Returns:
       `numerics` with `rows_by_contraction`, `attention_rows` and `whole_kv` as measured; unchanged
@@ -58,7 +66,7 @@ def calibrate(config: ModelConfig, numerics: Numerics, *, batch: int) -> Numeric
         holds = [_same_rows(contraction, width, numerics) for width in widths]
         ranges = _common_ranges(holds)
         by_contraction.append((contraction, _choose(ranges, batch, numerics.rows)))
-    whole_kv, attention_rows = _attention(config, numerics)
+    whole_kv, attention_rows = _attention(config, numerics, longest)
     return replace(
         numerics,
         rows_by_contraction=tuple(by_contraction),
@@ -121,23 +129,29 @@ def _choose(ranges: list[Rows], batch: int, fixed: Rows) -> Rows:
     return min(wide, key=cost) if wide else fixed
 
 
-def _attention(config: ModelConfig, numerics: Numerics) -> tuple[bool, Rows]:
+def _attention(config: ModelConfig, numerics: Numerics, longest: int) -> tuple[bool, Rows]:
     """Whether one dot over all keys has the bits of dots over fewer, and for which row counts."""
-    length, block = 8 * numerics.kv_block, numerics.kv_block
-    rows = _ATTENTION_COUNTS[-1]
+    block, rows = numerics.kv_block, _ATTENTION_COUNTS[-1]
+    blocks = -(-longest // block) + _MARGIN
+    if blocks > _MOST_BLOCKS:
+        return False, numerics.attention_rows
     heads, key_dim, value_dim = config.attention
     shape = (2, heads)
     query = _random(2, (*shape, rows, key_dim), numerics)
-    key = _random(3, (*shape, key_dim, length), numerics)
-    value = _random(4, (*shape, length, value_dim), numerics)
-    last = np.full((shape[0], rows), block + block // 2, np.int32)
+    key = _random(3, (*shape, key_dim, blocks * block), numerics)
+    value = _random(4, (*shape, blocks * block, value_dim), numerics)
     attend = jax.jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=True)))
-    reference = _bits(attend(query, key, value, last))
-    prefixes = [
-        np.array_equal(reference, _bits(attend(query, key[..., :keys], value[:, :, :keys], last)))
-        for keys in (2 * block, 3 * block, 5 * block)
-    ]
-    low = rows
+
+    def same_with(keys: int) -> bool:
+        last = _last(shape[0], rows, keys)
+        fewer = attend(query, key[..., :keys], value[:, :, :keys], last)
+        return np.array_equal(_bits(fewer), _bits(attend(query, key, value, last)))
+
+    spans = np.linspace(1, blocks - 1, min(blocks - 1, _SPANS)).round().astype(int)
+    if not all(same_with(int(span) * block) for span in spans):
+        return False, numerics.attention_rows
+    last = _last(shape[0], rows, blocks * block)
+    reference, low = _bits(attend(query, key, value, last)), rows
     for count in reversed(_ATTENTION_COUNTS[:-1]):
         head = _bits(attend(query[:, :, :count], key, value, last[:, :count]))
         tail = _bits(attend(query[:, :, -count:], key, value, last[:, -count:]))
@@ -145,8 +159,14 @@ def _attention(config: ModelConfig, numerics: Numerics) -> tuple[bool, Rows]:
         if not (same and np.array_equal(tail, reference[:, :, -count:])):
             break
         low = count
-    whole = all(prefixes)
-    return whole, Rows(low, rows) if whole else numerics.attention_rows
+    return True, Rows(low, rows)
+
+
+def _last(batch: int, rows: int, keys: int) -> np.ndarray:
+    """i32[batch, rows]: every other row sees all of so many keys, those between them any number."""
+    last = np.random.Generator(np.random.Philox(5)).integers(0, keys, (batch, rows), np.int32)
+    last[:, ::2] = keys - 1
+    return last
 
 
 def _random(seed: int, shape: tuple[int, ...], numerics: Numerics) -> np.ndarray:
@@ -160,25 +180,26 @@ def _bits(x: jax.Array) -> np.ndarray:
 
 
 def calibrate_once(
-    config: ModelConfig, numerics: Numerics, *, batch: int, file: Path | None
+    config: ModelConfig, numerics: Numerics, *, batch: int, longest: int, file: Path | None
 ) -> Numerics:
-    """`calibrate`, or its earlier result if `file` has it.
+    """`calibrate`, or its earlier result if `file` has it, for sequences as long or longer.
 
     A file that is missing, damaged or from another setting is written anew. If it cannot be
     written, nothing is saved.
     """
     if file is None:
-        return calibrate(config, numerics, batch=batch)
+        return calibrate(config, numerics, batch=batch, longest=longest)
     valid_for = _of(config, numerics)
     saved = _read(file)
     if saved is not None and saved.get("of") == valid_for:
         try:
-            return replace(numerics, **_values(saved["found"]))
+            if saved["longest"] >= longest:
+                return replace(numerics, **_values(saved["found"]))
         except (KeyError, TypeError, ValueError, InputError):
             pass  # damaged: measure again
-    calibrated = calibrate(config, numerics, batch=batch)
+    calibrated = calibrate(config, numerics, batch=batch, longest=longest)
     if calibrated != numerics and processes.leads():
-        _write(file, {"of": valid_for, "found": _plain(calibrated)})
+        _write(file, {"of": valid_for, "longest": longest, "found": _plain(calibrated)})
     return calibrated
 
 

@@ -206,8 +206,11 @@ class Numerics:
                 f"Numerics: compute dtype {self.compute_dtype!r}; known: "
                 + ", ".join(_COMPUTE_DTYPES)
             )
-        if self.kv_block < 1 or self.kv_block & (self.kv_block - 1):
-            raise InputError(f"Numerics: kv_block must be a power of two, got {self.kv_block}")
+        # A dot over a single key is a product, which XLA would join with the sum that follows.
+        if self.kv_block < 2 or self.kv_block & (self.kv_block - 1):
+            raise InputError(
+                f"Numerics: kv_block must be a power of two, at least 2, got {self.kv_block}"
+            )
         if self.head_rows < 1:
             raise InputError(f"Numerics: head_rows must be positive, got {self.head_rows}")
         if self.column_tiles < 1:

@@ -16,6 +16,7 @@ times in an update), and in decoding all weights once for a step, and every sequ
 values up to the token.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -152,10 +153,28 @@ def seen(workload: Workload, stage: str) -> float:
     """
     prompt, execution = workload.prompt_length, workload.execution
     length, block = prompt + execution.sampling.max_response_length, execution.numerics.kv_block
-    window = execution.config.sliding_window or length
     rows = range(prompt if stage == "sampler" else 0, length)
-    blocks = sum(row // block - max(row + 1 - window, 0) // block + 1 for row in rows)
-    return blocks / len(rows) / -(-length // block)
+    windows = _windows(execution.config, length)
+    blocks = sum(
+        count * (row // block - max(row + 1 - window, 0) // block + 1)
+        for window, count in Counter(windows).items()
+        for row in rows
+    )
+    return blocks / len(rows) / len(windows) / -(-length // block)
+
+
+def _windows(config: ModelConfig, length: int) -> list[int]:
+    """Positions that a token of each layer attends to at most."""
+    windowed = config.window_layers or (bool(config.sliding_window),) * config.num_layers
+    return [config.sliding_window if one else length for one in windowed]
+
+
+def _attended(config: ModelConfig, start: int, stop: int) -> int:
+    """Positions that the tokens start..stop attend to in all layers, their own included."""
+    return sum(
+        count * sum(min(position + 1, window) for position in range(start, stop))
+        for window, count in Counter(_windows(config, stop)).items()
+    )
 
 
 def _loading(call: Call, rates: Rates) -> float:
@@ -182,25 +201,36 @@ class Least:
 
 
 def least(workload: Workload, stage: str) -> Least:
-    """Of a stage: "sampler", "scoring" or "update", all responses being the longest."""
+    """Of a stage: "sampler", "scoring" or "update", all responses being the longest.
+
+    A sampler reads the prompt of a group once, and has the logits of what it draws alone.
+    """
     execution = workload.sampler_execution if stage == "sampler" else workload.execution
     config, where = execution.config, execution.placement
     prompt, response = workload.prompt_length, execution.sampling.max_response_length
     length, rows = prompt + response, workload.sequences // where.shards
     per_token = 2 * _active_parameters(config)
-    pairs = length * (length + 1) / 2  # a token and a position that it attends to
     _, key, value = config.attention
-    attention = 2 * config.num_layers * config.num_heads * (key + value) * pairs
-    flops = rows * (per_token * length + attention) / where.tensor
+    per_pair = 2 * config.num_heads * (key + value)  # of a token and one that it attends to
+
+    def whole(start: int, stop: int) -> float:
+        """Operations for these tokens of a sequence."""
+        return per_token * (stop - start) + per_pair * _attended(config, start, stop)
+
     if stage != "sampler":
-        return Least(flops * (3 if stage == "update" else 1), 0.0)
+        times = 3 if stage == "update" else 1
+        return Least(times * rows * whole(0, length) / where.tensor, 0.0)
+    head = 2 * config.vocab_size * config.hidden_size * prompt
+    shared = (whole(0, prompt) - head) / workload.learning.group_size
+    flops = rows * (shared + whole(prompt, length)) / where.tensor
     itemsize = execution.numerics.dtype.itemsize
     table = config.vocab_size * config.hidden_size * itemsize  # of which a step takes a few rows
     weights = (workloads.weight_bytes(workload) - table) / (where.tensor * where.expert)
     slots = min(workload.batching.of_device(where).slots or rows, rows)
     steps = -(-rows // slots) * response
-    read = response * prompt + response * (response - 1) / 2
-    cache = rows * read * _cached_bytes(config, itemsize) / where.tensor
+    # A step reads what its token attends to but itself; keys and values of every layer.
+    read = _attended(config, prompt, length) - response * config.num_layers
+    cache = rows * read * _cached_bytes(config, itemsize) / config.num_layers / where.tensor
     return Least(flops, steps * weights + cache)
 
 

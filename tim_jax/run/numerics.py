@@ -136,12 +136,16 @@ def make_numerics(
     fixed = fitted_numerics(family, dtype, model, length=length, column_tiles=column_tiles)
     if several_tiles:
         fixed = with_several_tiles(fixed)
-    fixed = shared.numerics(fixed)
+    both = shared.numerics(fixed)
     # Ranges are measured of whole contractions; those of parts of one are not known.
-    cut = (fixed.order.split_k, fixed.order.ranks) != (1, 1)
+    cut = (both.order.split_k, both.order.ranks) != (1, 1)
     if batch is None or cut:
-        return fixed
-    return calibration.calibrate_once(model, fixed, batch=batch, file=measured)
+        return both
+    options = {"batch": batch, "longest": length, "file": measured}
+    if both.compute_dtype != fixed.compute_dtype:  # what is measured is of one dtype
+        return calibration.calibrate_once(model, both, **options)
+    # In the order of a divergent sampler, so that the entries decide where both say something.
+    return shared.numerics(calibration.calibrate_once(model, fixed, **options))
 
 
 def with_several_tiles(numerics: Numerics) -> Numerics:
