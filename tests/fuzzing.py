@@ -242,7 +242,7 @@ def stand(patch) -> None:
 
     assemble, check_arms = models.assemble, audit.ablation.check
     here = SimpleNamespace(tracing=nullcontext, devices=tuple(jax.devices()))
-    patch.setattr(calibration, "calibrate", lambda config, numerics, batch: numerics)
+    patch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
     patch.setattr(hf, "snapshot_download", offline)
     patch.setattr(dataset, "_hub", offline)
     patch.setattr(processes, "join", began)

@@ -128,7 +128,7 @@ def folder(patch, tmp_path_factory):
     (path / "cli_rewards.py").write_text(REWARDS)
     patch.chdir(path)
     patch.syspath_prepend(str(path))
-    patch.setattr(calibration, "calibrate", lambda config, numerics, batch: numerics)
+    patch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
     yield path
     sys.modules.pop("cli_rewards", None)
 

@@ -397,6 +397,28 @@ def test_one_fault_is_named_first(name, rows, parameters):
     assert response.tokens[found.first.position] == found.first.token
 
 
+def test_padding_behind_a_response_that_a_mask_hides_is_no_fault():
+    """Arrays of one width, as trainers dump them: tokens, log-probs and mask are filled up."""
+    noisy = with_log_probs(sampled(), lambda x: x + 1e-3 * np.cos(np.arange(len(x))))
+    rows = []
+    for row in noisy:
+        count = len(row["response_token_ids"])
+        fill = [7] * (16 - count)
+        rows.append(
+            row
+            | {
+                "response_token_ids": [*row["response_token_ids"], *fill],
+                "logprobs": [*row["logprobs"], *(0.0 for _ in fill)],
+                "mask": [1] * count + [0] * len(fill),
+            }
+        )
+    rows = [row for row in rows if 7 not in row["response_token_ids"][: sum(row["mask"])]]
+    assert len(rows) > 8
+    assert any(len(row["mask"]) > sum(row["mask"]) for row in rows)
+    found = diagnosed(rows)
+    assert found.state != "fault"
+
+
 def test_unexplained_and_larger_than_numerics_is_a_fault_at_its_first_token():
     rows = [dict(row) for row in sampled()]
     rows[20]["logprobs"] = [-9.0, *rows[20]["logprobs"][1:]]

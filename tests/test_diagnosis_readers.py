@@ -253,6 +253,34 @@ def test_text_of_the_prompt_may_stand_in_the_request():
         assert "tokenised again" in found.warnings[0]
 
 
+def chat_of(**request):
+    tokenizer = character_tokenizer("abc")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if brief %}c{% else %}b{% endif %}"
+    )
+    chat = {name: x for name, x in CHAT.items() if name != "prompt_token_ids"}
+    line = {"request": {"messages": [{"role": "user", "content": "ab"}]} | request}
+    rows = readers.read([line | {"response": chat}])
+    return collect(rows, limits=LIMITS, tokenizer=tokenizer).responses[0].prompt
+
+
+def test_what_shapes_the_prompt_of_a_chat_is_heeded_or_refused():
+    assert chat_of() == (2, 3, 3)
+    assert chat_of(chat_template_kwargs={"brief": True}) == (2, 3, 4)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat_of(messages=[{"role": "user", "content": parts}]) == (2, 3, 3)
+    for refused in (
+        {"tools": [{"type": "function"}]},
+        {"continue_final_message": True},
+        {"add_generation_prompt": False},
+    ):
+        with pytest.raises(RolloutsError, match=f"{next(iter(refused))} shaped the prompt"):
+            chat_of(**refused)
+    for content in (None, [{"type": "image_url", "image_url": {}}]):
+        with pytest.raises(RolloutsError, match="prompt"):
+            chat_of(messages=[{"role": "user", "content": content}])
+
+
 def test_what_systems_say_besides_is_kept():
     (response,) = read([VLLM])
     assert response.finished is False  # the length cut it
@@ -294,6 +322,9 @@ REFUSED = [
     ({"logprobs": None, "log_probs": [0.0]}, "did you mean 'log_probs'"),
     ({"logprobs": [-1.0, 0.5]}, r"logprobs\[1\] = 0.5 is positive"),
     ({"logprobs": [-1.0, float("nan")]}, r"logprobs\[1\] is nan, which is not finite"),
+    ({"logprobs": [-1.0, -1e300]}, r"logprobs\[1\] is -1e\+300, which is not finite"),
+    ({"top_k": float("inf")}, "top_k must be a whole number, got inf"),
+    ({"top_k": 2.5}, "top_k must be a whole number, got 2.5"),
     ({"logprobs": [-1.0, -(10**400)]}, r"logprobs\[1\] is -?\d+\.\.\., which is not finite"),
     ({"logprobs": [-1.0, None]}, r"logprobs\[1\] must be a number, got None"),
     ({"logprobs": [-1.0]}, "1 logprobs for 2 tokens"),

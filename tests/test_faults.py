@@ -56,7 +56,7 @@ def work(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(calibration, "calibrate", lambda config, numerics, batch: numerics)
+        patch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
         patch.setattr(train, "assemble", assemble)
         yield folder
 

@@ -55,6 +55,14 @@ def test_a_page_is_whole_small_and_asks_no_network(study_folder, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in images)
 
 
+def test_folders_of_one_name_have_figures_of_their_own(study_folder, tmp_path):
+    other = tmp_path / "elsewhere" / study_folder.name
+    shutil.copytree(study_folder, other)
+    written = report.write([study_folder, other], tmp_path / "page.html")
+    assert len(written) == len(set(written)) == 1 + 2 * 4
+    assert all(path.is_file() for path in written)
+
+
 def test_figures_are_the_same_bits(study_folder, tmp_path):
     pages = [tmp_path / name / "page.html" for name in ("one", "two")]
     for page in pages:

@@ -69,6 +69,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if lost or isinstance(error.__context__, BrokenPipeError):  # which rich makes a SystemExit
             reason = lost or "nobody reads it"
             return _ended(errors.BAD_INPUT, f"cannot write to standard output: {reason}")
+        if isinstance(error, PermissionError) and error.filename:
+            return _ended(errors.BAD_INPUT, f"{error.filename}: {error.strerror}")
         if isinstance(error, OSError):
             raise
         # No command ends so by itself: code of the user's did. Its status must not become ours.

@@ -286,12 +286,13 @@ def _masks(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
     """
     ids = np.concatenate([r.tokens for r in tokens.responses])
     zero = (tokens.recorded == 0) & (base.predicted < -1e-3)
-    for left_out in (tokens.hidden, zero):
+    padding = _padding(tokens)
+    for left_out in (tokens.hidden & ~padding, zero):
         if not left_out.any():
             continue
         names, counts = np.unique(ids[left_out], return_counts=True)
         token = names[np.argmax(counts)]
-        if (ids[left_out] != token).any() or not left_out[ids == token].all():
+        if (ids[left_out] != token).any() or not left_out[(ids == token) & ~padding].all():
             continue
         share = max((ids == token).mean(), 1 / len(ids))
         yield replace(
@@ -303,6 +304,22 @@ def _masks(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
             structure=-float(left_out.sum()) * np.log(share),
             shows=np.flatnonzero(left_out),
         )
+
+
+def _padding(tokens: Tokens) -> np.ndarray:
+    """bool[N], what a loss mask hides behind a response: nothing that was drawn.
+
+    But for a first token there that ends the response.
+    """
+    found = []
+    for response in tokens.responses:
+        kept = np.ones(len(response), bool) if response.mask is None else response.mask
+        start = np.flatnonzero(kept)[-1] + 1 if kept.any() else 0
+        ended = start > 0 and response.tokens[start - 1] in tokens.stop_tokens
+        if start < len(kept) and not ended and response.tokens[start] in tokens.stop_tokens:
+            start += 1
+        found.append(np.arange(len(kept)) >= start)
+    return np.concatenate(found)
 
 
 def _vocabularies(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tim_jax.diagnosis.rollouts import Row
+from tim_jax.diagnosis.rollouts import SHAPING, Row
 from tim_jax.errors import InputError, check_choice
 from tim_jax.inputs import DEEPEST, expanded, json_value, shown
 
@@ -67,6 +67,7 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
     if isinstance(values.get("request"), Mapping) and isinstance(values.get("response"), Mapping):
         asked, values = values["request"], values["response"]
         values = _with_prompt(values, asked)
+    shaping = {name: asked[name] for name in SHAPING if asked.get(name) is not None}
     name = detect(values) if form == "auto" else form
     try:
         found = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
@@ -74,7 +75,7 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
         raise InputError(f"{where}: {error}") from None
     for number, row in enumerate(found):
         place = where if len(found) == 1 else f"{where}, response {number}"
-        yield Row(_sampled(asked) | _sampled(values) | row, place)
+        yield Row(shaping | _sampled(asked) | _sampled(values) | row, place)
 
 
 def _listed(value: Any, depth: int = DEEPEST) -> Any:
@@ -100,8 +101,10 @@ def _with_prompt(values: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping
 
 
 def _sampled(values: Mapping[str, Any]) -> dict[str, Any]:
-    inner = values.get("sampling_params")
-    values = inner if isinstance(inner, Mapping) else values
+    for inner in (values.get("sampling_params"), values.get("meta_info")):
+        if isinstance(inner, Mapping) and any(key in inner for key in _SAMPLED):
+            values = inner
+            break
     return {key: values[key] for key in _SAMPLED if values.get(key) is not None}
 
 
@@ -330,11 +333,12 @@ def _batch(values: Mapping[str, Any], first: str, rest: Sequence[str]) -> Iterat
 _READERS = {"plain": plain, "vllm": vllm, "sglang": sglang, "verl": verl, "trl": trl}
 _MARKS = (
     ("plain", {"response_token_ids"}),
+    ("verl", {"rollout_log_probs"}),
     ("sglang", {"meta_info"}),
     ("vllm", {"choices", "outputs"}),
     ("trl", {"completion_ids"}),
     ("tunix", {"left_padded_prompt_tokens", "padded_prompt_tokens"}),
-    ("verl", {"rollout_log_probs", "responses", "output"}),
+    ("verl", {"responses", "output"}),
 )
 
 

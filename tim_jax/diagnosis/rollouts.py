@@ -30,6 +30,9 @@ KEYS = (
     "mask",
     "finish_reason",
 )
+# Of a request of chat messages: what makes another prompt of them.
+SHAPING = ("chat_template_kwargs", "tools", "continue_final_message", "add_generation_prompt")
+_LARGEST = float(np.finfo(np.float32).max)
 _TOP_TOLERANCE = 1e-3  # two roundings of one number
 _SHOWN = 20  # bad lines in a message; the exception holds all
 
@@ -199,11 +202,31 @@ def with_ids(row: Row, tokenizer: Any) -> tuple[Any, bool]:
             # Text is taken as the engine was given it; messages went through the template there.
             plain = isinstance(prompt, str)
             made[ids] = encode_prompt(
-                tokenizer, prompt, chat_template=not plain, where=f"{row.where}: prompt"
+                tokenizer,
+                prompt,
+                chat_template=not plain,
+                template_options={} if plain else _template_options(row),
+                where=f"{row.where}: prompt",
             )
         elif isinstance(values[text], str):
             made[ids] = encode_text(tokenizer, values[text], where=f"{row.where}: {text}")
     return {**values, **made}, bool(made)
+
+
+def _template_options(row: Row) -> Mapping[str, Any]:
+    """What the request of chat messages says of the template."""
+    asked = row.values
+    shapes = [name for name in ("tools", "continue_final_message") if asked.get(name)]
+    shapes += ["add_generation_prompt"] if asked.get("add_generation_prompt") is False else []
+    if shapes:
+        raise InputError(
+            f"{row.where}: {shapes[0]} shaped the prompt, which is not made again from its messages"
+            " with it; give prompt_token_ids"
+        )
+    options = asked.get("chat_template_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise InputError(f"{row.where}: chat_template_kwargs must be a mapping, got {options!r}")
+    return options
 
 
 def checked(row: Row, *, limits: Limits, default: Distribution = PLAIN) -> Response:
@@ -274,7 +297,7 @@ def _log_probs(row: Row, count: int) -> np.ndarray:
     for place, value in enumerate(found):
         if isinstance(value, bool) or not isinstance(value, int | float | np.number):
             raise InputError(f"{row.where}: logprobs[{place}] must be a number, got {shown(value)}")
-        if wrong_number(value) is not None:
+        if wrong_number(value) is not None or not -_LARGEST < value < _LARGEST:
             raise InputError(
                 f"{row.where}: logprobs[{place}] is {shown(value)}, which is not finite"
             )
@@ -298,6 +321,8 @@ def _declared(row: Row, default: Distribution, vocabulary: int) -> Distribution:
             given[key] = getattr(default, key)
             continue
         number = not isinstance(value, bool) and isinstance(value, int | float | np.number)
+        if number and key == "top_k" and not (abs(value) < _LARGEST and value == int(value)):
+            raise InputError(f"{row.where}: top_k must be a whole number, got {shown(value)}")
         if not number or not least <= value <= most or (key == "top_p" and value == 0):
             raise InputError(
                 f"{row.where}: {key} must be a number from {least} to {most}, got {shown(value)}"
@@ -349,7 +374,20 @@ def _prompt_text(value: Any) -> str | tuple[Message, ...] | None:
         return value or None
     if isinstance(value, Sequence) and value:
         try:
-            return tuple(Message(str(m["role"]), str(m["content"])) for m in value)
+            return tuple(Message(str(m["role"]), _content(m["content"])) for m in value)
         except (KeyError, TypeError):
             return None
     return None
+
+
+def _content(value: Any) -> str:
+    """The text of a chat message; parts of it that are text are joined.
+
+    Raises:
+      TypeError: there is none, or another part.
+    """
+    if isinstance(value, str):
+        return value
+    if any(part["type"] != "text" for part in value):
+        raise TypeError
+    return "".join(part["text"] for part in value)

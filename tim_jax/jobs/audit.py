@@ -217,11 +217,7 @@ def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = N
     fitting = Sizes.fitting(config)
     sizes = Sizes(prompts, samples, fitting.prompt_length, fitting.response_length)
     length = sizes.prompt_length + sizes.response_length
-    if prompts * samples * length >= _MOST_TOKENS:
-        raise InputError(
-            f"--prompts {prompts} and --samples {samples} are {prompts * samples} sequences of"
-            f" {length} tokens; at most {_MOST_TOKENS} tokens"
-        )
+    _check_tokens(prompts, samples, length)
     numerics = run_numerics.fitted_numerics("auto", dtype or "float32", config, length=length)
     execution = Execution(config, numerics, plain_sampling(config, sizes))
     checks.check_sampling(
@@ -237,9 +233,19 @@ def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = N
     return Bench(source, execution, _arrays(params), auditing.draw_prompts(config, sizes), samples)
 
 
+def _check_tokens(prompts: int, samples: int, length: int) -> None:
+    if prompts * samples * length >= _MOST_TOKENS:
+        raise InputError(
+            f"--prompts {prompts} and --samples {samples} are {prompts * samples} sequences of"
+            f" {length} tokens; at most {_MOST_TOKENS} tokens"
+        )
+
+
 def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Bench:
     changes = [f"numerics.dtype={dtype}"] if dtype else []
     config = toml.load(Path(source) / "config.toml", changes)
+    sampling = config.sampling
+    _check_tokens(prompts, samples, sampling.max_prompt_length + sampling.max_response_length)
     model = assembly.make_model(config)
     execution = replace(assembly.make_execution(config, model), placement=SINGLE)
     task = assembly.make_task(config)

@@ -66,6 +66,6 @@ def _write(path: Path | None, text: str) -> None:
     if path is None:
         return
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error

@@ -103,7 +103,8 @@ def evaluate(
     is filled up with prompts that are not counted. A response is right from the reward `solved` on.
 
     Returns:
-      mean@n, pass@k, the number of prompts and the mean response length, and all samples.
+      mean@n, pass@k, the number of prompts, the mean response length and how many answers could
+      not be graded, and all samples.
 
     Raises:
       InputError: the task has no held-out problems, or as the training loop.
@@ -113,6 +114,7 @@ def evaluate(
         raise InputError(f"task {task.name} has no held-out problems to evaluate on")
     rows: list[Sample] = []
     lengths: list[np.ndarray] = []
+    failed: dict[str, float] = {}
     for start in range(0, count, batch):
         indices = [min(i, count - 1) for i in range(start, start + batch)]
         examples = [task.evaluation[i] for i in indices]
@@ -121,9 +123,11 @@ def evaluate(
             rollout = jax.device_get(sample(weights, encoded, key))
         wanted = min(batch, count - start) * samples
         kept = jax.tree.map(lambda x, n=wanted: x[:n], rollout)
-        rows += graded(task, text, examples[: min(batch, count - start)], kept, samples)[0]
+        found, faults = graded(task, text, examples[: min(batch, count - start)], kept, samples)
+        rows += found
+        failed = {name: failed.get(name, 0.0) + number for name, number in faults.items()}
         lengths.append(kept.lengths)
     rewards = np.array([row.reward for row in rows]).reshape(count, samples)
     metrics = mean_and_pass(rewards, ks, solved=solved)
     metrics |= {"reward": float(rewards.mean()), "length": float(np.concatenate(lengths).mean())}
-    return metrics, rows
+    return metrics | failed, rows

@@ -4,7 +4,8 @@ import html
 import importlib
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,15 +171,24 @@ def write(folders: Sequence[Path], out: Path) -> list[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         # What a tokenizer or another program left of a character is no text by itself.
         out.write_text(page(sections), encoding="utf-8", errors="backslashreplace")
-        for one in sections:
+        for one, name in zip(sections, _names(sections), strict=True):
             for title, chart in one.figures.items():
-                path = out.with_name(f"{out.stem}-{_slug(one.title)}-{_slug(title)}.png")
+                path = out.with_name(f"{out.stem}-{name}-{_slug(title)}.png")
                 image = chart.properties(width=_WIDTH, background="white")
                 image.save(str(path), format="png", scale_factor=2)
                 written.append(path)
     except OSError as error:
         raise InputError(f"cannot write {error.filename or out}: {error.strerror}") from error
     return written
+
+
+def _names(sections: Sequence[Section]) -> Iterator[str]:
+    """Names for files, each another one: folders of one name are numbered."""
+    seen: Counter[str] = Counter()
+    for one in sections:
+        name = _slug(one.title)
+        seen[name] += 1
+        yield name if seen[name] == 1 else f"{name}-{seen[name]}"
 
 
 def page(sections: Sequence[Section]) -> str:
