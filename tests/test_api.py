@@ -155,7 +155,8 @@ def test_what_cannot_be_loaded(folder, changes, message):
 
 
 def test_measured_tiles_belong_to_the_model(folder, monkeypatch):
-    def measured(config, numerics, *, batch):
+    def measured(config, numerics, *, batch, longest):
+        assert longest == config.max_positions
         return replace(numerics, attention_rows=Rows(batch, 2 * batch))
 
     monkeypatch.setattr(calibration, "calibrate", measured)

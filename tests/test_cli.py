@@ -284,7 +284,8 @@ def test_eval_of_a_run_is_its_last_evaluation(finished, folder, call):
     scores = json.loads(out_file.read_text())
     last = metrics_of(finished)[-1]
     assert scores == {name: last[f"eval/{name}"] for name in scores}
-    assert {"mean@2", "pass@1", "prompts", "reward", "length"} == set(scores)
+    faults = {"grader/timeout", "grader/error"}
+    assert {"mean@2", "pass@1", "prompts", "reward", "length"} | faults == set(scores)
     assert all(name in out for name in scores)
     status, _, _ = call(
         "eval",
@@ -310,6 +311,8 @@ def test_eval_without_a_run_is_of_the_configs_own_model(finished, folder, call):
         "prompts",
         "reward",
         "length",
+        "grader/timeout",
+        "grader/error",
     }
     assert not (folder / "nowhere").exists()
 

@@ -7,18 +7,22 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
 import tiny
 
+from tim_jax import mismatch
 from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.jobs import checks, planning, train
 from tim_jax.kernels import pallas
+from tim_jax.model import calibration
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.weights import parameter_shapes
+from tim_jax.numerics import Rows
 from tim_jax.plan.known_models import PUBLISHED
 from tim_jax.run import checkpoints, folders
 from tim_jax.run import numerics as run_numerics
@@ -115,6 +119,22 @@ def test_auto_is_the_exact_family_of_the_platform(platform, family, monkeypatch)
     assert numerics() == run_numerics.make_numerics(
         family, "bfloat16", LARGE, length=128, batch=None
     )
+
+
+def test_tile_sizes_on_both_sides_are_those_of_the_arm(monkeypatch):
+    """What is measured must not overwrite what the dial says: else the control is another run."""
+
+    def measured(config, numerics, **_):
+        wide = ((16, Rows(2, 49)), (24, Rows(1, 8)))
+        return replace(numerics, rows_by_contraction=wide, whole_kv=True)
+
+    monkeypatch.setattr(calibration, "calibrate", measured)
+    options = {"length": 40, "batch": 4}
+    make = partial(run_numerics.make_numerics, "tiles", "float32", tiny.CONFIG, **options)
+    for changes in ({"rows": 4}, {"attention_rows": 8}, {"kv_block": 16}):
+        dial = mismatch.build([{"name": "tile_sizes", **changes}])
+        assert make(shared=dial) == dial.numerics(make())
+    assert make(shared=mismatch.build([{"name": "tile_sizes", "rows": 4}])).rows == Rows(4, 4)
 
 
 def test_auto_is_the_default_of_a_config():

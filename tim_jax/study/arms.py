@@ -15,7 +15,7 @@ from pydantic import Field
 
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
-from tim_jax.errors import InputError
+from tim_jax.errors import InputError, check_choice
 from tim_jax.mismatch import Mismatch
 from tim_jax.study.definition import AXES, CONTROL, ArmChoice, Study
 
@@ -97,6 +97,23 @@ def _uncorrected(choice: ArmChoice) -> ArmChoice:
     return plain if plain.options else ArmChoice(name="uncorrected")
 
 
+def _check_outcome(study: Study, config: RunConfig, arm: str) -> None:
+    """Refuses an outcome of evaluations that a run will not have: it would be found out at its end.
+
+    Other metrics are known to a step alone.
+    """
+    metric, section = study.outcome.metric, config.eval
+    if not metric.startswith("eval/"):
+        return
+    if not section.every:
+        raise InputError(
+            f"{arm}: outcome.metric is {metric!r}, and eval.every = 0 is no evaluation"
+        )
+    names = ["reward", "length", "prompts", "grader/timeout", "grader/error"]
+    names += [f"mean@{section.samples}", *(f"pass@{k}" for k in section.k)]
+    check_choice(f"{arm}: outcome.metric", metric, [f"eval/{name}" for name in names])
+
+
 def _arm(study: Study, choice: ArmChoice, start: Mapping[str, Any], source: str) -> Arm:
     run = dict(start)
     for axis, option in choice.options.items():
@@ -106,6 +123,7 @@ def _arm(study: Study, choice: ArmChoice, start: Mapping[str, Any], source: str)
     mismatch = isinstance(sampler, Mapping) and sampler.get("mismatch")
     relaxed = merged(run, {"exact": "report"}) if mismatch else run
     config = toml.build(relaxed, source=f"{source}: arm {choice.title}")
+    _check_outcome(study, config, f"{source}: arm {choice.title}")
     divergent = bool(_dial(config).active) and not config.sampler.both_sides
     return Arm(choice.title, relaxed if divergent else run, divergent)
 
