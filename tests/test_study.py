@@ -166,6 +166,14 @@ def test_remedies_of_a_dial_that_all_arms_have_may_have_one_control(file):
         ),
         (("run.toml", "rum.toml"), "no such file; did you mean"),
         (("hypothesis =", "hypotheses ="), "did you mean 'hypothesis'"),
+        (
+            ("[dial.exact]", "[outcome]\nmetric = 'eval/rewrad'\n[dial.exact]"),
+            "outcome.metric 'eval/rewrad' is unknown; did you mean 'eval/reward'",
+        ),
+        (
+            ("[dial.exact]", "[dial.exact]\neval.every = 0"),
+            "outcome.metric is 'eval/reward', and eval.every = 0 is no evaluation",
+        ),
     ],
 )
 def test_bad_files_are_refused_in_one_line(file, change, message):
