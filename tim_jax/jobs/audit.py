@@ -331,6 +331,8 @@ def report(
     print(f"{'exact' if exact else 'NOT EXACT'} where the sampler is the learner's own")
     if chart is not None and any(case.metrics["unequal_tokens"] for case in results):
         source_charts.source_chart(record, chart)
+    elif chart is not None:
+        print(f"{chart} was not drawn: no token differs")
     text = ablation_report.to_markdown(record)
     return Result(record, ablation_report.to_json(record), text, exact)
 
