@@ -14,8 +14,8 @@ class MathGrader:
     The answer is what `math_verify.parse` finds in the completion: a final-answer phrase, a
     `\\boxed{}`, mathematics in dollars or a plain number, usually the last one. `1/2`, `0.5` and
     `\\frac{2}{4}` are equal. Two boxes close to each other are read as a set, so that a corrected
-    answer is wrong; letters are read as a product, in any order. A grade depends only on (answer, completion): not on the batch, the
-    number of workers or what they graded before.
+    answer is wrong; letters are read as a product, in any order. A grade depends only on (answer,
+    completion): not on the batch, the number of workers or what they graded before.
 
     Raises:
       InputError: when made, if `math-verify` is not installed.
