@@ -689,6 +689,11 @@ RAISED = {
     "exit": (SystemExit(0), 2, "tim-jax: not done: code that the command called raised SystemExit"),
     "generator exit": (GeneratorExit(), 2, "tim-jax: not done: "),
     "several lines": (InputError("one\ntwo"), 2, "tim-jax: one two"),
+    "permission": (
+        PermissionError(13, "Permission denied", "x"),
+        2,
+        "tim-jax: x: Permission denied",
+    ),
     "memory": (MemoryError("4 TB"), 6, "tim-jax: out of memory on this machine: 4 TB"),
     "interrupt": (KeyboardInterrupt(), 130, "tim-jax: interrupted; "),
 }

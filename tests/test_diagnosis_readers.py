@@ -281,6 +281,15 @@ def test_what_shapes_the_prompt_of_a_chat_is_heeded_or_refused():
             chat_of(messages=[{"role": "user", "content": content}])
 
 
+def test_a_dump_of_verl_may_have_meta_info_of_its_own():
+    (plain,) = read([{name: x[0] for name, x in VERL.items()}])
+    (response,) = read(
+        [{name: x[0] for name, x in VERL.items()} | {"meta_info": {"temperature": 0.6}}]
+    )
+    assert response.tokens == plain.tokens
+    assert response.declared == Distribution(0.6)
+
+
 def test_what_systems_say_besides_is_kept():
     (response,) = read([VLLM])
     assert response.finished is False  # the length cut it

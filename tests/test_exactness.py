@@ -26,6 +26,7 @@ from tim_jax.policy import sampler, scoring
 from tim_jax.rl import learner
 from tim_jax.rl.experience import experience
 from tim_jax.rl.types import Carried, Learning, TrainState
+from tim_jax.run import numerics as run_numerics
 from tim_jax.types import Prompts
 
 EXACT = {"float32": EXACT_F32, "bfloat16": EXACT_BF16}
@@ -91,6 +92,22 @@ def test_longer_sequences_of_more_key_blocks():
     )
     options = {"numerics": (EXACT_BF16,), "cases": cases, "sizes": sizes}
     check(audit(random_params(config, 2), config, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_sequences_with_what_was_measured_of_this_machine(dtype):
+    """With heads of 128, XLA adds up several hundred keys in another order than fewer."""
+    config = replace(
+        PRESETS["qwen3"], num_layers=1, num_heads=2, num_kv_heads=1, head_dim=128, max_positions=512
+    )
+    sizes = Sizes(prompts=2, samples=2, prompt_length=16, response_length=400)
+    numerics = run_numerics.make_numerics("tiles", dtype, config, length=416, batch=4)
+    sampling = replace(plain_sampling(config, sizes), stop_tokens=())
+    options = {"cases": (Case("learner", sampling, Score()),), "sizes": sizes, "control": False}
+    (result,) = audit(random_params(config, 0), config, numerics=(numerics,), **options)
+    assert result.passed
+    assert result.compared_tokens == 4 * 400
 
 
 # --- the update itself -----------------------------------------------------------------------

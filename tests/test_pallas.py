@@ -687,6 +687,7 @@ def test_a_product_takes_the_widest_tile_that_leaves_enough_programs(rows, colum
         (lambda: TpuTiles(columns=64), "columns must be at least 128, got 64"),
         (lambda: Numerics(interpret=True), "interpret is for the Pallas families"),
         (lambda: Numerics(family="palas_gpu"), "did you mean 'pallas_gpu'"),
+        (lambda: Numerics(kv_block=1), "kv_block must be a power of two, at least 2, got 1"),
     ],
 )
 def test_impossible_tiles_are_refused(build, message):
