@@ -431,20 +431,12 @@ def test_coefficients_scale_it():
     assert tiny.bits(found) == tiny.bits(jax.tree.map(lambda g: 0.5 * g, whole))
 
 
-CHAIN = (
-    {"name": "token_tis", "cap": 2.0},
-    {"name": "icepop"},
-    {"name": "geometric_rejection"},
-    {"name": "kpop"},
-    {"name": "normalise"},
-    {"name": "dppo"},
-)
-
-
 @pytest.mark.slow
-def test_corrections_of_equal_policies_leave_the_update_alone_to_the_bit():
+@pytest.mark.parametrize("weight", ["token_tis", "icepop", "kpop"])
+def test_corrections_of_equal_policies_leave_the_update_alone_to_the_bit(weight):
     plainly = Learning(GRPO, tiny.GROUP, mode="recompute")
-    fixing = replace(plainly, correction=corrections.build(list(CHAIN)))
+    names = (weight, "geometric_rejection", "normalise", "dppo")
+    fixing = replace(plainly, correction=corrections.build([{"name": name} for name in names]))
     batches = [batch_of(learning=learning) for learning in (plainly, fixing)]
     assert tiny.bits(batches[0]) == tiny.bits(batches[1])
     results = []
