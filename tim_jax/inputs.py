@@ -147,11 +147,8 @@ def check_kinds(value: Any) -> None:
     Of fields that are annotated as bool, int or float, or as one of these or None.
     """
     for name, hint in get_type_hints(type(value)).items():
-        kinds = set(get_args(hint)) or {hint}
-        kind, given = (
-            next((one for one in _KINDS if one in kinds), None),
-            getattr(value, name, None),
-        )
+        kinds, given = set(get_args(hint)) or {hint}, getattr(value, name, None)
+        kind = next((one for one in _KINDS if one in kinds), None)
         if kind is None or (given is None and type(None) in kinds):
             continue
         wanted, text = _KINDS[kind]

@@ -98,14 +98,8 @@ def _long_sequence(setting: Setting) -> Case:
         params = jax.tree.map(jnp.asarray, auditing.random_params(config, 1))
         sampling = replace(plain_sampling(config, sizes), stop_tokens=())
         case = auditing.Case("long", sampling, auditing.Score())
-        numerics = setting.fitted(config, setting.exact("bfloat16"))
-        options = {"numerics": (numerics,), "cases": (case,), "sizes": sizes, "control": False}
-        (result,) = auditing.audit(params, config, **options)
-        return {
-            "passed": result.passed,
-            "tokens": result.compared_tokens,
-            "unequal": result.unequal_tokens,
-        }
+        exact = setting.exact("bfloat16")
+        return _compare(setting, params, config, exact, case=case, sizes=sizes)
 
     length = sizes.prompt_length + sizes.response_length
     return Case(f"pallas_gpu bfloat16: one sequence of {length:,} tokens", run)

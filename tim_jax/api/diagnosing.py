@@ -66,7 +66,7 @@ class Diagnose:
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        weights: str | Path | Mapping[str, Model] | Iterable[str | Path] = (),
+        weights: str | Path | Model | Mapping[str, Model] | Iterable[str | Path] = (),
         skip_bad: bool = False,
     ) -> Diagnosis:
         """Diagnoses rollouts.
@@ -79,7 +79,7 @@ class Diagnose:
           top_k: 0 is off.
           top_p: 1 is off.
           weights: of the same architecture, that may have drawn them instead: earlier checkpoints,
-            or the base model of an adapter; by name, or folders.
+            or the base model of an adapter; by name, or folders, or one of them.
           skip_bad: diagnose what can be read.
 
         Raises:

@@ -102,7 +102,7 @@ def product(
     halves: int,
 ) -> jax.Array:
     """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
-    if x.dtype.itemsize != 2:
+    if numerics.dtype.itemsize != 2:
         options = {"numerics": numerics, "name": name, "halves": halves}
         return pallas_gpu.product(x, weight, extras, epilogue, dtype, **options)
     check(numerics)

@@ -4,8 +4,8 @@ import html
 import importlib
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,11 +184,13 @@ def write(folders: Sequence[Path], out: Path) -> list[Path]:
 
 def _names(sections: Sequence[Section]) -> Iterator[str]:
     """Names for files, each another one: folders of one name are numbered."""
-    seen: Counter[str] = Counter()
+    taken: set[str] = set()
     for one in sections:
         name = _slug(one.title)
-        seen[name] += 1
-        yield name if seen[name] == 1 else f"{name}-{seen[name]}"
+        numbered = (f"{name}-{number}" for number in count(2))
+        found = next(text for text in chain([name], numbered) if text not in taken)
+        taken.add(found)
+        yield found
 
 
 def page(sections: Sequence[Section]) -> str:
