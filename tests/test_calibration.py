@@ -114,7 +114,6 @@ def test_keys_are_weighed_at_once_only_where_that_changes_nothing(monkeypatch):
     monkeypatch.setattr(native, "mix", mix)
     found = calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4, longest=64)
     assert not found.whole_kv
-    assert found.attention_rows == tiny.NUMERICS.attention_rows
 
 
 @pytest.mark.parametrize(("size", "longest"), [(16, 200), (128, 500)])
@@ -129,7 +128,7 @@ def test_fewer_keys_have_the_bits_of_all_up_to_the_longest_sequence(size, longes
         rng.standard_normal(shape).astype(np.float32)
         for shape in ((2, 1, 16, size), (2, 1, size, span), (2, 1, span, size))
     )
-    attend = jax.jit(partial(tiles._attend, numerics=numerics))
+    attend = jax.jit(partial(tiles.attention, numerics=numerics, aligned=False))
     for keys in range(2 * block, span, 3 * block):
         last = np.full((2, 16), keys - 3, np.int32)
         fewer = attend(query, key[..., :keys], value[:, :, :keys], last)
@@ -137,9 +136,25 @@ def test_fewer_keys_have_the_bits_of_all_up_to_the_longest_sequence(size, longes
         assert found[0].tobytes() == found[1].tobytes(), keys
 
 
-def test_very_long_sequences_take_their_blocks_one_by_one():
-    found = calibration._attention(tiny.CONFIG, tiny.NUMERICS, 10**6)
-    assert found == (False, tiny.NUMERICS.attention_rows)
+def test_very_long_sequences_have_a_product_for_every_block():
+    """And the rows that were found for it have the bits of any other number of rows and keys."""
+    whole, rows = calibration._attention(tiny.CONFIG, tiny.NUMERICS, 10**6)
+    assert not whole
+    assert rows.low < 16
+    numerics = replace(tiny.NUMERICS, attention_rows=rows)
+    rng = np.random.default_rng(3)
+    query, key, value = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((3, 1, 16, 8), (3, 1, 8, 96), (3, 1, 96, 8))
+    )
+    attend = jax.jit(partial(tiles.attention, numerics=numerics, aligned=False))
+    last = np.full((3, 16), 40, np.int32)
+    reference = np.asarray(attend(query, key, value, last))
+    for count in (1, 3, 5, 16):
+        fewer = attend(
+            query[:1, :, -count:], key[:1, :, :, :50], value[:1, :, :50], last[:1, :count]
+        )
+        assert np.asarray(fewer).tobytes() == reference[:1, :, -count:].tobytes(), count
 
 
 def test_native_numerics_and_other_backends_are_left_alone(monkeypatch):

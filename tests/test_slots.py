@@ -171,7 +171,7 @@ def test_what_was_in_a_slot_does_not_reach_the_next_sequence():
         drawn=None,
         routes=None,
     )
-    before = slots.empty(queue, 3, block=8)
+    before = slots.empty(queue, 3, numerics=replace(tiny.NUMERICS, kv_block=8))
     before = replace(
         before,
         cache=jax.tree.map(lambda x: jnp.full(x.shape, jnp.inf), before.cache),

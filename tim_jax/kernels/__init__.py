@@ -19,11 +19,12 @@ from tim_jax.kernels import (
     tiles,
     variants,
 )
+from tim_jax.kernels.cache import in_blocks
 from tim_jax.kernels.cache import write as written
 from tim_jax.kernels.interface import Heads, Kernels
 from tim_jax.numerics import Numerics
 
-__all__ = ["Heads", "Kernels", "family", "native", "tiles", "written"]
+__all__ = ["Heads", "Kernels", "family", "in_blocks", "native", "tiles", "written"]
 
 _FAMILIES: dict[str, Kernels] = {
     "tiles": composed.TILES,
@@ -63,7 +64,7 @@ def attention(
             return ops.attention(
                 query, key, value, positions, aligned=False, pages=pages, **options
             )
-        key, value = cache.gathered(key, value, pages)
+        key, value = cache.gathered(key, value, pages, numerics=numerics)
     if numerics.attention == "triton":
         return variants.triton_attention(query, key, value, positions, **options)
     if numerics.attention != "family":

@@ -100,27 +100,44 @@ def write(
     """The keys and the values with `rows` in them, each at its own position.
 
     Args:
-      caches: keys [B, Kv, D, S] and values [B, Kv, S, E]; with pages, [pages, Kv, D, block] and
-        [pages, Kv, block, E].
+      caches: keys [B, Kv, D, S] and values [B, Kv, S, E]; in blocks, [B, n, Kv, D, block] and
+        [B, n, Kv, block, E]; with pages, [pages, Kv, D, block] and [pages, Kv, block, E].
       rows: [B, T, Kv, D] and [B, T, Kv, E].
       positions: i32[B, T], inside the cache and different from each other within a sequence.
       pages: i32[B, S / block], where each row's blocks of positions lie.
     """
-    if pages is None:
-        first = jnp.broadcast_to(jnp.arange(positions.shape[0])[:, None], positions.shape)
-    else:
-        block = caches[0].shape[3]
-        first = jnp.take_along_axis(pages, positions // block, axis=1)
+    block = caches[0].shape[-1]
+    sequences = jnp.broadcast_to(jnp.arange(positions.shape[0])[:, None], positions.shape)
+    first: tuple[jax.Array, ...] = (sequences,)
+    if pages is not None:
+        first = (jnp.take_along_axis(pages, positions // block, axis=1),)
+    elif caches[0].ndim == 5:
+        first = (sequences, positions // block)
+    if pages is not None or caches[0].ndim == 5:
         positions = positions % block
     if numerics.cache_write == "kernel" and numerics.family in PLATFORMS:
-        return pallas_cache.write(caches, rows, first, positions, numerics=numerics)
+        return pallas_cache.write(caches, rows, first[0], positions, numerics=numerics)
     method = _by_rows if numerics.cache_write == "rows" else _by_scatter
-    key = method(caches[0], rows[0], first, positions, 3)
-    return key, method(caches[1], rows[1], first, positions, 2)
+    every = slice(None)
+    key = method(caches[0], rows[0], (*first, every, every, positions))
+    return key, method(caches[1], rows[1], (*first, every, positions, every))
 
 
-def gathered(key: jax.Array, value: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, Kv, D, S] and values [B, Kv, S, E] from their pages, for kernels that take rows."""
+def in_blocks(numerics: Numerics) -> bool:
+    """Whether attention reads keys and values in blocks, one product each.
+
+    A cache that lies so is read as it is; otherwise every block would be copied out of it.
+    """
+    whole = numerics.whole_kv or numerics.attention != "family" or numerics.order.split_kv
+    return numerics.family == "tiles" and not whole
+
+
+def gathered(
+    key: jax.Array, value: jax.Array, pages: jax.Array, *, numerics: Numerics
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of rows from their pages: [B, Kv, D, S] and [B, Kv, S, E], or in blocks."""
+    if in_blocks(numerics):
+        return key[pages], value[pages]
     keys = jnp.moveaxis(key[pages], 1, 3)
     values = jnp.moveaxis(value[pages], 1, 2)
     batch, heads, size = keys.shape[:3]
@@ -128,23 +145,22 @@ def gathered(key: jax.Array, value: jax.Array, pages: jax.Array) -> tuple[jax.Ar
     return keys.reshape(batch, heads, size, -1), values
 
 
-def _by_scatter(cache, rows, first, positions, axis):
-    places = [first, slice(None), slice(None), slice(None)]
-    places[axis] = positions
+def _by_scatter(cache, rows, places):
     # With pages, rows without a sequence may all write to one place, where any of them may win.
-    return cache.at[tuple(places)].set(rows, mode="promise_in_bounds")
+    return cache.at[places].set(rows, mode="promise_in_bounds")
 
 
-def _by_rows(cache, rows, first, positions, axis):
+def _by_rows(cache, rows, places):
     """A write per row, in a loop: XLA:CPU would copy the cache for a scatter in a large program."""
-    batch, length = positions.shape
-    rows = jnp.expand_dims(rows.reshape(batch * length, *rows.shape[2:]), axis)
-    at, first = positions.reshape(-1), first.reshape(-1)
+    axes = [axis for axis, place in enumerate(places) if not isinstance(place, slice)]
+    at = [places[axis].reshape(-1) for axis in axes]
+    rows = jnp.expand_dims(rows.reshape(-1, *rows.shape[2:]), axes[1:])
 
     def one(index, cache):
-        start = [first[index], 0, 0, 0]
-        start[axis] = at[index]
+        start = [0] * cache.ndim
+        for axis, numbers in zip(axes, at, strict=True):
+            start[axis] = numbers[index]
         row = jax.lax.dynamic_slice_in_dim(rows, index, 1)
         return jax.lax.dynamic_update_slice(cache, row, start)
 
-    return jax.lax.fori_loop(0, batch * length, one, cache, unroll=4)
+    return jax.lax.fori_loop(0, rows.shape[0], one, cache, unroll=4)

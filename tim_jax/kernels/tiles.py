@@ -26,7 +26,7 @@ from tim_jax.numerics import Numerics, Rows, strict
 fence = jax.lax.optimization_barrier
 _LANES = 128
 _WIDE_LANES = 2048
-_UNROLLED = 8  # key blocks
+_UNROLLED = 16  # key blocks whose sum is written out
 
 
 def total(x: jax.Array, *, lanes: int = _LANES) -> jax.Array:
@@ -153,8 +153,9 @@ def attention(
 
     Args:
       query: [B, Kv, N, D], scaled; rows are (token, head of the group), tokens major.
-      key: [B, Kv, D, S], stored with the head axis first so that no dot needs a transpose.
-      value: [B, Kv, S, E], where E is D but in latent attention.
+      key: [B, Kv, D, S], stored with the head axis first so that no dot needs a transpose; or in n
+        blocks of C keys, [B, n, Kv, D, C] (`cache.in_blocks`).
+      value: [B, Kv, S, E], where E is D but in latent attention; or in blocks, [B, n, Kv, C, E].
       positions: i32[B, N], each row attends to keys 0..position.
       aligned: the rows are whole sequences, so that row tiles may skip the keys after them.
       window: i32[], each row attends to this many keys up to its position; None: to all of them.
@@ -182,16 +183,25 @@ def attention(
 
 def _attention(query, key, value, positions, window, numerics, aligned):
     rows, block, count = numerics.attention_rows, numerics.kv_block, query.shape[2]
-    length = key.shape[3]
-    padding = -length % block
-    key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, padding)))
-    value = jnp.pad(value, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    if numerics.whole_kv:
+        length = key.shape[3]
+        padding = -length % block
+        key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, padding)))
+        value = jnp.pad(value, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    else:
+        length = key.shape[3] if key.ndim == 4 else key.shape[1] * block
+        key, value = (key, value) if key.ndim == 5 else in_blocks(key, value, block)
+        padding = key.shape[1] * block - length
     query, key, value = fence((query, key, value))
 
     def run(start, stop, keys):
         """Rows start..stop against the first `keys` keys."""
-        k, v = pin(key[..., :keys], value[:, :, :keys])
+        if numerics.whole_kv:
+            k, v = key[..., :keys], value[:, :, :keys]
+        else:
+            k, v = key[:, : keys // block], value[:, : keys // block]
         part = query[:, :, start:stop]
+        k, v = pin(k, v)
         return _by_row_tiles(part, k, v, positions[:, start:stop], window, numerics)
 
     if not aligned:
@@ -201,6 +211,20 @@ def _attention(query, key, value, positions, window, numerics, aligned):
         for start, stop, keys in native.segments(count, length, rows.high or count, block)
     ]
     return fence(jnp.concatenate(pieces, axis=2))
+
+
+def in_blocks(key: jax.Array, value: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """Keys [B, n, Kv, D, block] and values [B, n, Kv, block, E] of [B, Kv, D, S], [B, Kv, S, E].
+
+    The last block is filled up with zeros.
+    """
+    batch, heads, size, length = key.shape
+    padding = -length % block
+    key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, padding)))
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    key = jnp.moveaxis(key.reshape(batch, heads, size, -1, block), 3, 1)
+    value = jnp.moveaxis(value.reshape(batch, heads, -1, block, value.shape[3]), 2, 1)
+    return key, value
 
 
 def _by_row_tiles(query, key, value, last, window, numerics: Numerics):
@@ -225,10 +249,11 @@ def _by_row_tiles(query, key, value, last, window, numerics: Numerics):
 
 
 def _attend(query, key, value, last, window=None, *, numerics: Numerics):
-    """One row tile: query [B, Kv, M, D], key [B, Kv, D, S], value [B, Kv, S, D], last [B, M]."""
+    """One row tile: query [B, Kv, M, D], last [B, M]; keys and values whole or in blocks."""
     block = numerics.kv_block
     scores = _scores(query, key, numerics)
-    visible = formulas.visible(jnp.arange(key.shape[3])[None, None, :], last[:, :, None], window)
+    at = jnp.arange(scores.shape[3])[None, None, :]
+    visible = formulas.visible(at, last[:, :, None], window)
     # Without a fence XLA computes the mask again beside every exponential.
     scores = fence(jnp.where(visible[:, None], scores, native.MASKED))
     highest = fence(peak(scores, lanes=block))
@@ -241,44 +266,36 @@ def _attend(query, key, value, last, window=None, *, numerics: Numerics):
 
 
 def _scores(query, key, numerics: Numerics):
-    """query @ key, one key block at a time unless one dot was found to give the same bits."""
+    """query @ key, float32 [B, Kv, M, S]: in one dot if that was found to keep the bits, else a dot
+    for every block, all of them in one batched product."""
     if numerics.whole_kv:
         return fence(native.scores(*pin(query, key)))
-    block, keys = numerics.kv_block, key.shape[3]
-
-    def add(scores, start):
-        part = jax.lax.dynamic_slice_in_dim(key, start, block, axis=3)
-        part = fence(native.scores(*pin(query, part)))
-        return jax.lax.dynamic_update_slice_in_dim(scores, part, start, axis=3)
-
-    return _over_blocks(add, jnp.zeros((*query.shape[:3], keys), jnp.float32), keys, block)
+    batch, blocks = key.shape[:2]
+    query = jnp.broadcast_to(query[:, None], (batch, blocks, *query.shape[1:]))
+    scores = jnp.moveaxis(_products(query, key), 1, 3)
+    return scores.reshape(*scores.shape[:3], -1)
 
 
 def _mix(weights, value, numerics: Numerics):
     """weights @ value: the sum over key blocks, ascending; a masked block adds exact zeros."""
     if numerics.whole_kv:
         return fence(native.mix(*pin(weights, value)))
-    block, keys = numerics.kv_block, value.shape[2]
+    blocks, block = value.shape[1], value.shape[3]
+    weights = weights.reshape(*weights.shape[:3], blocks, block)
+    terms = _products(jnp.moveaxis(weights, 3, 1), value)
 
-    def term(start):
-        part = jax.lax.dynamic_slice_in_dim(weights, start, block, axis=3)
-        of_block = jax.lax.dynamic_slice_in_dim(value, start, block, axis=2)
-        return fence(native.mix(*pin(part, of_block)))
+    def add(index, mixed):
+        return mixed + jax.lax.dynamic_index_in_dim(terms, index, axis=1, keepdims=False)
 
-    def add(mixed, start):
-        return fence(mixed + term(start))
-
-    return _over_blocks(add, term(0), keys, block, first=1)
-
-
-def _over_blocks(add: Callable, total: jax.Array, keys: int, block: int, *, first: int = 0):
-    """`add`, applied to the first keys of all blocks in turn, from block `first` on.
-
-    A loop if there are many, so that a program does not grow with the number of keys.
-    """
-    blocks = keys // block
     if blocks > _UNROLLED:
-        return jax.lax.fori_loop(first, blocks, lambda i, total: add(total, i * block), total)
-    for index in range(first, blocks):
-        total = add(total, index * block)
-    return total
+        return fence(jax.lax.fori_loop(1, blocks, add, terms[:, 0]))
+    mixed = terms[:, 0]
+    for index in range(1, blocks):
+        mixed = mixed + terms[:, index]
+    return fence(mixed)
+
+
+def _products(left, right):
+    """left [B, n, Kv, M, K] @ right [B, n, Kv, K, N] -> float32 [B, n, Kv, M, N]."""
+    product = jnp.einsum("bnhmk,bnhkc->bnhmc", *pin(left, right), **native.precise(left))
+    return fence(product)

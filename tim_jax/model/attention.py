@@ -34,8 +34,10 @@ from tim_jax.placement import collectives
 class LayerCache:
     """Keys and values of one layer, laid out so that attention needs no transpose.
 
-    With pages, `key` is [pages, Kv, D, block] and `value` [pages, Kv, block, E] for blocks of
-    `numerics.kv_block` positions, and row b has its position s in page `pages[b, s // block]`.
+    In blocks of `numerics.kv_block` positions (`kernels.in_blocks`), `key` is
+    [B, S / block, Kv, D, block] and `value` [B, S / block, Kv, block, E]. With pages, they are
+    [pages, Kv, D, block] and [pages, Kv, block, E], and row b has its position s in page
+    `pages[b, s // block]`.
     """
 
     key: jax.Array  # compute dtype [B, Kv, D, S]
@@ -45,8 +47,9 @@ class LayerCache:
     @property
     def span(self) -> int:
         """S, the positions that a row has room for."""
-        blocks = 1 if self.pages is None else self.pages.shape[1]
-        return blocks * self.key.shape[-1]
+        if self.pages is not None:
+            return self.pages.shape[1] * self.key.shape[-1]
+        return self.key.shape[-1] * (self.key.shape[1] if self.key.ndim == 5 else 1)
 
 
 Cache = tuple[LayerCache, ...]

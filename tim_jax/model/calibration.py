@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
@@ -43,7 +44,7 @@ _ATTENTION_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
 _WORTHWHILE = 32  # a learner tile of fewer rows is slow
 _SPANS = 12  # numbers of keys that are compared with all keys
 _MARGIN = 2  # blocks of keys that caches may have beyond the longest sequence
-_MOST_BLOCKS = 64  # of keys; longer sequences are not measured, and take the blocks one by one
+_MOST_BLOCKS = 64  # of keys; longer sequences are not measured, and have a dot for every block
 _PADDING = 3  # how many times its own rows a decode batch may be padded to
 
 
@@ -133,25 +134,39 @@ def _attention(config: ModelConfig, numerics: Numerics, longest: int) -> tuple[b
     """Whether one dot over all keys has the bits of dots over fewer, and for which row counts."""
     block, rows = numerics.kv_block, _ATTENTION_COUNTS[-1]
     blocks = -(-longest // block) + _MARGIN
-    if blocks > _MOST_BLOCKS:
-        return False, numerics.attention_rows
     heads, key_dim, value_dim = config.attention
     shape = (2, heads)
     query = _random(2, (*shape, rows, key_dim), numerics)
-    key = _random(3, (*shape, key_dim, blocks * block), numerics)
-    value = _random(4, (*shape, blocks * block, value_dim), numerics)
-    attend = jax.jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=True)))
 
-    def same_with(keys: int) -> bool:
-        last = _last(shape[0], rows, keys)
-        fewer = attend(query, key[..., :keys], value[:, :, :keys], last)
-        return np.array_equal(_bits(fewer), _bits(attend(query, key, value, last)))
+    def keys_values(count: int) -> tuple[np.ndarray, np.ndarray]:
+        key = _random(3, (*shape, key_dim, count * block), numerics)
+        return key, _random(4, (*shape, count * block, value_dim), numerics)
 
-    spans = np.linspace(1, blocks - 1, min(blocks - 1, _SPANS)).round().astype(int)
-    if not all(same_with(int(span) * block) for span in spans):
-        return False, numerics.attention_rows
-    last = _last(shape[0], rows, blocks * block)
-    reference, low = _bits(attend(query, key, value, last)), rows
+    if blocks <= _MOST_BLOCKS:
+        key, value = keys_values(blocks)
+        attend = jax.jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=True)))
+
+        def same_with(keys: int) -> bool:
+            last = _last(shape[0], rows, keys)
+            fewer = attend(query, key[..., :keys], value[:, :, :keys], last)
+            return np.array_equal(_bits(fewer), _bits(attend(query, key, value, last)))
+
+        spans = np.linspace(1, blocks - 1, min(blocks - 1, _SPANS)).round().astype(int)
+        if all(same_with(int(span) * block) for span in spans):
+            last = _last(shape[0], rows, blocks * block)
+            return True, Rows(_fewest_rows(attend, query, key, value, last), rows)
+    # A dot for every block: the number of blocks is that of equal products, so two stand for all.
+    attend = jax.jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=False)))
+    key, value = (jnp.asarray(x) for x in keys_values(2))
+    key, value = tiles.in_blocks(key, value, block)
+    low = _fewest_rows(attend, query, key, value, _last(shape[0], rows, 2 * block))
+    return False, Rows(low, rows) if low < rows else numerics.attention_rows
+
+
+def _fewest_rows(attend, query, key, value, last) -> int:
+    """From how few rows on a row has the bits that it has among the most, wherever it stands."""
+    most = query.shape[2]
+    reference, low = _bits(attend(query, key, value, last)), most
     for count in reversed(_ATTENTION_COUNTS[:-1]):
         head = _bits(attend(query[:, :, :count], key, value, last[:, :count]))
         tail = _bits(attend(query[:, :, -count:], key, value, last[:, -count:]))
@@ -159,7 +174,7 @@ def _attention(config: ModelConfig, numerics: Numerics, longest: int) -> tuple[b
         if not (same and np.array_equal(tail, reference[:, :, -count:])):
             break
         low = count
-    return True, Rows(low, rows)
+    return low
 
 
 def _last(batch: int, rows: int, keys: int) -> np.ndarray:

@@ -205,5 +205,4 @@ def lean(numerics: Numerics) -> Numerics:
     """
     if jax.default_backend() != "cpu":
         return numerics
-    options = {**_LEAN_ON_CPU, **dict(numerics.compiler_options)}
-    return replace(numerics, compiler_options=tuple(options.items()))
+    return numerics.with_options(_LEAN_ON_CPU)

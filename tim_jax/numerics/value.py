@@ -33,6 +33,7 @@ CacheWrite = Literal["rows", "scatter", "kernel"]
 RowSums = Literal["scatter", "sorted"]
 _HEAD_BLOCK = 128  # columns
 _COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+_LISTS = ("xla_disable_hlo_passes",)  # options of XLA that are comma-separated lists
 CACHE_DTYPES = (*_COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 
 
@@ -221,8 +222,14 @@ class Numerics:
             )
 
     def with_options(self, options: Mapping[str, str | bool | int]) -> "Numerics":
-        """The same with XLA's `options` beside those it has, and in place of those it has."""
-        joined = {**dict(self.compiler_options), **options}
+        """The same with XLA's `options` beside those it has, and in place of those it has.
+
+        An option that lists compiler passes is joined with the list that is there.
+        """
+        joined = dict(self.compiler_options)
+        for name, value in options.items():
+            both = f"{joined[name]},{value}" if name in _LISTS and name in joined else value
+            joined[name] = ",".join(dict.fromkeys(both.split(","))) if name in _LISTS else value
         return replace(self, compiler_options=tuple(sorted(joined.items())))
 
     @property

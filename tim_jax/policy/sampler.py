@@ -107,7 +107,8 @@ def sample(
         blocks = -(-prompts.tokens.shape[1] // block)
         pool = pages and Pool(prompts.tokens.shape[0] * blocks, blocks, pages, block)
         queue = _queue(cache, results, starts, order, samples=samples, longest=limit, pool=pool)
-        state = _State(slotting.empty(queue, width, block), results, queue.waiting)
+        slots = slotting.empty(queue, width, numerics=numerics)
+        state = _State(slots, results, queue.waiting)
         unstacked = preparing.unstacked(weights)
         for narrower in [*_widths(width, batching.halvings), 0]:
             state = decoding.run(unstacked, queue, state, until=narrower)

@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from tim_jax import kernels
+from tim_jax.kernels import tiles
 from tim_jax.model.attention import Cache, LayerCache
+from tim_jax.numerics import Numerics
 from tim_jax.policy import paging
 from tim_jax.policy.paging import Pool, Tables
 
@@ -56,8 +59,8 @@ class Slots:
     ended: jax.Array  # bool[S], drew a stop token
 
 
-def empty(queue: Queue, count: int, block: int) -> Slots:
-    """Idle slots.
+def empty(queue: Queue, count: int, *, numerics: Numerics) -> Slots:
+    """Idle slots, with a cache as attention by `numerics` reads it.
 
     Raises:
       InputError: the pool does not hold one sequence.
@@ -65,7 +68,8 @@ def empty(queue: Queue, count: int, block: int) -> Slots:
     # The last token that is drawn needs no place.
     longest = queue.prompts.key.shape[5] + queue.longest - 1
     if queue.pool is None:
-        cache, tables = _rows(queue.prompts, count, -(-longest // block) * block), None
+        blocks = -(-longest // numerics.kv_block)
+        cache, tables = _rows(queue.prompts, count, blocks, numerics), None
     else:
         queue.pool.check(longest)
         cache, tables = queue.pool.filled(queue.prompts), queue.pool.empty(count, longest)
@@ -82,14 +86,19 @@ def empty(queue: Queue, count: int, block: int) -> Slots:
     )
 
 
-def _rows(prompts: LayerCache, count: int, span: int) -> Cache:
-    """An empty cache with room for `span` positions in every slot."""
+def _rows(prompts: LayerCache, count: int, blocks: int, numerics: Numerics) -> Cache:
+    """An empty cache with room for some blocks of positions in every slot."""
     _, layers, _, heads, size, _ = prompts.key.shape
+    width = prompts.value.shape[-1]
+    if kernels.in_blocks(numerics):
+        lead, span = (count, blocks, heads), numerics.kv_block
+    else:
+        lead, span = (count, heads), blocks * numerics.kv_block
 
     def layer() -> LayerCache:
         return LayerCache(
-            key=jnp.zeros((count, heads, size, span), prompts.key.dtype),
-            value=jnp.zeros((count, heads, span, prompts.value.shape[-1]), prompts.value.dtype),
+            key=jnp.zeros((*lead, size, span), prompts.key.dtype),
+            value=jnp.zeros((*lead, span, width), prompts.value.dtype),
         )
 
     return tuple(layer() for _ in range(layers))
@@ -164,20 +173,22 @@ def _with_prompts(cache: Cache, takes: jax.Array, sequences: jax.Array, queue: Q
         slot = slots_first[index]
         prompt = sequences[slot] // queue.samples
 
-        def put(old: jax.Array, prompts: jax.Array, layer: int) -> jax.Array:
+        def of_prompt(prompts: jax.Array, layer: int) -> jax.Array:
             at = (prompt // chunk, layer, prompt % chunk, 0, 0, 0)
-            row = jax.lax.dynamic_slice(prompts, at, (1, 1, 1, *prompts.shape[3:]))[0, 0]
+            return jax.lax.dynamic_slice(prompts, at, (1, 1, 1, *prompts.shape[3:]))[0, 0]
+
+        def put(old: jax.Array, row: jax.Array) -> jax.Array:
             pairs = zip(old.shape[1:], row.shape[1:], strict=True)
             row = jnp.pad(row, [(0, 0), *((0, whole - part) for whole, part in pairs)])
-            return jax.lax.dynamic_update_slice(old, row, (slot, 0, 0, 0))
+            return jax.lax.dynamic_update_slice(old, row, (slot, *(0,) * (old.ndim - 1)))
 
-        return tuple(
-            LayerCache(
-                key=put(old.key, queue.prompts.key, number),
-                value=put(old.value, queue.prompts.value, number),
-            )
-            for number, old in enumerate(cache)
-        )
+        layers = []
+        for number, old in enumerate(cache):
+            key, value = (of_prompt(x, number) for x in (queue.prompts.key, queue.prompts.value))
+            if old.key.ndim == 5:
+                key, value = tiles.in_blocks(key, value, old.key.shape[-1])
+            layers.append(LayerCache(key=put(old.key, key), value=put(old.value, value)))
+        return tuple(layers)
 
     return jax.lax.fori_loop(0, jnp.sum(takes, dtype=jnp.int32), one, cache)
 

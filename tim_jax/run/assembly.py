@@ -227,10 +227,7 @@ def make_execution(
         shared=shared,
         several_tiles=config.numerics.several_tiles,
     )
-    if devices is not None:  # none of them is the CPU at hand
-        accelerated = numerics.cache_write == "kernel"
-        numerics = numerics if accelerated else replace(numerics, cache_write="scatter")
-    else:
+    if devices is None:
         check_compiler_options(config.numerics.compiler_options)
     sampling = part(Sampling, section, stop_tokens=stop_tokens(config, model))
     numerics = numerics.with_options(config.numerics.compiler_options)

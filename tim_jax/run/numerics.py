@@ -40,6 +40,11 @@ _ACCELERATED = {
 _OF_PLATFORM: Mapping[str, Family] = MappingProxyType(
     {"cpu": "tiles", "gpu": "pallas_gpu", "tpu": "pallas_tpu"}
 )
+# Before JAX 0.11.2, XLA:CPU has no update of a bfloat16 array in place: for every row that is
+# written it widens the whole cache to float32 and rounds it back. So a step's cost grows with the
+# square of the batch, a hundred times by 64 rows. Without this pass, XLA makes code for bfloat16 as
+# it stands, which gives the same bits.
+_UPDATES_IN_PLACE = {"xla_disable_hlo_passes": "float-normalization-bf16"}
 _LONG = 1024  # from this many positions on, larger key blocks cost less
 
 
@@ -72,15 +77,17 @@ def fixed_numerics(
     family = family_here(family)
     if family in _ACCELERATED:
         return replace(_ACCELERATED[family][dtype], column_tiles=column_tiles)
-    block, backend = 32 if length < _LONG else 128, jax.default_backend()
-    return Numerics(
+    block, platform = 32 if length < _LONG else 128, pallas.platform()
+    widens = platform == "cpu" and jax.__version_info__ < (0, 11, 2)
+    numerics = Numerics(
         family=family,
         compute_dtype=dtype,
         kv_block=block,
         column_tiles=column_tiles,
-        cache_write="rows" if backend == "cpu" else "scatter",
-        row_sums="sorted" if backend == "gpu" else "scatter",
+        cache_write="rows" if platform == "cpu" else "scatter",
+        row_sums="sorted" if platform == "gpu" else "scatter",
     )
+    return numerics.with_options(_UPDATES_IN_PLACE) if widens else numerics
 
 
 def fitted_numerics(

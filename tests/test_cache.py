@@ -1,0 +1,103 @@
+"""The cache in a compiled sampler: written in place, and read whole by attention alone."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.plan import hlo
+from tim_jax.rl import programs
+from tim_jax.run.numerics import fixed_numerics
+from tim_jax.types import Prompts
+
+SLOTS, HEADS, SIZE, SPAN, BLOCK = 6, 2, 8, 64, 32
+CONFIG = replace(tiny.CONFIG, num_heads=4, num_kv_heads=HEADS)
+_MOVES = ("parameter", "get-tuple-element", "tuple", "while", "bitcast", "opt-barrier")
+_PRODUCTS = ("dot", "custom-call")
+
+
+def compiled(numerics):
+    """The text of a sampler of SLOTS sequences with caches of SPAN positions."""
+    execution = Execution(CONFIG, numerics, Sampling(40))
+    weights = execution.prepare(tiny.params(CONFIG))
+    prompts = Prompts(
+        tokens=jnp.ones((SLOTS, 8), jnp.int32),
+        lengths=jnp.full((SLOTS,), 8, jnp.int32),
+        ids=jnp.arange(SLOTS, dtype=jnp.int32),
+    )
+    program = programs.sampling_program(execution, samples=1)
+    return program.lower(weights, prompts, jax.random.key(0)).compile().as_text()
+
+
+def in_loops(module):
+    """Every instruction that a loop's body runs, fusions opened, with its computation."""
+    found = {}
+
+    def look(name):
+        for one in module.computations[name].values():
+            found[one.name] = one, module.computations[name]
+            for role, names in one.called.items():
+                for called in names if role != "condition" else ():
+                    if called in module.computations:
+                        look(called)
+
+    for visit in hlo.visits(module):
+        if visit.instruction.opcode == "while":
+            look(visit.instruction.called["body"][0])
+    return found.values()
+
+
+def touches_of_whole_caches(text):
+    """Instructions in loops that make or read a whole cache and are no update of one in place.
+
+    Returns (opcodes, how many products read one).
+    """
+    whole = {"".join(str(sorted((SLOTS, HEADS, SIZE, SPAN))))}
+    whole |= {str(sorted((SLOTS, HEADS, SPAN // BLOCK, SIZE, BLOCK)))}
+    whole |= {str(sorted((SLOTS * SPAN // BLOCK, HEADS, SIZE, BLOCK)))}
+
+    def is_whole(one):
+        return len(one.types) == 1 and str(sorted(one.types[0].dims)) in whole
+
+    module = hlo.parse(text)
+    touched, products = [], 0
+    for one, computation in in_loops(module):
+        inside = module.computations[one.called["calls"][0]] if one.is_fusion else {}
+        roots = {inner.opcode for inner in inside.values() if inner.root}
+        reads = any(is_whole(computation[name]) for name in one.operands if name in computation)
+        in_place = one.opcode == "dynamic-update-slice" or roots == {"dynamic-update-slice"}
+        if one.opcode in _MOVES or in_place or not (reads or is_whole(one)):
+            continue
+        opcodes = {one.opcode} | {inner.opcode for inner in inside.values()}
+        if not is_whole(one) and opcodes & set(_PRODUCTS):
+            products += one.opcode in _PRODUCTS
+        else:
+            touched.append(f"{one.opcode} {one.types[0]} of {one.op_name or one.name}")
+    return touched, products
+
+
+@pytest.mark.parametrize(
+    ("dtype", "whole_kv"),
+    [
+        ("bfloat16", False),
+        ("float32", False),
+        pytest.param("bfloat16", True, marks=pytest.mark.slow),
+        pytest.param("float32", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_decode_step_touches_a_whole_cache_in_attention_alone(dtype, whole_kv):
+    numerics = replace(fixed_numerics("tiles", dtype, length=SPAN), whole_kv=whole_kv)
+    touched, products = touches_of_whole_caches(compiled(numerics))
+    assert touched == []
+    assert products >= 2 * CONFIG.num_layers  # scores and mixtures of every layer
+
+
+def test_a_copy_of_a_cache_would_be_seen():
+    """A scatter has a form that XLA:CPU does not make in place."""
+    numerics = fixed_numerics("tiles", "bfloat16", length=SPAN)
+    text = compiled(replace(numerics, cache_write="scatter", compiler_options=()))
+    touched, _ = touches_of_whole_caches(text)
+    assert touched
