@@ -20,6 +20,7 @@ RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "results"
 BATCHES = (8, 32, 64)
 DTYPES = ("float32", "bfloat16")
 GROUP = 4  # samples of a prompt in a GRPO step
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _QUIET = 0.5  # load average above which figures are not to be trusted
 
 
@@ -170,6 +171,15 @@ def publish(lines: Sequence[str], options: argparse.Namespace, page: pathlib.Pat
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
+
+
+def between_marks(text: str, measured: str) -> str:
+    """A page's text with `measured` between its marks; what stands outside is a person's."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"the page needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{measured}\n{END}{after}"
 
 
 def publish_plans(
