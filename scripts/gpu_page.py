@@ -118,7 +118,8 @@ def speeds(programs: Sequence[Row], peers: Sequence[Row]) -> Iterator[str]:
         if found and row["status"] in _RUN:
             kind, model, side, amount = found.groups()
             sides[f"{kind} {model}", amount][side] = row
-    yield "| program | of | exact tokens/s | native tokens/s | exact / native | exact, of the limit |"
+    head = "exact, tokens/s", "native, tokens/s", "exact / native", "exact, of the limit"
+    yield f"| program | of | {' | '.join(head)} |"
     yield "|---|---|--:|--:|--:|--:|"
     for (program, amount), row in sides.items():
         exact, native = (_rate(row.get(side)) for side in ("exact", "native"))
