@@ -254,8 +254,8 @@ def operations(worker) -> dict[str, Callable[[], dict]]:
 def serve(operations: Mapping[str, Callable[[], dict]]) -> None:
     """A worker's life: reads the name of an operation a line, answers with JSON a line.
 
-    An answer that takes time names what was compiled meanwhile. Whatever libraries print goes to stderr, so
-    that answers stand alone on stdout.
+    An answer that takes time names what was compiled meanwhile. Whatever libraries print goes to
+    stderr, so that answers stand alone on stdout.
     """
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

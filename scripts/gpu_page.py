@@ -61,10 +61,14 @@ def device(machine: Row, parts: Parts, link: str) -> Iterator[str]:
     yield ""
     said = [f"{name} {value}" for name, value in machine.items() if _telling(name, value)]
     yield f"{', '.join(said)}. [All rows]({link})."
+    compared = [*parts.get("exactness", ()), *parts.get("controls", ())]
+    whole = [*parts.get("speed", ()), *parts.get("profile", ())]
+    profiled = [row for row in whole if "kernels" in row["values"]]
+    timed = [row for row in whole if row not in profiled]
     for title, table in (
-        ("Same bits", exactness(parts.get("exactness", ()), parts.get("run", ()))),
-        ("Whole programs", speeds(parts.get("speed", ()), parts.get("torch", ()))),
-        ("Where the time goes", profiles(parts.get("profile", ()))),
+        ("Same bits", exactness(compared, parts.get("run", ()))),
+        ("Whole programs", speeds(timed, parts.get("torch", ()))),
+        ("Where the time goes", profiles(profiled)),
         ("Products", products(parts.get("products", ()))),
         ("Kernels and accuracy", others(parts)),
         ("Not run", left(parts)),
@@ -97,7 +101,7 @@ def exactness(cases: Sequence[Row], runs: Sequence[Row]) -> Iterator[str]:
             compared, unequal = (sum(v[key] for v in values) for key in (what, "unequal"))
             label = kind if what == "tokens" else f"{kind}: a gradient, five times"
             yield f"| {label} | {len(values)} | {compared:,} {what} | {unequal:,} |"
-            if what == "tokens" and not kind.startswith("native"):
+            if what == "tokens" and kind.startswith("pallas"):
                 total = [total[0] + compared, total[1] + unequal]
     for run in runs:
         values = run["values"]
@@ -146,15 +150,16 @@ def _why(row: Row | None) -> str:
 
 
 def _limit(sides: Mapping[str, Row]) -> str:
-    shares = {k: v for k, v in sides.get("exact", {"values": {}})["values"].items() if "share" in k}
+    exact = sides.get("exact", {"values": {}})["values"]
+    if "compared" in exact:
+        return f"{exact['unequal']:,} of {exact['compared']:,} tokens unequal"
+    shares = {k: v for k, v in exact.items() if "share" in k}
     return "; ".join(f"{value:.0%} {name.removeprefix('share ')}" for name, value in shares.items())
 
 
 def profiles(rows: Sequence[Row]) -> Iterator[str]:
     """Kernels of a program by their time on the device."""
     for row in rows:
-        if "kernels" not in row["values"]:
-            continue
         kernels = row["values"]["kernels"]
         total = row["values"].get("kernels ms", sum(kernel["ms"] for kernel in kernels))
         yield f"**{row['name']}**: {row['values']['ms']:,.0f} ms by the clock; kernels listed,"
