@@ -68,6 +68,16 @@ def test_a_case_that_raises_is_one_failed_case_with_its_reason(records, ledger):
     assert found["", "good"].values == {"tokens": 3}
 
 
+def test_what_does_not_fit_is_left_out_and_no_failure(records, ledger):
+    def large():
+        raise MemoryError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes")
+
+    run(records, ledger, [records.Case("large", large)])
+    (found,) = ledger.records().values()
+    assert found.status == "measured"
+    assert "too little memory: RESOURCE_EXHAUSTED" in found.values["left out"]
+
+
 def test_a_second_call_runs_only_what_is_left(records, ledger):
     ran = []
 

@@ -52,7 +52,7 @@ STAGES = (
     Stage(("programs", "exactness"), 0.28, together=True),
     Stage(("speed",), 0.72),
     Stage(("accuracy", "kernels", "controls"), 0.88, together=True),
-    Stage(("products",), 0.95),
+    Stage(("products",), 0.94),
     Stage(("torch",), 1.0),
 )
 _PACKAGES = (
@@ -167,7 +167,7 @@ class Check:
         memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}  # for the one that is alone
         if stage.together or "torch" in stage.parts:
             memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        return subprocess.Popen(command, env={**os.environ, **memory})
+        return subprocess.Popen(command, env={**memory, **os.environ})
 
     def _is_to_be_begun_again(self, process: subprocess.Popen, parts: tuple[str, ...]) -> bool:
         """Records what a process that crashed was doing; whether others cases may go better."""

@@ -23,6 +23,8 @@ def by_kernel(call: Callable[[], Any]) -> dict[str, Any]:
             seconds = once(call)
         (file,) = Path(folder).rglob("*.xplane.pb")
         found = kernels(jax.profiler.ProfileData.from_file(str(file)).planes)
+    if not found:
+        raise RuntimeError("the profiler recorded no kernels")
     total = sum(row["ms"] for row in found)
     return {"ms": 1e3 * seconds, "kernels ms": total, "kernels": found[:LISTED]}
 

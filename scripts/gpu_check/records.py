@@ -153,10 +153,17 @@ def run_cases(cases: Sequence[Case], ledger: Ledger, *, until: float) -> Iterato
             status = MEASURED if verdict is None else PASSED if verdict else FAILED
             found = replace(found, status=status, values=values)
         except Exception as error:  # whatever goes wrong belongs in the table
-            found = replace(found, status=FAILED, reason=_reason(error))
+            found = _of_error(found, error)
         found = replace(found, seconds=round(time.perf_counter() - began, 2))
         ledger.put(found)
         yield found
+
+
+def _of_error(record: Record, error: Exception) -> Record:
+    """Failed, but for what is too large for this device: that is left out, and says so."""
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return replace(record, values={"left out": f"too little memory: {str(error)[:200]}"})
+    return replace(record, status=FAILED, reason=_reason(error))
 
 
 def _reason(error: Exception) -> str:

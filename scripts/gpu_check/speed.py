@@ -219,7 +219,7 @@ def _plan(setting: Setting) -> list[Timed]:
         Decode(exact("1.7B", 16, 64, 1024)),
         Decode(exact("0.6B", 64, 64, 1024)),
         Update(exact("0.6B", 1, 2048, 2048, 4, 1)),
-        Between(exact("1.7B", 256, 3840, 256)),
+        Between(exact("1.7B", 128, 3840, 256)),  # 256 have 120 GB of keys and values
     ]
 
 
