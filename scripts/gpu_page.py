@@ -146,7 +146,9 @@ def _rate(row: Row | None) -> float | None:
 
 
 def _why(row: Row | None) -> str:
-    return "" if row is None else row["reason"][:60].replace("|", "/")
+    if row is None:
+        return ""
+    return str(row["values"].get("left out", row["reason"]))[:60].replace("|", "/")
 
 
 def _limit(sides: Mapping[str, Row]) -> str:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,6 +158,16 @@ def test_parameters_made_on_a_device_are_those_of_an_update():
     }
 
 
+@pytest.mark.parametrize("smoke", [True, False])
+def test_every_family_of_the_check_has_whole_tiles(smoke):
+    import setting
+
+    every = setting.Setting(smoke=smoke, out=Path())
+    for config in every.families().values():
+        for dtype in ("bfloat16", "float32"):
+            every.fitted(config, replace(every.exact(dtype), interpret=True))
+
+
 def test_the_float64_forward_of_the_check_is_that_of_the_tests():
     import accuracy
     import setting
@@ -241,7 +252,7 @@ def test_every_part_runs_on_a_cpu_at_small_sizes(tmp_path):
     for name, rows in content["parts"].items():
         assert rows, name
         assert not [r for r in rows if r["status"] not in ("passed", "measured")], name
-    assert sum(r["status"] == "passed" for r in content["parts"]["exactness"]) >= 10
+    assert sum(r["status"] == "passed" for r in content["parts"]["exactness"]) >= 6
     assert len(list(tmp_path.iterdir())) <= 6  # which are carried from the machine
     page = (tmp_path / "gpu.md").read_text()
     assert found.stdout.rstrip().endswith(page.rstrip())
