@@ -122,6 +122,19 @@ def speeds(programs: Sequence[Row], peers: Sequence[Row]) -> Iterator[str]:
         if found and row["status"] in _RUN:
             kind, model, side, amount = found.groups()
             sides[f"{kind} {model}", amount][side] = row
+    others = [
+        row
+        for row in (*programs, *peers)
+        if row["status"] in _RUN and not _PROGRAM.fullmatch(row["name"])
+    ]
+    if sides:
+        yield from _sides(sides)
+    if others:
+        yield from ("", "| beside them | found |", "|---|---|")
+        yield from (f"| {row['name']} | {_values(row)} |" for row in others)
+
+
+def _sides(sides: Mapping[tuple[str, str], Mapping[str, Row]]) -> Iterator[str]:
     head = "exact, tokens/s", "native, tokens/s", "exact / native", "exact, of the limit"
     yield f"| program | of | {' | '.join(head)} |"
     yield "|---|---|--:|--:|--:|--:|"
@@ -133,12 +146,6 @@ def speeds(programs: Sequence[Row], peers: Sequence[Row]) -> Iterator[str]:
             for rate, side in ((exact, "exact"), (native, "native"))
         ]
         yield f"| {program} | {amount} | {shown[0]} | {shown[1]} | {ratio} | {_limit(row)} |"
-    yield ""
-    yield "| beside them | found |"
-    yield "|---|---|"
-    for row in (*programs, *peers):
-        if row["status"] in _RUN and not _PROGRAM.fullmatch(row["name"]):
-            yield f"| {row['name']} | {_values(row)} |"
 
 
 def _rate(row: Row | None) -> float | None:
