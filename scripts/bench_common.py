@@ -8,18 +8,22 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from typing import Any
 
+import jax
 import numpy as np
 
 RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "results"
 BATCHES = (8, 32, 64)
 DTYPES = ("float32", "bfloat16")
 GROUP = 4  # samples of a prompt in a GRPO step
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+_COMPILING = "/jax/core/compile/backend_compile_duration"  # also of a program from a cache
 _QUIET = 0.5  # load average above which figures are not to be trusted
 
 
@@ -69,17 +73,48 @@ def cases(smoke: bool) -> tuple[tuple[int, str], ...]:
     return tuple((batch, dtype) for batch in ((8,) if smoke else BATCHES) for dtype in DTYPES)
 
 
+class CompiledError(RuntimeError):
+    """Something was compiled while time was taken."""
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of the functions that JAX compiles, or takes from a cache on disk, meanwhile."""
+    names: list[str] = []
+
+    def note(event: str, _: float, **facts: Any) -> None:
+        if event == _COMPILING:
+            names.append(str(facts.get("fun_name", "a program")))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+@contextmanager
+def warm(what: str) -> Iterator[None]:
+    """Around whatever is timed: raises `CompiledError` if anything is compiled inside."""
+    with compilations() as names:
+        yield
+    if names:
+        raise CompiledError(f"{what} was timed while JAX compiled {', '.join(names)}")
+
+
 def interleaved(
     calls: Mapping[str, Callable[[], float]], repeats: int
 ) -> dict[str, tuple[float, ...]]:
     """Seconds of each call, `repeats` of each, taken in turns whose order alternates.
 
-    A and B next to each other meet the same machine; A B B A cancels what drifts.
+    A and B next to each other meet the same machine; A B B A cancels what drifts. Raises
+    `CompiledError` if one of them compiles: it must have run before.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats):
         for name in list(calls) if repeat % 2 == 0 else reversed(list(calls)):
-            times[name].append(calls[name]())
+            with warm(str(name)):
+                times[name].append(calls[name]())
     return {name: tuple(values) for name, values in times.items()}
 
 
@@ -172,6 +207,15 @@ def publish(lines: Sequence[str], options: argparse.Namespace, page: pathlib.Pat
         target.write_text(text)
 
 
+def between_marks(text: str, measured: str) -> str:
+    """A page's text with `measured` between its marks; what stands outside is a person's."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"the page needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{measured}\n{END}{after}"
+
+
 def publish_plans(
     description: str, page: pathlib.Path, cases: Sequence[Any], planned: Callable, lines: Callable
 ) -> None:
@@ -210,12 +254,17 @@ def operations(worker) -> dict[str, Callable[[], dict]]:
 def serve(operations: Mapping[str, Callable[[], dict]]) -> None:
     """A worker's life: reads the name of an operation a line, answers with JSON a line.
 
-    Whatever libraries print goes to stderr, so that answers stand alone on stdout.
+    An answer that takes time names what was compiled meanwhile. Whatever libraries print goes to
+    stderr, so that answers stand alone on stdout.
     """
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         for line in sys.stdin:
-            answers.write(json.dumps(operations[line.strip()]()) + "\n")
+            with compilations() as compiled:
+                answer = operations[line.strip()]()
+            if "seconds" in answer:
+                answer["compiled"] = compiled
+            answers.write(json.dumps(answer) + "\n")
             answers.flush()
     # The peer's idle threads would keep the process alive.
     os._exit(0)

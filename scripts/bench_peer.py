@@ -82,6 +82,9 @@ class Worker:
         answer = self.ask(operation)
         if answer["tokens"] != tokens:
             raise SystemExit(f"{self.name}: {answer['tokens']} tokens, expected {tokens}")
+        if answer["compiled"]:
+            names = ", ".join(answer["compiled"])
+            raise SystemExit(f"{self.name}: {operation!r} was timed while JAX compiled {names}")
         return answer["seconds"]
 
 

@@ -13,6 +13,7 @@ import platform
 import time
 from functools import partial
 
+import bench_common as common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,7 +147,8 @@ def measure(config, repeats: int) -> tuple[dict[str, float], tuple[int, int]]:
     for _ in range(repeats):
         for name in order.permutation(list(calls)):
             function, arguments = calls[name]
-            times[name].append(timed(function, *arguments))
+            with common.warm(name):
+                times[name].append(timed(function, *arguments))
     rows, longest = step.batch.log_probs.shape
     return {name: float(np.median(x)) for name, x in times.items()}, (rows, longest)
 

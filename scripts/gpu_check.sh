@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Checks this machine's GPU: exactness, accuracy, kernels, speed. Under 10 minutes after installing.
-#   bash scripts/gpu_check.sh                        # all parts; a second call goes on where it
-#                                                    # ended, and tries again what failed
+# Checks this machine's GPU: exactness, accuracy, kernels, speed, what matters most first.
+#   bash scripts/gpu_check.sh --minutes 9            # of all together, after installing; a second
+#                                                    # call goes on with the results and compiled
+#                                                    # programs, and tries again what failed
 #   bash scripts/gpu_check.sh --again                # forgets earlier results: another GPU or tree
-#   bash scripts/gpu_check.sh --only kernels,speed   # some parts, each of at most 4 minutes
+#   bash scripts/gpu_check.sh --only kernels,speed   # some parts
 #   bash scripts/gpu_check.sh --smoke                # every part on the CPU, small, interpreted
 # Needs an NVIDIA driver and Python 3.11 or newer: JAX with CUDA is installed into .venv-cuda. Where
 # there is no network, PYTHON names an interpreter that has jax, flax, optax, numpy and rich; torch
 # and transformers are compared with where they are installed. Writes gpu.md and gpu.json to --out,
-# after every case.
+# after every case; scripts/gpu_page.py makes docs/results/gpu.md of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=cuda
@@ -24,5 +25,5 @@ if [ -z "${PYTHON:-}" ]; then
   setup "$extras"
   PYTHON="$VENV/bin/python"
 fi
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" scripts/gpu_check "$@"

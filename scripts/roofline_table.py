@@ -109,7 +109,9 @@ def _intro(load: float) -> list[str]:
     return [
         "# How near the limit kernels should be",
         "",
-        "Written by `python scripts/roofline_table.py`. **Estimates: nothing ran on a device.**"
+        "Written by `python scripts/roofline_table.py`. **Estimates: nothing of this"
+        " table ran on a device.** [An H200](gpu.md#estimate-and-measurement) took about twice the"
+        " estimated time for an update, and somewhat more than the estimated time for decoding."
         " Programs were compiled for the device on the CPU machine below, and their products,"
         " memory traffic and launches were divided by the device's rates, as"
         " `tim_jax/plan/roofline.py` says in full. The least work is what no implementation can"

@@ -95,8 +95,9 @@ def page(topology: str) -> Iterator[str]:
     yield f"    JAX_PLATFORMS=cpu python scripts/studies_fit.py --topology {topology}"
     yield ""
     yield (
-        f"Programs of every arm, compiled for {target.name} on a machine without a GPU; the sampler"
-        " with 2 and 4 layers and extrapolated, the learner whole. Sizes are all that lies in a"
+        f"Programs of every arm, compiled for {target.name} on a machine without a GPU, and not run"
+        " ([what a GPU has run](gpu.md)); the sampler with 2 and 4 layers and extrapolated, the"
+        " learner whole. Sizes are all that lies in a"
         f" device's memory meanwhile, of the {target.capacity / GIB:.1f} GiB that JAX takes of it."
         " Arms in one row have the same programs, but for losses, corrections and schedules. In"
         " every row one kernel is without a counterpart, `exponentials`, which is part of the draw"

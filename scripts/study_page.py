@@ -18,17 +18,6 @@ import bench_common as common
 
 from tim_jax.study import report
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-
-
-def page(text: str, measured: str) -> str:
-    """The text with `measured` between its marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"the page needs the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{measured}\n{END}{after}"
-
 
 def figures(folder: Path, path: Path, wanted: Sequence[str]) -> list[str]:
     """Draws the study's figures beside the page; returns them as Markdown."""
@@ -70,7 +59,7 @@ def main() -> None:
     parser.add_argument("--figures", nargs="+", default=(), metavar="TITLE")
     arguments = parser.parse_args()
     text = arguments.page.read_text(encoding="utf-8")
-    new = page(text, measured(arguments.folder, arguments.page, arguments.figures))
+    new = common.between_marks(text, measured(arguments.folder, arguments.page, arguments.figures))
     arguments.page.write_text(new, encoding="utf-8")
 
 

@@ -1,4 +1,8 @@
-"""Runs the parts, each in a process of its own: a crash is one failed case, not the end."""
+"""Runs stages of cases, in processes of their own: a crash is one failed case, not the end.
+
+What is timed runs alone. What is not, such as compiling whole programs and comparing bits, runs in
+several processes before it and after it.
+"""
 
 import argparse
 import json
@@ -8,21 +12,49 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
 
 import page
 import records
 
-# Part -> (module, seconds of its budget). "torch" belongs to "speed".
+# Part -> its module, and the module's function that makes the cases.
 PARTS = {
-    "exactness": ("exactness", 140),
-    "accuracy": ("accuracy", 50),
-    "kernels": ("gates", 90),
-    "speed": ("speed", 210),
-    "torch": ("torch_speed", 50),
+    "programs": ("programs", "cases"),
+    "exactness": ("exactness", "cases"),
+    "speed": ("speed", "cases"),
+    "accuracy": ("accuracy", "cases"),
+    "kernels": ("gates", "cases"),
+    "controls": ("exactness", "controls"),
+    "products": ("products", "cases"),
+    "torch": ("torch_speed", "cases"),
 }
-CHOICES = ("exactness", "accuracy", "kernels", "speed")
+CHOICES = {
+    "exactness": ("exactness", "controls"),
+    "accuracy": ("accuracy",),
+    "kernels": ("kernels", "products"),
+    "speed": ("programs", "speed", "torch"),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Parts whose cases are taken one after the other, until a share of the time is over."""
+
+    parts: tuple[str, ...]
+    until: float
+    together: bool = False  # in several processes: nothing is timed
+
+
+# What matters most comes first. A stage that ends early leaves its time to the next.
+STAGES = (
+    Stage(("programs", "exactness"), 0.28, together=True),
+    Stage(("speed",), 0.72),
+    Stage(("accuracy", "kernels", "controls"), 0.88, together=True),
+    Stage(("products",), 0.94),
+    Stage(("torch",), 1.0),
+)
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -31,32 +63,34 @@ _PACKAGES = (
     "flax",
     "numpy",
     "torch",
+    "transformers",
+    "triton",
 )
-_GRACE = 30  # seconds that the last case of a part may run over
-_WHOLE = 570  # seconds of all parts, whatever their budgets
+_GRACE = 20  # seconds that a case may go on after its stage
 _SMOKE_PATIENCE = 12  # times as long on a CPU
-_RESTARTS = 3
+_RESTARTS = 2  # of each process, after a crash
+_WORKERS = 8  # at most
+_NO_GPU = 3  # the status of a process that finds none
 
 
 def main() -> int:
     arguments = _parser().parse_args()
     out = arguments.out or Path("runs") / ("gpu_check_smoke" if arguments.smoke else "gpu_check")
-    if arguments.part:
-        return _child(arguments.part, out, arguments.smoke)
+    if arguments.parts:
+        return _child(arguments.parts.split(","), out, arguments.smoke, arguments.until)
     only = arguments.only.split(",") if arguments.only else list(CHOICES)
     if unknown := set(only) - set(CHOICES):
         print(f"--only: unknown part {sorted(unknown)[0]!r}; known: {', '.join(CHOICES)}")
         return 2
-    parts = [name for name in PARTS if name in only or (name == "torch" and "speed" in only)]
+    parts = [part for name in only for part in CHOICES[name]]
     out.mkdir(parents=True, exist_ok=True)
+    check = Check(out, arguments.smoke, time.monotonic(), 60 * arguments.minutes)
     if arguments.again:
-        for name in parts:
-            (out / f"{name}.json").unlink(missing_ok=True)
-    end = time.monotonic() + _WHOLE * (_SMOKE_PATIENCE if arguments.smoke else 1)
-    for name in parts:
-        records.Ledger(out / f"{name}.json").forget(records.FAILED)
-        _run_part(name, out, arguments.smoke, end)
-    text, status = _write_page(out, arguments.smoke)
+        check.ledger.path.unlink(missing_ok=True)
+    check.ledger.forget(parts, records.FAILED, records.RUNNING)
+    for stage in STAGES:
+        check.run(replace(stage, parts=tuple(part for part in stage.parts if part in parts)))
+    text, status = check.write()
     print(text)
     if arguments.smoke:
         shutil.rmtree(_programs(out), ignore_errors=True)
@@ -71,49 +105,115 @@ def _programs(out: Path) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
     parser.add_argument("--only", help=f"parts, by commas: {','.join(CHOICES)}")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of all together (9)")
     parser.add_argument("--smoke", action="store_true", help="every part on the CPU, small")
     parser.add_argument("--again", action="store_true", help="forget earlier results")
     parser.add_argument("--out", type=Path, help="folder of results (runs/gpu_check)")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--parts", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     return parser
 
 
-def _run_part(name: str, out: Path, smoke: bool, latest: float) -> None:
-    """Runs a part's process, again after a crash: the case that crashed counts as failed."""
-    budget = PARTS[name][1] * (_SMOKE_PATIENCE if smoke else 1)
-    end = min(time.monotonic() + budget + _GRACE, latest)
-    print(f"--- {name}", flush=True)
-    command = [sys.executable, str(Path(__file__).parent), "--part", name, "--out", str(out)]
-    for _ in range(_RESTARTS):
-        remaining = end - time.monotonic()
-        if remaining <= 0:
-            break
-        environment = {**os.environ, "GPU_CHECK_SECONDS": str(max(5.0, remaining - _GRACE))}
-        if name == "torch":
-            environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the memory is for torch
-        try:
-            status = subprocess.run(
-                command + ["--smoke"] * smoke, env=environment, timeout=remaining, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status = -1
-        ledger = records.Ledger(out / f"{name}.json")
-        dead = ledger.bury_the_dead()
-        if status == 0:
+@dataclass
+class Check:
+    """One call: where its results go, and its time."""
+
+    out: Path
+    smoke: bool
+    start: float  # a reading of `time.monotonic`
+    seconds: float
+
+    def __post_init__(self) -> None:
+        self.seconds *= _SMOKE_PATIENCE if self.smoke else 1
+        self.ledger = records.Ledger(self.out / "ledger.jsonl")
+
+    def run(self, stage: Stage) -> None:
+        """Runs a stage's processes, and again those that crashed; ends them at their time.
+
+        The page is written meanwhile: the machine may be taken away.
+        """
+        until = self.start + stage.until * self.seconds - _GRACE
+        if not stage.parts or time.monotonic() > until or self._is_done(stage.parts):
             return
-        if not dead:
-            ledger.put(
-                records.Record(f"the part {name} itself", records.FAILED, reason=f"status {status}")
-            )
-            return
+        print(f"--- {', '.join(stage.parts)}", flush=True)
+        count = max(1, min(_WORKERS, (os.cpu_count() or 1) // 2)) if stage.together else 1
+        running = [self._begin(stage, until) for _ in range(count)]
+        restarts = _RESTARTS * count
+        while running:
+            time.sleep(0.2 if self.smoke else 1)
+            self.write()
+            for process in list(running):
+                if process.poll() is None and time.monotonic() > until + _GRACE:
+                    process.kill()
+                    process.wait()
+                    reason = "stopped: its stage's time was over"
+                    self.ledger.close(process.pid, records.LEFT, reason)
+                    running.remove(process)
+                elif process.poll() is not None:
+                    running.remove(process)
+                    if self._is_to_be_begun_again(process, stage.parts) and restarts:
+                        restarts -= 1
+                        running.append(self._begin(stage, until))
+
+    def _is_done(self, parts: tuple[str, ...]) -> bool:
+        """Whether an earlier call has a result of every case of these parts."""
+        found = [r for r in self.ledger.records().values() if r.part in parts]
+        named = {record.part for record in found} == set(parts)
+        return named and not any(record.status == records.LEFT for record in found)
+
+    def _begin(self, stage: Stage, until: float) -> subprocess.Popen:
+        command = [sys.executable, str(Path(__file__).parent), "--parts", ",".join(stage.parts)]
+        command += ["--out", str(self.out), "--until", str(until)] + ["--smoke"] * self.smoke
+        memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}  # for the one that is alone
+        if stage.together or "torch" in stage.parts:
+            memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        return subprocess.Popen(command, env={**memory, **os.environ})
+
+    def _is_to_be_begun_again(self, process: subprocess.Popen, parts: tuple[str, ...]) -> bool:
+        """Records what a process that crashed was doing; whether others cases may go better."""
+        if process.returncode == 0:
+            return False
+        reason = f"the process ended with status {process.returncode} while it ran"
+        if self.ledger.close(process.pid, records.FAILED, reason):
+            return process.returncode != _NO_GPU
+        name = "the process itself"
+        reason = f"status {process.returncode}, before any case"
+        self.ledger.put(records.Record(parts[0], name, records.FAILED, reason=reason))
+        return False
+
+    def write(self) -> tuple[str, int]:
+        """Writes the page of all parts that have results; its text, and 0 if all is well."""
+        machine = self.out / "machine.json"
+        known = json.loads(machine.read_text()) if machine.exists() else {"smoke": self.smoke}
+        found = sorted(self.ledger.records().values(), key=lambda r: list(PARTS).index(r.part))
+        text = page.write(self.out, known, found)
+        return text, int(not found or any(r.status == records.FAILED for r in found))
 
 
-def _child(name: str, out: Path, smoke: bool) -> int:
+def _child(parts: list[str], out: Path, smoke: bool, until: float) -> int:
     import jax
     from setting import Setting
 
     jax.config.update("jax_compilation_cache_dir", str(_programs(out)))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     device = jax.devices()[0]
+    _describe(device, out, smoke)
+    if device.platform != "gpu" and not smoke and parts != ["torch"]:
+        print(f"no GPU: jax sees {device.platform}; use --smoke on a CPU")
+        return _NO_GPU
+    cases = []
+    for part in parts:
+        module, function = PARTS[part]
+        made = getattr(import_module(module), function)(Setting(smoke, out))
+        cases += [replace(case, part=part) for case in made]
+    ledger = records.Ledger(out / "ledger.jsonl")
+    for record in records.run_cases(cases, ledger, until=until):
+        print(records.line(record), flush=True)
+    return 0
+
+
+def _describe(device, out: Path, smoke: bool) -> None:
+    """Writes what the figures were measured on, and by."""
     machine = {
         "device": device.device_kind,
         "platform": device.platform,
@@ -121,20 +221,25 @@ def _child(name: str, out: Path, smoke: bool) -> int:
         "python": platform.python_version(),
         "ptxas": page.ptxas(),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "none"),
+        "date": time.strftime("%Y-%m-%d"),
+        "tree": _tree(),
         **{name: _version(name) for name in _PACKAGES},
         "smoke": smoke,
     }
-    (out / "machine.json").write_text(json.dumps(machine))
-    if device.platform != "gpu" and not smoke and name != "torch":
-        print(f"no GPU: jax sees {device.platform}; use --smoke on a CPU")
-        return 2
-    cases = import_module(PARTS[name][0]).cases(Setting(smoke, out))
-    ledger = records.Ledger(out / f"{name}.json")
-    seconds = float(os.environ["GPU_CHECK_SECONDS"])
-    for record in records.run_cases(cases, ledger, seconds=seconds):
-        print(records.line(record), flush=True)
-        _write_page(out, smoke)  # after every case: the machine may be taken away
-    return 0
+    partial = out / f"machine.{os.getpid()}"
+    partial.write_text(json.dumps(machine))
+    partial.replace(out / "machine.json")
+
+
+def _tree() -> str:
+    """The commit, if git knows it."""
+    command = ["git", "describe", "--always", "--dirty"]
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip()
 
 
 def _version(package: str) -> str:
@@ -142,21 +247,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def _write_page(out: Path, smoke: bool) -> tuple[str, int]:
-    """Writes the page of all parts that have results; its text, and 0 if all is well."""
-    found = {name: out / f"{name}.json" for name in PARTS}
-    parts = {
-        name: list(records.Ledger(path).records.values())
-        for name, path in found.items()
-        if path.exists()
-    }
-    machine = out / "machine.json"
-    known = json.loads(machine.read_text()) if machine.exists() else {"smoke": smoke}
-    text = page.write(out, known, parts)
-    everything = [record for part in parts.values() for record in part]
-    return text, int(not everything or any(r.status == records.FAILED for r in everything))
 
 
 if __name__ == "__main__":

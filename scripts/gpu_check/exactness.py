@@ -1,8 +1,9 @@
 """Part 1: sampler against learner, raw bits of every response token, for each kernel family."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,51 +14,91 @@ from setting import Setting
 from tim_jax import auditing
 from tim_jax.auditing.cases import plain_sampling
 from tim_jax.model import fitting
+from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.numerics import Numerics
 from tim_jax.policy import scoring
 from tim_jax.types import Rollout
 
 
+@dataclass(frozen=True)
+class Side:
+    """A model under the audit's cases, by the kernels of some numerics."""
+
+    setting: Setting
+    label: str
+    config: ModelConfig
+    numerics: Numerics
+    must: bool = True  # be exact; if not, it is for information
+
+    @property
+    def sizes(self) -> auditing.Sizes:
+        return auditing.Sizes(2, 2, 6, 8) if self.setting.smoke else auditing.Sizes(8, 8, 100, 160)
+
+    def cases(self, first: int = 0, stop: int | None = None) -> Iterator[Case]:
+        """The audit's standard cases from `first` to `stop`, which share a sampler."""
+        for case in auditing.standard_cases(self.config, self.sizes)[first:stop]:
+            yield Case(f"{self.label}: {case.name}", partial(self._run, case), group=self.label)
+
+    def _run(self, case: auditing.Case) -> dict[str, Any]:
+        params = _params(self.config)
+        found = _compare(
+            self.setting, params, self.config, self.numerics, case=case, sizes=self.sizes
+        )
+        return found if self.must else {k: v for k, v in found.items() if k != "passed"}
+
+
+@lru_cache(maxsize=2)
+def _params(config: ModelConfig):
+    return jax.tree.map(jnp.asarray, auditing.random_params(config, 0))
+
+
 def cases(setting: Setting) -> Iterator[Case]:
-    """The most important first: time may run out."""
-    config = setting.small_model()
-    sizes = auditing.Sizes(2, 2, 6, 8) if setting.smoke else auditing.Sizes(8, 8, 100, 160)
-    params = jax.tree.map(jnp.asarray, auditing.random_params(config, 0))
-    standard = auditing.standard_cases(config, sizes)
-    quick = auditing.standard_cases(config, sizes, quick=True)
-    rest = tuple(case for case in standard if case not in quick)
-    if setting.smoke:
-        quick, rest = quick[:1], quick[3:4]
-
-    def one(label: str, numerics: Numerics, case: auditing.Case, *, must: bool = True) -> Case:
-        def run():
-            values = _compare(setting, params, config, numerics, case=case, sizes=sizes)
-            return values if must else {k: v for k, v in values.items() if k != "passed"}
-
-        return Case(f"{label}: {case.name}", run)
-
+    """What must be exact, the most important first: dense models, then the other families."""
+    side = partial(Side, setting)
+    config, families = setting.small_model(), setting.families()
     bf16, f32 = setting.exact("bfloat16"), setting.exact("float32")
     tuned = setting.exact("bfloat16", tuned=True)
-    yield from (one("pallas_gpu bfloat16", bf16, case) for case in quick)
-    yield from (one("pallas_gpu float32", f32, case) for case in quick)
-    yield from (one("pallas_gpu bfloat16, several tiles", tuned, case) for case in quick[:3])
-    yield from _of_mosaic(setting, sizes, quick[:2])
+    quick, few = (1, 1) if setting.smoke else (5, 3)
+    yield from side("pallas_gpu bfloat16", config, bf16).cases(stop=quick)
+    yield from side("pallas_gpu bfloat16, several tiles", config, tuned).cases(stop=few)
+    yield from side("pallas_gpu float32", config, f32).cases(stop=quick)
+    yield from _of_mosaic(setting, few)
     yield _long_sequence(setting)
     yield from (_repeated_gradient(setting, dtype) for dtype in ("bfloat16", "float32"))
+    for name, family in families.items():
+        yield from side(f"pallas_gpu bfloat16, {name}", family, bf16).cases(stop=few)
+        if setting.smoke:
+            return  # one of them: interpreted kernels compile slowly
+    for name, family in families.items():
+        label = f"pallas_gpu bfloat16, several tiles, {name}"
+        yield from side(label, family, tuned).cases(stop=few)
+        yield from side(f"pallas_gpu float32, {name}", family, f32).cases(stop=few)
+    yield from side("pallas_gpu bfloat16", config, bf16).cases(first=quick)
+    yield from side("pallas_gpu float32", config, f32).cases(first=quick)
+    mixture = families["Qwen3-MoE"]
+    yield from side("pallas_gpu bfloat16, Qwen3-MoE", mixture, bf16).cases(few)
+
+
+def controls(setting: Setting) -> Iterator[Case]:
+    """Plain XLA, of which nothing is promised: that the comparison can fail, and what pins it."""
+    config = setting.small_model()
+    count = 1 if setting.smoke else 2
     for dtype in ("bfloat16", "float32"):
         native = setting.native(dtype)
-        yield one(f"native {dtype} (control)", native, quick[0], must=False)
+        yield from Side(setting, f"native {dtype} (control)", config, native, must=False).cases(
+            stop=1
+        )
+    for dtype in ("bfloat16", "float32"):
         if not setting.smoke:
             pinned = setting.native(dtype, pinned=True)
-            yield from (
-                one(f"native {dtype}, pinned options", pinned, c, must=False) for c in quick[:3]
-            )
+            label = f"native {dtype}, pinned options"
+            yield from Side(setting, label, config, pinned, must=False).cases(stop=3)
         # XLA's products on a GPU are chosen by time: nothing is promised of their bits.
         tiles = setting.tiles(dtype)
-        yield from (one(f"tiles {dtype}", tiles, case, must=setting.smoke) for case in quick[:2])
-    yield from (one("pallas_gpu bfloat16", bf16, case) for case in rest)
-    yield from (one("pallas_gpu float32", f32, case) for case in rest)
+        yield from Side(setting, f"tiles {dtype}", config, tiles, must=setting.smoke).cases(
+            stop=count
+        )
 
 
 def _compare(setting: Setting, params, config, numerics, *, case, sizes):
@@ -73,20 +114,16 @@ def _compare(setting: Setting, params, config, numerics, *, case, sizes):
     }
 
 
-def _of_mosaic(setting: Setting, sizes: auditing.Sizes, cases) -> Iterator[Case]:
+def _of_mosaic(setting: Setting, count: int) -> Iterator[Case]:
     label = "pallas_mosaic_gpu bfloat16"
     if setting.without_mosaic:
         yield Case(label, lambda: {"left out": setting.without_mosaic})
         return
     config = setting.mosaic_model()
-    params = jax.tree.map(jnp.asarray, auditing.random_params(config, 0))
-    for case in cases:
-        run = partial(_compare, setting, params, config, case=case, sizes=sizes)
-        yield Case(f"{label}: {case.name}", partial(run, setting.mosaic()))
+    yield from Side(setting, label, config, setting.mosaic()).cases(stop=count)
     if not setting.smoke:
-        several = partial(_compare, setting, params, config, case=cases[0], sizes=sizes)
-        name = f"{label}, several tiles: {cases[0].name}"
-        yield Case(name, partial(several, setting.mosaic(tuned=True)))
+        several = setting.mosaic(tuned=True)
+        yield from Side(setting, f"{label}, several tiles", config, several).cases(stop=1)
 
 
 def _long_sequence(setting: Setting) -> Case:

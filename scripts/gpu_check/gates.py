@@ -1,4 +1,4 @@
-"""Part 3, kernels: does a row keep its bits whatever is around it, and how fast is each tile?"""
+"""Kernels one by one: does a row keep its bits whatever is around it, and is it right?"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from records import Case
-from setting import Setting, normal, same_bits, seconds
+from setting import Setting, normal, same_bits
 
 from tim_jax import kernels
 from tim_jax.errors import InputError
@@ -35,7 +35,6 @@ def cases(setting: Setting) -> Iterator[Case]:
     yield from _tiles(setting)
     if not setting.smoke:
         yield Case("native dot: rows against row count", lambda: _native(setting))
-        yield from _timings(setting)
 
 
 def _sizes(setting: Setting) -> tuple[int, int, tuple[int, ...]]:
@@ -90,9 +89,9 @@ def _products_of_mosaic(setting: Setting) -> Iterator[Case]:
     size, width, counts = (128, 128, (1, 7, 70)) if setting.smoke else _sizes(setting)
     x = normal(0, counts[-1], size, dtype=numerics.dtype)
     weight = (normal(1, size, width) * size**-0.5).astype(numerics.dtype)
-    ops, dot = kernels.family(numerics), _dot(numerics)
+    ops, default = kernels.family(numerics), dot(numerics)
     gated = jax.jit(lambda x: ops.gated_dot(x, weight, None, numerics=numerics))
-    rows = {"dot": lambda x: dot(x, weight), "gated_dot": gated}
+    rows = {"dot": lambda x: default(x, weight), "gated_dot": gated}
     for name, run in rows.items():
         name = f"pallas_mosaic_gpu {name} bfloat16"
         yield Case(f"{name}: rows against row count", partial(_row_counts, run, x, counts))
@@ -100,10 +99,10 @@ def _products_of_mosaic(setting: Setting) -> Iterator[Case]:
     yield Case(f"{label}: against float64", partial(_accuracy, rows["dot"], x, weight))
 
     def compare(tile):
-        return {"passed": same_bits(_dot(_with(numerics, tile))(x, weight), dot(x, weight))}
+        return {"passed": same_bits(dot(with_tile(numerics, tile))(x, weight), default(x, weight))}
 
     for tile in MOSAIC if not setting.smoke else ():
-        yield Case(f"{label}: tile {_text(tile)} against the default", partial(compare, tile))
+        yield Case(f"{label}: tile {text(tile)} against the default", partial(compare, tile))
 
 
 def _row_counts(run, x, counts):
@@ -215,28 +214,31 @@ def _tiles(setting: Setting) -> Iterator[Case]:
     candidates = (MatmulTile(16, 16), MatmulTile(32, 32)) if setting.smoke else CANDIDATES
 
     def compare(tile):
-        base = _with(numerics, candidates[0])
-        found, expected = _dot(_with(numerics, tile))(x, weight), _dot(base)(x, weight)
+        base = with_tile(numerics, candidates[0])
+        found, expected = dot(with_tile(numerics, tile))(x, weight), dot(base)(x, weight)
         return {"passed": same_bits(found, expected)}
 
     for tile in candidates[1:]:
         yield Case(
-            f"dot bfloat16: tile {_text(tile)} against {_text(candidates[0])}",
+            f"dot bfloat16: tile {text(tile)} against {text(candidates[0])}",
             partial(compare, tile),
         )
 
 
-def _with(numerics: Numerics, tile: MatmulTile) -> Numerics:
+def with_tile(numerics: Numerics, tile: MatmulTile) -> Numerics:
+    """The same with this tile for all products."""
     tiles: GpuTiles = replace(numerics.gpu, matmul=(tile,))
     return replace(numerics, gpu=tiles)
 
 
-def _dot(numerics: Numerics):
+def dot(numerics: Numerics):
+    """Jitted (x [N, K], weight [K, M]) -> float32 [N, M]."""
     ops = kernels.family(numerics)
     return jax.jit(lambda x, weight: ops.dot(x, weight, numerics=numerics))
 
 
-def _text(tile: MatmulTile) -> str:
+def text(tile: MatmulTile) -> str:
+    """A tile for a table."""
     return f"{tile.rows}x{tile.columns}, {tile.warps} warps, {tile.stages} stages"
 
 
@@ -249,32 +251,3 @@ def _native(setting: Setting):
     whole = run(x, weight)
     unequal = [n for n in counts if not same_bits(run(x[:n], weight), whole[:n])]
     return {"row counts with other bits": unequal or "none"}
-
-
-def _timings(setting: Setting) -> Iterator[Case]:
-    """Each tile at the shapes of the 1.7B model, beside XLA's dot."""
-    numerics = setting.exact("bfloat16")
-    tiles = {_text(tile): _with(numerics, tile) for tile in CANDIDATES}
-    if not setting.without_mosaic:
-        tiles |= {f"Mosaic {_text(tile)}": _with(setting.mosaic(), tile) for tile in MOSAIC}
-    shapes = ((2048, 4096), (2048, 12288), (6144, 2048), (2048, 151936))
-
-    def measure(count: int, size: int, width: int):
-        x = normal(0, count, size, dtype=jnp.bfloat16)
-        weight = normal(1, size, width, dtype=jnp.bfloat16)
-        flops = 2 * count * size * width
-        moved = 2 * (count * size + size * width) + 4 * count * width
-        values = {}
-        for text, of_tile in tiles.items():
-            try:
-                time = seconds(partial(_dot(of_tile), x, weight), least=0.02)
-                values[text] = f"{flops / time / 1e12:.0f} TF/s {moved / time / 1e12:.2f} TB/s"
-            except Exception as error:  # a tile too large for this device is a finding
-                values[text] = f"{type(error).__name__}"
-        time = seconds(partial(jax.jit(native.product), x, weight), least=0.02)
-        values["XLA"] = f"{flops / time / 1e12:.0f} TF/s {moved / time / 1e12:.2f} TB/s"
-        return values
-
-    for count in (64, 256, 4096):
-        for size, width in shapes[: 4 if count <= 256 else 3]:
-            yield Case(f"dot {count} x {size} x {width}", partial(measure, count, size, width))

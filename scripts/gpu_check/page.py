@@ -1,24 +1,19 @@
-"""gpu.md and gpu.json from the parts' records."""
+"""gpu.md and gpu.json from the records."""
 
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from records import FAILED, LEFT, Record, show
+from records import FAILED, LEFT, Record, shown
 
 
 def driver() -> str:
     """The NVIDIA driver's version, or why it is not known."""
-    command = [
-        "nvidia-smi",
-        "--query-gpu=driver_version,name,memory.total",
-        "--format=csv,noheader",
-    ]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -39,16 +34,27 @@ def ptxas() -> str:
     return said.stdout.strip().splitlines()[-1] if said.stdout.strip() else "unknown"
 
 
-def write(out: Path, machine: Mapping[str, Any], parts: Mapping[str, Sequence[Record]]) -> str:
+def write(out: Path, machine: Mapping[str, Any], records: Iterable[Record]) -> str:
     """Writes both files; returns the page."""
+    parts: dict[str, list[Record]] = {}
+    for record in records:
+        parts.setdefault(record.part, []).append(record)
     page = "\n".join(_lines(machine, parts)) + "\n"
-    (out / "gpu.md").write_text(page)
-    content = {"machine": machine, "parts": {n: [asdict(r) for r in rs] for n, rs in parts.items()}}
-    (out / "gpu.json").write_text(json.dumps(content, indent=1, default=str) + "\n")
+    rows = {name: [_row(record) for record in found] for name, found in parts.items()}
+    content = {"machine": machine, "parts": rows}
+    for name, text in (("gpu.md", page), ("gpu.json", json.dumps(content, indent=1) + "\n")):
+        partial = out / f"{name}.partial"
+        partial.write_text(text)
+        partial.replace(out / name)
     return page
 
 
-def _lines(machine: Mapping[str, Any], parts: Mapping[str, Sequence[Record]]):
+def _row(record: Record) -> dict[str, Any]:
+    names = "name", "status", "seconds", "values", "reason"
+    return {name: getattr(record, name) for name in names}
+
+
+def _lines(machine: Mapping[str, Any], parts: Mapping[str, list[Record]]) -> Iterator[str]:
     yield "# GPU check"
     yield ""
     yield "Written by `bash scripts/gpu_check.sh`. " + "; ".join(
@@ -66,6 +72,5 @@ def _lines(machine: Mapping[str, Any], parts: Mapping[str, Sequence[Record]]):
         yield "| case | result | values | seconds |"
         yield "|---|---|---|--:|"
         for record in records:
-            values = "; ".join(f"{key}: {show(value)}" for key, value in record.values.items())
-            text = " ".join(f"{values} {record.reason}".split()).replace("|", "/")
+            text = " ".join(f"{shown(record.values)} {record.reason}".split()).replace("|", "/")
             yield f"| {record.name} | {record.status} | {text} | {record.seconds:.1f} |"

@@ -1,101 +1,169 @@
-"""A part's cases, run one by one within a time budget, each recorded as soon as it is done."""
+"""Cases, run one by one until the time is over, each recorded as soon as it is done.
 
+Several processes may work on the same cases: each takes the next one that nobody has.
+"""
+
+import fcntl
 import json
+import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 PASSED, FAILED, MEASURED, RUNNING, LEFT = "passed", "FAILED", "measured", "running", "not run"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to look at. `run` returns values to show; its "passed" is the verdict, if any."""
+    """One thing to look at. `run` returns values to show; its "passed" is the verdict, if any.
+
+    Cases of a group share compiled programs, so that one process does well to run them all.
+    """
 
     name: str
     run: Callable[[], dict[str, Any]]
+    group: str = ""
+    part: str = ""
 
 
 @dataclass(frozen=True)
 class Record:
     """What came of a case."""
 
+    part: str
     name: str
     status: str
     seconds: float = 0.0
     values: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
+    process: int = 0  # that runs it, or did
+
+
+Key = tuple[str, str]  # part and name
 
 
 class Ledger:
-    """A part's records, in a file that is whole after every case."""
+    """Records of all parts, a line each in one file: the last line of a case is what is known."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.records: dict[str, Record] = {}
-        if path.exists():
-            rows = json.loads(path.read_text())
-            self.records = {row["name"]: Record(**row) for row in rows}
+
+    def records(self) -> dict[Key, Record]:
+        """What is known of each case, in the order in which they were first named."""
+        if not self.path.exists():
+            return {}
+        with self._locked() as file:
+            return _read(file)
 
     def put(self, record: Record) -> None:
-        self.records[record.name] = record
-        self._write()
+        with self._locked() as file:
+            _write(file, record)
 
-    def _write(self) -> None:
-        partial = self.path.with_suffix(".partial")
-        rows = [asdict(r) for r in self.records.values()]
-        partial.write_text(json.dumps(rows, indent=1, default=str))
-        partial.replace(self.path)
+    def announce(self, cases: Sequence[Case]) -> None:
+        """Names what is to come, so that a process that is killed leaves no case unknown."""
+        with self._locked() as file:
+            known = _read(file)
+            for case in cases:
+                if (case.part, case.name) not in known:
+                    _write(file, Record(case.part, case.name, LEFT, reason="time was over before"))
 
-    def forget(self, *statuses: str) -> None:
-        """Drops the records of these statuses: another call is to try them again."""
-        kept = {name: r for name, r in self.records.items() if r.status not in statuses}
-        if kept != self.records:
-            self.records = kept
-            self._write()
+    def claim(self, cases: Sequence[Case], group: str = "") -> Case | None:
+        """Takes the next case that has no result, if any: one of `group` if there is one.
 
-    def bury_the_dead(self) -> list[str]:
-        """A case that was running when its process ended has failed. Returns their names."""
-        dead = [r for r in self.records.values() if r.status == RUNNING]
-        for record in dead:
-            self.put(Record(record.name, FAILED, reason="the process ended while it ran"))
-        return [record.name for record in dead]
+        Otherwise the first of a group at which no other process works, or else the first.
+        """
+        with self._locked() as file:
+            known = _read(file)
+            by_key = {(case.part, case.name): case for case in cases}
+            free = [case for key, case in by_key.items() if _is_free(known.get(key))]
+            busy = {by_key[key].group for key, r in known.items() if _is_busy(r) and key in by_key}
+            kinds = (
+                [case for case in free if group and case.group == group],
+                [case for case in free if not case.group or case.group not in busy],
+                free,
+            )
+            chosen = next((some[0] for some in kinds if some), None)
+            if chosen is not None:
+                _write(file, Record(chosen.part, chosen.name, RUNNING, process=os.getpid()))
+            return chosen
+
+    def forget(self, parts: Sequence[str], *statuses: str) -> None:
+        """Drops records of these parts and statuses: they are to be tried again."""
+        with self._locked() as file:
+            kept = [
+                r for r in _read(file).values() if r.part not in parts or r.status not in statuses
+            ]
+            file.truncate(0)
+            for record in kept:
+                _write(file, record)
+
+    def close(self, process: int, status: str, reason: str) -> list[str]:
+        """Gives this status to what was running when the process ended. Returns the names."""
+        running = [r for r in self.records().values() if _is_busy(r) and r.process == process]
+        for record in running:
+            self.put(replace(record, status=status, reason=reason))
+        return [record.name for record in running]
+
+    @contextmanager
+    def _locked(self) -> Iterator[TextIO]:
+        """The file, at its end for writing, and nobody else in it."""
+        with self.path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
 
 
-def run_cases(cases: Iterable[Case], ledger: Ledger, *, seconds: float) -> Iterator[Record]:
-    """Runs what has no record yet, until `seconds` are over; what is left is recorded as such.
+def _read(file: TextIO) -> dict[Key, Record]:
+    file.seek(0)
+    rows = [Record(**json.loads(line)) for line in file if line.endswith("\n")]
+    return {(row.part, row.name): row for row in rows}
 
-    A case that raises is a failed case, with its reason; the next one runs all the same. Yields the
-    records of what was run.
+
+def _write(file: TextIO, record: Record) -> None:
+    file.write(json.dumps(asdict(record), default=str) + "\n")
+    file.flush()
+
+
+def _is_free(record: Record | None) -> bool:
+    return record is None or record.status == LEFT
+
+
+def _is_busy(record: Record) -> bool:
+    return record.status == RUNNING
+
+
+def run_cases(cases: Sequence[Case], ledger: Ledger, *, until: float) -> Iterator[Record]:
+    """Runs cases that have no result, the first ones first, and begins none after `until`.
+
+    `until` is a reading of `time.monotonic`. A case that raises is a failed case, with its reason;
+    the next one runs all the same. Yields the records of what was run.
     """
-    start = time.perf_counter()
-    cases = list(cases)
-    for case in cases:  # so that a process that is killed leaves no case without a record
-        if case.name not in ledger.records:
-            ledger.put(Record(case.name, LEFT, reason="the part ended before it"))
-    for case in cases:
-        known = ledger.records.get(case.name)
-        if known is not None and known.status not in (LEFT, RUNNING):
-            continue
-        if time.perf_counter() - start > seconds:
-            ledger.put(Record(case.name, LEFT, reason=f"the part's {seconds:.0f} s were over"))
-            continue
-        ledger.put(Record(case.name, RUNNING))
+    ledger.announce(cases)
+    group = ""
+    while time.monotonic() < until and (case := ledger.claim(cases, group)) is not None:
+        group = case.group
         began = time.perf_counter()
+        found = Record(case.part, case.name, MEASURED, process=os.getpid())
         try:
             values = dict(case.run())
             verdict = values.pop("passed", None)
             status = MEASURED if verdict is None else PASSED if verdict else FAILED
-            record = Record(case.name, status, values=values)
+            found = replace(found, status=status, values=values)
         except Exception as error:  # whatever goes wrong belongs in the table
-            record = Record(case.name, FAILED, reason=_reason(error))
-        seconds_taken = time.perf_counter() - began
-        record = Record(record.name, record.status, seconds_taken, record.values, record.reason)
-        ledger.put(record)
-        yield record
+            found = _of_error(found, error)
+        found = replace(found, seconds=round(time.perf_counter() - began, 2))
+        ledger.put(found)
+        yield found
+
+
+def _of_error(record: Record, error: Exception) -> Record:
+    """Failed, but for what is too large for this device: that is left out, and says so."""
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return replace(record, values={"left out": f"too little memory: {str(error)[:200]}"})
+    return replace(record, status=FAILED, reason=_reason(error))
 
 
 def _reason(error: Exception) -> str:
@@ -106,11 +174,18 @@ def _reason(error: Exception) -> str:
 
 def line(record: Record) -> str:
     """A record on one line."""
-    shown = "; ".join(f"{name} {show(value)}" for name, value in record.values.items())
-    return f"{record.status:>9}  {record.name}  {shown}{record.reason}  ({record.seconds:.1f} s)"
+    text = f"{shown(record.values)}{record.reason}"
+    return f"{record.status:>9}  {record.name}  {text}  ({record.seconds:.1f} s)"
 
 
-def show(value: Any) -> str:
+def shown(values: Mapping[str, Any]) -> str:
+    """Values by name; of a profile the kernels that take longest."""
+    return "; ".join(f"{name}: {_show(value)}" for name, value in values.items())
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return ", ".join(f"{row['name']} {row['ms']:.1f} ms" for row in value[:5])
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import bench_common as common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from tim_jax.errors import InputError
 from tim_jax.kernels import pallas_mosaic_gpu
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.latent import LatentConfig
 from tim_jax.model.weights import TABLE, Weight, matrices, tree
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
@@ -40,6 +42,12 @@ SMOKE_TILES = GpuTiles(
     lanes=32,
 )
 SMOKE_MOSAIC = MatmulTile(64, 64, 4, 2)
+# Qwen3: hidden and intermediate size, layers, heads.
+QWEN3 = {
+    "0.6B": (1024, 3072, 28, 16),
+    "1.7B": (2048, 6144, 28, 16),
+    "4B": (2560, 9728, 36, 32),
+}
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,39 @@ class Setting:
             qk_norm=True,
         )
 
+    def families(self) -> dict[str, ModelConfig]:
+        """The small model as other families have it: experts, latent attention, windows."""
+        plain = self.small_model()
+        width = plain.intermediate_size // 3 // 16 * 16
+        experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": width}
+        head = plain.head_dim
+        latent = LatentConfig(
+            kv_lora_rank=plain.hidden_size,
+            qk_nope_head_dim=head,
+            qk_rope_head_dim=head // 2 if head > 16 else head,
+            v_head_dim=head,
+        )
+        other = {"qk_norm": False, "tied_embeddings": False}
+        return {
+            "Qwen3-MoE": replace(plain, model_type="qwen3_moe", norm_topk_prob=True, **experts),
+            "latent attention": replace(
+                plain,
+                model_type="deepseek_v3",
+                num_kv_heads=plain.num_heads,
+                head_dim=latent.qk_rope_head_dim,
+                norm_topk_prob=True,
+                num_shared_experts=1,
+                latent=latent,
+                **experts,
+                **other,
+            ),
+            "windows": replace(
+                plain, sliding_window=5 if self.smoke else 50, window_layers=_every_second(plain)
+            ),
+            "Qwen2": replace(plain, model_type="qwen2", attention_bias=True, **other),
+            "Llama": replace(plain, model_type="llama", **other),
+        }
+
     def mosaic_model(self) -> ModelConfig:
         """The small model, with matrices in whole blocks of `mosaic`."""
         config = self.small_model()
@@ -127,16 +168,16 @@ class Setting:
         return replace(config, **dict.fromkeys(sizes, 64)) if self.smoke else config
 
     def model(self, name: str) -> ModelConfig:
-        """Qwen3 of 0.6B or 1.7B parameters; in a smoke run the small model."""
+        """Qwen3 of 0.6B, 1.7B or 4B parameters; in a smoke run the small model."""
         if self.smoke:
             return self.small_model()
-        hidden, intermediate = {"0.6B": (1024, 3072), "1.7B": (2048, 6144)}[name]
+        hidden, intermediate, layers, heads = QWEN3[name]
         return ModelConfig(
             model_type="qwen3",
             vocab_size=151936,
             hidden_size=hidden,
-            num_layers=28,
-            num_heads=16,
+            num_layers=layers,
+            num_heads=heads,
             num_kv_heads=8,
             head_dim=128,
             intermediate_size=intermediate,
@@ -150,6 +191,10 @@ class Setting:
         fitted = fitting.fitted(config, numerics)
         fitting.check(config, fitted)
         return fitted
+
+
+def _every_second(config: ModelConfig) -> tuple[bool, ...]:
+    return tuple(index % 2 == 0 for index in range(config.num_layers))
 
 
 def parameters(config: ModelConfig) -> int:
@@ -167,7 +212,8 @@ def device_params(key: jax.Array, config: ModelConfig) -> dict[str, Any]:
     def draw(weight: Weight) -> jax.Array:
         shape = weight.shape(config)
         if weight.kind in ("norm", "bias"):
-            return jnp.full(shape, float(weight.kind == "norm"))
+            # Without a dtype their type is weak: an update's is not, and its second call compiles.
+            return jnp.full(shape, float(weight.kind == "norm"), jnp.float32)
         inputs = shape[-2] if weight.kind == "matrix" else config.hidden_size
         return jax.random.normal(next(keys), shape) * inputs**-0.5
 
@@ -184,15 +230,23 @@ def same_bits(a: jax.Array, b: jax.Array) -> bool:
     return a.size > 0 and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
+def once(call: Callable[[], Any]) -> float:
+    """Seconds of one call, results waited for."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
 def seconds(call: Callable[[], Any], *, least: float = 0.2, most: int = 20) -> float:
-    """Seconds per call, compiled: the mean over enough calls to fill `least` seconds."""
+    """Seconds per call, compiled: the mean over enough calls to fill `least` seconds.
+
+    Raises `CompiledError` if a later call than the first compiles.
+    """
     jax.block_until_ready(call())
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    once = time.perf_counter() - start
-    count = max(1, min(most, int(least / max(once, 1e-6))))
-    start = time.perf_counter()
-    for _ in range(count):
-        result = call()
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / count
+    with common.warm("a program"):
+        count = max(1, min(most, int(least / max(once(call), 1e-6))))
+        start = time.perf_counter()
+        for _ in range(count):
+            result = call()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / count
