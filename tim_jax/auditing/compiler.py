@@ -60,6 +60,9 @@ class Extent(NamedTuple):
     width: int = 16  # a multiple of 4
 
 
+_SHORT = Extent()
+
+
 class Unit(NamedTuple):
     """An operation of the forward with its inputs, and its gradients by formula.
 
@@ -102,7 +105,7 @@ def of_backward(numerics: Numerics) -> Numerics:
 
 
 @cache
-def check_gradients(numerics: Numerics, extent: Extent = Extent()) -> tuple[GradientResult, ...]:
+def check_gradients(numerics: Numerics, extent: Extent = _SHORT) -> tuple[GradientResult, ...]:
     """The gradients of all units, in all ways, against float64; once per process.
 
     The ways are those of a learner: at once ("plain"), over micro-batches in a loop ("scan") and
@@ -176,7 +179,7 @@ def _products(draw: _Draw, extent: Extent) -> Iterator[Unit]:
 
 
 def _of_attention(draw: _Draw, extent: Extent) -> Iterator[Unit]:
-    """The projection with its rotation, and attention: two query heads for each of two key heads."""
+    """The projection with its rotation, and attention, with 4 heads of queries and 2 of keys."""
     numerics, ops = draw.numerics, kernels.family(draw.numerics)
     examples, rows, width = extent
     heads = Heads(4, 2, width // 2)
@@ -187,7 +190,8 @@ def _of_attention(draw: _Draw, extent: Extent) -> Iterator[Unit]:
             _flat(jnp.tile(jnp.asarray(part, jnp.float32), (len(inputs[0]), 1, 1)))
             for part in (np.cos(angles), np.sin(angles))
         )
-        optional = dict(zip(("bias", "q_norm", "k_norm"), weights, strict=True))
+        bias, q_norm, k_norm = weights
+        optional = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm}
         parts = ops.project(
             _flat(inputs[0]), cos, sin, optional, heads=heads, eps=_EPS, numerics=numerics
         )
@@ -206,21 +210,20 @@ def _of_attention(draw: _Draw, extent: Extent) -> Iterator[Unit]:
 
     def attend(weights, inputs):
         del weights
-        group = heads.query // heads.key
-        positions = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), group)
-        positions = jnp.broadcast_to(positions, (len(inputs[0]), rows * group))
-        out = ops.attention(*inputs, positions, numerics=numerics, aligned=True)
+        positions = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), 2)
+        positions = jnp.broadcast_to(positions, (len(inputs[0]), 2 * rows))
+        query, key, value = inputs
+        out = ops.attention(query, key, value, positions, numerics=numerics, aligned=True)
         return out.astype(jnp.float32)
 
-    some = partial(draw, examples, heads.key)
     yield Unit(
         "attention",
         attend,
         (),
         (
-            some(rows * heads.query // heads.key, heads.size, scale=heads.size**-0.5),
-            some(heads.size, rows),
-            some(rows, heads.size),
+            draw(examples, heads.key, 2 * rows, heads.size, scale=heads.size**-0.5),
+            draw(examples, heads.key, heads.size, rows),
+            draw(examples, heads.key, rows, heads.size),
         ),
         derivatives.attention,
     )

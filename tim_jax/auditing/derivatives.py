@@ -106,7 +106,12 @@ def attention(weights: tuple[()], inputs: tuple[Array, Array, Array], c: Array) 
 
 
 def log_prob(
-    weights: tuple[Array], inputs: tuple[Array], c: Array, *, tokens: Array, temperature: float
+    weights: tuple[Array],
+    inputs: tuple[Array],
+    c: Array,
+    *,
+    tokens: np.ndarray[Any, np.dtype[np.int64]],
+    temperature: float,
 ) -> Gradients:
     """log softmax(x @ head / temperature) at tokens [N], of x [B, N, d] and head [d, V]."""
     scaled = inputs[0] @ weights[0] / temperature
