@@ -19,9 +19,9 @@ from tim_jax.numerics import (
 
 SMALL = Extent(examples=8, rows=3, width=4)
 UNITS = ("norm", "dot", "dot_add", "gated_dot", "project", "attention", "log_prob")
-# Narrow with many rows, wide with few, and in between. Each array of activations has more than
+# The audit's, narrow with many rows, and wide with few. Each array of activations has more than
 # 32,768 elements, and so has each Jacobian.
-EXTENTS = (Extent(), Extent(296, 40, 8), Extent(64, 24, 32), Extent(80, 5, 96))
+EXTENTS = (Extent(), Extent(296, 40, 8), Extent(80, 5, 96))
 
 
 @pytest.mark.slow
@@ -31,7 +31,7 @@ EXTENTS = (Extent(), Extent(296, 40, 8), Extent(64, 24, 32), Extent(80, 5, 96))
         *((NATIVE_F32, extent) for extent in EXTENTS),
         (EXACT_F32, EXTENTS[0]),
         (NATIVE_BF16, EXTENTS[0]),
-        (EXACT_BF16, EXTENTS[2]),
+        (EXACT_BF16, EXTENTS[0]),
     ],
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, Extent) else x.family + x.compute_dtype,
 )
