@@ -109,8 +109,8 @@ def check_gradients(numerics: Numerics, extent: Extent = _SHORT) -> tuple[Gradie
     """The gradients of all units, in all ways, against float64; once per process.
 
     The ways are those of a learner: at once ("plain"), over micro-batches in a loop ("scan") and
-    over the devices of this process, if there are several ("sharded"). Beside them are those of
-    who looks closer: a gradient for each example ("vmap"), and in float32 Jacobians ("jacrev").
+    over the devices of this process, if there are several ("sharded"). Users have two more: a
+    gradient for each example ("vmap") and Jacobians ("jacrev", in float32 alone).
     It takes seconds, nearly all of it compilation.
 
     Args:
