@@ -355,6 +355,9 @@ def test_audit_of_a_run(finished, folder, call, monkeypatch):
     assert report["unequal_tokens"] == 0 < report["compared_tokens"]
     assert len(report["cases"]) > 5
     assert "exact: 0 of" in out
+    assert all(one["passed"] for one in report["gradients"])
+    assert {one["numerics"] for one in report["gradients"]} == {"native float32", "native bfloat16"}
+    assert "right gradients: all" in out
 
 
 # Stopped on the way

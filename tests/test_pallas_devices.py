@@ -46,7 +46,7 @@ def test_sampler_and_learner_lower_for_the_device(family):
 def test_every_kernel_compiles_for_a_tpu(device):
     """In a process of its own: libtpu wants its environment before JAX is there."""
     if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed (pip install libtpu, with the newest jax)")
+        pytest.skip("libtpu is not installed (pip install tim-jax[plan], with the newest jax)")
     found = subprocess.run(
         [sys.executable, str(HERE / "tpu_compile.py"), device],
         capture_output=True,

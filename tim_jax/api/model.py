@@ -228,11 +228,13 @@ class Audit:
     """What an audit found. Counts are over all cases that must be equal."""
 
     passed: bool
-    """Whether every token of every case was equal, and some were compared."""
+    """Whether every token of every case was equal, some were compared, and all gradients right."""
     compared_tokens: int
     unequal_tokens: int
     cases: Sequence[auditing.CaseResult]
     """Case by case, with the first unequal token of each, if there is one."""
+    gradients: Sequence[auditing.GradientResult]
+    """How far the compiler's gradients are from float64, unit by unit of the forward."""
     text: str
     """A table for people, also what `print` shows."""
 
@@ -246,7 +248,8 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
     Sequences are drawn from random prompts; the learner and other batches of the sampler then
     compute their log-probs again, in other orders, paddings and micro-batches, and all bits are
     compared. As a control, native kernels are compared too, where a difference is expected: it
-    shows that the comparison sees one.
+    shows that the comparison sees one. At the end the gradients of the forward's units are compared
+    with float64: sampler and learner would agree on what a wrong compiler makes.
 
     Args:
       model: whose numerics and placement are proved, on the devices at hand.
@@ -268,17 +271,15 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
         quick=quick,
         control=single,
     )
-    found = auditing.summarise(list(results), model=repr(model))
-    verdict = (
-        f"{'exact' if found.passed else 'NOT EXACT'}: {found.unequal_tokens} of"
-        f" {found.compared_tokens} response tokens unequal"
-    )
+    gradients = auditing.check_gradients(auditing.of_backward(model.numerics))
+    found = auditing.summarise(list(results), model=repr(model), gradients=gradients)
     return Audit(
         found.passed,
         found.compared_tokens,
         found.unequal_tokens,
         found.cases,
-        f"{_drawn(auditing.table(found.cases))}{verdict}",
+        found.gradients,
+        f"{_drawn(auditing.table(found.cases))}{auditing.verdict(found)}",
     )
 
 

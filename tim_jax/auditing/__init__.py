@@ -3,12 +3,13 @@
 One set of sequences is drawn per distribution; its log-probs are then computed again by learners
 and samplers in other batches, micro-batches, paddings and orders, and compared as raw bits over all
 response tokens. The learner's log-probs are those inside a value-and-gradient program. Native
-numerics run as a control: the comparison must be able to see a difference.
+numerics run as a control: the comparison must be able to see a difference. `check_gradients` looks
+at the compiler, on whose errors sampler and learner may agree.
 
     results = []
     for result in audit(params, config):
         results.append(result)
-    print(to_json(summarise(results)))
+    print(to_json(summarise(results, gradients=check_gradients(of_backward(EXACT_F32)))))
 """
 
 from tim_jax.auditing.cases import (
@@ -22,7 +23,8 @@ from tim_jax.auditing.cases import (
     random_params,
     standard_cases,
 )
-from tim_jax.auditing.report import Summary, summarise, table, to_json
+from tim_jax.auditing.compiler import GradientResult, check_gradients, of_backward
+from tim_jax.auditing.report import Summary, summarise, table, to_json, verdict
 from tim_jax.auditing.running import CaseResult, Unequal, audit, compare, describe, draw_prompts
 
 __all__ = [
@@ -30,14 +32,17 @@ __all__ = [
     "Again",
     "Case",
     "CaseResult",
+    "GradientResult",
     "Score",
     "Sizes",
     "Summary",
     "Unequal",
     "audit",
+    "check_gradients",
     "compare",
     "describe",
     "draw_prompts",
+    "of_backward",
     "placed_cases",
     "placements",
     "random_params",
@@ -45,4 +50,5 @@ __all__ = [
     "summarise",
     "table",
     "to_json",
+    "verdict",
 ]

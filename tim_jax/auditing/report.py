@@ -10,6 +10,7 @@ from types import MappingProxyType
 import jax
 from rich.table import Table
 
+from tim_jax.auditing.compiler import GradientResult
 from tim_jax.auditing.running import CaseResult
 
 
@@ -17,7 +18,7 @@ from tim_jax.auditing.running import CaseResult
 class Summary:
     """The result of an audit. Counts leave out the controls."""
 
-    passed: bool  # no case failed, and there was one
+    passed: bool  # no case and no gradient failed, and there was a case
     compared_tokens: int
     unequal_tokens: int
     max_abs_diff: float
@@ -28,6 +29,7 @@ class Summary:
     platform: str
     device_kind: str
     kernels: dict[str, list[str]]  # of each numerics, the Pallas kernels in its forward and head
+    gradients: tuple[GradientResult, ...]  # as the compiler makes them; () if not checked
 
 
 def summarise(
@@ -35,13 +37,14 @@ def summarise(
     *,
     model: str = "",
     kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    gradients: Sequence[GradientResult] = (),
 ) -> Summary:
     """Sums the results up, with the versions, the device and the kernels that they hold for."""
     checks = [result for result in results if not result.control]
     controls = [result for result in results if result.control]
     device = jax.devices()[0]
     return Summary(
-        passed=bool(checks) and all(result.passed for result in checks),
+        passed=bool(checks) and all(result.passed for result in (*checks, *gradients)),
         compared_tokens=sum(result.compared_tokens for result in checks),
         unequal_tokens=sum(result.unequal_tokens for result in checks),
         max_abs_diff=max((result.max_abs_diff for result in checks), default=0.0),
@@ -56,7 +59,33 @@ def summarise(
         platform=device.platform,
         device_kind=device.device_kind,
         kernels={name: list(names) for name, names in kernels.items()},
+        gradients=tuple(gradients),
     )
+
+
+def verdict(summary: Summary) -> str:
+    """A line on the tokens, and one on the compiler's gradients if they were checked."""
+    compared = any(case.compared_tokens for case in summary.cases if not case.control)
+    exact = compared and all(case.passed for case in summary.cases)
+    tokens = (
+        f"{'exact' if exact else 'NOT EXACT'}: {summary.unequal_tokens} of"
+        f" {summary.compared_tokens} response tokens unequal"
+    )
+    return f"{tokens}\n{_of_gradients(summary)}" if summary.gradients else tokens
+
+
+def _of_gradients(summary: Summary) -> str:
+    gradients = summary.gradients
+    compiler = f"compiled by jaxlib {summary.versions['jaxlib']} on {summary.platform}"
+    wrong = [result for result in gradients if not result.passed]
+    if not wrong:
+        return f"right gradients: all {len(gradients)} agree with float64, {compiler}"
+    errors = ", ".join(
+        f"{one.unit} by {one.way} in {one.numerics.split()[-1]} is off by {one.error:.1g} of its"
+        " size"
+        for one in wrong
+    )
+    return f"WRONG GRADIENTS: {len(wrong)} of {len(gradients)}, {compiler}: {errors}"
 
 
 def to_json(summary: Summary) -> str:
@@ -66,6 +95,8 @@ def to_json(summary: Summary) -> str:
         first = result.first_unequal
         case["first_unequal"] = None if first is None else first._asdict()
         case["passed"] = result.passed
+    for gradient, result in zip(values["gradients"], summary.gradients, strict=True):
+        gradient["passed"] = result.passed
     return json.dumps(_finite(values), indent=2, allow_nan=False)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from tim_jax import auditing, mismatch, waiting
-from tim_jax.auditing import CaseResult, Sizes, ablation, ablation_report
+from tim_jax.auditing import CaseResult, GradientResult, Sizes, ablation, ablation_report
 from tim_jax.auditing.cases import plain_sampling
 from tim_jax.config import toml
 from tim_jax.config.run import RunConfig
@@ -66,10 +66,10 @@ def audit_model(
     float32 and in bfloat16; for tiles with row ranges measured on this backend, and unless `quick`
     with fixed tiles as well. `several_tiles` is `numerics.several_tiles`, which is not taken from a
     run folder. Where there are several devices, placements over them are compared with one device
-    too (if `quick`, those over the most).
+    too (if `quick`, those over the most). At the end the compiler's gradients are checked.
 
     Returns:
-      The result as JSON, and whether every token of every case was equal.
+      The result as JSON, and whether every token of every case was equal and all gradients right.
     """
     with memory.explained(
         lambda: {"": ("--quick", "a smaller model", "fewer devices, as all are audited")}
@@ -93,15 +93,21 @@ def _audit(it: _Audited, source: str, quick: bool) -> tuple[str, bool]:
         print(
             f"{result.numerics}; {result.name}: {result.compared_tokens} tokens, {done}", flush=True
         )
-    summary = auditing.summarise(results, model=source, kernels=used)
+    gradients = _gradients(numerics)
+    summary = auditing.summarise(results, model=source, kernels=used, gradients=gradients)
     Console().print(auditing.table(results))
     for name, kernels in used.items():
         print(f"{name}: {', '.join(kernels) or 'kernels of XLA'}")
-    print(
-        f"{'exact' if summary.passed else 'NOT EXACT'}: {summary.unequal_tokens} of"
-        f" {summary.compared_tokens} response tokens unequal"
-    )
+    print(auditing.verdict(summary))
     return auditing.to_json(summary), summary.passed
+
+
+def _gradients(numerics: Sequence[Numerics]) -> list[GradientResult]:
+    """The gradients that the compiler makes, in each dtype that is audited."""
+    each = dict.fromkeys(map(auditing.of_backward, numerics))
+    checked = map(auditing.check_gradients, each)
+    results = waiting.each(checked, "checking the compiler's gradients", about=waiting.COMPILES)
+    return list(itertools.chain.from_iterable(results))
 
 
 def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> list[Numerics]:
