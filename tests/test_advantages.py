@@ -98,12 +98,12 @@ def returns(r, of_tokens, mask):
     return found
 
 
-def whiten(values, mask):
-    """Over tokens, with the two small constants that verl adds."""
+def whiten(values, mask, tiny):
+    """Over tokens, with the constant in the variance, and the `tiny` one in counts, of verl."""
     number = mask.sum()
     tokens = per_token(values, mask)
-    mean = tokens.sum() / (number + 1e-8)
-    variance = (np.square(tokens - mean) * mask).sum() / (number + 1e-8) * number / (number - 1)
+    mean = tokens.sum() / (number + tiny)
+    variance = (np.square(tokens - mean) * mask).sum() / (number + tiny) * number / (number - 1)
     return ((tokens - mean) / np.sqrt(variance + 1e-8)) * mask
 
 
@@ -132,14 +132,16 @@ def best_less_second(r, size, counted):
     return result
 
 
-def token_baseline(to_go, size, mask, energies, ratios):
-    """As verl writes it, with its 1e-8, of the returns from each token on."""
+def token_baseline(to_go, size, mask, energies, ratios, tiny):
+    """As verl writes it, of the returns from each token on."""
     paths = np.cumsum(energies * ratios**2 * mask, axis=1)
     result = np.zeros(mask.shape)
     for start in range(0, len(mask), size):
         rows = slice(start, start + size)
         weights = paths[rows] * mask[rows]
-        baseline = (weights * to_go[rows]).sum(axis=0) / (weights.sum(axis=0) + 1e-8)
+        baseline = (weights * to_go[rows]).sum(axis=0) / np.maximum(
+            weights.sum(axis=0) + tiny, 1e-300
+        )
         # The longest row beyond the second longest has nothing to be compared with.
         longest = np.sort(mask[rows].sum(axis=1))
         baseline[longest[-2] if size > 1 else 0 :] = 0.0
@@ -147,8 +149,8 @@ def token_baseline(to_go, size, mask, energies, ratios):
     return result
 
 
-def reference(data, size, estimator):
-    """f64[B, R], 0 off the mask."""
+def reference(data, size, estimator, *, tiny=1e-8):
+    """f64[B, R], 0 off the mask; `tiny` is what verl adds to numbers that it divides by."""
     r, mask = data["rewards"].astype(np.float64), data["mask"]
     energies, d = data["energies"].astype(np.float64), data["log_ratio"].astype(np.float64)
     lengths = mask.sum(axis=1)
@@ -164,12 +166,14 @@ def reference(data, size, estimator):
         "rloo": lambda: leave_one_out(r, size, counted),
         "reinforce": lambda: to_go,
         "reinforce_batch": lambda: r - r[counted].mean(),
-        "reinforce_plus_plus": lambda: whiten(to_go, mask),
-        "reinforce_plus_plus_baseline": lambda: whiten(centred, mask),
+        "reinforce_plus_plus": lambda: whiten(to_go, mask, tiny),
+        "reinforce_plus_plus_baseline": lambda: whiten(centred, mask, tiny),
         "opo": lambda: centre(r, size, counted, lengths),
         "remax": lambda: to_go - np.repeat(data["greedy_rewards"], size)[:, None],
         "pass_at_k": lambda: scale(best_less_second(r, size, counted), r, size, counted),
-        "optimal_token_baseline": lambda: token_baseline(to_go, size, mask, energies, np.exp(d)),
+        "optimal_token_baseline": lambda: token_baseline(
+            to_go, size, mask, energies, np.exp(d), tiny
+        ),
         "off_policy_baseline": lambda: centre(r, size, counted, norms),
     }[estimator]()
     return per_token(values, mask)
