@@ -169,7 +169,7 @@ def advantages(
     _check_given(estimator, groups.shape, given)
     if weight_cap is not None and not weight_cap > 0.0:
         raise InputError(f"weight_cap is {weight_cap}; it must be positive, or None for no cap")
-    arrays = {
+    arrays: dict[str, Any] = {
         name: None if x is None else x.reshape(groups.shape[0], -1, *x.shape[1:])
         for name, x in given.items()
     }
