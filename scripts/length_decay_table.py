@@ -83,6 +83,13 @@ class Maker:
         """Lengths that rise linearly to `height` times as much within `span` steps."""
         return Traces(self.noisy(ramp(onset, span, height), spread), onset[:, 0])
 
+    def after_growth(self, shortest, longest, spread):
+        """As `surging`, after growth of 1.2 to 1.7 times, at once or up to 60 steps later."""
+        onset, growing = self.whole(150, 330), self.whole(25, 80)
+        grown = self.uniform(1.2, 1.7) ** share(onset - self.whole(0, 60) - growing, growing)
+        shape = grown * ramp(onset, self.whole(shortest, longest), 3.0)
+        return Traces(self.noisy(shape, self.uniform(0.02, spread)), onset[:, 0])
+
 
 def share(start, span):
     """From 0 at step `start - 1` to 1 at step `start - 1 + span`, linearly."""
@@ -164,6 +171,9 @@ def tuned_surges(number: int) -> dict[str, Traces]:
             name = f"tripling over {span} steps, noise {spread:.0%}"
             made[name] = m.surging(m.whole(40, 300), span, 3.0, spread)
     made["rise of 2.2 times in 5 steps, noise 10%"] = m.surging(m.whole(40, 350), 5, 2.2, 0.1)
+    sudden, slow = m.after_growth(1, 10, 0.1), m.after_growth(15, 40, 0.05)
+    made["tripling within 1-10 steps after growth of 1.2-1.7 times, noise 2-10%"] = sudden
+    made["tripling within 15-40 steps after growth of 1.2-1.7 times, noise 2-5%"] = slow
     return made
 
 
@@ -267,7 +277,8 @@ def _program(max_length: int | None):
         at = jnp.where(jnp.any(shown), jnp.argmax(shown).astype(jnp.int32) + 1, 0)
         return at, state.surge.surge_step, state.decay.period, state.decay.scale
 
-    return jax.jit(jax.vmap(one))
+    # One by one: side by side, all would search for a date at every step.
+    return jax.jit(functools.partial(jax.lax.map, one))
 
 
 def quiet_row(name: str, traces: Traces) -> str:

@@ -95,6 +95,17 @@ def entropies_of(logits: np.ndarray) -> np.ndarray:
     return found
 
 
+def energies_of(logits: np.ndarray) -> np.ndarray:
+    """f64[B, R], 1 - 2 pi + sum pi^2 of the tokens."""
+    rows = np.exp(logits.astype(np.float64))
+    squares = np.square(rows / rows.sum(axis=-1, keepdims=True)).sum(axis=-1)
+    found = np.zeros((ROWS, LONGEST))
+    for row, words in enumerate(sentences()):
+        for place in range(len(words)):
+            found[row, place] = squares[place, words[place - 1] if place else 0]
+    return 1 - 2 * np.exp(log_probs_of(logits)) + found
+
+
 def mask() -> np.ndarray:
     lengths = np.array([len(words) for words in sentences()] + [0] * (ROWS - len(sentences())))
     return np.arange(LONGEST)[None, :] < lengths[:, None]
@@ -133,7 +144,12 @@ class Batch:
     now: np.ndarray
     old: np.ndarray  # what the loss's ratio is taken against
     rollout: np.ndarray
-    advantages: np.ndarray  # [B]
+    advantages: np.ndarray  # [B], or [B, R]
+
+    @property
+    def per_token(self) -> np.ndarray:
+        """The advantages [B, 1] or [B, R]."""
+        return self.advantages[:, None] if self.advantages.ndim == 1 else self.advantages
 
     def rows(self, chosen) -> "Batch":
         return Batch(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
@@ -147,46 +163,46 @@ class Batch:
 
 
 def reinforce(x, b, _):
-    return -b.advantages[:, None] * x
+    return -b.per_token * x
 
 
 def clip(x, b, _, low=0.2, high=0.2):
-    ratio, a = np.exp(held(x - b.old)), b.advantages[:, None]
+    ratio, a = np.exp(held(x - b.old)), b.per_token
     return -np.minimum(ratio * a, np.clip(ratio, 1 - low, 1 + high) * a)
 
 
 def gspo(x, b, _):
-    ratio, a = np.exp(held(b.means(b.now - b.old))) * np.exp(x - b.now), b.advantages[:, None]
+    ratio, a = np.exp(held(b.means(b.now - b.old))) * np.exp(x - b.now), b.per_token
     return -np.minimum(ratio * a, np.clip(ratio, 1 - 3e-4, 1 + 4e-4) * a)
 
 
 def cispo(x, b, _):
-    return -np.clip(np.exp(held(b.now - b.old)), 0.0, 1.3) * b.advantages[:, None] * x
+    return -np.clip(np.exp(held(b.now - b.old)), 0.0, 1.3) * b.per_token * x
 
 
 def sapo(x, b, _):
-    a = b.advantages[:, None]
+    a = b.per_token
     tau = np.where(a > 0, 1.0, 1.05)
     return -a / (1 + np.exp(-tau * (np.exp(held(x - b.old)) - 1))) * 4 / tau
 
 
 def gmpo(x, b, _):
-    a = np.sign(b.advantages[:, None])
+    a = np.sign(b.per_token)
 
     def kept(x):
         d = held(x - b.old)
         return a * np.minimum(a * d, a * np.clip(d, -0.4, 0.4))
 
-    return -b.advantages[:, None] * np.exp(b.means(kept(b.now))) * np.exp(kept(x) - kept(b.now))
+    return -b.per_token * np.exp(b.means(kept(b.now))) * np.exp(kept(x) - kept(b.now))
 
 
 def _dppo(x, b, divergence, bound):
     p, q = np.exp(b.now), np.exp(b.old)
     far = divergence(p, q) > bound
-    positive = b.advantages[:, None] > 0
+    positive = b.per_token > 0
     outside = far & np.where(positive, p > q, p < q)
     weight = np.minimum(np.exp(held(b.now - b.old)), 20.0)
-    return np.where(outside, 0.0, -weight * b.advantages[:, None] * x)
+    return np.where(outside, 0.0, -weight * b.per_token * x)
 
 
 def dppo_tv(x, b, _):
@@ -207,7 +223,7 @@ def clip_cov(x, b, chosen):
 
 def kl_cov(x, b, chosen):
     d = held(x - b.old)
-    return -b.advantages[:, None] * np.exp(d) + np.where(chosen, np.abs(d), 0.0)
+    return -b.per_token * np.exp(d) + np.where(chosen, np.abs(d), 0.0)
 
 
 LOSSES = {
@@ -272,12 +288,12 @@ def _mixed(d, b):
 
 
 def _dppo_mask(d, p, b):
-    gap, a = np.exp(p) - np.exp(p - d), b.advantages[:, None]
+    gap, a = np.exp(p) - np.exp(p - d), b.per_token
     return np.where(((a > 0) & (gap > 0.1)) | ((a < 0) & (gap < -0.1)), 0.0, 1.0), b.mask
 
 
 def _off_policy(d, p, b):
-    bad = (b.advantages[:, None] < 0) & (-b.means(held(d)) > 0.1)
+    bad = (b.per_token < 0) & (-b.means(held(d)) > 0.1)
     return np.broadcast_to(np.where(bad, 0.0, 1.0), b.mask.shape), b.mask
 
 

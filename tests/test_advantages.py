@@ -27,10 +27,11 @@ BY_TOKEN = "optimal_token_baseline"
 WEIGHTED = (BY_TOKEN, "off_policy_baseline")
 # Few shapes: each is a program of its own.
 SHAPES = ((1, 2, 3), (3, 4, 7))
-FIELDS = ("rewards", "mask", "greedy_rewards", "energies", "log_ratio")
+FIELDS = ("rewards", "mask", "token_rewards", "greedy_rewards", "energies", "log_ratio")
+OF_TOKENS = ("reinforce", "reinforce_plus_plus", "remax", BY_TOKEN)
 
 
-def draw(seed, prompts, size, width, dropped=True):
+def draw(seed, prompts, size, width, dropped=True, by_token=False):
     """Rewards in eighths, ragged masks with some rows empty, and energies of real softmaxes."""
     rng = np.random.default_rng(seed)
     rows = prompts * size
@@ -39,7 +40,8 @@ def draw(seed, prompts, size, width, dropped=True):
         lengths *= rng.uniform(size=rows) > 0.2
     logits = 2.0 * rng.standard_normal((rows, width, 5))
     pi = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-    return {
+    tokens = {"token_rewards": np.float32(rng.integers(-8, 8, (rows, width)) / 8)}
+    return (tokens if by_token else {}) | {
         # Rounding alone would make the advantage of two rewards that are nearly equal.
         "rewards": np.float32(rng.integers(-20, 20, rows) / 8),
         "mask": np.arange(width)[None, :] < lengths[:, None],
@@ -83,12 +85,25 @@ def centre(r, size, counted, weights):
     return result
 
 
-def whiten(values, mask):
-    """Over tokens, with the two small constants that verl adds."""
+def returns(r, of_tokens, mask):
+    """f64[B, R], what follows each token as verl adds it up, with the reward at the last one."""
+    given = np.where(mask, of_tokens, 0.0)
+    for row, length in enumerate(mask.sum(axis=1)):
+        if length:
+            given[row, length - 1] += r[row]
+    running, found = np.zeros(len(r)), np.zeros(mask.shape)
+    for t in reversed(range(mask.shape[1])):
+        running = given[:, t] + running
+        found[:, t] = running
+    return found
+
+
+def whiten(values, mask, tiny):
+    """Over tokens, with the constant in the variance, and the `tiny` one in counts, of verl."""
     number = mask.sum()
-    tokens = np.where(mask, values[:, None], 0.0)
-    mean = tokens.sum() / (number + 1e-8)
-    variance = (np.square(tokens - mean) * mask).sum() / (number + 1e-8) * number / (number - 1)
+    tokens = per_token(values, mask)
+    mean = tokens.sum() / (number + tiny)
+    variance = (np.square(tokens - mean) * mask).sum() / (number + tiny) * number / (number - 1)
     return ((tokens - mean) / np.sqrt(variance + 1e-8)) * mask
 
 
@@ -117,66 +132,76 @@ def best_less_second(r, size, counted):
     return result
 
 
-def token_baseline(r, size, mask, energies, ratios):
-    """As verl writes it, with its 1e-8, from the reward at the last token."""
-    lengths = mask.sum(axis=1)
-    at_end = np.zeros(mask.shape)
-    at_end[lengths > 0, lengths[lengths > 0] - 1] = r[lengths > 0]
-    to_go = np.cumsum((at_end * mask)[:, ::-1], axis=1)[:, ::-1]
+def token_baseline(to_go, size, mask, energies, ratios, tiny):
+    """As verl writes it, of the returns from each token on."""
     paths = np.cumsum(energies * ratios**2 * mask, axis=1)
     result = np.zeros(mask.shape)
-    for start in range(0, len(r), size):
+    for start in range(0, len(mask), size):
         rows = slice(start, start + size)
         weights = paths[rows] * mask[rows]
-        baseline = (weights * to_go[rows]).sum(axis=0) / (weights.sum(axis=0) + 1e-8)
+        baseline = (weights * to_go[rows]).sum(axis=0) / np.maximum(
+            weights.sum(axis=0) + tiny, 1e-300
+        )
+        # The longest row beyond the second longest has nothing to be compared with.
+        longest = np.sort(mask[rows].sum(axis=1))
+        baseline[longest[-2] if size > 1 else 0 :] = 0.0
         result[rows] = (to_go[rows] - baseline) * mask[rows]
     return result
 
 
-def reference(data, size, estimator):
-    """f64[B, R], 0 off the mask."""
+def reference(data, size, estimator, *, tiny=1e-8):
+    """f64[B, R], 0 off the mask; `tiny` is what verl adds to numbers that it divides by."""
     r, mask = data["rewards"].astype(np.float64), data["mask"]
     energies, d = data["energies"].astype(np.float64), data["log_ratio"].astype(np.float64)
     lengths = mask.sum(axis=1)
     counted = lengths > 0
+    of_tokens = data.get("token_rewards", np.zeros(mask.shape)).astype(np.float64)
+    to_go = returns(r, of_tokens, mask)
+    r = r + (of_tokens * mask).sum(axis=1)
     centred = centre(r, size, counted, np.ones(len(r)))
     norms = (energies * mask).sum(axis=1) * np.exp((d * mask).sum(axis=1)) ** 2
     values = {
         "grpo": lambda: scale(centred, r, size, counted),
         "dr_grpo": lambda: centred,
         "rloo": lambda: leave_one_out(r, size, counted),
-        "reinforce": lambda: r,
+        "reinforce": lambda: to_go,
         "reinforce_batch": lambda: r - r[counted].mean(),
-        "reinforce_plus_plus": lambda: whiten(r, mask),
-        "reinforce_plus_plus_baseline": lambda: whiten(centred, mask),
+        "reinforce_plus_plus": lambda: whiten(to_go, mask, tiny),
+        "reinforce_plus_plus_baseline": lambda: whiten(centred, mask, tiny),
         "opo": lambda: centre(r, size, counted, lengths),
-        "remax": lambda: r - np.repeat(data["greedy_rewards"], size),
+        "remax": lambda: to_go - np.repeat(data["greedy_rewards"], size)[:, None],
         "pass_at_k": lambda: scale(best_less_second(r, size, counted), r, size, counted),
-        "optimal_token_baseline": lambda: token_baseline(r, size, mask, energies, np.exp(d)),
+        "optimal_token_baseline": lambda: token_baseline(
+            to_go, size, mask, energies, np.exp(d), tiny
+        ),
         "off_policy_baseline": lambda: centre(r, size, counted, norms),
     }[estimator]()
     return per_token(values, mask)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@given(seed=st.integers(0, 999), shape=st.sampled_from(SHAPES))
-@settings(max_examples=20)
-def test_advantages_match_the_definition(estimator, seed, shape):
-    data = draw(seed, *shape)
+@given(seed=st.integers(0, 999), shape=st.sampled_from(SHAPES), by_token=st.booleans())
+@settings(max_examples=40)
+def test_advantages_match_the_definition(estimator, seed, shape, by_token):
+    data = draw(seed, *shape, by_token=by_token)
     if data["mask"].sum() < 2:
         data["mask"][:, 0] = True
     found = ours(data, shape[1], estimator)
-    assert found.shape == (data["mask"].shape if estimator == BY_TOKEN else data["rewards"].shape)
+    of_tokens = estimator == BY_TOKEN or (by_token and estimator in OF_TOKENS)
+    assert found.shape == (data["mask"].shape if of_tokens else data["rewards"].shape)
     expected = reference(data, shape[1], estimator)
     # verl's 1e-8, over the smallest deviation that it allows, is 1e-4 of a reward.
     least = 1e-4 * max(1.0, float(np.abs(data["rewards"]).max()))
     np.testing.assert_allclose(per_token(found, data["mask"]), expected, rtol=2e-4, atol=least)
 
 
-@pytest.mark.parametrize("estimator", quick.thirds(ESTIMATORS))
-def test_bits_do_not_depend_on_the_program(estimator):
+@pytest.mark.parametrize(
+    ("estimator", "by_token"),
+    quick.thirds([(e, False) for e in ESTIMATORS] + [(e, True) for e in OF_TOKENS]),
+)
+def test_bits_do_not_depend_on_the_program(estimator, by_token):
     """Eager and compiled, a longer axis, groups without a token, and eight devices."""
-    size, data = 7, draw(1, 8, 7, 9)
+    size, data = 7, draw(1, 8, 7, 9, by_token=by_token)
     expected = ours(data, size, estimator)
     assert np.array_equal(np.asarray(eager(data, size, estimator)), expected)
     rows = {"greedy_rewards": 2}  # as many more as there are groups more
@@ -192,10 +217,10 @@ def test_bits_do_not_depend_on_the_program(estimator):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_what_stands_off_the_mask_is_not_read(estimator):
-    data = draw(2, 3, 4, 7)
+    data = draw(2, 3, 4, 7, by_token=True)
     data["mask"][::2, 0] = False  # off the mask before a token, not only after
     dirty = dict(data)
-    for name in ("energies", "log_ratio"):
+    for name in ("token_rewards", "energies", "log_ratio"):
         dirty[name] = np.where(data["mask"], data[name], np.nan)
     dirty["rewards"] = np.where(data["mask"].any(axis=1), data["rewards"], np.float32(np.nan))
     assert np.array_equal(ours(dirty, 4, estimator), ours(data, 4, estimator))
@@ -212,6 +237,7 @@ def test_a_mask_in_which_all_rows_have_tokens_changes_no_bit(estimator):
 def test_equal_rewards_give_exact_zeros(estimator):
     # 0.1 is not a binary fraction: the mean of seven of them need not be the same float.
     data = draw(4, 2, 7, 9)
+    data["mask"][::3] = True  # a token of one row alone has no baseline
     data["rewards"] = np.full(14, 0.1, np.float32)
     assert not np.any(ours(data, 7, estimator))
 
@@ -227,6 +253,7 @@ def test_equal_rewards_give_exact_zeros_without_eps(estimator):
 )
 def test_one_group_of_equal_rewards_gives_zeros_beside_another(estimator):
     data = draw(5, 2, 7, 9)
+    data["mask"][::3] = True
     data["rewards"][:7] = 0.1
     found = ours(data, 7, estimator)
     assert not np.any(found[:7])
@@ -301,9 +328,24 @@ def test_a_token_baseline_uses_only_the_rows_that_have_the_token():
     changed = ours({**data, "rewards": np.float32([9, 1, 0, 3])}, 4, BY_TOKEN)
     assert np.array_equal(found[:, 2:], changed[:, 2:])
     assert np.all(found[1:, :2] != changed[1:, :2])
-    # Alone at its tail, a row is its own baseline.
-    assert not np.any(found[3, 5:])
+    # Alone at its tail, a row has no baseline, whatever the others' rewards.
+    assert np.all(found[3, 5:] == 3.0)
     assert not np.any(found[~data["mask"]])
+
+
+@pytest.mark.parametrize("estimator", sorted(set(OF_TOKENS) - {BY_TOKEN}))
+def test_rewards_of_tokens_that_are_zero_change_no_value_and_later_ones_none_before(estimator):
+    data = draw(16, 3, 4, 7, by_token=True)
+    zeros = ours({**data, "token_rewards": np.zeros((12, 7), np.float32)}, 4, estimator)
+    plain = {name: x for name, x in data.items() if name != "token_rewards"}
+    whole = ours(plain, 4, estimator)
+    np.testing.assert_allclose(zeros, per_token(whole, data["mask"]), rtol=1e-6)
+    earlier = {**data, "token_rewards": data["token_rewards"].copy()}
+    earlier["token_rewards"][:, 0] += 1.0
+    if estimator != "reinforce_plus_plus":  # whose mean and deviation are of the batch
+        found, before = ours(data, 4, estimator), ours(earlier, 4, estimator)
+        assert np.array_equal(found[:, 1:], before[:, 1:])
+        assert np.all((found != before)[:, 0] == data["mask"][:, 0])
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -320,7 +362,7 @@ def test_what_an_estimator_needs_is_enough_and_is_missed_by_name(estimator):
 
 @pytest.mark.parametrize("name", FIELDS[1:])
 def test_arrays_of_another_shape_are_refused(name):
-    data = draw(13, 3, 4, 7)
+    data = draw(13, 3, 4, 7, by_token=True)
     data[name] = data[name][:-1]
     with pytest.raises(InputError, match=f"{name} has shape") as error:
         eager(data, 4, "off_policy_baseline")
@@ -334,6 +376,8 @@ def test_other_wrong_input_is_refused():
     for cap in (0.0, -1.0, float("nan")):
         with pytest.raises(InputError, match=f"weight_cap is {cap}"):
             eager(data, 4, BY_TOKEN, weight_cap=cap)
+    with pytest.raises(InputError, match="mask is None, but token_rewards need it"):
+        eager({"rewards": jnp.ones(4), "token_rewards": jnp.ones((4, 7))}, 2, "rloo")
     with pytest.raises(InputError, match=r"shape \(7,\)"):
         advantages(jnp.ones(7), group_size=2, estimator="rloo")
     for call in (needs, partial(check_group_size, group_size=2)):

@@ -161,17 +161,28 @@ def test_never_fires_on_quiet_traces(traces):
             assert np.all(found.scale == 1.0), name
 
 
-def test_finds_sudden_surges_soon_and_slow_ones_to_ten_steps(traces):
+def test_finds_sudden_surges_soon_and_dates_all_to_five_steps(traces):
+    """By the median of a kind, and one by one where noise is no more than 5%."""
     kinds = traces.tuned_surges(8) | traces.held_out_surges(8)
     for name, found in run_together(traces, kinds).items():
         onset = kinds[name].onset
         assert np.all(found.at > onset), name
-        assert abs(np.median(found.onset - onset)) <= 10, name
+        assert abs(np.median(found.onset - onset)) <= 5, name
+        if name.endswith((" 2%", " 5%")) and "growth" not in name:
+            assert np.all(np.abs(found.onset - onset) <= 5), name
         if "within 1-10 steps" in name or "paper" in name:
             late = 28 if "30%" in name else 16
             assert np.all(found.at - onset <= late), name
             assert np.all(np.abs(found.onset - onset) <= 12), name
             assert abs(np.median(found.period / (1.8 * onset)) - 1) <= 0.02, name
+
+
+def test_growth_that_was_none_is_not_taken_for_the_start_of_a_surge(traces):
+    """20 shapes: growth of 1.2 to 1.7 times, level up to 60 steps, then three times as long."""
+    drawn = traces.Maker(2000, 20).after_growth(1, 10, 0.1)
+    found = traces.run(drawn)
+    assert np.all(found.at > drawn.onset)
+    assert np.all(np.abs(found.onset - drawn.onset) <= 5)
 
 
 @pytest.mark.parametrize(("minimum", "period"), [(30, 0), (10, 29)])
@@ -204,7 +215,7 @@ def test_a_slow_surge_is_dated_to_its_beginning_not_to_its_finding():
     _, states = feed(SurgeDetector(), lengths)
     found = np.argmax(np.asarray(states.surge_step) > 0)
     assert found > 140
-    assert 121 <= int(states.surge_step[-1]) <= 127
+    assert abs(int(states.surge_step[-1]) - 121) <= 5
 
 
 def test_a_map_over_runs_finds_what_each_finds():

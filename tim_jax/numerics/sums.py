@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tim_jax.numerics import strict
+
 
 @partial(jax.jit, static_argnames="axis", inline=True)
 def tree_sum(values: jax.Array, axis: int = -1) -> jax.Array:
@@ -44,6 +46,21 @@ def compensated_sum(values: jax.Array, axis: int = -1) -> tuple[jax.Array, jax.A
         high, error = two_sum(a, b)
         low = (low_a + low_b) + error
     return two_sum(high[..., 0], low[..., 0])
+
+
+def running_sum(values: jax.Array, *, reverse: bool = False) -> jax.Array:
+    """Returns f32[..., R], the sums of the last axis up to each place, itself included.
+
+    With `reverse`, from each place on. In log2(R) rounds of doubling: the order of additions at a
+    place depends on how far it reaches only, so zeros appended to the axis change no bit.
+    """
+    values, reach = strict.uncontracted(values), 1
+    while reach < values.shape[-1]:
+        pad = [(0, 0)] * (values.ndim - 1) + [(0, reach) if reverse else (reach, 0)]
+        moved = values[..., reach:] if reverse else values[..., :-reach]
+        values = values + jnp.pad(moved, pad)
+        reach *= 2
+    return values
 
 
 def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

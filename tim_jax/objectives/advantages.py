@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from tim_jax.errors import InputError, check_choice
 from tim_jax.numerics import strict
-from tim_jax.numerics.sums import row_count, tree_sum
+from tim_jax.numerics.sums import row_count, running_sum, tree_sum
+from tim_jax.objectives import means
 
 Estimator = Literal[
     "grpo",
@@ -54,6 +55,8 @@ _MEANING = {
     "greedy_rewards": "the reward of each prompt's greedy response, f32[B / group_size]",
     "energies": "1 - 2 pi + sum pi^2 at each token, f32[B, R]",
 }
+# Where tokens are rewarded, their advantage is of what follows them, not of the whole response.
+_OF_TOKENS = frozenset({"reinforce", "reinforce_plus_plus", "remax", "optimal_token_baseline"})
 
 # An impossible token has log-ratio -inf; a sum of two such must stay a number.
 _LOG_RATIO_FINITE = 1e6
@@ -97,12 +100,17 @@ def advantages(
     estimator: Estimator,
     eps: float = 1e-6,
     mask: jax.Array | None = None,
+    token_rewards: jax.Array | None = None,
     greedy_rewards: jax.Array | None = None,
     energies: jax.Array | None = None,
     log_ratio: jax.Array | None = None,
     weight_cap: float | None = None,
 ) -> jax.Array:
-    """Returns the advantages f32[B] of the rewards f32[B]; f32[B, R] for optimal_token_baseline.
+    """Returns the advantages of the rewards: f32[B], one a response, or f32[B, R], one a token.
+
+    One a token for optimal_token_baseline, and with `token_rewards` k for reinforce,
+    reinforce_plus_plus and remax: the r of these four is then the return `r + sum(k_s of s >= t)`
+    that follows token t. The others are of whole responses, and their r is `r + sum(k)`.
 
     With rewards r, response lengths T, and sums and means over the group:
 
@@ -124,15 +132,16 @@ def advantages(
     - optimal_token_baseline: at token t `r_i - sum(W_it r_i) / sum(W_it)`, over the rows that have
       a token t (arXiv 2602.07078, as in verl). `W_it = sum_{j<=t} rho_ij^2 e_ij` is what the
       gradient has accumulated up to t: e are the `energies`, rho the token's importance weight.
+      Where a single row has a token t, its mean would be itself: there is no baseline, and the
+      advantage is r_i (verl's `handle_zero_tail`).
     - off_policy_baseline: `r - sum(w^2 n r) / sum(w^2 n)` (VCPO, arXiv 2602.17616), where w is the
-      sequence's importance weight and n the squared norm of its score. In the paper that is the
-      norm of the gradient by the parameters, which takes a backward pass per sequence. Here it is
-      not: `n_i = sum_t e_it`, with respect to the logits, which the forward pass gives.
+      sequence's importance weight and n the squared norm of its score: in the paper of the
+      gradient by the parameters, here of that by the logits, `n_i = sum_t e_it`.
 
-    A group whose rewards are all equal gets exact zeros from every group baseline, except that
-    reinforce_plus_plus_baseline whitens such zeros with the rest; it gives exact zeros where all
-    groups are such. Where all weights are 0, the weighted means are plain means. NaN rewards give
-    NaN to what is computed from them.
+    A group of equal rewards gets exact zeros from every group baseline, but for the tokens of
+    optimal_token_baseline that have none; reinforce_plus_plus_baseline whitens such zeros with the
+    rest, and gives exact zeros where all groups are such. Where all weights are 0, the weighted
+    means are plain means. NaN rewards give NaN to what is computed from them.
 
     Args:
         rewards: f32[B], one per sequence.
@@ -140,11 +149,11 @@ def advantages(
         estimator: one of the above.
         eps: added to the deviations of grpo and pass_at_k.
         mask: bool[B, R], True on response tokens. If given, rows without a token count in no
-            statistic and get 0, whichever the estimator.
+            statistic and get 0, whichever the estimator. Nothing is read off it.
+        token_rewards: f32[B, R], what each token is given besides, such as less a KL penalty.
         greedy_rewards: f32[B / group_size], for remax.
-        energies: f32[B, R], `1 - 2 pi + sum_v pi_v^2`, where pi is the probability of the token
-            and pi_v of each in the vocabulary: the squared norm of the gradient of log pi by the
-            logits. Below 0, by rounding, it counts as 0; what stands off the mask is not read.
+        energies: f32[B, R], `1 - 2 pi + sum_v pi_v^2`, of the token's and all probabilities: the
+            squared norm of the gradient of log pi by the logits. Below 0, by rounding, it is 0.
         log_ratio: f32[B, R], log pi_trainer - log pi_rollout, for the importance weights of the
             last two; a token's and a sequence's sum are clipped to ±20. None: all weights are 1.
         weight_cap: upper bound on those weights. None: none but exp(20).
@@ -155,17 +164,26 @@ def advantages(
     """
     check_group_size(estimator, group_size)
     groups = _groups(rewards, group_size)
-    given = {"mask": mask, "greedy_rewards": greedy_rewards}
+    given = {"mask": mask, "token_rewards": token_rewards, "greedy_rewards": greedy_rewards}
     given |= {"energies": energies, "log_ratio": log_ratio}
     _check_given(estimator, groups.shape, given)
     if weight_cap is not None and not weight_cap > 0.0:
         raise InputError(f"weight_cap is {weight_cap}; it must be positive, or None for no cap")
-    arrays = {
+    arrays: dict[str, Any] = {
         name: None if x is None else x.reshape(groups.shape[0], -1, *x.shape[1:])
         for name, x in given.items()
     }
-    counted = jnp.ones(rewards.shape, bool) if mask is None else jnp.any(mask, axis=-1)
-    batch = _Batch(groups, counted.reshape(groups.shape), **arrays, eps=eps, weight_cap=weight_cap)
+    of_tokens = arrays.pop("token_rewards")
+    if of_tokens is not None:
+        of_tokens = jnp.where(arrays["mask"], of_tokens, 0.0)
+        if estimator in _OF_TOKENS:
+            groups = groups[:, :, None] + running_sum(of_tokens, reverse=True)
+        else:
+            groups = groups + tree_sum(of_tokens)
+    counted = arrays["mask"]
+    if groups.ndim == 2:
+        counted = jnp.ones_like(groups, bool) if counted is None else jnp.any(counted, axis=-1)
+    batch = _Batch(groups, counted, **arrays, eps=eps, weight_cap=weight_cap)
     values = _RULES[estimator](batch)
     return values.reshape(rewards.shape[0], *values.shape[2:])
 
@@ -173,14 +191,14 @@ def advantages(
 def informative_groups(rewards: jax.Array, group_size: int) -> jax.Array:
     """Returns bool[B], False for every row of a group whose rewards f32[B] are all equal."""
     groups = _groups(rewards, group_size)
-    return jnp.broadcast_to(_differing(groups), groups.shape).reshape(-1)
+    return jnp.broadcast_to(means.differing(groups), groups.shape).reshape(-1)
 
 
 class _Batch(NamedTuple):
     """What the estimators read, by group. An array that was not given is None."""
 
-    rewards: jax.Array  # f32[P, G]
-    counted: jax.Array  # bool[P, G], the row has a token
+    rewards: jax.Array  # f32[P, G]; f32[P, G, R] of what follows a token, for `_OF_TOKENS` alone
+    counted: jax.Array  # bool, of the same shape: the row has a token, or it is one
     mask: Any  # bool[P, G, R]
     greedy_rewards: Any  # f32[P, 1]
     energies: Any  # f32[P, G, R]
@@ -200,7 +218,9 @@ def _dr_grpo(batch: _Batch) -> jax.Array:
 
 def _rloo(batch: _Batch) -> jax.Array:
     others = _group_sum(batch) - batch.rewards
-    return _informative(batch, batch.rewards - _quotient(others, _one_less(_number(batch))))
+    return _informative(
+        batch, batch.rewards - means.quotient(others, means.one_less(_number(batch)))
+    )
 
 
 def _reinforce(batch: _Batch) -> jax.Array:
@@ -210,7 +230,7 @@ def _reinforce(batch: _Batch) -> jax.Array:
 def _reinforce_batch(batch: _Batch) -> jax.Array:
     total = tree_sum(_reinforce(batch).reshape(-1))
     number = jnp.maximum(jnp.sum(batch.counted, dtype=jnp.int32), 1).astype(jnp.float32)
-    return jnp.where(batch.counted, batch.rewards - _quotient(total, number), 0.0)
+    return jnp.where(batch.counted, batch.rewards - means.quotient(total, number), 0.0)
 
 
 def _reinforce_plus_plus(batch: _Batch) -> jax.Array:
@@ -223,12 +243,13 @@ def _reinforce_plus_plus_baseline(batch: _Batch) -> jax.Array:
 
 def _opo(batch: _Batch) -> jax.Array:
     lengths = row_count(batch.mask).astype(jnp.float32)
-    baseline = _weighted_mean(batch.rewards, lengths, batch.counted)
+    baseline = means.weighted_mean(batch.rewards, lengths, batch.counted)
     return _informative(batch, batch.rewards - baseline)
 
 
 def _remax(batch: _Batch) -> jax.Array:
-    return jnp.where(batch.counted, batch.rewards - batch.greedy_rewards, 0.0)
+    greedy = batch.greedy_rewards.reshape(-1, *[1] * (batch.rewards.ndim - 1))
+    return jnp.where(batch.counted, batch.rewards - greedy, 0.0)
 
 
 def _pass_at_k(batch: _Batch) -> jax.Array:
@@ -245,10 +266,11 @@ def _optimal_token_baseline(batch: _Batch) -> jax.Array:
     if batch.log_ratio is not None:
         log_ratio = jnp.where(batch.mask, batch.log_ratio, 0.0)
         gathered = gathered * jnp.square(_weights(batch, log_ratio))
-    # The reward comes at the end, so the return is the same at all tokens of a row.
-    returns = batch.rewards[:, :, None]
-    baseline = _weighted_mean(returns, _running_sum(gathered), batch.mask)
-    return jnp.where(batch.mask & _differing(returns, batch.mask), returns - baseline, 0.0)
+    returns = batch.rewards if batch.rewards.ndim == 3 else batch.rewards[:, :, None]
+    baseline = means.weighted_mean(returns, running_sum(gathered), batch.mask)
+    compared = jnp.where(means.differing(returns, batch.mask), returns - baseline, 0.0)
+    alone = jnp.sum(batch.mask, axis=1, keepdims=True, dtype=jnp.int32) == 1
+    return jnp.where(batch.mask, jnp.where(alone, returns, compared), 0.0)
 
 
 def _off_policy_baseline(batch: _Batch) -> jax.Array:
@@ -256,7 +278,7 @@ def _off_policy_baseline(batch: _Batch) -> jax.Array:
     if batch.log_ratio is not None:
         finite = jnp.clip(batch.log_ratio, -_LOG_RATIO_FINITE, _LOG_RATIO_FINITE)
         norms = norms * jnp.square(_weights(batch, tree_sum(jnp.where(batch.mask, finite, 0.0))))
-    baseline = _weighted_mean(batch.rewards, norms, batch.counted)
+    baseline = means.weighted_mean(batch.rewards, norms, batch.counted)
     return _informative(batch, batch.rewards - baseline)
 
 
@@ -285,29 +307,16 @@ def _number(batch: _Batch) -> jax.Array:
     return jnp.maximum(row_count(batch.counted), 1).astype(jnp.float32)[:, None]
 
 
-def _one_less(number: jax.Array) -> jax.Array:
-    return jnp.maximum(number - 1.0, 1.0)
-
-
-def _quotient(total: jax.Array, number: jax.Array) -> jax.Array:
-    """total / number as XLA compiles it for a constant number: times the rounded reciprocal.
-
-    So a constant and a count give the same bits. `uncontracted`, because with the subtraction that
-    follows it would become a fused multiply-add in some programs and not in others.
-    """
-    return strict.uncontracted(total * (1.0 / number))
-
-
 def _centred(batch: _Batch) -> jax.Array:
     """f32[P, G], rewards less the group's mean; 0 in rows that do not count."""
-    mean = _quotient(_group_sum(batch), _number(batch))
+    mean = means.quotient(_group_sum(batch), _number(batch))
     return jnp.where(batch.counted, batch.rewards - mean, 0.0)
 
 
 def _deviation(batch: _Batch, centred: jax.Array) -> jax.Array:
     """f32[P, 1], the sample deviation of what `_centred` returned."""
     total = tree_sum(jnp.square(centred))[:, None]
-    return jnp.sqrt(_quotient(total, _one_less(_number(batch))))
+    return jnp.sqrt(means.quotient(total, means.one_less(_number(batch))))
 
 
 def _informative(batch: _Batch, values: jax.Array) -> jax.Array:
@@ -315,34 +324,20 @@ def _informative(batch: _Batch, values: jax.Array) -> jax.Array:
 
     Otherwise the rounding of a mean, divided by a deviation of the same size, would be a signal.
     """
-    return jnp.where(batch.counted & _differing(batch.rewards, batch.counted), values, 0.0)
+    return jnp.where(batch.counted & means.differing(batch.rewards, batch.counted), values, 0.0)
 
 
 def _whitened(batch: _Batch, values: jax.Array) -> jax.Array:
-    """f32[P, G], the values f32[P, G] less their mean, over their deviation; by tokens."""
-    lengths = row_count(batch.mask)
-    tokens = jnp.maximum(jnp.sum(lengths, dtype=jnp.int32), 1).astype(jnp.float32)
-    share = lengths.astype(jnp.float32)
-    centred = values - tree_sum((share * values).reshape(-1)) / tokens
+    """The values, of `counted`'s shape, less their mean, over their deviation; by tokens."""
+    share = row_count(batch.mask) if values.ndim == 2 else batch.mask.astype(jnp.int32)
+    tokens = jnp.maximum(jnp.sum(share, dtype=jnp.int32), 1).astype(jnp.float32)
+    share = share.astype(jnp.float32)
+    centred = values - means.total(share * values) / tokens
     centred = jnp.where(batch.counted, centred, 0.0)
-    variance = tree_sum((share * jnp.square(centred)).reshape(-1)) / _one_less(tokens)
+    variance = means.total(share * jnp.square(centred)) / means.one_less(tokens)
     whitened = centred * strict.inverse_root(variance + _VARIANCE_FLOOR)
     # As in `_informative`: equal values are no signal.
-    return jnp.where(_differing(values, batch.counted, axis=None), whitened, 0.0)
-
-
-def _weighted_mean(values: jax.Array, weights: jax.Array, counted: jax.Array) -> jax.Array:
-    """Means over axis 1, which stays with size 1; plain ones where all weights are 0.
-
-    `values` and `weights` broadcast to the shape of `counted`; the weights are 0 or more.
-    """
-    weights = jnp.where(counted, weights, 0.0)
-    weightless = jnp.max(weights, axis=1, keepdims=True) == 0.0
-    weights = jnp.where(weightless, counted.astype(weights.dtype), weights)
-    values = jnp.where(counted, values, 0.0)
-    total = jnp.expand_dims(tree_sum(weights, axis=1), 1)
-    weighted = jnp.expand_dims(tree_sum(weights * values, axis=1), 1)
-    return weighted / jnp.where(total == 0.0, 1.0, total)
+    return jnp.where(means.differing(values, batch.counted, axis=None), whitened, 0.0)
 
 
 def _energies(batch: _Batch) -> jax.Array:
@@ -355,19 +350,6 @@ def _weights(batch: _Batch, log_weights: jax.Array) -> jax.Array:
     return weights if batch.weight_cap is None else jnp.minimum(weights, batch.weight_cap)
 
 
-def _running_sum(values: jax.Array) -> jax.Array:
-    """Sums of the last axis up to each place, itself included, in log2(R) rounds of doubling.
-
-    The order of additions at a place depends on the place only, so a longer axis changes no bit.
-    """
-    values, reach = strict.uncontracted(values), 1
-    before = [(0, 0)] * (values.ndim - 1)
-    while reach < values.shape[-1]:
-        values = values + jnp.pad(values[..., :-reach], [*before, (reach, 0)])
-        reach *= 2
-    return values
-
-
 def _groups(rewards: jax.Array, group_size: int) -> jax.Array:
     if rewards.ndim != 1 or group_size < 1 or rewards.shape[0] % group_size:
         raise InputError(
@@ -376,24 +358,15 @@ def _groups(rewards: jax.Array, group_size: int) -> jax.Array:
     return rewards.reshape(-1, group_size)
 
 
-def _differing(
-    groups: jax.Array, counted: jax.Array | None = None, *, axis: int | None = 1
-) -> jax.Array:
-    """True where `axis` (kept with size 1; None: all) has more than one value. No arithmetic."""
-    if counted is None:
-        counted = jnp.ones_like(groups, dtype=bool)
-    largest = jnp.max(jnp.where(counted, groups, -jnp.inf), axis=axis, keepdims=True)
-    return jnp.any(counted & (groups != largest), axis=axis, keepdims=True)
-
-
 def _check_given(estimator: Estimator, groups: tuple[int, ...], given: dict[str, Any]) -> None:
-    for name in sorted(needs(estimator)):
+    needed = dict.fromkeys(sorted(needs(estimator)), f"the estimator {estimator!r} needs it")
+    if given["token_rewards"] is not None:
+        needed.setdefault("mask", "token_rewards need it")
+    for name, why in needed.items():
         if given[name] is None:
-            raise InputError(
-                f"{name} is None, but the estimator {estimator!r} needs it: {_MEANING[name]}"
-            )
+            raise InputError(f"{name} is None, but {why}: {_MEANING[name]}")
     prompts, size = groups
-    by_token = [given[name] for name in ("mask", "energies", "log_ratio")]
+    by_token = [given[name] for name in ("mask", "token_rewards", "energies", "log_ratio")]
     width = next((x.shape[-1:] for x in by_token if x is not None), ())
     for name, array in given.items():
         right = (prompts,) if name == "greedy_rewards" else (prompts * size, *width)

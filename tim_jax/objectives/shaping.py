@@ -1,6 +1,6 @@
 """Reward shaping: what is added to rewards or subtracted before advantages. Pure functions.
 
-B sequences; R is the longest response. Rewards are f32[B], one per sequence.
+B sequences; R is the longest response. A reward is f32[B], one per sequence, or f32[B, R].
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.errors import InputError
-from tim_jax.numerics.sums import tree_sum
 from tim_jax.objectives.losses import KL, kl_estimate
 
 # The largest relative error of the KL that the controller answers to (Ziegler et al. 2019, 2.2).
@@ -47,10 +46,10 @@ def kl_penalty(
     coefficient: float | jax.Array,
     estimator: KL = "k1",
 ) -> jax.Array:
-    """Returns f32[B], to be subtracted from the rewards: `coefficient * sum_t kl_t` per response.
+    """Returns f32[B, R], to be subtracted from the tokens' rewards: `coefficient * kl_t`.
 
-    The sum over tokens of the estimated KL from the reference (Ouyang et al. 2022, arXiv
-    2203.02155, eq. 2, with `estimator` k1). See `tim_jax.objectives.losses.kl_estimate`.
+    The estimated KL from the reference (Ouyang et al. 2022, arXiv 2203.02155, eq. 2, with
+    `estimator` k1). See `tim_jax.objectives.losses.kl_estimate`. 0 off the mask.
 
     Args:
         log_probs: f32[B, R], of the policy that sampled.
@@ -71,8 +70,8 @@ def kl_penalty(
         raise InputError(f"coefficient is {coefficient}; it must be 0 or more")
     ours, theirs = (jnp.where(mask, x, 0.0) for x in (log_probs, reference_log_probs))
     estimates = kl_estimate(ours, theirs, estimator=estimator)
-    # Inside the sum: as the last step, the product could fuse with the caller's subtraction.
-    return tree_sum(coefficient * jnp.where(mask, estimates, 0.0))
+    # Selected after it is multiplied, so that the product cannot fuse with the caller's sum.
+    return jnp.where(mask, coefficient * estimates, 0.0)
 
 
 @dataclass(frozen=True)

@@ -102,13 +102,14 @@ def experience(
     old = trainer if learning.mode == "recompute" else rollout.log_probs
     old = cast(jax.Array, old)
     of_reference = None if reference is None else score(reference, rollout)[0]
-    rewards, reward_kl, report = _shaped(
+    rewards, of_tokens, reward_kl, report = _shaped(
         rewards, rollout, old, of_reference, carried.reward_kl, objective
     )
     estimated = objective.advantages(
         rewards,
         group_size=learning.group_size,
         mask=counted,
+        token_rewards=of_tokens,
         greedy_rewards=greedy_rewards,
         energies=energies,
         log_ratio=None if trainer is None else trainer - rollout.log_probs,
@@ -151,8 +152,11 @@ def _counted(rollout: Rollout, rewards: jax.Array, learning: Learning) -> jax.Ar
 
 
 def _shaped(rewards, rollout: Rollout, old, reference, coefficient, objective: Objective):
-    """Rewards f32[B] less penalties of length and KL, the KL's next coefficient, and metrics."""
-    report = {}
+    """Rewards f32[B] less penalties of length, and f32[B, R] of tokens less those of the KL.
+
+    None where tokens are not rewarded. Also the KL's next coefficient, and metrics.
+    """
+    of_tokens, report = None, {}
     if objective.overlong_cache is not None:
         penalty = shaping.overlong_penalty(
             rollout.lengths, longest=cast(int, objective.max_length), cache=objective.overlong_cache
@@ -162,10 +166,10 @@ def _shaped(rewards, rollout: Rollout, old, reference, coefficient, objective: O
     if objective.reward_kl_coefficient > 0.0:
         used = objective.reward_kl_coefficient if coefficient is None else coefficient
         penalty = partial(shaping.kl_penalty, old, reference, rollout.mask)
-        rewards = rewards - penalty(coefficient=used)
+        of_tokens = -penalty(coefficient=used)
         sequences = rewards.shape[0]
-        mean = tree_sum(penalty(coefficient=1.0)) / sequences
+        mean = tree_sum(tree_sum(penalty(coefficient=1.0))) / sequences
         report |= {"reward_kl": mean, "reward_kl_coefficient": jnp.asarray(used, jnp.float32)}
         if objective.controller is not None:
             coefficient = objective.controller.update(jnp.asarray(used), mean, sequences=sequences)
-    return rewards, coefficient, report
+    return rewards, of_tokens, coefficient, report

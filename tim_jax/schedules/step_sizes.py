@@ -8,8 +8,6 @@ which then gives eta_0 of the paper. `scale_by_root_ess` is the step size of VCP
 2602.17616). All are optax transforms for the end of a chain.
 """
 
-import dataclasses
-import math
 import operator
 from typing import Any, NamedTuple
 
@@ -19,17 +17,9 @@ import optax
 from jax.core import Tracer
 
 from tim_jax.errors import InputError
-from tim_jax.inputs import check_kinds
 from tim_jax.numerics import strict
 from tim_jax.numerics.sums import compensated_sum, count
-
-# Share of the maximum length from which the recent lengths count as pinned: cut off, not grown.
-PINNED = 0.95
-# The median absolute deviation of a normal distribution, times this, is its standard deviation.
-MAD_TO_DEVIATION = 1.4826
-# Shares of the needed rise: from the first on the new level is sustained, from the second on the
-# rise has begun.
-SUSTAINED, SET_IN = 0.6, 0.25
+from tim_jax.schedules.surges import SurgeDetector, SurgeState
 
 
 class LengthDecayState(NamedTuple):
@@ -38,17 +28,6 @@ class LengthDecayState(NamedTuple):
     step: jax.Array  # i32[]
     period: jax.Array  # i32[], steps between halvings; 0 while there is none
     scale: jax.Array  # f32[], the factor on the updates
-
-
-class SurgeState(NamedTuple):
-    """State of the detector: values to report, and the lengths that it remembers."""
-
-    step: jax.Array  # i32[], lengths offered so far, missing ones included
-    surge_step: jax.Array  # i32[], the step at which the surge set in; 0 while there is none
-    recent: jax.Array  # f32[], median of the newest lengths, tokens
-    baseline: jax.Array  # f32[], median of the older lengths, tokens; 0 while none is known
-    history: jax.Array  # f32[window], log-lengths, newest last, +inf where not yet known
-    steps: jax.Array  # i32[window], the step of each of them, 0 where not yet known
 
 
 class TriggeredDecayState(NamedTuple):
@@ -106,99 +85,6 @@ def length_decay_schedule(
         return init_value * jnp.maximum(jnp.float32(factor) ** halvings, jnp.float32(floor))
 
     return rate
-
-
-@dataclasses.dataclass(frozen=True)
-class SurgeDetector:
-    """Finds the first surge of a noisy series of mean response lengths, online.
-
-    The baseline is the median of the `window` remembered lengths without the newest `gap`. The
-    needed rise is a factor of `rise`, or `noise` standard deviations of the baseline's lengths
-    (from their median absolute deviation) if that is more. A surge is found when, in logarithms,
-
-    - the median of the `recent` newest lengths exceeds the baseline by the needed rise,
-    - all but one of the `hold` newest exceed it by 0.6 of that rise, so that a short burst does not
-      count, and
-    - that median also exceeds nine tenths of the baseline's lengths by 0.6 of the rise, so that a
-      return from a dip does not count.
-
-    The step of the surge is then read from the memory: the first since which the lengths, smoothed
-    by medians of five, stay above the baseline by a quarter of the needed rise. If fewer than
-    `minimum` lengths are remembered from before that step, it is taken for the start of the run and
-    not for a surge; so no period is shorter than `multiple * minimum`. Only the first surge counts.
-
-    If lengths are pinned at `max_length` (all but one of the newest `hold` at 95% of it or more),
-    their true rise is cut off, so a factor of sqrt(rise) is enough; if they are so from the start,
-    no surge is found. A missing length (NaN, infinite or not positive) leaves the memory as it is.
-    """
-
-    rise: float = 1.8
-    window: int = 160
-    gap: int = 24
-    recent: int = 6
-    hold: int = 13
-    minimum: int = 30
-    noise: float = 3.0
-    max_length: int | None = None
-
-    def __post_init__(self) -> None:
-        check_kinds(self)
-        if not self.rise > 1.0:
-            raise InputError(f"rise is {self.rise}; it must be above 1")
-        if not self.noise >= 0.0:
-            raise InputError(f"noise is {self.noise}; it must be 0 or more")
-        if not 5 <= self.hold <= self.gap:
-            raise InputError(f"hold is {self.hold}; it must lie in [5, gap], gap is {self.gap}")
-        if not 2 <= self.recent <= self.hold:
-            rule = f"it must lie in [2, hold], hold is {self.hold}"
-            raise InputError(f"recent is {self.recent}; {rule}")
-        if not 1 <= self.minimum <= self.window - self.gap:
-            rule = f"it must lie in [1, window - gap], which is {self.window - self.gap}"
-            raise InputError(f"minimum is {self.minimum}; {rule}")
-        if self.max_length is not None and self.max_length < 1:
-            raise InputError(f"max_length is {self.max_length}; it must be at least 1")
-
-    def init(self) -> SurgeState:
-        """Returns the state before any length is known."""
-        none = jnp.zeros((), jnp.int32)
-        zero = jnp.zeros((), jnp.float32)
-        unknown = jnp.full(self.window, jnp.inf, jnp.float32)
-        return SurgeState(none, none, zero, zero, unknown, jnp.zeros(self.window, jnp.int32))
-
-    def update(self, state: SurgeState, length: jax.Array) -> SurgeState:
-        """Takes the mean response length of one more step, f32[], in tokens."""
-        valid = jnp.isfinite(length) & (length > 0.0)
-        step = state.step + 1
-        newest = strict.log(jnp.where(valid, length, 1.0))
-        history = jnp.where(valid, jnp.append(state.history[1:], newest), state.history)
-        steps = jnp.where(valid, jnp.append(state.steps[1:], step), state.steps)
-        older = history[: -self.gap]
-        baseline, number = _median(older)
-        high = jnp.sort(older)[9 * number // 10]
-        level, some = _median(history[-self.recent :])
-        sustained = jnp.sort(history[-self.hold :])[1]
-        needed = self._needed(older, baseline, sustained)
-        onset, before = _onset(history, baseline + SET_IN * needed)
-        risen = (level >= baseline + needed) & (sustained >= baseline + SUSTAINED * needed)
-        new = risen & (level >= high + SUSTAINED * needed) & (before >= self.minimum)
-        first = valid & new & (state.surge_step == 0)
-        return SurgeState(
-            step=step,
-            surge_step=jnp.where(first, steps[onset], state.surge_step),
-            recent=jnp.where(some > 0, jnp.exp(level), 0.0),
-            baseline=jnp.where(number > 0, jnp.exp(baseline), 0.0),
-            history=history,
-            steps=steps,
-        )
-
-    def _needed(self, older: jax.Array, baseline: jax.Array, sustained: jax.Array) -> jax.Array:
-        """The rise that counts as a surge, f32[], in logarithms."""
-        deviations = jnp.where(jnp.isfinite(older), jnp.abs(older - baseline), jnp.inf)
-        spread, _ = _median(deviations)
-        rise = jnp.float32(math.log(self.rise))
-        if self.max_length is not None:
-            rise = jnp.where(sustained >= math.log(PINNED * self.max_length), 0.5 * rise, rise)
-        return jnp.maximum(rise, self.noise * MAD_TO_DEVIATION * spread)
 
 
 def length_triggered_decay(
@@ -351,32 +237,6 @@ def _advance(state: LengthDecayState, period, *, floor, factor) -> LengthDecaySt
 
 def _scaled(updates, scale: jax.Array):
     return jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
-
-
-def _median(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The median f32[] and the number i32[] of the finite values; +inf marks the others."""
-    ordered = jnp.sort(values)
-    number = jnp.sum(jnp.isfinite(values), dtype=jnp.int32)
-    upper = ordered[number // 2]
-    lower = ordered[jnp.maximum(number - 1, 0) // 2]
-    return 0.5 * (lower + upper), number
-
-
-def _onset(history: jax.Array, threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the lengths rose above the threshold to stay, and how many are before that; i32[]."""
-    smooth = _median_of_five(*(history[i : history.shape[0] - 4 + i] for i in range(5)))
-    raised = jnp.isfinite(history[2:-2]) & (smooth >= threshold)
-    # The first neighbourhood of five has its middle at 2.
-    onset = 3 + jnp.max(jnp.where(raised, -1, jnp.arange(raised.shape[0], dtype=jnp.int32)))
-    unknown = jnp.sum(~jnp.isfinite(history), dtype=jnp.int32)
-    return onset, onset - unknown
-
-
-def _median_of_five(a, b, c, d, e):
-    """The median of five, elementwise, by dropping the least and the greatest of two pairs."""
-    low = jnp.maximum(jnp.minimum(a, b), jnp.minimum(c, d))
-    high = jnp.minimum(jnp.maximum(a, b), jnp.maximum(c, d))
-    return jnp.maximum(jnp.minimum(low, high), jnp.minimum(e, jnp.maximum(low, high)))
 
 
 def _traced(value: Any) -> bool:  # a number that is known only when the program runs
