@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from tim_jax.errors import InputError, check_choice
 from tim_jax.numerics import strict
-from tim_jax.numerics.sums import row_count, tree_sum
+from tim_jax.numerics.sums import count, row_count, tree_sum
 
 Estimator = Literal[
     "grpo",
@@ -104,6 +104,8 @@ def advantages(
 ) -> jax.Array:
     """Returns the advantages f32[B] of the rewards f32[B]; f32[B, R] for optimal_token_baseline.
 
+    Arrays of other float dtypes are cast to float32. With one that is float64 all is float64.
+
     With rewards r, response lengths T, and sums and means over the group:
 
     - grpo: `(r - mean) / (std + eps)`. The paper (arXiv 2402.03300, 4.1.2) leaves the estimator of
@@ -154,6 +156,8 @@ def advantages(
             the group size, an array missing or of another shape, or a cap that is not positive.
     """
     check_group_size(estimator, group_size)
+    wide = strict.widened(rewards, greedy_rewards, energies, log_ratio)
+    rewards, greedy_rewards, energies, log_ratio = wide
     groups = _groups(rewards, group_size)
     given = {"mask": mask, "greedy_rewards": greedy_rewards}
     given |= {"energies": energies, "log_ratio": log_ratio}
@@ -209,7 +213,7 @@ def _reinforce(batch: _Batch) -> jax.Array:
 
 def _reinforce_batch(batch: _Batch) -> jax.Array:
     total = tree_sum(_reinforce(batch).reshape(-1))
-    number = jnp.maximum(jnp.sum(batch.counted, dtype=jnp.int32), 1).astype(jnp.float32)
+    number = count(batch.counted, total.dtype)
     return jnp.where(batch.counted, batch.rewards - _quotient(total, number), 0.0)
 
 
@@ -222,7 +226,7 @@ def _reinforce_plus_plus_baseline(batch: _Batch) -> jax.Array:
 
 
 def _opo(batch: _Batch) -> jax.Array:
-    lengths = row_count(batch.mask).astype(jnp.float32)
+    lengths = row_count(batch.mask).astype(batch.rewards.dtype)
     baseline = _weighted_mean(batch.rewards, lengths, batch.counted)
     return _informative(batch, batch.rewards - baseline)
 
@@ -282,7 +286,7 @@ def _group_sum(batch: _Batch) -> jax.Array:
 
 def _number(batch: _Batch) -> jax.Array:
     """f32[P, 1], the rows of a group that count, at least 1."""
-    return jnp.maximum(row_count(batch.counted), 1).astype(jnp.float32)[:, None]
+    return jnp.maximum(row_count(batch.counted), 1).astype(batch.rewards.dtype)[:, None]
 
 
 def _one_less(number: jax.Array) -> jax.Array:
@@ -321,8 +325,8 @@ def _informative(batch: _Batch, values: jax.Array) -> jax.Array:
 def _whitened(batch: _Batch, values: jax.Array) -> jax.Array:
     """f32[P, G], the values f32[P, G] less their mean, over their deviation; by tokens."""
     lengths = row_count(batch.mask)
-    tokens = jnp.maximum(jnp.sum(lengths, dtype=jnp.int32), 1).astype(jnp.float32)
-    share = lengths.astype(jnp.float32)
+    tokens = count(batch.mask, values.dtype)
+    share = lengths.astype(values.dtype)
     centred = values - tree_sum((share * values).reshape(-1)) / tokens
     centred = jnp.where(batch.counted, centred, 0.0)
     variance = tree_sum((share * jnp.square(centred)).reshape(-1)) / _one_less(tokens)
