@@ -324,9 +324,8 @@ def _second_moments(excess, p, q, mean, mask) -> dict[str, jax.Array]:
     }
     moment = {n: _over_tokens(s, mask) for n, s in _row_sums(products, mask).items()}
     scale = jnp.sqrt(moment["xx"]) * jnp.sqrt(moment["yy"])
-    # Where the probabilities are equal, so are these sums, and a root may be rounded.
-    equal = (moment["xy"] == moment["xx"]) & (moment["xy"] == moment["yy"])
     correlation = moment["xy"] / jnp.where(scale == 0.0, 1.0, scale)
+    equal = jnp.all(~mask | (p == q))  # a root is rounded, and its square need not be the number
     return {
         "ratio_std": jnp.sqrt(moment["rr"]),
         "prob_diff_std": jnp.sqrt(moment["dd"]),

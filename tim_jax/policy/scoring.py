@@ -105,7 +105,7 @@ def _routing(routed: transformer.Routed, rollout: Rollout) -> dict[str, jax.Arra
         raise ValueError("the rollout has no routes to compare with")
     own, recorded = routed.experts, rollout.routes.astype(jnp.int32)
     same = jnp.any(own[..., :, None] == recorded[..., None, :], axis=-1)
-    number = same.shape[2] * same.shape[3]
+    number = jnp.asarray(same.shape[2] * same.shape[3], jnp.float32)
     agreement = masked.quotient(jnp.sum(same.astype(jnp.float32), axis=(2, 3)), number)
     return {
         "agreement": _predicting(agreement, rollout),
