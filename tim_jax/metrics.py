@@ -7,6 +7,10 @@ the log-probs of all its micro-batches together. Means are compensated sums in a
 (`tim_jax.numerics.sums`): they agree with float64 and do not depend on sharding. A mean over
 nothing is 0. docs/health.md says which values are normal, which are alarming, and what a metric
 cannot see.
+
+Arrays may have any float dtype. The arithmetic is float32, or float64 if one of them is float64;
+then the results are float64 as well. What "exact" means for a metric in docs/health.md, such as a
+share of 1, is exact on every device (`tim_jax.numerics.masked`).
 """
 
 import math
@@ -19,7 +23,7 @@ import numpy as np
 from tim_jax.corrections.ratios import k3
 from tim_jax.errors import InputError
 from tim_jax.numerics import masked
-from tim_jax.numerics.strict import LOG_RATIO_BOUND, unequal_bits
+from tim_jax.numerics.strict import LOG_RATIO_BOUND, unequal_bits, widened
 from tim_jax.numerics.sums import compensated_sum, count, row_count, whole
 from tim_jax.objectives import TokenLosses
 
@@ -47,7 +51,7 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
     of tokens. Probabilities: `prob_diff_{mean,std,max}` of |pi_train - pi_rollout| and
     `prob_correlation` (Pearson). `entropy_estimate` = mean(-train), good where d is small.
     """
-    train, rollout, mask = _float32(train, rollout, mask)
+    train, rollout, mask = _prepared(train, rollout, mask)
     d = jnp.clip(train - rollout, -1e6, 1e6)
     clipped = jnp.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     r, p, q = jnp.exp(clipped), *(jnp.exp(jnp.minimum(x, 0.0)) for x in (train, rollout))
@@ -66,6 +70,7 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
     }
     rows = _row_sums(columns, mask)
     mean = {name: _over_tokens(x, mask) for name, x in rows.items()}
+    least, most = (masked.extreme(r, mask, function) for function in (jnp.min, jnp.max))
     return {
         **_exactness(train, rollout, mask),
         "log_ratio_mean": mean["d"],
@@ -77,9 +82,11 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
         "kl_k3": mean["k3"],
         "chi2_token": mean["r2_less_1"],
         "ratio_mean": 1.0 + mean["r_less_1"],
-        "ess_token": masked.effective_share(1.0 + mean["r_less_1"], 1.0 + mean["r2_less_1"]),
-        "ratio_min": masked.extreme(r, mask, jnp.min),
-        "ratio_max": masked.extreme(r, mask, jnp.max),
+        "ess_token": masked.effective_share(
+            1.0 + mean["r_less_1"], 1.0 + mean["r2_less_1"], least=least, most=most
+        ),
+        "ratio_min": least,
+        "ratio_max": most,
         **masked.quantiles(r, mask, "ratio"),
         **_sequence_ratios(rows["d"], mask),
         **_bands(d, mask),
@@ -92,14 +99,15 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
 
 def loss_metrics(losses: TokenLosses, mask: jax.Array) -> dict[str, jax.Array]:
     """Returns f32[] of the token losses: shares clipped, the PPO ratio, KL to the reference."""
+    ratio, kl = widened(losses.ratio, losses.kl)
     return {
         "clipped_low_share": masked.share(losses.clipped_low, mask),
         "clipped_high_share": masked.share(losses.clipped_high, mask),
         "clipped_dual_share": masked.share(losses.clipped_dual, mask),
-        "ppo_ratio_mean": masked.mean(losses.ratio, mask),
-        "ppo_ratio_max": masked.extreme(losses.ratio, mask, jnp.max),
-        "ppo_ratio_min": masked.extreme(losses.ratio, mask, jnp.min),
-        "reference_kl": masked.mean(losses.kl, mask),
+        "ppo_ratio_mean": masked.mean(ratio, mask),
+        "ppo_ratio_max": masked.extreme(ratio, mask, jnp.max),
+        "ppo_ratio_min": masked.extreme(ratio, mask, jnp.min),
+        "reference_kl": masked.mean(kl, mask),
     }
 
 
@@ -110,7 +118,7 @@ def expert_loads(routes: jax.Array, inside: jax.Array, *, experts: int) -> jax.A
     wider array of that shape exists.
     """
     layers = routes.shape[2]
-    starts = experts * jnp.arange(layers)[None, :, None]
+    starts = experts * jnp.arange(layers, dtype=jnp.int32)[None, :, None]
 
     def add(loads: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         of_row, inside = row
@@ -139,12 +147,15 @@ def routing_metrics(
       mask: bool[B, R].
       loads: i32[L, E], as `expert_loads` of the sampler's choices.
     """
+    agreement, entropy = widened(agreement, entropy)
+    busiest = jnp.max(loads)
     even = jnp.maximum(jnp.sum(loads), 1).astype(jnp.float32) / loads.size
+    balanced = (busiest == jnp.min(loads)) & (busiest > 0)
     return {
         "agreement": masked.mean(agreement, mask),
         "entropy": masked.mean(entropy, mask),
-        "load_max": jnp.max(loads).astype(jnp.float32) / even,
-        "idle_share": jnp.mean((loads == 0).astype(jnp.float32)),
+        "load_max": jnp.where(balanced, 1.0, busiest.astype(jnp.float32) / even),
+        "idle_share": masked.share(loads == 0, jnp.ones(loads.shape, bool)),
     }
 
 
@@ -163,7 +174,7 @@ def update_skew(
             f"ppo_ratio has shape {ppo_ratio.shape} and advantages {advantages.shape}; with a mask"
             f" of {mask.shape} they must be {mask.shape}, and advantages may be {mask.shape[:1]}"
         )
-    ppo_ratio, advantages = (x.astype(jnp.float32) for x in (ppo_ratio, advantages))
+    ppo_ratio, advantages = widened(ppo_ratio, advantages)
     per_token = advantages[:, None] if advantages.ndim == 1 else advantages
     signed = jnp.broadcast_to(per_token, mask.shape)
     contribution = jnp.where(mask, (1.0 - ppo_ratio) * signed, 0.0)
@@ -190,22 +201,23 @@ def mismatch_profiles(
     by_probability bins by pi_train (rare tokens differ most), by_difference by |d| itself: a
     histogram with an underflow bin, which holds the exact zeros, and an overflow bin.
     """
-    train, rollout, mask = _float32(train, rollout, mask)
+    train, rollout, mask = _prepared(train, rollout, mask)
     difference = jnp.abs(train - rollout)
-    position = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.float32), mask.shape)
+    position = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=train.dtype), mask.shape)
     keys = {
         "by_position": (position, np.linspace(0.0, max(mask.shape[1], 1), bins + 1)),
         "by_probability": (jnp.exp(train), np.asarray(PROBABILITY_EDGES)),
         "by_difference": (difference, np.asarray((0.0, *DIFFERENCE_EDGES, np.inf))),
     }
     return {
-        name: _profile(key, difference, mask, jnp.asarray(edges, jnp.float32))
+        name: _profile(key, difference, mask, jnp.asarray(edges, train.dtype))
         for name, (key, edges) in keys.items()
     }
 
 
 def entropy(log_distribution: jax.Array) -> jax.Array:
     """Returns f32[...], `-sum_v p log p` (nats) of log-distributions f32[..., V]; -inf is p = 0."""
+    [log_distribution] = widened(log_distribution)
     p = jnp.exp(log_distribution)
     return -jnp.sum(jnp.where(p > 0.0, p * log_distribution, 0.0), axis=-1)
 
@@ -216,7 +228,8 @@ def jensen_shannon(train: jax.Array, rollout: jax.Array) -> jax.Array:
     `(KL(p||m) + KL(q||m)) / 2` with `m = (p + q) / 2`: symmetric, at most ln 2, defined where one
     side has no mass (a truncated sampler). 0 exactly for equal bits.
     """
-    middle = jnp.logaddexp(train, rollout) - jnp.log(2.0)
+    train, rollout = widened(train, rollout)
+    middle = jnp.logaddexp(train, rollout) - math.log(2.0)
     terms = [
         jnp.where(x > -jnp.inf, jnp.exp(x) * (x - jnp.where(x > -jnp.inf, middle, 0.0)), 0.0)
         for x in (train, rollout)
@@ -234,20 +247,21 @@ def gradient_noise_scale(
     micro-batches) and over `big`: `gradient_signal` = |G|^2 and `gradient_noise` = tr(Sigma), both
     unbiased, and `noise_scale` = tr(Sigma) / |G|^2, inf where the signal is not above 0.
     """
+    small_square, big_square = widened(small_square, big_square)
     signal = (big * big_square - small * small_square) / (big - small)
     noise = (small_square - big_square) / (1.0 / small - 1.0 / big)
     scale = jnp.where(signal > 0.0, noise / jnp.where(signal > 0.0, signal, 1.0), jnp.inf)
     return {"gradient_signal": signal, "gradient_noise": noise, "noise_scale": scale}
 
 
-def _float32(train, rollout, mask) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the log-probs in float32, 0 where the mask is False, and the bool mask; unsharded."""
+def _prepared(train, rollout, mask) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the log-probs `widened`, 0 where the mask is False, and the bool mask; unsharded."""
     for name, x in (("train", train), ("rollout", rollout)):
         if x.shape != mask.shape:
             raise InputError(f"{name} has shape {x.shape}; it must be the mask's, {mask.shape}")
     train, rollout, mask = (whole(x) for x in (train, rollout, mask))
     mask = mask.astype(bool)
-    train, rollout = (jnp.where(mask, x.astype(jnp.float32), 0.0) for x in (train, rollout))
+    train, rollout = (jnp.where(mask, x, 0.0) for x in widened(train, rollout))
     return train, rollout, mask
 
 
@@ -262,7 +276,7 @@ def _exactness(train, rollout, mask) -> dict[str, jax.Array]:
 
 def _perplexities(rows, mask) -> dict[str, jax.Array]:
     full = jnp.any(mask, axis=1)
-    lengths = jnp.maximum(row_count(mask), 1).astype(jnp.float32)
+    lengths = jnp.maximum(row_count(mask), 1).astype(rows["d"].dtype)
     per_token = {name: rows[name] / lengths for name in ("d", "train", "rollout")}
     return {
         "log_ppl_train": -masked.mean(per_token["train"], full),
@@ -276,10 +290,13 @@ def _perplexities(rows, mask) -> dict[str, jax.Array]:
 def _sequence_ratios(sums, mask) -> dict[str, jax.Array]:
     full = jnp.any(mask, axis=1)
     clipped = jnp.clip(sums, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    excess = masked.mean(jnp.expm1(2.0 * clipped), full)
+    excess, products = masked.mean(jnp.expm1(2.0 * clipped), full), jnp.exp(clipped)
+    least, most = (masked.extreme(products, full, function) for function in (jnp.min, jnp.max))
     return {
         "chi2_sequence": excess,
-        "ess_sequence": masked.effective_share(masked.mean(jnp.exp(clipped), full), 1.0 + excess),
+        "ess_sequence": masked.effective_share(
+            masked.mean(products, full), 1.0 + excess, least=least, most=most
+        ),
         "sequence_log_ratio_min": masked.extreme(sums, full, jnp.min),
         "sequence_log_ratio_max": masked.extreme(sums, full, jnp.max),
     }
@@ -307,12 +324,12 @@ def _second_moments(excess, p, q, mean, mask) -> dict[str, jax.Array]:
     }
     moment = {n: _over_tokens(s, mask) for n, s in _row_sums(products, mask).items()}
     scale = jnp.sqrt(moment["xx"]) * jnp.sqrt(moment["yy"])
+    correlation = moment["xy"] / jnp.where(scale == 0.0, 1.0, scale)
+    equal = jnp.all(~mask | (p == q))  # a root is rounded, and its square need not be the number
     return {
         "ratio_std": jnp.sqrt(moment["rr"]),
         "prob_diff_std": jnp.sqrt(moment["dd"]),
-        "prob_correlation": jnp.where(
-            scale == 0.0, 0.0, moment["xy"] / jnp.where(scale == 0.0, 1.0, scale)
-        ),
+        "prob_correlation": jnp.where(scale == 0.0, 0.0, jnp.where(equal, 1.0, correlation)),
     }
 
 
@@ -322,7 +339,7 @@ def _profile(key, difference, mask, edges) -> Profile:
     inside = mask[None] & (place[None] == jnp.arange(bins, dtype=place.dtype)[:, None, None])
     counts = jnp.sum(inside, axis=(1, 2), dtype=jnp.int32)
     totals = jnp.sum(jnp.where(inside, difference[None], 0.0), axis=(1, 2))
-    return Profile(edges, counts, totals / jnp.maximum(counts, 1).astype(jnp.float32))
+    return Profile(edges, counts, totals / jnp.maximum(counts, 1).astype(totals.dtype))
 
 
 def _row_sums(columns: dict[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
@@ -332,4 +349,4 @@ def _row_sums(columns: dict[str, jax.Array], mask: jax.Array) -> dict[str, jax.A
 
 
 def _over_tokens(row_sums: jax.Array, mask: jax.Array) -> jax.Array:
-    return compensated_sum(row_sums)[0] / count(mask)
+    return masked.quotient(compensated_sum(row_sums)[0], count(mask, row_sums.dtype))

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tim_jax.corrections.base import Bounds, Correction, Reads, chain, check_shape
+from tim_jax.corrections.base import Bounds, Correction, Reads, chain, check_shape, matching
 from tim_jax.corrections.ratios import ratio
 from tim_jax.errors import InputError
 from tim_jax.numerics import masked
+from tim_jax.numerics.strict import arithmetic_dtype, widened
 from tim_jax.numerics.sums import whole
 
 
@@ -76,7 +77,8 @@ def correction_metrics(
     `masked_share` of tokens (0 in a sequence that is not rejected). With `kept` (bool[B, R], see
     `Corrected`) also `removed_share`, the tokens that rejections took out of the loss.
     """
-    coefficients, mask = whole(coefficients), whole(mask)
+    [coefficients] = widened(whole(coefficients))
+    mask = whole(mask)
     coefficients = jnp.where(mask, coefficients, 0.0)
     zero = mask & (coefficients == 0.0)
     full = jnp.any(mask, axis=1)
@@ -84,6 +86,7 @@ def correction_metrics(
     mean = masked.mean(coefficients, mask)
     spread = masked.mean(jnp.square(coefficients - mean), mask)
     removed = {} if kept is None else {"removed_share": masked.share(mask & ~whole(kept), mask)}
+    least, most = (masked.extreme(coefficients, mask, f) for f in (jnp.min, jnp.max))
     return {
         "zero_share": masked.share(zero, mask),
         "masked_share": masked.share(zero & ~rejected[:, None], mask),
@@ -91,10 +94,10 @@ def correction_metrics(
         **removed,
         "coefficient_mean": mean,
         "coefficient_std": jnp.sqrt(spread),
-        "coefficient_min": masked.extreme(coefficients, mask, jnp.min),
-        "coefficient_max": masked.extreme(coefficients, mask, jnp.max),
+        "coefficient_min": least,
+        "coefficient_max": most,
         **masked.quantiles(coefficients, mask, "coefficient"),
-        "ess": masked.effective_share(mean, spread + jnp.square(mean)),
+        "ess": masked.effective_share(mean, spread + jnp.square(mean), least=least, most=most),
     }
 
 
@@ -105,8 +108,9 @@ def clipped_shares(
     log_ratio, mask = whole(log_ratio), whole(mask)
     at_level = jnp.broadcast_to(ratio(log_ratio, mask, bounds.level), mask.shape)
     never = jnp.zeros(mask.shape, bool)
-    low = never if bounds.lower is None else mask & (at_level < bounds.lower)
-    high = never if bounds.upper is None else mask & (at_level > bounds.upper)
+    lower, upper = (matching(bound, at_level) for bound in (bounds.lower, bounds.upper))
+    low = never if lower is None else mask & (at_level < lower)
+    high = never if upper is None else mask & (at_level > upper)
     return low, high
 
 
@@ -158,7 +162,8 @@ def correct(
 
     Args:
       correction: a recipe, a block, a chain of them, or an optax transform of your own.
-      log_ratio: f32[B, R], trainer's minus rollout's log-prob; other float dtypes are cast.
+      log_ratio: f32[B, R], trainer's minus rollout's log-prob. Other float dtypes are cast to
+        float32, all but float64, with which the results are float64.
       mask: bool[B, R], True on response tokens. Values elsewhere are ignored.
       state: what the last batch's call returned; None for the first batch.
       segment_ids: for a packed batch, whose arrays are one row of tokens, [N]: i32[N], the sequence
@@ -177,7 +182,7 @@ def correct(
     arrays = {"log_ratio": log_ratio, "mask": mask, **extra}
     arrays, layout = _rows(arrays, segment_ids, segments)
     applied = _applied(chained, state, arrays)
-    log_ratio = jnp.asarray(arrays["log_ratio"]).astype(jnp.float32)
+    [log_ratio] = widened(arrays["log_ratio"])
     metrics = correction_metrics(applied.coefficients, arrays["mask"], kept=applied.kept)
     metrics |= bound_metrics(chained, {"old": log_ratio, "current": log_ratio}, arrays["mask"])
     tokens = applied.coefficients, applied.kept
@@ -247,5 +252,5 @@ def _rows(arrays, segment_ids, segments) -> tuple[dict[str, Any], Layout | None]
 
 
 def _applied(correction: Correction, state: Any, arrays: dict[str, Any]) -> Applied:
-    start = arrays["mask"].astype(jnp.float32)
+    start = arrays["mask"].astype(arithmetic_dtype(*arrays.values()))
     return apply(correction, start, correction.init(start) if state is None else state, **arrays)

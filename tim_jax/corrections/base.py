@@ -36,6 +36,7 @@ import optax
 from jax.core import Tracer
 
 from tim_jax.errors import InputError, check_choice
+from tim_jax.numerics.strict import arithmetic_dtype, widened
 
 Effect = Literal["weight", "scale", "mask", "reject"]
 Reads = Literal["old", "current"]
@@ -185,8 +186,9 @@ def map_coefficients(
     """Makes a stateless block from `function(coefficients, mask, *needs) -> coefficients`.
 
     This is the way to write a block of one's own. `function` is given one f32[B, R] array at a
-    time, `mask` as bool and the named extra arguments in float32; its result is set to 0 off the
-    mask and carries no gradient. If one of its arguments is NaN at a response token, so is the
+    time, `mask` as bool and the named extra arguments in the coefficients' dtype, which is float32
+    or, if one of the arrays is float64, float64; its result is set to 0 off the mask and carries no
+    gradient. If one of its arguments is NaN at a response token, so is the
     result, whatever it returns. `name` says which block it is when an extra argument is missing
     (InputError); see `Block` for the other arguments.
     """
@@ -211,10 +213,10 @@ def map_leaves(function: Callable[..., jax.Array], updates: Any, mask: Any, /, *
         if is_masked_node(coefficients):
             return coefficients
         mask = jnp.asarray(mask).astype(bool)
-        arguments = [_float32(x) for x in arguments]
+        coefficients, *arguments = _widened(coefficients, *arguments)
         for name, x in zip(names, (coefficients, *arguments), strict=True):
             check_shape(name, x.shape, mask.shape)
-        coefficients = jnp.where(mask, coefficients.astype(jnp.float32), 0.0)
+        coefficients = jnp.where(mask, coefficients, 0.0)
         result = function(coefficients, mask, *arguments)
         for x in (coefficients, *arguments):
             if jnp.issubdtype(x.dtype, jnp.floating):
@@ -253,14 +255,19 @@ def known_number(value: object) -> float | None:
 
 
 def plain_number(value: Any) -> Any:
-    """Returns a bound as a Python float, or as f32[] if it is traced.
+    """Returns a bound as a Python float, or as f32[] (f64[] of float64) if it is traced.
 
     A NumPy scalar would be compared with float32 in its own dtype.
     """
     if value is None:
         return None
     number = known_number(value)
-    return jnp.asarray(value, jnp.float32) if number is None else number
+    return widened(value)[0] if number is None else number
+
+
+def matching(number: Any, values: jax.Array) -> Any:
+    """Returns a `plain_number` as it is, or in the dtype of the values if it is traced."""
+    return number.astype(values.dtype) if isinstance(number, jax.Array) else number
 
 
 def check_shape(name: str, shape: tuple[int, ...], of_mask: tuple[int, ...]) -> None:
@@ -273,12 +280,11 @@ def check_shape(name: str, shape: tuple[int, ...], of_mask: tuple[int, ...]) -> 
         )
 
 
-def _float32(x: Any) -> Any:
-    """Casts float arrays to float32; others (a bool mask) stay as they are.
-
-    The functions of `strict` are for float32; another dtype would give other bits, or an error.
-    """
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def _widened(coefficients: Any, *arguments: Any) -> list[Any]:
+    """As `strict.widened`; arguments that are not of floats (a bool mask) stay as they are."""
+    dtype = arithmetic_dtype(coefficients, *arguments)
+    floats = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arguments]
+    return [coefficients.astype(dtype), *floats]
 
 
 Mode = Literal["bypass", "recompute"]

@@ -22,14 +22,15 @@ from tim_jax.corrections.base import (
     known_number,
     map_coefficients,
     map_leaves,
+    matching,
     plain_number,
     take_extra,
 )
 from tim_jax.corrections.blocks import checked_bounds
 from tim_jax.corrections.ratios import Level
 from tim_jax.errors import InputError, check_choice
-from tim_jax.numerics import strict
-from tim_jax.numerics.sums import compensated_sum, row_count
+from tim_jax.numerics import masked, strict
+from tim_jax.numerics.sums import compensated_sum, count, row_count
 
 Unit = Literal["token", "sequence"]
 Among = Literal["response", "survivors"]
@@ -61,7 +62,7 @@ def normalise(
 class RunningMeanState(NamedTuple):
     """State of `normalise_by_running_mean`."""
 
-    mean: jax.Array  # f32[], over all arrays of coefficients together
+    mean: jax.Array  # f32[] or f64[], over all arrays of coefficients together
 
 
 def normalise_by_running_mean(
@@ -80,8 +81,7 @@ def normalise_by_running_mean(
     decay = plain_number(decay)
 
     def init(params):
-        del params
-        return RunningMeanState(jnp.ones((), jnp.float32))
+        return RunningMeanState(jnp.ones((), strict.arithmetic_dtype(*jax.tree.leaves(params))))
 
     def update(updates, state, params=None, **extra):
         del params
@@ -91,14 +91,15 @@ def normalise_by_running_mean(
 
         def divide(coefficients, mask):
             rows.append(_row_totals(coefficients, mask, unit, "response"))
-            return coefficients / safe
+            return coefficients / safe.astype(coefficients.dtype)
 
         divided = map_leaves(divide, updates, mask)
         if not rows:
             return divided, state
         sums, counts = (jnp.concatenate(parts) for parts in zip(*rows, strict=True))
-        new = _mean_of(sums, counts, axis_name)
-        mean = jax.lax.stop_gradient(state.mean + (1.0 - decay) * (new - state.mean))
+        new = _mean_of(sums, counts, axis_name).astype(state.mean.dtype)
+        part = 1.0 - matching(decay, new)
+        mean = jax.lax.stop_gradient(state.mean + part * (new - state.mean))
         empty = jnp.sum(_gathered(counts, axis_name), dtype=jnp.int32) == 0
         return divided, RunningMeanState(jnp.where(empty | jnp.isnan(new), state.mean, mean))
 
@@ -136,13 +137,13 @@ def mix_in_adaptively(
             return batch_mean(jnp.where(mask, values, 0.0), mask, axis_name=axis_name)
 
         ratio = jnp.broadcast_to(ratios.ratio(log_ratio, mask, level), mask.shape)
-        weights = jnp.minimum(ratio, upper)
+        weights = jnp.minimum(ratio, matching(upper, ratio))
         square, centre = mean(jnp.square(weights)), mean(weights)
         reliability = jnp.square(centre) / jnp.where(square > 0.0, square, 1.0)
         spread = jnp.sqrt(mean(jnp.square(weights - centre)))
         amplification = spread / jnp.where(spread + centre > 0.0, spread + centre, 1.0)
         divergence = mean(ratios.token_statistic("k3", log_ratio))
-        severity = 1.0 - strict.exp(-divergence / kl_scale)
+        severity = 1.0 - strict.exp(-divergence / matching(kl_scale, divergence))
         share = reliability * jnp.maximum(severity, amplification)
         return coefficients * (1.0 + strict.uncontracted(share * (weights - 1.0)))
 
@@ -167,6 +168,7 @@ def batch_mean(
 
     `coefficients` f32[B, R] are 0 off `mask`. Same bits however the batch is split.
     """
+    [coefficients] = strict.widened(coefficients)
     return _mean_of(*_row_totals(coefficients, mask, unit, among), axis_name)
 
 
@@ -176,16 +178,13 @@ def _row_totals(coefficients, mask, unit: Unit, among: Among) -> tuple[jax.Array
     sums, counts = compensated_sum(coefficients)[0], row_count(counted)
     if unit == "token":
         return sums, counts
-    return sums / jnp.maximum(counts, 1).astype(jnp.float32), (counts > 0).astype(jnp.int32)
+    means = masked.quotient(sums, jnp.maximum(counts, 1).astype(sums.dtype))
+    return means, (counts > 0).astype(jnp.int32)
 
 
 def _mean_of(sums: jax.Array, counts: jax.Array, axis_name: str | None) -> jax.Array:
-    return compensated_sum(_gathered(sums, axis_name))[0] / _number(_gathered(counts, axis_name))
-
-
-def _number(counts: jax.Array) -> jax.Array:
-    """f32[], the sum of integers or truths, at least 1: exact in any order, and a safe divisor."""
-    return jnp.maximum(jnp.sum(counts, dtype=jnp.int32), 1).astype(jnp.float32)
+    total = compensated_sum(_gathered(sums, axis_name))[0]
+    return masked.quotient(total, count(_gathered(counts, axis_name), total.dtype))
 
 
 def _gathered(rows: jax.Array, axis_name: str | None) -> jax.Array:

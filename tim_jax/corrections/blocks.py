@@ -7,12 +7,12 @@ Extra arguments of `update`:
 - `log_probs` (f32[B, R], the trainer's), `advantages` (f32[B] or f32[B, R]), `divergence`
   (f32[B, R]): only where a block says so. Unknown extras are ignored
 
-Log-probs may have any float dtype; the arithmetic is float32. Every bound is a bound on the ratio
-r = pi_train / pi_rollout or on a named statistic of it, never on the coefficient so far; so all
-blocks that only multiply commute. Order matters for those that read the coefficients so far
-(`normalise`, `normalise_by_running_mean`). Bounds must include the on-policy ratio, so that zero
-mismatch gives coefficients of exactly 1. They may be traced numbers (`optax.inject_hyperparams`),
-which are not checked.
+Log-probs may have any float dtype; the arithmetic is float32, or float64 where they are. Every
+bound is a bound on the ratio r = pi_train / pi_rollout or on a named statistic of it, never on the
+coefficient so far; so all blocks that only multiply commute. Order matters for those that read the
+coefficients so far (`normalise`, `normalise_by_running_mean`). Bounds must include the on-policy
+ratio, so that zero mismatch gives coefficients of exactly 1. They may be traced numbers
+(`optax.inject_hyperparams`), which are not checked.
 """
 
 from dataclasses import replace
@@ -34,6 +34,7 @@ from tim_jax.corrections.base import (
     known_number,
     map_coefficients,
     map_leaves,
+    matching,
     plain_number,
     take_extra,
 )
@@ -70,7 +71,8 @@ def scale_by_truncated_ratio(
     lower, upper = checked_bounds(lower, upper, what="the ratio")
 
     def scale(coefficients, mask, log_ratio):
-        return coefficients * jnp.clip(ratios.ratio(log_ratio, mask, level), lower, upper)
+        ratio = ratios.ratio(log_ratio, mask, level)
+        return coefficients * jnp.clip(ratio, *(matching(bound, ratio) for bound in (lower, upper)))
 
     return map_coefficients(
         "scale_by_truncated_ratio",
@@ -153,7 +155,7 @@ def veto(threshold: float = 1e-4) -> Correction:
     limit = _log(threshold)
 
     def keep(coefficients, mask, log_ratio):
-        fatal = jnp.any(mask & (log_ratio < limit), axis=-1, keepdims=True)
+        fatal = jnp.any(mask & (log_ratio < matching(limit, log_ratio)), axis=-1, keepdims=True)
         return jnp.where(fatal, 0.0, coefficients)
 
     return map_coefficients("veto", keep, needs=("log_ratio",), effect="reject")
@@ -274,13 +276,13 @@ def _inside_statistic(tokens, mask, statistic, over, bounds) -> jax.Array:
 def _inside(values: jax.Array, lower: Any, upper: Any) -> jax.Array:
     inside = jnp.ones(values.shape, bool)
     if lower is not None:
-        inside &= values >= lower
+        inside &= values >= matching(lower, values)
     if upper is not None:
-        inside &= values <= upper
+        inside &= values <= matching(upper, values)
     return inside
 
 
 def _log(bound: Any) -> Any:
     """The logarithm of a bound: to float64's precision where its value is known."""
     number = known_number(bound)
-    return strict.log(jnp.asarray(bound, jnp.float32)) if number is None else float(np.log(number))
+    return strict.log(*strict.widened(bound)) if number is None else float(np.log(number))

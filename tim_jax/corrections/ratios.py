@@ -5,15 +5,19 @@
 tokens; values elsewhere are never read. Every exponent is clipped to ±20 (exp(20) = 4.9e8), as in
 verl. Exponentials and logarithms are those of `strict`, so that a token's value has the same bits
 in a whole batch, in a chunk of it, and on one of many devices.
+
+Other float dtypes are computed in float32. float64 stays float64: then exponentials are XLA's own,
+and the bits are not promised.
 """
 
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from tim_jax.errors import InputError
-from tim_jax.numerics import strict
+from tim_jax.numerics import masked, strict
 from tim_jax.numerics.sums import compensated_sum, row_count
 
 Level = Literal["token", "sequence", "geometric"]
@@ -22,10 +26,10 @@ Over = Literal["token", "sum", "mean", "max"]
 
 PROBABILITY_FLOOR = 1e-6
 
-# k3 = exp(d) - 1 - d = d^2 (1/2! + d/3! + ...): the Taylor coefficients, highest power first.
-_K3_SERIES = tuple(
-    1.0 / f for f in (479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2)
-)
+# k3 = exp(d) - 1 - d = d^2 (1/2! + d/3! + ...): the Taylor coefficients, highest power first, up to
+# 1/12! for float32 and 1/19! for float64.
+_K3_SERIES = tuple(1.0 / math.factorial(n) for n in range(12, 1, -1))
+_K3_SERIES_64 = tuple(1.0 / math.factorial(n) for n in range(19, 1, -1))
 
 
 def ratio(log_ratio: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
@@ -37,6 +41,7 @@ def ratio(log_ratio: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
 
     Equal log-probs give exactly 1; a row without tokens has ratio 1.
     """
+    [log_ratio] = strict.widened(log_ratio)
     differences = jnp.where(mask, log_ratio, 0.0)
     if level == "token":
         return _exp(_clipped(differences))
@@ -50,6 +55,7 @@ def ratio(log_ratio: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
 
 def mean_log_ratio(log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns f32[B], `mean_t d_t` of each row; 0 for a row without tokens."""
+    [log_ratio] = strict.widened(log_ratio)
     return _row_mean(_finite(jnp.where(mask, log_ratio, 0.0)), mask)
 
 
@@ -69,6 +75,7 @@ def token_statistic(
       needs `log_probs`, the trainer's
     - divergence: what the caller gives, such as an exact KL per token
     """
+    log_ratio, log_probs, divergence = strict.widened(log_ratio, log_probs, divergence)
     d = _clipped(log_ratio)
     if statistic == "k1":
         return d
@@ -91,13 +98,16 @@ def token_statistic(
 
 def k3(log_ratio: jax.Array) -> jax.Array:
     """Returns `exp(d) - 1 - d` to full relative precision: near 0 the plain terms cancel."""
+    [log_ratio] = strict.widened(log_ratio)
     d = jnp.clip(log_ratio, -1.0, 1.0)
-    near = jnp.square(d) * strict.polynomial(d, _K3_SERIES)
+    series = _K3_SERIES_64 if d.dtype == jnp.float64 else _K3_SERIES
+    near = jnp.square(d) * strict.polynomial(d, series)
     return jnp.where(d == log_ratio, near, strict.exp(log_ratio) - 1.0 - log_ratio)
 
 
 def aggregate(values: jax.Array, mask: jax.Array, over: Literal["sum", "mean"]) -> jax.Array:
     """Returns f32[B, 1], the sum or mean over each row's tokens; 0 for a row without tokens."""
+    [values] = strict.widened(values)
     values = jnp.where(mask, values, 0.0)
     if over == "sum":
         return compensated_sum(values)[0][:, None]
@@ -106,6 +116,7 @@ def aggregate(values: jax.Array, mask: jax.Array, over: Literal["sum", "mean"]) 
 
 def probabilities(log_probs: jax.Array, log_ratio: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `(pi_train, pi_rollout)`, f32[B, R] each, from the trainer's log-probs."""
+    log_probs, log_ratio = strict.widened(log_probs, log_ratio)
     train = strict.exp(log_probs)
     rollout = strict.exp(jnp.minimum(log_probs - log_ratio, strict.LOG_RATIO_BOUND))
     return train, jnp.where(log_ratio == 0.0, train, rollout)
@@ -127,7 +138,7 @@ def _binary_kl(log_probs: jax.Array, log_ratio: jax.Array) -> jax.Array:
 def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     high, low = compensated_sum(values)
     lengths = jnp.maximum(row_count(mask), 1).astype(values.dtype)
-    return high / lengths + low / lengths
+    return masked.quotient(high, lengths) + low / lengths
 
 
 def _clipped(exponent: jax.Array) -> jax.Array:

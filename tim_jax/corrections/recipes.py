@@ -19,7 +19,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.corrections import base, batch, blocks
@@ -184,7 +183,7 @@ def off_policy_sequence_mask(*, bound: float = 0.5) -> Correction:
     number = known_number(bound)
     if number is not None and not number >= 0.0:
         raise InputError(f"bound is {bound}; it must be 0 or more")
-    lower = strict.exp(-jnp.asarray(bound, jnp.float32)) if number is None else np.exp(-number)
+    lower = strict.exp(-strict.widened(bound)[0]) if number is None else np.exp(-number)
     below = where_advantage("negative", reject("k1", over="mean", lower=lower))
     return declared(below, reads="current", effect="mask")
 

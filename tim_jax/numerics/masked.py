@@ -1,7 +1,11 @@
 """Statistics of masked arrays: means, shares, quantiles and extremes, as f32[].
 
 Means are compensated sums in a fixed order (`sums`), so they agree with float64 and do not depend
-on padding or sharding. A mean over nothing is 0.
+on padding or sharding. A mean over nothing is 0. Of float64 values, what is f32 here is float64.
+
+A device may divide by multiplying with the rounded reciprocal, and so may a compiler that knows the
+divisor: 41 * (1 / 41) is 0.99999994. Rules compare shares and means with 1, so what is 1 by
+definition is 1 exactly (`quotient`).
 """
 
 from collections.abc import Callable
@@ -20,20 +24,36 @@ def mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     total = jnp.where(mask, values, 0.0)
     for _ in range(total.ndim):
         total, _ = compensated_sum(total)
-    return total / count(mask)
+    return quotient(total, count(mask, total.dtype))
 
 
 def share(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """Returns f32[], the number of True places of `part` over that of `whole`."""
-    return jnp.sum(part, dtype=jnp.int32).astype(jnp.float32) / count(whole)
+    """Returns f32[], the number of True places of `part` over that of `whole`; 1 for all of them.
 
-
-def effective_share(mean: jax.Array, mean_square: jax.Array) -> jax.Array:
-    """Returns the effective sample size of weights as a share, `mean(w)^2 / mean(w^2)`.
-
-    0 where all weights are 0; NaN where one is NaN.
+    0 if `whole` has none.
     """
-    return jnp.where(mean_square == 0.0, 0.0, jnp.square(mean) / jnp.maximum(mean_square, 1e-38))
+    return quotient(jnp.sum(part, dtype=jnp.int32).astype(jnp.float32), count(whole))
+
+
+def quotient(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """Returns `part / whole`, of a `whole` that is not 0; exactly 1 where they are equal.
+
+    Not for differentiation.
+    """
+    return jnp.where(part == whole, 1.0, part / whole)
+
+
+def effective_share(
+    mean: jax.Array, mean_square: jax.Array, *, least: jax.Array, most: jax.Array
+) -> jax.Array:
+    """Returns the effective sample size of weights as a share in [0, 1], `mean(w)^2 / mean(w^2)`.
+
+    Exactly 1 where all weights are equal, `least` being the smallest and `most` the largest of
+    them; 0 where all are 0; NaN where one is NaN.
+    """
+    equal = (least == most) & (least > 0.0)
+    share = jnp.minimum(jnp.square(mean) / jnp.maximum(mean_square, 1e-38), 1.0)
+    return jnp.where(equal, 1.0, jnp.where(mean_square == 0.0, 0.0, share))
 
 
 def extreme(values: jax.Array, mask: jax.Array, function: Callable) -> jax.Array:
@@ -54,7 +74,7 @@ def quantiles(values: jax.Array, mask: jax.Array, name: str) -> dict[str, jax.Ar
     for label, share in QUANTILES.items():
         # last * share / 1000 in integers: a float32 place is too coarse for millions of tokens.
         below = (last // 1000) * share + (last % 1000) * share // 1000
-        part = ((last % 1000) * share % 1000).astype(jnp.float32) / 1000.0
+        part = ((last % 1000) * share % 1000).astype(values.dtype) / 1000.0
         left, right = ordered[below], ordered[jnp.minimum(below + 1, last)]
         quantile = left + part * (right - left)
         quantile = jnp.where(unordered, jnp.nan, quantile)

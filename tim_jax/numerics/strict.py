@@ -5,12 +5,15 @@ whole vectors are computed by one code, the elements left over by another, and a
 unrolled into its neighbours by a third. Also, a product that goes into a sum may or may not become
 a fused multiply-add. The functions here use sums, products, quotients, roots and comparisons, each
 rounded by itself, and bit patterns: a float gives the same bits in every program, and in NumPy.
+That holds for float32; float64, which statistics may be computed in, has accuracy alone.
 
 exp and log reduce the argument as Cody and Waite (1980) do. The polynomial of exp is a minimax fit
 of (e^r - 1 - r) / r^2 over |r| <= ln(2) / 2, that of log is Moshier's (Cephes, logf). The results
 are never subnormal, and log takes subnormal numbers as zero. The normal quantile's rational
 functions are Wichura's (1988, algorithm AS 241, PPND7).
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,12 +51,32 @@ _FAR_BELOW = (1.2258202635e-2, 2.4197894225e-1, 1.0)
 
 
 def unequal_bits(left: jax.Array, right: jax.Array) -> jax.Array:
-    """bool[...], where two float32 arrays do not hold the same finite bits.
+    """bool[...], where two float32 (or two float64) arrays do not hold the same finite bits.
 
     A value that is not finite counts as unequal: two NaNs do not agree. 0 and -0 differ.
     """
-    bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (left, right)]
+    kind = jnp.int64 if left.dtype == jnp.float64 else jnp.int32
+    bits = [jax.lax.bitcast_convert_type(x, kind) for x in (left, right)]
     return (bits[0] != bits[1]) | ~jnp.isfinite(left)
+
+
+def arithmetic_dtype(*arrays: Any) -> Any:
+    """Returns what the arrays are computed with: float64 if one of them has it, else float32.
+
+    Sums and exponentials of 16 bits would be wrong, or overflow.
+    """
+    double = any(getattr(x, "dtype", None) == jnp.float64 for x in arrays)
+    # Without `jax_enable_x64` JAX takes NumPy's float64 for float32.
+    return jax.dtypes.canonicalize_dtype(jnp.float64) if double else jnp.dtype(jnp.float32)
+
+
+def widened(*arrays: Any) -> list[Any]:
+    """Returns the arrays in their `arithmetic_dtype`, one for all of them.
+
+    A Python number has no dtype to consider. None stays None.
+    """
+    dtype = arithmetic_dtype(*arrays)
+    return [x if x is None else jnp.asarray(x).astype(dtype) for x in arrays]
 
 
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -104,11 +127,13 @@ def sigmoid(x: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def exp(x: jax.Array) -> jax.Array:
-    """e^x of float32 x up to 87.33, to 1 ulp; 0 below -87.33.
+    """e^x of float32 x up to 87.33, to 1 ulp; 0 below -87.33. Of float64, XLA's own exp.
 
     The result is meaningless beyond 87.33. A softmax subtracts its maximum before, so it never goes
     there, and a check would cost a tenth of the time.
     """
+    if x.dtype == jnp.float64:
+        return jnp.exp(x)
     exponent = jax.lax.round(x * _LOG2_E, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     rest = x - exponent * _LN2_HIGH - exponent * _LN2_LOW
     y = uncontracted(polynomial(rest, _EXP) * (rest * rest)) + rest + 1.0
@@ -124,7 +149,12 @@ def _exp_jvp(primals, tangents):
 
 @jax.custom_jvp
 def log(x: jax.Array) -> jax.Array:
-    """The natural logarithm of float32 x, to 1 ulp; -inf at 0 and for subnormal numbers."""
+    """The natural logarithm of float32 x, to 1 ulp; -inf at 0 and for subnormal numbers.
+
+    Of float64, XLA's own.
+    """
+    if x.dtype == jnp.float64:
+        return jnp.log(x)
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits >> _MANTISSA) - (_BIAS - 1)
     mantissa = (bits & ((1 << _MANTISSA) - 1)) | ((_BIAS - 1) << _MANTISSA)

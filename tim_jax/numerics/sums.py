@@ -14,6 +14,7 @@ one its operations are written out, as if it were not jitted.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,9 +76,12 @@ def row_count(mask: jax.Array) -> jax.Array:
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 
-def count(mask: jax.Array) -> jax.Array:
-    """Returns f32[], the number of True places, at least 1: a safe divisor."""
-    return jnp.maximum(jnp.sum(mask, dtype=jnp.int32), 1).astype(jnp.float32)
+def count(mask: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Returns f32[], or of `dtype`, the number of True places, at least 1: a safe divisor.
+
+    Of integers, their sum.
+    """
+    return jnp.maximum(jnp.sum(mask, dtype=jnp.int32), 1).astype(dtype)
 
 
 def whole(values: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from tim_jax.errors import InputError, check_choice
 from tim_jax.numerics import strict
-from tim_jax.numerics.sums import row_count, running_sum, tree_sum
+from tim_jax.numerics.sums import count, row_count, running_sum, tree_sum
 from tim_jax.objectives import means
 
 Estimator = Literal[
@@ -112,6 +112,8 @@ def advantages(
     reinforce_plus_plus and remax: the r of these four is then the return `r + sum(k_s of s >= t)`
     that follows token t. The others are of whole responses, and their r is `r + sum(k)`.
 
+    Arrays of other float dtypes are cast to float32. With one that is float64 all is float64.
+
     With rewards r, response lengths T, and sums and means over the group:
 
     - grpo: `(r - mean) / (std + eps)`. The paper (arXiv 2402.03300, 4.1.2) leaves the estimator of
@@ -163,6 +165,8 @@ def advantages(
             the group size, an array missing or of another shape, or a cap that is not positive.
     """
     check_group_size(estimator, group_size)
+    wide = strict.widened(rewards, token_rewards, greedy_rewards, energies, log_ratio)
+    rewards, token_rewards, greedy_rewards, energies, log_ratio = wide
     groups = _groups(rewards, group_size)
     given = {"mask": mask, "token_rewards": token_rewards, "greedy_rewards": greedy_rewards}
     given |= {"energies": energies, "log_ratio": log_ratio}
@@ -229,7 +233,7 @@ def _reinforce(batch: _Batch) -> jax.Array:
 
 def _reinforce_batch(batch: _Batch) -> jax.Array:
     total = tree_sum(_reinforce(batch).reshape(-1))
-    number = jnp.maximum(jnp.sum(batch.counted, dtype=jnp.int32), 1).astype(jnp.float32)
+    number = count(batch.counted, total.dtype)
     return jnp.where(batch.counted, batch.rewards - means.quotient(total, number), 0.0)
 
 
@@ -242,7 +246,7 @@ def _reinforce_plus_plus_baseline(batch: _Batch) -> jax.Array:
 
 
 def _opo(batch: _Batch) -> jax.Array:
-    lengths = row_count(batch.mask).astype(jnp.float32)
+    lengths = row_count(batch.mask).astype(batch.rewards.dtype)
     baseline = means.weighted_mean(batch.rewards, lengths, batch.counted)
     return _informative(batch, batch.rewards - baseline)
 
@@ -304,7 +308,7 @@ def _group_sum(batch: _Batch) -> jax.Array:
 
 def _number(batch: _Batch) -> jax.Array:
     """f32[P, 1], the rows of a group that count, at least 1."""
-    return jnp.maximum(row_count(batch.counted), 1).astype(jnp.float32)[:, None]
+    return jnp.maximum(row_count(batch.counted), 1).astype(batch.rewards.dtype)[:, None]
 
 
 def _centred(batch: _Batch) -> jax.Array:
@@ -330,8 +334,8 @@ def _informative(batch: _Batch, values: jax.Array) -> jax.Array:
 def _whitened(batch: _Batch, values: jax.Array) -> jax.Array:
     """The values, of `counted`'s shape, less their mean, over their deviation; by tokens."""
     share = row_count(batch.mask) if values.ndim == 2 else batch.mask.astype(jnp.int32)
-    tokens = jnp.maximum(jnp.sum(share, dtype=jnp.int32), 1).astype(jnp.float32)
-    share = share.astype(jnp.float32)
+    tokens = jnp.maximum(jnp.sum(share, dtype=jnp.int32), 1).astype(values.dtype)
+    share = share.astype(values.dtype)
     centred = values - means.total(share * values) / tokens
     centred = jnp.where(batch.counted, centred, 0.0)
     variance = means.total(share * jnp.square(centred)) / means.one_less(tokens)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from tim_jax.errors import InputError, check_choice
 from tim_jax.inputs import check_kinds
+from tim_jax.numerics.strict import widened
 from tim_jax.objectives import losses
 from tim_jax.objectives.advantages import GROUP_BASELINES, Estimator, advantages, needs
 from tim_jax.objectives.aggregation import (
@@ -228,8 +229,7 @@ class Objective:
         The arrays must be those of the whole update batch.
         """
         advantages = _token_advantages(advantages, mask.shape)
-        given = (log_probs, old_log_probs)
-        log_probs, old = (jnp.where(mask, x.astype(jnp.float32), 0.0) for x in given)
+        log_probs, old = (jnp.where(mask, x, 0.0) for x in (log_probs, old_log_probs))
         return losses.select(self.loss, log_probs, old, advantages, mask, self.options)
 
     def token_losses(
@@ -257,7 +257,7 @@ class Objective:
         loss of its routers, both with their gradients. No gradient flows into
         `old_log_probs`, `advantages`, `coefficients` or `reference_log_probs`; equal log-probs give
         ratios of exactly 1. Values off the mask, NaN too, are ignored, also by the gradient; a NaN
-        on it makes the token's loss NaN.
+        on it makes the token's loss NaN. One array of float64 makes all of them float64.
 
         Raises:
             InputError: a shape that does not fit, or an array that the objective needs is missing.
@@ -268,9 +268,12 @@ class Objective:
         check_tokens(
             tokens | {"entropy": entropy, "selected": selected, "balance": balance}, mask.shape
         )
+        rest = coefficients, reference_log_probs, entropy, balance
+        log_probs, old, advantages, *rest = widened(log_probs, old_log_probs, advantages, *rest)
+        coefficients, reference_log_probs, entropy, balance = rest
         advantages = jax.lax.stop_gradient(_token_advantages(advantages, mask.shape))
-        log_probs = jnp.where(mask, log_probs.astype(jnp.float32), 0.0)
-        old = jax.lax.stop_gradient(jnp.where(mask, old_log_probs.astype(jnp.float32), 0.0))
+        log_probs = jnp.where(mask, log_probs, 0.0)
+        old = jax.lax.stop_gradient(jnp.where(mask, old, 0.0))
         counted = mask if kept is None else mask & kept
         policy = losses.policy_loss(
             self.loss, log_probs, old, advantages, counted, self.options, selected=selected
@@ -278,11 +281,10 @@ class Objective:
         loss = policy.loss
         if coefficients is not None:
             loss = loss * jax.lax.stop_gradient(jnp.where(mask, coefficients, 0.0))
-        kl = jnp.zeros_like(loss)
+        kl = terms = jnp.zeros_like(loss)
         if reference_log_probs is not None:
             reference = jax.lax.stop_gradient(jnp.where(mask, reference_log_probs, 0.0))
             kl = kl_estimate(log_probs, reference, estimator=self.kl_estimator, cap=self.kl_cap)
-        terms = jnp.zeros_like(loss)
         if self.kl_coefficient > 0.0:  # without a coefficient the estimate is only reported
             terms = terms + self.kl_coefficient * kl
         if self.entropy_coefficient and entropy is not None:
@@ -404,11 +406,10 @@ def _build(changes: dict, **defaults) -> Objective:
 
 
 def _token_advantages(advantages: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """f32[B, R] of advantages [B] or [B, R], and of nothing else."""
+    """[B, R] of advantages [B] or [B, R], and of nothing else."""
     if advantages.shape not in (shape, shape[:1]):
         raise InputError(
             f"advantages have shape {advantages.shape}; with a mask of {shape} they must be"
             f" {shape[:1]}, one a sequence, or {shape}, one a token"
         )
-    values = advantages.astype(jnp.float32)
-    return jnp.broadcast_to(values[:, None] if values.ndim == 1 else values, shape)
+    return jnp.broadcast_to(advantages[:, None] if advantages.ndim == 1 else advantages, shape)

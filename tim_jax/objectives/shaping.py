@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.errors import InputError
+from tim_jax.numerics.strict import widened
 from tim_jax.objectives.losses import KL, kl_estimate
 
 # The largest relative error of the KL that the controller answers to (Ziegler et al. 2019, 2.2).
@@ -68,10 +69,11 @@ def kl_penalty(
         )
     if isinstance(coefficient, float | int) and not coefficient >= 0.0:
         raise InputError(f"coefficient is {coefficient}; it must be 0 or more")
-    ours, theirs = (jnp.where(mask, x, 0.0) for x in (log_probs, reference_log_probs))
+    ours, theirs, factor = widened(log_probs, reference_log_probs, coefficient)
+    ours, theirs = (jnp.where(mask, x, 0.0) for x in (ours, theirs))
     estimates = kl_estimate(ours, theirs, estimator=estimator)
     # Selected after it is multiplied, so that the product cannot fuse with the caller's sum.
-    return jnp.where(mask, coefficient * estimates, 0.0)
+    return jnp.where(mask, factor * estimates, 0.0)
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ def adapted_coefficient(
         InputError: `sequences` is below 0, or `5 * horizon` or more.
     """
     check_sequences(sequences, horizon)
+    coefficient, kl = widened(coefficient, kl)
     # Each factor is inside a clip or a select, so that no sum becomes a fused multiply-add.
     gain = sequences / horizon
     limit = _LARGEST_ERROR * gain

@@ -14,7 +14,7 @@ from tim_jax import kernels
 from tim_jax.kernels import formulas
 from tim_jax.model.execution import Sampling
 from tim_jax.numerics import Numerics
-from tim_jax.numerics.strict import clipped_to_finite
+from tim_jax.numerics.strict import clipped_to_finite, widened
 from tim_jax.policy import truncation
 
 _LANES = 128
@@ -25,13 +25,15 @@ def log_prob(
 ) -> jax.Array:
     """log pi(token) under `sampling`, float32 [N], of logits [N, V] and tokens i32[N].
 
+    Logits of other float dtypes are cast to float32, which the kernels compute with.
+
     The token itself always counts as part of the truncated set. At the weights that drew it, it is
     in it anyway; and when the weights have moved, its log-prob stays finite.
     """
     if sampling.temperature == 0:
         return jnp.zeros(tokens.shape, jnp.float32)
     ops = kernels.family(numerics)
-    scaled = _scale(logits, sampling, ops)
+    scaled = _scale(logits.astype(jnp.float32), sampling, ops)
     peak = ops.fence(ops.peak(scaled))
     weights = _weights(scaled, peak, sampling, numerics, keep=tokens)
     return _log_prob_of(scaled, peak, weights, tokens, sampling, numerics)
@@ -40,8 +42,9 @@ def log_prob(
 def entropy(logits: jax.Array, *, sampling: Sampling) -> jax.Array:
     """Entropy in nats, float32 [N], of softmax(logits / temperature); truncation is ignored.
 
-    A metric, not bound by the exactness contract.
+    A metric, not bound by the exactness contract. float64 where the logits are.
     """
+    [logits] = widened(logits)
     scaled = logits / max(sampling.temperature, 1e-6)
     scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
     weights = jnp.exp(scaled)
@@ -54,7 +57,9 @@ def score_energy(logits: jax.Array, tokens: jax.Array, *, sampling: Sampling) ->
 
     `|d log pi(a) / d logits|^2 = 1 - 2 pi(a) + sum_v pi(v)^2` of softmax(logits / temperature), in
     units of 1 / temperature^2; truncation is ignored. Baselines of least variance weight with it.
+    float64 where the logits are.
     """
+    [logits] = widened(logits)
     scaled = logits / max(sampling.temperature, 1e-6)
     chances = jax.nn.softmax(scaled, axis=-1)
     chosen = jnp.take_along_axis(chances, tokens[:, None], axis=-1)[:, 0]
@@ -67,7 +72,7 @@ def draw(
     """Draws one token per row by inverting the cumulative distribution, and its log-prob.
 
     Args:
-      logits: float32 [N, V].
+      logits: float32 [N, V]; other float dtypes are cast to it.
       uniform: float32 [N] in [0, 1); one number per draw, where Gumbel noise would take V.
 
     Returns:
@@ -77,10 +82,10 @@ def draw(
     if sampling.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return tokens, jnp.zeros(tokens.shape, jnp.float32)
-    scaled = _scale(logits, sampling, ops)
+    scaled = _scale(logits.astype(jnp.float32), sampling, ops)
     peak = ops.fence(ops.peak(scaled))
     weights = _weights(scaled, peak, sampling, numerics, keep=None)
-    tokens = ops.fence(_invert(weights, uniform))
+    tokens = ops.fence(_invert(weights, uniform.astype(jnp.float32)))
     return tokens, _log_prob_of(scaled, peak, weights, tokens, sampling, numerics)
 
 
@@ -99,7 +104,7 @@ def _weights(scaled, peak, sampling, numerics, *, keep):
         fixed = jax.lax.stop_gradient((scaled, peak, weights))
         inside = truncation.kept(*fixed, sampling=sampling, numerics=numerics)
         if keep is not None:
-            inside |= jnp.arange(scaled.shape[-1])[None, :] == keep[:, None]
+            inside |= jnp.arange(scaled.shape[-1], dtype=keep.dtype)[None, :] == keep[:, None]
         weights = ops.fence(jnp.where(inside, weights, 0.0))
     return weights
 

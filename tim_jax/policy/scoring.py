@@ -14,6 +14,7 @@ from tim_jax.kernels import native
 from tim_jax.model import transformer
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights, weight_axes
+from tim_jax.numerics import masked
 from tim_jax.placement import Placement, collectives
 from tim_jax.policy import distribution
 from tim_jax.types import Rollout
@@ -104,7 +105,8 @@ def _routing(routed: transformer.Routed, rollout: Rollout) -> dict[str, jax.Arra
         raise ValueError("the rollout has no routes to compare with")
     own, recorded = routed.experts, rollout.routes.astype(jnp.int32)
     same = jnp.any(own[..., :, None] == recorded[..., None, :], axis=-1)
-    agreement = jnp.mean(same.astype(jnp.float32), axis=(2, 3))
+    number = jnp.asarray(same.shape[2] * same.shape[3], jnp.float32)
+    agreement = masked.quotient(jnp.sum(same.astype(jnp.float32), axis=(2, 3)), number)
     return {
         "agreement": _predicting(agreement, rollout),
         "router_entropy": _predicting(routed.entropy, rollout),

@@ -63,7 +63,10 @@ def kept(
       weights: float32 [N, V], exp(scaled - peak) as the numerics' kernels compute it.
       sampling: of which `top_k` and `top_p` are used.
       numerics: of the sum over the row by which the weights become probabilities.
+
+    Arrays of other float dtypes are cast to float32, whose bits are compared.
     """
+    scaled, peak, weights = (x.astype(jnp.float32) for x in (scaled, peak, weights))
     order = _ordered(scaled)
     lowest = jnp.full_like(_ordered(peak), _LOWEST)
     if sampling.top_k:

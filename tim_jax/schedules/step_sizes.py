@@ -17,7 +17,7 @@ import optax
 from jax.core import Tracer
 
 from tim_jax.errors import InputError
-from tim_jax.numerics import strict
+from tim_jax.numerics import masked, strict
 from tim_jax.numerics.sums import compensated_sum, count
 from tim_jax.schedules.surges import SurgeDetector, SurgeState
 
@@ -154,7 +154,8 @@ def scale_by_root_ess(*, reference: float = 1.0) -> optax.GradientTransformation
         del params, extra
         if effective_sample_size is None:
             raise InputError("scale_by_root_ess needs the extra argument 'effective_sample_size'")
-        share = jnp.asarray(effective_sample_size, jnp.float32) / jnp.float32(reference)
+        [share] = strict.widened(effective_sample_size)
+        share = masked.quotient(share, jnp.asarray(reference, share.dtype))
         return _scaled(updates, jnp.sqrt(jnp.minimum(share, 1.0))), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
@@ -164,18 +165,17 @@ def effective_sample_size(log_weights: jax.Array, valid: jax.Array) -> jax.Array
     """(sum w)^2 / (B sum w^2) of w = exp(log_weights) over the B valid sequences; f32[] in (0, 1].
 
     Takes f32[B] log-ratios of whole sequences, clipped to ±20 as in the metric `ess_sequence`, and
-    bool[B]. 1 when all weights are equal, 1 / B when one is all there is, 1 when none is valid.
-    Weights that are not valid are ignored; a NaN among the valid makes the result NaN.
+    bool[B]. Exactly 1 when all weights are equal, 1 / B when one is all there is, 1 when none is
+    valid. Weights that are not valid are ignored; a NaN among the valid makes it NaN.
     """
-    clipped = jnp.clip(
-        jnp.where(valid, log_weights, 0.0), -strict.LOG_RATIO_BOUND, strict.LOG_RATIO_BOUND
-    )
-    weights = jnp.where(valid, strict.exp(clipped), 0.0)
+    [wide], bound = strict.widened(log_weights), strict.LOG_RATIO_BOUND
+    weights = jnp.where(valid, strict.exp(jnp.clip(wide, -bound, bound)), 0.0)
     total, _ = compensated_sum(weights)
     squares, _ = compensated_sum(jnp.square(weights))
-    # All weights are at least e^-20, so squares are 0 only where none is valid.
-    share = jnp.square(total) / (count(valid) * jnp.where(squares == 0.0, 1.0, squares))
-    return jnp.where(jnp.any(valid), share, 1.0)
+    # All weights are at least e^-20, so the squares are 0 only where none is valid.
+    squares = count(valid, total.dtype) * jnp.where(squares == 0.0, 1.0, squares)
+    least, most = (masked.extreme(weights, valid, f) for f in (jnp.min, jnp.max))
+    return jnp.where(least == most, 1.0, jnp.minimum(jnp.square(total) / squares, 1.0))
 
 
 def decay_report(opt_state: Any) -> dict[str, jax.Array]:
@@ -236,7 +236,8 @@ def _advance(state: LengthDecayState, period, *, floor, factor) -> LengthDecaySt
 
 
 def _scaled(updates, scale: jax.Array):
-    return jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
+    # Rounded once, also where the updates have 16 bits.
+    return jax.tree.map(lambda u: jnp.multiply(*strict.widened(u, scale)).astype(u.dtype), updates)
 
 
 def _traced(value: Any) -> bool:  # a number that is known only when the program runs

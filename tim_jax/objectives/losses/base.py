@@ -1,12 +1,14 @@
 """What policy losses share: their result, the importance ratio, clipping, estimates of the KL."""
 
+import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
 from tim_jax.errors import InputError, check_choice
-from tim_jax.numerics.strict import LOG_RATIO_BOUND
+from tim_jax.numerics.strict import LOG_RATIO_BOUND, widened
 from tim_jax.numerics.sums import row_count, tree_sum
 
 
@@ -18,6 +20,20 @@ class PolicyLoss(NamedTuple):
     clipped_low: jax.Array  # bool, cut off where the loss would lower the token's probability
     clipped_high: jax.Array  # bool, cut off where the loss would raise it
     clipped_dual: jax.Array  # bool, cut off by `dual_clip`
+
+
+def of_wide_arrays(function: Callable) -> Callable:
+    """Decorates a loss or selection, which is then given log-probs and advantages `widened`.
+
+    So log-probs of 16 bits have ratios of float32, and those of float64 have float64's.
+    """
+
+    @functools.wraps(function)
+    def of_any(log_probs, old_log_probs, advantages, mask, **options):
+        wide = widened(log_probs, old_log_probs, advantages)
+        return function(*wide, mask, **options)
+
+    return of_any
 
 
 def log_ratios(log_probs: jax.Array, old_log_probs: jax.Array, mask: jax.Array) -> jax.Array:
@@ -107,6 +123,7 @@ def kl_estimate(
     check_choice("estimator", estimator, get_args(KL))
     if cap is not None and not cap > 0.0:
         raise InputError(f"cap is {cap}; it must be positive, or None for no cap")
+    log_probs, reference = widened(log_probs, reference)
     difference = log_probs - reference
     value = _divergence_estimate(difference, estimator.removesuffix("+"))
     if cap is not None:

@@ -10,10 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.numerics.sums import compensated_sum, count, whole
-from tim_jax.objectives.losses.base import PolicyLoss, absolute, log_ratios, token_ratio, unclipped
+from tim_jax.objectives.losses.base import (
+    PolicyLoss,
+    absolute,
+    log_ratios,
+    of_wide_arrays,
+    token_ratio,
+    unclipped,
+)
 from tim_jax.objectives.losses.ratio import clip
 
 
+@of_wide_arrays
 def clip_cov(
     log_probs: jax.Array,
     old_log_probs: jax.Array,
@@ -55,6 +63,7 @@ def clip_cov(
     )
 
 
+@of_wide_arrays
 def kl_cov(
     log_probs: jax.Array,
     old_log_probs: jax.Array,
@@ -76,6 +85,7 @@ def kl_cov(
     return unclipped(jnp.where(selected & mask, loss + penalty, loss), ratio, mask)
 
 
+@of_wide_arrays
 def select_clip_cov(
     log_probs: jax.Array,
     old_log_probs: jax.Array,
@@ -112,6 +122,7 @@ def select_clip_cov(
     return _first(_share_of(mask, share), eligible, order)
 
 
+@of_wide_arrays
 def select_kl_cov(
     log_probs: jax.Array,
     old_log_probs: jax.Array,
@@ -141,7 +152,7 @@ def _covariance(log_probs: jax.Array, advantages: jax.Array, mask: jax.Array) ->
 def _centred(values: jax.Array, mask: jax.Array) -> jax.Array:
     # Compensated, so that the order of the rows does not change the last bit of the mean.
     flat = whole(jnp.where(mask, values, 0.0)).reshape(-1)
-    return values - compensated_sum(flat)[0] / count(mask)
+    return values - compensated_sum(flat)[0] / count(mask, flat.dtype)
 
 
 def _fingerprint(log_probs, old_log_probs, advantages, mask) -> jax.Array:
@@ -154,7 +165,8 @@ def _fingerprint(log_probs, old_log_probs, advantages, mask) -> jax.Array:
     hashed = _mixed(place)
     for values in (log_probs, old_log_probs, advantages):
         bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(values), jnp.uint32)
-        hashed = _mixed(hashed ^ bits)
+        for word in (bits,) if bits.ndim == values.ndim else (bits[..., 0], bits[..., 1]):
+            hashed = _mixed(hashed ^ word)
     row = jnp.sum(jnp.where(mask, hashed, jnp.uint32(0)), axis=1, keepdims=True, dtype=jnp.uint32)
     return _mixed(hashed ^ _mixed(row))
 

@@ -8,6 +8,7 @@ from tim_jax.objectives.losses.base import (
     PolicyLoss,
     clipped,
     log_ratios,
+    of_wide_arrays,
     result,
     row_mean,
     token_ratio,
@@ -21,6 +22,7 @@ from tim_jax.objectives.losses.base import (
 COIN_BOUNDS = (-100.0, -1e-8)
 
 
+@of_wide_arrays
 def reinforce(
     log_probs: jax.Array, old_log_probs: jax.Array, advantages: jax.Array, mask: jax.Array
 ) -> PolicyLoss:
@@ -29,6 +31,7 @@ def reinforce(
     return unclipped(-advantages * log_probs, mask.astype(log_probs.dtype), mask)
 
 
+@of_wide_arrays
 def clip(
     log_probs: jax.Array,
     old_log_probs: jax.Array,
@@ -48,6 +51,7 @@ def clip(
     return clipped(ratio, advantages, mask, clip_low, clip_high, dual_clip)
 
 
+@of_wide_arrays
 def gspo(
     log_probs: jax.Array,
     old_log_probs: jax.Array,
@@ -74,6 +78,7 @@ def gspo(
     return clipped(ratio, advantages, mask, clip_low, clip_high, dual_clip)
 
 
+@of_wide_arrays
 def cispo(
     log_probs: jax.Array,
     old_log_probs: jax.Array,
@@ -95,6 +100,7 @@ def cispo(
     return result(loss, ratio, mask, low=ratio < low, high=ratio > high)
 
 
+@of_wide_arrays
 def sapo(
     log_probs: jax.Array,
     old_log_probs: jax.Array,
@@ -115,6 +121,7 @@ def sapo(
     return unclipped(-advantages * gate, ratio, mask)
 
 
+@of_wide_arrays
 def gmpo(
     log_probs: jax.Array,
     old_log_probs: jax.Array,
@@ -141,6 +148,7 @@ def gmpo(
     return result(loss, jnp.broadcast_to(ratio, loss.shape), mask, low=low, high=high)
 
 
+@of_wide_arrays
 def dppo_tv(
     log_probs: jax.Array,
     old_log_probs: jax.Array,
@@ -164,6 +172,7 @@ def dppo_tv(
     return trust_region(log_probs, old_log_probs, advantages, mask, divergence, bounds, ratio_cap)
 
 
+@of_wide_arrays
 def dppo_kl(
     log_probs: jax.Array,
     old_log_probs: jax.Array,
