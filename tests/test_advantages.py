@@ -151,6 +151,7 @@ def reference(data, size, estimator):
         "reinforce_plus_plus_baseline": lambda: whiten(centred, mask),
         "opo": lambda: centre(r, size, counted, lengths),
         "remax": lambda: r - np.repeat(data["greedy_rewards"], size),
+        "gpg": lambda: centred * counted.sum() / max((r[counted] != 0).sum(), 1),
         "pass_at_k": lambda: scale(best_less_second(r, size, counted), r, size, counted),
         "optimal_token_baseline": lambda: token_baseline(r, size, mask, energies, np.exp(d)),
         "off_policy_baseline": lambda: centre(r, size, counted, norms),
