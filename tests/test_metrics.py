@@ -98,6 +98,7 @@ def test_scalars_match_the_definitions(seed, spread):
     loose = {"prob_diff_mean": 1e-7, "prob_diff_max": 1e-7, "prob_diff_std": 1e-7}
     # The exponential of a rounded sum is known no better than the sum; near 16 its ulp is 1e-6.
     near = {"chi2_sequence": 3e-6, "ess_sequence": 3e-6}
+    near |= dict.fromkeys(("ppl_train", "ppl_rollout", "ppl_ratio"), 3e-6)
     for name, value in expected.items():
         close = pytest.approx(value, rel=near.get(name, 1e-6), abs=loose.get(name, 1e-9))
         assert float(ours[name]) == close, name
@@ -469,7 +470,7 @@ def test_a_nan_log_prob_is_seen_by_every_share_and_moment():
     train = jnp.asarray(-rng.exponential(size=(4, 6)), jnp.float32)
     mask = jnp.ones((4, 6), bool)
     found = metrics.mismatch_metrics(train.at[1, 2].set(jnp.nan), train, mask)
-    counts = ("tokens", "log_ppl_rollout")  # of the mask and of the rollout alone
+    counts = ("tokens", "log_ppl_rollout", "ppl_rollout")  # of the mask and of the rollout alone
     shares = {"unequal_tokens": 1, "exact_share": 23 / 24, "extreme_share": 1 / 24}
     shares |= {f"outside_{band}": 1 / 24 for band in metrics.BANDS}
     for name, value in found.items():
