@@ -176,7 +176,7 @@ def _to_go_past_the_masked(token_rewards, mask):
     return found
 
 
-# core_algos.py: policy losses. x are the log-probs that move, `at` the same where no gradient flows.
+# core_algos.py: policy losses. x are the log-probs that move, `at` the same without a gradient.
 
 
 def _pessimistic(ratio, a, o):
