@@ -217,6 +217,6 @@ def add_translate(commands: Any, *, run: Callable[..., int]) -> None:
     translate = commands.add_parser(
         "translate", help="a verl configuration as one of this library, and what differs"
     )
-    translate.add_argument("config", type=path, help="YAML file of verl, interpolations resolved")
+    translate.add_argument("file", type=path, help="YAML file of verl, interpolations resolved")
     translate.add_argument("--out", type=path, metavar="FILE", help="write the TOML there")
     translate.set_defaults(run=run)

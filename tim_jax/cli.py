@@ -351,9 +351,9 @@ def _report(arguments: argparse.Namespace) -> int:
 def _translate(arguments: argparse.Namespace) -> int:
     from tim_jax.config import verl, verl_keys
 
-    source = str(arguments.config)
+    source = str(arguments.file)
     found = verl.translate(verl_keys.read_yaml(source), source=source)
-    written = verl.text(found, source=arguments.config.name).rstrip()
+    written = verl.text(found, source=arguments.file.name).rstrip()
     print(written)
     _write(arguments.out, written)
     return 0

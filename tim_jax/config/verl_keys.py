@@ -70,6 +70,7 @@ class Keys:
         self._asked: set[str] = set()
 
     def has(self, path: str) -> bool:
+        """True if there is a section of this dotted path."""
         found = self._sections
         for part in path.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
