@@ -373,6 +373,7 @@ def token_weights(b: Batch, kept, aggregation: str, denominator: str):
     lengths, sequences = counted.sum(axis=1), max(alive.sum(), 1)
     per_row = {
         "token_mean": np.full(len(lengths), 1 / max(counted.sum(), 1)),
+        "token_sum": np.ones(len(lengths)),
         "sequence_mean_token_mean": 1 / (sequences * np.maximum(lengths, 1)),
         "sequence_mean_token_sum": np.full(len(lengths), 1 / sequences),
         "constant_length": np.full(len(lengths), 1 / (sequences * LONGEST)),

@@ -170,6 +170,7 @@ def reference(data, size, estimator, *, tiny=1e-8):
         "reinforce_plus_plus_baseline": lambda: whiten(centred, mask, tiny),
         "opo": lambda: centre(r, size, counted, lengths),
         "remax": lambda: to_go - np.repeat(data["greedy_rewards"], size)[:, None],
+        "gpg": lambda: centred * counted.sum() / max((r[counted] != 0).sum(), 1),
         "pass_at_k": lambda: scale(best_less_second(r, size, counted), r, size, counted),
         "optimal_token_baseline": lambda: token_baseline(
             to_go, size, mask, energies, np.exp(d), tiny

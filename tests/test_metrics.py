@@ -37,10 +37,12 @@ def reference(train, rollout, mask):
     sums, means = np.array([x.sum() for x in rows]), np.array([x.mean() for x in rows])
     product = np.exp(np.clip(sums, -20, 20))
     difference = np.abs(p_train - p_rollout)
-    ppl = [
-        np.mean([-x[i, m].astype(np.float64).mean() for i, m in enumerate(mask) if m.any()])
+    log_ppl = [
+        np.array([-x[i, m].astype(np.float64).mean() for i, m in enumerate(mask) if m.any()])
         for x in (train, rollout)
     ]
+    ppl = [x.mean() for x in log_ppl]
+    perplexities = [np.exp(np.minimum(x, 80)) for x in log_ppl]
     quantiles = {"p01": 0.01, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p99": 0.99, "p999": 0.999}
     return {
         "tokens": mask.sum(),
@@ -53,6 +55,11 @@ def reference(train, rollout, mask):
         "log_ppl_train": ppl[0],
         "log_ppl_rollout": ppl[1],
         "log_ppl_diff": -means.mean(),
+        "log_ppl_diff_min": (-means).min(),
+        "log_ppl_diff_max": (-means).max(),
+        "ppl_train": perplexities[0].mean(),
+        "ppl_rollout": perplexities[1].mean(),
+        "ppl_ratio": np.exp(np.minimum(-means, 80)).mean(),
         "log_ppl_abs_diff_sum": np.abs(sums).mean(),
         "log_ppl_abs_diff_mean": np.abs(means).mean(),
         "kl_k1": -d.mean(),
@@ -91,6 +98,7 @@ def test_scalars_match_the_definitions(seed, spread):
     loose = {"prob_diff_mean": 1e-7, "prob_diff_max": 1e-7, "prob_diff_std": 1e-7}
     # The exponential of a rounded sum is known no better than the sum; near 16 its ulp is 1e-6.
     near = {"chi2_sequence": 3e-6, "ess_sequence": 3e-6}
+    near |= dict.fromkeys(("ppl_train", "ppl_rollout", "ppl_ratio"), 3e-6)
     for name, value in expected.items():
         close = pytest.approx(value, rel=near.get(name, 1e-6), abs=loose.get(name, 1e-9))
         assert float(ours[name]) == close, name
@@ -221,6 +229,60 @@ def test_bounds_at_any_level_count_a_token_once():
     current = corrections.declared(token, reads="current")
     assert shares(current) == {low: 0.0, high: pytest.approx(1 / 8)}
     assert shares(corrections.icepop(lower=0.2, upper=2.0), current)[high] == pytest.approx(2 / 8)
+
+
+def test_each_block_says_what_it_does_alone():
+    ratios = np.asarray([[3.0, 0.2, 1.0], [1.0, 1.1, 0.9], [0.4, 1.0, 1.0]])
+    mask = jnp.asarray([[True] * 3, [True] * 3, [True, True, False]])
+    chain = corrections.build(
+        [
+            {"name": "token_tis", "cap": 2.0},
+            {"name": "normalise", "unit": "sequence"},
+            {"name": "reject", "statistic": "k1", "over": "token", "lower": 0.5, "upper": 2.5},
+            {"name": "reject", "statistic": "k1", "over": "token", "upper": 2.5},
+            {"name": "reject", "statistic": "k3", "over": "mean", "upper": 0.1},
+            {"name": "veto", "threshold": 0.3},
+        ]
+    )
+    found = corrections.correct(chain, log_ratio=jnp.log(jnp.asarray(ratios)), mask=mask).metrics
+    weights = np.asarray([(2.0 + 0.2 + 1.0) / 3, 1.0, 0.7])
+    expected = {
+        "above_share/scale_by_truncated_ratio": 1 / 8,
+        "below_share/reject_k1_over_token": 2 / 8,
+        "above_share/reject_k1_over_token": 1 / 8,
+        "rejected_tokens/reject_k1_over_token": 3 / 8,
+        "rejected_sequences/reject_k1_over_token": 2 / 3,
+        "above_share/reject_k1_over_token_2": 1 / 8,
+        "rejected_tokens/reject_k1_over_token_2": 1 / 8,
+        "rejected_sequences/reject_k1_over_token_2": 1 / 3,
+        "above_share/reject_k3_over_mean": 2 / 3,  # 0.90 and 0.16
+        "rejected_tokens/reject_k3_over_mean": 5 / 8,
+        "rejected_sequences/reject_k3_over_mean": 2 / 3,
+        "rejected_tokens/veto": 3 / 8,
+        "rejected_sequences/veto": 1 / 3,
+        "sequence_weight_mean": weights.mean(),
+        "sequence_weight_std": weights.std(ddof=1),
+        "sequence_weight_min": 0.7,
+        "sequence_weight_max": weights.max(),
+        "sequence_weight_max_deviation": 0.3,
+        "normaliser": weights.mean(),
+    }
+    by_block = {name for name in found if "/" in name}
+    assert by_block == {name for name in expected if "/" in name}
+    for name, value in expected.items():
+        assert float(found[name]) == pytest.approx(value, rel=1e-6), name
+
+
+def test_a_block_whose_bound_moves_or_that_lacks_an_array_is_not_reported():
+    moving = corrections.scheduled(corrections.token_tis, cap=lambda count: 2.0)
+    log_ratio, mask = jnp.zeros((2, 3)), jnp.ones((2, 3), bool)
+    found = corrections.correct(moving, log_ratio=log_ratio, mask=mask).metrics
+    assert not any("/" in name or "sequence_weight" in name for name in found)
+    log_ratios = {"old": log_ratio, "current": log_ratio}
+    assert corrections.block_metrics(corrections.kpop(), log_ratios, mask) == {}
+    given = {"log_probs": {"old": log_ratio - 1.0, "current": log_ratio - 1.0}}
+    found = corrections.block_metrics(corrections.kpop(), log_ratios, mask, **given)
+    assert float(found["rejected_tokens/reject_binary_kl_over_token"]) == 0.0
 
 
 def test_a_nan_shows_in_every_figure_of_the_coefficients():
@@ -403,7 +465,7 @@ def test_a_nan_log_prob_is_seen_by_every_share_and_moment():
     train = jnp.asarray(-rng.exponential(size=(4, 6)), jnp.float32)
     mask = jnp.ones((4, 6), bool)
     found = metrics.mismatch_metrics(train.at[1, 2].set(jnp.nan), train, mask)
-    counts = ("tokens", "log_ppl_rollout")  # of the mask and of the rollout alone
+    counts = ("tokens", "log_ppl_rollout", "ppl_rollout")  # of the mask and of the rollout alone
     shares = {"unequal_tokens": 1, "exact_share": 23 / 24, "extreme_share": 1 / 24}
     shares |= {f"outside_{band}": 1 / 24 for band in metrics.BANDS}
     for name, value in found.items():

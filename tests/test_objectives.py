@@ -12,6 +12,7 @@ from tim_jax.objectives.aggregation import token_weights
 
 AGGREGATIONS = {
     "token_mean": {},
+    "token_sum": {},
     "sequence_mean_token_mean": {},
     "sequence_mean_token_sum": {},
     "constant_length": {"max_length": 9},
@@ -37,6 +38,7 @@ def test_weights_match_the_definition_and_split_into_rows(aggregation):
     lengths, sequences = mask.sum(axis=1), 5
     per_row = {
         "token_mean": np.full(6, 1 / mask.sum()),
+        "token_sum": np.ones(6),
         "sequence_mean_token_mean": 1 / (sequences * np.maximum(lengths, 1)),
         "sequence_mean_token_sum": np.full(6, 1 / sequences),
         "constant_length": np.full(6, 1 / (sequences * 9)),
@@ -320,6 +322,9 @@ def test_a_denominator_counts_what_it_says():
         ("token_mean", "response"): 1 / 9,
         ("token_mean", "survivors"): 1 / 6,
         ("token_mean", "verl"): 1 / 6,
+        ("token_sum", "response"): 1.0,
+        ("token_sum", "survivors"): 1.0,
+        ("token_sum", "verl"): 1.0,
         ("sequence_mean_token_mean", "response"): 1 / (3 * 3),
         ("sequence_mean_token_mean", "survivors"): 1 / (2 * 2),
         ("sequence_mean_token_mean", "verl"): 1 / (3 * 2),
@@ -372,3 +377,42 @@ def test_options_that_mean_nothing_are_refused(changes, message):
     with pytest.raises(InputError, match=message) as error:
         Objective(**changes)
     assert "\n" not in str(error.value)
+
+
+def test_rejected_tokens_keep_their_terms_where_they_are_asked_to():
+    log_probs, old, advantages, mask = batch(seed=6)
+    kept = np.arange(6)[:, None] % 2 == np.zeros((1, 9))
+    given = {
+        "mask": mask,
+        "kept": jnp.asarray(mask & kept),
+        "coefficients": jnp.asarray(kept * 1.0),
+    }
+    given |= {"reference_log_probs": jnp.asarray(old), "entropy": jnp.full(mask.shape, 0.5)}
+    settings = {"loss": "reinforce", "kl_coefficient": 0.1, "kl_estimator": "k1"}
+    settings |= {"entropy_coefficient": 0.2}
+    left, stay = (
+        Objective(**settings, regularise_rejected=stays).token_losses(
+            log_probs, old, advantages, **given
+        )
+        for stays in (False, True)
+    )
+    terms = 0.1 * (np.float64(log_probs) - old) - 0.2 * 0.5
+    np.testing.assert_array_equal(left.loss[mask & kept], stay.loss[mask & kept])
+    assert not np.any(np.asarray(left.loss)[mask & ~kept])
+    np.testing.assert_allclose(stay.loss[mask & ~kept], terms[mask & ~kept], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"regularise_rejected": True, "denominator": "survivors"},
+            "denominator is 'survivors', which does not count the rejected tokens",
+        ),
+        ({"reject_before_advantages": True, "estimator": "remax"}, "'remax' has none of other"),
+    ],
+)
+def test_what_says_nothing_about_rejected_tokens_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        Objective(**options)
+    Objective(regularise_rejected=True, denominator="verl", aggregation="token_sum")

@@ -210,3 +210,13 @@ def add_report(commands: Any, *, run: Callable[..., int]) -> None:
         "--out", type=path, default=Path("report.html"), help="the page; figures as PNG beside it"
     )
     report.set_defaults(run=run)
+
+
+def add_translate(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax translate`."""
+    translate = commands.add_parser(
+        "translate", help="a verl configuration as one of this library, and what differs"
+    )
+    translate.add_argument("file", type=path, help="YAML file of verl, interpolations resolved")
+    translate.add_argument("--out", type=path, metavar="FILE", help="write the TOML there")
+    translate.set_defaults(run=run)

@@ -185,6 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     read.add_plan(commands, overrides=_OVERRIDES, run=_plan)
     read.add_study(commands, run=_study)
     read.add_report(commands, run=_report)
+    read.add_translate(commands, run=_translate)
     return parser
 
 
@@ -344,6 +345,17 @@ def _report(arguments: argparse.Namespace) -> int:
     from tim_jax.jobs import studies
 
     studies.report(arguments.folders, out=arguments.out)
+    return 0
+
+
+def _translate(arguments: argparse.Namespace) -> int:
+    from tim_jax.config import verl, verl_keys
+
+    source = str(arguments.file)
+    found = verl.translate(verl_keys.read_yaml(source), source=source)
+    written = verl.text(found, source=arguments.file.name).rstrip()
+    print(written)
+    _write(arguments.out, written)
     return 0
 
 

@@ -31,6 +31,7 @@ from tim_jax.objectives import TokenLosses
 # (MaxText).
 BANDS = {"0.999_1.002": (0.999, 1.002), "1pct": (0.99, 1.01), "5pct": (0.95, 1.05)}
 PROBABILITY_EDGES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+_LARGEST_LOG_PERPLEXITY = 80.0  # whose exponential float32 can still add up
 DIFFERENCE_EDGES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 
@@ -42,7 +43,9 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
     Difference: `log_ratio_{mean,abs_mean,abs_max}`; `mult_error`, mean exp|d| (NeMo-RL).
     Indicator of arXiv 2602.01826, eq. 7 and 8: `log_ppl_abs_diff_sum`, over sequences the mean
     |sum_t d_t|, as printed; `log_ppl_abs_diff_mean`, the mean |mean_t d_t|, as verl reports it.
-    Also `log_ppl_{train,rollout}` and `log_ppl_diff`, means over sequences of per-token means.
+    Also `log_ppl_{train,rollout}` and `log_ppl_diff`, means over sequences of per-token means, with
+    `log_ppl_diff_{min,max}`; and as in verl `ppl_{train,rollout}` and `ppl_ratio`, means over
+    sequences of perplexities and of those of train over rollout.
     KL(rollout || train) from the rollout's tokens: `kl_k1` = mean(-d), `kl_k3` = mean(r - 1 - d).
     Chi-squared: `chi2_token` = mean(r^2) - 1, `chi2_sequence` the same for products over sequences.
     Ratio: `ratio_{mean,std,min,max,p01,p25,p50,p75,p99,p999}`; `ess_token` and `ess_sequence`,
@@ -278,10 +281,19 @@ def _perplexities(rows, mask) -> dict[str, jax.Array]:
     full = jnp.any(mask, axis=1)
     lengths = jnp.maximum(row_count(mask), 1).astype(rows["d"].dtype)
     per_token = {name: rows[name] / lengths for name in ("d", "train", "rollout")}
+
+    def perplexity(mean: jax.Array) -> jax.Array:
+        return masked.mean(jnp.exp(jnp.minimum(-mean, _LARGEST_LOG_PERPLEXITY)), full)
+
     return {
         "log_ppl_train": -masked.mean(per_token["train"], full),
         "log_ppl_rollout": -masked.mean(per_token["rollout"], full),
         "log_ppl_diff": -masked.mean(per_token["d"], full),
+        "log_ppl_diff_min": masked.extreme(-per_token["d"], full, jnp.min),
+        "log_ppl_diff_max": masked.extreme(-per_token["d"], full, jnp.max),
+        "ppl_train": perplexity(per_token["train"]),
+        "ppl_rollout": perplexity(per_token["rollout"]),
+        "ppl_ratio": perplexity(per_token["d"]),
         "log_ppl_abs_diff_sum": masked.mean(jnp.abs(rows["d"]), full),
         "log_ppl_abs_diff_mean": masked.mean(jnp.abs(per_token["d"]), full),
     }

@@ -162,9 +162,10 @@ class RunConfig(Section):
 
     def _check_correction(self) -> None:
         section, objective = self.learner, self.objective
+        correction = corrections.build(section.corrections)
         try:
             corrections.check(
-                corrections.build(section.corrections),
+                correction,
                 mode=section.mode,
                 loss=objective.loss,
                 has_ratio=objective.has_ratio,
@@ -172,6 +173,11 @@ class RunConfig(Section):
             )
         except InputError as error:
             raise refusal("learner.corrections", list(section.corrections), str(error)) from error
+        try:
+            if objective.reject_before_advantages:
+                corrections.check_rejecting_first(correction, section.mode)
+        except InputError as error:
+            raise refusal("learner.objective.reject_before_advantages", True, str(error)) from error
 
     def _check_drawing(self) -> None:
         prompts, where = self.learner.prompts_per_step, self.placement.for_sampler

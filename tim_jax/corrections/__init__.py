@@ -2,36 +2,29 @@
 
 `correct` is the plain function: it takes log-ratios and a mask, and returns coefficients and
 metrics (`pure`). `recipes` are the corrections that the literature names, and builds them from a
-configuration; `blocks` and `batch` are what they are made of. `base` says what a correction is and
-when it is evaluated.
+configuration; `blocks` and `batch` are what they are made of. `base` says what a correction is, and
+`modes` when it is evaluated.
 """
 
 from tim_jax.corrections.applying import (
     Applied,
     Corrected,
     apply,
-    bound_metrics,
-    clipped_shares,
     coefficients,
     correct,
-    correction_metrics,
+    normaliser_metrics,
 )
 from tim_jax.corrections.base import (
     Block,
     Bounds,
     Correction,
     Effect,
-    Mode,
     Reads,
-    Stages,
     chain,
-    check,
     declared,
-    join_state,
     map_coefficients,
+    rejections,
     scheduled,
-    split_state,
-    stages,
 )
 from tim_jax.corrections.batch import (
     batch_mean,
@@ -47,6 +40,15 @@ from tim_jax.corrections.blocks import (
     scale_by_truncated_ratio,
     veto,
     where_advantage,
+)
+from tim_jax.corrections.modes import (
+    Mode,
+    Stages,
+    check,
+    check_rejecting_first,
+    join_state,
+    split_state,
+    stages,
 )
 from tim_jax.corrections.recipes import (
     BLOCKS,
@@ -75,6 +77,13 @@ from tim_jax.corrections.recipes import (
     trust_region_masking,
     vexact,
 )
+from tim_jax.corrections.reporting import (
+    block_metrics,
+    bound_metrics,
+    clipped_shares,
+    correction_metrics,
+    sequence_weight_metrics,
+)
 
 __all__ = [
     "BLOCKS",
@@ -91,10 +100,12 @@ __all__ = [
     "ais",
     "apply",
     "batch_mean",
+    "block_metrics",
     "bound_metrics",
     "build",
     "chain",
     "check",
+    "check_rejecting_first",
     "clipped_shares",
     "coefficients",
     "correct",
@@ -118,8 +129,10 @@ __all__ = [
     "none",
     "normalise",
     "normalise_by_running_mean",
+    "normaliser_metrics",
     "off_policy_sequence_mask",
     "reject",
+    "rejections",
     "scale_by_ratio",
     "scale_by_truncated_ratio",
     "scheduled",
@@ -127,6 +140,7 @@ __all__ = [
     "sequence_mis",
     "sequence_tis",
     "sequence_tis_product_rejection",
+    "sequence_weight_metrics",
     "split_state",
     "stages",
     "token_mis",

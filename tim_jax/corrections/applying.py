@@ -1,23 +1,25 @@
-"""Corrections applied to log-ratios and a mask: coefficients, metrics, packed batches.
+"""Corrections applied to log-ratios and a mask: coefficients, and packed batches.
 
 In a packed batch several sequences share one row of tokens, distinguished by segment ids. A packed
 row is laid out as one row for each of its sequences, corrected there, and packed again. So a
 sequence's coefficients have the bits that they have in an unpacked batch.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from tim_jax.corrections.base import Bounds, Correction, Reads, chain, check_shape, matching
-from tim_jax.corrections.ratios import ratio
+from tim_jax.corrections.base import Correction, Reads, chain, check_shape
+from tim_jax.corrections.reporting import (
+    block_metrics,
+    bound_metrics,
+    correction_metrics,
+    sequence_weight_metrics,
+)
 from tim_jax.errors import InputError
-from tim_jax.numerics import masked
 from tim_jax.numerics.strict import arithmetic_dtype, widened
-from tim_jax.numerics.sums import whole
 
 
 class Layout(NamedTuple):
@@ -67,76 +69,19 @@ def pack(x: jax.Array, at: Layout) -> jax.Array:
     return x.at[at.row, at.column].get(mode="fill", fill_value=0)
 
 
-def correction_metrics(
-    coefficients: jax.Array, mask: jax.Array, *, kept: jax.Array | None = None
-) -> dict[str, jax.Array]:
-    """Returns f32[] of the coefficients f32[B, R] that a correction gave to the tokens of `mask`.
-
-    `coefficient_{mean,std,min,max,p01,...}` over response tokens and their `ess` (mean(c)^2 /
-    mean(c^2)); `zero_share` of tokens; `rejected_share` of sequences (no token left) and
-    `masked_share` of tokens (0 in a sequence that is not rejected). With `kept` (bool[B, R], see
-    `Corrected`) also `removed_share`, the tokens that rejections took out of the loss.
-    """
-    [coefficients] = widened(whole(coefficients))
-    mask = whole(mask)
-    coefficients = jnp.where(mask, coefficients, 0.0)
-    zero = mask & (coefficients == 0.0)
-    full = jnp.any(mask, axis=1)
-    rejected = full & ~jnp.any(mask & ~zero, axis=1)
-    mean = masked.mean(coefficients, mask)
-    spread = masked.mean(jnp.square(coefficients - mean), mask)
-    removed = {} if kept is None else {"removed_share": masked.share(mask & ~whole(kept), mask)}
-    least, most = (masked.extreme(coefficients, mask, f) for f in (jnp.min, jnp.max))
-    return {
-        "zero_share": masked.share(zero, mask),
-        "masked_share": masked.share(zero & ~rejected[:, None], mask),
-        "rejected_share": masked.share(rejected, full),
-        **removed,
-        "coefficient_mean": mean,
-        "coefficient_std": jnp.sqrt(spread),
-        "coefficient_min": least,
-        "coefficient_max": most,
-        **masked.quantiles(coefficients, mask, "coefficient"),
-        "ess": masked.effective_share(mean, spread + jnp.square(mean), least=least, most=most),
-    }
-
-
-def clipped_shares(
-    bounds: Bounds, log_ratio: jax.Array, mask: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns bool[B, R] twice: the tokens whose ratio is below and above the bounds."""
-    log_ratio, mask = whole(log_ratio), whole(mask)
-    at_level = jnp.broadcast_to(ratio(log_ratio, mask, bounds.level), mask.shape)
-    never = jnp.zeros(mask.shape, bool)
-    lower, upper = (matching(bound, at_level) for bound in (bounds.lower, bounds.upper))
-    low = never if lower is None else mask & (at_level < lower)
-    high = never if upper is None else mask & (at_level > upper)
-    return low, high
-
-
-def bound_metrics(
-    correction: Correction, log_ratios: Mapping[Reads, jax.Array], mask: jax.Array
-) -> dict[str, jax.Array]:
-    """Returns `clipped_low_share` and `clipped_high_share`, f32[]: tokens beyond a block's bound.
-
-    `log_ratios` holds the f32[B, R] that the blocks read, by what they read; a token counts once
-    however many blocks bound it. Empty if no block has bounds.
-    """
-    beyond: dict[str, Any] = {}
-    for block in correction.blocks:
-        if block.bounds is not None:
-            flags = clipped_shares(block.bounds, log_ratios[block.reads], mask)
-            for name, flag in zip(("clipped_low_share", "clipped_high_share"), flags, strict=True):
-                beyond[name] = beyond.get(name, False) | flag
-    return {name: masked.share(flag, mask) for name, flag in beyond.items()}
-
-
 class Applied(NamedTuple):
     """The result of a correction of a batch."""
 
     coefficients: jax.Array  # f32[B, R]; 0 off the mask
     kept: jax.Array  # bool[B, R], the tokens of the mask that no rejection took out
     state: Any  # of the correction, for the next batch
+    normaliser: jax.Array | None = None  # f32[], what the last `normalise` divided by, if any
+
+
+def normaliser_metrics(applied: Applied) -> dict[str, jax.Array]:
+    """Returns `correction/normaliser`, f32[], if the correction had a `normalise`."""
+    found = applied.normaliser
+    return {} if found is None else {"correction/normaliser": found}
 
 
 class Corrected(NamedTuple):
@@ -145,7 +90,7 @@ class Corrected(NamedTuple):
     coefficients: jax.Array
     kept: jax.Array
     state: Any
-    metrics: dict[str, jax.Array]  # f32[] each, see `correction_metrics` and `bound_metrics`
+    metrics: dict[str, jax.Array]  # f32[] each, see `reporting`; and `normaliser`, see `Applied`
 
 
 def correct(
@@ -184,7 +129,13 @@ def correct(
     applied = _applied(chained, state, arrays)
     [log_ratio] = widened(arrays["log_ratio"])
     metrics = correction_metrics(applied.coefficients, arrays["mask"], kept=applied.kept)
-    metrics |= bound_metrics(chained, {"old": log_ratio, "current": log_ratio}, arrays["mask"])
+    log_ratios: dict[Reads, jax.Array] = {"old": log_ratio, "current": log_ratio}
+    given = chained, log_ratios, arrays["mask"]
+    others = {name: x for name, x in arrays.items() if name not in ("log_ratio", "mask")}
+    metrics |= bound_metrics(*given)
+    metrics |= block_metrics(*given, **others) | sequence_weight_metrics(*given, **others)
+    if applied.normaliser is not None:
+        metrics["normaliser"] = applied.normaliser
     tokens = applied.coefficients, applied.kept
     if layout is not None:
         tokens = pack(tokens[0], layout), pack(tokens[1], layout)
@@ -227,17 +178,19 @@ def apply(correction: Correction, start: jax.Array, state: Any, **extra: Any) ->
             f"the state has {len(state)} parts and the correction {len(correction.blocks)}: it is"
             " of another correction; begin with state=None"
         )
-    coefficients, states = start, []
+    coefficients, states, normaliser = start, [], None
     kept = mask = cast(jax.Array, extra["mask"]).astype(bool)
     for block, before in zip(correction.blocks, state, strict=True):
         if block.effect == "reject":
             alive = jnp.where(mask & (coefficients == 0.0), 1.0, coefficients)
             tried = cast(jax.Array, block.transform.update(alive, before, **extra)[0])
             kept = kept & (tried != 0.0)
+        if block.divisor is not None:
+            normaliser = block.divisor(jnp.where(mask, coefficients, 0.0), mask)
         coefficients, after = block.transform.update(coefficients, before, **extra)
         coefficients = cast(jax.Array, coefficients)
         states.append(after)
-    return Applied(coefficients, kept, tuple(states))
+    return Applied(coefficients, kept, tuple(states), normaliser)
 
 
 def _rows(arrays, segment_ids, segments) -> tuple[dict[str, Any], Layout | None]:

@@ -1,4 +1,4 @@
-"""What a correction is, and when it is evaluated.
+"""What a correction is.
 
 A correction is a chain of blocks over token coefficients, and an optax transform. With a policy
 loss `L = sum_t w_t c_t l_t`, where `l_t` depends on `log pi(a_t)` and no gradient flows through the
@@ -6,28 +6,14 @@ coefficient `c_t`, the gradient with respect to `log pi(a_t)` is linear in `c_t`
 maps coefficients to coefficients: `updates` is the f32[B, R] array of them (to begin with, the
 response mask) or a pytree of such arrays, each a batch of its own. A `Correction` also says of each
 block what it does to a token and which log-probs it reads, because both decide which losses it may
-be combined with (`check`) and when it is evaluated (`stages`).
-
-Three policies give a token of a rollout a probability: the rollout's, mu; the trainer's at the
-start of the step, pi_old; and the trainer's at the weights of an update, pi. A weight must bring
-the loss from mu to pi exactly once:
-
-| mode | loss's ratio | a correction reads | together |
-|---|---|---|---|
-| recompute | pi / pi_old | pi_old / mu, once a step | pi / mu |
-| bypass | pi / mu | pi / mu, in every update | a weight would count the ratio twice: refused |
-| bypass, a loss without ratio | none | pi / mu, in every update | pi / mu |
-| recompute, a loss without ratio | none | pi_old / mu, once a step | one update a step |
-
-Masks and rejections are no weights, so they go with every loss. A block that is defined on the
-current policy (`Block.reads`) reads pi / mu in every update, in recompute mode too.
+be combined with and when it is evaluated (`modes`).
 """
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +21,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from tim_jax.errors import InputError, check_choice
+from tim_jax.errors import InputError
 from tim_jax.numerics.strict import arithmetic_dtype, widened
 
 Effect = Literal["weight", "scale", "mask", "reject"]
@@ -43,7 +29,7 @@ Reads = Literal["old", "current"]
 Sign = Literal["positive", "negative"]
 Transform = optax.GradientTransformationExtraArgs
 
-_OWN = "a transform of your own"
+OWN = "a transform of your own"
 # Arguments with a number for every token; others may have one for every sequence instead.
 _OF_TOKENS = ("coefficients", "log_ratio", "log_probs", "divergence")
 
@@ -77,6 +63,16 @@ class Block:
     """Extra arguments that it reads beside `mask`."""
     sign: Sign | None = None
     """Of the advantages where it applies; None: everywhere."""
+    beyond: Callable[..., dict[str, jax.Array]] | None = None
+    """(mask, *needs) -> what is "below" and "above" its bounds, for reports; bool[B, R] or [B, 1].
+    None: `bounds` say it, if there are any."""
+    divisor: Callable[..., jax.Array] | None = None
+    """(coefficients, mask) -> f32[], the mean that it divides by, for reports."""
+
+    @property
+    def label(self) -> str:
+        """Its name as a word, for the names of metrics."""
+        return "_".join(re.findall(r"\w+", self.name))
 
     @property
     def has_state(self) -> bool:
@@ -145,13 +141,18 @@ def chain(*transforms: optax.GradientTransformation) -> Correction:
             blocks += transform.blocks
         else:
             extended = optax.with_extra_args_support(transform)
-            blocks.append(Block(_OWN, extended, whole_batch=True))
+            blocks.append(Block(OWN, extended, whole_batch=True))
     return Correction(tuple(blocks))
 
 
 def declared(correction: Correction, **changes: Any) -> Correction:
     """Returns the same arithmetic, with other fields of its blocks (`effect`, `reads`, ...)."""
     return Correction(tuple(replace(block, **changes) for block in correction.blocks))
+
+
+def rejections(correction: Correction) -> Correction:
+    """Returns the blocks that reject, in their order."""
+    return Correction(tuple(block for block in correction.blocks if block.effect == "reject"))
 
 
 def scheduled(make: Callable[..., Correction], **arguments: Any) -> Correction:
@@ -169,7 +170,7 @@ def scheduled(make: Callable[..., Correction], **arguments: Any) -> Correction:
             return make(*positional, **named).blocks[number].transform
 
         injected = optax.inject_hyperparams(transform)(**arguments)
-        return replace(block, transform=injected, bounds=None)
+        return replace(block, transform=injected, bounds=None, beyond=None)
 
     return Correction(tuple(one(i, block) for i, block in enumerate(make(**first).blocks)))
 
@@ -285,111 +286,3 @@ def _widened(coefficients: Any, *arguments: Any) -> list[Any]:
     dtype = arithmetic_dtype(coefficients, *arguments)
     floats = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arguments]
     return [coefficients.astype(dtype), *floats]
-
-
-Mode = Literal["bypass", "recompute"]
-
-
-class Stages(NamedTuple):
-    """A correction by when it is evaluated. Both parts keep the order of their blocks."""
-
-    step: Correction  # once a step, on pi_old / mu
-    update: Correction  # in every update, on pi / mu
-
-
-def stages(correction: Correction, mode: Mode) -> Stages:
-    """Returns the parts of a correction that a mode evaluates once a step and in every update.
-
-    Raises:
-      InputError: there is no such mode.
-    """
-    check_choice("mode", mode, get_args(Mode))
-    if mode == "bypass":
-        return Stages(Correction(()), correction)
-    step = tuple(block for block in correction.blocks if block.reads == "old")
-    update = tuple(block for block in correction.blocks if block.reads == "current")
-    return Stages(Correction(step), Correction(update))
-
-
-def split_state(correction: Correction, mode: Mode, state: tuple) -> tuple[tuple, tuple]:
-    """Returns the states of both stages."""
-    if mode == "bypass":
-        return (), tuple(state)
-    pairs = list(zip(correction.blocks, state, strict=True))
-    step = tuple(part for block, part in pairs if block.reads == "old")
-    return step, tuple(part for block, part in pairs if block.reads == "current")
-
-
-def join_state(correction: Correction, mode: Mode, step: tuple, update: tuple) -> tuple:
-    """Undoes `split_state`."""
-    if mode == "bypass":
-        return tuple(update)
-    parts = {"old": iter(step), "current": iter(update)}
-    return tuple(next(parts[block.reads]) for block in correction.blocks)
-
-
-def check(
-    correction: Correction, *, mode: Mode, loss: str, has_ratio: bool, updates: int = 1
-) -> None:
-    """Refuses a combination that counts a ratio twice or not at all, or that lacks an input.
-
-    Two weights count it twice, whether they read the same policy or not: pi / pi_rollout has
-    pi_old / pi_rollout in it.
-
-    Args:
-      loss: the name of the loss.
-      has_ratio: whether the importance ratio to the old policy is in it.
-      updates: of a step, mini-batches times epochs.
-
-    Raises:
-      InputError: one line that names the block and the ways out.
-    """
-    check_choice("mode", mode, get_args(Mode))
-    for block in correction.blocks:
-        if "divergence" in block.needs:
-            raise InputError(
-                f"{block.name} needs a 'divergence' for every token, which the trainer does not"
-                " have; take another statistic"
-            )
-    weights = [block for block in correction.blocks if block.effect == "weight"]
-    for first, second in combinations(weights, 2):
-        if None in (first.sign, second.sign) or first.sign == second.sign:
-            raise InputError(
-                f"{second.name} weights by a ratio to pi_rollout, and so does {first.name}: it"
-                f" would count twice; leave one of them out{_if_own(first, second)}"
-            )
-    twice = [block for block in weights if mode == "bypass" or block.reads == "current"]
-    if has_ratio and twice:
-        way = 'set mode = "recompute"' if mode == "bypass" else "let it read the old policy"
-        raise InputError(
-            f"{twice[0].name} weights by pi / pi_rollout, and so does the loss {loss!r} in {mode}"
-            f' mode: the ratio would count twice; {way}, or a loss without ratio ("reinforce")'
-        )
-    once = [block for block in weights if block.reads == "old"]
-    if mode == "recompute" and not has_ratio and once and updates > 1:
-        raise InputError(
-            f"{once[0].name} weights by pi_old / pi_rollout, and the loss {loss!r} has no ratio"
-            f" that would bring the {updates} updates of a step from pi_old to pi; set mode ="
-            ' "bypass", which weights by pi / pi_rollout in every update, let it read the current'
-            " policy, or make one update a step"
-        )
-    if mode == "recompute":
-        _check_order(correction)
-
-
-def _if_own(*blocks: Block) -> str:
-    own = any(block.name == _OWN for block in blocks)
-    return f", or say with corrections.declared what effect {_OWN} has" if own else ""
-
-
-def _check_order(correction: Correction) -> None:
-    """Refuses a block that reads the coefficients so far after one that is evaluated later."""
-    seen = None
-    for block in correction.blocks:
-        if block.reads == "current":
-            seen = block.name
-        elif seen and (block.effect == "scale" or block.whole_batch):
-            raise InputError(
-                f"{block.name} comes after {seen}, which reads the current policy and is evaluated"
-                f" later in recompute mode; put {block.name} before it"
-            )

@@ -19,6 +19,7 @@ from tim_jax.corrections.base import (
     Bounds,
     Correction,
     Transform,
+    declared,
     known_number,
     map_coefficients,
     map_leaves,
@@ -52,11 +53,15 @@ def normalise(
     check_choice("unit", unit, get_args(Unit))
     check_choice("among", among, get_args(Among))
 
-    def divide(coefficients, mask):
+    def divisor(coefficients, mask):
         mean = batch_mean(coefficients, mask, unit=unit, among=among, axis_name=axis_name)
-        return coefficients / jnp.where(mean != 0.0, mean, 1.0)
+        return jnp.where(mean != 0.0, mean, 1.0)
 
-    return map_coefficients("normalise", divide, needs=(), effect="scale", whole_batch=True)
+    def divide(coefficients, mask):
+        return coefficients / divisor(coefficients, mask)
+
+    made = map_coefficients("normalise", divide, needs=(), effect="scale", whole_batch=True)
+    return declared(made, divisor=divisor)
 
 
 class RunningMeanState(NamedTuple):

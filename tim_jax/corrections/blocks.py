@@ -31,6 +31,7 @@ from tim_jax.corrections.base import (
     Sign,
     Transform,
     chain,
+    declared,
     known_number,
     map_coefficients,
     map_leaves,
@@ -136,12 +137,18 @@ def reject(
         inside = _inside_statistic(tokens, mask, statistic, over, (lower, upper))
         return jnp.where(inside, coefficients, 0.0)
 
-    return map_coefficients(
-        f"reject({statistic!r})",
+    def beyond(mask, log_ratio, other=None):
+        extra = {statistic: other} if statistic == "divergence" else {"log_probs": other}
+        tokens = ratios.token_statistic(statistic, log_ratio, **extra)
+        return _beyond_statistic(tokens, mask, statistic, over, (lower, upper))
+
+    made = map_coefficients(
+        f"reject({statistic!r}, over={over!r})",
         keep,
         needs=needs.get(statistic, ("log_ratio",)),
         effect="reject",
     )
+    return declared(made, beyond=beyond)
 
 
 def veto(threshold: float = 1e-4) -> Correction:
@@ -240,6 +247,7 @@ def _chosen(sign: Sign, block: Block) -> Block:
         name=f"where_advantage({sign!r}, {block.name})",
         transform=Transform(block.transform.init, update),
         bounds=None,
+        beyond=None,
         sign=sign,
     )
 
@@ -271,6 +279,19 @@ def _inside_statistic(tokens, mask, statistic, over, bounds) -> jax.Array:
     if over != "token":
         tokens = ratios.aggregate(tokens, mask, over)
     return _inside(tokens, lower, upper)
+
+
+def _beyond_statistic(tokens, mask, statistic, over, bounds) -> dict[str, jax.Array]:
+    """The tokens bool[B, R] or sequences bool[B, 1] below and above the bounds that there are."""
+    lower, upper = bounds
+    if statistic == "k1":
+        lower, upper = (None if bound is None else _log(bound) for bound in bounds)
+    values = tokens if over in ("token", "max") else ratios.aggregate(tokens, mask, over)
+    flags = {} if lower is None else {"below": values < lower}
+    flags |= {} if upper is None else {"above": values > upper}
+    if over == "max":
+        return {k: jnp.any(mask & flag, axis=-1, keepdims=True) for k, flag in flags.items()}
+    return flags
 
 
 def _inside(values: jax.Array, lower: Any, upper: Any) -> jax.Array:

@@ -3,7 +3,7 @@
 Caps and bounds are on r = pi_train / pi_rollout. Each recipe says which pi_train that is: the
 trainer's policy at the weights that sampled ("old"), which makes the ratio the mismatch alone, or
 the policy at the weights of each update ("current"). In bypass mode there is no old policy, and all
-of them read the current one (`stages`). Whether a rejected token leaves the loss's denominator is
+of them read the current one (`modes`). Whether a rejected token leaves the loss's denominator is
 decided by `Objective.denominator`.
 
 `build` makes a chain of a configuration's tables, each the name of a recipe or block and its

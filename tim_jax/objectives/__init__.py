@@ -3,10 +3,9 @@
 from tim_jax.objectives.aggregation import Aggregation, Denominator
 from tim_jax.objectives.losses.base import KL, kl_estimate
 from tim_jax.objectives.losses.registry import Loss
-from tim_jax.objectives.objective import (
+from tim_jax.objectives.objective import Objective, TokenLosses
+from tim_jax.objectives.presets import (
     PRESETS,
-    Objective,
-    TokenLosses,
     cispo,
     dapo,
     dppo,

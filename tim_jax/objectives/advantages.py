@@ -27,6 +27,7 @@ Estimator = Literal[
     "opo",
     "remax",
     "pass_at_k",
+    "gpg",
     "optimal_token_baseline",
     "off_policy_baseline",
 ]
@@ -38,6 +39,7 @@ GROUP_BASELINES: tuple[Estimator, ...] = (
     "reinforce_plus_plus_baseline",
     "opo",
     "pass_at_k",
+    "gpg",
     "optimal_token_baseline",
     "off_policy_baseline",
 )
@@ -131,6 +133,8 @@ def advantages(
       2310.10505).
     - pass_at_k: `(best - second best) / (std + eps)` for the group's best response, the first of
       equals, and 0 for all others (arXiv 2503.19595, scaled as in verl). A tie for best gives 0.
+    - gpg: `(r - mean) B / M` with M the responses of the batch whose reward is not 0, as in verl.
+      The paper (arXiv 2504.02546) divides by those in groups of unequal rewards instead.
     - optimal_token_baseline: at token t `r_i - sum(W_it r_i) / sum(W_it)`, over the rows that have
       a token t (arXiv 2602.07078, as in verl). `W_it = sum_{j<=t} rho_ij^2 e_ij` is what the
       gradient has accumulated up to t: e are the `energies`, rho the token's importance weight.
@@ -265,6 +269,13 @@ def _pass_at_k(batch: _Batch) -> jax.Array:
     return _informative(batch, jnp.where(best, (rewards - second) / scale, 0.0))
 
 
+def _gpg(batch: _Batch) -> jax.Array:
+    rewarded = jnp.sum(batch.counted & (batch.rewards != 0.0), dtype=jnp.int32)
+    number = jnp.sum(batch.counted, dtype=jnp.int32).astype(jnp.float32)
+    scale = number / jnp.maximum(rewarded, 1).astype(jnp.float32)
+    return _informative(batch, strict.uncontracted(scale * _centred(batch)))
+
+
 def _optimal_token_baseline(batch: _Batch) -> jax.Array:
     gathered = _energies(batch)
     if batch.log_ratio is not None:
@@ -297,6 +308,7 @@ _RULES: dict[Estimator, Callable[[_Batch], jax.Array]] = {
     "opo": _opo,
     "remax": _remax,
     "pass_at_k": _pass_at_k,
+    "gpg": _gpg,
     "optimal_token_baseline": _optimal_token_baseline,
     "off_policy_baseline": _off_policy_baseline,
 }

@@ -14,7 +14,11 @@ from tim_jax.errors import InputError, check_choice
 from tim_jax.numerics.sums import row_count
 
 Aggregation = Literal[
-    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
+    "token_mean",
+    "token_sum",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "constant_length",
 ]
 Denominator = Literal["response", "survivors", "verl"]
 
@@ -32,6 +36,7 @@ def token_weights(
     With N sequences that have a token in the whole batch's mask bool[B, R], and T_i tokens each:
 
     - token_mean: `1 / sum_i T_i` (DAPO, arXiv 2503.14476, eq. 8)
+    - token_sum: 1, so that a larger batch has a larger gradient (verl's `token-sum`)
     - sequence_mean_token_mean: `1 / (N T_i)` (GRPO, arXiv 2402.03300, eq. 3)
     - sequence_mean_token_sum: `1 / N` (the policy gradient of whole sequences)
     - constant_length: `1 / (N max_length)` (Dr. GRPO, arXiv 2503.20783)
@@ -41,8 +46,8 @@ def token_weights(
     - response: N and T_i of all response tokens, rejected or not (NeMo-RL, OpenRLHF)
     - survivors: N and T_i of the kept tokens, as if the others had never been sampled (slime)
     - verl: T_i of the kept tokens, N of all sequences. So rejection shrinks the denominator of
-      token_mean, but not that of sums over sequences, as in verl, which divides by its
-      mini-batch's number of sequences
+      token_mean, but not that of sums over sequences. verl's trainer v0 divides so in decoupled
+      mode; docs/corrections.md says what its other trainer and its bypass mode do
 
     Rows without a token (dropped groups) do not count in N. Compute the weights from a whole update
     batch and give each micro-batch its rows. Counts are integers, so sharding changes no bit.
@@ -60,6 +65,8 @@ def token_weights(
     if aggregation == "token_mean":
         tokens = jnp.maximum(jnp.sum(lengths, dtype=jnp.int32), 1).astype(jnp.float32)
         per_row = jnp.full(lengths.shape, 1.0, jnp.float32) / tokens
+    elif aggregation == "token_sum":
+        per_row = jnp.ones(lengths.shape, jnp.float32)
     elif aggregation == "sequence_mean_token_mean":
         per_row = 1.0 / (sequences * jnp.maximum(lengths, 1).astype(jnp.float32))
     elif aggregation == "sequence_mean_token_sum":
@@ -73,7 +80,7 @@ def counts_kept(aggregation: Aggregation, denominator: Denominator) -> bool:
     """True if `token_weights` depend on which tokens are kept."""
     if denominator == "verl":
         return aggregation in ("token_mean", "sequence_mean_token_mean")
-    return denominator == "survivors"
+    return denominator == "survivors" and aggregation != "token_sum"
 
 
 def check_tokens(arrays: Mapping[str, jax.Array | None], shape: tuple[int, ...]) -> None:

@@ -20,7 +20,12 @@ from tim_jax.errors import InputError, check_choice
 from tim_jax.inputs import check_kinds
 from tim_jax.numerics.strict import widened
 from tim_jax.objectives import losses
-from tim_jax.objectives.advantages import GROUP_BASELINES, Estimator, advantages, needs
+from tim_jax.objectives.advantages import (
+    GROUP_BASELINES,
+    Estimator,
+    advantages,
+    needs,
+)
 from tim_jax.objectives.aggregation import (
     Aggregation,
     Denominator,
@@ -31,6 +36,9 @@ from tim_jax.objectives.aggregation import (
 )
 from tim_jax.objectives.losses import KL, Loss, kl_estimate
 from tim_jax.objectives.shaping import AdaptiveKL
+
+# They compare a response with no other one of the batch.
+_NO_BASELINE: tuple[Estimator, ...] = ("reinforce", "remax")
 
 
 class TokenLosses(NamedTuple):
@@ -63,6 +71,10 @@ class Objective:
     """The length that 'constant_length' divides by."""
     denominator: Denominator = "response"
     """What rejections do to the weights; see `token_weights`."""
+    reject_before_advantages: bool = False
+    """Compute the advantages as if rejected tokens had never been sampled; in recompute mode."""
+    regularise_rejected: bool = False
+    """Rejected tokens keep their KL, entropy and load-balancing terms (verl's bypass mode)."""
     kl_coefficient: float = 0.0
     """Of the KL term to the reference policy in the loss."""
     kl_estimator: KL = "k3"
@@ -97,6 +109,7 @@ class Objective:
         check_choice("denominator", self.denominator, get_args(Denominator))
         check_choice("kl_estimator", self.kl_estimator, get_args(KL))
         check_aggregation(self.aggregation, self.max_length)
+        self._check_rejections()
         self._check_options()
         coefficients = "kl_coefficient", "balance_coefficient", "reward_kl_coefficient"
         for name in ("advantage_eps", *coefficients):
@@ -108,6 +121,18 @@ class Objective:
         if self.kl_cap is not None and not self.kl_cap > 0.0:
             raise InputError(f"kl_cap is {self.kl_cap}; it must be above 0")
         self._check_shaping()
+
+    def _check_rejections(self) -> None:
+        if self.regularise_rejected and self.counts_kept:
+            raise InputError(
+                f"denominator is {self.denominator!r}, which does not count the rejected tokens"
+                " that regularise_rejected keeps terms of; set it to 'response'"
+            )
+        if self.reject_before_advantages and self.estimator in _NO_BASELINE:
+            raise InputError(
+                f"reject_before_advantages takes rejected responses out of the baseline, but the"
+                f" estimator {self.estimator!r} has none of other responses; leave it out"
+            )
 
     def _check_options(self) -> None:
         for name, value in self.loss_options:
@@ -249,7 +274,7 @@ class Objective:
         """Returns the losses of f32[B, R] log-probs, advantages f32[B] or [B, R], mask bool[B, R].
 
         `loss_t = c_t * policy_loss_t + kept_t (kl_coefficient * kl_t - entropy_coefficient * H_t
-        + balance_coefficient * b_t)`.
+        + balance_coefficient * b_t)`, without kept_t if `regularise_rejected`.
         A loss's statistics of a row (GSPO's mean) or of the batch are over the kept tokens.
         The coefficients c (f32[B, R], ones if None) and `kept` (bool[B, R], all if None) come from
         `tim_jax.corrections`; `selected` (bool[B, R]) from `select`, for losses that need it;
@@ -291,7 +316,9 @@ class Objective:
             terms = terms - self.entropy_coefficient * jnp.where(mask, entropy, 0.0)
         if self.balance_coefficient and balance is not None:
             terms = terms + self.balance_coefficient * jnp.where(mask, balance, 0.0)
-        loss = loss + (terms if kept is None else jnp.where(kept, terms, 0.0))
+        if kept is not None and not self.regularise_rejected:
+            terms = jnp.where(kept, terms, 0.0)
+        loss = loss + terms
         return TokenLosses(
             loss=jnp.where(mask, loss, 0.0),
             ratio=policy.ratio,
@@ -302,107 +329,13 @@ class Objective:
         )
 
     def _check_given(self, reference_log_probs: Any, entropy: Any, balance: Any) -> None:
-        if self.balance_coefficient and balance is None:
-            raise InputError(
-                f"balance_coefficient is {self.balance_coefficient}, but no load-balancing losses"
-                " were given"
-            )
-        if self.kl_coefficient > 0.0 and reference_log_probs is None:
-            raise InputError(
-                f"kl_coefficient is {self.kl_coefficient}, but no reference log-probs were given"
-            )
-        if self.entropy_coefficient and entropy is None:
-            raise InputError(
-                f"entropy_coefficient is {self.entropy_coefficient}, but no entropies were given"
-            )
-
-
-def grpo(**changes) -> Objective:
-    """GRPO (arXiv 2402.03300): group mean and deviation, clip 0.2, mean of means, KL 0.04 by k3."""
-    return _build(changes, aggregation="sequence_mean_token_mean", kl_coefficient=0.04)
-
-
-def dr_grpo(**changes) -> Objective:
-    """Dr. GRPO (arXiv 2503.20783): group mean only, sums over the `max_length` to be given."""
-    return _build(changes, estimator="dr_grpo", aggregation="constant_length")
-
-
-def rloo(**changes) -> Objective:
-    """RLOO (arXiv 2402.14740): leave-one-out baseline, policy gradient of whole sequences."""
-    return _build(
-        changes, estimator="rloo", loss="reinforce", aggregation="sequence_mean_token_sum"
-    )
-
-
-def reinforce(**changes) -> Objective:
-    """REINFORCE (Williams 1992): the raw reward, policy gradient of whole sequences."""
-    return _build(
-        changes, estimator="reinforce", loss="reinforce", aggregation="sequence_mean_token_sum"
-    )
-
-
-def reinforce_plus_plus(**changes) -> Objective:
-    """REINFORCE++ (arXiv 2501.03262): rewards whitened over the batch, clip 0.2, token mean."""
-    return _build(changes, estimator="reinforce_plus_plus")
-
-
-def dapo(**changes) -> Objective:
-    """DAPO (arXiv 2503.14476): GRPO's advantage, clip 0.2 / 0.28, token mean, groups dropped.
-
-    Its dynamic sampling is the loop's (`refills`); its penalty and filter for overlong responses
-    are `overlong_cache` and `drop_cut`.
-    """
-    return _build(changes, clip_high=0.28, drop_uninformative=True)
-
-
-def gspo(**changes) -> Objective:
-    """GSPO (arXiv 2507.18071): GRPO's advantage, sequence ratio clipped at 3e-4 / 4e-4."""
-    return _build(changes, loss="gspo", aggregation="sequence_mean_token_mean")
-
-
-def cispo(**changes) -> Objective:
-    """CISPO (arXiv 2506.13585): GRPO's advantage, clipped ratio as a weight, token mean."""
-    return _build(changes, loss="cispo")
-
-
-def sapo(**changes) -> Objective:
-    """SAPO (arXiv 2511.20347): GRPO's advantage, soft gates on the ratio, mean of means."""
-    return _build(changes, loss="sapo", aggregation="sequence_mean_token_mean")
-
-
-def gmpo(**changes) -> Objective:
-    """GMPO (arXiv 2507.20673): GRPO's advantage, geometric mean of clipped ratios."""
-    return _build(changes, loss="gmpo", aggregation="sequence_mean_token_mean")
-
-
-def dppo(**changes) -> Objective:
-    """DPPO (arXiv 2602.04879): GRPO's advantage, trust region of total variation, token mean."""
-    return _build(changes, loss="dppo_tv")
-
-
-PRESETS = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce": reinforce,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "dapo": dapo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "dppo": dppo,
-}
-
-
-def _build(changes: dict, **defaults) -> Objective:
-    options = [field.name for field in dataclasses.fields(Objective)]
-    for name in changes:
-        check_choice("objective option", name, options)
-    loss = defaults.get("loss", Objective.loss)
-    if changes.get("loss", loss) != loss:
-        defaults.pop("clip_high", None)  # the bound is meant for the preset's own loss
-    return Objective(**{**defaults, **changes})
+        for name, what, given in (
+            ("balance_coefficient", "load-balancing losses", balance),
+            ("kl_coefficient", "reference log-probs", reference_log_probs),
+            ("entropy_coefficient", "entropies", entropy),
+        ):
+            if getattr(self, name) and given is None:
+                raise InputError(f"{name} is {getattr(self, name)}, but no {what} were given")
 
 
 def _token_advantages(advantages: jax.Array, shape: tuple[int, ...]) -> jax.Array:

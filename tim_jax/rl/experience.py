@@ -105,6 +105,11 @@ def experience(
     rewards, of_tokens, reward_kl, report = _shaped(
         rewards, rollout, old, of_reference, carried.reward_kl, objective
     )
+    of_step, of_update = corrections.split_state(
+        learning.correction, learning.mode, carried.correction
+    )
+    if objective.reject_before_advantages:
+        counted = _kept(counted, old, rollout, learning, of_step)
     estimated = objective.advantages(
         rewards,
         group_size=learning.group_size,
@@ -113,9 +118,6 @@ def experience(
         greedy_rewards=greedy_rewards,
         energies=energies,
         log_ratio=None if trainer is None else trainer - rollout.log_probs,
-    )
-    of_step, of_update = corrections.split_state(
-        learning.correction, learning.mode, carried.correction
     )
     applied = corrections.apply(
         learning.stages.step,
@@ -126,6 +128,7 @@ def experience(
         log_probs=old,
         advantages=estimated,
     )
+    report |= corrections.normaliser_metrics(applied)
     ready = Experience(
         rollout=rollout,
         advantages=estimated,
@@ -149,6 +152,21 @@ def _counted(rollout: Rollout, rewards: jax.Array, learning: Learning) -> jax.Ar
         return rollout.mask
     informative = advantages.informative_groups(rewards, learning.group_size)
     return rollout.mask & informative[:, None]
+
+
+def _kept(counted, old, rollout: Rollout, learning: Learning, state: tuple) -> jax.Array:
+    """bool[B, R], the tokens of `counted` that the rejections of the step leave."""
+    step = learning.stages.step
+    pairs = zip(step.blocks, state, strict=True)
+    applied = corrections.apply(
+        corrections.rejections(step),
+        counted.astype(jnp.float32),
+        tuple(part for block, part in pairs if block.effect == "reject"),
+        log_ratio=old - rollout.log_probs,
+        mask=counted,
+        log_probs=old,
+    )
+    return applied.kept
 
 
 def _shaped(rewards, rollout: Rollout, old, reference, coefficient, objective: Objective):

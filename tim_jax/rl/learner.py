@@ -61,7 +61,7 @@ def update(
       response_length: f32[], mean response length of the step, for length-triggered decay.
       base: the parameters that are not trained, if `state.params` are adapters.
     """
-    batch, correction = _current(state, weights, batch, policy, learning)
+    batch, correction, figures = _current(state, weights, batch, policy, learning)
     if learning.objective.balance_coefficient:
         batch = replace(batch, loads=_loads(batch, policy.experts))
     token_weights = learning.objective.token_weights(batch.mask, batch.kept)
@@ -82,6 +82,7 @@ def update(
         **noise(size),
         **_token_metrics(tokens, batch, learning),
         **_routing_metrics(tokens, batch, policy.experts),
+        **figures,
     }
     finite = jnp.isfinite(report["loss"]) & jnp.isfinite(size) & jnp.isfinite(share)
     report["skipped"] = 1.0 - finite.astype(jnp.float32)
@@ -110,13 +111,14 @@ def update(
 
 def _current(
     state: TrainState, weights, batch: Experience, policy: Policy, learning: Learning
-) -> tuple[Experience, Any]:
+) -> tuple[Experience, Any, dict[str, jax.Array]]:
     """The batch with the parts that depend on all its rows' log-probs at these weights.
 
-    Also returns the corrections' new state. Unchanged, without a forward, if no part does.
+    Also returns the corrections' new state, and metrics. Unchanged, without a forward, if no part
+    does.
     """
     if not learning.needs_whole_update:
-        return batch, state.correction
+        return batch, state.correction, {}
     log_probs, _ = policy.score(weights, batch.rollout)
     of_step, of_update = corrections.split_state(
         learning.correction, learning.mode, state.correction
@@ -129,7 +131,7 @@ def _current(
             log_probs, batch.old_log_probs, batch.advantages, mask=batch.mask & batch.kept
         )
         batch = replace(batch, selected=chosen)
-    return batch, joined
+    return batch, joined, corrections.normaliser_metrics(applied)
 
 
 def _applied(correction: Correction, state, log_probs, batch: Experience) -> corrections.Applied:
@@ -332,6 +334,11 @@ def _token_metrics(tokens, batch: Experience, learning: Learning) -> dict[str, j
         log_ratios: dict[corrections.Reads, jax.Array] = {"old": old, "current": current}
         figures = corrections.correction_metrics(tokens["coefficient"], mask, kept=tokens["kept"])
         figures |= corrections.bound_metrics(learning.correction, log_ratios, mask)
+        scored = tokens["log_prob"] if learning.mode == "bypass" else batch.old_log_probs
+        by_reading = {"old": scored, "current": tokens["log_prob"]}
+        given = {"log_probs": by_reading, "advantages": batch.advantages}
+        for of in (corrections.block_metrics, corrections.sequence_weight_metrics):
+            figures |= of(learning.correction, log_ratios, mask, **given)
         report |= {f"correction/{name}": x for name, x in figures.items()}
     entropy = tree_sum(tree_sum(jnp.where(mask, tokens["entropy"], 0.0))) / count(mask)
     tokens_learnt = jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)

@@ -129,6 +129,8 @@ class Learning:
         corrections.check(
             self.correction, mode=self.mode, loss=objective.loss, has_ratio=objective.has_ratio
         )
+        if objective.reject_before_advantages:
+            corrections.check_rejecting_first(self.correction, self.mode)
         if self.micro_batch is not None and self.micro_batch < 1:
             raise InputError(f"Learning: micro_batch must be positive, got {self.micro_batch}")
         if objective.balance_coefficient and self.routing == "own":
