@@ -2,6 +2,7 @@
 
     python scripts/exactness_cases.py                 # 10,000 cases, 42 minutes on one core
     python scripts/exactness_cases.py --cases 500 --out /tmp/exactness.md
+    python scripts/exactness_cases.py --dtype float16 --out docs/results/exactness_float16.md
 
 Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
 lengths and contents, the order in which sequences are given to slots, and with what to compare: a
@@ -31,7 +32,7 @@ from hypothesis import strategies as st
 from tim_jax.auditing import PRESETS, Unequal, compare, describe, random_params
 from tim_jax.model.calibration import calibrate
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
-from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_BF16, NATIVE_F32, Numerics
+from tim_jax.numerics import COMPUTE_DTYPES, Numerics
 from tim_jax.policy import sampler, scoring
 from tim_jax.types import Prompts, Rollout
 
@@ -391,19 +392,23 @@ def processor() -> str:
 def main():
     parser = argparse.ArgumentParser(description="Sampler against learner.")
     parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument(
+        "--dtype", choices=COMPUTE_DTYPES, action="append", help="default: float32 and bfloat16"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
     args = parser.parse_args()
     start = time.perf_counter()
-    fixed = (EXACT_F32, EXACT_BF16)
+    dtypes = args.dtype or ["float32", "bfloat16"]
+    fixed = tuple(Numerics(compute_dtype=dtype) for dtype in dtypes)
     longest = max(one.prompt_length + one.response_length for one in (*BATCHES, *LEARNERS))
     wide = tuple(calibrate(CONFIG, numerics, batch=16, longest=longest) for numerics in fixed)
     options = {"seed_": args.seed}
     tally = run(tuple(dict.fromkeys(fixed + wide)), cases=args.cases, **options)
-    control = run(
-        (NATIVE_F32, NATIVE_BF16), cases=max(args.cases // 50, 2), samplings=("T 1",), **options
-    )
+    native = tuple(replace(one, family="native") for one in fixed)
+    control = run(native, cases=max(args.cases // 50, 2), samplings=("T 1",), **options)
     command = f"python scripts/exactness_cases.py --cases {args.cases} --seed {args.seed}"
+    command += "".join(f" --dtype {dtype}" for dtype in args.dtype or ())
     text = report(tally, control, command, time.perf_counter() - start)
     args.out.write_text(text)
     print(text)

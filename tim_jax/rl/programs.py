@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tim_jax import placement
+from tim_jax import optimizers, placement
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import adapters, parameters
@@ -90,6 +90,8 @@ def build(
       batching: of the sampler, on all its devices together.
       devices: what meshes are made of, `jax.devices()` if None.
       sampler_devices: what the sampler's mesh is made of, if not of these.
+      optimizer: if the learner computes in float16, its loss is scaled (`optimizers.LossScale`),
+        by defaults if the optimizer does not do so.
       mismatch: what the sampler does differently, if anything.
       offload: master weights and optimizer wait in the host's memory while a step is sampled.
       max_staleness: how many steps are drawn ahead of the one that is learnt from.
@@ -103,6 +105,7 @@ def build(
             f" {mini_batches}, {epochs} and {length_buckets}"
         )
     check_steps(execution.sampling, learning, updates=mini_batches * epochs)
+    optimizer = optimizers.for_dtype(optimizer, execution.numerics.compute_dtype)
     execution = replace(execution, routing=learning.routing)
     if max_staleness:
         dial.refuse_ahead(mismatch)
@@ -213,6 +216,7 @@ def init(optimizer, learning: Learning, params) -> TrainState:
     """
     with jax.numpy_dtype_promotion("standard"):
         opt_state = optimizer.init(params)
+    optimizers.check_loss_scale(optimizer, opt_state)
     objective = learning.objective
     adapted = objective.controller is not None
     return TrainState(
