@@ -379,7 +379,7 @@ def check_loss_scale(optimizer: optax.GradientTransformation, opt_state: Any) ->
 
 
 def _divided(gradient: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(gradient.dtype, jnp.float32)
+    wide = jnp.float64 if gradient.dtype == jnp.float64 else jnp.float32
     return gradient.astype(wide) / scale.astype(wide)
 
 
