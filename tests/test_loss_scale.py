@@ -54,13 +54,13 @@ def jitted(optimizer):
 def test_a_scaled_optimizer_makes_the_bits_of_the_optimizer_inside(inner):
     """Powers of two round nothing: the same changes and states, whatever the scale."""
     ours = dynamic_loss_scale(inner, initial=8.0, growth_interval=2)
-    state, plain = ours.init(PARAMS), inner.init(PARAMS)
-    update, plain_update, scales = jitted(ours), jitted(inner), []
+    state, plain, scales = ours.init(PARAMS), inner.init(PARAMS), []
     for step in range(5):
         scales.append(float(loss_scale(state)))
         gradient = gradients(step)
-        found, state = update(times(loss_scale(state), gradient), state, PARAMS)
-        expected, plain = plain_update(gradient, plain, PARAMS)
+        with jax.numpy_dtype_promotion("standard"):  # not compiled, which could fuse otherwise
+            found, state = ours.update(times(loss_scale(state), gradient), state, PARAMS)
+            expected, plain = inner.update(gradient, plain, PARAMS)
         assert tiny.bits(found) == tiny.bits(expected)
         assert tiny.bits(state.inner) == tiny.bits(plain)
     assert scales == [8.0, 8.0, 16.0, 16.0, 32.0]
@@ -195,7 +195,6 @@ def updates(run, state, weights, batch, count):
         state, weights, report = run.update(
             state, weights, batch, jnp.int32(0), jnp.float32(9.0), None
         )
-        assert int(report.exactness.unequal) == 0 or loss_scale(before[1]) is None
         yield before, state, jax.device_get(report.metrics)
 
 
@@ -275,43 +274,35 @@ def test_an_overflow_of_one_device_skips_the_update_on_all(where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1.0, 1e-6])
-def test_scaled_gradients_of_float16_are_nearer_than_those_of_bfloat16(size):
+def test_scaled_gradients_of_float16_are_nearer_than_those_of_bfloat16():
     """Relative to float32; with weights of tokens as small as those of a million tokens, too.
 
     Without a scale, float16 then loses most of the gradient.
     """
-    policies = {
-        name: tiny.policy(replace(F16, numerics=numerics), LEARNING)
-        for name, numerics in (("f32", tiny.NUMERICS), ("bf16", tiny.BF16), ("f16", tiny.F16))
-    }
-    start = jax.tree.map(lambda p: 0.5 * p, tiny.params())
-    start = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), start)
+    learning = Learning(objectives.rloo(), tiny.GROUP)
     batch = first(built())[2]
-    shares = size * LEARNING.objective.token_weights(batch.mask, batch.kept)
+    shares = learning.objective.token_weights(batch.mask, batch.kept)
+    start = jax.tree.map(lambda p: (0.5 * p).astype(jnp.bfloat16), tiny.params())
+    start = jax.tree.map(lambda p: p.astype(jnp.float16).astype(jnp.float32), start)
 
-    def flat(name, scale=None):
-        def taken(params):
-            policy = policies[name].scaled(scale)
-            gradient, _ = policy.gradient(policy.prepare(params), batch, shares)
-            return gradient
+    def program(numerics):
+        policy = tiny.policy(replace(F16, numerics=numerics), learning)
 
-        whole = jnp.concatenate([g.reshape(-1) for g in jax.tree.leaves(jax.jit(taken)(start))])
-        return np.asarray(whole if scale is None else whole / scale, np.float64)
+        @jax.jit
+        def taken(shares, scale):
+            gradient, _ = policy.scaled(scale).gradient(policy.prepare(start), batch, shares)
+            return jnp.concatenate([g.reshape(-1) for g in jax.tree.leaves(gradient)]) / scale
 
-    exact = flat("f32")
-    error = {
-        name: np.linalg.norm(found - exact) / np.linalg.norm(exact)
-        for name, found in (
-            ("bf16", flat("bf16")),
-            ("f16", flat("f16", jnp.float32(2.0**16 if size == 1.0 else 2.0**32))),
-            ("f16 without", flat("f16")),
-        )
-    }
-    assert error["f16"] < error["bf16"] / 4
-    assert error["f16"] < 2e-3
-    if size < 1.0:
-        assert error["f16 without"] > 0.1
+        return lambda size, scale: np.asarray(taken(size * shares, jnp.float32(scale)), np.float64)
+
+    exact, bfloat16, float16 = map(program, (tiny.NUMERICS, tiny.BF16, tiny.F16))
+    for size, scale in ((1.0, 2.0**10), (1e-6, 2.0**30)):
+        right = exact(size, 1.0)
+        found = bfloat16(size, 1.0), float16(size, scale), float16(size, 1.0)
+        coarse, fine, lost = (np.linalg.norm(x - right) / np.linalg.norm(right) for x in found)
+        assert fine < coarse / 5
+        assert fine < 1e-3
+        assert size == 1.0 or lost > 0.1
 
 
 def test_a_learner_that_the_dial_puts_in_float16_scales_its_loss():
