@@ -2,7 +2,7 @@
 
     python scripts/exactness_cases.py                 # 10,000 cases, 42 minutes on one core
     python scripts/exactness_cases.py --cases 500 --out /tmp/exactness.md
-    python scripts/exactness_cases.py --dtype float16 --out docs/results/exactness_float16.md
+    python scripts/exactness_cases.py --cases 1000 --dtype float16    # its own section of the page
 
 Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
 lengths and contents, the order in which sequences are given to slots, and with what to compare: a
@@ -37,6 +37,7 @@ from tim_jax.policy import sampler, scoring
 from tim_jax.types import Prompts, Rollout
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "exactness.md"
+TITLE, SECTION = "# Sampler against learner, drawn cases", "\n## "
 MODEL = "qwen3-awkward"
 CONFIG = PRESETS[MODEL]
 WEIGHTS = 4  # sets of random weights
@@ -352,7 +353,7 @@ def report(tally: Tally, control: Tally, command: str, seconds: float) -> str:
     rule = "|---|---:|---:|---:|---:|"
     versions = f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, Python "
     lines = [
-        "# Sampler against learner, drawn cases",
+        TITLE,
         "",
         f"Made by `{command}` in {seconds / 60:.0f} minutes",
         f"({versions}{platform.python_version()}; {jax.default_backend()}: {processor()}).",
@@ -373,6 +374,16 @@ def report(tally: Tally, control: Tally, command: str, seconds: float) -> str:
     for case, first in tally.failures[:20]:
         lines += ["", f"Unequal: `{case}`: `{first}`"]
     return "\n".join(lines) + "\n"
+
+
+def with_report(page: str, text: str, dtypes: list[str] | None) -> str:
+    """The page with a new report: the whole, or of the section of some dtypes that has its own."""
+    whole, *sections = page.split(SECTION)
+    if dtypes is None:
+        return SECTION.join([text, *sections])
+    name = " and ".join(dtypes)
+    kept = [section for section in sections if section.partition("\n")[0] != name]
+    return SECTION.join([whole, *kept, text.replace(TITLE, name, 1)])
 
 
 def processor() -> str:
@@ -410,7 +421,8 @@ def main():
     command = f"python scripts/exactness_cases.py --cases {args.cases} --seed {args.seed}"
     command += "".join(f" --dtype {dtype}" for dtype in args.dtype or ())
     text = report(tally, control, command, time.perf_counter() - start)
-    args.out.write_text(text)
+    page = args.out.read_text() if args.out.exists() else ""
+    args.out.write_text(with_report(page, text, args.dtype))
     print(text)
     return 1 if tally.total.unequal or not tally.total.tokens else 0
 

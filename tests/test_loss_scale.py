@@ -1,5 +1,6 @@
 """Dynamic loss scaling: the transform by itself, and a learner in float16 that needs it."""
 
+import tomllib
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,14 +13,18 @@ import pytest
 import tiny
 
 from tim_jax import objectives, optimizers
+from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.mismatch import compute
 from tim_jax.mismatch.dial import Mismatch
+from tim_jax.model import fitting
 from tim_jax.model.execution import Execution
+from tim_jax.numerics import GPU_EXACT_F16, MOSAIC_GPU_EXACT_BF16, TPU_EXACT_BF16, Precision
 from tim_jax.optimizers import AdamW, LossScale, dynamic_loss_scale, loss_scale
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl import programs
 from tim_jax.rl.types import Learning
+from tim_jax.run.numerics import with_several_tiles
 
 PARAMS = {"a": jnp.linspace(-1.0, 1.0, 6), "b": jnp.ones((2, 3))}
 F16 = Execution(tiny.CONFIG, tiny.F16, tiny.SAMPLING)
@@ -310,3 +315,46 @@ def test_a_learner_that_the_dial_puts_in_float16_scales_its_loss():
     what = replace(F16, numerics=shared.numerics(tiny.NUMERICS))
     run = programs.build(what, LEARNING, RATE.transform())
     assert float(loss_scale(run.init(tiny.params()).optimizer)) == 2.0**16
+
+
+# --- where there is no float16 ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("numerics", "said"),
+    [
+        (replace(TPU_EXACT_BF16, compute_dtype="float16"), "pallas_tpu has no products of float16"),
+        (
+            replace(TPU_EXACT_BF16, precision=Precision(head="float16")),
+            "pallas_tpu has no products of float16",
+        ),
+        # An older JAX is named first.
+        (
+            replace(MOSAIC_GPU_EXACT_BF16, compute_dtype="float16"),
+            "bfloat16, got float16|needs JAX",
+        ),
+    ],
+)
+def test_families_without_float16_refuse_it(numerics, said):
+    with pytest.raises(InputError, match=said):
+        fitting.check(tiny.CONFIG, replace(numerics, interpret=True))
+
+
+def test_no_tiles_by_size_are_known_for_float16():
+    with pytest.raises(InputError, match="in float16"):
+        with_several_tiles(GPU_EXACT_F16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_in_another_dtype_has_no_loss_to_scale(dtype):
+    text = f'numerics.dtype = "{dtype}"\noptimizer.loss_scale = {{ initial = 4.0 }}\n'
+    with pytest.raises(InputError, match=r"optimizer\.loss_scale.*float16") as caught:
+        toml.build(tomllib.loads(text))
+    assert dtype in str(caught.value)
+    both = """
+exact = "required"
+optimizer.loss_scale = { initial = 4.0 }
+sampler.both_sides = true
+sampler.mismatch = [{ name = "compute", dtype = "float16" }]
+"""
+    assert toml.build(tomllib.loads(both)).optimizer.loss_scale == LossScale(4.0)
