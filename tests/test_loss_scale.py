@@ -217,7 +217,11 @@ def norm_of_float32():
 @pytest.mark.slow
 def test_an_overflow_skips_the_update_halves_the_scale_and_is_not_counted_as_skipped():
     run = built(initial=2.0**32, growth_interval=2)
-    found = list(updates(run, *first(run), 22))
+    # Fetched one by one: the next update takes the buffers of a state.
+    found = [
+        (before, jax.device_get(state), metrics)
+        for before, state, metrics in updates(run, *first(run), 22)
+    ]
     overflows = [bool(metrics["overflows"]) for _, _, metrics in found]
     fits = overflows.index(False)
     assert 4 < fits < 20
