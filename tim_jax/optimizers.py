@@ -363,8 +363,14 @@ def loss_scale_report(opt_state: Any) -> dict[str, jax.Array]:
     return {"loss_scale": opt_state.scale, "loss_scale_skips": opt_state.skipped}
 
 
-def check_loss_scale(optimizer: optax.GradientTransformation, opt_state: Any) -> None:
-    """Raises InputError if a loss is scaled by anything but the outermost transformation."""
+def first_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    """`optimizer.init(params)`.
+
+    Raises:
+      InputError: a loss is scaled by anything but the outermost transformation.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        opt_state = optimizer.init(params)
     own = isinstance(optimizer, LossScaled)
 
     def is_scale(node: Any) -> bool:
@@ -376,6 +382,7 @@ def check_loss_scale(optimizer: optax.GradientTransformation, opt_state: Any) ->
             "optimizer: dynamic_loss_scale must be the outermost transformation and the only one,"
             " such as dynamic_loss_scale(optax.chain(...)), got it inside of another"
         )
+    return opt_state
 
 
 def _divided(gradient: jax.Array, scale: jax.Array) -> jax.Array:

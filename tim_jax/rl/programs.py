@@ -90,8 +90,6 @@ def build(
       batching: of the sampler, on all its devices together.
       devices: what meshes are made of, `jax.devices()` if None.
       sampler_devices: what the sampler's mesh is made of, if not of these.
-      optimizer: if the learner computes in float16, its loss is scaled (`optimizers.LossScale`),
-        by defaults if the optimizer does not do so.
       mismatch: what the sampler does differently, if anything.
       offload: master weights and optimizer wait in the host's memory while a step is sampled.
       max_staleness: how many steps are drawn ahead of the one that is learnt from.
@@ -214,9 +212,7 @@ def init(optimizer, learning: Learning, params) -> TrainState:
 
     `params` are what is trained: all parameters, or the adapters alone.
     """
-    with jax.numpy_dtype_promotion("standard"):
-        opt_state = optimizer.init(params)
-    optimizers.check_loss_scale(optimizer, opt_state)
+    opt_state = optimizers.first_state(optimizer, params)
     objective = learning.objective
     adapted = objective.controller is not None
     return TrainState(
