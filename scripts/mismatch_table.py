@@ -186,7 +186,8 @@ def write_dtypes(records: dict[str, dict[str, Any]]) -> None:
             values = case["metrics"]
             sizes = (values[k] for k in ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3"))
             counts = (f"{int(values[k]):,}" for k in ("tokens", "unequal_tokens"))
-            cells = [dtype, case["case"], *counts, *(f"{x:.2e}" if x else "0" for x in sizes)]
+            name = case["case"] if case["case"] == BASELINE else f"`{case['case']}`"
+            cells = [dtype, name, *counts, *(f"{x:.2e}" if x else "0" for x in sizes)]
             lines.append(f"| {' | '.join(cells)} |")
     page = DOCS / "mismatch.md"
     before, rest = page.read_text().split(DTYPES_BEGIN)
