@@ -20,12 +20,15 @@ from tim_jax.mismatch.dial import Mismatch
 from tim_jax.model import fitting
 from tim_jax.model.execution import Execution
 from tim_jax.numerics import GPU_EXACT_F16, MOSAIC_GPU_EXACT_BF16, TPU_EXACT_BF16, Precision
-from tim_jax.optimizers import AdamW, LossScale, dynamic_loss_scale, loss_scale
+from tim_jax.optimizers import AdamW, LossScale
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl import programs
 from tim_jax.rl.types import Learning
 from tim_jax.run.numerics import with_several_tiles
 
+# optax types a state as any tree of arrays; these tests look into it.
+dynamic_loss_scale: Any = optimizers.dynamic_loss_scale
+loss_scale: Any = optimizers.loss_scale
 PARAMS = {"a": jnp.linspace(-1.0, 1.0, 6), "b": jnp.ones((2, 3))}
 F16 = Execution(tiny.CONFIG, tiny.F16, tiny.SAMPLING)
 LEARNING = Learning(objectives.grpo(kl_coefficient=0.0), tiny.GROUP, micro_batch=4)

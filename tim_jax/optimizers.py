@@ -370,7 +370,7 @@ def first_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
       InputError: a loss is scaled by anything but the outermost transformation.
     """
     with jax.numpy_dtype_promotion("standard"):
-        opt_state = optimizer.init(params)
+        opt_state: Any = optimizer.init(params)
     own = isinstance(optimizer, LossScaled)
 
     def is_scale(node: Any) -> bool:
