@@ -41,6 +41,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tim_jax import kernels
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
+    GPU_EXACT_F16,
     GPU_EXACT_F32,
     GPU_FAMILIES,
     MOSAIC_GPU_EXACT_BF16,
@@ -89,7 +90,7 @@ def left_to_xla(executable) -> str:
     """Float operations in the optimised module outside of our kernels, by kind."""
     found = Counter()
     for text in executable.as_text().splitlines():
-        match = re.search(r"= \(?(?:f32|bf16)\[[^=]*? ([a-z][a-z0-9\-]*)\(", text)
+        match = re.search(r"= \(?(?:f32|bf16|f16)\[[^=]*? ([a-z][a-z0-9\-]*)\(", text)
         if match and match[1] in _XLA_MATHS:
             found[match[1]] += 1
     return ", ".join(f"{name} {count}" for name, count in sorted(found.items())) or "none"
@@ -187,7 +188,7 @@ def main() -> None:
     families = [options.family] if options.family else GPU_FAMILIES
     if not options.named:
         look_at_tiles(families, sharding)
-    for numerics in (GPU_EXACT_BF16, GPU_EXACT_F32, MOSAIC_GPU_EXACT_BF16):
+    for numerics in (GPU_EXACT_BF16, GPU_EXACT_F16, GPU_EXACT_F32, MOSAIC_GPU_EXACT_BF16):
         if numerics.family in families:
             look_at_kernels(numerics, sharding, options.named)
     if not (options.kernels_only or options.named):

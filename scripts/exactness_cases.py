@@ -2,6 +2,7 @@
 
     python scripts/exactness_cases.py                 # 10,000 cases, 42 minutes on one core
     python scripts/exactness_cases.py --cases 500 --out /tmp/exactness.md
+    python scripts/exactness_cases.py --cases 1000 --dtype float16    # its own section of the page
 
 Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
 lengths and contents, the order in which sequences are given to slots, and with what to compare: a
@@ -31,11 +32,12 @@ from hypothesis import strategies as st
 from tim_jax.auditing import PRESETS, Unequal, compare, describe, random_params
 from tim_jax.model.calibration import calibrate
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
-from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_BF16, NATIVE_F32, Numerics
+from tim_jax.numerics import COMPUTE_DTYPES, Numerics
 from tim_jax.policy import sampler, scoring
 from tim_jax.types import Prompts, Rollout
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "exactness.md"
+TITLE, SECTION = "# Sampler against learner, drawn cases", "\n## "
 MODEL = "qwen3-awkward"
 CONFIG = PRESETS[MODEL]
 WEIGHTS = 4  # sets of random weights
@@ -351,7 +353,7 @@ def report(tally: Tally, control: Tally, command: str, seconds: float) -> str:
     rule = "|---|---:|---:|---:|---:|"
     versions = f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, Python "
     lines = [
-        "# Sampler against learner, drawn cases",
+        TITLE,
         "",
         f"Made by `{command}` in {seconds / 60:.0f} minutes",
         f"({versions}{platform.python_version()}; {jax.default_backend()}: {processor()}).",
@@ -374,6 +376,16 @@ def report(tally: Tally, control: Tally, command: str, seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_report(page: str, text: str, dtypes: list[str] | None) -> str:
+    """The page with a new report: the whole, or of the section of some dtypes that has its own."""
+    whole, *sections = page.split(SECTION)
+    if dtypes is None:
+        return SECTION.join([text, *sections])
+    name = " and ".join(dtypes)
+    kept = [section for section in sections if section.partition("\n")[0] != name]
+    return SECTION.join([whole, *kept, text.replace(TITLE, name, 1)])
+
+
 def processor() -> str:
     """The CPU's name, of /proc/cpuinfo where there is one, and its widest vectors."""
     try:
@@ -391,21 +403,26 @@ def processor() -> str:
 def main():
     parser = argparse.ArgumentParser(description="Sampler against learner.")
     parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument(
+        "--dtype", choices=COMPUTE_DTYPES, action="append", help="default: float32 and bfloat16"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
     args = parser.parse_args()
     start = time.perf_counter()
-    fixed = (EXACT_F32, EXACT_BF16)
+    dtypes = args.dtype or ["float32", "bfloat16"]
+    fixed = tuple(Numerics(compute_dtype=dtype) for dtype in dtypes)
     longest = max(one.prompt_length + one.response_length for one in (*BATCHES, *LEARNERS))
     wide = tuple(calibrate(CONFIG, numerics, batch=16, longest=longest) for numerics in fixed)
     options = {"seed_": args.seed}
     tally = run(tuple(dict.fromkeys(fixed + wide)), cases=args.cases, **options)
-    control = run(
-        (NATIVE_F32, NATIVE_BF16), cases=max(args.cases // 50, 2), samplings=("T 1",), **options
-    )
+    native = tuple(replace(one, family="native") for one in fixed)
+    control = run(native, cases=max(args.cases // 50, 2), samplings=("T 1",), **options)
     command = f"python scripts/exactness_cases.py --cases {args.cases} --seed {args.seed}"
+    command += "".join(f" --dtype {dtype}" for dtype in args.dtype or ())
     text = report(tally, control, command, time.perf_counter() - start)
-    args.out.write_text(text)
+    page = args.out.read_text() if args.out.exists() else ""
+    args.out.write_text(with_report(page, text, args.dtype))
     print(text)
     return 1 if tally.total.unequal or not tally.total.tokens else 0
 

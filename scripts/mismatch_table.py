@@ -2,8 +2,10 @@
 
     python scripts/mismatch_table.py                        # trains the model first; minutes
     python scripts/mismatch_table.py --run runs/mismatch    # the model of an earlier call
+    python scripts/mismatch_table.py --dtypes               # float16 against bfloat16 alone
 
 Writes docs/results/mismatch.{md,json,png} and the part of docs/mismatch.md between its markers.
+With --dtypes, of a smaller model, docs/results/mismatch_dtypes.json and the part that is its own.
 """
 
 import argparse
@@ -25,6 +27,15 @@ DOCS = ROOT / "docs"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 # The quickstart up to step 75; its checkpoint of step 50 has the stale weights.
 CHANGES = ("steps=75", "eval.every=0", "run.folder=runs/mismatch")
+DTYPES_BEGIN, DTYPES_END = "<!-- dtypes: begin -->", "<!-- dtypes: end -->"
+# For --dtypes: `configs/small.toml` after its warm start and 5 steps, on sums of 4 to 8 digits.
+SMALL_CHANGES = (
+    "steps=5",
+    "task.parameters.digits=[4, 8]",
+    "sampling.max_prompt_length=16",
+    "sampling.max_response_length=20",
+    "run.folder=runs/dtypes",
+)
 MODEL = "the quickstart's model after 75 steps"
 PLAIN: tuple[dict[str, Any], ...] = (
     {"name": "compute", "dtype": "bfloat16"},
@@ -70,6 +81,15 @@ SEMANTIC: tuple[dict[str, Any], ...] = (
     {"name": "dropped_end", "replacement": 0},
     {"name": "pad_mask", "pad": 0},
 )
+
+
+# Other kernels than the learner's, in its dtype: plain XLA, two ranks, a cut contraction.
+KERNELS: tuple[dict[str, Any], ...] = (
+    {"name": "native_kernels"},
+    {"name": "tensor_parallel", "ranks": 2},
+    {"name": "split_k", "pieces": 4},
+)
+ONE_SIDE = tuple({"name": "compute", "dtype": dtype} for dtype in ("bfloat16", "float16"))
 
 
 def cases(tables: Sequence[dict[str, Any]]) -> list[Arm]:
@@ -139,16 +159,58 @@ def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
     page.write_text(before + "\n".join(middle) + after)
 
 
+def measure_dtypes(folder: str, prompts: int, samples: int) -> dict[str, dict[str, Any]]:
+    """Learner's dtype -> its record: with other kernels, and of float32 with another dtype."""
+    records = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        bench = audit.make_bench(folder, prompts=prompts, samples=samples, dtype=dtype)
+        tables = (*ONE_SIDE, *KERNELS) if dtype == "float32" else KERNELS
+        records[dtype] = audit.report(bench, cases(tables)).record
+    return records
+
+
+def write_dtypes(records: dict[str, dict[str, Any]]) -> None:
+    """The records as JSON, and a table of them in docs/mismatch.md."""
+    (DOCS / "results" / "mismatch_dtypes.json").write_text(json.dumps(records, indent=1) + "\n")
+    first = records["float32"]
+    where = f"jax {first['jax']}, Python {first['python']}, {first['device']}"
+    lines = [
+        DTYPES_BEGIN,
+        f"Made by `python scripts/mismatch_table.py --dtypes` with {where}.",
+        "",
+        "| learner | sampler | tokens | unequal | mean \\|d\\| | max \\|d\\| | k3 |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for dtype, record in records.items():
+        for case in record["cases"]:
+            values = case["metrics"]
+            sizes = (values[k] for k in ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3"))
+            counts = (f"{int(values[k]):,}" for k in ("tokens", "unequal_tokens"))
+            name = case["case"] if case["case"] == BASELINE else f"`{case['case']}`"
+            cells = [dtype, name, *counts, *(f"{x:.2e}" if x else "0" for x in sizes)]
+            lines.append(f"| {' | '.join(cells)} |")
+    page = DOCS / "mismatch.md"
+    before, rest = page.read_text().split(DTYPES_BEGIN)
+    _, after = rest.split(DTYPES_END)
+    page.write_text(before + "\n".join([*lines, DTYPES_END]) + after)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtypes", action="store_true", help="float16 and bfloat16 alone")
     parser.add_argument("--run", help="a run folder to measure instead of training one")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     arguments = parser.parse_args()
-    folder = arguments.run
+    folder, sizes = arguments.run, (arguments.prompts, arguments.samples)
     if folder is None:
-        folder = str(train.train_run(toml.load(ROOT / "configs/quickstart.toml", CHANGES)))
-    write(*measure(folder, arguments.prompts, arguments.samples))
+        small = ("configs/small.toml", SMALL_CHANGES)
+        config, changes = small if arguments.dtypes else ("configs/quickstart.toml", CHANGES)
+        folder = str(train.train_run(toml.load(ROOT / config, changes)))
+    if arguments.dtypes:
+        write_dtypes(measure_dtypes(folder, *sizes))
+    else:
+        write(*measure(folder, *sizes))
 
 
 if __name__ == "__main__":

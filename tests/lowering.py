@@ -13,13 +13,24 @@ from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.weights import parameter_shapes
-from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, TPU_EXACT_BF16, TPU_EXACT_F32, Numerics
+from tim_jax.numerics import (
+    GPU_EXACT_BF16,
+    GPU_EXACT_F16,
+    GPU_EXACT_F32,
+    TPU_EXACT_BF16,
+    TPU_EXACT_F32,
+    Numerics,
+)
 from tim_jax.plan.known_models import PUBLISHED
 from tim_jax.policy import sampler, scoring
 from tim_jax.types import Prompts, Rollout
 
 NUMERICS = {
-    "pallas_gpu": {"float32": GPU_EXACT_F32, "bfloat16": GPU_EXACT_BF16},
+    "pallas_gpu": {
+        "float32": GPU_EXACT_F32,
+        "bfloat16": GPU_EXACT_BF16,
+        "float16": GPU_EXACT_F16,
+    },
     "pallas_tpu": {"float32": TPU_EXACT_F32, "bfloat16": TPU_EXACT_BF16},
 }
 DEVICES = {

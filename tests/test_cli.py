@@ -491,6 +491,36 @@ def test_what_is_drawn_again_and_what_corrections_remember_survive_a_resume(fold
 
 
 @pytest.mark.slow
+def test_a_float16_run_says_its_overflows_and_resumes_to_the_bit(folder, call):
+    """One step and then two, against three in one; the scale of 2^24 is too large at first."""
+    changes = (
+        "numerics.dtype=float16",
+        "optimizer.loss_scale={ initial = 16777216.0, growth_interval = 2 }",
+        "learner.mini_batches=2",
+        "learner.epochs=2",
+        "task.reward=cli_rewards:at_length",
+        "eval.every=0",
+    )
+    out = call("train", "tiny.toml", "run.folder=whole16", *changes)[1]
+    call("train", "tiny.toml", "run.folder=parts16", "steps=1", *changes)
+    assert "resumed after step 1" in call("train", "tiny.toml", "run.folder=parts16", *changes)[1]
+    whole, parts = (
+        [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in metrics_of(run)]
+        for run in (folder / "whole16", folder / "parts16")
+    )
+    assert whole == parts
+    lines = [line for line in whole if line["step"]]
+    overflows = [line["overflows"] for line in lines]
+    assert overflows[0] > 0
+    assert f"step 1: a float16 gradient overflowed in {int(overflows[0])} updates" in out
+    assert lines[-1]["loss_scale_skips"] == sum(overflows)
+    assert not any(line["skipped"] for line in lines)
+    assert all(line["exact_share"] == 1.0 for line in lines)
+    bits = [tiny.bits(programs_state(folder / run)) for run in ("whole16", "parts16")]
+    assert bits[0] == bits[1]
+
+
+@pytest.mark.slow
 def test_a_run_that_is_no_longer_finite_ends_with_its_batch(folder, call):
     """At this learning rate the first update leaves weights whose logits overflow."""
     run = folder / "overflow"

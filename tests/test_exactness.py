@@ -21,7 +21,7 @@ from tim_jax import objectives
 from tim_jax.auditing import PRESETS, Again, Case, Score, Sizes, audit, random_params
 from tim_jax.auditing.cases import plain_sampling
 from tim_jax.model.execution import Batching, Execution, Sampling
-from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
+from tim_jax.numerics import EXACT_BF16, EXACT_F16, EXACT_F32, Numerics, Rows
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import learner
 from tim_jax.rl.experience import experience
@@ -29,7 +29,7 @@ from tim_jax.rl.types import Carried, Learning, TrainState
 from tim_jax.run import numerics as run_numerics
 from tim_jax.types import Prompts
 
-EXACT = {"float32": EXACT_F32, "bfloat16": EXACT_BF16}
+EXACT = {"float32": EXACT_F32, "bfloat16": EXACT_BF16, "float16": EXACT_F16}
 SIZES = Sizes(prompts=3, samples=3, prompt_length=20, response_length=24)
 
 
@@ -95,7 +95,7 @@ def test_longer_sequences_of_more_key_blocks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", EXACT)
 def test_long_sequences_with_what_was_measured_of_this_machine(dtype):
     """With heads of 128, XLA adds up several hundred keys in another order than fewer."""
     config = replace(
@@ -114,7 +114,9 @@ def test_long_sequences_with_what_was_measured_of_this_machine(dtype):
 
 
 @pytest.mark.parametrize("micro_batch", quick.some([None, 4], 1))
-@pytest.mark.parametrize("numerics", [tiny.NUMERICS, tiny.BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "numerics", quick.some([tiny.NUMERICS, tiny.BF16, tiny.F16], 0, 1), ids=list(EXACT)
+)
 def test_the_log_probs_of_an_update_are_those_of_the_rollout(numerics, micro_batch):
     execution = Execution(tiny.CONFIG, numerics, tiny.SAMPLING)
     learning = Learning(
@@ -225,6 +227,7 @@ SLOTS, SOME = Batching(5, 1, 7), slice(2, 10)
             ("float32", SLOTS, slice(None)),
             ("bfloat16", Batching(), slice(None)),
             ("bfloat16", SLOTS, SOME),
+            ("float16", SLOTS, SOME),
         ],
         0,
     ),

@@ -13,11 +13,13 @@ from jax.extend.core import jaxprs_in_params
 
 from tim_jax import kernels
 from tim_jax.kernels import experts, routing
-from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_F32
+from tim_jax.numerics import EXACT_BF16, EXACT_F16, EXACT_F32, NATIVE_F32
 from tim_jax.plan import work
 
 ALL = pytest.mark.parametrize(
-    "numerics", [EXACT_F32, EXACT_BF16, NATIVE_F32], ids=["tiles", "tiles-bfloat16", "native"]
+    "numerics",
+    quick.some([EXACT_F32, EXACT_BF16, NATIVE_F32, EXACT_F16], 0, 1, 2),
+    ids=["tiles", "tiles-bfloat16", "native", "tiles-float16"],
 )
 ROWS, EXPERTS, HIDDEN, WIDTH, CHOSEN = 29, 7, 20, 12, 3
 
@@ -151,7 +153,7 @@ def reference(x, gate_up, down, chosen):
 def test_outputs_against_float64(numerics):
     *given_, _ = made(numerics.dtype)
     found, exact = f64(run(*given_, numerics=numerics)), reference(*given_)
-    error = 2.0**-8 if numerics.compute_dtype == "bfloat16" else 2.0**-20
+    error = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(numerics.compute_dtype, 2.0**-20)
     assert np.abs(found - exact).max() < error * np.abs(exact).max()
 
 
@@ -161,7 +163,7 @@ def test_the_sum_of_the_chosen_against_float64(numerics):
     outputs, weights = normal(10, ROWS, CHOSEN, HIDDEN), normal(11, ROWS, CHOSEN)
     found = jax.jit(partial(experts.combined, numerics=numerics))(residual, outputs, weights)
     exact = f64(residual) + (f64(outputs) * f64(weights)[..., None]).sum(axis=1)
-    error = 2.0**-8 if numerics.compute_dtype == "bfloat16" else 2.0**-21
+    error = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(numerics.compute_dtype, 2.0**-21)
     assert np.abs(f64(found) - exact).max() < error * np.abs(exact).max()
 
 
@@ -207,7 +209,9 @@ def test_a_scaled_shared_expert_has_the_gradients_of_the_plain_formula(numerics)
 
 
 @pytest.mark.parametrize(
-    "numerics", quick.some([EXACT_F32, EXACT_BF16], 1), ids=["float32", "bfloat16"]
+    "numerics",
+    quick.some([EXACT_F32, EXACT_BF16, EXACT_F16], 1),
+    ids=["float32", "bfloat16", "float16"],
 )
 def test_a_tokens_bits_depend_neither_on_its_neighbours_nor_on_its_place(numerics):
     x, gate_up, down, chosen, _ = made(numerics.dtype, rows=90)

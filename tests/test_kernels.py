@@ -14,12 +14,24 @@ from hypothesis import strategies as st
 from tim_jax import kernels
 from tim_jax.errors import InputError
 from tim_jax.kernels import formulas, native, tiles
-from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_BF16, NATIVE_F32, Numerics, Rows, strict
+from tim_jax.numerics import (
+    EXACT_BF16,
+    EXACT_F16,
+    EXACT_F32,
+    NATIVE_BF16,
+    NATIVE_F16,
+    NATIVE_F32,
+    Numerics,
+    Rows,
+    strict,
+)
 
-F32_ULP, BF16_ULP = 2.0**-23, 2.0**-8
+F32_ULP, BF16_ULP, F16_ULP = 2.0**-23, 2.0**-8, 2.0**-11
+# What kernels may be off by, with a few roundings to float32 or one to the compute dtype.
+ROUNDING = {"float32": 8 * F32_ULP, "bfloat16": BF16_ULP, "float16": F16_ULP}
 ALL = pytest.mark.parametrize(
     "numerics",
-    [EXACT_F32, EXACT_BF16, NATIVE_F32, NATIVE_BF16],
+    quick.some([EXACT_F32, EXACT_BF16, NATIVE_F32, NATIVE_BF16, EXACT_F16, NATIVE_F16], 0, 1, 2, 3),
     ids=lambda n: f"{n.family}-{n.compute_dtype}",
 )
 EACH_ALIGNED = pytest.mark.parametrize(
@@ -30,12 +42,16 @@ EACH_ALIGNED = pytest.mark.parametrize(
             "tiles-bfloat16": EXACT_BF16,
             "native-float32": NATIVE_F32,
             "native-bfloat16": NATIVE_BF16,
+            "tiles-float16": EXACT_F16,
+            "native-float16": NATIVE_F16,
         },
         {"aligned": True, "not": False},
     ),
 )
 EXACT = pytest.mark.parametrize(
-    "numerics", quick.some([EXACT_F32, EXACT_BF16], 1), ids=["float32", "bfloat16"]
+    "numerics",
+    quick.some([EXACT_F32, EXACT_BF16, EXACT_F16], 1),
+    ids=["float32", "bfloat16", "float16"],
 )
 FAMILIES = {"tiles": tiles, "native": native}
 
@@ -178,7 +194,7 @@ def test_gradients_of_dot(numerics):
     cotangent = normal(2, 21, 33)
     _, pull = jax.vjp(partial(tiles.dot, numerics=numerics), x, weight)
     dx, dweight = pull(cotangent)
-    ulp = BF16_ULP if numerics.compute_dtype == "bfloat16" else F32_ULP * 8
+    ulp = ROUNDING[numerics.compute_dtype]
     for found, exact in (
         (dx, f64(cotangent) @ f64(weight).T),
         (dweight, f64(x).T @ f64(cotangent)),
@@ -225,8 +241,8 @@ def test_attention_is_within_rounding_of_float64(numerics, kv_heads, group, leng
     inputs = attention_inputs(numerics, kv_heads=kv_heads, group=group, length=length)
     found = attend(numerics, aligned=aligned)(*inputs)
     assert found.dtype == jnp.float32
-    # In bfloat16 only the weights of the values are rounded: relative to the largest value.
-    ulp = BF16_ULP if numerics.compute_dtype == "bfloat16" else F32_ULP * 8
+    # In 16 bits only the weights of the values are rounded: relative to the largest value.
+    ulp = ROUNDING[numerics.compute_dtype]
     assert np.abs(f64(found) - reference_attention(*inputs)).max() <= 4 * ulp
 
 
@@ -271,7 +287,7 @@ def test_attention_within_a_window_is_within_rounding_of_float64(numerics, windo
     """70 keys in blocks of 32: of a late row's, the first block or two are masked as a whole."""
     inputs = attention_inputs(numerics)
     found = attend(numerics, aligned=aligned)(*inputs, window=jnp.int32(window))
-    ulp = BF16_ULP if numerics.compute_dtype == "bfloat16" else F32_ULP * 8
+    ulp = ROUNDING[numerics.compute_dtype]
     assert np.abs(f64(found) - reference_attention(*inputs, window)).max() <= 4 * ulp
 
 

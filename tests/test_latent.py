@@ -159,7 +159,11 @@ def unequal(execution, drawn, rows=slice(None)):
     return int(((found != recorded) & mask).sum()), int(mask.sum())
 
 
-@pytest.mark.parametrize("numerics", quick.some([tiny.NUMERICS, tiny.BF16], 0), ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    "numerics",
+    quick.some([tiny.NUMERICS, tiny.BF16, tiny.F16], 0),
+    ids=["f32", "bf16", "f16"],
+)
 def test_sampler_and_learner_agree_to_the_bit(numerics):
     execution = replace(EXECUTION, numerics=numerics)
     drawn = rollout(execution)

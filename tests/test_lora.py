@@ -151,6 +151,7 @@ CASES = [
     (tiny.UNTIED, tiny.BF16, Placement(fsdp=2)),
     (MIXTURE, tiny.NUMERICS, SINGLE),
     (tiny.CONFIG, tiny.BF16, SINGLE),
+    (tiny.CONFIG, tiny.F16, SINGLE),
 ]
 
 

@@ -17,10 +17,10 @@ TARGETS = {"pallas_gpu": "triton", "pallas_tpu": "tpu_custom_call"}
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    quick.pairs(
-        list(lowering.NUMERICS),
-        ["bfloat16", "float32"],
-    ),
+    [
+        *quick.pairs(list(lowering.NUMERICS), ["bfloat16", "float32"]),
+        pytest.param("pallas_gpu", "float16", marks=pytest.mark.slow),
+    ],
 )
 def test_every_kernel_lowers_for_its_device(family, dtype):
     operations = lowering.operations(lowering.NUMERICS[family][dtype])

@@ -21,7 +21,7 @@ LEARNER = auditing.Case("learner", ENDLESS, auditing.Score())
 ALONE = auditing.Case("alone", ENDLESS, auditing.Again(one_by_one=True))
 
 
-@pytest.mark.parametrize("dtype", quick.some(["float32", "bfloat16"], 0))
+@pytest.mark.parametrize("dtype", quick.some(["float32", "bfloat16", "float16"], 0))
 def test_sampler_and_learner_agree_to_the_bit(dtype):
     numerics = with_dtype(GPU, dtype)
     options = {"numerics": (numerics,), "cases": (LEARNER,), "sizes": SIZES, "control": False}

@@ -942,7 +942,12 @@ def test_the_command_plans_for_a_tpu(config, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("pallas_gpu", "float32"), ("pallas_gpu", "bfloat16"), ("pallas_mosaic_gpu", "bfloat16")],
+    [
+        ("pallas_gpu", "float32"),
+        ("pallas_gpu", "bfloat16"),
+        ("pallas_gpu", "float16"),
+        ("pallas_mosaic_gpu", "bfloat16"),
+    ],
 )
 def test_the_command_plans_for_gpus(config, tmp_path, family, dtype):
     """Every kernel of the sampler's forward is the learner's; only the draw has one of its own."""

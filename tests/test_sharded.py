@@ -161,6 +161,13 @@ def test_in_bfloat16_and_with_tied_embeddings_and_biases(where):
 
 
 @pytest.mark.slow
+def test_in_float16():
+    """The learner scales its loss there; the update is that of one device as well."""
+    where = Placement(data=2, fsdp=2, tensor=2)
+    check(execution(where, config=BIASED, numerics=replace(TILED, compute_dtype="float16")))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [Placement(fsdp=2), Placement(tensor=2)], ids=str)
 def test_sliding_windows_on_two_devices(where):
     check(execution(where, config=WINDOWED, numerics=replace(TILED, kv_block=4)))

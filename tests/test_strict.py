@@ -151,3 +151,13 @@ def test_a_rounded_number_is_the_formats_nearest(name):
         expected = x.astype(dtype)
     found = jax.jit(lambda x: strict.rounded(x, dtype).astype(jnp.float32))(x)
     assert np.array_equal(bits(found), bits(expected.astype(np.float32)))
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_the_derivative_of_rounding_is_that_of_a_cast(name):
+    """Of subnormal results too: an activation near 0 is not cut off from the gradient."""
+    dtype = jnp.dtype(name)
+    x = jnp.asarray([0.0, 1e-30, -3e-6, 5.9e-5, 0.3, -7.0], jnp.float32)
+    slopes = jnp.asarray([1.0, -2.0, 3.0, 2.0**-8, 2.0**-12, 2.0**-14], jnp.float32)
+    (found,) = jax.vjp(lambda x: strict.rounded(x, dtype), x)[1](slopes.astype(dtype))
+    np.testing.assert_array_equal(found, slopes)

@@ -12,7 +12,7 @@ from reference import reference_logits
 
 from tim_jax.model import hf, rope, transformer
 from tim_jax.model.execution import Execution
-from tim_jax.numerics import EXACT_BF16, EXACT_F32, NATIVE_F32
+from tim_jax.numerics import EXACT_BF16, EXACT_F16, EXACT_F32, NATIVE_F32
 
 TOKENS = np.random.default_rng(1).integers(0, 101, 43)
 
@@ -77,9 +77,15 @@ def test_logits_are_within_rounding_of_float64(name, numerics, loaded):
 
 
 @pytest.mark.parametrize("name", ["qwen3-bias-yarn", "qwen2", "llama-tied-biases"])
-def test_bfloat16_stays_within_its_rounding_of_float64(name, loaded):
+def test_16_bits_stay_within_their_rounding_of_float64(name, loaded):
     _, config, params = loaded(name)
     exact = reference_logits(params, TOKENS, config)
-    found = _one(params, config, EXACT_BF16)
+
+    def error(numerics):
+        found = _one(params, config, numerics)
+        return np.sqrt(np.mean((found - exact) ** 2)) / np.std(exact)
+
     # 2^-8 per rounding, through three layers; a wrong term would show at order one
-    assert np.sqrt(np.mean((found - exact) ** 2)) / np.std(exact) < 0.03
+    coarse, fine = error(EXACT_BF16), error(EXACT_F16)
+    assert coarse < 0.03
+    assert 6 < coarse / fine < 11  # float16 has three more bits

@@ -37,6 +37,7 @@ CONFIG = ModelConfig(
 UNTIED = replace(CONFIG, tied_embeddings=False)
 NUMERICS = Numerics(rows=Rows(8, 8), attention_rows=Rows(8, 8), kv_block=16, head_rows=16)
 BF16 = replace(NUMERICS, compute_dtype="bfloat16")
+F16 = replace(NUMERICS, compute_dtype="float16")
 SAMPLING = Sampling(max_response_length=10, stop_tokens=(3, 5))
 EXECUTION = Execution(CONFIG, NUMERICS, SAMPLING)
 GROUP = 4

@@ -9,6 +9,7 @@ from tim_jax import inputs
 from tim_jax.errors import InputError
 
 # Without the JAX of numerics.
+DTYPES = ("float32", "bfloat16", "float16")
 FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
 KERNELS = "kernels; auto: tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs"
 
@@ -96,8 +97,7 @@ def add_export(commands: Any, *, run: Callable[..., int]) -> None:
     export.add_argument("source", metavar="run", type=name, help="run folder")
     export.add_argument("folder", type=path, help="new folder for the model")
     add_whole(export, "--step", 0, help="of the checkpoint; default: the newest")
-    dtypes = ("float32", "bfloat16", "float16")
-    export.add_argument("--dtype", choices=dtypes, help="default: float32")
+    export.add_argument("--dtype", choices=DTYPES, help="default: float32")
     about = "the trained adapter alone, as PEFT loads it"
     export.add_argument("--adapter", action="store_true", help=about)
     export.set_defaults(run=run)
@@ -128,8 +128,8 @@ def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
     audit.add_argument("--chart", type=path, metavar="FILE", help="with --sampler: PNG, PDF or SVG")
     audit.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16"),
-        help="the only one to audit, in place of both; with --sampler: the learner's",
+        choices=DTYPES,
+        help="the only one to audit; default: float32 and bfloat16; with --sampler: the learner's",
     )
     add_whole(audit, "--prompts", 1, help="with --sampler; default: 32")
     add_whole(audit, "--samples", 1, help="with --sampler: per prompt; default: 8")
@@ -177,7 +177,7 @@ def add_diagnose(commands: Any, *, run: Callable[..., int]) -> None:
     add_number(parser, "--temperature", default=1.0, help=about)
     add_whole(parser, "--top-k", 0, default=0, help=f"{about}; 0 is off")
     add_number(parser, "--top-p", default=1.0, help=f"{about}; 1 is off")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument(
         "--candidate-weights",
         type=name,

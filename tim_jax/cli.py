@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     read.add_number(generate, "--temperature", default=1.0, help="0 is greedy")
     read.add_whole(generate, "--top-k", 0, default=0, help="0 is off")
     read.add_number(generate, "--top-p", default=1.0, help="1 is off")
-    generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    generate.add_argument("--dtype", choices=read.DTYPES, default="float32")
     generate.add_argument("--family", choices=read.FAMILIES, default="auto", help=read.KERNELS)
     read.add_whole(generate, "--seed", 0, 2**32, default=0)
     generate.add_argument("--plain", action="store_true", help="no chat template")

@@ -1,8 +1,12 @@
-"""The optimiser of a run: an optax chain that ends in what scales finished steps."""
+"""The optimiser of a run: an optax chain that ends in what scales finished steps.
 
+Around it, where the learner computes in float16, lies what scales the loss (`LossScale`).
+"""
+
+import math
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +16,7 @@ from tim_jax import schedules
 from tim_jax.errors import InputError, check_choice
 from tim_jax.inputs import check_kinds
 
+_LEAST_SCALE, _MOST_SCALE = 1.0, 2.0**32
 Schedule = Literal["constant", "cosine", "linear"]
 
 
@@ -125,14 +130,18 @@ def guarded_step(
     """
     # optax computes with mixed dtypes (int steps, float decays) on purpose.
     with jax.numpy_dtype_promotion("standard"):
-        if isinstance(optimizer, Guarded):
-            changes, new_state = optimizer.update(gradient, state, params, finite=finite, **extra)
-        else:
-            changes, new_state = optimizer.update(gradient, state, params, **extra)
-            new_state = _chosen(finite, new_state, state)
+        changes, new_state = _guarded_update(optimizer, gradient, state, params, finite, **extra)
         new_params = _chosen(finite, optax.apply_updates(params, changes), params)
     # What is made of the new parameters is to read these, not to compute them again from the old.
     return jax.lax.optimization_barrier(new_params), new_state
+
+
+def _guarded_update(optimizer, gradient, state, params, finite, **extra: Any) -> tuple[Any, Any]:
+    """The changes and the state after them; if not `finite`, the state that is given."""
+    if isinstance(optimizer, Guarded):
+        return optimizer.update(gradient, state, params, finite=finite, **extra)
+    changes, new = optimizer.update(gradient, state, params, **extra)
+    return changes, _chosen(finite, new, state)
 
 
 def _chosen(finite: jax.Array | bool, new: Any, old: Any) -> Any:
@@ -167,11 +176,7 @@ def _guarded_chain(*parts: optax.GradientTransformation) -> Guarded:
     def update(updates, state, params=None, *, finite=True, **extra):
         after = []
         for part, before in zip(whole, state, strict=True):
-            if isinstance(part, Guarded):
-                updates, new = part.update(updates, before, params, finite=finite, **extra)
-            else:
-                updates, new = part.update(updates, before, params, **extra)
-                new = _chosen(finite, new, before)
+            updates, new = _guarded_update(part, updates, before, params, finite, **extra)
             after.append(new)
         return updates, tuple(after)
 
@@ -233,6 +238,156 @@ def adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """The chain of `AdamW.transform`; `settings` are the other fields of `AdamW`."""
     return AdamW(**{**asdict(rate), **settings}).transform(decay)
+
+
+class LossScaleState(NamedTuple):
+    """The state of `LossScale.transform`."""
+
+    scale: jax.Array  # f32[], a power of two: what the next loss is to be multiplied by
+    since: jax.Array  # i32[], updates without an overflow since the scale last changed
+    skipped: jax.Array  # i32[], updates that were skipped by an overflow, in all
+    inner: Any  # of the optimiser inside
+
+
+class LossScaled(Guarded):
+    """An optimiser that takes the gradients of a scaled loss, see `LossScale.transform`."""
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740, sections 3.2 and 6).
+
+    Float16 has no normal numbers below 6e-5, where most of a language model's gradients lie. So the
+    loss is multiplied by a scale, and the gradients are divided by it in float32. The scale is
+    halved when a gradient overflows, and that update is skipped; it is doubled after
+    `growth_interval` updates without an overflow. Powers of two only, so that scaling rounds
+    nothing. It stays within [1, 2^32].
+
+    Raises `InputError` for a value out of its range.
+    """
+
+    initial: float = 2.0**16
+    """The first scale, a power of two."""
+    growth_interval: int = 400
+    """Updates without an overflow after which the scale is doubled."""
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        first = self.initial
+        fits = _LEAST_SCALE <= first <= _MOST_SCALE and math.frexp(first)[0] == 0.5
+        _check("initial", first, fits, "a power of two from 1 to 2^32")
+        _check("growth_interval", self.growth_interval, self.growth_interval >= 1, "1 or more")
+
+    def transform(self, inner: optax.GradientTransformation) -> LossScaled:
+        """Returns `inner` for the gradients of a loss that was multiplied by `loss_scale(state)`.
+
+        `update` divides them by the scale, in float32 (float64 stays), before `inner` sees them. If
+        they are not finite, all updates are 0 and the state of `inner` stays to the bit. This must
+        be the outermost transformation, as what lies around it would not know of a skipped update.
+
+        Two extra arguments say what else than these gradients shows it: `finite`, bool[], whether
+        to make the update, and `overflow`, bool[], whether to halve the scale, by default where it
+        is not made.
+        """
+        inside = optax.with_extra_args_support(inner)
+
+        def init(params):
+            first = jnp.asarray(self.initial, jnp.float32)
+            # Counters are made one by one: a buffer each, so that the state can be donated.
+            since, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+            return LossScaleState(first, since, skipped, inside.init(params))
+
+        def update(updates, state, params=None, *, finite=None, overflow=None, **extra):
+            gradient = jax.tree.map(partial(_divided, scale=state.scale), updates)
+            if finite is None:
+                parts = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradient)]
+                finite = jnp.all(jnp.stack([jnp.bool_(True), *parts]))
+            overflow = ~finite if overflow is None else overflow
+            changes, new = _guarded_update(inside, gradient, state.inner, params, finite, **extra)
+            changes = jax.tree.map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), changes)
+            return changes, self._after(state, finite, overflow)._replace(inner=new)
+
+        return LossScaled(init, update)
+
+    def _after(self, state: LossScaleState, finite: jax.Array, overflow: jax.Array):
+        since = state.since + finite.astype(jnp.int32)
+        grows = since >= self.growth_interval
+        grown = jnp.where(grows, jnp.minimum(2.0 * state.scale, _MOST_SCALE), state.scale)
+        halved = jnp.maximum(0.5 * state.scale, _LEAST_SCALE)
+        return state._replace(
+            scale=jnp.where(overflow, halved, grown),
+            since=jnp.where(overflow | grows, 0, since),
+            skipped=state.skipped + overflow.astype(jnp.int32),
+        )
+
+
+def dynamic_loss_scale(inner: optax.GradientTransformation, **settings: Any) -> LossScaled:
+    """`LossScale(**settings).transform(inner)`, for an optimiser of optax.
+
+    optimizer = dynamic_loss_scale(optax.adamw(1e-6))
+    state = optimizer.init(params)
+    gradient = jax.grad(lambda p: loss_scale(state) * loss(p))(params)
+    updates, state = optimizer.update(gradient, state, params)
+    """
+    return LossScale(**settings).transform(inner)
+
+
+def for_dtype(
+    optimizer: optax.GradientTransformation, dtype: str
+) -> optax.GradientTransformationExtraArgs:
+    """The optimiser of a learner that computes in `dtype`: with a scaled loss if that is float16.
+
+    One that scales the loss already stays as it is, and so does any for another dtype.
+    """
+    if dtype == "float16" and not isinstance(optimizer, LossScaled):
+        return dynamic_loss_scale(optimizer)
+    return optax.with_extra_args_support(optimizer)
+
+
+def loss_scale(opt_state: Any) -> jax.Array | None:
+    """f32[], what the loss is to be multiplied by; None if the optimiser scales no loss."""
+    return opt_state.scale if isinstance(opt_state, LossScaleState) else None
+
+
+def can_shrink(scale: jax.Array) -> jax.Array:
+    """bool[], whether a smaller scale is left to try after an overflow."""
+    return scale > _LEAST_SCALE
+
+
+def loss_scale_report(opt_state: Any) -> dict[str, jax.Array]:
+    """What to log of an optimiser's state: `loss_scale` f32[], as it is for the next update, and
+    `loss_scale_skips` i32[], updates skipped by an overflow so far. Empty if no loss is scaled.
+    """
+    if not isinstance(opt_state, LossScaleState):
+        return {}
+    return {"loss_scale": opt_state.scale, "loss_scale_skips": opt_state.skipped}
+
+
+def first_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    """`optimizer.init(params)`.
+
+    Raises:
+      InputError: a loss is scaled by anything but the outermost transformation.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        opt_state: Any = optimizer.init(params)
+    own = isinstance(optimizer, LossScaled)
+
+    def is_scale(node: Any) -> bool:
+        return isinstance(node, LossScaleState)
+
+    nodes = jax.tree.leaves(opt_state.inner if own else opt_state, is_leaf=is_scale)
+    if any(map(is_scale, nodes)):
+        raise InputError(
+            "optimizer: dynamic_loss_scale must be the outermost transformation and the only one,"
+            " such as dynamic_loss_scale(optax.chain(...)), got it inside of another"
+        )
+    return opt_state
+
+
+def _divided(gradient: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = jnp.float64 if gradient.dtype == jnp.float64 else jnp.float32
+    return gradient.astype(wide) / scale.astype(wide)
 
 
 def _check(name: str, value: object, holds: bool, rule: str) -> None:

@@ -18,14 +18,12 @@ from tim_jax.model import calibration, hf, peft
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
-from tim_jax.numerics import FAMILIES, Numerics
+from tim_jax.numerics import COMPUTE_DTYPES, FAMILIES, Numerics
 from tim_jax.placement import SINGLE, Placement, processes
 from tim_jax.rl import programs
 from tim_jax.run import assembly, exports
 from tim_jax.run import numerics as run_numerics
 from tim_jax.tasks.base import whole
-
-_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,7 +97,8 @@ def load(
     Args:
       source: a folder as `transformers` writes it, a name on the Hugging Face hub, or the folder of
         a finished run of `tim-jax train`.
-      dtype: what it computes with, "float32" or "bfloat16"; master weights are always float32.
+      dtype: what it computes with, "float32", "bfloat16" or "float16"; master weights are always
+        float32.
       family: the kernels; "auto" takes the exact ones for the device at hand.
       placement: the devices that it is spread over. None: one device, and under several processes
         all of theirs, on the fsdp axis.
@@ -112,7 +111,7 @@ def load(
       InputError: there is no such model, it is not supported, or it cannot be placed so; the run
         has no final model yet, or one that its checkpoints have left behind.
     """
-    check_choice("load: dtype", dtype, _DTYPES)
+    check_choice("load: dtype", dtype, COMPUTE_DTYPES)
     check_choice("load: family", family, ("auto", *FAMILIES))
     if not isinstance(source, str | Path):
         raise InputError(f"load: source must be a folder or a name, got {source!r}")

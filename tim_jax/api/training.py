@@ -133,7 +133,8 @@ def grpo(
         as many numbers. Called in this process, without a time limit.
       steps: how many.
       samples: responses per prompt, the group whose mean reward is the baseline.
-      optimizer: of optax.
+      optimizer: of optax. A model in float16 scales the loss, so that small gradients are not lost:
+        as `optimizers.dynamic_loss_scale(optimizer)` does, unless it is one already.
       batched: whether `reward` takes and returns lists.
       prompts_per_step: groups of a step; `prompts_per_step` x `samples` responses.
       max_tokens: of a response.

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tim_jax.config.sections import TABLE, Count, Positive, Section, Share, part
-from tim_jax.optimizers import AdamW, Decay
+from tim_jax.optimizers import AdamW, Decay, LossScale
 from tim_jax.schedules import SurgeDetector
 
 
@@ -72,3 +72,6 @@ class Optimizer(AdamW):
     length_decay: Annotated[
         DecayOff | DecayFixed | Annotated[DecayReactive, TABLE], Field(discriminator="kind")
     ] = _OFF
+    loss_scale: Annotated[LossScale, TABLE] | None = None
+    """Dynamic loss scaling, of runs whose learner computes in float16. Left out: with its defaults
+    in float16, and none otherwise."""

@@ -105,6 +105,7 @@ class RunConfig(Section):
         self._check_noise_scale()
         self._check_lengths()
         self._check_staleness()
+        self._check_loss_scale()
         if self.exact == "required" and self.numerics.family == "native":
             raise refusal(
                 "exact", self.exact, 'native numerics are not exact; set "report", or family tiles'
@@ -207,6 +208,19 @@ class RunConfig(Section):
                 "sampler.max_staleness",
                 steps,
                 "must be 0 with learner.offload, which takes the state away while a step is drawn",
+            )
+
+    def _check_loss_scale(self) -> None:
+        dtype, sampler = self.numerics.dtype, self.sampler
+        if self.optimizer.loss_scale is None or dtype == "float16":
+            return
+        shared = [entry for entry in sampler.mismatch if sampler.both_sides]
+        if not any(e.get("name") == "compute" and e.get("dtype") == "float16" for e in shared):
+            raise refusal(
+                "optimizer.loss_scale.initial",
+                self.optimizer.loss_scale.initial,
+                f"is for a learner in float16, and numerics.dtype is {dtype!r}, whose gradients"
+                " need no scale; leave optimizer.loss_scale out",
             )
 
     def _check_noise_scale(self) -> None:

@@ -125,8 +125,9 @@ class NumericsSection(Section):
     """tiles: exact by construction. native: plain XLA. pallas_gpu, pallas_tpu: exact kernels. auto:
     tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs. pallas_mosaic_gpu: the products of
     pallas_gpu for Hopper GPUs in bfloat16, by JAX's newer compiler (JAX 0.12)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the computation. The master weights are float32 in any case."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the computation. The master weights are float32 in any case. float16, which families for
+    TPUs and pallas_mosaic_gpu lack, scales the loss: `optimizer.loss_scale`."""
     column_tiles: Count | None = None
     """Parts that weight matrices are multiplied in: bits are the same for every size of the tensor
     axis that divides it. Left out: the smallest number that the tensor axes of the run divide."""

@@ -377,6 +377,11 @@ def _record(job: Job, step: Step, run: Run, writer: loggers.Tee, display: Displa
         run.samples.write(step.number, sample._asdict())
     writer.write(step.number, metrics)
     display.update(step.number, metrics | step.timing)
+    if overflows := int(metrics.get("overflows", 0)):
+        display.note(
+            f"step {step.number}: a float16 gradient overflowed in {overflows} updates, which were"
+            f" skipped; the loss scale is now {metrics['loss_scale']:g}"
+        )
     if chosen:
         display.completions(shown(chosen), title=f"held-out completions after step {step.number}")
 

@@ -50,10 +50,10 @@ def check(numerics: Numerics) -> None:
             f"numerics: family {name!r} needs JAX {needed} or newer, here is {jax.__version__};"
             ' family "pallas_gpu" has no such need'
         )
-    if numerics.dtype.itemsize != 2:
+    if numerics.compute_dtype != "bfloat16":
         raise InputError(
             f"numerics: family {name!r} is for bfloat16, got {numerics.compute_dtype};"
-            ' family "pallas_gpu" takes both'
+            ' family "pallas_gpu" takes any'
         )
     if numerics.interpret and jax.sharding.get_abstract_mesh().size > 1:
         raise InputError(

@@ -121,6 +121,12 @@ def _check_gpu_heads(config: ModelConfig, family: str) -> None:
 
 
 def _check_tpu(config: ModelConfig, numerics: Numerics) -> None:
+    precision = numerics.precision
+    if "float16" in (numerics.compute_dtype, precision.head, precision.router, precision.choice):
+        raise InputError(
+            "numerics: pallas_tpu has no products of float16, as TPUs have none; it takes float32"
+            ' and bfloat16, and family "tiles" any'
+        )
     for size in config.attention[1:]:
         if size % 16:
             raise InputError(

@@ -13,6 +13,7 @@ are never subnormal, and log takes subnormal numbers as zero. The normal quantil
 functions are Wichura's (1988, algorithm AS 241, PPND7).
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -87,12 +88,28 @@ def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     if dtype == jnp.float32:
         return x
     info = jnp.finfo(dtype)
+    if info.nexp < _EXPONENT_BITS:
+        return _rounded_to_subnormals(x, dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded_to_subnormals(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """To a dtype in which numbers that `reduce_precision` makes 0 are subnormal.
+
+    The derivative is the cast's. That of rounding to a multiple would be 0, and that of
+    `reduce_precision` rounds tangents by it, which makes 0 of what is subnormal.
+    """
+    info = jnp.finfo(dtype)
     normal = jax.lax.reduce_precision(x, info.nexp, info.nmant)
-    if info.nexp < _EXPONENT_BITS:  # numbers that `reduce_precision` makes 0 are subnormal there
-        step = float(info.smallest_subnormal)
-        multiple = jax.lax.round(x * (1.0 / step), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-        normal = jnp.where(jnp.abs(x) < float(info.tiny), multiple * step, normal)
-    return normal.astype(dtype)
+    step = float(info.smallest_subnormal)
+    multiple = jax.lax.round(x * (1.0 / step), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(jnp.abs(x) < float(info.tiny), multiple * step, normal).astype(dtype)
+
+
+@_rounded_to_subnormals.defjvp
+def _rounded_to_subnormals_jvp(dtype, primals, tangents):
+    return _rounded_to_subnormals(primals[0], dtype), tangents[0].astype(dtype)
 
 
 # Two functions keep a product from being contracted with the sum that it goes into to a fused

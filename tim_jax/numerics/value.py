@@ -34,6 +34,7 @@ RowSums = Literal["scatter", "sorted"]
 _HEAD_BLOCK = 128  # columns
 _COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _LISTS = ("xla_disable_hlo_passes",)  # options of XLA that are comma-separated lists
+COMPUTE_DTYPES = tuple(_COMPUTE_DTYPES)
 CACHE_DTYPES = (*_COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 
 
@@ -288,8 +289,10 @@ class Numerics:
 
 EXACT_F32 = Numerics()
 EXACT_BF16 = Numerics(compute_dtype="bfloat16")
+EXACT_F16 = Numerics(compute_dtype="float16")
 NATIVE_F32 = Numerics(family="native")
 NATIVE_BF16 = Numerics(family="native", compute_dtype="bfloat16")
+NATIVE_F16 = Numerics(family="native", compute_dtype="float16")
 # Gradients have products and sums that are XLA's own. With this option it chooses none of them by
 # time and leaves none without an order, so that a run resumes to the same bits.
 _REPEATABLE = (("xla_gpu_deterministic_ops", True),)
@@ -303,6 +306,8 @@ GPU_EXACT_F32 = Numerics(
     compiler_options=_REPEATABLE,
 )
 GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16)
+# Tensor cores multiply float16 as they do bfloat16, in the same tiles.
+GPU_EXACT_F16 = replace(GPU_EXACT_BF16, compute_dtype="float16")
 MOSAIC_GPU_EXACT_BF16 = replace(GPU_EXACT_BF16, family="pallas_mosaic_gpu", gpu=MOSAIC_GPU_BF16)
 TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=256, tpu=TPU_F32, cache_write="kernel")
 TPU_EXACT_BF16 = replace(TPU_EXACT_F32, compute_dtype="bfloat16", tpu=TPU_BF16)

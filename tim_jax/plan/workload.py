@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tim_jax import placement
+from tim_jax import optimizers, placement
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import adapters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
@@ -244,10 +244,14 @@ class _Laid:
         return programs.build(
             self.execution,
             workload.learning,
-            workload.optimizer,
+            self._optimizer,
             mini_batches=workload.mini_batches,
             devices=self.devices,
         )
+
+    @property
+    def _optimizer(self) -> optax.GradientTransformationExtraArgs:
+        return optimizers.for_dtype(self.workload.optimizer, self.execution.numerics.compute_dtype)
 
     @property
     def trained(self) -> Tree:
@@ -276,7 +280,7 @@ class _Laid:
 
     @property
     def _layout(self) -> programs.Layout:
-        start = partial(programs.init, self.workload.optimizer, self.workload.learning)
+        start = partial(programs.init, self._optimizer, self.workload.learning)
         return programs.layout(self.execution, start, self.devices)
 
     @property
@@ -286,7 +290,7 @@ class _Laid:
 
     @property
     def state(self) -> Tree:
-        start: Callable = partial(programs.init, self.workload.optimizer, self.workload.learning)
+        start: Callable = partial(programs.init, self._optimizer, self.workload.learning)
         return self._on(jax.eval_shape(start, self.trained), self._layout.state)
 
     @property

@@ -51,7 +51,10 @@ def update(
     """One optimiser step on the rows of `batch`.
 
     If the loss, the gradient's norm or the effective sample size is not finite, parameters and
-    optimizer stay as they are, and `skipped` of state and metrics counts it.
+    optimizer stay as they are, and `skipped` of state and metrics counts it. With an optimizer that
+    scales the loss (`optimizers.LossScale`) the gradient is that of the scaled loss. If it alone is
+    not finite and a smaller scale is left, the update overflowed: it is not made either, the scale
+    is halved, and the metric `overflows` counts it in place of `skipped`.
 
     Args:
       state: its `params` are the masters of `weights`, or the adapters of them.
@@ -61,6 +64,8 @@ def update(
       response_length: f32[], mean response length of the step, for length-triggered decay.
       base: the parameters that are not trained, if `state.params` are adapters.
     """
+    scale = optimizers.loss_scale(state.optimizer)
+    policy = policy.scaled(scale)
     batch, correction, figures = _current(state, weights, batch, policy, learning)
     if learning.objective.balance_coefficient:
         batch = replace(batch, loads=_loads(batch, policy.experts))
@@ -86,6 +91,13 @@ def update(
     }
     finite = jnp.isfinite(report["loss"]) & jnp.isfinite(size) & jnp.isfinite(share)
     report["skipped"] = 1.0 - finite.astype(jnp.float32)
+    scaling = {}
+    if scale is not None:
+        # A smaller scale mends no loss that is not finite.
+        mends = jnp.isfinite(report["loss"]) & jnp.isfinite(share) & optimizers.can_shrink(scale)
+        scaling["overflow"] = ~finite & mends
+        report["overflows"] = scaling["overflow"].astype(jnp.float32)
+        report["skipped"] = report["skipped"] - report["overflows"]
     reported = Update(exactness(tokens["log_prob"], batch.rollout), report, tokens["log_prob"])
     params, optimizer_state = optimizers.guarded_step(
         optimizer,
@@ -96,6 +108,7 @@ def update(
         response_length=response_length,
         gradient_norm=size,
         effective_sample_size=share,
+        **scaling,
     )
     params = with_buffers(params, state.params)
     state = replace(
@@ -103,10 +116,16 @@ def update(
         params=params,
         optimizer=optimizer_state,
         correction=jax.tree.map(partial(jnp.where, finite), correction, state.correction),
-        skipped=jnp.where(finite, 0, state.skipped + 1),
+        skipped=_skipped(state, finite, **scaling),
     )
     after = policy.prepare(low_rank.whole(state.params, base))
     return state, policy.renewed(weights, after), reported
+
+
+def _skipped(state: TrainState, finite: jax.Array, overflow: jax.Array | None = None) -> jax.Array:
+    """i32[], updates in a row that were not finite; an overflow neither counts nor ends them."""
+    count = jnp.where(finite, 0, state.skipped + 1)
+    return count if overflow is None else jnp.where(overflow, state.skipped, count)
 
 
 def _current(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import schedules, waiting
+from tim_jax import optimizers, schedules, waiting
 from tim_jax.errors import MismatchError, NonFiniteError
 from tim_jax.model import adapters
 from tim_jax.placement import memory
@@ -223,10 +223,13 @@ def learn(
     assert compared is not None  # there is at least one update
     found, at_source = compared
     reports, found, shaped = jax.device_get((reports, found, prepared.metrics))
-    skips = [report["skipped"] for report in reports]
-    metrics = joined(reports) | {"skipped": float(np.sum(skips))}
+    counted = [name for name in ("skipped", "overflows") if name in reports[0]]
+    metrics = joined(reports) | {k: float(np.sum([r[k] for r in reports])) for k in counted}
     metrics |= {name: float(value) for name, value in (shaped | found).items()}
-    metrics |= {k: float(v) for k, v in schedules.decay_report(state.optimizer).items()}
+    logged = schedules.decay_report(state.optimizer)
+    logged |= optimizers.loss_scale_report(state.optimizer)
+    metrics |= {k: float(v) for k, v in logged.items()}
+    skips = [report["skipped"] for report in reports if not report.get("overflows")]
     check_finite(state, batch, most_in_a_row(before, skips), programs.learning.max_skipped)
     if programs.max_staleness and at_source is not None:
         comparisons = [at_source]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tim_jax import placement
+from tim_jax import optimizers, placement
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import adapters, parameters
@@ -103,6 +103,7 @@ def build(
             f" {mini_batches}, {epochs} and {length_buckets}"
         )
     check_steps(execution.sampling, learning, updates=mini_batches * epochs)
+    optimizer = optimizers.for_dtype(optimizer, execution.numerics.compute_dtype)
     execution = replace(execution, routing=learning.routing)
     if max_staleness:
         dial.refuse_ahead(mismatch)
@@ -211,8 +212,7 @@ def init(optimizer, learning: Learning, params) -> TrainState:
 
     `params` are what is trained: all parameters, or the adapters alone.
     """
-    with jax.numpy_dtype_promotion("standard"):
-        opt_state = optimizer.init(params)
+    opt_state = optimizers.first_state(optimizer, params)
     objective = learning.objective
     adapted = objective.controller is not None
     return TrainState(

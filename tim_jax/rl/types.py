@@ -37,6 +37,19 @@ class Policy(NamedTuple):
     # (weights before an update, after it) -> the latter, with what has not changed of the former
     renewed: Callable[..., Any] = lambda old, new: new
 
+    def scaled(self, scale: jax.Array | None) -> "Policy":
+        """The policy whose gradients are those of `scale`, f32[], times the loss; None: itself.
+
+        Its `norm` takes such gradients, and is that of the loss's own.
+        """
+        if scale is None:
+            return self
+
+        def gradient(weights, batch, token_weights, **options):
+            return self.gradient(weights, batch, scale * token_weights, **options)
+
+        return self._replace(gradient=gradient, norm=lambda scaled: self.norm(scaled) / scale)
+
 
 class Carried(NamedTuple):
     """State that the preparation of a step takes from the step before and passes on."""
@@ -53,7 +66,9 @@ class TrainState:
     optimizer: optax.OptState
     correction: tuple[Any, ...]  # the corrections' state, a block each
     step: jax.Array  # i32[], RL steps done
-    skipped: jax.Array  # i32[], updates in a row, up to now, that were not finite
+    # i32[], updates in a row, up to now, that were not finite; those that only overflowed with a
+    # scaled loss are not among them.
+    skipped: jax.Array
     reward_kl: Any = None  # as `Carried` has it
 
     @property

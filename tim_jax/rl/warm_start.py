@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tim_jax import optimizers
 from tim_jax.errors import InputError
 from tim_jax.model.execution import Execution, jit
 from tim_jax.model.parameters import with_buffers
-from tim_jax.optimizers import Rate
 from tim_jax.policy import scoring
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks.base import Example
@@ -57,10 +57,9 @@ def warm_start(
     steps: int,
 ) -> Iterator[tuple[Any, float]]:
     """Yields (params, mean negative log-likelihood per token) after each of `steps` AdamW steps."""
-    rate = Rate(learning_rate, max(steps // 10, 1), "cosine", steps)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rate.schedule_fn(), b2=0.98)
-    )
+    rate = optimizers.Rate(learning_rate, max(steps // 10, 1), "cosine", steps)
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate.schedule_fn(), b2=0.98))
+    optimizer = optimizers.for_dtype(chain, execution.numerics.compute_dtype)
 
     def loss(params, batch: Rollout):
         weights = execution.prepare(params)
@@ -70,7 +69,13 @@ def warm_start(
 
     @partial(jit, numerics=execution.numerics, donate_argnums=(0, 1))
     def step(params, state, batch):
-        value, gradient = jax.value_and_grad(loss)(params, batch)
+        scale = optimizers.loss_scale(state)
+
+        def scaled(params, batch):
+            value = loss(params, batch)
+            return (value if scale is None else scale * value), value
+
+        (_, value), gradient = jax.value_and_grad(scaled, has_aux=True)(params, batch)
         with jax.numpy_dtype_promotion("standard"):
             changes, state = optimizer.update(gradient, state, params)
             moved = with_buffers(optax.apply_updates(params, changes), params)

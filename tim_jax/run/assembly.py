@@ -255,7 +255,8 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """The chain of a run with so many updates and so long responses."""
     own = part(optimizers.AdamW, section, total_steps=section.total_steps or steps)
-    return own.transform(section.length_decay.value(max_response_length))
+    chain = own.transform(section.length_decay.value(max_response_length))
+    return chain if section.loss_scale is None else section.loss_scale.transform(chain)
 
 
 def make_learning(config: RunConfig) -> Learning:

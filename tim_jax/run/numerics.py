@@ -17,6 +17,7 @@ from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import (
     GPU_BF16_SEVERAL_TILES,
     GPU_EXACT_BF16,
+    GPU_EXACT_F16,
     GPU_EXACT_F32,
     GPU_FAMILIES,
     MOSAIC_GPU_BF16_SEVERAL_TILES,
@@ -29,12 +30,22 @@ from tim_jax.numerics import (
 from tim_jax.numerics.device_tiles import TPU_FEW_ROWS
 
 _ACCELERATED = {
-    "pallas_gpu": {"float32": GPU_EXACT_F32, "bfloat16": GPU_EXACT_BF16},
-    "pallas_mosaic_gpu": {  # float32 is refused where kernels are fitted to a model
+    "pallas_gpu": {
+        "float32": GPU_EXACT_F32,
+        "bfloat16": GPU_EXACT_BF16,
+        "float16": GPU_EXACT_F16,
+    },
+    # Dtypes that a family lacks are refused, by name, where its kernels are fitted to a model.
+    "pallas_mosaic_gpu": {
         "float32": replace(MOSAIC_GPU_EXACT_BF16, compute_dtype="float32"),
         "bfloat16": MOSAIC_GPU_EXACT_BF16,
+        "float16": replace(MOSAIC_GPU_EXACT_BF16, compute_dtype="float16"),
     },
-    "pallas_tpu": {"float32": TPU_EXACT_F32, "bfloat16": TPU_EXACT_BF16},
+    "pallas_tpu": {
+        "float32": TPU_EXACT_F32,
+        "bfloat16": TPU_EXACT_BF16,
+        "float16": replace(TPU_EXACT_BF16, compute_dtype="float16"),
+    },
 }
 # Platform -> the exact kernels made for it.
 _OF_PLATFORM: Mapping[str, Family] = MappingProxyType(

@@ -156,15 +156,27 @@ class Measuring:
 
     def _taken(self, batch: Experience, token_weights: jax.Array) -> np.ndarray:
         bench = self.bench
-        return np.asarray(self._gradient(bench.weights, bench.params, batch, token_weights))
+        take = partial(self._gradient, bench.weights, bench.params, batch, token_weights)
+        if bench.execution.numerics.compute_dtype != "float16":
+            return np.asarray(take())
+        # Float16 needs a scaled loss: by the largest of these scales that overflows nowhere.
+        scales = (jnp.float32(2.0**power) for power in range(16, -1, -2))
+        found = (np.asarray(take(scale)) for scale in scales)
+        gradient = next((one for one in found if np.isfinite(one).all()), None)
+        if gradient is None:
+            raise InputError("study: a float16 gradient overflows; set numerics.dtype to bfloat16")
+        return gradient
 
-    def _flat_gradient(self, weights, params, batch: Experience, token_weights) -> jax.Array:
+    def _flat_gradient(
+        self, weights, params, batch: Experience, token_weights, scale: jax.Array | None = None
+    ) -> jax.Array:
         """Of the objective, which is the loss with the other sign: f32[N], or projected."""
-        gradient, _ = self._policy.gradient(
+        gradient, _ = self._policy.scaled(scale).gradient(
             weights, batch, token_weights, adapters=adapters.of(params)
         )
         leaves = jax.tree.leaves(self._policy.to_masters(gradient, params))
         whole = -jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in leaves])
+        whole = whole if scale is None else whole / scale
         return whole if self.bench.projected is None else project(whole, self.bench.projected)
 
 
