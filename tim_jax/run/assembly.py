@@ -24,6 +24,7 @@ from tim_jax.model.config import ModelConfig, check_stop_tokens
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
 from tim_jax.model.lora import Lora
 from tim_jax.model.parameters import init_params
+from tim_jax.model.tokenizer import load_tokenizer
 from tim_jax.numerics import (
     Numerics,
 )
@@ -69,7 +70,7 @@ def open_model(source: str) -> Model:
     """
     folder = hf.resolve(source)
     config = hf.load_config(folder)
-    tokenizer = hf.load_tokenizer(folder, config)
+    tokenizer = load_tokenizer(folder, vocab_size=config.vocab_size)
     generation = hf.load_generation_config(folder).get("eos_token_id")
     found = generation if isinstance(generation, list) else [generation]
     stops = {tokenizer.eos_token_id, *config.eos_token_ids, *found} - {None}

@@ -8,21 +8,17 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tim_jax.errors import InputError
-from tim_jax.inputs import expanded
 from tim_jax.tasks.base import Message
-from tim_jax.tasks.dataset import HUB_NAME
 
 PAD = "<pad>"
 EOS = "<eos>"
-FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 MOST_LINES = 3_000_000  # of a chat template's program, for one prompt: some seconds
 SHOWN = 60  # characters of a prompt quoted in an error
 _AT_A_TIME = 1024  # prompts that are encoded together
@@ -31,8 +27,7 @@ _AT_A_TIME = 1024  # prompts that are encoded together
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token per character: pad is 0, eos is 1, then the alphabet.
 
-    A character outside the alphabet cannot be encoded (`encode_prompt` says which). Save it with
-    `save_pretrained(folder)`; `load_tokenizer(folder)` and `AutoTokenizer` read it back.
+    A character outside the alphabet cannot be encoded (`encode_prompt` says which).
 
     Raises:
       InputError: if the alphabet is empty or has a character twice.
@@ -54,42 +49,6 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         clean_up_tokenization_spaces=False,
     )
-
-
-def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of a checkpoint folder or hub name, with its chat template.
-
-    A missing pad token becomes the eos token: where text ends follows from lengths, not from pads.
-
-    Raises:
-      InputError: if there is none, it cannot be read, it is not a fast one, or it has no eos token.
-    """
-    folder = expanded(source)
-    if folder.is_dir() and not any((folder / name).is_file() for name in FILES):
-        raise InputError(f"model folder {str(source)!r} has no tokenizer ({', '.join(FILES[:2])})")
-    if not folder.is_dir() and HUB_NAME.fullmatch(str(source)) is None:
-        raise InputError(f"tokenizer of {str(source)!r}: no such model folder")
-    try:
-        # False, because the default asks the user whether to run code that the folder brings.
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else str(source), trust_remote_code=False
-        )
-        tokenizer.encode("")  # settings of a wrong type are not looked at before
-    except Exception as error:  # broken files and an unreachable hub raise all sorts
-        where = "folder" if folder.is_dir() else "no such folder here, and from the hub"
-        raise InputError(f"tokenizer of {str(source)!r} ({where}): {_first_line(error)}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise InputError(
-            f"tokenizer of {str(source)!r} is a {type(tokenizer).__name__}; a fast tokenizer"
-            " (tokenizer.json) is needed"
-        )
-    if tokenizer.eos_token_id is None:
-        raise InputError(
-            f"tokenizer of {str(source)!r} names no eos token: nothing ends a response"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def encode_prompt(
