@@ -1,5 +1,7 @@
 import json
+import random
 import shutil
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tim_jax.tasks.builtin import ALPHABET, BUILTIN, builtin_task
 from tim_jax.tasks.text import (
     character_tokenizer,
     check_prompts,
+    dated,
     encode_prompt,
 )
 
@@ -314,6 +317,51 @@ def test_many_prompts_may_have_the_limit_itself_and_a_bos_before_them():
     check_prompts(tokenizer, [("", "1" * 7), ("", "")], **options)
     with pytest.raises(InputError, match="row 1 has 9 tokens, at most 8 are allowed"):
         check_prompts(tokenizer, [("", "2"), ("row 1", "1" * 8)], **options)
+
+
+def test_a_template_draws_the_same_for_the_same_prompt():
+    tokenizer = templated()
+    tokenizer.chat_template = "{{ range(10)|list|random }}{{ messages[0].content }}"
+    random.seed(1)
+    first = [encode_prompt(tokenizer, str(i)) for i in range(20)]
+    state = random.getstate()
+    random.seed(2)
+    assert [encode_prompt(tokenizer, str(i)) for i in range(20)] == first
+    assert len({ids[0] for ids in first}) > 3
+    assert random.random() == random.Random(2).random()  # others draw as they would have drawn
+    random.setstate(state)
+
+
+@pytest.mark.parametrize(
+    "clock",
+    [
+        "{{ strftime_now('%d%H') }}",
+        '{%- set date = strftime_now( "%d%H" ) %}{{ date }}',
+        "{{ strftime_now(format='%d') + strftime_now('%H') }}",
+        "{% if strftime_now is defined %}{{ strftime_now('%d%H').replace('x', '') }}{% endif %}",
+    ],
+)
+def test_the_clock_of_a_template_is_the_one_given(clock):
+    tokenizer, now = templated(), datetime(2026, 3, 11, 12)
+    template = f"{clock}{{{{ messages[0].content }}}}"
+    for tokenizer.chat_template, options in (
+        (template, {}),
+        ({"default": template, "other": "1"}, {}),
+        ("1", {"chat_template": template}),
+    ):
+        options = dated(tokenizer, options, now)
+        assert encode_prompt(tokenizer, "5", template_options=options) == encode("11125")
+
+
+def test_a_date_whose_format_is_computed_is_refused():
+    tokenizer, now = templated(), datetime(2026, 3, 11, 12)
+    assert dated(tokenizer, WITH_CHAT, now) is WITH_CHAT
+    assert dated(TOKENIZER, {}, now) == {}
+    tokenizer.chat_template = {"one": "1", "two": "2"}
+    assert dated(tokenizer, {}, now) == {}
+    tokenizer.chat_template = "{% set day = '%d' %}{{ strftime_now(day) }}"
+    with pytest.raises(InputError, match="template computes the format of a date"):
+        dated(tokenizer, {}, now)
 
 
 def test_equal_prompts_are_looked_at_once():

@@ -4,9 +4,12 @@
 saved, loaded and used like any other.
 """
 
+import random
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from itertools import islice
 from types import FrameType, MappingProxyType
 from typing import Any, Literal
@@ -21,6 +24,7 @@ PAD = "<pad>"
 EOS = "<eos>"
 MOST_LINES = 3_000_000  # of a chat template's program, for one prompt: some seconds
 SHOWN = 60  # characters of a prompt quoted in an error
+_CLOCK = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(["'])((?:(?!\1).)*)\1\s*\)""")
 _AT_A_TIME = 1024  # prompts that are encoded together
 
 
@@ -68,7 +72,7 @@ def encode_prompt(
         template with the opening of the assistant's turn. False takes it as plain text, messages
         joined by blank lines, after the bos token if the tokenizer has its texts begin with one.
         `auto` is True if the tokenizer has a template.
-      template_options: variables of the template, such as {"enable_thinking": False}.
+      template_options: variables of the template, such as {"enable_thinking": False}; see `dated`.
       max_length: most tokens allowed.
       where: what the prompt is called in errors, such as `train prompt 17`.
 
@@ -87,6 +91,37 @@ def encode_prompt(
             f"{where} has {len(ids)} tokens, at most {max_length} are allowed: {_quoted(prompt)}"
         )
     return ids
+
+
+def dated(
+    tokenizer: PreTrainedTokenizerFast, options: Mapping[str, Any], now: datetime
+) -> Mapping[str, Any]:
+    """Template options with which a chat template that prints the date prints that of `now`.
+
+    Templates ask `strftime_now`, whose answers change from day to day. They are put into the
+    template as text.
+
+    Raises:
+      InputError: the template computes what it asks.
+    """
+    given = options.get("chat_template")
+    if given is None and not tokenizer.chat_template:
+        return options
+    try:
+        template = tokenizer.get_chat_template(given, options.get("tools"))
+    except ValueError:  # several, and no default: as `encode_prompt` says
+        return options
+
+    def answer(call: re.Match[str]) -> str:
+        return f"{call[1]}{now.strftime(call[2])}{call[1]}"
+
+    answered = _CLOCK.sub(answer, template)
+    if "strftime_now(" in answered:
+        raise InputError(
+            "the chat template computes the format of a date for strftime_now; only one that it"
+            " names as text can be the same in all of a run"
+        )
+    return options if answered == template else {**options, "chat_template": answered}
 
 
 def check_prompts(
@@ -168,7 +203,7 @@ def _through_template(
     messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     chat = [{"role": message.role, "content": message.content} for message in messages]
     try:
-        with _ending(MOST_LINES):
+        with _ending(MOST_LINES), _drawing(repr(chat)):
             text = tokenizer.apply_chat_template(
                 chat, tokenize=False, add_generation_prompt=True, **options
             )
@@ -179,6 +214,21 @@ def _through_template(
             f"{where}: the chat template refused it: {_first_line(error)}: {_quoted(prompt)}"
         ) from error
     return str(text)
+
+
+@contextmanager
+def _drawing(seed: str) -> Iterator[None]:
+    """A context in which Python's random numbers follow from `seed`.
+
+    Jinja draws from them for its filter `random` and for `lipsum`. So a prompt has the same tokens
+    in every run and process.
+    """
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 @contextmanager
