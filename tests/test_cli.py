@@ -899,7 +899,13 @@ def on_day(monkeypatch, day):
 def test_a_run_has_the_prompts_of_its_first_day(call, folder, monkeypatch):
     template = "{{ strftime_now('%d') }}{{ messages[0].content }}"
     model = dated(folder / "dated", template)
-    arguments = ("train", "tiny.toml", f"model={{path='{model}'}}", "warmup.steps=0", "eval.every=0")
+    arguments = (
+        "train",
+        "tiny.toml",
+        f"model={{path='{model}'}}",
+        "warmup.steps=0",
+        "eval.every=0",
+    )
     day_11 = [2 + builtin.ALPHABET.index(digit) for digit in "11"]
     for name, days in {"one_day": (11, 11), "two_days": (11, 24)}.items():
         for day, steps in zip(days, (1, 2), strict=True):

@@ -274,7 +274,14 @@ def test_a_run_that_is_exported_does_not_call_the_functions_that_its_config_name
 
 NAMES = (
     *("config.toml", ".config.toml", "metrics.jsonl", "timing.jsonl", "samples.jsonl", ".lock"),
-    *("numerics.json", "calibration.json", "started.json", "chart.png", "non_finite.npz", "wandb_id"),
+    *(
+        "numerics.json",
+        "calibration.json",
+        "started.json",
+        "chart.png",
+        "non_finite.npz",
+        "wandb_id",
+    ),
     *("checkpoints", "checkpoints/5", "tensorboard", "model", "wandb"),
 )
 

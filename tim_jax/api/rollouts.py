@@ -141,7 +141,7 @@ def request(
         whole("sample: slots", slots, least=1)
     model.execution(sampling)  # which refuses a distribution that the model cannot have
     asked, most = _checked(prompts), sampling.max_response_length
-    text = text_of(model, asked, max_tokens=most, chat_template=template, template_options=options)
+    text = text_of(model, [Example(prompt, "") for prompt in asked], most, template, options)
     width = min(_padded(text.max_prompt_length), model.config.max_positions - most)
     text = replace(text, max_prompt_length=width)
     # Every device gets as many rows: the last prompt is repeated, and its rows are dropped.
@@ -191,13 +191,12 @@ def _checked(prompts: Any) -> list[Any]:
 
 def text_of(
     model: Model,
-    prompts: Sequence[Any],
-    *,
+    examples: Sequence[Example],
     max_tokens: int,
     chat_template: bool | Literal["auto"],
     template_options: Mapping[str, Any],
 ) -> Text:
-    """How prompts become tokens. The longest that it allows is the longest of these.
+    """How prompts become tokens. The longest that it allows is the longest of these examples'.
 
     Raises:
       InputError: one leaves fewer than `max_tokens` positions of the model for a response.
@@ -212,7 +211,7 @@ def text_of(
         )
     now = datetime.fromisoformat(processes.led(lambda: datetime.now().isoformat()))
     text = Text(model.tokenizer, room, chat_template, tuple(template_options.items()), now)
-    encoded = text.encoded([Example(prompt, "") for prompt in prompts], range(len(prompts)))
+    encoded = text.encoded(examples, range(len(examples)))
     return replace(text, max_prompt_length=max(map(len, encoded)))
 
 

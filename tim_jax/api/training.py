@@ -182,13 +182,7 @@ def grpo(
     _check_rows(learning, model.placement, prompts=prompts_per_step, mini_batches=mini_batches)
     own = _own_devices(model.placement, sampler_placement, learning, prompts_per_step)
     examples = data.as_examples(prompts_and_answers)
-    text = text_of(
-        model,
-        [example.prompt for example in examples],
-        max_tokens=max_tokens,
-        chat_template=chat_template,
-        template_options=template_options,
-    )
+    text = text_of(model, examples, max_tokens, chat_template, template_options)
     execution = model.execution(Sampling(max_tokens, temperature, top_k, top_p))
     adapter = _adapter(model, lora, seed)
     built = programs.build(
