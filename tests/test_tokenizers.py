@@ -286,6 +286,17 @@ def test_the_limit_itself_is_allowed():
     assert len(encode_prompt(TOKENIZER, "1" * 8, max_length=8)) == 8
 
 
+def test_a_message_that_a_template_passes_over_is_refused():
+    tokenizer = templated()
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+    messages = (Message("user", "1"), Message("tool", " 2 "), Message("user", "3"))
+    with pytest.raises(InputError, match=r"leaves out the message of the role 'tool': ' 2 '"):
+        encode_prompt(tokenizer, messages)
+    assert encode_prompt(tokenizer, messages[::2]) == encode("13")
+
+
 def test_template_refusals():
     message = "prompt: the chat template refused it: no system: '1'"
     with pytest.raises(InputError, match=message):

@@ -8,8 +8,9 @@ import jax
 
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.placement import processes
-from tim_jax.tasks import custom, values
+from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Message, SharedGrader, Task
+from tim_jax.tasks.values import check_open, message_of
 
 _KEYS = ("prompt", "answer")
 _ANSWER = "answer"  # where an example's data keep it: any value, not only text
@@ -24,7 +25,7 @@ def as_prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Sequence) and prompt:
-        return tuple(values.message_of(message, where) for message in prompt)
+        return tuple(message_of(message, where) for message in prompt)
     raise InputError(f"{where} must be text or a list of chat messages, got {_shown(prompt)}")
 
 
@@ -64,7 +65,7 @@ def _example(row: Any, where: str) -> Example:
             f" {_shown(row)}"
         )
     asked = as_prompt(prompt, f"{where}: prompt")
-    values.check_open(asked, f"{where}: prompt")
+    check_open(asked, f"{where}: prompt")
     return Example(asked, str(answer), {_ANSWER: answer})
 
 

@@ -20,8 +20,8 @@ from typing import Any
 from tim_jax import waiting
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.inputs import expanded, json_value
-from tim_jax.tasks import values
 from tim_jax.tasks.base import Example, Grader, Message, Task, share, whole
+from tim_jax.tasks.values import check_beside, check_hidden, prompt_of, truth_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `datasets`' save_to_disk
@@ -286,12 +286,12 @@ def _columns(row: Row, source: DatasetSource) -> tuple[str, str]:
 
 def _example(row: Row, prompt: str, answer: str, source: DatasetSource) -> Example:
     where = f"dataset {row.where}"
-    values.check_beside(row.values, (prompt, answer), where)
-    asked = values.prompt_of(_get(row, prompt), f"{where}: column {prompt!r}")
-    truth = values.truth_of(
+    check_beside(row.values, (prompt, answer), where)
+    asked = prompt_of(_get(row, prompt), f"{where}: column {prompt!r}")
+    truth = truth_of(
         _get(row, answer), f"{where}: column {answer!r}", solution=answer == "solution"
     )
-    values.check_hidden(asked, truth, f"{where}: column {prompt!r}")
+    check_hidden(asked, truth, f"{where}: column {prompt!r}")
     return Example(_dressed(asked, source), truth, where=row.where)
 
 

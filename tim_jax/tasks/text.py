@@ -213,7 +213,18 @@ def _through_template(
         raise InputError(
             f"{where}: the chat template refused it: {_first_line(error)}: {_quoted(prompt)}"
         ) from error
+    _check_kept(messages, str(text), where)
     return str(text)
+
+
+def _check_kept(messages: Sequence[Message], text: str, where: str) -> None:
+    """Refuses messages that a template passes over: some know the user's and assistant's alone."""
+    for message in messages:
+        if message.role not in ("user", "assistant") and message.content.strip() not in text:
+            raise InputError(
+                f"{where}: the chat template leaves out the message of the role {message.role!r}:"
+                f" {_quoted(message.content)}"
+            )
 
 
 @contextmanager

@@ -46,10 +46,8 @@ def message_of(value: object, where: str) -> Message:
     if isinstance(value, Message):
         return value
     match value:
-        case {"role": str(role), "content": str(content)}:
-            more = [
-                key for key in value if key not in ("role", "content") and not _empty(value[key])
-            ]
+        case {"role": str(role), "content": str(content), **others}:
+            more = [key for key, other in others.items() if not _empty(other)]
             if more:
                 raise InputError(
                     f"{where}: a message has {more[0]!r} beside role and content, which would be"
@@ -119,8 +117,8 @@ def truth_in(text: str) -> str:
     """Returns the final answer in a reference solution, or all of a text that is only an answer.
 
     That is what follows `####` in the last line (GSM8K), else the content of the last `\\boxed{}`.
-    A line that begins with `####` may be a heading of Markdown: with lines after it, or, where there
-    is a box, without a number, it is none of GSM8K's.
+    A line that begins with `####` may be a heading of Markdown: one with lines after it is, and one
+    without a number where there is a box.
     """
     marked = _marked(text)
     return text.strip() if marked is None else marked
@@ -150,7 +148,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _only_one(text: str, where: str) -> str:
-    """The one answer in a JSON list of texts, as some datasets write it; other texts as they are."""
+    """The one answer in a JSON list of texts, as some datasets have it; other texts as they are."""
     if not text.lstrip().startswith('["'):
         return text
     try:
