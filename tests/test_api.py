@@ -300,7 +300,7 @@ def test_chat_messages_go_through_the_template(tmp_path):
         ([], {}, "prompts is empty"),
         ([7], {}, "prompt 0 must be text or a list of chat messages, got 7"),
         (["a", {"role": "user", "content": "b"}], {}, "prompt 1 must be text or a list"),
-        ([[{"role": "user"}]], {}, 'a chat message is {"role": ..., "content": ...}'),
+        ([[{"role": "user"}]], {}, "a message needs a role and a content of text, got"),
         (["a", ""], {}, "prompt 1 is empty"),
         (["ä"], {}, "characters without a token"),
         (["a" * 30], {}, "prompt 0 has 30 tokens, at most 22 are allowed"),

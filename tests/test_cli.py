@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
+from transformers.utils import chat_template_utils
 
 import tim_jax
 from tim_jax import cli
@@ -25,9 +27,12 @@ from tim_jax.jobs import audit, generating
 from tim_jax.model import calibration, hf
 from tim_jax.numerics import Numerics
 from tim_jax.policy import sampler
-from tim_jax.run import assembly, exports, folders
+from tim_jax.rl.drawing import Text
+from tim_jax.run import assembly, exports, folders, marks, started
+from tim_jax.run.checkpoints import Restored
 from tim_jax.run.loggers import read_lines
 from tim_jax.tasks import builtin
+from tim_jax.tasks.base import Example
 from tim_jax.tasks.text import character_tokenizer
 
 CONFIG = """
@@ -900,6 +905,66 @@ def test_a_run_does_not_go_on_with_other_rows(change, call, folder):
     assert f"has changed since step 1: it has {what}" in refused(call, "train", *arguments)
     path.write_text(before)
     assert call("train", *arguments, "steps=2")[0] == 0
+
+
+def dated(folder, template):
+    """A model whose chat template is this one, which may print the day of the month."""
+    tokenizer = character_tokenizer(builtin.ALPHABET)
+    tokenizer.chat_template = template
+    architecture = toml.load("tiny.toml").model.architecture
+    assert architecture is not None
+    model = assembly.random_model(architecture, seed=0)
+    return hf.save(folder, model.params, model.config, tokenizer=tokenizer)
+
+
+def on_day(monkeypatch, day):
+    """Has every clock say so."""
+
+    class Then(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime(2026, 3, day, 12, tzinfo=tz)
+
+    for module in (chat_template_utils, started, assembly):
+        monkeypatch.setattr(module, "datetime", Then)
+
+
+def test_a_run_has_the_prompts_of_its_first_day(call, folder, monkeypatch):
+    template = "{{ strftime_now('%d') }}{{ messages[0].content }}"
+    model = dated(folder / "dated", template)
+    arguments = (
+        "train",
+        "tiny.toml",
+        f"model={{path='{model}'}}",
+        "warmup.steps=0",
+        "eval.every=0",
+    )
+    day_11 = [2 + builtin.ALPHABET.index(digit) for digit in "11"]
+    for name, days in {"one_day": (11, 11), "two_days": (11, 24)}.items():
+        for day, steps in zip(days, (1, 2), strict=True):
+            on_day(monkeypatch, day)
+            assert call(*arguments, f"run.folder={name}", f"steps={steps}")[0] == 0
+        drawn = audit.make_bench(name, prompts=3, samples=2).prompts
+        assert np.asarray(drawn.tokens)[:, :2].tolist() == [day_11] * 3
+    assert metrics_of(folder / "two_days") == metrics_of(folder / "one_day")
+    monkeypatch.undo()
+    (model / "chat_template.jinja").write_text(template.replace("%d", "%m"))
+    line = refused(call, *arguments, "run.folder=one_day", "steps=3")
+    assert "prompts have other tokens than they had at step 2" in line
+
+
+def test_a_dated_run_from_before_its_day_was_kept_is_refused(folder):
+    tokenizer = character_tokenizer(builtin.ALPHABET)
+    before = Restored(3, {}, {"rows": 1, "rows_crc32": 2})
+    for template in (None, "{{ messages[0].content }}", "{{ strftime_now('%d') }}"):
+        tokenizer.chat_template = template
+        mark = marks.of_prompts(Text(tokenizer, 8), [Example("1", "2")] * 200)
+        marks.check(Restored(3, {}, mark), mark, "run")
+        if template is None or "now" not in template:
+            marks.check(before, mark, "run")
+        else:
+            with pytest.raises(InputError, match=r"run: the chat template prints the date"):
+                marks.check(before, mark, "run")
 
 
 @pytest.mark.slow

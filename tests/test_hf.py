@@ -19,6 +19,7 @@ from tim_jax.errors import InputError
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.parameters import check_params, init_params
+from tim_jax.model.tokenizer import load_tokenizer
 from tim_jax.model.weights import parameter_shapes
 
 TINY = ModelConfig(
@@ -248,7 +249,7 @@ def test_tokenizer_and_generation_config_travel(tmp_path):
     folder = hf.save(
         tmp_path / "m", init_params(TINY, 0), TINY, tokenizer=tokenizer, generation=generation
     )
-    again = hf.load_tokenizer(folder, TINY)
+    again = load_tokenizer(folder, vocab_size=TINY.vocab_size)
     assert again("b a b")["input_ids"] == [2, 1, 2]
     assert again.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=False) == "a b"
     assert hf.load_generation_config(folder) == generation
@@ -466,11 +467,11 @@ def test_broken_indexes(tmp_path):
 
 def test_missing_broken_and_oversized_tokenizers(tiny):
     with pytest.raises(InputError, match="has no tokenizer"):
-        hf.load_tokenizer(tiny, TINY)
+        load_tokenizer(tiny, vocab_size=TINY.vocab_size)
     (tiny / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="no usable tokenizer") as caught:
-        hf.load_tokenizer(tiny, TINY)
+        load_tokenizer(tiny, vocab_size=TINY.vocab_size)
     assert "\n" not in str(caught.value)
     _tokenizer({f"w{index}": index for index in range(12)}).save_pretrained(tiny)
     with pytest.raises(InputError, match=r"largest id 11 .* vocabulary of 11"):
-        hf.load_tokenizer(tiny, TINY)
+        load_tokenizer(tiny, vocab_size=TINY.vocab_size)

@@ -263,6 +263,8 @@ def test_what_transformers_writes_reads_and_is_written_back(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(back))
     again = transformers.AutoConfig.from_pretrained(tmp_path)
     for key in back:
+        if key in ("rope_theta", "rope_scaling", "torch_dtype"):  # the older names of others
+            continue
         if key in ("dtype", "head_dim"):  # said aloud by us, by default or not at all by them
             continue
         if key == "num_nextn_predict_layers":  # what predicts further tokens is not kept
@@ -291,6 +293,21 @@ def test_older_and_newer_rope_layouts_mean_the_same():
     assert from_hf(newer | {"rope_parameters": parameters}) == older
     assert from_hf(newer | {"rope_parameters": parameters, "rope_scaling": parameters}) == older
     assert older.rope.original_max_positions == 1024
+
+
+def test_rope_is_written_in_both_layouts():
+    """Version 4 of `transformers` reads 10,000 where the older one is missing."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    for scaling in (None, yarn):
+        written = to_hf(from_hf(QWEN2 | {"rope_scaling": scaling}))
+        assert written["rope_theta"] == 1e6
+        assert written["rope_parameters"].pop("rope_theta") == 1e6
+        if scaling is None:
+            assert written["rope_scaling"] is None
+            assert written["rope_parameters"] == {"rope_type": "default"}
+        else:
+            assert written["rope_scaling"] == written["rope_parameters"]
+            assert scaling.items() <= written["rope_scaling"].items()
 
 
 def test_yarn_context_defaults():
@@ -395,6 +412,10 @@ def test_yarn_context_defaults():
             _scaled(type="linear", factor=2.0)
             | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
             ["rope_scaling", "rope_parameters", "differ"],
+        ),
+        (
+            QWEN2 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            ["rope_theta", "1000000", "10000.0"],
         ),
         ({**QWEN3, "num_attention_heads": 15}, ["15", "8"]),
         ({**QWEN3, "head_dim": 127}, ["head_dim", "127"]),

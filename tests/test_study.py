@@ -20,6 +20,7 @@ from tim_jax import cli, study
 from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.jobs import studies
+from tim_jax.run import folders, started
 from tim_jax.study import arms, files, measurement, running, table
 from tim_jax.study.definition import Outcome, Study, Test
 from tim_jax.study.verdicts import (
@@ -269,6 +270,19 @@ def test_finished_runs_are_not_started_again(file, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)  # none may be started
     running.run(one, jobs=2, say=said.append)
     assert said == ["12 runs, 12 of them done"]
+
+
+def test_all_arms_begin_on_the_day_of_their_study(file, monkeypatch):
+    one = stated(file)
+    began = (one.folder / "started.json").read_text()
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: None)
+    run = one.runs[-1]
+    _, log = running._start(run, one.arms[-1], one.folder)
+    log.close()
+    assert (run.folder / "started.json").read_text() == began
+    with folders.open_run(run.folder, "seed = 0\n"):  # which no other file may be in before
+        started.record(run.folder)
+    assert started.time_of(run.folder) == started.time_of(one.folder)
 
 
 def test_a_verdict_needs_every_seed(file):

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from tim_jax.errors import InputError
 from tim_jax.tasks.base import Grade, Message
-from tim_jax.tasks.dataset import DatasetSource, dataset_task, read_rows, truth_in
+from tim_jax.tasks.dataset import DatasetSource, dataset_task, read_rows
+from tim_jax.tasks.values import truth_in
 
 
 def no_grade(examples, completions):
@@ -74,6 +75,12 @@ def test_layouts(tmp_path, rows, prompt, answer):
         ("72", "72"),
         (" x #### 5 \n", "5"),
         ("#### 1\n#### 2", "2"),
+        ("So \\boxed{8} first.\n#### 1,234 km", "1,234 km"),
+        ("#### First\n3 + 4\n#### Then\nwe have \\boxed{7}.", "7"),
+        ("It is \\boxed{7}.\n#### Done", "7"),
+        ("##### Steps\n\\boxed{2}", "2"),
+        ("#### The answer is \\boxed{9}", "9"),
+        ("#### \\frac{1}{2}", "\\frac{1}{2}"),
         ("\\boxed{1} then \\boxed{\\frac{1}{\\sqrt{2}}}.", "\\frac{1}{\\sqrt{2}}"),
         ("$\\boxed{\\{1, 2\\}}$", "\\{1, 2\\}"),
         ("\\boxed{broken", "\\boxed{broken"),
@@ -250,6 +257,56 @@ def test_bad_files(tmp_path, name, text, message):
     with pytest.raises(InputError, match=message) as caught:
         load(path, eval_share=1e-9)
     assert "\n" not in str(caught.value)
+
+
+def chat(*messages):
+    return [{"role": role, "content": content, **more} for role, content, more in messages]
+
+
+CALL = {"function": {"name": "double", "arguments": {"x": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": chat(("user", "2x4?", {}), ("tool", "8", {"name": "double"}))},
+            r"a\.jsonl, line 2: column 'prompt': a message has 'name' beside role and content,",
+        ),
+        (
+            {"prompt": chat(("assistant", "", {"tool_calls": [CALL]}), ("user", "2x4?", {}))},
+            "a message has 'tool_calls' beside role and content, which would be lost; write it",
+        ),
+        (
+            {"prompt": chat(("user", "2x4?", {}), ("assistant", "It is 8.", {}))},
+            r"line 2: column 'prompt' ends with the assistant's turn, 'It is 8\.', so that the",
+        ),
+        ({"prompt": "2x4? So $\\boxed{8}$.\n"}, r"line 2: column 'prompt' ends with its answer, "),
+        ({"prompt": chat(("user", "2x4?\n#### 8", {}))}, "ends with its answer, .*prompt_column"),
+        ({"images": ["a.png"]}, r"line 2 has 'images', which prompts of text do not keep"),
+        ({"tools": '[{"name": "double"}]'}, r"line 2 has 'tools', which prompts"),
+        ({"answer": "#### Step 1\n4 + 4\n#### Step 2\nAdd."}, r"'answer' has headings \(####\), "),
+        ({"answer": '["8", "9"]'}, "must have one answer, got "),
+        ({"answer": ["8"]}, "must be text or a number"),
+    ],
+)
+def test_rows_whose_meaning_would_be_lost_are_refused(tmp_path, row, message):
+    rows = [{"prompt": "p", "answer": "8"}, {"prompt": "2x4?", "answer": "8"} | row]
+    with pytest.raises(InputError, match=message) as caught:
+        load(write_lines(tmp_path / "a.jsonl", rows), eval_share=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_that_are_like_them_are_taken(tmp_path):
+    asked = [
+        chat(("user", "2x4?", {"tool_calls": None, "name": ""}), ("user", "Well?", {})),
+        "Of 8, 9 and \\boxed{8} which is 2x4?",
+        "Write it as \\boxed{answer}.",
+    ]
+    rows = [{"prompt": p, "answer": '["8"]', "tools": None, "images": []} for p in asked]
+    task = load(write_lines(tmp_path / "a.jsonl", rows), eval_share=0)
+    assert [example.answer for example in task.train] == ["8"] * 3
+    assert task.train[0].prompt == (Message("user", "2x4?"), Message("user", "Well?"))
 
 
 def test_bad_sources(tmp_path):

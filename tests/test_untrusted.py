@@ -17,11 +17,12 @@ import pytest
 
 from tim_jax.errors import InputError
 from tim_jax.model import hf
+from tim_jax.model.tokenizer import load_tokenizer
 from tim_jax.run import checkpoints, folders, loggers
 from tim_jax.tasks import custom
 from tim_jax.tasks.builtin import ALPHABET
 from tim_jax.tasks.dataset import DatasetSource, dataset_task, read_rows
-from tim_jax.tasks.text import character_tokenizer, encode_prompt, load_tokenizer
+from tim_jax.tasks.text import character_tokenizer, encode_prompt
 
 MARK = "mark"
 CODE = f"open({MARK!r}, 'w').close()\n"
@@ -93,7 +94,7 @@ def test_code_that_a_tokenizer_names_is_not_run(evil, kind):
     for command in (["generate", "model", "1+2=", "--max-tokens", "4"], ["audit", "model"]):
         fuzzing.check(fuzzing.run(command))
     with suppress(InputError):
-        load_tokenizer("model")
+        load_tokenizer(Path("model"), vocab_size=100)
 
 
 def test_pickled_weights_are_not_read():
@@ -273,7 +274,14 @@ def test_a_run_that_is_exported_does_not_call_the_functions_that_its_config_name
 
 NAMES = (
     *("config.toml", ".config.toml", "metrics.jsonl", "timing.jsonl", "samples.jsonl", ".lock"),
-    *("numerics.json", "calibration.json", "chart.png", "non_finite.npz", "wandb_id"),
+    *(
+        "numerics.json",
+        "calibration.json",
+        "started.json",
+        "chart.png",
+        "non_finite.npz",
+        "wandb_id",
+    ),
     *("checkpoints", "checkpoints/5", "tensorboard", "model", "wandb"),
 )
 

@@ -10,6 +10,7 @@ from tim_jax.errors import InputError, did_you_mean
 from tim_jax.placement import processes
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Message, SharedGrader, Task
+from tim_jax.tasks.values import check_open, message_of
 
 _KEYS = ("prompt", "answer")
 _ANSWER = "answer"  # where an example's data keep it: any value, not only text
@@ -24,21 +25,8 @@ def as_prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Sequence) and prompt:
-        return tuple(_message(message, where) for message in prompt)
+        return tuple(message_of(message, where) for message in prompt)
     raise InputError(f"{where} must be text or a list of chat messages, got {_shown(prompt)}")
-
-
-def _message(message: Any, where: str) -> Message:
-    if isinstance(message, Message):
-        return message
-    if isinstance(message, Mapping) and isinstance(message.get("content"), str):
-        role = message.get("role")
-        if isinstance(role, str):
-            return Message(role, message["content"])
-    raise InputError(
-        f'{where}: a chat message is {{"role": ..., "content": ...}} with text in both, got'
-        f" {_shown(message)}"
-    )
 
 
 def as_examples(prompts_and_answers: Any) -> tuple[Example, ...]:
@@ -76,7 +64,9 @@ def _example(row: Any, where: str) -> Example:
             f'{where} must be a pair (prompt, answer) or {{"prompt": ..., "answer": ...}}, got'
             f" {_shown(row)}"
         )
-    return Example(as_prompt(prompt, f"{where}: prompt"), str(answer), {_ANSWER: answer})
+    asked = as_prompt(prompt, f"{where}: prompt")
+    check_open(asked, f"{where}: prompt")
+    return Example(asked, str(answer), {_ANSWER: answer})
 
 
 def as_task(examples: tuple[Example, ...], reward: Callable[..., Any], *, batched: bool) -> Task:

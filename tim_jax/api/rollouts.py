@@ -1,7 +1,8 @@
 """Responses drawn from a model, and their log-probs computed again by the learner."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,10 +16,10 @@ from tim_jax.api.data import as_prompt
 from tim_jax.api.model import Model, check_model
 from tim_jax.errors import InputError
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
+from tim_jax.placement import processes
 from tim_jax.rl import drawing, programs, sharded
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks.base import Example, whole
-from tim_jax.tasks.text import encode_prompt
 
 _SHORTEST = 16  # prompts are padded to this many tokens, or a power of two above it
 
@@ -140,11 +141,9 @@ def request(
         whole("sample: slots", slots, least=1)
     model.execution(sampling)  # which refuses a distribution that the model cannot have
     asked, most = _checked(prompts), sampling.max_response_length
-    longest = longest_prompt(
-        model, asked, max_tokens=most, chat_template=template, template_options=options
-    )
-    width = min(_padded(longest), model.config.max_positions - most)
-    text = Text(model.tokenizer, width, template, tuple(options.items()))
+    text = text_of(model, [Example(prompt, "") for prompt in asked], most, template, options)
+    width = min(_padded(text.max_prompt_length), model.config.max_positions - most)
+    text = replace(text, max_prompt_length=width)
     # Every device gets as many rows: the last prompt is repeated, and its rows are dropped.
     filling = -len(asked) % sharded.prompts_multiple(model.placement, samples)
     wanted = Request(asked + asked[-1:] * filling, len(asked), samples, sampling, seed, text, slots)
@@ -190,15 +189,14 @@ def _checked(prompts: Any) -> list[Any]:
     return [as_prompt(prompt, f"sample: prompt {i}") for i, prompt in enumerate(listed)]
 
 
-def longest_prompt(
+def text_of(
     model: Model,
-    prompts: Sequence[Any],
-    *,
+    examples: Sequence[Example],
     max_tokens: int,
     chat_template: bool | Literal["auto"],
     template_options: Mapping[str, Any],
-) -> int:
-    """Tokens of the longest prompt.
+) -> Text:
+    """How prompts become tokens. The longest that it allows is the longest of these examples'.
 
     Raises:
       InputError: one leaves fewer than `max_tokens` positions of the model for a response.
@@ -211,19 +209,10 @@ def longest_prompt(
             f"max_tokens = {max_tokens} leaves no room for a prompt in the model's"
             f" {model.config.max_positions} positions"
         )
-    return max(
-        len(
-            encode_prompt(
-                model.tokenizer,
-                prompt,
-                chat_template=chat_template,
-                template_options=template_options,
-                max_length=room,
-                where=f"prompt {number}",
-            )
-        )
-        for number, prompt in enumerate(prompts)
-    )
+    now = datetime.fromisoformat(processes.led(lambda: datetime.now().isoformat()))
+    text = Text(model.tokenizer, room, chat_template, tuple(template_options.items()), now)
+    encoded = text.encoded(examples, range(len(examples)))
+    return replace(text, max_prompt_length=max(map(len, encoded)))
 
 
 def _padded(length: int) -> int:

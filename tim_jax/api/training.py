@@ -12,7 +12,7 @@ import optax
 from tim_jax import corrections, mismatch, objectives
 from tim_jax.api import data
 from tim_jax.api.model import Model, check_devices, check_model
-from tim_jax.api.rollouts import longest_prompt
+from tim_jax.api.rollouts import text_of
 from tim_jax.corrections import Correction, Mode
 from tim_jax.errors import InputError, check_choice
 from tim_jax.mismatch import Entry, Mismatch
@@ -26,7 +26,7 @@ from tim_jax.rl import loop, programs, sharded
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Learning, TrainState
-from tim_jax.tasks.base import Example, Task, whole
+from tim_jax.tasks.base import Task, whole
 
 _COUNTS = ("steps", "prompts_per_step", "samples", "mini_batches", "epochs", "max_staleness")
 
@@ -183,7 +183,7 @@ def grpo(
     _check_rows(learning, model.placement, prompts=prompts_per_step, mini_batches=mini_batches)
     own = _own_devices(model.placement, sampler_placement, learning, prompts_per_step)
     examples = data.as_examples(prompts_and_answers)
-    text = _text(model, examples, max_tokens, chat_template, template_options)
+    text = text_of(model, examples, max_tokens, chat_template, template_options)
     execution = model.execution(Sampling(max_tokens, temperature, top_k, top_p))
     adapter = _adapter(model, lora, seed)
     built = programs.build(
@@ -244,23 +244,6 @@ def _check_drawing(objective: Objective, temperature: float, refills: int, seed:
             f"grpo: temperature must be greater than 0, got {temperature}: greedy responses have no"
             " log-probs to learn from"
         )
-
-
-def _text(
-    model: Model,
-    examples: Sequence[Example],
-    max_tokens: int,
-    chat_template: bool | Literal["auto"],
-    options: Mapping[str, Any],
-) -> Text:
-    longest = longest_prompt(
-        model,
-        [example.prompt for example in examples],
-        max_tokens=max_tokens,
-        chat_template=chat_template,
-        template_options=options,
-    )
-    return Text(model.tokenizer, longest, chat_template, tuple(options.items()))
 
 
 def _own_devices(

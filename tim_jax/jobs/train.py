@@ -32,7 +32,7 @@ from tim_jax.rl import loop, warm_start
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.loop import Step
 from tim_jax.rl.types import TrainState
-from tim_jax.run import assembly, charts, checkpoints, exports, folders, loggers, marks
+from tim_jax.run import assembly, charts, checkpoints, exports, folders, loggers, marks, started
 from tim_jax.run.display import Display, open_display
 from tim_jax.run.folders import Run
 from tim_jax.run.rewards import RewardWatch
@@ -63,6 +63,7 @@ def _train_run(config: RunConfig) -> Path:
     with folders.open_run(
         section.folder, text, may_change=_may_change(config), keep=section.keep
     ) as run:
+        processes.led(partial(started.record, run.folder))
         checks.check_memory(config)
         job, start = _begun(assemble(config, measured=run.folder / "calibration.json"), run)
         try:
@@ -124,7 +125,8 @@ def _begun(job: Job, run: Run) -> tuple[Job, _Start]:
         processes.agree(repr(job.execution), "what was measured of its machine")
         _write_numerics(job, run)
         base = adapters.split(job.model.params)[1]
-        mark = {**marks.of_base(base), **marks.of_rows(job.task.train)}
+        train = job.task.train
+        mark = {**marks.of_base(base), **marks.of_rows(train), **marks.of_prompts(job.text, train)}
         contents, step, notes = _restored(job, run, mark)
         base = None if base is None else job.programs.place(base)
     except BaseException:

@@ -95,9 +95,10 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
-    """The contents of a `config.json` (transformers 5 layout) from which `config` reads back equal.
+    """The contents of a `config.json` from which `config` reads back equal.
 
-    `dtype` is that of the stored weights, in which `transformers` will then load them.
+    `transformers` 5 and 4 read the same from it: what they look for under other names is there
+    under both. `dtype` is that of the stored weights, in which they will then load them.
     """
     eos = config.eos_token_ids
     values: dict[str, Any] = {key: getattr(config, name) for name, key in _REQUIRED.items()}
@@ -105,7 +106,6 @@ def to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
         "architectures": [ARCHITECTURES[config.model_type]],
         "attention_dropout": 0.0,
         "bos_token_id": config.bos_token_id,
-        "dtype": dtype,
         "eos_token_id": eos[0] if len(eos) == 1 else (list(eos) or None),
         "head_dim": config.head_dim,
         "hidden_act": "silu",
@@ -114,12 +114,13 @@ def to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "pad_token_id": config.pad_token_id,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": rope.written(config.rope),
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": True,
     }
     if config.model_type not in (*_QKV_BIAS, "mistral"):
         values["attention_bias"] = config.attention_bias
+    values |= {"dtype": dtype, "torch_dtype": dtype}
+    values |= rope.written(config.rope)
     values |= mixture.written(config) | latent.written(config) | windows.written(config)
     if config.model_type == "llama":
         values["mlp_bias"] = config.mlp_bias

@@ -35,6 +35,7 @@ from tim_jax.model.files import (
     write_json,
 )
 from tim_jax.model.parameters import check_params
+from tim_jax.model.tokenizer import save_tokenizer
 from tim_jax.model.weights import NAMED, Params, Weight, parameter_shapes, table
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -43,7 +44,6 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _UNWANTED_FILES = ["consolidated*"]  # Mistral's weights once more, under their own names
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 _HEAD = NAMED["head"].tensor
@@ -108,37 +108,6 @@ def load_generation_config(folder_or_hub: str | os.PathLike) -> dict[str, Any]:
     return values
 
 
-def load_tokenizer(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Any:
-    """The folder's `transformers` tokenizer, chat template included.
-
-    Raises `InputError` if there is none, or if it has ids that the model has no embedding for.
-    """
-    from transformers import AutoTokenizer  # seconds to import; nothing else here needs it
-
-    folder = resolve(folder_or_hub)
-    # without them some classes quietly make a tokenizer that knows no word
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise InputError(
-            f"model folder {str(folder)!r} has no tokenizer ({', '.join(_TOKENIZER_FILES)})"
-        )
-    try:
-        # False, because the default asks the user whether to run code that the folder brings.
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer.encode("")  # settings of a wrong type are not looked at before
-    except Exception as error:  # whatever its many backends raise on a bad file
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"model folder {str(folder)!r} has no usable tokenizer ({reason})"
-        ) from None
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= config.vocab_size:
-        raise InputError(
-            f"model folder {str(folder)!r}: the tokenizer's largest id {largest} is outside the "
-            f"model's vocabulary of {config.vocab_size}"
-        )
-    return tokenizer
-
-
 @waiting.during("reading the model's weights")
 def load_params(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Params:
     """Reads the weights as a tree of float32 NumPy arrays, laid out as in `model/weights.py`.
@@ -174,7 +143,7 @@ def save(
     dtype: str = "float32",
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
-    """Writes a checkpoint that `transformers` loads: all of it, or nothing.
+    """Writes a checkpoint that `transformers` 4.57 and 5 load: all of it, or nothing.
 
     The files are written to a hidden folder beside `folder`, which is then renamed. `tokenizer` is
     a `transformers` tokenizer; `generation` the contents of generation_config.json (the token ids
@@ -194,7 +163,7 @@ def save(
         write_json(partial / "generation_config.json", generation)
         _write_weights(partial, params, config, dtype, max_shard_bytes)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            save_tokenizer(tokenizer, partial)
     return folder
 
 

@@ -8,7 +8,7 @@ training: by 1e-3 radians at theta 1e6 and position 30,000.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,18 +211,20 @@ def read(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
     old, new = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         raise InputError("rope_scaling and rope_parameters must be objects")
-    if old and new and dict(old) != dict(new):
+    thetas = [one.get("rope_theta") for one in (values, old, new)]
+    old, new = ({k: v for k, v in one.items() if k != "rope_theta"} for one in (old, new))
+    if old and new and old != new:
         raise InputError("rope_scaling and rope_parameters are both given and differ")
     given: dict[str, Any] = {
         k: v for k, v in (old or new).items() if v is not None or k == "truncate"
     }
+    theta = _theta([theta for theta in thetas if theta is not None])
     kind = given.pop("rope_type", given.get("type", "default"))
     given.pop("type", None)
     if kind not in KINDS:
         raise InputError(f"rope type {kind!r} is not supported{did_you_mean(str(kind), KINDS)}")
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("partial_rotary_factor other than 1 is not supported")
-    theta = given.pop("rope_theta", values.get("rope_theta"))
     original = given.pop("original_max_position_embeddings", max_positions)
     unknown = sorted(set(given) - set(_OPTIONS[kind]))
     if unknown:
@@ -243,12 +245,26 @@ def read(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
     return RopeConfig(kind=kind, theta=10_000.0 if theta is None else theta, **given)
 
 
+def _theta(given: Sequence[Any]) -> Any:
+    """The one value that is given, or None. Readers differ in which of several they take."""
+    if any(theta != given[0] for theta in given):
+        raise InputError(f"rope_theta is given several times and differs: {given}")
+    return given[0] if given else None
+
+
 def written(rope: RopeConfig) -> dict[str, Any]:
-    """What a config.json has under "rope_parameters"."""
-    values = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    """What a config.json has of it: in the older layout and in that of transformers 5.
+
+    Version 4 takes `rope_theta` for 10,000 where it is only among the `rope_parameters`.
+    """
+    values: dict[str, Any] = {"rope_type": rope.kind}
     for name in _OPTIONS[rope.kind]:
         if getattr(rope, name) is not None:
             values[name] = getattr(rope, name)
     if rope.kind in ("llama3", "yarn"):
         values["original_max_position_embeddings"] = rope.original_max_positions
-    return values
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else values,
+        "rope_parameters": values | {"rope_theta": rope.theta},
+    }

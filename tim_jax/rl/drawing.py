@@ -7,8 +7,9 @@ those of its refills from a second order.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from tim_jax.objectives import advantages
 from tim_jax.rl.programs import Programs
 from tim_jax.tasks import base
 from tim_jax.tasks.base import Example, Task
-from tim_jax.tasks.text import check_prompts, encode_prompt
+from tim_jax.tasks.text import check_prompts, dated, encode_prompt
 from tim_jax.types import Prompts, Rollout
 
 SAMPLING = "sampling"  # what a wait for it, and memory that runs out in it, are called
@@ -32,26 +33,35 @@ _REFILL = 0x5EED
 
 @dataclass(frozen=True)
 class Text:
-    """How a task's text becomes tokens."""
+    """How a task's text becomes tokens.
+
+    `now` is what the clock of a chat template (`strftime_now`) says: one time for all prompts.
+    """
 
     tokenizer: Any
     max_prompt_length: int
     chat_template: bool | Literal["auto"] = "auto"
     template_options: tuple[tuple[str, Any], ...] = ()
+    now: datetime = field(default_factory=datetime.now)
 
-    def prompts(self, examples: Sequence[Example], ids: Sequence[int]) -> Prompts:
-        """Encodes examples, padded to `max_prompt_length`; refuses longer prompts."""
-        encoded = [
+    def encoded(self, examples: Sequence[Example], ids: Sequence[int]) -> list[list[int]]:
+        """The token ids of examples; refuses those longer than `max_prompt_length`."""
+        options = self._options
+        return [
             encode_prompt(
                 self.tokenizer,
                 example.prompt,
                 chat_template=self.chat_template,
-                template_options=dict(self.template_options),
+                template_options=options,
                 max_length=self.max_prompt_length,
                 where=_named("prompt", number, example),
             )
             for number, example in zip(ids, examples, strict=True)
         ]
+
+    def prompts(self, examples: Sequence[Example], ids: Sequence[int]) -> Prompts:
+        """Encodes examples, padded to `max_prompt_length`; refuses longer prompts."""
+        encoded = self.encoded(examples, ids)
         tokens = np.zeros((len(encoded), self.max_prompt_length), np.int32)
         for row, prompt in zip(tokens, encoded, strict=True):
             row[: len(prompt)] = prompt
@@ -67,9 +77,13 @@ class Text:
             self.tokenizer,
             ((_named(name, number, example), example.prompt) for number, example in examples),
             chat_template=self.chat_template,
-            template_options=dict(self.template_options),
+            template_options=self._options,
             max_length=self.max_prompt_length,
         )
+
+    @property
+    def _options(self) -> Mapping[str, Any]:
+        return dated(self.tokenizer, dict(self.template_options), self.now)
 
     def completions(self, rollout: Rollout) -> list[str]:
         """The responses as text, stop tokens left out."""

@@ -1,6 +1,8 @@
 """From a run's configuration to the values that the loops take: model, task, policy, programs."""
 
 from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,16 @@ from tim_jax.model.config import ModelConfig, check_stop_tokens
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
 from tim_jax.model.lora import Lora
 from tim_jax.model.parameters import init_params
+from tim_jax.model.tokenizer import load_tokenizer
 from tim_jax.numerics import (
     Numerics,
 )
-from tim_jax.placement import Devices, Placement
+from tim_jax.placement import Devices, Placement, processes
 from tim_jax.rl import programs
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Learning
+from tim_jax.run import started
 from tim_jax.run.adapting import adapted, make_lora
 from tim_jax.run.numerics import make_numerics
 from tim_jax.tasks import builtin, custom
@@ -69,7 +73,7 @@ def open_model(source: str) -> Model:
     """
     folder = hf.resolve(source)
     config = hf.load_config(folder)
-    tokenizer = hf.load_tokenizer(folder, config)
+    tokenizer = load_tokenizer(folder, vocab_size=config.vocab_size)
     generation = hf.load_generation_config(folder).get("eos_token_id")
     found = generation if isinstance(generation, list) else [generation]
     stops = {tokenizer.eos_token_id, *config.eos_token_ids, *found} - {None}
@@ -175,14 +179,20 @@ def _reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader
     return IsolatedReward(section.reward, seconds=section.reward_time_limit)
 
 
-def make_text(config: RunConfig, model: Model) -> Text:
-    """Returns how prompts become tokens: tokenizer, chat template and longest prompt."""
+def make_text(config: RunConfig, model: Model, *, run: Path | None = None) -> Text:
+    """Returns how prompts become tokens: tokenizer, chat template, its clock and longest prompt.
+
+    `run`: the folder that says when the run began; None: that of the config.
+    """
+    folder = Path(config.run.folder) if run is None else run
+    began = processes.led(partial(started.time_of, folder))
     template = {"on": True, "off": False, "auto": "auto"}[config.model.chat_template]
     return Text(
         tokenizer=model.tokenizer,
         max_prompt_length=config.sampling.max_prompt_length,
         chat_template=template,
         template_options=tuple(config.model.template_options.items()),
+        now=datetime.now() if began is None else datetime.fromisoformat(began),
     )
 
 

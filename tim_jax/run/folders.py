@@ -1,6 +1,7 @@
 """The run folder: one directory with everything about a run, which also makes it resumable.
 
     config.toml     the configuration
+    started.json    when it began, see started.py
     metrics.jsonl   one line a step: numbers that do not depend on interruptions of the run
     timing.jsonl    one line a step: wall-clock numbers, which do
     samples.jsonl   completions
@@ -28,7 +29,7 @@ from tim_jax.model import adapters
 from tim_jax.model.weights import Params
 from tim_jax.placement import processes
 from tim_jax.rl.types import TrainState
-from tim_jax.run import checkpoints, marks
+from tim_jax.run import checkpoints, marks, started
 from tim_jax.run.checkpoints import Checkpoints, Restored, State
 from tim_jax.run.loggers import JsonLines
 
@@ -324,7 +325,7 @@ def _claim(
         raise InputError(f"{folder} already holds a run; resume it or set another run.folder")
     if exists:
         changed = _allowed(folder, read_config(folder), config, may_change)
-    elif strangers := sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")):
+    elif strangers := sorted(p.name for p in folder.iterdir() if not _allowed_before(p.name)):
         raise InputError(
             f"{folder} is not empty and holds no run (no config.toml, but {strangers[0]});"
             " set another run.folder"
@@ -336,6 +337,11 @@ def _claim(
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
     return exists, changed
+
+
+def _allowed_before(name: str) -> bool:
+    """Whether a folder may have such a file before it has a run; a study says when it began."""
+    return name.startswith(".") or name == started.FILE
 
 
 def _allowed(

@@ -237,7 +237,7 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
         execution=execution,
         params=policy.params,
         task=task,
-        text=assembly.make_text(config, policy.model),
+        text=assembly.make_text(config, policy.model, run=Path(policy.config.run.folder)),
         examples=examples,
         objective=config.objective,
         group=config.sampling.samples_per_prompt,

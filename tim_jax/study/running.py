@@ -1,6 +1,7 @@
 """Runs the arms of a study: each run a process of its own, several side by side, all resumable.
 
 study.json          the study as it was stated before its first run
+started.json        when that was
 runs/ARM/seed-N/    an ordinary run folder
 runs/ARM/seed-N.toml, seed-N.log
 """
@@ -17,7 +18,7 @@ from typing import IO, Any, NamedTuple
 from tim_jax import errors, inputs
 from tim_jax.config import toml
 from tim_jax.errors import InputError, PreemptedError
-from tim_jax.run import folders
+from tim_jax.run import folders, started
 from tim_jax.run.signals import Preemption
 from tim_jax.study.arms import Arm
 
@@ -94,6 +95,7 @@ def state(study: Any, arms: Sequence[Arm], folder: Path, *, seeds: Sequence[int]
         partial.replace(path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
+    started.record(folder)
     return stated
 
 
@@ -152,7 +154,7 @@ def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
             while waiting or running:
                 while waiting and len(running) < jobs:
                     one = waiting.pop(0)
-                    running[one] = _start(one, configs[one.arm])
+                    running[one] = _start(one, configs[one.arm], stated.folder)
                 time.sleep(_POLL)
                 for one in [one for one in running if running[one][0].poll() is not None]:
                     process, log = running.pop(one)
@@ -173,11 +175,14 @@ def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
         raise InputError(f"study: {failed[0]}{more}; the same command tries again")
 
 
-def _start(one: Planned, arm: Arm) -> tuple[subprocess.Popen, IO]:
+def _start(one: Planned, arm: Arm, study: Path) -> tuple[subprocess.Popen, IO]:
+    began = started.time_of(study)
     config = arm.config(one.seed, one.folder)
     path, log = one.folder.with_suffix(".toml"), one.folder.with_suffix(".log")
     try:
-        one.folder.parent.mkdir(parents=True, exist_ok=True)
+        one.folder.mkdir(parents=True, exist_ok=True)
+        if began is not None:  # all arms have the prompts of one day
+            started.record(one.folder, began)
         path.write_text(toml.dump(config), encoding="utf-8")
         file = open(log, "ab")  # noqa: SIM115
     except OSError as error:

@@ -3,18 +3,16 @@
 Rows are read from JSON, JSON lines or Parquet files, from a folder of them, or from the hub. Their
 layout follows from the columns of the first row; named columns override it.
 
-  GSM8K       `question`, `answer` with the number after `####`
+  GSM8K       `question`, `answer` with the number after `####` in its last line
   MATH        `problem`, `solution` with the answer in its last `\\boxed{}`; `answer` if present
   DAPO, verl  `prompt` as text or messages, `reward_model` with `ground_truth`
   plain       `prompt` (or `question`, `problem`), `answer`
 """
 
 import hashlib
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tim_jax import waiting
 from tim_jax.errors import InputError, did_you_mean
 from tim_jax.inputs import expanded, json_value
 from tim_jax.tasks.base import Example, Grader, Message, Task, share, whole
+from tim_jax.tasks.values import check_beside, check_hidden, prompt_of, truth_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `datasets`' save_to_disk
@@ -266,31 +265,6 @@ def dataset_task(source: DatasetSource, grade: Grader) -> Task:
     return Task(source.path, tuple(train), tuple(evaluation), grade, notes)
 
 
-def truth_in(text: str) -> str:
-    """Returns the final answer in a reference solution, or all of a text that is only an answer.
-
-    That is what follows the last `####` (GSM8K), else the content of the last `\\boxed{}`.
-    """
-    _, marker, after = text.rpartition("####")
-    if marker:
-        return after.strip()
-    boxed = _last_boxed(text)
-    return text.strip() if boxed is None else boxed
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    begin, depth = start + len("\\boxed{"), 1
-    for i in range(begin, len(text)):
-        escaped = text[i - 1] == "\\"
-        depth += 0 if escaped else (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[begin:i].strip()
-    return None
-
-
 def _examples(rows: Sequence[Row], source: DatasetSource) -> list[Example]:
     prompt, answer = _columns(rows[0], source)
     return [_example(row, prompt, answer, source) for row in rows]
@@ -311,43 +285,14 @@ def _columns(row: Row, source: DatasetSource) -> tuple[str, str]:
 
 
 def _example(row: Row, prompt: str, answer: str, source: DatasetSource) -> Example:
-    asked = _prompt(_get(row, prompt), f"dataset {row.where}: column {prompt!r}")
-    truth = _truth(_get(row, answer), f"dataset {row.where}: column {answer!r}", answer)
+    where = f"dataset {row.where}"
+    check_beside(row.values, (prompt, answer), where)
+    asked = prompt_of(_get(row, prompt), f"{where}: column {prompt!r}")
+    truth = truth_of(
+        _get(row, answer), f"{where}: column {answer!r}", solution=answer == "solution"
+    )
+    check_hidden(asked, truth, f"{where}: column {prompt!r}")
     return Example(_dressed(asked, source), truth, where=row.where)
-
-
-def _truth(value: object, where: str, column: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise InputError(f"{where} must be text or a number, got {_shown(value)}")
-    text = value if isinstance(value, str) else _written_out(value, where)
-    if column == "solution" and "####" not in text and _last_boxed(text) is None:
-        raise InputError(f"{where} has no \\boxed{{}} answer: {_shown(text[-60:])}")
-    truth = truth_in(text)
-    if not truth:
-        raise InputError(f"{where} has an empty answer: {_shown(text[-60:])}")
-    return truth
-
-
-def _written_out(number: float, where: str) -> str:
-    """Digits without an exponent, which a grader would take for Euler's number."""
-    if not math.isfinite(number):
-        raise InputError(f"{where} must be text or a finite number, got {number}")
-    return str(number) if isinstance(number, int) else f"{Decimal(repr(float(number))):f}"
-
-
-def _prompt(value: object, where: str) -> str | tuple[Message, ...]:
-    if isinstance(value, str) and value.strip():
-        return value
-    if isinstance(value, list) and value:
-        return tuple(_message(item, where) for item in value)
-    raise InputError(f"{where} must be text or a list of messages, not empty; got {_shown(value)}")
-
-
-def _message(value: object, where: str) -> Message:
-    match value:
-        case {"role": str(role), "content": str(content)}:
-            return Message(role, content)
-    raise InputError(f"{where}: a message needs a role and a content of text, got {_shown(value)}")
 
 
 def _dressed(prompt: str | tuple[Message, ...], source: DatasetSource) -> str | tuple[Message, ...]:
@@ -406,8 +351,3 @@ def _missing(row: Row, column: str) -> InputError:
 
 def _names(row: Row) -> str:
     return ", ".join(row.values) or "none"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

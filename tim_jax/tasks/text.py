@@ -4,35 +4,34 @@
 saved, loaded and used like any other.
 """
 
+import random
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from itertools import islice
-from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tim_jax.errors import InputError
-from tim_jax.inputs import expanded
 from tim_jax.tasks.base import Message
-from tim_jax.tasks.dataset import HUB_NAME
 
 PAD = "<pad>"
 EOS = "<eos>"
-FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 MOST_LINES = 3_000_000  # of a chat template's program, for one prompt: some seconds
 SHOWN = 60  # characters of a prompt quoted in an error
+_CLOCK = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(["'])((?:(?!\1).)*)\1\s*\)""")
 _AT_A_TIME = 1024  # prompts that are encoded together
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token per character: pad is 0, eos is 1, then the alphabet.
 
-    A character outside the alphabet cannot be encoded (`encode_prompt` says which). Save it with
-    `save_pretrained(folder)`; `load_tokenizer(folder)` and `AutoTokenizer` read it back.
+    A character outside the alphabet cannot be encoded (`encode_prompt` says which).
 
     Raises:
       InputError: if the alphabet is empty or has a character twice.
@@ -56,42 +55,6 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of a checkpoint folder or hub name, with its chat template.
-
-    A missing pad token becomes the eos token: where text ends follows from lengths, not from pads.
-
-    Raises:
-      InputError: if there is none, it cannot be read, it is not a fast one, or it has no eos token.
-    """
-    folder = expanded(source)
-    if folder.is_dir() and not any((folder / name).is_file() for name in FILES):
-        raise InputError(f"model folder {str(source)!r} has no tokenizer ({', '.join(FILES[:2])})")
-    if not folder.is_dir() and HUB_NAME.fullmatch(str(source)) is None:
-        raise InputError(f"tokenizer of {str(source)!r}: no such model folder")
-    try:
-        # False, because the default asks the user whether to run code that the folder brings.
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else str(source), trust_remote_code=False
-        )
-        tokenizer.encode("")  # settings of a wrong type are not looked at before
-    except Exception as error:  # broken files and an unreachable hub raise all sorts
-        where = "folder" if folder.is_dir() else "no such folder here, and from the hub"
-        raise InputError(f"tokenizer of {str(source)!r} ({where}): {_first_line(error)}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise InputError(
-            f"tokenizer of {str(source)!r} is a {type(tokenizer).__name__}; a fast tokenizer"
-            " (tokenizer.json) is needed"
-        )
-    if tokenizer.eos_token_id is None:
-        raise InputError(
-            f"tokenizer of {str(source)!r} names no eos token: nothing ends a response"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def encode_prompt(
     tokenizer: PreTrainedTokenizerFast,
     prompt: str | Sequence[Message],
@@ -109,7 +72,7 @@ def encode_prompt(
         template with the opening of the assistant's turn. False takes it as plain text, messages
         joined by blank lines, after the bos token if the tokenizer has its texts begin with one.
         `auto` is True if the tokenizer has a template.
-      template_options: variables of the template, such as {"enable_thinking": False}.
+      template_options: variables of the template, such as {"enable_thinking": False}; see `dated`.
       max_length: most tokens allowed.
       where: what the prompt is called in errors, such as `train prompt 17`.
 
@@ -128,6 +91,37 @@ def encode_prompt(
             f"{where} has {len(ids)} tokens, at most {max_length} are allowed: {_quoted(prompt)}"
         )
     return ids
+
+
+def dated(
+    tokenizer: PreTrainedTokenizerFast, options: Mapping[str, Any], now: datetime
+) -> Mapping[str, Any]:
+    """Template options with which a chat template that prints the date prints that of `now`.
+
+    Templates ask `strftime_now`, whose answers change from day to day. They are put into the
+    template as text.
+
+    Raises:
+      InputError: the template computes what it asks.
+    """
+    given = options.get("chat_template")
+    if given is None and not tokenizer.chat_template:
+        return options
+    try:
+        template = tokenizer.get_chat_template(given, options.get("tools"))
+    except ValueError:  # several, and no default: as `encode_prompt` says
+        return options
+
+    def answer(call: re.Match[str]) -> str:
+        return f"{call[1]}{now.strftime(call[2])}{call[1]}"
+
+    answered = _CLOCK.sub(answer, template)
+    if "strftime_now(" in answered:
+        raise InputError(
+            "the chat template computes the format of a date for strftime_now; only one that it"
+            " names as text can be the same in all of a run"
+        )
+    return options if answered == template else {**options, "chat_template": answered}
 
 
 def check_prompts(
@@ -209,7 +203,7 @@ def _through_template(
     messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     chat = [{"role": message.role, "content": message.content} for message in messages]
     try:
-        with _ending(MOST_LINES):
+        with _ending(MOST_LINES), _drawing(repr(chat)):
             text = tokenizer.apply_chat_template(
                 chat, tokenize=False, add_generation_prompt=True, **options
             )
@@ -219,7 +213,33 @@ def _through_template(
         raise InputError(
             f"{where}: the chat template refused it: {_first_line(error)}: {_quoted(prompt)}"
         ) from error
+    _check_kept(messages, str(text), where)
     return str(text)
+
+
+def _check_kept(messages: Sequence[Message], text: str, where: str) -> None:
+    """Refuses messages that a template passes over: some know the user's and assistant's alone."""
+    for message in messages:
+        if message.role not in ("user", "assistant") and message.content.strip() not in text:
+            raise InputError(
+                f"{where}: the chat template leaves out the message of the role {message.role!r}:"
+                f" {_quoted(message.content)}"
+            )
+
+
+@contextmanager
+def _drawing(seed: str) -> Iterator[None]:
+    """A context in which Python's random numbers follow from `seed`.
+
+    Jinja draws from them for its filter `random` and for `lipsum`. So a prompt has the same tokens
+    in every run and process.
+    """
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 @contextmanager
