@@ -24,10 +24,11 @@ import numpy as np
 from tim_jax import mismatch
 from tim_jax.auditing import random_params
 from tim_jax.diagnosis import readers, variants, verdict
+from tim_jax.diagnosis.declared import Distribution
 from tim_jax.diagnosis.distributions import chances, log_normaliser
 from tim_jax.diagnosis.evidence import Forward, gather
 from tim_jax.diagnosis.explanations import Tokens
-from tim_jax.diagnosis.rollouts import Distribution, Limits, collect
+from tim_jax.diagnosis.rollouts import Limits, collect
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig

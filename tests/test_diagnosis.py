@@ -27,10 +27,11 @@ from tim_jax.diagnosis import (
     variants,
     verdict,
 )
+from tim_jax.diagnosis.declared import Distribution
 from tim_jax.diagnosis.distributions import chances
 from tim_jax.diagnosis.evidence import Forward
 from tim_jax.diagnosis.monitor import Monitor
-from tim_jax.diagnosis.rollouts import Distribution, Limits, Response, collect
+from tim_jax.diagnosis.rollouts import Limits, Response, collect
 from tim_jax.errors import InputError
 from tim_jax.metrics import mismatch_metrics
 from tim_jax.model import hf
@@ -97,7 +98,7 @@ def evidence_of(logits, tokens):
     vocabulary = logits.shape[1]
     program = jax.jit(lambda *x: evidence._summary(*x, vocabulary, (1, 2)))
     found = jax.device_get(program(jnp.asarray(logits), jnp.asarray(tokens)))
-    found["exact"] = found["logit"]
+    found["exact"] = found["raw"] = found["logit"]
     stop = found.pop("stop")
     return evidence.Evidence(**found, end_stop=stop)
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tim_jax.diagnosis import readers
-from tim_jax.diagnosis.rollouts import Distribution, Limits, RolloutsError, collect
+from tim_jax.diagnosis.declared import Distribution
+from tim_jax.diagnosis.rollouts import Limits, RolloutsError, collect
 from tim_jax.errors import InputError
 from tim_jax.tasks.text import character_tokenizer
 
