@@ -20,6 +20,7 @@ _APART = 0.25  # nats between a value that recurs and the exact one, to count
 _RECURS = 5  # times, at tokens of different exact log-probs
 _HEAD = 8  # tokens by which the row is looked for whose log-probs stand in another
 _LEAST_ROW = 3  # tokens of a row that can be told from another
+_LEAST_GAP = 0.01  # mean |d| of a row that is looked for among others
 _NEAREST = 4  # rows that are compared as a whole
 _BAD, _RARE = 0.1, 0.01  # nats and share of tokens that are taken for outside of the noise
 
@@ -119,7 +120,7 @@ def _other_rows(tokens: Tokens, base: Explanation) -> Explanation | None:
     predicted, pairs = exact.copy(), []
     for row, own in enumerate(seen):
         gap = np.abs(recorded[own] - exact[own])
-        if len(own) < _LEAST_ROW or gap.mean() < _BAD:
+        if len(own) < _LEAST_ROW or gap.mean() < _LEAST_GAP:
             continue
         others = [exact[seen[other]] for other in found[row]]
         gaps = [np.abs(recorded[own][: len(x)] - x[: len(own)]).mean() for x in others]

@@ -144,7 +144,7 @@ def _worth_showing(one: dict[str, Any]) -> bool:
 
 
 def _share(one: dict[str, Any]) -> str:
-    return _percent(one["share"]) if one["moves"] else "draws"
+    return _percent(one["share"]) if one["moves"] else "draws, ends"
 
 
 def assumed(silent: Mapping[str, int], total: int, default: Distribution) -> str:
@@ -253,9 +253,14 @@ def _part(part: Part) -> dict[str, Any]:
     return {"tokens": len(part.places), "rows": rows, "others": sizes_of(others)}
 
 
+def _short(where: str) -> str:
+    """A place without its file."""
+    return where[max(where.rfind("line "), where.find("row "), 0) :]
+
+
 def _sentence_of_part(part: dict[str, Any]) -> str:
     rows = part["rows"]
-    named = [f"{one['where']} ({len(one['positions'])})" for one in rows[:_ROWS]]
+    named = [f"{_short(one['where'])} ({len(one['positions'])})" for one in rows[:_ROWS]]
     more = [f"and {len(rows) - _ROWS} more"] if len(rows) > _ROWS else []
     return (
         f"A part of {part['tokens']:,} tokens shows it, in {len(rows)} rows:"
