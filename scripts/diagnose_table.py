@@ -401,14 +401,17 @@ def parts() -> Iterator[Case]:
                 for row, own in zip(*chosen_rows(sound(n, s), share), strict=True)
             ],
         )
+    for share in SHARES[:-1]:
         yield Case(
             "off by 3 to 9 nats",
             f"in {share:.1%} of tokens",
             ("none",),
-            lambda n, s, share=share: with_part(
-                n, s, share, lambda x, own: x - own * np.random.default_rng(1).uniform(3, 9, len(x))
-            ),
+            lambda n, s, share=share: with_part(n, s, share, off),
         )
+
+
+def off(log_probs: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    return log_probs - chosen * np.random.default_rng(1).uniform(3, 9, len(chosen))
 
 
 def sound(tokens: int, seed: int) -> list[dict[str, Any]]:

@@ -90,8 +90,8 @@ def sentence(verdict: Verdict) -> str:
     if verdict.part is not None:
         count, rows = len(verdict.part.places), len(verdict.part.rows)
         return (
-            f"This is a fault: {count} of {(~verdict.tokens.hidden).sum()} tokens, in {rows} of"
-            f" {len(verdict.tokens.responses)} rows, are off by what no known cause explains"
+            f"This is a fault: of {(~verdict.tokens.hidden).sum():,} tokens {count:,} are off by what"
+            f" no known cause explains, in {rows:,} of {_count(len(verdict.tokens.responses), 'row')}"
             f" ({size})."
         )
     if best is not None and best.share >= _MOST:
@@ -263,9 +263,13 @@ def _sentence_of_part(part: dict[str, Any]) -> str:
     named = [f"{_short(one['where'])} ({len(one['positions'])})" for one in rows[:_ROWS]]
     more = [f"and {len(rows) - _ROWS} more"] if len(rows) > _ROWS else []
     return (
-        f"A part of {part['tokens']:,} tokens shows it, in {len(rows)} rows:"
+        f"The part of {_count(part['tokens'], 'token')} lies in {_count(len(rows), 'row')}:"
         f" {', '.join((*named, *more))}; the other tokens: {_sizes(part['others'])}"
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _percent(share: float) -> str:
