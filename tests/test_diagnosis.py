@@ -452,7 +452,7 @@ def judgement(name, gain, *, kind="fault", parameters=(), sizes=None, scale=1.0)
     found = explanations.Explanation(
         name, name, kind, nothing, nothing, parameters=dict.fromkeys(parameters, 1.0), sizes=sizes
     )
-    options = {"scale": scale, "gap": 1.0, "remains": 0.0, "effect": 1.0}
+    options = {"scale": scale, "gap": 1.0, "remains": 0.0, "effect": 1.0, "within": 1.0}
     touched = np.ones(1, bool)
     return judged.Judged(found, None, gain, nothing, **options, touched=touched, of_draws=False)
 
@@ -474,8 +474,12 @@ def low_precision(name, made, *, scale):
     tokens = explanations.Tokens((response,), seen, (1, 2), 64, 64)
     own = explanations.Explanation(name, name, "numerics", made - 1.0, np.zeros(count))
     by_size = replace(own, predicted=np.full(count, -1.0), sizes=np.abs(made))
-    rest = {"gap": 1.0, "remains": 1.0, "effect": 0.0, "touched": made != 0, "of_draws": False}
+    rest = {"gap": 1.0, "remains": 1.0, "effect": 0.0, "within": 1.0, "of_draws": False}
+    rest["touched"] = made != 0
     return [judged.Judged(one, tokens, 1.0, made, scale=scale, **rest) for one in (own, by_size)]
+        judged.Judged(one, tokens, 1.0, made, scale=scale, **rest, touched=made != 0)
+        for one in (own, by_size)
+    ]
 
 
 def test_half_precision_of_the_model_itself_is_normal_up_to_twice_its_size():

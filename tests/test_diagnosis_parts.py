@@ -100,7 +100,7 @@ def test_a_part_that_nothing_explains_is_a_fault_and_listed(count):
     record = report.as_record(found, decode)
     assert listed(record) == places
     text = report.text(record)
-    assert "by what no known cause explains" in record["verdict"]
+    assert "differ by what no known cause explains" in record["verdict"]
     (tried,) = (line for line in text.split("\n") if line.startswith("Tried: "))
     assert {"temperature", "shifted", "padded_vocabulary"} <= set(tried[7:].split(", "))
     assert f"of {count} token{'s' * (count > 1)}" in text

@@ -25,6 +25,7 @@ _LARGEST_FACTOR = 4.0
 LEAST_EFFECT = 1e-3  # nats a token, over the tokens that it touches
 LEAST_SHARE = 0.25  # of the gap
 LEAST_LOCAL = 0.05  # the same for low precision, and for what touches less than half of the tokens
+LEAST_WITHIN = 0.5  # of the gap at those tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,7 @@ class Judged:
     remains: float  # mean |d| after
     effect: float  # mean |predicted - exact| over the tokens that it touches
     touched: np.ndarray  # bool[N], tokens of which it predicts another log-prob than the null
+    within: float  # the share of the gap at those that it explains
     of_draws: bool  # whether it is decisively better at the draws
 
     @property
@@ -63,15 +65,36 @@ class Judged:
         return self.tokens.recorded - self.explanation.predicted
 
 
-def judge(explanation: Explanation, tokens: Tokens, base: Explanation, total: int = 0) -> Judged:
-    """Compares an explanation with the null; `total` > 0: of how many tokens these are a panel."""
-    recorded, weight = tokens.recorded, noise.weights(tokens.evidence.exact)
-    before = noise.fit(recorded - base.predicted, weight)
+def fit(explanation: Explanation, tokens: Tokens) -> noise.Fit:
+    """The noise about what an explanation predicts."""
+    weight = noise.weights(tokens.evidence.exact)
+    return noise.fit(tokens.recorded - explanation.predicted, weight)
+
+
+def judge(
+    explanation: Explanation,
+    tokens: Tokens,
+    base: Explanation,
+    total: int = 0,
+    *,
+    before: noise.Fit | None = None,
+) -> Judged:
+    """Compares an explanation with the null.
+
+    Args:
+      explanation: to judge.
+      tokens: that it is about.
+      base: the null.
+      total: of how many tokens these are a panel; 0 if they are all.
+      before: the fit of the null, if it is known.
+    """
+    recorded = tokens.recorded
+    before = fit(base, tokens) if before is None else before
     residual = recorded - explanation.predicted
     if explanation.sizes is not None:
         after, odds = _by_sizes(residual, explanation.sizes)
     else:
-        after, odds = noise.fit(residual, weight), 0.0
+        after, odds = fit(explanation, tokens), 0.0
     seen = ~tokens.hidden
     drawn = np.where(seen, explanation.drawn - base.drawn, 0.0)
     gains = after.densities - before.densities + drawn
@@ -91,8 +114,15 @@ def judge(explanation: Explanation, tokens: Tokens, base: Explanation, total: in
         remains=_mean(np.abs(np.where(np.isnan(explanation.predicted), 0.0, residual))),
         effect=float(moved[touched].mean()) if touched.any() else 0.0,
         touched=touched,
+        within=_share(np.abs(residual)[touched], gap[touched]),
         of_draws=bool(drawn.sum() > DECISIVE and _mean(drawn[seen]) > LEAST_EFFECT),
     )
+
+
+def _share(remains: np.ndarray, gap: np.ndarray) -> float:
+    """The share of a gap that is gone; what is not predicted counts as gone."""
+    whole = _mean(gap)
+    return 1.0 - float(np.nan_to_num(remains).mean()) / whole if whole > 0 else 0.0
 
 
 def _mean(values: np.ndarray) -> float:
@@ -119,9 +149,12 @@ def material(judged: Judged) -> bool:
     """
     if not judged.moves:
         return judged.explanation.structure > DECISIVE or judged.of_draws
-    least = LEAST_SHARE if judged.explanation.kind == "fault" and not judged.local else LEAST_LOCAL
-    small = judged.explanation.kind == "fault" and judged.effect <= LEAST_EFFECT
-    return judged.share >= least and not small
+    if judged.explanation.kind != "fault":
+        return judged.share >= LEAST_LOCAL
+    if judged.local and judged.within < LEAST_WITHIN:
+        return False
+    least = LEAST_LOCAL if judged.local else LEAST_SHARE
+    return judged.share >= least and judged.effect > LEAST_EFFECT
 
 
 def sizes_of(d: np.ndarray) -> dict[str, float]:

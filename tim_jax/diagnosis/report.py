@@ -89,10 +89,10 @@ def sentence(verdict: Verdict) -> str:
         return f"This is a fault: {best.explanation.text}."
     if verdict.part is not None:
         count, rows = len(verdict.part.places), len(verdict.part.rows)
+        whole = int((~verdict.tokens.hidden).sum()), len(verdict.tokens.responses)
         return (
-            f"This is a fault: of {(~verdict.tokens.hidden).sum():,} tokens {count:,} are off by what"
-            f" no known cause explains, in {rows:,} of {_count(len(verdict.tokens.responses), 'row')}"
-            f" ({size})."
+            f"This is a fault: {count:,} of {_count(whole[0], 'token')}, in {rows:,} of"
+            f" {_count(whole[1], 'row')}, differ by what no known cause explains ({size})."
         )
     if best is not None and best.share >= _MOST:
         return f"This is low precision, but larger than normal: {size}{source}."

@@ -22,6 +22,7 @@ from tim_jax.diagnosis.judged import (
     Judged,
     abnormal,
     alike,
+    fit,
     judge,
     material,
     sizes_of,
@@ -120,7 +121,7 @@ def diagnose(
     )
     base = null(tokens)
     first = (*reporting(tokens), *ends.ending(tokens), *parts.of_tokens(tokens, base))
-    found = _with_rows([judge(one, tokens, base) for one in first], tokens, base)
+    found = _judged(first, tokens, base)
     sizes = sizes_of(tokens.recorded - base.predicted)
     if sizes["largest"] > _ROUNDING and not any(map(_all, found)):
         panel = _panel(tokens)
@@ -140,16 +141,19 @@ def _check_masks(responses: Sequence[Response]) -> None:
     )
 
 
-def _with_rows(
-    found: Sequence[Judged], tokens: Tokens, base: Explanation, total: int = 0
+def _judged(
+    tried: Iterable[Explanation], tokens: Tokens, base: Explanation, total: int = 0
 ) -> list[Judged]:
-    """Explanations that were judged, and those that hold in some rows alone."""
+    """Explanations as they are, and as they hold in some rows alone."""
+    before = fit(base, tokens)
+    found = [judge(one, tokens, base, total, before=before) for one in tried]
     some = [
         parts.in_some_rows(one.explanation, tokens, base, one.gains)
         for one in found
         if one.explanation.kind == "fault"
     ]
-    return [*found, *(judge(one, tokens, base, total) for one in some if one is not None)]
+    more = (judge(one, tokens, base, total, before=before) for one in some if one is not None)
+    return [*found, *more]
 
 
 def _decided(
@@ -258,12 +262,8 @@ def _tried(
 
 def _forwards(panel: Tokens, tried: Iterable[Variant], total: int) -> list[Judged]:
     base = null(panel)
-    found = [
-        judge(one, panel, base, total)
-        for variant in tried
-        for one in variants.explanations(variant, panel)
-    ]
-    return _with_rows(found, panel, base, total)
+    found = (one for variant in tried for one in variants.explanations(variant, panel))
+    return _judged(found, panel, base, total)
 
 
 def _second(best: Judged, found: Sequence[Judged], tokens: Tokens) -> Judged | None:
