@@ -477,9 +477,6 @@ def low_precision(name, made, *, scale):
     rest = {"gap": 1.0, "remains": 1.0, "effect": 0.0, "within": 1.0, "of_draws": False}
     rest["touched"] = made != 0
     return [judged.Judged(one, tokens, 1.0, made, scale=scale, **rest) for one in (own, by_size)]
-        judged.Judged(one, tokens, 1.0, made, scale=scale, **rest, touched=made != 0)
-        for one in (own, by_size)
-    ]
 
 
 def test_half_precision_of_the_model_itself_is_normal_up_to_twice_its_size():
