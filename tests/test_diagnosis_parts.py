@@ -1,10 +1,12 @@
 """A minority that is wrong is found and listed, and nothing is named that explains nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from recorded import STOPS, diagnosed, sampled, with_log_probs
 
-from tim_jax.diagnosis import explanations, parts, report
+from tim_jax.diagnosis import ends, explanations, judged, parts, report
 
 
 def decode(ids):
@@ -148,16 +150,33 @@ def test_what_ended_by_something_else_needs_no_end_token():
         assert found.best is None
 
 
-ABORTS = [{"finish_reason": {"type": "abort"}}, {"finish_reason": None}]
-
-
-@pytest.mark.parametrize("how", ABORTS, ids=["said", "not said"])
-def test_aborted_rows_do_not_hide_a_stripped_end_token(how):
+def test_aborted_rows_do_not_hide_a_stripped_end_token():
     rows = sampled()
-    found = diagnosed([*ended(rows, finish_reason=None), *aborted(rows[:30], **how)])
+    abort = {"finish_reason": {"type": "abort"}}
+    found = diagnosed([*ended(rows, finish_reason=None), *aborted(rows[:30], **abort)])
     assert found.best.explanation.name == "end_token_stripped"
     (response,) = (r for r in found.tokens.responses if r.where == found.first.where)
     assert found.first.position == len(response) - 1
+
+
+@pytest.mark.parametrize("kept", [0, 20])
+def test_aborts_that_nobody_wrote_down_do_not_hide_it_either(kept):
+    """An end token was due after 30 of the rows, and after 20 it was not."""
+    rows = ended(sampled(), finish_reason=None)[:50]
+    end = {"finish_reason": "stop"}
+    rows += [row | end for row in sampled() if row["response_token_ids"][-1] in STOPS][:kept]
+    tokens = diagnosed(rows).tokens
+    due = np.arange(len(rows)) < 30
+    seen = tokens.evidence._replace(
+        end_stop=np.where(due, -0.1, -9.0), stops=np.full((len(tokens.position), 2), -20.0)
+    )
+    tokens = replace(tokens, evidence=seen)
+    (found,) = (one for one in ends.ending(tokens) if one.name == "end_token_stripped")
+    assert found.structure > judged.DECISIVE
+    assert found.shows.tolist() == tokens.lasts[:30].tolist()
+    nowhere = replace(tokens, evidence=seen._replace(end_stop=np.full(len(rows), -9.0)))
+    (found,) = (one for one in ends.ending(nowhere) if one.name == "end_token_stripped")
+    assert found.structure < judged.DECISIVE
 
 
 def test_an_end_token_that_is_named_but_not_there_was_stripped():

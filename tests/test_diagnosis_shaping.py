@@ -9,7 +9,7 @@ import pytest
 import tiny
 from recorded import LIMITS, STOPS, diagnosed, forward, sampled, weights
 
-from tim_jax.diagnosis import evidence, readers, report, shaping
+from tim_jax.diagnosis import evidence, readers, shaping
 from tim_jax.diagnosis.declared import Distribution, Shaping
 from tim_jax.diagnosis.rollouts import collect
 from tim_jax.policy import scoring
@@ -125,15 +125,15 @@ def test_processed_log_probs_that_are_said_to_be_raw_are_named():
 
 def test_what_is_assumed_is_said_with_its_option():
     collected = collect(readers.read(sampled()), limits=LIMITS)
-    line = report.assumed(collected.silent, len(collected.responses), Distribution())
+    line = collected.assumed(Distribution())
     assert line == (
         "Assumed, where rows do not say it: temperature 1 (--temperature), top-k off (--top-k),"
         " top-p off (--top-p), processed log-probs (--log-probs)"
     )
     known = {"temperature": 0.7, "top_k": -1, "top_p": 1.0, "logprobs_mode": "raw_logprobs"}
     some = [*sampled()[:2], *(row | known for row in sampled()[2:])]
-    silent = collect(readers.read(some), limits=LIMITS).silent
-    line = report.assumed(silent, len(some), Distribution(0.5, 20, 0.9, raw=True))
+    collected = collect(readers.read(some), limits=LIMITS)
+    line = collected.assumed(Distribution(0.5, 20, 0.9, raw=True))
     assert "temperature 0.5 in 2 rows (--temperature), top-k 20 in 2 rows" in line
     assert "raw log-probs in 2 rows (--log-probs)" in line
-    assert not report.assumed(dict.fromkeys(silent, 0), 3, Distribution())
+    assert not collect(readers.read(some[2:]), limits=LIMITS).assumed(Distribution())

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from tim_jax.errors import InputError
 from tim_jax.model import hf
 
 ROOT = Path(__file__).parent.parent
+EXAMPLE = "<!-- example: run by tests/test_recording.py -->\n```python\n"
 LIMITS = Limits(vocabulary=50, positions=16)
 ROW = {"prompt_token_ids": [5, 6], "response_token_ids": [8, 9], "logprobs": [-0.5, -1.25]}
 
@@ -25,7 +27,7 @@ ROW = {"prompt_token_ids": [5, 6], "response_token_ids": [8, 9], "logprobs": [-0
 def test_what_is_written_is_what_is_read(tmp_path):
     file = tmp_path / "rollouts.jsonl"
     with tim.capture(file) as rows:
-        rows.write(**ROW)
+        rows.write(**ROW, weights_version="3")
     with tim.capture(file) as rows:  # a second process, or a second time
         rows.write(
             prompt_token_ids=np.asarray([5, 6], np.int32),
@@ -80,6 +82,60 @@ def test_the_writer_imports_the_standard_library_alone(tmp_path):
     assert json.loads(file.read_text())["logprobs"] == [-1.0]
 
 
+def recipe(start):
+    """The recipe of docs/capture.md that begins so."""
+    _, *found = (ROOT / "docs" / "capture.md").read_text().split(EXAMPLE)
+    (code,) = (one.partition("```")[0] for one in found if one.startswith(start))
+    return code
+
+
+def stand_ins():
+    """What vLLM, SGLang, TRL and tunix answer, as far as the recipes look at it."""
+    prompt, tokens, log_probs = ROW.values()
+    steps = [{t: SimpleNamespace(logprob=x)} for t, x in zip(tokens, log_probs, strict=True)]
+    output = SimpleNamespace(
+        token_ids=tokens, logprobs=steps, finish_reason="stop", stop_reason=None
+    )
+    request = SimpleNamespace(prompt_token_ids=prompt, outputs=[output])
+    triples = [(x, t, None) for t, x in zip(tokens, log_probs, strict=True)]
+    meta = {"output_token_logprobs": triples, "finish_reason": {"type": "stop", "matched": 9}}
+    padded = SimpleNamespace(
+        left_padded_prompt_tokens=np.asarray([[0, *prompt]]),
+        tokens=np.asarray([[*tokens, 0]]),
+        logprobs=[np.asarray(log_probs)],
+    )
+    return {
+        "for output in llm": {
+            "llm": SimpleNamespace(generate=lambda *given: [request]),
+            "params": SimpleNamespace(temperature=1.0),
+            "prompts": ["ab"],
+        },
+        "answers = engine": {
+            "engine": SimpleNamespace(generate=lambda **given: [{"meta_info": meta}]),
+            "prompts": [prompt],
+        },
+        "for prompt, tokens": {
+            "made": {"prompt_ids": [prompt], "completion_ids": [tokens], "logprobs": [log_probs]}
+        },
+        "made = rollout": {
+            "rollout": SimpleNamespace(generate=lambda *given: padded),
+            "prompts": ["ab"],
+            "config": None,
+            "pad_id": 0,
+        },
+    }
+
+
+@pytest.mark.parametrize("start", stand_ins())
+def test_recipes_write_what_engines_answer(tmp_path, start):
+    file = tmp_path / "rollouts.jsonl"
+    with tim.capture(file) as rows:
+        exec(recipe(start), stand_ins()[start] | {"rows": rows})
+    (response,) = collect(readers.read(file), limits=LIMITS).responses
+    assert (response.prompt, response.tokens) == ((5, 6), (8, 9))
+    assert response.log_probs.tolist() == [-0.5, -1.25]
+
+
 @pytest.mark.slow
 def test_the_recipe_for_transformers_is_read_and_found_sound(tmp_path, monkeypatch):
     pytest.importorskip("torch")
@@ -90,13 +146,8 @@ def test_the_recipe_for_transformers_is_read_and_found_sound(tmp_path, monkeypat
     generation = {"eos_token_id": list(table.STOPS)}
     params = jax.device_get(table.params())
     hf.save(folder, params, table.CONFIG, tokenizer=table.TOKENIZER, generation=generation)
-    recipe = (
-        (ROOT / "docs" / "capture.md")
-        .read_text()
-        .partition("<!-- transformers: begin -->\n```python\n")[2]
-    )
     names = {}
-    exec(recipe.partition("```")[0], names)
+    exec(recipe("import torch"), names)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     file = tmp_path / "r.jsonl"
     names["draw"](model, table.TOKENIZER, ["abc", "xyz+"] * 8, file, temperature=0.7)

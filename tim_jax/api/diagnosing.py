@@ -114,7 +114,7 @@ class Diagnose:
             found,
             model.tokenizer.decode,
             warnings=collected.warnings,
-            assumed=report.assumed(collected.silent, len(collected.responses), default),
+            assumed=collected.assumed(default),
         )
         return Diagnosis(found, record, collected.problems)
 

@@ -34,11 +34,8 @@ def _suspect(tokens: Tokens) -> np.ndarray:
 
     They end in another token, and are not said to have been cut, or ended by something else.
     """
-    last = np.asarray([r.tokens[-1] for r in tokens.responses])
-    named = np.asarray([r.end == r.tokens[-1] for r in tokens.responses])
     otherwise = np.asarray([r.ended in ("cut", "other") for r in tokens.responses])
-    ended = np.isin(last, tokens.stop_tokens) | named
-    return ~ended & ~otherwise & ~tokens.hidden[tokens.lasts]
+    return ~_has_end(tokens) & ~otherwise & ~tokens.hidden[tokens.lasts]
 
 
 def _replaced(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterator[Explanation]:
@@ -80,28 +77,51 @@ def _stripped(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterato
     """
     lengths = np.asarray([len(r) for r in tokens.responses])
     longest = lengths == lengths.max()
-    cut = longest & suspect if longest.sum() > 1 else np.zeros(len(lengths), bool)
     named = suspect & np.asarray([r.end is not None for r in tokens.responses])
-    stripped = (suspect & ~cut) | named
-    going = cut & ~named | np.asarray([r.ended == "cut" for r in tokens.responses])
+    cut = longest & suspect & ~named if longest.sum() > 1 else np.zeros(len(lengths), bool)
+    stripped = suspect & ~cut
+    going = cut | np.asarray([r.ended == "cut" for r in tokens.responses])
     if not stripped.any():
         return
-    drawn = np.bincount(tokens.sequence[~tokens.hidden], minlength=len(lengths))
-    both = stripped | going
-    hazard = stripped.sum() / (drawn[both].sum() + stripped.sum())
-    stop = np.minimum(tokens.evidence.end_stop.astype(np.float64), -1e-6)
-    inner = _inner_stops(tokens) if tokens.stop_tokens else np.zeros(len(lengths))
-    odds = inner + np.where(stripped, stop - np.log(hazard), 0.0) - drawn * np.log1p(-hazard)
-    certain = np.where(named[stripped], _NAMED, 0.0)
-    gain, lost = _mixed(odds[stripped] + certain)
+    odds, rest = _odds(tokens, stripped, going)
+    gain, lost = _mixed(odds + np.where(named[stripped], _NAMED, 0.0))
     yield replace(
         base,
         name="end_token_stripped",
         text="the end token was stripped: responses end where one was due, and have none",
         kind="fault",
-        structure=float(odds[going].sum()) + gain,
+        structure=rest + gain,
         shows=tokens.lasts[stripped][lost],
     )
+
+
+def _odds(tokens: Tokens, stripped: np.ndarray, going: np.ndarray) -> tuple[np.ndarray, float]:
+    """Nats by which each stripped response speaks for it, f64[M], and all the others together.
+
+    If some end tokens are there, a share of them was stripped. If none is, the system may have
+    drawn none, which is likelier than the model by the chances of those that were not drawn.
+    """
+    kept = _has_end(tokens)
+    drawn = np.bincount(tokens.sequence[~tokens.hidden], minlength=len(tokens.responses))
+    risk = drawn[stripped | going | kept].sum()
+    hazard = stripped.sum() / (risk + stripped.sum())
+    stop = np.minimum(tokens.evidence.end_stop.astype(np.float64), -1e-6)
+    own = -drawn * np.log1p(-hazard)
+    odds = own + stop - np.log(hazard)
+    if not kept.any():
+        inner = _inner_stops(tokens)
+        return (odds + inner)[stripped], float((own + inner)[going].sum())
+    share = stripped.sum() / (stripped.sum() + kept.sum())
+    rest = float(own[going | kept].sum() + kept.sum() * np.log1p(-share))
+    cost = noise.penalty(1, int(stripped.sum() + kept.sum()))
+    return odds[stripped] + np.log(share), rest - cost
+
+
+def _has_end(tokens: Tokens) -> np.ndarray:
+    """bool[S], responses whose last token is an end token, of the model or of the request."""
+    last = np.asarray([r.tokens[-1] for r in tokens.responses])
+    named = np.asarray([r.end == r.tokens[-1] for r in tokens.responses])
+    return (np.isin(last, tokens.stop_tokens) | named) & ~tokens.hidden[tokens.lasts]
 
 
 # Nats by which an end token that is named but not there speaks for one that was stripped.
@@ -128,6 +148,8 @@ def _mixed(odds: np.ndarray) -> tuple[float, np.ndarray]:
 def _inner_stops(tokens: Tokens) -> np.ndarray:
     """f64[S], log of the chance that no end token was drawn inside of a response."""
     evidence = tokens.evidence
+    if not tokens.stop_tokens:
+        return np.zeros(len(tokens.responses))
     at_one = evidence.moments[:, AT_ONE, 0].astype(np.float64)
     stops = evidence.stops.astype(np.float64)
     chance = np.clip(np.exp(stops - at_one[:, None]).sum(axis=1), 0.0, 1 - 1e-9)

@@ -21,6 +21,7 @@ NORMAL_LARGEST = 2.0
 MEAN_FACTOR = 2.0
 _K3_FACTOR = 8.0
 _LARGEST_FACTOR = 4.0
+LEAST_MOVE = 1e-4  # nats; less is what interpolation makes of the same log-prob
 # Below these an explanation names a cause, but of nothing that needs mending.
 LEAST_EFFECT = 1e-3  # nats a token, over the tokens that it touches
 LEAST_SHARE = 0.25  # of the gap
@@ -103,7 +104,7 @@ def judge(
     gap = np.abs(recorded - base.predicted)
     moved = np.abs(explanation.predicted - base.predicted)
     moved = np.where(np.isnan(moved), gap, moved)
-    touched = seen & (moved > 0)
+    touched = seen & (moved > LEAST_MOVE)
     return Judged(
         explanation,
         tokens,

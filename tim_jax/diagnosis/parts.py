@@ -12,6 +12,7 @@ from scipy.spatial import KDTree
 
 from tim_jax.diagnosis import noise
 from tim_jax.diagnosis.explanations import Explanation, Tokens
+from tim_jax.diagnosis.judged import LEAST_MOVE
 from tim_jax.diagnosis.rows import Response
 
 _ZERO_BELOW = -0.25  # exact log-prob of a token that no sound engine calls certain
@@ -163,7 +164,7 @@ def in_some_rows(
     """
     moved = np.abs(explanation.predicted - base.predicted)
     whole = explanation.structure or explanation.sizes is not None
-    if whole or not (np.nan_to_num(moved) > 0)[~tokens.hidden].any():
+    if whole or not (np.nan_to_num(moved) > LEAST_MOVE)[~tokens.hidden].any():
         return None
     by_row = np.bincount(tokens.sequence, gains, minlength=len(tokens.responses))
     chosen = by_row > 0

@@ -4,7 +4,7 @@ import html
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import metrics
-from tim_jax.diagnosis.declared import Distribution
 from tim_jax.diagnosis.explanations import Tokens
 from tim_jax.diagnosis.judged import (
     LEAST_LOCAL,
@@ -145,28 +144,6 @@ def _worth_showing(one: dict[str, Any]) -> bool:
 
 def _share(one: dict[str, Any]) -> str:
     return _percent(one["share"]) if one["moves"] else "draws, ends"
-
-
-def assumed(silent: Mapping[str, int], total: int, default: Distribution) -> str:
-    """A line that says what is assumed of rows that do not say it, and the option for it; or "".
-
-    Args:
-      silent: of `rollouts.Collected`.
-      total: how many rows there are.
-      default: what is assumed.
-    """
-    words = {
-        "temperature": f"temperature {default.temperature:g}",
-        "top_k": f"top-k {default.top_k or 'off'}",
-        "top_p": f"top-p {default.top_p if default.top_p < 1 else 'off'}",
-        "log_probs": f"{'raw' if default.raw else 'processed'} log-probs",
-    }
-    found = [
-        f"{words[name]}{f' in {count} rows' if count < total else ''} (--{name.replace('_', '-')})"
-        for name, count in silent.items()
-        if count
-    ]
-    return f"Assumed, where rows do not say it: {', '.join(found)}" if found else ""
 
 
 def as_json(record: dict[str, Any]) -> str:

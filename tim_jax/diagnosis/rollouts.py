@@ -39,6 +39,23 @@ class Collected:
     warnings: tuple[str, ...] = ()
     silent: Mapping[str, int] = field(default_factory=dict)
 
+    def assumed(self, default: Distribution) -> str:
+        """A line that says what is assumed of silent rows, and the option for it; or ""."""
+        words = {
+            "temperature": f"temperature {default.temperature:g}",
+            "top_k": f"top-k {default.top_k or 'off'}",
+            "top_p": f"top-p {default.top_p if default.top_p < 1 else 'off'}",
+            "log_probs": f"{'raw' if default.raw else 'processed'} log-probs",
+        }
+        total = len(self.responses)
+        found = [
+            f"{words[name]}{f' in {count} rows' if count < total else ''}"
+            f" (--{name.replace('_', '-')})"
+            for name, count in self.silent.items()
+            if count
+        ]
+        return f"Assumed, where rows do not say it: {', '.join(found)}" if found else ""
+
 
 class RolloutsError(InputError):
     """Rows that cannot be diagnosed. The message has the first, `problems` a line for each.
