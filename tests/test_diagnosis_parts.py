@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from recorded import STOPS, diagnosed, sampled, with_log_probs
+from recorded import STOPS, diagnosed, forward, sampled, with_log_probs
 
-from tim_jax.diagnosis import ends, explanations, judged, parts, report
+from tim_jax import waiting
+from tim_jax.diagnosis import ends, explanations, judged, parts, report, variants, verdict
 
 
 def decode(ids):
@@ -173,26 +174,36 @@ def test_aborts_that_nobody_wrote_down_do_not_hide_it_either(kept):
     tokens = replace(tokens, evidence=seen)
     (found,) = (one for one in ends.ending(tokens) if one.name == "end_token_stripped")
     assert found.structure > judged.DECISIVE
-    assert found.shows.tolist() == tokens.lasts[:30].tolist()
+    lengths = np.asarray([len(r) for r in tokens.responses])
+    cut = (lengths == lengths.max()) & (kept == 0)  # may have been, as long as the longest are
+    assert found.shows.tolist() == tokens.lasts[due & ~cut].tolist()
     nowhere = replace(tokens, evidence=seen._replace(end_stop=np.full(len(rows), -9.0)))
     (found,) = (one for one in ends.ending(nowhere) if one.name == "end_token_stripped")
     assert found.structure < judged.DECISIVE
 
 
 def test_an_end_token_that_is_named_but_not_there_was_stripped():
-    named = ended(sampled()[:8], finish_reason={"type": "stop", "matched": STOPS[0]})
-    found = diagnosed([*sampled()[8:], *named])
+    named = ended(sampled()[:24], finish_reason={"type": "stop", "matched": STOPS[0]})
+    found = diagnosed([*sampled()[24:], *named])
     assert found.best.explanation.name == "end_token_stripped"
     assert "about draws or ends, not about the gap" in report.text(report.as_record(found, decode))
     # Another end token, of the request: it is there.
     other = [
         row | {"finish_reason": "stop", "stop_reason": row["response_token_ids"][-1]}
-        for row in ended(sampled()[:8])
+        for row in ended(sampled()[:24])
     ]
-    assert diagnosed([*sampled()[8:], *other]).state == "exact"
+    assert diagnosed([*sampled()[24:], *other]).state == "exact"
 
 
 def test_a_single_row_has_no_other():
     tokens = diagnosed(noisy()).tokens.take([7])
     assert parts.of_tokens(tokens, explanations.null(tokens)) == []
     assert not parts.outside(tokens, tokens.evidence.exact).any()
+
+
+def test_who_waits_is_told_what_is_tried(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "SECONDS", 0.0)
+    tried = [variants.Variant(name, name, "fault", forward()) for name in ("a", "b")]
+    with caplog.at_level("INFO", logger="tim_jax.waiting"):
+        assert list(verdict._said(tried, 9)) == tried
+    assert caplog.messages[1].startswith("trying b, alternative 2 of at most 9")

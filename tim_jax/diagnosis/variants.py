@@ -34,6 +34,8 @@ SOURCES: tuple[Entry, ...] = (
     mismatch.quantised_weights(dtype="int4"),
 )
 
+OTHERS = 7  # variants of requests and prompts, at most
+
 Change = Callable[[Response], Response | None]
 
 

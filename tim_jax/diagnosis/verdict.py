@@ -5,13 +5,14 @@ recorded are the exact log-probs of the declared distribution but for noise, les
 parameters cost. A gain of `DECISIVE` is odds of 22,000 to 1.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from tim_jax import mismatch
+from tim_jax import mismatch, waiting
 from tim_jax.diagnosis import ends, parts, variants
 from tim_jax.diagnosis.evidence import Forward, gather
 from tim_jax.diagnosis.explanations import Explanation, Tokens, null, reporting
@@ -126,7 +127,8 @@ def diagnose(
     if sizes["largest"] > _ROUNDING and not any(map(_all, found)):
         panel = _panel(tokens)
         tried = _tried(panel, forward, others, tokenizer, sources)
-        found += _forwards(panel, tried, len(tokens.sequence))
+        most = len(sources) + len(others) + variants.OTHERS
+        found += _forwards(panel, tried, len(tokens.sequence), most)
     return _decided(tokens, base, sorted(found, key=lambda one: -one.gain), sizes)
 
 
@@ -260,10 +262,23 @@ def _tried(
     yield from variants.of_prompts(forward, tokenizer, first)
 
 
-def _forwards(panel: Tokens, tried: Iterable[Variant], total: int) -> list[Judged]:
+def _forwards(panel: Tokens, tried: Iterable[Variant], total: int, most: int) -> list[Judged]:
     base = null(panel)
-    found = (one for variant in tried for one in variants.explanations(variant, panel))
+    found = (one for variant in _said(tried, most) for one in variants.explanations(variant, panel))
     return _judged(found, panel, base, total)
+
+
+def _said(tried: Iterable[Variant], most: int) -> Iterator[Variant]:
+    """The variants, each said to whoever waits if nothing was said for a while."""
+    before = time.monotonic()
+    for number, variant in enumerate(tried, 1):
+        if time.monotonic() - before > waiting.SECONDS:
+            before = time.monotonic()
+            waiting.logger.info(
+                f"trying {variant.name}, alternative {number} of at most {most}"
+                f" ({waiting.COMPILES})"
+            )
+        yield variant
 
 
 def _second(best: Judged, found: Sequence[Judged], tokens: Tokens) -> Judged | None:
