@@ -495,6 +495,18 @@ def test_half_precision_of_the_model_itself_is_normal_up_to_twice_its_size():
     assert found(normal | {"largest": 3.0}) is None
 
 
+def test_low_precision_of_the_bulk_does_not_excuse_a_part():
+    name, made = verdict.HALF_PRECISION[0], np.full(8, 0.01)
+    own, _ = low_precision(name, made, scale=1.0)
+    recorded = np.where(np.arange(8) == 3, 0.0, made - 1.0)
+    responses = tuple(replace(r, log_probs=recorded) for r in own.tokens.responses)
+    tokens = replace(own.tokens, responses=responses)
+    own = replace(own, tokens=tokens, gain=100.0)
+    for place, best in ((3, "sentinel"), (2, name)):  # at 2 it has the recorded log-prob
+        fault = replace(judgement("sentinel", 50.0), tokens=tokens, touched=np.arange(8) == place)
+        assert verdict._best([own, fault]).explanation.name == best
+
+
 def script(name):
     """A module of scripts/."""
     sys.path.insert(0, str(ROOT / "scripts"))

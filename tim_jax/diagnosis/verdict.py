@@ -18,6 +18,7 @@ from tim_jax.diagnosis.evidence import Forward, gather
 from tim_jax.diagnosis.explanations import Explanation, Tokens, null, reporting
 from tim_jax.diagnosis.judged import (
     DECISIVE,
+    LEAST_WITHIN,
     MEAN_FACTOR,
     NORMAL_LARGEST,
     Judged,
@@ -188,12 +189,27 @@ def _best(found: Sequence[Judged]) -> Judged | None:
     if not found:
         return None
     top = found[0]
+    if top.explanation.kind == "numerics":
+        # Low precision of the bulk is likelier than a fault of a part, and does not excuse it.
+        faults = [one for one in found if one.explanation.kind == "fault" and one.local]
+        top = next((one for one in faults if not _covers(top, one)), top)
     near = [
         one
         for one in found
         if one.gain > top.gain - DECISIVE and one.explanation.kind == top.explanation.kind
     ]
     return min(near, key=_fitted)
+
+
+def _covers(numerics: Judged, fault: Judged) -> bool:
+    """Whether low precision explains most of the gap at the tokens that a fault touches."""
+    inside = np.isin(fault.tokens.sequence, _numbers(fault.tokens, numerics.tokens))
+    if inside.sum() != len(numerics.tokens.sequence):
+        return False
+    own = fault.touched[inside]
+    gap = np.abs(numerics.tokens.recorded - numerics.tokens.evidence.exact)[own]
+    left = np.abs(numerics.residual[own])
+    return not own.any() or bool(left.mean() < gap.mean() * (1 - LEAST_WITHIN))
 
 
 def _fitted(judged: Judged) -> tuple[int, float]:
