@@ -441,7 +441,7 @@ def test_low_precision_is_named_by_its_entry(entry):
     named = diagnosed(rows, sources=(*others, entry))
     assert named.best.explanation.name == mismatch.label(entry)
     assert named.best.share > 0.99
-    usual = named.sizes["k3"] < verdict.NORMAL_K3 and named.sizes["mean"] < 0.02
+    usual = named.sizes["k3"] < judged.NORMAL_K3 and named.sizes["mean"] < 0.02
     assert named.normal == (usual or named.half is not None)
     if mismatch.label(entry) in verdict.HALF_PRECISION:
         assert 0.5 < named.half.scale < 2
