@@ -8,6 +8,7 @@ this library's sampler, with an entry of the dial or with a mistake made in what
 """
 
 import argparse
+import itertools
 import platform
 import string
 import tempfile
@@ -24,10 +25,11 @@ import numpy as np
 from tim_jax import mismatch
 from tim_jax.auditing import random_params
 from tim_jax.diagnosis import readers, variants, verdict
+from tim_jax.diagnosis.declared import Distribution
 from tim_jax.diagnosis.distributions import chances, log_normaliser
 from tim_jax.diagnosis.evidence import Forward, gather
 from tim_jax.diagnosis.explanations import Tokens
-from tim_jax.diagnosis.rollouts import Distribution, Limits, collect
+from tim_jax.diagnosis.rollouts import Limits, collect
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
@@ -350,6 +352,7 @@ def cases() -> Iterator[Case]:
         ("bos_added",),
         lambda n, s: with_prompt(plain(n, s), lambda ids: [BOS, *ids]),
     )
+    yield from parts()
     for size in (0.01, 0.1):
         yield Case(
             "weights",
@@ -365,6 +368,90 @@ def cases() -> Iterator[Case]:
             (label,),
             lambda n, s, entry=entry: changed(plain(n, s), by_engine(low_precision(entry))),
         )
+
+
+SHARES = (0.001, 0.01, 0.1, 1.0)
+
+
+def parts() -> Iterator[Case]:
+    """Faults of a share of the tokens or rows, beside the rounding of float16."""
+    for share in SHARES:
+        for fault, name, change in (
+            ("sentinel -9999", "sentinel", lambda x, own: np.where(own, -9999.0, x)),
+            ("zeros", "sentinel", lambda x, own: np.where(own, 0.0, x)),
+        ):
+            yield Case(
+                fault,
+                f"in {share:.1%} of tokens",
+                (name,),
+                lambda n, s, share=share, change=change: with_part(n, s, share, change),
+            )
+        yield Case(
+            "another row's",
+            f"in {share:.1%} of rows",
+            ("other_row",),
+            lambda n, s, share=share: with_other_rows(sound(n, s), share),
+        )
+        yield Case(
+            "shifted",
+            f"in {share:.1%} of rows",
+            ("shifted",),
+            lambda n, s, share=share: [
+                shifted([row])[0] if own else row
+                for row, own in zip(*chosen_rows(sound(n, s), share), strict=True)
+            ],
+        )
+    for share in SHARES[:-1]:
+        yield Case(
+            "off by 3 to 9 nats",
+            f"in {share:.1%} of tokens",
+            ("none",),
+            lambda n, s, share=share: with_part(n, s, share, off),
+        )
+
+
+def off(log_probs: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    return log_probs - chosen * np.random.default_rng(1).uniform(3, 9, len(chosen))
+
+
+def sound(tokens: int, seed: int) -> list[dict[str, Any]]:
+    """What an engine in float16 records."""
+    entry = mismatch.compute(dtype="float16")
+    return changed(plain(tokens, seed), by_engine(low_precision(entry)))
+
+
+def with_part(
+    tokens: int, seed: int, share: float, change: Callable[..., Any]
+) -> list[dict[str, Any]]:
+    """Log-probs `change(log-probs f64[n], chosen bool[n])`, at least at one token of all."""
+    rows = sound(tokens, seed)
+    whole = np.concatenate([row["logprobs"] for row in rows])
+    chosen = np.zeros(len(whole), bool)
+    size = max(1, round(share * len(whole)))
+    chosen[np.random.default_rng(seed).choice(len(whole), size, replace=False)] = True
+    parts = np.split(change(whole, chosen), np.cumsum([len(r["logprobs"]) for r in rows])[:-1])
+    return [row | {"logprobs": x.tolist()} for row, x in zip(rows, parts, strict=True)]
+
+
+def chosen_rows(
+    rows: list[dict[str, Any]], share: float
+) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """The rows, and which are of a share, at least two."""
+    chosen = np.zeros(len(rows), bool)
+    size = min(len(rows), max(2, round(share * len(rows))))
+    chosen[np.random.default_rng(0).choice(len(rows), size, replace=False)] = True
+    return rows, chosen
+
+
+def with_other_rows(rows: list[dict[str, Any]], share: float) -> list[dict[str, Any]]:
+    """Rows of a share hold the log-probs of the next one of them that is as long, or longer."""
+    _, chosen = chosen_rows(rows, share)
+    own = sorted(np.flatnonzero(chosen), key=lambda i: len(rows[i]["logprobs"]))
+    found = list(rows)
+    for i, j in itertools.pairwise(own):
+        count = len(rows[i]["logprobs"])
+        found[i] = rows[i] | {"logprobs": rows[j]["logprobs"][:count]}
+    return found
 
 
 @cache
@@ -405,6 +492,8 @@ class Outcome:
     def right(self) -> bool:
         if self.case.fault == "none":
             return self.state != "fault" and self.named in ("none", *LABELS)
+        if self.case.right == ("none",):  # nothing that is known: a fault that nothing explains
+            return self.state == "fault" and self.named == "none"
         return self.named in self.case.right
 
 

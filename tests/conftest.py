@@ -79,6 +79,8 @@ _UNOPTIMISED = frozenset(
         "test_cli",
         "test_controls",
         "test_diagnosis",
+        "test_diagnosis_parts",
+        "test_diagnosis_shaping",
         "test_end_to_end",
         "test_entropy",
         "test_expert_axis",

@@ -13,7 +13,7 @@ NAME = PACKAGE.name
 # whole, or a module that stands alone) imports from rows above its own, never from its own row.
 ROOMS = (
     ("errors", "machine", "types", "waiting"),
-    ("inputs", "numerics"),
+    ("inputs", "numerics", "recording"),
     ("kernels", "objectives", "schedules"),
     ("placement", "corrections", "optimizers"),
     ("model", "metrics"),

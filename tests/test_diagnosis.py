@@ -5,7 +5,6 @@ import json
 import string
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import jax
@@ -13,6 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from recorded import (
+    LIMITS,
+    SAMPLES,
+    STOPS,
+    diagnosed,
+    exact_log_probs,
+    forward,
+    sampled,
+    weights,
+    with_log_probs,
+)
 from scipy import integrate
 
 from tim_jax import cli, corrections, mismatch
@@ -21,65 +31,25 @@ from tim_jax.diagnosis import (
     ends,
     evidence,
     explanations,
+    judged,
     noise,
     readers,
     report,
     variants,
     verdict,
 )
+from tim_jax.diagnosis.declared import Distribution
 from tim_jax.diagnosis.distributions import chances
-from tim_jax.diagnosis.evidence import Forward
 from tim_jax.diagnosis.monitor import Monitor
-from tim_jax.diagnosis.rollouts import Distribution, Limits, Response, collect
+from tim_jax.diagnosis.rollouts import Response, collect
 from tim_jax.errors import InputError
 from tim_jax.metrics import mismatch_metrics
 from tim_jax.model import hf
-from tim_jax.model.execution import Execution
 from tim_jax.numerics import strict
 from tim_jax.rl.programs import sampling_program
 from tim_jax.tasks.text import character_tokenizer
 
 ROOT = Path(__file__).parent.parent
-STOPS = tiny.SAMPLING.stop_tokens
-LIMITS = Limits(tiny.CONFIG.vocab_size, tiny.CONFIG.max_positions)
-SAMPLES = 32
-
-
-@cache
-def weights():
-    return jax.jit(tiny.EXECUTION.prepare)(tiny.params())
-
-
-@cache
-def sampled(temperature=1.0, top_k=0):
-    """Rows of 96 responses, some 700 tokens."""
-    sampling = replace(tiny.SAMPLING, temperature=temperature, top_k=top_k)
-    program = sampling_program(Execution(tiny.CONFIG, tiny.NUMERICS, sampling), samples=SAMPLES)
-    found = jax.device_get(program(weights(), tiny.prompts(), jax.random.key(3)))
-    return [
-        {
-            "prompt_token_ids": found.prompts[i, : found.prompt_lengths[i]].tolist(),
-            "response_token_ids": found.responses[i, :length].tolist(),
-            "logprobs": found.log_probs[i, :length].tolist(),
-            "finish_reason": "stop" if found.finished[i] else "length",
-        }
-        for i, length in enumerate(found.lengths)
-    ]
-
-
-def forward():
-    return Forward(weights(), tiny.EXECUTION, tiny.CONFIG.vocab_size, STOPS)
-
-
-def diagnosed(rows, sources=(), **options):
-    found = collect(readers.read(rows), limits=LIMITS)
-    return verdict.diagnose(found.responses, forward(), sources=sources, **options)
-
-
-def with_log_probs(rows, change):
-    """The rows with `change(log-probs f64[n])` in place of their log-probs."""
-    changed = [np.minimum(change(np.asarray(row["logprobs"])), 0.0).tolist() for row in rows]
-    return [row | {"logprobs": x} for row, x in zip(rows, changed, strict=True)]
 
 
 # The arithmetic.
@@ -97,7 +67,7 @@ def evidence_of(logits, tokens):
     vocabulary = logits.shape[1]
     program = jax.jit(lambda *x: evidence._summary(*x, vocabulary, (1, 2)))
     found = jax.device_get(program(jnp.asarray(logits), jnp.asarray(tokens)))
-    found["exact"] = found["logit"]
+    found["exact"] = found["raw"] = found["logit"]
     stop = found.pop("stop")
     return evidence.Evidence(**found, end_stop=stop)
 
@@ -214,7 +184,7 @@ def test_a_temperature_is_fitted_on_the_tokens_that_the_model_drew():
     found = all_judged(masked(1, temperature=0.7))["drawn_temperature"]
     assert found.explanation.parameters["temperature"] == pytest.approx(0.7, rel=0.1)
     assert found.gain > verdict.DECISIVE
-    assert verdict._material(found)
+    assert judged.material(found)
 
 
 def test_what_a_loss_mask_hides_decides_nothing():
@@ -225,7 +195,7 @@ def test_what_a_loss_mask_hides_decides_nothing():
         first, second = one[name], two[name]
         assert first.explanation.parameters == pytest.approx(second.explanation.parameters), name
         assert first.gain == pytest.approx(second.gain, abs=1e-4), name
-        assert verdict._material(first) == verdict._material(second)
+        assert judged.material(first) == judged.material(second)
 
 
 @pytest.mark.slow
@@ -369,12 +339,9 @@ FAULTS = [
 
 def raw(rows, temperature=0.6):
     """Drawn at a declared temperature, recorded without it."""
-    found = collect(readers.read(rows), limits=LIMITS).responses
-    exact = evidence.gather(forward(), found).exact
-    parts = np.split(exact, np.cumsum([len(r) for r in found])[:-1])
     return [
         row | {"logprobs": part.tolist(), "temperature": temperature}
-        for row, part in zip(rows, parts, strict=True)
+        for row, part in zip(rows, exact_log_probs(rows), strict=True)
     ]
 
 
@@ -474,38 +441,70 @@ def test_low_precision_is_named_by_its_entry(entry):
     named = diagnosed(rows, sources=(*others, entry))
     assert named.best.explanation.name == mismatch.label(entry)
     assert named.best.share > 0.99
-    usual = named.sizes["k3"] < verdict.NORMAL_K3 and named.sizes["mean"] < 0.02
+    usual = named.sizes["k3"] < judged.NORMAL_K3 and named.sizes["mean"] < 0.02
     assert named.normal == (usual or named.half is not None)
     if mismatch.label(entry) in verdict.HALF_PRECISION:
         assert 0.5 < named.half.scale < 2
 
 
-def judged(name, gain, *, kind="fault", parameters=(), sizes=None, scale=1.0):
+def judgement(name, gain, *, kind="fault", parameters=(), sizes=None, scale=1.0):
     nothing = np.zeros(1)
     found = explanations.Explanation(
         name, name, kind, nothing, nothing, parameters=dict.fromkeys(parameters, 1.0), sizes=sizes
     )
-    options = {"scale": scale, "gap": 1.0, "remains": 0.0, "effect": 1.0}
-    return verdict.Judged(found, None, gain, nothing, **options)
+    options = {"scale": scale, "gap": 1.0, "remains": 0.0, "effect": 1.0, "within": 1.0}
+    touched = np.ones(1, bool)
+    return judged.Judged(found, None, gain, nothing, **options, touched=touched, of_draws=False)
 
 
 def test_of_two_faults_that_are_equally_likely_the_simpler_is_named():
-    fitted, raw = judged("temperature", 50.0, parameters=["t"]), judged("raw_log_probs", 45.0)
-    other = judged("compute(bfloat16)", 45.0, kind="numerics")
+    fitted, raw = judgement("temperature", 50.0, parameters=["t"]), judgement("raw_log_probs", 45.0)
+    other = judgement("compute(bfloat16)", 45.0, kind="numerics")
     assert verdict._best([fitted, other, raw]) is raw
     assert verdict._best([fitted, other]) is fitted
-    assert verdict._best([fitted, judged("raw_log_probs", 39.0)]) is fitted
+    assert verdict._best([fitted, judgement("raw_log_probs", 39.0)]) is fitted
     assert verdict._best([]) is None
 
 
+def low_precision(name, made, *, scale):
+    """Low precision judged by the sizes of its differences, and by the differences themselves."""
+    count = len(made)
+    seen = masked(1).evidence.take(np.arange(count))._replace(exact=np.full(count, -1.0))
+    response = Response("row", (1,), (2,) * count, np.full(count, -1.0), Distribution())
+    tokens = explanations.Tokens((response,), seen, (1, 2), 64, 64)
+    own = explanations.Explanation(name, name, "numerics", made - 1.0, np.zeros(count))
+    by_size = replace(own, predicted=np.full(count, -1.0), sizes=np.abs(made))
+    rest = {"gap": 1.0, "remains": 1.0, "effect": 0.0, "within": 1.0, "of_draws": False}
+    rest["touched"] = made != 0
+    return [judged.Judged(one, tokens, 1.0, made, scale=scale, **rest) for one in (own, by_size)]
+
+
 def test_half_precision_of_the_model_itself_is_normal_up_to_twice_its_size():
-    sizes, name = np.ones(1), verdict.HALF_PRECISION[0]
-    half = judged(name, 1.0, kind="numerics", sizes=sizes, scale=1.9)
-    assert verdict._half_precision([half]) is half
-    assert verdict._half_precision([replace(half, scale=2.1)]) is None
-    assert verdict._half_precision([judged(name, 1.0, kind="numerics", scale=1.0)]) is None
-    int4 = judged("quantised_weights(int4)", 1.0, kind="numerics", sizes=sizes, scale=1.0)
-    assert verdict._half_precision([int4]) is None
+    made, name = np.full(8, 0.1), verdict.HALF_PRECISION[0]
+    normal = judged.sizes_of(1.9 * made)
+
+    def found(sizes=normal, name=name, scale=1.9):
+        return verdict._half_precision(low_precision(name, made, scale=scale), sizes, 8)
+
+    assert found().scale == 1.9
+    assert found(scale=2.1) is None
+    assert found(name="quantised_weights(int4)") is None
+    # A fit of the bulk does not see the tails: mean, K3 and the largest must go with it.
+    assert found(judged.sizes_of(2.1 * made)) is None
+    assert found(normal | {"k3": 1e3 * normal["k3"]}) is None
+    assert found(normal | {"largest": 3.0}) is None
+
+
+def test_low_precision_of_the_bulk_does_not_excuse_a_part():
+    name, made = verdict.HALF_PRECISION[0], np.full(8, 0.01)
+    own, _ = low_precision(name, made, scale=1.0)
+    recorded = np.where(np.arange(8) == 3, 0.0, made - 1.0)
+    responses = tuple(replace(r, log_probs=recorded) for r in own.tokens.responses)
+    tokens = replace(own.tokens, responses=responses)
+    own = replace(own, tokens=tokens, gain=100.0)
+    for place, best in ((3, "sentinel"), (2, name)):  # at 2 it has the recorded log-prob
+        fault = replace(judgement("sentinel", 50.0), tokens=tokens, touched=np.arange(8) == place)
+        assert verdict._best([own, fault]).explanation.name == best
 
 
 def script(name):
@@ -633,9 +632,9 @@ def test_the_command_names_bad_lines_and_ends_with_2(folder, tmp_path, capsys):
     file.write_text("\n".join(map(json.dumps, rows)))
     assert cli.main(["diagnose", str(folder), str(file)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith(f"{file}, line 3: response_token_ids[0] = 99 is outside")
-    assert lines[1].startswith(f"tim-jax: {file}, line 2: logprobs[0] = 1 is positive")
-    assert "2 of 3 are bad" in lines[1]
+    assert lines[0].startswith(f"{file}, line 2: logprobs[0] = 1 is positive")
+    assert lines[1].startswith(f"{file}, line 3: response_token_ids[0] = 99 is outside")
+    assert lines[2] == "tim-jax: 2 of 3 rows are bad; --skip-bad diagnoses the other 1"
     assert cli.main(["diagnose", str(folder), str(tmp_path / "no.jsonl")]) == 2
     assert "no such file" in capsys.readouterr().err
     file.write_text(json.dumps(good | {"mask": [0]}))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tim_jax.diagnosis import readers
-from tim_jax.diagnosis.rollouts import Distribution, Limits, RolloutsError, collect
+from tim_jax.diagnosis.declared import Distribution, Shaping
+from tim_jax.diagnosis.rollouts import Limits, RolloutsError, collect
 from tim_jax.errors import InputError
 from tim_jax.tasks.text import character_tokenizer
 
@@ -143,7 +144,7 @@ def test_batches_become_rows():
     first, second = read([VERL])
     check(first)
     assert first.mask.tolist() == [True, True]
-    check(second, [*TOKENS, 1], [*LOG_PROBS, -3.0])
+    check(second, [*TOKENS, 1], [LOG_PROBS[0], np.nan, -3.0])
     assert second.mask.tolist() == [True, False, True]
     first, second = read([TRL])
     check(first)
@@ -292,9 +293,9 @@ def test_a_dump_of_verl_may_have_meta_info_of_its_own():
 
 def test_what_systems_say_besides_is_kept():
     (response,) = read([VLLM])
-    assert response.finished is False  # the length cut it
+    assert response.ended == "cut"
     (response,) = read([SGLANG])
-    assert response.finished is True
+    assert (response.ended, response.end) == ("token", 9)
     assert response.version == "step-4"
     asked = {"temperature": 0.6, "top_p": 0.9, "top_k": -1, "prompt": "x"}
     (response,) = read([{"request": asked, "response": VLLM}])
@@ -328,7 +329,7 @@ def test_files(tmp_path):
 
 REFUSED = [
     ({"logprobs": None}, "has no logprobs"),
-    ({"logprobs": None, "log_probs": [0.0]}, "did you mean 'log_probs'"),
+    ({"logprobs": None, "log_prob": [0.0]}, "did you mean 'log_prob'"),
     ({"logprobs": [-1.0, 0.5]}, r"logprobs\[1\] = 0.5 is positive"),
     ({"logprobs": [-1.0, float("nan")]}, r"logprobs\[1\] is nan, which is not finite"),
     ({"logprobs": [-1.0, -1e300]}, r"logprobs\[1\] is -1e\+300, which is not finite"),
@@ -363,7 +364,7 @@ def test_a_bad_line_is_refused_with_its_place_and_can_be_skipped(tmp_path, chang
         read(file)
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(f"{file}, line 2: ")
-    assert "1 of 3 are bad" in f"{caught.value}"
+    assert "1 of 3 rows are bad" in f"{caught.value}"
     rest = collect(readers.read(file), limits=LIMITS, skip_bad=True)
     assert len(rest.responses) == 2
     assert rest.problems == caught.value.problems
@@ -418,3 +419,175 @@ def test_text_without_ids_is_tokenised_with_a_warning():
     found = collect(readers.read([chat]), limits=LIMITS, tokenizer=tokenizer)
     assert found.responses[0].tokens == (2, 3)
     assert not collect(readers.read([PLAIN]), limits=LIMITS, tokenizer=tokenizer).warnings
+
+
+# Other names, options, ends and masks.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt_ids": PROMPT, "response_ids": TOKENS, "log_probs": LOG_PROBS},
+        {"prompt_tokens": PROMPT, "completion_tokens": TOKENS, "token_logprobs": LOG_PROBS},
+        {"input_ids": PROMPT, "output_ids": TOKENS, "output_logprobs": LOG_PROBS},
+        {"tokens": PROMPT + TOKENS, "response_length": 2, "rollout_log_probs": LOG_PROBS},
+        {
+            "input_ids": PROMPT + TOKENS,
+            "labels": [-100, -100, -100, *TOKENS],
+            "logprobs": [None, -3.0, -4.0, *LOG_PROBS],
+        },
+        {
+            "input_ids": [0, *PROMPT, *TOKENS, 0],
+            "attention_mask": [0, 1, 1, 1, 1, 1, 0],
+            "loss_mask": [0, 0, 0, 0, 1, 1, 0],
+            "logps": [-9.0, -3.0, -4.0, *LOG_PROBS, 0.0],  # of the tokens but for the first
+        },
+        PLAIN | {"logprobs": [None, -3.0, -4.0, *LOG_PROBS]},
+        PLAIN | {"logprobs": [-3.0, -4.0, *LOG_PROBS]},
+    ],
+)
+def test_other_names_and_log_probs_of_the_prompt_are_read(line):
+    assert readers.detect(line) == "plain"
+    (response,) = read([line])
+    check(response)
+    assert response.mask is None or response.mask.all()
+
+
+def test_labels_hide_what_has_no_loss_and_a_list_without_a_border_is_refused():
+    whole = {
+        "input_ids": PROMPT + TOKENS + [4, 6],
+        "logprobs": [None] * 3 + [*LOG_PROBS, 7.0, -2.0],
+    }
+    (response,) = read([whole | {"labels": [-100] * 3 + [*TOKENS, -100, 6]}])
+    assert response.mask.tolist() == [True, True, False, True]
+    assert np.isnan(response.log_probs).tolist() == [False, False, True, False]
+    with pytest.raises(RolloutsError, match="nothing says where the response begins: add labels"):
+        read([{"tokens": PROMPT + TOKENS, "logprobs": LOG_PROBS}])
+
+
+def test_an_echoed_prompt_is_left_out():
+    names = [f"token_id:{token}" for token in PROMPT + TOKENS]
+    log_probs = {"tokens": names, "token_logprobs": [None, -3.0, -4.0, *LOG_PROBS]}
+    check(*read([{"prompt_token_ids": PROMPT, "choices": [{"logprobs": log_probs}]}]))
+
+
+@pytest.mark.parametrize("hidden", [None, float("nan"), float("-inf"), 99.0, "x", -9999])
+def test_what_a_mask_leaves_out_is_not_read(hidden):
+    row = PLAIN | {"response_token_ids": [8, 9, 3], "logprobs": [-0.5, hidden, -1.0]}
+    (response,) = read([row | {"mask": [1, 0, 1]}])
+    assert response.log_probs.tolist()[::2] == [-0.5, -1.0]
+    assert np.isnan(response.log_probs[1])
+
+
+def test_a_log_prob_that_rounding_made_positive_is_zero():
+    (response,) = read([PLAIN | {"logprobs": [1e-6, -1.0]}])
+    assert response.log_probs.tolist() == [0.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "ended", "end"),
+    [
+        ({"finish_reason": "length"}, "cut", None),
+        ({"finish_reason": "stop"}, "token", None),
+        ({"finish_reason": "stop", "stop": ["</s>"]}, None, None),
+        ({"finish_reason": "stop", "stop": ["</s>"], "stop_reason": None}, "token", None),
+        ({"finish_reason": "stop", "stop_reason": "</s>"}, "other", None),
+        ({"finish_reason": "stop", "stop_reason": 9}, "token", 9),
+        ({"finish_reason": {"type": "stop", "matched": 9}}, "token", 9),
+        ({"finish_reason": {"type": "stop", "matched": "</s>"}}, "other", None),
+        ({"finish_reason": {"type": "abort", "message": "by request"}}, "other", None),
+        ({"finish_reason": "tool_calls"}, "other", None),
+        ({}, None, None),
+    ],
+)
+def test_a_response_ends_by_a_token_by_something_else_or_is_cut(values, ended, end):
+    (response,) = read([PLAIN | values])
+    assert (response.ended, response.end) == (ended, end)
+
+
+def test_servers_say_how_a_response_ended():
+    choice = VLLM["choices"][0] | {"finish_reason": "stop", "stop_reason": "</s>"}
+    assert read([VLLM | {"choices": [choice]}])[0].ended == "other"
+    choice = CHAT["choices"][0] | {"matched_stop": 9}
+    assert read([CHAT | {"choices": [choice]}])[0].end == 9
+    line = {"request": {"stop": ["x"]}, "response": CHAT}
+    assert read([line])[0].ended is None
+
+
+SHAPED = {
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.25,
+    "min_p": 0.05,
+    "min_tokens": 1,
+    "logit_bias": {"8": 2.0, "3": -100},
+    "allowed_token_ids": [9, 8, 3],
+}
+
+
+def test_options_that_shape_the_draws_are_read_wherever_they_stand():
+    wanted = Shaping(1.1, 0.5, -0.25, 0.05, 1, ((3, -100.0), (8, 2.0)), (3, 8, 9))
+    for line in (
+        PLAIN | SHAPED,
+        PLAIN | {"sampling_params": SHAPED},
+        {"request": SHAPED, "response": VLLM},
+        {"request": {"extra_body": SHAPED}, "response": CHAT},
+        SGLANG | {"sampling_params": SHAPED},
+    ):
+        (response,) = read([line])
+        assert response.declared.shaping == wanted
+        assert response.declared.shaped
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0, "min_p": 0.0, "logit_bias": {}}
+    more = {"typical_p": 1.0, "bad_words": [], "guided_json": None, "num_beams": 1, "stop": None}
+    more |= {"response_format": {"type": "text"}, "allowed_token_ids": None, "regex": None}
+    (response,) = read([{"request": neutral | more, "response": VLLM}])
+    assert response.declared == Distribution()
+    check(*read([PLAIN | {"regex": "[a-z]"}]))  # a column of that name, not an option
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"typical_p": 0.9}, "typical_p = 0.9 shaped the draws and cannot be applied here"),
+        ({"bad_words": ["no"]}, r"bad_words = \['no'\] shaped the draws"),
+        ({"guided_json": {"type": "object"}}, "guided_json = .* shaped the draws"),
+        ({"response_format": {"type": "json_object"}}, "response_format = .* shaped the draws"),
+        ({"regex": "[a-z]+"}, "regex = .* shaped the draws"),
+        ({"min_p": 0.1, "top_p": 0.9}, "min_p together with top_p is not scored here"),
+        ({"repetition_penalty": "x"}, "repetition_penalty must be a number from 0.01 to 100"),
+        ({"min_tokens": 0.5}, "min_tokens must be a whole number, got 0.5"),
+        ({"logit_bias": {"99": 1.0}}, "logit_bias must map ids of the model's 50 tokens"),
+        ({"allowed_token_ids": [8]}, r"response_token_ids\[1\] = 9 was drawn, but allowed_token"),
+        ({"logprobs_mode": "logits"}, "logprobs_mode must be 'raw_logprobs' or"),
+    ],
+)
+def test_options_that_cannot_be_applied_are_refused_by_their_names(options, message):
+    with pytest.raises(RolloutsError, match=f"row 1: {message}"):
+        read([{"request": options, "response": VLLM}])
+
+
+def test_raw_log_probs_may_be_declared_and_matter_only_where_they_differ():
+    raw = Distribution(raw=True)
+    (response,) = collect(readers.read([PLAIN]), limits=LIMITS, default=raw).responses
+    assert not response.declared.raw  # nothing is drawn otherwise
+    warm = PLAIN | {"temperature": 0.6}
+    (response,) = collect(readers.read([warm]), limits=LIMITS, default=raw).responses
+    assert response.declared.raw
+    (response,) = read([warm | {"logprobs_mode": "raw_logprobs"}])
+    assert response.declared.raw
+
+
+def test_errors_of_one_kind_are_one_line_with_a_count(tmp_path):
+    rows = [PLAIN | {"logprobs": [-1.0, 0.5 + i]} for i in range(30)]
+    file = tmp_path / "r.jsonl"
+    file.write_text("\n".join(map(json.dumps, [PLAIN, *rows, PLAIN | {"logprobs": [-1.0]}])))
+    with pytest.raises(RolloutsError) as caught:
+        read(file)
+    assert len(caught.value.problems) == 31
+    first, second = caught.value.lines
+    assert first == (
+        f"{file}, line 2: logprobs[1] = 0.5 is positive; a log-probability is at most 0"
+        " (and 29 more like it, the last in line 31)"
+    )
+    assert second == f"{file}, line 32: 1 logprobs for 2 tokens"
+    assert caught.value.summary == "31 of 32 rows are bad; --skip-bad diagnoses the other 1"

@@ -164,7 +164,7 @@ COMMANDS = {
     "generate": (
         ["model", "1+2=", "--max-tokens", "4"],
         [
-            *("--samples", "--max-tokens", "--temperature", "--top-k", "--top-p", "--dtype"),
+            *("--samples", "--max-tokens", "--temperature", "--top-k", "--top-p", "--log-probs"),
             *("--family", "--seed", "--plain", "--data", "--fsdp", "--expert", "--tensor"),
         ],
     ),
@@ -186,7 +186,7 @@ COMMANDS = {
         ["model", "rollouts.jsonl"],
         [
             *("--format", "--temperature", "--top-k", "--top-p", "--dtype", "--skip-bad"),
-            *("--candidate-weights", "--json", "--html"),
+            *("--log-probs", "--candidate-weights", "--json", "--html"),
         ],
     ),
 }

@@ -7,9 +7,10 @@
     assert (tim.score(model, rollout) == rollout.log_probs).all()
 
 `load`, `sample`, `score`, `audit`, `grpo`, `diagnose` and `save` are the verbs, `load_adapter` and
-`save_adapter` those of LoRA; `Model`, `Placement` and `Lora` are the values that they take;
-`objectives`, `corrections`, `mismatch`, `schedules` and `metrics` the parts that experiments are
-put together from. All other rooms are imported by name, such as `from tim_jax.rl import loop`.
+`save_adapter` those of LoRA, and `capture` writes down what another engine draws; `Model`,
+`Placement` and `Lora` are the values that they take; `objectives`, `corrections`, `mismatch`,
+`schedules` and `metrics` the parts that experiments are put together from. All other rooms are
+imported by name, such as `from tim_jax.rl import loop`.
 
 Names are looked up when they are first used: `import tim_jax` alone imports nothing else, and the
 corrections do not import a model.
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
     )
     from tim_jax.model.lora import Lora
     from tim_jax.placement import Placement
+    from tim_jax.recording import capture
 
 __all__ = [
     "Lora",
     "Model",
     "Placement",
     "audit",
+    "capture",
     "corrections",
     "diagnose",
     "grpo",
@@ -60,6 +63,7 @@ _HOMES = {
     **dict.fromkeys((*_API, "load_adapter", "save_adapter"), "api"),
     "Lora": "model.adapters",
     "Placement": "placement",
+    "capture": "recording",
 }
 
 

@@ -177,6 +177,12 @@ def add_diagnose(commands: Any, *, run: Callable[..., int]) -> None:
     add_number(parser, "--temperature", default=1.0, help=about)
     add_whole(parser, "--top-k", 0, default=0, help=f"{about}; 0 is off")
     add_number(parser, "--top-p", default=1.0, help=f"{about}; 1 is off")
+    parser.add_argument(
+        "--log-probs",
+        choices=("processed", "raw"),
+        default="processed",
+        help=f"{about}: of what was drawn from, or of the raw logits, as vLLM has by default",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument(
         "--candidate-weights",

@@ -11,10 +11,11 @@ import numpy as np
 from tim_jax.api.model import Model, check_model, load
 from tim_jax.api.rollouts import Rollout
 from tim_jax.diagnosis import readers, report, verdict
+from tim_jax.diagnosis.declared import Distribution
 from tim_jax.diagnosis.evidence import Forward
 from tim_jax.diagnosis.monitor import Monitor
-from tim_jax.diagnosis.rollouts import Distribution, Limits, collect
-from tim_jax.errors import InputError
+from tim_jax.diagnosis.rollouts import Limits, collect
+from tim_jax.errors import InputError, check_choice
 from tim_jax.model.execution import Sampling
 
 
@@ -66,6 +67,7 @@ class Diagnose:
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        log_probs: str = "processed",
         weights: str | Path | Model | Mapping[str, Model] | Iterable[str | Path] = (),
         skip_bad: bool = False,
     ) -> Diagnosis:
@@ -78,6 +80,8 @@ class Diagnose:
           temperature: what rows were drawn from that do not say; so are `top_k` and `top_p`.
           top_k: 0 is off.
           top_p: 1 is off.
+          log_probs: "processed", of what was drawn from, or "raw", of the logits before penalties,
+            temperature and truncation: what rows hold that do not say it by vLLM's `logprobs_mode`.
           weights: of the same architecture, that may have drawn them instead: earlier checkpoints,
             or the base model of an adapter; by name, or folders, or one of them.
           skip_bad: diagnose what can be read.
@@ -89,7 +93,8 @@ class Diagnose:
         check_model("diagnose", model)
         if not model.placement.single:
             raise InputError("diagnose: load the model on one device, not on a mesh")
-        default = Distribution(temperature, top_k, top_p)
+        check_choice("diagnose: log_probs", log_probs, ("processed", "raw"))
+        default = Distribution(temperature, top_k, top_p, raw=log_probs == "raw")
         Sampling(1, temperature, top_k, top_p)  # checks the three
         given = _rows(rollouts) if isinstance(rollouts, Rollout) else rollouts
         collected = collect(
@@ -105,7 +110,12 @@ class Diagnose:
             others=tuple(_others(model, weights)),
             tokenizer=model.tokenizer,
         )
-        record = report.as_record(found, model.tokenizer.decode, warnings=collected.warnings)
+        record = report.as_record(
+            found,
+            model.tokenizer.decode,
+            warnings=collected.warnings,
+            assumed=collected.assumed(default),
+        )
         return Diagnosis(found, record, collected.problems)
 
 
@@ -142,5 +152,6 @@ def _rows(rollout: Rollout) -> Iterable[dict[str, Any]]:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
+            "logprobs_mode": "processed_logprobs",
             "finish_reason": "stop" if rollout.finished[i] else "length",
         }

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tim_jax.diagnosis.declared import Distribution
 from tim_jax.diagnosis.evidence import BETAS, Evidence
-from tim_jax.diagnosis.rollouts import Distribution
 
 COLDEST, HOTTEST = 1.0 / BETAS[-1], 1.0 / BETAS[0]
 # A share of draws that no distribution explains: such as a tie at a threshold, or a rounding.

@@ -7,7 +7,7 @@ at a grid of inverse temperatures. No array of [tokens, vocabulary] exists at an
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.diagnosis.rollouts import Distribution, Response
+from tim_jax.diagnosis import shaping
+from tim_jax.diagnosis.declared import Distribution
+from tim_jax.diagnosis.rows import Response
+from tim_jax.diagnosis.shaping import Shapes
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.model.weights import Weights
 from tim_jax.policy import distribution, scoring
@@ -33,9 +36,12 @@ class Evidence(NamedTuple):
     """Of N tokens. Logits are relative to the largest one of their position, `peak`.
 
     Fields of the first group are of response tokens; those of the second are of the S sequences.
+    But for `raw`, and `exact` where raw log-probs are declared, logits are as they are shaped (see
+    `shaping`).
     """
 
-    exact: np.ndarray  # f32[N], log-prob under the declared distribution, the learner's own bits
+    exact: np.ndarray  # f32[N], what is to be recorded by what is declared, the learner's own bits
+    raw: np.ndarray  # f32[N], log-prob by the raw logits, at temperature 1
     logit: np.ndarray  # f32[N], of the token
     above: np.ndarray  # i32[N], how many logits are larger
     peak: np.ndarray  # f32[N]
@@ -63,6 +69,11 @@ class Forward(NamedTuple):
     tokenizer_size: int  # tokens that the tokenizer knows
     stop_tokens: tuple[int, ...]
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has."""
+        return self.execution.config.vocab_size
+
 
 def gather(forward: Forward, responses: Sequence[Response]) -> Evidence:
     """The evidence of the tokens of all responses, in their order."""
@@ -86,8 +97,12 @@ def _of_responses(
     parts: dict[int, dict[str, np.ndarray]] = {}
     for numbers, rollout, declared in _batches(responses):
         execution = _executing(forward.execution, declared)
-        run = program(execution, forward.tokenizer_size, forward.stop_tokens)
-        found = jax.device_get(run(forward.weights, rollout))
+        shaped = None
+        if declared.shaped:
+            whole = [responses[i].declared for i in numbers]
+            shaped = shaping.arrays(whole, len(rollout.lengths), forward.vocabulary)
+        run = program(execution, forward.tokenizer_size, forward.stop_tokens, declared.raw)
+        found = jax.device_get(run(forward.weights, rollout, shaped))
         for row, number in enumerate(numbers):
             count = len(responses[number]) + 1
             parts[number] = {name: x[row, :count] for name, x in found.items()}
@@ -96,28 +111,37 @@ def _of_responses(
 
 def _executing(execution: Execution, declared: Distribution) -> Execution:
     # At temperature 0 engines report log-probs of the plain distribution.
-    greedy = declared.temperature == 0
+    plain = declared.raw or declared.temperature == 0
     sampling = Sampling(
-        temperature=1.0 if greedy else declared.temperature,
-        top_k=0 if greedy else declared.top_k,
-        top_p=1.0 if greedy else declared.top_p,
+        temperature=1.0 if plain else declared.temperature,
+        top_k=0 if plain else declared.top_k,
+        top_p=1.0 if plain else declared.top_p,
     )
     return Execution(execution.config, execution.numerics, sampling)
 
 
 @lru_cache(maxsize=64)
-def _summaries(execution: Execution, tokenizer_size: int, stop_tokens: tuple[int, ...]) -> Any:
-    def summary(logits: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
-        more = _summary(logits, tokens, tokenizer_size, stop_tokens)
-        return _exact_of(logits, tokens, execution) | more
+def _summaries(
+    execution: Execution, tokenizer_size: int, stop_tokens: tuple[int, ...], raw: bool
+) -> Any:
+    def summary(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+        more = _summary(shaped, tokens, tokenizer_size, stop_tokens)
+        exact = _exact_of(plain if raw else shaped, tokens, execution)
+        return exact | more | {"raw": _raw_of(plain, tokens)}
 
-    return _program(summary, execution)
+    return _program(summary, execution, stop_tokens)
 
 
 @lru_cache(maxsize=64)
-def _exact(execution: Execution, tokenizer_size: int, stop_tokens: tuple[int, ...]) -> Any:
-    del tokenizer_size, stop_tokens
-    return _program(partial(_exact_of, execution=execution), execution)
+def _exact(
+    execution: Execution, tokenizer_size: int, stop_tokens: tuple[int, ...], raw: bool
+) -> Any:
+    del tokenizer_size
+
+    def exact(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+        return _exact_of(plain if raw else shaped, tokens, execution)
+
+    return _program(exact, execution, stop_tokens)
 
 
 def _exact_of(logits: jax.Array, tokens: jax.Array, execution: Execution) -> dict[str, jax.Array]:
@@ -126,9 +150,27 @@ def _exact_of(logits: jax.Array, tokens: jax.Array, execution: Execution) -> dic
     return {"exact": exact}
 
 
-def _program(of_tile: Callable[..., Any], execution: Execution) -> Any:
-    def run(weights: Weights, rollout: Rollout) -> dict[str, jax.Array]:
-        return scoring.of_logits(weights, rollout, of_tile, execution=execution)
+def _raw_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    relative = logits - jnp.max(logits, axis=-1, keepdims=True)
+    own = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
+    return own - jax.scipy.special.logsumexp(relative, axis=-1)
+
+
+def _program(
+    of_tile: Callable[..., Any], execution: Execution, stop_tokens: tuple[int, ...]
+) -> Any:
+    """A program of weights, a rollout, and what shapes its logits, if anything does."""
+
+    def run(weights: Weights, rollout: Rollout, shaped: Shapes | None) -> dict[str, jax.Array]:
+        def of_rows(logits: jax.Array, tokens: jax.Array, *places: jax.Array) -> Any:
+            if shaped is None:
+                return of_tile(logits, logits, tokens)
+            how = {"rollout": rollout, "shapes": shaped, "stop_tokens": stop_tokens}
+            return of_tile(logits, shaping.shape(logits, tokens, *places, **how), tokens)
+
+        size = rollout.responses.shape
+        places = () if shaped is None else (jnp.arange(size[0] * size[1]).reshape(size),)
+        return scoring.of_logits(weights, rollout, of_rows, execution=execution, more=places)
 
     return jit(run, execution.numerics)
 
@@ -180,7 +222,8 @@ def _batches(
         response = responses[number]
         declared = response.declared
         shape = _rounded(len(response.prompt)), _rounded(len(response) + 1)
-        return (declared.temperature, declared.top_k, declared.top_p), shape
+        numbers = declared.temperature, declared.top_k, declared.top_p
+        return (*numbers, declared.raw, declared.shaped), shape
 
     for (_, shape), group in groupby(sorted(range(len(responses)), key=key), key=key):
         numbers = list(group)

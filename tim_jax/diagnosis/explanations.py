@@ -12,9 +12,10 @@ from typing import Literal
 import numpy as np
 
 from tim_jax.diagnosis import noise
+from tim_jax.diagnosis.declared import UNSHAPED, Distribution
 from tim_jax.diagnosis.distributions import COLDEST, HOTTEST, chances
 from tim_jax.diagnosis.evidence import AT_ONE, LIKELIEST, Evidence
-from tim_jax.diagnosis.rollouts import Distribution, Response
+from tim_jax.diagnosis.rows import Response
 
 Kind = Literal["none", "numerics", "fault"]
 _FITTED = 4096  # tokens that parameters are fitted on
@@ -34,6 +35,7 @@ class Explanation:
         parameters: name -> fitted value.
         structure: nats of further evidence, such as where responses end, against the null.
         shows: i64[M], tokens that show it where log-probs do not.
+        rows: i64[R], the responses in which it holds, if not in all.
         sizes: f64[N] if only the sizes of the differences are predicted, not themselves.
     """
 
@@ -45,6 +47,7 @@ class Explanation:
     parameters: dict[str, float] = field(default_factory=dict)
     structure: float = 0.0
     shows: np.ndarray | None = None
+    rows: np.ndarray | None = None
     sizes: np.ndarray | None = None
 
 
@@ -110,8 +113,9 @@ def by_distribution(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(predicted, drawn), f64[N] both: recorded under one change of what is declared, drawn under
     another. `whole`: reported without renormalisation over what a truncation keeps."""
-    kinds = sorted({r.declared for r in tokens.responses}, key=repr)
-    of_response = np.asarray([kinds.index(r.declared) for r in tokens.responses])
+    each = [replace(r.declared, shaping=UNSHAPED) for r in tokens.responses]  # it is in the logits
+    kinds = sorted(set(each), key=repr)
+    of_response = np.asarray([kinds.index(one) for one in each])
     of_token = of_response[tokens.sequence]
     predicted, draws = np.empty(len(of_token)), np.empty(len(of_token))
     for number, declared in enumerate(kinds):
@@ -119,6 +123,8 @@ def by_distribution(
         evidence = tokens.evidence if own.all() else tokens.evidence.take(own)
         found = chances(evidence, reported(declared))
         predicted[own] = found.whole if whole else found.renormalised
+        if declared.raw and reported is _same:
+            predicted[own] = evidence.raw
         same = drawn(declared) == reported(declared)
         draws[own] = (found if same else chances(evidence, drawn(declared))).drawn
     return predicted, draws
@@ -153,24 +159,28 @@ def _fault(name: str, text: str, arrays: tuple[np.ndarray, np.ndarray], **given)
     return Explanation(name, text, "fault", *arrays, **given)
 
 
-def _plain(declared: Distribution) -> Distribution:
-    return Distribution()
-
-
 def _untruncated(declared: Distribution) -> Distribution:
     return Distribution(declared.temperature)
 
 
 def _of_declared(tokens: Tokens) -> Iterator[Explanation]:
-    """A temperature or truncation that is declared, but not in the log-probs: nothing is fitted."""
+    """What is declared of draws but not in the log-probs, or the reverse: nothing is fitted."""
     declared = {r.declared for r in tokens.responses}
-    if any(d.temperature not in (0, 1) for d in declared):
+    drawn = null(tokens).drawn
+    if any(d.shaped or d.temperature not in (0, 1) for d in declared if not d.raw):
         yield _fault(
             "raw_log_probs",
-            "the log-probs are those of the raw logits, without temperature, top-k and top-p",
-            by_distribution(tokens, _plain),
+            "the log-probs are those of the raw logits, without temperature, top-k and top-p"
+            + (", and without what else was asked for" if any(d.shaped for d in declared) else ""),
+            (tokens.evidence.raw.astype(np.float64), drawn),
         )
-    if any(d.truncated for d in declared):
+    if any(d.raw for d in declared):
+        yield _fault(
+            "processed_log_probs",
+            "the log-probs are those that the tokens were drawn by, not those of the raw logits",
+            (by_distribution(tokens, lambda declared: replace(declared, raw=False))[0], drawn),
+        )
+    if any(d.truncated for d in declared if not d.raw):
         yield _fault(
             "ignored_truncation",
             "the log-probs are not renormalised over what top-k and top-p keep",

@@ -1,6 +1,6 @@
-"""What other systems write, as rows of `rollouts.KEYS`.
+"""What other systems write, as rows of `rows.KEYS`.
 
-plain   a sequence a line, with the keys of `rollouts.KEYS`
+plain   a sequence a line, with the keys of `rows.KEYS`, or other usual names, see `aliases`
 vllm    responses of an OpenAI-style server (`/v1/completions`, `/v1/chat/completions`) with
         `logprobs`, and `return_token_ids` or `return_tokens_as_token_ids`; or `RequestOutput`s
 sglang  responses of SGLang's `/generate` with `return_logprob`; its OpenAI-style ones are as vLLM's
@@ -18,14 +18,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tim_jax.diagnosis.rollouts import SHAPING, Row
+from tim_jax.diagnosis import aliases, declared
+from tim_jax.diagnosis.rollouts import SHAPING
+from tim_jax.diagnosis.rows import Row
 from tim_jax.errors import InputError, check_choice
 from tim_jax.inputs import DEEPEST, expanded, json_value, shown
 
 FORMATS = ("auto", "plain", "vllm", "sglang", "verl", "trl", "tunix")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
-_SAMPLED = ("temperature", "top_k", "top_p")
 
 
 def read(
@@ -67,7 +68,8 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
     if isinstance(values.get("request"), Mapping) and isinstance(values.get("response"), Mapping):
         asked, values = values["request"], values["response"]
         values = _with_prompt(values, asked)
-    shaping = {name: asked[name] for name in SHAPING if asked.get(name) is not None}
+    given = {name: asked[name] for name in SHAPING if asked.get(name) is not None}
+    given |= declared.asked(asked, request=True) | declared.asked(values)
     name = detect(values) if form == "auto" else form
     try:
         found = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
@@ -75,7 +77,8 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
         raise InputError(f"{where}: {error}") from None
     for number, row in enumerate(found):
         place = where if len(found) == 1 else f"{where}, response {number}"
-        yield Row(shaping | _sampled(asked) | _sampled(values) | row, place)
+        own = {key: x for key, x in row.items() if key not in declared.IN_REQUESTS}
+        yield Row(given | own, place)
 
 
 def _listed(value: Any, depth: int = DEEPEST) -> Any:
@@ -100,17 +103,11 @@ def _with_prompt(values: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping
     return {**values, "prompt": prompt} if prompt and not values.get("prompt") else values
 
 
-def _sampled(values: Mapping[str, Any]) -> dict[str, Any]:
-    for inner in (values.get("sampling_params"), values.get("meta_info")):
-        if isinstance(inner, Mapping) and any(key in inner for key in _SAMPLED):
-            values = inner
-            break
-    return {key: values[key] for key in _SAMPLED if values.get(key) is not None}
-
-
 def detect(values: Any) -> str:
     """The format of a line, by its keys."""
     keys = set(values) if isinstance(values, Mapping) else set()
+    if keys & {"rollout_log_probs"} and not keys & {"prompts", "responses"}:
+        return "plain"  # as slime has it
     for name, marks in _MARKS:
         if marks & keys:
             return name
@@ -118,8 +115,8 @@ def detect(values: Any) -> str:
 
 
 def plain(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A line in this project's own format, as it is."""
-    yield dict(values)
+    """A line in this project's own format, or with the names that other programs give its keys."""
+    yield aliases.renamed(values)
 
 
 def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -140,6 +137,7 @@ def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             top = logprobs.get("top_logprobs")
         ids = choice.get("token_ids") or _token_ids(names)
         prompt = choice.get("prompt_token_ids") or values.get("prompt_token_ids")
+        ids, log_probs, top = _without_echo(prompt, ids, log_probs, top)
         message = choice.get("message") or {}
         yield {
             "prompt_token_ids": prompt,
@@ -148,9 +146,24 @@ def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "top_logprobs": _top_by_id(top),
             "text": choice.get("text") or message.get("content"),
             "prompt": values.get("prompt"),
-            "finish_reason": choice.get("finish_reason"),
+            **_ending(choice),
             "weights_version": values.get("weights_version"),
         }
+
+
+def _ending(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """How a choice ended: vLLM's `stop_reason`, or what SGLang calls `matched_stop`."""
+    found = {"finish_reason": choice.get("finish_reason")}
+    if choice.get("matched_stop") is not None:
+        return found | {"stop_reason": choice["matched_stop"]}
+    return found | {key: choice[key] for key in ("stop_reason",) if key in choice}
+
+
+def _without_echo(prompt: Any, ids: Any, log_probs: Any, top: Any) -> tuple[Any, Any, Any]:
+    """A response without the prompt before it, whose first token has no log-prob."""
+    if not prompt or not ids or ids[: len(prompt)] != prompt or log_probs[0] is not None:
+        return ids, log_probs, top
+    return ids[len(prompt) :], log_probs[len(prompt) :], top and top[len(prompt) :]
 
 
 def _token_ids(names: Sequence[str]) -> list[int] | None:
@@ -180,7 +193,7 @@ def _request_output(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             ],
             "text": output.get("text"),
             "prompt": values.get("prompt"),
-            "finish_reason": output.get("finish_reason"),
+            **_ending(output),
         }
 
 

@@ -14,34 +14,40 @@ import numpy as np
 
 from tim_jax import metrics
 from tim_jax.diagnosis.explanations import Tokens
-from tim_jax.diagnosis.verdict import (
+from tim_jax.diagnosis.judged import (
+    LEAST_LOCAL,
     NORMAL_K3,
     NORMAL_LARGEST,
     NORMAL_MEAN,
     Judged,
-    Place,
-    Verdict,
     abnormal,
-    place,
     sizes_of,
 )
+from tim_jax.diagnosis.parts import Part
+from tim_jax.diagnosis.verdict import Place, Verdict, place
 
 WORST = 12
 _SHOWN = 8  # explanations in the text
+_MOST = 0.5  # of the gap, that low precision explains if the whole is called so
+_ROWS = 5  # rows of a bad part in the text
 _LENGTH_BINS = 6
 _CONTEXT = 6  # tokens before one that is shown
 
 Decode = Callable[[Sequence[int]], str]
 
 
-def as_record(verdict: Verdict, decode: Decode, *, warnings: Sequence[str] = ()) -> dict[str, Any]:
+def as_record(
+    verdict: Verdict, decode: Decode, *, warnings: Sequence[str] = (), assumed: str = ""
+) -> dict[str, Any]:
     """Everything that a report says, as plain values.
 
     Keys: `state` ("exact", "numerics", "fault"), `verdict` (a sentence), `sizes`, `normal`,
     `explanation` and `remains` (None without one), `half_precision` (None if the differences are
     more than twice those that it makes on this model), `first` (the first token that shows a
-    fault), `explanations` (all that were tried, the most likely first), `metrics` and `profiles`
-    (of `tim_jax.metrics`, and `by_length`), `worst` tokens, `warnings`.
+    fault), `part` (of a fault that touches less than half of the tokens: its `rows`, `positions` in
+    them, and the sizes of the `others`; else None), `explanations` (all that were tried, the most
+    likely first), `metrics` and `profiles` (of `tim_jax.metrics`, and `by_length`), `worst` tokens,
+    `assumed` (what no row says, and the option for it), `warnings`.
     """
     tokens = verdict.tokens
     columns = _columns(tokens)
@@ -58,10 +64,12 @@ def as_record(verdict: Verdict, decode: Decode, *, warnings: Sequence[str] = ())
         "remains": None if best is None else sizes_of(best.residual),
         "second": None if verdict.second is None else _judged(verdict.second),
         "first": None if verdict.first is None else _place(verdict.first, tokens, decode),
+        "part": None if verdict.part is None else _part(verdict.part),
         "explanations": [_judged(one) for one in verdict.judged],
         "metrics": _metrics(columns),
         "profiles": _profiles(columns, tokens),
         "worst": [_place(one, tokens, decode) for one in _worst(tokens)],
+        "assumed": assumed,
         "warnings": list(warnings),
     }
 
@@ -76,11 +84,18 @@ def sentence(verdict: Verdict) -> str:
     if verdict.state == "numerics":
         source = source or "; of no source tried here"
         return f"This is numerics, of a size normal {_normal_where(verdict)}: {size}{source}."
-    if best is None:
-        return f"This is a fault: larger than numerics are, and nothing tried explains it ({size})."
-    if best.explanation.kind == "numerics":
+    if best is not None and best.explanation.kind == "fault":
+        return f"This is a fault: {best.explanation.text}."
+    if verdict.part is not None:
+        count, rows = len(verdict.part.places), len(verdict.part.rows)
+        whole = int((~verdict.tokens.hidden).sum()), len(verdict.tokens.responses)
+        return (
+            f"This is a fault: {count:,} of {_count(whole[0], 'token')}, in {rows:,} of"
+            f" {_count(whole[1], 'row')}, differ by what no known cause explains ({size})."
+        )
+    if best is not None and best.share >= _MOST:
         return f"This is low precision, but larger than normal: {size}{source}."
-    return f"This is a fault: {best.explanation.text}."
+    return f"This is a fault: a difference of this size that no known cause explains ({size})."
 
 
 def _normal_where(verdict: Verdict) -> str:
@@ -95,30 +110,40 @@ def text(record: dict[str, Any]) -> str:
     lines = [record["verdict"]]
     sizes = record["sizes"]
     lines.append(
-        f"{record['tokens']:,} tokens of {record['responses']:,} responses: mean |d|"
-        f" {sizes['mean']:.3g}, largest {sizes['largest']:.3g}, K3 {sizes['k3']:.3g} (normal: up to"
-        f" {NORMAL_MEAN:g}, {NORMAL_LARGEST:g} and {NORMAL_K3:g})"
+        f"{record['tokens']:,} tokens of {record['responses']:,} responses: {_sizes(sizes)}"
+        f" (normal: up to {NORMAL_MEAN:g}, {NORMAL_LARGEST:g} and {NORMAL_K3:g})"
     )
+    if record["assumed"]:
+        lines.append(record["assumed"])
     if record["explanation"] is not None:
-        one, left = record["explanation"], record["remains"]
-        lines.append(
-            f"It explains {_percent(one['share'])} of the gap, at odds of e^{one['gain']:.0f}; what"
-            f" remains: mean |d| {left['mean']:.3g}, largest {left['largest']:.3g}, K3"
-            f" {left['k3']:.3g}"
-        )
+        lines.append(_explained(record["explanation"], record["remains"]))
+    elif record["state"] == "fault":
+        tried = dict.fromkeys(one["name"] for one in record["explanations"])
+        lines.append(f"Tried: {', '.join(tried)}")
     if record["second"] is not None:
         lines.append(f"Of what remains most is {record['second']['text']}")
     if record["first"] is not None:
         lines.append(f"The first token that shows it: {_sentence_of(record['first'])}")
+    if record["part"] is not None:
+        lines.append(_sentence_of_part(record["part"]))
     lines += [f"warning: {line}" for line in record["warnings"]]
-    shown = [one for one in record["explanations"] if one["gain"] > 0][:_SHOWN]
+    shown = [one for one in record["explanations"] if _worth_showing(one)][:_SHOWN]
     if shown:
         lines.append("")
         lines.append(f"{'explanation':<34} {'gain, nats':>12} {'of the gap':>11}")
-        lines += [
-            f"{one['name']:<34} {one['gain']:>12.1f} {_percent(one['share']):>11}" for one in shown
-        ]
+        lines += [f"{one['name']:<34} {one['gain']:>12.1f} {_share(one):>11}" for one in shown]
     return "\n".join(lines)
+
+
+def _worth_showing(one: dict[str, Any]) -> bool:
+    """Whether an explanation is likelier than none, and explains anything of what it is about."""
+    if one["gain"] <= 0 or one["matches"] == "sizes":
+        return False
+    return one["share"] >= LEAST_LOCAL or not one["moves"]
+
+
+def _share(one: dict[str, Any]) -> str:
+    return _percent(one["share"]) if one["moves"] else "draws, ends"
 
 
 def as_json(record: dict[str, Any]) -> str:
@@ -143,6 +168,7 @@ def _judged(one: Judged) -> dict[str, Any]:
         "matches": "sizes" if one.explanation.sizes is not None else "tokens",
         "gain": one.gain,
         "share": one.share,
+        "moves": one.moves,
         "remains": one.remains,
         "scale": one.scale,
         "tokens": len(one.tokens.sequence),
@@ -166,10 +192,61 @@ def _place(one: Place, tokens: Tokens, decode: Decode) -> dict[str, Any]:
 
 def _sentence_of(one: dict[str, Any]) -> str:
     predicted = "" if one["predicted"] is None else f", explained {one['predicted']:.4f}"
+    recorded = "left out" if math.isnan(one["recorded"]) else f"{one['recorded']:.4f}"
     return (
         f"{one['where']}, response token {one['position']} {one['text']!r} after"
-        f" {one['context']!r}: recorded {one['recorded']:.4f}, exact {one['exact']:.4f}{predicted}"
+        f" {one['context']!r}: recorded {recorded}, exact {one['exact']:.4f}{predicted}"
     )
+
+
+def _explained(one: dict[str, Any], left: dict[str, float]) -> str:
+    if not one["moves"]:
+        return (
+            f"It is about draws or ends, not about the gap, at odds of e^{one['gain']:.0f}; the"
+            f" gap: {_sizes(left)}"
+        )
+    start = "It explains" if one["kind"] == "fault" else f"{one['name']} explains"
+    return (
+        f"{start} {_percent(one['share'])} of the gap, at odds of e^{one['gain']:.0f}; what"
+        f" remains: {_sizes(left)}"
+    )
+
+
+def _sizes(sizes: dict[str, float]) -> str:
+    return f"mean |d| {sizes['mean']:.3g}, largest {sizes['largest']:.3g}, K3 {sizes['k3']:.3g}"
+
+
+def _part(part: Part) -> dict[str, Any]:
+    tokens = part.tokens
+    positions = tokens.position[part.places]
+    owners = tokens.sequence[part.places]
+    d = tokens.recorded - tokens.evidence.exact
+    others = np.delete(d, part.places)
+    numbers = list(dict.fromkeys(owners.tolist()))
+    rows = [
+        {"where": tokens.responses[i].where, "positions": positions[owners == i].tolist()}
+        for i in numbers
+    ]
+    return {"tokens": len(part.places), "rows": rows, "others": sizes_of(others)}
+
+
+def _short(where: str) -> str:
+    """A place without its file."""
+    return where[max(where.rfind("line "), where.find("row "), 0) :]
+
+
+def _sentence_of_part(part: dict[str, Any]) -> str:
+    rows = part["rows"]
+    named = [f"{_short(one['where'])} ({len(one['positions'])})" for one in rows[:_ROWS]]
+    more = [f"and {len(rows) - _ROWS} more"] if len(rows) > _ROWS else []
+    return (
+        f"The part of {_count(part['tokens'], 'token')} lies in {_count(len(rows), 'row')}:"
+        f" {', '.join((*named, *more))}; the other tokens: {_sizes(part['others'])}"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _percent(share: float) -> str:
@@ -257,8 +334,9 @@ def as_html(record: dict[str, Any], title: str) -> str:
             "Explanations",
             ("explanation", "gain, nats", "of the gap", "remains, mean |d|"),
             [
-                (one["text"], f"{one['gain']:.1f}", _percent(one["share"]), f"{one['remains']:.3g}")
+                (one["text"], f"{one['gain']:.1f}", _share(one), f"{one['remains']:.3g}")
                 for one in record["explanations"]
+                if _worth_showing(one)
             ],
         ),
         _section(

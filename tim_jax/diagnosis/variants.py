@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from tim_jax import mismatch
+from tim_jax.diagnosis.declared import UNSHAPED, Distribution
 from tim_jax.diagnosis.evidence import Evidence, Forward, gather, log_probs
 from tim_jax.diagnosis.explanations import Explanation, Kind, Tokens, by_distribution
-from tim_jax.diagnosis.rollouts import Response
+from tim_jax.diagnosis.rows import Response
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model.execution import Execution
@@ -32,6 +33,8 @@ SOURCES: tuple[Entry, ...] = (
     mismatch.quantised_weights(dtype="float8_e4m3fn"),
     mismatch.quantised_weights(dtype="int4"),
 )
+
+OTHERS = 7  # variants of requests and prompts, at most
 
 Change = Callable[[Response], Response | None]
 
@@ -80,12 +83,17 @@ def _under(
     forward: Forward, responses: Sequence[Response], tokens: Tokens
 ) -> tuple[np.ndarray, np.ndarray]:
     """f64[N], the log-probs by another forward, and those of the draws under what is declared."""
-    if not any(r.declared.truncated or r.declared.temperature == 0 for r in responses):
+    if not any(_drawn_otherwise(r.declared) for r in responses):
         exact = log_probs(forward, responses).astype(np.float64)
         return exact, exact
     evidence = gather(forward, responses)
     _, drawn = by_distribution(replace(tokens, evidence=evidence))
     return evidence.exact.astype(np.float64), drawn
+
+
+def _drawn_otherwise(declared: Distribution) -> bool:
+    """Whether the log-probs of draws are others than those to be recorded."""
+    return declared.truncated or declared.raw or declared.temperature == 0
 
 
 def _sizes(difference: np.ndarray, exact: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -124,6 +132,18 @@ def of_numerics(forward: Forward, sources: Sequence[Entry] = SOURCES) -> Iterato
             "numerics",
             forward._replace(weights=weights, execution=execution),
         )
+
+
+def of_requests(forward: Forward) -> Iterator[Variant]:
+    """A variant in which nothing of what was asked for was done to the logits."""
+
+    def change(response: Response) -> Response | None:
+        asked = response.declared
+        plain = replace(asked, shaping=UNSHAPED)
+        return replace(response, declared=plain) if asked.shaped else None
+
+    text = "the penalties and biases that were asked for were not applied"
+    yield Variant("shaping_ignored", text, "fault", forward, change)
 
 
 def of_weights(forward: Forward, others: Sequence[tuple[str, Weights]]) -> Iterator[Variant]:

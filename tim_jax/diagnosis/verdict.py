@@ -5,66 +5,48 @@ recorded are the exact log-probs of the declared distribution but for noise, les
 parameters cost. A gain of `DECISIVE` is odds of 22,000 to 1.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from tim_jax import mismatch
-from tim_jax.diagnosis import ends, noise, variants
+from tim_jax import mismatch, waiting
+from tim_jax.diagnosis import ends, parts, variants
 from tim_jax.diagnosis.evidence import Forward, gather
 from tim_jax.diagnosis.explanations import Explanation, Tokens, null, reporting
-from tim_jax.diagnosis.rollouts import Response
+from tim_jax.diagnosis.judged import (
+    DECISIVE,
+    LEAST_WITHIN,
+    MEAN_FACTOR,
+    NORMAL_LARGEST,
+    Judged,
+    abnormal,
+    alike,
+    fit,
+    judge,
+    material,
+    sizes_of,
+)
+from tim_jax.diagnosis.parts import Part
+from tim_jax.diagnosis.rows import Response
 from tim_jax.diagnosis.variants import Variant
 from tim_jax.errors import InputError
 from tim_jax.mismatch import Entry
 from tim_jax.model.weights import Weights
 
-DECISIVE = 10.0
-# Sizes that others publish for sound engines beside dense models, see docs/mismatch.md: K3 1e-5 to
-# 1e-3 (Miles), mean |d| 0.013 and the largest 1.2 of ten million tokens (RL-Kernel).
-NORMAL_K3 = 1e-3
-NORMAL_MEAN = 0.02
-NORMAL_LARGEST = 2.0
-# The same on the model at hand, where its logits make half precision cost more than they publish.
+# Sizes that are normal on the model at hand, if its logits make half precision cost more than the
+# published ones.
 HALF_PRECISION = tuple(
     mismatch.label(mismatch.compute(dtype=dtype)) for dtype in ("bfloat16", "float16")
 )
-_NORMAL_FACTOR = 2.0  # of the sizes that half precision makes
-# Below these an explanation names a cause, but of nothing that needs mending.
-LEAST_EFFECT = 1e-3  # nats a token, over the tokens that it touches
-LEAST_SHARE = 0.25  # of the gap
 _ROUNDING = 1e-5  # differences of another order of sums in float32: nothing else is tried
 _NOTHING_LEFT = 1e-4  # nats; about what another order of sums and interpolation leave
 _SHOWING = 3.0  # nats of gain by which a single token shows an explanation
 _PANEL = 2048  # tokens that other forwards are tried on, or about as many, at least
 
 State = Literal["exact", "numerics", "fault"]
-
-
-@dataclass(frozen=True, eq=False)
-class Judged:
-    """An explanation, compared with the null on `tokens` (all of them, or a panel)."""
-
-    explanation: Explanation
-    tokens: Tokens
-    gain: float  # nats, for all tokens
-    gains: np.ndarray  # f64[N], of each of `tokens`
-    scale: float  # of the noise that remains
-    gap: float  # mean |d| before
-    remains: float  # mean |d| after
-    effect: float  # mean |predicted - exact| over the tokens that it touches
-
-    @property
-    def share(self) -> float:
-        """The share of the gap that it explains."""
-        return 1.0 - self.remains / self.gap if self.gap > 0 else 0.0
-
-    @property
-    def residual(self) -> np.ndarray:
-        """f64[N], recorded less predicted."""
-        return self.tokens.recorded - self.explanation.predicted
 
 
 @dataclass(frozen=True)
@@ -91,6 +73,7 @@ class Verdict:
         first: the first token that shows it, or None.
         half: half precision, of which the differences have about the sizes, or None. Its `scale` is
             by how much they are larger.
+        part: the bad part of the tokens of a fault, if the others are another matter, or None.
     """
 
     state: State
@@ -101,6 +84,7 @@ class Verdict:
     first: Place | None
     sizes: dict[str, float]
     half: Judged | None = None
+    part: Part | None = None
 
     @property
     def normal(self) -> bool:
@@ -138,12 +122,14 @@ def diagnose(
         forward.tokenizer_size,
     )
     base = null(tokens)
-    found = [judge(one, tokens, base) for one in (*reporting(tokens), *ends.ending(tokens))]
+    first = (*reporting(tokens), *ends.ending(tokens), *parts.of_tokens(tokens, base))
+    found = _judged(first, tokens, base)
     sizes = sizes_of(tokens.recorded - base.predicted)
     if sizes["largest"] > _ROUNDING and not any(map(_all, found)):
         panel = _panel(tokens)
         tried = _tried(panel, forward, others, tokenizer, sources)
-        found += _forwards(panel, tried, len(tokens.sequence))
+        most = len(sources) + len(others) + variants.OTHERS
+        found += _forwards(panel, tried, len(tokens.sequence), most)
     return _decided(tokens, base, sorted(found, key=lambda one: -one.gain), sizes)
 
 
@@ -158,18 +144,41 @@ def _check_masks(responses: Sequence[Response]) -> None:
     )
 
 
+def _judged(
+    tried: Iterable[Explanation], tokens: Tokens, base: Explanation, total: int = 0
+) -> list[Judged]:
+    """Explanations as they are, and as they hold in some rows alone."""
+    before = fit(base, tokens)
+    found = [judge(one, tokens, base, total, before=before) for one in tried]
+    some = [
+        parts.in_some_rows(one.explanation, tokens, base, one.gains)
+        for one in found
+        if one.explanation.kind == "fault"
+    ]
+    more = (judge(one, tokens, base, total, before=before) for one in some if one is not None)
+    return [*found, *more]
+
+
 def _decided(
     tokens: Tokens, base: Explanation, found: Sequence[Judged], sizes: dict[str, float]
 ) -> Verdict:
-    best = _best([one for one in found if one.gain > DECISIVE and _material(one)])
+    best = _best([one for one in found if one.gain > DECISIVE and material(one)])
     fault = best is not None and best.explanation.kind == "fault"
     state: State = "numerics" if sizes["largest"] > 0 else "exact"
-    half = _half_precision(found)
+    half = _half_precision(found, sizes, len(tokens.sequence))
     if fault or (abnormal(sizes) and half is None):
         state = "fault"
     second = _second(best, found, tokens) if best is not None and fault else None
-    first = _first(best, tokens, base) if state == "fault" else None
-    return Verdict(state, tokens, tuple(found), best, second, first, sizes, half)
+    part = _part(best, tokens, base) if state == "fault" else None
+    first = _first(best, tokens, base, part) if state == "fault" else None
+    return Verdict(state, tokens, tuple(found), best, second, first, sizes, half, part)
+
+
+def _part(best: Judged | None, tokens: Tokens, base: Explanation) -> Part | None:
+    """The bad part: what a fault touches, or else what is outside of the noise."""
+    if best is not None and best.explanation.kind == "fault":
+        return parts.part_of(best.tokens, best.touched) if best.local else None
+    return parts.part_of(tokens, parts.outside(tokens, base.predicted))
 
 
 def _best(found: Sequence[Judged]) -> Judged | None:
@@ -180,69 +189,60 @@ def _best(found: Sequence[Judged]) -> Judged | None:
     if not found:
         return None
     top = found[0]
+    if top.explanation.kind == "numerics":
+        # Low precision of the bulk is likelier than a fault of a part, and does not excuse it.
+        faults = [one for one in found if one.explanation.kind == "fault" and one.local]
+        top = next((one for one in faults if not _covers(top, one)), top)
     near = [
         one
         for one in found
         if one.gain > top.gain - DECISIVE and one.explanation.kind == top.explanation.kind
     ]
-    return min(near, key=lambda one: (len(one.explanation.parameters), -one.gain))
+    return min(near, key=_fitted)
 
 
-def _half_precision(found: Sequence[Judged]) -> Judged | None:
-    """The sizes of half precision on this model, if the differences are hardly larger."""
-    sizes = [
+def _covers(numerics: Judged, fault: Judged) -> bool:
+    """Whether low precision explains most of the gap at the tokens that a fault touches."""
+    inside = np.isin(fault.tokens.sequence, _numbers(fault.tokens, numerics.tokens))
+    if inside.sum() != len(numerics.tokens.sequence):
+        return False
+    own = fault.touched[inside]
+    gap = np.abs(numerics.tokens.recorded - numerics.tokens.evidence.exact)[own]
+    left = np.abs(numerics.residual[own])
+    return not own.any() or bool(left.mean() < gap.mean() * (1 - LEAST_WITHIN))
+
+
+def _fitted(judged: Judged) -> tuple[int, float]:
+    """How many numbers it fits, and then how unlikely it is. The choice of rows is one of them."""
+    one = judged.explanation
+    return len(one.parameters) + (one.rows is not None), -judged.gain
+
+
+def _half_precision(found: Sequence[Judged], sizes: dict[str, float], total: int) -> Judged | None:
+    """Half precision on this model, if the differences are hardly larger than what it makes.
+
+    By the scale of the bulk, and by mean, largest and K3 of all.
+    """
+    made = {
+        one.explanation.name: sizes_of(_made(one))
+        for one in found
+        if one.explanation.kind == "numerics" and one.explanation.sizes is None
+    }
+    fitting = [
         one
         for one in found
         if one.explanation.sizes is not None
         and one.explanation.name in HALF_PRECISION
-        and one.scale <= _NORMAL_FACTOR
+        and one.scale <= MEAN_FACTOR
+        and alike(sizes, made[one.explanation.name], larger=total / len(one.tokens.sequence))
     ]
-    return max(sizes, key=lambda one: one.gain, default=None)
+    return max(fitting, key=lambda one: one.gain, default=None)
 
 
-def judge(explanation: Explanation, tokens: Tokens, base: Explanation, total: int = 0) -> Judged:
-    """Compares an explanation with the null; `total` > 0: of how many tokens these are a panel."""
-    recorded, weight = tokens.recorded, noise.weights(tokens.evidence.exact)
-    before = noise.fit(recorded - base.predicted, weight)
-    residual = recorded - explanation.predicted
-    if explanation.sizes is not None:
-        after, odds = _by_sizes(residual, explanation.sizes)
-    else:
-        after, odds = noise.fit(residual, weight), 0.0
-    seen = ~tokens.hidden
-    gains = after.densities - before.densities + np.where(seen, explanation.drawn - base.drawn, 0.0)
-    scaling = total / len(recorded) if total else 1.0
-    cost = noise.penalty(len(explanation.parameters), len(recorded))
-    gap = np.abs(recorded - base.predicted)
-    touched = np.abs(explanation.predicted - base.predicted)
-    touched = np.where(np.isnan(touched), gap, touched)
-    touched = touched[seen & (touched > 0)]
-    return Judged(
-        explanation,
-        tokens,
-        gain=float(gains.sum()) * scaling + explanation.structure + odds - cost,
-        gains=gains,
-        scale=after.scale,
-        gap=_mean(gap),
-        remains=_mean(np.abs(np.where(np.isnan(explanation.predicted), 0.0, residual))),
-        effect=float(touched.mean()) if touched.size else 0.0,
-    )
-
-
-def _mean(values: np.ndarray) -> float:
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if values.size else 0.0
-
-
-_FACTOR = 0.5  # standard deviation of the logarithm of how far sizes may be off
-
-
-def _by_sizes(residual: np.ndarray, sizes: np.ndarray) -> tuple[noise.Fit, float]:
-    """The fit of noise whose size is predicted up to a factor near 1, and the factor's odds."""
-    # Student's t with 3 degrees of freedom has the mean size 1.103 s.
-    fitted = noise.fit(residual, sizes / 1.103)
-    off = float(np.log(fitted.scale)) / _FACTOR
-    return fitted, -0.5 * off**2 - float(np.log(_FACTOR * np.sqrt(2 * np.pi)))
+def _made(judged: Judged) -> np.ndarray:
+    """f64[N], the differences that low precision makes, NaN where they are hidden."""
+    found = judged.explanation.predicted - judged.tokens.evidence.exact
+    return np.where(judged.tokens.hidden, np.nan, found)
 
 
 def _panel(tokens: Tokens) -> Tokens:
@@ -273,28 +273,28 @@ def _tried(
 ) -> Iterator[Variant]:
     first = variants.likeliest_first(panel, panel.evidence)
     yield from variants.of_numerics(forward, sources)
+    yield from variants.of_requests(forward)
     yield from variants.of_weights(forward, others)
     yield from variants.of_prompts(forward, tokenizer, first)
 
 
-def _forwards(panel: Tokens, tried: Iterable[Variant], total: int) -> list[Judged]:
+def _forwards(panel: Tokens, tried: Iterable[Variant], total: int, most: int) -> list[Judged]:
     base = null(panel)
-    return [
-        judge(one, panel, base, total)
-        for variant in tried
-        for one in variants.explanations(variant, panel)
-    ]
+    found = (one for variant in _said(tried, most) for one in variants.explanations(variant, panel))
+    return _judged(found, panel, base, total)
 
 
-def _material(judged: Judged) -> bool:
-    """Whether an explanation is of something that matters, and not of a trifle in the noise."""
-    one = judged.explanation
-    if one.kind == "numerics" or one.structure > DECISIVE:
-        return True
-    drawn = (one.drawn - null(judged.tokens).drawn)[~judged.tokens.hidden]
-    if drawn.sum() > DECISIVE and _mean(drawn) > LEAST_EFFECT:
-        return True
-    return judged.effect > LEAST_EFFECT and judged.share > LEAST_SHARE
+def _said(tried: Iterable[Variant], most: int) -> Iterator[Variant]:
+    """The variants, each said to whoever waits if nothing was said for a while."""
+    before = time.monotonic()
+    for number, variant in enumerate(tried, 1):
+        if time.monotonic() - before > waiting.SECONDS:
+            before = time.monotonic()
+            waiting.logger.info(
+                f"trying {variant.name}, alternative {number} of at most {most}"
+                f" ({waiting.COMPILES})"
+            )
+        yield variant
 
 
 def _second(best: Judged, found: Sequence[Judged], tokens: Tokens) -> Judged | None:
@@ -320,7 +320,7 @@ def _second(best: Judged, found: Sequence[Judged], tokens: Tokens) -> Judged | N
         candidate = replace(one.explanation, predicted=moved, drawn=start.drawn)
         judged.append(judge(candidate, panel, start))
     top = max(judged, key=lambda one: one.gain)
-    return top if top.gain > DECISIVE else None
+    return top if top.gain > DECISIVE and material(top) else None
 
 
 def _numbers(tokens: Tokens, panel: Tokens) -> list[int]:
@@ -329,31 +329,11 @@ def _numbers(tokens: Tokens, panel: Tokens) -> list[int]:
     return [i for i, response in enumerate(tokens.responses) if id(response) in kept]
 
 
-def sizes_of(d: np.ndarray) -> dict[str, float]:
-    """Mean and largest |d|, and K3, of recorded less exact log-probs; NaN is left out."""
-    d = d[~np.isnan(d)]
-    if not d.size:
-        return {"mean": 0.0, "largest": 0.0, "k3": 0.0}
-    ratio = np.exp(np.clip(-d, -20, 20))
-    return {
-        "mean": float(np.abs(d).mean()),
-        "largest": float(np.abs(d).max()),
-        "k3": float((ratio - 1 + d).mean()),
-    }
-
-
-def abnormal(sizes: dict[str, float]) -> bool:
-    """Whether `sizes_of` differences are larger than those of sound engines."""
-    return (
-        sizes["k3"] > NORMAL_K3 or sizes["mean"] > NORMAL_MEAN or sizes["largest"] > NORMAL_LARGEST
-    )
-
-
-def _first(best: Judged | None, tokens: Tokens, base: Explanation) -> Place:
+def _first(best: Judged | None, tokens: Tokens, base: Explanation, part: Part | None) -> Place:
     """The first token that shows the verdict; the one with the largest gap if none does alone."""
     gap = np.nan_to_num(np.abs(tokens.recorded - base.predicted))
-    if best is None:
-        shows = np.flatnonzero(gap > NORMAL_LARGEST)
+    if best is None or (part is not None and best.explanation.kind == "numerics"):
+        shows = np.flatnonzero(gap > NORMAL_LARGEST) if part is None else part.places
         return place(tokens, int(shows[0]) if shows.size else int(np.argmax(gap)), None)
     shows = best.explanation.shows
     if shows is None:

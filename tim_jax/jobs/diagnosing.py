@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tim_jax import api
-from tim_jax.diagnosis.rollouts import RolloutsError
+from tim_jax.diagnosis.rollouts import RolloutsError, by_kind
 from tim_jax.errors import InputError
 
 
@@ -21,6 +21,7 @@ class Order:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    log_probs: str = "processed"
     dtype: str = "float32"
     candidate_weights: tuple[str, ...] = ()
     skip_bad: bool = False
@@ -36,7 +37,7 @@ def named(arguments: argparse.Namespace) -> dict[str, Any]:
 def diagnose(order: Order) -> int:
     """Diagnoses, prints the verdict, writes the files, and returns the exit status: 1 for a fault.
 
-    Bad lines are named on standard error, one a line.
+    Bad lines are named on standard error, those of one kind in one line.
     """
     model = api.load(order.model, dtype=order.dtype)
     try:
@@ -47,14 +48,17 @@ def diagnose(order: Order) -> int:
             temperature=order.temperature,
             top_k=order.top_k,
             top_p=order.top_p,
+            log_probs=order.log_probs,
             weights=order.candidate_weights,
             skip_bad=order.skip_bad,
         )
     except RolloutsError as error:
-        for line in error.lines[1:]:
+        if error.total == 1:
+            raise
+        for line in error.lines:
             print(line, file=sys.stderr)
-        raise
-    for line in found.problems:
+        raise InputError(error.summary) from error
+    for line in by_kind(found.problems):
         print(f"skipped: {line}", file=sys.stderr)
     print(found)
     _write(order.json, found.json)

@@ -1,6 +1,6 @@
 """Log-probs of given responses: one forward over whole sequences, then the head tile by tile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import gcd
@@ -124,16 +124,18 @@ def _predicting(hidden: jax.Array, rollout: Rollout) -> jax.Array:
 def of_logits(
     weights: Weights,
     rollout: Rollout,
-    function: Callable[[jax.Array, jax.Array], Any],
+    function: Callable[..., Any],
     *,
     execution: Execution,
+    more: Sequence[jax.Array] = (),
 ) -> Any:
     """A function of the logits that predict each response token, by the same forward as `score`.
 
     Args:
-      function: (logits f32[N, V], tokens i32[N]) -> a tree of arrays [N, ...]. It is given
+      function: (logits f32[N, V], tokens i32[N], *more) -> a tree of arrays [N, ...]. It is given
         `head_rows` rows at a time, as in `score`, so that no array of [tokens, vocabulary] exists.
       execution: on one device.
+      more: arrays [B, R, ...], of which the function is given the same rows.
 
     Returns:
       The tree, of arrays [B, R, ...]; beyond a response meaningless.
@@ -149,11 +151,11 @@ def of_logits(
     fence = kernels.family(execution.numerics).fence
 
     def tile(rows):
-        hidden, tokens = fence(rows)
+        hidden, tokens, *others = fence(rows)
         logits = transformer.logits_of_local_rows(head, hidden, execution=execution)
-        return fence(function(logits, tokens))
+        return fence(function(logits, tokens, *others))
 
-    rows = (_predicting(hidden, rollout), rollout.responses)
+    rows = (_predicting(hidden, rollout), rollout.responses, *more)
     tiles = _tiled(rows, min(execution.numerics.head_rows, rollout.responses.size))
     found = jax.lax.map(tile, tiles)
     size = rollout.responses.size

@@ -1,0 +1,128 @@
+"""A writer of rollouts for any engine's process: it imports the standard library alone.
+
+    with tim_jax.capture("rollouts.jsonl") as rows:
+        rows.write(prompt_token_ids=[5, 6], response_token_ids=[8, 9], logprobs=[-0.5, -1.2])
+
+The lines are those that `tim_jax.diagnose` and `tim_jax.diagnosis.readers` read.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tim_jax.errors import InputError
+
+
+class Capture:
+    """Appends rows to a file of JSON lines; several processes may append to one file.
+
+    Each row is one write of one line, so that an engine that is killed leaves whole lines.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise InputError(f"capture: cannot write {self.path}: {error.strerror}") from error
+
+    def write(
+        self,
+        *,
+        prompt_token_ids: Any,
+        response_token_ids: Any,
+        logprobs: Any,
+        mask: Any = None,
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+        weights_version: str | int | None = None,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Appends one response.
+
+        Args:
+          prompt_token_ids: list, array or tensor of p ids, as the engine was given them.
+          response_token_ids: n ids, the end token included, if one was drawn.
+          logprobs: n numbers, of the response tokens; what a mask leaves out may be anything.
+          mask: n times 0 or 1; 0 where the model did not draw the token, as in a tool's output.
+          finish_reason: "stop", "length", "abort", ...
+          stop_reason: the stop string or the end token that ended it, if the engine says it.
+          weights_version: of the weights that drew it.
+          sampling: the options of the request under their usual names: `temperature`, `top_k`,
+            `top_p`, `repetition_penalty`, `logprobs_mode`, ...
+
+        Raises:
+          InputError: the lists differ in length, or a log-prob is not finite where the mask is 1.
+        """
+        prompt, tokens = _whole(prompt_token_ids), _whole(response_token_ids)
+        numbers = [_number(x) for x in _listed(logprobs)]
+        own = [1] * len(tokens) if mask is None else _whole(mask)
+        if not len(tokens) == len(numbers) == len(own):
+            raise InputError(
+                f"capture: {len(tokens)} response tokens, but {len(numbers)} logprobs and"
+                f" {len(own)} places of the mask; there must be as many"
+            )
+        for place, (number, kept) in enumerate(zip(numbers, own, strict=True)):
+            if kept and number is None:
+                raise InputError(f"capture: logprobs[{place}] is not finite; mask it or mend it")
+        row = {
+            "prompt_token_ids": prompt,
+            "response_token_ids": tokens,
+            "logprobs": numbers,
+            "mask": None if mask is None else own,
+            "finish_reason": finish_reason,
+            "weights_version": weights_version,
+            "sampling_params": None if sampling is None else dict(sampling),
+        }
+        row = {name: value for name, value in row.items() if value is not None}
+        if stop_reason is not None:
+            row["stop_reason"] = stop_reason
+        os.write(self._file, (json.dumps(row, allow_nan=False, default=_listed) + "\n").encode())
+
+    def close(self) -> None:
+        """Closes the file; nothing may be written afterwards."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> "Capture":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def capture(path: str | Path) -> Capture:
+    """Opens a file of JSON lines that rollouts are appended to; see `Capture.write`.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
+    return Capture(path)
+
+
+def _listed(values: Any) -> Any:
+    """A list of a list, a tuple, an array or a tensor."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def _whole(values: Any) -> list[int]:
+    return [int(x) for x in _listed(values)]
+
+
+def _number(value: Any) -> float | None:
+    """A log-prob, or None for what is none."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
