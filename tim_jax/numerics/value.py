@@ -229,8 +229,10 @@ class Numerics:
         """
         joined = dict(self.compiler_options)
         for name, value in options.items():
-            both = f"{joined[name]},{value}" if name in _LISTS and name in joined else value
-            joined[name] = ",".join(dict.fromkeys(both.split(","))) if name in _LISTS else value
+            if name in _LISTS and name in joined:
+                both = f"{joined[name]},{value}".split(",")
+                value = ",".join(dict.fromkeys(both))
+            joined[name] = value
         return replace(self, compiler_options=tuple(sorted(joined.items())))
 
     @property
