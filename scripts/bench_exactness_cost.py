@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from tim_jax.auditing.cases import random_params
 from tim_jax.model import calibration
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
 from tim_jax.policy import scoring
 from tim_jax.rl import programs
 from tim_jax.rl.types import Exactness, exactness
+from tim_jax.run.numerics import fixed_numerics
 from tim_jax.types import Prompts, Rollout
 
 PAGE = common.RESULTS / "exactness_cost.md"
@@ -98,7 +99,8 @@ def make_side(execution: Execution, params: Any, prompts: Prompts) -> tuple[Side
     )
     rollout = sample()
     advantages = jnp.where(jnp.arange(prompts.ids.size) % 2 == 0, 1.0, -1.0)
-    program = jax.jit(jax.value_and_grad(partial(loss, execution=execution), has_aux=True))
+    gradient_of = jax.value_and_grad(partial(loss, execution=execution), has_aux=True)
+    program = jit(gradient_of, execution.numerics)
     gradient = partial(program, weights, rollout, advantages)
     (_, found), _ = jax.block_until_ready(gradient())
     return Side(partial(seconds, sample), partial(seconds, gradient)), jax.device_get(found)
@@ -107,7 +109,7 @@ def make_side(execution: Execution, params: Any, prompts: Prompts) -> tuple[Side
 def calibrated(config: ModelConfig, dtype: str, sizes: common.Sizes, *, batch: int) -> Numerics:
     """The numerics of a run of such sizes, with what this machine was measured to keep."""
     longest = sizes.prompt + max(sizes.response, sizes.longest)
-    fixed = Numerics(compute_dtype=dtype)
+    fixed = fixed_numerics("tiles", dtype, length=longest)
     return calibration.calibrate(config, fixed, batch=batch, longest=longest)
 
 
@@ -120,7 +122,7 @@ def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
     sides, found = {}, {}
     for name, numerics in {
         "exact": exact,
-        "native": Numerics(family="native", compute_dtype=dtype),
+        "native": fixed_numerics("native", dtype, length=config.max_positions),
     }.items():
         execution = Execution(config, numerics, Sampling(sizes.response))
         sides[name], found[name] = make_side(execution, params, prompts)

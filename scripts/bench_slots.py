@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.auditing import random_params
-from tim_jax.model.execution import Batching, Execution, Sampling
+from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.policy import distribution, sampler
 
 PAGE = common.RESULTS / "slots.md"
@@ -54,15 +54,8 @@ def measure(sizes: common.Sizes, dtype: str, schedules, repeats: int):
     calls, tokens, drawn = {}, {}, {}
     for name, slots, halvings in schedules:
         draw = partial(forced, lengths=jnp.asarray(lengths[name]), execution=execution)
-        program = jax.jit(
-            partial(
-                sampler.sample,
-                execution=execution,
-                samples=1,
-                batching=Batching(slots, halvings),
-                draw=draw,
-            )
-        )
+        one = partial(sampler.sample, execution=execution, samples=1, draw=draw)
+        program = jit(partial(one, batching=Batching(slots, halvings)), numerics)
         call = partial(program, weights, prompts, jax.random.key(_SEED))
         rollout = jax.device_get(call())
         assert (rollout.lengths == lengths[name]).all()

@@ -12,7 +12,7 @@ from bench_slots import forced
 
 from tim_jax import optimizers
 from tim_jax.auditing.cases import random_params
-from tim_jax.model.execution import Batching, Execution, Sampling
+from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.objectives import Objective
 from tim_jax.policy import sampler
 from tim_jax.rl import loop, programs
@@ -67,7 +67,7 @@ class Worker:
                 batching=Batching(slots, HALVINGS),
                 draw=draw,
             )
-            self.skewed[slots] = partial(jax.jit(program), weights, prompts)
+            self.skewed[slots] = partial(jit(program, execution.numerics), weights, prompts)
         return [self.sample_skewed(slots) for slots in self.skewed][-1]
 
     def sample_skewed(self, slots: int) -> dict:

@@ -5,6 +5,9 @@ import gc
 import itertools
 import os
 
+# Before JAX is loaded, as the command line does: jaxlib 0.10.1 logs false errors on AMD processors.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
 import jax
 import pytest
 from hypothesis import settings

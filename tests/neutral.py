@@ -21,8 +21,16 @@ SHAPE = (41, 83)
 
 # The column "exact" of docs/health.md: of the other metrics it is 0, or there is none.
 ONES = {"exact_share", "mult_error", "ratio_mean", "ess_token", "ess_sequence", "prob_correlation"}
+ONES |= {"ppl_ratio"}
 ONES |= {f"ratio_{name}" for name in ("min", "max", "p01", "p25", "p50", "p75", "p99", "p999")}
-FREE = {"tokens", "log_ppl_train", "log_ppl_rollout", "entropy_estimate"}
+FREE = {
+    "tokens",
+    "log_ppl_train",
+    "log_ppl_rollout",
+    "ppl_train",
+    "ppl_rollout",
+    "entropy_estimate",
+}
 
 CHAINS = {
     "token": corrections.chain(corrections.token_tis(), corrections.normalise()),

@@ -35,7 +35,7 @@ ARITHMETIC = {"objectives", "corrections", "schedules", "optimizers", "metrics"}
 # Workers are given the environment of their parent, and changes to it.
 READS_ENVIRONMENT = ("cli", "tasks.guard")
 LONGEST_FUNCTION = 70  # lines, docstring not counted
-LONGEST_MODULE = 415
+LONGEST_MODULE = 600
 
 
 def module_name(path):

@@ -25,12 +25,12 @@ from tim_jax.config import toml
 from tim_jax.errors import InputError
 from tim_jax.jobs import audit, generating
 from tim_jax.model import calibration, hf
-from tim_jax.numerics import Numerics
 from tim_jax.policy import sampler
 from tim_jax.rl.drawing import Text
 from tim_jax.run import assembly, exports, folders, marks, started
 from tim_jax.run.checkpoints import Restored
 from tim_jax.run.loggers import read_lines
+from tim_jax.run.numerics import fixed_numerics
 from tim_jax.tasks import builtin
 from tim_jax.tasks.base import Example
 from tim_jax.tasks.text import character_tokenizer
@@ -1079,4 +1079,5 @@ def test_no_option_takes_the_default_numerics():
     """Every test above ran with fixed tiles; so does the fixture promise."""
     config = toml.load("tiny.toml")
     execution = assembly.make_execution(config, assembly.make_model(config))
-    assert execution.numerics == Numerics()
+    length = config.sampling.max_prompt_length + config.sampling.max_response_length
+    assert execution.numerics == fixed_numerics("tiles", "float32", length=length)

@@ -20,7 +20,7 @@ from ml_dtypes import bfloat16
 
 import tim_jax
 from tim_jax import corrections, metrics, schedules
-from tim_jax.corrections import applying, base, ratios
+from tim_jax.corrections import base, ratios, reporting
 from tim_jax.model.execution import Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import (
@@ -261,13 +261,23 @@ CASES = {
     "corrections.applying.correct": corrected,
     "corrections.applying.coefficients": packed,
     "corrections.applying.apply": stateful,
-    "corrections.applying.correction_metrics": lambda b: corrections.correction_metrics(
+    "corrections.reporting.correction_metrics": lambda b: corrections.correction_metrics(
         b["coefficients"], b["mask"], kept=b["mask"]
     ),
-    "corrections.applying.clipped_shares": lambda b: applying.clipped_shares(
+    "corrections.reporting.clipped_shares": lambda b: reporting.clipped_shares(
         FLAGS, b["log_ratio"], b["mask"]
     ),
-    "corrections.applying.bound_metrics": lambda b: corrections.bound_metrics(
+    "corrections.reporting.bound_metrics": lambda b: corrections.bound_metrics(
+        corrections.token_tis(), {"old": b["log_ratio"], "current": b["log_ratio"]}, b["mask"]
+    ),
+    "corrections.reporting.block_metrics": lambda b: reporting.block_metrics(
+        corrections.chain(
+            corrections.token_tis(), corrections.reject("k3", over="mean", upper=1.0)
+        ),
+        {"old": b["log_ratio"], "current": b["log_ratio"]},
+        b["mask"],
+    ),
+    "corrections.reporting.sequence_weight_metrics": lambda b: reporting.sequence_weight_metrics(
         corrections.token_tis(), {"old": b["log_ratio"], "current": b["log_ratio"]}, b["mask"]
     ),
     "corrections.base.map_coefficients": changed(
@@ -338,18 +348,18 @@ CASES = {
     "objectives.shaping.AdaptiveKL.update": lambda b: shaping.AdaptiveKL(0.25, 64).update(
         b["scalar"], b["scalar"], sequences=4
     ),
-    "schedules.effective_sample_size": lambda b: schedules.effective_sample_size(
+    "schedules.step_sizes.effective_sample_size": lambda b: schedules.effective_sample_size(
         b["log_ratio"][:, 0], jnp.any(b["mask"], axis=1)
     ),
-    "schedules.length_decay": scaled(schedules.length_decay(2, floor=0.3, factor=0.3)),
-    "schedules.length_decay_schedule": schedule,
-    "schedules.length_triggered_decay": scaled(
+    "schedules.step_sizes.length_decay": scaled(schedules.length_decay(2, floor=0.3, factor=0.3)),
+    "schedules.step_sizes.length_decay_schedule": schedule,
+    "schedules.step_sizes.length_triggered_decay": scaled(
         schedules.length_triggered_decay(), response_length=lambda b: b["length"]
     ),
-    "schedules.scale_by_root_ess": scaled(
+    "schedules.step_sizes.scale_by_root_ess": scaled(
         schedules.scale_by_root_ess(), effective_sample_size=lambda b: b["scalar"]
     ),
-    "schedules.SurgeDetector.update": surge,
+    "schedules.surges.SurgeDetector.update": surge,
     "policy.distribution.log_prob": of_logits(distribution.log_prob, numerics=NUMERICS),
     "policy.distribution.entropy": lambda b: distribution.entropy(b["logits"], sampling=SAMPLING),
     "policy.distribution.score_energy": of_logits(distribution.score_energy),
@@ -359,19 +369,24 @@ CASES = {
 # What is no computation with floats of the caller's, and why.
 WITHOUT = {
     "makes or checks a value": """
-        corrections.base.chain corrections.base.check corrections.base.check_shape
-        corrections.base.declared corrections.base.is_masked_node corrections.base.join_state
+        corrections.base.chain corrections.modes.check corrections.base.check_shape
+        corrections.base.declared corrections.base.is_masked_node corrections.modes.join_state
         corrections.base.known_number corrections.base.matching corrections.base.plain_number
-        corrections.base.split_state
-        corrections.base.stages corrections.base.take_extra corrections.blocks.checked_bounds
+        corrections.base.rejections corrections.modes.check_rejecting_first
+        corrections.modes.split_state
+        corrections.modes.stages corrections.base.take_extra corrections.blocks.checked_bounds
         corrections.recipes.build objectives.advantages.check_group_size objectives.advantages.needs
         objectives.advantages.why_no_refills objectives.aggregation.check_aggregation
         objectives.aggregation.check_tokens objectives.aggregation.counts_kept
         objectives.losses.registry.check_options objectives.losses.registry.options
         objectives.losses.registry.uses_ratio objectives.shaping.check_sequences
         objectives.shaping.AdaptiveKL.check objectives.objective.Objective.check_whole_distribution
-        schedules.decay_report schedules.SurgeDetector.init policy.sampler.trips
+        schedules.step_sizes.decay_report schedules.surges.SurgeDetector.init policy.sampler.trips
         policy.truncation.trips policy.scoring.shares_gradient policy.paging.Pool.check
+    """,
+    "a part of the advantages, which give it float32 or float64": """
+        objectives.means.differing objectives.means.one_less objectives.means.quotient
+        objectives.means.total objectives.means.weighted_mean
     """,
     "a part of the losses, which give it float32 or float64": """
         objectives.losses.base.absolute objectives.losses.base.clipped
@@ -381,7 +396,8 @@ WITHOUT = {
         objectives.losses.base.unclipped
     """,
     "moves values, or computes with whole numbers": """
-        corrections.applying.layout_of corrections.applying.pack corrections.applying.unpack
+        corrections.applying.layout_of corrections.applying.normaliser_metrics
+        corrections.applying.pack corrections.applying.unpack
         policy.continuing.joined policy.continuing.so_far policy.paging.provided
         policy.paging.released policy.paging.taken policy.paging.that_fit policy.paging.Pool.filled
         policy.paging.Pool.empty policy.scoring.sequences policy.slots.advanced policy.slots.empty
@@ -393,14 +409,14 @@ WITHOUT = {
     """,
 }
 EXCEPTED = {name for names in WITHOUT.values() for name in names.split()}
-EXCEPTED |= {f"objectives.objective.{name}" for name in PRESETS}
+EXCEPTED |= {f"objectives.presets.{name}" for name in PRESETS}
 # Compared by bits, or kept in one dtype for a run's whole length.
 ALWAYS_FLOAT32 = {
     "policy.distribution.log_prob",
     "policy.distribution.draw",
     "policy.truncation.kept",
-    "schedules.length_triggered_decay",
-    "schedules.SurgeDetector.update",
+    "schedules.step_sizes.length_triggered_decay",
+    "schedules.surges.SurgeDetector.update",
 }
 # A choice by the bits of the numbers, or between equal ones by their bits: float64 has others.
 BY_BITS = {f"objectives.losses.covariance.select_{name}" for name in losses.SELECTIONS}
@@ -408,9 +424,9 @@ BY_BITS |= {"objectives.objective.Objective.select", "objectives.losses.registry
 # A transform of updates, which keep their dtype, and one that changes nothing.
 OWN_DTYPE = {
     "corrections.recipes.none",
-    "schedules.length_decay",
-    "schedules.length_triggered_decay",
-    "schedules.scale_by_root_ess",
+    "schedules.step_sizes.length_decay",
+    "schedules.step_sizes.length_triggered_decay",
+    "schedules.step_sizes.scale_by_root_ess",
 }
 
 

@@ -1,5 +1,6 @@
 """scripts/gpu_check: its bookkeeping and its reference; slowly all of it. What benchmarks time."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -136,7 +137,7 @@ def test_what_compiles_while_it_is_timed_is_refused():
     import setting
 
     program = jax.jit(lambda x: x * 3)
-    inputs = iter([1.0, jnp.float32(1.0), jnp.float32(1.0), jnp.float32(1.0)])
+    inputs = itertools.chain([1.0], itertools.repeat(jnp.float32(1.0)))
     # The first value is weakly typed, and the second is not: another program.
     with pytest.raises(bench_common.CompiledError, match=r"timed while JAX compiled .*lambda"):
         setting.seconds(lambda: program(next(inputs)))

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +123,9 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     for library in ("TRANSFORMERS", "HF_HUB", "DATASETS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # jaxlib 0.10.1 logs a false error for every program from the cache on AMD processors.
+    false_errors = metadata.version("jaxlib").startswith(("0.10.0", "0.10.1"))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3" if false_errors else "2")
     os.environ.setdefault("JAX_LOGGING_LEVEL", "ERROR")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if not sys.warnoptions:  # nobody asked for them by `python -W` or PYTHONWARNINGS

@@ -35,8 +35,8 @@ DONE = Ending(0, "", "All is done. Every step of a run is done and saved.")
 FAILED = Ending(
     1,
     "",
-    "An audit found a difference, a diagnosis a fault, or a plan does not fit. With a traceback: a"
-    " fault of ours.",
+    "An audit found a difference or a wrong gradient, a diagnosis a fault, or a plan does not fit."
+    " With a traceback: a fault of ours.",
 )
 BAD_INPUT = Ending(
     2,

@@ -58,7 +58,8 @@ def normalise(
         return jnp.where(mean != 0.0, mean, 1.0)
 
     def divide(coefficients, mask):
-        return coefficients / divisor(coefficients, mask)
+        # XLA makes a product of a quotient by one number in some programs only; so one is written.
+        return coefficients * strict.uncontracted(1.0 / divisor(coefficients, mask))
 
     made = map_coefficients("normalise", divide, needs=(), effect="scale", whole_batch=True)
     return declared(made, divisor=divisor)

@@ -35,6 +35,7 @@ from tim_jax import machine, waiting
 from tim_jax.errors import InputError
 from tim_jax.kernels import native, tiles
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import jit
 from tim_jax.model.weights import matrices
 from tim_jax.numerics import Numerics, Rows
 from tim_jax.placement import processes
@@ -92,7 +93,7 @@ def _same_rows(contraction: int, width: int, numerics: Numerics) -> list[bool]:
     """
     x = _random(0, (_COUNTS[-1], contraction), numerics)
     weight = _random(1, (contraction, width), numerics)
-    dot = jax.jit(lambda x, w: tiles.fence(native.dot(*tiles.pin(x, w))))
+    dot = jit(lambda x, w: tiles.fence(native.dot(*tiles.pin(x, w))), numerics)
     whole = {}
     for count in _COUNTS:
         head, tail = dot(x[:count], weight), dot(x[-count:], weight)
@@ -144,7 +145,7 @@ def _attention(config: ModelConfig, numerics: Numerics, longest: int) -> tuple[b
 
     if blocks <= _MOST_BLOCKS:
         key, value = keys_values(blocks)
-        attend = jax.jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=True)))
+        attend = jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=True)), numerics)
 
         def same_with(keys: int) -> bool:
             last = _last(shape[0], rows, keys)
@@ -156,7 +157,7 @@ def _attention(config: ModelConfig, numerics: Numerics, longest: int) -> tuple[b
             last = _last(shape[0], rows, blocks * block)
             return True, Rows(_fewest_rows(attend, query, key, value, last), rows)
     # A dot for every block: the number of blocks is that of equal products, so two stand for all.
-    attend = jax.jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=False)))
+    attend = jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=False)), numerics)
     key, value = (jnp.asarray(x) for x in keys_values(2))
     key, value = tiles.in_blocks(key, value, block)
     low = _fewest_rows(attend, query, key, value, _last(shape[0], rows, 2 * block))

@@ -1,0 +1,129 @@
+"""The forms of decoding attention on a CPU, by version of JAX, and writes docs/results/decode.md.
+
+    JAX_PLATFORMS=cpu python scripts/bench_decode.py --python OLDER_PYTHON --python NEWER_PYTHON
+
+Each interpreter has the project installed, one with the oldest JAX and one with the newest, and
+works in a process of its own, one after the other. Within it calls are timed in turns.
+"""
+
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+
+import bench_common as common
+import bench_exactness_cost as exactness_cost
+import jax
+import jax.numpy as jnp
+
+from tim_jax.auditing.cases import random_params
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.rl import programs
+from tim_jax.run.numerics import fixed_numerics
+
+PAGE = common.RESULTS / "decode.md"
+BATCH = 16
+SIZES = common.Sizes(
+    layers=12,
+    hidden=512,
+    intermediate=1536,
+    head_dim=64,
+    vocabulary=32_768,
+    prompt=128,
+    response=256,
+    longest=256,
+)
+FORMS = {
+    "native": "plain XLA, not exact",
+    "whole": "exact, one product over all keys, where a calibration finds that it keeps the bits",
+    "blocks": "exact, a product for every block of 32 keys, all of them in one batched product",
+}
+
+
+def work(options) -> None:
+    """One interpreter's part: a JSON object on stdout."""
+    sizes = common.SMOKE if options.smoke else SIZES
+    rows = []
+    for dtype in common.DTYPES:
+        config = exactness_cost.model_config(sizes)
+        exact = exactness_cost.calibrated(config, dtype, sizes, batch=BATCH)
+        sides = {
+            "native": fixed_numerics("native", dtype, length=config.max_positions),
+            "whole": exact if exact.whole_kv else None,
+            "blocks": replace(exact, whole_kv=False),
+        }
+        params = jax.tree.map(jnp.asarray, random_params(config, 0))
+        prompts = exactness_cost.make_prompts(config, sizes, BATCH)
+        calls = {}
+        for form, numerics in sides.items():
+            if numerics is not None:
+                execution = Execution(config, numerics, Sampling(sizes.response))
+                weights = jax.jit(execution.prepare)(params)
+                sample = programs.sampling_program(execution, samples=1)
+                call = partial(sample, weights, prompts, jax.random.key(0))
+                calls[form] = partial(exactness_cost.seconds, call)
+                calls[form]()
+        times = common.interleaved(calls, options.repeats)
+        rows.append({"dtype": dtype, "times": times})
+    versions = common.versions("jax", "jaxlib")
+    options.worker.write_text(json.dumps({"versions": versions, "rows": rows}))
+
+
+def measure(python: str, options) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        answer = pathlib.Path(folder) / "answer.json"
+        command = [python, __file__, "--worker", str(answer), "--repeats", str(options.repeats)]
+        subprocess.run(command + ["--smoke"] * options.smoke, check=True)
+        return json.loads(answer.read_text())
+
+
+def lines(parts: list[dict], load: float, sizes: common.Sizes) -> list[str]:
+    tokens = BATCH * sizes.response
+    text = [
+        "# Decoding on a CPU, by form of attention and version of JAX",
+        "",
+        "Written by `python scripts/bench_decode.py`. Tokens per second of the sampler, medians;"
+        " within a version calls take turns.",
+        "",
+        *(f"- {form}: {about}." for form, about in FORMS.items()),
+        "",
+        f"{sizes.text()} {BATCH} prompts.",
+        "",
+        *common.machine_text(load, {}),
+        "| jax | dtype | native | whole | blocks | time blocks / whole |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for part in parts:
+        for row in part["rows"]:
+            speeds, times = [], row["times"]
+            for form in FORMS:
+                found = times.get(form)
+                speeds.append(f"{tokens / statistics.median(found):,.0f}" if found else "-")
+            ratio = "-"
+            if "whole" in times:
+                ratio = f"{common.ratios(times['blocks'], times['whole'])[0]:.2f}"
+            cells = [part["versions"]["jax"], row["dtype"], *speeds, ratio]
+            text.append(f"| {' | '.join(cells)} |")
+    return text
+
+
+def main() -> None:
+    parser = common.parser(__doc__ or "", PAGE)
+    parser.add_argument("--python", action="append", help="an interpreter (default: this one)")
+    parser.add_argument("--worker", type=pathlib.Path, help="where a part writes")
+    options = parser.parse_args()
+    if options.worker is not None:
+        work(options)
+        return
+    load = common.load_average()
+    parts = [measure(python, options) for python in options.python or [sys.executable]]
+    sizes = common.SMOKE if options.smoke else SIZES
+    common.publish(lines(parts, load, sizes), options, PAGE)
+
+
+if __name__ == "__main__":
+    main()
