@@ -271,8 +271,8 @@ def _pass_at_k(batch: _Batch) -> jax.Array:
 
 def _gpg(batch: _Batch) -> jax.Array:
     rewarded = jnp.sum(batch.counted & (batch.rewards != 0.0), dtype=jnp.int32)
-    number = jnp.sum(batch.counted, dtype=jnp.int32).astype(jnp.float32)
-    scale = number / jnp.maximum(rewarded, 1).astype(jnp.float32)
+    number = jnp.sum(batch.counted, dtype=jnp.int32).astype(batch.rewards.dtype)
+    scale = number / jnp.maximum(rewarded, 1).astype(batch.rewards.dtype)
     return _informative(batch, strict.uncontracted(scale * _centred(batch)))
 
 
