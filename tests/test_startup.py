@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 import tiny
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax import mismatch
 from tim_jax.config import toml
@@ -21,6 +22,7 @@ from tim_jax.jobs import checks, planning, train
 from tim_jax.kernels import pallas
 from tim_jax.model import calibration
 from tim_jax.model.config_file import from_hf
+from tim_jax.model.execution import lean
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import Rows
 from tim_jax.plan.known_models import PUBLISHED
@@ -367,3 +369,21 @@ def test_compiled_programs_are_kept_and_a_damaged_one_is_compiled_again(tmp_path
     elsewhere = tmp_path / "elsewhere"
     assert printed(JAX_COMPILATION_CACHE_DIR=str(elsewhere)) == first
     assert list(elsewhere.glob("*-cache"))
+
+
+@pytest.mark.parametrize(("version", "told"), [((0, 10, 1), True), ((0, 11, 2), False)])
+def test_xla_updates_bfloat16_in_place_before_and_after_it_learnt_to(version, told, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    numerics = run_numerics.fixed_numerics("tiles", "bfloat16", length=64)
+    option = "xla_disable_hlo_passes"
+    assert (option in dict(numerics.compiler_options)) == told
+    # A user's list is joined with it, and so is that of an update.
+    joined = numerics.with_options({option: "mine"})
+    wanted = ["float-normalization-bf16", "mine"] if told else ["mine"]
+    assert dict(joined.compiler_options)[option].split(",") == wanted
+    of_update = dict(lean(joined).compiler_options)[option].split(",")
+    assert of_update[: len(wanted)] == wanted
+    assert len(of_update) > len(wanted)
+    other = AbstractDevice("TPU v5 lite", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=other)):
+        assert run_numerics.fixed_numerics("tiles", "bfloat16", length=64).compiler_options == ()
