@@ -8,8 +8,9 @@ import tiny
 from tim_jax import mismatch
 from tim_jax.config import toml
 from tim_jax.errors import InputError
-from tim_jax.jobs import models, train
+from tim_jax.jobs import models, planning, train
 from tim_jax.rl import drawing
+from tim_jax.run import assembly
 from tim_jax.run.loggers import read_lines
 
 # What both sides can have, together with what changes nothing but a report.
@@ -99,3 +100,12 @@ def test_a_report_is_no_part_of_what_both_sides_have(tmp_path):
 def test_every_entry_says_whether_it_has_a_control():
     names = {name for name, kind in mismatch.ENTRIES.items() if kind.no_control}
     assert names == {*IMPOSSIBLE, "triton_attention", "pad_mask"}
+
+
+def test_a_control_is_planned_with_its_entries_once(tmp_path):
+    """As the run has them: in the execution of both sides, and nothing in the sampler alone."""
+    control = config(tmp_path, *both("quantised_weights", SHARED["quantised_weights"]))
+    model = assembly.make_model(control)
+    planned = planning.workload_of(control, model.config, jax.devices()[:1])
+    assert planned.mismatch == mismatch.EXACT
+    assert planned.execution.edits == assembly.make_execution(control, model).edits != ()

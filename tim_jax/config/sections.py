@@ -184,8 +184,18 @@ class SamplerSection(Section):
 
     @property
     def dial(self) -> "Mismatch":
-        """The entries as the sampler's dial."""
+        """The entries as a dial, whichever side has them."""
         return tim_jax.mismatch.build(self.mismatch)
+
+    @property
+    def own_dial(self) -> "Mismatch":
+        """What the sampler alone has."""
+        return tim_jax.mismatch.build(() if self.both_sides else self.mismatch)
+
+    @property
+    def shared_dial(self) -> "Mismatch":
+        """What sampler and learner both have."""
+        return tim_jax.mismatch.build(self.mismatch if self.both_sides else ())
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -108,7 +108,7 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
         mini_batches=section.mini_batches,
         sampler_placement=None if sampler_placement == execution.placement else sampler_placement,
         batching=config.sampler.batching,
-        mismatch=config.sampler.dial,
+        mismatch=config.sampler.own_dial,
         offload=section.offload,
         kept_weights=config.sampler.max_staleness or config.sampler.dial.stale_updates,
         split=config.placement.split,

@@ -225,7 +225,7 @@ def make_execution(
     where = config.placement.value
     check_placement(where, model.config, config.column_tiles, devices)
     batch = max(1, config.sequences_per_step // where.shards)
-    shared = config.sampler.dial if config.sampler.both_sides else mismatch.EXACT
+    shared = config.sampler.shared_dial
     numerics = make_numerics(
         config.numerics.family,
         config.numerics.dtype,
@@ -303,7 +303,7 @@ def make_programs(config: RunConfig, execution: Execution) -> Programs:
         sampler_placement=config.placement.for_sampler,
         sampler_devices=config.placement.of_sampler(jax.devices()),
         batching=config.sampler.batching,
-        mismatch=mismatch.EXACT if config.sampler.both_sides else config.sampler.dial,
+        mismatch=config.sampler.own_dial,
         offload=section.offload,
         max_staleness=config.sampler.max_staleness,
     )
