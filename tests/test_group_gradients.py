@@ -171,7 +171,11 @@ def test_the_expected_gradient_is_the_definitions(estimator, step):
 
 # What the expected gradient is of the expected reward's, per `sequence_mean_token_sum`.
 SHARES = {"reinforce": 1.0, "remax": 1.0, "rloo": 1.0, "reinforce_batch": 0.5, "dr_grpo": 0.5}
-UNITS = {"sequence_mean_token_sum": 1.0, "constant_length": 1 / tabular.LONGEST}
+UNITS = {
+    "sequence_mean_token_sum": 1.0,
+    "constant_length": 1 / tabular.LONGEST,
+    "token_sum": 2.0,  # the responses of a batch
+}
 
 
 WEIGHTS = [{"name": "scale_by_ratio", "level": "sequence"}]

@@ -38,7 +38,7 @@ def test_without_the_exact_quotient_it_would_be_seen(monkeypatch):
     names = " ".join(wrong)
     for figure in (
         "exact_share",
-        "ess_token",
+        "mult_error",
         "coefficient_mean",
         "ppo_ratio_mean",
         "at the bound",
