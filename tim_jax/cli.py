@@ -126,7 +126,7 @@ def _quiet() -> None:
     # jaxlib 0.10.1 logs a false error for every program from the cache on AMD processors.
     false_errors = metadata.version("jaxlib").startswith(("0.10.0", "0.10.1"))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3" if false_errors else "2")
-    os.environ.setdefault("JAX_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("JAX_LOGGING_LEVEL", "CRITICAL" if false_errors else "ERROR")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if not sys.warnoptions:  # nobody asked for them by `python -W` or PYTHONWARNINGS
         logging.captureWarnings(True)
