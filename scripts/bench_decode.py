@@ -28,7 +28,7 @@ from tim_jax.run.numerics import fixed_numerics
 PAGE = common.RESULTS / "decode.md"
 BATCH = 16
 SIZES = common.Sizes(
-    layers=12,
+    layers=4,
     hidden=512,
     intermediate=1536,
     head_dim=64,
@@ -93,7 +93,7 @@ def lines(parts: list[dict], load: float, sizes: common.Sizes) -> list[str]:
         "",
         f"{sizes.text()} {BATCH} prompts.",
         "",
-        *common.machine_text(load, {}),
+        *common.machine_text(load, common.versions()),
         "| jax | dtype | native | whole | blocks | time blocks / whole |",
         "|---|---|--:|--:|--:|--:|",
     ]
