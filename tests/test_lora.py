@@ -40,7 +40,11 @@ def execution(config=tiny.CONFIG, numerics=tiny.NUMERICS, where=SINGLE, lora=LOR
 
 @cache
 def built(what, learning=LEARNING, **options):
-    return programs.build(what, learning, optimizers.adamw(RATE), **options)
+    optimizer = optimizers.adamw(RATE)
+    if what.numerics.dtype == jnp.float16:
+        # Small enough that no update of a test is skipped.
+        optimizer = optimizers.LossScale(initial=2.0**8).transform(optimizer)
+    return programs.build(what, learning, optimizer, **options)
 
 
 def start(what, learning=LEARNING, **options):

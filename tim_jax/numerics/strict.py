@@ -101,6 +101,9 @@ def _rounded_to_subnormals(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     `reduce_precision` rounds tangents by it, which makes 0 of what is subnormal.
     """
     info = jnp.finfo(dtype)
+    x = x.astype(
+        jnp.float32
+    )  # a kernel's result may be of `dtype` already, which cannot hold 1 / step
     normal = jax.lax.reduce_precision(x, info.nexp, info.nmant)
     step = float(info.smallest_subnormal)
     multiple = jax.lax.round(x * (1.0 / step), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
