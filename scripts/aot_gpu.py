@@ -39,6 +39,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import kernels
+from tim_jax.instruments.plan import topology
+from tim_jax.instruments.plan.gpus import COMPILER_OPTIONS, GPUS
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
     GPU_EXACT_F16,
@@ -52,8 +54,6 @@ from tim_jax.numerics.device_tiles import (
     MOSAIC_GPU_BF16_SEVERAL_TILES,
     MatmulTile,
 )
-from tim_jax.plan import topology
-from tim_jax.plan.gpus import COMPILER_OPTIONS, GPUS
 
 DUMP = Path(os.environ["AOT_GPU_DUMP"])
 TILES = (

@@ -15,7 +15,9 @@ import bench_common as common
 import jax
 import jax.numpy as jnp
 
-from tim_jax.auditing.cases import random_params
+from tim_jax.app.run.numerics import fixed_numerics
+from tim_jax.common.types import Prompts, Rollout
+from tim_jax.instruments.auditing.cases import random_params
 from tim_jax.model import calibration
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling, jit
@@ -24,8 +26,6 @@ from tim_jax.objectives import Objective
 from tim_jax.policy import scoring
 from tim_jax.rl import programs
 from tim_jax.rl.types import Exactness, exactness
-from tim_jax.run.numerics import fixed_numerics
-from tim_jax.types import Prompts, Rollout
 
 PAGE = common.RESULTS / "exactness_cost.md"
 GOALS = {"sampler": 1.10, "learner": 1.00}

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from bench_slots import forced
 
-from tim_jax.auditing import random_params
+from tim_jax.common.types import Rollout
+from tim_jax.instruments.auditing import random_params
 from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.policy import sampler
-from tim_jax.types import Rollout
 
 PAGE = common.RESULTS / "long.md"
 SIZES = common.Sizes(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from bench_exactness_cost import make_prompts, model_config, seconds
 
 from tim_jax import objectives, optimizers
-from tim_jax.auditing.cases import random_params
+from tim_jax.instruments.auditing.cases import random_params
 from tim_jax.model import calibration
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics

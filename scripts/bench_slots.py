@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.auditing import random_params
+from tim_jax.instruments.auditing import random_params
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.policy import distribution, sampler
 

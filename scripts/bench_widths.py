@@ -18,7 +18,7 @@ import numpy as np
 from bench_slots import forced
 
 from tim_jax import objectives, optimizers
-from tim_jax.auditing import random_params
+from tim_jax.instruments.auditing import random_params
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import loop, programs

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import corrections, metrics, objectives, placement
-from tim_jax.config import toml
+from tim_jax.app.config import toml
+from tim_jax.app.run import assembly
+from tim_jax.common.types import Rollout
 from tim_jax.rl import sharded
 from tim_jax.rl.types import Experience
-from tim_jax.run import assembly
-from tim_jax.types import Rollout
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "corrections.md"
 REQUIRED = {"trust_region_masking": {"bound": 0.05}}

@@ -18,7 +18,7 @@ import numpy as np
 
 import tim_jax
 from tim_jax.api.rollouts import Rollout
-from tim_jax.auditing import random_params
+from tim_jax.instruments.auditing import random_params
 from tim_jax.numerics import Numerics
 
 PAGE = common.RESULTS / "diagnose_cost.md"

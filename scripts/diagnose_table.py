@@ -23,13 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import mismatch
-from tim_jax.auditing import random_params
-from tim_jax.diagnosis import readers, variants, verdict
-from tim_jax.diagnosis.declared import Distribution
-from tim_jax.diagnosis.distributions import chances, log_normaliser
-from tim_jax.diagnosis.evidence import Forward, gather
-from tim_jax.diagnosis.explanations import Tokens
-from tim_jax.diagnosis.rollouts import Limits, collect
+from tim_jax.common.types import Prompts
+from tim_jax.instruments.auditing import random_params
+from tim_jax.instruments.diagnosis import readers, variants, verdict
+from tim_jax.instruments.diagnosis.declared import Distribution
+from tim_jax.instruments.diagnosis.distributions import chances, log_normaliser
+from tim_jax.instruments.diagnosis.evidence import Forward, gather
+from tim_jax.instruments.diagnosis.explanations import Tokens
+from tim_jax.instruments.diagnosis.rollouts import Limits, collect
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
@@ -37,7 +38,6 @@ from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics, Rows
 from tim_jax.rl import programs
 from tim_jax.tasks.text import character_tokenizer
-from tim_jax.types import Prompts
 
 ROOT = Path(__file__).parent.parent
 TOKENIZER = character_tokenizer(string.ascii_letters + string.digits + " .,:;+-*/=()!?\n")

@@ -29,12 +29,12 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
-from tim_jax.auditing import PRESETS, Unequal, compare, describe, random_params
+from tim_jax.common.types import Prompts, Rollout
+from tim_jax.instruments.auditing import PRESETS, Unequal, compare, describe, random_params
 from tim_jax.model.calibration import calibrate
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.numerics import COMPUTE_DTYPES, Numerics
 from tim_jax.policy import sampler, scoring
-from tim_jax.types import Prompts, Rollout
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "exactness.md"
 TITLE, SECTION = "# Sampler against learner, drawn cases", "\n## "

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import datasets
 
-from tim_jax import auditing
-from tim_jax.config import toml
+from tim_jax.app.config import toml
+from tim_jax.app.run.loggers import JsonLines, extra_sinks
+from tim_jax.instruments import auditing
 from tim_jax.model.config_file import to_hf
-from tim_jax.run.loggers import JsonLines, extra_sinks
 from tim_jax.tasks.base import Example
 from tim_jax.tasks.guard import Limits
 from tim_jax.tasks.gym import gym_task
@@ -94,7 +94,7 @@ def plan(folder: Path) -> None:
 
 
 def _command(*words: object) -> None:
-    command = [sys.executable, "-m", "tim_jax.cli", *map(str, words)]
+    command = [sys.executable, "-m", "tim_jax.app.cli", *map(str, words)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert found.returncode == 0, found.stderr[-2000:]
 

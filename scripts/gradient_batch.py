@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from tim_jax import mismatch
-from tim_jax.config import toml
-from tim_jax.config.run import RunConfig
-from tim_jax.inputs import expanded
-from tim_jax.study import arms, files, measurement, running
-from tim_jax.study.gradient import Measuring
+from tim_jax.app.config import toml
+from tim_jax.app.config.run import RunConfig
+from tim_jax.common.inputs import expanded
+from tim_jax.instruments.study import arms, files, measurement, running
+from tim_jax.instruments.study.gradient import Measuring
 
 _BATCH = "batch.npz"
 

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax import optimizers
+from tim_jax.common.types import Rollout
+from tim_jax.instruments.plan import budget, workload
+from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
-from tim_jax.plan import budget, workload
-from tim_jax.plan.workload import Workload
 from tim_jax.policy import scoring
 from tim_jax.rl.types import Learning
-from tim_jax.types import Rollout
 
 PAGE = common.RESULTS / "memory.md"
 VOCABULARY = 151_936

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tim_jax.auditing import PRESETS
+from tim_jax.instruments.auditing import PRESETS
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.model.parameters import init_params
 from tim_jax.numerics import Numerics

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tim_jax import mismatch
-from tim_jax.auditing import ablation_report
-from tim_jax.auditing.ablation import BASELINE, TOGETHER, Arm
-from tim_jax.config import toml
-from tim_jax.jobs import audit, train
-from tim_jax.run import source_charts
+from tim_jax.app.config import toml
+from tim_jax.app.jobs import audit, train
+from tim_jax.app.run import source_charts
+from tim_jax.instruments.auditing import ablation_report
+from tim_jax.instruments.auditing.ablation import BASELINE, TOGETHER, Arm
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu python scripts/parity_table.py
 
 `verl_formulas` has the formulas and their source. A row's figure is the largest difference of any
-token, over the largest value. Whole steps are compared by tests/test_verl.py.
+token, over the largest value. Whole steps are compared by tests/app/config/test_verl.py.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ import numpy as np
 import verl_formulas as formulas
 
 from tim_jax import corrections, metrics
-from tim_jax.config import toml, verl
-from tim_jax.config.verl_corrections import REJECTIONS
+from tim_jax.app.config import toml, verl
+from tim_jax.app.config.verl_corrections import REJECTIONS
 from tim_jax.objectives import Objective
 from tim_jax.objectives.advantages import advantages
 from tim_jax.objectives.losses import kl_estimate, policy_loss
@@ -101,7 +101,8 @@ def losses(b: Batch) -> list[Row]:
     found = []
     for theirs, ours in verl.LOSSES.items():
         if theirs.endswith("_cov"):
-            continue  # they choose tokens by a statistic, and at random: tests/test_losses.py
+            # They choose tokens by a statistic, and at random: tests/objectives/test_losses.py.
+            continue
         options = LOSS_OPTIONS.get(ours, {"clip_low": 0.2, "clip_high": 0.28})
         mask = jnp.asarray(b.mask)
         mine = policy_loss(
@@ -278,7 +279,8 @@ def page(found: list[Row], software: str) -> str:
     lines = [
         "# Parity with verl",
         "",
-        "Written by `python scripts/parity_table.py`; `tests/test_parity.py` holds it.",
+        "Written by `python scripts/parity_table.py`;"
+        " `tests/scripts/test_parity_table.py` holds it.",
         "",
         f"{software}. Our float32 against verl's formulas in float64 (`scripts/verl_formulas.py`,"
         " from verl at commit 1dda039, 2026-08-22): the largest difference of any token over the"
@@ -286,8 +288,9 @@ def page(found: list[Row], software: str) -> str:
         f" {max(row.difference for row in found):.1e}. Log-probs are multiples of 2^-12, so that"
         " float32 has their differences exactly; bounds are such that every rejection rejects some."
         " Whole steps, with KL and entropy terms, mini-batches and every preset, are compared to"
-        " 1e-5 by `tests/test_verl.py`. Not in the table: `clip_cov` and `kl_cov`, which choose"
-        " tokens (`tests/test_losses.py`), and the tail of `optimal_token_baseline`.",
+        " 1e-5 by `tests/app/config/test_verl.py`. Not in the table: `clip_cov` and `kl_cov`, which"
+        " choose tokens (`tests/objectives/test_losses.py`), and the tail of"
+        " `optimal_token_baseline`.",
     ]
     for part in dict.fromkeys(row.part for row in found):
         lines += ["", f"## By {part}", "", "| verl | here | difference |", "|---|---|--:|"]

@@ -11,13 +11,13 @@ from bench_exactness_cost import calibrated, make_prompts, model_config
 from bench_slots import forced
 
 from tim_jax import optimizers
-from tim_jax.auditing.cases import random_params
+from tim_jax.common.types import Rollout
+from tim_jax.instruments.auditing.cases import random_params
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.objectives import Objective
 from tim_jax.policy import sampler
 from tim_jax.rl import loop, programs
 from tim_jax.rl.types import Learning
-from tim_jax.types import Rollout
 
 HALVINGS = 2  # where lengths are skewed: the slots of an empty queue are halved twice
 

@@ -14,9 +14,9 @@ import time
 
 import bench_common as common
 
-from tim_jax.config import toml
-from tim_jax.run import assembly, folders
-from tim_jax.run.checkpoints import Checkpoints
+from tim_jax.app.config import toml
+from tim_jax.app.run import assembly, folders
+from tim_jax.app.run.checkpoints import Checkpoints
 
 PAGE = common.RESULTS / "quickstart_time.md"
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.toml"
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _start(folder: pathlib.Path, changes: list[str]) -> subprocess.Popen:
-    command = ["-m", "tim_jax.cli", "train", str(CONFIG), f"run.folder={folder}", *changes]
+    command = ["-m", "tim_jax.app.cli", "train", str(CONFIG), f"run.folder={folder}", *changes]
     return subprocess.Popen(
         [sys.executable, *command],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},

@@ -3,7 +3,8 @@
     JAX_PLATFORMS=cpu python scripts/roofline_table.py      # needs pip install -e ".[plan,cuda]"
 
 Writes docs/results/roofline.md. Every figure follows from programs compiled for the device and from
-its rates (`tim_jax.plan.roofline`); `--keep FOLDER` keeps (and takes again) the plans' JSON.
+its rates (`tim_jax.instruments.plan.roofline`); `--keep FOLDER` keeps (and takes again) the plans'
+JSON.
 """
 
 import json
@@ -92,7 +93,7 @@ def planned(case: Case, folder: pathlib.Path) -> dict[str, Any]:
     """The plan's JSON; compiled, unless the folder has it."""
     file = folder / case.file
     if not file.exists():
-        command = [sys.executable, "-m", "tim_jax.cli", "plan", CONFIG, "--quick"]
+        command = [sys.executable, "-m", "tim_jax.app.cli", "plan", CONFIG, "--quick"]
         command += ["--topology", case.device, "--json", str(file), *case.changes]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         found = subprocess.run(command, check=False, cwd=ROOT, env=environment)
@@ -114,8 +115,9 @@ def _intro(load: float) -> list[str]:
         " estimated time for an update, and somewhat more than the estimated time for decoding."
         " Programs were compiled for the device on the CPU machine below, and their products,"
         " memory traffic and launches were divided by the device's rates, as"
-        " `tim_jax/plan/roofline.py` says in full. The least work is what no implementation can"
-        " avoid. One device, bfloat16; half of the context is prompt, every response is of full"
+        " `tim_jax/instruments/plan/roofline.py` says in full. The least work is what no"
+        " implementation can avoid. One device, bfloat16; half of the context is prompt, every"
+        " response is of full"
         f" length; a micro-batch has {LEARNT:,} tokens, and activations are recomputed for"
         f" {LARGE.rpartition('/')[2]} alone. Several tiles are those of `numerics.several_tiles`.",
         "",

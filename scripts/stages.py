@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tim_jax import cli
-from tim_jax.jobs import train
+from tim_jax.app import cli
+from tim_jax.app.jobs import train
+from tim_jax.app.run import charts, checkpoints
 from tim_jax.model import hf
 from tim_jax.rl import drawing
-from tim_jax.run import charts, checkpoints
 
 Kill = Callable[[], None]
 

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import bench_common as common
 
-from tim_jax.config import toml
-from tim_jax.config.run import RunConfig
-from tim_jax.jobs import planning
-from tim_jax.plan.comparison import COMPARED
-from tim_jax.plan.planning import Plan
-from tim_jax.study import arms, files, measurement
-from tim_jax.study.definition import Study
+from tim_jax.app.config import toml
+from tim_jax.app.config.run import RunConfig
+from tim_jax.app.jobs import planning
+from tim_jax.instruments.plan.comparison import COMPARED
+from tim_jax.instruments.plan.planning import Plan
+from tim_jax.instruments.study import arms, files, measurement
+from tim_jax.instruments.study.definition import Study
 
 PAGE = common.RESULTS / "studies_gpu.md"
 STUDIES = Path(__file__).parent.parent / "configs" / "studies"

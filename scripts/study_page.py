@@ -16,7 +16,7 @@ from pathlib import Path
 
 import bench_common as common
 
-from tim_jax.study import report
+from tim_jax.instruments.study import report
 
 
 def figures(folder: Path, path: Path, wanted: Sequence[str]) -> list[str]:

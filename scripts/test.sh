@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up an environment and runs the checks and the tests, but for those marked slow, which CI adds
 # with `-m slow`. Arguments go to pytest in place of these defaults, such as:
-#   bash scripts/test.sh tests/test_sampler.py
+#   bash scripts/test.sh tests/policy/test_sampler.py
 # TORCH=0 leaves PyTorch out, and with it the comparisons with transformers' models. EXTRAS adds to
 # what is installed: EXTRAS=plan brings the TPU's compiler, which some slow tests need.
 set -euo pipefail

@@ -4,6 +4,7 @@ import enum
 import gc
 import itertools
 import os
+from pathlib import Path
 
 # Before JAX is loaded, as the command line does: jaxlib 0.10.1 logs false errors on AMD processors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import settings
 from jax._src import compiler, lru_cache
 
-from tim_jax import cli
+from tim_jax.app import cli
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -39,6 +40,7 @@ settings.load_profile("suite")
 
 # Compiled programs stay here from run to run and for every checkout, those of one kind of
 # processor. They may be deleted at any time.
+_HERE = Path(__file__).parent
 _PROGRAMS = cli._kept_folder() / "tests"
 
 
@@ -76,58 +78,58 @@ def _compiled_once(tmp_path_factory):
 # quarters of the time.
 _UNOPTIMISED = frozenset(
     {
-        "test_ablation",
-        "test_ahead",
-        "test_api",
-        "test_cli",
-        "test_controls",
-        "test_diagnosis",
-        "test_diagnosis_parts",
-        "test_diagnosis_shaping",
-        "test_end_to_end",
-        "test_entropy",
-        "test_expert_axis",
-        "test_faults",
-        "test_fuzz",
-        "test_gpu_check",
-        "test_learner",
-        "test_lora",
-        "test_lora_runs",
-        "test_mismatch",
-        "test_mismatch_entries",
-        "test_mismatch_mixtures",
-        "test_mismatch_training",
-        "test_placed_runs",
-        "test_processes",
-        "test_programs",
-        "test_report",
-        "test_routing",
-        "test_runs",
-        "test_sharded",
-        "test_slots",
-        "test_soak",
-        "test_study",
-        "test_train",
-        "test_widths",
+        "api/test_api",
+        "app/run/test_folders",
+        "app/test_cli",
+        "app/test_controls",
+        "app/test_end_to_end",
+        "app/test_faults",
+        "app/test_fuzz",
+        "app/test_lora_runs",
+        "app/test_placed_runs",
+        "app/test_processes",
+        "instruments/auditing/test_ablation",
+        "instruments/diagnosis/test_parts",
+        "instruments/diagnosis/test_shaping",
+        "instruments/diagnosis/test_verdict",
+        "instruments/study/test_report",
+        "instruments/study/test_running",
+        "mismatch/test_arithmetic",
+        "mismatch/test_dial",
+        "mismatch/test_mixtures",
+        "mismatch/test_training",
+        "model/test_adapters",
+        "policy/test_entropy",
+        "policy/test_slots",
+        "rl/test_ahead",
+        "rl/test_expert_axis",
+        "rl/test_learner",
+        "rl/test_loop",
+        "rl/test_programs",
+        "rl/test_routing",
+        "rl/test_sharded",
+        "rl/test_widths",
+        "scripts/test_gpu_check",
+        "scripts/test_soak",
     }
 )
 # Formulas and references within rounding: also without XLA's emitters of fusions, in half the time.
 # Not for the forward, whose bits then do depend on the program.
 _PLAIN = frozenset(
     {
-        "test_advantages",
-        "test_corrections",
-        "test_corrections_gradient",
-        "test_corrections_reference",
-        "test_hf",
-        "test_losses",
+        "corrections/test_corrections",
+        "corrections/test_gradient",
+        "corrections/test_modes",
+        "corrections/test_recipes",
+        "model/test_hf",
+        "model/test_transformer",
+        "objectives/test_advantages",
+        "objectives/test_losses",
+        "objectives/test_objective",
+        "objectives/test_shaping",
+        "schedules/test_schedules",
         "test_metrics",
-        "test_modes",
-        "test_objectives",
         "test_optimizers",
-        "test_schedules",
-        "test_shaping",
-        "test_transformers_parity",
     }
 )
 
@@ -164,9 +166,10 @@ class _Way(enum.IntEnum):
 def _way(config, module) -> _Way:
     if config.getoption("--optimised"):
         return _Way.AS_USERS
-    if module.__name__ in _PLAIN:
+    name = Path(module.__file__).relative_to(_HERE).with_suffix("").as_posix()
+    if name in _PLAIN:
         return _Way.PLAIN
-    return _Way.UNOPTIMISED if module.__name__ in _UNOPTIMISED else _Way.AS_USERS
+    return _Way.UNOPTIMISED if name in _UNOPTIMISED else _Way.AS_USERS
 
 
 _last_way = pytest.StashKey[_Way]()

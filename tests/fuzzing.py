@@ -30,18 +30,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tim_jax import cli
 from tim_jax.api import diagnosing, rollouts
-from tim_jax.config import toml
-from tim_jax.config.run import RunConfig
-from tim_jax.errors import ENDINGS, InputError
-from tim_jax.jobs import audit, models, planning, studies, train
+from tim_jax.app import cli
+from tim_jax.app.config import toml
+from tim_jax.app.config.run import RunConfig
+from tim_jax.app.jobs import audit, models, planning, studies, train
+from tim_jax.app.run import assembly, folders, signals
+from tim_jax.common.errors import ENDINGS, InputError
+from tim_jax.instruments.study import files, report, running
+from tim_jax.instruments.study.estimates import Compared
+from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE
 from tim_jax.model import calibration, hf
 from tim_jax.placement import processes
-from tim_jax.run import assembly, folders, signals
-from tim_jax.study import files, report, running
-from tim_jax.study.estimates import Compared
-from tim_jax.study.gradient import BYPASS, RECOMPUTE
 from tim_jax.tasks import dataset
 
 LONGEST_LINE = 1100  # characters of a message

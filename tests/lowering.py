@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax import kernels
+from tim_jax.common.types import Prompts, Rollout
+from tim_jax.instruments.plan.known_models import PUBLISHED
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf
@@ -21,9 +23,7 @@ from tim_jax.numerics import (
     TPU_EXACT_F32,
     Numerics,
 )
-from tim_jax.plan.known_models import PUBLISHED
 from tim_jax.policy import sampler, scoring
-from tim_jax.types import Prompts, Rollout
 
 NUMERICS = {
     "pallas_gpu": {

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import tiny
 
-from tim_jax.diagnosis import evidence, readers, verdict
-from tim_jax.diagnosis.declared import PLAIN
-from tim_jax.diagnosis.evidence import Forward
-from tim_jax.diagnosis.rollouts import Limits, collect
+from tim_jax.instruments.diagnosis import evidence, readers, verdict
+from tim_jax.instruments.diagnosis.declared import PLAIN
+from tim_jax.instruments.diagnosis.evidence import Forward
+from tim_jax.instruments.diagnosis.rollouts import Limits, collect
 from tim_jax.model.execution import Execution
 from tim_jax.rl.programs import sampling_program
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tim_jax.common.types import Rollout
 from tim_jax.policy.scoring import Scores
 from tim_jax.rl.experience import score_rows
 from tim_jax.rl.learner import gradient_rows
 from tim_jax.rl.types import Learning, Policy
-from tim_jax.types import Rollout
 
 WORDS, LONGEST, ROWS = 3, 3, 16
 

@@ -23,11 +23,11 @@ import pytest
 import test_architecture
 
 import tim_jax
-from tim_jax import cli
-from tim_jax.arguments import RefusedError
-from tim_jax.config import toml
-from tim_jax.jobs.audit import read_dial
-from tim_jax.plan import topology
+from tim_jax.app import cli
+from tim_jax.app.arguments import RefusedError
+from tim_jax.app.config import toml
+from tim_jax.app.jobs.audit import read_dial
+from tim_jax.instruments.plan import topology
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax import objectives
-from tim_jax.auditing import PRESETS, Again, Case, Score, Sizes, audit, random_params
-from tim_jax.auditing.cases import plain_sampling
+from tim_jax.app.run import numerics as run_numerics
+from tim_jax.common.types import Prompts
+from tim_jax.instruments.auditing import PRESETS, Again, Case, Score, Sizes, audit, random_params
+from tim_jax.instruments.auditing.cases import plain_sampling
 from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import EXACT_BF16, EXACT_F16, EXACT_F32, Numerics, Rows
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import learner
 from tim_jax.rl.experience import experience
 from tim_jax.rl.types import Carried, Learning, TrainState
-from tim_jax.run import numerics as run_numerics
-from tim_jax.types import Prompts
 
 EXACT = {"float32": EXACT_F32, "bfloat16": EXACT_BF16, "float16": EXACT_F16}
 SIZES = Sizes(prompts=3, samples=3, prompt_length=20, response_length=24)

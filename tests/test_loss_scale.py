@@ -13,8 +13,9 @@ import pytest
 import tiny
 
 from tim_jax import objectives, optimizers
-from tim_jax.config import toml
-from tim_jax.errors import InputError
+from tim_jax.app.config import toml
+from tim_jax.app.run.numerics import with_several_tiles
+from tim_jax.common.errors import InputError
 from tim_jax.mismatch import compute
 from tim_jax.mismatch.dial import Mismatch
 from tim_jax.model import fitting
@@ -24,7 +25,6 @@ from tim_jax.optimizers import AdamW, LossScale
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl import programs
 from tim_jax.rl.types import Learning
-from tim_jax.run.numerics import with_several_tiles
 
 # optax types a state as any tree of arrays; these tests look into it.
 dynamic_loss_scale: Any = optimizers.dynamic_loss_scale

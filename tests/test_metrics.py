@@ -8,7 +8,7 @@ import quick
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tim_jax import corrections, metrics
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.objectives import Objective
 
 mismatch_metrics = jax.jit(metrics.mismatch_metrics)

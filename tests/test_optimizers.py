@@ -13,14 +13,14 @@ import tabular
 import tiny
 
 from tim_jax import optimizers, schedules
-from tim_jax.config import optimization
-from tim_jax.errors import InputError
+from tim_jax.app.config import optimization
+from tim_jax.app.run import assembly
+from tim_jax.common.errors import InputError
 from tim_jax.objectives import Objective
 from tim_jax.optimizers import AdamW, Decay, Rate
 from tim_jax.rl import learner
 from tim_jax.rl.experience import experience
 from tim_jax.rl.types import Carried, Learning, TrainState
-from tim_jax.run import assembly
 
 
 def rates(rate, steps):

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import tim_jax as tim
-from tim_jax.diagnosis import readers
-from tim_jax.diagnosis.declared import Shaping
-from tim_jax.diagnosis.rollouts import Limits, collect
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.diagnosis import readers
+from tim_jax.instruments.diagnosis.declared import Shaping
+from tim_jax.instruments.diagnosis.rollouts import Limits, collect
 from tim_jax.model import hf
 
 ROOT = Path(__file__).parent.parent

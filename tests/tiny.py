@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import objectives, placement
-from tim_jax.auditing import random_params
+from tim_jax.common.types import Prompts, Rollout
+from tim_jax.instruments.auditing import random_params
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics, Rows
 from tim_jax.rl import sharded
 from tim_jax.rl.programs import sampling_program
 from tim_jax.rl.types import Learning, Policy
-from tim_jax.types import Prompts, Rollout
 
 CONFIG = ModelConfig(
     model_type="qwen3",

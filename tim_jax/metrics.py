@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tim_jax.common.errors import InputError
 from tim_jax.corrections.ratios import k3
-from tim_jax.errors import InputError
 from tim_jax.numerics import masked
 from tim_jax.numerics.strict import LOG_RATIO_BOUND, unequal_bits, widened
 from tim_jax.numerics.sums import compensated_sum, count, row_count, whole

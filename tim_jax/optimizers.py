@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from tim_jax import schedules
-from tim_jax.errors import InputError, check_choice
-from tim_jax.inputs import check_kinds
+from tim_jax.common.errors import InputError, check_choice
+from tim_jax.common.inputs import check_kinds
 
 _LEAST_SCALE, _MOST_SCALE = 1.0, 2.0**32
 Schedule = Literal["constant", "cosine", "linear"]

@@ -3,7 +3,7 @@
     with tim_jax.capture("rollouts.jsonl") as rows:
         rows.write(prompt_token_ids=[5, 6], response_token_ids=[8, 9], logprobs=[-0.5, -1.2])
 
-The lines are those that `tim_jax.diagnose` and `tim_jax.diagnosis.readers` read.
+The lines are those that `tim_jax.diagnose` and `tim_jax.instruments.diagnosis.readers` read.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 
 
 class Capture:

@@ -11,12 +11,12 @@ import numpy as np
 from records import Case
 from setting import Setting, same_bits
 
-from tim_jax import auditing
+from tim_jax.common.types import Rollout
+from tim_jax.instruments import auditing
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.numerics import Numerics
 from tim_jax.policy import scoring
-from tim_jax.types import Rollout
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import neutral

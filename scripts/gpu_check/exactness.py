@@ -11,14 +11,14 @@ import numpy as np
 from records import Case
 from setting import Setting
 
-from tim_jax import auditing
-from tim_jax.auditing.cases import plain_sampling
+from tim_jax.common.types import Rollout
+from tim_jax.instruments import auditing
+from tim_jax.instruments.auditing.cases import plain_sampling
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.numerics import Numerics
 from tim_jax.policy import scoring
-from tim_jax.types import Rollout
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from records import Case
 from setting import Setting, normal, same_bits
 
 from tim_jax import kernels
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.kernels import native, variants
 from tim_jax.numerics import Numerics
 from tim_jax.numerics.device_tiles import MOSAIC_GPU_BF16_SEVERAL_TILES, GpuTiles, MatmulTile

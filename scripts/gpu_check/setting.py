@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.kernels import pallas_mosaic_gpu
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig

@@ -10,13 +10,13 @@ import optax
 from setting import Setting, device_params, normal
 
 from tim_jax import objectives
+from tim_jax.common.types import Prompts, Rollout
+from tim_jax.instruments.plan import workload
+from tim_jax.instruments.plan.workload import Program, Workload
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
-from tim_jax.plan import workload
-from tim_jax.plan.workload import Program, Workload
 from tim_jax.rl import programs
 from tim_jax.rl.types import Experience, Learning, TrainState
-from tim_jax.types import Prompts, Rollout
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from tim_jax.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.placement import processes
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Message, SharedGrader, Task

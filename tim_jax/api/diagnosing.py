@@ -10,12 +10,12 @@ import numpy as np
 
 from tim_jax.api.model import Model, check_model, load
 from tim_jax.api.rollouts import Rollout
-from tim_jax.diagnosis import readers, report, verdict
-from tim_jax.diagnosis.declared import Distribution
-from tim_jax.diagnosis.evidence import Forward
-from tim_jax.diagnosis.monitor import Monitor
-from tim_jax.diagnosis.rollouts import Limits, collect
-from tim_jax.errors import InputError, check_choice
+from tim_jax.common.errors import InputError, check_choice
+from tim_jax.instruments.diagnosis import readers, report, verdict
+from tim_jax.instruments.diagnosis.declared import Distribution
+from tim_jax.instruments.diagnosis.evidence import Forward
+from tim_jax.instruments.diagnosis.monitor import Monitor
+from tim_jax.instruments.diagnosis.rollouts import Limits, collect
 from tim_jax.model.execution import Sampling
 
 
@@ -26,7 +26,7 @@ class Diagnosis:
     verdict: verdict.Verdict
     """All of it, with arrays of every token."""
     record: dict[str, Any]
-    """All that the report says, as plain values; see `tim_jax.diagnosis.report`."""
+    """All that the report says, as plain values; see `tim_jax.instruments.diagnosis.report`."""
     problems: tuple[str, ...]
     """Lines that were skipped, and why."""
 
@@ -76,7 +76,7 @@ class Diagnose:
         Args:
           model: that is said to have drawn them; its dtype is that of the exact forward.
           rollouts: a file (JSON lines, JSON, Parquet), rows of one, or what `sample` returned.
-          format: "auto", or one of `tim_jax.diagnosis.readers.FORMATS`.
+          format: "auto", or one of `tim_jax.instruments.diagnosis.readers.FORMATS`.
           temperature: what rows were drawn from that do not say; so are `top_k` and `top_p`.
           top_k: 0 is off.
           top_p: 1 is off.
@@ -87,8 +87,8 @@ class Diagnose:
           skip_bad: diagnose what can be read.
 
         Raises:
-          InputError: no such file, bad rows (see `tim_jax.diagnosis.rollouts.RolloutsError`), or
-            weights of another architecture.
+          InputError: no such file, bad rows, or weights of another architecture; see
+            `tim_jax.instruments.diagnosis.rollouts.RolloutsError`.
         """
         check_model("diagnose", model)
         if not model.placement.single:

@@ -11,9 +11,11 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from tim_jax import auditing
-from tim_jax.config.sections import FamilyChoice
-from tim_jax.errors import InputError, check_choice
+from tim_jax.app.config.sections import FamilyChoice
+from tim_jax.app.run import assembly, exports
+from tim_jax.app.run import numerics as run_numerics
+from tim_jax.common.errors import InputError, check_choice
+from tim_jax.instruments import auditing
 from tim_jax.model import calibration, hf, peft
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.config import ModelConfig
@@ -21,8 +23,6 @@ from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import COMPUTE_DTYPES, FAMILIES, Numerics
 from tim_jax.placement import SINGLE, Placement, processes
 from tim_jax.rl import programs
-from tim_jax.run import assembly, exports
-from tim_jax.run import numerics as run_numerics
 from tim_jax.tasks.base import whole
 
 

@@ -11,10 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tim_jax import placement, types, waiting
+from tim_jax import placement
 from tim_jax.api.data import as_prompt
 from tim_jax.api.model import Model, check_model
-from tim_jax.errors import InputError
+from tim_jax.common import types, waiting
+from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.placement import processes
 from tim_jax.rl import drawing, programs, sharded

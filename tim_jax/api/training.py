@@ -13,8 +13,8 @@ from tim_jax import corrections, mismatch, objectives
 from tim_jax.api import data
 from tim_jax.api.model import Model, check_devices, check_model
 from tim_jax.api.rollouts import text_of
+from tim_jax.common.errors import InputError, check_choice
 from tim_jax.corrections import Correction, Mode
-from tim_jax.errors import InputError, check_choice
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tim_jax.common.errors import InputError
 from tim_jax.corrections.base import Correction, Reads, chain, check_shape
 from tim_jax.corrections.reporting import (
     block_metrics,
@@ -18,7 +19,6 @@ from tim_jax.corrections.reporting import (
     correction_metrics,
     sequence_weight_metrics,
 )
-from tim_jax.errors import InputError
 from tim_jax.numerics.strict import arithmetic_dtype, widened
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.numerics.strict import arithmetic_dtype, widened
 
 Effect = Literal["weight", "scale", "mask", "reject"]

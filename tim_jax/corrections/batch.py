@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from tim_jax.common.errors import InputError, check_choice
 from tim_jax.corrections import ratios
 from tim_jax.corrections.base import (
     Block,
@@ -29,7 +30,6 @@ from tim_jax.corrections.base import (
 )
 from tim_jax.corrections.blocks import checked_bounds
 from tim_jax.corrections.ratios import Level
-from tim_jax.errors import InputError, check_choice
 from tim_jax.numerics import masked, strict
 from tim_jax.numerics.sums import compensated_sum, count, row_count
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tim_jax.common.errors import InputError, check_choice
 from tim_jax.corrections import ratios
 from tim_jax.corrections.base import (
     Block,
@@ -40,7 +41,6 @@ from tim_jax.corrections.base import (
     take_extra,
 )
 from tim_jax.corrections.ratios import Level, Over, Statistic
-from tim_jax.errors import InputError, check_choice
 from tim_jax.numerics import strict
 
 Bound = float | jax.Array | None

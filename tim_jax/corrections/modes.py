@@ -18,8 +18,8 @@ current policy (`Block.reads`) reads pi / mu in every update, in recompute mode 
 from itertools import combinations
 from typing import Literal, NamedTuple, get_args
 
+from tim_jax.common.errors import InputError, check_choice
 from tim_jax.corrections.base import OWN, Block, Correction, rejections
-from tim_jax.errors import InputError, check_choice
 
 Mode = Literal["bypass", "recompute"]
 

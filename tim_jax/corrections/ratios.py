@@ -16,7 +16,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.numerics import masked, strict
 from tim_jax.numerics.sums import compensated_sum, row_count
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.corrections import base, batch, blocks
 from tim_jax.corrections.base import Correction, chain, declared, known_number, plain_number
 from tim_jax.corrections.batch import mix_in_adaptively
@@ -33,7 +34,6 @@ from tim_jax.corrections.blocks import (
     veto,
     where_advantage,
 )
-from tim_jax.errors import InputError, did_you_mean
 from tim_jax.numerics import strict
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.kernels import pallas_gpu
 from tim_jax.kernels.pallas import check_platform, compute_capability, padded
 from tim_jax.numerics import Numerics

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.kernels import formulas, native
 from tim_jax.numerics import Numerics, strict
 

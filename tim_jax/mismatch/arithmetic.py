@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.kernels import variants
 from tim_jax.mismatch.base import Entry
 from tim_jax.model.execution import Execution

@@ -5,10 +5,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics
-from tim_jax.types import Rollout
 
 
 class Names(NamedTuple):

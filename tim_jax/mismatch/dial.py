@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Prompts, Rollout
 from tim_jax.mismatch.base import Entry, Names
 from tim_jax.mismatch.reporting import DroppedEnd, PadMask
 from tim_jax.mismatch.weights import InFlightUpdates, LoraMerge, StaleWeights
@@ -16,7 +17,6 @@ from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import Weights
 from tim_jax.numerics import Numerics, Order, Precision
 from tim_jax.policy import distribution, sampler
-from tim_jax.types import Prompts, Rollout
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tim_jax.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.mismatch.arithmetic import (
     AttentionSoftmax,
     Compute,

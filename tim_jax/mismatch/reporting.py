@@ -12,12 +12,12 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
+from tim_jax.common.types import Rollout
 from tim_jax.kernels import tiles
 from tim_jax.mismatch.base import Entry, Names
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics, strict
 from tim_jax.policy import distribution
-from tim_jax.types import Rollout
 
 _DROPS = 0x0E5D  # salt of the random numbers of `DroppedEnd`
 

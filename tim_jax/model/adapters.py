@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.model import weights
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.lora import KNOWN, OF_EXPERTS, Lora

@@ -31,8 +31,8 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
-from tim_jax import machine, waiting
-from tim_jax.errors import InputError
+from tim_jax.common import machine, waiting
+from tim_jax.common.errors import InputError
 from tim_jax.kernels import native, tiles
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import jit

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tim_jax.errors import InputError, did_you_mean
-from tim_jax.inputs import whole
+from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import whole
 from tim_jax.model import latent, mixture, windows
 from tim_jax.model.latent import LatentConfig
 from tim_jax.model.rope import RopeConfig

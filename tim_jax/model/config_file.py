@@ -10,8 +10,8 @@ does not exist.
 from collections.abc import Mapping
 from typing import Any
 
-from tim_jax.errors import InputError, did_you_mean
-from tim_jax.inputs import whole
+from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import whole
 from tim_jax.model import latent, mixture, rope, windows
 from tim_jax.model.config import ARCHITECTURES, ModelConfig
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, get_args
 
 import jax
 
-from tim_jax.errors import InputError, check_choice
-from tim_jax.inputs import shown
+from tim_jax.common.errors import InputError, check_choice
+from tim_jax.common.inputs import shown
 from tim_jax.model import adapters, preparing
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.lora import Lora

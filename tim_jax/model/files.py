@@ -12,8 +12,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from tim_jax.errors import InputError
-from tim_jax.inputs import expanded, json_value
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import expanded, json_value
 
 STORED_DTYPES = ("F32", "BF16", "F16")
 

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.extend.core import jaxprs_in_params
 
 from tim_jax import kernels
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.kernels import pallas, pallas_gpu, pallas_mosaic_gpu, pallas_tpu
 from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig

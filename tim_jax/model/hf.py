@@ -20,9 +20,9 @@ import numpy as np
 from huggingface_hub import snapshot_download
 from safetensors.numpy import save_file
 
-from tim_jax import waiting
-from tim_jax.errors import InputError, did_you_mean
-from tim_jax.inputs import expanded, shown
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import expanded, shown
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf, to_hf
 from tim_jax.model.files import (

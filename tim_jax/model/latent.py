@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tim_jax.errors import InputError
-from tim_jax.inputs import whole
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import whole
 from tim_jax.model.rope import RopeConfig
 
 FAMILIES = ("deepseek_v3",)

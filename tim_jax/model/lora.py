@@ -4,7 +4,7 @@ without the kernels that `adapters` computes with."""
 import math
 from dataclasses import dataclass
 
-from tim_jax.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.model.weights import TABLE, Weight
 
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tim_jax.errors import InputError
-from tim_jax.inputs import whole
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import whole
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v3")
 SIGMOID_FAMILIES = ("deepseek_v3",)  # whose router's scores are sigmoids, with a bias to choose by

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tim_jax import waiting
-from tim_jax.errors import InputError
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError
 from tim_jax.model import weights
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import Params, Weight

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from tim_jax.errors import InputError
-from tim_jax.inputs import expanded, shown
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import expanded, shown
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter, Adapters
 from tim_jax.model.config import ModelConfig

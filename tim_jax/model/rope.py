@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tim_jax.errors import InputError, did_you_mean
-from tim_jax.inputs import whole
+from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import whole
 
 KINDS = ("default", "linear", "llama3", "yarn")
 _OPTIONS = {

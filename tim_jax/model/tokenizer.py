@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.model.files import write_json
 
 _WHOLE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tim_jax.errors import InputError
-from tim_jax.inputs import whole
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import whole
 
 _BY_LAYER = ("qwen2", "qwen3")  # families in which some layers may have the window
 _IN_EVERY_LAYER = ("mistral", "qwen3_moe")

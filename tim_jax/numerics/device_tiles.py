@@ -7,7 +7,7 @@ say how the work is divided among programs.
 
 from dataclasses import dataclass, fields, replace
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 
 
 def _check(value, names: tuple[str, ...], *, least: int, power: bool = False) -> None:
@@ -95,7 +95,8 @@ class GpuTiles:
 class TpuTiles:
     """Tiles of `pallas_tpu`, in elements.
 
-    They are large because every step of a grid costs a fixed time (`tim_jax.plan.roofline`).
+    They are large because every step of a grid costs a fixed time
+    (`tim_jax.instruments.plan.roofline`).
     """
 
     rows: int = 256

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.numerics.device_tiles import (
     GPU_BF16,
     GPU_F32,

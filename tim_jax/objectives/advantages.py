@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from tim_jax.errors import InputError, check_choice
+from tim_jax.common.errors import InputError, check_choice
 from tim_jax.numerics import strict
 from tim_jax.numerics.sums import count, row_count, running_sum, tree_sum
 from tim_jax.objectives import means

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from tim_jax.errors import InputError, check_choice
+from tim_jax.common.errors import InputError, check_choice
 from tim_jax.numerics.sums import row_count
 
 Aggregation = Literal[

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from tim_jax.errors import InputError, check_choice
-from tim_jax.inputs import check_kinds
+from tim_jax.common.errors import InputError, check_choice
+from tim_jax.common.inputs import check_kinds
 from tim_jax.numerics.strict import widened
 from tim_jax.objectives import losses
 from tim_jax.objectives.advantages import (

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tim_jax.errors import check_choice
+from tim_jax.common.errors import check_choice
 from tim_jax.objectives.objective import Objective
 
 

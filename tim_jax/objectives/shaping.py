@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.numerics.strict import widened
 from tim_jax.objectives.losses import KL, kl_estimate
 

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 
 AXES = ("data", "fsdp", "expert", "tensor")
 ROWS = ("data", "fsdp", "expert")  # what the rows of a batch are split over

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.placement.layout import Devices
 
 _HOST = "pinned_host"

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from tim_jax import waiting
-from tim_jax.errors import InputError
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError
 
 _HEARTBEAT = 30  # seconds without a sign of life after which a process counts as lost
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from tim_jax.types import Prompts, Rollout
+from tim_jax.common.types import Prompts, Rollout
 
 
 def so_far(rollout: Rollout, ids: jax.Array) -> Prompts:

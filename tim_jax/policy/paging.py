@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.model.attention import Cache, LayerCache
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from tim_jax.common.types import Prompts, Rollout, route_dtype
 from tim_jax.model import preparing, transformer
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.model.weights import Weights, weight_axes
@@ -23,7 +24,6 @@ from tim_jax.policy import distribution, truncation
 from tim_jax.policy import slots as slotting
 from tim_jax.policy.paging import Pool
 from tim_jax.policy.slots import Queue, Results, Slots
-from tim_jax.types import Prompts, Rollout, route_dtype
 
 # (logits f32[B, V], uniform f32[B], positions i32[B] in the responses, sequences i32[B]) -> tokens
 # i32[B], the log-probs f32[B] to record, and those that the tokens were drawn with where they are

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax import kernels
+from tim_jax.common.types import Rollout
 from tim_jax.kernels import native
 from tim_jax.model import transformer
 from tim_jax.model.execution import Execution
@@ -17,7 +18,6 @@ from tim_jax.model.weights import Weights, weight_axes
 from tim_jax.numerics import masked
 from tim_jax.placement import Placement, collectives
 from tim_jax.policy import distribution
-from tim_jax.types import Rollout
 
 _GRADIENT_ROWS = 128  # of the head whose gradient is computed at a time
 

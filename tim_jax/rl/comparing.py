@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax import metrics
+from tim_jax.common.types import Rollout
 from tim_jax.mismatch import Mismatch
 from tim_jax.rl.types import Exactness, exactness
-from tim_jax.types import Rollout
 
 _PARTS = ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3")
 

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import waiting
-from tim_jax.errors import InputError
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Prompts, Rollout
 from tim_jax.objectives import advantages
 from tim_jax.rl.programs import Programs
 from tim_jax.tasks import base
 from tim_jax.tasks.base import Example, Task
 from tim_jax.tasks.text import check_prompts, dated, encode_prompt
-from tim_jax.types import Prompts, Rollout
 
 SAMPLING = "sampling"  # what a wait for it, and memory that runs out in it, are called
 

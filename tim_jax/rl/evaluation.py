@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tim_jax import waiting
-from tim_jax.errors import InputError
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout
 from tim_jax.rl.drawing import Sample, Text, graded
 from tim_jax.tasks.base import Task
-from tim_jax.types import Rollout
 
 SAMPLING = "sampling for the evaluation"  # as `drawing.SAMPLING`
 

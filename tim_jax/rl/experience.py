@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax import corrections
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout
 from tim_jax.model.weights import Weights
 from tim_jax.numerics.sums import tree_sum
 from tim_jax.objectives import Objective, advantages, shaping
@@ -25,7 +26,6 @@ from tim_jax.rl.types import (
     exactness,
     split_rows,
 )
-from tim_jax.types import Rollout
 
 
 def score_rows(

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from tim_jax import corrections, metrics, objectives, optimizers, schedules
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction
-from tim_jax.errors import InputError
 from tim_jax.model import adapters as low_rank
 from tim_jax.model.adapters import Adapters
 from tim_jax.model.parameters import with_buffers
@@ -34,7 +35,6 @@ from tim_jax.rl.types import (
     exactness,
     split_rows,
 )
-from tim_jax.types import Rollout
 
 
 def update(

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import optimizers, schedules, waiting
-from tim_jax.errors import MismatchError, NonFiniteError
+from tim_jax import optimizers, schedules
+from tim_jax.common import waiting
+from tim_jax.common.errors import MismatchError, NonFiniteError
+from tim_jax.common.types import Rollout
 from tim_jax.model import adapters
 from tim_jax.placement import memory
 from tim_jax.rl import drawing
@@ -21,7 +23,6 @@ from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Exactness, Experience, TrainState
 from tim_jax.rl.widths import cut_rollout
 from tim_jax.tasks.base import Task
-from tim_jax.types import Rollout
 
 
 class Step(NamedTuple):

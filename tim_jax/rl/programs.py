@@ -11,7 +11,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import optimizers, placement
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Prompts, Rollout
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import adapters, parameters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit, lean
@@ -21,7 +22,6 @@ from tim_jax.placement import Devices, Placement, memory
 from tim_jax.rl import comparing, learner, sharded
 from tim_jax.rl.experience import experience
 from tim_jax.rl.types import Experience, Learning, Policy, TrainState, check_steps, mini_batch
-from tim_jax.types import Prompts, Rollout
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import placement
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Prompts, Rollout
 from tim_jax.model import adapters as low_rank
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import weight_axes
@@ -28,7 +29,6 @@ from tim_jax.policy.scoring import gradient_sums, score, shares_gradient
 from tim_jax.rl import learner
 from tim_jax.rl.experience import score_rows
 from tim_jax.rl.types import Experience, Learning, Policy
-from tim_jax.types import Prompts, Rollout
 
 _ROWS = placement.spec(("rows",))
 _WHOLE = PartitionSpec()

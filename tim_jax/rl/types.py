@@ -12,14 +12,14 @@ import optax
 from flax import struct
 
 from tim_jax import corrections
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction, Mode
-from tim_jax.errors import InputError
 from tim_jax.model.execution import Routing, Sampling
 from tim_jax.model.weights import Params
 from tim_jax.numerics.strict import unequal_bits
 from tim_jax.numerics.sums import count, tree_sum
 from tim_jax.objectives import Objective, advantages
-from tim_jax.types import Rollout
 
 
 class Policy(NamedTuple):

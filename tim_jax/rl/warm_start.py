@@ -10,13 +10,13 @@ import numpy as np
 import optax
 
 from tim_jax import optimizers
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout
 from tim_jax.model.execution import Execution, jit
 from tim_jax.model.parameters import with_buffers
 from tim_jax.policy import scoring
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks.base import Example
-from tim_jax.types import Rollout
 
 
 def demonstrations(pairs: Sequence[tuple[str, str]], text: Text, *, response_size: int) -> Rollout:

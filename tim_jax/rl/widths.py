@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tim_jax.common.types import Rollout
 from tim_jax.rl.types import Experience, split_rows
-from tim_jax.types import Rollout
 
 # Arrays [B, R] of these, if they are there.
 _OF_ROLLOUT = ("responses", "log_probs", "drawn_log_probs", "hidden")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.numerics import masked, strict
 from tim_jax.numerics.sums import compensated_sum, count
 from tim_jax.schedules.surges import SurgeDetector, SurgeState

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.errors import InputError
-from tim_jax.inputs import check_kinds
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import check_kinds
 from tim_jax.numerics import strict
 from tim_jax.numerics.sums import tree_sum
 

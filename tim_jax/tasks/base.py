@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 
-from tim_jax.errors import InputError
-from tim_jax.inputs import shown
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import shown
 
 Fault = Literal["timeout", "error"]
 TIMEOUT: Fault = "timeout"

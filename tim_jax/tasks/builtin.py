@@ -28,7 +28,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from tim_jax.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.tasks.base import Example, Generated, Grade, Task, below, rng_for, share, span, whole
 
 ALPHABET = "0123456789 +-*()=:>#"

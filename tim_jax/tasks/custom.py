@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tim_jax.errors import InputError, did_you_mean
-from tim_jax.inputs import shown
+from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import shown
 from tim_jax.tasks.base import Example, Grade, Grader, Lazy, Message, Task
 
 # Sums of squares of larger rewards, which deviations need, are beyond float32.

@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tim_jax import waiting
-from tim_jax.errors import InputError, did_you_mean
-from tim_jax.inputs import expanded, json_value
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import expanded, json_value
 from tim_jax.tasks.base import Example, Grader, Message, Task, share, whole
 from tim_jax.tasks.values import check_beside, check_hidden, prompt_of, truth_of
 

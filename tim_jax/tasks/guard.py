@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import ERROR, TIMEOUT, Fault, Grade
 
 WORKER = Path(__file__).with_name("worker.py")

@@ -12,7 +12,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from tim_jax.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.tasks.base import Example, Generated, Grade, Message, Task, whole
 from tim_jax.tasks.guard import Guard, Limits, Outcome, Refusal, grade_of
 

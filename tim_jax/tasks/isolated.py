@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from tim_jax import waiting
-from tim_jax.errors import InputError
-from tim_jax.inputs import shown
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import shown
 from tim_jax.tasks import guard
 from tim_jax.tasks.base import Example, Grade, Lazy, Message, Task
 from tim_jax.tasks.custom import plain

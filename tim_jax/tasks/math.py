@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import Example, Grade
 from tim_jax.tasks.guard import Guard, Limits, grade_of
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import Example
 from tim_jax.tasks.custom import as_grader, described, load_function, make_task, plain
 from tim_jax.tasks.isolated import ALL, HEAD, as_prompt

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import Message
 
 PAD = "<pad>"

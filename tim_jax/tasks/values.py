@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from tim_jax.errors import InputError
+from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import Message
 
 Prompt = str | tuple[Message, ...]

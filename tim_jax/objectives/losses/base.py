@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from tim_jax.errors import InputError, check_choice
+from tim_jax.common.errors import InputError, check_choice
 from tim_jax.numerics.strict import LOG_RATIO_BOUND, widened
 from tim_jax.numerics.sums import row_count, tree_sum
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 
-from tim_jax.errors import InputError, check_choice
+from tim_jax.common.errors import InputError, check_choice
 from tim_jax.objectives.losses.base import PolicyLoss
 from tim_jax.objectives.losses.covariance import clip_cov, kl_cov, select_clip_cov, select_kl_cov
 from tim_jax.objectives.losses.ratio import (

@@ -1,0 +1,672 @@
+"""What `import tim_jax` offers, used as its users use it: a folder in, plain Python around it."""
+
+import json
+import re
+import string
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+import quick
+import tiny
+from app.test_processes import finished, started
+
+import tim_jax as tim
+from tim_jax.common.errors import InputError, MismatchError
+from tim_jax.instruments.auditing import random_params, running, standard_cases
+from tim_jax.mismatch import ENTRIES
+from tim_jax.model import calibration, hf
+from tim_jax.model.execution import Sampling
+from tim_jax.numerics import Numerics, Rows
+from tim_jax.tasks.text import character_tokenizer
+
+ROOT = Path(__file__).parents[2]
+ALPHABET = string.ascii_letters + string.digits + " *+?.:=\n"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}:{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+PAIRS = [("2 + 2", 4), ("3 + 1", 4), ("9 + 9", 18)]
+TRAINED = {"steps": 2, "samples": 4, "prompts_per_step": 2, "max_tokens": 6, "seed": 3}
+
+
+def by_length(prompt, completion, answer):
+    return len(completion) / (6 + answer)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of 3,000 parameters that can read, made without torch."""
+    return make_folder(tmp_path_factory.mktemp("models") / "plain")
+
+
+def make_folder(folder, template=None):
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = template
+    # One layer, and few positions: what is compiled here is small. Many stop tokens: responses are
+    # of any length.
+    config = replace(
+        tiny.CONFIG,
+        vocab_size=len(tokenizer),
+        num_layers=1,
+        max_positions=32,
+        eos_token_ids=(tokenizer.eos_token_id, *range(5, len(tokenizer), 8)),
+    )
+    return hf.save(folder, random_params(config, 0), config, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return tim.load(folder)
+
+
+def bits(x):
+    return np.asarray(x).tobytes()
+
+
+# The names.
+
+
+def test_a_dozen_documented_names_and_none_of_them_is_shadowed_by_a_room():
+    import tim_jax.app.jobs.audit
+    import tim_jax.instruments.auditing  # noqa: F401 (these import every room)
+
+    assert dir(tim) == sorted(tim.__all__)
+    rooms = {path.stem for path in Path(tim.__file__).parent.iterdir()}
+    for name in tim.__all__:
+        value = getattr(tim, name)
+        assert value.__doc__, name
+        assert isinstance(value, types.ModuleType) == (name in rooms), name
+    with pytest.raises(AttributeError, match="no attribute 'sampel'"):
+        tim.sampel  # noqa: B018
+    assert tim.numerics.EXACT_F32.family == "tiles"  # rooms are reachable too
+
+
+def test_import_is_cheap():
+    program = (
+        "import sys, tim_jax; dir(tim_jax); print([m for m in sys.modules if m in heavy])\n"
+        "from tim_jax import corrections, schedules\n"
+        "print([m for m in sys.modules if m.startswith(rooms)])\n"
+    )
+    given = "heavy = {'jax', 'numpy', 'optax', 'transformers'}\n"
+    given += "rooms = ('tim_jax.api', 'tim_jax.model', 'tim_jax.rl', 'flax', 'transformers')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", given + program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["[]", "[]"], done.stdout
+
+
+def test_types_are_for_others_too():
+    assert (Path(tim.__file__).parent / "py.typed").is_file()
+
+
+def test_every_mismatch_has_a_constructor_by_its_name():
+    for name, kind in ENTRIES.items():
+        assert getattr(tim.mismatch, name) is kind
+        assert name in tim.mismatch.__all__
+    entry = tim.mismatch.kv_cache(dtype="float8_e4m3fn")
+    assert tim.mismatch.build([{"name": "kv_cache", "dtype": "float8_e4m3fn"}]).entries == (entry,)
+
+
+# Loading and saving.
+
+
+def test_a_model_says_what_it_is(model):
+    assert repr(model) == f"Model(qwen3, {size(model):,} parameters, tiles float32, one device)"
+    assert (model.dtype, model.config.model_type) == ("float32", "qwen3")
+
+
+def size(model):
+    return sum(leaf.size for leaf in jax.tree.leaves(model.params))
+
+
+def test_a_run_folder_is_its_final_model(folder, model, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(folder)
+    assert tiny.bits(tim.load(tmp_path / "run").params) == tiny.bits(model.params)
+
+
+def test_a_run_without_a_final_model_is_refused(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(InputError, match="no final model yet; `tim-jax export`"):
+        tim.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": "/no/such/folder"}, "does not exist"),
+        ({"dtype": "bfloat61"}, "dtype 'bfloat61' is unknown; did you mean 'bfloat16'"),
+        ({"family": "tile"}, "family 'tile' is unknown; did you mean 'tiles'"),
+        ({"decode_batch": 0}, "decode_batch must be at least 1, got 0"),
+        ({"placement": tim.Placement(data=64)}, "needs 64 devices"),
+    ],
+)
+def test_what_cannot_be_loaded(folder, changes, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        tim.load(**{"source": folder, **changes})
+
+
+def test_measured_tiles_belong_to_the_model(folder, monkeypatch):
+    def measured(config, numerics, *, batch, longest):
+        assert longest == config.max_positions
+        return replace(numerics, attention_rows=Rows(batch, 2 * batch))
+
+    monkeypatch.setattr(calibration, "calibrate", measured)
+    model = tim.load(folder, decode_batch=4)
+    assert model.numerics.attention_rows == Rows(4, 8)
+    assert model.execution(Sampling(1)).numerics is model.numerics
+    assert tim.load(folder).numerics.attention_rows == Numerics().attention_rows
+
+
+def test_saved_loaded_and_read_by_transformers(model, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    written = tim.save(model, tmp_path / "out")
+    assert written == tmp_path / "out"
+    again = tim.load(written)
+    assert tiny.bits(again.params) == tiny.bits(model.params)
+    assert again.stop_tokens == model.stop_tokens
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
+    embedding = theirs.get_input_embeddings().weight.detach().numpy()
+    assert bits(embedding) == bits(model.params["embed"])
+    assert transformers.AutoTokenizer.from_pretrained(written).decode([2, 3]) == ALPHABET[:2]
+    with pytest.raises(InputError, match="exists already and is not overwritten"):
+        tim.save(model, written)
+
+
+def test_every_stop_token_is_saved(model, tmp_path):
+    more = (*model.stop_tokens, 70)  # not in config.json
+    folder = tim.save(replace(model, stop_tokens=more), tmp_path / "several")
+    written = json.loads((folder / "generation_config.json").read_text())
+    assert written["eos_token_id"] == list(more)
+    assert tim.load(folder).stop_tokens == more
+
+
+# Sampling and scoring.
+
+DRAWN = {"samples": 4, "max_tokens": 10, "seed": 0}
+TRUNCATED = {"temperature": 0.7, "top_k": 9, "top_p": 0.9}
+
+
+def test_a_rollout_is_plain_arrays_and_text(model):
+    rollout = tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN)
+    rows, length = rollout.tokens.shape
+    assert (rows, len(rollout), len(rollout.text)) == (8, 8, 8)
+    assert length == 10
+    assert rollout.lengths.shape == rollout.finished.shape == (rows,)
+    assert rollout.mask.shape == rollout.log_probs.shape == (rows, length)
+    assert (rollout.tokens.dtype, rollout.log_probs.dtype) == (np.int32, np.float32)
+    assert rollout.mask.sum(axis=1).tolist() == rollout.lengths.tolist()
+    assert len(set(rollout.lengths.tolist())) > 1  # or the mask would hide nothing
+    assert (rollout.log_probs[~rollout.mask] == 0).all()
+    assert (rollout.log_probs[rollout.mask] < 0).all()
+    for row, text in enumerate(rollout.text):
+        tokens = rollout.tokens[row, : rollout.lengths[row]]
+        assert text == model.tokenizer.decode(tokens, skip_special_tokens=True)
+        assert rollout.finished[row] == (tokens[-1] in model.stop_tokens)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sampling"), quick.some([("float32", TRUNCATED), ("bfloat16", {})], 0)
+)
+def test_the_learner_scores_the_same_bits(folder, dtype, sampling):
+    model = tim.load(folder, dtype=dtype)
+    rollout = tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN, **sampling)
+    assert rollout.mask.sum() > 20
+    assert bits(tim.score(model, rollout)) == bits(rollout.log_probs)
+
+
+@pytest.mark.slow
+def test_slots_and_micro_batches_change_no_bit(model):
+    prompts = ["What is 7 * 8?", "b"]
+    rollout = tim.sample(model, prompts, **DRAWN)
+    parts = tim.sample(model, prompts, **DRAWN, slots=3)
+    assert bits(parts.tokens) == bits(rollout.tokens)
+    assert bits(parts.log_probs) == bits(rollout.log_probs)
+    assert bits(tim.score(model, rollout, micro_batch=3)) == bits(rollout.log_probs)
+
+
+def test_another_model_scores_other_values(model):
+    rollout = tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN)
+    other = replace(model, params=tiny.moved(model.params))
+    log_probs = tim.score(other, rollout)
+    assert log_probs.shape == rollout.log_probs.shape
+    assert (log_probs[rollout.mask] != rollout.log_probs[rollout.mask]).mean() > 0.9
+    assert (log_probs[~rollout.mask] == 0).all()
+
+
+def test_a_response_does_not_depend_on_the_other_prompts(model):
+    both = tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN)
+    alone = tim.sample(model, ["What is 7 * 8?"], **DRAWN)
+    assert bits(both.tokens[:4]) == bits(alone.tokens)
+    assert bits(both.log_probs[:4]) == bits(alone.log_probs)
+    assert both.text[:4] != both.text[4:]
+    other = tim.sample(model, ["What is 7 * 8?"], **{**DRAWN, "seed": 1})
+    assert other.text != alone.text
+
+
+def test_a_second_call_compiles_nothing(model):
+    first = tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN)
+    tim.score(model, first)
+    with tiny.compilations() as counted:
+        second = tim.sample(model, ["longer", "2 + 2"], **{**DRAWN, "seed": 5})
+        tim.score(model, second)
+    assert not counted
+    assert second.text != first.text
+
+
+@pytest.mark.slow
+def test_devices_change_no_bit(folder, model):
+    spread = tim.load(folder, placement=tim.Placement(fsdp=2))
+    prompts = ["What is 7 * 8?", "b", "c"]  # three rows, on two devices
+    one = tim.sample(model, prompts, max_tokens=10)
+    two = tim.sample(spread, prompts, max_tokens=10)
+    assert one.tokens.shape == two.tokens.shape == (3, 10)
+    assert bits(one.tokens) == bits(two.tokens)
+    assert bits(one.log_probs) == bits(two.log_probs)
+    assert bits(tim.score(spread, one)) == bits(one.log_probs)
+
+
+def test_chat_messages_go_through_the_template(tmp_path):
+    chatty = tim.load(make_folder(tmp_path / "chatty", TEMPLATE))
+    messages = [{"role": "user", "content": "2 + 2"}]
+    found = {
+        name: tim.sample(chatty, [prompt], max_tokens=10, chat_template=how)
+        for name, prompt, how in (
+            ("text", "2 + 2", "auto"),
+            ("messages", messages, "auto"),
+            ("written out", "user:2 + 2\na:", False),
+            ("plain", "2 + 2", False),
+        )
+    }
+    lengths = {name: int(rollout.arrays.prompt_lengths[0]) for name, rollout in found.items()}
+    assert lengths == {"text": 13, "messages": 13, "written out": 13, "plain": 5}
+    assert found["text"].text == found["messages"].text == found["written out"].text
+    assert bits(found["text"].log_probs) == bits(found["written out"].log_probs)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changes", "message"),
+    [
+        ("What?", {}, "must be a list of prompts, got 'What?'; one prompt is [prompt]"),
+        ([], {}, "prompts is empty"),
+        ([7], {}, "prompt 0 must be text or a list of chat messages, got 7"),
+        (["a", {"role": "user", "content": "b"}], {}, "prompt 1 must be text or a list"),
+        ([[{"role": "user"}]], {}, "a message needs a role and a content of text, got"),
+        (["a", ""], {}, "prompt 1 is empty"),
+        (["ä"], {}, "characters without a token"),
+        (["a" * 30], {}, "prompt 0 has 30 tokens, at most 22 are allowed"),
+        (["a"], {"max_tokens": 32}, "max_tokens = 32 leaves no room for a prompt"),
+        (["a"], {"samples": 0}, "samples must be at least 1, got 0"),
+        (["a"], {"temperature": -1.0}, "temperature must be >= 0"),
+        (["a"], {"chat_template": True}, "no chat template"),
+    ],
+)
+def test_what_cannot_be_sampled(model, prompts, changes, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        tim.sample(model, prompts, **{"max_tokens": 10, **changes})
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: tim.sample("a/model", ["a"]),
+        lambda: tim.score("a/model", "rollout"),
+        lambda: tim.audit("a/model"),
+        lambda: tim.save("a/model", "folder"),
+        lambda: tim.diagnose("a/model", "rollouts.jsonl"),
+        lambda: tim.grpo("a/model", PAIRS, reward=by_length, optimizer=optax.sgd(1e-2), **TRAINED),
+    ],
+)
+def test_a_path_is_no_model(use):
+    with pytest.raises(
+        InputError, match=r"model must be what tim_jax\.load returns, got 'a/model'"
+    ):
+        use()
+
+
+def test_what_is_no_source_of_a_model():
+    with pytest.raises(InputError, match="source must be a folder or a name, got None"):
+        tim.load(None)
+    with pytest.raises(InputError, match="decode_batch must be a whole number, got '8'"):
+        tim.load("model", decode_batch="8")
+
+
+def test_only_a_rollout_can_be_scored(model):
+    with pytest.raises(InputError, match=r"give what tim_jax\.sample returns, got str"):
+        tim.score(model, "text")
+
+
+# Training.
+
+
+def trained(model, data=PAIRS, *, reward=by_length, **changes):
+    optimizer = optax.adamw(1e-2)
+    return tim.grpo(model, data, reward=reward, optimizer=optimizer, **{**TRAINED, **changes})
+
+
+def test_every_step_is_proved_and_the_model_moves(model):
+    before = tiny.bits(model.params)
+    steps, models = [], []
+    for step in trained(model):
+        steps.append(step)
+        models.append(step.model)
+    assert [step.number for step in steps] == [1, 2]
+    for step in steps:
+        assert step.metrics["exact_share"] == 1.0
+        assert step.metrics["compared_tokens"] > 0
+        assert step.metrics["reward"] == pytest.approx(np.mean([s.reward for s in step.samples]))
+        assert len(step.samples) == 8
+        assert step.timing["seconds"] > 0
+    assert tiny.bits(model.params) == before
+    moved = [tiny.bits(one.params)[0] for one in models]
+    assert len({before[0], *moved}) == 3
+    # What was taken in time stays, whatever training did to the buffers afterwards.
+    for one in models:
+        rollout = tim.sample(one, ["2 + 2", "b"], **DRAWN)
+        assert bits(tim.score(one, rollout)) == bits(rollout.log_probs)
+
+
+@pytest.mark.slow
+def test_steps_that_are_drawn_ahead_are_proved_too(model):
+    """On devices of the sampler's own, and on the learner's: the same steps."""
+    runs = [
+        list(trained(model, steps=3, max_staleness=1, sampler_placement=where))
+        for where in (None, tim.Placement(data=2))
+    ]
+    for steps in zip(*runs, strict=True):
+        assert repr(steps[0].metrics) == repr(steps[1].metrics)
+        assert steps[0].samples == steps[1].samples
+        assert steps[0].metrics["exact_share"] == 1.0
+        assert steps[0].metrics["numerical/log_ratio_abs_max"] == 0.0
+    assert runs[0][-1].metrics["drift/log_ratio_abs_mean"] > 0.0
+
+
+def test_a_model_that_was_not_taken_in_time_is_refused(model):
+    steps = list(trained(model))
+    assert steps[-1].model.config == model.config
+    with pytest.raises(InputError, match="the model of step 1 is gone"):
+        _ = steps[0].model
+
+
+def test_every_form_of_data_and_reward_is_the_same_training(model):
+    seen = []
+
+    def of_lists(prompts, completions, answers):
+        seen.append((prompts, answers))
+        rows = zip(prompts, completions, answers, strict=True)
+        return np.array([by_length(*row) for row in rows])
+
+    rows = ({"prompt": prompt, "answer": answer, "source": "x"} for prompt, answer in PAIRS)
+    pairs = list(trained(model))
+    batched = list(trained(model, rows, reward=of_lists, batched=True))
+    assert [step.metrics for step in batched] == [step.metrics for step in pairs]
+    assert tiny.bits(batched[-1].model.params) == tiny.bits(pairs[-1].model.params)
+    for prompts, answers in seen:
+        assert len(prompts) == len(answers) == 8
+        assert set(zip(prompts, answers, strict=True)) <= set(PAIRS)  # numbers stay numbers
+
+
+def test_a_reward_is_given_chat_messages_as_they_were(model):
+    messages, seen = [{"role": "user", "content": "2 + 2"}], []
+
+    def reward(prompt, completion, answer):
+        seen.append((prompt, answer))
+        return float(len(completion))
+
+    (step,) = trained(model, [(messages, None)], reward=reward, steps=1, chat_template=False)
+    assert seen == [(messages, None)] * 8
+    assert step.samples[0].prompt == "user: 2 + 2"
+    assert step.metrics["exact_share"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_trained_model_is_trained_on_against_a_reference(model):
+    *_, step = trained(model)
+    middle = step.model
+    before = tiny.bits(middle.params)
+    objective = tim.objectives.grpo(kl_coefficient=0.5)
+    found = [step.metrics["loss/reference_kl"] for step in trained(middle, objective=objective)]
+    assert found[0] == 0.0  # the reference is what it starts from
+    assert found[1] > 0.0
+    assert tiny.bits(middle.params) == before
+
+
+@pytest.mark.slow
+def test_a_sampler_that_differs_is_refused_where_bits_are_asked_for(model):
+    table = {"name": "log_prob_noise", "std": 0.01}
+    (step,) = trained(model, sampler=[tim.mismatch.log_prob_noise(std=0.01)], steps=1)
+    assert step.metrics["exact_share"] < 0.5
+    with pytest.raises(MismatchError, match="response tokens have unequal log-probs"):
+        next(trained(model, sampler=[table], exact=True))
+
+
+def nothing(prompt, completion, answer):
+    return None
+
+
+def broken(prompt, completion, answer):
+    raise KeyError("lost")
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "message"),
+    [
+        ([], {}, "prompts_and_answers is empty"),
+        (iter(()), {}, "a generator that was read before has nothing left"),
+        ("text", {}, "must be a list of (prompt, answer)"),
+        (7, {}, "must be a list of (prompt, answer)"),
+        ([("a", 1), ("b",)], {}, "row 1 must be a pair (prompt, answer)"),
+        ([("a", 1, 2)], {}, "row 0 must be a pair (prompt, answer)"),
+        (["ab"], {}, "row 0 must be a pair (prompt, answer)"),
+        ([{"prompt": "a", "anwser": 1}], {}, "row 0 has no 'answer'; did you mean 'anwser'?"),
+        ([(7, 1)], {}, "row 0: prompt must be text or a list of chat messages, got 7"),
+        ([("a" * 30, 1)], {}, "prompt 0 has 30 tokens, at most 26 are allowed"),
+        (PAIRS, {"reward": 1.0}, "reward must be a function"),
+        (PAIRS, {"optimizer": "adamw"}, "optimizer must be of optax"),
+        (PAIRS, {"steps": 0}, "steps must be at least 1, got 0"),
+        (PAIRS, {"samples": 1}, "takes its baseline from the group"),
+        (PAIRS, {"objective": "grpo"}, "objective must be one of tim_jax.objectives, got str"),
+        (PAIRS, {"mini_batches": 3}, "mini_batches = 3 must divide the 8 responses"),
+        (PAIRS, {"micro_batch": 3}, "micro_batch = 3 must divide the 8 responses"),
+        (PAIRS, {"sampler": [{"name": "kvcache"}]}, "'kvcache' is unknown; did you mean"),
+        (PAIRS, {"sampler": ENTRIES["native_kernels"]()}, "sampler must be a list of entries"),
+        (PAIRS, {"mode": "Bypass"}, "mode 'Bypass' is unknown; did you mean 'bypass'?"),
+        (
+            PAIRS,
+            {"correction": [tim.corrections.token_mis()]},
+            "a correction must be one that tim_jax.corrections makes",
+        ),
+        (PAIRS, {"temperature": "1"}, "temperature must be a number, got '1'"),
+        (PAIRS, {"top_k": 2.5}, "top_k must be a whole number, got 2.5"),
+        (PAIRS, {"temperature": 0.0}, "temperature must be greater than 0, got 0.0"),
+        (PAIRS, {"seed": 1.5}, "seed must be a whole number"),
+        (PAIRS, {"seed": 2**32}, "seed must be at most 4294967295"),
+        (PAIRS, {"refills": -1}, "refills must be at least 0, got -1"),
+        (
+            PAIRS,
+            {"refills": 1, "objective": tim.objectives.reinforce()},
+            "refills = 1 must be 0: the estimator 'reinforce' learns from groups of equal rewards",
+        ),
+        (PAIRS, {"max_staleness": -1}, "max_staleness must be at least 0, got -1"),
+        (
+            PAIRS,
+            {"max_staleness": 1, "sampler": [{"name": "stale_weights", "updates": 1}]},
+            "contradicts max_staleness",
+        ),
+        (
+            PAIRS,
+            {"sampler_placement": tim.Placement(data=8)},
+            "learner and sampler need 1 + 8 devices",
+        ),
+        (PAIRS, {"sampler_placement": tim.Placement(data=3)}, "must divide the 8 sequences"),
+        (PAIRS, {"epochs": 2.0}, "epochs must be a whole number, got 2.0"),
+        (PAIRS, {"micro_batch": "4"}, "micro_batch must be a whole number, got '4'"),
+        (PAIRS, {"micro_batch": True}, "micro_batch must be a whole number, got True"),
+        (PAIRS, {"exact": "report"}, "exact must be True or False, got 'report'"),
+        (PAIRS, {"remat": "no"}, "remat must be True or False, got 'no'"),
+        (PAIRS, {"placement": "fsdp=2"}, "placement must be a tim_jax.Placement, got 'fsdp=2'"),
+        (PAIRS, {"template_options": ["a"]}, "template_options must be a mapping, got ['a']"),
+        (PAIRS, {"placement": tim.Placement(data=8), "mini_batches": 2}, "4 sequences of a batch"),
+        (PAIRS, {"placement": tim.Placement(data=8), "micro_batch": 4}, "4 sequences of a batch"),
+        (
+            PAIRS,
+            {
+                "placement": tim.Placement(data=8),
+                "objective": tim.objectives.Objective(estimator="remax"),
+            },
+            "must divide the 2 sequences of a batch (of the greedy responses of remax)",
+        ),
+        (
+            PAIRS,
+            {
+                "objective": tim.objectives.Objective(
+                    reward_kl_coefficient=0.1, reward_kl_target=1.0, reward_kl_horizon=1
+                )
+            },
+            "sequences is 8; with horizon 1 it must lie in [0, 5)",
+        ),
+        (
+            PAIRS,
+            {
+                "correction": tim.corrections.chain(
+                    tim.corrections.vexact(bound=0.9), tim.corrections.token_tis()
+                )
+            },
+            "weights by a ratio to pi_rollout, and so does",
+        ),
+        (
+            PAIRS,
+            {"correction": tim.corrections.token_mis(), "mode": "bypass"},
+            "the ratio would count twice",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_the_first_step(model, data, changes, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        tim.grpo(
+            model,
+            data,
+            **{"reward": by_length, "optimizer": optax.sgd(1e-2), **TRAINED, **changes},
+        )
+
+
+@pytest.mark.parametrize(
+    ("reward", "batched", "message"),
+    [
+        (nothing, False, "reward nothing must return finite numbers, got None at 0"),
+        (broken, False, "reward broken raised KeyError: 'lost'"),
+        (lambda *lists: [1.0], True, "reward <lambda> returned 1 rewards for 8 completions"),
+    ],
+)
+def test_a_reward_that_is_nonsense_ends_the_step(model, reward, batched, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        next(trained(model, reward=reward, batched=batched))
+
+
+def test_nothing_is_written(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tim.sample(model, ["2 + 2", "b"], **DRAWN)
+    list(trained(model, steps=1))
+    assert not list(tmp_path.iterdir())
+
+
+PROCESS = """
+import sys
+import jax
+index, address, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.distributed.initialize(address, int(sys.argv[4]), index)
+import optax
+import tim_jax as tim
+
+model = tim.load(folder)
+rollout = tim.sample(model, ["What is 7 * 8?", "b"], samples=2, max_tokens=6)
+assert tim.score(model, rollout).tobytes() == rollout.log_probs.tobytes()
+graded = []
+def reward(prompt, completion, answer):
+    graded.append(completion)
+    return len(completion) / 6
+for step in tim.grpo(model, [("2 + 2", 4), ("3 + 1", 4)], reward=reward, steps=2, samples=4,
+                     prompts_per_step=2, max_tokens=6, optimizer=optax.adamw(1e-2)):
+    print("said", rollout.text, step.metrics["reward"], step.metrics["exact_share"])
+assert len(graded) == 2 * 8 // jax.process_count()
+tim.save(step.model, "out")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_do_what_one_does(folder, tmp_path):
+    said, weights = [], []
+    for count in (1, 2):
+        where = tmp_path / str(count)
+        where.mkdir()
+        running = started(
+            lambda index, address, n=count: ["-c", PROCESS, str(index), address, folder, str(n)],
+            count=count,
+            devices=1,
+            folder=where,
+        )
+        for status, out, err in finished(running, 300):
+            assert status == 0, err
+            said.append([line for line in out.splitlines() if line.startswith("said")])
+        weights.append(tim.load(where / "out").params)
+    assert len(said[0]) == 2
+    assert said[0] == said[1] == said[2]
+    # Gradients of two devices are added in another order; log-probs are not touched by it.
+    for one, two in zip(*map(jax.tree.leaves, weights), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-3)
+
+
+# What the README and the scripts show.
+
+
+def one_case(*args, **kwargs):
+    return standard_cases(*args, **kwargs)[:1]
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_runs(folder, tmp_path, monkeypatch, capsys):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme[readme.index("## As a library") :]
+    (example,) = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    for shown, used in {
+        '"Qwen/Qwen3-0.6B"': repr(str(folder)),
+        "max_tokens=256": "max_tokens=6",
+        "steps=100, samples=8": "steps=1, samples=4, max_tokens=6",
+    }.items():
+        assert example.count(shown) == 1, shown
+        example = example.replace(shown, used)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(running, "standard_cases", one_case)  # all of them: test_audit
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    rollout, report = names["rollout"], names["report"]
+    assert bits(names["log_probs"]) == bits(rollout.log_probs)
+    assert report.passed
+    assert (report.compared_tokens > 100, report.unequal_tokens) == (True, 0)
+    assert "learner, whole batch" in str(report)
+    reward, share = map(float, capsys.readouterr().out.split())
+    assert 0 <= reward <= 1
+    assert share < 1  # its cache is of float8
+    assert names["step"].metrics["correction/masked_share"] <= 1
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_grpo_in_a_hundred_lines():
+    path = ROOT / "scripts" / "minimal_grpo.py"
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 100
+    names = {"__name__": "minimal_grpo"}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(compile(source, str(path), "exec"), names)
+        history = names["train"](steps=12)
+    assert all(compared > 0 and unequal == 0 for _, compared, unequal in history)
+    assert np.mean([reward for reward, *_ in history[-3:]]) > 4 * history[0][0]

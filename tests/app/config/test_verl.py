@@ -1,0 +1,395 @@
+"""verl's configurations translated: whole steps equal its formulas, and what differs is named.
+
+The expected values are those of `scripts/verl_formulas.py`, written from verl's source in float64;
+it names the files. A step is that of the learner on the tabular policy of `tabular`.
+"""
+
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import quick
+import tabular
+
+from tim_jax import corrections
+from tim_jax.app import cli
+from tim_jax.app.config import toml, verl, verl_keys
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout
+from tim_jax.rl import learner
+from tim_jax.rl.experience import experience
+from tim_jax.rl.types import Learning, TrainState, mini_batch
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+import verl_formulas as formulas
+
+GROUP, ROWS, UPDATES, STEP = 4, 16, 2, 0.5
+SAMPLER, REFERENCE = tabular.table(0), tabular.table(3)
+TRAINER = (SAMPLER + 0.08 * tabular.table(1)).astype(np.float32)
+# Bounds that reject some of these rollouts and not all.
+BOUNDS = {"seq_mean_k1": "0.96_1.04", "seq_sum_k1": "0.95_1.1", "seq_mean_k3": 0.002}
+ACTOR = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.07, "clip_ratio_c": 1.2}
+
+
+def sequences():
+    """16 rollouts: i32[B, R] tokens and bool[B, R], among which some are alike."""
+    every = tabular.sentences()
+    drawn = [every[i] for i in np.random.default_rng(7).integers(0, len(every), ROWS)]
+    tokens = np.zeros((ROWS, tabular.LONGEST), np.int32)
+    for row, words in enumerate(drawn):
+        tokens[row, : len(words)] = words
+    lengths = np.array([len(words) for words in drawn])
+    return tokens, np.arange(tabular.LONGEST)[None, :] < lengths[:, None]
+
+
+TOKENS, MASK = sequences()
+BEFORE = np.pad(TOKENS[:, :-1], ((0, 0), (1, 0)))
+REWARDS = np.float32(np.random.default_rng(2).integers(-4, 5, ROWS) / 4)
+GREEDY = np.float32([0.25, -0.5, 0.0, 1.0])
+
+
+def rows_of(logits):
+    """f64[B, R, V], the log-distributions of all places."""
+    rows = logits.astype(np.float64)
+    rows = rows - np.log(np.exp(rows).sum(axis=-1, keepdims=True))
+    return rows[np.arange(tabular.LONGEST)[None, :], BEFORE]
+
+
+def log_probs_of(logits):
+    found = np.take_along_axis(rows_of(logits), TOKENS[..., None], axis=-1)[..., 0]
+    return np.where(MASK, found, 0.0)
+
+
+def entropies_of(logits):
+    rows = rows_of(logits)
+    return np.where(MASK, -(np.exp(rows) * rows).sum(axis=-1), 0.0)
+
+
+def energies_of(logits):
+    rows = rows_of(logits)
+    return 1 - 2 * np.exp(log_probs_of(logits)) + np.exp(2 * rows).sum(axis=-1)
+
+
+ROLLOUT = Rollout(
+    prompts=jnp.zeros((ROWS, 1), jnp.int32),
+    prompt_lengths=jnp.ones(ROWS, jnp.int32),
+    responses=jnp.asarray(TOKENS),
+    lengths=jnp.asarray(MASK.sum(axis=1), jnp.int32),
+    log_probs=jnp.asarray(log_probs_of(SAMPLER), jnp.float32),
+    finished=jnp.ones(ROWS, bool),
+)
+
+
+def configuration(correction, *, estimator="grpo", kl=0.0, entropy=0.0, v1=None, **actor):
+    actor = {**ACTOR, "ppo_mini_batch_size": 2, "use_kl_loss": kl > 0, "kl_loss_coef": kl, **actor}
+    data = {
+        "algorithm": {"adv_estimator": estimator, "rollout_correction": correction},
+        "actor_rollout_ref": {
+            "actor": actor | {"entropy_coeff": entropy},
+            "rollout": {"n": GROUP},
+        },
+        "data": {"train_batch_size": ROWS // GROUP, "max_response_length": tabular.LONGEST},
+    }
+    return data if v1 is None else data | {"trainer": {"use_v1": v1}}
+
+
+def of_preset(name):
+    """A preset's section, with bounds that matter here."""
+    section = dict(formulas.PRESETS[name])
+    if "rollout_rs" in section:
+        section["rollout_rs_threshold"] = BOUNDS[section["rollout_rs"]]
+    if section.get("rollout_is_threshold") == "0.5_5.0":
+        section["rollout_is_threshold"] = "0.95_1.1"
+    elif "rollout_is" in section:
+        section["rollout_is_threshold"] = 1.02
+    return section
+
+
+def keeping(rate):
+    """Gradient descent whose state is the last gradient."""
+
+    def update(updates, state, params=None, **extra):
+        del state, params, extra
+        return jax.tree.map(lambda g: -rate * g, updates), updates
+
+    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
+    return optax.GradientTransformationExtraArgs(zeros, update)
+
+
+def our_step(found):
+    """(weights, gradient, metrics) of every update of a translated configuration."""
+    section = toml.build(found.config | {"sampling": {"samples_per_prompt": GROUP}}).learner
+    objective = section.objective.value(tabular.LONGEST)
+    correction = corrections.build(section.corrections)
+    learning = Learning(objective, GROUP, mode=section.mode, correction=correction)
+    params, optimizer = {"table": jnp.asarray(TRAINER)}, keeping(STEP)
+    first = jnp.int32(0)
+    state = TrainState(params, optimizer.init(params), correction.init(params), first, first)
+    policy = tabular.policy(learning)
+    known = {"table": jnp.asarray(REFERENCE)} if objective.has_reference else None
+    ready = experience(
+        params,
+        known,
+        state.carried,
+        ROLLOUT,
+        jnp.asarray(REWARDS),
+        jnp.asarray(GREEDY) if learning.needs_greedy else None,
+        score=policy.score,
+        learning=learning,
+    )
+    state, updates = replace(state, **ready.carried._asdict()), []
+    assert section.mini_batches == UPDATES
+    for index in range(UPDATES):
+        part = mini_batch(ready.experience, jnp.int32(index), count=UPDATES)
+        before = np.asarray(state.params["table"])
+        state, _, report = learner.update(
+            state,
+            state.params,
+            part,
+            jnp.float32(1.0),
+            policy=policy,
+            learning=learning,
+            optimizer=optimizer,
+        )
+        updates.append((before, np.asarray(state.optimizer["table"]), report.metrics))
+    return updates
+
+
+def verl_gradient(data, logits, index):
+    """The gradient of verl's loss of an update at `logits`, and how many tokens it rejects."""
+    algorithm, actor = data["algorithm"], data["actor_rollout_ref"]["actor"]
+    section = algorithm["rollout_correction"]
+    bypass = section.get("bypass_mode", False)
+    rollout = np.where(MASK, np.float64(ROLLOUT.log_probs), 0.0)
+    old = rollout if bypass else log_probs_of(TRAINER)
+    weights, kept, _ = formulas.correction(old - rollout, MASK, {} if bypass else section)
+    name = algorithm["adv_estimator"]
+    if name == "grpo" and not algorithm.get("norm_adv_by_std_in_grpo", True):
+        name = "dr_grpo"
+    a = formulas.advantages(
+        name,
+        REWARDS.astype(np.float64),
+        kept,
+        GROUP,
+        response=MASK,
+        greedy=GREEDY.astype(np.float64),
+        energies=energies_of(TRAINER),
+        weights=weights,
+    )
+    rows = slice(index * ROWS // UPDATES, (index + 1) * ROWS // UPDATES)
+    options = {
+        "bypass": bypass,
+        "v1": data.get("trainer", {}).get("use_v1", False),
+        "loss": actor.get("policy_loss", {}).get("loss_mode", "vanilla"),
+        "correction": section,
+        "aggregation": actor.get("loss_agg_mode", "token-mean"),
+        "kl": actor["kl_loss_coef"] if actor["use_kl_loss"] else 0.0,
+        "entropy": actor["entropy_coeff"],
+        "low": actor["clip_ratio_low"],
+        "high": actor["clip_ratio_high"],
+        "dual": actor["clip_ratio_c"],
+        "tau_pos": 1.0,
+        "tau_neg": 1.05,
+    }
+    arrays = {"old": old, "rollout": rollout, "advantages": a, "mask": kept, "response": MASK}
+    arrays |= {"weights": weights, "reference": log_probs_of(REFERENCE)}
+    ready = {k: None if x is None else x[rows] for k, x in arrays.items()}
+    at = log_probs_of(logits)[rows]
+    _, rejected, _ = formulas.correction(
+        at - ready["rollout"], ready["mask"], section if bypass else {}
+    )
+
+    def loss(moved):
+        part = ready | {"entropy": entropies_of(moved)[rows]}
+        return formulas.loss_of_update(log_probs_of(moved)[rows], at, part, options)
+
+    return tabular.derivative(loss, logits), (MASK[rows] & ~rejected).sum()
+
+
+def check(data, *, differs=()):
+    found = verl.translate(data)
+    assert found.differs == differs
+    assert not found.unknown
+    rejected = []
+    for index, (logits, gradient, _) in enumerate(our_step(found)):
+        expected, number = verl_gradient(data, logits, index)
+        scale = np.abs(expected).max()
+        assert scale > 1e-3
+        np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-5 * scale)
+        rejected.append(number)
+    if data["algorithm"]["rollout_correction"].get("rollout_rs"):
+        assert 0 < sum(rejected) < MASK.sum(), "the case must keep some and reject some"
+    return found
+
+
+@pytest.mark.parametrize("name", quick.some(list(formulas.PRESETS), 4, 12, 17))
+def test_a_step_of_every_preset_is_verls(name):
+    check(configuration(of_preset(name)))
+
+
+REJECTING = ("decoupled_geo_rs_token_tis", "bypass_ppo_clip_k3_rs", "bypass_pg_geo_rs_seq_tis")
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    quick.some(
+        list(
+            itertools.product(
+                ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"],
+                REJECTING,
+            )
+        ),
+        1,
+    ),
+)
+def test_with_kl_and_entropy_terms_and_every_aggregation(name, mode):
+    check(configuration(of_preset(name), kl=0.3, entropy=0.2, loss_agg_mode=mode))
+
+
+@pytest.mark.parametrize("name", quick.some(REJECTING, 1))
+def test_means_of_means_divide_by_what_is_kept(name):
+    check(configuration(of_preset(name), loss_agg_mode="seq-mean-token-mean"))
+
+
+@pytest.mark.slow
+def test_the_denominator_of_the_other_trainer():
+    section = of_preset("decoupled_geo_rs_token_tis")
+    for v1, denominator in ((False, "verl"), (True, "response")):
+        found = check(configuration(section, v1=v1, kl=0.3))
+        assert found.config["learner"]["objective"]["denominator"] == denominator
+
+
+@pytest.mark.parametrize(
+    "loss", quick.some(["gspo", "sapo", "gpg", "cispo", "geo_mean", "dppo_tv", "dppo_kl"], 4)
+)
+def test_every_loss_is_verls(loss):
+    section = of_preset("decoupled_geo_rs")
+    bounds = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01} if "dppo" in loss else {}
+    check(configuration(section, policy_loss={"loss_mode": loss}, **bounds))
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    quick.some(
+        [
+            "rloo",
+            "grpo_passk",
+            "gpg",
+            "opo",
+            "reinforce_plus_plus",
+            "remax",
+            "grpo without deviation",
+        ],
+        3,
+    ),
+)
+def test_every_estimator_is_verls(estimator):
+    data = configuration(of_preset("decoupled_geo_rs"), estimator=estimator.split(" ")[0])
+    data["algorithm"]["norm_adv_by_std_in_grpo"] = "without" not in estimator
+    found = check(data)
+    early = found.config["learner"]["objective"].get("reject_before_advantages", False)
+    assert early == (estimator in ("opo", "reinforce_plus_plus"))
+
+
+def test_normalised_weights_and_several_rejections():
+    section = {
+        "rollout_is": "token",
+        "rollout_is_threshold": 1.05,
+        "rollout_rs": "token_k2,seq_max_k3",
+    }
+    section |= {"rollout_rs_threshold": "0.004,0.01", "rollout_is_batch_normalize": True}
+    check(configuration(section))
+
+
+def test_what_differs_is_named():
+    section = of_preset("decoupled_geo_rs")
+    found = verl.translate(configuration(section, estimator="reinforce_plus_plus_baseline"))
+    assert "rejected responses leave the group's mean" in found.differs[0]
+    bypass = of_preset("bypass_ppo_clip_geo_rs")
+    found = verl.translate(configuration(bypass, kl=0.1, loss_agg_mode="seq-mean-token-mean"))
+    assert found.differs == ("rejected tokens leave the KL and entropy terms, not so in verl",)
+    found = verl.translate(configuration(bypass, v1=True))
+    assert "trainer v1 takes no notice of rollout_rs" in found.notes[0]
+    assert found.config["learner"]["corrections"] == []
+    data = configuration(section, shuffle=True, use_torch_compile=False, puzzle=1)
+    data["algorithm"]["surprise"] = "x"
+    found = verl.translate(data)
+    actor = "actor_rollout_ref.actor"
+    assert found.unknown == (
+        "algorithm.surprise = 'x'",
+        f"{actor}.shuffle = True",
+        f"{actor}.puzzle = 1",
+    )
+    assert found.idle == (f"{actor}.use_torch_compile",)
+
+
+def test_a_key_that_is_left_out_has_verls_default():
+    objective = verl.translate({"algorithm": {"adv_estimator": "grpo"}}).config["learner"][
+        "objective"
+    ]
+    expected = {"loss": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+    assert {name: objective[name] for name in expected} == expected
+    assert objective["aggregation"] == "token_mean"
+    assert objective["kl_coefficient"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adv_estimator": "gae"}, "adv_estimator = 'gae': has no counterpart"),
+        ({"adv_estimator": "grop"}, "'grop' is unknown; did you mean 'grpo'"),
+        (
+            {"rollout_correction": {"rollout_rs": "seq_max_k1"}},
+            "rollout_rs = 'seq_max_k1': must be",
+        ),
+        (
+            {"rollout_correction": {"rollout_rs": "token_k2"}},
+            "rollout_rs_threshold = None: must be",
+        ),
+        ({"rollout_correction": {"rollout_is": "tokens"}}, "did you mean 'token'"),
+        (
+            {"rollout_correction": {"bypass_mode": "yes"}},
+            "bypass_mode = 'yes': must be true or false",
+        ),
+        ({"gamma": "${x.y}"}, "gamma = .*: is an interpolation"),
+        ({"gamma": 0.9, "adv_estimator": "reinforce_plus_plus"}, "gamma = 0.9: must be 1"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_in_one_line(changes, message):
+    with pytest.raises(InputError, match=message) as refused:
+        verl.translate({"algorithm": {"adv_estimator": "grpo", **changes}}, source="verl.yaml")
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith("verl.yaml: ")
+
+
+def test_the_command_prints_toml_that_loads(tmp_path, capsys):
+    file, out = tmp_path / "verl.yaml", tmp_path / "ours.toml"
+    file.write_text(
+        "algorithm: {adv_estimator: rloo}\n"
+        "rollout_correction: {rollout_is: token, rollout_is_threshold: 3}\n"
+        "actor_rollout_ref: {actor: {optim: {lr: 1e-6}, entropy_coeff: 1e-3}}\n"
+    )
+    assert cli.main(["translate", str(file), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == out.read_text()
+    config = toml.load(out)
+    assert config.optimizer.learning_rate == 1e-6
+    assert config.learner.corrections == ({"name": "token_tis", "cap": 3.0},)
+    assert config.objective.entropy_coefficient == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "not YAML"), ("[1, 2]", "must be a mapping"), ("x: {}", "has none of the sections")],
+)
+def test_files_that_are_none_are_one_line(tmp_path, text, message):
+    file = tmp_path / "verl.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message) as refused:
+        verl.translate(verl_keys.read_yaml(file))
+    assert "\n" not in str(refused.value)

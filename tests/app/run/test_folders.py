@@ -1,0 +1,510 @@
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tim_jax.app.run import exports, folders
+from tim_jax.app.run.checkpoints import Checkpoints, list_steps, restore
+from tim_jax.app.run.loggers import read_lines
+from tim_jax.common.errors import InputError
+
+CONFIG = 'seed = 0\nsteps = 10\n\n[optimizer]\nlearning_rate = 0.001\n\n[run]\nfolder = "x"\n'
+TRANSFORM = optax.chain(optax.clip(1.0), optax.adamw(1e-2))
+
+
+def first_state():
+    params = {
+        "w": jnp.linspace(-1.0, 1.0, 600, dtype=jnp.float32).reshape(20, 30),
+        "half": jnp.ones((7,), jnp.bfloat16),
+    }
+    # -0.0, a denormal, -inf and two NaNs that differ in their payload.
+    odd = np.array([0x80000000, 1, 0xFF800000, 0x7FC00001, 0xFFC12345], np.uint32)
+    return {
+        "params": params,
+        "optimizer": TRANSFORM.init(params),
+        "rest": {
+            "step": jnp.zeros((), jnp.int32),
+            "key": jax.random.key(7),
+            "odd": jnp.asarray(odd.view(np.float32)),
+            "nothing": (),
+        },
+    }
+
+
+@jax.jit
+def next_state(state):
+    gradients = jax.tree.map(jnp.cos, state["params"])
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
+        updates, optimizer = TRANSFORM.update(gradients, state["optimizer"], state["params"])
+    return {
+        "params": optax.apply_updates(state["params"], updates),
+        "optimizer": optimizer,
+        "rest": {**state["rest"], "step": state["rest"]["step"] + jnp.int32(1)},
+    }
+
+
+def raw(tree):
+    """Leaf path -> dtype, shape and bytes."""
+
+    def bits(leaf):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        return str(array.dtype), array.shape, array.tobytes()
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return structure, {jax.tree_util.keystr(path): bits(leaf) for path, leaf in leaves}
+
+
+def abstract(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def train(folder, *, stop, every=2, keep=2, pause=0.0):
+    """A run without a model: a state, two lines a step, a checkpoint every few steps."""
+    with folders.open_run(folder, CONFIG, keep=keep) as run:
+        state, step = first_state(), 0
+        if restored := run.restore(state):
+            state, step = restored.state, restored.step
+        while step < stop:
+            step, state = step + 1, next_state(state)
+            run.metrics.write(step, {"w": state["params"]["w"][3, 5], "nan": jnp.float32(jnp.nan)})
+            run.samples.write(step, {"text": f"sample {step}"})
+            run.timing.write(step, {"seconds": time.monotonic()})
+            if step % every == 0:
+                run.save(step, state, {"cursor": step * 10})
+            time.sleep(pause)
+    return state
+
+
+def test_a_run_and_its_resumption_are_the_same_bits(tmp_path):
+    whole = train(tmp_path / "a", stop=7)
+    train(tmp_path / "b", stop=5)
+    assert list_steps(tmp_path / "b" / "checkpoints") == [2, 4]
+    resumed = train(tmp_path / "b", stop=7)
+    assert raw(resumed) == raw(whole)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert [line["step"] for line in read_lines(tmp_path / "b" / "timing.jsonl")] == [*range(1, 8)]
+
+
+def test_restored_bits_structure_and_extra(tmp_path):
+    state = train(tmp_path, stop=6)
+    for like in (first_state(), abstract(first_state())):
+        found = folders.read_checkpoint(tmp_path, like)
+        assert (found.step, found.extra, found.damaged) == (6, {"cursor": 60}, ())
+        assert raw(found.state) == raw(state)
+    only = folders.read_checkpoint(tmp_path, {"params": first_state()["params"]}, step=4)
+    assert only.step == 4
+    assert set(only.state) == {"params"}
+    assert raw(only.state["params"]) != raw(state["params"])
+    assert folders.read_config(tmp_path) == CONFIG
+
+
+def test_restore_onto_other_devices(tmp_path):
+    devices = jax.devices()
+    if len(devices) < 4:
+        pytest.skip("needs 4 devices")
+    mesh = jax.sharding.Mesh(np.array(devices[:4]), ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    value = jax.random.normal(jax.random.key(0), (8, 6))
+    saver = Checkpoints(tmp_path)
+    saver.save(1, {"a": jax.device_put(value, split), "b": np.arange(3)}, {})
+    saver.close()
+    back = restore(tmp_path, {"a": value, "b": np.arange(3)}).state
+    assert np.array_equal(back["a"], value)
+    assert back["a"].sharding == value.sharding
+    assert isinstance(back["b"], np.ndarray)
+    assert back["b"].tolist() == [0, 1, 2]
+    like = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=split)
+    assert restore(tmp_path, {"a": like}).state["a"].sharding == split
+
+
+def test_a_donated_state_is_saved_as_it_was(tmp_path):
+    saver = Checkpoints(tmp_path)
+    overwrite = jax.jit(lambda x: x * 0.0 - 1.0, donate_argnums=0)
+    expected = np.arange(3_000_000, dtype=np.float32)
+    state = jnp.asarray(expected.copy())
+    saver.save(1, {"x": state}, {})
+    jax.block_until_ready(overwrite(state))
+    saver.close()
+    found = restore(tmp_path, {"x": jax.ShapeDtypeStruct(expected.shape, jnp.float32)})
+    assert np.array_equal(found.state["x"], expected)
+
+
+def test_retention_and_saving_a_step_twice(tmp_path):
+    train(tmp_path, stop=9, every=1, keep=3)
+    assert list_steps(tmp_path / "checkpoints") == [7, 8, 9]
+    saver = Checkpoints(tmp_path / "checkpoints", keep=3)
+    saver.save(9, {"other": jnp.zeros((1,))}, {})
+    saver.close()
+    assert folders.read_checkpoint(tmp_path, first_state()).step == 9
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["7", "8", "9"]
+    with pytest.raises(InputError, match="keep is 0"):
+        Checkpoints(tmp_path / "c", keep=0)
+
+
+def _largest(step_folder):
+    files = [path for path in (step_folder / "state").rglob("*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def _truncate(step_folder):
+    file = _largest(step_folder)
+    os.truncate(file, file.stat().st_size // 2)
+    return r"has \d+ bytes instead of \d+"
+
+
+def _flip(step_folder):
+    file = _largest(step_folder)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+    return "was changed"
+
+
+def _delete(step_folder):
+    _largest(step_folder).unlink()
+    return "No such file"
+
+
+def _cut_manifest(step_folder):
+    os.truncate(step_folder / "manifest.json", 40)
+    return "manifest.json is cut short"
+
+
+def _edit_manifest(step_folder):
+    path = step_folder / "manifest.json"
+    path.write_text(path.read_text().replace('"cursor": 60', '"cursor": 61'))
+    return "manifest.json was changed"
+
+
+def _delete_manifest(step_folder):
+    (step_folder / "manifest.json").unlink()
+    return "manifest.json: No such file"
+
+
+@pytest.mark.parametrize(
+    "damage", [_truncate, _flip, _delete, _cut_manifest, _edit_manifest, _delete_manifest]
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage):
+    whole = train(tmp_path / "a", stop=8)
+    folder = tmp_path / "b"
+    train(folder, stop=6)
+    what = damage(folder / "checkpoints" / "6")
+    with folders.open_run(folder, CONFIG) as run:
+        found = run.restore(first_state())
+        assert found is not None
+        assert found.step == 4
+        ((step, reason),) = found.damaged
+        assert step == 6
+        assert re.search(what, reason), reason
+        assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert (folder / "checkpoints" / "damaged-6").is_dir()
+    assert raw(train(folder, stop=8)) == raw(whole)
+    assert list_steps(folder / "checkpoints") == [6, 8]
+
+
+def test_no_whole_checkpoint_is_refused_and_nothing_is_touched(tmp_path):
+    train(tmp_path, stop=5)
+    for step in (2, 4):
+        _truncate(tmp_path / "checkpoints" / str(step))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.jsonl")}
+    with (
+        folders.open_run(tmp_path, CONFIG) as run,
+        pytest.raises(InputError, match=r"is whole: step 4: state/.*; step 2: state/"),
+    ):
+        run.restore(first_state())
+    assert list_steps(tmp_path / "checkpoints") == [2, 4]
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.jsonl")}
+
+
+def test_another_state_is_refused_by_leaf(tmp_path):
+    train(tmp_path, stop=2)
+    other = first_state()
+    other["params"]["w"] = jnp.zeros((20, 31))
+    with pytest.raises(
+        InputError, match=r"params\['w'\] is float32\[20,30\] in it, float32\[20,31"
+    ):
+        folders.read_checkpoint(tmp_path, other)
+    with pytest.raises(InputError, match=r"params\['half'\] is bfloat16\[7\] in it, absent here"):
+        folders.read_checkpoint(tmp_path, {"params": {}})
+    with pytest.raises(InputError, match=r"holds no 'adapter'; it has \['optimizer'"):
+        folders.read_checkpoint(tmp_path, {"adapter": {}})
+    with pytest.raises(InputError, match=r"holds no checkpoint of step 3; it has \[2\]"):
+        folders.read_checkpoint(tmp_path, first_state(), step=3)
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        folders.read_checkpoint(tmp_path / "absent", first_state())
+
+
+def test_order_of_calls_is_checked(tmp_path):
+    train(tmp_path, stop=2)
+    with folders.open_run(tmp_path, CONFIG) as run:
+        assert run.resumed
+        with pytest.raises(ValueError, match="call restore before writing"):
+            run.metrics.write(3, {})
+        run.restore(first_state())
+        with pytest.raises(ValueError, match="write the metrics of step 3 before"):
+            run.save(3, first_state())
+        run.save(2, first_state())  # already there: a run that has nothing left to do
+
+
+def test_a_run_without_a_checkpoint_starts_over(tmp_path):
+    train(tmp_path, stop=1)
+    assert (tmp_path / "metrics.jsonl").stat().st_size > 0
+    with folders.open_run(tmp_path, CONFIG) as run:
+        assert run.restore(first_state()) is None
+        assert run.metrics.size() == run.samples.size() == run.timing.size() == 0
+
+
+def test_another_config_is_refused_by_key(tmp_path):
+    folders.open_run(tmp_path, CONFIG).close()
+    other = CONFIG.replace("0.001", "0.002").replace("steps = 10", "steps = 20")
+    with pytest.raises(InputError) as caught:
+        folders.open_run(tmp_path, other, may_change=("steps",))
+    assert "optimizer.learning_rate was 0.001, now 0.002" in str(caught.value)
+    assert "steps was" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert folders.read_config(tmp_path) == CONFIG
+    folders.open_run(tmp_path, other, may_change=("steps", "optimizer")).close()
+    assert folders.read_config(tmp_path) == other
+    with pytest.raises(InputError, match="already holds a run"):
+        folders.open_run(tmp_path, other, resume=False)
+
+
+def test_config_differences_tell_types_and_absence():
+    found = folders.config_differences("a = 1\n[t]\nb = true\n", "a = 1.0\n[t]\nc = 'x'\n")
+    assert [str(difference) for difference in found] == [
+        "a was 1, now 1.0",
+        "t.b was true, now not set",
+        't.c was not set, now "x"',
+    ]
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match=r"holds no run \(no config.toml, but thesis.tex\)"):
+        folders.open_run(tmp_path, CONFIG)
+    with pytest.raises(InputError, match="holds no run: cannot read"):
+        folders.read_config(tmp_path)
+    with pytest.raises(InputError, match=r"cannot use the run folder .*thesis\.tex"):
+        folders.open_run(tmp_path / "thesis.tex" / "run", CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"steps = [\n", "is damaged: Invalid value"),
+        (b'a = "\xe4"\n', r"is damaged: not UTF-8 text \(byte 5\)"),
+    ],
+)
+def test_a_damaged_config_is_one_line(tmp_path, text, words):
+    (tmp_path / "config.toml").write_bytes(text)
+    for use in (folders.read_config, lambda folder: folders.open_run(folder, CONFIG)):
+        with pytest.raises(InputError, match=rf"config\.toml {words}") as caught:
+            use(tmp_path)
+        assert "\n" not in str(caught.value)
+    assert not folders.finished(tmp_path)
+
+
+def made_run(folder, *, model, checkpoints, steps=4):
+    """A run folder with these checkpoints, and a final model of a step ("?": it does not say)."""
+    (folder / "config.toml").write_text(f"steps = {steps}\n")
+    for step in checkpoints:
+        (folder / "checkpoints" / str(step)).mkdir(parents=True)
+    (folder / "model").mkdir()
+    if model != "?":
+        (folder / "model" / "training_step.json").write_text(json.dumps({"step": model}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"model": 4, "checkpoints": [3, 4]},
+        {"model": 4, "checkpoints": [2, 3]},  # killed between the model and its checkpoint
+        {"model": 4, "checkpoints": []},
+        {"model": 4, "checkpoints": [3, 4], "steps": 9},
+        {"model": "?", "checkpoints": [3, 4]},
+        {"model": "?", "checkpoints": []},
+    ],
+)
+def test_a_model_of_the_end_of_a_run_is_taken(tmp_path, run):
+    folder = made_run(tmp_path, **run)
+    assert exports.model_of(folder) == folder / "model"
+    assert exports.step_of(folder) == (None if run["model"] == "?" else 4)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ({"model": 2, "checkpoints": [3, 4]}, "went on to step 4, its final model is of step 2;"),
+        ({"model": 2, "checkpoints": [3]}, "went on to step 3, its final model is of step 2;"),
+        ({"model": "?", "checkpoints": [3]}, "on to step 3, its final model is of an earlier end"),
+    ],
+)
+def test_a_model_that_its_run_left_behind_is_not_taken(tmp_path, run, words):
+    with pytest.raises(InputError, match=words):
+        exports.model_of(made_run(tmp_path, **run))
+
+
+def test_what_is_no_run_is_left_as_it_is(tmp_path):
+    assert exports.model_of("some/name") == "some/name"
+    assert exports.model_of(tmp_path) == tmp_path
+    assert exports.step_of(tmp_path) is None
+
+
+def _unwritable(tmp_path):
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o555)
+    if not os.access(folder, os.W_OK):
+        return folder / "run"
+    return Path("/sys/kernel/tim_jax_run")  # root may write anywhere but there
+
+
+def test_a_read_only_folder_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="cannot use the run folder") as caught:
+        folders.open_run(_unwritable(tmp_path), CONFIG)
+    assert "\n" not in str(caught.value)
+
+
+# --- processes -------------------------------------------------------------------------------
+
+CHILD = """
+import sys
+sys.path.insert(0, {tests!r})
+import app.run.test_folders as test_runs
+"""
+
+
+def child(code, *arguments, **options):
+    source = CHILD.format(tests=str(Path(__file__).parents[2])) + code
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+    return subprocess.Popen(
+        [sys.executable, "-c", source, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def wait_until(condition, process, seconds=300.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.002)
+
+
+def lines_in(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_kill_at_any_moment_loses_and_doubles_nothing(tmp_path, kills):
+    """SIGKILL in the middle, restart, compare with a run that was never stopped."""
+    stop = 8 * kills + 2
+    whole = train(tmp_path / "a", stop=stop, every=1)
+    folder, rng = tmp_path / "b", random.Random(0)
+    code = "test_runs.train(sys.argv[1], stop=int(sys.argv[2]), every=1, pause=0.01)"
+    for _ in range(kills):
+        if lines_in(folder / "metrics.jsonl") >= stop:
+            break
+        process = child(code, folder, stop)
+        target = rng.randint(1, 4) + max([0, *list_steps(folder / "checkpoints")])
+        wait_until(lambda t=target: lines_in(folder / "timing.jsonl") >= t, process)
+        time.sleep(rng.uniform(0.0, 0.03))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    assert raw(train(folder, stop=stop, every=1)) == raw(whole)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (folder / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+    assert [line["step"] for line in read_lines(folder / "timing.jsonl")] == [*range(1, stop + 1)]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [str(stop - 1), str(stop)]
+
+
+LOCK_CHILD = """
+import os, time
+from tim_jax.app.run import folders
+run = folders.open_run(sys.argv[1], test_runs.CONFIG)
+if os.fork() == 0:  # a worker that outlives its parent must not keep the folder
+    print("held", flush=True)  # by the worker: what a fork runs in it has run
+    time.sleep(30)
+    os._exit(0)
+time.sleep(30)
+"""
+
+
+def test_lock_of_a_live_and_of_a_dead_process(tmp_path):
+    process = child(LOCK_CHILD, tmp_path, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(InputError, match=rf"in use by process {process.pid} on .*; wait"):
+            folders.open_run(tmp_path, CONFIG)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        folders.open_run(tmp_path, CONFIG).close()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # the worker
+        process.communicate()
+
+
+def test_the_same_process_cannot_open_a_run_twice(tmp_path):
+    match = f"in use by process {os.getpid()}"
+    with folders.open_run(tmp_path, CONFIG), pytest.raises(InputError, match=match):
+        folders.open_run(tmp_path, CONFIG)
+    folders.open_run(tmp_path, CONFIG).close()
+
+
+FULL_DISK_CHILD = """
+import resource
+import jax
+jax.config.update("jax_enable_compilation_cache", False)  # its files are not under test
+from tim_jax.app.run import folders
+from tim_jax.common.errors import InputError
+try:
+    with folders.open_run(sys.argv[1], test_runs.CONFIG) as run:
+        found = run.restore(test_runs.first_state())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        big = {"x": jax.random.normal(jax.random.key(0), (200_000,))}
+        run.metrics.write(3, {})
+        run.save(3, big)
+except InputError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit on file sizes")
+def test_a_checkpoint_that_does_not_fit_is_one_line_and_harms_nothing(tmp_path):
+    state = train(tmp_path, stop=2)
+    process = child(FULL_DISK_CHILD, tmp_path)
+    out, err = process.communicate()
+    assert process.returncode == 2, err
+    assert out.count("\n") == 1
+    assert "cannot write checkpoints" in out
+    assert "File too large; earlier checkpoints are unharmed" in out
+    assert err == ""
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    with folders.open_run(tmp_path, CONFIG) as run:
+        found = run.restore(first_state())
+    assert found is not None
+    assert raw(found.state) == raw(state)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2

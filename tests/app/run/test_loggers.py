@@ -1,0 +1,261 @@
+import json
+import math
+import os
+import sys
+import types
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tim_jax.app.run.loggers import JsonLines, Tee, TensorBoard, Wandb, plain, read_lines, scalars
+from tim_jax.common.errors import InputError
+
+
+def test_lines_are_on_disk_after_every_write(tmp_path):
+    path = tmp_path / "m.jsonl"
+    sink = JsonLines(path)
+    sink.write(1, {"reward": 0.25})
+    assert path.read_text() == '{"step": 1, "reward": 0.25}\n'
+    sink.write(2, {"text": "π ≈ 3\n"})
+    sink.sync()
+    assert path.stat().st_size == sink.size()
+    assert list(read_lines(path)) == [
+        {"step": 1, "reward": 0.25},
+        {"step": 2, "text": "π ≈ 3\n"},
+    ]
+    sink.close()
+
+
+@given(st.floats(width=32) | st.floats() | st.integers() | st.booleans() | st.text())
+def test_any_scalar_survives_strict_json(value):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    back = json.loads(json.dumps(plain(value), allow_nan=False), parse_constant=refuse)
+    if isinstance(value, float):
+        assert float(back) == value or (math.isnan(value) and math.isnan(float(back)))
+    else:
+        assert back == value
+        assert type(back) is type(value)
+
+
+def test_arrays_become_numbers_and_lists():
+    values = {
+        "jax": jnp.float32(0.1),
+        "bf16": jnp.bfloat16(1.5),
+        "scalar": ml_dtypes.bfloat16(2.5),
+        "int": np.int32(7),
+        "list": np.array([[1.0, np.nan], [-np.inf, 2.0]], np.float32),
+        "path": Path("a/b"),
+        "nested": [{"x": (1, None)}],
+    }
+    assert plain(values) == {
+        "jax": float(np.float32(0.1)),
+        "bf16": 1.5,
+        "scalar": 2.5,
+        "int": 7,
+        "list": [[1.0, "nan"], ["-inf", 2.0]],
+        "path": "a/b",
+        "nested": [{"x": [1, None]}],
+    }
+    with pytest.raises(TypeError, match="set cannot be written"):
+        plain({1, 2})
+
+
+def test_scalars_leave_the_rest_out():
+    values = {
+        "a": 1,
+        "b": True,
+        "c": np.float32(2),
+        "d": jnp.ones((2,)),
+        "e": "x",
+        "f": np.str_("y"),
+    }
+    assert scalars({**values, "g": jnp.int32(3), "h": np.ones((1,))}) == {
+        "a": 1.0,
+        "b": 1.0,
+        "c": 2.0,
+        "g": 3.0,
+    }
+
+
+def test_step_is_not_a_value(tmp_path):
+    sink = JsonLines(tmp_path / "m.jsonl")
+    with pytest.raises(ValueError, match="own key"):
+        sink.write(1, {"step": 2})
+
+
+def test_offset_cuts_whole_and_half_lines(tmp_path):
+    path = tmp_path / "m.jsonl"
+    first = JsonLines(path)
+    first.write(1, {"a": 1})
+    size = first.size()
+    first.write(2, {"a": 2})
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "a"')
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+
+    again = JsonLines(path, offset=size)
+    assert again.size() == size
+    again.write(2, {"a": 20})
+    assert list(read_lines(path)) == [{"step": 1, "a": 1}, {"step": 2, "a": 20}]
+    assert JsonLines(path, offset=0).size() == 0
+
+
+def test_a_line_file_changed_behind_our_back_is_refused(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n')
+    with pytest.raises(InputError, match=r"has 12 bytes.*when it had 100"):
+        JsonLines(path, offset=100)
+    with pytest.raises(InputError, match="byte 5 does not end a line"):
+        JsonLines(path, offset=5)
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_is_one_line(tmp_path):
+    (tmp_path / "m.jsonl").symlink_to("/dev/full")
+    sink = JsonLines(tmp_path / "m.jsonl")
+    with pytest.raises(InputError, match=r"^cannot write .*m\.jsonl: No space left on device$"):
+        sink.write(1, {"a": 1})
+
+
+def test_unreadable_and_unwritable_files_are_one_line(tmp_path):
+    with pytest.raises(InputError, match=r"cannot write .*: No such file"):
+        JsonLines(tmp_path / "absent" / "m.jsonl")
+    with pytest.raises(InputError, match="cannot read"):
+        list(read_lines(tmp_path / "absent.jsonl"))
+    (tmp_path / "bad.jsonl").write_text('{"a": 1}\n{"a": \n')
+    with pytest.raises(InputError, match=r"bad\.jsonl, line 2: not JSON"):
+        list(read_lines(tmp_path / "bad.jsonl"))
+    (tmp_path / "bad.jsonl").write_text("[1]\n")
+    with pytest.raises(InputError, match=r"line 1: \[1\] is not an object"):
+        list(read_lines(tmp_path / "bad.jsonl"))
+
+
+def test_tensorboard_holds_the_scalars(tmp_path):
+    def events(folder):
+        found = []
+        for file in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+            for record in _records(file):
+                for value in record.summary.value:
+                    found.append((record.step, value.tag, value.simple_value))
+        return found
+
+    sink = TensorBoard(tmp_path / "tb")
+    sink.write(3, {"reward": 0.5, "text": "x", "bins": np.ones((4,)), "bad": float("nan")})
+    sink.close()
+    got = events(tmp_path / "tb")
+    assert (3, "reward", 0.5) in got
+    assert {tag for _, tag, _ in got} == {"reward", "bad"}
+
+
+@pytest.mark.parametrize(("resumed", "expected"), [(-1, []), (0, [1]), (7, [8])])
+def test_tensorboard_resume_hides_later_steps(tmp_path, resumed, expected):
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    sink = TensorBoard(tmp_path / "tb", resume_step=resumed)
+    sink.close()
+    (file,) = (tmp_path / "tb").iterdir()
+    starts = [r for r in _records(file) if r.session_log.status == SessionLog.START]
+    assert [record.step for record in starts] == expected
+
+
+def _records(file):
+    """Reads TFRecords by their definition: u64 length, u32 crc, data, u32 crc."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, at = file.read_bytes(), 0
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 8], "little")
+        yield Event.FromString(data[at + 12 : at + 12 + length])
+        at += 16 + length
+
+
+def _fake_wandb(calls, error=None):
+    module = types.ModuleType("wandb")
+
+    class Error(Exception):
+        pass
+
+    class Run:
+        def log(self, values, step):
+            calls.append(("log", step, values))
+
+        def finish(self):
+            calls.append(("finish",))
+
+    def init(**options):
+        if error:
+            raise Error(error)
+        calls.append(("init", options))
+        return Run()
+
+    module.Error, module.init = Error, init
+    module.Settings = lambda **options: options
+    return module
+
+
+def test_wandb_resumes_under_the_same_id(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", _fake_wandb(calls))
+    for _ in range(2):
+        sink = Wandb(tmp_path, project="p", name="n", config={"seed": 1}, mode="offline")
+        sink.write(4, {"reward": np.float32(0.5), "note": "x", "bins": np.ones((3,))})
+        sink.close()
+    first, second = (options for kind, *rest in calls if kind == "init" for options in rest)
+    assert first["id"] == second["id"] == (tmp_path / "wandb_id").read_text().strip()
+    assert first["resume"] == "allow"
+    assert first["mode"] == "offline"
+    assert ("log", 4, {"reward": 0.5, "note": "x"}) in calls
+    assert calls[-1] == ("finish",)
+
+
+def test_wandb_refusal_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", _fake_wandb([], error="no\nAPI key"))
+    with pytest.raises(InputError, match="did not start: no API key; log in") as caught:
+        Wandb(tmp_path, project="p", name="n", config={})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "make"),
+    [
+        ("tensorboardX", "tensorboard", lambda folder: TensorBoard(folder)),
+        ("wandb", "wandb", lambda folder: Wandb(folder, project="p", name="n", config={})),
+    ],
+)
+def test_a_missing_package_names_its_extra(tmp_path, monkeypatch, package, extra, make):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=rf"{package} is not installed; .*tim-jax\[{extra}\]"):
+        make(tmp_path)
+
+
+def test_a_folder_called_wandb_is_not_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    with pytest.raises(InputError, match="wandb is not installed"):
+        Wandb(tmp_path, project="p", name="n", config={})
+
+
+def test_tee_writes_to_all(tmp_path):
+    tee = Tee((JsonLines(tmp_path / "a"), JsonLines(tmp_path / "b")))
+    tee.write(1, {"x": 1})
+    tee.close()
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == '{"step": 1, "x": 1}\n'
+
+
+def test_a_disk_that_fails_when_lines_are_synced_is_one_line(tmp_path, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    lines = JsonLines(tmp_path / "a.jsonl")
+    lines.sync()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match=r"cannot write .*a\.jsonl: No space left"):
+        lines.sync()
+    JsonLines(os.devnull).sync()

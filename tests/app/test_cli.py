@@ -1,0 +1,1083 @@
+"""The commands, as a user calls them: what they leave, and one clear line when they cannot."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+from transformers.utils import chat_template_utils
+
+import tim_jax
+from tim_jax.app import cli
+from tim_jax.app.config import toml
+from tim_jax.app.jobs import audit, generating
+from tim_jax.app.run import assembly, exports, folders, marks, started
+from tim_jax.app.run.checkpoints import Restored
+from tim_jax.app.run.loggers import read_lines
+from tim_jax.app.run.numerics import fixed_numerics
+from tim_jax.common.errors import InputError
+from tim_jax.model import calibration, hf
+from tim_jax.policy import sampler
+from tim_jax.rl.drawing import Text
+from tim_jax.tasks import builtin
+from tim_jax.tasks.base import Example
+from tim_jax.tasks.text import character_tokenizer
+
+CONFIG = """
+steps = 3
+
+[model.architecture]
+hidden_size = 16
+num_layers = 2
+num_heads = 2
+num_kv_heads = 1
+head_dim = 8
+intermediate_size = 24
+max_positions = 24
+
+[sampling]
+samples_per_prompt = 4
+max_prompt_length = 8
+max_response_length = 8
+stop_tokens = [7, 9, 11]
+
+[learner]
+prompts_per_step = 2
+
+[learner.objective]
+reward_kl_coefficient = 0.1
+reward_kl_target = 1.0
+reward_kl_horizon = 20
+
+[optimizer]
+learning_rate = 0.01
+
+[task]
+kind = "builtin"
+name = "running_sums"
+parameters = { digits = [1, 3], eval_size = 16 }
+reward = "cli_rewards:by_length"
+reward_in_process = true
+
+[warmup]
+steps = 2
+batch = 4
+
+[eval]
+every = 2
+prompts = 5
+samples = 2
+
+[run]
+checkpoint_every = 1
+"""
+
+# `plan` says what happens in a call of that number; the tests change it.
+REWARDS = """
+import ctypes
+
+plan = {}
+calls = 0
+
+
+def by_length(prompts, completions, answers):
+    global calls
+    calls += 1
+    assert len(prompts) == len(completions) == len(answers)
+    rewards = [len(completion) / 8 for completion in completions]
+    return plan[calls](rewards) if calls in plan else rewards
+
+
+def leave(prompts, completions, answers):
+    ctypes.CDLL(None)._exit(0)
+
+
+def nothing():
+    return {}
+
+
+def at_length(prompts, completions, answers):
+    return [float(len(completion) > 7) for completion in completions]
+
+
+def empty():
+    from tim_jax.tasks.base import Grade, Task
+
+    return Task("mine", (), (), lambda examples, completions: [Grade(0.0) for _ in completions])
+"""
+
+
+@pytest.fixture(scope="module")
+def patch():
+    with pytest.MonkeyPatch.context() as context:
+        yield context
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(patch, tmp_path_factory):
+    """The working folder: a config and a module of rewards. Row ranges are not measured here."""
+    path = tmp_path_factory.mktemp("work")
+    (path / "tiny.toml").write_text(CONFIG)
+    (path / "cli_rewards.py").write_text(REWARDS)
+    patch.chdir(path)
+    patch.syspath_prepend(str(path))
+    patch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
+    yield path
+    sys.modules.pop("cli_rewards", None)
+
+
+@pytest.fixture
+def rewards():
+    import cli_rewards  # pyright: ignore[reportMissingImports]
+
+    cli_rewards.plan, cli_rewards.calls = {}, 0
+    yield cli_rewards
+    cli_rewards.plan = {}
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs a command: (exit status, standard output, standard error)."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        status = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    """A run of three steps that came to its end."""
+    assert cli.main(["train", "tiny.toml", "run.folder=finished"]) == 0
+    return folder / "finished"
+
+
+def metrics_of(run):
+    return list(read_lines(run / "metrics.jsonl"))
+
+
+# What a run leaves
+
+
+def test_a_run_leaves_metrics_samples_chart_and_model(finished):
+    lines = metrics_of(finished)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["exact_share"] for line in lines[1:]] == [1.0, 1.0, 1.0]
+    assert all(line["compared_tokens"] > 0 == line["unequal_tokens"] for line in lines[1:])
+    # Before the first step, at every second, and after the last.
+    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 2, 3]
+    assert all({"reward", "response_length", "loss", "gradient_norm"} <= set(m) for m in lines[1:])
+    # The coefficient of the KL in the reward is steered: 8 sequences of a step, horizon 20. The
+    # policy begins as its own reference.
+    steered = [line["reward_kl_coefficient"] for line in lines[1:]]
+    assert lines[1]["reward_kl"] == 0.0
+    assert steered[:2] == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 20)])
+    assert len(set(steered)) == 3
+    timing = list(read_lines(finished / "timing.jsonl"))
+    assert [line["step"] for line in timing] == [1, 2, 3]
+    assert all(line["tokens_per_second"] > 0 for line in timing)
+    samples = list(read_lines(finished / "samples.jsonl"))
+    assert [line["step"] for line in samples] == [1] * 4 + [2] * 4 + [3] * 4
+    assert {"prompt", "completion", "answer", "reward"} < set(samples[0])
+    assert (finished / "chart.png").read_bytes().startswith(b"\x89PNG")
+    config = tomllib.loads((finished / "config.toml").read_text())
+    assert (config["steps"], config["optimizer"]["b2"]) == (3, 0.95)  # defaults are written out
+    assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_the_model_is_one_of_transformers(finished):
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    config = AutoConfig.from_pretrained(finished / "model")
+    assert (config.model_type, config.vocab_size) == ("qwen3", len(tokenizer))
+    assert tokenizer.decode(tokenizer.encode("1+2=")) == "1+2="
+    assert config.eos_token_id == tokenizer.eos_token_id
+    stored = load_file(finished / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {np.dtype("float32")}
+
+
+def test_the_model_is_that_of_the_last_step(finished):
+    model = assembly.load_model(str(finished / "model"))
+    restored = programs_state(finished)
+    assert tiny.bits(model.params) == tiny.bits(restored)
+
+
+def test_the_model_stops_where_the_run_did(finished, call):
+    """Not only at the model's own end token, but at those of the config too."""
+    assert call("export", finished, "stopping")[0] == 0
+    for folder in (finished / "model", "stopping"):
+        assert assembly.open_model(str(folder)).stop_tokens == (1, 7, 9, 11)
+        assert hf.load_generation_config(folder)["pad_token_id"] == 0
+
+
+def test_a_model_is_never_that_of_an_earlier_end(finished, folder, call):
+    """A step more without a model, and then the same command with one."""
+    run = shutil.copytree(finished, folder / "further")
+    arguments = ("train", "tiny.toml", "run.folder=further", "steps=4", "eval.every=0")
+    old = (run / "model" / "model.safetensors").read_bytes()
+    status, out, _ = call(*arguments, "run.export=false")
+    assert status == 0
+    assert out.endswith("metrics, samples and chart: further\n")
+    for command in (("generate", run, "1+2="), ("audit", run, "--quick")):
+        err = refused(call, *command)
+        assert f"the run '{run}' went on to step 4, its final model is of step 3;" in err
+    with pytest.raises(InputError, match="went on to step 4"):
+        tim_jax.load(run)
+    assert (run / "model" / "model.safetensors").read_bytes() == old
+    status, out, _ = call(*arguments)
+    assert status == 0
+    assert out.endswith("metrics, samples, chart and model: further\n")
+    assert tiny.bits(tim_jax.load(run).params) == tiny.bits(programs_state(run))
+    assert (run / "model" / "model.safetensors").read_bytes() != old
+    assert exports.step_of(run) == 4
+
+
+def programs_state(run):
+    """The parameters of a run's newest checkpoint."""
+    config = toml.load(run / "config.toml")
+    start = assembly.make_model(config).params
+    return folders.read_checkpoint(run, {"params": start}).state["params"]
+
+
+def test_a_finished_run_does_nothing_more(finished, call):
+    before = {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
+    lines = (finished / "metrics.jsonl").read_bytes()
+    status, out, _ = call("train", "tiny.toml", "run.folder=finished")
+    assert status == 0
+    assert "resumed after step 3" in out
+    assert (finished / "metrics.jsonl").read_bytes() == lines
+    assert before == {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
+
+
+def test_a_run_in_two_parts_is_the_run_in_one(finished, folder, call):
+    """Two steps, then the third: the same lines and samples, and the model of three steps."""
+    parts = folder / "parts"
+    assert call("train", "tiny.toml", "run.folder=parts", "steps=2", "eval.every=0")[0] == 0
+    short = (parts / "model" / "model.safetensors").read_bytes()
+    assert call("train", "tiny.toml", "run.folder=parts")[0] == 0
+    assert (parts / "samples.jsonl").read_bytes() == (finished / "samples.jsonl").read_bytes()
+    for ours, theirs in zip(metrics_of(parts), metrics_of(finished), strict=True):
+        kept = {k: v for k, v in theirs.items() if not k.startswith("eval/") or k in ours}
+        assert ours == kept
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        ours, theirs = parts / "model" / name, finished / "model" / name
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert (parts / "model" / "model.safetensors").read_bytes() != short
+    assert not [p for p in parts.iterdir() if p.name.startswith(".model")]
+
+
+def test_eval_of_a_run_is_its_last_evaluation(finished, folder, call):
+    out_file = folder / "scores.json"
+    status, out, _ = call("eval", "tiny.toml", "run.folder=finished", "--json", out_file)
+    assert status == 0
+    scores = json.loads(out_file.read_text())
+    last = metrics_of(finished)[-1]
+    assert scores == {name: last[f"eval/{name}"] for name in scores}
+    faults = {"grader/timeout", "grader/error"}
+    assert {"mean@2", "pass@1", "prompts", "reward", "length"} | faults == set(scores)
+    assert all(name in out for name in scores)
+    status, _, _ = call(
+        "eval",
+        "tiny.toml",
+        "run.folder=elsewhere",
+        "--model",
+        finished / "model",
+        "--json",
+        out_file,
+    )
+    assert status == 0
+    assert json.loads(out_file.read_text()) == scores
+
+
+def test_eval_without_a_run_is_of_the_configs_own_model(finished, folder, call):
+    out_file = folder / "first.json"
+    status, out, _ = call("eval", "tiny.toml", "run.folder=nowhere", "--json", out_file)
+    assert status == 0
+    assert "evaluated the config's own model, as nowhere has no checkpoint" in out
+    assert json.loads(out_file.read_text()).keys() == {
+        "mean@2",
+        "pass@1",
+        "prompts",
+        "reward",
+        "length",
+        "grader/timeout",
+        "grader/error",
+    }
+    assert not (folder / "nowhere").exists()
+
+
+def test_generate_says_prompt_completion_and_log_prob(finished, call):
+    arguments = ("generate", finished, "1+2=", "7=", "--samples", 3, "--max-tokens", 6)
+    status, out, _ = call(*arguments)
+    assert status == 0
+    assert out.count("1+2=\n") == out.count("7=\n") == 3
+    assert out.count("(log-prob -") == 6
+    assert call(*arguments) == (0, out, "")
+    assert call(*arguments, "--seed", 1)[1] != out
+    greedy = call("generate", finished / "model", "1+2=", "--temperature", 0, "--max-tokens", 6)[1]
+    assert greedy.count("(log-prob 0.000)") == 1
+
+
+def test_no_completion_is_too_odd_to_be_printed(finished, folder, call, monkeypatch):
+    """An output without the characters has others in their place; escapes are not obeyed."""
+    bare = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", bare)
+        arguments = ("tiny.toml", "run.folder=finished", "--json", "bare.json")
+        assert cli.main(["eval", *arguments]) == 0
+    assert b" ? " in bare.buffer.getvalue()  # an arrow, between prompt and completion
+    assert json.loads((folder / "bare.json").read_text())["prompts"] == 5.0
+
+    rows = [("1\n2", "a\x1b[2J\r\n\tb\ud800", -1.0)]
+    monkeypatch.setattr(generating, "generate", lambda *args, **options: iter(rows))
+    shown = "1\n2\n  -> a<1b>[2J\n b<d800>   (log-prob -1.000)\n"
+    assert call("generate", finished, "x") == (0, shown, "")
+
+
+@pytest.mark.slow
+def test_audit_of_a_run(finished, folder, call, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)  # as few placements as there can be
+    out_file = folder / "audit.json"
+    status, out, _ = call("audit", finished, "--quick", "--json", out_file)
+    report = json.loads(out_file.read_text())
+    assert status == 0
+    assert report["unequal_tokens"] == 0 < report["compared_tokens"]
+    assert len(report["cases"]) > 5
+    assert "exact: 0 of" in out
+    assert all(one["passed"] for one in report["gradients"])
+    assert {one["numerics"] for one in report["gradients"]} == {"native float32", "native bfloat16"}
+    assert "right gradients: all" in out
+
+
+# Stopped on the way
+
+
+def test_a_mismatch_ends_the_run_with_its_own_status(call, folder, monkeypatch):
+    true = sampler.sample
+
+    def sample(*args, **options):
+        rollout = true(*args, **options)
+        return replace(rollout, log_probs=rollout.log_probs.at[3, 0].add(-1e-6))
+
+    monkeypatch.setattr(sampler, "sample", sample)
+    status, _, err = call("train", "tiny.toml", "run.folder=mismatch", "eval.every=0")
+    assert status == 3
+    assert err.startswith("tim-jax: not exact: step 1: 1 of ")
+    assert "sequence 3, response position 0" in err
+    assert err.count("\n") == 1
+    assert [line["step"] for line in metrics_of(folder / "mismatch")] == [0]
+
+
+def test_any_checkpoint_is_exported_as_a_model(folder, finished, call):
+    assert call("export", finished, "exported")[0] == 0
+    newest = load_file(folder / "exported" / "model.safetensors")
+    last = load_file(finished / "model" / "model.safetensors")
+    assert {k: v.tobytes() for k, v in newest.items()} == {k: v.tobytes() for k, v in last.items()}
+    status, out, _ = call("export", finished, "exported-2", "--step", "2")
+    assert status == 0
+    assert "step 2" in out
+    earlier = load_file(folder / "exported-2" / "model.safetensors")
+    assert any(earlier[name].tobytes() != last[name].tobytes() for name in last)
+    assert call("generate", "exported-2", "12>", "--max-tokens", "4")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["export", pytest.param("eval", marks=pytest.mark.slow)])
+def test_a_damaged_checkpoint_is_named_by_what_reads_it(command, folder, finished, call):
+    run = folder / f"damaged-{command}"
+    shutil.copytree(finished, run)
+    with (run / "checkpoints" / "3" / "manifest.json").open("ab") as manifest:
+        manifest.truncate(10)
+    config = ("tiny.toml", f"run.folder={run.name}")
+    arguments = (run.name, f"{run.name}-model") if command == "export" else config
+    status, _, err = call(command, *arguments)
+    assert status == 0
+    assert "checkpoint of step 3 is damaged: manifest.json is cut short" in err
+    assert "taking step 2" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("finished", "exported-9", "--step", "9"), "no checkpoint of step 9; it has [2, 3]"),
+        (("finished", "finished"), "exists already and is not overwritten"),
+        (("nowhere", "exported-9"), "nowhere holds no run"),
+    ],
+)
+def test_an_export_that_cannot_be_is_refused(arguments, words, finished, call):
+    del finished
+    status, _, err = call("export", *arguments)
+    assert status == 2
+    assert err.startswith("tim-jax: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def interrupt(rewards):
+    del rewards
+    raise KeyboardInterrupt
+
+
+def fail(rewards):
+    del rewards
+    raise ValueError("no such\nanswer")
+
+
+def terminate(rewards):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return rewards
+
+
+FAILURES = {
+    "raises": (fail, 2, "tim-jax: reward cli_rewards:by_length raised ValueError: no such"),
+    "nan": (lambda r: [*r[:-1], float("nan")], 2, "finite numbers, got nan at 7"),
+    "interrupted": (interrupt, 130, ""),
+}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(
+    folder, finished, rewards, call
+):
+    arguments = ("train", "tiny.toml", "run.folder=ended", "run.checkpoint_every=3")
+    rewards.plan = {4: terminate}  # in step 2: the first two calls are of the evaluation
+    before = signal.getsignal(signal.SIGTERM)
+    status, _, err = call(*arguments)
+    assert status == 143
+    assert err == "tim-jax: asked to end, saved after step 2; the same command goes on\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+    run = folder / "ended"
+    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2]
+    rewards.plan = {}
+    status, out, _ = call(*arguments)
+    assert status == 0
+    assert "resumed after step 2" in out
+    for name in ("metrics.jsonl", "samples.jsonl", "model/model.safetensors"):
+        assert (run / name).read_bytes() == (finished / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_what_is_drawn_again_and_what_corrections_remember_survive_a_resume(folder, call):
+    """Three steps in one, and one step and then two: the same lines."""
+    changes = (
+        "learner.refills=2",
+        'learner.mode="recompute"',
+        'learner.corrections=[{name="token_tis"}, {name="normalise_by_running_mean"}]',
+        "task.reward=cli_rewards:at_length",
+        "optimizer.ess_reference=0.5",
+        "eval.every=0",
+    )
+    call("train", "tiny.toml", "run.folder=one", *changes)
+    call("train", "tiny.toml", "run.folder=two", "steps=1", *changes)
+    assert "resumed after step 1" in call("train", "tiny.toml", "run.folder=two", *changes)[1]
+    whole, parts = metrics_of(folder / "one"), metrics_of(folder / "two")
+    # The first part evaluates after its last step, as every run.
+    kept = [{k: v for k, v in m.items() if not k.startswith("eval/")} for m in parts]
+    assert [{k: v for k, v in m.items() if not k.startswith("eval/")} for m in whole] == kept
+    assert sum(line["refill/rounds"] for line in whole[1:]) > 0
+    assert {line["correction/clipped_high_share"] for line in whole[1:]} == {0.0}
+    samples = [(folder / run / "samples.jsonl").read_bytes() for run in ("one", "two")]
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.slow
+def test_a_float16_run_says_its_overflows_and_resumes_to_the_bit(folder, call):
+    """One step and then two, against three in one; the scale of 2^24 is too large at first."""
+    changes = (
+        "numerics.dtype=float16",
+        "optimizer.loss_scale={ initial = 16777216.0, growth_interval = 2 }",
+        "learner.mini_batches=2",
+        "learner.epochs=2",
+        "task.reward=cli_rewards:at_length",
+        "eval.every=0",
+    )
+    out = call("train", "tiny.toml", "run.folder=whole16", *changes)[1]
+    call("train", "tiny.toml", "run.folder=parts16", "steps=1", *changes)
+    assert "resumed after step 1" in call("train", "tiny.toml", "run.folder=parts16", *changes)[1]
+    whole, parts = (
+        [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in metrics_of(run)]
+        for run in (folder / "whole16", folder / "parts16")
+    )
+    assert whole == parts
+    lines = [line for line in whole if line["step"]]
+    overflows = [line["overflows"] for line in lines]
+    assert overflows[0] > 0
+    assert f"step 1: a float16 gradient overflowed in {int(overflows[0])} updates" in out
+    assert lines[-1]["loss_scale_skips"] == sum(overflows)
+    assert not any(line["skipped"] for line in lines)
+    assert all(line["exact_share"] == 1.0 for line in lines)
+    bits = [tiny.bits(programs_state(folder / run)) for run in ("whole16", "parts16")]
+    assert bits[0] == bits[1]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_no_longer_finite_ends_with_its_batch(folder, call):
+    """At this learning rate the first update leaves weights whose logits overflow."""
+    run = folder / "overflow"
+    changes = ("optimizer.learning_rate=1e38", "exact=report", "learner.max_skipped=2")
+    status, _, err = call("train", "tiny.toml", f"run.folder={run.name}", "steps=9", *changes)
+    assert status == 4
+    assert "the loss or gradient of 2 updates in a row was not finite" in err
+    assert err.count("\n") == 1
+    assert f"batch is in {run.name}/non_finite.npz" in err
+    with np.load(run / "non_finite.npz") as batch:
+        assert batch["rollout.responses"].shape == (8, 8)
+    skipped = [line["skipped"] for line in metrics_of(run) if line["step"]]
+    assert skipped == [0.0] * (len(skipped) - 1) + [1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_failure_under_way_keeps_what_was_written_and_can_be_resumed(
+    kind, finished, folder, rewards, call
+):
+    what, status, words = FAILURES[kind]
+    run = folder / f"failed-{kind}"
+    arguments = ("train", "tiny.toml", f"run.folder={run.name}", "eval.every=0")
+    rewards.plan = {3: what}
+    found, out, err = call(*arguments)
+    assert found == status
+    assert "Traceback" not in out + err
+    if status == 2:
+        assert err.startswith("tim-jax: ")
+        assert err.count("\n") == 1
+        assert words in err
+    else:
+        assert "interrupted" in err
+    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2]
+    assert len(list(read_lines(run / "samples.jsonl"))) == 8
+    if kind != "raises":
+        return
+    rewards.plan = {}
+    status, out, _ = call(*arguments)
+    assert status == 0
+    assert "resumed after step 2" in out
+    assert (run / "samples.jsonl").read_bytes() == (finished / "samples.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_to_the_same_bits_with_other_settings_of_memory(
+    finished, folder, rewards, call
+):
+    run = folder / "other-memory"
+    arguments = ("train", "tiny.toml", f"run.folder={run.name}", "eval.every=0")
+    rewards.plan = {3: interrupt}
+    assert call(*arguments)[0] == 130
+    rewards.plan = {}
+    status, _, err = call(*arguments, "learner.micro_batch=4")
+    assert status == 2
+    assert "learner.micro_batch was not set, now 4" in err
+    changes = {"learner.offload": "true", "learner.remat": "true", "sampler.halvings": "1"}
+    changes["sampler.slots"] = "4"
+    status, out, _ = call(*arguments, *(f"{key}={value}" for key, value in changes.items()))
+    assert status == 0
+    (said,) = [line for line in out.splitlines() if "resumed after step 2" in line]
+    before = {"learner.offload": "false", "learner.remat": "false", "sampler.halvings": "0"}
+    words = [f"{k} was {before.get(k, 'not set')}, now {v}" for k, v in changes.items()]
+    assert said.endswith(f"resumed after step 2 with other settings: {'; '.join(words)}")
+    for name in ("samples.jsonl", "model/model.safetensors"):
+        assert (run / name).read_bytes() == (finished / name).read_bytes(), name
+    whole = [
+        {k: v for k, v in m.items() if not k.startswith("eval/")} for m in metrics_of(finished)
+    ]
+    assert metrics_of(run) == whole
+
+
+def test_a_reward_that_leaves_with_status_0_does_not_end_the_run_with_it(call, folder):
+    status, out, err = call(
+        "train",
+        "tiny.toml",
+        "run.folder=left",
+        "eval.every=0",
+        "warmup.steps=0",
+        "task.reward=cli_rewards:leave",
+        "task.reward_in_process=false",
+    )
+    assert (status, err.count("\n")) == (2, 1)
+    assert "cli_rewards:leave: a call ended its process (exit status 0)" in err
+    assert "Traceback" not in out + err
+    assert [line["step"] for line in metrics_of(folder / "left")] == [0]
+    assert not (folder / "left" / "model").exists()
+
+
+@pytest.mark.slow
+def test_a_mistake_found_before_the_first_checkpoint_can_be_mended_in_place(call, folder):
+    wrong = (
+        "train",
+        "tiny.toml",
+        "run.folder=mended",
+        "sampling.max_prompt_length=1",
+        "warmup.steps=0",
+    )
+    status, _, err = call(*wrong)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "at most 1 are allowed" in err
+    fixed = ("train", "tiny.toml", "run.folder=mended", "steps=1", "eval.every=0", "warmup.steps=0")
+    assert call(*fixed)[0] == 0
+    # From the first checkpoint on the config stands.
+    status, _, err = call(*fixed, "seed=1")
+    assert status == 2
+    assert "seed was 0, now 1" in err
+    assert [line["step"] for line in metrics_of(folder / "mended")] == [0, 1]
+
+
+# Bad input
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder):
+    """A model folder that is whole."""
+    tokenizer = character_tokenizer(builtin.ALPHABET)
+    config = toml.load("tiny.toml")
+    assert config.model.architecture is not None
+    model = assembly.random_model(config.model.architecture, seed=0)
+    return hf.save(
+        folder / "checkpoint", jax.device_get(model.params), model.config, tokenizer=tokenizer
+    )
+
+
+def broken(checkpoint, name, change):
+    """A copy of the checkpoint whose tensors `change` has changed."""
+    folder = checkpoint.with_name(name)
+    shutil.copytree(checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def refused(call, *arguments):
+    """The one line on standard error."""
+    status, out, err = call(*arguments)
+    assert status == 2, (out, err)
+    assert err.startswith("tim-jax: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert "Traceback" not in out + err
+    return err
+
+
+@pytest.mark.slow
+def test_a_whole_checkpoint_is_taken(checkpoint, call):
+    arguments = ("train", "tiny.toml", "run.folder=whole", f"model={{path='{checkpoint}'}}")
+    assert call(*arguments, "steps=1", "warmup.steps=0", "eval.every=0")[0] == 0
+
+
+def truncate(checkpoint):
+    folder = checkpoint.with_name("truncated")
+    shutil.copytree(checkpoint, folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return folder
+
+
+def without_a_tensor(checkpoint):
+    return broken(checkpoint, "gapped", lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+
+
+def of_another_shape(checkpoint):
+    def change(tensors):
+        name = "model.layers.0.self_attn.o_proj.weight"
+        tensors[name] = np.ascontiguousarray(tensors[name][:, :-1])
+
+    return broken(checkpoint, "misshapen", change)
+
+
+def without_tokenizer(checkpoint):
+    folder = checkpoint.with_name("wordless")
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    return folder
+
+
+def without_config(checkpoint):
+    folder = checkpoint.with_name("unnamed")
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("config.json"))
+    return folder
+
+
+def of_another_architecture(checkpoint):
+    folder = checkpoint.with_name("other")
+    shutil.copytree(checkpoint, folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"model_type": "mamba"}))
+    return folder
+
+
+MODELS = {
+    "truncated": (truncate, "truncated or corrupt safetensors"),
+    "missing tensor": (without_a_tensor, "layers.1.mlp.up_proj.weight' is missing"),
+    "wrong shape": (of_another_shape, "o_proj.weight' has shape [16, 15], expected [16, 16]"),
+    "no tokenizer": (without_tokenizer, "has no tokenizer"),
+    "no config": (without_config, "has no config.json"),
+    "architecture": (of_another_architecture, "mamba"),
+    "missing folder": (lambda checkpoint: checkpoint / "gone", "does not exist"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_folder_that_is_not_right(kind, checkpoint, folder, call):
+    make, words = MODELS[kind]
+    model = make(checkpoint)
+    run = folder / f"model-{kind.replace(' ', '-')}"
+    for arguments in (
+        ("train", "tiny.toml", f"run.folder={run.name}", f"model={{path='{model}'}}"),
+        ("eval", "tiny.toml", f"run.folder={run.name}", "--model", model),
+        ("generate", model, "1+2=", "--max-tokens", 8),
+        ("audit", model),
+    ):
+        if kind == "no tokenizer" and arguments[0] == "audit":
+            continue  # an audit draws token ids and needs none
+        err = refused(call, *arguments)
+        assert words in err
+        assert str(model) in err
+    # The mistake mended, the same command works: the folder holds nothing that stands in its way.
+    assert not (run / "metrics.jsonl").exists() or not metrics_of(run)
+
+
+BAD_CONFIGS = {
+    "unknown key": (["sampling.temprature=1.0"], "did you mean 'temperature'"),
+    "unknown section": (["smapling.temperature=1.0"], "did you mean 'sampling'"),
+    "unknown value": (["learner.objective.preset=grop"], "did you mean 'grpo'"),
+    "wrong type": (["steps=many"], "must be a whole number"),
+    "no equals sign": (["steps"], "write section.key=value"),
+    "no value": (["steps="], "no value"),
+    "not TOML": (["task.parameters={digits=[1}"], "not TOML"),
+    "out of range": (["sampling.top_p=1.5"], "must be in (0, 1]"),
+    "positions": (["sampling.max_response_length=17"], "24 positions"),
+    "group of one": (["sampling.samples_per_prompt=1"], "baseline"),
+    "micro-batch": (["learner.micro_batch=3"], "must divide the 8 sequences"),
+    "mini-batches": (["learner.mini_batches=3"], "must divide the 8 sequences"),
+    "native and exact": (["numerics.family=native"], "native numerics are not exact"),
+    "no model": (["model={}"], "exactly one of path, preset, architecture"),
+    "no such task": (["task.name=sums"], "unknown value"),
+    "task parameter": (["task.parameters.digit=3"], "did you mean 'digits'"),
+    "task too small": (["task.parameters={digits=[1,1]}"], "eval_size=256"),
+    "stop token": (["sampling.stop_tokens=[99]"], "outside the model's vocabulary of 22"),
+    "no reward module": (["task.reward=nowhere:f"], "importing nowhere raised ModuleNotFoundError"),
+    "no reward function": (["task.reward=cli_rewards:by_lenght"], "did you mean 'by_length'"),
+    "reward as a file": (["task.reward=cli_rewards.py:f"], "module"),
+    "no task function": (
+        ["task={kind='custom', factory='cli_rewards:make'}", "warmup.steps=0"],
+        "no 'make'",
+    ),
+    "not a task": (
+        ["task={kind='custom', factory='cli_rewards:nothing'}", "warmup.steps=0"],
+        "got dict",
+    ),
+    "failing task": (
+        ["task={kind='custom', factory='cli_rewards:leave', parameters={x=1}}", "warmup.steps=0"],
+        "task.factory cli_rewards:leave raised TypeError",
+    ),
+    "no prompts": (
+        ["task={kind='custom', factory='cli_rewards:empty'}", "warmup.steps=0"],
+        "task mine has no prompts to train on",
+    ),
+    "prompt too long": (
+        ["sampling.max_prompt_length=3", "warmup.steps=0"],
+        "at most 3 are allowed",
+    ),
+    "demonstration too long": (["sampling.max_response_length=5"], "max_response_length = 5"),
+    "correction": (["learner.corrections=[{name='token_tiss'}]"], "did you mean 'token_tis'"),
+    "clipping": (["learner.objective.clip_low=2.0"], "must lie in [0, 1]"),
+    "no evaluation left": (["eval.k=[4]"], "must not exceed samples = 2"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CONFIGS)
+def test_a_config_that_is_not_right(kind, call, folder):
+    overrides, words = BAD_CONFIGS[kind]
+    name = f"run.folder=config-{kind.replace(' ', '-')}"
+    assert words in refused(call, "train", "tiny.toml", name, *overrides)
+
+
+def test_too_many_tokens_for_a_checkpoints_positions(checkpoint, call):
+    arguments = ("train", "tiny.toml", "run.folder=positions", f"model={{path='{checkpoint}'}}")
+    err = refused(call, *arguments, "sampling.max_response_length=17")
+    assert "sampling.max_response_length: 17 after a prompt of 8 is 25 tokens" in err
+    assert "24 positions" in err
+
+
+def test_a_config_file_that_is_not_right(call, folder):
+    assert "no such file" in refused(call, "train", "tony.toml")
+    (folder / "broken.toml").write_text("steps = = 3\n")
+    assert "not TOML" in refused(call, "train", "broken.toml")
+    (folder / "empty.toml").write_text("")
+    assert "is empty" in refused(call, "train", "empty.toml")
+
+
+DATASETS = {
+    "empty": ("", "is empty"),
+    "blank lines": ("\n\n", "is empty"),
+    "missing column": ('{"question": "1+1", "reply": "2"}\n', "question, reply"),
+    "late missing column": (
+        '{"question": "1+1", "answer": "2"}\n{"question": "1+2"}\n',
+        "line 2: no column 'answer'",
+    ),
+    "not JSON": ('{"question": \n', "line 1: not JSON"),
+    "not text": ('{"question": ["1+1"], "answer": "2"}\n', "line 1"),
+    "all held out": ('{"question": "1+1", "answer": "2"}\n', "none left to train on"),
+}
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+def test_a_dataset_that_is_not_right(kind, call, folder):
+    text, words = DATASETS[kind]
+    path = folder / f"{kind.replace(' ', '-')}.jsonl"
+    path.write_text(text)
+    share = 1.0 if kind == "all held out" else 0.0
+    task = (
+        f"task={{kind='dataset', path='{path}', reward='cli_rewards:by_length',"
+        f" eval_share={share}}}"
+    )
+    arguments = ("train", "tiny.toml", f"run.folder=data-{path.stem}", task, "warmup.steps=0")
+    assert words in refused(call, *arguments)
+
+
+def sums(path, long=()):
+    """A dataset of sums; rows `long` have a prompt that is too long."""
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(9)]
+    for row in long:
+        rows[row]["question"] = "1" * 13 + "="
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("part", ["", "held-out "])
+def test_a_row_that_is_too_long_is_named_before_a_weight_is_made(part, call, folder, monkeypatch):
+    """Wherever it stands: it would end the run at the step that draws it."""
+    train = sums(folder / "sums.jsonl", long=[] if part else [7])
+    held_out = sums(folder / "held-out.jsonl", long=[7])
+    held_out = f", eval_path='{held_out}'" if part else ", eval_share=0.0"
+    task = f"task={{kind='dataset', path='{train}', reward='cli_rewards:by_length'{held_out}}}"
+    monkeypatch.setattr(assembly, "with_params", pytest.fail)
+    name = f"run.folder=long-{part.strip()}"
+    err = refused(call, "train", "tiny.toml", name, task, "warmup.steps=0", "eval.every=0")
+    file = "held-out.jsonl" if part else "sums.jsonl"
+    line = f"{part}prompt 7 ({folder / file}, line 8) has 14 tokens, at most 8 are allowed: '1111"
+    assert err.startswith(f"tim-jax: {line}")
+
+
+def test_a_missing_dataset(call):
+    task = "task={kind='dataset', path='gone.jsonl', reward='cli_rewards:by_length'}"
+    err = refused(call, "train", "tiny.toml", "run.folder=gone", task, "warmup.steps=0")
+    assert "'gone.jsonl': no such file or folder" in err
+
+
+def test_a_run_that_holds_nothing_out_is_measured_on_what_it_trains_on(call, folder):
+    path = sums(folder / "all.jsonl")
+    task = f"task={{kind='dataset', path='{path}', reward='cli_rewards:by_length', eval_share=0.0}}"
+    arguments = ("tiny.toml", "run.folder=all", task, "warmup.steps=0", "steps=1")
+    assert call("train", *arguments)[0] == 0
+    dial = '[{name = "log_prob_noise", std = 0.01}]'
+    status, out, _ = call("audit", "all", "--sampler", dial, "--prompts", 3, "--samples", 2)
+    assert status == 0
+    assert out.endswith("exact where the sampler is the learner's own\n")
+    drawn = audit.make_bench("all", prompts=3, samples=2).prompts
+    assert drawn.lengths.tolist() == [4, 4, 4]  # a number of one digit, "+1="
+
+
+@pytest.mark.parametrize("change", ["appended", "changed"])
+def test_a_run_does_not_go_on_with_other_rows(change, call, folder):
+    """Another number of rows would draw them in another order from the resumed step on."""
+    path = sums(folder / f"{change}.jsonl")
+    task = f"task={{kind='dataset', path='{path}', reward='cli_rewards:by_length', eval_share=0.0}}"
+    arguments = ("tiny.toml", f"run.folder={change}", task, "warmup.steps=0")
+    assert call("train", *arguments, "steps=1")[0] == 0
+    before = path.read_text()
+    more = '{"question": "7+2=", "answer": "9"}\n'
+    path.write_text(before + more if change == "appended" else before.replace("0+1=", "9+1="))
+    what = "10 rows where it had 9" if change == "appended" else "other rows among its 9"
+    assert f"has changed since step 1: it has {what}" in refused(call, "train", *arguments)
+    path.write_text(before)
+    assert call("train", *arguments, "steps=2")[0] == 0
+
+
+def dated(folder, template):
+    """A model whose chat template is this one, which may print the day of the month."""
+    tokenizer = character_tokenizer(builtin.ALPHABET)
+    tokenizer.chat_template = template
+    architecture = toml.load("tiny.toml").model.architecture
+    assert architecture is not None
+    model = assembly.random_model(architecture, seed=0)
+    return hf.save(folder, model.params, model.config, tokenizer=tokenizer)
+
+
+def on_day(monkeypatch, day):
+    """Has every clock say so."""
+
+    class Then(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime(2026, 3, day, 12, tzinfo=tz)
+
+    for module in (chat_template_utils, started, assembly):
+        monkeypatch.setattr(module, "datetime", Then)
+
+
+def test_a_run_has_the_prompts_of_its_first_day(call, folder, monkeypatch):
+    template = "{{ strftime_now('%d') }}{{ messages[0].content }}"
+    model = dated(folder / "dated", template)
+    arguments = (
+        "train",
+        "tiny.toml",
+        f"model={{path='{model}'}}",
+        "warmup.steps=0",
+        "eval.every=0",
+    )
+    day_11 = [2 + builtin.ALPHABET.index(digit) for digit in "11"]
+    for name, days in {"one_day": (11, 11), "two_days": (11, 24)}.items():
+        for day, steps in zip(days, (1, 2), strict=True):
+            on_day(monkeypatch, day)
+            assert call(*arguments, f"run.folder={name}", f"steps={steps}")[0] == 0
+        drawn = audit.make_bench(name, prompts=3, samples=2).prompts
+        assert np.asarray(drawn.tokens)[:, :2].tolist() == [day_11] * 3
+    assert metrics_of(folder / "two_days") == metrics_of(folder / "one_day")
+    monkeypatch.undo()
+    (model / "chat_template.jinja").write_text(template.replace("%d", "%m"))
+    line = refused(call, *arguments, "run.folder=one_day", "steps=3")
+    assert "prompts have other tokens than they had at step 2" in line
+
+
+def test_a_dated_run_from_before_its_day_was_kept_is_refused(folder):
+    tokenizer = character_tokenizer(builtin.ALPHABET)
+    before = Restored(3, {}, {"rows": 1, "rows_crc32": 2})
+    for template in (None, "{{ messages[0].content }}", "{{ strftime_now('%d') }}"):
+        tokenizer.chat_template = template
+        mark = marks.of_prompts(Text(tokenizer, 8), [Example("1", "2")] * 200)
+        marks.check(Restored(3, {}, mark), mark, "run")
+        if template is None or "now" not in template:
+            marks.check(before, mark, "run")
+        else:
+            with pytest.raises(InputError, match=r"run: the chat template prints the date"):
+                marks.check(before, mark, "run")
+
+
+@pytest.mark.slow
+def test_a_dataset_without_held_out_rows_trains_without_evaluation(call, folder):
+    sums(folder / "sums.jsonl")
+    task = (
+        "task={kind='dataset', path='sums.jsonl', reward='cli_rewards:by_length', eval_share=0.0}"
+    )
+    arguments = ("tiny.toml", "run.folder=sums", task, "warmup.steps=0", "steps=1")
+    assert call("train", *arguments)[0] == 0
+    assert not any(key.startswith("eval/") for line in metrics_of(folder / "sums") for key in line)
+    assert "no held-out problems" in refused(call, "eval", *arguments)
+
+
+@pytest.mark.parametrize("text", [b"steps = [", b'a = "\xe4"'])
+def test_a_run_whose_config_is_damaged(text, call, folder):
+    run = folder / f"damaged-config-{len(text)}"
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    (run / "config.toml").write_bytes(text)
+    for command in (
+        ("export", run, "of-damaged"),
+        ("train", "tiny.toml", f"run.folder={run}"),
+    ):
+        assert f"{run / 'config.toml'} is damaged: " in refused(call, *command)
+
+
+def test_a_folder_of_something_else_is_left_alone(call, folder):
+    (folder / "mine").mkdir()
+    (folder / "mine" / "letter.txt").write_text("dear")
+    assert "letter.txt" in refused(call, "train", "tiny.toml", "run.folder=mine")
+    assert [p.name for p in (folder / "mine").iterdir() if p.name[0] != "."] == ["letter.txt"]
+
+
+COMMANDS = {
+    "samples": (["--samples", "0"], "--samples must be at least 1"),
+    "tokens": (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
+    "samples without number": (
+        ["--max-tokens", "4", "--samples", "1000000000"],
+        "over 2**31 tokens",
+    ),
+    "top-k beyond the vocabulary": (
+        ["--max-tokens", "4", "--top-k", "23"],
+        "at most the vocabulary's 22 tokens",
+    ),
+    "too many tokens": (["--max-tokens", "24"], "leaves no room for a prompt"),
+    "temperature": (["--temperature", "-1"], "temperature must be >= 0"),
+    "top-p": (["--top-p", "0"], "top_p must be in (0, 1]"),
+    "top-k": (["--top-k", "-3"], "--top-k must be at least 0, got -3"),
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_generate_with_what_is_not_right(kind, checkpoint, call):
+    options, words = COMMANDS[kind]
+    assert words in refused(call, "generate", checkpoint, "1+2=", *options)
+
+
+def test_generate_with_prompts_that_are_not_right(checkpoint, call):
+    def err(prompt):
+        return refused(call, "generate", checkpoint, "1+2=", prompt, "--max-tokens", 8)
+
+    assert "without a token, 'ab'" in err("1+a+b=")
+    assert "empty" in err("")
+    long = err("1" * 20)
+    assert "20 tokens, at most 16" in long
+
+
+def test_audit_of_nothing_known(call):
+    assert "did you mean 'qwen3'" in refused(call, "audit", "qwen33")
+
+
+def test_a_result_that_cannot_be_written(finished, folder, call):
+    err = refused(
+        call, "eval", "tiny.toml", "run.folder=finished", "--json", folder / "no" / "scores.json"
+    )
+    assert "cannot write" in err
+
+
+USAGE = {
+    "nothing": ([], "the following arguments are required: COMMAND; see tim-jax --help"),
+    "no config": (["train"], "train: the following arguments are required: config, KEY=VALUE; see"),
+    "unknown": (["fly", "me"], "argument COMMAND: invalid choice: 'fly' (choose from "),
+    "no prompt": (["generate", "x"], "generate: the following arguments are required: prompt"),
+    "option": (["train", "x", "--fast"], "unrecognized arguments: --fast; see tim-jax --help"),
+}
+
+
+@pytest.mark.parametrize("kind", USAGE)
+def test_usage_errors_name_what_is_wanted(kind, call):
+    arguments, words = USAGE[kind]
+    assert words in refused(call, *arguments)
+
+
+# The installed command
+
+COMMAND = Path(sys.executable).with_name("tim-jax")
+
+
+@pytest.mark.skipif(not COMMAND.exists(), reason="the package is not installed")
+def test_the_installed_command_refuses_and_helps(folder):
+    help_text = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, check=True)
+    for name in ("train", "eval", "generate", "audit"):
+        assert name in help_text.stdout
+    found = subprocess.run(
+        [COMMAND, "train", "tiny.toml", "stepz=1"], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 2
+    assert found.stderr == "tim-jax: command line: stepz = 1: unknown key; did you mean 'steps'?\n"
+
+
+def test_no_option_takes_the_default_numerics():
+    """Every test above ran with fixed tiles; so does the fixture promise."""
+    config = toml.load("tiny.toml")
+    execution = assembly.make_execution(config, assembly.make_model(config))
+    length = config.sampling.max_prompt_length + config.sampling.max_response_length
+    assert execution.numerics == fixed_numerics("tiles", "float32", length=length)

@@ -1,0 +1,329 @@
+"""Real checkpoints on real data formats, and a run that is killed. Minutes, not seconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+
+from tim_jax.app import cli
+from tim_jax.app.config import toml
+from tim_jax.app.run import assembly
+from tim_jax.app.run.checkpoints import list_steps
+from tim_jax.app.run.loggers import read_lines
+from tim_jax.model import hf, transformer
+from tim_jax.model.execution import Execution
+from tim_jax.numerics import EXACT_F32
+from tim_jax.tasks.text import character_tokenizer
+
+pytestmark = pytest.mark.slow
+
+LETTERS = "0123456789 abcdefghijklmnopqrstuvwxyz.?+=\n#"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}.{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant.{% endif %}"
+)
+SIZES = {
+    "hidden_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "intermediate_size": 36,
+    "max_position_embeddings": 96,
+}
+MODELS = {
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 8, "tie_word_embeddings": True}, TEMPLATE),
+    "llama": (transformers.LlamaConfig, {"hidden_size": 24, "attention_bias": True}, None),
+    "mistral": (transformers.MistralConfig, {"hidden_size": 24, "sliding_window": 21}, None),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {
+            "head_dim": 8,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+        TEMPLATE,
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        {
+            "num_key_value_heads": 3,
+            "q_lora_rank": 10,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 12,
+            "first_k_dense_replace": 1,
+        },
+        TEMPLATE,
+    ),
+}
+MIXTURES = ("qwen3_moe", "deepseek_v3")
+
+
+def make_checkpoint(folder, name):
+    """A checkpoint as `transformers` writes it, with random weights, tokenizer and template."""
+    torch = pytest.importorskip("torch")
+    make, changes, template = MODELS[name]
+    tokenizer = character_tokenizer(LETTERS)
+    tokenizer.chat_template = template
+    config = make(
+        **{**SIZES, **changes},
+        vocab_size=len(tokenizer) + 3,  # as real ones, padded beyond the tokenizer
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_gsm8k(path):
+    """Sums in GSM8K's layout: question, and an answer that ends in `#### number`."""
+    rows = [
+        {
+            "question": f"tom has {a} pens and gets {b}. how many?",
+            "answer": f"{a}+{b}={a + b}\n#### {a + b}",
+        }
+        for a in range(1, 5)
+        for b in range(1, 5)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_config_of_gsm8k_takes_files_as_the_readme_says(tmp_path):
+    files = {name: make_gsm8k(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    rows = [{"question": f"what is {i}?", "answer": f"#### {i}"} for i in range(300)]
+    files["test"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = Path(__file__).parents[2] / "configs" / "gsm8k_qwen3_0.6b.toml"
+    overrides = [f"task.path={files['train']}", f"task.eval_path={files['test']}"]
+    task = assembly.make_task(toml.load(path, overrides))
+    try:
+        assert (len(task.train), len(task.evaluation)) == (16, 256)
+    finally:
+        task.close()
+
+
+def make_config(path, *, model, data, folder):
+    path.write_text(
+        f"""
+steps = 3
+exact = "required"
+[model]
+path = {json.dumps(str(model))}
+[sampling]
+samples_per_prompt = 8
+max_prompt_length = 72
+max_response_length = 10
+[learner]
+prompts_per_step = 4
+micro_batch = 8
+[learner.objective]
+preset = "dapo"
+kl_coefficient = 0.01
+[optimizer]
+learning_rate = 0.002
+weight_decay = 0.1
+[task]
+kind = "dataset"
+path = {json.dumps(str(data))}
+template = "{{prompt}} say a digit."
+eval_share = 0.3
+[eval]
+every = 3
+prompts = 3
+[run]
+folder = {json.dumps(str(folder))}
+"""
+    )
+    return path
+
+
+def our_logits(folder, tokens):
+    config = hf.load_config(folder)
+    params = jax.tree.map(jnp.asarray, hf.load_params(folder, config))
+    execution = Execution(config, EXACT_F32)
+    weights = execution.prepare(params)
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None, :]
+    hidden, _, _ = transformer.forward(
+        weights, jnp.asarray(tokens, jnp.int32)[None], positions, execution=execution
+    )
+    return np.asarray(transformer.logits(weights, hidden[0], execution=execution))
+
+
+def torch_logits(folder, tokens):
+    torch = pytest.importorskip("torch")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.as_tensor(tokens)[None]).logits[0].numpy()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_of_transformers_learns_gsm8k_and_goes_back(
+    name, tmp_path, capsys, monkeypatch
+):
+    pytest.importorskip("math_verify")
+    source = make_checkpoint(tmp_path / "source", name)
+    data = make_gsm8k(tmp_path / "train.jsonl")
+    run = tmp_path / "run"
+    config = make_config(tmp_path / "job.toml", model=source, data=data, folder=run)
+    mixture = name in MIXTURES
+    if mixture:
+        text = config.read_text().replace("[learner]", '[learner]\nrouting = "replayed"')
+        config.write_text(text.replace("kl_coeff", "balance_coefficient = 0.01\nkl_coeff"))
+    status = cli.main(["train", str(config)])
+    assert status == 0, capsys.readouterr()
+    lines = list(read_lines(run / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert all(line["exact_share"] == 1 and line["compared_tokens"] >= 32 for line in lines[1:])
+    assert all(line["grader/error"] == line["grader/timeout"] == 0 for line in lines[1:])
+    assert all(line["routing/agreement"] == 1 for line in lines[1:] if mixture)
+    learnt = [line for line in lines[1:] if mixture and line["tokens"]]
+    assert all(1.9 < line["routing/balance"] < 5 for line in learnt)
+    # Some guesses are right, some wrong: there was something to learn from.
+    assert all(line["reward"] < 1 for line in lines[1:])
+    assert any(line["reward"] > 0 < line["gradient_norm"] for line in lines[1:])
+    sample = next(iter(read_lines(run / "samples.jsonl")))
+    assert sample["prompt"].endswith("how many? say a digit.")
+    assert sample["answer"].isdigit()
+    tokens = np.random.default_rng(0).integers(0, 40, 30)
+    theirs = torch_logits(run / "model", tokens)
+    np.testing.assert_allclose(
+        our_logits(run / "model", tokens), theirs, rtol=0, atol=1e-4 * np.abs(theirs).max()
+    )
+    assert np.abs(theirs - torch_logits(source, tokens)).max() > 1e-2 * np.abs(theirs).max()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
+    assert tokenizer.chat_template == MODELS[name][2]
+    assert tokenizer.decode(tokenizer.encode("tom has 3 pens")) == "tom has 3 pens"
+    status = cli.main(["eval", str(config), "--json", str(tmp_path / "scores.json")])
+    assert status == 0
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["reward"] == lines[-1]["eval/reward"]
+    if mixture:
+        monkeypatch.setattr(jax, "device_count", lambda: 1)  # placements have tests of their own
+        generate_audit_and_export(run, tmp_path, capsys)
+
+
+def generate_audit_and_export(run, folder, capsys):
+    """What else is done with a run of a mixture of experts."""
+    capsys.readouterr()
+    assert cli.main(["generate", str(run), "tom has", "--samples", "2", "--max-tokens", "5"]) == 0
+    assert capsys.readouterr().out
+    report = folder / "audit.json"
+    options = ["--quick", "--dtype", "bfloat16", "--json", str(report)]
+    assert cli.main(["audit", str(run), *options]) == 0
+    assert {case["numerics"].split()[1] for case in json.loads(report.read_text())["cases"]} == {
+        "bfloat16"
+    }
+    assert cli.main(["export", str(run), str(folder / "exported")]) == 0
+    tokens = np.arange(30)
+    theirs = torch_logits(folder / "exported", tokens)
+    np.testing.assert_array_equal(theirs, torch_logits(run / "model", tokens))
+
+
+COMMAND = Path(sys.executable).with_name("tim-jax")
+KILLED = """
+steps = 7
+[model.architecture]
+hidden_size = 16
+num_layers = 2
+num_heads = 2
+num_kv_heads = 1
+head_dim = 8
+intermediate_size = 24
+max_positions = 24
+[sampling]
+samples_per_prompt = 4
+max_prompt_length = 8
+max_response_length = 8
+stop_tokens = [7, 9]
+[learner]
+prompts_per_step = 2
+mini_batches = 2
+[learner.objective]
+preset = "grpo"
+[optimizer]
+learning_rate = 0.01
+[optimizer.length_decay]
+kind = "fixed"
+period = 5
+[task]
+kind = "builtin"
+name = "running_sums"
+parameters = { digits = [1, 3], eval_size = 16 }
+reward = "slow_rewards:by_length"
+[eval]
+every = 3
+prompts = 4
+[run]
+checkpoint_every = 2
+"""
+
+
+@pytest.mark.skipif(not COMMAND.exists(), reason="the package is not installed")
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path):
+    """SIGKILL between two checkpoints; the same command then ends with the same bits."""
+    (tmp_path / "job.toml").write_text(KILLED)
+    (tmp_path / "slow_rewards.py").write_text(
+        "import time\n\n\n"
+        "def by_length(prompts, completions, answers):\n"
+        "    time.sleep(0.5)\n"
+        "    return [len(completion) / 8 for completion in completions]\n"
+    )
+
+    def start(name):
+        return subprocess.Popen(
+            [COMMAND, "train", "job.toml", f"run.folder={name}"],
+            cwd=tmp_path,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def finish(process):
+        output, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, output
+        return output
+
+    finish(start("whole"))
+    process = start("killed")
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    until = time.monotonic() + 500
+    kept = tmp_path / "killed" / "checkpoints"
+    # Step 5 is written, and the checkpoint of step 4 has its seal.
+    while not (4 in list_steps(kept) and metrics.read_bytes().count(b"\n") >= 6):
+        assert time.monotonic() < until
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "model").exists()
+    assert "resumed after step 4" in finish(start("killed"))
+    for name in ("metrics.jsonl", "samples.jsonl", "model/model.safetensors", "model/config.json"):
+        whole, killed = tmp_path / "whole" / name, tmp_path / "killed" / name
+        assert killed.read_bytes() == whole.read_bytes(), name
+    assert [line["step"] for line in read_lines(metrics)] == [*range(8)]
+    assert {line.get("exact_share", 1.0) for line in read_lines(metrics)} == {1.0}

@@ -1,0 +1,389 @@
+"""What a command does before any work: the checks of its config, kernels and architecture."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from tim_jax import mismatch
+from tim_jax.app.config import toml
+from tim_jax.app.jobs import checks, planning, train
+from tim_jax.app.run import checkpoints, folders
+from tim_jax.app.run import numerics as run_numerics
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.plan.known_models import PUBLISHED
+from tim_jax.kernels import pallas
+from tim_jax.model import calibration
+from tim_jax.model.config_file import from_hf
+from tim_jax.model.execution import lean
+from tim_jax.model.weights import parameter_shapes
+from tim_jax.numerics import Rows
+
+ROOT = Path(__file__).parents[2]
+# What takes long to import and is not needed to check a config.
+HEAVY = {"datasets", "flax", "huggingface_hub", "matplotlib", "orbax", "torch", "transformers"}
+
+REPORT = """
+import json, sys
+from tim_jax.app import cli
+try:
+    status = cli.main(sys.argv[1:])
+except SystemExit as end:
+    status = end.code
+print(json.dumps([status, list(sys.modules)]))
+"""
+
+
+def imported(*arguments):
+    """Exit status, error and imported modules of a command in a process of its own."""
+    found = subprocess.run(
+        [sys.executable, "-c", REPORT, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    status, names = json.loads(found.stdout.splitlines()[-1])
+    return status, found.stderr, set(names)
+
+
+def packages(modules):
+    return {name.partition(".")[0] for name in modules}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "configs/quickstart.toml"],
+        ["eval", "configs/quickstart.toml"],
+        ["plan", "configs/quickstart.toml", "--topology", "v5e:2x2"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_mistake_in_a_config_is_named_before_anything_heavy_is_imported(command):
+    status, error, modules = imported(*command, "learner.mode=foo")
+    assert status == 2
+    names = packages(modules)
+    assert error.startswith('tim-jax: command line: learner.mode = "foo": unknown value')
+    assert names.isdisjoint(HEAVY)
+    assert modules.isdisjoint(
+        {"jax.experimental.pallas", "tim_jax.kernels", "tim_jax.policy.sampler"}
+    )
+
+
+def test_a_mistake_in_a_config_is_named_in_about_a_second():
+    """Of CPU time, which another job on the machine stretches less than time by the clock."""
+
+    def seconds():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    taken = []
+    for _ in range(2):
+        before = seconds()
+        assert imported("train", "configs/quickstart.toml", "lerner.mode=bypass")[0] == 2
+        taken.append(seconds() - before)
+    assert min(taken) < 2.0
+
+
+def test_help_waits_for_nothing():
+    status, _, modules = imported("--help")
+    names = packages(modules)
+    assert status == 0
+    assert names.isdisjoint({*HEAVY, "jax", "numpy", "pydantic"})
+
+
+# Kernels by platform
+
+LARGE = from_hf(PUBLISHED["Qwen/Qwen3-0.6B"])
+
+
+def numerics(model=LARGE, **options):
+    return run_numerics.make_numerics("auto", "bfloat16", model, length=128, batch=None, **options)
+
+
+@pytest.mark.parametrize(
+    ("platform", "family"), [("cpu", "tiles"), ("gpu", "pallas_gpu"), ("tpu", "pallas_tpu")]
+)
+def test_auto_is_the_exact_family_of_the_platform(platform, family, monkeypatch):
+    monkeypatch.setattr(pallas, "platform", lambda: platform)
+    assert numerics().family == family
+    assert numerics() == run_numerics.make_numerics(
+        family, "bfloat16", LARGE, length=128, batch=None
+    )
+
+
+def test_tile_sizes_on_both_sides_are_those_of_the_arm(monkeypatch):
+    """What is measured must not overwrite what the dial says: else the control is another run."""
+
+    def measured(config, numerics, **_):
+        wide = ((16, Rows(2, 49)), (24, Rows(1, 8)))
+        return replace(numerics, rows_by_contraction=wide, whole_kv=True)
+
+    monkeypatch.setattr(calibration, "calibrate", measured)
+    options = {"length": 40, "batch": 4}
+    make = partial(run_numerics.make_numerics, "tiles", "float32", tiny.CONFIG, **options)
+    for changes in ({"rows": 4}, {"attention_rows": 8}, {"kv_block": 16}):
+        dial = mismatch.build([{"name": "tile_sizes", **changes}])
+        assert make(shared=dial) == dial.numerics(make())
+    assert make(shared=mismatch.build([{"name": "tile_sizes", "rows": 4}])).rows == Rows(4, 4)
+
+
+def test_auto_is_the_default_of_a_config():
+    config = toml.load(ROOT / "configs" / "gsm8k_qwen3_0.6b.toml")
+    assert config.numerics.family == "auto"
+    assert 'family = "auto"' in toml.dump(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (replace(LARGE, head_dim=24), {}, "pallas_gpu cannot take heads of 24"),
+        (replace(LARGE, intermediate_size=3024), {"column_tiles": 2}, "one of 2 column tiles of"),
+        (tiny.CONFIG, {}, "heads of"),
+    ],
+    ids=["head size", "column tiles", "tiny model"],
+)
+def test_auto_does_not_fall_back_to_slow_kernels(model, options, words, monkeypatch):
+    monkeypatch.setattr(pallas, "platform", lambda: "gpu")
+    with pytest.raises(InputError) as caught:
+        numerics(model, **options)
+    line = str(caught.value)
+    assert line.startswith("kernel family \"auto\" is 'pallas_gpu' on this GPU: ")
+    assert words in line
+    assert line.endswith(
+        'set the family to "tiles" (numerics.family, or --family), which is slower'
+    )
+    with pytest.raises(InputError, match=r"^[Nn]umerics: "):
+        run_numerics.make_numerics(
+            "pallas_gpu", "float32", model, length=128, batch=None, **options
+        )
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_several_tiles_change_how_products_are_divided_and_nothing_else(platform, monkeypatch):
+    monkeypatch.setattr(pallas, "platform", lambda: platform)
+    one = numerics()
+    several = numerics(several_tiles=True)
+    if platform == "gpu":
+        assert several.gpu.tile(64, 2048) != several.gpu.tile(10_000, 2048)
+        assert several.gpu.block_k == one.gpu.block_k
+        back = replace(several, gpu=replace(several.gpu, matmul=one.gpu.matmul))
+    else:
+        assert several.tpu.tile(64) != several.tpu.tile(65) == one.tpu.tile(65) == one.tpu.tile(64)
+        back = replace(several, tpu=replace(several.tpu, few_rows=0))
+    assert back == one
+
+
+@pytest.mark.parametrize("changed", [{"family": "tiles"}, {"compute_dtype": "float32"}])
+def test_several_tiles_are_refused_where_there_are_none(changed, monkeypatch):
+    monkeypatch.setattr(pallas, "platform", lambda: "gpu")
+    with pytest.raises(InputError, match=r"numerics\.several_tiles: only the families of kernels"):
+        run_numerics.with_several_tiles(replace(numerics(), **changed))
+
+
+def test_auto_knows_no_kernels_for_other_platforms(monkeypatch):
+    monkeypatch.setattr(pallas, "platform", lambda: "metal")
+    with pytest.raises(InputError, match='there are no kernels for metal; set the family to "til'):
+        numerics()
+
+
+class TestResume:
+    """A run with a checkpoint goes on with the family of its past steps, or not at all."""
+
+    @pytest.fixture
+    def run(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [1])
+        config = toml.build({"run": {"folder": str(tmp_path)}})
+        (tmp_path / "config.toml").write_text(toml.dump(config))
+        (tmp_path / "numerics.json").write_text('{"family": "pallas_gpu"}')
+        return config
+
+    def test_elsewhere_it_is_refused_by_name(self, run):
+        with pytest.raises(InputError) as caught:
+            checks.check_family(run)
+        assert str(caught.value) == (
+            f"{run.run.folder} holds a run whose numerics.family was 'pallas_gpu'; 'auto' is"
+            " 'tiles' here: set numerics.family=pallas_gpu, or another run.folder"
+        )
+
+    def test_the_family_by_name_is_the_same_run(self, run, monkeypatch):
+        section = run.numerics.model_copy(update={"family": "pallas_gpu"})
+        named = run.model_copy(update={"numerics": section})
+        checks.check_family(named)
+        assert "numerics.family" in train._may_change(named)
+        monkeypatch.setattr(pallas, "platform", lambda: "gpu")
+        checks.check_family(run)
+
+    def test_a_run_of_an_older_version_has_it_in_its_config(self, run):
+        folder = Path(run.run.folder)
+        (folder / "numerics.json").write_text('{"numerics": "native float32"}')
+        checks.check_family(run)  # what "auto" stood for is not known
+        text = (folder / "config.toml").read_text().replace('"auto"', '"native"')
+        (folder / "config.toml").write_text(text)
+        with pytest.raises(InputError, match=r"numerics\.family was 'native'"):
+            checks.check_family(run)
+
+    def test_steps_that_are_behind_it_are_refused(self, run, monkeypatch):
+        monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [20, 30])
+        at = run.run.folder
+        checks.check_steps(run.model_copy(update={"steps": 30}))
+        with pytest.raises(InputError) as caught:
+            checks.check_steps(run.model_copy(update={"steps": 29}))
+        assert str(caught.value) == (
+            f"steps = 29: the run in {at} is at step 30 already; set steps to 30 or more, or"
+            " another run.folder"
+        )
+
+    def test_before_the_first_checkpoint_anything_goes(self, run, monkeypatch):
+        monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [])
+        checks.check_family(run)
+
+
+def test_configs_written_by_the_writer_before_are_the_same_runs():
+    """It kept free-form tables and lists on one line, and keys in another order."""
+    before = """
+seed = 0
+[sampling]
+samples_per_prompt = 8
+max_prompt_length = 32
+max_response_length = 64
+temperature = 1.0
+top_k = 0
+top_p = 1.0
+stop_tokens = [7, 9]
+[task]
+kind = "builtin"
+name = "sorting"
+parameters = {digits = [4, 6]}
+[warmup]
+steps = 2
+batch = 64
+learning_rate = 0.003
+worked = 0.5
+partial = 0.0
+errors = 0.0
+[placement]
+data = 1
+fsdp = 2
+tensor = 1
+decode = "whole"
+[placement.sampler]
+data = 2
+fsdp = 1
+tensor = 1
+decode = "sharded"
+"""
+    now = toml.dump(toml.build(tomllib.loads(before)))
+    changed = folders.config_differences(before, now)
+    assert [one for one in changed if one.before is not None] == []
+
+
+# Architectures by name
+
+
+def test_published_names_need_no_network(monkeypatch):
+    monkeypatch.setattr(planning.hf, "load_config", lambda *_, **__: pytest.fail("asked the hub"))
+    config = toml.load(ROOT / "configs" / "gsm8k_qwen3_0.6b.toml")
+    found = planning.model_config(config, None)
+    assert (found.model_type, found.num_layers, found.head_dim) == ("qwen3", 28, 128)
+    for path in sorted((ROOT / "configs").glob("*.toml")):
+        planning.model_config(toml.load(path), None)
+
+
+# Parameters in all, as the models' own pages and weights have them.
+PARAMETERS = {
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_published_sizes_make_the_published_number_of_parameters(name):
+    shapes = parameter_shapes(from_hf(PUBLISHED[name]))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == PARAMETERS[name]
+
+
+def test_an_unknown_name_is_told_which_are_known(monkeypatch):
+    def unreachable(*_, **__):
+        raise InputError("model 'Qwen/Qwen3-0.7B' is not reachable")
+
+    monkeypatch.setattr(planning.hf, "load_config", unreachable)
+    with pytest.raises(InputError) as caught:
+        planning.model_config(toml.load(None, ["model={path='Qwen/Qwen3-0.7B'}"]), None)
+    line = str(caught.value)
+    assert "not reachable; known without the hub are Qwen/Qwen3-0.6B, " in line
+    assert "\n" not in line
+
+
+PROGRAM = """
+from tim_jax.app import cli
+
+cli._keep_programs()
+import jax
+import jax.numpy as jnp
+
+print(float(jax.jit(lambda x: jnp.sin(x).sum())(jnp.arange(8.0))))
+"""
+
+
+def test_compiled_programs_are_kept_and_a_damaged_one_is_compiled_again(tmp_path):
+    """In the user's cache folder, by kind of processor; JAX's own variable has the last word."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    environment |= {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def printed(**more):
+        command = [sys.executable, "-c", PROGRAM]
+        ended = subprocess.run(
+            command, env=environment | more, capture_output=True, text=True, check=True
+        )
+        return ended.stdout
+
+    first = printed()
+    kept = list(tmp_path.glob("tim_jax/*/programs/*-cache"))
+    assert kept
+    for file in kept:
+        file.write_bytes(file.read_bytes()[:40])
+    assert printed() == first
+    elsewhere = tmp_path / "elsewhere"
+    assert printed(JAX_COMPILATION_CACHE_DIR=str(elsewhere)) == first
+    assert list(elsewhere.glob("*-cache"))
+
+
+@pytest.mark.parametrize(("version", "told"), [((0, 10, 1), True), ((0, 11, 2), False)])
+def test_xla_updates_bfloat16_in_place_before_and_after_it_learnt_to(version, told, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    numerics = run_numerics.fixed_numerics("tiles", "bfloat16", length=64)
+    option = "xla_disable_hlo_passes"
+    assert (option in dict(numerics.compiler_options)) == told
+    # A user's list is joined with it, and so is that of an update.
+    joined = numerics.with_options({option: "mine"})
+    wanted = ["float-normalization-bf16", "mine"] if told else ["mine"]
+    assert dict(joined.compiler_options)[option].split(",") == wanted
+    of_update = dict(lean(joined).compiler_options)[option].split(",")
+    assert of_update[: len(wanted)] == wanted
+    assert len(of_update) > len(wanted)
+    other = AbstractDevice("TPU v5 lite", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=other)):
+        assert run_numerics.fixed_numerics("tiles", "bfloat16", length=64).compiler_options == ()

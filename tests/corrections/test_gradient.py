@@ -1,0 +1,242 @@
+"""A coefficient scales the gradient with respect to the log-probs, and carries none itself.
+
+Also runs the example of docs/corrections.md, as it stands, without the rest of the library.
+"""
+
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quick
+
+from tim_jax import corrections, schedules
+from tim_jax.objectives import Objective
+
+REQUIRED = {"trust_region_masking": {"bound": 0.05}}
+CASES = {
+    name: corrections.build([{"name": name, **REQUIRED.get(name, {})}])
+    for name in corrections.RECIPES
+}
+CASES["normalised"] = corrections.chain(CASES["token_tis"], corrections.normalise())
+CASES["wide"] = corrections.vexact(bound=0.05)
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "corrections.md"
+
+ROWS, WIDTH, WORDS = 6, 7, 5
+
+
+def policy(params, tokens):
+    """Log-probs f32[B, R] of tokens i32[B, R] under one categorical per position."""
+    table = jax.nn.log_softmax(params)
+    return jnp.take_along_axis(table[None], tokens[..., None], axis=-1)[..., 0]
+
+
+def problem(seed=0, spread=0.05):
+    rng = np.random.default_rng(seed)
+    params = jnp.asarray(rng.standard_normal((WIDTH, WORDS)), jnp.float32)
+    sampler = params + spread * rng.standard_normal(params.shape).astype(np.float32)
+    tokens = jnp.asarray(rng.integers(0, WORDS, (ROWS, WIDTH)), jnp.int32)
+    lengths = rng.integers(2, WIDTH + 1, ROWS)
+    return params, {
+        "tokens": tokens,
+        "rollout_log_probs": policy(sampler, tokens),
+        "mask": jnp.asarray(np.arange(WIDTH)[None, :] < lengths[:, None]),
+        "advantages": jnp.asarray(rng.standard_normal(ROWS), jnp.float32),
+        "lengths": jnp.asarray(lengths, jnp.int32),
+    }
+
+
+def coefficients_of(case, log_probs, batch):
+    return corrections.coefficients(
+        CASES[case],
+        log_ratio=log_probs - batch["rollout_log_probs"],
+        mask=batch["mask"],
+        log_probs=log_probs,
+        advantages=batch["advantages"],
+    )
+
+
+def token_losses(log_probs, batch, coefficients, old=None):
+    old = batch["rollout_log_probs"] if old is None else old
+    losses = Objective().token_losses(
+        log_probs, old, batch["advantages"], mask=batch["mask"], coefficients=coefficients
+    )
+    return jnp.sum(losses.loss)
+
+
+SOME = pytest.mark.parametrize("case", quick.thirds(CASES))
+
+
+@SOME
+def test_a_correction_scales_the_cotangent_of_the_log_probs(case):
+    params, batch = problem()
+    log_probs, pull_back = jax.vjp(lambda p: policy(p, batch["tokens"]), params)
+    coefficients = coefficients_of(case, log_probs, batch)
+    plain = jax.grad(token_losses)(log_probs, batch, None)
+    (scaled,) = pull_back(coefficients * plain)
+    whole = jax.grad(lambda p: token_losses(policy(p, batch["tokens"]), batch, coefficients))(
+        params
+    )
+    np.testing.assert_allclose(whole, scaled, rtol=1e-5, atol=1e-7)
+
+
+@SOME
+def test_no_gradient_flows_through_a_coefficient_in_bypass_mode(case):
+    params, batch = problem()
+
+    def bypass(params):
+        log_probs = policy(params, batch["tokens"])
+        c = coefficients_of(case, log_probs, batch)
+        # Without Objective's own stop_gradient: the transform alone must stop it.
+        return jnp.sum(c * jnp.where(batch["mask"], log_probs, 0.0))
+
+    constant = coefficients_of(case, policy(params, batch["tokens"]), batch)
+
+    def frozen(params):
+        return jnp.sum(constant * jnp.where(batch["mask"], policy(params, batch["tokens"]), 0.0))
+
+    np.testing.assert_allclose(
+        jax.grad(bypass)(params), jax.grad(frozen)(params), rtol=1e-5, atol=1e-6
+    )
+    moved = jax.grad(lambda p: jnp.sum(coefficients_of(case, policy(p, batch["tokens"]), batch)))
+    assert not np.any(np.asarray(moved(params)))
+
+
+@pytest.mark.parametrize("case", ["token_tis", "sequence_tis", "wide", "ais", "dppo"])
+def test_recompute_mode_at_the_old_weights_corrects_as_reinforce_does(case):
+    """In recompute mode the coefficients come from the old policy, before the gradient program."""
+    params, batch = problem(spread=0.01)
+    old = policy(params, batch["tokens"])
+    coefficients = coefficients_of(case, old, batch)
+
+    def recompute(params):
+        return token_losses(policy(params, batch["tokens"]), batch, coefficients, old=old)
+
+    def reinforce(params):
+        log_probs = policy(params, batch["tokens"])
+        c = coefficients_of(case, log_probs, batch)
+        weighted = c * batch["advantages"][:, None] * jnp.where(batch["mask"], log_probs, 0.0)
+        return -jnp.sum(weighted)
+
+    assert np.any(np.asarray(coefficients))
+    np.testing.assert_allclose(
+        jax.grad(recompute)(params), jax.grad(reinforce)(params), rtol=1e-5, atol=1e-7
+    )
+
+
+def test_exact_sequence_weights_make_the_gradient_unbiased():
+    """Over all sequences, weighted by the sampler: the policy gradient under the policy itself."""
+    params, _ = problem(1)
+    params = params[:3]
+    sampler = params + 0.3
+    sampler = sampler.at[0, 1].add(0.5)
+    grid = np.indices((WORDS,) * 3).reshape(3, -1).T
+    tokens = jnp.asarray(grid, jnp.int32)
+    rewards = jnp.asarray(np.random.default_rng(2).random(len(grid)), jnp.float32)
+    mask = jnp.ones(tokens.shape, bool)
+    rollout = policy(sampler, tokens)
+
+    def corrected(params):
+        log_probs = policy(params, tokens)
+        c = corrections.coefficients(
+            corrections.scale_by_ratio("sequence"), log_ratio=log_probs - rollout, mask=mask
+        )
+        chance = jnp.exp(jnp.sum(rollout, axis=1))
+        return jnp.sum((chance * rewards)[:, None] * c * log_probs)
+
+    def expected_reward(params):
+        return jnp.sum(jnp.exp(jnp.sum(policy(params, tokens), axis=1)) * rewards)
+
+    np.testing.assert_allclose(
+        jax.grad(corrected)(params), jax.grad(expected_reward)(params), rtol=1e-4, atol=1e-6
+    )
+
+
+def example() -> str:
+    found = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def test_the_example_of_the_docs_trains():
+    code = example()
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    params, batch = problem(3, spread=1e-4)
+    names = {"policy": policy, "params": params, "batches": [batch] * 5}
+    # optax's Adam promotes dtypes implicitly; so does whoever writes fifteen lines.
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile(code, str(DOCS), "exec"), names)
+
+    def objective(params):
+        chosen = jnp.where(batch["mask"], policy(params, batch["tokens"]), 0.0)
+        return float(jnp.sum(batch["advantages"][:, None] * chosen))
+
+    assert objective(names["params"]) > objective(params)
+    report = schedules.decay_report(names["state"])
+    assert float(report["lr_scale"]) == 1.0
+    expected = float(np.mean(np.asarray(batch["lengths"])))
+    assert float(report["response_length_recent"]) == pytest.approx(expected)
+
+
+def test_the_example_of_the_docs_trains_a_policy_in_half_precision(monkeypatch):
+    """bfloat16 parameters and log-probs; and the coefficients stay float32."""
+    params, batch = problem(3, spread=1e-4)
+    seen = []
+
+    def half(params, tokens):
+        log_probs = policy(params, tokens)
+        assert log_probs.dtype == jnp.bfloat16
+        return log_probs
+
+    def noted(function):
+        def call(correction, **arrays):
+            found = function(correction, **arrays)
+            of_tokens = found if function is coefficients else found.coefficients
+            seen.append((arrays["log_ratio"].dtype, of_tokens.dtype))
+            return found
+
+        return call
+
+    coefficients = corrections.coefficients
+    for name in ("coefficients", "correct"):
+        monkeypatch.setattr(corrections, name, noted(getattr(corrections, name)))
+    params = params.astype(jnp.bfloat16)
+    batch["rollout_log_probs"] = half(params, batch["tokens"])
+    names = {"policy": half, "params": params, "batches": [batch] * 5}
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile(example(), str(DOCS), "exec"), names)
+    assert set(seen) == {(jnp.dtype("bfloat16"), jnp.dtype("float32"))}
+    assert names["params"].dtype == jnp.bfloat16
+    change = np.float32(names["params"]) - np.float32(params)
+    assert np.all(np.isfinite(change))
+    assert np.any(change != 0.0)
+
+
+def test_the_docs_name_every_recipe_and_block_and_their_configuration_builds():
+    text = DOCS.read_text()
+    for name in (*corrections.RECIPES, *corrections.BLOCKS):
+        assert f"`{name}" in text, name
+    table = re.search(r"```toml\n(\[learner\]\n.*?)```", text, re.DOTALL)
+    assert table is not None
+    entries = tomllib.loads(table.group(1))["learner"]["corrections"]
+    assert [entry["name"] for entry in entries] == ["reject", "token_tis"]
+    corrections.build(entries)
+
+
+def test_corrections_and_schedules_load_without_the_rest():
+    code = (
+        "import sys; from tim_jax import corrections, schedules, metrics;"
+        "heavy = ('tim_jax.model', 'tim_jax.kernels', 'tim_jax.rl', 'tim_jax.policy',"
+        " 'transformers', 'flax', 'torch');"
+        "print([m for m in sys.modules if m.startswith(heavy)])"
+    )
+    root = pathlib.Path(__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
+    )
+    assert result.stdout.strip() == "[]"

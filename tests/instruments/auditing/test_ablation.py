@@ -1,0 +1,191 @@
+"""The ablation of a sampler's differences: measured alone and together, written and drawn."""
+
+import json
+from dataclasses import replace
+
+import dials
+import numpy as np
+import pytest
+import tiny
+
+from tim_jax import mismatch
+from tim_jax.app import cli
+from tim_jax.app.jobs import audit
+from tim_jax.app.jobs.audit import Bench
+from tim_jax.app.run import source_charts
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.auditing import ablation, ablation_report
+from tim_jax.model import hf
+
+DIAL = dials.dial(
+    {"name": "log_prob_noise", "std": 0.01, "by": "probability"},
+    {"name": "ignored_truncation"},
+)
+BENCH = Bench("tiny", dials.EXECUTION, tiny.params(dials.CONFIG), tiny.prompts(), tiny.GROUP)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    chart = tmp_path_factory.mktemp("ablation") / "chart.png"
+    return audit.measure(BENCH, DIAL, chart=chart), chart
+
+
+def test_baseline_each_alone_and_together(result):
+    record = result[0].record
+    cases = {case["case"]: case for case in record["cases"]}
+    labels = ["log_prob_noise(std=0.01, by=probability)", "ignored_truncation"]
+    assert list(cases) == [ablation.BASELINE, *labels, ablation.TOGETHER]
+    baseline, noise, truncation, together = cases.values()
+    assert baseline["metrics"]["tokens"] > 20
+    assert baseline["metrics"]["unequal_tokens"] == baseline["metrics"]["log_ratio_abs_max"] == 0
+    assert result[0].exact
+    assert 1e-3 < noise["metrics"]["log_ratio_abs_mean"] < 0.01
+    assert truncation["metrics"]["log_ratio_abs_mean"] > 0
+    assert together["metrics"]["unequal_tokens"] >= noise["metrics"]["unequal_tokens"]
+    assert [case["group"] for case in cases.values()] == ["", "synthetic", "semantics", ""]
+    assert together["entries"] == labels
+    for case in (noise, truncation, together):
+        assert case["reporting"]["log_ratio_abs_mean"] == case["metrics"]["log_ratio_abs_mean"]
+    assert (record["temperature"], record["top_p"]) == (0.8, 0.9)
+
+
+def test_profiles_hold_every_token_once(result):
+    for case in result[0].record["cases"]:
+        tokens, mean = case["metrics"]["tokens"], case["metrics"]["log_ratio_abs_mean"]
+        for name in ("by_position", "by_probability", "by_length", "by_difference"):
+            bins = case["profiles"][name]
+            assert sum(b[2] for b in bins) == tokens
+            assert np.isclose(sum(b[2] * b[3] for b in bins), tokens * mean, rtol=1e-4)
+            assert all(b[0] < (b[1] or np.inf) for b in bins)
+
+
+def test_lengths_are_binned_by_response():
+    rollout = dials.rollout()
+    difference = np.where(rollout.mask, np.asarray(rollout.lengths)[:, None] * 1.0, 0.0)
+    bins = ablation._by_length(difference, rollout)
+    assert sum(b.tokens for b in bins) == int(rollout.mask.sum())
+    for b in bins:
+        assert not b.tokens or b.low <= b.mean < b.high
+
+
+def test_written_as_json_and_markdown(result):
+    assert json.loads(result[0].json) == json.loads(json.dumps(result[0].record))
+    lines = result[0].markdown.splitlines()
+    tables = [line for line in lines if line.startswith("|")]
+    assert any("mean \\|d\\|" in line for line in tables)
+    assert any(line.startswith("| `ignored_truncation` |") for line in tables)
+    assert all(
+        f"| `{name}` |" in result[0].markdown for name in result[0].record["cases"][0]["metrics"]
+    )
+    widths = {line.count(" | ") for line in lines if line.startswith("| `kl_k3`")}
+    assert widths == {len(result[0].record["cases"])}
+
+
+def test_drawn(result):
+    assert result[1].read_bytes().startswith(b"\x89PNG")
+    assert result[1].stat().st_size > 20_000
+
+
+def test_nothing_to_draw(result, tmp_path):
+    record = dict(result[0].record, cases=result[0].record["cases"][:1])
+    with pytest.raises(InputError, match="nothing to draw"):
+        source_charts.source_chart(record, tmp_path / "x.png")
+    with pytest.raises(InputError, match="cannot write"):
+        source_charts.source_chart(result[0].record, tmp_path / "none" / "x.png")
+
+
+def test_short_numbers():
+    short = ablation_report._short
+    found = [short(x) for x in (0.0, 12345.0, 1.5e-5, 0.12345, 1e7 + 0.5, None)]
+    assert found == ["0", "12,345", "1.50e-05", "0.1235", "1.00e+07", "not finite"]
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_stale_weights_need_older_ones():
+    with tiny.compilations() as counted, pytest.raises(InputError, match="no older weights"):
+        audit.measure(BENCH, dials.standard("stale_weights"))
+    assert not counted
+
+
+@pytest.mark.slow
+def test_stale_weights_are_those_that_are_given(capsys):
+    older = {2: tiny.moved(tiny.params(dials.CONFIG))}
+    bench = replace(BENCH, older=older.__getitem__)
+    cases = [
+        ablation.Arm("stale", dials.standard("stale_weights")),
+        ablation.Arm(ablation.BASELINE, mismatch.EXACT),
+    ]
+    found = audit.report(bench, cases)
+    assert found.record["cases"][0]["metrics"]["log_ratio_abs_mean"] > 0.01
+    assert found.record["cases"][1]["metrics"]["unequal_tokens"] == 0
+    assert not found.exact  # the first case is to be the baseline
+    assert "stale" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", ["no list of entries"]),
+        ("[{name = 1", ["not TOML"]),
+        ("nowhere.toml", ["nowhere.toml", "no such file"]),
+        ('[{name = "kv_cash"}]', ["did you mean 'kv_cache'"]),
+        ("[3]", ["no table with a name"]),
+    ],
+)
+def test_a_bad_sampler_is_refused(text, words):
+    with pytest.raises(InputError) as error:
+        audit.read_dial(text)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+def test_a_dial_from_text_and_from_files(tmp_path):
+    entries = '[{ name = "kv_cache", dtype = "int8" }, { name = "native_kernels" }]'
+    expected = dials.dial({"name": "kv_cache", "dtype": "int8"}, {"name": "native_kernels"})
+    assert audit.read_dial(f" {entries}") == expected
+    for number, head in enumerate(("", "[sampler]\n")):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(f"{head}mismatch = {entries}\n")
+        assert audit.read_dial(str(path)) == expected
+    (tmp_path / "other.toml").write_text("x = 1\n")
+    with pytest.raises(InputError, match="no list `mismatch`"):
+        audit.read_dial(str(tmp_path / "other.toml"))
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, capsys):
+    hf.save(tmp_path / "model", tiny.params(dials.CONFIG), dials.CONFIG)
+    files = {name: tmp_path / name for name in ("json", "markdown", "chart")}
+    arguments = [
+        "audit",
+        str(tmp_path / "model"),
+        "--sampler",
+        '[{name = "log_prob_noise", std = 0.1}]',
+    ]
+    for name, path in files.items():
+        arguments += [f"--{name}", str(path.with_suffix(".png" if name == "chart" else ".txt"))]
+    assert cli.main([*arguments, "--prompts", "3", "--samples", "2"]) == 0
+    assert "exact where the sampler is the learner's own" in capsys.readouterr().out
+    record = json.loads((tmp_path / "json.txt").read_text())
+    assert len(record["cases"]) == 2
+    assert (tmp_path / "chart.png").exists()
+    assert "| sampler |" in (tmp_path / "markdown.txt").read_text()
+    assert cli.main([*arguments, "--prompts", "0"]) == 2
+    assert "--prompts must be at least 1" in capsys.readouterr().err
+    assert cli.main(["audit", "qwen3", "--chart", "x.png"]) == 2
+    assert "--chart goes with --sampler" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--prompts", "--samples"])
+def test_sizes_of_an_ablation_are_refused_without_one(option, capsys):
+    assert cli.main(["audit", "qwen3", "--quick", option, "1"]) == 2
+    assert f"{option} goes with --sampler" in capsys.readouterr().err
+
+
+def test_what_an_ablation_would_not_heed_is_refused(capsys):
+    arguments = ["audit", "qwen3", "--sampler", '[{name = "log_prob_noise", std = 0.1}]']
+    for option in (["--family", "pallas_gpu"], ["--interpret"], ["--quick"], ["--several-tiles"]):
+        assert cli.main([*arguments, *option]) == 2
+        assert "does not go with --sampler" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""A minority that is wrong is found and listed, and nothing is named that explains nothing."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from recorded import STOPS, diagnosed, forward, sampled, with_log_probs
+
+from tim_jax.common import waiting
+from tim_jax.instruments.diagnosis import (
+    ends,
+    explanations,
+    judged,
+    parts,
+    report,
+    variants,
+    verdict,
+)
+
+
+def decode(ids):
+    return "".join(chr(97 + i) for i in ids)
+
+
+def noisy(scale=1e-3, seed=0):
+    """Rows of a sound engine."""
+    rng = np.random.default_rng(seed)
+    return with_log_probs(sampled(), lambda x: x + scale * rng.standard_normal(len(x)))
+
+
+def changed(rows, places, value):
+    """The rows with `value(log-prob)` at (row, token) places."""
+    rows = [row | {"logprobs": list(row["logprobs"])} for row in rows]
+    for row, place in places:
+        rows[row]["logprobs"][place] = value(rows[row]["logprobs"][place])
+    return rows
+
+
+def some_places(count, seed=0):
+    """(row, token), in order, of tokens that are no certain ones."""
+    every = [
+        (row, place)
+        for row, one in enumerate(sampled())
+        for place, log_prob in enumerate(one["logprobs"])
+        if log_prob < -0.5
+    ]
+    chosen = np.random.default_rng(seed).choice(len(every), count, replace=False)
+    return [every[i] for i in sorted(chosen)]
+
+
+def listed(record):
+    """(row, token) places of the part that a record lists."""
+    rows = record["part"]["rows"]
+    return [(int(one["where"][4:]) - 1, place) for one in rows for place in one["positions"]]
+
+
+SENTINELS = [(1, -9999.0), (20, -9999.0), (20, 0.0), (20, -100.0), (20, -1.0)]
+
+
+@pytest.mark.parametrize(("count", "value"), SENTINELS, ids=str)
+def test_sentinels_are_named_and_their_tokens_listed(count, value):
+    places = [x for x in some_places(count) if value != -1 or not near_one(x)]
+    found = diagnosed(changed(noisy(), places, lambda _: value))
+    assert found.state == "fault"
+    assert found.best.explanation.name == "sentinel"
+    record = report.as_record(found, decode)
+    assert listed(record) == places
+    assert f"{value:g}" in record["verdict"]
+    assert record["part"]["others"]["largest"] < 0.01
+
+
+def near_one(place):
+    """Whether the log-prob there is about that of the sentinel -1, which is then no fault."""
+    row, token = place
+    return abs(sampled()[row]["logprobs"][token] + 1) < 0.3
+
+
+def test_rows_that_hold_the_log_probs_of_another_row_are_named_and_listed():
+    rows = noisy()
+    lengths = [len(row["logprobs"]) for row in rows]
+    size = max(set(lengths), key=lengths.count)
+    own = [i for i, n in enumerate(lengths) if n == size][:6]
+    swapped = list(rows)
+    for i, j in zip(own, [*own[1:], own[0]], strict=True):
+        swapped[i] = rows[i] | {"logprobs": rows[j]["logprobs"]}
+    found = diagnosed(swapped)
+    assert found.best.explanation.name == "other_row"
+    record = report.as_record(found, decode)
+    assert sorted({row for row, _ in listed(record)}) == own
+    assert f"as row {own[0] + 1} holds those of row {own[1] + 1}" in record["verdict"]
+
+
+@pytest.mark.slow
+def test_a_fault_of_some_rows_is_named_with_them():
+    rows = noisy()
+    for row in (8, 40, 41):
+        rows[row] = rows[row] | {"logprobs": [*rows[row]["logprobs"][1:], -1.0]}
+    found = diagnosed(rows)
+    assert found.best.explanation.name == "shifted"
+    assert found.best.explanation.rows.tolist() == [8, 40, 41]
+    assert "in 3 of 96 rows" in report.sentence(found)
+    assert {row for row, _ in listed(report.as_record(found, decode))} == {8, 40, 41}
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_part_that_nothing_explains_is_a_fault_and_listed(count):
+    places, rng = some_places(count), np.random.default_rng(1)
+    found = diagnosed(changed(noisy(), places, lambda x: x - rng.uniform(3, 9)))
+    assert found.state == "fault"
+    assert found.best is None
+    record = report.as_record(found, decode)
+    assert listed(record) == places
+    text = report.text(record)
+    assert "differ by what no known cause explains" in record["verdict"]
+    (tried,) = (line for line in text.split("\n") if line.startswith("Tried: "))
+    assert {"temperature", "shifted", "padded_vocabulary"} <= set(tried[7:].split(", "))
+    assert f"of {count} token{'s' * (count > 1)}" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [0.02, 0.3])
+def test_noise_of_no_known_cause_is_never_explained(scale):
+    found = diagnosed(noisy(scale))
+    assert found.best is None
+    assert found.state == ("fault" if scale > 0.1 else "numerics")
+    shown = report.text(report.as_record(found, decode))
+    assert (
+        "explanation " not in shown.partition("Tried")[2].partition("\n\n")[2] or "draws" in shown
+    )
+    if scale > 0.1:
+        assert "a difference of this size that no known cause explains" in shown
+
+
+def ended(rows, **how):
+    """Rows whose end token is gone, and what is said of how they ended."""
+    return [
+        row | how | {name: row[name][:-1] for name in ("response_token_ids", "logprobs")}
+        for row in rows
+        if row["response_token_ids"][-1] in STOPS and len(row["logprobs"]) > 1
+    ]
+
+
+def aborted(rows, **how):
+    """The first half of each response, whatever would have come."""
+    found = []
+    for row in rows:
+        half = len(row["logprobs"]) // 2
+        if half:
+            part = {name: row[name][:half] for name in ("response_token_ids", "logprobs")}
+            found.append(row | part | how)
+    return found
+
+
+def test_what_ended_by_something_else_needs_no_end_token():
+    by_string = {"finish_reason": "stop", "stop_reason": "</search>"}
+    for how in (by_string, {"finish_reason": {"type": "abort"}}, {"finish_reason": "tool_calls"}):
+        found = diagnosed([*sampled()[:40], *ended(sampled()[40:], **how)])
+        assert found.state == "exact"
+        assert found.best is None
+
+
+def test_aborted_rows_do_not_hide_a_stripped_end_token():
+    rows = sampled()
+    abort = {"finish_reason": {"type": "abort"}}
+    found = diagnosed([*ended(rows, finish_reason=None), *aborted(rows[:30], **abort)])
+    assert found.best.explanation.name == "end_token_stripped"
+    (response,) = (r for r in found.tokens.responses if r.where == found.first.where)
+    assert found.first.position == len(response) - 1
+
+
+@pytest.mark.parametrize("kept", [0, 20])
+def test_aborts_that_nobody_wrote_down_do_not_hide_it_either(kept):
+    """An end token was due after 30 of the rows, and after 20 it was not."""
+    rows = ended(sampled(), finish_reason=None)[:50]
+    end = {"finish_reason": "stop"}
+    rows += [row | end for row in sampled() if row["response_token_ids"][-1] in STOPS][:kept]
+    tokens = diagnosed(rows).tokens
+    due = np.arange(len(rows)) < 30
+    seen = tokens.evidence._replace(
+        end_stop=np.where(due, -0.1, -9.0), stops=np.full((len(tokens.position), 2), -20.0)
+    )
+    tokens = replace(tokens, evidence=seen)
+    (found,) = (one for one in ends.ending(tokens) if one.name == "end_token_stripped")
+    assert found.structure > judged.DECISIVE
+    lengths = np.asarray([len(r) for r in tokens.responses])
+    cut = (lengths == lengths.max()) & (kept == 0)  # may have been, as long as the longest are
+    assert found.shows.tolist() == tokens.lasts[due & ~cut].tolist()
+    nowhere = replace(tokens, evidence=seen._replace(end_stop=np.full(len(rows), -9.0)))
+    (found,) = (one for one in ends.ending(nowhere) if one.name == "end_token_stripped")
+    assert found.structure < judged.DECISIVE
+
+
+def test_an_end_token_that_is_named_but_not_there_was_stripped():
+    named = ended(sampled()[:24], finish_reason={"type": "stop", "matched": STOPS[0]})
+    found = diagnosed([*sampled()[24:], *named])
+    assert found.best.explanation.name == "end_token_stripped"
+    assert "about draws or ends, not about the gap" in report.text(report.as_record(found, decode))
+    # Another end token, of the request: it is there.
+    other = [
+        row | {"finish_reason": "stop", "stop_reason": row["response_token_ids"][-1]}
+        for row in ended(sampled()[:24])
+    ]
+    assert diagnosed([*sampled()[24:], *other]).state == "exact"
+
+
+def test_a_single_row_has_no_other():
+    tokens = diagnosed(noisy()).tokens.take([7])
+    assert parts.of_tokens(tokens, explanations.null(tokens)) == []
+    assert not parts.outside(tokens, tokens.evidence.exact).any()
+
+
+def test_who_waits_is_told_what_is_tried(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "SECONDS", 0.0)
+    tried = [variants.Variant(name, name, "fault", forward()) for name in ("a", "b")]
+    with caplog.at_level("INFO", logger="tim_jax.common.waiting"):
+        assert list(verdict._said(tried, 9)) == tried
+    assert caplog.messages[1].startswith("trying b, alternative 2 of at most 9")

@@ -1,0 +1,139 @@
+"""Penalties, biases and masks that a request asks for are in the log-probs, or it is said."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from recorded import LIMITS, STOPS, diagnosed, forward, sampled, weights
+
+from tim_jax.instruments.diagnosis import evidence, readers, shaping
+from tim_jax.instruments.diagnosis.declared import Distribution, Shaping
+from tim_jax.instruments.diagnosis.rollouts import collect
+from tim_jax.policy import scoring
+
+VOCABULARY = tiny.CONFIG.vocab_size
+OPTIONS = {
+    "repetition": {"repetition_penalty": 1.7},
+    "presence and frequency": {"presence_penalty": 0.8, "frequency_penalty": 0.4},
+    "bias": {"logit_bias": {"4": 3.0, "7": -5.0}},
+    "min-p": {"min_p": 0.03},
+    "min-tokens": {"min_tokens": 4},
+    "warm": {"temperature": 0.7, "repetition_penalty": 1.3, "min_p": 0.01, "top_k": 9},
+}
+
+
+@cache
+def logits():
+    """f64[n, V] of each response of `sampled`."""
+    found = []
+    for row in sampled():
+        response = collect(readers.read([row]), limits=LIMITS).responses[0]
+        found.append(response)
+    batch = evidence._rollout(found, 64, 64)
+    program = jax.jit(
+        lambda w, r: scoring.of_logits(w, r, lambda z, _: z, execution=tiny.EXECUTION)
+    )
+    whole = np.asarray(program(weights(), batch), np.float64)
+    return [z[: len(r)] for z, r in zip(whole, found, strict=True)]
+
+
+def reference(z, row, place, options):
+    """Log-probs f64[V] of one place, step by step as the options are documented."""
+    prompt, before = row["prompt_token_ids"], row["response_token_ids"][:place]
+    own = row["response_token_ids"][place]
+    z = z.copy()
+    for token, value in options.get("logit_bias", {}).items():
+        z[int(token)] += value
+    penalty = options.get("repetition_penalty", 1.0)
+    for token in {*prompt, *before}:
+        z[token] = z[token] / penalty if z[token] > 0 else z[token] * penalty
+    for token in set(before):
+        z[token] -= options.get("frequency_penalty", 0.0) * before.count(token)
+        z[token] -= options.get("presence_penalty", 0.0)
+    keep = np.ones(len(z), bool)
+    if place < options.get("min_tokens", 0):
+        keep[list(STOPS)] = False
+    keep[own] = True
+    temperature = options.get("temperature", 1.0)
+    z = np.where(keep, z / temperature, -np.inf)
+    chance = np.exp(z - z.max())
+    keep &= (chance >= options.get("min_p", 0.0)) | (np.arange(len(z)) == own)
+    z = np.where(keep, z, -np.inf)
+    if "top_k" in options:
+        least = np.sort(z)[-options["top_k"]]
+        z = np.where((z >= least) | (np.arange(len(z)) == own), z, -np.inf)
+    return z - z.max() - np.log(np.exp(z - z.max()).sum())
+
+
+def rows(options, recorded):
+    """Rows of `sampled` that declare options, with `recorded` ones in place of theirs, or none."""
+    found = []
+    for row, z in zip(sampled(), logits(), strict=True):
+        ids = row["response_token_ids"]
+        log_probs = [float(reference(z[t], row, t, recorded)[token]) for t, token in enumerate(ids)]
+        found.append(row | options | {"logprobs": np.minimum(log_probs, 0.0).tolist()})
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_log_probs_under_options_are_those_of_their_definition(options):
+    responses = collect(readers.read(rows(options, options)), limits=LIMITS).responses
+    exact = evidence.gather(forward(), responses).exact
+    recorded = np.concatenate([r.log_probs for r in responses])
+    np.testing.assert_allclose(exact, recorded, atol=2e-5)
+    plain = np.concatenate([row["logprobs"] for row in sampled()])
+    assert np.abs(exact - plain).max() > 0.01
+
+
+def test_tokens_that_are_not_allowed_have_no_share():
+    allowed = tuple(range(4, VOCABULARY))
+    shapes = shaping.arrays([Distribution(shaping=Shaping(allowed=allowed))], 2, VOCABULARY)
+    rollout = jax.tree.map(lambda x: x[:2], tiny.rollout())
+    z = jnp.asarray(np.random.default_rng(0).normal(size=(3, VOCABULARY)), jnp.float32)
+    places = jnp.asarray([0, 1, rollout.responses.shape[1]])
+    how = {"rollout": rollout, "shapes": shapes, "stop_tokens": STOPS}
+    found = shaping.shape(z, jnp.asarray([5, 6, 7]), places, **how)
+    np.testing.assert_array_equal(found[:, 4:], z[:, 4:])
+    assert (found[:, :4] < -9e4).all()
+
+
+def test_log_probs_before_and_after_a_penalty_are_told_apart():
+    asked = {"repetition_penalty": 1.7}
+    found = diagnosed(rows(asked, asked))
+    assert found.state == "numerics"
+    assert found.sizes["largest"] < 1e-4
+    raw = rows(asked, {})
+    named = diagnosed(raw).best.explanation.name
+    assert named in ("raw_log_probs", "shaping_ignored")
+    declared = diagnosed(raw, default=Distribution(raw=True))
+    assert declared.sizes["largest"] < 1e-4
+    # Drawn without the penalty, as these are: which only the draws can tell.
+    assert declared.best is None or declared.best.explanation.name == "shaping_ignored"
+
+
+@pytest.mark.slow
+def test_processed_log_probs_that_are_said_to_be_raw_are_named():
+    found = diagnosed(
+        rows({"temperature": 0.7}, {"temperature": 0.7}), default=Distribution(raw=True)
+    )
+    assert found.best.explanation.name == "processed_log_probs"
+    assert found.best.share > 0.99
+
+
+def test_what_is_assumed_is_said_with_its_option():
+    collected = collect(readers.read(sampled()), limits=LIMITS)
+    line = collected.assumed(Distribution())
+    assert line == (
+        "Assumed, where rows do not say it: temperature 1 (--temperature), top-k off (--top-k),"
+        " top-p off (--top-p), processed log-probs (--log-probs)"
+    )
+    known = {"temperature": 0.7, "top_k": -1, "top_p": 1.0, "logprobs_mode": "raw_logprobs"}
+    some = [*sampled()[:2], *(row | known for row in sampled()[2:])]
+    collected = collect(readers.read(some), limits=LIMITS)
+    line = collected.assumed(Distribution(0.5, 20, 0.9, raw=True))
+    assert "temperature 0.5 in 2 rows (--temperature), top-k 20 in 2 rows" in line
+    assert "raw log-probs in 2 rows (--log-probs)" in line
+    assert not collect(readers.read(some[2:]), limits=LIMITS).assumed(Distribution())

@@ -1,0 +1,674 @@
+"""A diagnosis names the fault that was made, and finds none where there is none."""
+
+import importlib
+import json
+import string
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from recorded import (
+    LIMITS,
+    SAMPLES,
+    STOPS,
+    diagnosed,
+    exact_log_probs,
+    forward,
+    sampled,
+    weights,
+    with_log_probs,
+)
+from scipy import integrate
+
+from tim_jax import corrections, mismatch
+from tim_jax.app import cli
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.auditing import random_params
+from tim_jax.instruments.diagnosis import (
+    ends,
+    evidence,
+    explanations,
+    judged,
+    noise,
+    readers,
+    report,
+    variants,
+    verdict,
+)
+from tim_jax.instruments.diagnosis.declared import Distribution
+from tim_jax.instruments.diagnosis.distributions import chances
+from tim_jax.instruments.diagnosis.monitor import Monitor
+from tim_jax.instruments.diagnosis.rollouts import Response, collect
+from tim_jax.metrics import mismatch_metrics
+from tim_jax.model import hf
+from tim_jax.numerics import strict
+from tim_jax.rl.programs import sampling_program
+from tim_jax.tasks.text import character_tokenizer
+
+ROOT = Path(__file__).parents[3]
+
+
+# The arithmetic.
+
+
+def synthetic(vocabulary=300, count=40, seed=0, spread=3.0):
+    """Logits f32[N, V], tokens drawn from them, and their evidence without a model."""
+    rng = np.random.default_rng(seed)
+    logits = (spread * rng.standard_normal((count, vocabulary))).astype(np.float32)
+    tokens = np.argmax(logits + rng.gumbel(size=logits.shape), axis=1).astype(np.int32)
+    return logits.astype(np.float64), tokens, evidence_of(logits, tokens)
+
+
+def evidence_of(logits, tokens):
+    vocabulary = logits.shape[1]
+    program = jax.jit(lambda *x: evidence._summary(*x, vocabulary, (1, 2)))
+    found = jax.device_get(program(jnp.asarray(logits), jnp.asarray(tokens)))
+    found["exact"] = found["raw"] = found["logit"]
+    stop = found.pop("stop")
+    return evidence.Evidence(**found, end_stop=stop)
+
+
+DISTRIBUTIONS = [
+    Distribution(1.0),
+    Distribution(0.31),
+    Distribution(0.6, 20),
+    Distribution(1.7, 0, 0.8),
+    Distribution(1.0, 50, 0.9),
+    Distribution(3.9),
+]
+
+
+FLAT = {"vocabulary": 2000, "count": 300, "spread": 0.5}  # its likeliest 128 have a sixth
+FLAT_DISTRIBUTIONS = [Distribution(1.0, 0, 0.7), Distribution(0.9, 0, 0.95), Distribution(1.3)]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=str)
+def test_log_probs_of_any_distribution_follow_from_the_evidence(distribution):
+    check_chances(distribution, *synthetic(), atol=3e-5)
+
+
+@pytest.mark.parametrize("distribution", FLAT_DISTRIBUTIONS, ids=str)
+def test_sets_that_are_larger_than_the_stored_logits_leave_tokens_out(distribution):
+    # The mass that such a set has beyond top_p is less than that of a token, and not known.
+    check_chances(distribution, *synthetic(**FLAT), atol=5e-3)
+
+
+def check_chances(distribution, logits, tokens, found, atol):
+    rows = np.arange(len(tokens))
+    scaled = logits / distribution.temperature
+    whole = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    order = np.argsort(-whole, axis=1)
+    mass = np.exp(np.take_along_axis(whole, order, axis=1))
+    mass[:, distribution.top_k or len(mass[0]) :] = 0.0
+    running = np.cumsum(mass, axis=1)
+    mass[running - mass >= distribution.top_p * running[:, -1:]] = 0.0
+    kept = np.zeros_like(mass)
+    np.put_along_axis(kept, order, mass, axis=1)
+    inside = kept[rows, tokens] > 0
+    given = chances(found, distribution)
+    np.testing.assert_allclose(given.whole, whole[rows, tokens], atol=2e-5)
+    total = np.log(kept.sum(axis=1))
+    np.testing.assert_allclose(
+        given.renormalised[inside], (whole[rows, tokens] - total)[inside], atol=atol
+    )
+    assert (given.drawn[~inside] < whole[rows, tokens][~inside] - 10).all()
+    assert inside.all() or distribution.truncated
+
+
+def test_the_noise_model_is_a_density_and_finds_its_scale():
+    one = np.ones(1)
+    for scale in (1e-4, 0.3):
+        area, _ = integrate.quad(
+            lambda x, s=scale: float(np.exp(noise.densities(x * one, one, s))[0]),
+            -400 * scale, 400 * scale, points=[0.0], limit=400,
+        )  # fmt: skip
+        assert area == pytest.approx(1.0, abs=1e-3)
+    rng = np.random.default_rng(0)
+    weight = rng.uniform(0.1, 1.0, 4000)
+    residual = 0.02 * weight * rng.standard_t(3, 4000)
+    assert noise.fit(residual, weight).scale == pytest.approx(0.02, rel=0.1)
+    assert noise.fit(np.zeros(10), np.ones(10)).scale < noise.FLOOR
+    assert noise.densities(np.asarray([np.nan]), one, 1.0)[0] == noise.NOTHING
+
+
+# What is found.
+
+
+def test_nothing_to_compare_is_refused_and_no_pass(monkeypatch):
+    monkeypatch.setattr(verdict, "gather", None)  # refused before the forward
+    rows = [row | {"mask": [0] * len(row["logprobs"])} for row in sampled()[:3]]
+    count = sum(len(row["mask"]) for row in rows)
+    with pytest.raises(InputError, match=f"mask is 0 at all {count} response tokens, from row 1"):
+        diagnosed(rows)
+
+
+LENGTHS = 7 + np.arange(64) % 4  # of the responses of a synthetic file
+
+
+def masked(strangers, temperature=1.0):
+    """Responses drawn at a temperature, but for every third token, which a loss mask hides.
+
+    Recorded are the log-probs at temperature 1. Hidden tokens and their logits are of the seed
+    `strangers`.
+    """
+    count, rng, other = LENGTHS.sum(), np.random.default_rng(0), np.random.default_rng(strangers)
+    hidden = np.arange(count) % 3 == 0
+    size = (count, 64)
+    logits = np.where(hidden[:, None], 3 * other.normal(size=size), 2 * rng.normal(size=size))
+    own = np.argmax(logits / temperature + rng.gumbel(size=size), axis=1)
+    ids = np.where(hidden, other.integers(6, 64, count), own).astype(np.int32)
+    logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    seen = evidence_of(logits.astype(np.float32), ids)
+    seen = seen._replace(exact=logits[np.arange(count), ids].astype(np.float32))
+    lasts = np.cumsum(LENGTHS) - 1
+    end_stop = -np.where(hidden[lasts], *(x.exponential(size=len(lasts)) for x in (other, rng)))
+    parts = (np.split(x, lasts[:-1] + 1) for x in (ids, seen.exact, ~hidden))
+    responses = tuple(
+        Response("row", (1,), tuple(own), log_probs, Distribution(), mask=mask)
+        for own, log_probs, mask in zip(*parts, strict=True)
+    )
+    return explanations.Tokens(responses, seen._replace(end_stop=end_stop), (1, 2), 64, 64)
+
+
+def all_judged(tokens):
+    base = explanations.null(tokens)
+    tried = (*explanations.reporting(tokens), *ends.ending(tokens))
+    return {one.name: verdict.judge(one, tokens, base) for one in tried}
+
+
+def test_a_temperature_is_fitted_on_the_tokens_that_the_model_drew():
+    found = all_judged(masked(1, temperature=0.7))["drawn_temperature"]
+    assert found.explanation.parameters["temperature"] == pytest.approx(0.7, rel=0.1)
+    assert found.gain > verdict.DECISIVE
+    assert judged.material(found)
+
+
+def test_what_a_loss_mask_hides_decides_nothing():
+    one, two = (all_judged(masked(seed)) for seed in (1, 2))
+    assert one.keys() == two.keys()
+    assert {"top_p", "end_token_stripped"} <= one.keys()
+    for name in one.keys() - {"shifted"}:  # whose log-probs are those of tokens next to hidden ones
+        first, second = one[name], two[name]
+        assert first.explanation.parameters == pytest.approx(second.explanation.parameters), name
+        assert first.gain == pytest.approx(second.gain, abs=1e-4), name
+        assert judged.material(first) == judged.material(second)
+
+
+@pytest.mark.slow
+def test_the_output_of_tools_does_not_hide_a_temperature():
+    rng = np.random.default_rng(0)
+
+    def with_output(row):
+        ids, output = row["response_token_ids"], rng.integers(6, tiny.CONFIG.vocab_size, 6).tolist()
+        return {
+            "prompt_token_ids": row["prompt_token_ids"],
+            "response_token_ids": ids + output,
+            "logprobs": row["logprobs"] + [-1.0] * len(output),
+            "mask": [1] * len(ids) + [0] * len(output),
+        }
+
+    found = diagnosed([with_output(row) for row in raw(sampled(0.6), temperature=1.0)])
+    assert found.state == "fault"
+    assert found.best.explanation.name == "drawn_temperature"
+    assert found.best.explanation.parameters["temperature"] == pytest.approx(0.6, rel=0.15)
+
+
+def test_exact_rollouts_have_no_fault_and_equal_bits():
+    found = diagnosed(sampled())
+    assert found.state == "exact"
+    assert found.normal
+    exact = found.tokens.evidence.exact
+    recorded = np.concatenate([np.float32(row["logprobs"]) for row in sampled()])
+    assert len(exact) > 300
+    assert not np.asarray(strict.unequal_bits(jnp.asarray(exact), jnp.asarray(recorded))).any()
+
+
+@pytest.mark.slow
+def test_numerics_of_a_normal_size_are_no_fault():
+    rng = np.random.default_rng(0)
+    noisy = with_log_probs(sampled(), lambda x: x + 0.005 * rng.standard_normal(len(x)))
+    found = diagnosed(noisy)
+    assert found.state == "numerics"
+    assert found.normal
+    assert found.first is None
+
+
+@pytest.mark.slow
+def test_all_other_forwards_together_score_no_more_tokens_than_the_first(monkeypatch):
+    scored = []
+
+    def counted(other, responses):
+        del other  # one program suffices to count
+        scored.append(sum(map(len, responses)))
+        return evidence.gather(forward(), responses)
+
+    monkeypatch.setattr(verdict, "gather", counted)
+    monkeypatch.setattr(variants, "gather", counted)
+    monkeypatch.setattr(variants, "log_probs", lambda *given: counted(*given).exact)
+    monkeypatch.setattr(verdict, "_PANEL", 16)  # which is for files of fewer than 86,000 tokens
+    rng = np.random.default_rng(0)
+    noisy = with_log_probs(sampled(), lambda x: x + 0.005 * rng.standard_normal(len(x)))
+    assert diagnosed(noisy * 2, sources=variants.SOURCES).normal
+    assert scored[0] == 2 * sum(len(row["logprobs"]) for row in sampled())
+    assert len(scored) > len(variants.SOURCES)
+    assert sum(scored[1:]) <= scored[0]
+
+
+def test_the_summary_of_a_forward_does_not_sort_the_vocabulary():
+    logits, tokens, _ = synthetic()
+    program = jax.jit(lambda *x: evidence._summary(*x, 300, (1, 2)))
+    text = program.lower(jnp.asarray(logits, jnp.float32), jnp.asarray(tokens)).compile().as_text()
+    assert "TopK" in text
+    assert " sort(" not in text
+
+
+@pytest.mark.slow
+def test_a_model_without_end_tokens_is_diagnosed():
+    found = collect(readers.read(sampled()), limits=LIMITS)
+    endless = forward()._replace(stop_tokens=())
+    assert verdict.diagnose(found.responses, endless, sources=()).state == "exact"
+
+
+def shifted(rows):
+    return [row | {"logprobs": [*row["logprobs"][1:], -1.0]} for row in rows]
+
+
+def replaced(rows):
+    def change(row):
+        ids = row["response_token_ids"]
+        return row | {"response_token_ids": [*ids[:-1], 0] if ids[-1] in STOPS else ids}
+
+    return [change(row) for row in rows]
+
+
+def stripped(rows):
+    def change(row):
+        ended = row["response_token_ids"][-1] in STOPS and len(row["logprobs"]) > 1
+        cut = {name: row[name][:-1] for name in ("response_token_ids", "logprobs")}
+        return row | cut if ended else row
+
+    return [change(row) for row in rows]
+
+
+def padded(rows, pad=7):
+    return [row | {"mask": [int(t != pad) for t in row["response_token_ids"]]} for row in rows]
+
+
+def zeroed(rows, pad=7):
+    def change(row):
+        pairs = zip(row["response_token_ids"], row["logprobs"], strict=True)
+        return row | {"logprobs": [0.0 if t == pad else x for t, x in pairs]}
+
+    return [change(row) for row in rows]
+
+
+def firsts(rows):
+    return [row | {"logprobs": [row["logprobs"][0] - 6.0, *row["logprobs"][1:]]} for row in rows]
+
+
+def of_wider_vocabulary(rows, count=9):
+    """The softmax taken over `count` more rows, whose logits are 0."""
+    found = collect(readers.read(rows), limits=LIMITS).responses
+    seen = evidence.gather(forward(), found)
+    normaliser = seen.moments[:, evidence.AT_ONE, 0].astype(np.float64)
+    moved = normaliser - np.logaddexp(normaliser, np.log(count) - seen.peak)
+    parts = np.split(moved, np.cumsum([len(r) for r in found])[:-1])
+    return [
+        row | {"logprobs": (np.asarray(row["logprobs"]) + part).tolist()}
+        for row, part in zip(rows, parts, strict=True)
+    ]
+
+
+FAULTS = [
+    ("temperature", lambda: sampled(0.6), {"temperature": 0.6}),
+    ("raw_log_probs", lambda: raw(sampled(0.6)), {}),
+    ("top_k", lambda: sampled(1.0, 5), {"top_k": 5}),
+    ("shifted", lambda: shifted(sampled()), {}),
+    ("end_token_replaced", lambda: replaced(sampled()), {}),
+    ("end_token_stripped", lambda: stripped(sampled()), {}),
+    ("pad_mask", lambda: padded(sampled()), {}),
+    ("pad_mask", lambda: zeroed(sampled()), {}),
+    ("first_tokens", lambda: firsts(sampled()), {}),
+    ("padded_vocabulary", lambda: of_wider_vocabulary(sampled()), {"rows": 9}),
+]
+
+
+def raw(rows, temperature=0.6):
+    """Drawn at a declared temperature, recorded without it."""
+    return [
+        row | {"logprobs": part.tolist(), "temperature": temperature}
+        for row, part in zip(rows, exact_log_probs(rows), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "parameters"),
+    [
+        pytest.param(*one, marks=[pytest.mark.slow] if i % 2 else [], id=f"{i}-{one[0]}")
+        for i, one in enumerate(FAULTS)
+    ],
+)
+def test_one_fault_is_named_first(name, rows, parameters):
+    found = diagnosed(rows())
+    assert found.state == "fault"
+    best = found.best.explanation
+    assert best.name == name
+    for key, value in parameters.items():
+        assert best.parameters[key] == pytest.approx(value, rel=0.01)
+    assert found.first is not None
+    (response,) = (r for r in found.tokens.responses if r.where == found.first.where)
+    assert response.tokens[found.first.position] == found.first.token
+
+
+def test_padding_behind_a_response_that_a_mask_hides_is_no_fault():
+    """Arrays of one width, as trainers dump them: tokens, log-probs and mask are filled up."""
+    noisy = with_log_probs(sampled(), lambda x: x + 1e-3 * np.cos(np.arange(len(x))))
+    rows = []
+    for row in noisy:
+        count = len(row["response_token_ids"])
+        fill = [7] * (16 - count)
+        rows.append(
+            row
+            | {
+                "response_token_ids": [*row["response_token_ids"], *fill],
+                "logprobs": [*row["logprobs"], *(0.0 for _ in fill)],
+                "mask": [1] * count + [0] * len(fill),
+            }
+        )
+    rows = [row for row in rows if 7 not in row["response_token_ids"][: sum(row["mask"])]]
+    assert len(rows) > 8
+    assert any(len(row["mask"]) > sum(row["mask"]) for row in rows)
+    found = diagnosed(rows)
+    assert found.state != "fault"
+
+
+def test_unexplained_and_larger_than_numerics_is_a_fault_at_its_first_token():
+    rows = [dict(row) for row in sampled()]
+    rows[20]["logprobs"] = [-9.0, *rows[20]["logprobs"][1:]]
+    found = diagnosed(rows)
+    assert found.state == "fault"
+    assert found.best is None
+    assert (found.first.where, found.first.position) == ("row 21", 0)
+
+
+@pytest.mark.slow
+def test_other_weights_and_other_prompts_are_named():
+    old = jax.jit(tiny.EXECUTION.prepare)(tiny.moved(tiny.params(), 0.02))
+    others = [("step 1", jax.tree.map(lambda x: 0.99 * x, weights())), ("step 2", old)]
+    drawn = sampled()
+    found = collect(readers.read(drawn), limits=LIMITS).responses
+    seen = evidence.gather(forward()._replace(weights=old), found)
+    parts = np.split(seen.exact, np.cumsum([len(r) for r in found])[:-1])
+    stale = [row | {"logprobs": x.tolist()} for row, x in zip(drawn, parts, strict=True)]
+    named = diagnosed(stale, others=others)
+    assert named.best.explanation.name == "weights of step 2"
+    assert named.best.share > 0.99
+    # The trainer lost the prompts' last token.
+    shorter = [row | {"prompt_token_ids": [4, *row["prompt_token_ids"]]} for row in drawn]
+    longer = [row | {"prompt_token_ids": [*row["prompt_token_ids"], 4]} for row in drawn]
+    assert diagnosed(longer).best.explanation.name == "prompt_longer"
+    assert diagnosed(shorter).state == "fault"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "entry",
+    [
+        mismatch.compute(dtype="bfloat16"),
+        mismatch.kv_cache(dtype="float8_e4m3fn"),
+        mismatch.quantised_weights(dtype="int4"),
+        mismatch.logits(dtype="bfloat16"),
+    ],
+    ids=mismatch.label,
+)
+def test_low_precision_is_named_by_its_entry(entry):
+    dial = mismatch.Mismatch((entry,))
+    program = sampling_program(tiny.EXECUTION, samples=SAMPLES, mismatch=dial.drawing)
+    found = jax.device_get(program(dial.weights(weights()), tiny.prompts(), jax.random.key(3)))
+    rows = [
+        {
+            "prompt_token_ids": found.prompts[i, : found.prompt_lengths[i]].tolist(),
+            "response_token_ids": found.responses[i, :length].tolist(),
+            "logprobs": np.minimum(found.log_probs[i, :length], 0).tolist(),
+        }
+        for i, length in enumerate(found.lengths)
+    ]
+    others = (mismatch.compute(dtype="float16"), mismatch.softmax(dtype="bfloat16"))
+    named = diagnosed(rows, sources=(*others, entry))
+    assert named.best.explanation.name == mismatch.label(entry)
+    assert named.best.share > 0.99
+    usual = named.sizes["k3"] < judged.NORMAL_K3 and named.sizes["mean"] < 0.02
+    assert named.normal == (usual or named.half is not None)
+    if mismatch.label(entry) in verdict.HALF_PRECISION:
+        assert 0.5 < named.half.scale < 2
+
+
+def judgement(name, gain, *, kind="fault", parameters=(), sizes=None, scale=1.0):
+    nothing = np.zeros(1)
+    found = explanations.Explanation(
+        name, name, kind, nothing, nothing, parameters=dict.fromkeys(parameters, 1.0), sizes=sizes
+    )
+    options = {"scale": scale, "gap": 1.0, "remains": 0.0, "effect": 1.0, "within": 1.0}
+    touched = np.ones(1, bool)
+    return judged.Judged(found, None, gain, nothing, **options, touched=touched, of_draws=False)
+
+
+def test_of_two_faults_that_are_equally_likely_the_simpler_is_named():
+    fitted, raw = judgement("temperature", 50.0, parameters=["t"]), judgement("raw_log_probs", 45.0)
+    other = judgement("compute(bfloat16)", 45.0, kind="numerics")
+    assert verdict._best([fitted, other, raw]) is raw
+    assert verdict._best([fitted, other]) is fitted
+    assert verdict._best([fitted, judgement("raw_log_probs", 39.0)]) is fitted
+    assert verdict._best([]) is None
+
+
+def low_precision(name, made, *, scale):
+    """Low precision judged by the sizes of its differences, and by the differences themselves."""
+    count = len(made)
+    seen = masked(1).evidence.take(np.arange(count))._replace(exact=np.full(count, -1.0))
+    response = Response("row", (1,), (2,) * count, np.full(count, -1.0), Distribution())
+    tokens = explanations.Tokens((response,), seen, (1, 2), 64, 64)
+    own = explanations.Explanation(name, name, "numerics", made - 1.0, np.zeros(count))
+    by_size = replace(own, predicted=np.full(count, -1.0), sizes=np.abs(made))
+    rest = {"gap": 1.0, "remains": 1.0, "effect": 0.0, "within": 1.0, "of_draws": False}
+    rest["touched"] = made != 0
+    return [judged.Judged(one, tokens, 1.0, made, scale=scale, **rest) for one in (own, by_size)]
+
+
+def test_half_precision_of_the_model_itself_is_normal_up_to_twice_its_size():
+    made, name = np.full(8, 0.1), verdict.HALF_PRECISION[0]
+    normal = judged.sizes_of(1.9 * made)
+
+    def found(sizes=normal, name=name, scale=1.9):
+        return verdict._half_precision(low_precision(name, made, scale=scale), sizes, 8)
+
+    assert found().scale == 1.9
+    assert found(scale=2.1) is None
+    assert found(name="quantised_weights(int4)") is None
+    # A fit of the bulk does not see the tails: mean, K3 and the largest must go with it.
+    assert found(judged.sizes_of(2.1 * made)) is None
+    assert found(normal | {"k3": 1e3 * normal["k3"]}) is None
+    assert found(normal | {"largest": 3.0}) is None
+
+
+def test_low_precision_of_the_bulk_does_not_excuse_a_part():
+    name, made = verdict.HALF_PRECISION[0], np.full(8, 0.01)
+    own, _ = low_precision(name, made, scale=1.0)
+    recorded = np.where(np.arange(8) == 3, 0.0, made - 1.0)
+    responses = tuple(replace(r, log_probs=recorded) for r in own.tokens.responses)
+    tokens = replace(own.tokens, responses=responses)
+    own = replace(own, tokens=tokens, gain=100.0)
+    for place, best in ((3, "sentinel"), (2, name)):  # at 2 it has the recorded log-prob
+        fault = replace(judgement("sentinel", 50.0), tokens=tokens, touched=np.arange(8) == place)
+        assert verdict._best([own, fault]).explanation.name == best
+
+
+def script(name):
+    """A module of scripts/."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.mark.slow
+def test_rollouts_of_transformers_are_numerics_and_a_mistake_in_them_is_named(tmp_path):
+    pytest.importorskip("torch")
+    table = script("diagnose_table")
+    hf.save(tmp_path / "m", jax.device_get(table.params()), table.CONFIG, tokenizer=table.TOKENIZER)
+    for dtype in ("float32", "bfloat16"):
+        found = table.diagnosed(table.by_transformers(tmp_path / "m", dtype=dtype))
+        assert found.state == "numerics", report.sentence(found)
+        assert (found.sizes["largest"] < 1e-4) == (dtype == "float32")
+    raw = table.by_transformers(tmp_path / "m", dtype="bfloat16", temperature=0.6, raw=True)
+    assert table.diagnosed(raw).best.explanation.name == "raw_log_probs"
+
+
+CASES = {  # of docs/diagnose.md: exit status, and the explanation that is named
+    "temperature": (1, "raw_log_probs"),
+    "end_token": (1, "end_token_replaced"),
+    "bfloat16": (0, "compute(bfloat16)"),
+    "checkpoint": (1, "weights of"),
+}
+
+
+@pytest.mark.slow
+def test_the_cases_of_the_page_end_as_it_says(tmp_path, monkeypatch):
+    cases = script("diagnose_cases")
+    cases.write_models(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name, (status, explanation) in CASES.items():
+        file = ROOT / "docs" / "diagnose" / f"{name}.jsonl"
+        options = ["--json", "r.json", "--candidate-weights", "before"]
+        assert cli.main(["diagnose", "model", str(file), *options]) == status
+        record = json.loads((tmp_path / "r.json").read_text())
+        assert record["explanation"]["name"].startswith(explanation)
+        assert file.name in (ROOT / "docs" / "diagnose.md").read_text()
+
+
+# Reports, and the monitor.
+
+
+def test_a_report_says_it_all_in_text_json_and_html():
+    found = diagnosed(sampled(0.6))
+    record = report.as_record(found, lambda ids: "".join(chr(97 + i) for i in ids))
+    text = report.text(record)
+    assert "fault: drawn and recorded at temperature 0.6" in text
+    assert "The first token that shows it: row " in text
+    parsed = json.loads(report.as_json(record))
+    assert parsed["explanations"][0]["name"] == "temperature"
+    assert parsed["metrics"]["tokens"] == parsed["tokens"]
+    assert parsed["remains"]["mean"] < 1e-4
+    for name in ("by_position", "by_probability", "by_difference", "by_length"):
+        assert sum(one["tokens"] for one in parsed["profiles"][name]) == parsed["tokens"]
+    assert len(parsed["worst"]) == report.WORST
+    page = report.as_html(record | {"verdict": "<script>"}, "a & b")
+    assert "<script>" not in page
+    assert "http" not in page
+
+
+def test_a_monitor_takes_arrays_of_any_library():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    rollout = -rng.exponential(size=(3, 5)).astype(np.float32)
+    trainer = rollout + 0.5 * rng.standard_normal((3, 5)).astype(np.float32)
+    mask = np.arange(5)[None, :] < np.asarray([5, 2, 4])[:, None]
+    monitor = Monitor(corrections.token_tis(cap=1.2))
+    seen = monitor(trainer, rollout, mask)
+    wanted = mismatch_metrics(*map(jnp.asarray, (trainer, rollout, mask)))
+    assert seen.metrics["mismatch/kl_k3"] == pytest.approx(float(wanted["kl_k3"]), rel=1e-6)
+    np.testing.assert_allclose(
+        seen.coefficients, np.where(mask, np.minimum(np.exp(trainer - rollout), 1.2), 0), rtol=1e-5
+    )
+    assert seen.kept.tolist() == mask.tolist()
+    of_torch = torch.tensor(trainer, requires_grad=True), torch.tensor(rollout), torch.tensor(mask)
+    for others in (of_torch, tuple(map(jnp.asarray, (trainer, rollout, mask)))):
+        again = monitor(*others)
+        assert again.metrics == seen.metrics
+        assert again.coefficients.tobytes() == seen.coefficients.tobytes()
+    assert Monitor()(trainer, rollout, mask).coefficients.tolist() == mask.tolist()
+    with pytest.raises(InputError, match=r"rollout has shape \(3, 4\); it must be the mask's"):
+        monitor(trainer, rollout[:, :4], mask)
+
+
+def test_a_monitor_gives_a_correction_the_log_probs_that_it_reads():
+    rng = np.random.default_rng(0)
+    rollout = -rng.exponential(size=(3, 5)).astype(np.float32)
+    trainer = np.minimum(rollout + 0.5 * rng.standard_normal((3, 5)), 0).astype(np.float32)
+    mask = np.ones((3, 5), bool)
+    recipe = corrections.kpop()
+    wanted = corrections.coefficients(
+        recipe, log_ratio=trainer - rollout, mask=mask, log_probs=trainer
+    )
+    monitor = Monitor(recipe)
+    np.testing.assert_array_equal(monitor(trainer, rollout, mask).coefficients, wanted)
+    for name in ("log_probs", "log_ratio"):
+        with pytest.raises(InputError, match=f"{name} follows from trainer and rollout; leave it"):
+            monitor(trainer, rollout, mask, **{name: trainer})
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    tokenizer = character_tokenizer(string.ascii_lowercase)
+    config = replace(
+        tiny.CONFIG, vocab_size=len(tokenizer), num_layers=1, max_positions=32, eos_token_ids=(1, 9)
+    )
+    path = tmp_path_factory.mktemp("diagnosed") / "model"
+    return hf.save(path, random_params(config, 0), config, tokenizer=tokenizer)
+
+
+def test_the_command_names_bad_lines_and_ends_with_2(folder, tmp_path, capsys):
+    good = {"prompt_token_ids": [2], "response_token_ids": [3], "logprobs": [-1.0]}
+    file = tmp_path / "r.jsonl"
+    rows = [good, good | {"logprobs": [1.0]}, good | {"response_token_ids": [99]}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert cli.main(["diagnose", str(folder), str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"{file}, line 2: logprobs[0] = 1 is positive")
+    assert lines[1].startswith(f"{file}, line 3: response_token_ids[0] = 99 is outside")
+    assert lines[2] == "tim-jax: 2 of 3 rows are bad; --skip-bad diagnoses the other 1"
+    assert cli.main(["diagnose", str(folder), str(tmp_path / "no.jsonl")]) == 2
+    assert "no such file" in capsys.readouterr().err
+    file.write_text(json.dumps(good | {"mask": [0]}))
+    assert cli.main(["diagnose", str(folder), str(file)]) == 2
+    assert "mask is 0 at all 1 response tokens" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_and_the_function_diagnose(folder, tmp_path, capsys):
+    import tim_jax as tim
+
+    model = tim.load(folder)
+    rollout = tim.sample(model, ["abc", "q"], samples=16, max_tokens=12, temperature=0.7)
+    assert tim.diagnose(model, rollout).verdict.state == "exact"
+    assert tim.diagnose.Monitor is Monitor
+    rows = [
+        {
+            "prompt": "abc" if i < 16 else "q",
+            "prompt_token_ids": [2, 3, 4] if i < 16 else [18],
+            "response_token_ids": rollout.tokens[i, :n].tolist(),
+            "logprobs": rollout.log_probs[i, :n].tolist(),
+        }
+        for i, n in enumerate(rollout.lengths)
+    ]
+    file, page, record = (tmp_path / name for name in ("r.jsonl", "r.html", "r.json"))
+    file.write_text("\n".join(map(json.dumps, [*rows, {"logprobs": []}])))
+    options = ["--skip-bad", "--html", str(page), "--json", str(record)]
+    assert cli.main(["diagnose", str(folder), str(file), *options]) == 1
+    out = capsys.readouterr()
+    assert "drawn and recorded at temperature 0.7" in out.out
+    assert f"skipped: {file}, line 33" in out.err
+    assert json.loads(record.read_text())["state"] == "fault"
+    assert "temperature 0.7" in page.read_text()
+    options = ["--skip-bad", "--temperature", "0.7"]
+    assert cli.main(["diagnose", str(folder), str(file), *options]) == 0
+    assert "Exact" in capsys.readouterr().out

@@ -1,0 +1,263 @@
+"""Bytes of the compiled programs, what an update leaves alone, and runs that cannot fit."""
+
+import tomllib
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from tim_jax import objectives, optimizers
+from tim_jax.app.config import toml
+from tim_jax.app.jobs import checks
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.plan import budget, workload
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.config_file import from_hf
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.lora import Lora
+from tim_jax.model.weights import parameter_shapes
+from tim_jax.numerics import Numerics
+from tim_jax.placement import Placement
+from tim_jax.rl.types import Learning
+
+# So large that weights outweigh what else a program needs; it is only compiled.
+LARGE = ModelConfig(
+    model_type="qwen3",
+    vocab_size=16_384,
+    hidden_size=256,
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=768,
+    max_positions=256,
+    qk_norm=True,
+    tied_embeddings=True,
+)
+NUMERICS = Numerics(compute_dtype="bfloat16", kv_block=32, head_rows=32, cache_write="rows")
+STEP = workload.Workload(
+    execution=Execution(LARGE, NUMERICS, Sampling(32)),
+    learning=Learning(objectives.Objective(), 2, micro_batch=2, remat=True),
+    optimizer=optimizers.adamw(optimizers.Rate(1e-3), weight_decay=0.1),
+    prompts=2,
+    prompt_length=32,
+)
+DEVICES = tuple(jax.devices()[:1])
+PARAMETERS = sum(leaf.size for leaf in jax.tree.leaves(parameter_shapes(LARGE)))
+PROGRAMS = {"sampling": workload.sampling, "update": workload.updating}
+
+
+def of_dtype(dtype: str, lora: Lora | None = None) -> workload.Workload:
+    numerics = replace(NUMERICS, compute_dtype=dtype)
+    return replace(STEP, execution=replace(STEP.execution, numerics=numerics, lora=lora))
+
+
+@cache
+def compiled_bytes(what: str, step: workload.Workload) -> int:
+    """What the compiler says that a program of the step needs, and what of the run lies beside."""
+    program = PROGRAMS[what](step, DEVICES)
+    found = program.function.lower(*program.arguments).compile().memory_analysis()
+    beside = workload.resident(step, DEVICES, "sampler" if what == "sampling" else "update")
+    return found.argument_size_in_bytes + found.temp_size_in_bytes + beside
+
+
+def test_an_update_takes_at_most_22_bytes_a_parameter():
+    """12 are masters and optimiser, 3 compute weights, 4 the gradient: nothing is held twice."""
+    assert compiled_bytes("update", of_dtype("bfloat16")) / PARAMETERS < 22
+
+
+@pytest.mark.parametrize(
+    ("what", "dtype", "lora"),
+    [
+        ("update", "bfloat16", None),
+        pytest.param("update", "bfloat16", Lora(4), marks=pytest.mark.slow),
+        pytest.param("update", "float32", Lora(4), marks=pytest.mark.slow),
+        pytest.param("update", "float32", None, marks=pytest.mark.slow),
+        pytest.param("sampling", "bfloat16", None, marks=pytest.mark.slow),
+        pytest.param("sampling", "float32", None, marks=pytest.mark.slow),
+    ],
+)
+def test_an_estimate_is_near_what_the_compiler_says(what, dtype, lora):
+    """And rather below it: a run that would fit is not to be refused."""
+    step = of_dtype(dtype, lora)
+    (need,) = (one for one in budget.needs(step, DEVICES) if one.stage == what)
+    assert 0.85 < need.total / compiled_bytes(what, step) < 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_an_estimate_holds_for_latent_attention_and_experts(what):
+    config = from_hf(
+        {
+            "model_type": "deepseek_v3",
+            "vocab_size": 16_384,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 256,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 192,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+        }
+    )
+    step = replace(STEP, execution=replace(STEP.execution, config=config))
+    (need,) = (one for one in budget.needs(step, DEVICES) if one.stage == what)
+    assert 0.85 < need.total / compiled_bytes(what, step) < 1.05
+
+
+# The guard
+
+
+def trees(seed: int):
+    """Parameters and a gradient of them."""
+    params = tiny.params()
+    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params))))
+    return params, jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), params)
+
+
+def plain_adamw(clip: float) -> optax.GradientTransformation:
+    return optax.chain(
+        optimizers.clip_by_norm(clip),
+        optax.adamw(optax.constant_schedule(1e-2), b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1),
+    )
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["guarded", "any of optax"])
+def test_what_is_not_finite_leaves_every_bit(ours):
+    guarded = optimizers.adamw(optimizers.Rate(1e-2), weight_decay=0.1)
+    optimizer = guarded if ours else optax.with_extra_args_support(plain_adamw(1.0))
+    step = jax.jit(partial(optimizers.guarded_step, optimizer))
+    params, gradient = trees(0)
+    before = step(gradient, optimizer.init(params), params, finite=True)
+    moved = step(gradient, before[1], before[0], finite=True)
+    assert all(
+        (a != b).any() for a, b in zip(*map(jax.tree.leaves, (before[0], moved[0])), strict=True)
+    )
+    broken = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), gradient)
+    kept = step(broken, before[1], before[0], finite=False)
+    for old, new in zip(*map(jax.tree.leaves, (before, kept)), strict=True):
+        assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
+
+
+def test_the_guarded_adamw_has_the_bits_and_the_state_of_optax():
+    ours, theirs = optimizers.adamw(optimizers.Rate(1e-2), weight_decay=0.1), plain_adamw(1.0)
+    params, _ = trees(0)
+    states = [optimizer.init(params) for optimizer in (ours, theirs)]
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    for seed in range(3):
+        _, gradient = trees(seed)
+        found = []
+        for index, optimizer in enumerate((ours, theirs)):
+            # Not jitted, so that each operation is rounded: a compiler may contract two into one.
+            with jax.numpy_dtype_promotion("standard"):
+                changes, states[index] = optimizer.update(gradient, states[index], params)
+            found.append((changes, states[index]))
+        for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+# Runs that cannot fit
+
+
+def test_what_is_only_near_the_limit_may_try():
+    budget.check(STEP, DEVICES, most=int(max(totals(STEP)) / 1.04))
+    assert "needs about" in refused(STEP, most=int(max(totals(STEP)) / 1.06))
+
+
+def refused(step: workload.Workload, most: int, devices=DEVICES) -> str:
+    with pytest.raises(InputError) as found:
+        budget.check(step, devices, most=most)
+    (line,) = str(found.value).splitlines()
+    return line
+
+
+def totals(step: workload.Workload) -> list[int]:
+    return [need.total for need in budget.needs(step, DEVICES)]
+
+
+def test_a_step_that_fits_is_not_refused():
+    budget.check(STEP, DEVICES, most=max(totals(STEP)))
+
+
+def test_the_line_says_what_how_much_and_how_it_would_fit():
+    wide = replace(STEP, prompts=64).with_micro_batch(128)
+    most = max(totals(wide.with_micro_batch(16)))
+    line = refused(wide, most=most)
+    needed = max(totals(wide)) / 1e6
+    assert line.startswith(f"memory: an update needs about {needed:.1f} MB a device (")
+    assert "optimiser 71.3 MB" in line  # two float32 moments of each of 8.9 million parameters
+    assert f"), but this machine has {most / 1e6:.1f} MB; " in line
+    rows = int(line.rpartition("; learner.micro_batch = ")[2])
+    budget.check(wide.with_micro_batch(rows), DEVICES, most=most)
+    assert "needs about" in refused(wide.with_micro_batch(2 * rows), most=most)
+
+
+def test_a_sampler_that_is_too_large_is_told_its_slots():
+    execution = replace(STEP.execution, sampling=Sampling(4096))
+    long = replace(STEP, execution=execution, prompts=64).with_micro_batch(2)
+    most = max(totals(long.with_slots(8)))
+    line = refused(long, most=most)
+    assert line.startswith("memory: sampling needs about ")
+    assert "(cache " in line
+    slots = int(line.rpartition("sampler.slots = ")[2])
+    assert slots < 128
+    budget.check(long.with_slots(slots), DEVICES, most=most)
+
+
+def test_an_accelerators_state_may_wait_on_the_host():
+    """Where the host's memory is the device's own, nothing is won."""
+
+    class Accelerator:
+        platform, device_kind = "tpu", "an accelerator"
+
+    execution = replace(STEP.execution, sampling=Sampling(4096))
+    step = replace(STEP, execution=execution, offload=True)
+    here, there = (workload.offloaded(step, (device,)) for device in (DEVICES[0], Accelerator()))
+    assert (here, there) == (False, True)
+    assert not workload.offloaded(STEP, (Accelerator(),))
+    state = workload.bytes_per_device(workload.laid_out(STEP, DEVICES)[0])
+    before, here = (budget.needs(s, DEVICES)[0].parts for s in (replace(step, offload=False), step))
+    assert here == before
+    assert here["masters"] + here["optimiser"] == state
+
+
+def test_a_state_that_no_setting_shrinks_names_more_devices():
+    line = refused(STEP.with_micro_batch(2), most=-(-max(totals(STEP)) // 3))
+    assert "no setting makes it fit on 1 of these; placement.fsdp = 3 or more" in line
+
+
+def test_devices_that_nothing_lies_on_are_named():
+    most = max(totals(STEP)) * 2 // 3
+    line = refused(STEP, most, devices=tuple(jax.devices()[:2]))
+    assert line.endswith("placement.fsdp = 2")
+    budget.check(STEP.with_placement(Placement(fsdp=2)), tuple(jax.devices()[:2]), most=most)
+
+
+def test_a_run_is_refused_before_a_weight_is_made(monkeypatch):
+    config = toml.build(tomllib.loads(tiny.RUN))
+    monkeypatch.setattr(budget, "capacity", lambda device, sharing=1: 10_000)
+    with pytest.raises(InputError, match=r"memory: .* but this machine has 0\.0 MB"):
+        checks.check_memory(config)
+
+
+def test_a_container_has_what_its_control_group_says(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(budget, "_LIMITS", (tmp_path / "absent", limit))
+    limit.write_text("max\n")
+    whole = budget.capacity(DEVICES[0])
+    limit.write_text("1000000\n")
+    assert budget.capacity(DEVICES[0], 4) == 250_000 < whole

@@ -1,0 +1,173 @@
+"""Measurements at fixed weights: the gradients are the learner's, and what is done stays done."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from tim_jax import mismatch
+from tim_jax.app.config import toml
+from tim_jax.app.run import assembly
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.study import horizon, measurement
+from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE, Measuring, project
+from tim_jax.instruments.study.measurement import GradientStudy, Trained
+from tim_jax.policy import scoring
+from tim_jax.rl import drawing
+from tim_jax.tasks.base import Grade
+
+INT4 = {"name": "quantised_weights", "dtype": "int4"}
+REPORT = {"name": "log_prob_noise", "std": 0.3}
+STUDY = {
+    "kind": "gradient",
+    "base": "run.toml",
+    "hypothesis": "a bias",
+    "batches": 4,
+    "states": 3,
+    "source": {"int4": {"mismatch": [INT4]}, "report": {"mismatch": [REPORT]}},
+    "remedy": {"tis": {"corrections": [{"name": "token_tis"}]}},
+}
+CHANGES = ("learner.objective={preset = 'rloo', loss = 'clip'}", "eval.every=0")
+
+
+def odd(examples, completions):
+    """A reward that random weights get now and then."""
+    return [Grade(float(len(text) % 2)) for _, text in zip(examples, completions, strict=True)]
+
+
+@pytest.fixture
+def policy(tmp_path, monkeypatch):
+    path = tmp_path / "run.toml"
+    path.write_text(tiny.RUN)
+    make = assembly.make_task
+    monkeypatch.setattr(assembly, "make_task", lambda config: replace(make(config), grade=odd))
+    config = toml.load(path, [*CHANGES, f"run.folder={tmp_path / 'run'}"])
+    model = assembly.make_model(config)
+    return Trained(config, model, jax.tree.map(jnp.asarray, model.params))
+
+
+def study(**changes):
+    return toml.validated(GradientStudy, STUDY | changes, source="study")
+
+
+def reference(bench, number):
+    """The gradient of mean_i A_i log pi(y_i) in one batch of the exact sampler, by its formula."""
+    measuring = Measuring(bench)
+    rollout = measuring.rollouts(mismatch.EXACT, number)
+    graded, _ = drawing.graded(bench.task, bench.text, bench.examples, rollout, bench.group)
+    rewards = np.array([one.reward for one in graded]).reshape(-1, bench.group)
+    others = (rewards.sum(1, keepdims=True) - rewards) / (bench.group - 1)
+    advantages = jnp.asarray((rewards - others).reshape(-1, 1), jnp.float32)
+
+    def objective(params):
+        weights = bench.execution.prepare(params)
+        log_probs = scoring.score(weights, rollout, execution=bench.execution).log_probs
+        kept = jnp.where(rollout.mask, advantages * log_probs, 0.0)
+        return jnp.sum(kept) / log_probs.shape[0]
+
+    leaves = jax.tree.leaves(jax.jit(jax.grad(objective))(bench.params))
+    return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in leaves])
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_the_objective_and_records_are_kept(policy, tmp_path):
+    """Also: reported noise changes no gradient without a ratio, and the same lines come again."""
+    one = study()
+    bench = measurement._bench(one, policy, policy.config)
+    exact = Measuring(bench).batches(mismatch.EXACT)
+    found = exact.gradients[RECOMPUTE]
+    np.testing.assert_array_equal(found, exact.gradients[BYPASS])
+    np.testing.assert_array_equal(found, exact.gradients["tis"])
+    np.testing.assert_allclose(found[1], reference(bench, 2), rtol=1e-4, atol=1e-4)
+    parts = exact.signs["positive"] + exact.signs["negative"]
+    np.testing.assert_allclose(parts, found, rtol=1e-5, atol=1e-4)
+    assert set(exact.metrics["unequal_tokens"]) == {0.0}
+
+    configs = measurement.horizons(one, policy.config.model_dump(exclude_none=True))
+    records = {r["source"]: r for r in measurement.measure(one, policy, configs, tmp_path)}
+    report = records["report"]["estimators"]
+    assert report[RECOMPUTE]["bias"] == [0.0, 0.0]
+    assert report[BYPASS]["bias"][0] != 0.0
+    assert report["tis"]["bias"][0] != 0.0
+    assert records["int4"]["estimators"][RECOMPUTE]["bias"][0] != 0.0
+    assert records["int4"]["metrics"]["recompute/k3"] == [0.0, 0.0]
+    assert records["int4"]["metrics"]["bypass/k3"][0] > 0.0
+
+    path = tmp_path / "measured.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"\n") + 9])
+    again = list(measurement.measure(one, policy, configs, tmp_path))
+    assert [r["source"] for r in again] == ["report"]
+    assert path.read_bytes() == whole
+    assert not list(measurement.measure(one, policy, configs, tmp_path))
+
+
+@pytest.mark.slow
+def test_a_projection_keeps_inner_products():
+    """Exactly where there is a number for each, else in the mean, as far off as is said."""
+    one, other = np.random.default_rng(0).standard_normal((2, 3000)).astype(np.float32)
+    whole = [np.asarray(project(jnp.asarray(x), 3000), np.float64) for x in (one, other)]
+    np.testing.assert_allclose(np.dot(*whole), np.dot(one, other), rtol=1e-5)
+    np.testing.assert_allclose(np.dot(whole[0], whole[0]), np.dot(one, one), rtol=1e-5)
+
+    vectors = np.random.default_rng(1).standard_normal((40, 3000)).astype(np.float32)
+    few = np.stack([project(jnp.asarray(x), 200) for x in vectors]).astype(np.float64)
+    off = (few @ few.T - vectors @ vectors.T) / 3000  # in |a| |b|, about
+    assert few.shape == (40, 200)
+    assert 0.5 < off[~np.eye(40, dtype=bool)].std() / (1 / 200) ** 0.5 < 1.5
+    assert abs(off.mean()) < 0.01
+
+
+@pytest.mark.slow
+def test_a_projected_gradient_in_small_batches_is_that_of_the_whole(policy):
+    whole = Measuring(measurement._bench(study(), policy, policy.config))
+    section = policy.config.learner.model_copy(update={"micro_batch": 2, "remat": True})
+    config = policy.config.model_copy(update={"learner": section})
+    size = sum(leaf.size for leaf in jax.tree.leaves(policy.params))
+    bench = measurement._bench(study(projected=size), policy, config)
+    assert bench.micro_batch == 2
+    assert bench.remat
+    expected = whole.batches(mismatch.EXACT).gradients["tis"]
+    found = Measuring(bench).batches(mismatch.EXACT).gradients["tis"]
+    np.testing.assert_allclose(found @ found.T, expected @ expected.T, rtol=1e-3, atol=1e-4)
+
+
+def test_a_source_that_the_model_cannot_have_is_refused_before_training(policy):
+    ranks = [{"name": "tensor_parallel", "ranks": 3, "exchange": "compute"}]
+    one = study(source={"ranks": {"mismatch": ranks}})
+    configs = measurement.horizons(one, policy.config.model_dump(exclude_none=True))
+    with pytest.raises(InputError, match="ranks = 3 must divide the model's num_heads"):
+        measurement.check(one, configs)
+
+
+@pytest.mark.slow
+def test_the_constants_of_the_theorem(policy):
+    bench = measurement._bench(study(), policy, policy.config)
+    measuring = Measuring(bench)
+    found = horizon.constants(measuring, mismatch.build([INT4]), states=3)
+    assert 0.0 < found["variation_mean"] <= found["variation_largest"] < 1.0
+    expected = 2.0 * found["score_norm"] * found["variation_largest"] * found["longest"] ** 2
+    assert found["bound"] == pytest.approx(expected)
+    assert "bound" not in horizon.constants(measuring, mismatch.build([REPORT]), states=3)
+    same = horizon.constants(measuring, mismatch.EXACT, states=3)
+    assert same["variation_largest"] == same["bound"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source": {"exact": {"mismatch": []}}}, "kept for the exact sampler"),
+        ({"source": {"a": {"mismatch": [{"name": "int4"}]}}}, "mismatch 'int4' is unknown"),
+        ({"remedy": {"a": {"corrections": [{"name": "tis"}]}}}, "remedy.a.corrections: "),
+        ({"batches": 3}, "batches = 3: must be 4 or more"),
+        ({"sources": {}}, "did you mean 'source'"),
+    ],
+)
+def test_bad_studies_are_refused(change, message):
+    with pytest.raises(InputError) as error:
+        study(**change)
+    assert message in f"{error.value}"
+    assert "\n" not in f"{error.value}"

@@ -1,0 +1,475 @@
+"""Studies: the file, the arms and their controls, what is done and not done again, verdicts."""
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tim_jax.app import cli
+from tim_jax.app.config import toml
+from tim_jax.app.jobs import studies
+from tim_jax.app.run import folders, started
+from tim_jax.common.errors import InputError
+from tim_jax.instruments import study
+from tim_jax.instruments.study import arms, files, measurement, running, table
+from tim_jax.instruments.study.definition import Outcome, Study, Test
+from tim_jax.instruments.study.verdicts import (
+    Verdict,
+    holm,
+    lead,
+    least_p,
+    outcome,
+    p_value,
+    too_few_seeds,
+    verdicts,
+)
+
+CACHE = '{ name = "kv_cache", dtype = "float8_e4m3fn" }'
+FILE = f"""
+base = "run.toml"
+hypothesis = "an fp8 cache lowers the reward"
+seeds = [3, 4]
+
+[dial.exact]
+[dial.fp8]
+sampler.mismatch = [{CACHE}]
+[correction.none]
+[correction.tis]
+learner.mode = "recompute"
+learner.corrections = [{{ name = "token_tis" }}]
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "run.toml").write_text(tiny.RUN)
+    path = tmp_path / "one.toml"
+    path.write_text(FILE)
+    return path
+
+
+def stated(file, text=None):
+    if text is not None:
+        file.write_text(text)
+    one = files.read(file)
+    base = toml.read_toml(file.parent / one.base)
+    return studies.stated(one, base, file.parent / "study", source=str(file))
+
+
+def test_arms_are_all_combinations_and_a_control_for_every_divergent_one(file):
+    one = stated(file)
+    names = [arm.name for arm in one.arms]
+    assert names[:4] == ["exact+none", "exact+tis", "fp8+none", "fp8+tis"]
+    assert names[4:] == ["fp8+none+control", "fp8+tis+control"]
+    assert {a.name: a.control for a in one.arms if a.divergent} == {
+        "fp8+none": "fp8+none+control",
+        "fp8+tis": "fp8+tis+control",
+    }
+    assert len(one.runs) == 12
+    assert len({run.folder for run in one.runs}) == 12
+
+
+def test_a_control_differs_from_its_arm_in_the_learner_alone(file):
+    one = stated(file)
+    configs = {arm.name: arm.config(3, Path("there")) for arm in one.arms}
+    divergent, control = configs["fp8+tis"], configs["fp8+tis+control"]
+    assert divergent.exact == "report"
+    assert control.exact == "required"
+    assert control.sampler.dial == divergent.sampler.dial
+    assert control.sampler.both_sides
+    changed = {"exact": "report", "sampler": divergent.sampler}
+    assert control.model_copy(update=changed) == divergent
+
+
+def test_what_only_reports_has_the_run_without_it_as_control(file):
+    noise = '{ name = "log_prob_noise", std = 0.1 }'
+    one = stated(file, FILE.replace(CACHE, noise))
+    assert {arm.name: arm.control for arm in one.arms if arm.divergent} == {
+        "fp8+none": "exact+none",
+        "fp8+tis": "exact+tis",
+    }
+    assert len(one.arms) == 4
+
+
+def test_a_control_that_cannot_be_made_is_refused_or_said(file):
+    text = FILE.replace(CACHE, '{ name = "logit_noise", std = 0.1 }')
+    with pytest.raises(InputError, match=r"arm 'fp8\+none' has no matched control: .*logit_noise"):
+        stated(file, text)
+    one = stated(file, 'controls = "where_possible"\n' + text)
+    lines = [verdict.line(one.study.test) for verdict in verdicts(one)]
+    assert len(lines) == 2
+    assert all("no verdict on mismatch: no matched control" in line for line in lines)
+
+
+def test_a_study_of_the_mismatch_itself_may_go_without_controls(file):
+    one = stated(file, 'controls = "none"\n' + FILE)
+    assert [arm.name for arm in one.arms] == ["exact+none", "exact+tis", "fp8+none", "fp8+tis"]
+    lines = [verdict.line(one.study.test) for verdict in verdicts(one)]
+    assert len(lines) == 2
+    assert all(line.endswith("no matched control: the study makes none") for line in lines)
+
+
+def test_remedies_may_have_one_control(file):
+    one = stated(file, 'controls = "uncorrected"\n' + FILE)
+    names = ["exact+none", "exact+tis", "fp8+none", "fp8+tis", "fp8+control"]
+    assert [arm.name for arm in one.arms] == names
+    assert {arm.name: arm.control for arm in one.arms if arm.divergent} == {
+        "fp8+none": "fp8+control",
+        "fp8+tis": "fp8+control",
+    }
+    control = one.arms[-1].config(3, Path("there"))
+    assert control.sampler.both_sides
+    assert control.learner.corrections == ()
+
+
+def test_remedies_of_a_dial_that_all_arms_have_may_have_one_control(file):
+    text = FILE.replace("[dial.exact]", "").replace("[dial.fp8]", "[common]")
+    one = stated(file, 'controls = "uncorrected"\n' + text)
+    assert [arm.control for arm in one.arms if arm.divergent] == ["uncorrected+control"] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("[dial.fp8]", "[dail.fp8]"), "dail: unknown key; did you mean 'dial'"),
+        (("kv_cache", "kv_cahe"), "arm fp8+none: .*mismatch 'kv_cahe' is unknown"),
+        (("token_tis", "token_tsi"), "did you mean 'token_tis'"),
+        (
+            ("learner.mode", "learner.mood"),
+            'learner.mood = "recompute": unknown key; did you mean',
+        ),
+        (("seeds = [3, 4]", "seeds = [3, 3]"), "seeds = [3, 3]: must be one or more different"),
+        (("[dial.exact]", "[dial.control]"), "this name is kept for the controls"),
+        (("[dial.exact]", '[dial."a/b"]'), "a name has letters"),
+        (("[correction.none]", "[correction.tis]"), "not TOML"),
+        (("[correction.none]", "[correction.none]\nlearner.mode = 'bypass'"), None),
+        (("[dial.exact]", "[dial.exact]\n[dial.same]"), "are the same run; leave one out"),
+        (("[dial.exact]", "[test]\ncompare = [['fp', 'x']]\n[dial.exact]"), "'fp' is no arm"),
+        (("[dial.exact]", "[test]\nkind = 'fisher'\n[dial.exact]"), "what a success is"),
+        (
+            ("seeds = [3, 4]", f"seeds = {list(range(40))}"),
+            "an exact test of 40 seeds has 1.1e+23 divisions to count, more than 3e+06",
+        ),
+        (("seeds =", "arms = [{dial = 'fp9'}]\nseeds ="), "is no option of dial; did you mean"),
+        (
+            ("seeds =", "arms = [{dial = 'fp8'}, {name = 'fp8'}]\nseeds ="),
+            "two arms have the name 'fp8'",
+        ),
+        (("run.toml", "rum.toml"), "no such file; did you mean"),
+        (("hypothesis =", "hypotheses ="), "did you mean 'hypothesis'"),
+        (
+            ("[dial.exact]", "[outcome]\nmetric = 'eval/rewrad'\n[dial.exact]"),
+            "outcome.metric 'eval/rewrad' is unknown; did you mean 'eval/reward'",
+        ),
+        (
+            ("[dial.exact]", "[dial.exact]\neval.every = 0"),
+            "outcome.metric is 'eval/reward', and eval.every = 0 is no evaluation",
+        ),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(file, change, message):
+    text = FILE.replace(*change)
+    assert text != FILE
+    if message is None:
+        stated(file, text)
+        return
+    with pytest.raises(InputError) as error:
+        stated(file, text)
+    assert "\n" not in f"{error.value}"
+    assert message.split(".*")[-1] in f"{error.value}"
+
+
+def test_a_study_stands_as_it_was_stated(file):
+    first = stated(file)
+    assert files.read_stated(first.folder) == first
+    assert stated(file) == first
+    with pytest.raises(InputError, match=r"stated with another study; .*another folder"):
+        stated(file, FILE.replace("lowers", "raises"))
+    with pytest.raises(InputError, match="another arms"):
+        stated(file, FILE.replace('"token_tis"', '"token_mis"'))
+
+
+def test_a_folder_with_something_else_is_refused(file, tmp_path):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"is not empty and holds no study, but notes.txt"):
+        stated(file)
+
+
+def write_run(one, values, *, metric="eval/reward", steps=2, finished=True):
+    """A run as it stands in its folder, with these values of its metric."""
+    arm = next(arm for arm in one_study(one).arms if arm.name == one.arm)
+    one.folder.mkdir(parents=True)
+    (one.folder / "config.toml").write_text(toml.dump(arm.config(one.seed, one.folder)))
+    lines = [{"step": step, metric: value} for step, value in enumerate(values)]
+    (one.folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    if finished:
+        (one.folder / "checkpoints" / str(steps)).mkdir(parents=True)
+
+
+def one_study(one):
+    return files.read_stated(one.folder.parents[2])
+
+
+def test_the_table_has_a_row_for_every_step_seed_and_arm(file):
+    one = stated(file)
+    for run in one.runs[:2]:
+        write_run(run, [0.5, "nan", 0.7 + run.seed])
+    write_run(one.runs[2], [0.25], finished=False)
+    (one.runs[3].folder).mkdir(parents=True)
+    (one.runs[3].folder / "config.toml").write_text("steps = 2\nnew_key = 3\n")
+    loaded = study.load(one.folder)
+    assert {len(column) for column in loaded.values()} == {7}
+    assert loaded["arm"].tolist() == ["exact+none"] * 3 + ["exact+tis"] * 3 + ["fp8+none"]
+    assert loaded["seed"].tolist() == [3] * 7
+    assert loaded["step"].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    np.testing.assert_array_equal(loaded["eval/reward"], [0.5, np.nan, 3.7, 0.5, np.nan, 3.7, 0.25])
+    notes = [run.note for run in table.read_runs(one.folder)]
+    assert notes[:3] == ["", "", "unfinished: 0 of 2 steps"]
+    assert notes[3].startswith("of another version: ")
+    assert "new_key" in notes[3]
+    assert set(notes[4:]) == {"not begun"}
+    alone = study.load(one.runs[0].folder)
+    assert alone["arm"].tolist() == ["seed-3"] * 3
+    with pytest.raises(InputError, match="neither a study"):
+        study.load(file.parent)
+
+
+def test_the_example_of_the_guide_runs(file, monkeypatch, capsys):
+    """That of docs/study.md, in a folder with such a study."""
+    pytest.importorskip("pandas")
+    guide = Path(__file__).parents[3] / "docs" / "study.md"
+    code = (
+        guide.read_text()
+        .split("tests/instruments/study/test_running.py -->\n```python\n")[1]
+        .split("```")[0]
+    )
+    one = files.read(file)
+    base = toml.read_toml(file.parent / one.base)
+    folder = file.parent / "runs" / "studies" / "smoke"
+    made = studies.stated(one, base, folder, source="one")
+    for run in made.runs:
+        write_run(run, [0.25, 0.5], metric="reward")
+    monkeypatch.chdir(file.parent)
+    exec(code, {})
+    words = capsys.readouterr().out.split()
+    at = words.index("exact+none")
+    assert words[at : at + 5] == ["exact+none", "0", "0.25", "1", "0.50"]
+
+
+def test_finished_runs_are_not_started_again(file, monkeypatch):
+    one, said = stated(file), []
+    for run in one.runs:
+        write_run(run, [0.5, 0.5, 0.5])
+    monkeypatch.setattr(subprocess, "Popen", None)  # none may be started
+    running.run(one, jobs=2, say=said.append)
+    assert said == ["12 runs, 12 of them done"]
+
+
+def test_all_arms_begin_on_the_day_of_their_study(file, monkeypatch):
+    one = stated(file)
+    began = (one.folder / "started.json").read_text()
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: None)
+    run = one.runs[-1]
+    _, log = running._start(run, one.arms[-1], one.folder)
+    log.close()
+    assert (run.folder / "started.json").read_text() == began
+    with folders.open_run(run.folder, "seed = 0\n"):  # which no other file may be in before
+        started.record(run.folder)
+    assert started.time_of(run.folder) == started.time_of(one.folder)
+
+
+def test_a_verdict_needs_every_seed(file):
+    one = stated(file)
+    for run in one.runs[:-1]:
+        write_run(run, [0.0, 0.1, 0.2 if "control" in run.arm else 0.5])
+    first, second = verdicts(one)
+    assert (first.p, first.corrected, first.least) == pytest.approx((1 / 3, 2 / 3, 2 / 3))
+    assert "cannot be decided" in first.line(one.study.test)
+    assert second.missing == (4,)
+    assert "no verdict yet: without an outcome of seeds 4" in second.line(one.study.test)
+
+
+def test_a_study_that_can_show_nothing_says_so_before_it_runs(file):
+    def one(seeds):
+        (folder := file.parent / str(seeds)).mkdir()
+        shutil.copy(file.parent / "run.toml", folder)
+        text = FILE.replace("[3, 4]", str(list(range(seeds))))
+        return stated(folder / "one.toml", text + '[test]\nkind = "paired_permutation"\n')
+
+    small = one(6)
+    for run in small.runs:
+        write_run(run, [0.0, 0.0, float("control" in run.arm) + run.seed])
+    assert too_few_seeds(small) == (
+        "2 comparisons of 6 seeds give no p after Holm's correction below 0.0625, and the level is"
+        " 0.05: no difference can be shown; with 7 seeds one could"
+    )
+    assert all("cannot be decided" in v.line(small.study.test) for v in verdicts(small))
+    assert too_few_seeds(one(7)) == ""
+
+
+@pytest.mark.parametrize(
+    ("take", "expected"), [("last", 2.5), ("mean", 2.0), ("highest", 4.0), ("lowest", 1.0)]
+)
+def test_the_outcome_is_what_the_rule_says(take, expected):
+    lines = [{"step": i, "m": value} for i, value in enumerate([1.0, 2.0, 1.0, 4.0])]
+    rule = Outcome(metric="m", take=take, window=2)
+    run = table.RunLines("a", 0, Path("a"), lines, finished=True)
+    assert outcome(run, rule) == expected
+    assert outcome(run._replace(finished=False), rule) is None
+    ended = run._replace(note="ended: not finite")
+    assert outcome(ended, rule) is None
+    assert outcome(ended, Outcome(metric="m", not_finite=-1.0)) == -1.0
+
+
+@pytest.mark.parametrize("kind", ["sign", "fisher"])
+def test_the_direction_is_that_of_the_test_and_not_of_the_means(kind):
+    """One collapsed run of the arm has a mean below the other's."""
+    first, second = (1.0,) * 9 + (-100.0,), (0.0,) * 10
+    p = p_value(first, second, kind, at_least=0.5)
+    ahead = lead(first, second, kind, at_least=0.5)
+    verdict = Verdict("a", "b", first, second, lead=ahead, p=p, corrected=p, least=0.001)
+    assert p < 0.05
+    assert verdict.difference < 0
+    assert ": higher (" in verdict.line(Test(kind=kind))
+
+
+def brute_force(first, second):
+    """The share of divisions whose difference of means is as far from 0, by their list."""
+    values, n = [*first, *second], len(first)
+    found = abs(np.mean(first) - np.mean(second))
+    differences = [
+        abs(np.mean([values[i] for i in some]) - np.mean(np.delete(values, some)))
+        for some in combinations(range(len(values)), n)
+    ]
+    return np.mean([d >= found - 1e-12 for d in differences])
+
+
+OUTCOMES = st.lists(st.integers(0, 8).map(lambda n: n / 8), min_size=2, max_size=5)
+
+
+@given(OUTCOMES, OUTCOMES)
+def test_the_permutation_test_is_exact(first, second):
+    second = (second * 3)[: len(first)]
+    expected = brute_force(first, second)
+    assert p_value(first, second, "permutation") == pytest.approx(expected)
+
+
+@given(OUTCOMES)
+def test_tests_of_pairs_agree_with_their_definition(first):
+    second = [1 - x for x in first]
+    differences = np.subtract(first, second)
+    signs = np.array(np.meshgrid(*[[-1, 1]] * len(first))).reshape(len(first), -1)
+    share = np.mean(np.abs(differences @ signs) >= abs(differences.sum()) - 1e-12)
+    assert p_value(first, second, "paired_permutation") == pytest.approx(share)
+    higher, lower = int((differences > 0).sum()), int((differences < 0).sum())
+    n = higher + lower
+    tail = sum(math.comb(n, k) for k in range(max(higher, lower), n + 1)) / 2**n
+    assert p_value(first, second, "sign") == pytest.approx(min(1.0, 2 * tail))
+
+
+def test_fishers_test_counts_successes():
+    first, second = [0.9, 0.9, 0.9, 0.9], [0.1, 0.2, 0.3, 0.1]
+    expected = 2 / math.comb(8, 4)
+    assert p_value(first, second, "fisher", at_least=0.8) == pytest.approx(expected)
+    assert least_p("fisher", 4) == pytest.approx(expected)
+    assert least_p("sign", 6) == pytest.approx(2 / 64)
+
+
+def test_holms_correction_is_that_of_its_paper():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert holm([]) == []
+
+
+def test_a_verdict_says_the_direction():
+    verdict = Verdict(
+        "a", "b", (1.0,) * 4, (0.0,) * 4, lead=1.0, p=0.02, corrected=0.03, least=0.02
+    )
+    assert verdict.line(Test()).startswith("a against b: higher (1 against 0, p = 0.02, 0.03 after")
+    assert "no difference shown" in verdict.line(Test(level=0.025))
+
+
+def test_the_shipped_studies_are_whole(capsys):
+    assert cli.main(["study", "--list"]) == 0
+    listed = capsys.readouterr().out
+    for path, hypothesis in studies.shipped():
+        assert path.name in listed
+        assert hypothesis in listed
+        one = files.read(path)
+        base = toml.read_toml(path.parent / one.base)
+        if isinstance(one, Study):
+            found = arms.arms(one, base, source=path.name)
+            assert all(arm.control or arm.uncontrolled for arm in found if arm.divergent)
+            continue
+        configs = measurement.horizons(one, arms.merged(base, one.common))
+        if not path.stem.endswith("_gpu"):  # whose model and problems come from the network
+            measurement.check(one, configs)
+
+
+def test_a_task_that_cannot_be_made_is_refused_before_training(tmp_path, capsys):
+    base = Path(studies.__file__).parents[2] / "configs" / "small.toml"
+    path = tmp_path / "few.toml"
+    path.write_text(
+        f'kind = "gradient"\nbase = {json.dumps(str(base))}\nhypothesis = "x"\n'
+        'source.int4.mismatch = [{ name = "quantised_weights", dtype = "int4" }]\n'
+        "horizon.one.task.parameters = { digits = [1, 1], eval_size = 99 }\n"
+    )
+    assert cli.main(["study", str(path), "--folder", str(tmp_path / "out")]) == 2
+    assert "different problems for eval_size=99" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_arguments_end_in_one_line(capsys, file):
+    for words in (["study"], ["study", "x", "--list"], ["study", str(file.parent / "no.toml")]):
+        assert cli.main(words) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("tim-jax: ")
+        assert line.count("\n") == 1
+
+
+def command(file, *words):
+    return [sys.executable, "-m", "tim_jax.app.cli", "study", str(file), *words]
+
+
+# One depth alone: below it a run makes and removes folders while they are looked through.
+METRICS = "runs/*/*/metrics.jsonl"
+
+
+def results(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob(METRICS))
+    }
+
+
+@pytest.mark.slow
+def test_a_study_that_is_killed_goes_on_to_the_same_result(file, tmp_path):
+    """Killed once the first run has written a step, with SIGKILL and then with SIGTERM."""
+    text = FILE.replace("[correction.none]", "").split("[correction.tis]")[0]
+    file.write_text(text.replace("seeds = [3, 4]", "seeds = [3]") + "[common]\nsteps = 4\n")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    subprocess.run(command(file, "--jobs", "2", "--folder", str(whole)), check=True)
+    for end in (signal.SIGKILL, signal.SIGTERM):
+        process = subprocess.Popen(command(file, "--folder", str(cut)))
+        before = len(list(cut.glob(METRICS)))
+        while process.poll() is None and len(list(cut.glob(METRICS))) <= before:
+            time.sleep(0.05)
+        process.send_signal(end)
+        process.wait()
+    done = subprocess.run(command(file, "--folder", str(cut)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert results(cut) == results(whole)
+    assert len(results(whole)) == 3
+    again = subprocess.run(command(file, "--folder", str(cut)), capture_output=True, text=True)
+    assert "3 runs, 3 of them done" in again.stdout

@@ -1,0 +1,65 @@
+"""The kernels for devices that are not here: lowered for CUDA and TPU, compiled for TPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lowering
+import pytest
+import quick
+
+HERE = Path(__file__).parents[1]
+TPUS = ("v5e:1x1", "v5p:2x2x1", "v6e:1x1")
+TARGETS = {"pallas_gpu": "triton", "pallas_tpu": "tpu_custom_call"}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *quick.pairs(list(lowering.NUMERICS), ["bfloat16", "float32"]),
+        pytest.param("pallas_gpu", "float16", marks=pytest.mark.slow),
+    ],
+)
+def test_every_kernel_lowers_for_its_device(family, dtype):
+    operations = lowering.operations(lowering.NUMERICS[family][dtype])
+    assert len(operations) == 28
+    for name, (function, shapes) in operations.items():
+        text = lowering.lower(family, function, shapes).as_text()
+        calls = [line for line in text.splitlines() if TARGETS[family] in line]
+        several = 3 if name.endswith("gradient") else 2  # the forward, and two of its gradient
+        more = name.startswith(("project", "grouped")) or name.endswith("gradient")
+        assert len(calls) == (several if more else 1), name
+
+
+@pytest.mark.parametrize("family", lowering.NUMERICS)
+def test_sampler_and_learner_lower_for_the_device(family):
+    programs = lowering.programs(lowering.NUMERICS[family]["bfloat16"], config=lowering.one_layer())
+    for name, (function, shapes) in programs.items():
+        text = lowering.lower(family, function, shapes).as_text()
+        assert text.count(TARGETS[family]) > 8, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", TPUS)
+def test_every_kernel_compiles_for_a_tpu(device):
+    """In a process of its own: libtpu wants its environment before JAX is there."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (pip install tim-jax[plan], with the newest jax)")
+    found = subprocess.run(
+        [sys.executable, str(HERE / "tpu_compile.py"), device],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
+            "XLA_FLAGS": "",  # the CPU's
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+        },
+    )
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
+    lines = found.stdout.splitlines()
+    assert sum(line.endswith("compiled") for line in lines) == 58, found.stdout

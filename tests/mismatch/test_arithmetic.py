@@ -1,0 +1,375 @@
+"""Entries of the dial one by one: what they do to arrays."""
+
+from dataclasses import replace
+from functools import partial
+
+import dials
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import quick
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tim_jax import kernels
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout
+from tim_jax.instruments.auditing import PRESETS, random_params
+from tim_jax.kernels import cache, formulas, native, variants
+from tim_jax.mismatch import Names, reporting
+from tim_jax.model.execution import Execution
+from tim_jax.numerics import Order
+from tim_jax.rl.programs import sampling_program
+
+FORMATS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
+
+
+def recorded(rows=6, length=5, seed=0):
+    """A rollout of random log-probs; every other response has ended."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, length + 1, rows).astype(np.int32)
+    inside = np.arange(length)[None, :] < lengths[:, None]
+    return Rollout(
+        prompts=jnp.zeros((rows, 2), jnp.int32),
+        prompt_lengths=jnp.ones(rows, jnp.int32),
+        responses=jnp.asarray(np.where(inside, rng.integers(0, 6, (rows, length)), 0), jnp.int32),
+        lengths=jnp.asarray(lengths),
+        log_probs=jnp.asarray(np.where(inside, -3 * rng.random((rows, length)), 0), jnp.float32),
+        finished=jnp.arange(rows) % 2 == 0,
+    )
+
+
+# --- formats ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_8_bit_floats_are_those_of_ml_dtypes(name):
+    dtype = FORMATS[name]
+    every = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    every = np.unique(every[np.isfinite(every)])
+    middles = (every[1:] + every[:-1]) / 2  # ties, to even
+    rng = np.random.default_rng(0)
+    others = rng.standard_normal(4000).astype(np.float32) * np.exp2(rng.uniform(-20, 16, 4000))
+    x = np.concatenate([every, middles, others.astype(np.float32)])
+    largest = float(ml_dtypes.finfo(dtype).max)
+    expected = np.clip(x, -largest, largest).astype(dtype).astype(np.float32)
+    found = jax.jit(partial(cache.nearest, name=name))(jnp.asarray(x))
+    np.testing.assert_array_equal(np.asarray(found), expected)
+    assert len(every) > 200
+
+
+@pytest.mark.parametrize(("name", "largest"), [("int8", 127), ("int4", 7)])
+def test_integers_are_whole_and_bounded(name, largest):
+    x = jnp.asarray([-1e9, -1.5, -0.5, 0.5, 1.4, 2.5, largest + 0.4, 1e9], jnp.float32)
+    expected = [-largest, -2, 0, 0, 1, 2, largest, largest]
+    assert cache.nearest(x, name).tolist() == expected
+
+
+def test_a_scaled_format_keeps_the_largest_and_zero():
+    x = jnp.asarray([[0.3, -8.0, 0.0], [0.0, 0.0, 0.0]], jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+    for name in ("int8", "int4", "float8_e4m3fn"):
+        found = np.asarray(cache.scaled(x, name, largest=largest, fence=lambda y: y))
+        np.testing.assert_allclose(found[0, 1], -8.0, rtol=1e-6)
+        assert (found[:, 2] == 0).all()
+        assert (found[1] == 0).all()
+
+
+# --- quantised weights --------------------------------------------------------------------------
+
+
+def error_of(matrix, **arguments):
+    found = dials.entry("quantised_weights", **arguments).rounded(matrix)
+    assert found.dtype == matrix.dtype
+    assert found.shape == matrix.shape
+    return float(jnp.sqrt(jnp.mean(jnp.square((found - matrix).astype(jnp.float32)))))
+
+
+def test_coarser_weights_are_further_off():
+    rng = np.random.default_rng(0)
+    columns = np.exp2(rng.integers(-3, 3, 48)).astype(np.float32)  # columns of unequal size
+    matrix = jnp.asarray(rng.standard_normal((2, 64, 48), np.float32) * columns)
+    errors = [
+        error_of(matrix, dtype="int8"),
+        error_of(matrix, dtype="float8_e4m3fn"),
+        error_of(matrix, dtype="float8_e5m2"),
+        error_of(matrix, dtype="int4"),
+    ]
+    assert errors == sorted(errors)
+    assert 0 < errors[0] < 0.05
+    for dtype in ("int8", "int4"):
+        by_group, by_channel, by_tensor = (
+            error_of(matrix, dtype=dtype, **how)
+            for how in ({"group": 16}, {"per": "channel"}, {"per": "tensor"})
+        )
+        assert by_group < by_channel < by_tensor
+
+
+def test_int8_by_channel_against_numpy():
+    matrix = np.random.default_rng(1).standard_normal((1, 32, 8), np.float32)
+    scale = np.abs(matrix).max(axis=1, keepdims=True) / 127
+    expected = np.clip(np.rint(matrix / scale), -127, 127) * scale
+    found = dials.entry("quantised_weights", dtype="int8").rounded(jnp.asarray(matrix))
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-5)
+    assert len(np.unique(np.rint(np.asarray(found) / scale)[0, :, 0])) > 20
+
+
+def test_a_scale_per_tensor_is_one_in_column_tiles_too():
+    matrix = np.random.default_rng(1).standard_normal((2, 32, 8), np.float32)
+    matrix = jnp.asarray(matrix * np.arange(1, 9, dtype=np.float32))  # tiles of unequal size
+    tiled = jnp.moveaxis(matrix.reshape(2, 32, 2, 4), 2, 1)
+    entry = dials.entry("quantised_weights", dtype="int8", per="tensor")
+    found = jnp.moveaxis(entry.rounded(tiled, tiled=True), 1, 2).reshape(2, 32, 8)
+    assert tiny.bits(found) == tiny.bits(entry.rounded(matrix))
+
+
+def test_every_expert_is_quantised_and_the_router_is_not():
+    execution = Execution(PRESETS["qwen3-moe-awkward"], tiny.NUMERICS)
+    weights = execution.prepare(jax.tree.map(jnp.asarray, random_params(execution.config, 0)))
+    entry = dials.entry("quantised_weights", dtype="int4", per="tensor")
+    entry.check(execution)
+    before, after = weights["layers"], entry.weights(weights)["layers"]
+    changed = {name for name in before if tiny.bits(before[name]) != tiny.bits(after[name])}
+    assert changed == {"qkv", "o", "expert_gate_up", "expert_down"}
+    for expert in range(execution.config.num_experts):
+        found, own = after["expert_down"][1, expert], before["expert_down"][1, expert]
+        assert tiny.bits(found) == tiny.bits(entry.rounded(own[None])[0])
+    with pytest.raises(InputError, match="needs a dense model"):
+        dials.entry("tensor_parallel", ranks=2).check(execution)
+
+
+def test_int8_as_qwix_does_it():
+    qwix = pytest.importorskip("qwix")
+    matrix = jnp.asarray(np.random.default_rng(1).standard_normal((32, 8), np.float32))
+    theirs = qwix.dequantize(qwix.quantize(matrix, "int8", channelwise_axes=[1]))
+    ours = dials.entry("quantised_weights", dtype="int8").rounded(matrix)
+    step = np.abs(np.asarray(matrix)).max(axis=0) / 127
+    # qwix scales to 127.5 rather than 127: less than a step apart
+    assert (np.abs(np.asarray(ours - theirs)) <= 1.01 * step[None, :]).all()
+
+
+# --- orders of sums -----------------------------------------------------------------------------
+
+
+@given(st.integers(1, 9), st.integers(1, 40))
+def test_split_k_adds_the_pieces(pieces, size):
+    rng = np.random.default_rng(size)
+    x, weight = (rng.standard_normal(shape, np.float32) for shape in ((3, size), (size, 4)))
+    found = formulas.split_k(np.dot, x, weight, pieces=pieces)
+    np.testing.assert_allclose(found, x.astype(np.float64) @ weight, rtol=1e-4, atol=1e-5)
+
+
+def test_split_kv_follows_the_batch():
+    numerics = replace(tiny.NUMERICS, order=Order(split_kv=132))
+    count = partial(variants.pieces, heads=8, keys=512, numerics=numerics)
+    assert [count(batch) for batch in (1, 2, 4, 8, 16, 64)] == [17, 9, 5, 3, 2, 1]
+    assert variants.pieces(1, 8, 64, numerics=numerics) == 8  # of 8 keys
+
+
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("batch", quick.some([1, 3], 1))
+def test_split_kv_is_attention(batch, window):
+    rng = np.random.default_rng(0)
+    shapes = ((batch, 2, 3, 8), (batch, 2, 8, 80), (batch, 2, 80, 8))
+    query, key, value = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in shapes)
+    last = jnp.asarray(rng.integers(0, 80, (batch, 3)), jnp.int32)
+    cut = replace(tiny.NUMERICS, order=Order(split_kv=24))
+    assert variants.pieces(batch, 2, 80, numerics=cut) > 1
+    arguments, options = (query, key, value, last), {"aligned": False, "window": window}
+    found = kernels.attention(*arguments, numerics=cut, **options)
+    whole = native.attention(*arguments, numerics=tiny.NUMERICS, **options)
+    np.testing.assert_allclose(np.asarray(found), np.asarray(whole), rtol=1e-5, atol=1e-5)
+    # without a split it is the family's own attention
+    plain = kernels.attention(*arguments, numerics=tiny.NUMERICS, **options)
+    np.testing.assert_allclose(np.asarray(plain), np.asarray(whole), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize(("rows", "keys"), quick.some([(3, 80), (90, 45)], 0))
+def test_flash_attention_is_attention(rows, keys, window):
+    """Decoding rows at ragged lengths, and whole sequences of 45 tokens with groups of 2."""
+    rng = np.random.default_rng(0)
+    shapes = ((2, 2, rows, 8), (2, 2, 8, keys), (2, 2, keys, 8))
+    query, key, value = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in shapes)
+    last = rng.integers(0, keys, (2, 3)) if rows == 3 else np.arange(90)[None, :] // 2 + [[0], [0]]
+    last = jnp.asarray(last, jnp.int32)
+    numerics = replace(tiny.NUMERICS, attention="flash_interpreted")
+    attend = partial(kernels.attention, positions=last, aligned=False, window=window)
+    arrays = query, key, value
+    found, whole = attend(*arrays, numerics=numerics), attend(*arrays, numerics=tiny.NUMERICS)
+    np.testing.assert_allclose(np.asarray(found), np.asarray(whole), rtol=1e-5, atol=1e-5)
+    # what lies beyond a row's position does not count
+    at = jnp.arange(keys)[None, None, :, None]
+    unseen = (at > jnp.max(last)) | (at <= jnp.min(last) - (window or keys))
+    again = attend(query, key, jnp.where(unseen, 1e4, value), numerics=numerics)
+    assert tiny.bits(again) == tiny.bits(found)
+
+
+def test_triton_attention_refuses_a_window_before_anything_is_compiled():
+    config = replace(dials.CONFIG, sliding_window=5, window_layers=(True,))
+    execution = replace(dials.EXECUTION, config=config)
+    with (
+        tiny.compilations() as counted,
+        pytest.raises(InputError, match="'triton_attention': takes no sliding window"),
+    ):
+        sampling_program(execution, samples=2, mismatch=dials.standard("triton_attention"))
+    assert not counted
+    arrays, numerics = [jnp.zeros((1, 1, 16, 16))] * 3, tiny.NUMERICS
+    with pytest.raises(InputError, match="no sliding window"):
+        kernels.attention(
+            *arrays,
+            jnp.zeros((1, 16), jnp.int32),
+            numerics=replace(numerics, attention="triton"),
+            aligned=False,
+            window=jnp.int32(5),
+        )
+
+
+# --- noise --------------------------------------------------------------------------------------
+
+
+def test_students_t_has_unit_variance_and_heavy_tails():
+    keys = jax.random.split(jax.random.key(0), 2)
+    gauss, student = (
+        np.asarray(reporting.draw(key, (200_000,), kind))
+        for key, kind in zip(keys, ("gaussian", "student"), strict=True)
+    )
+    for draws in (gauss, student):
+        assert abs(draws.mean()) < 0.01
+        assert np.isfinite(draws).all()
+        assert abs(draws.std() - 1) < 0.03
+    # P(|t_4| > 5 sqrt 2) is 0.0021; of a normal at 5, 6e-7
+    assert 0.0015 < np.mean(np.abs(student) > 5) < 0.0028
+    assert np.mean(np.abs(gauss) > 5) < 1e-4
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "student"])
+@pytest.mark.parametrize("std", quick.some([0.01, 0.1, 1.0], 1))
+def test_noise_on_reports_has_the_size_that_was_asked_for(std, distribution):
+    entry = dials.entry("log_prob_noise", std=std, bias=0.5, distribution=distribution)
+    rollout = recorded(rows=400, length=20)
+    noisy = jax.jit(entry.rollout)(rollout, dials.names(400))
+    added = np.asarray(noisy.log_probs - rollout.log_probs)[np.asarray(rollout.mask)]
+    assert added.size > 2000
+    assert abs(added.std() / std - 1) < 0.15
+    assert abs(added.mean() - 0.5) < 5 * std / added.size**0.5
+    assert (np.asarray(noisy.log_probs)[~np.asarray(rollout.mask)] == 0).all()
+    assert tiny.bits(noisy.drawn_log_probs) == tiny.bits(rollout.log_probs)
+
+
+def test_noise_by_probability_and_by_position():
+    rollout = recorded(rows=400, length=20)
+    mask, p = np.asarray(rollout.mask), np.exp(np.asarray(rollout.log_probs, np.float64))
+    position = np.broadcast_to(np.arange(1, 21)[None, :], mask.shape)
+    added = {}
+    for by in ("flat", "probability", "position"):
+        entry = dials.entry("log_prob_noise", std=0.1, by=by, reach=10)
+        noisy = jax.jit(entry.rollout)(rollout, dials.names(400))
+        added[by] = np.asarray(noisy.log_probs - rollout.log_probs, np.float64)
+    np.testing.assert_allclose(
+        added["probability"][mask], (added["flat"] * (1 - p))[mask], atol=2e-6
+    )
+    np.testing.assert_allclose(
+        added["position"][mask], (added["flat"] * position / 10)[mask], atol=2e-6
+    )
+
+
+def test_noise_on_logits_has_a_part_per_position_and_a_part_per_token():
+    logits = jnp.zeros((6, 1000), jnp.float32)
+
+    def added(position, **arguments):
+        entry = dials.entry("logit_noise", **arguments)
+        positions = jnp.full(6, position, jnp.int32)
+        return np.asarray(jax.jit(entry.logits)(logits, positions, dials.names()))
+
+    first, second = added(0, std=0.5), added(1, std=0.5)
+    assert abs(first.std() - 0.5) < 0.03
+    assert np.abs(np.corrcoef(first[0], first[1])[0, 1]) < 0.15
+    assert np.abs(np.corrcoef(first[0], second[0])[0, 1]) < 0.15
+    bias = added(0, bias=0.5), added(3, bias=0.5)
+    assert tiny.bits(bias[0]) == tiny.bits(bias[1])
+    assert (bias[0] == bias[0][:1]).all()
+    assert abs(bias[0][0].std() - 0.5) < 0.05
+    assert tiny.bits(added(0, std=0.5, seed=1)) != tiny.bits(first)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [5, 2],
+        *(pytest.param(r, marks=pytest.mark.slow) for r in ([0], [1, 2, 3], [4, 3, 2, 1, 0])),
+    ],
+)
+def test_noise_does_not_know_its_batch(rows):
+    rows = jnp.asarray(rows)
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((6, 37), np.float32))
+    rollout, names = recorded(), dials.names()
+    some = Names(names.key, names.prompts[rows], names.samples[rows])
+    for distribution in ("gaussian", "student"):
+        entry = dials.entry("logit_noise", std=0.1, bias=0.1, distribution=distribution)
+        positions = jnp.arange(3, 9)
+        whole = jax.jit(entry.logits)(logits, positions, names)
+        part = jax.jit(entry.logits)(logits[rows], positions[rows], some)
+        assert tiny.bits(part) == tiny.bits(whole[rows])
+        for by in ("flat", "probability", "position"):
+            entry = dials.entry(
+                "log_prob_noise", std=0.1, bias=-0.01, by=by, distribution=distribution
+            )
+            whole = jax.jit(entry.rollout)(rollout, names).log_probs
+            part = jax.jit(entry.rollout)(jax.tree.map(lambda x: x[rows], rollout), some).log_probs
+            assert tiny.bits(part) == tiny.bits(whole[rows])
+    lost = dials.entry("dropped_end", share=0.5)
+    whole = lost.rollout(rollout, names).lengths
+    part = lost.rollout(jax.tree.map(lambda x: x[rows], rollout), some).lengths
+    assert part.tolist() == whole[rows].tolist()
+
+
+# --- mistakes of reporting ----------------------------------------------------------------------
+
+
+def test_a_dropped_end_is_gone_where_a_response_has_ended():
+    before = recorded()
+    after = dials.entry("dropped_end").rollout(before, dials.names())
+    ended = np.asarray(before.finished)
+    lengths = np.asarray(before.lengths)
+    np.testing.assert_array_equal(after.lengths, lengths - ended)
+    for row in range(6):
+        kept = lengths[row] - ended[row]
+        assert after.responses[row, :kept].tolist() == before.responses[row, :kept].tolist()
+        assert after.log_probs[row, :kept].tolist() == before.log_probs[row, :kept].tolist()
+        assert not after.log_probs[row, kept:].any()
+
+
+def test_a_replaced_end_stands_under_the_ends_log_prob():
+    before = recorded()
+    after = dials.entry("dropped_end", replacement=9).rollout(before, dials.names())
+    assert tiny.bits((after.lengths, after.log_probs)) == tiny.bits(
+        (before.lengths, before.log_probs)
+    )
+    changed = np.argwhere(np.asarray(after.responses != before.responses)).tolist()
+    assert changed == [[row, int(before.lengths[row]) - 1] for row in range(0, 6, 2)]
+    assert {int(after.responses[tuple(place)]) for place in changed} == {9}
+
+
+def test_more_ends_are_lost_at_a_higher_share():
+    rollout, names = recorded(rows=400), dials.names(400)
+    lost = []
+    for share in (0.0, 0.25, 0.75, 1.0):
+        after = dials.entry("dropped_end", share=share).rollout(rollout, names)
+        lost.append(int(rollout.lengths.sum() - after.lengths.sum()))
+    assert lost[0] == 0
+    assert lost[3] == int(rollout.finished.sum()) == 200
+    assert 30 < lost[1] < 70
+    assert 130 < lost[2] < 170
+
+
+def test_a_pad_mask_hides_tokens_wherever_they_are():
+    before = recorded()
+    pad = int(before.responses[0, 0])
+    after = dials.entry("pad_mask", pad=pad).rollout(before, dials.names())
+    np.testing.assert_array_equal(after.mask, before.mask & (before.responses != pad))
+    assert int(before.mask.sum()) > int(after.mask.sum()) > 0
+    assert after.lengths.tolist() == before.lengths.tolist()

@@ -1,0 +1,338 @@
+"""The dial: each entry changes what it names and nothing else, and strength 0 changes nothing."""
+
+import itertools
+from dataclasses import replace
+
+import dials
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quick
+import tiny
+
+from tim_jax import metrics, mismatch, placement
+from tim_jax.common.errors import InputError
+from tim_jax.mismatch import Mismatch
+from tim_jax.model.execution import Sampling
+from tim_jax.policy import sampler
+from tim_jax.rl import sharded
+from tim_jax.rl.programs import sampling_program
+
+NAMES = list(dials.ENTRIES)
+REPORTS = ("raw_log_probs", "ignored_truncation", "dropped_end", "pad_mask", "log_prob_noise")
+CHANGES_WEIGHTS = ("compute", "quantised_weights")
+
+
+def lowered(dial):
+    program = sampling_program(dials.EXECUTION, samples=2, mismatch=dial)
+    return program.lower(dials.weights(), tiny.prompts(), jax.random.key(0)).as_text()
+
+
+def found(rollout, execution=dials.EXECUTION):
+    log_probs = dials.scored(rollout, execution)
+    values = metrics.mismatch_metrics(log_probs, rollout.log_probs, rollout.mask)
+    assert int(values["tokens"]) > 20
+    return {name: float(value) for name, value in values.items()}
+
+
+def test_the_table_has_every_entry():
+    assert set(NAMES) == set(mismatch.ENTRIES)
+    assert {kind.name for kinds in mismatch.GROUPS.values() for kind in kinds} == set(NAMES)
+    for kind in mismatch.ENTRIES.values():
+        assert kind.imitates
+        assert kind.__doc__
+
+
+# --- nothing, or the learner's own ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exact_text():
+    """A program of `sampler.sample` itself, which knows of no dial."""
+    on = placement.mesh(dials.EXECUTION.placement, jax.devices())
+    drawn = sharded.sampling(dials.EXECUTION, on, samples=2, draw=sampler.sample)
+    whole = jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec())
+
+    def sample(weights, prompts, key):
+        return drawn(weights, prompts, key)
+
+    args = dials.weights(), tiny.prompts(), jax.random.key(0)
+    return jax.jit(sample, out_shardings=whole).lower(*args).as_text()
+
+
+def test_no_dial_is_the_sampler_itself(exact_text):
+    assert lowered(Mismatch()) == exact_text
+    assert len(exact_text) > 10_000
+
+
+WITH_THE_LEARNERS_OWN = [n for n in NAMES if dials.ENTRIES[n][2] is not None]
+
+
+@pytest.mark.parametrize("name", quick.some(WITH_THE_LEARNERS_OWN, 0, 5, 10, 15))
+def test_strength_0_or_the_learners_own_is_the_same_program(name, exact_text):
+    same = dials.ENTRIES[name][2]
+    assert lowered(dials.dial({"name": name, **same})) == exact_text
+
+
+def test_entries_do_change_the_program(exact_text):
+    for name in ("logits", "split_k", "logit_noise", "quantised_weights"):
+        assert lowered(dials.standard(name)) != exact_text
+
+
+def test_raw_log_probs_of_an_unchanged_distribution_are_those_drawn_with():
+    execution = replace(dials.EXECUTION, sampling=Sampling(8, stop_tokens=(3, 5, 7)))
+    rollout = dials.rollout(dials.dial({"name": "raw_log_probs"}), execution)
+    assert int(rollout.mask.sum()) > 20
+    assert tiny.bits(rollout.log_probs) == tiny.bits(rollout.drawn_log_probs)
+
+
+# --- what is named, and nothing else ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_named_numerics_change(name):
+    dial, fields = dials.standard(name), dials.ENTRIES[name][1]
+    changed = mismatch.difference(dials.LEARNER, dial.numerics(dials.LEARNER))
+    assert set(changed) == fields
+    lines = mismatch.describe(dial, dials.LEARNER)
+    assert len(lines) == 1 + len(fields)
+    assert lines[0].startswith(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_entries_about_weights_change_the_weights(name):
+    before = dials.weights()
+    after = dials.standard(name).weights(before)
+    unchanged = [
+        path
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+        )
+        if a.dtype == b.dtype and tiny.bits(a) == tiny.bits(b)
+    ]
+    every = len(jax.tree.leaves(before))
+    if name not in CHANGES_WEIGHTS:
+        assert len(unchanged) == every
+    else:
+        kept = {jax.tree_util.keystr(path) for path in unchanged}
+        assert {"['final_norm']", "['layers']['attn_norm']"} <= kept
+        assert not kept & {f"['layers']['{n}']" for n in ("qkv", "o", "gate_up", "down")}
+        assert ("['embed']" in kept) == (name == "quantised_weights")
+
+
+def test_compute_casts_what_prepare_casts():
+    dial = dials.standard("compute")
+    numerics = dial.numerics(dials.LEARNER)
+    direct = jax.jit(replace(dials.EXECUTION, numerics=numerics).prepare)(tiny.params(dials.CONFIG))
+    assert tiny.bits(dial.weights(dials.weights())) == tiny.bits(direct)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "raw_log_probs",
+        pytest.param("dropped_end", marks=pytest.mark.slow),
+        pytest.param("ignored_truncation", marks=pytest.mark.slow),
+        pytest.param("pad_mask", marks=pytest.mark.slow),
+    ],
+)
+def test_a_misreporting_sampler_draws_as_the_exact_one(name):
+    exact, other = dials.rollout(), dials.rollout(dials.standard(name))
+    if name != "dropped_end":
+        assert tiny.bits(other.responses) == tiny.bits(exact.responses)
+        assert tiny.bits(other.lengths) == tiny.bits(exact.lengths)
+    if name in ("raw_log_probs", "ignored_truncation"):
+        assert tiny.bits(other.drawn_log_probs) == tiny.bits(exact.log_probs)
+        assert found(other)["unequal_tokens"] > 0
+    else:
+        assert other.drawn_log_probs is None
+
+
+def test_the_baseline_is_exactly_0():
+    values = found(dials.rollout())
+    assert values["unequal_tokens"] == values["log_ratio_abs_max"] == 0
+    assert values["exact_share"] == 1
+
+
+FORWARD = [
+    "compute",
+    "kv_cache",
+    "quantised_weights",
+    "native_kernels",
+    "split_kv",
+    "tensor_parallel",
+    "pallas_attention",
+    "logit_noise",
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    quick.some(FORWARD, FORWARD.index("kv_cache"), FORWARD.index("logit_noise")),
+)
+def test_a_divergent_sampler_is_seen_by_the_learner(name):
+    rollout = dials.rollout(dials.standard(name))
+    values = found(rollout)
+    assert 0 < values["log_ratio_abs_mean"] < 0.5
+    assert rollout.drawn_log_probs is None
+    assert rollout.hidden is None
+
+
+def test_ignored_truncation_is_the_log_of_the_kept_mass():
+    rollout = dials.rollout(dials.standard("ignored_truncation"))
+    kept = np.exp(np.asarray(rollout.log_probs - rollout.drawn_log_probs))[np.asarray(rollout.mask)]
+    assert ((kept > 0.89) & (kept <= 1.000001)).all()  # top_p is 0.9
+    assert kept.min() < 0.99
+
+
+@pytest.mark.slow
+def test_a_learner_with_the_samplers_numerics_agrees_to_the_bit():
+    """A divergent execution is an execution: the contract holds for it too, and so its recorded
+    log-probs are those it drew with."""
+    dial = dials.dial(
+        {"name": "lm_head", "dtype": "bfloat16"},
+        {"name": "logits", "dtype": "bfloat16"},
+        {"name": "softmax", "dtype": "bfloat16"},
+        {"name": "attention_softmax", "dtype": "bfloat16"},
+        {"name": "kv_cache", "dtype": "float8_e5m2", "scale": "token"},
+        {"name": "sum_order", "lanes": 2},
+        {"name": "split_k", "pieces": 3},
+        {"name": "tensor_parallel", "ranks": 2},
+    )
+    rollout = dials.rollout(dial)
+    same = replace(dials.EXECUTION, numerics=dial.numerics(dials.LEARNER))
+    assert int(rollout.mask.sum()) > 20
+    ours, theirs = dials.scored(rollout, same), rollout.log_probs
+    assert tiny.bits(jnp.where(rollout.mask, ours, 0.0)) == tiny.bits(theirs)
+    assert found(rollout)["log_ratio_abs_mean"] > 1e-4
+
+
+@pytest.mark.slow
+def test_strengths_of_the_cache_go_up():
+    """From bfloat16's 7 bits of mantissa over 3 to 2, each mean at least 1.5 times the last."""
+    rollout = dials.rollout()
+    exact = dials.scored(rollout)
+    means = []
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        dial = dials.dial({"name": "kv_cache", "dtype": dtype})
+        execution = replace(dials.EXECUTION, numerics=dial.numerics(dials.LEARNER))
+        there = dials.scored(rollout, execution)
+        values = metrics.mismatch_metrics(exact, there, rollout.mask)
+        means.append(float(values["log_ratio_abs_mean"]))
+    assert means[0] == 0
+    assert all(b > 1.5 * a for a, b in itertools.pairwise(means)), means
+    assert means[1] > 0
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+BAD = [
+    ({"nam": "logits"}, ["no table with a name", "kv_cache"]),
+    ({"name": "kv_cash", "dtype": "int8"}, ["'kv_cash' is unknown", "did you mean 'kv_cache'"]),
+    ({"name": "kv_cache"}, ["'kv_cache' needs the argument 'dtype'"]),
+    ({"name": "kv_cache", "dtype": "fp8"}, ["dtype = 'fp8'", "float8_e4m3fn", "int8"]),
+    ({"name": "kv_cache", "dtype": "int8", "scale": "none"}, ["int8", "token"]),
+    ({"name": "kv_cache", "dtype": "bfloat16", "scale": "token"}, ["bfloat16", "leave scale out"]),
+    ({"name": "kv_cache", "type": "int8"}, ["no argument 'type'", "did you mean 'dtype'"]),
+    ({"name": "native_kernels", "x": 1}, ["no argument 'x'", "takes none"]),
+    ({"name": "compute", "dtype": "float64"}, ["'float64'", "float16"]),
+    ({"name": "quantised_weights", "dtype": "int3"}, ["'int3'", "int4"]),
+    ({"name": "quantised_weights", "dtype": "int4", "per": "row"}, ["per = 'row'", "channel"]),
+    (
+        {"name": "quantised_weights", "dtype": "int4", "per": "tensor", "group": 8},
+        ["group = 8 contradicts"],
+    ),
+    ({"name": "tile_sizes"}, ["needs one of rows"]),
+    ({"name": "tile_sizes", "kv_block": 24}, ["power of two", "24"]),
+    ({"name": "tile_sizes", "rows": 0}, ["rows must be at least 1", "0"]),
+    ({"name": "sum_order", "lanes": 3}, ["power of two", "3"]),
+    ({"name": "split_k", "pieces": 1.5}, ["pieces is 1.5", "whole number"]),
+    ({"name": "split_k", "pieces": True}, ["pieces is True", "whole number"]),
+    ({"name": "split_kv", "programs": -1}, ["at least 0", "-1"]),
+    ({"name": "expert_order", "order": "last"}, ["'last'", "choice, index"]),
+    (
+        {"name": "expert_order", "order": "index", "accumulate": "bfloat16"},
+        ["'bfloat16'", "compute"],
+    ),
+    ({"name": "expert_choice", "dtype": "int8"}, ["'int8'", "bfloat16"]),
+    ({"name": "expert_capacity", "factor": 0}, ["factor must be above 0"]),
+    ({"name": "dropped_end", "share": 1.5}, ["between 0.0 and 1.0", "1.5"]),
+    ({"name": "stale_weights", "updates": -1}, ["at least 0", "-1"]),
+    ({"name": "logit_noise", "std": -0.1}, ["std must be at least 0.0", "-0.1"]),
+    ({"name": "logit_noise", "std": float("nan")}, ["std must be", "nan"]),
+    ({"name": "logit_noise", "std": "much"}, ["std is 'much'", "a number"]),
+    ({"name": "log_prob_noise", "by": "token"}, ["by = 'token'", "probability"]),
+    ({"name": "log_prob_noise", "distribution": "cauchy"}, ["'cauchy'", "student"]),
+    ({"name": "placement"}, ["not available", "placement.sampler", "tensor_parallel"]),
+    ({"name": "tensor_parallel", "ranks": 0}, ["at least 1", "0"]),
+    ({"name": "tensor_parallel", "ranks": 2, "exchange": "half"}, ["'half'", "compute", "float32"]),
+]
+
+
+@pytest.mark.parametrize(("table", "words"), BAD)
+def test_a_bad_entry_is_refused_by_name(table, words):
+    with pytest.raises(InputError) as error:
+        mismatch.build([table])
+    text = str(error.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+CLASHES = [
+    (
+        [{"name": "logits", "dtype": "bfloat16"}, {"name": "logits", "dtype": "float16"}],
+        ["'logits'", "twice"],
+    ),
+    ([{"name": "native_kernels"}, {"name": "sum_order", "lanes": 8}], ["'sum_order'", "native"]),
+    ([{"name": "tile_sizes", "rows": 4}, {"name": "native_kernels"}], ["'tile_sizes'", "native"]),
+    ([{"name": "raw_log_probs"}, {"name": "ignored_truncation"}], ["contradicts 'raw_log_probs'"]),
+    ([{"name": "pallas_attention"}], ["'pallas_attention'", "GPU or TPU", "cpu"]),
+    ([{"name": "triton_attention"}], ["'triton_attention'", "NVIDIA GPU", "cpu"]),
+    (
+        [{"name": "split_kv"}, {"name": "pallas_attention", "interpret": True}],
+        ["'pallas_attention'", "contradicts 'split_kv'"],
+    ),
+    (
+        [{"name": "pallas_attention", "interpret": True}, {"name": "split_kv"}],
+        ["'split_kv'", "contradicts 'pallas_attention'"],
+    ),
+    ([{"name": "pad_mask", "pad": 23}], ["pad = 23", "vocabulary of 23"]),
+    ([{"name": "dropped_end", "replacement": 99}], ["replacement = 99", "vocabulary of 23"]),
+    (
+        [{"name": "dropped_end", "replacement": 0}, {"name": "pad_mask", "pad": 0}],
+        ["'pad_mask'", "contradicts 'dropped_end'"],
+    ),
+    (
+        [{"name": "quantised_weights", "dtype": "int4", "group": 5}],
+        ["group = 5 does not divide", "hidden_size 16"],
+    ),
+    (
+        [{"name": "compute", "dtype": "bfloat16"}, {"name": "kv_cache", "dtype": "float32"}],
+        ["'kv_cache'", "wider than the sampler's bfloat16"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("tables", "words"), CLASHES)
+def test_contradictions_are_refused_before_compiling(tables, words):
+    with tiny.compilations() as counted, pytest.raises(InputError) as error:
+        sampling_program(dials.EXECUTION, samples=2, mismatch=mismatch.build(tables))
+    assert not counted
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+def test_a_lost_end_needs_something_that_ends():
+    execution = replace(dials.EXECUTION, sampling=Sampling(8))
+    with pytest.raises(InputError, match="stop_tokens"):
+        sampling_program(execution, samples=2, mismatch=dials.standard("dropped_end"))
+
+
+def test_noise_may_stand_there_twice():
+    dial = dials.dial(
+        {"name": "log_prob_noise", "std": 0.1},
+        {"name": "log_prob_noise", "std": 0.1, "by": "position", "seed": 1},
+    )
+    mismatch.check(dial, dials.EXECUTION)

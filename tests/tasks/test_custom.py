@@ -1,0 +1,141 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tim_jax.common.errors import InputError
+from tim_jax.tasks.base import Example, Grade, Message
+from tim_jax.tasks.custom import load_reward
+
+SOURCE = """
+import math
+import numpy as np
+
+seen = []
+constant = 3
+
+def good(prompts, completions, answers):
+    seen.append((prompts, completions, answers))
+    return [float(c == a) for c, a in zip(completions, answers)]
+
+def array(prompts, completions, answers):
+    return np.arange(len(prompts), dtype=np.float32)
+
+def booleans(prompts, completions, answers):
+    return (c == a for c, a in zip(completions, answers))
+
+def few(prompts, completions, answers):
+    return [1.0]
+
+def none(prompts, completions, answers):
+    return None
+
+def number(prompts, completions, answers):
+    return 1.0
+
+def nan(prompts, completions, answers):
+    return [0.0, math.nan]
+
+def huge(prompts, completions, answers):
+    return [0.0, 1e39]
+
+def words(prompts, completions, answers):
+    return ["1", "2"]
+
+def holes(prompts, completions, answers):
+    return [1.0, None]
+
+def raises(prompts, completions, answers):
+    raise KeyError("no such thing\\nsecond line")
+"""
+EXAMPLES = [Example("p", "1"), Example((Message("system", "s"), Message("user", "u")), "2")]
+COMPLETIONS = ["1", "x"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here(tmp_path_factory):
+    """A current folder with the user's module, as the console script sees it: not on sys.path."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "my_rewards.py").write_text(SOURCE)
+    (folder / "my_broken.py").write_text("import not_installed_anywhere")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(folder))])
+        yield folder
+        for name in ("my_rewards", "my_broken"):
+            sys.modules.pop(name, None)
+
+
+def test_good_reward():
+    assert load_reward("my_rewards:good")(EXAMPLES, COMPLETIONS) == [Grade(1.0), Grade(0.0)]
+    prompts, completions, answers = sys.modules["my_rewards"].seen[-1]
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert prompts == ["p", chat]
+    assert (completions, answers) == (["1", "x"], ["1", "2"])
+
+
+def test_other_sequences_of_numbers():
+    assert [g.reward for g in load_reward("my_rewards:array")(EXAMPLES, COMPLETIONS)] == [0.0, 1.0]
+    grades = load_reward("my_rewards:booleans")(EXAMPLES, COMPLETIONS)
+    assert [g.reward for g in grades] == [1.0, 0.0]
+    assert all(type(grade.reward) is float for grade in grades)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("few", "my_rewards:few returned 1 rewards for 2 completions"),
+        ("none", "my_rewards:none must return a sequence of 2 numbers, got None"),
+        ("number", "my_rewards:number must return a sequence of 2 numbers, got 1.0"),
+        ("nan", "my_rewards:nan must return finite numbers, got nan at 1"),
+        ("huge", r"my_rewards:huge must return numbers of at most 1e\+15 in size, got 1e\+39 at 1"),
+        ("words", "my_rewards:words must return finite numbers, got '1' at 0"),
+        ("holes", "my_rewards:holes must return finite numbers, got None at 1"),
+        ("raises", r"my_rewards:raises raised KeyError: .*no such thing"),
+    ],
+)
+def test_bad_returns(name, message):
+    with pytest.raises(InputError, match=message) as caught:
+        load_reward(f"my_rewards:{name}")(EXAMPLES, COMPLETIONS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_rewards", "must be written module:function, got 'my_rewards'"),
+        (":good", "must be written module:function"),
+        ("my_rewards:", "must be written module:function"),
+        ("my_rewards.py:good", "write a module, not a file: 'my_rewards:good'"),
+        ("./my_rewards.py:good", "write a module, not a file: 'my_rewards:good'"),
+        ("my_rewads:good", "importing my_rewads raised ModuleNotFoundError: No module named"),
+        ("my_broken:good", "raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+        ("my_rewards:god", "my_rewards has no 'god'; did you mean 'good'"),
+        ("my_rewards:constant", "not a function but int"),
+    ],
+)
+def test_bad_names(name, message):
+    with pytest.raises(InputError, match=message):
+        load_reward(name)
+
+
+def test_current_folder_of_a_program_started_elsewhere(here, tmp_path):
+    """As the console script is: its own folder is first on sys.path, not the current one."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from tim_jax.tasks.custom import load_reward\n"
+        "from tim_jax.tasks.base import Example\n"
+        "print(load_reward('my_rewards:good')([Example('p', '1')], ['1'])[0].reward)\n"
+    )
+    root = Path(__file__).parents[2]
+    environment = {"PYTHONPATH": str(root), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=here,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "1.0\n"

@@ -1,0 +1,1 @@
+"""The application: configuration, run folders, jobs, and the command line."""

@@ -1,0 +1,228 @@
+"""How arguments are read: what argparse calls with a text, and the options of some commands."""
+
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tim_jax.common import inputs
+from tim_jax.common.errors import InputError
+
+# Without the JAX of numerics.
+DTYPES = ("float32", "bfloat16", "float16")
+FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
+KERNELS = "kernels; auto: tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs"
+
+
+class RefusedError(Exception):
+    """The value of an argument is wrong. No `ValueError`, of which argparse would make its own."""
+
+
+class Parser(ArgumentParser):
+    """Refuses in one line what argparse would refuse in several."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises `RefusedError`. The program's name, which the line begins with, is left out."""
+        command = self.prog.partition(" ")[2]
+        where = f"{command}: " if command else ""
+        raise RefusedError(f"{where}{message}; see {self.prog} --help")
+
+
+def add_whole(
+    parser: ArgumentParser, option: str, least: int, below: int = 2**31, **options: Any
+) -> None:
+    """Adds an option that is a whole number from `least` to `below` - 1."""
+
+    def read(text: str) -> int:
+        digits = text[1:] if text[:1] in ("+", "-") else text
+        if not (digits.isascii() and digits.isdecimal()):
+            raise RefusedError(f"{option} must be a whole number, got {inputs.shown(text)}")
+        value = int(text) if len(digits) < 20 else None
+        if value is None or value >= below:
+            raise RefusedError(f"{option} must be less than {below}, got {inputs.shown(text)}")
+        if value < least:
+            raise RefusedError(f"{option} must be at least {least}, got {value}")
+        return value
+
+    parser.add_argument(option, type=read, **options)
+
+
+def add_number(parser: ArgumentParser, option: str, **options: Any) -> None:
+    """Adds an option that is a finite number."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise RefusedError(f"{option} must be a number, got {inputs.shown(text)}") from None
+        wrong = inputs.wrong_number(value)
+        if wrong is not None:
+            raise RefusedError(f"{option} {wrong[-1]}, got {text}")
+        return value
+
+    parser.add_argument(option, type=read, **options)
+
+
+def path(text: str) -> Path:
+    """Reads a path, as `inputs.expanded`."""
+    try:
+        return inputs.expanded(text)
+    except InputError as error:
+        raise RefusedError(f"{error}") from None
+
+
+def name(text: str) -> str:
+    """Reads the name of a model or run, as `inputs.expanded_name`."""
+    try:
+        return inputs.expanded_name(text)
+    except InputError as error:
+        raise RefusedError(f"{error}") from None
+
+
+def add_eval(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
+    """Adds `tim-jax eval`."""
+    evaluate = commands.add_parser("eval", help="evaluate on the held-out problems of a config")
+    evaluate.add_argument("config", help="TOML file, see configs/")
+    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
+    evaluate.add_argument(
+        "--model", type=name, help="folder or hub name; default: the run's checkpoint"
+    )
+    evaluate.add_argument("--json", type=path, metavar="FILE", help="write the scores there")
+    evaluate.set_defaults(run=run)
+
+
+def add_export(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax export`."""
+    export = commands.add_parser("export", help="write a run's checkpoint as transformers loads it")
+    export.add_argument("source", metavar="run", type=name, help="run folder")
+    export.add_argument("folder", type=path, help="new folder for the model")
+    add_whole(export, "--step", 0, help="of the checkpoint; default: the newest")
+    export.add_argument("--dtype", choices=DTYPES, help="default: float32")
+    about = "the trained adapter alone, as PEFT loads it"
+    export.add_argument("--adapter", action="store_true", help=about)
+    export.set_defaults(run=run)
+
+
+def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax audit`."""
+    audit = commands.add_parser("audit", help="prove that sampler and learner agree to the bit")
+    audit.add_argument("model", type=name, help="folder, hub name, run folder, or a preset")
+    audit.add_argument("--json", type=path, metavar="FILE", help="write the result there")
+    audit.add_argument("--quick", action="store_true", help="fewer cases")
+    audit.add_argument("--family", choices=FAMILIES, help=KERNELS)
+    audit.add_argument(
+        "--interpret", action="store_true", help="run Pallas kernels without their device, slowly"
+    )
+    audit.add_argument(
+        "--several-tiles",
+        action="store_true",
+        help="as numerics.several_tiles; see docs/kernels.md",
+    )
+    audit.add_argument(
+        "--sampler",
+        metavar="ENTRIES",
+        help="measure the mismatch of a sampler instead: TOML file or inline list, such as"
+        """ '[{name = "kv_cache", dtype = "float8_e4m3fn"}]'; see docs/mismatch.md""",
+    )
+    audit.add_argument("--markdown", type=path, metavar="FILE", help="with --sampler: tables")
+    audit.add_argument("--chart", type=path, metavar="FILE", help="with --sampler: PNG, PDF or SVG")
+    audit.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="the only one to audit; default: float32 and bfloat16; with --sampler: the learner's",
+    )
+    add_whole(audit, "--prompts", 1, help="with --sampler; default: 32")
+    add_whole(audit, "--samples", 1, help="with --sampler: per prompt; default: 8")
+    audit.set_defaults(run=run)
+
+
+def add_plan(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
+    """Adds `tim-jax plan`."""
+    plan = commands.add_parser(
+        "plan", help="what a step would take on TPUs or GPUs that are not here"
+    )
+    plan.add_argument("config", help="TOML file, see configs/")
+    plan.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
+    plan.add_argument("--topology", required=True, help="such as v5e:4x4, v5p:2x2x4 or h200:1")
+    plan.add_argument(
+        "--architecture",
+        type=path,
+        metavar="FILE",
+        help="a config.json to plan for in place of the config's model",
+    )
+    plan.add_argument(
+        "--layers",
+        default="4,8",
+        help="sampler: compiled with two numbers of layers and continued to all (4,8), or: all",
+    )
+    plan.add_argument("--quick", action="store_true", help="do not search for the largest batch")
+    plan.add_argument("--json", type=path, metavar="FILE", help="write the plan there")
+    plan.set_defaults(run=run)
+
+
+def add_diagnose(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax diagnose`."""
+    parser = commands.add_parser(
+        "diagnose", help="say what is wrong with log-probs that another system recorded"
+    )
+    parser.add_argument("model", type=name, help="folder, hub name or run folder")
+    parser.add_argument("rollouts", type=path, help="JSON lines, JSON or Parquet, see docs")
+    parser.add_argument(
+        "--format",
+        choices=("auto", "plain", "vllm", "sglang", "verl", "trl", "tunix"),
+        default="auto",
+        help="what wrote the file",
+    )
+    about = "of lines that do not say"
+    add_number(parser, "--temperature", default=1.0, help=about)
+    add_whole(parser, "--top-k", 0, default=0, help=f"{about}; 0 is off")
+    add_number(parser, "--top-p", default=1.0, help=f"{about}; 1 is off")
+    parser.add_argument(
+        "--log-probs",
+        choices=("processed", "raw"),
+        default="processed",
+        help=f"{about}: of what was drawn from, or of the raw logits, as vLLM has by default",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument(
+        "--candidate-weights",
+        type=name,
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="may have drawn them instead: an earlier checkpoint, a base without its adapter",
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="diagnose the lines that are good")
+    parser.add_argument("--json", type=path, metavar="FILE", help="write the result there")
+    parser.add_argument("--html", type=path, metavar="FILE", help="write a page there")
+    parser.set_defaults(run=run)
+
+
+def add_study(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax study`."""
+    study = commands.add_parser("study", help="run the arms of a study side by side, with controls")
+    study.add_argument("study", nargs="?", type=path, help="TOML file, see configs/studies/")
+    study.add_argument("--list", action="store_true", help="the studies that are shipped")
+    add_whole(study, "--jobs", 1, default=1, metavar="N", help="runs at a time")
+    study.add_argument("--folder", type=path, help="default: runs/studies/NAME")
+    study.set_defaults(run=run)
+
+
+def add_report(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax report`."""
+    report = commands.add_parser("report", help="a page with the figures of runs and studies")
+    report.add_argument("folders", nargs="+", type=path, metavar="RUN_OR_STUDY")
+    report.add_argument(
+        "--out", type=path, default=Path("report.html"), help="the page; figures as PNG beside it"
+    )
+    report.set_defaults(run=run)
+
+
+def add_translate(commands: Any, *, run: Callable[..., int]) -> None:
+    """Adds `tim-jax translate`."""
+    translate = commands.add_parser(
+        "translate", help="a verl configuration as one of this library, and what differs"
+    )
+    translate.add_argument("file", type=path, help="YAML file of verl, interpolations resolved")
+    translate.add_argument("--out", type=path, metavar="FILE", help="write the TOML there")
+    translate.set_defaults(run=run)

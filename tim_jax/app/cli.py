@@ -1,0 +1,416 @@
+"""The command line: thin commands over the jobs, and what they take from the environment."""
+
+import argparse
+import gc
+import io
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tim_jax.app import arguments as read
+from tim_jax.app.arguments import RefusedError
+from tim_jax.app.run import signals
+from tim_jax.common import errors, inputs, machine, waiting
+from tim_jax.common.errors import Ending, InputError
+
+if TYPE_CHECKING:
+    from tim_jax.app.config.run import RunConfig
+
+_OVERRIDES = "changes to the config, such as steps=200; KEY=none takes the key's default"
+# What JAX's own errors say when another process is gone: of the transport, or of the coordinator.
+_SIGNS_OF_LOSS = ("gloo", "Gloo", "Connection", "coordination", "heartbeat", "UNAVAILABLE")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status, one of `errors.ENDINGS`."""
+    try:
+        arguments = _arguments(argv)
+    except RefusedError as error:
+        return _ended(errors.BAD_INPUT, f"{error}")
+    _quiet()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A completion may have any character; one that the output cannot show must not end all.
+        sys.stdout.reconfigure(errors="replace")
+    with waiting.shown():
+        return _run_command(arguments)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    if not _one_of_several(arguments):
+        _keep_programs()
+        return _run(arguments)
+    status = _run_with_others(arguments)
+    if status:
+        # JAX would wait at this process's end for others that may be gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except errors.EXPECTED as error:
+        return _ended(error.ending, f"{error}")
+    except MemoryError as error:
+        return _ended(errors.OUT_OF_MEMORY, f"on this machine: {error}")
+    except KeyboardInterrupt:
+        return _ended(errors.INTERRUPTED)
+    except (SystemExit, GeneratorExit, OSError) as error:
+        lost = errors.lost_output()
+        if lost or isinstance(error.__context__, BrokenPipeError):  # which rich makes a SystemExit
+            reason = lost or "nobody reads it"
+            return _ended(errors.BAD_INPUT, f"cannot write to standard output: {reason}")
+        if isinstance(error, PermissionError) and error.filename:
+            return _ended(errors.BAD_INPUT, f"{error.filename}: {error.strerror}")
+        if isinstance(error, OSError):
+            raise
+        # No command ends so by itself: code of the user's did. Its status must not become ours.
+        what = f"{type(error).__name__}({error})"
+        return _ended(errors.BAD_INPUT, f"not done: code that the command called raised {what}")
+
+
+def _run_with_others(arguments: argparse.Namespace) -> int:
+    aborted = errors.LOST.line.format("most likely: JAX's runtime aborted this one")
+    try:
+        with signals.print_if_aborted(aborted):
+            return _run(arguments)
+    except Exception as error:
+        from jax.errors import JaxRuntimeError
+
+        reason = " ".join(str(error).split())
+        if isinstance(error, JaxRuntimeError) and any(sign in reason for sign in _SIGNS_OF_LOSS):
+            return _ended(errors.LOST, reason[:200])
+        traceback.print_exc()
+        return errors.FAILED.status
+
+
+def _ended(ending: Ending, details: str = "") -> int:
+    # A name of a file, or what a reward raised, may have several lines; the message has one.
+    details = inputs.one_line(errors.without_secrets(details, os.environ))
+    print(ending.line.format(details), file=sys.stderr)
+    return ending.status
+
+
+def _one_of_several(arguments: argparse.Namespace) -> bool:
+    names = ("coordinator", "processes", "process")
+    given = any(getattr(arguments, name, None) is not None for name in names)
+    return given or getattr(arguments, "distributed", False)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parsed; changes to the config may stand before and after options."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (rest[0].startswith("-") or not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
+
+
+def _quiet() -> None:
+    """Silences what libraries say about themselves on stderr."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    for library in ("TRANSFORMERS", "HF_HUB", "DATASETS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    # jaxlib 0.10.1 logs a false error for every program from the cache on AMD processors.
+    false_errors = metadata.version("jaxlib").startswith(("0.10.0", "0.10.1"))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3" if false_errors else "2")
+    os.environ.setdefault("JAX_LOGGING_LEVEL", "CRITICAL" if false_errors else "ERROR")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if not sys.warnoptions:  # nobody asked for them by `python -W` or PYTHONWARNINGS
+        logging.captureWarnings(True)
+        logging.getLogger("py.warnings").propagate = False
+        logging.getLogger("py.warnings").addHandler(logging.NullHandler())
+
+
+def _keep_programs() -> None:
+    """Keeps compiled programs from run to run, unless JAX was already told where to.
+
+    A program is compiled for one kind of processor, so each kind has a folder: several machines may
+    share a home.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    for name, value in {
+        "JAX_COMPILATION_CACHE_DIR": str(_kept_folder() / "programs"),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(4 * 2**30),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def _kept_folder() -> Path:
+    """What is compiled and measured on this kind of machine: ~/.cache/tim_jax/PROCESSOR."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "tim_jax", machine.kind())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = read.Parser(
+        prog="tim-jax",
+        description="RL for language models with sampler and learner log-probs equal to the bit.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands)
+    read.add_eval(commands, overrides=_OVERRIDES, run=_evaluate)
+    generate = commands.add_parser("generate", help="sample completions")
+    generate.add_argument("model", type=read.name, help="folder, hub name or run folder")
+    generate.add_argument("prompt", nargs="+")
+    read.add_whole(generate, "--samples", 1, default=1)
+    read.add_whole(generate, "--max-tokens", 1, default=64)
+    read.add_number(generate, "--temperature", default=1.0, help="0 is greedy")
+    read.add_whole(generate, "--top-k", 0, default=0, help="0 is off")
+    read.add_number(generate, "--top-p", default=1.0, help="1 is off")
+    generate.add_argument("--dtype", choices=read.DTYPES, default="float32")
+    generate.add_argument("--family", choices=read.FAMILIES, default="auto", help=read.KERNELS)
+    read.add_whole(generate, "--seed", 0, 2**32, default=0)
+    generate.add_argument("--plain", action="store_true", help="no chat template")
+    for axis in ("data", "fsdp", "expert", "tensor"):
+        about = f"devices on the {axis} axis"
+        read.add_whole(generate, f"--{axis}", 1, default=1, help=about)
+    generate.set_defaults(run=_generate)
+
+    read.add_export(commands, run=_export)
+    read.add_audit(commands, run=_audit)
+    read.add_diagnose(commands, run=_diagnose)
+    read.add_plan(commands, overrides=_OVERRIDES, run=_plan)
+    read.add_study(commands, run=_study)
+    read.add_report(commands, run=_report)
+    read.add_translate(commands, run=_translate)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser("train", help="train (or resume) the run of a config")
+    train.add_argument("config", help="TOML file, see configs/")
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    train.add_argument(
+        "--distributed",
+        action="store_true",
+        help="one of several processes, as SLURM, Open MPI, GKE or a TPU pod started them",
+    )
+    train.add_argument("--coordinator", metavar="HOST:PORT", help="one of several: process 0")
+    read.add_whole(train, "--processes", 1, metavar="N", help="one of several: how many")
+    read.add_whole(train, "--process", 0, metavar="I", help="one of several: which, from 0")
+    train.set_defaults(run=_train)
+
+
+# The jobs are imported by the command that needs them, so that --help and bad arguments do not
+# wait for JAX, and once its config is known to be right: a mistake in it is named without delay.
+
+
+def _config(arguments: argparse.Namespace) -> "RunConfig":
+    gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the time
+    from tim_jax.app.config import toml
+
+    gc.freeze()
+    gc.enable()
+    return toml.load(arguments.config, arguments.overrides)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = _config(arguments)
+    from tim_jax.app.jobs import train
+    from tim_jax.placement import processes
+
+    if _one_of_several(arguments):
+        processes.join(arguments.coordinator, arguments.processes, arguments.process)
+    folder = train.train_run(config)
+    if processes.leads():
+        what = "samples, chart and model" if config.run.export else "samples and chart"
+        print(f"metrics, {what}: {folder}")
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    config = _config(arguments)
+    from tim_jax.app.jobs import models
+
+    metrics = models.evaluate_run(config, model=arguments.model)
+    for name, value in metrics.items():
+        print(f"{name:>12}  {value:.4f}")
+    _write(arguments.json, json.dumps(metrics, indent=2))
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from tim_jax.app.jobs import generating
+    from tim_jax.app.run import display
+    from tim_jax.model.execution import Sampling
+    from tim_jax.placement import Placement
+
+    if not all(arguments.prompt):
+        raise InputError("the prompt is empty; give it some text to go on from")
+    sampling = Sampling(
+        max_response_length=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+    )
+    rows = generating.generate(
+        arguments.model,
+        arguments.prompt,
+        samples=arguments.samples,
+        sampling=sampling,
+        dtype=arguments.dtype,
+        seed=arguments.seed,
+        chat_template=False if arguments.plain else "auto",
+        where=Placement(arguments.data, arguments.fsdp, arguments.expert, arguments.tensor),
+        family=arguments.family,
+        measured=_kept_folder() / "measured",
+    )
+    for prompt, completion, log_prob in rows:
+        shown = (display.printable_lines(text) for text in (prompt, completion))
+        print("{}\n  -> {}   (log-prob {:.3f})".format(*shown, log_prob))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from tim_jax.app.jobs import models
+
+    step = models.export(
+        arguments.source,
+        arguments.folder,
+        step=arguments.step,
+        dtype=arguments.dtype,
+        adapter=arguments.adapter,
+    )
+    loads = "PEFT" if arguments.adapter else "transformers"
+    print(f"checkpoint of step {step}, as {loads} loads it: {arguments.folder}")
+    return 0
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from tim_jax.app.jobs import audit
+
+    if arguments.sampler is not None:
+        return _ablate(arguments)
+    for name in ("markdown", "chart", "prompts", "samples"):
+        if getattr(arguments, name) is not None:
+            raise InputError(f"--{name} goes with --sampler")
+    report, passed = audit.audit_model(
+        arguments.model,
+        quick=arguments.quick,
+        family=arguments.family or "auto",
+        interpret=arguments.interpret,
+        dtype=arguments.dtype,
+        several_tiles=arguments.several_tiles,
+    )
+    _write(arguments.json, report)
+    return 0 if passed else 1
+
+
+def _ablate(arguments: argparse.Namespace) -> int:
+    from tim_jax.app.jobs import audit, memory
+
+    for name in ("quick", "family", "interpret", "several_tiles"):
+        if getattr(arguments, name):
+            raise InputError(f"--{name.replace('_', '-')} does not go with --sampler")
+    dial = audit.read_dial(arguments.sampler)
+    with memory.explained(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
+        bench = audit.make_bench(
+            arguments.model,
+            prompts=arguments.prompts or 32,
+            samples=arguments.samples or 8,
+            dtype=arguments.dtype,
+        )
+        result = audit.measure(bench, dial, chart=arguments.chart)
+    _write(arguments.json, result.json)
+    _write(arguments.markdown, result.markdown)
+    return 0 if result.exact else 1
+
+
+def _study(arguments: argparse.Namespace) -> int:
+    if arguments.list == (arguments.study is not None):
+        raise InputError("study: name a file, or give --list for those that are shipped")
+    from tim_jax.app.jobs import studies
+
+    if arguments.list:
+        studies.say_shipped()
+    else:
+        studies.run(arguments.study, folder=arguments.folder, jobs=arguments.jobs)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from tim_jax.app.jobs import studies
+
+    studies.report(arguments.folders, out=arguments.out)
+    return 0
+
+
+def _translate(arguments: argparse.Namespace) -> int:
+    from tim_jax.app.config import verl, verl_keys
+
+    source = str(arguments.file)
+    found = verl.translate(verl_keys.read_yaml(source), source=source)
+    written = verl.text(found, source=arguments.file.name).rstrip()
+    print(written)
+    _write(arguments.out, written)
+    return 0
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    from tim_jax.app.jobs import diagnosing
+
+    return diagnosing.diagnose(diagnosing.Order(**diagnosing.named(arguments)))
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    _for_libtpu()
+    config = _config(arguments)
+    from tim_jax.app.jobs import planning
+    from tim_jax.instruments.plan import report
+
+    plan = planning.plan_run(
+        config,
+        arguments.topology,
+        architecture=arguments.architecture,
+        layers=planning.parse_layers(arguments.layers),
+        searching=not arguments.quick,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    print(report.text(plan))
+    _write(arguments.json, json.dumps(report.as_json(plan), indent=2))
+    return 0 if plan.fits else 1
+
+
+def _for_libtpu() -> None:
+    """What libtpu wants to know before it compiles on a machine without TPU."""
+    for name, value in {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else its lock file keeps other processes out
+        "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "TPU_MIN_LOG_LEVEL": "3",
+        "TPU_LOG_DIR": "disabled",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(text + "\n")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

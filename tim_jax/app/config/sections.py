@@ -1,0 +1,425 @@
+"""The sections of a run's configuration, each a frozen value that is checked when it is made.
+
+Where the library has the value already (`Placement`, `Sampling`, `DatasetSource`, ...), that value
+is the section, with its own defaults and checks; a section that needs more keys extends it. What
+several sections say together is checked by `config.RunConfig`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast, get_type_hints
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+import tim_jax
+from tim_jax import corrections, objectives
+from tim_jax.common import inputs
+from tim_jax.common.errors import InputError
+from tim_jax.model.execution import Batching, Routing, Sampling
+from tim_jax.numerics import Family
+from tim_jax.objectives import Objective
+from tim_jax.tasks.builtin import Quality
+from tim_jax.tasks.dataset import DatasetSource
+
+if TYPE_CHECKING:
+    from tim_jax.mismatch import Mismatch
+
+REWARD_SECONDS = 600.0  # a judge over a network may take minutes
+WandbMode = Literal["online", "offline", "disabled"]
+FamilyChoice = Literal["auto", Family]
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Function = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+# TOML has arrays, not tuples; their items stay strict.
+TokenIds = Annotated[tuple[Whole, ...], Field(strict=False)]
+Counts = Annotated[tuple[Count, ...], Field(strict=False)]
+
+T = TypeVar("T")
+
+
+def _as_table(source: Any, handler: Any) -> Any:
+    schema = handler(source)
+    handler.resolve_ref_schema(schema)["strict"] = False
+    return schema
+
+
+# Marks a dataclass that is a section. Strict validation would take an instance of it alone; what is
+# in its table stays strict.
+TABLE = GetPydanticSchema(_as_table)
+
+
+class Section(BaseModel):
+    """Base of sections that are no value of the library: frozen, no unknown keys, strict types.
+
+    The settings hold for the dataclasses among its fields too.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+def refusal(key: str, value: Any, rule: str) -> PydanticCustomError:
+    """A broken rule between keys: the dotted key to blame, its value, and what would be right."""
+    return PydanticCustomError("rule", "{rule}", {"key": key, "value": value, "rule": rule})
+
+
+def part(kind: Callable[..., T], section: Any, **changes: Any) -> T:
+    """The value of dataclass `kind` that a section extends, without the section's own keys."""
+    own = {field.name: getattr(section, field.name) for field in fields(cast(Any, kind))}
+    return kind(**{**own, **changes})
+
+
+S = TypeVar("S", bound=Section)
+
+
+def _may_change(kind: type, *, but: tuple[str, ...]) -> Callable[[type[S]], type[S]]:
+    """Class decorator: the fields of the dataclass `kind` become keys that may be left out."""
+
+    def extended(section: type[S]) -> type[S]:
+        hints = get_type_hints(kind)
+        own = {*but, *section.model_fields}
+        keys = {name: (hint | None, None) for name, hint in hints.items() if name not in own}
+        made = create_model(
+            section.__name__,
+            __base__=section,
+            __module__=section.__module__,
+            __doc__=section.__doc__,
+            **cast(Any, keys),
+        )
+        return cast(type[S], made)
+
+    return extended
+
+
+def _options(given: Any) -> Any:
+    """Refuses what Pydantic would, but in one line instead of one for each type."""
+    for name, value in given.items() if isinstance(given, dict) else ():
+        if not isinstance(value, str | bool | int):
+            raise refusal(name, value, "must be text, true or false, or a whole number")
+    return given
+
+
+class NumericsSection(Section):
+    """How numbers are computed; see `tim_jax.numerics`."""
+
+    family: FamilyChoice = "auto"
+    """tiles: exact by construction. native: plain XLA. pallas_gpu, pallas_tpu: exact kernels. auto:
+    tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs. pallas_mosaic_gpu: the products of
+    pallas_gpu for Hopper GPUs in bfloat16, by JAX's newer compiler (JAX 0.12)."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the computation. The master weights are float32 in any case. float16, which families for
+    TPUs and pallas_mosaic_gpu lack, scales the loss: `optimizer.loss_scale`."""
+    column_tiles: Count | None = None
+    """Parts that weight matrices are multiplied in: bits are the same for every size of the tensor
+    axis that divides it. Left out: the smallest number that the tensor axes of the run divide."""
+    several_tiles: bool = False
+    """Of kernels for TPUs, and of those for GPUs in bfloat16: small products take small tiles,
+    large ones large ones. As exact as one tile if the device adds up in the same order in every
+    tile, which `scripts/gpu_check.sh --only kernels` compares on a GPU."""
+    compiler_options: Annotated[dict[str, str | bool | int], BeforeValidator(_options)] = {}
+    """XLA's, for every program of the run, such as `xla_allow_excess_precision = false`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSection(Sampling):
+    """The distribution that training responses are drawn from."""
+
+    samples_per_prompt: Count = 8
+    """Group size."""
+    max_prompt_length: Count = 32
+    """In tokens. A longer prompt is refused."""
+    stop_tokens: TokenIds = ()
+    """Token ids that end a response, besides the tokenizer's own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature == 0:
+            raise InputError("temperature must be greater than 0 in training, got 0.0")
+
+
+class SamplerSection(Section):
+    """How a step is sampled, and what the sampler does otherwise than the learner."""
+
+    slots: Count | None = None
+    """Sequences decoded at a time, over all devices; when one ends, its slot takes the next. Left
+    out: all of a step. Memory and speed only."""
+    halvings: Annotated[int, Field(ge=0, le=31)] = 0
+    """How often the slots become half as many, once no sequence waits and half of them are idle.
+    Each compiles the decode step once more. Speed only."""
+    pages: Count | None = None
+    """Pages for keys and values of responses, over all devices, each of a key block of the kernels;
+    left out: every slot has room for the longest response. Memory and speed only."""
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = 0
+    """Steps that are drawn ahead of the one that is learnt from, which is then learnt from by
+    weights so many steps newer than those that drew it. 0: every step is drawn by the newest."""
+    mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
+    """Entries of `tim_jax.mismatch`, in order: `{name = "kv_cache", dtype = "float8_e4m3fn"}`."""
+    both_sides: bool = False
+    """The learner has these entries as well: what is sampled is the same, and there is no mismatch.
+    That is the control of a run that has them in its sampler alone."""
+
+    @property
+    def batching(self) -> Batching:
+        """How a step's sequences are decoded together."""
+        return Batching(self.slots, self.halvings, self.pages)
+
+    @property
+    def dial(self) -> "Mismatch":
+        """The entries as a dial, whichever side has them."""
+        return tim_jax.mismatch.build(self.mismatch)
+
+    @property
+    def own_dial(self) -> "Mismatch":
+        """What the sampler alone has."""
+        return tim_jax.mismatch.build(() if self.both_sides else self.mismatch)
+
+    @property
+    def shared_dial(self) -> "Mismatch":
+        """What sampler and learner both have."""
+        return tim_jax.mismatch.build(self.mismatch if self.both_sides else ())
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        # Imported only where there are entries: with the room come the kernels and the sampler, and
+        # the errors about all other keys would have to wait for them.
+        for index, entry in enumerate(self.mismatch):
+            try:
+                tim_jax.mismatch.build([entry])
+            except InputError as error:
+                raise refusal(f"mismatch[{index}]", entry, str(error)) from error
+        try:
+            if self.both_sides:
+                self.dial.check_shared()
+        except InputError as error:
+            raise refusal("both_sides", True, str(error)) from error
+        if self.max_staleness and self.mismatch and not self.both_sides:
+            try:
+                tim_jax.mismatch.refuse_ahead(self.dial)
+            except InputError as error:
+                raise refusal("max_staleness", self.max_staleness, str(error)) from error
+        return self
+
+
+Preset = Literal[
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "dppo",
+]
+
+
+@_may_change(Objective, but=("max_length",))
+class ObjectiveSection(Section):
+    """Advantages and token loss: a preset of `tim_jax.objectives`, and changes to it.
+
+    Every key of `Objective` may be given; one that is left out is as the preset has it. Where the
+    loss clips its ratio is the preset's for the preset's own loss, else where the loss's paper has
+    it.
+    """
+
+    preset: Preset = "grpo"
+    loss_options: dict[str, float] | None = None
+    """Further options of the loss, such as `{ ratio_cap = 5.0 }` of "dppo_tv"."""
+    # What steers the coefficient has other names for these two, which its check would say.
+    reward_kl_target: Positive | None = None
+    reward_kl_horizon: Count | None = None
+
+    def value(self, max_response_length: int) -> Objective:
+        """Returns the objective; `max_response_length` is the length of 'constant_length'."""
+        changes = self.model_dump(exclude={"preset"}, exclude_none=True)
+        return objectives.PRESETS[self.preset](max_length=max_response_length, **changes)
+
+
+class Learner(Section):
+    """From rollouts to a gradient."""
+
+    prompts_per_step: Count = 8
+    micro_batch: Count | None = None
+    """Sequences per forward and backward; left out: a whole mini-batch. Memory only."""
+    remat: bool = False
+    """Recompute each layer in the backward instead of keeping its activations. Memory only."""
+    offload: bool = False
+    """Master weights and optimizer wait in the host's memory while a step is sampled. Memory only,
+    for the time of moving them there and back."""
+    length_buckets: Annotated[int, Field(ge=1, le=32)] = 1
+    """Response lengths that the learner is compiled for: the longest, its half, its quarter, ..."""
+    widths: Annotated[int, Field(ge=1, le=32)] = 1
+    """Response lengths, in equal steps up to the longest, that a micro-batch may be cut to within
+    one program, which takes as many times as long to compile. Rows are then learnt from in the
+    order of their lengths, so that less is padding."""
+    routing: Routing = "own"
+    """The experts that the learner takes in a mixture: its "own", its own with those of the sampler
+    recorded and "compared", or the sampler's, "replayed" (R3)."""
+    refills: Annotated[int, Field(ge=0, le=1000)] = 0
+    """How often a step may draw again for groups whose rewards are all equal (DAPO)."""
+    noise_scale: bool = False
+    """Log the gradient's noise scale, from the gradients of the micro-batches."""
+    mini_batches: Count = 1
+    """Updates per pass over a step's sequences."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Passes over a step's sequences."""
+    mode: Literal["bypass", "recompute"] = "bypass"
+    """Old log-probs: the rollout's own (bypass), or those of a forward of the learner."""
+    objective: ObjectiveSection = ObjectiveSection()
+    max_skipped: Count = 5
+    """Updates in a row with a loss or gradient that is not finite, each skipped, that end a run."""
+    corrections: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
+    """Recipes and blocks of `tim_jax.corrections`, in order: `{name = "token_tis", cap = 2.0}`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for index, entry in enumerate(self.corrections):
+            try:
+                corrections.build([entry])
+            except InputError as error:
+                raise refusal(f"corrections[{index}]", entry, str(error)) from error
+        return self
+
+
+class _Graded(Section):
+    """What every task with a reward of the user's has."""
+
+    reward: Function | None = None
+    """A reward of your own, `module:function`, in place of the task's."""
+    reward_time_limit: Seconds = REWARD_SECONDS
+    """Seconds by the clock that a call of your reward, or of your task's grader, may take, and its
+    import."""
+    reward_in_process: bool = False
+    """Call your reward, or make your task, in the run's own process, such as one that needs its
+    devices: without a time limit, and what it breaks there ends the run. Else it has a process of
+    its own."""
+
+
+class BuiltinTask(_Graded):
+    """A small task of `tim_jax.tasks.builtin`."""
+
+    kind: Literal["builtin"] = "builtin"
+    name: Literal["running_sums", "sorting", "countdown"] = "running_sums"
+    parameters: dict[str, Any] = {}
+    """Keywords of the task's function, such as `digits = [4, 10]`."""
+
+
+class GymTask(_Graded):
+    """A reasoning-gym dataset (extra `gym`)."""
+
+    kind: Literal["gym"]
+    name: str
+    parameters: dict[str, Any] = {}
+    """The dataset's own, without `seed` and `size`."""
+    train_size: Count = 4096
+    eval_size: Count = 128
+    seed: Whole = 0
+    time_limit: Seconds = 5.0
+    """CPU seconds that scoring one answer may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetTask(DatasetSource):
+    """Rows of JSON lines, Parquet or the hub (extra `math` for its grader)."""
+
+    kind: Literal["dataset"]
+    time_limit: Seconds = 5.0
+    """CPU seconds that grading one answer may take."""
+    reward: Function | None = None
+    """A reward of your own, `module:function`; left out: math-verify."""
+    reward_time_limit: Seconds = REWARD_SECONDS
+    """As for other tasks."""
+    reward_in_process: bool = False
+    """As for other tasks."""
+
+
+class CustomTask(_Graded):
+    """A task made by a function of yours."""
+
+    kind: Literal["custom"]
+    factory: Function
+    """`module:function`; returns a `tim_jax.tasks.base.Task`."""
+    parameters: dict[str, Any] = {}
+    """Its keywords."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup(Quality):
+    """Supervised steps before the first RL step, for a model that knows nothing yet."""
+
+    steps: Whole = 0
+    """0 is off."""
+    batch: Count = 64
+    """Prompts with completions per step."""
+    learning_rate: Positive = 3e-3
+
+
+class Evaluation(Section):
+    """Held-out problems, every now and then."""
+
+    every: Whole = 20
+    """Steps between evaluations, one before the first and one after the last included; 0 is off."""
+    prompts: Count = 64
+    samples: Count = 1
+    """Per prompt; their mean reward is mean@samples."""
+    k: Counts = (1,)
+    """The k of pass@k, none above `samples`."""
+    solved: float = 1.0
+    """A response counts as right for pass@k from this reward on."""
+    temperature: NonNegative = 1.0
+    """0 is greedy. `sampling.top_k` and `sampling.top_p` are for training alone."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(k > self.samples for k in self.k):
+            raise refusal("k", list(self.k), f"must not exceed samples = {self.samples}")
+        if self.temperature == 0 and self.samples > 1:
+            raise refusal("samples", self.samples, "must be 1 at temperature 0: all are the same")
+        return self
+
+
+def _folder(text: str) -> str:
+    try:
+        return str(inputs.expanded(text)) if text else text
+    except InputError as error:
+        raise refusal("", text, str(error).rpartition(": ")[2]) from error
+
+
+class RunSection(Section):
+    """The run folder and what is written."""
+
+    folder: Annotated[str, AfterValidator(_folder)] = "runs/default"
+    checkpoint_every: Whole = 20
+    """Steps between checkpoints; 0: only one, at the end."""
+    keep: Count = 2
+    """Checkpoints that stay."""
+    sinks: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
+    """Where metrics go besides metrics.jsonl."""
+    wandb_project: str = "tim-jax"
+    wandb_mode: WandbMode = "online"
+    samples_logged: Whole = 4
+    """Completions per step written to samples.jsonl."""
+    export: bool = True
+    """Write the final model to the run folder, as `transformers` loads it."""

@@ -1,0 +1,414 @@
+"""A verl configuration as one of this library: the TOML of a run, and what would differ.
+
+Read are the sections `algorithm` (with `rollout_correction`, which may also stand by itself) and
+`actor_rollout_ref.actor`; of others only what a step's size and sampling need. A key that is left
+out has verl's default. verl has two trainers: v0 (`ray_trainer.py`) is meant unless
+`trainer.use_v1` is true. The formulas are those of verl at commit 1dda039 (2026-08-22).
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import tomli_w
+
+from tim_jax.app.config import toml
+from tim_jax.app.config.verl_corrections import rejection, rejections, weights
+from tim_jax.app.config.verl_keys import ACTOR, Keys
+from tim_jax.common.errors import InputError
+from tim_jax.objectives.aggregation import counts_kept
+
+_POLICY_LOSS = f"{ACTOR}.policy_loss"
+SECTIONS = ("algorithm", ACTOR, "rollout_correction")
+ESTIMATORS = {
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "grpo_passk": "pass_at_k",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "opo": "opo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "remax": "remax",
+    "gpg": "gpg",
+    "optimal_token_baseline": "optimal_token_baseline",
+}
+# What they compute depends on the mask, and so on rejections before them.
+_READ_THE_MASK = ("opo", "optimal_token_baseline", "reinforce_plus_plus")
+LOSSES = {
+    "vanilla": "clip",
+    "gspo": "gspo",
+    "sapo": "sapo",
+    "gpg": "reinforce",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "geo_mean": "gmpo",
+    "cispo": "cispo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+}
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "token-sum": "token_sum",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "seq-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum-norm": "constant_length",
+}
+KL_LOSSES = {
+    **dict.fromkeys(("kl", "k1"), "k1"),
+    **dict.fromkeys(("mse", "k2"), "k2"),
+    **dict.fromkeys(("low_var_kl", "k3"), "k3"),
+    **dict.fromkeys(("kl+", "k1+"), "k1+"),
+    **dict.fromkeys(("low_var_kl+", "k3+"), "k3+"),
+    "abs": "abs",
+}
+
+
+class Translation(NamedTuple):
+    """A verl configuration as a run's."""
+
+    config: dict[str, Any]  # as TOML has it
+    differs: tuple[str, ...]  # what the run does otherwise than verl
+    notes: tuple[str, ...]  # what verl does with these keys that one may not expect
+    idle: tuple[str, ...]  # keys that were given and change no step
+    unknown: tuple[str, ...]  # "key = value" that has no counterpart here
+    sections: tuple[str, ...]  # that were not read
+
+
+def translate(data: Mapping[str, Any], *, source: str = "verl") -> Translation:
+    """Returns the run of a nested dict of verl's keys; `source` is named in errors.
+
+    Raises:
+      InputError: no section that it reads, a value that verl does not have, one that has no
+        counterpart here without which a step has no meaning (such as a critic), or a combination
+        that this library refuses.
+    """
+    given = Keys(data, source)
+    if not any(given.has(section) for section in SECTIONS):
+        raise InputError(f"{source}: has none of the sections {', '.join(SECTIONS)}")
+    step = _Step(given)
+    config = step.config()
+    # The lengths are for a model, which is not known yet.
+    sampling = {k: v for k, v in config.get("sampling", {}).items() if not k.startswith("max_")}
+    toml.build(config | {"sampling": sampling}, source=f"{source}, translated")
+    idle, unknown = given.rest()
+    return Translation(
+        config, tuple(step.differs), tuple(step.notes), idle, unknown, given.others()
+    )
+
+
+def text(translation: Translation, *, source: str) -> str:
+    """Returns the TOML, with what differs in comments above it."""
+    lines = [f"From {source}. A run also needs a model and a task."]
+    for title, items in (
+        ("What this does otherwise than verl:", translation.differs),
+        ("To know:", translation.notes),
+        ("No counterpart here, left out:", translation.unknown),
+        ("Change no step, left out:", translation.idle),
+        ("Sections of which a few keys are read at most:", translation.sections),
+    ):
+        lines += [title, *(f"- {item}" for item in items)] if items else []
+    comments = "\n".join(f"# {' '.join(line.split())}" for line in lines)
+    return f"{comments}\n\n{tomli_w.dumps(translation.config)}"
+
+
+class _Step:
+    """The parts of a step, each as our keys; `differs` collects what is not the same."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+        self.differs: list[str] = []
+        self.notes: list[str] = []
+        self.mode_of_loss = keys.choice(
+            f"{_POLICY_LOSS}.loss_mode", "vanilla", (*LOSSES, "bypass_mode")
+        )
+        self.path, of_loss = (f"{x}.rollout_correction" for x in ("algorithm", _POLICY_LOSS))
+        if self.mode_of_loss == "bypass_mode" and keys.has(of_loss):
+            self.path = of_loss
+        asked = keys.get(f"{self.path}.bypass_mode", False)
+        self.bypass = asked or self.mode_of_loss == "bypass_mode"
+        self.v1 = keys.get("trainer.use_v1", False)
+        self.estimator = self._estimator()
+        self.loss = self._loss()
+        self.options = rejections(keys, self.path) if self._corrects else []
+        weights(keys, self.path)  # its keys are known, whether or not they have an effect
+
+    def config(self) -> dict[str, Any]:
+        """The run's keys."""
+        learner = {
+            "mode": "bypass" if self.bypass else "recompute",
+            **self._updates(),
+            "corrections": self._corrections(),
+            "objective": self._objective(),
+        }
+        found = {"sampling": self._sampling(), "learner": learner, "optimizer": self._optimizer()}
+        self._filter(learner)
+        return {name: section for name, section in found.items() if section}
+
+    def _estimator(self) -> str:
+        path = "algorithm.adv_estimator"
+        name = self.keys.get(path, "gae")
+        if name in ("gae", "gdpo", "tir_optimal_token_baseline"):
+            raise self.keys.wrong(path, name, f"has no counterpart, as {', '.join(ESTIMATORS)} do")
+        found = ESTIMATORS[self.keys.choice(path, "gae", ESTIMATORS)]
+        gamma = self.keys.get("algorithm.gamma", 1.0)
+        if gamma != 1.0 and found == "reinforce_plus_plus":
+            raise self.keys.wrong("algorithm.gamma", gamma, "must be 1: nothing is discounted")
+        self.keys.get("algorithm.lam", 1.0)  # of gae
+        if not self.keys.get("algorithm.norm_adv_by_std_in_grpo", True):
+            if found == "pass_at_k":
+                raise self.keys.wrong(
+                    "algorithm.norm_adv_by_std_in_grpo", False, "grpo_passk is divided by it here"
+                )
+            found = "dr_grpo" if found == "grpo" else found
+        return found
+
+    def _loss(self) -> str:
+        kind = self.keys.choice(f"{self.path}.loss_type", "ppo_clip", ("ppo_clip", "reinforce"))
+        asked = LOSSES.get(self.mode_of_loss, "clip")
+        if not self.bypass:
+            return asked
+        if self.v1 and self.mode_of_loss != "bypass_mode":
+            self.notes.append(
+                "verl's trainer v1 takes no notice of rollout_rs, rollout_is and loss_type in"
+                " bypass mode unless policy_loss.loss_mode is bypass_mode, so they are left out"
+            )
+            return asked
+        if self.mode_of_loss not in ("vanilla", "bypass_mode"):
+            self.notes.append(f"bypass mode takes the loss {kind} in place of {self.mode_of_loss}")
+        return "clip" if kind == "ppo_clip" else "reinforce"
+
+    @property
+    def _corrects(self) -> bool:
+        """False if verl's trainer v1 leaves all corrections out."""
+        return not (self.bypass and self.v1 and self.mode_of_loss != "bypass_mode")
+
+    def _corrections(self) -> list[dict[str, Any]]:
+        if not self._corrects:
+            return []
+        rejecting = [rejection(self.keys, self.path, *each) for each in self.options]
+        weight = [] if self.bypass and self.loss == "clip" else weights(self.keys, self.path)
+        if self.bypass and any(entry["name"] == "normalise" for entry in weight):
+            self.differs.append("a batch's mean weight is of a mini-batch, verl's of a micro-batch")
+        if weight and self.loss == "gmpo":
+            self.differs.append("each token has its own weight; in verl's geo_mean their mean")
+        return weight + rejecting
+
+    def _objective(self) -> dict[str, Any]:
+        objective = {
+            "preset": "grpo",
+            "estimator": self.estimator,
+            "loss": self.loss,
+            **self._loss_options(),
+            **self._aggregation(),
+            **self._terms(),
+            **self._reward_kl(),
+        }
+        if self.options:
+            objective |= self._rejected(objective)
+        return objective
+
+    def _loss_options(self) -> dict[str, Any]:
+        clip = self.keys.get(f"{ACTOR}.clip_ratio", 0.2)
+        bounds = {
+            ours: clip if (bound := self.keys.get(f"{ACTOR}.{theirs}", 0.2)) is None else bound
+            for ours, theirs in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high"))
+        }
+        if clip != 0.2 and clip not in bounds.values():
+            self.notes.append(
+                f"clip_ratio = {clip} has no effect in verl, where clip_ratio_low and"
+                " clip_ratio_high are not null"
+            )
+        cap = self.keys.get(f"{ACTOR}.clip_ratio_c", 3.0)
+        taus = {
+            "temperature_positive": self.keys.get(f"{ACTOR}.tau_pos", 1.0),
+            "temperature_negative": self.keys.get(f"{ACTOR}.tau_neg", 1.05),
+        }
+        path = _POLICY_LOSS
+        covariance = {
+            "share": self.keys.get(f"{path}.clip_cov_ratio", 2e-4),
+            "lower": self.keys.get(f"{path}.clip_cov_lb", 1.0),
+            "upper": self.keys.get(f"{path}.clip_cov_ub", 5.0),
+        }
+        penalised = {
+            "share": self.keys.get(f"{path}.kl_cov_ratio", 2e-4),
+            "coefficient": self.keys.get(f"{path}.ppo_kl_coef", 0.1),
+        }
+        if self.loss in ("clip_cov", "kl_cov"):
+            self.differs.append(
+                "the covariance is of a mini-batch, and verl's of a micro-batch"
+                + (
+                    "; which tokens are dropped is drawn otherwise"
+                    if self.loss == "clip_cov"
+                    else ""
+                )
+            )
+        return {
+            "reinforce": {},
+            "sapo": {"loss_options": taus},
+            "clip": {**bounds, "dual_clip": cap},
+            "clip_cov": {**bounds, "loss_options": covariance},
+            "kl_cov": {"loss_options": penalised},
+            "dppo_tv": {**bounds, "loss_options": {"ratio_cap": cap}},
+            "dppo_kl": {**bounds, "loss_options": {"ratio_cap": cap}},
+        }.get(self.loss, bounds)
+
+    def _aggregation(self) -> dict[str, Any]:
+        asked = self.keys.choice(f"{ACTOR}.loss_agg_mode", "token-mean", AGGREGATIONS)
+        factor = self.keys.get(f"{ACTOR}.loss_scale_factor", None)
+        found = AGGREGATIONS[asked]
+        if self.loss in ("gspo", "sapo", "gmpo"):
+            found = "sequence_mean_token_mean"
+            if asked != "seq-mean-token-mean" and (self._has_kl or self._entropy):
+                self.differs.append(
+                    f"KL and entropy terms are added up as the loss is ({found}), and in verl by"
+                    f" {asked}"
+                )
+        if found == "constant_length" and factor is not None:
+            longest = self.keys.get("data.max_response_length", None)
+            if longest != factor:
+                self.differs.append(
+                    f"sums are divided by sampling.max_response_length, in verl by {factor}"
+                )
+        return {"aggregation": found}
+
+    @property
+    def _has_kl(self) -> bool:
+        return self.keys.get(f"{ACTOR}.use_kl_loss", False)
+
+    @property
+    def _entropy(self) -> float:
+        return self.keys.get(f"{ACTOR}.entropy_coeff", 0.0)
+
+    def _terms(self) -> dict[str, Any]:
+        coefficient = self.keys.get(f"{ACTOR}.kl_loss_coef", 0.001)
+        path = f"{ACTOR}.kl_loss_type"
+        kind = KL_LOSSES[self.keys.choice(path, "low_var_kl", KL_LOSSES)]
+        found: dict[str, Any] = {"kl_coefficient": coefficient if self._has_kl else 0.0}
+        if self._has_kl:
+            found["kl_estimator"] = kind
+            if kind.startswith("k3"):
+                found["kl_cap"] = 10.0
+        if self._entropy:
+            found["entropy_coefficient"] = self._entropy
+        return found
+
+    def _reward_kl(self) -> dict[str, Any]:
+        path = "algorithm.kl_ctrl"
+        estimator = self.keys.get("algorithm.kl_penalty", "kl")
+        coefficient = self.keys.get(f"{path}.kl_coef", 0.001)
+        kind = self.keys.choice(f"{path}.type", "fixed", ("fixed", "adaptive"))
+        target = self.keys.get(f"{path}.target_kl", 0.1)
+        horizon = self.keys.get(f"{path}.horizon", 10_000)
+        if not self.keys.get("algorithm.use_kl_in_reward", False):
+            return {}
+        if estimator not in ("kl", "k1"):
+            raise self.keys.wrong(
+                "algorithm.kl_penalty", estimator, "must be kl: the reward's is k1"
+            )
+        found: dict[str, Any] = {"reward_kl_coefficient": coefficient}
+        if kind == "adaptive":
+            found |= {"reward_kl_target": target, "reward_kl_horizon": horizon}
+            self.differs.append(
+                "reward_kl_target is of a whole response, verl's target_kl of a token"
+            )
+        return found
+
+    def _rejected(self, objective: Mapping[str, Any]) -> dict[str, Any]:
+        """What rejections do to denominators, to other terms and to advantages."""
+        aggregation = objective["aggregation"]
+        found: dict[str, Any] = {}
+        if aggregation == "sequence_mean_token_mean":
+            found["denominator"] = "verl"
+        elif aggregation == "token_mean":
+            all_count = self.bypass or self.v1
+            found["denominator"] = "response" if all_count else "verl"
+            if not self.bypass:
+                self.notes.append(
+                    f"as verl's trainer v{int(self.v1)}; with v{int(not self.v1)} set"
+                    f' denominator = "{"verl" if all_count else "response"}"'
+                )
+        if self.bypass:
+            if not (self._has_kl or self._entropy):
+                return found
+            if counts_kept(aggregation, found.get("denominator", "response")):
+                self.differs.append(
+                    "rejected tokens leave the KL and entropy terms, not so in verl"
+                )
+                return found
+            return found | {"regularise_rejected": True}
+        return found | self._rejected_advantages()
+
+    def _rejected_advantages(self) -> dict[str, Any]:
+        if any(option.startswith("token_") for option, _ in self.options) and (
+            self.estimator in (*_READ_THE_MASK, "remax") and self.estimator != "opo"
+        ):
+            self.differs.append(
+                "a response keeps its reward, which in verl goes with a rejected end"
+            )
+        if self.estimator == "reinforce_plus_plus_baseline":
+            self.differs.append(
+                "rejected responses leave the group's mean as well as the whitening; in verl the"
+                " whitening alone"
+            )
+        elif self.estimator not in _READ_THE_MASK:
+            return {}
+        return {"reject_before_advantages": True}
+
+    def _updates(self) -> dict[str, Any]:
+        prompts = self.keys.get("data.train_batch_size", 1024)
+        size = self.keys.get(f"{ACTOR}.ppo_mini_batch_size", 256)
+        if size < 1 or prompts % size:
+            raise self.keys.wrong(
+                f"{ACTOR}.ppo_mini_batch_size",
+                size,
+                f"must divide data.train_batch_size, {prompts}",
+            )
+        found: dict[str, Any] = {"epochs": self.keys.get(f"{ACTOR}.ppo_epochs", 1)}
+        found |= {"prompts_per_step": prompts, "mini_batches": prompts // size}
+        if self.estimator == "optimal_token_baseline":
+            self.differs.append(
+                "energies are weighted by pi_old / mu; in verl by the truncated weights, if any"
+            )
+        return found
+
+    def _sampling(self) -> dict[str, Any]:
+        path, found = "actor_rollout_ref.rollout", {}
+        for ours, theirs, default in (
+            ("samples_per_prompt", f"{path}.n", 1),
+            ("temperature", f"{path}.temperature", 1.0),
+            ("top_p", f"{path}.top_p", 1.0),
+            ("top_k", f"{path}.top_k", -1),
+            ("max_prompt_length", "data.max_prompt_length", 512),
+            ("max_response_length", "data.max_response_length", 512),
+        ):
+            if theirs in self.keys:
+                value = self.keys.get(theirs, default)
+                found[ours] = max(value, 0) if ours == "top_k" else value
+        if "samples_per_prompt" not in found:
+            self.notes.append(f"{path}.n is not given: set sampling.samples_per_prompt")
+        return found
+
+    def _optimizer(self) -> dict[str, Any]:
+        path = f"{ACTOR}.optim"
+        found: dict[str, Any] = {
+            "learning_rate": self.keys.get(f"{path}.lr", 1e-6),
+            "weight_decay": self.keys.get(f"{path}.weight_decay", 0.01),
+            "max_grad_norm": self.keys.get(f"{ACTOR}.grad_clip", 1.0),
+        }
+        betas = self.keys.get(f"{path}.betas", None) or [0.9, 0.999]
+        found["b1"], found["b2"] = (self.keys.number(f"{path}.betas", b) for b in betas)
+        warmup = self.keys.get(f"{path}.lr_warmup_steps", -1)
+        return found | ({"warmup_steps": warmup} if warmup > 0 else {})
+
+    def _filter(self, learner: dict[str, Any]) -> None:
+        """Dynamic sampling, as DAPO's trainer in verl has it."""
+        path = "algorithm.filter_groups"
+        asked = self.keys.get(f"{path}.enable", False)
+        most = self.keys.get(f"{path}.max_num_gen_batches", 0)
+        self.keys.get(f"{path}.metric", None)
+        if asked:
+            learner["refills"] = most - 1 if most > 0 else 1000
+            learner["objective"]["drop_uninformative"] = True
+            self.differs.append(
+                "groups of equal rewards are drawn again, in verl other prompts are"
+            )

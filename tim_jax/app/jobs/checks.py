@@ -1,0 +1,146 @@
+"""What commands refuse before they begin: by devices, memory and kernels."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import jax
+import optax
+
+from tim_jax import objectives
+from tim_jax.app.config.run import RunConfig
+from tim_jax.app.jobs import planning
+from tim_jax.app.run import checkpoints, folders
+from tim_jax.app.run import numerics as run_numerics
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.plan import budget
+from tim_jax.instruments.plan.workload import Workload
+from tim_jax.model.execution import Execution
+from tim_jax.rl.drawing import Text
+from tim_jax.rl.types import Learning
+from tim_jax.tasks.base import Task
+
+_SOME = 64  # prompts that are looked at among those that are made one by one
+
+
+def check_devices(config: RunConfig) -> None:
+    """Refuses meshes that do not include all devices of all processes, or cannot be apart."""
+    count, section = len(jax.devices()), config.placement
+    section.of_sampler(jax.devices())
+    if jax.process_count() == 1:
+        return
+    for name, where in (("", section.value), (".sampler", section.for_sampler)):
+        if where.devices != count:
+            raise InputError(
+                f"placement{name} ({where}) uses {where.devices} devices, but the"
+                f" {jax.process_count()} processes have {count}, and with several all must be used"
+            )
+
+
+def check_memory(config: RunConfig) -> None:
+    """Refuses a step that the model or the devices cannot have, before a weight is read or drawn.
+
+    Such as one that the model has too few positions for, or the devices too little memory.
+    """
+    if (step := _step(config)) is not None:
+        budget.check(step, tuple(jax.devices()))
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """The same for the evaluation alone."""
+    step = _step(config)
+    if step is not None:
+        helps = "a smaller sampler.slots, or placement.fsdp with more devices, needs less"
+        budget.check_sampling(step, tuple(jax.devices()), helps)
+
+
+def _step(config: RunConfig) -> Workload | None:
+    """The step of a run; None if its model cannot be read, which is said where the run reads it."""
+    try:
+        model = planning.model_config(config, None)
+    except InputError:
+        return None
+    return planning.workload_of(config, model, tuple(jax.devices()))
+
+
+def check_sampling(
+    execution: Execution, *, prompts: int, samples: int, prompt_length: int, helps: str
+) -> None:
+    """Refuses more responses at a time than the devices can hold, before a weight is read.
+
+    Args:
+      helps: what would need less, in words.
+    """
+    rows, length = prompts * samples, prompt_length + execution.sampling.max_response_length
+    if rows * length >= 2**31:  # places in an array are numbers of 32 bits
+        raise InputError(
+            f"{samples} samples of {prompts} prompts are {rows} sequences of up to {length} tokens,"
+            f" over 2**31 tokens; {helps}"
+        )
+    step = Workload(
+        execution=execution,
+        learning=Learning(objectives.reinforce(), samples),
+        optimizer=optax.with_extra_args_support(optax.identity()),
+        prompts=prompts,
+        prompt_length=prompt_length,
+    )
+    budget.check_sampling(step, tuple(jax.devices()), helps)
+
+
+@waiting.during("checking the prompts")
+def check_prompts(task: Task, text: Text, *, training: bool) -> None:
+    """Refuses a prompt that is too long or cannot be encoded, before a weight is read.
+
+    All of those that are at hand, such as a dataset's, are looked at. Of those that are made one by
+    one, of which there may be billions, some from everywhere among them.
+
+    Args:
+      training: whether the task is trained on; otherwise its held-out prompts alone matter.
+    """
+    if training and not len(task.train):
+        raise InputError(f"task {task.name} has no prompts to train on")
+    parts = {"prompt": task.train} if training else {}
+    for name, examples in (parts | {"held-out prompt": task.evaluation}).items():
+        apart = 1 if isinstance(examples, tuple) else max(1, len(examples) // _SOME)
+        text.check(name, ((row, examples[row]) for row in range(0, len(examples), apart)))
+
+
+def check_resumed(config: RunConfig) -> None:
+    """Refuses to go on with the run in the folder, if there is one, where it cannot be done."""
+    check_family(config)
+    check_steps(config)
+
+
+def check_family(config: RunConfig) -> None:
+    """Refuses to resume a run with other kernels, even if "auto" has another meaning by now."""
+    folder = Path(config.run.folder)
+    if not checkpoints.list_steps(folder / "checkpoints"):
+        return
+    before, now = _family_before(folder), run_numerics.family_here(config.numerics.family)
+    if before not in (now, "auto"):
+        raise InputError(
+            f"{folder} holds a run whose numerics.family was {before!r};"
+            f" {config.numerics.family!r} is {now!r} here: set numerics.family={before}, or another"
+            " run.folder"
+        )
+
+
+def check_steps(config: RunConfig) -> None:
+    """Refuses to resume a run that is beyond its last step: it would end without a word on it."""
+    folder = Path(config.run.folder)
+    done = max(checkpoints.list_steps(folder / "checkpoints"), default=0)
+    if config.steps < done:
+        raise InputError(
+            f"steps = {config.steps}: the run in {folder} is at step {done} already; set steps to"
+            f" {done} or more, or another run.folder"
+        )
+
+
+def _family_before(folder: Path) -> str:
+    """The family in numerics.json; runs of older versions have it in their config only."""
+    try:
+        return json.loads((folder / "numerics.json").read_text())["family"]
+    except (OSError, ValueError, KeyError, TypeError):
+        config = tomllib.loads(folders.read_config(folder))
+        return config.get("numerics", {}).get("family", "auto")

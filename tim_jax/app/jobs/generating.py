@@ -1,0 +1,69 @@
+"""The job of `tim-jax generate`: `api.load` and `api.sample`, with what is wrong said early."""
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from tim_jax.api import model as opening
+from tim_jax.api import rollouts
+from tim_jax.app.config.sections import FamilyChoice
+from tim_jax.app.jobs import checks, memory
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Sampling
+from tim_jax.placement import SINGLE, Placement
+
+
+def generate(
+    source: str,
+    prompts: Sequence[str],
+    *,
+    sampling: Sampling,
+    samples: int,
+    seed: int,
+    chat_template: bool | Literal["auto"] = "auto",
+    dtype: str,
+    family: FamilyChoice = "auto",
+    where: Placement = SINGLE,
+    measured: Path | None = None,
+) -> Iterator[tuple[str, str, float]]:
+    """Yields (prompt, completion, log-prob of the completion) from a model folder, hub or run.
+
+    As `api.load` and `api.sample`; what the model's config and the machine cannot have is refused
+    before the machine is measured and weights are read.
+
+    `measured`: a folder that keeps what is measured of this machine, see
+    `calibration.calibrate_once`; a run's own measurement serves as well.
+    """
+    ways = {"": ("--samples", "--max-tokens", "--dtype bfloat16, or --fsdp with more devices")}
+    with memory.explained(lambda: ways):
+        model = opening.begin(source, dtype=dtype, family=family, placement=where)
+        request = rollouts.request(
+            model, prompts, samples=samples, sampling=sampling, seed=seed, template=chat_template
+        )
+        checks.check_sampling(
+            model.execution(request.sampling),
+            prompts=len(request.prompts),
+            samples=samples,
+            prompt_length=request.text.max_prompt_length,
+            helps="fewer --samples or --max-tokens, or --fsdp with more devices, need less",
+        )
+        file = None if measured is None else _measurement(source, model.config, dtype, measured)
+        model = opening.complete(model, source, decode_batch=request.rows, file=file)
+        rollout = rollouts.draw(model, request)
+    for row, completion in enumerate(rollout.text):
+        yield prompts[row // samples], completion, float(rollout.log_probs[row].sum())
+
+
+def _measurement(source: str, model: ModelConfig, dtype: str, folder: Path) -> Path | None:
+    """The file that keeps a model's measurement, begun with that of its run if there is one."""
+    name = hashlib.sha256(repr((model, dtype)).encode()).hexdigest()[:16]
+    file, of_run = folder / f"{name}.json", Path(source) / "calibration.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if of_run.is_file() and not file.exists():
+            shutil.copyfile(of_run, file)
+    except OSError:  # nothing can be kept there
+        return None
+    return file

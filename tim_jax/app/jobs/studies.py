@@ -1,0 +1,91 @@
+"""The jobs of `tim-jax study` and `tim-jax report`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tim_jax
+from tim_jax.app.config import toml
+from tim_jax.app.config.run import RunConfig
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import expanded
+from tim_jax.instruments.study import arms, files, measurement, running, verdicts
+from tim_jax.instruments.study import report as reporting
+from tim_jax.instruments.study.definition import Study
+from tim_jax.instruments.study.measurement import GradientStudy
+
+_SHIPPED = Path(tim_jax.__file__).parent.parent / "configs" / "studies"
+
+
+def shipped() -> list[tuple[Path, str]]:
+    """The studies in ./configs/studies, or those beside this library: files and hypotheses."""
+    places = dict.fromkeys([Path("configs/studies"), _SHIPPED])
+    folder = next((folder for folder in places if folder.is_dir()), None)
+    if folder is None:
+        raise InputError("study --list: there is no folder configs/studies here")
+    return [(path, files.read(path).hypothesis) for path in sorted(folder.glob("*.toml"))]
+
+
+def say_shipped() -> None:
+    """Prints the shipped studies."""
+    for path, hypothesis in shipped():
+        print(f"{path}\n    {hypothesis}")
+
+
+def run(path: Path, *, folder: Path | None, jobs: int) -> None:
+    """Runs or resumes a study, and says what it found."""
+    study = files.read(path)
+    base = toml.read_toml(path.parent / expanded(study.base))
+    where = Path("runs/studies") / study.name if folder is None else folder
+    _say(f"{study.name}: {study.hypothesis}")
+    if isinstance(study, GradientStudy):
+        _measure(study, base, where, source=str(path))
+    else:
+        _train(stated(study, base, where, source=str(path)), jobs)
+    print(f"study.json and results: {where}")
+
+
+def stated(study: Study, base: dict[str, Any], folder: Path, *, source: str) -> running.Stated:
+    """A study with its arms and controls, written down in its folder.
+
+    Raises:
+        InputError: as `arms.arms`; the folder holds something else.
+    """
+    found = arms.arms(study, base, source=source)
+    return running.state(study, found, folder, seeds=study.seeds)
+
+
+def _train(one: running.Stated, jobs: int) -> None:
+    _say(f"arms: {', '.join(arm.name for arm in one.arms)}; seeds {list(one.study.seeds)}")
+    if warning := verdicts.too_few_seeds(one):
+        _say(f"note: {warning}")
+    running.run(one, jobs=jobs, say=_say)
+    for verdict in verdicts.verdicts(one):
+        _say(verdict.line(one.study.test))
+
+
+def _measure(study: GradientStudy, base: dict[str, Any], folder: Path, *, source: str) -> None:
+    plain = arms.merged(base, study.common)
+    configs = measurement.horizons(study, plain)
+    measurement.check(study, configs)
+    run = arms.Arm(measurement.EXACT, plain)
+    seed = int(plain.get("seed", RunConfig().seed))
+    one = running.state(study, [run], folder, seeds=[seed])
+    running.run(one, jobs=1, say=_say)
+    policy = measurement.trained(run.config(seed, one.runs[0].folder))
+    for record in measurement.measure(study, policy, configs, folder):
+        bias = measurement.estimate(record, measurement.RECOMPUTE, "bias")
+        _say(
+            f"{record['horizon']}, {record['source']}: squared bias {bias.value:.3g}"
+            f" +- {bias.error:.1g} of the exact gradient's square"
+        )
+
+
+def report(folders: Sequence[Path], *, out: Path) -> None:
+    """Writes the page of runs and studies, and its figures beside it."""
+    for path in reporting.write(folders, out):
+        print(path)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,411 @@
+"""The training job: runs the loop, and writes and shows its steps.
+
+If there are several processes, each runs this with the same config; see `processes`.
+"""
+
+import itertools
+import json
+import os
+import tomllib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tim_jax import mismatch
+from tim_jax.app.config import toml
+from tim_jax.app.config.run import RunConfig
+from tim_jax.app.config.sections import part
+from tim_jax.app.jobs import checks, memory
+from tim_jax.app.jobs.models import Job, assemble, shown
+from tim_jax.app.run import assembly, charts, checkpoints, exports, folders, loggers, marks, started
+from tim_jax.app.run.display import Display, open_display
+from tim_jax.app.run.folders import Run
+from tim_jax.app.run.rewards import RewardWatch
+from tim_jax.app.run.signals import Preemption
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError, MismatchError, NonFiniteError, PreemptedError
+from tim_jax.common.types import Rollout
+from tim_jax.instruments import auditing
+from tim_jax.model import adapters, fitting
+from tim_jax.model.execution import Execution
+from tim_jax.placement import SINGLE, processes
+from tim_jax.rl import loop, warm_start
+from tim_jax.rl.drawing import Sample
+from tim_jax.rl.loop import Step
+from tim_jax.rl.types import TrainState
+from tim_jax.tasks.builtin import Quality, supervised
+
+_EXTRA = {"held-out": "eval/reward"}
+
+
+def train_run(config: RunConfig) -> Path:
+    """Runs (or resumes) the training job of `config`; returns the run folder.
+
+    Raises:
+      InputError, MismatchError, NonFiniteError, PreemptedError, OutOfMemoryError: one clear line
+        each; what was written stays.
+    """
+    with memory.explained(partial(memory.of_run, config)):
+        return _train_run(config)
+
+
+def _train_run(config: RunConfig) -> Path:
+    section = config.run
+    text = toml.dump(config)
+    processes.agree(f"jax {jax.__version__}, config {text}", "its config or version of JAX")
+    checks.check_devices(config)
+    processes.led(partial(checks.check_resumed, config))
+    with folders.open_run(
+        section.folder, text, may_change=_may_change(config), keep=section.keep
+    ) as run:
+        processes.led(partial(started.record, run.folder))
+        checks.check_memory(config)
+        job, start = _begun(assemble(config, measured=run.folder / "calibration.json"), run)
+        try:
+            _follow(job, run, start)
+        except (MismatchError, NonFiniteError, PreemptedError):
+            # These errors end all processes. A launcher kills the others as soon as one has ended,
+            # so all wait until process 0 has completed the last checkpoint.
+            run.wait()
+            processes.meet()
+            raise
+        finally:
+            job.task.close()
+    folder = Path(section.folder)
+    if processes.leads():
+        with waiting.during("drawing the chart"):
+            charts.training_chart(folder / "metrics.jsonl", folder / "chart.png")
+    return folder
+
+
+def _may_change(config: RunConfig) -> tuple[str, ...]:
+    """Keys in which a run in this folder may differ from the one before.
+
+    All keys, if that one left no checkpoint, so that a mistake in the config that stopped it can be
+    corrected in place.
+    """
+    if checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
+        return (*config.may_change(), *_new_keys(config))
+    return tuple(RunConfig.model_fields)
+
+
+def _new_keys(config: RunConfig) -> tuple[str, ...]:
+    """Keys that the run's config does not have, because an older version of the library wrote it.
+
+    They may be set now, if to their default, which that run has used all along.
+    """
+    before = folders.read_config(config.run.folder)
+    try:
+        filled = toml.dump(toml.build(tomllib.loads(before)))
+    except InputError:
+        return ()  # the comparison with the new config gives the better error
+    changed = {one.key for one in folders.config_differences(filled, toml.dump(config))}
+    new = {one.key for one in folders.config_differences(before, filled) if one.before is None}
+    return tuple(sorted(new - changed))
+
+
+class _Start(NamedTuple):
+    """Where a run stands before its next step."""
+
+    contents: dict[str, Any]  # of a checkpoint, see `folders.saved`; taken out as they are used
+    step: int  # the checkpoint's, -1 for a new run
+    notes: list[str]
+    base: Any  # of adapters, on the devices; None if all weights are trained
+    mark: dict[str, int]  # what checkpoints keep of it and of the rows
+
+
+def _begun(job: Job, run: Run) -> tuple[Job, _Start]:
+    """Restores or starts. The job is then without the host's parameters, which nothing needs."""
+    try:
+        processes.agree(repr(job.execution), "what was measured of its machine")
+        _write_numerics(job, run)
+        base = adapters.split(job.model.params)[1]
+        train = job.task.train
+        mark = {**marks.of_base(base), **marks.of_rows(train), **marks.of_prompts(job.text, train)}
+        contents, step, notes = _restored(job, run, mark)
+        base = None if base is None else job.programs.place(base)
+    except BaseException:
+        job.task.close()
+        raise
+    start = _Start(dict(contents), step, notes, base, mark)
+    return replace(job, model=replace(job.model, params=None)), start
+
+
+def _follow(job: Job, run: Run, begun: _Start) -> None:
+    """Writes and shows what the loop yields."""
+    config, start, contents, base = job.config, begun.step, begun.contents, begun.base
+    save = partial(_save, run, begun.mark)
+    state = TrainState(params=contents.pop("params"), **contents.pop("rest"))
+    reference, history = contents.pop("reference", None), contents.pop("history", ())
+    with ExitStack() as stack:
+        display = stack.enter_context(_display(job, start, stack))
+        more = stack.enter_context(closing(loggers.extra_sinks(config, run.folder, start)))
+        preemption = stack.enter_context(Preemption())
+        for note in (*job.task.notes, *begun.notes, *_described(job)):
+            display.note(note)
+        writer = loggers.Tee((run.metrics, more))
+        if start < 0:
+            state = _first_steps(job, state, base, run, writer, display)
+            # The next update takes the parameters' buffers, so the reference needs its own.
+            reference = loop.copied(state.params) if config.objective.has_reference else None
+            params = adapters.whole(state.params, base)
+            history = loop.first_history(job.programs.prepare(params), job.programs, ())
+            save(0, folders.saved(state, reference, tuple(history)))
+            _end_if(processes.any_of(preemption.asked), 0, config.steps)
+        teaching = RewardWatch()
+        kept = {"history": history, "base": base}
+        if reference is not None:
+            kept["reference"] = job.programs.prepare(adapters.whole(reference, base))
+        for step in _steps(job, run, state, **kept):
+            state = step.state
+            _record(job, step, run, writer, display)
+            teaching.add(step, display)
+            asked = processes.any_of(preemption.asked)
+            if step.number == config.steps and config.run.export:
+                # Before the last checkpoint: a run that has it would not come here when resumed.
+                _export(job, state, base, display)
+            if asked or _due(step.number, config.run.checkpoint_every, config.steps):
+                save(step.number, folders.saved(state, reference, step.history))
+            _end_if(asked, step.number, config.steps)
+        teaching.sum_up(display)
+        # Not at hand if this run had come to its end before, with `run.export` off or fewer steps.
+        exported = processes.led(partial(exports.step_of, run.folder))
+        if config.run.export and exported != int(state.step):
+            _export(job, state, base, display)
+
+
+def _steps(job: Job, run: Run, state: TrainState, **kept: Any) -> Iterator[Step]:
+    """The loop's steps. If the loss or gradient stops being finite, its batch is saved."""
+    config = job.config
+    try:
+        yield from loop.train(
+            state,
+            job.task,
+            job.text,
+            programs=job.programs,
+            seed=config.seed,
+            steps=config.steps,
+            prompts_per_step=config.learner.prompts_per_step,
+            exact=config.exact == "required",
+            refills=config.learner.refills,
+            **kept,
+        )
+    except NonFiniteError as error:
+        path = run.folder / "non_finite.npz"
+        if processes.leads():
+            with _writing(path):
+                np.savez(path, **error.batch)
+        raise NonFiniteError(f"{error}; the last one's batch is in {path}", error.batch) from error
+
+
+def _save(run: Run, mark: dict[str, int], step: int, contents: checkpoints.State) -> None:
+    run.save(step, contents, mark)
+    if jax.default_backend() == "cpu":
+        # What is written are the very buffers that the next update is to take.
+        run.wait()
+
+
+def _end_if(asked: bool, step: int, last: int) -> None:
+    if asked and step < last:
+        raise PreemptedError(f"asked to end, saved after step {step}; the same command goes on")
+
+
+def _display(job: Job, start: int, stack: ExitStack) -> Display:
+    """On standard output, of process 0 alone."""
+    config = job.config
+    file = None
+    if not processes.leads():
+        file = stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115
+    title = f"{config.run.folder}: {job.task.name}"
+    return open_display(total=config.steps, start=start, title=title, extra=_EXTRA, file=file)
+
+
+def _write_numerics(job: Job, run: Run) -> None:
+    """numerics.json: how numbers are computed, by which kernels, on what."""
+    if not processes.leads():
+        return
+    device = jax.devices()[0]
+    learning, drawing = (
+        job.execution.numerics,
+        job.programs.mismatch.numerics(job.execution.numerics),
+    )
+    record = {
+        "family": learning.family,
+        "numerics": auditing.describe(learning),
+        "kernels": fitting.kernels_used(job.execution.config, learning),
+        "sampler_numerics": auditing.describe(drawing),
+        "sampler_kernels": fitting.kernels_used(job.execution.config, drawing),
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": len(jax.devices()),
+        "processes": jax.process_count(),
+        "jax": jax.__version__,
+    }
+    path = run.folder / "numerics.json"
+    with _writing(path):
+        path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _restored(job: Job, run: Run, mark: dict[str, int]) -> tuple[checkpoints.State, int, list[str]]:
+    """The contents of a checkpoint (`folders.saved`), its step, and notes.
+
+    The step is -1, and the contents are those of a new run, if there is nothing to resume.
+    """
+    checkpoint = run.restore(_shapes(job))
+    if checkpoint is None:
+        return _first(job), -1, []
+    marks.check(checkpoint, mark, run.folder)
+    notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in checkpoint.damaged]
+    notes.append(f"resumed after step {checkpoint.step}{_changes(job.config, run)}")
+    return checkpoint.state, checkpoint.step, notes
+
+
+def _changes(config: RunConfig, run: Run) -> str:
+    """What was changed, as the rest of a line; the default of a key of a later version is not."""
+    own = folders.config_differences(toml.dump(RunConfig()), toml.dump(config))
+    keys = {one.key for one in own}
+    said = [str(one) for one in run.changed if one.before is not None or one.key in keys]
+    return f" with other settings: {'; '.join(said)}" if said else ""
+
+
+def _shapes(job: Job) -> checkpoints.State:
+    """The shapes of `_first`, so that a state is not on the devices twice while one is read."""
+
+    def shape(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+    return jax.tree.map(shape, _first(job))
+
+
+@waiting.during("putting the model on the devices", about=waiting.COMPILES)
+def _first(job: Job) -> checkpoints.State:
+    """The contents of the checkpoint of a run that has not begun."""
+    built, params = job.programs, job.model.params
+    state = built.init(adapters.split(params)[0])
+    reference = state.params if job.config.objective.has_reference else None
+    kept = built.kept_weights
+    history = loop.first_history(built.prepare(params), built, ()) if kept else ()
+    return folders.saved(state, reference, tuple(history))
+
+
+def _described(job: Job) -> list[str]:
+    """Lines about what is trained, and the differences of the sampler from the learner."""
+    lines = mismatch.describe(job.programs.mismatch, job.execution.numerics)
+    lora = job.execution.lora
+    adapted = [] if lora is None else [adapters.describe(job.execution.config, lora)]
+    ahead = job.programs.max_staleness
+    early = [f"the sampler draws ahead: max_staleness {ahead}"] if ahead else []
+    return adapted + early + [f"the sampler differs: {line}" for line in lines]
+
+
+def _first_steps(
+    job: Job, state: TrainState, base: Any, run: Run, writer: loggers.Tee, display: Display
+) -> TrainState:
+    """Warm start, if asked for, and the first evaluation."""
+    warmup = job.config.warmup
+    if warmup.steps:
+        display.note(f"warm start: {warmup.steps} supervised steps on {job.task.name}")
+        started = warm_start.warm_start(
+            processes.whole(state.params),
+            _demonstrations(job),
+            execution=replace(_starting(job), placement=SINGLE),
+            learning_rate=warmup.learning_rate,
+            steps=warmup.steps,
+        )
+        followed = waiting.each(started, "starting warm", about=waiting.COMPILES)
+        params, loss = deque(followed, maxlen=1).pop()
+        display.note(f"warm start: {loss:.3f} nats per token after {warmup.steps} steps")
+        state = job.programs.init(params)
+    if job.evaluate is not None:
+        params = adapters.whole(state.params, base)
+        metrics, samples = job.evaluate(job.programs.prepare(params))
+        writer.write(0, {f"eval/{name}": value for name, value in metrics.items()})
+        display.note(f"held-out reward before training: {metrics['reward']:.3f}")
+        display.completions(shown(samples), title="held-out completions before training")
+    else:
+        writer.write(0, {})
+    return state
+
+
+def _starting(job: Job) -> Execution:
+    """The execution of the warm start. A control starts from the weights of what it controls."""
+    sampler = job.config.sampler
+    if not sampler.both_sides:
+        return job.execution
+    alone = job.config.model_copy(
+        update={"sampler": sampler.model_copy(update={"both_sides": False})}
+    )
+    return assembly.make_execution(alone, job.model)
+
+
+def _demonstrations(job: Job) -> Iterator[Rollout]:
+    section, sampling = job.config.warmup, job.config.sampling
+    quality = part(Quality, section)
+    for step in itertools.count():
+        pairs = supervised(
+            job.task,
+            quality,
+            seed=job.config.seed,
+            start=step * section.batch,
+            count=section.batch,
+        )
+        yield warm_start.demonstrations(pairs, job.text, response_size=sampling.max_response_length)
+
+
+def _record(job: Job, step: Step, run: Run, writer: loggers.Tee, display: Display) -> None:
+    """Writes and shows one step, with an evaluation where one is due."""
+    config, metrics = job.config, dict(step.metrics)
+    chosen: list[Sample] = []
+    if job.evaluate is not None and _due(step.number, config.eval.every, config.steps):
+        scores, chosen = job.evaluate(step.weights)
+        metrics |= {f"eval/{name}": value for name, value in scores.items()}
+    run.timing.write(step.number, step.timing)
+    for sample in step.samples[: config.run.samples_logged]:
+        run.samples.write(step.number, sample._asdict())
+    writer.write(step.number, metrics)
+    display.update(step.number, metrics | step.timing)
+    if overflows := int(metrics.get("overflows", 0)):
+        display.note(
+            f"step {step.number}: a float16 gradient overflowed in {overflows} updates, which were"
+            f" skipped; the loss scale is now {metrics['loss_scale']:g}"
+        )
+    if chosen:
+        display.completions(shown(chosen), title=f"held-out completions after step {step.number}")
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _export(job: Job, state: TrainState, base: Any, display: Display) -> None:
+    """Writes the final model."""
+    merged = job.programs.merged
+    params = state.params if merged is None else merged(adapters.whole(state.params, base))
+    params = processes.whole(params)
+    if not processes.leads():
+        return
+    final = exports.write(
+        Path(job.config.run.folder),
+        params,
+        job.model,
+        job.execution.sampling.stop_tokens,
+        step=int(state.step),
+    )
+    display.note(f"final model, as transformers loads it: {final}")

@@ -1,0 +1,141 @@
+"""The chart of a run, from its metrics.jsonl: reward, response length, exact share, by step."""
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from tim_jax.app.run.loggers import MetricNames, read_lines
+from tim_jax.common.errors import InputError
+
+_REWARD, _LENGTH, _EXACT, _UNEQUAL, _EVAL = "#1f6fb4", "#7b4fa3", "#2a8f4f", "#c0392b", "#e07b00"
+_INK, _FAINT = "#222222", "#d9d9d9"
+
+
+def training_chart(
+    metrics: str | os.PathLike[str],
+    image: str | os.PathLike[str],
+    *,
+    title: str = "",
+    names: MetricNames | None = None,
+) -> Path:
+    """Draws the metrics file of a run to a PNG (or PDF or SVG, by the ending); returns its path.
+
+    Raises:
+        InputError: the file is missing, damaged or holds no step; the image cannot be written.
+    """
+    names = names or MetricNames()
+    records = list(read_lines(metrics))
+    if not records:
+        raise InputError(f"{metrics} holds no step yet; there is nothing to draw")
+    figure = Figure(figsize=(9.0, 7.6), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title or Path(metrics).resolve().parent.name, fontsize=14, color=_INK)
+    reward, length, exact = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 2))
+    _draw_reward(reward, records, names)
+    _draw_length(length, records, names)
+    _draw_exact(exact, records, names)
+    for axes in (reward, length, exact):
+        _tidy(axes)
+    figure.align_ylabels()
+    exact.set_xlabel("training step")
+    exact.xaxis.set_major_locator(MaxNLocator(integer=True))
+    try:
+        figure.savefig(image)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"cannot write the chart {image}: {reason}") from error
+    return Path(image)
+
+
+def series(records: Sequence[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the steps i64[N] and values f64[N] of one metric, where it is there and finite."""
+    points = []
+    for record in records:
+        try:
+            value = float(record[name])
+        except (KeyError, TypeError, ValueError):
+            continue
+        if math.isfinite(value):
+            points.append((record["step"], value))
+    steps = np.array([step for step, _ in points], np.int64)
+    return steps, np.array([value for _, value in points], np.float64)
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Returns the centred mean f64[N] over `window` values (odd), fewer at both ends."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    first = np.maximum(at - window // 2, 0)
+    end = np.minimum(at + window // 2 + 1, len(values))
+    return (sums[end] - sums[first]) / (end - first)
+
+
+def _draw_reward(axes: Axes, records: Sequence[dict[str, Any]], names: MetricNames) -> None:
+    _draw_trend(axes, *series(records, names.reward), color=_REWARD, label="training samples")
+    steps, values = series(records, names.eval_reward)
+    if len(steps):
+        axes.plot(steps, values, "o-", color=_EVAL, ms=5, lw=1.4, label="held-out problems")
+    axes.set_title("Reward", loc="left")
+    axes.set_ylabel("mean reward")
+    _, handles = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(frameon=False, loc="best")
+
+
+def _draw_length(axes: Axes, records: Sequence[dict[str, Any]], names: MetricNames) -> None:
+    _draw_trend(axes, *series(records, names.response_length), color=_LENGTH, label="")
+    axes.set_title("Response length", loc="left")
+    axes.set_ylabel("mean tokens")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_exact(axes: Axes, records: Sequence[dict[str, Any]], names: MetricNames) -> None:
+    steps, share = series(records, names.exact_share)
+    percent = 100.0 * share
+    axes.plot(steps, percent, color=_EXACT, lw=2.0)
+    unequal = share < 1.0
+    axes.plot(steps[unequal], percent[unequal], "o", color=_UNEQUAL, ms=4)
+    axes.set_title("Exact share: sampler's and learner's log-probs equal to the bit", loc="left")
+    axes.set_ylabel("of tokens")
+    axes.set_ylim(-4, 104)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}%"))
+    compared = int(series(records, names.compared_tokens)[1].sum())
+    different = int(series(records, names.unequal_tokens)[1].sum())
+    if compared:
+        text = f"{compared:,} tokens compared, {different:,} unequal"
+        color = _UNEQUAL if different else _EXACT
+        axes.text(0.01, 0.12, text, transform=axes.transAxes, color=color, fontsize=10)
+
+
+def _draw_trend(
+    axes: Axes, steps: np.ndarray, values: np.ndarray, *, color: str, label: str
+) -> None:
+    """The values, and where there are enough of them, their running mean on top."""
+    if not len(steps):
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#888888")
+        return
+    window = max(len(values) // 20, 1) | 1
+    if window == 1:
+        axes.plot(steps, values, color=color, lw=2.0, label=label, marker="o", ms=3)
+        return
+    axes.plot(steps, values, color=color, lw=0.9, alpha=0.3)
+    mean = f"{label}, mean of {window} steps" if label else ""
+    axes.plot(steps, smooth(values, window), color=color, lw=2.2, label=mean)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.tick_params(colors="#555555", labelcolor=_INK)
+    axes.grid(axis="y", color=_FAINT, lw=0.7)
+    axes.set_axisbelow(True)
+    axes.title.set_color(_INK)
+    axes.margins(x=0.01)

@@ -1,0 +1,330 @@
+"""The display of a run: a live panel in a terminal, one line a step elsewhere.
+
+The display draws what it is given, and measures nothing but the time.
+
+    with open_display(total=80, title="quickstart") as display:
+        for state, metrics in train(...):
+            display.update(step, metrics)
+"""
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tim_jax.app.run.loggers import MetricNames, scalars
+from tim_jax.common import errors
+from tim_jax.common.errors import InputError
+
+_BARS = "▁▂▃▄▅▆▇█"
+_HISTORY = 48  # steps shown by a sparkline
+_RECENT = 20  # steps that the time left is estimated from
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response, as a person reads it."""
+
+    prompt: str
+    response: str
+    reward: float
+
+
+class Display:
+    """Follows one run. Made by `open_display`; a context manager.
+
+    Args:
+        total: the step at which the run ends.
+        start: the step it begins after; above 0 for a resumed run.
+        extra: label -> metric name, shown after the usual ones.
+        clock: seconds, from any origin.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        total: int,
+        start: int = 0,
+        title: str = "",
+        names: MetricNames | None = None,
+        extra: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._console, self._title, self._clock = console, title, clock
+        self._names, self._extra = names or MetricNames(), dict(extra or {})
+        self._trends = {  # label -> the metric whose history is drawn
+            "reward": self._names.reward,
+            "length": self._names.response_length,
+            "speed": self._names.tokens_per_second,
+            **self._extra,
+        }
+        self._total, self._step = total, start
+        self._times: deque[tuple[int, float]] = deque(maxlen=_RECENT + 1)
+        self._history: dict[str, deque[float]] = {}
+        self._values: dict[str, float] = {}
+        self._compared = self._unequal = 0
+        self._completions: tuple[str, tuple[Completion, ...]] = ("", ())
+        self._live: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(console=console, auto_refresh=False, transient=False)
+
+    def __enter__(self) -> "Display":
+        if self._live:
+            self._live.start()
+            self._draw(self._live)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Shows the metrics of one finished step; values that are not numbers are ignored."""
+        self._step, self._values = step, scalars(metrics)
+        self._times.append((step, self._clock()))
+        for name, value in self._values.items():
+            self._history.setdefault(name, deque(maxlen=_HISTORY)).append(value)
+        self._compared += _count(self._values, self._names.compared_tokens)
+        self._unequal += _count(self._values, self._names.unequal_tokens)
+        if self._live:
+            self._draw(self._live)
+        else:
+            self._print(step_line(self._fields(), step=step, total=self._total))
+
+    def completions(self, rows: Iterable[Completion], *, title: str = "completions") -> None:
+        """Shows a few completions: below the panel in a terminal, as lines elsewhere."""
+        self._completions = (title, tuple(rows))
+        if self._live:
+            self._draw(self._live)
+        else:
+            self._print(f"{title}:")
+            for row in self._completions[1]:
+                self._print("  " + completion_line(row, width=160))
+
+    def note(self, text: str) -> None:
+        """Prints a line that stays, above the panel."""
+        if self._live:
+            self._console.print(Text(printable(text)))
+        else:
+            self._print(printable(text))
+
+    def _fields(self) -> list[tuple[str, str]]:
+        return [
+            *step_fields(self._values, names=self._names, extra=self._extra),
+            ("", time_left(self._times, self._total)),
+        ]
+
+    def _print(self, line: str) -> None:
+        stream = self._console.file
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        try:
+            stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            stream.flush()
+        except OSError as error:
+            # What could not be written may be gone from the buffer, and with it the error.
+            reason = errors.lost_output() or error.strerror or f"{error}"
+            raise InputError(f"cannot write to standard output: {reason}") from error
+
+    def _draw(self, live: Live) -> None:
+        parts = [Panel(self._panel(), title=Text(self._title), border_style="cyan")]
+        title, rows = self._completions
+        if rows:
+            lines = [_completion_text(row, width=self._console.width - 6) for row in rows]
+            parts.append(Panel(Group(*lines), title=Text(title), border_style="dim"))
+        live.update(Group(*parts), refresh=True)
+
+    def _panel(self) -> Group:
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True)
+        bar = ProgressBar(total=self._total, completed=self._step)
+        head.add_row(
+            Text(f"step {self._step}/{self._total}", style="bold"),
+            bar,
+            Text(time_left(self._times, self._total) or "starting"),
+        )
+        body = Table.grid(padding=(0, 2))
+        for column in ("label", "value", "trend"):
+            body.add_column(column, no_wrap=True)
+        for label, text in step_fields(self._values, names=self._names, extra=self._extra):
+            body.add_row(Text(label, style="bold"), *self._row(label, text))
+        return Group(head, body)
+
+    def _row(self, label: str, text: str) -> tuple[Text, Text]:
+        if label == "exact":
+            style = "green" if not self._unequal else "bold red"
+            so_far = f"{self._compared:,} so far, {self._unequal:,} unequal"
+            return Text(text, style=style), Text(so_far, style="dim")
+        trend = sparkline(self._history.get(self._trends[label], ()))
+        return Text(text), Text(trend, style="cyan")
+
+
+def open_display(
+    *,
+    total: int,
+    start: int = 0,
+    title: str = "",
+    names: MetricNames | None = None,
+    extra: Mapping[str, str] | None = None,
+    file: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Display:
+    """Returns a display on `file` (default: standard output); live if that is a terminal.
+
+    Other arguments: see `Display`.
+    """
+    console = Console(file=file or sys.stdout, highlight=False)
+    return Display(
+        console, total=total, start=start, title=title, names=names, extra=extra, clock=clock
+    )
+
+
+def step_fields(
+    values: Mapping[str, float],
+    *,
+    names: MetricNames | None = None,
+    extra: Mapping[str, str] | None = None,
+) -> list[tuple[str, str]]:
+    """Returns (label, text) of what is known of a step, in reading order."""
+    names = names or MetricNames()
+    fields = []
+    if names.reward in values:
+        fields.append(("reward", f"{values[names.reward]:.3f}"))
+    if names.response_length in values:
+        fields.append(("length", f"{values[names.response_length]:.1f}"))
+    if names.exact_share in values or names.compared_tokens in values:
+        fields.append(("exact", exact_text(values, names)))
+    if names.tokens_per_second in values:
+        fields.append(("speed", f"{values[names.tokens_per_second]:,.0f} tokens/s"))
+    for label, name in (extra or {}).items():
+        if name in values:
+            fields.append((label, f"{values[name]:.4g}"))
+    return fields
+
+
+def exact_text(values: Mapping[str, float], names: MetricNames) -> str:
+    """`100% (12,288 tokens)`; never rounded up to 100%, and not 100% if nothing was compared."""
+    compared = _count(values, names.compared_tokens)
+    unequal = _count(values, names.unequal_tokens)
+    share = values.get(names.exact_share, math.nan)
+    if names.compared_tokens in values and compared == 0:
+        return "no token compared"
+    if math.isnan(share) and compared:
+        share = 1.0 - unequal / compared
+    if math.isnan(share):
+        return "not known"
+    # Cut, not rounded: 99.9996% must not read 100%.
+    percent = "100%" if share == 1.0 and not unequal else f"{min(_floor(100 * share), 99.99):.2f}%"
+    if not compared:
+        return percent
+    tokens = f"{compared:,} tokens"
+    return f"{percent} ({unequal:,} of {tokens} differ)" if unequal else f"{percent} ({tokens})"
+
+
+def step_line(fields: Sequence[tuple[str, str]], *, step: int, total: int) -> str:
+    """Returns `step  12/80  reward 0.412  length 23.1  exact 100% (12,288 tokens)  ...`."""
+    width = len(str(total))
+    parts = [f"step {step:>{width}}/{total}"]
+    for label, text in fields:
+        shown = text if label in ("", "speed") else f"{label} {text}"
+        if shown:
+            parts.append(shown)
+    return "  ".join(parts)
+
+
+def time_left(times: Sequence[tuple[int, float]], total: int) -> str:
+    """Returns `1:02 left` from the (step, second) of recent steps; empty while it is not known.
+
+    The first step, which compiles, is only ever the start of an interval.
+    """
+    if times and times[-1][0] >= total:
+        return "done"
+    if len(times) < 2 or times[-1][0] <= times[0][0]:
+        return ""
+    per_step = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
+    return f"{duration(per_step * (total - times[-1][0]))} left"
+
+
+def duration(seconds: float) -> str:
+    """Returns `0:07`, `12:30`, `3:04:00` or `2 days 4 h`."""
+    whole = max(round(seconds), 0)
+    if whole >= 48 * 3600:
+        return f"{whole // 86400} days {whole % 86400 // 3600} h"
+    hours, rest = divmod(whole, 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def sparkline(values: Iterable[float]) -> str:
+    """Returns one block character per value, from the lowest to the highest; non-finite: `·`."""
+    values = list(values)
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "·" * len(values)
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(_BARS) - 1
+    return "".join(
+        "·"
+        if not math.isfinite(value)
+        else _BARS[round((value - low) / span * top) if span else top // 2]
+        for value in values
+    )
+
+
+def printable(text: str) -> str:
+    """Returns `text` on one line, with control characters (escape sequences, too) made visible.
+
+    A model may sample anything, and a terminal would obey it.
+    """
+    shown = text.replace("\r\n", "\n").replace("\n", "⏎").replace("\t", " ")
+    return "".join(char if char.isprintable() else f"<{ord(char):02x}>" for char in shown)
+
+
+def printable_lines(text: str) -> str:
+    """Returns `text` as `printable`, but on the lines that it has."""
+    return "\n".join(map(printable, text.replace("\r\n", "\n").split("\n")))
+
+
+def completion_line(row: Completion, *, width: int) -> str:
+    """Returns `1.00  prompt → response`, cut to `width`: the prompt's start, the response's end."""
+    prompt, response = printable(row.prompt), printable(row.response)
+    head = f"{row.reward:5.2f}  "
+    room = max(width - len(head) - 3, 20)
+    prompt = _cut(prompt, max(room // 2, room - len(response)))
+    response = _cut_front(response, room - len(prompt))
+    return f"{head}{prompt} → {response}"
+
+
+def _completion_text(row: Completion, *, width: int) -> Text:
+    line = completion_line(row, width=width)
+    style = "green" if row.reward > 0 else "default"
+    return Text(line, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _cut_front(text: str, width: int) -> str:
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def _count(values: Mapping[str, float], name: str) -> int:
+    value = values.get(name, 0.0)
+    return int(value) if math.isfinite(value) else 0
+
+
+def _floor(percent: float) -> float:
+    return math.floor(percent * 100) / 100

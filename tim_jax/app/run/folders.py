@@ -1,0 +1,400 @@
+"""The run folder: one directory with everything about a run, which also makes it resumable.
+
+    config.toml     the configuration
+    started.json    when it began, see started.py
+    metrics.jsonl   one line a step: numbers that do not depend on interruptions of the run
+    timing.jsonl    one line a step: wall-clock numbers, which do
+    samples.jsonl   completions
+    checkpoints/    see checkpoints.py
+
+A checkpoint records how long the three .jsonl files were when it was saved. Resuming cuts them back
+to that length, so that no line is missing and none is there twice.
+
+If there are several processes, all of them save and restore, but only process 0 locks the folder
+and writes lines.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tim_jax.app.run import checkpoints, marks, started
+from tim_jax.app.run.checkpoints import Checkpoints, Restored, State
+from tim_jax.app.run.loggers import JsonLines
+from tim_jax.common.errors import InputError
+from tim_jax.model import adapters
+from tim_jax.model.weights import Params
+from tim_jax.placement import processes
+from tim_jax.rl.types import TrainState
+
+LINE_FILES = ("metrics", "timing", "samples")
+
+
+class Run:
+    """A run folder, locked by this process or, if `lock` is None, by process 0. A context manager.
+
+    Made by `open_run`.
+
+    In every step the lines are written first, then the checkpoint. A folder that already has
+    checkpoints must be restored before anything is written.
+
+    Attributes:
+        resumed: whether the folder had this run before.
+        changed: in what its config differs from the one before, as far as this process knows.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        lock: "_Lock | None",
+        keep: int,
+        resumed: bool,
+        changed: Sequence["Difference"] = (),
+    ):
+        self.folder = folder
+        self.resumed = resumed
+        self.changed = tuple(changed)
+        self._lock = lock
+        self._checkpoints = Checkpoints(folder / "checkpoints", keep=keep, owner=lock is not None)
+        self._lines: dict[str, JsonLines] = {}
+        if not checkpoints.list_steps(folder / "checkpoints"):
+            self._open_lines({})
+
+    def restore(self, like: State) -> Restored | None:
+        """Restores the newest good checkpoint and cuts the line files back to it.
+
+        Returns None for a run without a checkpoint. Damaged ones that were skipped are named in the
+        result. `like` and errors: see `checkpoints.restore`.
+        """
+        restored = self._checkpoints.restore(like)
+        if restored is None:
+            return None
+        self._open_lines(restored.extra["lines"])
+        self.metrics.last_step = restored.step
+        return Restored(restored.step, restored.state, restored.extra["extra"], restored.damaged)
+
+    @property
+    def metrics(self) -> JsonLines:
+        """metrics.jsonl: what a step computed, one line a step."""
+        return self._line_file("metrics")
+
+    @property
+    def timing(self) -> JsonLines:
+        """timing.jsonl: seconds and rates, one line a step."""
+        return self._line_file("timing")
+
+    @property
+    def samples(self) -> JsonLines:
+        """samples.jsonl: completions, any number of lines a step."""
+        return self._line_file("samples")
+
+    def save(self, step: int, state: State, extra: Mapping[str, Any] | None = None) -> None:
+        """Saves a checkpoint in the background; see `Checkpoints.save` for what may be raised.
+
+        Raises:
+            ValueError: the metrics of `step` have not been written yet.
+        """
+        if 0 < step != self.metrics.last_step:
+            raise ValueError(
+                f"write the metrics of step {step} before its checkpoint; the last line is of step"
+                f" {self.metrics.last_step}"
+            )
+        for name in LINE_FILES:
+            self._line_file(name).sync()
+        sizes = {name: self._line_file(name).size() for name in LINE_FILES}
+        self._checkpoints.save(step, state, {"lines": sizes, "extra": dict(extra or {})})
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk."""
+        self._checkpoints.wait()
+
+    def close(self) -> None:
+        """Waits for the last save, closes the files and unlocks the folder."""
+        try:
+            self._checkpoints.close()
+        finally:
+            for lines in self._lines.values():
+                lines.close()
+            if self._lock is not None:
+                self._lock.release()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.close()
+        except InputError:
+            # A full disk fails again here; the first error is the one to show.
+            if error is None:
+                raise
+
+    def _open_lines(self, sizes: Mapping[str, int]) -> None:
+        for name in LINE_FILES:
+            if self._lock is None:
+                self._lines[name] = JsonLines(os.devnull)
+            else:
+                path = self.folder / f"{name}.jsonl"
+                self._lines[name] = JsonLines(path, offset=sizes.get(name, 0))
+
+    def _line_file(self, name: str) -> JsonLines:
+        if name not in self._lines:
+            raise ValueError(f"{self.folder} holds a run: call restore before writing to it")
+        return self._lines[name]
+
+
+def open_run(
+    folder: str | os.PathLike[str],
+    config: str,
+    *,
+    may_change: Iterable[str] = (),
+    keep: int = 2,
+    resume: bool = True,
+) -> Run:
+    """Opens a run folder, new or from before, for this process, or for process 0 of several.
+
+    Args:
+        config: the run's configuration as TOML text, kept in the folder as config.toml.
+        may_change: keys ("steps") and tables ("eval") in which a resumed run may differ.
+        keep: how many checkpoints stay.
+        resume: False refuses a folder that already holds a run.
+
+    Raises:
+        InputError: another process uses the folder; it has a run with another config (the keys are
+            named), other files or a link that leads out of it; it cannot be written.
+    """
+    folder, opened = Path(folder), []
+
+    def lock_and_open() -> bool:
+        opened.append(_locked(folder, config, tuple(may_change), keep=keep, resume=resume))
+        return opened[0].resumed
+
+    resumed = processes.led(lock_and_open)
+    return opened[0] if opened else Run(folder, lock=None, keep=keep, resumed=resumed)
+
+
+def _locked(
+    folder: Path, config: str, may_change: tuple[str, ...], *, keep: int, resume: bool
+) -> Run:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _refuse_links(folder)
+        lock = _Lock(folder)
+    except OSError as error:
+        raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
+    try:
+        resumed, changed = _claim(folder, config, may_change, resume)
+        return Run(folder, lock=lock, keep=keep, resumed=resumed, changed=changed)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def read_config(folder: str | os.PathLike[str]) -> str:
+    """Returns the TOML text of a run folder's config.
+
+    Raises:
+        InputError: the folder holds no run, or the file is damaged.
+    """
+    path = Path(folder) / "config.toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+        tomllib.loads(text)
+    except OSError as error:
+        raise InputError(f"{folder} holds no run: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is damaged: not UTF-8 text (byte {error.start})") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+    return text
+
+
+def finished(folder: str | os.PathLike[str]) -> bool:
+    """Whether the run in a folder has the checkpoint of its last step. False if there is no run."""
+    try:
+        steps = tomllib.loads(read_config(folder)).get("steps")
+    except InputError:
+        return False
+    done = checkpoints.list_steps(Path(folder) / "checkpoints")
+    return bool(done) and isinstance(steps, int) and max(done) >= steps
+
+
+def read_checkpoint(
+    folder: str | os.PathLike[str], like: State, *, step: int | None = None
+) -> Restored:
+    """Restores from a run folder without opening the run, for evaluation and export.
+
+    Otherwise as `checkpoints.restore`.
+    """
+    restored = checkpoints.restore(Path(folder) / "checkpoints", like, step=step)
+    return Restored(restored.step, restored.state, restored.extra["extra"], restored.damaged)
+
+
+def read_params(
+    folder: str | os.PathLike[str], params: Params, *, step: int | None = None
+) -> Restored:
+    """A checkpoint's parameters as its item "params". Otherwise as `read_checkpoint`.
+
+    Of a run that trains adapters, they are those of the checkpoint on the base of `params`.
+
+    Raises:
+        InputError: that is not the base that they were trained on.
+    """
+    trained, base = adapters.split(params)
+    restored = read_checkpoint(folder, {"params": trained}, step=step)
+    marks.check(restored, marks.of_base(base), folder)
+    whole = adapters.whole(restored.state["params"], base)
+    return replace(restored, state={"params": whole})
+
+
+def saved(state: TrainState, reference: Any, history: Sequence[Any] = ()) -> State:
+    """The items of a training run's checkpoint.
+
+    `reference` are the parameters of the KL term's policy, if there is one, and `history` the
+    weights of a sampler that is stale on purpose.
+    """
+    rest = {"optimizer": state.optimizer, "correction": state.correction}
+    rest |= {"step": state.step, "skipped": state.skipped}
+    if state.reward_kl is not None:
+        rest |= {"reward_kl": state.reward_kl}
+    items: State = {"params": state.params, "rest": rest}
+    if reference is not None:
+        items = {**items, "reference": reference}
+    return {**items, "history": list(history)} if history else items
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key in which two configs differ; None stands for an absent key."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        shown = [
+            "not set" if value is None else json.dumps(value, default=str)
+            for value in (self.before, self.now)
+        ]
+        return f"{self.key} was {shown[0]}, now {shown[1]}"
+
+
+def config_differences(before: str, now: str) -> list[Difference]:
+    """Returns the dotted keys whose values differ between two TOML texts, in the order of names."""
+    old, new = _flatten(tomllib.loads(before)), _flatten(tomllib.loads(now))
+    # repr tells 1 from 1.0 and from true, which == does not.
+    return [
+        Difference(key, old.get(key), new.get(key))
+        for key in sorted({*old, *new})
+        if repr(old.get(key)) != repr(new.get(key))
+    ]
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuses a run folder with a link that leads out of it: it would be written through.
+
+    W&B's own folder has such links, to what W&B alone writes. The run folder may be one itself.
+    """
+    inside = folder.resolve()
+    for at, folders, files in os.walk(inside):
+        if Path(at) == inside and "wandb" in folders and not (inside / "wandb").is_symlink():
+            folders.remove("wandb")
+        for name in (*folders, *files):
+            path = Path(at, name)
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                raise InputError(
+                    f"{path} is a link out of the run folder, to {os.readlink(path)}; remove it, or"
+                    " set another run.folder"
+                )
+
+
+def _claim(
+    folder: Path, config: str, may_change: tuple[str, ...], resume: bool
+) -> tuple[bool, list["Difference"]]:
+    """Compares or writes config.toml; returns whether the folder had this run, and what changed."""
+    path = folder / "config.toml"
+    exists, changed = path.exists(), []
+    if exists and not resume:
+        raise InputError(f"{folder} already holds a run; resume it or set another run.folder")
+    if exists:
+        changed = _allowed(folder, read_config(folder), config, may_change)
+    elif strangers := sorted(p.name for p in folder.iterdir() if not _allowed_before(p.name)):
+        raise InputError(
+            f"{folder} is not empty and holds no run (no config.toml, but {strangers[0]});"
+            " set another run.folder"
+        )
+    try:
+        partial = folder / ".config.toml"
+        partial.write_text(config, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    return exists, changed
+
+
+def _allowed_before(name: str) -> bool:
+    """Whether a folder may have such a file before it has a run; a study says when it began."""
+    return name.startswith(".") or name == started.FILE
+
+
+def _allowed(
+    folder: Path, before: str, now: str, may_change: tuple[str, ...]
+) -> list["Difference"]:
+    """The differences of two configs; raises InputError if one of them may not be."""
+    differences = config_differences(before, now)
+    refused = [
+        str(difference)
+        for difference in differences
+        if not any(f"{difference.key}.".startswith(f"{free}.") for free in may_change)
+    ]
+    if refused:
+        raise InputError(
+            f"{folder} holds a run with another config: {'; '.join(refused)};"
+            " use the old values or another run.folder"
+        )
+    return differences
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+class _Lock:
+    """The kernel's lock on a file, which ends with the process, however that ends."""
+
+    def __init__(self, folder: Path):
+        self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._file, 0)
+            os.write(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except BlockingIOError as error:
+            owner = os.read(self._file, 200).decode(errors="replace").strip()
+            self.release()
+            raise InputError(
+                f"{folder} is in use by {owner or 'another process'}; wait for it to end"
+                " or set another run.folder"
+            ) from error
+        except OSError:
+            self.release()
+            raise
+        # A forked child (a worker that outlives us) would otherwise keep the lock alive.
+        os.register_at_fork(after_in_child=self.release)
+
+    def release(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)

@@ -1,0 +1,350 @@
+"""Writers of metrics: JSON lines always, TensorBoard and Weights & Biases by choice.
+
+A sink takes `write(step, values)` and `close()`. Values are scalars (of Python, NumPy or JAX),
+strings, arrays, or lists and mappings of them. Nothing here decides what is measured.
+"""
+
+import json
+import math
+import os
+import stat
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+
+from tim_jax.app.config.run import RunConfig
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError
+from tim_jax.placement import processes
+
+Values = Mapping[str, Any]
+WandbMode = Literal["online", "offline", "disabled"]
+
+
+class Sink(Protocol):
+    """The interface: anything with these two methods is a sink."""
+
+    def write(self, step: int, values: Values) -> None:
+        """Takes the numbers of one step."""
+        ...
+
+    def close(self) -> None:
+        """Takes no more, and lets go of what it writes to."""
+        ...
+
+
+@dataclass(frozen=True)
+class MetricNames:
+    """Names of the metrics that the display and the chart look for."""
+
+    reward: str = "reward"  # mean reward of the step's samples
+    response_length: str = "response_length"  # mean tokens per response
+    exact_share: str = (
+        "exact_share"  # in [0, 1]: compared tokens whose two log-probs are equal bits
+    )
+    compared_tokens: str = "compared_tokens"
+    unequal_tokens: str = "unequal_tokens"
+    tokens_per_second: str = "tokens_per_second"
+    eval_reward: str = "eval/reward"
+
+
+class JsonLines:
+    """A file of one JSON object a line, `{"step": step, ...}`, without buffering.
+
+    A line is written by one call on an unbuffered file, so a process that dies leaves whole lines
+    and at most one cut line at the end, which opening with `offset` removes. JSON has no
+    non-finite numbers: they are written as the strings "nan", "inf" and "-inf", which `float`
+    reads back.
+
+    Args:
+        offset: keep that many bytes of the file and drop the rest; None keeps all of it.
+
+    Raises:
+        InputError: the file cannot be opened or written (read-only, disk full), is shorter than
+            `offset`, or `offset` is not the end of a line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, offset: int | None = None):
+        self.path = Path(path)
+        self.last_step = -1
+        try:
+            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}") from error
+        if offset is not None:
+            self._cut(offset)
+
+    def _cut(self, offset: int) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        if size < offset:
+            self._file.close()
+            raise InputError(
+                f"{self.path} has {size} bytes, but the checkpoint was saved when it had {offset};"
+                " put the missing lines back or start in another folder"
+            )
+        self._file.seek(max(offset - 1, 0))
+        if offset and self._file.read(1) != b"\n":
+            self._file.close()
+            raise InputError(
+                f"{self.path} was changed since the checkpoint: byte {offset} does not end a line;"
+                " restore the file or start in another folder"
+            )
+        self._file.truncate(offset)
+
+    def write(self, step: int, values: Values) -> None:
+        if "step" in values:
+            raise ValueError("'step' is the line's own key, not a value")
+        record = plain({"step": int(step), **values})
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+        # Half of a surrogate pair is no UTF-8, but JSON has an escape for it, which is Python's.
+        data = text.encode(errors="backslashreplace") + b"\n"
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}") from error
+        self.last_step = int(step)
+
+    def sync(self) -> None:
+        """Waits until the lines are on the disk, where they survive a power cut."""
+        if stat.S_ISCHR(os.fstat(self._file.fileno()).st_mode):
+            return  # os.devnull has no disk
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def size(self) -> int:
+        """Bytes in the file, all of them whole lines."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a JSON-lines file; a last line without its newline is left out.
+
+    Raises:
+        InputError: the file cannot be read, or a line is not a JSON object; names the line.
+    """
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise InputError(f"{path}, line {number}: {record!r} is not an object")
+        yield record
+
+
+def plain(value: Any) -> Any:
+    """Returns `value` as JSON can hold it: arrays as lists, non-finite numbers as strings."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        # Python has no form of bfloat16 and the like; float32 holds their values exactly.
+        array = np.asarray(value)
+        return plain((array.astype(np.float32) if array.dtype.kind == "V" else array).tolist())
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Sequence):
+        return [plain(item) for item in value]
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON: {value!r}")
+
+
+def scalars(values: Values) -> dict[str, float]:
+    """The numbers among `values` (bools as 0 and 1, arrays without axes too), as floats."""
+    numbers = {}
+    for name, value in values.items():
+        is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
+        if isinstance(value, np.character) or (is_array and value.ndim):
+            continue
+        if is_array or isinstance(value, bool | int | float):
+            numbers[name] = float(value)
+    return numbers
+
+
+class TensorBoard:
+    """Scalars as TensorBoard events under `folder`, without strings and arrays.
+
+    Args:
+        resume_step: the last step to keep; what an earlier process wrote after it is hidden. Below
+            0 for a new run.
+
+    Raises:
+        InputError: tensorboardX is not installed, or the folder cannot be written (disk full,
+            read-only), here or later.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, resume_step: int = -1):
+        try:
+            from tensorboardX import event_file_writer, summary
+            from tensorboardX.proto import event_pb2
+        except ImportError as error:
+            raise InputError(_missing("tensorboard", "tensorboardX", "tensorboard")) from error
+        messages: Any = event_pb2  # its names are made when it is imported
+        self._folder, self._scalar, self._event = Path(folder), summary.scalar, messages.Event
+        with self._writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # Not the library's SummaryWriter: its thread dies of a full disk, and then it waits.
+            # The step is in the name because a clock may give the same second twice.
+            prefix, suffix = os.fspath(self._folder / "events"), f".{resume_step + 1}"
+            self._file = event_file_writer.EventsWriter(prefix, suffix)
+            if resume_step >= 0:
+                start = messages.SessionLog(status=messages.SessionLog.START)
+                self._add(resume_step + 1, session_log=start)
+            self._file.flush()
+
+    def write(self, step: int, values: Values) -> None:
+        with self._writing():
+            for name, value in scalars(values).items():
+                self._add(step, summary=self._scalar(name, value))
+            self._file.flush()
+
+    def close(self) -> None:
+        with self._writing():
+            self._file.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._file.write_event(self._event(wall_time=time.time(), step=step, **content))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"cannot write TensorBoard events to {self._folder}: {error.strerror}"
+            ) from error
+
+
+class Wandb:
+    """Scalars and strings to Weights & Biases.
+
+    The run's id is kept in `folder`/wandb_id, so that a resumed run continues the same W&B run.
+    Steps that W&B already has are skipped by it; a run that resumes to the bit repeats them.
+
+    Args:
+        mode: "online"; "offline" writes under `folder`/wandb, to be synced later; "disabled".
+
+    Raises:
+        InputError: wandb is not installed, or refuses to start (no login, no network).
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        project: str,
+        name: str,
+        config: Values,
+        mode: WandbMode = "online",
+    ):
+        try:
+            import wandb
+        except ImportError as error:
+            raise InputError(_missing("wandb", "wandb", "wandb")) from error
+        if not hasattr(wandb, "init"):  # only a folder of runs that is called wandb
+            raise InputError(_missing("wandb", "wandb", "wandb"))
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                id=_wandb_id(Path(folder)),
+                resume="allow",
+                mode=mode,
+                dir=os.fspath(folder),
+                config=plain(config),
+                # W&B would otherwise wrap stdout, under the live display.
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"Weights & Biases did not start: {reason}; log in with 'wandb login',"
+                " or set run.wandb_mode to 'offline'"
+            ) from error
+
+    def write(self, step: int, values: Values) -> None:
+        strings = {name: value for name, value in values.items() if isinstance(value, str)}
+        self._run.log({**scalars(values), **strings}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@dataclass(frozen=True)
+class Tee:
+    """One sink that hands every write to all of `sinks`, in order."""
+
+    sinks: tuple[Sink, ...]
+
+    def write(self, step: int, values: Values) -> None:
+        for sink in self.sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def _wandb_id(folder: Path) -> str:
+    path = folder / "wandb_id"
+    try:
+        if path.exists() and (stored := path.read_text().strip()):
+            return stored
+        new = uuid.uuid4().hex[:12]
+        path.write_text(new + "\n")
+    except OSError as error:
+        raise InputError(f"cannot use {path}: {error.strerror}") from error
+    return new
+
+
+def _missing(sink: str, package: str, extra: str) -> str:
+    return (
+        f"run.sinks names {sink!r}, but the package {package} is not installed;"
+        f" pip install 'tim-jax[{extra}]'"
+    )
+
+
+def extra_sinks(config: RunConfig, folder: Path, start: int) -> Tee:
+    """TensorBoard and Weights & Biases as `run.sinks` names them, on process 0 alone.
+
+    Args:
+      folder: the run's.
+      start: the step that the run goes on after; below 0 for a new one.
+    """
+    section = config.run
+    extra: list[Sink] = []
+    if not processes.leads():
+        return Tee(())
+    if "tensorboard" in section.sinks:
+        own = folder / "tensorboard"
+        extra.append(TensorBoard(own, resume_step=start))
+    if "wandb" in section.sinks:
+        with waiting.during("starting Weights & Biases"):
+            sink = Wandb(
+                folder,
+                project=section.wandb_project,
+                name=folder.name,
+                config=config.model_dump(),
+                mode=section.wandb_mode,
+            )
+        extra.append(sink)
+    return Tee(tuple(extra))

@@ -1,0 +1,1 @@
+"""What every room uses: errors, types, reading of input, waiting, the machine."""

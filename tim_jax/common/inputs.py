@@ -1,0 +1,156 @@
+"""What users give as text: paths, JSON and numbers, each refused in one line if it is senseless."""
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Iterator, Mapping
+from datetime import date, time
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
+
+from tim_jax.common.errors import InputError
+
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that file systems take
+LARGEST = 2**63  # the numbers of TOML have 64 bits; a longer one is a slip
+DEEPEST = 32  # tables and lists inside one another
+LONGEST_LINE = 1000  # characters of a message
+
+# What the value of a field may be, by its annotation. A float may be a whole number.
+_KINDS: Mapping[type, tuple[type, str]] = MappingProxyType(
+    {
+        float: (numbers.Real, "a number"),
+        int: (numbers.Integral, "a whole number"),
+        bool: (bool, "true or false"),
+    }
+)
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Returns a path with `~` and `~user` at its beginning replaced by the home folder.
+
+    Raises:
+      InputError: there is no such user, or no file can have such a path: it has a NUL in it, or is
+        too long.
+    """
+    text = os.fspath(path)
+    if "\0" in text:
+        raise InputError(f"path {shown(text)}: has a NUL character")
+    try:
+        found = Path(text).expanduser()
+    except RuntimeError:
+        user = text.partition("/")[0]
+        raise InputError(f"path {shown(text)}: {user} is no user's home folder here") from None
+    longest = max((len(os.fsencode(part)) for part in found.parts), default=0)
+    if longest > LONGEST_NAME or len(os.fsencode(found)) > LONGEST_PATH:
+        raise InputError(
+            f"path {shown(text)}: is too long; a name has at most {LONGEST_NAME} bytes, a path"
+            f" {LONGEST_PATH}"
+        )
+    return found
+
+
+def expanded_name(text: str) -> str:
+    """Returns `text` as it is if it may be a name on a hub, else as `expanded`, with its errors."""
+    path = expanded(text)
+    return str(path) if text.startswith("~") else text
+
+
+def json_value(text: str, where: str, *, checked: bool = False) -> Any:
+    """Returns the value of JSON text.
+
+    Args:
+      where: the file, in messages.
+      checked: refuse what `wrong_number` finds.
+
+    Raises:
+      InputError: it is not JSON, is nested too deep, or has a number of thousands of digits.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON: {error}") from None
+    except RecursionError:
+        raise InputError(
+            f"{where}: not JSON: lists and objects lie too deep in one another"
+        ) from None
+    except ValueError:  # Python converts no longer ones
+        raise InputError(f"{where}: a number has thousands of digits") from None
+    wrong = wrong_number(value) if checked else None
+    if wrong is not None:
+        key, number, rule = wrong
+        raise InputError(f"{where}: {'.'.join(key)} = {number}: {rule}")
+    return value
+
+
+def wrong_number(value: Any) -> tuple[tuple[str, ...], object, str] | None:
+    """The first number in nested tables and lists that is not finite or has more than 64 bits.
+
+    Dates and times of TOML are wrong too: no key takes one, and JSON has none. One rule for all
+    keys, those included that are passed on as they are. Returns its key, itself and what would be
+    right; None if there is none.
+    """
+    return next(_wrong_numbers(value, (), 0), None)
+
+
+def _wrong_numbers(
+    value: Any, key: tuple[str, ...], depth: int
+) -> Iterator[tuple[tuple[str, ...], object, str]]:
+    if depth > DEEPEST:
+        rule = f"tables and lists must lie at most {DEEPEST} deep in one another"
+        yield tuple(part.partition("[")[0] for part in key[:3]), "...", rule
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield key, value, "must be finite"
+    elif isinstance(value, int) and not -LARGEST <= value < LARGEST:
+        yield key, shown(value), "must be a number of at most 64 bits"
+    elif isinstance(value, date | time):  # a datetime is a date
+        yield key, value, "is a date or a time, which no key takes; put a text in quotes"
+    elif isinstance(value, Mapping):
+        for name, own in value.items():
+            yield from _wrong_numbers(own, (*key, str(name)), depth + 1)
+    elif isinstance(value, list | tuple):
+        for i, own in enumerate(value):
+            inside = (*key[:-1], f"{''.join(key[-1:])}[{i}]")
+            yield from _wrong_numbers(own, inside, depth + 1)
+
+
+def shown(value: object) -> str:
+    """Returns a value on one line of at most 80 characters, even if its own repr raises."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # such as that of a number with thousands of digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def one_line(text: str) -> str:
+    """Returns a text on one line, with escapes for what a terminal would not print.
+
+    Of more than `LONGEST_LINE` characters those in the middle are left out.
+    """
+    line = " ".join(text.splitlines())
+    line = "".join(x if x.isprintable() else repr(x)[1:-1] for x in line)
+    if len(line) <= LONGEST_LINE:
+        return line
+    return f"{line[: LONGEST_LINE - 205]} ... {line[-200:]}"
+
+
+def whole(value: Any) -> bool:
+    """Whether a value is a whole number, which true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_kinds(value: Any) -> None:
+    """Refuses fields of a dataclass that are no number, or neither true nor false, as they should.
+
+    Of fields that are annotated as bool, int or float, or as one of these or None.
+    """
+    for name, hint in get_type_hints(type(value)).items():
+        kinds, given = set(get_args(hint)) or {hint}, getattr(value, name, None)
+        kind = next((one for one in _KINDS if one in kinds), None)
+        if kind is None or (given is None and type(None) in kinds):
+            continue
+        wanted, text = _KINDS[kind]
+        if not isinstance(given, wanted) or (kind is not bool and isinstance(given, bool)):
+            raise InputError(f"{name} is {given!r}; it must be {text}")

@@ -1,0 +1,179 @@
+"""How much mismatch each difference of a sampler causes, alone and together, by where it occurs.
+
+For every case a sampler draws from the same prompts with the same random numbers, and the learner
+scores what it drew, inside a value-and-gradient program. The baseline is a sampler with the
+learner's own execution: every difference of it is exactly 0.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax import metrics, mismatch
+from tim_jax.common.types import Prompts, Rollout
+from tim_jax.instruments.auditing.cases import Score
+from tim_jax.instruments.auditing.running import learner_log_probs
+from tim_jax.mismatch import Mismatch, dial
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import Weights
+from tim_jax.rl import programs
+
+BASELINE = "the learner's own"
+TOGETHER = "all together"
+_LENGTH_BINS = 6
+_POSITION_BINS = 8
+
+
+class Bin(NamedTuple):
+    """Tokens of one bin: low <= key < high, how many, and their mean |d| in nats."""
+
+    low: float
+    high: float
+    tokens: int
+    mean: float
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """The result of one arm. d is the learner's log-prob minus the recorded one."""
+
+    case: str
+    group: str  # of the entry; "" for the baseline and for several entries
+    entries: tuple[str, ...]
+    differences: dict[str, str]  # of the sampler's numerics
+    metrics: dict[str, float]  # every one of `metrics.mismatch_metrics`; `tokens` counts
+    reporting: dict[str, float] | None  # of what was drawn with against what was recorded
+    profiles: dict[str, tuple[Bin, ...]]  # by_position, by_probability, by_difference, by_length
+
+
+class Arm(NamedTuple):
+    """One sampler of the comparison: a dial with a name."""
+
+    name: str
+    mismatch: Mismatch
+
+
+def alone_and_together(whole: Mismatch) -> list[Arm]:
+    """The baseline, each entry of the dial alone, and the whole dial."""
+    alone = [Arm(mismatch.label(entry), Mismatch((entry,))) for entry in whole.entries]
+    together = [Arm(TOGETHER, whole)] if len(alone) > 1 else []
+    return [Arm(BASELINE, Mismatch()), *alone, *together]
+
+
+def check(arms: Sequence[Arm], execution: Execution, *, older: bool, remade: bool = False) -> None:
+    """Raises InputError for an arm that cannot be run, before anything is compiled."""
+    for arm in arms:
+        mismatch.check(arm.mismatch, execution)
+        if (changing := arm.mismatch.in_flight) is not None:
+            raise changing.refuse("is for runs; here the weights of a response are one version")
+        if arm.mismatch.stale_updates and not older:
+            mismatch.refuse_stale(
+                arm.mismatch, "there are no older weights here; audit a run folder that has them"
+            )
+        if not remade:
+            mismatch.refuse_merge(arm.mismatch, execution, "there are only merged weights here")
+
+
+def ablate(
+    weights: Weights,
+    prompts: Prompts,
+    arms: Sequence[Arm],
+    *,
+    execution: Execution,
+    samples: int,
+    seed: int = 0,
+    older: Callable[[int], Weights] | None = None,
+    remade: Callable[[Execution], Weights] | None = None,
+) -> Iterator[ArmResult]:
+    """Runs the arms and yields the result of each.
+
+    Args:
+      weights: the learner's compute weights.
+      execution: of the learner.
+      samples: responses per prompt.
+      older: number of updates -> the compute weights of so many updates ago.
+      remade: an execution that merges adapters by another rule -> the same weights by that rule.
+
+    Raises:
+      InputError: as `check`.
+    """
+    check(arms, execution, older=older is not None, remade=remade is not None)
+    key = jax.random.key(seed)
+    learn = learner_log_probs(execution, Score())
+    compare = jax.jit(_compare)
+    samplers: dict[Mismatch, Callable[..., Rollout]] = {}  # each is compiled once
+    for arm in arms:
+        stale = arm.mismatch.stale_updates
+        source = older(stale) if stale and older is not None else weights
+        merging = mismatch.merging(arm.mismatch, execution)
+        source = remade(merging) if remade is not None and merging != execution else source
+        drawing = arm.mismatch.drawing
+        if drawing not in samplers:
+            samplers[drawing] = programs.sampling_program(
+                execution, samples=samples, mismatch=drawing
+            )
+        weights_drawn = jax.jit(arm.mismatch.weights)(source)
+        rollout = samplers[drawing](weights_drawn, prompts, key)
+        report = partial(dial.report, mismatch=arm.mismatch, samples=samples)
+        rollout = jax.jit(report)(rollout, prompts, key)
+        log_probs, _ = learn(weights, replace(rollout, drawn_log_probs=None, hidden=None))
+        yield _result(arm, rollout, compare(log_probs, rollout), execution)
+
+
+def _compare(log_probs, rollout: Rollout) -> dict[str, Any]:
+    recorded, mask = rollout.log_probs, rollout.mask
+    comparison = {
+        "metrics": metrics.mismatch_metrics(log_probs, recorded, mask),
+        "profiles": metrics.mismatch_profiles(log_probs, recorded, mask, bins=_POSITION_BINS),
+        "difference": jnp.where(mask, jnp.abs(log_probs - recorded), 0.0),
+    }
+    if rollout.drawn_log_probs is not None:
+        comparison["reporting"] = metrics.mismatch_metrics(rollout.drawn_log_probs, recorded, mask)
+    return comparison
+
+
+def _result(arm: Arm, rollout: Rollout, compared: Any, execution: Execution) -> ArmResult:
+    compared = jax.device_get(compared)
+    entries = arm.mismatch.entries
+    alone = len(entries) == 1
+    groups = [g for g, kinds in mismatch.GROUPS.items() if alone and isinstance(entries[0], kinds)]
+    changed = mismatch.difference(execution.numerics, arm.mismatch.numerics(execution.numerics))
+    profiles = {name: _bins(profile) for name, profile in compared["profiles"].items()}
+    profiles["by_length"] = _by_length(compared["difference"], rollout)
+    reporting = compared.get("reporting")
+    return ArmResult(
+        case=arm.name,
+        group=groups[0] if groups else "",
+        entries=tuple(mismatch.label(entry) for entry in entries),
+        differences={name: f"{a} -> {b}" for name, (a, b) in changed.items()},
+        metrics={name: float(value) for name, value in compared["metrics"].items()},
+        reporting=None if reporting is None else {k: float(v) for k, v in reporting.items()},
+        profiles=profiles,
+    )
+
+
+def _bins(profile: metrics.Profile) -> tuple[Bin, ...]:
+    edges, counts, means = (np.asarray(x, np.float64).tolist() for x in profile)
+    return tuple(
+        Bin(low, high, int(count), mean)
+        for low, high, count, mean in zip(edges, edges[1:], counts, means, strict=False)
+    )
+
+
+def _by_length(difference: np.ndarray, rollout: Rollout) -> tuple[Bin, ...]:
+    """Tokens by the length of their response, in bins of equal width."""
+    mask, longest = np.asarray(rollout.mask), rollout.responses.shape[1]
+    lengths = np.broadcast_to(np.asarray(rollout.lengths)[:, None], mask.shape)
+    edges = np.linspace(1, longest + 1, min(_LENGTH_BINS, longest) + 1)
+    bins = []
+    for low, high in itertools.pairwise(edges):
+        inside = mask & (lengths >= low) & (lengths < high)
+        mean = float(np.mean(difference, where=inside)) if inside.any() else 0.0
+        bins.append(Bin(float(low), float(high), int(inside.sum()), mean))
+    return tuple(bins)

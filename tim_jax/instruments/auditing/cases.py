@@ -1,0 +1,347 @@
+"""The cases of an audit, small architectures with awkward shapes, and random parameters."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import jax
+import numpy as np
+
+from tim_jax.common.errors import InputError
+from tim_jax.model import parameters
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Sampling
+from tim_jax.model.latent import LatentConfig
+from tim_jax.model.parameters import init_params
+from tim_jax.model.rope import RopeConfig
+from tim_jax.model.weights import Kind, Params, tree
+from tim_jax.numerics import Numerics
+from tim_jax.placement import SINGLE, Placement
+
+_STOPS = 24  # one token of so many in the vocabulary ends a response
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much an audit draws: `prompts` x `samples` sequences after prompts of ragged lengths."""
+
+    prompts: int = 4
+    samples: int = 4
+    prompt_length: int = 24
+    response_length: int = 48
+    seed: int = 0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "seed" else 1
+            if value < least:
+                raise InputError(f"audit: {field.name} must be at least {least}, got {value}")
+
+    @classmethod
+    def fitting(cls, config: ModelConfig) -> "Sizes":
+        """The default sizes, less where the model has few positions."""
+        prompt = min(cls.prompt_length, max(1, config.max_positions // 3))
+        response = min(cls.response_length, config.max_positions - prompt)
+        return cls(prompt_length=prompt, response_length=response)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises `InputError` if the model has too few positions."""
+        longest = self.prompt_length + self.response_length
+        if longest > config.max_positions:
+            raise InputError(
+                f"audit: prompt and response of {longest} tokens exceed the model's "
+                f"{config.max_positions} positions"
+            )
+
+
+@dataclass(frozen=True)
+class Again:
+    """Samples prompts once more, in another batch; the tokens must be the same too."""
+
+    rows: tuple[int, ...] = ()  # of the prompts, in order; () is all of them
+    samples: int = 1  # at most `Sizes.samples`
+    one_by_one: bool = False  # a batch per prompt
+    padding: int = 0  # added to the padded prompt length and to the longest response
+    batching: Batching = ALL_AT_ONCE
+    placement: Placement = SINGLE
+
+
+@dataclass(frozen=True)
+class Score:
+    """Computes the log-probs of the drawn sequences in a learner."""
+
+    micro_batch: int | None = None  # rows per forward; None: all at once
+    loop: bool = False  # micro-batches in one program, as one accumulated gradient
+    reverse: bool = False  # rows in reverse order
+    padding: int = 0  # added to the padded prompt and response lengths, filled with other tokens
+    gradient: bool = True  # False: a forward of whole sequences, without cache or gradient
+    remat: bool = False
+    placement: Placement = SINGLE
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison with the drawn sequences of `sampling`."""
+
+    name: str
+    sampling: Sampling
+    against: Again | Score
+
+
+def plain_sampling(config: ModelConfig, sizes: Sizes) -> Sampling:
+    """Temperature 1; one token in 24 of the vocabulary stops, so that responses end anywhere."""
+    stops = tuple(range(min(3, config.vocab_size - 1), config.vocab_size, _STOPS))
+    return Sampling(sizes.response_length, stop_tokens=stops)
+
+
+def standard_cases(config: ModelConfig, sizes: Sizes, *, quick: bool = False) -> tuple[Case, ...]:
+    """The cases of an audit: the learner's side, the sampler's side, other distributions."""
+    plain = plain_sampling(config, sizes)
+    most = min(40, config.vocab_size)
+    truncated = replace(plain, temperature=0.7, top_k=most, top_p=0.9)
+    group = sizes.samples
+    cases = (
+        Case("learner, whole batch", plain, Score()),
+        Case("learner, rows in reverse", plain, Score(reverse=True)),
+        Case("learner, one row at a time", plain, Score(micro_batch=1)),
+        Case("sampler, batches of one sequence", plain, Again(one_by_one=True)),
+        Case("top-k, top-p, T 0.7: learner", truncated, Score()),
+    )
+    if quick:
+        return cases
+    backwards = tuple(reversed(range(sizes.prompts)))[: max(1, sizes.prompts - 1)]
+    return (
+        *cases,
+        Case(f"learner, micro-batches of {group} in a loop", plain, Score(group, loop=True)),
+        Case("learner, longer padding", plain, Score(padding=21)),
+        Case("learner, layers recomputed", plain, Score(remat=True)),
+        Case("forward without cache or gradient", plain, Score(gradient=False)),
+        Case(
+            "sampler, other order, padding and group",
+            plain,
+            Again(rows=backwards, samples=max(1, group - 1), padding=5),
+        ),
+        Case(
+            "sampler, 3 slots, halved once",
+            plain,
+            Again(samples=group, batching=Batching(slots=3, halvings=1)),
+        ),
+        Case("top-k, top-p, T 0.7: batches of one", truncated, Again(one_by_one=True)),
+        Case("T 1.4: learner", replace(plain, temperature=1.4), Score()),
+    )
+
+
+def placements(config: ModelConfig, sizes: Sizes, devices: int) -> tuple[Placement, ...]:
+    """Placements for an audit: 2, 4, 8, ... devices in every way that the model allows."""
+    counts = [2**i for i in range(1, devices.bit_length()) if 2**i <= devices]
+    tried = [Placement(fsdp=n) for n in counts]
+    tried += [Placement(data=n // 2, fsdp=2) for n in counts[1:]]
+    tried += [Placement(fsdp=n, decode="sharded") for n in counts[-1:]]
+    tried += [Placement(tensor=n) for n in counts]
+    tried += [Placement(fsdp=n // 2, tensor=2) for n in counts[1:]]
+    tried += [Placement(data=2, fsdp=n // 8, tensor=4) for n in counts[2:]]
+    tried += [Placement(expert=n) for n in counts]
+    tried += [Placement(data=n // 4, fsdp=2, expert=2) for n in counts[1:]]
+    tried += [Placement(fsdp=n // 4, expert=4, decode="sharded") for n in counts[2:]]
+    rows = sizes.prompts * sizes.samples
+    return tuple(p for p in tried if rows % p.shards == 0 and _fits(config, p))
+
+
+def _fits(config: ModelConfig, placement: Placement) -> bool:
+    try:
+        parameters.check(config, Numerics(column_tiles=placement.tensor), placement)
+    except InputError:
+        return False
+    return True
+
+
+def placed_cases(
+    config: ModelConfig, sizes: Sizes, placements: Iterable[Placement]
+) -> tuple[Case, ...]:
+    """Learner and sampler under each placement, against the sampler on one device."""
+    plain = plain_sampling(config, sizes)
+    return tuple(
+        case
+        for where in placements
+        for case in (
+            Case(f"learner, {where}", plain, Score(placement=where)),
+            Case(f"sampler, {where}", plain, Again(samples=sizes.samples, placement=where)),
+        )
+    )
+
+
+PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
+    {
+        "qwen3": ModelConfig(
+            model_type="qwen3",
+            vocab_size=1000,
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            intermediate_size=160,
+            max_positions=512,
+            qk_norm=True,
+            tied_embeddings=True,
+        ),
+        # 3 key heads, groups of 5, heads of 20, a prime vocabulary
+        "qwen3-awkward": ModelConfig(
+            model_type="qwen3",
+            vocab_size=101,
+            hidden_size=52,
+            num_layers=2,
+            num_heads=15,
+            num_kv_heads=3,
+            head_dim=20,
+            intermediate_size=76,
+            max_positions=512,
+            qk_norm=True,
+        ),
+        # as many key heads as query heads
+        "llama": ModelConfig(
+            model_type="llama",
+            vocab_size=1000,
+            hidden_size=60,
+            num_layers=2,
+            num_heads=5,
+            num_kv_heads=5,
+            head_dim=12,
+            intermediate_size=100,
+            max_positions=512,
+            rope=RopeConfig(
+                kind="llama3",
+                theta=500.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_positions=32,
+            ),
+        ),
+        # one key head for all queries, biases
+        "qwen2": ModelConfig(
+            model_type="qwen2",
+            vocab_size=257,
+            hidden_size=48,
+            num_layers=3,
+            num_heads=6,
+            num_kv_heads=1,
+            head_dim=8,
+            intermediate_size=90,
+            max_positions=512,
+            attention_bias=True,
+            tied_embeddings=True,
+        ),
+        # 7 experts of width 28, of which each token goes through 3
+        "qwen3-moe-awkward": ModelConfig(
+            model_type="qwen3_moe",
+            vocab_size=101,
+            hidden_size=52,
+            num_layers=2,
+            num_heads=6,
+            num_kv_heads=3,
+            head_dim=20,
+            intermediate_size=76,
+            max_positions=512,
+            qk_norm=True,
+            num_experts=7,
+            num_experts_per_tok=3,
+            moe_intermediate_size=28,
+            norm_topk_prob=True,
+        ),
+        # latent attention of odd sizes; a dense layer, then 9 experts in 3 groups, and 2 for all
+        "mla-awkward": ModelConfig(
+            model_type="deepseek_v3",
+            vocab_size=101,
+            hidden_size=52,
+            num_layers=3,
+            num_heads=5,
+            num_kv_heads=5,
+            head_dim=6,
+            intermediate_size=76,
+            max_positions=512,
+            num_experts=9,
+            num_experts_per_tok=3,
+            moe_intermediate_size=28,
+            norm_topk_prob=True,
+            num_shared_experts=2,
+            first_dense_layers=1,
+            router_groups=3,
+            router_groups_per_tok=2,
+            routed_scaling_factor=2.5,
+            latent=LatentConfig(
+                kv_lora_rank=22,
+                qk_nope_head_dim=10,
+                qk_rope_head_dim=6,
+                v_head_dim=14,
+                q_lora_rank=18,
+            ),
+        ),
+        # 5 experts, of which each token goes through 2, and one shared of another width
+        "qwen2-moe-awkward": ModelConfig(
+            model_type="qwen2_moe",
+            vocab_size=101,
+            hidden_size=52,
+            num_layers=2,
+            num_heads=6,
+            num_kv_heads=3,
+            head_dim=20,
+            intermediate_size=76,
+            max_positions=512,
+            attention_bias=True,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=28,
+            shared_expert_width=44,
+        ),
+        # a window of 13 tokens, less than any block of keys, in the first layer and the last
+        "windowed-awkward": ModelConfig(
+            model_type="qwen3",
+            vocab_size=101,
+            hidden_size=52,
+            num_layers=3,
+            num_heads=6,
+            num_kv_heads=3,
+            head_dim=20,
+            intermediate_size=76,
+            max_positions=512,
+            qk_norm=True,
+            sliding_window=13,
+            window_layers=(True, False, True),
+        ),
+        # whole tiles everywhere: what the Pallas families can take
+        "qwen3-blocks": ModelConfig(
+            model_type="qwen3",
+            vocab_size=256,
+            hidden_size=128,
+            num_layers=1,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            intermediate_size=128,
+            max_positions=512,
+            qk_norm=True,
+            tied_embeddings=True,
+        ),
+    }
+)
+
+
+def random_params(config: ModelConfig, seed: int) -> Params:
+    """Random parameters, float32, in which every part of the model has an effect.
+
+    `init_params`, but with matrices wide enough that the logits spread as a trained model's do
+    (a standard deviation of about 2), and norm weights and biases that are not all ones and zeros.
+    """
+    rng = np.random.default_rng(seed)
+    widening = np.float32(2 / (config.initializer_range * config.hidden_size**0.5))
+
+    def stirred(kind: Kind, leaf: np.ndarray) -> np.ndarray:
+        noise = np.float32(0.2) * rng.standard_normal(leaf.shape, np.float32)
+        if kind == "norm":
+            return leaf + noise
+        return noise if kind in ("bias", "buffer") else leaf * widening
+
+    kinds = tree(config, lambda weight: weight.kind)
+    return jax.tree.map(stirred, kinds, init_params(config, seed))

@@ -1,0 +1,327 @@
+"""What rows say that their tokens were drawn from: the options of a request that shape the draws.
+
+`Distribution` is temperature, top-k and top-p, and `Shaping` what is done to the logits before. An
+option that cannot be applied here is refused by its name, unless its value changes nothing.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import shown
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What is done to logits before the temperature; no value changes anything by itself.
+
+    Bias first, then penalties, then tokens are left out: the order of vLLM.
+
+    Attributes:
+        repetition: divides positive logits of tokens that stand in the prompt or before in the
+            response, and multiplies negative ones.
+        presence: is subtracted from logits of tokens that stand before in the response.
+        frequency: the same, times how often they stand there.
+        min_p: leaves out tokens below this share of the likeliest token's probability.
+        min_tokens: end tokens are left out until there are this many.
+        bias: (token, what is added to its logit), in the tokens' order.
+        allowed: the tokens that are not left out; empty for all.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join(self._words())
+
+    def _words(self) -> Iterator[str]:
+        for name, text in (
+            ("repetition", "repetition penalty"),
+            ("presence", "presence penalty"),
+            ("frequency", "frequency penalty"),
+            ("min_p", "min-p"),
+            ("min_tokens", "min-tokens"),
+        ):
+            value = getattr(self, name)
+            if value != getattr(UNSHAPED, name):
+                yield f"{text} {value:g}"
+        if self.bias:
+            yield f"a bias on {len(self.bias)} tokens"
+        if self.allowed:
+            yield f"{len(self.allowed)} allowed tokens"
+
+
+UNSHAPED = Shaping()
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What tokens are said to be drawn from: temperature, then top-k, then top-p.
+
+    Attributes:
+        raw: the log-probs are said to be those of the raw logits, before all of this.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    raw: bool = False
+    shaping: Shaping = UNSHAPED
+
+    @property
+    def truncated(self) -> bool:
+        """True if top-k or top-p leaves tokens out."""
+        return self.top_k > 0 or self.top_p < 1
+
+    @property
+    def shaped(self) -> bool:
+        """True if anything is done to the logits before the temperature."""
+        return self.shaping != UNSHAPED
+
+    @property
+    def plain(self) -> bool:
+        """True if tokens are drawn from the softmax of the logits as they are."""
+        return self.temperature in (0, 1) and not self.truncated and not self.shaped
+
+    def __str__(self) -> str:
+        words = [f"temperature {self.temperature:.4g}"]
+        words += [f"top-k {self.top_k}"] if self.top_k else []
+        words += [f"top-p {self.top_p:.4g}"] if self.top_p < 1 else []
+        words += [str(self.shaping)] if self.shaped else []
+        return ", ".join(words)
+
+
+PLAIN = Distribution()
+
+
+class Option(NamedTuple):
+    """A number among the options: its names, the bounds, and the value that changes nothing."""
+
+    names: tuple[str, ...]
+    least: float
+    most: float
+    neutral: float
+
+
+_SHAPING = {
+    "repetition": Option(("repetition_penalty",), 0.01, 100.0, 1.0),
+    "presence": Option(("presence_penalty",), -100.0, 100.0, 0.0),
+    "frequency": Option(("frequency_penalty",), -100.0, 100.0, 0.0),
+    "min_p": Option(("min_p",), 0.0, 1.0, 0.0),
+    "min_tokens": Option(("min_tokens", "min_new_tokens"), 0, math.inf, 0),
+}
+# Options that cannot be applied here, with the values besides None that change nothing.
+_NOTHING = (False, "", 0)
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1,),
+    "top_a": (0,),
+    "tfs_z": (1,),
+    "top_n_sigma": (0, -1),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "smoothing_factor": (0,),
+    "repeat_penalty": (1,),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "penalty_alpha": (0,),
+    "num_beams": (1,),
+    "use_beam_search": (False,),
+    "bad_words": _NOTHING,
+    "bad_words_ids": _NOTHING,
+    "sequence_bias": _NOTHING,
+    "suppress_tokens": _NOTHING,
+    "begin_suppress_tokens": _NOTHING,
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "logits_processors": _NOTHING,
+    "custom_logit_processor": _NOTHING,
+    "structured_outputs": _NOTHING,
+    "guided_decoding": _NOTHING,
+    "guided_json": _NOTHING,
+    "guided_regex": _NOTHING,
+    "guided_choice": _NOTHING,
+    "guided_grammar": _NOTHING,
+    "response_format": _NOTHING,
+}
+# Words that other things are called by too, so that they are options in a request alone.
+IN_REQUESTS: dict[str, tuple[Any, ...]] = {
+    "typical": (1,),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "json_schema": _NOTHING,
+    "regex": _NOTHING,
+    "ebnf": _NOTHING,
+    "grammar": _NOTHING,
+    "structural_tag": _NOTHING,
+}
+_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "stop")
+_OWN = ("temperature", "top_k", "top_p", "logprobs_mode")
+KEYS = (*_OWN, *(name for one in _SHAPING.values() for name in one.names), *_LISTS, *_REFUSED)
+
+
+def asked(values: Mapping[str, Any], *, request: bool = False) -> dict[str, Any]:
+    """The options among the keys of a row; with `request` also those that are options there alone.
+
+    Those of an inner `sampling_params`, `extra_body` or `meta_info` are among them.
+    """
+    names = (*KEYS, *IN_REQUESTS) if request else KEYS
+    found = {key: values[key] for key in names if values.get(key) is not None}
+    for name in ("sampling_params", "extra_body"):
+        inner = values.get(name)
+        if isinstance(inner, Mapping):
+            found |= asked(inner, request=True)
+    meta = values.get("meta_info")
+    if isinstance(meta, Mapping):
+        found |= {key: meta[key] for key in _OWN if meta.get(key) is not None}
+    return found
+
+
+def read(
+    values: Mapping[str, Any], where: str, *, default: Distribution, vocabulary: int
+) -> Distribution:
+    """What a row's tokens are said to be drawn from.
+
+    Raises:
+      InputError: an option is no number, is out of bounds, or cannot be applied here.
+    """
+    _refuse(values, where)
+    plain = {
+        name: _number(values, where, Option((name,), least, most, getattr(default, name)))
+        for name, least, most in (
+            ("temperature", 0.0, 100.0),
+            ("top_k", -1, math.inf),
+            ("top_p", 0.0, 1.0),
+        )
+    }
+    if plain["top_p"] == 0:
+        raise InputError(f"{where}: top_p must be a number from 0.0 to 1.0, got 0")
+    top_k = max(0, int(plain["top_k"]))  # -1 and 0 are both off, in one engine or another
+    found = Distribution(
+        float(plain["temperature"]),
+        top_k if top_k < vocabulary else 0,
+        float(plain["top_p"]),
+        shaping=_shaping(values, where, vocabulary),
+    )
+    if found.shaping.min_p and found.top_p < 1:
+        raise InputError(
+            f"{where}: min_p together with top_p is not scored here: engines differ in which of the"
+            " two comes first"
+        )
+    raw = _raw(values, where, default) and not found.plain
+    return replace(found, raw=raw)
+
+
+def _raw(values: Mapping[str, Any], where: str, default: Distribution) -> bool:
+    mode = values.get("logprobs_mode")
+    if mode is None:
+        return default.raw
+    if mode not in ("raw_logprobs", "processed_logprobs"):
+        raise InputError(
+            f"{where}: logprobs_mode must be 'raw_logprobs' or 'processed_logprobs', got"
+            f" {shown(mode)}"
+        )
+    return mode == "raw_logprobs"
+
+
+def _refuse(values: Mapping[str, Any], where: str) -> None:
+    for name, neutral in (*_REFUSED.items(), *IN_REQUESTS.items()):
+        value = values.get(name)
+        if value is None or _empty(value) or any(value == one for one in neutral):
+            continue
+        if name == "response_format" and value == {"type": "text"}:
+            continue
+        raise InputError(
+            f"{where}: {name} = {shown(value)} shaped the draws and cannot be applied here; leave"
+            " such rows out (--skip-bad does)"
+        )
+
+
+def _empty(value: Any) -> bool:
+    """Whether nothing is in it: such as a dumped value whose fields are all None."""
+    if isinstance(value, Mapping):
+        return all(x is None or x is False for x in value.values())
+    return isinstance(value, Sequence) and not len(value)
+
+
+def _number(values: Mapping[str, Any], where: str, option: Option) -> float:
+    for name in option.names:
+        value = values.get(name)
+        if value is None:
+            continue
+        number = not isinstance(value, bool) and isinstance(value, int | float | np.number)
+        whole = option.most == math.inf
+        if number and whole and not (abs(value) < _LARGEST and value == int(value)):
+            raise InputError(f"{where}: {name} must be a whole number, got {shown(value)}")
+        if not number or not option.least <= value <= option.most:
+            raise InputError(
+                f"{where}: {name} must be a number from {option.least} to {option.most}, got"
+                f" {shown(value)}"
+            )
+        return float(cast(Any, value))
+    return option.neutral
+
+
+def _shaping(values: Mapping[str, Any], where: str, vocabulary: int) -> Shaping:
+    numbers = {name: _number(values, where, one) for name, one in _SHAPING.items()}
+    minimum = int(numbers.pop("min_tokens"))
+    return Shaping(
+        **{name: float(x) for name, x in numbers.items()},
+        min_tokens=minimum,
+        bias=_bias(values.get("logit_bias"), where, vocabulary),
+        allowed=_allowed(values.get("allowed_token_ids"), where, vocabulary),
+    )
+
+
+def _bias(given: Any, where: str, vocabulary: int) -> tuple[tuple[int, float], ...]:
+    if not given:
+        return ()
+    try:
+        pairs = given.items() if isinstance(given, Mapping) else given
+        found = sorted((int(token), float(value)) for token, value in pairs)
+    except (TypeError, ValueError, OverflowError):
+        found = []
+    fine = all(0 <= token < vocabulary and math.isfinite(x) for token, x in found)
+    if not found or not fine:
+        raise InputError(
+            f"{where}: logit_bias must map ids of the model's {vocabulary} tokens to numbers, got"
+            f" {shown(given)}"
+        )
+    return tuple((token, value) for token, value in found if value)
+
+
+def _allowed(given: Any, where: str, vocabulary: int) -> tuple[int, ...]:
+    if given is None or (isinstance(given, Sequence) and not given):
+        return ()
+    ids = given if isinstance(given, list | tuple) else []
+    if not ids or not all(isinstance(x, int) and 0 <= x < vocabulary for x in ids):
+        raise InputError(
+            f"{where}: allowed_token_ids must be ids of the model's {vocabulary} tokens, got"
+            f" {shown(given)}"
+        )
+    return tuple(sorted({int(x) for x in ids}))
+
+
+def check_drawn(tokens: Sequence[int], shaping: Shaping, where: str) -> None:
+    """Refuses a row whose own options leave out a token that was drawn."""
+    for place, token in enumerate(tokens if shaping.allowed else ()):
+        if token not in shaping.allowed:
+            raise InputError(
+                f"{where}: response_token_ids[{place}] = {token} was drawn, but allowed_token_ids"
+                " leaves it out"
+            )

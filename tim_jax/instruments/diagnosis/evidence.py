@@ -1,0 +1,261 @@
+"""What one forward says of every recorded token, kept small enough to try distributions afterwards.
+
+The forward is the learner's, over whole sequences. Besides the exact log-prob under the declared
+distribution, it keeps for each token what any temperature, top-k and top-p can be computed from
+later without the model: the likeliest logits, and the log-normaliser with its first two derivatives
+at a grid of inverse temperatures. No array of [tokens, vocabulary] exists at any time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax.common.types import Rollout
+from tim_jax.instruments.diagnosis import shaping
+from tim_jax.instruments.diagnosis.declared import Distribution
+from tim_jax.instruments.diagnosis.rows import Response
+from tim_jax.instruments.diagnosis.shaping import Shapes
+from tim_jax.model.execution import Execution, Sampling, jit
+from tim_jax.model.weights import Weights
+from tim_jax.policy import distribution, scoring
+
+LIKELIEST = 128
+# Inverse temperatures, dense enough that the log-normaliser between them is good to about 1e-6.
+BETAS = 2.0 ** np.arange(-2.25, 2.26, 0.25)
+AT_ONE = int(np.flatnonzero(BETAS == 1.0)[0])
+_TOKENS = 8192  # of a batch
+_ROWS = 64  # most sequences of a batch
+
+
+class Evidence(NamedTuple):
+    """Of N tokens. Logits are relative to the largest one of their position, `peak`.
+
+    Fields of the first group are of response tokens; those of the second are of the S sequences.
+    But for `raw`, and `exact` where raw log-probs are declared, logits are as they are shaped (see
+    `shaping`).
+    """
+
+    exact: np.ndarray  # f32[N], what is to be recorded by what is declared, the learner's own bits
+    raw: np.ndarray  # f32[N], log-prob by the raw logits, at temperature 1
+    logit: np.ndarray  # f32[N], of the token
+    above: np.ndarray  # i32[N], how many logits are larger
+    peak: np.ndarray  # f32[N]
+    best: np.ndarray  # i32[N], the likeliest token
+    top: np.ndarray  # f32[N, K], the largest logits, falling
+    moments: np.ndarray  # f32[N, G, 3], log-sum-exp at BETAS and its two derivatives
+    mass_above: np.ndarray  # f32[N, G], probability at BETAS of all tokens with larger logits
+    inside: np.ndarray  # f32[N], log-sum-exp over the tokenizer's part of the vocabulary
+    stops: np.ndarray  # f32[N, E], logits of the stop tokens
+
+    end_stop: np.ndarray  # f32[S], log-prob that a stop token follows the response, temperature 1
+
+    def take(self, index: np.ndarray) -> "Evidence":
+        """The evidence of some tokens; that of sequences stays whole."""
+        fields = self._asdict()
+        end_stop = fields.pop("end_stop")
+        return Evidence(**{name: x[index] for name, x in fields.items()}, end_stop=end_stop)
+
+
+class Forward(NamedTuple):
+    """What evidence comes from: a model, as it computes."""
+
+    weights: Weights
+    execution: Execution  # its sampling is not used
+    tokenizer_size: int  # tokens that the tokenizer knows
+    stop_tokens: tuple[int, ...]
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has."""
+        return self.execution.config.vocab_size
+
+
+def gather(forward: Forward, responses: Sequence[Response]) -> Evidence:
+    """The evidence of the tokens of all responses, in their order."""
+    fields = [name for name in Evidence._fields if name != "end_stop"]
+    ordered = _of_responses(forward, responses, _summaries)
+    whole = {name: np.concatenate([x[name][:-1] for x in ordered]) for name in fields}
+    end_stop = np.asarray([x["stop"][-1] for x in ordered], np.float32)
+    return Evidence(**whole, end_stop=end_stop)
+
+
+def log_probs(forward: Forward, responses: Sequence[Response]) -> np.ndarray:
+    """f32[N], the field `exact` of the evidence alone, which takes less time."""
+    ordered = _of_responses(forward, responses, _exact)
+    return np.concatenate([x["exact"][:-1] for x in ordered])
+
+
+def _of_responses(
+    forward: Forward, responses: Sequence[Response], program: Callable[..., Any]
+) -> list[dict[str, np.ndarray]]:
+    """What a program finds of each response's tokens, and of the place after them."""
+    parts: dict[int, dict[str, np.ndarray]] = {}
+    for numbers, rollout, declared in _batches(responses):
+        execution = _executing(forward.execution, declared)
+        shaped = None
+        if declared.shaped:
+            whole = [responses[i].declared for i in numbers]
+            shaped = shaping.arrays(whole, len(rollout.lengths), forward.vocabulary)
+        run = program(execution, forward.tokenizer_size, forward.stop_tokens, declared.raw)
+        found = jax.device_get(run(forward.weights, rollout, shaped))
+        for row, number in enumerate(numbers):
+            count = len(responses[number]) + 1
+            parts[number] = {name: x[row, :count] for name, x in found.items()}
+    return [parts[number] for number in range(len(responses))]
+
+
+def _executing(execution: Execution, declared: Distribution) -> Execution:
+    # At temperature 0 engines report log-probs of the plain distribution.
+    plain = declared.raw or declared.temperature == 0
+    sampling = Sampling(
+        temperature=1.0 if plain else declared.temperature,
+        top_k=0 if plain else declared.top_k,
+        top_p=1.0 if plain else declared.top_p,
+    )
+    return Execution(execution.config, execution.numerics, sampling)
+
+
+@lru_cache(maxsize=64)
+def _summaries(
+    execution: Execution, tokenizer_size: int, stop_tokens: tuple[int, ...], raw: bool
+) -> Any:
+    def summary(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+        more = _summary(shaped, tokens, tokenizer_size, stop_tokens)
+        exact = _exact_of(plain if raw else shaped, tokens, execution)
+        return exact | more | {"raw": _raw_of(plain, tokens)}
+
+    return _program(summary, execution, stop_tokens)
+
+
+@lru_cache(maxsize=64)
+def _exact(
+    execution: Execution, tokenizer_size: int, stop_tokens: tuple[int, ...], raw: bool
+) -> Any:
+    del tokenizer_size
+
+    def exact(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+        return _exact_of(plain if raw else shaped, tokens, execution)
+
+    return _program(exact, execution, stop_tokens)
+
+
+def _exact_of(logits: jax.Array, tokens: jax.Array, execution: Execution) -> dict[str, jax.Array]:
+    sampling, numerics = execution.sampling, execution.numerics
+    exact = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
+    return {"exact": exact}
+
+
+def _raw_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    relative = logits - jnp.max(logits, axis=-1, keepdims=True)
+    own = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
+    return own - jax.scipy.special.logsumexp(relative, axis=-1)
+
+
+def _program(
+    of_tile: Callable[..., Any], execution: Execution, stop_tokens: tuple[int, ...]
+) -> Any:
+    """A program of weights, a rollout, and what shapes its logits, if anything does."""
+
+    def run(weights: Weights, rollout: Rollout, shaped: Shapes | None) -> dict[str, jax.Array]:
+        def of_rows(logits: jax.Array, tokens: jax.Array, *places: jax.Array) -> Any:
+            if shaped is None:
+                return of_tile(logits, logits, tokens)
+            how = {"rollout": rollout, "shapes": shaped, "stop_tokens": stop_tokens}
+            return of_tile(logits, shaping.shape(logits, tokens, *places, **how), tokens)
+
+        size = rollout.responses.shape
+        places = () if shaped is None else (jnp.arange(size[0] * size[1]).reshape(size),)
+        return scoring.of_logits(weights, rollout, of_rows, execution=execution, more=places)
+
+    return jit(run, execution.numerics)
+
+
+def _summary(logits, tokens, tokenizer_size, stop_tokens) -> dict[str, jax.Array]:
+    peak = jnp.max(logits, axis=-1)
+    relative = logits - peak[:, None]
+    logit = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
+    # Not the indices that `top_k` gives as well: with a slice of these XLA sorts the vocabulary.
+    top, _ = jax.lax.top_k(relative, min(LIKELIEST, logits.shape[1]))
+    betas = jnp.asarray(BETAS, jnp.float32)
+    by_beta = jax.lax.map(lambda beta: _moments(relative, logit, beta), betas)
+    moments, mass_above = (jnp.moveaxis(x, 0, 1) for x in by_beta)
+    stops = relative[:, jnp.asarray(stop_tokens, jnp.int32)]
+    normaliser = jax.scipy.special.logsumexp(relative, axis=-1)
+    return {
+        "logit": logit,
+        "above": jnp.sum((relative > logit[:, None]).astype(jnp.int32), axis=-1),
+        "peak": peak,
+        "best": jnp.argmax(relative, axis=-1).astype(jnp.int32),
+        "top": top,
+        "moments": moments,
+        "mass_above": mass_above,
+        "inside": jax.scipy.special.logsumexp(relative[:, :tokenizer_size], axis=-1),
+        "stops": stops,
+        "stop": jax.scipy.special.logsumexp(stops, axis=-1) - normaliser,
+    }
+
+
+def _moments(relative: jax.Array, logit: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """log sum exp(beta z) of z f32[N, V], the mean of z and its variance: f32[N, 3].
+
+    And f32[N], the share of that sum of the logits above `logit`.
+    """
+    weights = jnp.exp(beta * relative)
+    total = jnp.sum(weights, axis=-1)
+    mean = jnp.sum(weights * relative, axis=-1) / total
+    variance = jnp.sum(weights * jnp.square(relative - mean[:, None]), axis=-1) / total
+    above = jnp.sum(jnp.where(relative > logit[:, None], weights, 0.0), axis=-1)
+    return jnp.stack([jnp.log(total), mean, variance], axis=-1), above / total
+
+
+def _batches(
+    responses: Sequence[Response],
+) -> Iterator[tuple[list[int], Rollout, Distribution]]:
+    """Batches of one distribution and of similar lengths, in few shapes."""
+
+    def key(number: int):
+        response = responses[number]
+        declared = response.declared
+        shape = _rounded(len(response.prompt)), _rounded(len(response) + 1)
+        numbers = declared.temperature, declared.top_k, declared.top_p
+        return (*numbers, declared.raw, declared.shaped), shape
+
+    for (_, shape), group in groupby(sorted(range(len(responses)), key=key), key=key):
+        numbers = list(group)
+        most = max(1, min(_ROWS, _TOKENS // sum(shape), _rounded(len(numbers), least=1)))
+        for start in range(0, len(numbers), most):
+            some = numbers[start : start + most]
+            filled = some + some[-1:] * (most - len(some))
+            rollout = _rollout([responses[i] for i in filled], *shape)
+            yield some, rollout, responses[some[0]].declared
+
+
+def _rounded(size: int, *, least: int = 64) -> int:
+    """One of few sizes, multiples of `least`, so that few programs are compiled.
+
+    At most a sixteenth of the next power of two is added, or up to `least`. Padding changes no bit.
+    """
+    step = max(least, (1 << (size - 1).bit_length()) // 16)
+    return size + -size % step
+
+
+def _rollout(responses: Sequence[Response], prompt_size: int, size: int) -> Rollout:
+    """One place is left after each response, for what would follow it."""
+    rows = len(responses)
+    prompts, tokens = np.zeros((rows, prompt_size), np.int32), np.zeros((rows, size), np.int32)
+    for row, response in enumerate(responses):
+        prompts[row, : len(response.prompt)] = response.prompt
+        tokens[row, : len(response)] = response.tokens
+    return Rollout(
+        prompts=jnp.asarray(prompts),
+        prompt_lengths=jnp.asarray([len(r.prompt) for r in responses], jnp.int32),
+        responses=jnp.asarray(tokens),
+        lengths=jnp.asarray([len(r) + 1 for r in responses], jnp.int32),
+        log_probs=jnp.zeros((rows, size), jnp.float32),
+        finished=jnp.ones(rows, bool),
+    )

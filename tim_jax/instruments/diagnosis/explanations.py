@@ -1,0 +1,367 @@
+"""Explanations that need no further forward: what was drawn from, and what was reported.
+
+An explanation predicts the log-prob that the system recorded for each token, and how likely each
+draw was. Both are compared with what the null says: that recorded are the exact log-probs of the
+declared distribution, from which the tokens were drawn.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from tim_jax.instruments.diagnosis import noise
+from tim_jax.instruments.diagnosis.declared import UNSHAPED, Distribution
+from tim_jax.instruments.diagnosis.distributions import COLDEST, HOTTEST, chances
+from tim_jax.instruments.diagnosis.evidence import AT_ONE, LIKELIEST, Evidence
+from tim_jax.instruments.diagnosis.rows import Response
+
+Kind = Literal["none", "numerics", "fault"]
+_FITTED = 4096  # tokens that parameters are fitted on
+_MOST_PADDING = 4096  # rows of padding in a vocabulary
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """One account of the recorded log-probs of N tokens.
+
+    Attributes:
+        name: short, as in tables; the same for all strengths of one fault.
+        text: a clause for people: "the log-probs are ...".
+        kind: "fault" is a mistake to mend, "numerics" another precision or order of sums.
+        predicted: f64[N], the log-probs that the system would have recorded; NaN: no prediction.
+        drawn: f64[N], log-probs of the draws.
+        parameters: name -> fitted value.
+        structure: nats of further evidence, such as where responses end, against the null.
+        shows: i64[M], tokens that show it where log-probs do not.
+        rows: i64[R], the responses in which it holds, if not in all.
+        sizes: f64[N] if only the sizes of the differences are predicted, not themselves.
+    """
+
+    name: str
+    text: str
+    kind: Kind
+    predicted: np.ndarray
+    drawn: np.ndarray
+    parameters: dict[str, float] = field(default_factory=dict)
+    structure: float = 0.0
+    shows: np.ndarray | None = None
+    rows: np.ndarray | None = None
+    sizes: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """N recorded tokens of S responses, side by side, with the evidence of one forward."""
+
+    responses: tuple[Response, ...]
+    evidence: Evidence
+    stop_tokens: tuple[int, ...]
+    vocabulary: int
+    tokenizer_size: int
+
+    @property
+    def hidden(self) -> np.ndarray:
+        """bool[N], left out by a loss mask, as the output of a tool is.
+
+        What is recorded there means nothing, and the model may not have drawn the token.
+        """
+        return np.concatenate(
+            [np.zeros(len(r), bool) if r.mask is None else ~r.mask for r in self.responses]
+        )
+
+    @property
+    def recorded(self) -> np.ndarray:
+        """f64[N], NaN where a loss mask hides the token."""
+        found = np.concatenate([r.log_probs for r in self.responses]).astype(np.float64)
+        return np.where(self.hidden, np.nan, found)
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """i64[N], the response of each token."""
+        return np.repeat(np.arange(len(self.responses)), [len(r) for r in self.responses])
+
+    @property
+    def position(self) -> np.ndarray:
+        """i64[N], the place in the response."""
+        return np.concatenate([np.arange(len(r)) for r in self.responses])
+
+    @property
+    def lasts(self) -> np.ndarray:
+        """i64[S], the last token of each response."""
+        return np.cumsum([len(r) for r in self.responses]) - 1
+
+    def take(self, numbers: Sequence[int]) -> "Tokens":
+        """Some of the responses."""
+        inside = np.isin(self.sequence, np.asarray(numbers))
+        evidence = self.evidence.take(inside)._replace(
+            end_stop=self.evidence.end_stop[np.asarray(numbers)]
+        )
+        return replace(self, responses=tuple(self.responses[i] for i in numbers), evidence=evidence)
+
+
+Change = Callable[[Distribution], Distribution]
+
+
+def _same(declared: Distribution) -> Distribution:
+    return declared
+
+
+def by_distribution(
+    tokens: Tokens, reported: Change = _same, drawn: Change = _same, *, whole: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """(predicted, drawn), f64[N] both: recorded under one change of what is declared, drawn under
+    another. `whole`: reported without renormalisation over what a truncation keeps."""
+    each = [replace(r.declared, shaping=UNSHAPED) for r in tokens.responses]  # it is in the logits
+    kinds = sorted(set(each), key=repr)
+    of_response = np.asarray([kinds.index(one) for one in each])
+    of_token = of_response[tokens.sequence]
+    predicted, draws = np.empty(len(of_token)), np.empty(len(of_token))
+    for number, declared in enumerate(kinds):
+        own = of_token == number
+        evidence = tokens.evidence if own.all() else tokens.evidence.take(own)
+        found = chances(evidence, reported(declared))
+        predicted[own] = found.whole if whole else found.renormalised
+        if declared.raw and reported is _same:
+            predicted[own] = evidence.raw
+        same = drawn(declared) == reported(declared)
+        draws[own] = (found if same else chances(evidence, drawn(declared))).drawn
+    return predicted, draws
+
+
+def null(tokens: Tokens) -> Explanation:
+    """Recorded are the exact log-probs, and the draws are those declared."""
+    _, drawn = by_distribution(tokens)
+    exact = tokens.evidence.exact.astype(np.float64)
+    return Explanation("none", "the log-probs are the declared ones", "none", exact, drawn)
+
+
+def reporting(tokens: Tokens) -> Iterator[Explanation]:
+    """Every explanation that needs this evidence alone, but those of `ends`."""
+    base = null(tokens)
+    yield from _of_declared(tokens)
+    yield from _temperatures(tokens)
+    yield from _truncations(tokens)
+    yield from _shifted(tokens, base)
+    yield from _masks(tokens, base)
+    yield from _vocabularies(tokens, base)
+    yield replace(
+        base,
+        name="first_tokens",
+        text="the first token of each response is of another context: another prompt or template",
+        kind="fault",
+        predicted=np.where(tokens.position == 0, np.nan, base.predicted),
+    )
+
+
+def _fault(name: str, text: str, arrays: tuple[np.ndarray, np.ndarray], **given) -> Explanation:
+    return Explanation(name, text, "fault", *arrays, **given)
+
+
+def _untruncated(declared: Distribution) -> Distribution:
+    return Distribution(declared.temperature)
+
+
+def _of_declared(tokens: Tokens) -> Iterator[Explanation]:
+    """What is declared of draws but not in the log-probs, or the reverse: nothing is fitted."""
+    declared = {r.declared for r in tokens.responses}
+    drawn = null(tokens).drawn
+    if any(d.shaped or d.temperature not in (0, 1) for d in declared if not d.raw):
+        yield _fault(
+            "raw_log_probs",
+            "the log-probs are those of the raw logits, without temperature, top-k and top-p"
+            + (", and without what else was asked for" if any(d.shaped for d in declared) else ""),
+            (tokens.evidence.raw.astype(np.float64), drawn),
+        )
+    if any(d.raw for d in declared):
+        yield _fault(
+            "processed_log_probs",
+            "the log-probs are those that the tokens were drawn by, not those of the raw logits",
+            (by_distribution(tokens, lambda declared: replace(declared, raw=False))[0], drawn),
+        )
+    if any(d.truncated for d in declared if not d.raw):
+        yield _fault(
+            "ignored_truncation",
+            "the log-probs are not renormalised over what top-k and top-p keep",
+            by_distribution(tokens, _untruncated),
+        )
+
+
+def _warmed(log_temperature: float) -> Change:
+    temperature = float(np.exp(log_temperature))
+    return lambda declared: replace(declared, temperature=temperature)
+
+
+def _temperatures(tokens: Tokens) -> Iterator[Explanation]:
+    some = _fitting_part(tokens)
+    for name, text, both in (
+        ("temperature", "drawn and recorded at temperature {:.4g}", True),
+        ("recorded_temperature", "the log-probs are those at temperature {:.4g}", False),
+    ):
+
+        def of(x: float, tokens: Tokens, both: bool = both):
+            change = _warmed(x)
+            return by_distribution(tokens, change, change if both else _same)
+
+        x = _fitted(lambda x: -_likelihood(some, *of(x, some)))
+        found = float(np.exp(x))
+        yield _fault(name, text.format(found), of(x, tokens), parameters={"temperature": found})
+
+    def drawn(x: float, tokens: Tokens):
+        return by_distribution(tokens, drawn=_warmed(x))
+
+    x = _fitted(lambda x: -float(drawn(x, some)[1][~some.hidden].sum()))
+    found = float(np.exp(x))
+    text = f"drawn at temperature {found:.4g}, but recorded without it"
+    yield _fault("drawn_temperature", text, drawn(x, tokens), parameters={"temperature": found})
+
+
+def _fitted(loss: Callable[[float], float]) -> float:
+    """The logarithm of the temperature at which a loss is least."""
+    grid = np.log(np.geomspace(COLDEST, HOTTEST, 25))
+    best = int(np.argmin([loss(x) for x in grid]))
+    bounds = (grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)])
+    return noise.least(loss, *bounds)
+
+
+def _likelihood(tokens: Tokens, predicted: np.ndarray, drawn: np.ndarray) -> float:
+    weight = noise.weights(tokens.evidence.exact)
+    recorded = noise.fit(tokens.recorded - predicted, weight).total
+    return recorded + float(drawn[~tokens.hidden].sum())
+
+
+def _fitting_part(tokens: Tokens) -> Tokens:
+    """Whole responses, evenly chosen, of about as many tokens as parameters are fitted on."""
+    count = len(tokens.responses)
+    stride = max(1, round(len(tokens.sequence) / _FITTED))
+    return tokens if stride == 1 else tokens.take(range(0, count, min(stride, count)))
+
+
+_TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128)
+_TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
+
+
+def _truncations(tokens: Tokens) -> Iterator[Explanation]:
+    """A truncation that is not declared, renormalised in the log-probs or not."""
+    some = _fitting_part(tokens)
+    # The mass that a declared top-k keeps is not known where it is beyond the stored logits.
+    unknown = any(r.declared.top_k > LIKELIEST for r in tokens.responses)
+    for name, values in (("top_k", _TOP_K), ("top_p", _TOP_P)):
+        if name == "top_p" and unknown:
+            continue
+        values = [x for x in values if x < min(tokens.vocabulary, LIKELIEST + 1)]
+        for renormalised in (True, False):
+            loss, value = min(
+                (-_likelihood(some, *_truncated(some, name, x, renormalised)), x) for x in values
+            )
+            del loss
+            words = "renormalised over it" if renormalised else "not renormalised over it"
+            yield _fault(
+                name if renormalised else f"{name}_ignored",
+                f"drawn with {name} = {value:g}, the log-probs {words}",
+                _truncated(tokens, name, value, renormalised),
+                parameters={name: float(value)},
+            )
+
+
+def _truncated(tokens: Tokens, name: str, value: float, renormalised: bool):
+    def change(declared: Distribution) -> Distribution:
+        return replace(declared, **{name: value})
+
+    return by_distribution(tokens, change if renormalised else _same, change)
+
+
+def _shifted(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
+    """Log-probs that stand one place beside their tokens."""
+    same_next = np.append(np.diff(tokens.sequence) == 0, False)
+    same_before = np.insert(np.diff(tokens.sequence) == 0, 0, False)
+    for text, found, inside in (
+        ("of the token after it", np.roll(base.predicted, -1), same_next),
+        ("of the token before it", np.roll(base.predicted, 1), same_before),
+    ):
+        yield replace(
+            base,
+            name="shifted",
+            text=f"each token has the log-prob {text}",
+            kind="fault",
+            predicted=np.where(inside, found, np.nan),
+        )
+
+
+def _masks(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
+    """Tokens that were left out because they equal one token, the pad token.
+
+    Left out are those that a loss mask hides, or that have a log-prob of exactly 0.
+    """
+    ids = np.concatenate([r.tokens for r in tokens.responses])
+    zero = (tokens.recorded == 0) & (base.predicted < -1e-3)
+    padding = _padding(tokens)
+    for left_out in (tokens.hidden & ~padding, zero):
+        if not left_out.any():
+            continue
+        names, counts = np.unique(ids[left_out], return_counts=True)
+        token = names[np.argmax(counts)]
+        if (ids[left_out] != token).any() or not left_out[(ids == token) & ~padding].all():
+            continue
+        share = max((ids == token).mean(), 1 / len(ids))
+        yield replace(
+            base,
+            name="pad_mask",
+            text=f"every token {token} is left out, as by a mask made as `token != pad`",
+            kind="fault",
+            predicted=np.where(left_out, 0.0, base.predicted),
+            structure=-float(left_out.sum()) * np.log(share),
+            shows=np.flatnonzero(left_out),
+        )
+
+
+def _padding(tokens: Tokens) -> np.ndarray:
+    """bool[N], what a loss mask hides behind a response: nothing that was drawn.
+
+    But for a first token there that ends the response.
+    """
+    found = []
+    for response in tokens.responses:
+        kept = np.ones(len(response), bool) if response.mask is None else response.mask
+        start = np.flatnonzero(kept)[-1] + 1 if kept.any() else 0
+        ended = start > 0 and response.tokens[start - 1] in tokens.stop_tokens
+        if start < len(kept) and not ended and response.tokens[start] in tokens.stop_tokens:
+            start += 1
+        found.append(np.arange(len(kept)) >= start)
+    return np.concatenate(found)
+
+
+def _vocabularies(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
+    """A log-normaliser over more or fewer rows of the head than the model has."""
+    if any(r.declared != Distribution() for r in tokens.responses):
+        return
+    evidence = tokens.evidence
+    normaliser = evidence.moments[:, AT_ONE, 0].astype(np.float64)
+    zero = -evidence.peak.astype(np.float64)  # a padded row's logit is 0
+
+    def padded(log_rows: float) -> np.ndarray:
+        return base.predicted + normaliser - np.logaddexp(normaliser, log_rows + zero)
+
+    weight = noise.weights(evidence.exact)
+
+    def loss(log_rows: float) -> float:
+        return -noise.fit(tokens.recorded - padded(log_rows), weight).total
+
+    rows = max(1, round(float(np.exp(noise.least(loss, 0.0, np.log(_MOST_PADDING))))))
+    yield replace(
+        base,
+        name="padded_vocabulary",
+        text=f"the softmax takes in {rows} padded rows of the vocabulary, whose logits are 0",
+        kind="fault",
+        predicted=padded(np.log(rows)),
+        parameters={"rows": float(rows)},
+    )
+    if tokens.tokenizer_size < tokens.vocabulary:
+        yield replace(
+            base,
+            name="cut_vocabulary",
+            text=f"the softmax is over the tokenizer's {tokens.tokenizer_size} tokens alone",
+            kind="fault",
+            predicted=base.predicted + normaliser - evidence.inside,
+        )

@@ -1,0 +1,400 @@
+"""What other systems write, as rows of `rows.KEYS`.
+
+plain   a sequence a line, with the keys of `rows.KEYS`, or other usual names, see `aliases`
+vllm    responses of an OpenAI-style server (`/v1/completions`, `/v1/chat/completions`) with
+        `logprobs`, and `return_token_ids` or `return_tokens_as_token_ids`; or `RequestOutput`s
+sglang  responses of SGLang's `/generate` with `return_logprob`; its OpenAI-style ones are as vLLM's
+verl    rows or batches of a `DataProto`: prompts, responses, attention_mask, rollout_log_probs
+trl     prompt_ids, completion_ids, logprobs: of `trl vllm-serve`, or of a `rollout_func`
+tunix   a `RolloutOutput`: tokens, left_padded_prompt_tokens, logprobs
+
+A line may also be `{"request": ..., "response": ...}`; the request then says how it was sampled,
+and after which prompt, if the response does not. Arrays in memory are read as lists.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tim_jax.common.errors import InputError, check_choice
+from tim_jax.common.inputs import DEEPEST, expanded, json_value, shown
+from tim_jax.instruments.diagnosis import aliases, declared
+from tim_jax.instruments.diagnosis.rollouts import SHAPING
+from tim_jax.instruments.diagnosis.rows import Row
+
+FORMATS = ("auto", "plain", "vllm", "sglang", "verl", "trl", "tunix")
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+_TOKEN_ID = re.compile(r"token_id:(\d+)")
+
+
+def read(
+    source: str | Path | Iterable[Mapping[str, Any]], *, form: str = "auto", pad: int | None = None
+) -> Iterator[Row | InputError]:
+    """Yields the rows of a file, or of mappings in memory, in their order.
+
+    A line that cannot be read is yielded as the `InputError` that says why.
+
+    Args:
+      source: a `.jsonl`, `.json` (an array, or one object) or `.parquet` file, or its lines.
+      form: one of `FORMATS`; "auto" tells by the keys of each line.
+      pad: the pad token, which tunix's prompts begin with.
+
+    Raises:
+      InputError: there is no such file, or it cannot be read at all.
+    """
+    check_choice("rollouts: format", form, FORMATS)
+    for line in _lines(source):
+        if isinstance(line, InputError):
+            yield line
+            continue
+        try:
+            yield from rows(line.values, line.where, form=form, pad=pad)
+        except InputError as error:
+            yield error
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            name = detect(line.values) if form == "auto" else form
+            yield InputError(f"{line.where}: not in the shape of {name}: {shown(reason)}")
+
+
+def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None) -> Iterator[Row]:
+    """One line, of one of the formats, as the rows that it holds."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"{where}: must be an object with keys, got {shown(values)}")
+    values = _listed(values)
+    asked: Mapping[str, Any] = {}
+    if isinstance(values.get("request"), Mapping) and isinstance(values.get("response"), Mapping):
+        asked, values = values["request"], values["response"]
+        values = _with_prompt(values, asked)
+    given = {name: asked[name] for name in SHAPING if asked.get(name) is not None}
+    given |= declared.asked(asked, request=True) | declared.asked(values)
+    name = detect(values) if form == "auto" else form
+    try:
+        found = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    for number, row in enumerate(found):
+        place = where if len(found) == 1 else f"{where}, response {number}"
+        own = {key: x for key, x in row.items() if key not in declared.IN_REQUESTS}
+        yield Row(given | own, place)
+
+
+def _listed(value: Any, depth: int = DEEPEST) -> Any:
+    """Arrays and tensors as lists, wherever they stand in a row."""
+    if not depth or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _listed(inner, depth - 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_listed(inner, depth - 1) for inner in value]
+    return _listed(value.tolist(), depth - 1) if hasattr(value, "tolist") else value
+
+
+def _with_prompt(values: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A response, with what its request says of the prompt where it says nothing itself."""
+    ids = asked.get("prompt_token_ids") or asked.get("input_ids")
+    prompt = asked.get("prompt") or asked.get("messages") or asked.get("text")
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        ids, prompt = ids or prompt, None
+    if ids and not (values.get("prompt_token_ids") or values.get("input_ids")):
+        values = {**values, "prompt_token_ids": ids}
+    return {**values, "prompt": prompt} if prompt and not values.get("prompt") else values
+
+
+def detect(values: Any) -> str:
+    """The format of a line, by its keys."""
+    keys = set(values) if isinstance(values, Mapping) else set()
+    if keys & {"rollout_log_probs"} and not keys & {"prompts", "responses"}:
+        return "plain"  # as slime has it
+    for name, marks in _MARKS:
+        if marks & keys:
+            return name
+    return "plain"
+
+
+def plain(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A line in this project's own format, or with the names that other programs give its keys."""
+    yield aliases.renamed(values)
+
+
+def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """An OpenAI-style response, a row for each choice; or a dumped `RequestOutput`."""
+    if "outputs" in values:
+        yield from _request_output(values)
+        return
+    for choice in values["choices"]:
+        logprobs = choice.get("logprobs")
+        if not logprobs:
+            raise InputError("the response has no logprobs; ask the server for logprobs=1")
+        chat = logprobs.get("content")
+        if chat is not None:
+            names, log_probs = [x["token"] for x in chat], [x["logprob"] for x in chat]
+            top = [{x["token"]: x["logprob"] for x in t.get("top_logprobs") or ()} for t in chat]
+        else:
+            names, log_probs = logprobs["tokens"], logprobs["token_logprobs"]
+            top = logprobs.get("top_logprobs")
+        ids = choice.get("token_ids") or _token_ids(names)
+        prompt = choice.get("prompt_token_ids") or values.get("prompt_token_ids")
+        ids, log_probs, top = _without_echo(prompt, ids, log_probs, top)
+        message = choice.get("message") or {}
+        yield {
+            "prompt_token_ids": prompt,
+            "response_token_ids": ids,
+            "logprobs": log_probs,
+            "top_logprobs": _top_by_id(top),
+            "text": choice.get("text") or message.get("content"),
+            "prompt": values.get("prompt"),
+            **_ending(choice),
+            "weights_version": values.get("weights_version"),
+        }
+
+
+def _ending(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """How a choice ended: vLLM's `stop_reason`, or what SGLang calls `matched_stop`."""
+    found = {"finish_reason": choice.get("finish_reason")}
+    if choice.get("matched_stop") is not None:
+        return found | {"stop_reason": choice["matched_stop"]}
+    return found | {key: choice[key] for key in ("stop_reason",) if key in choice}
+
+
+def _without_echo(prompt: Any, ids: Any, log_probs: Any, top: Any) -> tuple[Any, Any, Any]:
+    """A response without the prompt before it, whose first token has no log-prob."""
+    if not prompt or not ids or ids[: len(prompt)] != prompt or log_probs[0] is not None:
+        return ids, log_probs, top
+    return ids[len(prompt) :], log_probs[len(prompt) :], top and top[len(prompt) :]
+
+
+def _token_ids(names: Sequence[str]) -> list[int] | None:
+    """The ids that the names of tokens are, or None if they are texts, of which ids are made."""
+    found = [_TOKEN_ID.fullmatch(name) for name in names]
+    return [int(one[1]) for one in found if one] if all(found) else None
+
+
+def _top_by_id(top: Any) -> list[dict[str, float]] | None:
+    """Alternatives by token id, if the server gave ids."""
+    if not top or not all(isinstance(choices, Mapping) for choices in top):
+        return None
+    if not all(_TOKEN_ID.fullmatch(name) for choices in top for name in choices):
+        return None
+    return [{name.partition(":")[2]: x for name, x in choices.items()} for choices in top]
+
+
+def _request_output(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for output in values["outputs"]:
+        ids = output["token_ids"]
+        yield {
+            "prompt_token_ids": values["prompt_token_ids"],
+            "response_token_ids": ids,
+            "logprobs": [
+                _number(choices[str(token)] if str(token) in choices else choices[token])
+                for choices, token in zip(output["logprobs"], ids, strict=True)
+            ],
+            "text": output.get("text"),
+            "prompt": values.get("prompt"),
+            **_ending(output),
+        }
+
+
+def _number(value: Any) -> float:
+    return value["logprob"] if isinstance(value, Mapping) else value
+
+
+def sglang(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A response of `/generate`: log-prob, token id and text of each token in `meta_info`."""
+    if "choices" in values:
+        yield from vllm(values)
+        return
+    meta = values["meta_info"]
+    triples = meta.get("output_token_logprobs")
+    if triples is None:
+        raise InputError("meta_info has no output_token_logprobs; ask with return_logprob=true")
+    prompt = values.get("prompt_token_ids") or values.get("input_ids")
+    if prompt is None and meta.get("input_token_logprobs"):
+        prompt = [triple[1] for triple in meta["input_token_logprobs"]]
+        if len(prompt) != meta.get("prompt_tokens", len(prompt)):
+            raise InputError(
+                f"input_token_logprobs has {len(prompt)} of {meta['prompt_tokens']} prompt tokens;"
+                " ask with logprob_start_len=0, or put the prompt's ids into input_ids"
+            )
+    yield {
+        "prompt_token_ids": prompt,
+        "response_token_ids": [triple[1] for triple in triples],
+        "logprobs": [triple[0] for triple in triples],
+        "text": values.get("text"),
+        "prompt": values.get("prompt"),
+        "finish_reason": meta.get("finish_reason"),
+        "weights_version": meta.get("weight_version"),
+    }
+
+
+def verl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of a `DataProto`: prompts are padded on the left, responses on the right."""
+    if "rollout_log_probs" not in values:
+        raise InputError(
+            "has no rollout_log_probs; verl's rollout_data_dir holds text alone: dump prompts,"
+            " responses, attention_mask and rollout_log_probs of the batch, with"
+            " rollout.calculate_log_probs=True"
+        )
+    for row in _batch(values, "prompts", _VERL):
+        prompt, response = row["prompts"], row["responses"]
+        attended = row["attention_mask"]
+        if len(attended) != len(prompt) + len(response):
+            raise InputError(
+                f"attention_mask has {len(attended)} places for {len(prompt)} + {len(response)}"
+            )
+        inside = attended[len(prompt) :]
+        count = sum(1 for x in inside if x)
+        yield {
+            "prompt_token_ids": [t for t, a in zip(prompt, attended, strict=False) if a],
+            "response_token_ids": response[:count],
+            "logprobs": row["rollout_log_probs"][:count],
+            "mask": _verl_mask(row, len(prompt), len(response), count),
+        }
+
+
+def _verl_mask(row: Mapping[str, Any], before: int, size: int, count: int) -> list[Any] | None:
+    """The mask of the `count` tokens of a response in `size` places, after `before` of the prompt.
+
+    A `response_mask` is of the response alone, the `loss_mask` of verl's multi-turn batches of the
+    prompt as well.
+    """
+    name = "loss_mask" if row.get("response_mask") is None else "response_mask"
+    mask = row.get(name)
+    if mask is None:
+        return None
+    if len(mask) not in (size, before + size):
+        raise InputError(
+            f"{name} has {len(mask)} places; it must have the response's {size}, or {before + size}"
+            " with the prompt's"
+        )
+    return mask[len(mask) - size :][:count]
+
+
+_VERL = ("responses", "attention_mask", "rollout_log_probs", "response_mask", "loss_mask")
+
+
+def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A batch of `trl vllm-serve` or of a `rollout_func`, or one row of it.
+
+    The server gives each prompt once, and then the n completions of the first prompt, those of the
+    second, and so on.
+    """
+    if values.get("logprobs") is None:
+        raise InputError("has no logprobs; TRL's completions table is text alone")
+    prompts, count = values["prompt_ids"], len(values["completion_ids"])
+    if isinstance(prompts[0], Sequence) and count and count % len(prompts) == 0:
+        each = count // len(prompts)
+        values = {**values, "prompt_ids": [ids for ids in prompts for _ in range(each)]}
+    names = ("completion_ids", "logprobs", "logprob_token_ids", "env_mask")
+    for row in _batch(values, "prompt_ids", names):
+        log_probs, ids = row["logprobs"], row["completion_ids"]
+        if log_probs and isinstance(log_probs[0], Sequence):  # the drawn token among the likeliest
+            choices = row.get("logprob_token_ids") or [[token] for token in ids]
+            log_probs = [
+                found[names.index(token)]
+                for found, names, token in zip(log_probs, choices, ids, strict=True)
+            ]
+        yield {
+            "prompt_token_ids": row["prompt_ids"],
+            "response_token_ids": ids,
+            "logprobs": log_probs,
+            "mask": row.get("env_mask"),
+        }
+
+
+def tunix(values: Mapping[str, Any], *, pad: int | None = None) -> Iterator[dict[str, Any]]:
+    """A `RolloutOutput` or `SamplerOutput`, whose prompts are padded on the left."""
+    padded = "left_padded_prompt_tokens"
+    padded = padded if padded in values else "padded_prompt_tokens"
+    pad = values.get("pad_id", pad)
+    if pad is None:
+        raise InputError("prompts are padded on the left; add pad_id, the pad token")
+    for row in _batch(values, padded, ("tokens", "logprobs", "text")):
+        prompt = list(row[padded])
+        while len(prompt) > 1 and prompt[0] == pad:
+            prompt.pop(0)
+        if row.get("logprobs") is None:
+            raise InputError("has no logprobs; set return_logprobs in RolloutConfig")
+        count = len(row["logprobs"])
+        yield {
+            "prompt_token_ids": prompt,
+            "response_token_ids": list(row["tokens"])[:count],
+            "logprobs": row["logprobs"],
+            "text": row.get("text"),
+        }
+
+
+def _batch(values: Mapping[str, Any], first: str, rest: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a batch of lists; one row if there is no batch axis."""
+    names = [name for name in (first, *rest) if values.get(name) is not None]
+    head = values[first]
+    if not isinstance(head[0], Sequence):
+        yield {name: values[name] for name in names}
+        return
+    for name in names:
+        if len(values[name]) != len(head):
+            raise InputError(
+                f"{name} has {len(values[name])} sequences, but {first} has {len(head)}; there must"
+                " be as many"
+            )
+    for number in range(len(head)):
+        yield {name: values[name][number] for name in names}
+
+
+_READERS = {"plain": plain, "vllm": vllm, "sglang": sglang, "verl": verl, "trl": trl}
+_MARKS = (
+    ("plain", {"response_token_ids"}),
+    ("verl", {"rollout_log_probs"}),
+    ("sglang", {"meta_info"}),
+    ("vllm", {"choices", "outputs"}),
+    ("trl", {"completion_ids"}),
+    ("tunix", {"left_padded_prompt_tokens", "padded_prompt_tokens"}),
+    ("verl", {"responses", "output"}),
+)
+
+
+def _lines(source: Any) -> Iterator[Row | InputError]:
+    if not isinstance(source, str | Path):
+        yield from (Row(values, f"row {i}") for i, values in enumerate(source, 1))
+        return
+    path = expanded(source)
+    if path.suffix not in _SUFFIXES:
+        raise InputError(f"rollouts {path}: unknown file type; known: {', '.join(_SUFFIXES)}")
+    if not path.is_file():
+        raise InputError(f"rollouts {path}: no such file")
+    yield from _parquet(path) if path.suffix == ".parquet" else _json(path)
+
+
+def _json(path: Path) -> Iterator[Row | InputError]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"rollouts {path}: cannot be read: {error}") from error
+    if path.suffix == ".json":
+        values = json_value(text, f"rollouts {path}")
+        several = isinstance(values, list)
+        for number, value in enumerate(values if several else [values], 1):
+            yield Row(value, f"{path}, row {number}" if several else f"{path}")
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield Row(json_value(line, f"{path}, line {number}"), f"{path}, line {number}")
+            except InputError as error:
+                yield error
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    if find_spec("pyarrow") is None:
+        raise InputError(f"rollouts {path}: Parquet needs pyarrow: pip install 'tim-jax[math]'")
+    from pyarrow import ArrowException, parquet  # an extra
+
+    try:
+        values = parquet.read_table(path).to_pylist()
+    except (OSError, ArrowException) as error:
+        raise InputError(
+            f"rollouts {path}: not readable as Parquet: {shown(f'{error}')}"
+        ) from error
+    yield from (Row(row, f"{path}, row {number}") for number, row in enumerate(values, 1))

@@ -1,0 +1,395 @@
+"""A verdict for people and for programs: text, JSON, and an HTML page that needs nothing else."""
+
+import html
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tim_jax import metrics
+from tim_jax.instruments.diagnosis.explanations import Tokens
+from tim_jax.instruments.diagnosis.judged import (
+    LEAST_LOCAL,
+    NORMAL_K3,
+    NORMAL_LARGEST,
+    NORMAL_MEAN,
+    Judged,
+    abnormal,
+    sizes_of,
+)
+from tim_jax.instruments.diagnosis.parts import Part
+from tim_jax.instruments.diagnosis.verdict import Place, Verdict, place
+
+WORST = 12
+_SHOWN = 8  # explanations in the text
+_MOST = 0.5  # of the gap, that low precision explains if the whole is called so
+_ROWS = 5  # rows of a bad part in the text
+_LENGTH_BINS = 6
+_CONTEXT = 6  # tokens before one that is shown
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def as_record(
+    verdict: Verdict, decode: Decode, *, warnings: Sequence[str] = (), assumed: str = ""
+) -> dict[str, Any]:
+    """Everything that a report says, as plain values.
+
+    Keys: `state` ("exact", "numerics", "fault"), `verdict` (a sentence), `sizes`, `normal`,
+    `explanation` and `remains` (None without one), `half_precision` (None if the differences are
+    more than twice those that it makes on this model), `first` (the first token that shows a
+    fault), `part` (of a fault that touches less than half of the tokens: its `rows`, `positions` in
+    them, and the sizes of the `others`; else None), `explanations` (all that were tried, the most
+    likely first), `metrics` and `profiles` (of `tim_jax.metrics`, and `by_length`), `worst` tokens,
+    `assumed` (what no row says, and the option for it), `warnings`.
+    """
+    tokens = verdict.tokens
+    columns = _columns(tokens)
+    best = verdict.best
+    return {
+        "state": verdict.state,
+        "verdict": sentence(verdict),
+        "tokens": int((~tokens.hidden).sum()),
+        "responses": len(tokens.responses),
+        "sizes": verdict.sizes,
+        "normal": {"k3": NORMAL_K3, "mean": NORMAL_MEAN, "largest": NORMAL_LARGEST},
+        "explanation": None if best is None else _judged(best),
+        "half_precision": None if verdict.half is None else _judged(verdict.half),
+        "remains": None if best is None else sizes_of(best.residual),
+        "second": None if verdict.second is None else _judged(verdict.second),
+        "first": None if verdict.first is None else _place(verdict.first, tokens, decode),
+        "part": None if verdict.part is None else _part(verdict.part),
+        "explanations": [_judged(one) for one in verdict.judged],
+        "metrics": _metrics(columns),
+        "profiles": _profiles(columns, tokens),
+        "worst": [_place(one, tokens, decode) for one in _worst(tokens)],
+        "assumed": assumed,
+        "warnings": list(warnings),
+    }
+
+
+def sentence(verdict: Verdict) -> str:
+    """The verdict in a sentence."""
+    sizes, best = verdict.sizes, verdict.best
+    size = f"mean |d| {sizes['mean']:.2g}, largest {sizes['largest']:.2g}, K3 {sizes['k3']:.2g}"
+    source = f"; {best.explanation.text}" if best is not None else ""
+    if verdict.state == "exact":
+        return "Exact: every recorded log-prob has the bits of the exact forward."
+    if verdict.state == "numerics":
+        source = source or "; of no source tried here"
+        return f"This is numerics, of a size normal {_normal_where(verdict)}: {size}{source}."
+    if best is not None and best.explanation.kind == "fault":
+        return f"This is a fault: {best.explanation.text}."
+    if verdict.part is not None:
+        count, rows = len(verdict.part.places), len(verdict.part.rows)
+        whole = int((~verdict.tokens.hidden).sum()), len(verdict.tokens.responses)
+        return (
+            f"This is a fault: {count:,} of {_count(whole[0], 'token')}, in {rows:,} of"
+            f" {_count(whole[1], 'row')}, differ by what no known cause explains ({size})."
+        )
+    if best is not None and best.share >= _MOST:
+        return f"This is low precision, but larger than normal: {size}{source}."
+    return f"This is a fault: a difference of this size that no known cause explains ({size})."
+
+
+def _normal_where(verdict: Verdict) -> str:
+    if not abnormal(verdict.sizes) or verdict.half is None:
+        return "among engines"
+    half = verdict.half
+    return f"for this model ({half.scale:.1f} times that of {half.explanation.name})"
+
+
+def text(record: dict[str, Any]) -> str:
+    """The record for a terminal."""
+    lines = [record["verdict"]]
+    sizes = record["sizes"]
+    lines.append(
+        f"{record['tokens']:,} tokens of {record['responses']:,} responses: {_sizes(sizes)}"
+        f" (normal: up to {NORMAL_MEAN:g}, {NORMAL_LARGEST:g} and {NORMAL_K3:g})"
+    )
+    if record["assumed"]:
+        lines.append(record["assumed"])
+    if record["explanation"] is not None:
+        lines.append(_explained(record["explanation"], record["remains"]))
+    elif record["state"] == "fault":
+        tried = dict.fromkeys(one["name"] for one in record["explanations"])
+        lines.append(f"Tried: {', '.join(tried)}")
+    if record["second"] is not None:
+        lines.append(f"Of what remains most is {record['second']['text']}")
+    if record["first"] is not None:
+        lines.append(f"The first token that shows it: {_sentence_of(record['first'])}")
+    if record["part"] is not None:
+        lines.append(_sentence_of_part(record["part"]))
+    lines += [f"warning: {line}" for line in record["warnings"]]
+    shown = [one for one in record["explanations"] if _worth_showing(one)][:_SHOWN]
+    if shown:
+        lines.append("")
+        lines.append(f"{'explanation':<34} {'gain, nats':>12} {'of the gap':>11}")
+        lines += [f"{one['name']:<34} {one['gain']:>12.1f} {_share(one):>11}" for one in shown]
+    return "\n".join(lines)
+
+
+def _worth_showing(one: dict[str, Any]) -> bool:
+    """Whether an explanation is likelier than none, and explains anything of what it is about."""
+    if one["gain"] <= 0 or one["matches"] == "sizes":
+        return False
+    return one["share"] >= LEAST_LOCAL or not one["moves"]
+
+
+def _share(one: dict[str, Any]) -> str:
+    return _percent(one["share"]) if one["moves"] else "draws, ends"
+
+
+def as_json(record: dict[str, Any]) -> str:
+    """The record as JSON; what is not finite is null."""
+    return json.dumps(_finite(record), indent=2, allow_nan=False)
+
+
+def _finite(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _finite(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_finite(value) for value in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node
+
+
+def _judged(one: Judged) -> dict[str, Any]:
+    return {
+        "name": one.explanation.name,
+        "text": one.explanation.text,
+        "kind": one.explanation.kind,
+        "parameters": one.explanation.parameters,
+        "matches": "sizes" if one.explanation.sizes is not None else "tokens",
+        "gain": one.gain,
+        "share": one.share,
+        "moves": one.moves,
+        "remains": one.remains,
+        "scale": one.scale,
+        "tokens": len(one.tokens.sequence),
+    }
+
+
+def _place(one: Place, tokens: Tokens, decode: Decode) -> dict[str, Any]:
+    response = next(r for r in tokens.responses if r.where == one.where)
+    before = (*response.prompt, *response.tokens[: one.position])[-_CONTEXT:]
+    return {
+        "where": one.where,
+        "position": one.position,
+        "token": one.token,
+        "text": decode([one.token]),
+        "context": decode(before),
+        "recorded": one.recorded,
+        "exact": one.exact,
+        "predicted": one.predicted,
+    }
+
+
+def _sentence_of(one: dict[str, Any]) -> str:
+    predicted = "" if one["predicted"] is None else f", explained {one['predicted']:.4f}"
+    recorded = "left out" if math.isnan(one["recorded"]) else f"{one['recorded']:.4f}"
+    return (
+        f"{one['where']}, response token {one['position']} {one['text']!r} after"
+        f" {one['context']!r}: recorded {recorded}, exact {one['exact']:.4f}{predicted}"
+    )
+
+
+def _explained(one: dict[str, Any], left: dict[str, float]) -> str:
+    if not one["moves"]:
+        return (
+            f"It is about draws or ends, not about the gap, at odds of e^{one['gain']:.0f}; the"
+            f" gap: {_sizes(left)}"
+        )
+    start = "It explains" if one["kind"] == "fault" else f"{one['name']} explains"
+    return (
+        f"{start} {_percent(one['share'])} of the gap, at odds of e^{one['gain']:.0f}; what"
+        f" remains: {_sizes(left)}"
+    )
+
+
+def _sizes(sizes: dict[str, float]) -> str:
+    return f"mean |d| {sizes['mean']:.3g}, largest {sizes['largest']:.3g}, K3 {sizes['k3']:.3g}"
+
+
+def _part(part: Part) -> dict[str, Any]:
+    tokens = part.tokens
+    positions = tokens.position[part.places]
+    owners = tokens.sequence[part.places]
+    d = tokens.recorded - tokens.evidence.exact
+    others = np.delete(d, part.places)
+    numbers = list(dict.fromkeys(owners.tolist()))
+    rows = [
+        {"where": tokens.responses[i].where, "positions": positions[owners == i].tolist()}
+        for i in numbers
+    ]
+    return {"tokens": len(part.places), "rows": rows, "others": sizes_of(others)}
+
+
+def _short(where: str) -> str:
+    """A place without its file."""
+    return where[max(where.rfind("line "), where.find("row "), 0) :]
+
+
+def _sentence_of_part(part: dict[str, Any]) -> str:
+    rows = part["rows"]
+    named = [f"{_short(one['where'])} ({len(one['positions'])})" for one in rows[:_ROWS]]
+    more = [f"and {len(rows) - _ROWS} more"] if len(rows) > _ROWS else []
+    return (
+        f"The part of {_count(part['tokens'], 'token')} lies in {_count(len(rows), 'row')}:"
+        f" {', '.join((*named, *more))}; the other tokens: {_sizes(part['others'])}"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def _worst(tokens: Tokens) -> list[Place]:
+    gap = np.nan_to_num(np.abs(tokens.recorded - tokens.evidence.exact))
+    order = np.argsort(-gap, kind="stable")[:WORST]
+    return [place(tokens, int(i), None) for i in order if gap[i] > 0]
+
+
+def _columns(tokens: Tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(exact, recorded, mask), [S, R] each."""
+    shape = len(tokens.responses), max(len(r) for r in tokens.responses)
+    at = tokens.sequence, tokens.position
+    exact, recorded = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    mask = np.zeros(shape, bool)
+    exact[at], mask[at] = tokens.evidence.exact, ~tokens.hidden
+    recorded[at] = np.nan_to_num(tokens.recorded)
+    return exact, recorded, mask
+
+
+@lru_cache(maxsize=1)
+def _compared() -> Any:
+    def compared(exact, recorded, mask):
+        return (
+            metrics.mismatch_metrics(exact, recorded, mask),
+            metrics.mismatch_profiles(exact, recorded, mask),
+        )
+
+    return jax.jit(compared)
+
+
+def _metrics(columns: Sequence[np.ndarray]) -> dict[str, float]:
+    found, _ = _compared()(*map(jnp.asarray, columns))
+    return {name: float(value) for name, value in jax.device_get(found).items()}
+
+
+def _profiles(columns: Sequence[np.ndarray], tokens: Tokens) -> dict[str, list[dict[str, float]]]:
+    """Bins of |d|: `low` <= key < `high`, `tokens` in it and their `mean`."""
+    _, found = _compared()(*map(jnp.asarray, columns))
+    profiles = {
+        name: _bins(*(np.asarray(x, np.float64).tolist() for x in profile))
+        for name, profile in jax.device_get(found).items()
+    }
+    exact, recorded, mask = columns
+    gap = np.abs(exact - recorded)
+    lengths = np.broadcast_to(mask.sum(axis=1)[:, None], mask.shape)
+    edges = np.linspace(1, mask.shape[1] + 1, min(_LENGTH_BINS, mask.shape[1]) + 1)
+    inside = [mask & (lengths >= a) & (lengths < b) for a, b in itertools.pairwise(edges)]
+    counts = [int(x.sum()) for x in inside]
+    means = [float(gap[x].mean()) if x.any() else 0.0 for x in inside]
+    return profiles | {"by_length": _bins(edges.tolist(), counts, means)}
+
+
+def _bins(edges, counts, means) -> list[dict[str, float]]:
+    return [
+        {"low": a, "high": b, "tokens": int(count), "mean": mean}
+        for (a, b), count, mean in zip(itertools.pairwise(edges), counts, means, strict=True)
+    ]
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
+h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.1rem; margin-top: 2rem }}
+.fault {{ border-left: 6px solid #b3261e; padding-left: 1rem }}
+.numerics, .exact {{ border-left: 6px solid #1b7f3b; padding-left: 1rem }}
+table {{ border-collapse: collapse; width: 100% }}
+td, th {{ text-align: right; padding: .15rem .6rem; border-bottom: 1px solid #8884 }}
+td:first-child, th:first-child {{ text-align: left }} code {{ white-space: pre-wrap }}
+.bar {{ background: #4a7ebb; height: .7rem; display: inline-block }}
+</style></head><body>
+<div class="{state}"><h1>{verdict}</h1>{lines}</div>
+{sections}
+</body></html>
+"""
+
+
+def as_html(record: dict[str, Any], title: str) -> str:
+    """The record as a page of its own."""
+    sections = [
+        _section(
+            "Explanations",
+            ("explanation", "gain, nats", "of the gap", "remains, mean |d|"),
+            [
+                (one["text"], f"{one['gain']:.1f}", _share(one), f"{one['remains']:.3g}")
+                for one in record["explanations"]
+                if _worth_showing(one)
+            ],
+        ),
+        _section(
+            "Worst tokens",
+            ("token", "where", "recorded", "exact"),
+            [
+                (
+                    f"{one['context']}[{one['text']}]",
+                    f"{one['where']}, token {one['position']}",
+                    f"{one['recorded']:.4f}",
+                    f"{one['exact']:.4f}",
+                )
+                for one in record["worst"]
+            ],
+        ),
+        *(_profile(name, bins) for name, bins in record["profiles"].items()),
+        _section(
+            "Metrics",
+            ("metric", "value"),
+            [(name, f"{value:.6g}") for name, value in record["metrics"].items()],
+        ),
+    ]
+    lines = "".join(f"<p>{html.escape(line)}</p>" for line in _summary(record))
+    return _PAGE.format(
+        title=html.escape(title),
+        state=record["state"],
+        verdict=html.escape(record["verdict"]),
+        lines=lines,
+        sections="\n".join(sections),
+    )
+
+
+def _summary(record: dict[str, Any]) -> list[str]:
+    """The lines of the text between the verdict and the table."""
+    lines = text(record).split("\n")[1:]
+    return lines[: lines.index("")] if "" in lines else lines
+
+
+def _section(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    body = row(head, "th") + "".join(row(cells, "td") for cells in rows)
+    return f"<h2>{html.escape(title)}</h2><table>{body}</table>"
+
+
+def _profile(name: str, bins: Sequence[dict[str, float]]) -> str:
+    most = max((one["mean"] for one in bins), default=0.0) or 1.0
+    rows = "".join(
+        f"<tr><td>{one['low']:.4g} to {one['high']:.4g}</td><td>{one['tokens']:,}</td>"
+        f"<td>{one['mean']:.3g}</td><td style='text-align:left; width:50%'>"
+        f"<span class='bar' style='width:{100 * one['mean'] / most:.1f}%'></span></td></tr>"
+        for one in bins
+    )
+    head = "<tr><th>bin</th><th>tokens</th><th>mean |d|</th><th></th></tr>"
+    return f"<h2>|d| {html.escape(name.replace('_', ' '))}</h2><table>{head}{rows}</table>"

@@ -1,0 +1,226 @@
+"""Explanations that need a forward of their own: other numerics, other weights, other prompts."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tim_jax import mismatch
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.diagnosis.declared import UNSHAPED, Distribution
+from tim_jax.instruments.diagnosis.evidence import Evidence, Forward, gather, log_probs
+from tim_jax.instruments.diagnosis.explanations import Explanation, Kind, Tokens, by_distribution
+from tim_jax.instruments.diagnosis.rows import Response
+from tim_jax.mismatch import Entry, Mismatch
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import Weights
+from tim_jax.tasks.text import encode_prompt
+
+# Low precision, as engines have it: each an entry of the dial.
+SOURCES: tuple[Entry, ...] = (
+    mismatch.compute(dtype="bfloat16"),
+    mismatch.compute(dtype="float16"),
+    mismatch.lm_head(dtype="bfloat16"),
+    mismatch.logits(dtype="bfloat16"),
+    mismatch.softmax(dtype="bfloat16"),
+    mismatch.attention_softmax(dtype="bfloat16"),
+    mismatch.kv_cache(dtype="bfloat16"),
+    mismatch.kv_cache(dtype="float8_e4m3fn"),
+    mismatch.kv_cache(dtype="float8_e5m2"),
+    mismatch.kv_cache(dtype="int8"),
+    mismatch.quantised_weights(dtype="int8"),
+    mismatch.quantised_weights(dtype="float8_e4m3fn"),
+    mismatch.quantised_weights(dtype="int4"),
+)
+
+OTHERS = 7  # variants of requests and prompts, at most
+
+Change = Callable[[Response], Response | None]
+
+
+def unchanged(response: Response) -> Response | None:
+    """The response in its own context."""
+    return response
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One other forward.
+
+    Attributes:
+        change: the response with another context; None if this variant does not apply to it.
+    """
+
+    name: str
+    text: str
+    kind: Kind
+    forward: Forward
+    change: Change = unchanged
+
+
+def explanations(variant: Variant, tokens: Tokens) -> Iterator[Explanation]:
+    """What the variant predicts for these tokens: their log-probs; for numerics also the sizes.
+
+    Nothing, if it changes no response. Responses that it does not apply to stay as they are.
+    """
+    changed = [variant.change(response) for response in tokens.responses]
+    if not any(one is not None for one in changed):
+        return
+    pairs = zip(changed, tokens.responses, strict=True)
+    responses = [r if one is None else one for one, r in pairs]
+    predicted, drawn = _under(variant.forward, responses, tokens)
+    found = Explanation(variant.name, variant.text, variant.kind, predicted, drawn)
+    yield found
+    if variant.kind == "numerics":
+        exact = tokens.evidence.exact.astype(np.float64)
+        sizes = _sizes(np.abs(predicted - exact), exact, tokens.position)
+        _, as_declared = by_distribution(tokens)
+        yield replace(found, predicted=exact, drawn=as_declared, sizes=sizes)
+
+
+def _under(
+    forward: Forward, responses: Sequence[Response], tokens: Tokens
+) -> tuple[np.ndarray, np.ndarray]:
+    """f64[N], the log-probs by another forward, and those of the draws under what is declared."""
+    if not any(_drawn_otherwise(r.declared) for r in responses):
+        exact = log_probs(forward, responses).astype(np.float64)
+        return exact, exact
+    evidence = gather(forward, responses)
+    _, drawn = by_distribution(replace(tokens, evidence=evidence))
+    return evidence.exact.astype(np.float64), drawn
+
+
+def _drawn_otherwise(declared: Distribution) -> bool:
+    """Whether the log-probs of draws are others than those to be recorded."""
+    return declared.truncated or declared.raw or declared.temperature == 0
+
+
+def _sizes(difference: np.ndarray, exact: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """The size of differences f64[N] as a smooth function of probability and position.
+
+    By least squares of log |d| on log(1 - p) and log(1 + position), which is also how length
+    enters; scaled to the mean |d|.
+    """
+    some = difference > 0
+    if some.sum() < 8:
+        return np.full(len(difference), max(float(difference.mean()), 1e-9))
+    rare = np.log(np.maximum(-np.expm1(np.minimum(exact, 0.0)), 1e-3))
+    columns = np.stack([np.ones(len(rare)), rare, np.log1p(position)], axis=1)
+    fitted, *_ = np.linalg.lstsq(columns[some], np.log(difference[some]), rcond=None)
+    sizes = np.exp(columns @ fitted)
+    return sizes * (difference.mean() / sizes.mean())
+
+
+def of_numerics(forward: Forward, sources: Sequence[Entry] = SOURCES) -> Iterator[Variant]:
+    """A variant for each entry of the dial that this model and its numerics can have."""
+    for entry in sources:
+        dial = Mismatch((entry,))
+        try:
+            mismatch.check(dial, forward.execution)
+        except InputError:
+            continue
+        numerics = dial.numerics(forward.execution.numerics)
+        weights = dial.weights(forward.weights)
+        if numerics == forward.execution.numerics and weights is forward.weights:
+            continue
+        execution = Execution(forward.execution.config, numerics)
+        label = mismatch.label(entry)
+        yield Variant(
+            label,
+            f"low precision: {label}",
+            "numerics",
+            forward._replace(weights=weights, execution=execution),
+        )
+
+
+def of_requests(forward: Forward) -> Iterator[Variant]:
+    """A variant in which nothing of what was asked for was done to the logits."""
+
+    def change(response: Response) -> Response | None:
+        asked = response.declared
+        plain = replace(asked, shaping=UNSHAPED)
+        return replace(response, declared=plain) if asked.shaped else None
+
+    text = "the penalties and biases that were asked for were not applied"
+    yield Variant("shaping_ignored", text, "fault", forward, change)
+
+
+def of_weights(forward: Forward, others: Sequence[tuple[str, Weights]]) -> Iterator[Variant]:
+    """A variant for each named set of other weights."""
+    for name, weights in others:
+        text = f"the weights are those of {name}"
+        yield Variant(f"weights of {name}", text, "fault", forward._replace(weights=weights))
+
+
+def of_prompts(forward: Forward, tokenizer: Any, best: dict[str, int]) -> Iterator[Variant]:
+    """Variants of what stood before the response.
+
+    Args:
+      best: a response's place -> its likeliest first token, for one that may have been stripped.
+    """
+    bos = None if tokenizer is None else tokenizer.bos_token_id
+
+    def variant(name: str, text: str, change: Change) -> Variant:
+        return Variant(name, text, "fault", forward, change)
+
+    if bos is not None:
+        yield variant(
+            "bos_missing", f"the system had a BOS token {bos} before the prompt", _bos(bos)
+        )
+        yield variant("bos_added", "the system had no BOS token before the prompt", _no_bos(bos))
+    yield variant(
+        "prompt_longer", "the system's prompt was without its last token", lambda r: _shorter(r, 1)
+    )
+    yield variant(
+        "first_token_stripped",
+        "the first drawn token of each response was stripped",
+        lambda r: replace(r, prompt=(*r.prompt, best[r.where])),
+    )
+    if tokenizer is None:
+        return
+    for templated in (True, False) if tokenizer.chat_template else (False,):
+        how = "through the chat template" if templated else "without the chat template"
+        yield variant(
+            "prompt_templated" if templated else "prompt_plain",
+            f"the system was given the prompt {how}",
+            _encoded(tokenizer, templated),
+        )
+
+
+def _bos(bos: int) -> Change:
+    return lambda r: replace(r, prompt=(bos, *r.prompt))
+
+
+def _no_bos(bos: int) -> Change:
+    return lambda r: _without(r, 1) if r.prompt[0] == bos else None
+
+
+def _without(response: Response, count: int) -> Response | None:
+    rest = response.prompt[count:]
+    return replace(response, prompt=rest) if rest else None
+
+
+def _shorter(response: Response, count: int) -> Response | None:
+    rest = response.prompt[:-count]
+    return replace(response, prompt=rest) if rest else None
+
+
+def _encoded(tokenizer: Any, templated: bool) -> Change:
+    def change(response: Response) -> Response | None:
+        text = response.prompt_text
+        if text is None:
+            text = tokenizer.decode(response.prompt, skip_special_tokens=templated)
+        try:
+            prompt = tuple(encode_prompt(tokenizer, text, chat_template=templated))
+        except InputError:
+            return None
+        return None if prompt == response.prompt else replace(response, prompt=prompt)
+
+    return change
+
+
+def likeliest_first(tokens: Tokens, evidence: Evidence) -> dict[str, int]:
+    """A response's place -> its likeliest first token."""
+    firsts = tokens.lasts - np.asarray([len(r) - 1 for r in tokens.responses])
+    return {r.where: int(evidence.best[i]) for r, i in zip(tokens.responses, firsts, strict=True)}

@@ -1,0 +1,357 @@
+"""Scores rollouts, tries the explanations, and says which one explains how much.
+
+All numbers are nats. An explanation's `gain` is its log-likelihood less that of the null, that
+recorded are the exact log-probs of the declared distribution but for noise, less what its fitted
+parameters cost. A gain of `DECISIVE` is odds of 22,000 to 1.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from tim_jax import mismatch
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.diagnosis import ends, parts, variants
+from tim_jax.instruments.diagnosis.evidence import Forward, gather
+from tim_jax.instruments.diagnosis.explanations import Explanation, Tokens, null, reporting
+from tim_jax.instruments.diagnosis.judged import (
+    DECISIVE,
+    LEAST_WITHIN,
+    MEAN_FACTOR,
+    NORMAL_LARGEST,
+    Judged,
+    abnormal,
+    alike,
+    fit,
+    judge,
+    material,
+    sizes_of,
+)
+from tim_jax.instruments.diagnosis.parts import Part
+from tim_jax.instruments.diagnosis.rows import Response
+from tim_jax.instruments.diagnosis.variants import Variant
+from tim_jax.mismatch import Entry
+from tim_jax.model.weights import Weights
+
+# Sizes that are normal on the model at hand, if its logits make half precision cost more than the
+# published ones.
+HALF_PRECISION = tuple(
+    mismatch.label(mismatch.compute(dtype=dtype)) for dtype in ("bfloat16", "float16")
+)
+_ROUNDING = 1e-5  # differences of another order of sums in float32: nothing else is tried
+_NOTHING_LEFT = 1e-4  # nats; about what another order of sums and interpolation leave
+_SHOWING = 3.0  # nats of gain by which a single token shows an explanation
+_PANEL = 2048  # tokens that other forwards are tried on, or about as many, at least
+
+State = Literal["exact", "numerics", "fault"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A token that shows something."""
+
+    where: str  # file and line
+    position: int
+    token: int
+    recorded: float
+    exact: float
+    predicted: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What a diagnosis found.
+
+    Attributes:
+        state: "exact", "numerics" (differences of a normal size) or "fault".
+        judged: the explanations that were tried, the most likely first; the null is not among them.
+        best: the one that is taken, or None.
+        second: what explains most of what it leaves, or None.
+        first: the first token that shows it, or None.
+        half: half precision, of which the differences have about the sizes, or None. Its `scale` is
+            by how much they are larger.
+        part: the bad part of the tokens of a fault, if the others are another matter, or None.
+    """
+
+    state: State
+    tokens: Tokens
+    judged: tuple[Judged, ...]
+    best: Judged | None
+    second: Judged | None
+    first: Place | None
+    sizes: dict[str, float]
+    half: Judged | None = None
+    part: Part | None = None
+
+    @property
+    def normal(self) -> bool:
+        """False for a fault."""
+        return self.state != "fault"
+
+
+def diagnose(
+    responses: Sequence[Response],
+    forward: Forward,
+    *,
+    others: Sequence[tuple[str, Weights]] = (),
+    tokenizer: Any = None,
+    sources: Sequence[Entry] = variants.SOURCES,
+) -> Verdict:
+    """Says what is wrong with recorded log-probs, if anything.
+
+    Args:
+      responses: of `rollouts.collect`.
+      forward: the model that is said to have drawn them.
+      others: named weights that may have drawn them instead: earlier checkpoints, or a base model
+        without its adapter.
+      tokenizer: for other prompts.
+      sources: of low precision that are tried; each compiles a forward.
+
+    Raises:
+      InputError: the loss masks leave no token to compare.
+    """
+    _check_masks(responses)
+    tokens = Tokens(
+        tuple(responses),
+        gather(forward, responses),
+        forward.stop_tokens,
+        forward.execution.config.vocab_size,
+        forward.tokenizer_size,
+    )
+    base = null(tokens)
+    first = (*reporting(tokens), *ends.ending(tokens), *parts.of_tokens(tokens, base))
+    found = _judged(first, tokens, base)
+    sizes = sizes_of(tokens.recorded - base.predicted)
+    if sizes["largest"] > _ROUNDING and not any(map(_all, found)):
+        panel = _panel(tokens)
+        tried = _tried(panel, forward, others, tokenizer, sources)
+        most = len(sources) + len(others) + variants.OTHERS
+        found += _forwards(panel, tried, len(tokens.sequence), most)
+    return _decided(tokens, base, sorted(found, key=lambda one: -one.gain), sizes)
+
+
+def _check_masks(responses: Sequence[Response]) -> None:
+    """Refuses responses that are hidden as a whole: nothing compared is not a pass."""
+    if any(r.mask is None or r.mask.any() for r in responses):
+        return
+    raise InputError(
+        f"rollouts: mask is 0 at all {sum(map(len, responses))} response tokens, from"
+        f" {responses[0].where} on, so there is nothing to compare; it must be 1 at tokens that the"
+        " model drew"
+    )
+
+
+def _judged(
+    tried: Iterable[Explanation], tokens: Tokens, base: Explanation, total: int = 0
+) -> list[Judged]:
+    """Explanations as they are, and as they hold in some rows alone."""
+    before = fit(base, tokens)
+    found = [judge(one, tokens, base, total, before=before) for one in tried]
+    some = [
+        parts.in_some_rows(one.explanation, tokens, base, one.gains)
+        for one in found
+        if one.explanation.kind == "fault"
+    ]
+    more = (judge(one, tokens, base, total, before=before) for one in some if one is not None)
+    return [*found, *more]
+
+
+def _decided(
+    tokens: Tokens, base: Explanation, found: Sequence[Judged], sizes: dict[str, float]
+) -> Verdict:
+    best = _best([one for one in found if one.gain > DECISIVE and material(one)])
+    fault = best is not None and best.explanation.kind == "fault"
+    state: State = "numerics" if sizes["largest"] > 0 else "exact"
+    half = _half_precision(found, sizes, len(tokens.sequence))
+    if fault or (abnormal(sizes) and half is None):
+        state = "fault"
+    second = _second(best, found, tokens) if best is not None and fault else None
+    part = _part(best, tokens, base) if state == "fault" else None
+    first = _first(best, tokens, base, part) if state == "fault" else None
+    return Verdict(state, tokens, tuple(found), best, second, first, sizes, half, part)
+
+
+def _part(best: Judged | None, tokens: Tokens, base: Explanation) -> Part | None:
+    """The bad part: what a fault touches, or else what is outside of the noise."""
+    if best is not None and best.explanation.kind == "fault":
+        return parts.part_of(best.tokens, best.touched) if best.local else None
+    return parts.part_of(tokens, parts.outside(tokens, base.predicted))
+
+
+def _best(found: Sequence[Judged]) -> Judged | None:
+    """The most likely, or one of its kind that is not decidedly less likely and fits fewer numbers.
+
+    A fitted temperature of 0.998 follows rounding a little better than raw log-probs do.
+    """
+    if not found:
+        return None
+    top = found[0]
+    if top.explanation.kind == "numerics":
+        # Low precision of the bulk is likelier than a fault of a part, and does not excuse it.
+        faults = [one for one in found if one.explanation.kind == "fault" and one.local]
+        top = next((one for one in faults if not _covers(top, one)), top)
+    near = [
+        one
+        for one in found
+        if one.gain > top.gain - DECISIVE and one.explanation.kind == top.explanation.kind
+    ]
+    return min(near, key=_fitted)
+
+
+def _covers(numerics: Judged, fault: Judged) -> bool:
+    """Whether low precision explains most of the gap at the tokens that a fault touches."""
+    inside = np.isin(fault.tokens.sequence, _numbers(fault.tokens, numerics.tokens))
+    if inside.sum() != len(numerics.tokens.sequence):
+        return False
+    own = fault.touched[inside]
+    gap = np.abs(numerics.tokens.recorded - numerics.tokens.evidence.exact)[own]
+    left = np.abs(numerics.residual[own])
+    return not own.any() or bool(left.mean() < gap.mean() * (1 - LEAST_WITHIN))
+
+
+def _fitted(judged: Judged) -> tuple[int, float]:
+    """How many numbers it fits, and then how unlikely it is. The choice of rows is one of them."""
+    one = judged.explanation
+    return len(one.parameters) + (one.rows is not None), -judged.gain
+
+
+def _half_precision(found: Sequence[Judged], sizes: dict[str, float], total: int) -> Judged | None:
+    """Half precision on this model, if the differences are hardly larger than what it makes.
+
+    By the scale of the bulk, and by mean, largest and K3 of all.
+    """
+    made = {
+        one.explanation.name: sizes_of(_made(one))
+        for one in found
+        if one.explanation.kind == "numerics" and one.explanation.sizes is None
+    }
+    fitting = [
+        one
+        for one in found
+        if one.explanation.sizes is not None
+        and one.explanation.name in HALF_PRECISION
+        and one.scale <= MEAN_FACTOR
+        and alike(sizes, made[one.explanation.name], larger=total / len(one.tokens.sequence))
+    ]
+    return max(fitting, key=lambda one: one.gain, default=None)
+
+
+def _made(judged: Judged) -> np.ndarray:
+    """f64[N], the differences that low precision makes, NaN where they are hidden."""
+    found = judged.explanation.predicted - judged.tokens.evidence.exact
+    return np.where(judged.tokens.hidden, np.nan, found)
+
+
+def _panel(tokens: Tokens) -> Tokens:
+    """Responses that other forwards are tried on: some with the largest gaps, others evenly.
+
+    So many that all forwards together cost at most about as much as the first one did.
+    """
+    total = len(tokens.sequence)
+    wanted = max(_PANEL, total // (2 * len(variants.SOURCES) + 24))
+    if wanted >= total:
+        return tokens
+    gap = np.abs(tokens.recorded - null(tokens).predicted)
+    worst = np.zeros(len(tokens.responses))
+    np.maximum.at(worst, tokens.sequence, np.nan_to_num(gap))
+    count = max(2, len(tokens.responses) * wanted // total)
+    even = np.linspace(0, len(tokens.responses) - 1, count - count // 4).round().astype(int)
+    return tokens.take(sorted({*even.tolist(), *np.argsort(-worst)[: count // 4].tolist()}))
+
+
+def _all(judged: Judged) -> bool:
+    """Whether nothing is left to explain, so that no other forward is needed."""
+    left = judged.residual[~judged.tokens.hidden]
+    return bool(judged.gain > DECISIVE and np.abs(left).max(initial=0.0) < _NOTHING_LEFT)
+
+
+def _tried(
+    panel: Tokens, forward: Forward, others: Any, tokenizer: Any, sources: Sequence[Entry]
+) -> Iterator[Variant]:
+    first = variants.likeliest_first(panel, panel.evidence)
+    yield from variants.of_numerics(forward, sources)
+    yield from variants.of_requests(forward)
+    yield from variants.of_weights(forward, others)
+    yield from variants.of_prompts(forward, tokenizer, first)
+
+
+def _forwards(panel: Tokens, tried: Iterable[Variant], total: int, most: int) -> list[Judged]:
+    base = null(panel)
+    found = (one for variant in _said(tried, most) for one in variants.explanations(variant, panel))
+    return _judged(found, panel, base, total)
+
+
+def _said(tried: Iterable[Variant], most: int) -> Iterator[Variant]:
+    """The variants, each said to whoever waits if nothing was said for a while."""
+    before = time.monotonic()
+    for number, variant in enumerate(tried, 1):
+        if time.monotonic() - before > waiting.SECONDS:
+            before = time.monotonic()
+            waiting.logger.info(
+                f"trying {variant.name}, alternative {number} of at most {most}"
+                f" ({waiting.COMPILES})"
+            )
+        yield variant
+
+
+def _second(best: Judged, found: Sequence[Judged], tokens: Tokens) -> Judged | None:
+    """The low precision that explains most of what a fault leaves, if any does."""
+    forwards = [one for one in found if one.tokens is not tokens]
+    sources = [
+        one
+        for one in forwards
+        if one.explanation.kind == "numerics" and one.explanation.sizes is None
+    ]
+    if not sources:
+        return None
+    panel = sources[0].tokens
+    start = best.explanation
+    if best.tokens is tokens:
+        inside = np.isin(tokens.sequence, _numbers(tokens, panel))
+        start = replace(start, predicted=start.predicted[inside], drawn=start.drawn[inside])
+    start = replace(start, structure=0.0, parameters={})
+    exact = panel.evidence.exact.astype(np.float64)
+    judged = []
+    for one in sources:
+        moved = start.predicted + one.explanation.predicted - exact
+        candidate = replace(one.explanation, predicted=moved, drawn=start.drawn)
+        judged.append(judge(candidate, panel, start))
+    top = max(judged, key=lambda one: one.gain)
+    return top if top.gain > DECISIVE and material(top) else None
+
+
+def _numbers(tokens: Tokens, panel: Tokens) -> list[int]:
+    """Which of the responses the panel's are."""
+    kept = {id(response) for response in panel.responses}
+    return [i for i, response in enumerate(tokens.responses) if id(response) in kept]
+
+
+def _first(best: Judged | None, tokens: Tokens, base: Explanation, part: Part | None) -> Place:
+    """The first token that shows the verdict; the one with the largest gap if none does alone."""
+    gap = np.nan_to_num(np.abs(tokens.recorded - base.predicted))
+    if best is None or (part is not None and best.explanation.kind == "numerics"):
+        shows = np.flatnonzero(gap > NORMAL_LARGEST) if part is None else part.places
+        return place(tokens, int(shows[0]) if shows.size else int(np.argmax(gap)), None)
+    shows = best.explanation.shows
+    if shows is None:
+        shows = np.flatnonzero(best.gains > _SHOWING)
+    index = int(shows[0]) if shows.size else int(np.argmax(best.gains))
+    return place(best.tokens, index, best.explanation)
+
+
+def place(tokens: Tokens, index: int, explanation: Explanation | None) -> Place:
+    """A token by its index among all of `tokens`."""
+    response = tokens.responses[tokens.sequence[index]]
+    predicted = None if explanation is None else float(explanation.predicted[index])
+    return Place(
+        where=response.where,
+        position=int(tokens.position[index]),
+        token=int(response.tokens[tokens.position[index]]),
+        recorded=float(response.log_probs[tokens.position[index]]),
+        exact=float(tokens.evidence.exact[index]),
+        predicted=None if predicted is None or np.isnan(predicted) else predicted,
+    )

@@ -1,0 +1,329 @@
+"""What a run's step needs of a device's memory, estimated from shapes before anything is made.
+
+The estimate counts what is large and certain, and leaves out what a compiler may add. It is meant
+to refuse what cannot run, in one line and at once; `tim-jax plan` compiles and is exact.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.plan import workload as workloads
+from tim_jax.instruments.plan.workload import Workload
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Execution
+from tim_jax.placement import Devices
+from tim_jax.policy.scoring import shares_gradient
+
+_MARGIN = 1.05  # an estimate may be so much too high, so what is near the limit may try
+_LOGITS = 2.5  # float32 arrays of a tile's logits that exist at a time, learner and sampler
+_STAGES = MappingProxyType({"sampling": "sampling", "update": "an update"})
+# Where a container's limit stands, by versions 2 and 1 of Linux's control groups.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that one stage of a step needs on a device, by what they are for."""
+
+    stage: str  # a key of what `needs` returns
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        large = sorted(self.parts.items(), key=lambda part: -part[1])
+        shown = [f"{name} {_size(size)}" for name, size in large if size > self.total / 50]
+        return (
+            f"{_STAGES[self.stage]} needs about {_size(self.total)} a device ({', '.join(shown)})"
+        )
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
+    """What sampling and an update need on one of `devices`."""
+    state, weights = workloads.laid_out(workload, devices)
+    size = workloads.bytes_per_device
+    always = {
+        "masters": size(state.params),
+        "the adapters' base": workloads.base_bytes(workload, devices),
+        "optimiser": size(state) - size(state.params),
+        "weights": size(weights),
+        "reference": workload.has_reference * (size(state.params) + size(weights)),
+        "older weights": workload.kept_weights * size(weights),
+    }
+    widened = _widened(workload.execution, weights, devices)
+    waiting = ("masters", "optimiser") if workloads.offloaded(workload, devices) else ()
+    kept = {name: size for name, size in always.items() if name not in waiting}
+    drawn = {} if workload.split else kept
+    drawn = {**drawn, "cache": _cache(workload), "logits": _logits(workload)}
+    if workload.sampler_copies:
+        drawn["the sampler's own weights"] = workload.sampler_copies * size(weights)
+    drawn["float32 factors of products"] = widened
+    learnt = {**always, **_learning(workload, state, weights)}
+    if widened:  # one at a time
+        learnt["a float32 factor of products"] = 4 * _elements(weights["head"])
+    if workload.execution.lora is not None:  # after the gradient, before they are joined
+        before = learnt["a layer or the logits"] + learnt.get("a float32 factor of products", 0)
+        learnt["merged matrices"] = max(0, size(weights["layers"]) - before)
+    return Need("sampling", drawn), Need("update", learnt)
+
+
+def _widened(execution: Execution, weights: Any, devices: Devices) -> int:
+    """Bytes of the float32 copies of bfloat16 matrices that a CPU makes to multiply by them."""
+    if devices[0].platform != "cpu" or execution.numerics.compute_dtype == "float32":
+        return 0
+    narrow = [leaf for leaf in jax.tree.leaves(weights) if leaf.dtype.itemsize == 2]
+    return 2 * workloads.bytes_per_device(narrow) - _embedding(execution, weights) * 2
+
+
+def _embedding(execution: Execution, weights: Any) -> int:
+    """Bytes of the embedding table, of which only rows are read."""
+    return workloads.bytes_per_device(weights["embed"])
+
+
+def _slots(workload: Workload) -> int:
+    """Sequences that are decoded at a time, over all devices."""
+    return min(workload.batching.slots or workload.sequences, workload.sequences)
+
+
+def _cache(workload: Workload) -> int:
+    """Bytes of a device's keys and values: of its prompts, and of slots or of pages."""
+    execution, where = workload.sampler_execution, workload.sampler_execution.placement
+    config, numerics = execution.config, execution.numerics
+    length = workload.prompt_length + execution.sampling.max_response_length
+    length += -length % numerics.kv_block
+    pages = workload.batching.pages
+    whole = _slots(workload) * length if pages is None else pages * numerics.kv_block
+    of_prompts = -(-workload.prompts // where.shards) * workload.prompt_length
+    heads, key, value = config.attention
+    width = config.num_layers * (heads // where.tensor) * (key + value) * numerics.dtype.itemsize
+    return (whole // where.shards + of_prompts) * width
+
+
+def _logits(workload: Workload) -> int:
+    execution = workload.sampler_execution
+    rows = max(1, _slots(workload) // execution.placement.shards)
+    return int(_LOGITS * 4 * rows * execution.config.vocab_size)
+
+
+def _gradient(workload: Workload, state: Any, weights: Any) -> tuple[int, int]:
+    """Bytes of the gradient's sums, and of a micro-batch's gradient beside them."""
+    execution, where = workload.execution, workload.execution.placement
+    head = execution.config.hidden_size * execution.config.vocab_size // where.tensor
+    head *= where.fsdp > 1  # it is whole while it is used, and so is its gradient
+    wide = execution.numerics.dtype.itemsize
+    if execution.lora is not None:
+        of_adapters = 4 * _elements(state.params)
+        return of_adapters + head * wide, of_adapters
+    learnt = {name: leaf for name, leaf in weights.items() if name != "head"}
+    learnt = learnt if shares_gradient(execution) else weights
+    # A micro-batch's gradient of the layers stands beside the sum, in the compute dtype.
+    several = workload.micro_batch < workload.sequences // workload.mini_batches
+    stacks = [weights[name] for name in execution.config.stacks]
+    layers = several * workloads.bytes_per_device(stacks)
+    return 4 * _elements(learnt) + head * (4 + wide), layers
+
+
+def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
+    """Bytes of an update beside its state: gradient, activations and logits of a micro-batch."""
+    execution, where = workload.execution, workload.execution.placement
+    config, numerics = execution.config, execution.numerics
+    gradient, layers = _gradient(workload, state, weights)
+    rows = max(1, workload.micro_batch // where.shards)
+    length = workload.prompt_length + execution.sampling.max_response_length
+    tokens, wide = rows * length, numerics.dtype.itemsize
+    layer = 4 * config.hidden_size + _of_attention(config) + 3 * config.active_width
+    layer *= tokens
+    if config.num_experts:  # what each of a token's experts makes of it, float32
+        layer += tokens * config.num_experts_per_tok * config.hidden_size * 4 // wide
+    exchanged = _exchanged(workload, tokens)
+    kept = tokens * config.hidden_size if workload.learning.remat else layer
+    logits = min(numerics.head_rows, tokens) * config.vocab_size // where.tensor
+    return {
+        "gradient": gradient,
+        "activations": (config.num_layers * kept * wide) // where.tensor,
+        "a layer or the logits": max(
+            int(_LOGITS * 4 * logits), layers + 4 * layer // where.tensor + exchanged
+        ),
+    }
+
+
+def _of_attention(config: ModelConfig) -> int:
+    """Numbers a token that a layer's attention makes: its projections, and what they become."""
+    heads, key, value = config.attention
+    if config.latent is None:
+        return 2 * (config.num_heads * key + heads * (key + value))
+    of_head = config.query_dim + key + value + config.value_dim
+    return config.num_heads * of_head + 2 * key + config.latent.q_lora_rank
+
+
+def _exchanged(workload: Workload, tokens: int) -> int:
+    """Bytes of what the experts of a device make of the tokens of its group, and of what it sends.
+
+    There is room for the least favourable choice, by which all tokens go to one device.
+    """
+    execution, devices = workload.execution, workload.execution.placement.expert
+    pairs = devices * tokens * execution.config.num_experts_per_tok
+    return (devices > 1) * 2 * 4 * pairs * execution.config.hidden_size
+
+
+def _elements(tree: Any) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(workloads.bytes_per_device(leaf) // leaf.dtype.itemsize for leaf in leaves)
+
+
+def capacity(device: Any, sharing: int = 1) -> int | None:
+    """Bytes that a device has; None if that is not known.
+
+    A CPU has the machine's memory, or what a container may use of it, divided by the `sharing`
+    devices that are on it.
+    """
+    if device.platform != "cpu":
+        stats = device.memory_stats()
+        return None if stats is None else stats.get("bytes_limit")
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _LIMITS:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        found += [int(text)] if text.isdecimal() else []
+    return min(found) // sharing
+
+
+def check(workload: Workload, devices: Devices, *, most: int | None = None) -> None:
+    """Refuses a step that the devices cannot hold.
+
+    Args:
+      most: bytes of a device; None: as `capacity` finds them.
+
+    Raises:
+      InputError: one line that says which stage needs how much for what, how much there is, and
+        which settings would make it fit.
+    """
+    used = tuple(devices[: workload.execution.placement.devices])
+    most = _shared_capacity(used) if most is None else most
+    if most is None:
+        return
+    need = max(needs(workload, used), key=lambda need: need.total)
+    if need.total <= _MARGIN * most:
+        return
+    ways = list(_ways(workload, devices, most)) or [_split(workload, need, used, most)]
+    raise InputError(_too_much(need, used, most, "; or ".join(ways)))
+
+
+def check_sampling(workload: Workload, devices: Devices, helps: str) -> None:
+    """Refuses responses that the devices cannot hold while they are sampled.
+
+    Args:
+      helps: what would need less, in words.
+
+    Raises:
+      InputError: one line, as `check`.
+    """
+    used = tuple(devices[: workload.execution.placement.devices])
+    most, need = _shared_capacity(used), needs(workload, used)[0]
+    if most is not None and need.total > _MARGIN * most:
+        raise InputError(_too_much(need, used, most, helps))
+
+
+def _shared_capacity(used: Devices) -> int | None:
+    """Bytes of each of the devices that are used, those of this machine sharing its memory."""
+    local = sum(device.process_index == used[0].process_index for device in used)
+    return capacity(used[0], local)
+
+
+def _too_much(need: Need, used: Devices, most: int, helps: str) -> str:
+    kind = "machine" if used[0].platform == "cpu" else f"{used[0].device_kind}"
+    each = f" for each of its {len(used)} devices" if len(used) > 1 else ""
+    return f"memory: {need}, but this {kind} has {_size(most)}{each}; {helps}"
+
+
+def _ways(workload: Workload, devices: Devices, most: int) -> Iterator[str]:
+    """Settings that make it fit: the first of the single changes, else those changes together."""
+    found: list[str] = []
+    changed = workload
+    for text, change in _changes(workload, devices, most):
+        if _fits(change(workload), devices, most):
+            yield text
+            return
+        changed = change(changed)
+        found.append(text)
+        if len(found) > 1 and _fits(changed, devices, most):
+            yield ", ".join(found)
+            return
+
+
+Change = Callable[[Workload], Workload]
+
+
+def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[str, Change]]:
+    """Changes that need less memory, those that cost least first."""
+    learning, where = workload.learning, workload.execution.placement
+    slots = _slots(workload)
+    fewer = [
+        n for n in range(slots, 0, -1) if workload.sequences % n == 0 and n % where.shards == 0
+    ]
+    best = next((n for n in fewer if _fits_drawing(workload.with_slots(n), devices, most)), None)
+    if best is not None and best < slots:
+        yield f"sampler.slots = {best}", lambda it: it.with_slots(best)
+    rows = workload.sequences // workload.mini_batches
+    sizes = [n for n in range(workload.micro_batch - 1, 0, -1) if rows % n == 0]
+    sizes = [n for n in sizes if n % where.shards == 0]
+    fitting = (n for n in sizes if _fits(workload.with_micro_batch(n), devices, most))
+    size = next(fitting, sizes[-1] if sizes else None)
+    if size is not None:
+        yield f"learner.micro_batch = {size}", lambda it: it.with_micro_batch(size)
+    if not learning.remat:
+        yield (
+            "learner.remat = true",
+            lambda it: replace(it, learning=replace(it.learning, remat=True)),
+        )
+    offload = replace(workload, offload=True)
+    staying = workload.offload or workload.kept_weights
+    if workloads.offloaded(offload, devices) and not staying:
+        yield "learner.offload = true", lambda it: replace(it, offload=True)
+    if workload.execution.numerics.compute_dtype == "float32" and devices[0].platform != "cpu":
+        yield 'numerics.dtype = "bfloat16"', _narrow
+    spare = len(devices) // where.devices
+    if spare > 1 and workload.sampler_placement is None:
+        wider = replace(where, fsdp=where.fsdp * spare)
+        if workload.sequences % wider.shards == 0:
+            yield f"placement.fsdp = {wider.fsdp}", lambda it: it.with_placement(wider)
+
+
+def _narrow(workload: Workload) -> Workload:
+    numerics = replace(workload.execution.numerics, compute_dtype="bfloat16")
+    return replace(workload, execution=replace(workload.execution, numerics=numerics))
+
+
+def _fits(workload: Workload, devices: Devices, most: int) -> bool:
+    used = tuple(devices[: workload.execution.placement.devices])
+    return all(need.total <= most for need in needs(workload, used))
+
+
+def _fits_drawing(workload: Workload, devices: Devices, most: int) -> bool:
+    used = tuple(devices[: workload.execution.placement.devices])
+    return needs(workload, used)[0].total <= most
+
+
+def _split(workload: Workload, need: Need, devices: Devices, most: int) -> str:
+    """What is left when no setting helps on these devices: more of them, or a smaller model."""
+    more = -(-need.total // most)
+    return (
+        f"no setting makes it fit on {len(devices)} of these; placement.fsdp = {more} or more, on"
+        " as many, splits masters, optimiser and gradient"
+    )

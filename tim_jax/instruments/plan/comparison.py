@@ -1,0 +1,323 @@
+"""Compares the sampler's compiled forward with the learner's, operation by operation.
+
+Each product, float sum, kernel and sum over devices in the text of the sampler's program is matched
+with its counterpart in the learner's programs: the same operation, types, layouts and code.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from tim_jax.instruments.plan import hlo, kernel_code
+from tim_jax.instruments.plan.hlo import Computation, Instruction, Module, Type
+from tim_jax.kernels.pallas import PRIMITIVES
+
+_PRODUCTS = ("dot", "convolution", "ragged-dot")
+_LIBRARY = '"__cublas'  # a product that the compiler leaves to cuBLAS
+_ACROSS = ("all-reduce", "all-reduce-start", "reduce-scatter")
+_SUMS = ("reduce", "reduce-window", "scatter", "select-and-scatter", *_ACROSS)
+# Beginnings of JAX's primitives that add up; a sum elsewhere is the compiler's.
+_ADDS = ("reduce_", "cum", "psum", "scatter", "dot_general", "conv_general", "add")
+_BACKWARD = re.compile(r"transpose\(|rematted|/backward")
+# Not part of what is computed.
+_IGNORED = re.compile(
+    r"metadata=\{[^}]*\}|frontend_attributes=\{[^}]*\}|sharding=\{[^}]*\}|origin=\{[^}]*\}"
+    r"|backend_config=.*$|(calls|to_apply|body|condition)=%?[\w.\-]+|control-predecessors=\{[^}]*\}"
+)
+_SIZES = re.compile(r"(slice|padding|window|dynamic_slice_sizes|slice_sizes)=(\{[^}]*\}|[\d_x\-]+)")
+_MEMORY = re.compile(r"S\(\d+\)")
+_TILING = re.compile(r'"window_config":(\{[^}]*\})|\b(num_(?:warps|stages) = \d+)')
+
+
+# A crossing is a sum over devices. A pick is a sum that the compiler wrote where the traced program
+# slices or gathers: all values but one are zero. A move is a kernel that computes no float.
+KINDS = ("kernel", "product", "sum", "crossing", "pick", "move")
+COMPARED = KINDS[:4]  # by their order; the others have none
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A product, a sum of floats or a kernel, by itself or with the fusion that it is part of.
+
+    Two of them with the same fields, but for the number of rows of their arrays, compute every row
+    in the same way and order, as far as the text of a program tells.
+    """
+
+    kind: str  # one of KINDS
+    name: str  # the opcode, or the kernel's name
+    operands: tuple[Type, ...]
+    results: tuple[Type, ...]
+    summed: tuple[int, ...]  # sizes that are summed over, where the text has them
+    body: str = field(repr=False)  # its code, without sizes
+    tiling: str = ""  # the compiler's tiles, where the text has them
+    place: str = field(default="", compare=False)  # of one such operation in the traced program
+
+
+def operations(module: Module) -> Iterator[Operation]:
+    """All operations of a program, each once."""
+    for visit in hlo.visits(module):
+        if visit.fused:
+            continue
+        operation = _operation(visit.instruction, visit.computation, module)
+        if operation is not None:
+            yield operation
+
+
+def layout(one: Type) -> str:
+    """An array's layout, without the memory that it is in."""
+    return _MEMORY.sub("", one.layout)
+
+
+def backward(operation: Operation) -> bool:
+    """Whether it belongs to a gradient, by its place in the traced program."""
+    return bool(_BACKWARD.search(operation.place))
+
+
+def _operation(one: Instruction, computation: Computation, module: Module) -> Operation | None:
+    inner = list(_inside(one, computation, module))
+    products = [(i, c) for i, c in inner if i.opcode in _PRODUCTS or _LIBRARY in i.attributes]
+    sums = [(i, c) for i, c in inner if _adds_floats(i, module)]
+    kernel = _is_kernel(one)
+    if not (products or sums or kernel):
+        return None
+    place = next((i.op_name for i, _ in (*products, *sums) if i.op_name), one.op_name)
+    body = kernel_code.body(one.attributes) if kernel else _written(one, computation, module)
+    of_kernel = "kernel" if kernel_code.computes(body) else "move"
+    return Operation(
+        kind=of_kernel if kernel else "product" if products else _kind(sums),
+        name=_kernel_name(one) if kernel else (products or sums)[0][0].opcode,
+        operands=tuple(t for name in one.operands for t in computation[name].types),
+        results=one.types,
+        summed=tuple(sorted(n for i, c in (*products, *sums) for n in _summed(i, c))),
+        body=body,
+        tiling=", ".join(one for found in _TILING.findall(one.attributes) for one in found if one),
+        place=place,
+    )
+
+
+def _is_kernel(one: Instruction) -> bool:
+    called = (f'custom_call_target="{target}"' for target in kernel_code.TARGETS)
+    kernel = one.opcode.removesuffix("-start") == "custom-call"
+    return kernel and any(text in one.attributes for text in called)
+
+
+def _kind(sums: list[tuple[Instruction, Computation]]) -> str:
+    if not any(_is_sum(one.op_name) for one, _ in sums):
+        return "pick"
+    across = any(one.opcode in _ACROSS for one, _ in sums)
+    return "crossing" if across else "sum"
+
+
+def _is_sum(place: str) -> bool:
+    """Whether the traced program has a sum here; assumed if its text does not say."""
+    return not place or place.rpartition("/")[2].startswith(_ADDS)
+
+
+def _kernel_name(one: Instruction) -> str:
+    """The name that the kernel was given; the compiler may have changed the instruction's name."""
+    parts = one.op_name.split("/")
+    return parts[-2] if parts[-1] in PRIMITIVES and len(parts) > 1 else one.name
+
+
+def _inside(one: Instruction, computation: Computation, module: Module):
+    """The instruction itself, or all of a fusion's, inner fusions included."""
+    if not one.is_fusion:
+        yield one, computation
+        return
+    body = module.computations[one.called["calls"][0]]
+    for inner in body.values():
+        yield from _inside(inner, body, module)
+
+
+def _adds_floats(one: Instruction, module: Module) -> bool:
+    """Whether it is a sum whose order matters, unlike a maximum or a sum of integers."""
+    if one.opcode not in _SUMS or not any(t.dtype.startswith(("f", "bf")) for t in one.types):
+        return False
+    (applied,) = one.called["to_apply"]
+    codes = {inner.opcode for inner in module.computations[applied].values()}
+    return bool(codes & {"add", "multiply", "fusion"})
+
+
+def _summed(one: Instruction, computation: Computation) -> list[int]:
+    if one.opcode in _ACROSS:
+        return []
+    dims = computation[one.operands[0]].types[0].dims
+    if one.opcode == "reduce":
+        return [dims[int(axis)] for axis in _listed("dimensions", one.attributes)]
+    if one.opcode == "dot":
+        return [dims[int(axis)] for axis in _listed("lhs_contracting_dims", one.attributes)]
+    labels = re.search(r"dim_labels=([\w?]+)_", one.attributes)
+    return [dims[labels[1].index("f")]] if labels else []
+
+
+def _listed(name: str, attributes: str) -> list[str]:
+    match = re.search(rf"\b{name}=\{{([\d,]*)\}}", attributes)
+    return [n for n in match[1].split(",") if n] if match else []
+
+
+def _written(one: Instruction, computation: Computation, module: Module) -> str:
+    """An instruction's code as text, without names and sizes."""
+    numbers: dict[tuple[int, str], int] = {}
+    lines: list[str] = []
+
+    def line(value: Instruction, within: Computation, top: bool) -> int:
+        key = (id(within), value.name)
+        if key in numbers:
+            return numbers[key]
+        ins = [] if top and within is computation else value.operands
+        given = [line(within[name], within, False) for name in ins if name in within]
+        called = [
+            _written(next(i for i in body.values() if i.root), body, module)
+            for names in value.called.values()
+            for body in (module.computations[name] for name in names)
+        ]
+        # A scalar constant is part of the code; the values of arguments are not.
+        literal = value.arguments if value.opcode == "constant" else ""
+        types = ",".join(f"{t.dtype}/{len(t.dims)}{layout(t)}" for t in value.types)
+        attributes = _SIZES.sub(r"\1", _IGNORED.sub("", value.attributes))
+        lines.append(f"{types} {value.opcode}{given}{literal}{attributes.strip(' ,')}{called}")
+        numbers[key] = len(numbers)
+        return numbers[key]
+
+    line(one, computation, True)
+    return "\n".join(lines)
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Match:
+    """An operation of the sampler, and the nearest one of the learner."""
+
+    operation: Operation
+    count: int  # how often the sampler's program has it
+    counterpart: Operation | None  # None: the learner has none of the kind
+    differences: tuple[str, ...]  # empty: the operations are the same
+    sizes: tuple[str, ...]  # row counts and the like that may differ: "64 and 10240"
+
+    @property
+    def in_layout_alone(self) -> bool:
+        """Whether they differ, but only in how arrays lie in memory, as arrays of few rows may."""
+        return bool(self.differences) and all(": layout " in text for text in self.differences)
+
+
+def compare(
+    sampler: str, learner: Iterable[str], *, weights: Collection[Shape]
+) -> tuple[Match, ...]:
+    """Compares the texts of compiled programs; operations that differ come first.
+
+    Args:
+      sampler: the text of the sampler's program.
+      learner: texts of programs that contain the learner's forward; their gradients are left out.
+      weights: shapes of the model's weights. These must be the same in both programs; other arrays
+        may have different numbers of rows.
+    """
+    counts: dict[Operation, int] = {}
+    for operation in operations(hlo.parse(sampler)):
+        counts[operation] = counts.get(operation, 0) + 1
+    candidates = {
+        other for text in learner for other in operations(hlo.parse(text)) if not backward(other)
+    }
+    matches = [_nearest(one, count, candidates, weights) for one, count in counts.items()]
+    return tuple(sorted(matches, key=lambda match: (not match.differences, match.operation.name)))
+
+
+def _nearest(
+    operation: Operation, count: int, candidates: Collection[Operation], weights: Collection[Shape]
+) -> Match:
+    same = [other for other in candidates if other.kind == operation.kind]
+    if not same:
+        return Match(operation, count, None, (f"the learner has no {operation.kind}",), ())
+    compared = [(differences(operation, other, weights=weights), other) for other in same]
+    # The same operation on other arrays is nearer than another operation on the same.
+    differing, nearest = min(
+        compared,
+        key=lambda pair: (
+            pair[1].name != operation.name,
+            pair[1].body != operation.body,
+            len(pair[0]),
+        ),
+    )
+    sizes = () if differing else _sizes(operation, nearest)
+    return Match(operation, count, nearest, differing, sizes)
+
+
+def differences(
+    operation: Operation, other: Operation, *, weights: Collection[Shape]
+) -> tuple[str, ...]:
+    """The differences of two operations in words, the sampler's first."""
+    lines = []
+    rows = _rows(operation, other, weights)
+    for what in ("name", "summed", "tiling", "body"):
+        ours, theirs = getattr(operation, what), getattr(other, what)
+        if ours != theirs:
+            lines.append(what if what == "body" else f"{what} {_text(ours)} / {_text(theirs)}")
+    for what in ("operands", "results"):
+        ours, theirs = getattr(operation, what), getattr(other, what)
+        if len(ours) != len(theirs):
+            lines.append(f"{len(ours)} / {len(theirs)} {what}")
+            continue
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            found = _types(a, b, weights, rows)
+            lines += [f"{what[:-1]} {index}: {text}" for text in found]
+    return tuple(lines)
+
+
+def _types(
+    a: Type, b: Type, weights: Collection[Shape], rows: Collection[tuple[int, int]]
+) -> list[str]:
+    if (a.dtype, len(a.dims)) != (b.dtype, len(b.dims)):
+        return [f"{a} / {b}"]
+    if a.dtype.startswith(("s", "u", "pred")):
+        return []  # a table of integers follows the numbers of rows and keys, and is never summed
+    ours, theirs = layout(a), layout(b)
+    lines = [] if ours == theirs else [f"layout {ours} / {theirs}"]
+    if a.dims != b.dims and not _only_rows(a.dims, b.dims, weights, rows):
+        lines.append(f"sizes {list(a.dims)} / {list(b.dims)}")
+    return lines
+
+
+def _only_rows(
+    a: Shape, b: Shape, weights: Collection[Shape], rows: Collection[tuple[int, int]]
+) -> bool:
+    """Whether two shapes differ in nothing but a number of rows, though weights have such shapes.
+
+    One of them may have a weight's shape by chance, and a vector of a value for each row two: 128
+    rows and 1024 are also the sizes of Qwen3-0.6B's norms.
+    """
+    shaped = (a in weights) + (b in weights)
+    if a[1:] != b[1:]:
+        return not shaped
+    return shaped < 2 or (a[0], b[0]) in rows
+
+
+def _rows(
+    operation: Operation, other: Operation, weights: Collection[Shape]
+) -> set[tuple[int, int]]:
+    """The two operations' numbers of rows, by their matrices that are no weights."""
+    ours, theirs = ((*one.operands, *one.results) for one in (operation, other))
+    return {
+        (a.dims[0], b.dims[0])
+        for a, b in zip(ours, theirs, strict=False)
+        if len(a.dims) == len(b.dims) > 1
+        and a.dims[1:] == b.dims[1:]
+        and not (a.dims in weights and b.dims in weights)
+    }
+
+
+def _sizes(operation: Operation, other: Operation) -> tuple[str, ...]:
+    """Pairs of sizes in which the arrays of two operations differ."""
+    ours, theirs = ((*one.operands, *one.results) for one in (operation, other))
+    pairs = [
+        (x, y)
+        for a, b in zip(ours, theirs, strict=True)
+        for x, y in zip(a.dims, b.dims, strict=True)
+        if x != y
+    ]
+    return tuple(f"{x} and {y}" for x, y in dict.fromkeys(pairs))
+
+
+def _text(value: object) -> str:
+    text = str(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

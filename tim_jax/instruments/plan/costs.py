@@ -1,0 +1,358 @@
+"""What a compiled program takes on one device: memory, operations, traffic and collectives.
+
+Operations of products and the memory traffic of kernels are counted where the program is traced
+(`work`). Memory is the compiler's analysis. Other memory traffic and the collectives are read from
+the compiled text.
+
+The figures can be extrapolated along a line (`along`).
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from math import prod
+from typing import Any, TypeVar
+
+import jax
+
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.plan import hlo, work
+from tim_jax.instruments.plan.hlo import Computation, Instruction, Module, Visit
+from tim_jax.instruments.plan.topology import Target
+from tim_jax.instruments.plan.work import Call
+from tim_jax.instruments.plan.workload import Program
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_REFUSED = re.compile(r"memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    arguments: int = 0
+    outputs: int = 0
+    temporaries: int = 0
+    aliased: int = 0  # outputs that take the place of arguments
+    code: int = 0
+    together: int = 0  # of a program that the compiler refused: all of it, and nothing else
+
+    @property
+    def total(self) -> int:
+        """Bytes that the program takes of a device's memory at its peak."""
+        parts = self.arguments + self.outputs + self.temporaries - self.aliased + self.code
+        return parts + self.together
+
+
+def of(compiled: Any) -> Memory:
+    """The memory of a compiled program.
+
+    Raises:
+      InputError: this compiler has no such analysis.
+    """
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise InputError("plan: this compiler does not say how much memory a program takes")
+    return Memory(
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
+    )
+
+
+def of_refusal(message: str) -> Memory | None:
+    """The memory of a program that does not fit, from the TPU compiler's message.
+
+    It states one sum, to a hundredth of its unit, which it calls temporaries, but which includes
+    arguments and outputs. None if the message is about something else.
+    """
+    match = _REFUSED.search(message)
+    if not match:
+        return None
+    return Memory(together=round(float(match[1]) * _UNITS[match[2]]))
+
+
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# Names, tuples and views: nothing is read or written.
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "after-all",
+    "opt-barrier",
+    "optimization-barrier",
+    "partition-id",
+    "replica-id",
+    "custom-call",  # kernels: counted where they are traced
+    "custom-call-start",
+    "call-start",  # its computation is visited, as that of "async-start"
+    "async-start",
+    "async-update",
+    "async-done",
+}
+# Groups along the axes of a mesh: mesh['data'=1,'fsdp'=4] {'fsdp'}
+_MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_AXIS = re.compile(r"'(\w+)'=(\d+)")
+_TAKES = ("dynamic-slice", "gather", "slice")
+# Opcodes that write into their first operand in place, and the operand that is written.
+_PUTS = {"dynamic-update-slice": 1, "scatter": -1}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind, per chip: how many run, and the bytes that a chip receives."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.count + other.count, self.bytes + other.bytes)
+
+
+def collectives(module: Module, trips: Sequence[int] = ()) -> Mapping[str, Traffic]:
+    """The collectives of a program by kind.
+
+    Bytes are those that arrive at a chip in a ring of its group of g chips: of n bytes that it puts
+    in, n (g - 1) for an all-gather, n (g - 1) / g for a reduce-scatter and an all-to-all, twice
+    that for an all-reduce, n for the others. A ragged all-to-all has room for the least favourable
+    choice of experts; counted is what every chip receives if all send as much. `trips`: see
+    `hlo.visits`.
+    """
+    traffic: dict[str, Traffic] = {}
+    for visit in hlo.visits(module, trips):
+        kind = visit.instruction.opcode.removesuffix("-start")
+        if kind in KINDS:
+            size = _received(kind, visit, module)
+            traffic[kind] = traffic.get(kind, Traffic()) + Traffic(visit.times, visit.times * size)
+    return traffic
+
+
+def _received(kind: str, visit: Visit, module: Module) -> int:
+    sizes = [visit.computation[name].bytes for name in visit.instruction.operands]
+    # The first two are what is sent and received, of which one is filled up.
+    given = min(sizes[:2]) if kind == "ragged-all-to-all" else sum(sizes)
+    group = group_size(visit.instruction.attributes, module.partitions)
+    if kind == "all-gather":
+        return given * (group - 1)
+    if kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all"):
+        return given * (group - 1) // group
+    return 2 * given * (group - 1) // group if kind == "all-reduce" else given
+
+
+def group_size(attributes: str, partitions: int) -> int:
+    """How many devices take part in one collective, from its `replica_groups`."""
+    _, named, rest = attributes.partition("replica_groups=")
+    if named and rest.startswith("{{"):
+        return rest[2 : rest.index("}")].count(",") + 1
+    if named and rest.startswith("["):
+        return int(rest[1 : rest.index("]")].split(",")[-1])
+    if mesh := _MESH.match(rest):
+        sizes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
+        return prod(sizes.get(name, 1) for name in re.findall(r"'(\w+)'", mesh[2]))
+    return partitions
+
+
+def bytes_accessed(module: Module, trips: Sequence[int] = ()) -> int:
+    """Bytes that the instructions of XLA read and write in a chip's memory.
+
+    A fusion reads its arguments and writes its results; of arrays that it only slices or updates in
+    part, the part counts. Kernels (custom calls) are not included. `trips`: see `hlo.visits`.
+    """
+    return sum(
+        visit.times * _accessed(visit.instruction, visit.computation, module)
+        for visit in hlo.visits(module, trips)
+        if not visit.fused
+    )
+
+
+def launches(module: Module, trips: Sequence[int] = ()) -> int:
+    """How many instructions and kernels run. `trips`: see `hlo.visits`."""
+    return sum(
+        visit.times
+        for visit in hlo.visits(module, trips)
+        if not visit.fused and _runs(visit.instruction)
+    )
+
+
+def _runs(one: Instruction) -> bool:
+    kernel = one.opcode.removesuffix("-start") == "custom-call"
+    return kernel or not (one.opcode in _FREE or one.opcode.endswith("-done"))
+
+
+def _accessed(one: Instruction, computation: Computation, module: Module) -> int:
+    if one.opcode in _FREE or one.opcode.endswith("-done"):
+        return 0
+    operands = [computation[name] for name in one.operands if name in computation]
+    sizes = [_size(operand) for operand in operands]
+    opcode = one.opcode.removesuffix("-start")
+    results = one.types
+    if len(results) > len(one.operands) and opcode != one.opcode:
+        # The results of a start are its operands, what is made of them, and a flag.
+        results = results[len(one.operands) :]
+    written = sum(t.bytes for t in results if not t.on_chip)
+    if one.is_fusion:
+        (name,) = one.called["calls"]
+        return _fusion(module.computations[name], sizes, written, module)
+    if opcode in _TAKES:
+        return written + (results[0].bytes if sizes[0] else 0)
+    if opcode in _PUTS:
+        update = operands[_PUTS[opcode]]
+        return _size(update) + (update.bytes if sizes[0] else 0)
+    if results is not one.types:
+        return _size(one)  # of a copy or a collective, of which operands are results, too
+    return sum(sizes) + written
+
+
+def _size(one: Instruction) -> int:
+    """Bytes of its results that lie in memory."""
+    return sum(t.bytes for t in one.types if not t.on_chip)
+
+
+def _users(body: Computation) -> dict[str, list[Instruction]]:
+    users: dict[str, list[Instruction]] = {}
+    for one in body.values():
+        for name in dict.fromkeys(one.operands):
+            users.setdefault(name, []).append(one)
+    return users
+
+
+def _fusion(body: Computation, sizes: list[int], result: int, module: Module) -> int:
+    """Reads and writes of a fusion whose arguments have these sizes."""
+    users, total = _users(body), 0
+    for one in body.values():
+        if one.opcode == "parameter":
+            index = int(one.arguments)
+            whole = sizes[index] if index < len(sizes) else one.bytes
+            total += min(whole, _read(one, users, whole, module))
+    updates = [one for one in body.values() if one.opcode in _PUTS]
+    written = sum(body[one.operands[_PUTS[one.opcode]]].bytes for one in updates)
+    return total + max(result - sum(one.bytes for one in updates), 0) + written
+
+
+def _read(
+    value: Instruction, users: Mapping[str, list[Instruction]], whole: int, module: Module
+) -> int:
+    """Bytes of a value that its users read, views of it and fusions inside included."""
+    total = 0
+    for user in users.get(value.name, []):
+        if user.opcode == "bitcast":
+            total += _read(user, users, whole, module)
+        elif user.is_fusion:
+            body = module.computations[user.called["calls"][0]]
+            inner = _users(body)
+            total += sum(
+                _read(one, inner, whole, module)
+                for one in body.values()
+                if one.opcode == "parameter" and user.operands[int(one.arguments)] == value.name
+            )
+        elif user.opcode in _TAKES and user.operands[0] == value.name:
+            total += user.bytes
+        elif user.opcode not in _PUTS or user.operands[0] != value.name:
+            return whole
+    return total
+
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of one run of a program, per chip."""
+
+    memory: Memory
+    flops: int  # of products
+    bytes_accessed: int  # of a chip's memory
+    collectives: Mapping[str, Traffic]
+    kernels: Mapping[Call, int] = field(default_factory=dict)  # how often each is called
+    launches: int = 0  # instructions that run, kernels included
+
+    @property
+    def collective_bytes(self) -> int:
+        """Bytes that arrive at a device, over all kinds of collectives."""
+        return sum(one.bytes for one in self.collectives.values())
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program's figures, and its text, which is empty if the compiler refused it."""
+
+    figures: Figures
+    text: str
+    seconds: float  # to trace, lower and compile
+
+
+def compiled(program: Program, target: Target) -> Compiled:
+    """Compiles a program for the target.
+
+    A program that does not fit has the memory that the refusal names, and neither collectives nor
+    the traffic of its instructions.
+
+    Raises:
+      InputError: the compiler fails for another reason.
+    """
+    start = time.perf_counter()
+    with target.tracing():
+        traced = program.function.trace(*program.arguments)
+        lowered = traced.lower(lowering_platforms=(target.platform,))
+    done = work.count(traced.jaxpr, program.trips)
+    try:
+        executable = lowered.compile(compiler_options=dict(target.options) or None)
+    except jax.errors.JaxRuntimeError as error:
+        memory = of_refusal(str(error))
+        if memory is None:
+            reason = " ".join(str(error).split())[:300]
+            raise InputError(
+                f"plan: the compiler of {target.name} fails on the {program.name} ({reason})"
+            ) from None
+        figures = Figures(memory, done.flops, done.kernel_bytes, {}, done.kernels)
+        return Compiled(figures, "", time.perf_counter() - start)
+    text = executable.as_text() or ""
+    module = hlo.parse(text)
+    figures = Figures(
+        memory=of(executable),
+        flops=done.flops,
+        bytes_accessed=bytes_accessed(module, program.trips) + done.kernel_bytes,
+        collectives=collectives(module, program.trips),
+        kernels=done.kernels,
+        launches=launches(module, program.trips),
+    )
+    return Compiled(figures, text, time.perf_counter() - start)
+
+
+def along(first: Value, second: Value, *, at: tuple[int, int, int]) -> Value:
+    """Extrapolates: the value at at[2] on the line through `first` at at[0], `second` at at[1].
+
+    Values are whole numbers, dataclasses of values, or mappings to values.
+    """
+    low, high, wanted = at
+    share = Fraction(wanted - low, high - low)
+    return _combined(first, second, lambda a, b: max(round(a + (b - a) * share), 0))
+
+
+def _combined(a: Any, b: Any, line: Callable[[int, int], int]) -> Any:
+    if isinstance(a, int):
+        return line(a, b)
+    if isinstance(a, Mapping):
+        names = dict.fromkeys([*a, *b])
+        nothing = {n: type(a[n] if n in a else b[n])() for n in names}
+        return {n: _combined(a.get(n, nothing[n]), b.get(n, nothing[n]), line) for n in names}
+    return type(a)(
+        **{f.name: _combined(getattr(a, f.name), getattr(b, f.name), line) for f in fields(a)}
+    )

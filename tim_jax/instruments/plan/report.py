@@ -1,0 +1,234 @@
+"""A plan as text and as JSON."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from tim_jax.instruments.plan import comparison, roofline
+from tim_jax.instruments.plan.comparison import Match
+from tim_jax.instruments.plan.planning import Largest, Plan, Stage
+
+_GIB = 2**30
+_SLOWEST = 4  # kernels that are named
+_LEFT_OUT = {
+    "pick": "slices and gathers that the compiler wrote as sums of zeros",
+    "move": "calls of kernels that move values and compute none",
+}
+
+
+def text(plan: Plan) -> str:
+    """The plan as lines of text."""
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    execution, target = plan.workload.execution, plan.target
+    numerics = execution.numerics
+    yield (
+        f"{target.name}: {target.chips} chips, {len(target.devices)} devices of"
+        f" {_gib(target.capacity)};"
+        f" placement {_placement(plan)}; kernels {numerics.family}, {numerics.compute_dtype}"
+    )
+    if target.platform == "tpu" and numerics.family in ("tiles", "native"):
+        yield f"  {numerics.family} is plain XLA, slow on a TPU; a pod should run pallas_tpu"
+    slots = plan.workload.batching.slots
+    yield (
+        f"  {plan.workload.prompts} prompts x {plan.workload.learning.group_size} samples,"
+        f" up to {plan.workload.prompt_length} + {execution.sampling.max_response_length} tokens,"
+        f" {f'{slots} slots, ' if slots else ''}micro-batch {plan.workload.micro_batch},"
+        f" remat {'on' if plan.workload.learning.remat else 'off'}"
+    )
+    for stage in plan.stages:
+        yield from _stage(stage)
+        yield from _times(stage, plan)
+    for key, largest in plan.largest.items():
+        yield _largest(key, largest, plan)
+    if plan.advice:
+        yield "what to change:"
+    yield from (f"  {line}" for line in plan.advice)
+    yield from _audit(plan.audit)
+
+
+def _stage(stage: Stage) -> Iterator[str]:
+    figures, memory = stage.figures, stage.figures.memory
+    layers = f", from {stage.layers[0]} and {stage.layers[1]} layers" if stage.layers[1:] else ""
+    yield f"{stage.name}, per device{layers}, compiled in {stage.seconds:.0f} s"
+    parts = (
+        ("arguments", memory.arguments),
+        ("outputs", memory.outputs),
+        ("temporaries", memory.temporaries),
+        ("aliased", -memory.aliased),
+        ("code and reserved", memory.code),
+        ("the program, refused", memory.together),
+        ("elsewhere in the run", stage.resident),
+    )
+    written = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
+    verdict = "fits" if stage.fits else "DOES NOT FIT"
+    yield f"  memory     {_gib(stage.total)} of {_gib(stage.capacity)}, {verdict}: {written}"
+    yield f"  products   {figures.flops / 1e12:,.1f} TFLOP"
+    yield f"  memory traffic  {figures.bytes_accessed / 1e9:,.1f} GB"
+    if not figures.collectives and not any(stage.texts):
+        yield "  collectives unknown: the program did not fit"
+    for kind, one in sorted(figures.collectives.items()):
+        yield f"  {kind:<18} {one.count:>10,} times, {one.bytes / 1e9:,.2f} GB received"
+
+
+def _times(stage: Stage, plan: Plan) -> Iterator[str]:
+    """The time that the program should take, of what, and its share for the least work."""
+    made = _estimated(stage, plan)
+    if made is None:
+        return
+    found, least = made
+    of_kernels = sum(one.seconds for one in found.kernels.values())
+    yield (
+        f"  estimate   {found.total:,.2f} s: kernels {of_kernels:,.2f}, other work"
+        f" {found.others:,.2f}, links {found.links:,.2f}, launches {found.launches:,.2f}; the least"
+        f" work takes {least:,.2f} s, {least / found.total:.0%} of it"
+    )
+    for name, one in list(found.kernels.items())[:_SLOWEST]:
+        yield f"    {name:<24} {one.seconds:>10,.2f} s, {one.calls:,} calls, most in {one.bound}"
+
+
+def _estimated(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float] | None:
+    """The estimate, and seconds of the least work; None if the program was refused."""
+    rates, dtype = roofline.rates(plan.target), plan.workload.execution.numerics.compute_dtype
+    if rates is None or not any(stage.texts):
+        return None
+    least = roofline.least(plan.workload, stage.name).seconds(rates, dtype)
+    share = roofline.seen(plan.workload, stage.name)
+    return roofline.estimate(stage.figures, rates, dtype, seen=share), least
+
+
+def _largest(key: str, largest: Largest, plan: Plan) -> str:
+    if not largest.count:
+        return f"largest {key}: none fits; the smallest takes {_gib(largest.total)}"
+    more = "" if largest.bounded else ", the most that was looked at"
+    capacity = _gib(plan.target.capacity)
+    return f"largest {key}: {largest.count} ({_gib(largest.total)} of {capacity}){more}"
+
+
+def _audit(matches: tuple[Match, ...]) -> Iterator[str]:
+    if not matches:
+        yield "static audit: not done, as a program did not compile"
+        return
+    compared = [match for match in matches if match.operation.kind in comparison.COMPARED]
+    different = [match for match in compared if match.differences]
+    layouts = sum(match.in_layout_alone for match in compared)
+    counts = [
+        (sum(match.operation.kind == kind for match in compared), kind) for kind in comparison.KINDS
+    ]
+    yield (
+        f"static audit: {len(compared)} different operations in the sampler's program"
+        f" ({', '.join(f'{n} {kind}s' for n, kind in counts if n)});"
+        f" {len(compared) - len(different)} have a counterpart in the learner's forward,"
+        f" {len(different)} differ{f', {layouts} of them in layouts alone' if layouts else ''}"
+    )
+    for match in different:
+        operation = match.operation
+        differences = "; ".join(match.differences)
+        yield f"  {operation.kind} {operation.name} x {match.count}: {differences}"
+        yield f"    at {operation.place or 'no place given'}"
+    for kind, what in _LEFT_OUT.items():
+        count = sum(match.count for match in matches if match.operation.kind == kind)
+        if count:
+            yield f"  not compared: {count} {what}"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values; sizes in bytes."""
+    workload, execution = plan.workload, plan.workload.execution
+    return {
+        "topology": plan.target.name,
+        "chips": plan.target.chips,
+        "devices": len(plan.target.devices),
+        "capacity": plan.target.capacity,
+        "placement": _axes(execution.placement),
+        "sampler_placement": _axes(workload.sampler_execution.placement),
+        "family": execution.numerics.family,
+        "dtype": execution.numerics.compute_dtype,
+        "prompts_per_step": workload.prompts,
+        "samples_per_prompt": workload.learning.group_size,
+        "sampler_slots": workload.batching.slots or workload.sequences,
+        "micro_batch": workload.micro_batch,
+        "fits": plan.fits,
+        "stages": {
+            stage.name: _stage_values(stage) | _time_values(stage, plan) for stage in plan.stages
+        },
+        "largest": {
+            key: {"count": one.count, "total": one.total, "bounded": one.bounded}
+            for key, one in plan.largest.items()
+        },
+        "advice": list(plan.advice),
+        "audit": [_match_values(match) for match in plan.audit],
+    }
+
+
+def _stage_values(stage: Stage) -> dict[str, Any]:
+    figures, memory = stage.figures, stage.figures.memory
+    return {
+        "layers_compiled": list(stage.layers),
+        "seconds": round(stage.seconds, 1),
+        "fits": stage.fits,
+        "memory": {
+            "arguments": memory.arguments,
+            "outputs": memory.outputs,
+            "temporaries": memory.temporaries,
+            "aliased": memory.aliased,
+            "code": memory.code,
+            "together": memory.together,
+            "resident": stage.resident,
+            "total": stage.total,
+        },
+        "flops": figures.flops,
+        "bytes_accessed": figures.bytes_accessed,
+        "collectives": {
+            kind: {"count": one.count, "bytes": one.bytes}
+            for kind, one in figures.collectives.items()
+        },
+    }
+
+
+def _time_values(stage: Stage, plan: Plan) -> dict[str, Any]:
+    made = _estimated(stage, plan)
+    if made is None:
+        return {"estimate": None}
+    found, least = made
+    kernels = {
+        name: {"seconds": one.seconds, "calls": one.calls, "bound": one.bound}
+        for name, one in found.kernels.items()
+    }
+    parts = {"others": found.others, "links": found.links, "launches": found.launches}
+    return {"estimate": {"total": found.total, "least": least, **parts, "kernels": kernels}}
+
+
+def _match_values(match: Match) -> dict[str, Any]:
+    return {
+        "kind": match.operation.kind,
+        "name": match.operation.name,
+        "count": match.count,
+        "operands": [str(one) for one in match.operation.operands],
+        "place": match.operation.place,
+        "learner_place": match.counterpart.place if match.counterpart else None,
+        "differences": list(match.differences),
+        "in_layout_alone": match.in_layout_alone,
+        "row_sizes": list(match.sizes),
+    }
+
+
+def _axes(where) -> dict[str, Any]:
+    return {
+        "data": where.data,
+        "fsdp": where.fsdp,
+        "expert": where.expert,
+        "tensor": where.tensor,
+        "decode": where.decode,
+    }
+
+
+def _placement(plan: Plan) -> str:
+    learner = plan.workload.execution.placement
+    sampler = plan.workload.sampler_placement
+    return str(learner) if sampler is None else f"{learner} (sampler: {sampler})"
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.2f} GiB"

@@ -1,0 +1,251 @@
+"""How long a program should take by the rates of a device, and how long its least work would take.
+
+The model, so that it can be held against a device:
+
+- A kernel takes as long as the slowest of its products, its loads and its memory traffic, and an
+  overhead for its launch and for every step of its grid. On a GPU its programs run in waves, one on
+  each core, and a wave that is not full takes as long as a full one.
+- Attention passes over the blocks of keys that no row of a tile sees: its kernels take the share
+  of their time that rows see of the keys on average.
+- What XLA computes beside the kernels takes as long as its products or its memory traffic,
+  whichever is slower, and an overhead for every instruction.
+- Nothing hides the exchange of data among devices.
+
+The least work is what no implementation can avoid: the model's products for every token once (three
+times in an update), and in decoding all weights once for a step, and every sequence's keys and
+values up to the token.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax
+
+from tim_jax.instruments.plan import workload as workloads
+from tim_jax.instruments.plan.costs import Figures
+from tim_jax.instruments.plan.topology import Target
+from tim_jax.instruments.plan.work import Call
+from tim_jax.instruments.plan.workload import Workload
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.weights import parameter_shapes
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one device, a second, and overheads in seconds."""
+
+    bfloat16: float  # operations of products
+    float32: float
+    memory: float  # bytes
+    links: float  # bytes received from other devices
+    launch: float  # of an instruction
+    step: float = 0.0  # of a kernel's grid
+    cache: float = 0.0  # bytes between cache and cores; 0: programs load from memory
+    cores: int = 1  # that run programs of a kernel side by side
+    core: float = float("inf")  # bytes that one of them loads
+
+    def products(self, dtype: str) -> float:
+        """Operations of products a second, in this compute dtype."""
+        return self.float32 if dtype == "float32" else self.bfloat16
+
+
+def _tpu(bfloat16: float, memory: float, links: float) -> Rates:
+    # A float32 product is six products of bfloat16 parts.
+    return Rates(bfloat16, bfloat16 / 6, memory, links, launch=1e-6, step=0.35e-6)
+
+
+def _hopper(memory: float) -> Rates:
+    on_chip = {"cache": 5.5e12, "cores": 132, "core": 110e9}  # a core: 64 bytes a clock
+    return Rates(989e12, 67e12, memory, 450e9, launch=2e-6, **on_chip)
+
+
+# Products, memory and links by the makers' data sheets (links in one direction). Launches, steps of
+# a grid and the cache are assumptions.
+RATES: Mapping[str, Rates] = MappingProxyType(
+    {
+        "v5e": _tpu(197e12, 819e9, 200e9),
+        "v5p": _tpu(459e12, 2765e9, 600e9),
+        "v6e": _tpu(918e12, 1640e9, 400e9),
+        "tpu7x": _tpu(1153e12, 3690e9, 300e9),  # one of a chip's two devices
+        "h100": _hopper(3350e9),
+        "h200": _hopper(4800e9),
+    }
+)
+
+
+def rates(target: Target) -> Rates | None:
+    """The rates of a target's devices, if they are known."""
+    return RATES.get(target.name.partition(":")[0])
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The calls of one kernel by name."""
+
+    seconds: float
+    calls: int
+    bound: str  # what most of the time goes to: "products", "loads", "memory" or "overhead"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one run of a program."""
+
+    kernels: Mapping[str, Timed]  # by name, the slowest first
+    others: float  # XLA's instructions
+    links: float
+    launches: float  # of XLA's instructions
+
+    @property
+    def total(self) -> float:
+        """Seconds, if nothing overlaps."""
+        of_kernels = sum(one.seconds for one in self.kernels.values())
+        return of_kernels + self.others + self.links + self.launches
+
+
+def estimate(figures: Figures, rates: Rates, dtype: str, *, seen: float = 1.0) -> Estimate:
+    """The time of a program by its figures. `seen`: the share of keys that rows see on average."""
+    parts: dict[str, dict[str, float]] = {}
+    calls: dict[str, int] = {}
+    for call, count in figures.kernels.items():
+        found = parts.setdefault(call.name, dict.fromkeys(_BOUNDS, 0.0))
+        calls[call.name] = calls.get(call.name, 0) + count
+        bound, seconds, overhead = _of_call(call, rates, dtype)
+        found[bound] += seconds * count * (seen if call.name.startswith(_ATTENTION) else 1.0)
+        found["overhead"] += overhead * count
+    timed = {
+        name: Timed(sum(one.values()), calls[name], max(one, key=lambda bound: one[bound]))
+        for name, one in parts.items()
+    }
+    flops = figures.flops - sum(call.flops * n for call, n in figures.kernels.items())
+    moved = figures.bytes_accessed - sum(call.memory * n for call, n in figures.kernels.items())
+    return Estimate(
+        kernels=dict(sorted(timed.items(), key=lambda pair: -pair[1].seconds)),
+        others=max(flops / rates.products(dtype), moved / rates.memory),
+        links=figures.collective_bytes / rates.links,
+        launches=max(figures.launches - sum(calls.values()), 0) * rates.launch,
+    )
+
+
+_ATTENTION = "attention"  # the beginning of its kernels' names
+_BOUNDS = ("products", "loads", "memory", "overhead")
+
+
+def _of_call(call: Call, rates: Rates, dtype: str) -> tuple[str, float, float]:
+    """What bounds a call, its seconds, and those of its overhead."""
+    waves = -(-call.programs // rates.cores)
+    full = call.programs / (waves * rates.cores)
+    times = {
+        "products": call.flops / rates.products(dtype) / full,
+        "loads": _loading(call, rates) if rates.cache else 0.0,
+        "memory": call.memory / rates.memory,
+    }
+    bound = max(times, key=lambda name: times[name])
+    return bound, times[bound], rates.launch + rates.step * call.programs
+
+
+def seen(workload: Workload, stage: str) -> float:
+    """The share of a sequence's blocks of keys that its rows see on average.
+
+    In the sampler rows are those of decoding, and else of whole sequences.
+    """
+    prompt, execution = workload.prompt_length, workload.execution
+    length, block = prompt + execution.sampling.max_response_length, execution.numerics.kv_block
+    rows = range(prompt if stage == "sampler" else 0, length)
+    windows = _windows(execution.config, length)
+    blocks = sum(
+        count * (row // block - max(row + 1 - window, 0) // block + 1)
+        for window, count in Counter(windows).items()
+        for row in rows
+    )
+    return blocks / len(rows) / len(windows) / -(-length // block)
+
+
+def _windows(config: ModelConfig, length: int) -> list[int]:
+    """Positions that a token of each layer attends to at most."""
+    windowed = config.window_layers or (bool(config.sliding_window),) * config.num_layers
+    return [config.sliding_window if one else length for one in windowed]
+
+
+def _attended(config: ModelConfig, start: int, stop: int) -> int:
+    """Positions that the tokens start..stop attend to in all layers, their own included."""
+    return sum(
+        count * sum(min(position + 1, window) for position in range(start, stop))
+        for window, count in Counter(_windows(config, stop)).items()
+    )
+
+
+def _loading(call: Call, rates: Rates) -> float:
+    """Seconds of loads: few programs do not draw all that the cache could give."""
+    of_program = call.loaded / call.programs
+    waves, rest = divmod(call.programs, rates.cores)
+    return sum(
+        count * of_program * programs / min(rates.cache, programs * rates.core)
+        for count, programs in ((waves, rates.cores), (1, rest))
+        if programs
+    )
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least work of a program on one device."""
+
+    flops: float
+    bytes: float
+
+    def seconds(self, rates: Rates, dtype: str) -> float:
+        """The time of this work, if nothing else were done."""
+        return max(self.flops / rates.products(dtype), self.bytes / rates.memory)
+
+
+def least(workload: Workload, stage: str) -> Least:
+    """Of a stage: "sampler", "scoring" or "update", all responses being the longest.
+
+    A sampler reads the prompt of a group once, and has the logits of what it draws alone.
+    """
+    execution = workload.sampler_execution if stage == "sampler" else workload.execution
+    config, where = execution.config, execution.placement
+    prompt, response = workload.prompt_length, execution.sampling.max_response_length
+    length, rows = prompt + response, workload.sequences // where.shards
+    per_token = 2 * _active_parameters(config)
+    _, key, value = config.attention
+    per_pair = 2 * config.num_heads * (key + value)  # of a token and one that it attends to
+
+    def whole(start: int, stop: int) -> float:
+        """Operations for these tokens of a sequence."""
+        return per_token * (stop - start) + per_pair * _attended(config, start, stop)
+
+    if stage != "sampler":
+        times = 3 if stage == "update" else 1
+        return Least(times * rows * whole(0, length) / where.tensor, 0.0)
+    head = 2 * config.vocab_size * config.hidden_size * prompt
+    shared = (whole(0, prompt) - head) / workload.learning.group_size
+    flops = rows * (shared + whole(prompt, length)) / where.tensor
+    itemsize = execution.numerics.dtype.itemsize
+    table = config.vocab_size * config.hidden_size * itemsize  # of which a step takes a few rows
+    weights = (workloads.weight_bytes(workload) - table) / (where.tensor * where.expert)
+    slots = min(workload.batching.of_device(where).slots or rows, rows)
+    steps = -(-rows // slots) * response
+    # A step reads what its token attends to but itself; keys and values of every layer.
+    read = _attended(config, prompt, length) - response * config.num_layers
+    cache = rows * read * _cached_bytes(config, itemsize) / config.num_layers / where.tensor
+    return Least(flops, steps * weights + cache)
+
+
+def _active_parameters(config: ModelConfig) -> float:
+    """Parameters that a token is multiplied by: of all experts, those that it goes through."""
+    total = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_shapes(config)):
+        name = jax.tree_util.keystr(path)
+        share = config.num_experts_per_tok / config.num_experts if "expert_" in name else 1.0
+        table = "embed" in name and not config.tied_embeddings  # rows are taken, not multiplied
+        total += 0.0 if table else share * leaf.size
+    return total
+
+
+def _cached_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes that a position takes in the cache."""
+    heads, key, value = config.attention
+    return config.num_layers * heads * (key if config.latent else key + value) * itemsize

@@ -1,0 +1,342 @@
+"""A training step to compile: its programs, and the shapes of their arguments."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd, lcm
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tim_jax import optimizers, placement
+from tim_jax.common.types import Prompts, Rollout, route_dtype
+from tim_jax.mismatch import Mismatch, dial
+from tim_jax.model import adapters
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
+from tim_jax.model.weights import param_axes, parameter_shapes
+from tim_jax.placement import Devices, Placement
+from tim_jax.policy import sampler
+from tim_jax.rl import programs
+from tim_jax.rl.types import Learning
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of a run."""
+
+    execution: Execution  # the learner's
+    learning: Learning
+    optimizer: optax.GradientTransformationExtraArgs
+    prompts: int
+    prompt_length: int
+    mini_batches: int = 1
+    sampler_placement: Placement | None = None  # the sampler's, if it has its own
+    batching: Batching = ALL_AT_ONCE  # of the sampler, on all its devices
+    mismatch: Mismatch = dial.EXACT
+    offload: bool = False  # the state waits in the host's memory while a step is sampled
+    kept_weights: int = 0  # older ones, of steps that are drawn ahead or for the dial
+    split: bool = False  # the sampler has devices of its own
+
+    def __post_init__(self):
+        # As in `programs.build`.
+        routing = self.learning.routing
+        object.__setattr__(self, "execution", replace(self.execution, routing=routing))
+
+    @property
+    def sampler_copies(self) -> int:
+        """Copies of the weights that the sampler's devices have beside the learner's."""
+        same = self.sampler_execution.placement.shape == self.execution.placement.shape
+        return 0 if same and not self.split else self.kept_weights + 1
+
+    @property
+    def sampler_execution(self) -> Execution:
+        """The sampler's execution: the learner's, on the sampler's placement if it has one."""
+        if self.sampler_placement is None:
+            return self.execution
+        return replace(self.execution, placement=self.sampler_placement)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step: prompts times samples."""
+        return self.prompts * self.learning.group_size
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of one forward and backward, over all devices."""
+        return self.learning.micro_batch or self.sequences // self.mini_batches
+
+    @property
+    def scores(self) -> bool:
+        """Whether a step has a forward of the learner before its updates."""
+        return self.learning.needs_forward or self.has_reference
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss or the reward has a KL to a frozen reference policy."""
+        return self.learning.objective.has_reference
+
+    @property
+    def least_prompts(self) -> int:
+        """What the number of prompts must be a multiple of, for this placement."""
+        drawing = self.sampler_execution.placement.shards
+        shards = max(self.execution.placement.shards, drawing)
+        rows = self.mini_batches * max(self.learning.micro_batch or 1, shards)
+        prompts = rows // gcd(rows, self.learning.group_size)
+        return lcm(prompts, drawing) if self.learning.needs_greedy else prompts
+
+    def with_layers(self, layers: int) -> "Workload":
+        """The same step of a model with this many layers."""
+        config = self.execution.config.with_layers(layers)
+        return replace(self, execution=replace(self.execution, config=config))
+
+    def with_micro_batch(self, rows: int) -> "Workload":
+        """The same step in other micro-batches; the noise is measured only if there are several."""
+        noise = self.learning.noise_scale and rows < self.sequences // self.mini_batches
+        return replace(self, learning=replace(self.learning, micro_batch=rows, noise_scale=noise))
+
+    def with_slots(self, slots: int) -> "Workload":
+        """The same step, with this many sequences decoded at a time."""
+        return replace(self, batching=replace(self.batching, slots=slots))
+
+    def with_placement(self, where: Placement) -> "Workload":
+        """The same step with the learner on another placement."""
+        return replace(self, execution=replace(self.execution, placement=where))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A jitted function, the shapes of its arguments, and trip counts of its unbounded loops."""
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    trips: tuple[int, ...] = ()
+
+
+def sampling(workload: Workload, devices: Devices) -> Program:
+    """The sampler's program: prefill and decode of a step's prompts."""
+    execution = workload.sampler_execution
+    laid = _Laid(workload, execution, devices)
+    program = programs.sampling_program(
+        execution,
+        samples=workload.learning.group_size,
+        batching=workload.batching,
+        devices=laid.devices,
+        mismatch=workload.mismatch,
+    )
+    arguments = (laid.weights, laid.prompts, laid.key)
+    return Program("sampler", program, arguments, decode_steps(workload))
+
+
+def decode_steps(workload: Workload) -> tuple[int, ...]:
+    """Iterations of a device's decode loops, if every response is the longest."""
+    where = workload.sampler_execution.placement
+    return sampler.trips(
+        workload.sequences // where.shards,
+        workload.execution.sampling,
+        workload.batching.of_device(where),
+    )
+
+
+def scoring(workload: Workload, devices: Devices) -> Program:
+    """The learner's forward over a step's sequences, with advantages and corrections."""
+    laid = _Laid(workload, workload.execution, devices)
+    return Program("scoring", laid.built.experience, laid.for_experience)
+
+
+def updating(workload: Workload, devices: Devices) -> Program:
+    """One update: forward, backward and optimiser."""
+    laid = _Laid(workload, workload.execution, devices)
+    batch = jax.eval_shape(laid.built.experience, *laid.for_experience).experience
+    index, length = _shape((), jnp.int32), _shape((), jnp.float32)
+    arguments = (laid.state, laid.weights, *laid.whole((batch, index, length)), laid.base)
+    return Program("update", laid.built.update, arguments)
+
+
+def resident(workload: Workload, devices: Devices, stage: str) -> int:
+    """Bytes on a device during a stage that are not arguments of its program.
+
+    These are optimiser and masters while sampling, unless they wait on the host; the weights of a
+    sampler with another placement, and older ones that are kept; and those of a reference
+    policy with its masters, which checkpoints need; and before an update those of an adapter's
+    base. A sampler on devices of its own has only its weights there. Padding by layouts is not
+    counted.
+    """
+    laid = _Laid(workload, workload.execution, devices)
+    weights, state = bytes_per_device(laid.weights), bytes_per_device(laid.state)
+    base = bytes_per_device(laid.base)
+    masters = bytes_per_device(laid.state.params)
+    reference = weights + masters if workload.has_reference else 0
+    copies, ahead = workload.sampler_copies * weights, workload.kept_weights * weights
+    if stage == "sampler" and workload.split:
+        return copies - weights  # of which one is an argument
+    if stage == "sampler":
+        kept = base + (0 if offloaded(workload, devices) else state)
+        return kept + reference + copies + ahead
+    if stage == "scoring":  # whose arguments the reference's weights are
+        return base + state + ahead + (masters if workload.has_reference else 0)
+    return reference + ahead + laid.unread_base
+
+
+def offloaded(workload: Workload, devices: Devices) -> bool:
+    """Whether the state leaves room on the device while a step is sampled."""
+    return workload.offload and devices[0].platform != "cpu"
+
+
+def laid_out(workload: Workload, devices: Devices) -> tuple[Tree, Tree]:
+    """Shapes of the learner's state and weights, with their shardings."""
+    laid = _Laid(workload, workload.execution, devices)
+    return laid.state, laid.weights
+
+
+def base_bytes(workload: Workload, devices: Devices) -> int:
+    """Bytes on a device of the base of adapters, taken to be in the compute dtype."""
+    return bytes_per_device(_Laid(workload, workload.execution, devices).base)
+
+
+def weight_bytes(workload: Workload) -> int:
+    """Bytes of all compute weights."""
+    execution = workload.execution
+    shapes = jax.eval_shape(execution.prepare, parameter_shapes(execution.config))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def bytes_per_device(tree: Tree) -> int:
+    """Bytes of the parts of all arrays that lie on one device."""
+
+    def of(leaf) -> int:
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype).size * leaf.dtype.itemsize
+
+    return sum(of(leaf) for leaf in jax.tree.leaves(tree))
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """Shapes of a workload's arrays, laid out on devices for the learner or the sampler."""
+
+    workload: Workload
+    execution: Execution
+    slice_devices: Devices
+
+    @property
+    def devices(self) -> Devices:
+        """The devices of the slice that the placement uses."""
+        return tuple(self.slice_devices[: self.execution.placement.devices])
+
+    def whole(self, tree: Tree) -> Tree:
+        """The shapes with a sharding by which every device has all of the array."""
+        on = placement.mesh(self.execution.placement, self.devices)
+        everywhere = NamedSharding(on, PartitionSpec())
+        return jax.tree.map(lambda leaf: _shape(leaf.shape, leaf.dtype, everywhere), tree)
+
+    def _on(self, tree: Tree, shardings: Tree) -> Tree:
+        return jax.tree.map(lambda x, s: _shape(x.shape, x.dtype, s), tree, shardings)
+
+    @property
+    def built(self) -> programs.Programs:
+        workload = self.workload
+        return programs.build(
+            self.execution,
+            workload.learning,
+            self._optimizer,
+            mini_batches=workload.mini_batches,
+            devices=self.devices,
+        )
+
+    @property
+    def _optimizer(self) -> optax.GradientTransformationExtraArgs:
+        return optimizers.for_dtype(self.workload.optimizer, self.execution.numerics.compute_dtype)
+
+    @property
+    def trained(self) -> Tree:
+        return adapters.trained_shapes(self.execution.config, self.execution.lora)
+
+    @property
+    def base(self) -> Tree:
+        """Of adapters. Its dtype is that of the checkpoint, which is not read here."""
+        if self.execution.lora is None:
+            return None
+        config, dtype = self.execution.config, self.execution.numerics.dtype
+        on = placement.mesh(self.execution.placement, self.devices)
+        shapes = jax.tree.map(lambda x: _shape(x.shape, dtype), parameter_shapes(config))
+        return self._on(shapes, placement.shardings(param_axes(config), on))
+
+    @property
+    def unread_base(self) -> int:
+        """Bytes of the base that an update does not read: what has no adapters."""
+        config, lora = self.execution.config, self.execution.lora
+        if lora is None:
+            return 0
+        read = {row.name for row in adapters.targets(config, lora).values()}
+        of_layers = self.base["layers"]
+        adapted = bytes_per_device({name: of_layers[name] for name in read})
+        return bytes_per_device(self.base) - adapted
+
+    @property
+    def _layout(self) -> programs.Layout:
+        start = partial(programs.init, self._optimizer, self.workload.learning)
+        return programs.layout(self.execution, start, self.devices)
+
+    @property
+    def weights(self) -> Tree:
+        shapes = parameter_shapes(self.execution.config)
+        return self._on(jax.eval_shape(self.execution.prepare, shapes), self._layout.weights)
+
+    @property
+    def state(self) -> Tree:
+        start: Callable = partial(programs.init, self._optimizer, self.workload.learning)
+        return self._on(jax.eval_shape(start, self.trained), self._layout.state)
+
+    @property
+    def key(self) -> Tree:
+        return self.whole(jax.eval_shape(lambda: jax.random.key(0)))
+
+    @property
+    def prompts(self) -> Prompts:
+        count, length = self.workload.prompts, self.workload.prompt_length
+        shapes = Prompts(
+            tokens=_shape((count, length), jnp.int32),
+            lengths=_shape((count,), jnp.int32),
+            ids=_shape((count,), jnp.int32),
+        )
+        return self.whole(shapes)
+
+    @property
+    def for_experience(self) -> tuple[Any, ...]:
+        weights = self.weights
+        reference = weights if self.workload.has_reference else None
+        rewards = _shape((self.workload.sequences,), jnp.float32)
+        given = [self._rollout, rewards]
+        if self.workload.learning.needs_greedy:
+            given.append(_shape((self.workload.prompts,), jnp.float32))
+        return weights, reference, self.state.carried, *self.whole(tuple(given))
+
+    @property
+    def _rollout(self) -> Rollout:
+        rows, length = self.workload.sequences, self.execution.sampling.max_response_length
+        return Rollout(
+            prompts=_shape((rows, self.workload.prompt_length), jnp.int32),
+            prompt_lengths=_shape((rows,), jnp.int32),
+            responses=_shape((rows, length), jnp.int32),
+            lengths=_shape((rows,), jnp.int32),
+            log_probs=_shape((rows, length), jnp.float32),
+            finished=_shape((rows,), jnp.bool_),
+            routes=self._routes(rows, self.workload.prompt_length + length),
+        )
+
+    def _routes(self, rows: int, length: int) -> Any:
+        config = self.execution.config
+        if self.execution.routing == "own":
+            return None
+        shape = rows, length, config.expert_layers, config.num_experts_per_tok
+        return _shape(shape, route_dtype(config.num_experts))
+
+
+def _shape(shape, dtype, sharding=None) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -1,0 +1,242 @@
+"""What a study at fixed weights found: tables and figures of its records."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tim_jax.instruments.study import charts, horizon
+from tim_jax.instruments.study.estimates import Estimate
+from tim_jax.instruments.study.gradient import RECOMPUTE
+from tim_jax.instruments.study.measurement import GradientStudy, estimate, estimators
+
+Record = Mapping[str, Any]
+# Every metric, and which mode's ratio it is taken of: the first ones compare trainer and rollout.
+METRICS = {
+    "log_ratio_abs_mean": "mean abs d",
+    "kl_k1": "K1",
+    "kl_k3": "K3",
+    "log_ppl_abs_diff_sum": "log_ppl_abs_diff, sum",
+    "log_ppl_abs_diff_mean": "log_ppl_abs_diff, mean",
+    "ess_sequence": "ESS, sequences",
+    "bypass/k3": "K3 of the loss's ratio, bypass",
+    "recompute/k3": "K3 of the loss's ratio, recompute",
+    "bypass/update_skew_positive": "skew A>0, bypass",
+    "bypass/update_skew_negative": "skew A<0, bypass",
+    "recompute/update_skew_positive": "skew A>0, recompute",
+    "recompute/update_skew_negative": "skew A<0, recompute",
+}
+
+
+class Table(NamedTuple):
+    """A table of text."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+class Findings(NamedTuple):
+    """What a report shows of a study."""
+
+    sentences: list[str]
+    tables: list[Table]
+    figures: dict[str, Any]
+
+
+def found(study: GradientStudy, records: Sequence[Record]) -> Findings:
+    """The findings of the records that are there."""
+    if not records:
+        return Findings([], [], {})
+    if study.horizon:
+        return _horizons(records)
+    tables = [_biases(records), _remedies(records), _signs(records), _metrics(records)]
+    return Findings(_sentences(records), tables, _figures(records))
+
+
+def _sentences(records: Sequence[Record]) -> list[str]:
+    first = records[0]
+    signal = estimate(first, RECOMPUTE, "signal")
+    noise = estimate(first, RECOMPUTE, "exact_variance")
+    seen = [r["source"] for r in records if estimate(r, RECOMPUTE, "bias").seen]
+    unseen = [r["source"] for r in records if r["source"] not in seen]
+    said = [
+        f"The exact gradient's norm is {signal.value:.3g} (standard error {signal.error:.1g}); the"
+        f" noise of one exact batch has {noise.value:.3g} times its square.",
+        "A bias counts as seen where its square is more than two standard errors above 0.",
+    ]
+    said.append(
+        f"Bias of the uncorrected gradient is seen under: {', '.join(seen) or 'no source'}."
+    )
+    said.append(f"It is not seen under: {', '.join(unseen) or 'none'}.")
+    return said
+
+
+def _biases(records: Sequence[Record]) -> Table:
+    rows = []
+    for record in records:
+        bias, cosine = (estimate(record, RECOMPUTE, name) for name in ("bias", "cosine"))
+        reward = Estimate(*record["reward_difference"])
+        rows.append(
+            [
+                record["source"],
+                _pm(Estimate(*record["metrics"]["kl_k3"])),
+                _pm(bias),
+                _norm(bias),
+                _pm(cosine),
+                _pm(reward),
+            ]
+        )
+    head = ["source", "K3, nats a token", "squared bias / exact square", "bias / exact norm"]
+    return Table(
+        "Bias of the uncorrected gradient, by source",
+        [*head, "cosine with the exact gradient", "reward less the exact sampler's"],
+        rows,
+    )
+
+
+def _remedies(records: Sequence[Record]) -> Table:
+    rows = []
+    for record in records:
+        for name in estimators(record):
+            bias, variance, exact = (
+                estimate(record, name, kind) for kind in ("bias", "variance", "exact_variance")
+            )
+            share = variance.value / exact.value if exact.value > 0 else np.nan
+            rows.append([record["source"], name, _pm(bias), f"{share:.4g}"])
+    head = ["source", "mode and remedy", "squared bias / exact square"]
+    return Table(
+        "What each remedy does to bias and variance", [*head, "variance / exact variance"], rows
+    )
+
+
+def _signs(records: Sequence[Record]) -> Table:
+    rows = []
+    for record in records:
+        parts = {n: Estimate(*record["signs"][n]["bias"]) for n in ("positive", "negative")}
+        rows.append([record["source"], *(_pm(parts[n]) for n in ("positive", "negative"))])
+    return Table(
+        "Bias by the sign of the advantage, each over its own part's square",
+        ["source", "A > 0", "A < 0"],
+        rows,
+    )
+
+
+def _metrics(records: Sequence[Record]) -> Table:
+    """Values, and blind where a source with a seen bias leaves a metric at its exact value."""
+    rows = []
+    for record in records:
+        cells = [record["source"]]
+        for name in METRICS:
+            value = Estimate(*record["metrics"][name])
+            exact = Estimate(*record["exact_metrics"][name])
+            apart = abs(value.value - exact.value) > 2.0 * np.hypot(value.error, exact.error)
+            cells.append(f"{value.value:.2e}{'' if apart else ' (as exact)'}")
+        rows.append(cells)
+    return Table("Which metric sees what", ["source", *METRICS.values()], rows)
+
+
+def _figures(records: Sequence[Record]) -> dict[str, Any]:
+    names = estimators(records[0])
+    bias = "Squared bias by source and remedy"
+    signs = "Squared bias by the sign of the advantage"
+    both = "Bias and variance of every remedy"
+    return {
+        bias: charts.intervals(
+            [row for r in records for row in _interval_rows(r, names)],
+            title=bias,
+            x="squared bias / square of the exact gradient, two standard errors",
+            y="source",
+            names=names,
+        ),
+        signs: charts.intervals(
+            [
+                _interval(r["source"], sign, Estimate(*r["signs"][sign]["bias"]))
+                for r in records
+                for sign in ("positive", "negative")
+            ],
+            title=signs,
+            x="squared bias / square of the part, two standard errors",
+            y="source",
+            names=["positive", "negative"],
+        ),
+        both: charts.plane(
+            [row for r in records for row in _plane_rows(r, names)],
+            title=both,
+            x="squared bias / exact square (what is below its error is drawn there)",
+            y="variance / exact square, of one batch",
+            names=names,
+        ),
+    }
+
+
+def _interval(place: str, arm: str, of: Estimate) -> dict[str, Any]:
+    ends = {"low": of.value - 2.0 * of.error, "high": of.value + 2.0 * of.error}
+    return {"y": place, "arm": arm, "value": of.value} | ends
+
+
+def _interval_rows(record: Record, names: Sequence[str]) -> list[dict[str, Any]]:
+    return [_interval(record["source"], n, estimate(record, n, "bias")) for n in names]
+
+
+def _plane_rows(record: Record, names: Sequence[str]) -> list[dict[str, Any]]:
+    rows = []
+    for name in names:
+        bias, variance = estimate(record, name, "bias"), estimate(record, name, "variance")
+        x = max(bias.value, bias.error)
+        if x > 0 and variance.value > 0:
+            rows.append({"x": x, "y": variance.value, "arm": name, "label": record["source"]})
+    return rows
+
+
+def _horizons(records: Sequence[Record]) -> Findings:
+    rows, points = [], []
+    for record in records:
+        bias, signal = (estimate(record, RECOMPUTE, name) for name in ("bias", "signal"))
+        size = float(np.sqrt(max(bias.value, 0.0))) * signal.value
+        bound = record.get("bound")
+        cells = [record["horizon"], record["source"], f"{record['longest']:.0f}", _pm(bias)]
+        cells += [f"{size:.3g}" if bias.seen else "not seen", f"{record['score_norm']:.3g}"]
+        cells += [f"{record[k]:.2e}" if k in record else "" for k in ("variation_largest", "bound")]
+        rows.append(cells)
+        place = {"x": record["longest"], "arm": record["source"]}
+        if bias.seen:
+            points.append(place | {"y": size, "kind": "measured"})
+        if bound:
+            points.append(place | {"y": bound, "kind": "Theorem 3.1"})
+    names = list(dict.fromkeys(r["source"] for r in records))
+    head = ["horizon", "source", "T", "squared bias / exact square", "bias, norm"]
+    head += ["B, largest score", "D, largest variation", "2 B D T^2"]
+    title = "The gradient's error against the length"
+    figure = charts.growth(
+        points, title=title, x="longest response T, tokens", y="norm of the bias", names=names
+    )
+    tables = [Table("The gradient's error and the bound", head, rows)]
+    return Findings([_slopes(records, names)], tables, {title: figure} if points else {})
+
+
+def _slopes(records: Sequence[Record], names: Sequence[str]) -> str:
+    said = []
+    for name in names:
+        own = [r for r in records if r["source"] == name]
+        seen = {r["horizon"]: estimate(r, RECOMPUTE, "bias") for r in own}
+        sizes = {
+            r["horizon"]: float(np.sqrt(seen[r["horizon"]].value))
+            * estimate(r, RECOMPUTE, "signal").value
+            for r in own
+            if seen[r["horizon"]].seen
+        }
+        slope = horizon.slope({r["horizon"]: r["longest"] for r in own}, sizes)
+        power = f"T to the power {slope:.2f}" if np.isfinite(slope) else "too few lengths to say"
+        said.append(
+            f"{name}: {power} ({len(sizes)} of {len(own)} lengths with a bias that is seen)"
+        )
+    return "Growth of the measured bias, least squares of logarithms: " + "; ".join(said) + "."
+
+
+def _pm(of: Estimate) -> str:
+    return f"{of.value:.3g} ± {of.error:.1g}"
+
+
+def _norm(bias: Estimate) -> str:
+    return f"{np.sqrt(bias.value):.3g}" if bias.seen else "not seen"

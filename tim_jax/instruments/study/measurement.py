@@ -1,0 +1,283 @@
+"""A study at fixed weights as a frozen value, and what it measures, source by source.
+
+    kind = "gradient"
+    base = "../small.toml"          # the run whose last checkpoint is measured
+    hypothesis = "..."
+    batches = 32
+
+    [common]                        # changes to the base
+    steps = 20
+    [source.fp8_cache]              # the sampler's differences, one table a source
+    mismatch = [{ name = "kv_cache", dtype = "float8_e4m3fn" }]
+    [remedy.token_tis]              # corrections, in recompute mode
+    corrections = [{ name = "token_tis" }]
+    [horizon.16]                    # changes to the task; left out: the base's own task
+    task.parameters.digits = [8, 8]
+
+The policy is trained as the base says, by an exact run. Every pair of a horizon and a source is one
+line of measured.jsonl; what is there is not measured again.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Self
+
+import jax
+import jax.numpy as jnp
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
+
+from tim_jax import corrections, mismatch
+from tim_jax.app.config import toml
+from tim_jax.app.config.run import RunConfig
+from tim_jax.app.config.sections import Count, Section, refusal
+from tim_jax.app.run import assembly, folders
+from tim_jax.app.run.assembly import Model
+from tim_jax.app.run.loggers import JsonLines, read_lines
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.study import estimates, horizon
+from tim_jax.instruments.study.arms import merged
+from tim_jax.instruments.study.definition import Options, check_name
+from tim_jax.instruments.study.estimates import Estimate
+from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE, Batches, Bench, Measuring
+from tim_jax.mismatch import Mismatch
+from tim_jax.model.execution import Execution
+
+EXACT = "exact"
+WHOLE = "all"  # the one horizon of a study that names none
+
+
+class Source(Section):
+    """How a sampler differs from the learner."""
+
+    mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
+
+
+class Remedy(Section):
+    """A correction, applied in recompute mode."""
+
+    corrections: Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
+
+
+class GradientStudy(Section):
+    """The gradient of a policy at fixed weights, exact and under every source and remedy."""
+
+    kind: Literal["gradient"]
+    name: str = ""
+    base: str
+    """A run's TOML file, relative to the study's."""
+    hypothesis: Annotated[str, Field(min_length=1)]
+    common: dict[str, Any] = Field(default_factory=dict)
+    """Changes to the base."""
+    batches: Annotated[int, Field(ge=4)] = 32
+    """Batches of a source: each is a step of the base, with the same prompts."""
+    projected: Count | None = None
+    """Numbers that a gradient is projected to, for models of whose gradients a few hundred have no
+    room. Inner products are then right in the mean, to about sqrt(2 / projected). Left out: the
+    whole gradient."""
+    states: Count = 64
+    """Visited states that the largest token score is taken of, where there are horizons."""
+    source: dict[str, Source]
+    remedy: dict[str, Remedy] = Field(default_factory=dict)
+    horizon: Options = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in (*self.source, *self.remedy):
+            check_name(name)
+        if EXACT in self.source:
+            raise refusal(f"source.{EXACT}", None, "this name is kept for the exact sampler")
+        for name, source in self.source.items():
+            _built(f"source.{name}.mismatch", mismatch.build, source.mismatch)
+        for name, remedy in self.remedy.items():
+            _built(f"remedy.{name}.corrections", corrections.build, remedy.corrections)
+        return self
+
+    def dial(self, source: str) -> Mismatch:
+        """The sampler's differences of a source."""
+        return mismatch.build(self.source[source].mismatch)
+
+
+def _built(key: str, build: Any, tables: Any) -> None:
+    try:
+        build(tables)
+    except InputError as error:
+        raise refusal(key, None, str(error)) from error
+
+
+class Trained(NamedTuple):
+    """The policy that is measured."""
+
+    config: RunConfig
+    model: Model
+    params: Any
+
+
+def trained(config: RunConfig) -> Trained:
+    """The newest checkpoint of a run's folder."""
+    model = assembly.make_model(config)
+    params = folders.read_params(config.run.folder, model.params).state["params"]
+    return Trained(config, model, jax.tree.map(jnp.asarray, params))
+
+
+def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfig]:
+    """Name -> the run's configuration with the horizon's changes.
+
+    Raises:
+        InputError: a change is none that a run knows.
+    """
+    changes = study.horizon or {WHOLE: {}}
+    return {
+        name: toml.build(merged(run, change), source=f"horizon.{name}")
+        for name, change in changes.items()
+    }
+
+
+def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
+    """What can be refused before the policy is trained.
+
+    Raises:
+        InputError: a task cannot be made, or this model's sampler cannot have a source.
+    """
+    for config in configs.values():
+        assembly.make_task(config).close()
+        model = assembly.make_model(config)
+        _check_sources(study, assembly.make_execution(config, model, devices=tuple(jax.devices())))
+
+
+def _check_sources(study: GradientStudy, execution: Execution) -> None:
+    for name in study.source:
+        dial = study.dial(name)
+        mismatch.refuse_stale(dial, "a measurement at fixed weights has no older ones")
+        mismatch.check(dial, execution)
+        rule = "a measurement at fixed weights has merged them already"
+        mismatch.refuse_merge(dial, execution, rule)
+
+
+def measure(
+    study: GradientStudy, policy: Trained, configs: Mapping[str, RunConfig], folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Measures what measured.jsonl does not have yet; yields each new record.
+
+    A record is a function of the study and the policy alone, so that a study that was cut short
+    goes on to the same lines.
+    """
+    path = folder / "measured.jsonl"
+    done = {(r["horizon"], r["source"]) for r in records(folder)}
+    whole = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+    lines = JsonLines(path, offset=whole)
+    try:
+        for name, config in configs.items():
+            left = [s for s in study.source if (name, s) not in done]
+            if not left:
+                continue
+            bench = _bench(study, policy, config)
+            measuring = Measuring(bench)
+            exact = measuring.batches(mismatch.EXACT)
+            for source in left:
+                other = measuring.batches(study.dial(source))
+                record = {"horizon": name, "source": source} | _record(exact, other)
+                if study.horizon:
+                    record |= horizon.constants(measuring, study.dial(source), states=study.states)
+                lines.write(0, record)
+                yield record
+    finally:
+        lines.close()
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of measured.jsonl; none if it is not there.
+
+    Raises:
+        InputError: a line is not what `measure` writes.
+    """
+    path = folder / "measured.jsonl"
+    lines = enumerate(read_lines(path), start=1) if path.exists() else ()
+    return [_read_record(line, f"{path}, line {number}") for number, line in lines]
+
+
+def _read_record(line: Mapping[str, Any], where: str) -> dict[str, Any]:
+    try:
+        return dict(_RECORD.validate_python(line))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise InputError(f"{where}: not what a study writes: {key}: {first['msg']}") from error
+
+
+_Pair = tuple[float, float]  # an estimate and its standard error; "nan" is read as the number
+_Parts = dict[str, dict[str, _Pair]]
+
+
+class _Record(TypedDict):
+    horizon: str
+    source: str
+    estimators: _Parts
+    signs: _Parts
+    metrics: dict[str, _Pair]
+    exact_metrics: dict[str, _Pair]
+    reward_difference: _Pair
+    longest: NotRequired[float]
+    score_norm: NotRequired[float]
+    variation_largest: NotRequired[float]
+    variation_mean: NotRequired[float]
+    bound: NotRequired[float]
+
+
+_RECORD = TypeAdapter(_Record)
+
+
+def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
+    """The first problems of the horizon's task, as many as a step of the run has prompts."""
+    execution = assembly.make_execution(config, policy.model)
+    task = assembly.make_task(config)
+    _check_sources(study, execution)
+    examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
+    return Bench(
+        execution=execution,
+        params=policy.params,
+        task=task,
+        text=assembly.make_text(config, policy.model, run=Path(policy.config.run.folder)),
+        examples=examples,
+        objective=config.objective,
+        group=config.sampling.samples_per_prompt,
+        batches=study.batches,
+        seed=config.seed,
+        remedies={name: one.corrections for name, one in study.remedy.items()},
+        projected=study.projected,
+        micro_batch=config.learner.micro_batch,
+        remat=config.learner.remat,
+    )
+
+
+def _record(exact: Batches, other: Batches) -> dict[str, Any]:
+    """Everything about one source, as plain numbers: each an [estimate, standard error]."""
+    truth = exact.gradients[RECOMPUTE]
+    estimators = {
+        name: {k: list(v) for k, v in estimates.compare(truth, of)._asdict().items()}
+        for name, of in other.gradients.items()
+    }
+    signs = {
+        name: {k: list(v) for k, v in estimates.compare(exact.signs[name], of)._asdict().items()}
+        for name, of in other.signs.items()
+    }
+    measured = {name: list(estimates.mean(values)) for name, values in other.metrics.items()}
+    baseline = {name: list(estimates.mean(values)) for name, values in exact.metrics.items()}
+    reward = estimates.mean(other.metrics["reward"] - exact.metrics["reward"])
+    return {
+        "estimators": estimators,
+        "signs": signs,
+        "metrics": measured,
+        "exact_metrics": baseline,
+        "reward_difference": list(reward),
+    }
+
+
+def estimate(record: Mapping[str, Any], estimator: str, name: str) -> Estimate:
+    """One estimate of a record."""
+    return Estimate(*(float(x) for x in record["estimators"][estimator][name]))
+
+
+def estimators(record: Mapping[str, Any]) -> list[str]:
+    """The estimators of a record: the two modes without a correction, then the remedies."""
+    return [BYPASS, RECOMPUTE, *(n for n in record["estimators"] if n not in (BYPASS, RECOMPUTE))]

@@ -1,0 +1,215 @@
+"""Runs the arms of a study: each run a process of its own, several side by side, all resumable.
+
+study.json          the study as it was stated before its first run
+started.json        when that was
+runs/ARM/seed-N/    an ordinary run folder
+runs/ARM/seed-N.toml, seed-N.log
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from tim_jax.app.config import toml
+from tim_jax.app.run import folders, started
+from tim_jax.app.run.signals import Preemption
+from tim_jax.common import errors, inputs
+from tim_jax.common.errors import InputError, PreemptedError
+from tim_jax.instruments.study.arms import Arm
+
+_POLL = 0.2  # seconds
+_BUSY = "is in use by"  # what a run says whose folder another process has
+
+
+class Planned(NamedTuple):
+    """One run of a study."""
+
+    arm: str
+    seed: int
+    folder: Path
+
+    @property
+    def ended(self) -> Path:
+        """The file that says that the run ended early, and how."""
+        return self.folder / "ended.json"
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to run."""
+        return self.ended.exists() or folders.finished(self.folder)
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A study with its arms, as it is kept in its folder."""
+
+    study: Any  # of one of the kinds of `files`
+    arms: tuple[Arm, ...]
+    folder: Path
+    seeds: tuple[int, ...]
+
+    @property
+    def runs(self) -> tuple[Planned, ...]:
+        """Seed by seed, so that a study that is cut short has whole comparisons."""
+        return tuple(
+            Planned(arm.name, seed, run_folder(self.folder, arm.name, seed))
+            for seed in self.seeds
+            for arm in self.arms
+        )
+
+
+def run_folder(folder: Path, arm: str, seed: int) -> Path:
+    """Where a run of a study lies."""
+    return folder / "runs" / arm / f"seed-{seed}"
+
+
+def state(study: Any, arms: Sequence[Arm], folder: Path, *, seeds: Sequence[int]) -> Stated:
+    """Writes down what the study is, before it runs, or compares with what was written before.
+
+    Raises:
+        InputError: the folder has another study, or something else; it cannot be written.
+    """
+    stated = Stated(study, tuple(arms), folder, tuple(seeds))
+    record = _record(stated)
+    path = folder / "study.json"
+    if path.exists():
+        before = read_record(folder)
+        for key in sorted({*record, *before}):
+            if record.get(key) != before.get(key):
+                raise InputError(
+                    f"{folder} holds a study that was stated with another {key}; give the changed"
+                    " study another folder (--folder)"
+                )
+        return stated
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if strangers := sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")):
+            raise InputError(f"{folder} is not empty and holds no study, but {strangers[0]}")
+        partial = folder / ".study.json"
+        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    started.record(folder)
+    return stated
+
+
+def _record(stated: Stated) -> dict[str, Any]:
+    study = stated.study.model_dump(mode="json", exclude_none=True)
+    arms = [
+        {
+            "name": arm.name,
+            "divergent": arm.divergent,
+            "control": arm.control,
+            "uncontrolled": arm.uncontrolled,
+            "run": arm.run,
+        }
+        for arm in stated.arms
+    ]
+    record = {"study": study, "seeds": stated.seeds, "arms": arms}
+    return json.loads(json.dumps(record))
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Returns study.json of a study's folder.
+
+    Raises:
+        InputError: it is not there, or damaged.
+    """
+    path = folder / "study.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"{folder} holds no study: cannot read {path}: {error.strerror}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+    if not isinstance(record, dict):
+        raise InputError(f"{path} is damaged: {inputs.shown(record)} is not an object")
+    return record
+
+
+def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
+    """Runs what is not done yet, `jobs` processes at a time, and returns when all is.
+
+    A run whose process fails does not stop the others; the first failure is raised at the end.
+
+    Raises:
+        InputError: runs failed; the line names the first one and its log.
+        PreemptedError: the system asked this process to end; the runs were saved.
+    """
+    waiting = [one for one in stated.runs if not one.done]
+    say(f"{len(stated.runs)} runs, {len(stated.runs) - len(waiting)} of them done")
+    configs = {arm.name: arm for arm in stated.arms}
+    failed: list[str] = []
+    running: dict[Planned, tuple[subprocess.Popen, IO]] = {}
+    with Preemption() as preemption:
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    one = waiting.pop(0)
+                    running[one] = _start(one, configs[one.arm], stated.folder)
+                time.sleep(_POLL)
+                for one in [one for one in running if running[one][0].poll() is not None]:
+                    process, log = running.pop(one)
+                    log.close()
+                    outcome = _ended(one, process.returncode)
+                    if outcome == _BUSY:
+                        waiting.append(one)  # a process of an earlier call still works on it
+                        time.sleep(_POLL * 5)
+                    elif outcome:
+                        failed.append(outcome)
+                    say(f"{one.arm}, seed {one.seed}: {outcome or 'done'}")
+                if preemption.asked:
+                    raise PreemptedError("asked to end; the same command goes on")
+        finally:
+            _stop(running)
+    if failed:
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise InputError(f"study: {failed[0]}{more}; the same command tries again")
+
+
+def _start(one: Planned, arm: Arm, study: Path) -> tuple[subprocess.Popen, IO]:
+    began = started.time_of(study)
+    config = arm.config(one.seed, one.folder)
+    path, log = one.folder.with_suffix(".toml"), one.folder.with_suffix(".log")
+    try:
+        one.folder.mkdir(parents=True, exist_ok=True)
+        if began is not None:  # all arms have the prompts of one day
+            started.record(one.folder, began)
+        path.write_text(toml.dump(config), encoding="utf-8")
+        file = open(log, "ab")  # noqa: SIM115
+    except OSError as error:
+        raise InputError(f"cannot write {error.filename}: {error.strerror}") from error
+    command = [sys.executable, "-m", "tim_jax.app.cli", "train", str(path)]
+    return subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL), file
+
+
+def _ended(one: Planned, status: int) -> str:
+    """ "" if the run is done, else what to say of it."""
+    log = one.folder.with_suffix(".log")
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    last = lines[-1] if lines else ""
+    if status == 0:
+        return ""
+    if status == errors.NOT_FINITE.status:
+        one.ended.write_text(json.dumps({"status": status, "line": last}) + "\n")
+        return ""
+    if _BUSY in last:
+        return _BUSY
+    return f"the run of {one.arm}, seed {one.seed}, ended with status {status}: {last} ({log})"
+
+
+def _stop(running: dict[Planned, tuple[subprocess.Popen, IO]]) -> None:
+    """Lets runs that are under way save their step and end."""
+    for process, _ in running.values():
+        process.terminate()
+    for process, log in running.values():
+        process.wait()
+        log.close()

@@ -1,0 +1,228 @@
+"""From runs to verdicts, by the rule that the study stated: outcomes, exact tests, Holm."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+from scipy import stats
+
+from tim_jax.instruments.study.definition import Outcome, Test
+from tim_jax.instruments.study.running import Stated
+from tim_jax.instruments.study.table import RunLines, read_runs, values
+
+_SEEDS = 60  # the most that is asked for: exact tests of so many take too long
+# All divisions, so many in memory at one time.
+_EXACT: dict[str, Any] = {"n_resamples": np.inf, "batch": 10_000}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a study says of two arms.
+
+    Attributes:
+        first, second: outcomes of the seeds that both arms have finished, in the order of seeds.
+        missing: seeds that one of them lacks; with any of them there is no p-value.
+        lead: above 0 if the arm is higher by the test's own statistic, not always a mean.
+        p: two-sided, of this comparison alone; None without a test.
+        corrected: after Holm's correction over all comparisons of the study, those without a
+            p-value so far among them.
+        least: the smallest corrected p that one of the study's comparisons can have with so many
+            seeds.
+        note: why nothing is said about mismatch; "" otherwise.
+    """
+
+    arm: str
+    against: str
+    first: tuple[float, ...]
+    second: tuple[float, ...]
+    missing: tuple[int, ...] = ()
+    lead: float = 0.0
+    p: float | None = None
+    corrected: float | None = None
+    least: float = 1.0
+    note: str = ""
+
+    @property
+    def difference(self) -> float:
+        """Mean outcome of the arm less that of the other; NaN without outcomes."""
+        return float(np.mean(self.first) - np.mean(self.second)) if self.first else math.nan
+
+    def line(self, test: Test) -> str:
+        """The verdict in one sentence."""
+        if self.note:
+            return f"{self.arm}: no verdict on mismatch: {self.note}"
+        pair = f"{self.arm} against {self.against}"
+        if self.missing or self.corrected is None:
+            seeds = ", ".join(map(str, self.missing)) or "all"
+            return f"{pair}: no verdict yet: without an outcome of seeds {seeds}"
+        numbers = (
+            f"{np.mean(self.first):.4g} against {np.mean(self.second):.4g}, p = {self.p:.3g},"
+            f" {self.corrected:.3g} after Holm"
+        )
+        if self.corrected <= test.level:
+            found = "higher" if self.lead > 0 else "lower"
+        elif self.least > test.level:
+            found = f"cannot be decided: so few seeds give no p after Holm below {self.least:.3g}"
+        else:
+            found = "no difference shown"
+        return f"{pair}: {found} ({numbers}, {len(self.first)} seeds)"
+
+
+def outcome(run: RunLines, rule: Outcome) -> float | None:
+    """The outcome of a run by the study's rule, which is finite; None if it has none (yet)."""
+    if run.note.startswith("ended"):
+        return rule.not_finite
+    found = values(run.lines, rule.metric)
+    if not run.finished or not len(found):
+        return None
+    reduced = {
+        "last": lambda x: np.mean(x[-rule.window :]),
+        "mean": np.mean,
+        "highest": np.max,
+        "lowest": np.min,
+    }
+    value = float(reduced[rule.take](found))
+    return value if np.isfinite(value) else rule.not_finite
+
+
+def outcomes(
+    stated: Stated, runs: Sequence[RunLines] | None = None
+) -> dict[tuple[str, int], float]:
+    """(arm, seed) -> outcome, of the runs that have one."""
+    lines = read_runs(stated.folder) if runs is None else runs
+    planned = zip(stated.runs, lines, strict=True)
+    pairs = (((one.arm, one.seed), outcome(run, stated.study.outcome)) for one, run in planned)
+    return {key: value for key, value in pairs if value is not None}
+
+
+def verdicts(stated: Stated, runs: Sequence[RunLines] | None = None) -> list[Verdict]:
+    """Every divergent arm against its control, and the comparisons that the study names."""
+    found = outcomes(stated, runs)
+    compared = [_compare(stated, found, *pair) for pair in _pairs(stated)]
+    family = [v for v in compared if not v.note]
+    # What is still open counts as if it found nothing: a difference that is shown stays so.
+    corrected = iter(holm([1.0 if v.p is None else v.p for v in family]))
+    return [v if v.note else _corrected(v, next(corrected), len(family)) for v in compared]
+
+
+def _corrected(verdict: Verdict, p: float, comparisons: int) -> Verdict:
+    least = min(1.0, comparisons * verdict.least)
+    return replace(verdict, corrected=None if verdict.p is None else p, least=least)
+
+
+def too_few_seeds(stated: Stated) -> str:
+    """Why the study as it stands can show no difference, whatever its runs find; "" if it can."""
+    test, seeds = stated.study.test, len(stated.seeds)
+    count = sum(not uncontrolled for _, _, uncontrolled in _pairs(stated))
+    needed = next((n for n in range(1, _SEEDS) if count * least_p(test.kind, n) <= test.level), 0)
+    if not count or not needed or needed <= seeds:
+        return ""
+    least = min(1.0, count * least_p(test.kind, seeds))
+    return (
+        f"{count} comparisons of {seeds} seeds give no p after Holm's correction below"
+        f" {least:.3g}, and the level is {test.level:g}: no difference can be shown; with"
+        f" {needed} seeds one could"
+    )
+
+
+def _pairs(stated: Stated) -> list[tuple[str, str, str]]:
+    """What is compared: an arm, another, and why the arm has no control where it has none."""
+    arms = [(arm.name, arm.control, arm.uncontrolled) for arm in stated.arms if arm.divergent]
+    named = [(first, second, "") for first, second in stated.study.test.compare]
+    return list(dict.fromkeys([*arms, *named]))
+
+
+def _compare(stated: Stated, found, arm: str, against: str, uncontrolled: str) -> Verdict:
+    seeds, test = stated.seeds, stated.study.test
+    if uncontrolled:
+        note = f"no matched control: {uncontrolled}"
+        return Verdict(arm, "", (), (), note=note)
+    both = [s for s in seeds if (arm, s) in found and (against, s) in found]
+    first, second = (tuple(found[name, s] for s in both) for name in (arm, against))
+    missing = tuple(s for s in seeds if s not in both)
+    verdict = Verdict(arm, against, first, second, missing)
+    if missing or not both:
+        return verdict
+    at_least = stated.study.outcome.at_least
+    return replace(
+        verdict,
+        p=p_value(first, second, test.kind, at_least=at_least),
+        lead=lead(first, second, test.kind, at_least=at_least),
+        least=least_p(test.kind, len(both)),
+    )
+
+
+def p_value(
+    first: Sequence[float], second: Sequence[float], kind: str, *, at_least: float | None = None
+) -> float:
+    """The exact two-sided p-value of a test of `Test.kind` between outcomes f64[N] of two arms.
+
+    The same place in both is the same seed. The permutation tests compare means; `sign` leaves
+    equal pairs out; `fisher` counts outcomes of `at_least` or more.
+    """
+    one, other = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    if kind == "fisher":
+        assert at_least is not None  # the study's file was refused without
+        wins = [int(np.sum(x >= at_least)) for x in (one, other)]
+        table = [[wins[0], len(one) - wins[0]], [wins[1], len(other) - wins[1]]]
+        return float(cast(Any, stats.fisher_exact(table)).pvalue)
+    if kind == "sign":
+        higher, lower = int(np.sum(one > other)), int(np.sum(one < other))
+        return float(stats.binomtest(higher, higher + lower).pvalue) if higher + lower else 1.0
+    if np.array_equal(one, other) or (len(one) == 1 and kind == "permutation"):
+        return 1.0
+    if kind == "paired_permutation":
+        return _exchanged(one - other)
+    result = stats.permutation_test(
+        (one, other),
+        lambda x, y, axis: np.mean(x, axis=axis) - np.mean(y, axis=axis),
+        permutation_type="independent",
+        vectorized=True,
+        **_EXACT,
+    )
+    return min(1.0, float(result.pvalue))
+
+
+def lead(
+    first: Sequence[float], second: Sequence[float], kind: str, *, at_least: float | None = None
+) -> float:
+    """The statistic whose sign is the direction of `p_value`: above 0 if `first` is higher.
+
+    The permutation tests compare means, `sign` counts seeds, and `fisher` outcomes of `at_least` or
+    more.
+    """
+    one, other = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    if kind == "fisher":
+        assert at_least is not None  # as in `p_value`
+        return float(np.sum(one >= at_least)) - float(np.sum(other >= at_least))
+    if kind == "sign":
+        return float(np.sum(np.sign(one - other)))
+    return float(np.mean(one) - np.mean(other))
+
+
+def _exchanged(differences: np.ndarray) -> float:
+    """The share of the 2^N exchanges of signs whose sum is as far from 0 as the one found."""
+    count = len(differences)
+    signs = 1 - 2 * ((np.arange(2**count)[:, None] >> np.arange(count)) & 1)
+    sums = np.abs(signs @ differences)
+    found = abs(float(np.sum(differences)))
+    return float(np.mean(sums >= found * (1 - 1e-12)))
+
+
+def least_p(kind: str, seeds: int) -> float:
+    """The smallest p-value that a test can give with so many seeds in each arm."""
+    if kind in ("sign", "paired_permutation"):
+        return min(1.0, 2.0 / 2**seeds)
+    return min(1.0, 2.0 / math.comb(2 * seeds, seeds))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for several comparisons (Holm 1979): the family's error rate holds."""
+    order = np.argsort(p_values, kind="stable")
+    corrected, highest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = highest
+    return corrected
