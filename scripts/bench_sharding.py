@@ -25,6 +25,7 @@ from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl import loop, programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 PAGE = common.RESULTS / "sharding.md"
@@ -56,7 +57,9 @@ class Row(NamedTuple):
 def make_side(execution: Execution, params, prompts) -> tuple[dict[str, Callable[[], float]], int]:
     """Timed sampling and learning, compiled and warm; raises if they are not exact."""
     learning = Learning(objectives.rloo(), common.GROUP)
-    run = programs.build(execution, learning, optimizers.adamw(optimizers.Rate(1e-5)))
+    optimizer = optimizers.adamw(optimizers.Rate(1e-5))
+    count = prompts.ids.shape[0]
+    run = programs.build(Training(execution, learning, optimizer, prompts_per_step=count))
     state = run.init(params)
     weights = run.prepare(state.params)
     key = jax.random.key(_SEED)

@@ -22,6 +22,7 @@ from tim_jax.instruments.auditing import random_params
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import loop, programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 PAGE = common.RESULTS / "widths.md"
@@ -39,7 +40,11 @@ class Side:
         learning = Learning(objectives.rloo(), common.GROUP, micro_batch=MICRO_BATCH, widths=widths)
         self.rollout, self.params = rollout, params
         self.rewards = jnp.asarray(np.random.default_rng(0).random(SEQUENCES, np.float32))
-        self.run = programs.build(execution, learning, optimizers.adamw(optimizers.Rate(1e-5)))
+        optimizer = optimizers.adamw(optimizers.Rate(1e-5))
+        prompts = SEQUENCES // common.GROUP
+        self.run = programs.build(
+            Training(execution, learning, optimizer, prompts_per_step=prompts)
+        )
         start = time.perf_counter()
         self.update()
         self.first = time.perf_counter() - start  # compiling, for the most part

@@ -26,6 +26,7 @@ from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.lora import Lora
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.rl import loop, programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 PAGE = common.RESULTS / "lora.md"
@@ -53,7 +54,7 @@ class Memory(NamedTuple):
 def memory(model: memory_table.Model, lora: Lora | None) -> Memory:
     """Compiles an update in bfloat16 over a float32 or, under adapters, a bfloat16 base."""
     step = memory_table.step_of(model, "bfloat16", 2)
-    step = replace(step, execution=replace(step.execution, lora=lora))
+    step = step.varied(execution=replace(step.execution, lora=lora))
     devices = tuple(jax.devices()[:1])
     program = workload.updating(step, devices)
     found = program.function.lower(*program.arguments).compile().memory_analysis()
@@ -80,7 +81,8 @@ class Side:
     def __init__(self, execution: Execution, params, prompts):
         self.execution, self.params = execution, params
         learning = Learning(objectives.rloo(), common.GROUP)
-        self.run = programs.build(execution, learning, optimizers.adamw(optimizers.Rate(1e-5)))
+        optimizer = optimizers.adamw(optimizers.Rate(1e-5))
+        self.run = programs.build(Training(execution, learning, optimizer))
         state, base = self.start()
         weights = self.run.prepare(adapters.whole(state.params, base))
         given = self.run.publish(adapters.whole(state.params, base), weights)

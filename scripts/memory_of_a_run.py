@@ -22,6 +22,7 @@ from tim_jax.model.parameters import init_params
 from tim_jax.numerics import EXACT_BF16
 from tim_jax.rl import loop, programs
 from tim_jax.rl.drawing import Text
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 from tim_jax.tasks import builtin
 from tim_jax.tasks.text import character_tokenizer
@@ -77,7 +78,8 @@ def main() -> None:
     config = model_config(chosen.layers)
     execution = Execution(config, EXACT_BF16, Sampling(RESPONSE))
     learning = Learning(objectives.Objective(), GROUP, micro_batch=2, remat=True)
-    built = programs.build(execution, learning, optimizers.AdamW(1e-6).transform())
+    optimizer = optimizers.AdamW(1e-6).transform()
+    built = programs.build(Training(execution, learning, optimizer, prompts_per_step=PROMPTS))
     params = init_params(config, 0)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     report(f"{count / 1e6:.0f} million parameters", count)
@@ -93,8 +95,6 @@ def main() -> None:
         programs=built,
         seed=0,
         steps=chosen.steps,
-        prompts_per_step=PROMPTS,
-        exact=True,
     )
     del state  # its buffers are the loop's
     for step in steps:

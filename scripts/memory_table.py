@@ -24,6 +24,7 @@ from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import Objective
 from tim_jax.policy import scoring
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 PAGE = common.RESULTS / "memory.md"
@@ -106,13 +107,13 @@ def step_of(model: Model, dtype: str, micro_batch: int | None) -> Workload:
         tied_embeddings=True,
     )
     numerics = Numerics(compute_dtype=dtype, kv_block=32, cache_write="rows")
-    return Workload(
-        execution=Execution(config, numerics, Sampling(256)),
-        learning=Learning(Objective(), 4, micro_batch=micro_batch, remat=True),
-        optimizer=optimizers.AdamW(1e-6).transform(),
-        prompts=2,
-        prompt_length=64,
+    training = Training(
+        Execution(config, numerics, Sampling(256)),
+        Learning(Objective(), 4, micro_batch=micro_batch, remat=True),
+        optimizers.AdamW(1e-6).transform(),
+        prompts_per_step=2,
     )
+    return Workload(training, prompt_length=64)
 
 
 def measure_update(model: Model, dtype: str, micro_batch: int | None) -> UpdateRow:

@@ -17,6 +17,7 @@ from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.objectives import Objective
 from tim_jax.policy import sampler
 from tim_jax.rl import loop, programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 HALVINGS = 2  # where lengths are skewed: the slots of an empty queue are halved twice
@@ -77,7 +78,9 @@ class Worker:
         objective = Objective(aggregation="sequence_mean_token_mean")
         learning = Learning(objective, group_size=common.GROUP)
         optimizer = optimizers.adamw(optimizers.Rate(1e-4), b2=0.999, max_grad_norm=0.0)
-        self.programs = programs.build(self.execution, learning, optimizer)
+        count = self.batch // common.GROUP
+        training = Training(self.execution, learning, optimizer, prompts_per_step=count)
+        self.programs = programs.build(training)
         self.prompts = make_prompts(self.config, self.sizes, self.batch // common.GROUP)
         self.state = self.programs.init(self.params)
         self.weights = self.programs.prepare(self.params)

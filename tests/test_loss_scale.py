@@ -24,6 +24,7 @@ from tim_jax.numerics import GPU_EXACT_F16, MOSAIC_GPU_EXACT_BF16, TPU_EXACT_BF1
 from tim_jax.optimizers import AdamW, LossScale
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl import programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 # optax types a state as any tree of arrays; these tests look into it.
@@ -184,7 +185,9 @@ def test_only_float16_is_given_a_scale():
 @cache
 def built(where=SINGLE, **settings):
     what = replace(F16, placement=where)
-    return programs.build(what, LEARNING, LossScale(**settings).transform(RATE.transform()))
+    return programs.build(
+        Training(what, LEARNING, LossScale(**settings).transform(RATE.transform()))
+    )
 
 
 def first(run, where=SINGLE):
@@ -208,7 +211,7 @@ def updates(run, state, weights, batch, count):
 
 def norm_of_float32():
     learning, what = LEARNING, replace(F16, numerics=tiny.NUMERICS)
-    run = programs.build(what, learning, RATE.transform())
+    run = programs.build(Training(what, learning, RATE.transform()))
     state, weights, batch = first(run)
     return float(
         run.update(state, weights, batch, jnp.int32(0), jnp.float32(9.0), None)[2].metrics[
@@ -320,7 +323,7 @@ def test_scaled_gradients_of_float16_are_nearer_than_those_of_bfloat16():
 def test_a_learner_that_the_dial_puts_in_float16_scales_its_loss():
     shared = Mismatch((compute(dtype="float16"),))
     what = replace(F16, numerics=shared.numerics(tiny.NUMERICS))
-    run = programs.build(what, LEARNING, RATE.transform())
+    run = programs.build(Training(what, LEARNING, RATE.transform()))
     assert float(loss_scale(run.init(tiny.params()).optimizer)) == 2.0**16
 
 

@@ -151,3 +151,8 @@ def compilations():
         for text in messages.texts:
             if found := re.match(r"Finished XLA compilation of (?:jit\()?(\w+)", text):
                 counted[found[1]] += 1
+
+
+def varied(run, **changes):
+    """The programs with another value for what the loop and the draws read of their training."""
+    return replace(run, training=run.training.varied(**changes))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tim_jax.api import (
         Model,
         audit,
+        batched,
         diagnose,
         grpo,
         load,
@@ -42,6 +43,7 @@ __all__ = [
     "Model",
     "Placement",
     "audit",
+    "batched",
     "capture",
     "corrections",
     "diagnose",
@@ -58,7 +60,7 @@ __all__ = [
     "score",
 ]
 
-_API = ("Model", "audit", "diagnose", "grpo", "load", "sample", "save", "score")
+_API = ("Model", "audit", "batched", "diagnose", "grpo", "load", "sample", "save", "score")
 _HOMES = {
     **dict.fromkeys((*_API, "load_adapter", "save_adapter"), "api"),
     "Lora": "model.adapters",

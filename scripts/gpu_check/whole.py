@@ -16,6 +16,7 @@ from tim_jax.instruments.plan.workload import Program, Workload
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.rl import programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Experience, Learning, TrainState
 
 
@@ -59,15 +60,15 @@ class Whole:
         objective = objectives.grpo(kl_coefficient=0.0)
         if amount.samples == 1:  # of which only samples are drawn: there is no group
             objective = replace(objective, estimator="reinforce")
-        return Workload(
-            execution=Execution(
+        training = Training(
+            Execution(
                 self.config, self.setting.fitted(self.config, numerics), Sampling(amount.new)
             ),
-            learning=Learning(objective, amount.samples, micro_batch=amount.micro_batch),
-            optimizer=optax.with_extra_args_support(optax.adamw(1e-6)),
-            prompts=amount.prompts,
-            prompt_length=amount.prompt,
+            Learning(objective, amount.samples, micro_batch=amount.micro_batch),
+            optax.adamw(1e-6),
+            prompts_per_step=amount.prompts,
         )
+        return Workload(training, prompt_length=amount.prompt)
 
     @property
     def sampling(self) -> Program:
@@ -88,8 +89,7 @@ class Whole:
 
     def build(self) -> programs.Programs:
         """The programs of a run, which are the same."""
-        step = self.workload
-        return programs.build(step.execution, step.learning, step.optimizer)
+        return programs.build(self.workload.training)
 
     def weights(self) -> Any:
         """Random compute weights; the masters are let go."""

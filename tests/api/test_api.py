@@ -1,5 +1,6 @@
 """What `import tim_jax` offers, used as its users use it: a folder in, plain Python around it."""
 
+import inspect
 import json
 import re
 import string
@@ -348,9 +349,17 @@ def test_only_a_rollout_can_be_scored(model):
 # Training.
 
 
-def trained(model, data=PAIRS, *, reward=by_length, **changes):
-    optimizer = optax.adamw(1e-2)
-    return tim.grpo(model, data, reward=reward, optimizer=optimizer, **{**TRAINED, **changes})
+BY_NAME = inspect.signature(tim.grpo).parameters
+
+
+def trained(model, data=PAIRS, *, reward=by_length, optimizer=None, **changes):
+    """Steps of `grpo`; what is no argument of it goes into its `training`."""
+    optimizer = optax.adamw(1e-2) if optimizer is None else optimizer
+    named = {name: value for name, value in {**TRAINED, **changes}.items() if name in BY_NAME}
+    rest = {name: value for name, value in changes.items() if name not in BY_NAME}
+    if rest:
+        named["training"] = model.training(**rest)
+    return tim.grpo(model, data, reward=reward, optimizer=optimizer, **named)
 
 
 def test_every_step_is_proved_and_the_model_moves(model):
@@ -379,8 +388,8 @@ def test_every_step_is_proved_and_the_model_moves(model):
 def test_steps_that_are_drawn_ahead_are_proved_too(model):
     """On devices of the sampler's own, and on the learner's: the same steps."""
     runs = [
-        list(trained(model, steps=3, max_staleness=1, sampler_placement=where))
-        for where in (None, tim.Placement(data=2))
+        list(trained(model, steps=3, max_staleness=1, sampler_placement=where, own_devices=own))
+        for where, own in ((None, False), (tim.Placement(data=2), True))
     ]
     for steps in zip(*runs, strict=True):
         assert repr(steps[0].metrics) == repr(steps[1].metrics)
@@ -407,7 +416,7 @@ def test_every_form_of_data_and_reward_is_the_same_training(model):
 
     rows = ({"prompt": prompt, "answer": answer, "source": "x"} for prompt, answer in PAIRS)
     pairs = list(trained(model))
-    batched = list(trained(model, rows, reward=of_lists, batched=True))
+    batched = list(trained(model, rows, reward=tim.batched(of_lists)))
     assert [step.metrics for step in batched] == [step.metrics for step in pairs]
     assert tiny.bits(batched[-1].model.params) == tiny.bits(pairs[-1].model.params)
     for prompts, answers in seen:
@@ -422,7 +431,8 @@ def test_a_reward_is_given_chat_messages_as_they_were(model):
         seen.append((prompt, answer))
         return float(len(completion))
 
-    (step,) = trained(model, [(messages, None)], reward=reward, steps=1, chat_template=False)
+    plain = replace(model, chat_template=False)
+    (step,) = trained(plain, [(messages, None)], reward=reward, steps=1)
     assert seen == [(messages, None)] * 8
     assert step.samples[0].prompt == "user: 2 + 2"
     assert step.metrics["exact_share"] == 1.0
@@ -475,8 +485,16 @@ def broken(prompt, completion, answer):
         (PAIRS, {"steps": 0}, "steps must be at least 1, got 0"),
         (PAIRS, {"samples": 1}, "takes its baseline from the group"),
         (PAIRS, {"objective": "grpo"}, "objective must be one of tim_jax.objectives, got str"),
-        (PAIRS, {"mini_batches": 3}, "mini_batches = 3 must divide the 8 responses"),
-        (PAIRS, {"micro_batch": 3}, "micro_batch = 3 must divide the 8 responses"),
+        (
+            PAIRS,
+            {"mini_batches": 3},
+            "grpo: mini_batches = 3: must divide the 8 sequences of a step",
+        ),
+        (
+            PAIRS,
+            {"micro_batch": 3},
+            "grpo: micro_batch = 3: must divide the 8 sequences of a mini-batch",
+        ),
         (PAIRS, {"sampler": [{"name": "kvcache"}]}, "'kvcache' is unknown; did you mean"),
         (PAIRS, {"sampler": ENTRIES["native_kernels"]()}, "sampler must be a list of entries"),
         (PAIRS, {"mode": "Bypass"}, "mode 'Bypass' is unknown; did you mean 'bypass'?"),
@@ -487,16 +505,16 @@ def broken(prompt, completion, answer):
         ),
         (PAIRS, {"temperature": "1"}, "temperature must be a number, got '1'"),
         (PAIRS, {"top_k": 2.5}, "top_k must be a whole number, got 2.5"),
-        (PAIRS, {"temperature": 0.0}, "temperature must be greater than 0, got 0.0"),
+        (PAIRS, {"temperature": 0.0}, "temperature must be greater than 0, got 0"),
         (PAIRS, {"seed": 1.5}, "seed must be a whole number"),
         (PAIRS, {"seed": 2**32}, "seed must be at most 4294967295"),
-        (PAIRS, {"refills": -1}, "refills must be at least 0, got -1"),
+        (PAIRS, {"refills": -1}, "refills = -1: must be 0 or more"),
         (
             PAIRS,
             {"refills": 1, "objective": tim.objectives.reinforce()},
-            "refills = 1 must be 0: the estimator 'reinforce' learns from groups of equal rewards",
+            "refills = 1: must be 0: the estimator 'reinforce' learns from groups of equal rewards",
         ),
-        (PAIRS, {"max_staleness": -1}, "max_staleness must be at least 0, got -1"),
+        (PAIRS, {"max_staleness": -1}, "max_staleness = -1: must be 0 or more"),
         (
             PAIRS,
             {"max_staleness": 1, "sampler": [{"name": "stale_weights", "updates": 1}]},
@@ -504,26 +522,35 @@ def broken(prompt, completion, answer):
         ),
         (
             PAIRS,
-            {"sampler_placement": tim.Placement(data=8)},
+            {"sampler_placement": tim.Placement(data=8), "own_devices": True},
             "learner and sampler need 1 + 8 devices",
         ),
         (PAIRS, {"sampler_placement": tim.Placement(data=3)}, "must divide the 8 sequences"),
-        (PAIRS, {"epochs": 2.0}, "epochs must be a whole number, got 2.0"),
-        (PAIRS, {"micro_batch": "4"}, "micro_batch must be a whole number, got '4'"),
-        (PAIRS, {"micro_batch": True}, "micro_batch must be a whole number, got True"),
-        (PAIRS, {"exact": "report"}, "exact must be True or False, got 'report'"),
-        (PAIRS, {"remat": "no"}, "remat must be True or False, got 'no'"),
+        (PAIRS, {"epochs": 2.0}, "epochs is 2.0; it must be a whole number"),
+        (PAIRS, {"micro_batch": "4"}, "micro_batch is '4'; it must be a whole number"),
+        (PAIRS, {"micro_batch": True}, "micro_batch is True; it must be a whole number"),
+        (PAIRS, {"exact": "report"}, "exact is 'report'; it must be "),
+        (PAIRS, {"remat": "no"}, "remat is 'no'; it must be "),
         (PAIRS, {"placement": "fsdp=2"}, "placement must be a tim_jax.Placement, got 'fsdp=2'"),
-        (PAIRS, {"template_options": ["a"]}, "template_options must be a mapping, got ['a']"),
-        (PAIRS, {"placement": tim.Placement(data=8), "mini_batches": 2}, "4 sequences of a batch"),
-        (PAIRS, {"placement": tim.Placement(data=8), "micro_batch": 4}, "4 sequences of a batch"),
+        (PAIRS, {"mini_batch": 2}, "Training has no field 'mini_batch'; did you mean"),
+        (PAIRS, {"training": {"mini_batches": 2}}, "training must be a value such as"),
+        (
+            PAIRS,
+            {"placement": tim.Placement(data=8), "mini_batches": 2},
+            "4 sequences of a mini-batch",
+        ),
+        (
+            PAIRS,
+            {"placement": tim.Placement(data=8), "micro_batch": 4},
+            "4 sequences of a micro-batch",
+        ),
         (
             PAIRS,
             {
                 "placement": tim.Placement(data=8),
                 "objective": tim.objectives.Objective(estimator="remax"),
             },
-            "must divide the 2 sequences of a batch (of the greedy responses of remax)",
+            "grpo: prompts_per_step = 2: must be a multiple of the sampler's data x fsdp = 8",
         ),
         (
             PAIRS,
@@ -532,7 +559,7 @@ def broken(prompt, completion, answer):
                     reward_kl_coefficient=0.1, reward_kl_target=1.0, reward_kl_horizon=1
                 )
             },
-            "sequences is 8; with horizon 1 it must lie in [0, 5)",
+            "reward_kl_horizon = 1: must be more than 1, a fifth of the 8 sequences",
         ),
         (
             PAIRS,
@@ -543,33 +570,24 @@ def broken(prompt, completion, answer):
             },
             "weights by a ratio to pi_rollout, and so does",
         ),
-        (
-            PAIRS,
-            {"correction": tim.corrections.token_mis(), "mode": "bypass"},
-            "the ratio would count twice",
-        ),
     ],
 )
 def test_what_cannot_be_trained_is_said_before_the_first_step(model, data, changes, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        tim.grpo(
-            model,
-            data,
-            **{"reward": by_length, "optimizer": optax.sgd(1e-2), **TRAINED, **changes},
-        )
+        trained(model, data, **changes)
 
 
 @pytest.mark.parametrize(
-    ("reward", "batched", "message"),
+    ("reward", "message"),
     [
-        (nothing, False, "reward nothing must return finite numbers, got None at 0"),
-        (broken, False, "reward broken raised KeyError: 'lost'"),
-        (lambda *lists: [1.0], True, "reward <lambda> returned 1 rewards for 8 completions"),
+        (nothing, "reward nothing must return finite numbers, got None at 0"),
+        (broken, "reward broken raised KeyError: 'lost'"),
+        (tim.batched(lambda *lists: [1.0]), "reward <lambda> returned 1 rewards for 8 completions"),
     ],
 )
-def test_a_reward_that_is_nonsense_ends_the_step(model, reward, batched, message):
+def test_a_reward_that_is_nonsense_ends_the_step(model, reward, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        next(trained(model, reward=reward, batched=batched))
+        next(trained(model, reward=reward))
 
 
 def test_nothing_is_written(model, tmp_path, monkeypatch):

@@ -715,7 +715,7 @@ def test_a_command_that_is_not_done_never_has_the_status_of_success(what, monkey
 
 
 def test_a_command_shows_no_warnings_of_libraries_unless_asked():
-    code = "import warnings; from tim_jax import cli; cli._quiet(); warnings.warn('noise')"
+    code = "import warnings; from tim_jax.app import cli; cli._quiet(); warnings.warn('noise')"
     for flags, wanted in (([], False), (["-W", "default"], True)):
         done = subprocess.run(
             [sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True

@@ -46,9 +46,7 @@ def both(name, arguments):
 def first_rollout(config):
     job = models.assemble(config)
     weights = job.programs.prepare(jax.tree.map(jax.numpy.asarray, job.model.params))
-    drawn = drawing.draw(
-        weights, job.task, job.text, programs=job.programs, seed=0, step=1, prompts=2, refills=0
-    )
+    drawn = drawing.draw(weights, job.task, job.text, programs=job.programs, seed=0, step=1)
     return drawn.rollout
 
 
@@ -107,5 +105,5 @@ def test_a_control_is_planned_with_its_entries_once(tmp_path):
     control = config(tmp_path, *both("quantised_weights", SHARED["quantised_weights"]))
     model = assembly.make_model(control)
     planned = planning.workload_of(control, model.config, jax.devices()[:1])
-    assert planned.mismatch == mismatch.EXACT
+    assert planned.sampler.mismatch == mismatch.EXACT
     assert planned.execution.edits == assembly.make_execution(control, model).edits != ()

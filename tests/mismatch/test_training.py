@@ -16,6 +16,7 @@ from tim_jax.app.config import toml
 from tim_jax.app.run import assembly
 from tim_jax.common.errors import InputError
 from tim_jax.rl import comparing, loop, programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 LEARNING = Learning(objectives.rloo(), tiny.GROUP)
@@ -25,7 +26,7 @@ LEARNING = Learning(objectives.rloo(), tiny.GROUP)
 
 
 @pytest.mark.parametrize(("stale", "per_step"), [(0, 1), (1, 1), (3, 1), (2, 2), (3, 2)])
-def test_the_sampler_has_the_weights_of_so_many_updates_ago(stale, per_step):
+def test_the_sampler_has_the_weights_of_that_many_updates_ago(stale, per_step):
     dial = mismatch.build([{"name": "stale_weights", "updates": stale}])
     built = build(mismatch=dial, mini_batches=per_step)
     older = loop.first_history(jnp.int32(0), built, ())
@@ -78,7 +79,7 @@ OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2))
 
 
 def build(**options):
-    return programs.build(dials.EXECUTION, LEARNING, OPTIMIZER, **options)
+    return programs.build(Training(dials.EXECUTION, LEARNING, OPTIMIZER).varied(**options))
 
 
 def test_an_exact_run_has_no_more_programs():
@@ -159,5 +160,5 @@ def test_a_dial_that_the_model_cannot_have_is_refused_before_compiling():
     model = SimpleNamespace(config=dials.CONFIG)
     execution = replace(dials.EXECUTION, config=model.config)
     with tiny.compilations() as counted, pytest.raises(InputError, match="pad = 4000"):
-        assembly.make_programs(config, execution)
+        programs.build(assembly.make_training(config, execution))
     assert not counted

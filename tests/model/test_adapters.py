@@ -20,6 +20,7 @@ from tim_jax.model.lora import Lora
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 LORA = Lora(rank=3, alpha=6.0)
@@ -45,7 +46,7 @@ def built(what, learning=LEARNING, **options):
     if what.numerics.dtype == jnp.float16:
         # Small enough that no update of a test is skipped.
         optimizer = optimizers.LossScale(initial=2.0**8).transform(optimizer)
-    return programs.build(what, learning, optimizer, **options)
+    return programs.build(Training(what, learning, optimizer, prompts_per_step=4).varied(**options))
 
 
 def start(what, learning=LEARNING, **options):

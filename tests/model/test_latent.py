@@ -29,6 +29,7 @@ from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile
 from tim_jax.placement import Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 # A dense layer and one with experts; every size is another.
@@ -200,7 +201,7 @@ def test_any_placement_has_the_bits_of_one_device(where):
     params, prompts = tiny.moved(tiny.params(config)), tiny.prompts(count=4)
     drawn = []
     for execution in (alone, here):
-        run = programs.build(execution, learning, optimizer)
+        run = programs.build(Training(execution, learning, optimizer))
         drawn.append(jax.device_get(run.sample(run.prepare(params), prompts, jax.random.key(0))))
     assert drawn[0].lengths.sum() > 50
     assert tiny.bits(drawn[0]) == tiny.bits(drawn[1])

@@ -19,6 +19,7 @@ from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.placement import SINGLE, Placement, split
 from tim_jax.rl import loop, programs
 from tim_jax.rl.drawing import Text
+from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning
 from tim_jax.tasks import builtin
 from tim_jax.tasks.base import Grade
@@ -41,33 +42,30 @@ def grade(examples, completions):
 
 
 @cache
-def built(ahead=0, mode="bypass", *, dial=mismatch.EXACT, epochs=1, sampler=None, split=0):
-    """Programs; with `split`, the sampler's devices begin there."""
+def built(ahead=0, mode="bypass", *, dial=mismatch.EXACT, epochs=1, sampler=None, split=False):
+    """Programs; with `split`, the sampler has devices of its own."""
     return programs.build(
-        EXECUTION,
-        Learning(objectives.rloo(), tiny.GROUP, mode=mode),
-        optimizers.adamw(optimizers.Rate(1e-2)),
-        epochs=epochs,
-        mismatch=dial,
-        sampler_placement=sampler,
-        sampler_devices=jax.devices()[split:] if split else None,
-        max_staleness=ahead,
+        Training(
+            EXECUTION,
+            Learning(objectives.rloo(), tiny.GROUP, mode=mode),
+            optimizers.adamw(optimizers.Rate(1e-2)),
+            prompts_per_step=2,
+            epochs=epochs,
+            sampler=Sampler(sampler, split, mismatch=dial, max_staleness=ahead),
+        )
     )
 
 
-def steps_of(run, state=None, history=(), *, steps=STEPS, exact=False, refills=0):
+def steps_of(run, state=None, history=(), *, steps=STEPS, exact=False):
     """Finished steps, each with copies of what the next one takes."""
     fresh = run.init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
     following = loop.train(
         fresh if state is None else jax.tree.map(jnp.array, state),
         replace(builtin.running_sums(digits=(1, 3), eval_size=8), grade=grade),
         Text(TOKENIZER, max_prompt_length=6),
-        programs=run,
+        programs=tiny.varied(run, exact=exact),
         seed=0,
         steps=steps,
-        prompts_per_step=2,
-        exact=exact,
-        refills=refills,
         history=history,
     )
     return [step._replace(state=jax.tree.map(jnp.array, step.state)) for step in following]
@@ -115,7 +113,7 @@ def test_a_mismatch_of_a_sampler_ahead_is_told_apart_from_its_staleness():
 
 @pytest.mark.slow
 def test_devices_of_its_own_change_no_bit_and_are_its_own():
-    apart = built(1, sampler=Placement(data=2), split=1)
+    apart = built(1, sampler=Placement(data=2), split=True)
     weights = apart.prepare(tiny.params(CONFIG))
     there = jax.tree.leaves(apart.publish(None, weights))[0].devices()
     assert there == set(jax.devices()[1:3])
@@ -167,12 +165,9 @@ def test_refills_are_drawn_by_the_weights_of_their_step():
         state,
         replace(builtin.running_sums(digits=(1, 3), eval_size=8), grade=equal),
         Text(TOKENIZER, max_prompt_length=6),
-        programs=built(1),
+        programs=tiny.varied(built(1), exact=True, refills=2),
         seed=0,
         steps=3,
-        prompts_per_step=2,
-        exact=True,
-        refills=2,
     )
     for step in following:
         assert step.metrics["refill/rounds"] == 2.0
@@ -206,7 +201,7 @@ def test_what_contradicts_is_refused():
     with pytest.raises(InputError, match="'stale_weights': contradicts max_staleness"):
         built(1, dial=STALE)
     for data, words in (
-        ({"sampler": {"max_staleness": 1}, "learner": {"offload": True}}, "learner.offload"),
+        ({"sampler": {"max_staleness": 1}, "learner": {"offload": True}}, "must be 0 with offload"),
         ({"sampler": {"max_staleness": 65}}, "sampler.max_staleness"),
         (
             {

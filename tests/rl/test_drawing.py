@@ -22,6 +22,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.rl import drawing, programs
 from tim_jax.rl.drawing import Text
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 from tim_jax.tasks import base, builtin
 from tim_jax.tasks.base import Example, Grade, Task
@@ -64,7 +65,9 @@ class Sampler:
 @cache
 def built():
     learning = Learning(objectives.rloo(), GROUP)
-    return programs.build(tiny.EXECUTION, learning, optimizers.adamw(optimizers.Rate(1.0)))
+    return programs.build(
+        Training(tiny.EXECUTION, learning, optimizers.adamw(optimizers.Rate(1.0)))
+    )
 
 
 def stub(greedy=False):
@@ -87,10 +90,10 @@ def make_task(speaks, grader=grade):
 
 def draw(task, *, seed=0, step=1, refills=0, greedy=False, prompts=PROMPTS, **changes):
     made, sampler = stub(greedy)
-    objective = replace(made.learning.objective, **{"estimator": "rloo", **changes})
-    made = replace(made, learning=replace(made.learning, objective=objective))
-    options: dict[str, Any] = {"seed": seed, "step": step, "prompts": prompts, "refills": refills}
-    return drawing.draw("weights", task, TEXT, programs=made, **options), sampler
+    objective = replace(made.training.learning.objective, **{"estimator": "rloo", **changes})
+    made = tiny.varied(made, objective=objective)
+    made = tiny.varied(made, prompts_per_step=prompts, refills=refills)
+    return drawing.draw("weights", task, TEXT, programs=made, seed=seed, step=step), sampler
 
 
 def names_of(drawn):

@@ -24,6 +24,7 @@ from tim_jax.model.latent import LatentConfig
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement, exchange
 from tim_jax.rl import loop, programs, sharded
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 from tim_jax.tasks import builtin
 from tim_jax.tasks.text import character_tokenizer
@@ -241,7 +242,7 @@ def test_an_update_moves_parts_of_experts_as_one_device_moves_them_whole():
     results = []
     for where in (SINGLE, Placement(data=2, fsdp=2, expert=2)):
         what = execution(where)
-        run = programs.build(what, learning, optimizers.adamw(optimizers.Rate(1e-2)))
+        run = programs.build(Training(what, learning, optimizers.adamw(optimizers.Rate(1e-2))))
         state = run.init(tiny.params(QWEN))
         own = state.params["layers"]["expert_up"].addressable_shards[0].data.shape
         assert own == (2, E // where.expert, D // where.fsdp, WIDTH)

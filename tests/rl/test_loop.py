@@ -21,6 +21,7 @@ from tim_jax.policy import scoring
 from tim_jax.rl import drawing, evaluation, learner, loop, programs, warm_start
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.experience import experience
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Carried, Learning, TrainState
 from tim_jax.tasks import base, builtin
 from tim_jax.tasks.base import Example, Grade, Message
@@ -53,7 +54,7 @@ def built():
         optimizers.Rate(1e-2), weight_decay=0.1, decay=optimizers.Decay(period=3)
     )
     learning = Learning(OBJECTIVE, tiny.GROUP, micro_batch=2)
-    return programs.build(EXECUTION, learning, optimizer, mini_batches=2, epochs=2)
+    return programs.build(Training(EXECUTION, learning, optimizer, mini_batches=2, epochs=2))
 
 
 def start_state():
@@ -68,11 +69,9 @@ def finished(state=None, task=None, *, seed=0, steps=STEPS, exact=True, text=TEX
         state,
         task or make_task(),
         text,
-        programs=built(),
+        programs=tiny.varied(built(), prompts_per_step=prompts, exact=exact),
         seed=seed,
         steps=steps,
-        prompts_per_step=prompts,
-        exact=exact,
         reference=reference,
     ):
         assert set(step.timing) >= {"seconds", "tokens_per_second"}
@@ -185,7 +184,7 @@ def test_corrections_and_length_buckets_leave_an_exact_step_where_it_was():
     half = corrections.chain(optax.scale(0.5))
     for correction, buckets in ((corrections.none(), 1), (fix, 2), (half, 1)):
         learning = replace(plainly, correction=correction)
-        built = programs.build(EXECUTION, learning, optimizer, length_buckets=buckets)
+        built = programs.build(Training(EXECUTION, learning, optimizer, length_buckets=buckets))
         state = built.init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
         weights = built.prepare(state.params)
         with tiny.compilations() as counted:
@@ -223,7 +222,7 @@ def everything():
         micro_batch=tiny.GROUP,
         noise_scale=True,
     )
-    return programs.build(EXECUTION, learning, optimizers.adamw(optimizers.Rate(1e-2)))
+    return programs.build(Training(EXECUTION, learning, optimizers.adamw(optimizers.Rate(1e-2))))
 
 
 def first_state(run):
@@ -233,9 +232,9 @@ def first_state(run):
 def run_everything(run, state, *, exact=True, steps=3, seed=0):
     """(metrics, copy of the state) after each step, from where `state` stands."""
     reference = run.prepare(tiny.moved(tiny.params(CONFIG)))
-    options: dict[str, Any] = {"seed": seed, "steps": steps, "prompts_per_step": 2}
+    run = tiny.varied(run, prompts_per_step=2, exact=exact)
     following = loop.train(
-        state, make_task(), TEXT, programs=run, exact=exact, reference=reference, **options
+        state, make_task(), TEXT, programs=run, reference=reference, seed=seed, steps=steps
     )
     return [(step.metrics, jax.tree.map(jnp.array, step.state)) for step in following]
 
@@ -324,7 +323,7 @@ def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed):
 def test_remax_compares_with_the_reward_of_the_greedy_response():
     """The greedy response is the likeliest token each time, and its reward is the baseline."""
     learning = Learning(objectives.rloo(estimator="remax"), tiny.GROUP)
-    built = programs.build(EXECUTION, learning, optimizers.adamw(optimizers.Rate(1e-2)))
+    built = programs.build(Training(EXECUTION, learning, optimizers.adamw(optimizers.Rate(1e-2))))
     assert built.greedy is not None
     given = []
 
@@ -338,11 +337,9 @@ def test_remax_compares_with_the_reward_of_the_greedy_response():
         first_state(run),
         make_task(),
         TEXT,
-        programs=run,
+        programs=tiny.varied(run, prompts_per_step=2, exact=True),
         seed=0,
         steps=1,
-        prompts_per_step=2,
-        exact=True,
     )
     ((rollout, rewards, greedy, advantages),) = given
     weights = built.prepare(tiny.params(CONFIG))
@@ -687,7 +684,8 @@ def poisoned(steps):
 
 
 def steps_of(run, **options):
-    settings: dict[str, Any] = {"seed": 0, "steps": STEPS, "prompts_per_step": 2, "exact": True}
+    settings: dict[str, Any] = {"seed": 0, "steps": STEPS}
+    run = tiny.varied(run, prompts_per_step=2, exact=True)
     reference = built().prepare(tiny.params(CONFIG))
     return loop.train(
         start_state(), make_task(), TEXT, programs=run, reference=reference, **settings | options
@@ -718,7 +716,7 @@ def test_a_state_that_waits_on_the_host_changes_nothing_but_its_place():
         return built().sample(*arguments)
 
     found, states = [], []
-    for step in steps_of(replace(built(), offload=True, sample=sample)):
+    for step in steps_of(tiny.varied(replace(built(), sample=sample), offload=True)):
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(states[-1:]))
         states.append(step.state)
         kept = jax.tree.map(jnp.array, step.state)

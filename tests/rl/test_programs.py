@@ -12,6 +12,7 @@ from tim_jax import corrections, objectives, optimizers
 from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Sampling
 from tim_jax.rl import drawing, loop, programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2), decay=optimizers.Decay(period=2))
@@ -21,7 +22,8 @@ def build(**options):
     execution = replace(tiny.EXECUTION, sampling=Sampling(12, stop_tokens=(3, 5)))
     correction = options.pop("correction", corrections.none())
     learning = Learning(objectives.rloo(), tiny.GROUP, micro_batch=3, correction=correction)
-    return programs.build(execution, learning, OPTIMIZER, **options)
+    training = Training(execution, learning, OPTIMIZER, tiny.PROMPTS)
+    return programs.build(training.varied(**options))
 
 
 def copied(tree):

@@ -20,6 +20,7 @@ from tim_jax.numerics import EXACT_F32
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 from tim_jax.rl.widths import cut_rollout
 
@@ -163,7 +164,13 @@ def step_of(routing, dial=mismatch.EXACT, where=SINGLE, balance=0.0, count=4, **
     learning = Learning(objective, tiny.GROUP, routing=routing, **options)
     plain = replace(EXECUTION, routing="own", placement=where)
     run = programs.build(
-        plain, learning, optimizers.adamw(optimizers.Rate(1e-3)), mismatch=dial, length_buckets=2
+        Training(
+            plain,
+            learning,
+            optimizers.adamw(optimizers.Rate(1e-3)),
+            mismatch=dial,
+            length_buckets=2,
+        )
     )
     state = run.init(jax.tree.map(jnp.copy, tiny.params(CONFIG)))
     weights = run.prepare(state.params)
@@ -274,7 +281,9 @@ def test_the_load_balancing_loss_evens_the_load():
     objective = objectives.rloo(balance_coefficient=1.0)
     learning = Learning(objective, tiny.GROUP, routing="compared")
     run = programs.build(
-        replace(EXECUTION, routing="own"), learning, optimizers.adamw(optimizers.Rate(3e-2))
+        Training(
+            replace(EXECUTION, routing="own"), learning, optimizers.adamw(optimizers.Rate(3e-2))
+        )
     )
     state, seen = run.init(params), []
     weights = run.prepare(state.params)

@@ -20,6 +20,7 @@ from tim_jax.placement import SINGLE, Placement
 from tim_jax.placement import collectives as crossing
 from tim_jax.policy import scoring
 from tim_jax.rl import drawing, loop, programs, sharded
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 # 4 key heads, so that a tensor axis can have 4 devices; a vocabulary of 23, which none divides.
@@ -75,7 +76,7 @@ def execution(where=SINGLE, config=CONFIG, numerics=TILED, **options):
 
 @cache
 def built(what: Execution, **options):
-    return programs.build(what, LEARNING, OPTIMIZER, **options)
+    return programs.build(Training(what, LEARNING, OPTIMIZER, PROMPTS).varied(**options))
 
 
 @cache
@@ -341,7 +342,7 @@ def test_corrections_are_the_same_bits_for_any_split():
     for where in (SINGLE, Placement(data=2, fsdp=2)):
         what = execution(where)
         learning = replace(LEARNING, mode="recompute", micro_batch=4, correction=correction)
-        run = programs.build(what, learning, OPTIMIZER)
+        run = programs.build(Training(what, learning, OPTIMIZER, PROMPTS))
         # Another policy's log-probs, so that there is something to correct.
         other = run.prepare(tiny.moved(tiny.params(CONFIG)))
         state = run.init(tiny.params(CONFIG))
@@ -359,7 +360,7 @@ def test_energies_and_the_gradients_noise_are_those_of_one_device():
     steps, prepared = [], []
     for where in (SINGLE, Placement(data=2, fsdp=2)):
         learning = Learning(objective, GROUP, micro_batch=8, noise_scale=True)
-        run = programs.build(execution(where), learning, OPTIMIZER)
+        run = programs.build(Training(execution(where), learning, OPTIMIZER, PROMPTS))
         state, rewards = run.init(tiny.params(CONFIG)), tiny.rewards(rows=PROMPTS * GROUP)
         weights, drawn = run.prepare(state.params), rollout(execution())
         prepared.append(run.experience(weights, None, state.carried, drawn, rewards))
@@ -376,7 +377,7 @@ def test_greedy_responses_are_those_of_one_device():
     learning = Learning(objectives.rloo(estimator="remax"), GROUP)
     drawn = []
     for where in (SINGLE, Placement(data=2, fsdp=2)):
-        run = programs.build(execution(where), learning, OPTIMIZER)
+        run = programs.build(Training(execution(where), learning, OPTIMIZER, PROMPTS))
         assert run.greedy is not None
         weights = run.prepare(tiny.params(CONFIG))
         drawn.append(run.greedy(weights, tiny.prompts(count=PROMPTS), jax.random.key(where.data)))
@@ -415,7 +416,7 @@ def test_publish_moves_every_bit(learner_at, sampler_at):
 def test_publish_casts_from_the_masters():
     learner = execution(Placement(fsdp=2))
     drawing = execution(Placement(tensor=2), numerics=BF16)
-    params = programs.build(learner, LEARNING, OPTIMIZER).init(tiny.params(CONFIG)).params
+    params = programs.build(Training(learner, LEARNING, OPTIMIZER)).init(tiny.params(CONFIG)).params
     weights = programs.weights_program(learner)(params)
     moved = programs.publication(learner, drawing)(params, weights)
     assert tiny.bits(moved) == tiny.bits(programs.weights_program(drawing)(params))
@@ -466,7 +467,7 @@ def test_rows_that_do_not_divide_are_refused():
 @pytest.mark.slow
 def test_every_program_compiles_once():
     what = execution(Placement(data=2, fsdp=2))
-    run = programs.build(what, LEARNING, OPTIMIZER)
+    run = programs.build(Training(what, LEARNING, OPTIMIZER, PROMPTS))
     with tiny.compilations() as counted:
         state = run.init(tiny.params(CONFIG))
         weights = run.prepare(state.params)
@@ -528,7 +529,7 @@ def test_a_sampler_that_differs_differs_in_the_same_way_on_every_mesh(where):
     what = execution(where, temperature=0.8)
     found = []
     for here in (replace(what, placement=SINGLE), what):
-        run = programs.build(here, LEARNING, OPTIMIZER, mismatch=DIAL)
+        run = programs.build(Training(here, LEARNING, OPTIMIZER, PROMPTS).varied(mismatch=DIAL))
         state = run.init(tiny.params(CONFIG))
         weights = run.prepare(state.params)
         drawn = run.sample(weights, tiny.prompts(count=PROMPTS), jax.random.key(0))
@@ -542,5 +543,7 @@ def test_ranks_need_whole_weights():
     dial = mismatch.build([{"name": "tensor_parallel", "ranks": 2}])
     with pytest.raises(InputError, match=r"'tensor_parallel': needs whole rows"):
         programs.build(
-            execution(Placement(fsdp=4, decode="sharded")), LEARNING, OPTIMIZER, mismatch=dial
+            Training(execution(Placement(fsdp=4, decode="sharded")), LEARNING, OPTIMIZER).varied(
+                mismatch=dial
+            )
         )

@@ -18,6 +18,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Execution
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl import loop, programs, widths
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 TILED = replace(tiny.NUMERICS, column_tiles=2)
@@ -62,7 +63,7 @@ def stepped(what, count, *, mode="bypass", micro=4, noise=False):
         widths=count,
         noise_scale=noise,
     )
-    run = programs.build(what, learning, optimizers.adamw(optimizers.Rate(1e-2)))
+    run = programs.build(Training(what, learning, optimizers.adamw(optimizers.Rate(1e-2))))
     state = run.init(tiny.params(CONFIG))
     weights, rewards = run.prepare(state.params), tiny.rewards(rows=16)
     found = loop.learn(state, weights, rollout(what), rewards, programs=run)

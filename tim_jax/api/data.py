@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -69,11 +70,27 @@ def _example(row: Any, where: str) -> Example:
     return Example(asked, str(answer), {_ANSWER: answer})
 
 
-def as_task(examples: tuple[Example, ...], reward: Callable[..., Any], *, batched: bool) -> Task:
+@dataclass(frozen=True)
+class BatchedReward:
+    """A reward of lists: (prompts, completions, answers) -> as many numbers."""
+
+    function: Callable[..., Any]
+
+
+def batched(reward: Callable[..., Any]) -> BatchedReward:
+    """Marks a reward that takes and returns lists: `grpo(..., reward=tim_jax.batched(judge))`."""
+    if not callable(reward):
+        raise InputError(f"batched: reward must be a function of lists, got {_shown(reward)}")
+    return BatchedReward(reward)
+
+
+def as_task(examples: tuple[Example, ...], reward: Callable[..., Any] | BatchedReward) -> Task:
     """A task of these examples, graded by the user's function.
 
     Under several processes each grades a part, and all get the same rewards.
     """
+    lists = isinstance(reward, BatchedReward)
+    reward = reward.function if isinstance(reward, BatchedReward) else reward
     if not callable(reward):
         raise InputError(
             "grpo: reward must be a function (prompt, completion, answer) -> float, got"
@@ -81,7 +98,7 @@ def as_task(examples: tuple[Example, ...], reward: Callable[..., Any], *, batche
         )
     name = getattr(reward, "__name__", type(reward).__name__)
     grade = custom.as_grader(
-        reward, name, batched=batched, answer=lambda example: example.data[_ANSWER]
+        reward, name, batched=lists, answer=lambda example: example.data[_ANSWER]
     )
     count = jax.process_count()
     if count > 1:

@@ -1,16 +1,17 @@
 """A model as one value: loaded from a folder or the hub, audited, and written again."""
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from rich.console import Console
 
+from tim_jax import optimizers
 from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.app.run import assembly, exports
 from tim_jax.app.run import numerics as run_numerics
@@ -23,6 +24,8 @@ from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import COMPUTE_DTYPES, FAMILIES, Numerics
 from tim_jax.placement import SINGLE, Placement, processes
 from tim_jax.rl import programs
+from tim_jax.rl.training import Training
+from tim_jax.rl.types import Learning
 from tim_jax.tasks.base import whole
 
 
@@ -47,6 +50,10 @@ class Model:
     model give the same bits whatever their batches."""
     placement: Placement = SINGLE
     """The devices that it is spread over."""
+    chat_template: bool | Literal["auto"] = "auto"
+    """Whether prompts go through the tokenizer's template; "auto": if there is one."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template, such as {"enable_thinking": False}."""
 
     @property
     def dtype(self) -> str:
@@ -65,12 +72,28 @@ class Model:
             self.config, self.numerics, replace(sampling, stop_tokens=stops), self.placement
         )
 
+    def training(self, **changes: Any) -> Training:
+        """How `grpo` trains this model if nothing else is said, with fields changed by name.
+
+        `model.training(micro_batch=4, mini_batches=2, slots=64)`; see `Training.varied`.
+
+        Raises:
+          InputError: there is no such field, or a value is refused.
+        """
+        execution = self.execution(Sampling(_MOST_TOKENS))
+        optimizer = optimizers.adamw(optimizers.Rate(_LEARNING_RATE))
+        return Training(execution, Learning(), optimizer).varied(**changes)
+
     def __repr__(self) -> str:
         size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(self.params))
         return (
             f"Model({self.config.model_type}, {size:,} parameters, {self.numerics.family}"
             f" {self.dtype}, {self.placement})"
         )
+
+
+_MOST_TOKENS = 256  # of a response
+_LEARNING_RATE = 1e-6  # what fine-tuning of language models by RL commonly takes
 
 
 @lru_cache(maxsize=16)

@@ -63,8 +63,8 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    chat_template: bool | Literal["auto"] = "auto",
-    template_options: Mapping[str, Any] = MappingProxyType({}),
+    chat_template: bool | Literal["auto"] | None = None,
+    template_options: Mapping[str, Any] | None = None,
     slots: int | None = None,
 ) -> Rollout:
     """Draws responses, with the log-probs of what was drawn.
@@ -84,22 +84,24 @@ def sample(
         the distribution that temperature, top-k and top-p leave.
       seed: names the random numbers.
       chat_template: True puts prompts through the tokenizer's template, False takes them as plain
-        text; "auto" is True if there is a template.
-      template_options: variables of the template, such as {"enable_thinking": False}.
+        text; "auto" is True if there is a template. None: as the model has it.
+      template_options: variables of the template, such as {"enable_thinking": False}. None: those
+        of the model.
       slots: responses that are decoded at a time, to bound memory; when one ends, the next takes
         its slot. None: all of them. Changes no bit.
 
     Raises:
       InputError: a prompt that is empty or too long, or a number out of its range.
     """
+    check_model("sample", model)
     asked = request(
         model,
         prompts,
         samples=samples,
         sampling=Sampling(max_tokens, temperature, top_k, top_p),
         seed=seed,
-        template=chat_template,
-        options=template_options,
+        template=model.chat_template if chat_template is None else chat_template,
+        options=model.template_options if template_options is None else template_options,
         slots=slots,
     )
     return draw(model, asked)

@@ -1,34 +1,35 @@
 """Training as a generator of steps: the caller logs, stops and keeps what it wants."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import optax
 
-from tim_jax import corrections, mismatch, objectives
+from tim_jax import corrections, mismatch
 from tim_jax.api import data
+from tim_jax.api.data import BatchedReward
 from tim_jax.api.model import Model, check_devices, check_model
 from tim_jax.api.rollouts import text_of
-from tim_jax.common.errors import InputError, check_choice
+from tim_jax.common.errors import InputError
 from tim_jax.corrections import Correction, Mode
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter
-from tim_jax.model.execution import Routing, Sampling
 from tim_jax.model.lora import Lora
-from tim_jax.objectives import Objective, advantages
-from tim_jax.placement import Devices, Placement, processes, split
-from tim_jax.rl import loop, programs, sharded
+from tim_jax.objectives import Objective
+from tim_jax.placement import processes
+from tim_jax.rl import loop, programs, rules
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
-from tim_jax.rl.types import Learning, TrainState
+from tim_jax.rl.training import Training
+from tim_jax.rl.types import TrainState
 from tim_jax.tasks.base import Task, whole
 
-_COUNTS = ("steps", "prompts_per_step", "samples", "mini_batches", "epochs", "max_staleness")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -87,177 +88,137 @@ def grpo(
     model: Model,
     prompts_and_answers: Iterable[Any],
     *,
-    reward: Callable[..., Any],
+    reward: Callable[..., Any] | BatchedReward,
     steps: int,
-    samples: int,
-    optimizer: optax.GradientTransformation,
-    batched: bool = False,
-    prompts_per_step: int = 8,
-    max_tokens: int = 256,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    samples: int | None = None,
+    prompts_per_step: int | None = None,
+    max_tokens: int | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     objective: Objective | None = None,
     correction: Correction | None = None,
-    mode: Mode | None = None,
-    sampler: Mismatch | Sequence[Entry | Mapping[str, Any]] = (),
-    exact: bool | None = None,
-    micro_batch: int | None = None,
-    mini_batches: int = 1,
-    epochs: int = 1,
-    refills: int = 0,
-    max_staleness: int = 0,
-    remat: bool = False,
-    routing: Routing = "own",
-    placement: Placement | None = None,
-    sampler_placement: Placement | None = None,
+    sampler: Mismatch | Sequence[Entry | Mapping[str, Any]] | None = None,
     lora: Lora | Adapter | None = None,
-    chat_template: bool | Literal["auto"] = "auto",
-    template_options: Mapping[str, Any] = MappingProxyType({}),
+    training: Training | None = None,
     seed: int = 0,
 ) -> Iterator[Step]:
     """Trains a model by group-relative policy gradients, and yields each step as it is done.
 
     A step draws `samples` responses to each of `prompts_per_step` prompts, grades them, and updates
-    the weights `mini_batches` x `epochs` times. Everything is checked before the first step;
-    nothing is written to disk; `model` itself stays as it is. The steps are a function of the
-    arguments and the seed alone. Under several processes all call this with the same arguments, and
-    share the grading.
+    the weights. Everything is checked before the first step; nothing is written to disk; `model`
+    itself stays as it is. The steps are a function of the arguments and the seed alone. Under
+    several processes all call this with the same arguments, and share the grading.
 
     Args:
       model: to start from.
       prompts_and_answers: (prompt, answer) pairs or rows with these keys, from any iterable, which
         is read once, at once. A prompt is text or a list of chat messages, an answer any value.
         They are visited in an order of the seed, as often as the steps need.
-      reward: (prompt, completion, answer) -> a finite number; with `batched`, lists of all three ->
-        as many numbers. Called in this process, without a time limit.
+      reward: (prompt, completion, answer) -> a finite number. Called in this process, without a
+        time limit. `tim_jax.batched` marks one that takes and returns lists.
       steps: how many.
-      samples: responses per prompt, the group whose mean reward is the baseline.
-      optimizer: of optax. A model in float16 scales the loss, so that small gradients are not lost:
-        as `optimizers.dynamic_loss_scale(optimizer)` does, unless it is one already.
-      batched: whether `reward` takes and returns lists.
-      prompts_per_step: groups of a step; `prompts_per_step` x `samples` responses.
-      max_tokens: of a response.
-      temperature: as in `sample`.
-      top_k: as in `sample`.
-      top_p: as in `sample`.
+      samples: responses per prompt, the group whose mean reward is the baseline; 8 if None.
+      prompts_per_step: groups of a step; 8 if None.
+      max_tokens: of a response; 256 if None.
+      optimizer: of optax; AdamW with a learning rate of 1e-6 if None. A model in float16 scales the
+        loss, so that small gradients are not lost: as `optimizers.dynamic_loss_scale(optimizer)`
+        does, unless it is one already.
       objective: advantages, loss and how losses are added up, see `tim_jax.objectives`. None: the
         advantages of GRPO, the clipped ratio, the mean over tokens, and no KL term.
-      correction: of a mismatch between sampler and learner, see `tim_jax.corrections`.
-      mode: "bypass" takes the ratio of the loss to the sampler's log-probs; "recompute" takes it to
-        the learner's own before the step, by one more forward. None: "bypass", unless `correction`
-        weights by a ratio to the sampler that the loss would then hold a second time.
+      correction: of a mismatch between sampler and learner, see `tim_jax.corrections`. If the loss
+        would hold its ratio a second time, the mode becomes "recompute".
       sampler: how the sampler differs from the learner on purpose, see `tim_jax.mismatch`.
-      exact: stop with `MismatchError` at the first token whose log-probs by sampler and learner are
-        not the same bits. None: yes, unless `sampler` differs. `exact_share` is reported anyway.
-      micro_batch: responses per forward and backward, to bound memory; must divide a mini-batch.
-      mini_batches: parts of a step's responses that are learnt from one after the other.
-      epochs: how often a step's responses are learnt from.
-      refills: draw again, so often, for groups whose rewards are all equal.
-      max_staleness: steps that are drawn ahead of the one that is learnt from, by weights that are
-        so many steps older. Exactness is then that of the learner at the weights that drew.
-      remat: recompute layers in the backward, for less memory and more time.
-      routing: the experts that the learner takes in a mixture: its "own", its own with those of the
-        sampler recorded and "compared", or the sampler's, "replayed" (R3).
-      placement: of sampler and learner; None: that of the model. Changes no bit.
-      sampler_placement: of a sampler with devices of its own, those after the learner's. With
-        `max_staleness` it draws while the learner learns. Changes no bit.
       lora: adapters to train in place of all weights, new ones of these sizes, or those of
         `step.adapter` or `load_adapter` to go on from.
-      chat_template: as in `sample`.
-      template_options: as in `sample`.
+      training: everything else, such as `model.training(micro_batch=4, mini_batches=2)`; arguments
+        that are given beside it win. None: `model.training()`.
       seed: names the random numbers and the order of the prompts.
 
     Raises:
       InputError: an argument that is wrong or does not go with the others; from a step, a reward
         that raises or is no finite number.
-      MismatchError: from a step, see `exact`.
+      MismatchError: from a step, see `Training.exact`.
       NonFiniteError: from a step, after five updates in a row that were not finite.
     """
-    _check_switches(exact=exact, remat=remat, batched=batched)
-    counts = _checked(steps, prompts_per_step, samples, mini_batches, epochs, max_staleness)
-    model, dial = _placed(model, placement), _dial(sampler)
-    how = {"micro_batch": micro_batch, "remat": remat, "routing": routing}
-    learning = _learning(objective, correction, mode, samples, **how)
-    _check_drawing(learning.objective, temperature, refills, seed)
-    _check_rows(learning, model.placement, prompts=prompts_per_step, mini_batches=mini_batches)
-    own = _own_devices(model.placement, sampler_placement, learning, prompts_per_step)
-    examples = data.as_examples(prompts_and_answers)
-    text = text_of(model, examples, max_tokens, chat_template, template_options)
-    execution = model.execution(Sampling(max_tokens, temperature, top_k, top_p))
-    adapter = _adapter(model, lora, seed)
-    built = programs.build(
-        replace(execution, lora=adapter and adapter.lora),
-        learning,
-        _optimizer(optimizer),
-        mini_batches=mini_batches,
-        epochs=epochs,
-        mismatch=dial,
-        max_staleness=max_staleness,
-        sampler_placement=sampler_placement,
-        sampler_devices=own,
-    )
-    settings = (*counts, max_tokens, seed, refills, learning.objective, dial)
-    data.agree(examples, repr((*settings, routing, adapter and adapter.lora)))
-    return _steps(
-        model,
-        data.as_task(examples, reward, batched=batched),
-        text,
-        built,
-        adapter,
-        seed=seed,
-        steps=steps,
-        prompts_per_step=prompts_per_step,
-        exact=not dial.active if exact is None else exact,
-        refills=refills,
-    )
-
-
-def _placed(model: Model, placement: Placement | None) -> Model:
     check_model("grpo", model)
-    if not isinstance(placement, Placement | None):
-        raise InputError(f"grpo: placement must be a tim_jax.Placement, got {placement!r}")
-    model = model if placement is None else replace(model, placement=placement)
-    check_devices(model.placement)
-    return model
-
-
-def _check_switches(**switches: bool | None) -> None:
-    for name, value in switches.items():
-        if not isinstance(value, bool) and (value is not None or name != "exact"):
-            raise InputError(f"grpo: {name} must be True or False, got {value!r}")
-
-
-def _checked(*counts: int) -> tuple[int, ...]:
-    for name, value in zip(_COUNTS, counts, strict=True):
-        whole(f"grpo: {name}", value, least=int(name != "max_staleness"))
-    return counts
-
-
-def _check_drawing(objective: Objective, temperature: float, refills: int, seed: int) -> None:
-    whole("grpo: refills", refills, least=0)
+    whole("grpo: steps", steps, least=1)
     whole("grpo: seed", seed, least=0, most=2**32 - 1)
-    if refills and (rule := advantages.why_no_refills(objective.estimator)):
-        raise InputError(f"grpo: refills = {refills} {rule}")
-    if temperature == 0:
+    given = {
+        "group_size": samples,
+        "prompts_per_step": prompts_per_step,
+        "max_response_length": max_tokens,
+        "optimizer": optimizer,
+        "objective": objective,
+        "correction": correction,
+        "mismatch": sampler if sampler is None else _dial(sampler),
+    }
+    run = _checked(model, training, {name: x for name, x in given.items() if x is not None})
+    where = run.execution.placement
+    model = replace(model, placement=where, numerics=run.execution.numerics)
+    examples = data.as_examples(prompts_and_answers)
+    most = run.execution.sampling.max_response_length
+    text = text_of(model, examples, most, model.chat_template, model.template_options)
+    adapter = _adapter(model, lora, seed)
+    run = run.varied(lora=adapter and adapter.lora)
+    task = data.as_task(examples, reward)
+    built = programs.build(run)
+    data.agree(examples, _told(run, steps, seed))
+    return _steps(model, task, text, built, adapter, seed=seed, steps=steps)
+
+
+def _checked(model: Model, training: Training | None, given: dict[str, Any]) -> Training:
+    """The run as one value, by the arguments beside it; checked before anything is compiled."""
+    if not isinstance(training, Training | None):
         raise InputError(
-            f"grpo: temperature must be greater than 0, got {temperature}: greedy responses have no"
-            " log-probs to learn from"
+            "grpo: training must be a value such as model.training(micro_batch=4), got"
+            f" {training!r}"
+        )
+    for name, known in (("group_size", "samples"), ("prompts_per_step", "prompts_per_step")):
+        if name in given:
+            whole(f"grpo: {known}", given[name], least=1)
+    run = model.training() if training is None else training
+    if run.execution.config != model.config:
+        raise InputError("grpo: training is of another architecture; take model.training(...)")
+    _check_kinds(given)
+    correction = given.pop("correction", None)
+    run = run.varied(**given)
+    if correction is not None:
+        correction = corrections.chain(correction)
+        weighs = any(block.effect == "weight" for block in correction.blocks)
+        twice = weighs and run.learning.objective.has_ratio
+        mode: Mode = "recompute" if twice else run.learning.mode
+        run = run.varied(correction=correction, mode=mode)
+    check_devices(run.execution.placement)
+    if run.execution.sampling.temperature == 0:
+        raise InputError(
+            "grpo: temperature must be greater than 0, got 0: greedy responses have no log-probs to"
+            " learn from"
+        )
+    try:
+        run.check()
+    except rules.RuleError as error:
+        raise error.told({"samples": "samples"}, "grpo: ") from None
+    return run
+
+
+def _check_kinds(given: dict[str, Any]) -> None:
+    objective, optimizer = given.get("objective"), given.get("optimizer")
+    if not isinstance(objective, Objective | None):
+        raise InputError(
+            f"grpo: objective must be one of tim_jax.objectives, got {type(objective).__name__}"
+        )
+    if not isinstance(optimizer, optax.GradientTransformation | None):
+        raise InputError(
+            "grpo: optimizer must be of optax, such as optax.adamw(1e-6), got"
+            f" {type(optimizer).__name__}"
         )
 
 
-def _own_devices(
-    learner: Placement, sampler: Placement | None, learning: Learning, prompts: int
-) -> Devices | None:
-    """Those of a sampler on a mesh of its own. Refuses what would be refused after a rollout."""
-    objective, rows = learning.objective, prompts * learning.group_size
-    drawing = learner if sampler is None else sampler
-    sharded.check_rows(rows, drawing, "of the sampler")
-    if objective.estimator == "remax":
-        sharded.check_rows(prompts, drawing, "of the greedy responses of remax")
-    if objective.controller is not None:
-        objective.controller.check(rows)
-    return None if sampler is None else split(learner, sampler, jax.devices())
+def _told(run: Training, steps: int, seed: int) -> str:
+    """What several processes must agree on; functions, which have no text, are left out."""
+    blocks = [block.name for block in run.learning.correction.blocks]
+    learning = replace(run.learning, correction=corrections.none())
+    plain = replace(run, optimizer=None, learning=learning)
+    return f"{steps} {seed} {blocks} {_ADDRESS.sub('', repr(plain))}"
 
 
 def _steps(
@@ -270,7 +231,7 @@ def _steps(
     # Training takes the buffers of what it starts from: the model keeps its own.
     start = built.init(_apart(trained))
     reference = None
-    if built.learning.objective.has_reference:
+    if built.training.learning.objective.has_reference:
         reference = built.prepare(adapters.whole(_apart(trained), base))
     how |= {"programs": built, "reference": reference, "base": base}
     kept = model, adapter and adapter.lora, _merging(built, base)
@@ -302,56 +263,6 @@ def _apart(params: Any) -> Any:
     """Parameters in buffers of their own; those on the host are copied by being moved."""
     on_device = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
     return loop.copied(params) if on_device else params
-
-
-def _learning(
-    objective: Objective | None,
-    correction: Correction | None,
-    mode: Mode | None,
-    samples: int,
-    **how: Any,
-) -> Learning:
-    if how["micro_batch"] is not None:
-        whole("grpo: micro_batch", how["micro_batch"], least=1)
-    check_choice("grpo: routing", how["routing"], get_args(Routing))
-    objective = objectives.Objective() if objective is None else objective
-    if not isinstance(objective, Objective):
-        raise InputError(
-            f"grpo: objective must be one of tim_jax.objectives, got {type(objective).__name__}"
-        )
-    correction = corrections.none() if correction is None else corrections.chain(correction)
-    if mode is None:
-        weighs = any(block.effect == "weight" for block in correction.blocks)
-        mode = "recompute" if weighs and objective.has_ratio else "bypass"
-    return Learning(objective, samples, mode=mode, correction=correction, **how)
-
-
-def _check_rows(learning: Learning, where: Placement, *, prompts: int, mini_batches: int) -> None:
-    """Before anything is compiled, what compiling would refuse."""
-    rows, micro_batch = prompts * learning.group_size, learning.micro_batch
-    if rows % mini_batches:
-        raise InputError(
-            f"grpo: mini_batches = {mini_batches} must divide the {rows} responses of a step"
-            " (prompts_per_step x samples)"
-        )
-    own = rows // mini_batches
-    sharded.check_rows(own, where, "of an update")
-    if micro_batch is None:
-        return
-    if own % min(micro_batch, own):
-        raise InputError(
-            f"grpo: micro_batch = {micro_batch} must divide the {own} responses of an update"
-        )
-    sharded.check_rows(min(micro_batch, own), where, "micro_batch")
-
-
-def _optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise InputError(
-            "grpo: optimizer must be of optax, such as optax.adamw(1e-6), got"
-            f" {type(optimizer).__name__}"
-        )
-    return optax.with_extra_args_support(optimizer)
 
 
 def _dial(sampler: Any) -> Mismatch:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.common import waiting
-from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.objectives import advantages
 from tim_jax.rl.programs import Programs
@@ -148,20 +147,16 @@ def begin(
     programs: Programs,
     seed: int,
     step: int,
-    prompts: int,
-    refills: int = 0,
 ) -> Begun:
-    """Has the sampler's devices draw for the groups of `prompts` prompts of a step, from 1.
+    """Has the sampler's devices draw for the groups of a step's prompts; steps count from 1.
 
     It waits for nothing but a first compilation. The arguments are those of the whole draw, see
     `finish`; `weights` are the sampler's.
 
     Raises:
-      InputError: a prompt that is too long, refills of groups that never have a signal.
+      InputError: a prompt that is too long.
     """
-    group = programs.learning.group_size
-    if refills and group == 1:
-        raise InputError(f"refills is {refills}; a group of one sample never has a signal")
+    prompts, refills = programs.training.prompts_per_step, programs.training.refills
     size, key = len(task.train), step_key(seed, step)
     indices = base.order(seed, step - 1, prompts, size)
     if refills:
@@ -186,7 +181,7 @@ def finish(begun: Begun, task: Task, text: Text, *, programs: Programs) -> Drawn
     Raises:
       InputError: a prompt that is too long, a reward function that raises or returns nonsense.
     """
-    group, refills = programs.learning.group_size, len(begun.rounds) - 1
+    group, refills = programs.training.learning.group_size, len(begun.rounds) - 1
     drawn = _drawn(begun.first, task, text, programs=programs)
     metrics = rollout_metrics(drawn.rollout, drawn.rewards)
     silent = _silent(drawn.rewards, group)
@@ -235,7 +230,7 @@ def _drawn(sampling: _Sampling, task: Task, text: Text, *, programs: Programs) -
     with waiting.during(SAMPLING, about=waiting.COMPILES):
         jax.block_until_ready((rollout, best))
     sampled = time.perf_counter()
-    samples, faults = graded(task, text, examples, rollout, programs.learning.group_size)
+    samples, faults = graded(task, text, examples, rollout, programs.training.learning.group_size)
     rewards, greedy = _rewards(samples), None
     if best is not None:
         graded_best, more = graded(task, text, examples, best, 1)
@@ -263,8 +258,8 @@ def _without_signal(drawn: Drawn, programs: Programs) -> float:
 
     Rewards that are shaped differ where those of the task do not, unless equal ones are left out.
     """
-    learning, group = programs.learning, programs.learning.group_size
-    objective = learning.objective
+    learning = programs.training.learning
+    objective, group = learning.objective, learning.group_size
     if objective.shapes_rewards and not objective.drop_uninformative:
         return 0.0
     if objective.estimator in advantages.GROUP_BASELINES:
@@ -276,7 +271,7 @@ def _without_signal(drawn: Drawn, programs: Programs) -> float:
 
 def _refilled(drawn: Drawn, more: Drawn, *, programs: Programs) -> Drawn:
     """`drawn`, with groups without signal replaced by those of `more` that have one."""
-    group = programs.learning.group_size
+    group = programs.training.learning.group_size
     empty = np.flatnonzero(_silent(drawn.rewards, group))
     full = np.flatnonzero(~_silent(more.rewards, group))
     count = len(drawn.rewards) // group

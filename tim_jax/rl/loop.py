@@ -45,9 +45,6 @@ def train(
     programs: Programs,
     seed: int,
     steps: int,
-    prompts_per_step: int,
-    exact: bool,
-    refills: int = 0,
     reference: Any = None,
     history: Sequence[Any] = (),
     base: Any = None,
@@ -57,33 +54,31 @@ def train(
     The data of a step and its random numbers are functions of (seed, step), so a resumed loop goes
     on as if it had not stopped. `state` is donated; use the yielded one.
 
-    With `programs.max_staleness` k, the sampler is k steps ahead: before a step is learnt from, the
+    With a `max_staleness` of k, the sampler is k steps ahead: before a step is learnt from, the
     k-th after it is begun, with the weights of that moment. So a step is learnt from by weights
     that are k steps newer than those that drew it (the first k steps: as many as there are), in
     every run alike. Where the sampler has devices of its own, it draws while the learner learns.
     Exactness then compares the learner at the weights that drew with what was recorded.
 
     Args:
-      exact: stop at the first token whose two log-probs are not the same bits.
-      refills: how often a step may draw again for groups whose rewards are all equal.
       reference: compute weights of the KL term's reference policy, if there is one.
       history: if the loop is resumed, that of the last step.
       base: if adapters are trained, the parameters that stay as they are, of `programs.place`.
 
     Raises:
-      MismatchError: `exact`, and a token differs, or none was compared.
-      NonFiniteError: `programs.learning.max_skipped` updates in a row were not finite.
+      MismatchError: the run is to be exact, and a token differs, or none was compared.
+      NonFiniteError: `programs.training.learning.max_skipped` updates in a row were not finite.
       InputError: a prompt that is too long, a reward function that raises or returns nonsense.
     """
     weights = programs.prepare(adapters.whole(state.params, base))
-    older, ahead = first_history(weights, programs, history), programs.max_staleness
-    how: Any = {"programs": programs, "seed": seed, "prompts": prompts_per_step, "refills": refills}
+    older, training = first_history(weights, programs, history), programs.training
+    ahead = training.sampler.max_staleness
 
     def published(source: Any) -> Any:
         return programs.publish(adapters.whole(state.params, base), source)
 
     def begin(step: int, given: Any) -> drawing.Begun:
-        return drawing.begin(given, task, text, step=step, **how)
+        return drawing.begin(given, task, text, programs=programs, seed=seed, step=step)
 
     numbers = range(int(state.step) + 1, steps + 1)
     early = zip(numbers, older, strict=False) if ahead else ()  # fewer, if the run ends before
@@ -95,13 +90,13 @@ def train(
             older.append(copied(weights))  # the next update takes the buffers of the weights
         if number + ahead <= steps:
             given = published(older[-1] if ahead else source)
-            if programs.offload:
+            if training.offload:
                 state = memory.to_host(state)
             begun.append(begin(number + ahead, given))
             del given
         # What was begun, a copy of the weights among it, is freed before the learner works.
         drawn = drawing.finish(begun.popleft(), task, text, programs=programs)
-        if programs.offload:
+        if training.offload:
             state = memory.to_devices(state)
         drawn_at = time.perf_counter()
         state, weights, exactness, metrics = learn(
@@ -122,7 +117,7 @@ def train(
         # state is. With a new array, the update would be compiled twice in a resumed run.
         state = replace(state, step=state.step + jnp.int32(1))
         exactness = jax.device_get(exactness)
-        if exact:
+        if training.stops_unless_exact:
             check_exact(exactness, number)
         metrics |= drawn.metrics | exact_metrics(exactness)
         timing = _timing(drawn, started, drawn_at, time.perf_counter())
@@ -144,7 +139,7 @@ def first_history(weights: Any, programs: Programs, history: Sequence[Any]) -> d
 
     They are copies, because an update reuses the buffers of its weights.
     """
-    length = programs.kept_weights
+    length = programs.training.kept_weights
     copies = [*history] or [copied(weights) for _ in range(length)]
     return deque(copies, maxlen=length)
 
@@ -185,9 +180,10 @@ def learn(
     stale weights, which is updated. `base` as in `train`.
 
     Raises:
-      NonFiniteError: `programs.learning.max_skipped` updates in a row were not finite.
+      NonFiniteError: `programs.training.learning.max_skipped` updates in a row were not finite.
     """
-    rollout = trimmed(rollout, programs.length_buckets)
+    training = programs.training
+    rollout = trimmed(rollout, training.length_buckets)
     greedy = None if greedy_rewards is None else jnp.asarray(greedy_rewards)
     prepared = programs.experience(weights, reference, state.carried, rollout, rewards, greedy)
     batch, checked = prepared.experience, prepared.exactness
@@ -195,12 +191,12 @@ def learn(
     drawn_by = weights if source is None else source
     compare, compared = partial(_compared, programs, rollout), None
     # By the first update's log-probs, unless it has not all of them, or takes what they need.
-    takes = source is None or programs.mismatch.in_flight is not None
-    early = programs.mini_batches > 1 or (takes and programs.kept_weights)
-    early |= programs.learning.routing == "compared"  # by a forward with the sampler's experts
+    takes = source is None or training.sampler.mismatch.in_flight is not None
+    early = training.mini_batches > 1 or (takes and training.kept_weights)
+    early |= training.learning.routing == "compared"  # by a forward with the sampler's experts
     if prepared.trainer is not None or (programs.compare and early):
         compared = compare(weights, drawn_by, prepared.trainer)
-    if not programs.kept_weights:
+    if not training.kept_weights:
         drawn_by = None  # the update is about to take the weights
     length = jnp.mean(rollout.lengths.astype(jnp.float32))
     if response_length is not None:
@@ -208,11 +204,11 @@ def learn(
     unknown = length * jnp.float32(jnp.nan)
     before = int(state.skipped)
     comparisons, reports = [] if checked is None else [checked], []
-    for epoch in range(programs.epochs):
-        for index in range(programs.mini_batches):
+    for epoch in range(training.epochs):
+        for index in range(training.mini_batches):
             remember(older, weights)
             # The decay counts steps and not updates, so only the last update is given a length.
-            last = len(reports) == programs.epochs * programs.mini_batches - 1
+            last = len(reports) == training.updates - 1
             state, weights, report = programs.update(
                 state, weights, batch, jnp.int32(index), length if last else unknown, base
             )
@@ -231,8 +227,8 @@ def learn(
     logged |= optimizers.loss_scale_report(state.optimizer)
     metrics |= {k: float(v) for k, v in logged.items()}
     skips = [report["skipped"] for report in reports if not report.get("overflows")]
-    check_finite(state, batch, most_in_a_row(before, skips), programs.learning.max_skipped)
-    if programs.max_staleness and at_source is not None:
+    check_finite(state, batch, most_in_a_row(before, skips), training.learning.max_skipped)
+    if training.sampler.max_staleness and at_source is not None:
         comparisons = [at_source]
     return state, weights, merged(comparisons), metrics
 

@@ -7,21 +7,20 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import optimizers, placement
-from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import adapters, parameters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit, lean
 from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.numerics import Numerics
-from tim_jax.placement import Devices, Placement, memory
+from tim_jax.placement import Devices
 from tim_jax.rl import comparing, learner, sharded
 from tim_jax.rl.experience import experience
-from tim_jax.rl.types import Experience, Learning, Policy, TrainState, check_steps, mini_batch
+from tim_jax.rl.training import Training
+from tim_jax.rl.types import Experience, Learning, Policy, TrainState, mini_batch
 
 
 @dataclass(frozen=True)
@@ -44,123 +43,74 @@ class Programs:
     merged: Callable[..., Any] | None  # params with adapters -> float32 params without
     compare: Callable[..., Any] | None  # see comparing.comparison
 
-    learning: Learning
-    mini_batches: int
-    epochs: int
-    length_buckets: int
-    mismatch: Mismatch = dial.EXACT
-    offload: bool = False  # the state waits in the host's memory while a step is sampled
-    max_staleness: int = 0  # steps that are drawn ahead, and so learnt from by newer weights
-
-    @property
-    def kept_weights(self) -> int:
-        """How many older weights the loop keeps, of steps drawn ahead or for the dial's entries."""
-        return self.max_staleness or self.mismatch.stale_updates
+    training: Training
 
     def source(self, older: Sequence[Any], weights: Any) -> Any:
         """What a step is drawn by, of the kept weights, oldest first, and the newest.
 
         A tuple, oldest first, where the weights change within a response.
         """
-        if self.mismatch.in_flight is not None:
+        if self.training.sampler.mismatch.in_flight is not None:
             return (*older, weights)
         return older[0] if older else weights
 
 
-def build(
-    execution: Execution,
-    learning: Learning,
-    optimizer: optax.GradientTransformationExtraArgs,
-    *,
-    mini_batches: int = 1,
-    epochs: int = 1,
-    length_buckets: int = 1,
-    sampler_placement: Placement | None = None,
-    batching: Batching = ALL_AT_ONCE,
-    devices: Devices | None = None,
-    sampler_devices: Devices | None = None,
-    mismatch: Mismatch = dial.EXACT,
-    offload: bool = False,
-    max_staleness: int = 0,
-) -> Programs:
+def build(training: Training, devices: Devices | None = None) -> Programs:
     """Programs of a training run.
 
     Args:
-      execution: its placement is the learner's, and the sampler's if `sampler_placement` is None.
-      batching: of the sampler, on all its devices together.
       devices: what meshes are made of, `jax.devices()` if None.
-      sampler_devices: what the sampler's mesh is made of, if not of these.
-      mismatch: what the sampler does differently, if anything.
-      offload: master weights and optimizer wait in the host's memory while a step is sampled.
-      max_staleness: how many steps are drawn ahead of the one that is learnt from.
 
     Raises:
-      InputError: the model cannot be laid out so, or there are too few devices.
+      InputError: settings contradict each other, the model cannot be laid out so, or there are too
+        few devices.
     """
-    if min(mini_batches, epochs, length_buckets) < 1:
-        raise InputError(
-            "mini_batches, epochs and length_buckets must be positive, got"
-            f" {mini_batches}, {epochs} and {length_buckets}"
-        )
-    check_steps(execution.sampling, learning, updates=mini_batches * epochs)
-    optimizer = optimizers.for_dtype(optimizer, execution.numerics.compute_dtype)
-    execution = replace(execution, routing=learning.routing)
-    if max_staleness:
-        dial.refuse_ahead(mismatch)
-    if offload:
-        memory.check_host(jax.devices() if devices is None else devices)
-    where = _Where.of(execution, devices)
-    at = execution.placement if sampler_placement is None else sampler_placement
-    drawing = replace(execution, placement=at)
-    own = devices if sampler_devices is None else sampler_devices
-    of_sampler = {"samples": learning.group_size, "batching": batching, "mismatch": mismatch}
+    training.check()
+    there = jax.devices() if devices is None else devices
+    training.check_devices(there)
+    execution, learning, sampler = training.execution, training.learning, training.sampler
+    optimizer, mismatch = training.scaled_optimizer, sampler.mismatch
+    where = _Where.of(execution, there)
     policy, numerics, whole = where.policy(learning), execution.numerics, where.whole
     of_base = param_axes(execution.config)
     starting = partial(init, optimizer, learning)
     state = where.state(starting)
     preparing = partial(experience, score=policy.score, learning=learning)
-    update = _updating(policy, learning, optimizer, mini_batches=mini_batches)
+    update = _updating(policy, learning, optimizer, mini_batches=training.mini_batches)
     updated = state, where.weights, whole
-    aged = bool(max_staleness or mismatch.stale_updates)
+    aged = training.kept_weights > 0
     compare = comparing.comparison(
         policy.score, mismatch, aged=aged, replayed=_replayed(where, learning)
     )
     return Programs(
-        **_of_sampler(where, drawing, devices, own, greedy=learning.needs_greedy, **of_sampler),
-        prepare=weights_program(execution, devices),
+        **_of_sampler(where, training, there),
+        prepare=weights_program(execution, there),
         merge=jax.jit(_merged, out_shardings=whole),
         experience=jit(preparing, numerics, out_shardings=whole),
         update=jit(update, lean(numerics), donate_argnums=(0, 1), out_shardings=updated),
         mismatch_report=jit(comparing.mismatch_report, numerics, out_shardings=whole),
         init=where.spreading(jit(starting, numerics, out_shardings=state), where.trained),
         place=partial(placement.put, target=placement.shardings(of_base, where.mesh)),
-        merged=None if execution.lora is None else merged_program(execution, devices),
+        merged=None if execution.lora is None else merged_program(execution, there),
         compare=jit(compare, numerics, out_shardings=whole) if aged or mismatch.active else None,
-        learning=learning,
-        mini_batches=mini_batches,
-        epochs=epochs,
-        length_buckets=length_buckets,
-        mismatch=mismatch,
-        offload=offload,
-        max_staleness=max_staleness,
+        training=training,
     )
 
 
-def _of_sampler(
-    where: "_Where",
-    drawing: Execution,
-    devices: Devices | None,
-    own: Devices | None,
-    *,
-    greedy: bool,
-    mismatch: Mismatch,
-    **how: Any,
-) -> dict[str, Any]:
-    """The programs of the sampler: of the execution `drawing`, on the devices `own`."""
+def _of_sampler(where: "_Where", training: Training, devices: Devices) -> dict[str, Any]:
+    """The programs of the sampler."""
+    drawing, own = training.drawing, training.sampler_devices(devices)
+    mismatch = training.sampler.mismatch
     program = in_flight_program if mismatch.in_flight else sampling_program
-    sample = program(drawing, devices=own, mismatch=mismatch, **how)
+    sample = program(
+        drawing,
+        samples=training.learning.group_size,
+        batching=training.sampler.batching,
+        devices=own,
+        mismatch=mismatch,
+    )
     publish = publication(where.execution, dial.merging(mismatch, drawing), devices, own)
-    best = where.greedy(drawing, own) if greedy else None
+    best = where.greedy(drawing, own) if training.learning.needs_greedy else None
     if mismatch.in_flight is not None:
         publish, best = _of_each(publish), best and _of_newest(best)
     return {"publish": publish, "sample": where.arriving(sample, drawing, own), "greedy": best}

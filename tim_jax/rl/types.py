@@ -13,13 +13,15 @@ from flax import struct
 
 from tim_jax import corrections
 from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import check_kinds
 from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction, Mode
-from tim_jax.model.execution import Routing, Sampling
+from tim_jax.model.execution import Routing
 from tim_jax.model.weights import Params
 from tim_jax.numerics.strict import unequal_bits
 from tim_jax.numerics.sums import count, tree_sum
 from tim_jax.objectives import Objective, advantages
+from tim_jax.rl import rules
 
 
 class Policy(NamedTuple):
@@ -126,8 +128,8 @@ class Prepared(NamedTuple):
 class Learning:
     """How rollouts become gradients."""
 
-    objective: Objective
-    group_size: int
+    objective: Objective = dataclasses.field(default_factory=Objective)
+    group_size: int = 8
     mode: Mode = "bypass"
     correction: Correction = dataclasses.field(default_factory=corrections.none)
     micro_batch: int | None = None  # sequences per forward and backward; None: all of them
@@ -138,14 +140,12 @@ class Learning:
     max_skipped: int = 5  # updates in a row that may not be finite
 
     def __post_init__(self):
+        check_kinds(self)
         objective = self.objective
         object.__setattr__(self, "correction", corrections.chain(self.correction))
-        advantages.check_group_size(objective.estimator, self.group_size)
-        corrections.check(
-            self.correction, mode=self.mode, loss=objective.loss, has_ratio=objective.has_ratio
+        rules.check_learning(
+            objective, self.correction, mode=self.mode, samples=self.group_size, updates=1
         )
-        if objective.reject_before_advantages:
-            corrections.check_rejecting_first(self.correction, self.mode)
         if self.micro_batch is not None and self.micro_batch < 1:
             raise InputError(f"Learning: micro_batch must be positive, got {self.micro_batch}")
         if objective.balance_coefficient and self.routing == "own":
@@ -187,25 +187,6 @@ class Learning:
         update = self.stages.update
         rejects = "reject" in update.effects and self.objective.counts_kept
         return update.whole_batch or rejects or self.objective.selects
-
-
-def check_steps(sampling: Sampling, learning: Learning, *, updates: int) -> None:
-    """Refuses combinations of a sampling, a number of updates per step and a loss that do not fit.
-
-    Raises:
-      InputError: a ratio that would count twice or not at all, or a term of the whole distribution
-        with a truncated sampling.
-    """
-    objective = learning.objective
-    corrections.check(
-        learning.correction,
-        mode=learning.mode,
-        loss=objective.loss,
-        has_ratio=objective.has_ratio,
-        updates=updates,
-    )
-    if sampling.truncated:
-        objective.check_whole_distribution()
 
 
 def exactness(log_probs: jax.Array, rollout: Rollout) -> Exactness:

@@ -242,14 +242,14 @@ REFUSED = [
     (
         "learner.micro_batch=7",
         "learner.micro_batch = 7: must divide the 64 sequences of a mini-batch"
-        " (8 prompts x 8 samples / 1)",
+        " (8 prompts x 8 samples, mini_batches = 1)",
     ),
     ("sampler.slots=0", "sampler.slots = 0: must be 1 or more"),
     ("sampler.halvings=-1", "sampler.halvings = -1: must be 0 or more"),
     ("sampler.pages=0", "sampler.pages = 0: must be 1 or more"),
     (
         "learner.mini_batches=5",
-        "learner.mini_batches = 5: must divide the 64 sequences (8 prompts x 8)",
+        "learner.mini_batches = 5: must divide the 64 sequences of a step (8 prompts x 8 samples)",
     ),
     (
         "sampling.max_response_length=1000",
@@ -485,7 +485,7 @@ LEARNER_REFUSED = [
         {"noise_scale": True, "micro_batch": 4},
         {},
         "learner.noise_scale = true: needs a micro_batch below the 64 sequences of a mini-batch,"
-        " and a multiple of samples_per_prompt = 8: groups stay together",
+        " and a multiple of the 8 samples of a prompt: groups stay together",
     ),
     (
         {"objective": {"preset": "rloo", "entropy_coefficient": 0.1}},
@@ -522,25 +522,25 @@ LEARNER_REFUSED = [
         {"noise_scale": True},
         {},
         "learner.noise_scale = true: needs a micro_batch below the 64 sequences of a mini-batch,"
-        " and a multiple of samples_per_prompt = 8: groups stay together",
+        " and a multiple of the 8 samples of a prompt: groups stay together",
     ),
     (
         {"noise_scale": True, "mini_batches": 4, "micro_batch": 16},
         {},
         "learner.noise_scale = true: needs a micro_batch below the 16 sequences of a mini-batch,"
-        " and a multiple of samples_per_prompt = 8: groups stay together",
+        " and a multiple of the 8 samples of a prompt: groups stay together",
     ),
     (
         {"prompts_per_step": 2, "objective": {"estimator": "remax"}},
         {"placement": {"fsdp": 4}},
         "learner.prompts_per_step = 2: must be a multiple of the sampler's data x fsdp = 4: the"
-        " estimator 'remax' draws one greedy response a prompt",
+        " estimator draws one greedy response a prompt",
     ),
     (
         {"prompts_per_step": 2, "objective": {"estimator": "remax"}},
         {"placement": {"sampler": {"data": 4}}},
         "learner.prompts_per_step = 2: must be a multiple of the sampler's data x fsdp = 4: the"
-        " estimator 'remax' draws one greedy response a prompt",
+        " estimator draws one greedy response a prompt",
     ),
 ]
 

@@ -23,6 +23,7 @@ from tim_jax.model.lora import Lora
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Placement
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 # So large that weights outweigh what else a program needs; it is only compiled.
@@ -40,13 +41,13 @@ LARGE = ModelConfig(
     tied_embeddings=True,
 )
 NUMERICS = Numerics(compute_dtype="bfloat16", kv_block=32, head_rows=32, cache_write="rows")
-STEP = workload.Workload(
-    execution=Execution(LARGE, NUMERICS, Sampling(32)),
-    learning=Learning(objectives.Objective(), 2, micro_batch=2, remat=True),
-    optimizer=optimizers.adamw(optimizers.Rate(1e-3), weight_decay=0.1),
-    prompts=2,
-    prompt_length=32,
+TRAINING = Training(
+    Execution(LARGE, NUMERICS, Sampling(32)),
+    Learning(objectives.Objective(), 2, micro_batch=2, remat=True),
+    optimizers.adamw(optimizers.Rate(1e-3), weight_decay=0.1),
+    prompts_per_step=2,
 )
+STEP = workload.Workload(TRAINING, prompt_length=32)
 DEVICES = tuple(jax.devices()[:1])
 PARAMETERS = sum(leaf.size for leaf in jax.tree.leaves(parameter_shapes(LARGE)))
 PROGRAMS = {"sampling": workload.sampling, "update": workload.updating}
@@ -54,7 +55,7 @@ PROGRAMS = {"sampling": workload.sampling, "update": workload.updating}
 
 def of_dtype(dtype: str, lora: Lora | None = None) -> workload.Workload:
     numerics = replace(NUMERICS, compute_dtype=dtype)
-    return replace(STEP, execution=replace(STEP.execution, numerics=numerics, lora=lora))
+    return STEP.varied(numerics=numerics, lora=lora)
 
 
 @cache
@@ -114,7 +115,7 @@ def test_an_estimate_holds_for_latent_attention_and_experts(what):
             "v_head_dim": 64,
         }
     )
-    step = replace(STEP, execution=replace(STEP.execution, config=config))
+    step = STEP.varied(execution=replace(STEP.execution, config=config))
     (need,) = (one for one in budget.needs(step, DEVICES) if one.stage == what)
     assert 0.85 < need.total / compiled_bytes(what, step) < 1.05
 
@@ -194,7 +195,7 @@ def test_a_step_that_fits_is_not_refused():
 
 
 def test_the_line_says_what_how_much_and_how_it_would_fit():
-    wide = replace(STEP, prompts=64).with_micro_batch(128)
+    wide = STEP.varied(prompts_per_step=64).with_micro_batch(128)
     most = max(totals(wide.with_micro_batch(16)))
     line = refused(wide, most=most)
     needed = max(totals(wide)) / 1e6
@@ -208,14 +209,14 @@ def test_the_line_says_what_how_much_and_how_it_would_fit():
 
 def test_a_sampler_that_is_too_large_is_told_its_slots():
     execution = replace(STEP.execution, sampling=Sampling(4096))
-    long = replace(STEP, execution=execution, prompts=64).with_micro_batch(2)
-    most = max(totals(long.with_slots(8)))
+    long = STEP.varied(execution=execution, prompts_per_step=64).with_micro_batch(2)
+    most = max(totals(long.varied(slots=8)))
     line = refused(long, most=most)
     assert line.startswith("memory: sampling needs about ")
     assert "(cache " in line
     slots = int(line.rpartition("sampler.slots = ")[2])
     assert slots < 128
-    budget.check(long.with_slots(slots), DEVICES, most=most)
+    budget.check(long.varied(slots=slots), DEVICES, most=most)
 
 
 def test_an_accelerators_state_may_wait_on_the_host():
@@ -225,12 +226,12 @@ def test_an_accelerators_state_may_wait_on_the_host():
         platform, device_kind = "tpu", "an accelerator"
 
     execution = replace(STEP.execution, sampling=Sampling(4096))
-    step = replace(STEP, execution=execution, offload=True)
+    step = STEP.varied(execution=execution, offload=True)
     here, there = (workload.offloaded(step, (device,)) for device in (DEVICES[0], Accelerator()))
     assert (here, there) == (False, True)
     assert not workload.offloaded(STEP, (Accelerator(),))
     state = workload.bytes_per_device(workload.laid_out(STEP, DEVICES)[0])
-    before, here = (budget.needs(s, DEVICES)[0].parts for s in (replace(step, offload=False), step))
+    before, here = (budget.needs(s, DEVICES)[0].parts for s in (step.varied(offload=False), step))
     assert here == before
     assert here["masters"] + here["optimiser"] == state
 
@@ -244,7 +245,7 @@ def test_devices_that_nothing_lies_on_are_named():
     most = max(totals(STEP)) * 2 // 3
     line = refused(STEP, most, devices=tuple(jax.devices()[:2]))
     assert line.endswith("placement.fsdp = 2")
-    budget.check(STEP.with_placement(Placement(fsdp=2)), tuple(jax.devices()[:2]), most=most)
+    budget.check(STEP.varied(placement=Placement(fsdp=2)), tuple(jax.devices()[:2]), most=most)
 
 
 def test_a_run_is_refused_before_a_weight_is_made(monkeypatch):

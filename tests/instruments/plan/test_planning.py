@@ -41,25 +41,26 @@ from tim_jax.instruments.plan import (
 from tim_jax.instruments.plan.costs import Memory, Traffic
 from tim_jax.instruments.plan.topology import Target
 from tim_jax.model.config_file import to_hf
-from tim_jax.model.execution import Batching, Execution
+from tim_jax.model.execution import Execution
 from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile, TpuTiles
 from tim_jax.placement import Placement
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 HERE = Path(__file__).parents[2]
 GIB = 2**30
 EIGHT = Target("eight virtual devices", "cpu", tuple(jax.devices()), 4 * GIB, 8)
-RECIPE = workload.Workload(
-    execution=Execution(tiny.CONFIG, tiny.NUMERICS, replace(tiny.SAMPLING, max_response_length=6)),
-    learning=Learning(objectives.rloo(), 4, mode="recompute"),
-    optimizer=optimizers.adamw(optimizers.Rate(1e-2)),
-    prompts=4,
-    prompt_length=8,
+TRAINING = Training(
+    Execution(tiny.CONFIG, tiny.NUMERICS, replace(tiny.SAMPLING, max_response_length=6)),
+    Learning(objectives.rloo(), 4, mode="recompute"),
+    optimizers.adamw(optimizers.Rate(1e-2)),
+    prompts_per_step=4,
 )
+RECIPE = workload.Workload(TRAINING, prompt_length=8)
 
 
 def on(where: Placement) -> workload.Workload:
-    return RECIPE.with_placement(where)
+    return RECIPE.varied(placement=where)
 
 
 @cache
@@ -428,7 +429,7 @@ def test_decode_steps_add_up_to_the_longest_response_but_its_first_token():
     runs, _, steps = workload.decode_steps(RECIPE)
     assert runs * steps == RECIPE.execution.sampling.max_response_length - 1
     execution = replace(RECIPE.execution, sampling=replace(tiny.SAMPLING, max_response_length=100))
-    long = replace(RECIPE, execution=execution, batching=Batching(4))
+    long = RECIPE.varied(execution=execution, slots=4)
     assert workload.decode_steps(long) == (16, 1, 25)  # 16 sequences in four rounds of 4 x 25
 
 
@@ -438,7 +439,7 @@ def test_truncation_adds_no_product_to_what_is_planned():
 
     def program(**changes):
         sampling = replace(RECIPE.execution.sampling, max_response_length=100, **changes)
-        changed = replace(RECIPE, execution=replace(RECIPE.execution, sampling=sampling))
+        changed = RECIPE.varied(sampling=sampling)
         return planning.PROGRAMS["sampler"](changed, EIGHT.devices)
 
     plain, truncated = program(), program(top_k=5, top_p=0.9)
@@ -463,29 +464,29 @@ def test_what_stays_on_a_chip_beside_a_program():
 def test_a_step_is_given_what_its_estimator_needs():
     """Shapes alone; with greedy responses every device of the sampler has as many prompts."""
     for estimator in ("remax", "optimal_token_baseline", "rloo"):
-        learning = replace(RECIPE.learning, objective=objectives.rloo(estimator=estimator))
-        what = replace(on(Placement(fsdp=4)), learning=learning)
+        objective = objectives.rloo(estimator=estimator)
+        what = on(Placement(fsdp=4)).varied(objective=objective)
         program = workload.scoring(what, EIGHT.devices)
         made = jax.eval_shape(program.function, *program.arguments).experience
         assert made.advantages.shape[0] == what.sequences
-        assert what.least_prompts == (4 if estimator == "remax" else 1)
+        assert what.training.least_prompts == (4 if estimator == "remax" else 1)
     steered = objectives.rloo(reward_kl_coefficient=0.1, reward_kl_target=1.0)
-    what = replace(RECIPE, learning=replace(RECIPE.learning, objective=steered))
+    what = RECIPE.varied(objective=steered)
     program = workload.scoring(what, EIGHT.devices)
     assert jax.eval_shape(program.function, *program.arguments).carried.reward_kl.shape == ()
 
 
 def test_noise_is_planned_for_where_there_are_several_micro_batches():
-    noisy = replace(RECIPE, learning=replace(RECIPE.learning, micro_batch=4, noise_scale=True))
+    noisy = RECIPE.varied(micro_batch=4, noise_scale=True)
     assert noisy.with_micro_batch(8).learning.noise_scale
     assert not noisy.with_micro_batch(16).learning.noise_scale
     assert not RECIPE.with_micro_batch(8).learning.noise_scale
 
 
 def test_a_sampler_elsewhere_leaves_the_learners_weights_where_they_are():
-    apart = replace(on(Placement(fsdp=4)), sampler_placement=Placement(fsdp=2))
+    apart = on(Placement(fsdp=4)).varied(sampler_placement=Placement(fsdp=2))
     beside = workload.resident(apart, EIGHT.devices, "sampler")
-    together = workload.resident(replace(apart, sampler_placement=None), EIGHT.devices, "sampler")
+    together = workload.resident(apart.varied(sampler_placement=None), EIGHT.devices, "sampler")
     assert beside - together == pytest.approx(workload.weight_bytes(apart) / 4, rel=0.1)
 
 
@@ -508,9 +509,11 @@ def test_advice(where, stage, line):
 
 
 def test_advice_leaves_out_what_is_done_or_cannot_be():
-    done = replace(RECIPE, learning=replace(RECIPE.learning, remat=True, micro_batch=8))
+    done = RECIPE.varied(remat=True, micro_batch=8)
     found = list(
-        planning.advice(done.with_placement(Placement(fsdp=8)), "update", EIGHT.devices, slots=None)
+        planning.advice(
+            done.varied(placement=Placement(fsdp=8)), "update", EIGHT.devices, slots=None
+        )
     )
     assert not any("remat" in one or "micro_batch" in one or "placement" in one for one in found)
 
@@ -834,7 +837,7 @@ def test_a_sampler_that_does_not_fit_is_planned_with_fewer_slots():
     assert 2 <= found.count < what.sequences
     assert found.total < whole
     assert any(f"sampler.slots = {found.count}: " in line for line in made.advice)
-    again = planning.make(what.with_slots(found.count), EIGHT, layers=None, searching=False)
+    again = planning.make(what.varied(slots=found.count), EIGHT, layers=None, searching=False)
     assert again.stages[0].total == found.total
     assert f"{found.count} slots" in report.text(again)
 

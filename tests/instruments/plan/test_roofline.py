@@ -15,6 +15,7 @@ from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import GPU_EXACT_BF16, TPU_EXACT_BF16
 from tim_jax.placement import SINGLE, Placement
+from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning
 
 RATES = Rates(
@@ -85,14 +86,13 @@ def test_attention_takes_the_share_of_keys_that_are_seen():
 
 def work_of(name, *, prompt=1024, response=1024, placement=SINGLE, slots=None):
     config = from_hf(PUBLISHED[name])
-    return Workload(
-        execution=Execution(config, GPU_EXACT_BF16, Sampling(response), placement),
-        learning=Learning(objectives.rloo(), 8),
-        optimizer=optimizers.adamw(optimizers.Rate(1e-6)),
-        prompts=8,
-        prompt_length=prompt,
-        batching=Batching(slots),
+    training = Training(
+        Execution(config, GPU_EXACT_BF16, Sampling(response), placement),
+        Learning(objectives.rloo(), 8),
+        optimizers.adamw(optimizers.Rate(1e-6)),
+        sampler=Sampler(batching=Batching(slots)),
     )
+    return Workload(training, prompt_length=prompt)
 
 
 def test_the_least_work_is_the_models_own():
@@ -121,7 +121,7 @@ def test_windows_leave_out_pairs_and_reads():
     layers = work.execution.config.num_layers
     windowed = (True,) * (layers // 2) + (False,) * (layers - layers // 2)
     config = replace(work.execution.config, sliding_window=16, window_layers=windowed)
-    narrow = replace(work, execution=replace(work.execution, config=config))
+    narrow = work.varied(execution=replace(work.execution, config=config))
     of_window = sum(min(position + 1, 16) for position in range(40, 64))
     of_all = sum(position + 1 for position in range(40, 64))
     fewer = layers // 2 * (of_all - of_window)
@@ -158,12 +158,12 @@ def test_rows_see_half_of_their_keys_on_average():
     """In whole blocks: of 4,096 positions and blocks of 256, row r sees r // 256 + 1 of 16."""
     work = work_of("Qwen/Qwen3-0.6B", prompt=1024, response=3072)
     execution = replace(work.execution, numerics=TPU_EXACT_BF16)
-    work = replace(work, execution=execution)
+    work = work.varied(execution=execution)
     assert execution.numerics.kv_block == 256
     assert roofline.seen(work, "update") == 8.5 / 16
     assert roofline.seen(work, "sampler") == 10.5 / 16  # of 5 to 16
     config = replace(execution.config, sliding_window=257, window_layers=(True,) * 28)
-    windowed = replace(work, execution=replace(execution, config=config))
+    windowed = work.varied(execution=replace(execution, config=config))
     assert roofline.seen(windowed, "sampler") == 2 / 16
 
 

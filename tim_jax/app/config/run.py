@@ -5,6 +5,8 @@
 the command line reads one.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import lcm
 from typing import Annotated, Literal, Self
 
@@ -32,10 +34,35 @@ from tim_jax.app.config.sections import (
 )
 from tim_jax.common.errors import InputError
 from tim_jax.objectives import Objective, advantages
+from tim_jax.rl import rules
 
-# From so many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
-_STEP_OVER_HORIZON = 5
+# The keys of what `Training` calls otherwise; the other fields of the learner keep their names.
+_KEYS = {
+    "samples": "sampling.samples_per_prompt",
+    "correction": "learner.corrections",
+    "reject_before_advantages": "learner.objective.reject_before_advantages",
+    "reward_kl_horizon": "learner.objective.reward_kl_horizon",
+    "max_staleness": "sampler.max_staleness",
+    "placement": "placement.fsdp",
+    "sampler_placement": "placement.sampler.fsdp",
+}
 _MOST_TOKENS = 2**31  # of one array: their places are numbers of 32 bits
+
+
+@contextmanager
+def _refused_by_key(config: "RunConfig") -> Iterator[None]:
+    """A context in which a broken rule is said of the key that sets the field."""
+    try:
+        yield
+    except rules.RuleError as error:
+        field = error.field
+        key = _KEYS.get(field, field if "." in field else f"learner.{field}")
+        values = {
+            "correction": list(config.learner.corrections),
+            "placement": config.placement.fsdp,
+            "sampler_placement": config.placement.for_sampler.fsdp,
+        }
+        raise refusal(key, values.get(field, error.value), error.rule) from error
 
 
 class RunConfig(Section):
@@ -97,14 +124,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._check_objective()
-        self._check_correction()
         self._check_tokens()
-        self._check_batches()
-        self._check_drawing()
-        self._check_noise_scale()
+        self._check_rules()
         self._check_lengths()
-        self._check_staleness()
         self._check_loss_scale()
         if self.exact == "required" and self.numerics.family == "native":
             raise refusal(
@@ -140,75 +162,50 @@ class RunConfig(Section):
             )
         return self
 
-    def _check_objective(self) -> None:
-        group = self.sampling.samples_per_prompt
+    def _check_rules(self) -> None:
+        """The rules that any run has, by the names of this configuration's keys."""
+        section, sampling, sampler = self.learner, self.sampling, self.sampler
+        samples, prompts = sampling.samples_per_prompt, section.prompts_per_step
+        minis, micro, total = section.mini_batches, section.micro_batch, self.sequences_per_step
         try:
             objective = self.objective
-            if self.sampling.top_k or self.sampling.top_p < 1:
+            if sampling.truncated:
                 objective.check_whole_distribution()
         except InputError as error:
             raise refusal("learner.objective", None, str(error)) from error
-        try:
-            advantages.check_group_size(objective.estimator, group)
-        except InputError as error:
-            raise refusal("sampling.samples_per_prompt", group, str(error)) from error
-        horizon, sequences = objective.reward_kl_horizon, self.sequences_per_step
-        if objective.controller is not None and sequences >= _STEP_OVER_HORIZON * horizon:
-            raise refusal(
-                "learner.objective.reward_kl_horizon",
-                horizon,
-                f"must be more than {sequences // _STEP_OVER_HORIZON}, a fifth of the {sequences}"
-                " sequences of a step: one step could end the penalty",
-            )
-
-    def _check_correction(self) -> None:
-        section, objective = self.learner, self.objective
-        correction = corrections.build(section.corrections)
-        try:
-            corrections.check(
-                correction,
+        with _refused_by_key(self):
+            rules.check_learning(
+                objective,
+                corrections.build(section.corrections),
                 mode=section.mode,
-                loss=objective.loss,
-                has_ratio=objective.has_ratio,
-                updates=section.mini_batches * section.epochs,
+                samples=samples,
+                updates=minis * section.epochs,
             )
-        except InputError as error:
-            raise refusal("learner.corrections", list(section.corrections), str(error)) from error
-        try:
-            if objective.reject_before_advantages:
-                corrections.check_rejecting_first(correction, section.mode)
-        except InputError as error:
-            raise refusal("learner.objective.reject_before_advantages", True, str(error)) from error
-
-    def _check_drawing(self) -> None:
-        prompts, where = self.learner.prompts_per_step, self.placement.for_sampler
-        greedy = "greedy_rewards" in advantages.needs(self.objective.estimator)
-        if greedy and prompts % where.shards:
-            raise refusal(
-                "learner.prompts_per_step",
-                prompts,
-                f"must be a multiple of the sampler's {where.shards_text}: the estimator"
-                f" {self.objective.estimator!r} draws one greedy response a prompt",
+            rules.check_reward_kl(objective, sequences=total)
+            rules.check_rows(
+                prompts=prompts, samples=samples, mini_batches=minis, micro_batch=micro
             )
-        if not self.learner.refills:
-            return
-        if rule := advantages.why_no_refills(self.objective.estimator):
-            raise refusal("learner.refills", self.learner.refills, rule)
-        if self.sampling.samples_per_prompt == 1:
-            raise refusal(
-                "learner.refills",
-                self.learner.refills,
-                "must be 0 with samples_per_prompt = 1: no group of one has unequal rewards",
+            if section.noise_scale:
+                rules.check_noise_scale(
+                    sequences=total // minis, micro_batch=micro, samples=samples
+                )
+            rules.check_refills(section.refills, objective, samples=samples)
+            rules.check_staleness(sampler.max_staleness, offload=section.offload)
+            rules.check_learner_rows(
+                self.placement.value, sequences=total, mini_batches=minis, micro_batch=micro
             )
-
-    def _check_staleness(self) -> None:
-        steps = self.sampler.max_staleness
-        if steps and self.learner.offload:
-            raise refusal(
-                "sampler.max_staleness",
-                steps,
-                "must be 0 with learner.offload, which takes the state away while a step is drawn",
+            rules.check_sampler_rows(
+                self.placement.for_sampler,
+                prompts=prompts,
+                sequences=total,
+                slots=sampler.slots,
+                greedy="greedy_rewards" in advantages.needs(objective.estimator),
             )
+            for field, where in (
+                ("placement.tensor", self.placement.value),
+                ("placement.sampler.tensor", self.placement.for_sampler),
+            ):
+                rules.check_column_tiles(field, where, self.column_tiles)
 
     def _check_loss_scale(self) -> None:
         dtype, sampler = self.numerics.dtype, self.sampler
@@ -222,37 +219,6 @@ class RunConfig(Section):
                 f"is for a learner in float16, and numerics.dtype is {dtype!r}, whose gradients"
                 " need no scale; leave optimizer.loss_scale out",
             )
-
-    def _check_noise_scale(self) -> None:
-        section = self.learner
-        rows = self.sequences_per_step // section.mini_batches
-        if not section.noise_scale:
-            return
-        group, micro = self.sampling.samples_per_prompt, section.micro_batch or rows
-        if micro >= rows or micro % group:
-            raise refusal(
-                "learner.noise_scale",
-                True,
-                f"needs a micro_batch below the {rows} sequences of a mini-batch, and a multiple"
-                f" of samples_per_prompt = {group}: groups stay together",
-            )
-
-    def _check_batches(self) -> None:
-        total, minis = self.sequences_per_step, self.learner.mini_batches
-        product = f"{self.learner.prompts_per_step} prompts x {self.sampling.samples_per_prompt}"
-        if total % minis:
-            raise refusal(
-                "learner.mini_batches", minis, f"must divide the {total} sequences ({product})"
-            )
-        micro = self.learner.micro_batch
-        if micro and (total // minis) % micro:
-            raise refusal(
-                "learner.micro_batch",
-                micro,
-                f"must divide the {total // minis} sequences of a mini-batch"
-                f" ({product} samples / {minis})",
-            )
-        self._check_placement(total, total // minis, micro)
 
     def _check_tokens(self) -> None:
         length = self.sampling.max_prompt_length + self.sampling.max_response_length
@@ -269,31 +235,6 @@ class RunConfig(Section):
             if sequences * length >= _MOST_TOKENS:
                 raise refusal(
                     key, value, f"makes {sequences} sequences of {length} tokens, over 2**31 tokens"
-                )
-
-    def _check_placement(self, total: int, mini_batch: int, micro: int | None) -> None:
-        learner, sampler = self.placement.value, self.placement.for_sampler
-        rows = {"a step": total, "a mini-batch": mini_batch}
-        if micro:
-            rows["a micro-batch"] = micro
-        for what, count in rows.items():
-            if count % learner.shards:
-                raise refusal(
-                    "placement.fsdp",
-                    self.placement.fsdp,
-                    f"{learner.shards_text} must divide the {count} sequences of {what}",
-                )
-        for count, what in ((total, "a step"), (self.sampler.slots, "sampler.slots")):
-            if count and count % sampler.shards:
-                raise refusal(
-                    "placement.sampler.fsdp",
-                    sampler.fsdp,
-                    f"{sampler.shards_text} must divide the {count} sequences of {what}",
-                )
-        for key, where in (("placement.tensor", learner), ("placement.sampler.tensor", sampler)):
-            if self.column_tiles % where.tensor:
-                raise refusal(
-                    key, where.tensor, f"must divide numerics.column_tiles = {self.column_tiles}"
                 )
 
     def _check_lengths(self) -> None:

@@ -18,6 +18,7 @@ from tim_jax.instruments.plan import budget
 from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.execution import Execution
 from tim_jax.rl.drawing import Text
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 from tim_jax.tasks.base import Task
 
@@ -78,13 +79,9 @@ def check_sampling(
             f"{samples} samples of {prompts} prompts are {rows} sequences of up to {length} tokens,"
             f" over 2**31 tokens; {helps}"
         )
-    step = Workload(
-        execution=execution,
-        learning=Learning(objectives.reinforce(), samples),
-        optimizer=optax.with_extra_args_support(optax.identity()),
-        prompts=prompts,
-        prompt_length=prompt_length,
-    )
+    learning = Learning(objectives.reinforce(), samples)
+    training = Training(execution, learning, optax.identity(), prompts_per_step=prompts)
+    step = Workload(training, prompt_length=prompt_length)
     budget.check_sampling(step, tuple(jax.devices()), helps)
 
 

@@ -68,7 +68,7 @@ def _assembled(
     model = assembly.with_params(model, config)
     wanted = config.eval.every and len(task.evaluation)
     evaluate = _evaluator(config, execution, task, text) if wanted else None
-    built = assembly.make_programs(config, execution)
+    built = programs.build(assembly.make_training(config, execution))
     return Job(config, model, task, text, execution, built, evaluate)
 
 

@@ -92,27 +92,10 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
     """
     bare = Model(model, None, None, model.eos_token_ids, adapting.make_lora(config.lora, model))
     execution = assembly.make_execution(config, bare, devices=devices)
-    section = config.learner
-    sampler_placement = config.placement.for_sampler
-    optimizer = assembly.make_optimizer(
-        config.optimizer,
-        steps=config.updates,
-        max_response_length=config.sampling.max_response_length,
-    )
-    return Workload(
-        execution=execution,
-        learning=replace(assembly.make_learning(config), widths=1),  # the longest needs the most
-        optimizer=optimizer,
-        prompts=section.prompts_per_step,
-        prompt_length=config.sampling.max_prompt_length,
-        mini_batches=section.mini_batches,
-        sampler_placement=None if sampler_placement == execution.placement else sampler_placement,
-        batching=config.sampler.batching,
-        mismatch=config.sampler.own_dial,
-        offload=section.offload,
-        kept_weights=config.sampler.max_staleness or config.sampler.dial.stale_updates,
-        split=config.placement.split,
-    )
+    training = assembly.make_training(config, execution)
+    longest = replace(training.learning, widths=1)  # which needs the most
+    length = config.sampling.max_prompt_length
+    return Workload(replace(training, learning=longest), prompt_length=length)
 
 
 def model_config(config: RunConfig, architecture: Path | None) -> ModelConfig:

@@ -192,9 +192,6 @@ def _steps(job: Job, run: Run, state: TrainState, **kept: Any) -> Iterator[Step]
             programs=job.programs,
             seed=config.seed,
             steps=config.steps,
-            prompts_per_step=config.learner.prompts_per_step,
-            exact=config.exact == "required",
-            refills=config.learner.refills,
             **kept,
         )
     except NonFiniteError as error:
@@ -232,10 +229,8 @@ def _write_numerics(job: Job, run: Run) -> None:
     if not processes.leads():
         return
     device = jax.devices()[0]
-    learning, drawing = (
-        job.execution.numerics,
-        job.programs.mismatch.numerics(job.execution.numerics),
-    )
+    learning = job.execution.numerics
+    drawing = job.programs.training.sampler.mismatch.numerics(learning)
     record = {
         "family": learning.family,
         "numerics": auditing.describe(learning),
@@ -300,17 +295,18 @@ def _first(job: Job) -> checkpoints.State:
     built, params = job.programs, job.model.params
     state = built.init(adapters.split(params)[0])
     reference = state.params if job.config.objective.has_reference else None
-    kept = built.kept_weights
+    kept = built.training.kept_weights
     history = loop.first_history(built.prepare(params), built, ()) if kept else ()
     return folders.saved(state, reference, tuple(history))
 
 
 def _described(job: Job) -> list[str]:
     """Lines about what is trained, and the differences of the sampler from the learner."""
-    lines = mismatch.describe(job.programs.mismatch, job.execution.numerics)
+    sampler = job.programs.training.sampler
+    lines = mismatch.describe(sampler.mismatch, job.execution.numerics)
     lora = job.execution.lora
     adapted = [] if lora is None else [adapters.describe(job.execution.config, lora)]
-    ahead = job.programs.max_staleness
+    ahead = sampler.max_staleness
     early = [f"the sampler draws ahead: max_staleness {ahead}"] if ahead else []
     return adapted + early + [f"the sampler differs: {line}" for line in lines]
 

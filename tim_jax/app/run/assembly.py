@@ -34,9 +34,8 @@ from tim_jax.numerics import (
     Numerics,
 )
 from tim_jax.placement import Devices, Placement, processes
-from tim_jax.rl import programs
 from tim_jax.rl.drawing import Text
-from tim_jax.rl.programs import Programs
+from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning
 from tim_jax.tasks import builtin, custom
 from tim_jax.tasks.base import Grader, Task
@@ -286,24 +285,30 @@ def make_learning(config: RunConfig) -> Learning:
     )
 
 
-def make_programs(config: RunConfig, execution: Execution) -> Programs:
-    """Returns the compiled programs of a run, with its optimizer and its sampler's dial."""
-    section = config.learner
-    return programs.build(
-        execution,
-        make_learning(config),
-        make_optimizer(
+def make_training(config: RunConfig, execution: Execution) -> Training:
+    """Returns the run of a config, as one value, by the policy of `make_execution`."""
+    section, where = config.learner, config.placement
+    placement = None if where.for_sampler == execution.placement else where.for_sampler
+    return Training(
+        execution=execution,
+        learning=make_learning(config),
+        optimizer=make_optimizer(
             config.optimizer,
             steps=config.updates,
             max_response_length=config.sampling.max_response_length,
         ),
+        prompts_per_step=section.prompts_per_step,
         mini_batches=section.mini_batches,
         epochs=section.epochs,
         length_buckets=section.length_buckets,
-        sampler_placement=config.placement.for_sampler,
-        sampler_devices=config.placement.of_sampler(jax.devices()),
-        batching=config.sampler.batching,
-        mismatch=config.sampler.own_dial,
+        refills=section.refills,
         offload=section.offload,
-        max_staleness=config.sampler.max_staleness,
+        sampler=Sampler(
+            placement=placement,
+            own_devices=where.split,
+            batching=config.sampler.batching,
+            mismatch=config.sampler.own_dial,
+            max_staleness=config.sampler.max_staleness,
+        ),
+        exact=config.exact == "required",
     )

@@ -62,12 +62,12 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
         "optimiser": size(state) - size(state.params),
         "weights": size(weights),
         "reference": workload.has_reference * (size(state.params) + size(weights)),
-        "older weights": workload.kept_weights * size(weights),
+        "older weights": workload.training.kept_weights * size(weights),
     }
     widened = _widened(workload.execution, weights, devices)
     waiting = ("masters", "optimiser") if workloads.offloaded(workload, devices) else ()
     kept = {name: size for name, size in always.items() if name not in waiting}
-    drawn = {} if workload.split else kept
+    drawn = {} if workload.sampler.own_devices else kept
     drawn = {**drawn, "cache": _cache(workload), "logits": _logits(workload)}
     if workload.sampler_copies:
         drawn["the sampler's own weights"] = workload.sampler_copies * size(weights)
@@ -96,25 +96,25 @@ def _embedding(execution: Execution, weights: Any) -> int:
 
 def _slots(workload: Workload) -> int:
     """Sequences that are decoded at a time, over all devices."""
-    return min(workload.batching.slots or workload.sequences, workload.sequences)
+    return min(workload.sampler.batching.slots or workload.sequences, workload.sequences)
 
 
 def _cache(workload: Workload) -> int:
     """Bytes of a device's keys and values: of its prompts, and of slots or of pages."""
-    execution, where = workload.sampler_execution, workload.sampler_execution.placement
+    execution, where = workload.training.drawing, workload.training.drawing.placement
     config, numerics = execution.config, execution.numerics
     length = workload.prompt_length + execution.sampling.max_response_length
     length += -length % numerics.kv_block
-    pages = workload.batching.pages
+    pages = workload.sampler.batching.pages
     whole = _slots(workload) * length if pages is None else pages * numerics.kv_block
-    of_prompts = -(-workload.prompts // where.shards) * workload.prompt_length
+    of_prompts = -(-workload.training.prompts_per_step // where.shards) * workload.prompt_length
     heads, key, value = config.attention
     width = config.num_layers * (heads // where.tensor) * (key + value) * numerics.dtype.itemsize
     return (whole // where.shards + of_prompts) * width
 
 
 def _logits(workload: Workload) -> int:
-    execution = workload.sampler_execution
+    execution = workload.training.drawing
     rows = max(1, _slots(workload) // execution.placement.shards)
     return int(_LOGITS * 4 * rows * execution.config.vocab_size)
 
@@ -131,7 +131,7 @@ def _gradient(workload: Workload, state: Any, weights: Any) -> tuple[int, int]:
     learnt = {name: leaf for name, leaf in weights.items() if name != "head"}
     learnt = learnt if shares_gradient(execution) else weights
     # A micro-batch's gradient of the layers stands beside the sum, in the compute dtype.
-    several = workload.micro_batch < workload.sequences // workload.mini_batches
+    several = workload.training.micro_batch < workload.training.rows
     stacks = [weights[name] for name in execution.config.stacks]
     layers = several * workloads.bytes_per_device(stacks)
     return 4 * _elements(learnt) + head * (4 + wide), layers
@@ -142,7 +142,7 @@ def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
     execution, where = workload.execution, workload.execution.placement
     config, numerics = execution.config, execution.numerics
     gradient, layers = _gradient(workload, state, weights)
-    rows = max(1, workload.micro_batch // where.shards)
+    rows = max(1, workload.training.micro_batch // where.shards)
     length = workload.prompt_length + execution.sampling.max_response_length
     tokens, wide = rows * length, numerics.dtype.itemsize
     layer = 4 * config.hidden_size + _of_attention(config) + 3 * config.active_width
@@ -277,37 +277,49 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
     fewer = [
         n for n in range(slots, 0, -1) if workload.sequences % n == 0 and n % where.shards == 0
     ]
-    best = next((n for n in fewer if _fits_drawing(workload.with_slots(n), devices, most)), None)
+    best = next(
+        (n for n in fewer if _fits_drawing(workload.varied(slots=n), devices, most)),
+        None,
+    )
     if best is not None and best < slots:
-        yield f"sampler.slots = {best}", lambda it: it.with_slots(best)
-    rows = workload.sequences // workload.mini_batches
-    sizes = [n for n in range(workload.micro_batch - 1, 0, -1) if rows % n == 0]
+        yield (
+            f"sampler.slots = {best}",
+            lambda it: it.varied(slots=best),
+        )
+    rows = workload.training.rows
+    sizes = [n for n in range(workload.training.micro_batch - 1, 0, -1) if rows % n == 0]
     sizes = [n for n in sizes if n % where.shards == 0]
     fitting = (n for n in sizes if _fits(workload.with_micro_batch(n), devices, most))
     size = next(fitting, sizes[-1] if sizes else None)
     if size is not None:
-        yield f"learner.micro_batch = {size}", lambda it: it.with_micro_batch(size)
+        yield (
+            f"learner.micro_batch = {size}",
+            lambda it: it.with_micro_batch(size),
+        )
     if not learning.remat:
         yield (
             "learner.remat = true",
-            lambda it: replace(it, learning=replace(it.learning, remat=True)),
+            lambda it: it.varied(remat=True),
         )
-    offload = replace(workload, offload=True)
-    staying = workload.offload or workload.kept_weights
+    offload = workload.varied(offload=True)
+    staying = workload.training.offload or workload.training.kept_weights
     if workloads.offloaded(offload, devices) and not staying:
-        yield "learner.offload = true", lambda it: replace(it, offload=True)
+        yield "learner.offload = true", lambda it: it.varied(offload=True)
     if workload.execution.numerics.compute_dtype == "float32" and devices[0].platform != "cpu":
         yield 'numerics.dtype = "bfloat16"', _narrow
     spare = len(devices) // where.devices
-    if spare > 1 and workload.sampler_placement is None:
+    if spare > 1 and workload.sampler.placement is None:
         wider = replace(where, fsdp=where.fsdp * spare)
         if workload.sequences % wider.shards == 0:
-            yield f"placement.fsdp = {wider.fsdp}", lambda it: it.with_placement(wider)
+            yield (
+                f"placement.fsdp = {wider.fsdp}",
+                lambda it: it.varied(placement=wider),
+            )
 
 
 def _narrow(workload: Workload) -> Workload:
     numerics = replace(workload.execution.numerics, compute_dtype="bfloat16")
-    return replace(workload, execution=replace(workload.execution, numerics=numerics))
+    return workload.varied(numerics=numerics)
 
 
 def _fits(workload: Workload, devices: Devices, most: int) -> bool:

@@ -51,7 +51,7 @@ def _spread(workload: Workload, devices: Devices) -> Iterator[str]:
         yield f"placement.fsdp = {wider.fsdp}: the slice has devices that nothing lies on"
     merged = replace(where, data=1, fsdp=where.data * where.fsdp)
     if where.data > 1 and _possible(workload, merged):
-        now, then = (_state(workload.with_placement(one), devices) for one in (where, merged))
+        now, then = (_state(workload.varied(placement=one), devices) for one in (where, merged))
         yield (
             f"placement.data = 1 with placement.fsdp = {merged.fsdp}: masters and optimiser take"
             f" {then / _GIB:.1f} instead of {now / _GIB:.1f} GiB a device"
@@ -78,8 +78,8 @@ def _state(workload: Workload, devices: Devices) -> int:
 
 
 def _of_sampler(workload: Workload, slots: int | None, devices: Devices) -> Iterator[str]:
-    where = workload.sampler_execution.placement
-    key = "placement" if workload.sampler_placement is None else "placement.sampler"
+    where = workload.training.drawing.placement
+    key = "placement" if workload.sampler.placement is None else "placement.sampler"
     if slots:
         yield f"sampler.slots = {slots}: so many sequences are decoded at a time, same bits"
     yield "sampling.max_response_length: room for keys and values is made for the longest response"
@@ -100,7 +100,7 @@ def _of_learner(workload: Workload) -> Iterator[str]:
     learning, shards = workload.learning, workload.execution.placement.shards
     if not learning.remat:
         yield "learner.remat = true: activations of one layer at a time, for a second forward"
-    if workload.micro_batch > shards:
+    if workload.training.micro_batch > shards:
         yield f"learner.micro_batch = {shards}: one sequence a device at a time"
 
 
@@ -232,7 +232,7 @@ def make(
     stages.append(_stage(workload, target, "update", None, say))
     searched: dict[str, Largest] = {}
     if searching:
-        all_at_once = workload.batching.slots is None and stages[0].fits
+        all_at_once = workload.sampler.batching.slots is None and stages[0].fits
         key = "learner.prompts_per_step" if all_at_once else "sampler.slots"
         look = _most_prompts if all_at_once else _most_slots
         searched[key] = look(workload, target, stages[0], layers, say)
@@ -316,7 +316,7 @@ def _compiled(workload: Workload, target: Target, name: str, say: Say) -> Compil
     compiled = costs.compiled(program, target)
     say(
         f"compiled {name}: {workload.execution.config.num_layers} layers,"
-        f" {workload.sequences} sequences, micro-batch {workload.micro_batch},"
+        f" {workload.sequences} sequences, micro-batch {workload.training.micro_batch},"
         f" {compiled.seconds:.0f} s"
     )
     return compiled
@@ -326,13 +326,15 @@ def _most_prompts(
     workload: Workload, target: Target, stage: Stage, layers: Layers, say: Say
 ) -> Largest:
     """Prompts per step for which the sampler fits."""
-    step = workload.least_prompts
-    allowed = range(step, _MOST_PROMPTS * workload.prompts + 1, step)
+    step = workload.training.least_prompts
+    allowed = range(step, _MOST_PROMPTS * workload.training.prompts_per_step + 1, step)
 
     def total(prompts: int) -> int:
-        return _stage(replace(workload, prompts=prompts), target, "sampler", layers, say).total
+        return _stage(
+            workload.varied(prompts_per_step=prompts), target, "sampler", layers, say
+        ).total
 
-    known = {workload.prompts: stage.total}
+    known = {workload.training.prompts_per_step: stage.total}
     return largest(total, allowed, capacity=target.capacity, known=known)
 
 
@@ -340,23 +342,35 @@ def _most_slots(
     workload: Workload, target: Target, stage: Stage, layers: Layers, say: Say
 ) -> Largest:
     """Sequences decoded at a time for which the sampler fits."""
-    rows, shards = workload.sequences, workload.sampler_execution.placement.shards
+    rows, shards = workload.sequences, workload.training.drawing.placement.shards
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
-        return _stage(workload.with_slots(size), target, "sampler", layers, say).total
+        return _stage(
+            workload.varied(slots=size),
+            target,
+            "sampler",
+            layers,
+            say,
+        ).total
 
-    known = {workload.batching.slots or rows: stage.total}
+    known = {workload.sampler.batching.slots or rows: stage.total}
     return largest(total, allowed, capacity=target.capacity, known=known)
 
 
 def _largest_micro_batch(workload: Workload, target: Target, stage: Stage, say: Say) -> Largest:
     """Sequences per forward and backward for which the update fits."""
-    rows, shards = workload.sequences // workload.mini_batches, workload.execution.placement.shards
+    rows, shards = workload.training.rows, workload.execution.placement.shards
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
-        return _stage(workload.with_micro_batch(size), target, "update", None, say).total
+        return _stage(
+            workload.with_micro_batch(size),
+            target,
+            "update",
+            None,
+            say,
+        ).total
 
-    known = {workload.micro_batch: stage.total}
+    known = {workload.training.micro_batch: stage.total}
     return largest(total, allowed, capacity=target.capacity, known=known)

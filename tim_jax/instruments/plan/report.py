@@ -30,11 +30,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     if target.platform == "tpu" and numerics.family in ("tiles", "native"):
         yield f"  {numerics.family} is plain XLA, slow on a TPU; a pod should run pallas_tpu"
-    slots = plan.workload.batching.slots
+    slots, training = plan.workload.sampler.batching.slots, plan.workload.training
     yield (
-        f"  {plan.workload.prompts} prompts x {plan.workload.learning.group_size} samples,"
+        f"  {training.prompts_per_step} prompts x {training.learning.group_size} samples,"
         f" up to {plan.workload.prompt_length} + {execution.sampling.max_response_length} tokens,"
-        f" {f'{slots} slots, ' if slots else ''}micro-batch {plan.workload.micro_batch},"
+        f" {f'{slots} slots, ' if slots else ''}micro-batch {plan.workload.training.micro_batch},"
         f" remat {'on' if plan.workload.learning.remat else 'off'}"
     )
     for stage in plan.stages:
@@ -142,13 +142,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "devices": len(plan.target.devices),
         "capacity": plan.target.capacity,
         "placement": _axes(execution.placement),
-        "sampler_placement": _axes(workload.sampler_execution.placement),
+        "sampler_placement": _axes(workload.training.drawing.placement),
         "family": execution.numerics.family,
         "dtype": execution.numerics.compute_dtype,
-        "prompts_per_step": workload.prompts,
+        "prompts_per_step": workload.training.prompts_per_step,
         "samples_per_prompt": workload.learning.group_size,
-        "sampler_slots": workload.batching.slots or workload.sequences,
-        "micro_batch": workload.micro_batch,
+        "sampler_slots": workload.sampler.batching.slots or workload.sequences,
+        "micro_batch": workload.training.micro_batch,
         "fits": plan.fits,
         "stages": {
             stage.name: _stage_values(stage) | _time_values(stage, plan) for stage in plan.stages
@@ -226,7 +226,7 @@ def _axes(where) -> dict[str, Any]:
 
 def _placement(plan: Plan) -> str:
     learner = plan.workload.execution.placement
-    sampler = plan.workload.sampler_placement
+    sampler = plan.workload.sampler.placement
     return str(learner) if sampler is None else f"{learner} (sampler: {sampler})"
 
 

@@ -205,7 +205,7 @@ def least(workload: Workload, stage: str) -> Least:
 
     A sampler reads the prompt of a group once, and has the logits of what it draws alone.
     """
-    execution = workload.sampler_execution if stage == "sampler" else workload.execution
+    execution = workload.training.drawing if stage == "sampler" else workload.execution
     config, where = execution.config, execution.placement
     prompt, response = workload.prompt_length, execution.sampling.max_response_length
     length, rows = prompt + response, workload.sequences // where.shards
@@ -226,7 +226,7 @@ def least(workload: Workload, stage: str) -> Least:
     itemsize = execution.numerics.dtype.itemsize
     table = config.vocab_size * config.hidden_size * itemsize  # of which a step takes a few rows
     weights = (workloads.weight_bytes(workload) - table) / (where.tensor * where.expert)
-    slots = min(workload.batching.of_device(where).slots or rows, rows)
+    slots = min(workload.sampler.batching.of_device(where).slots or rows, rows)
     steps = -(-rows // slots) * response
     # A step reads what its token attends to but itself; keys and values of every layer.
     read = _attended(config, prompt, length) - response * config.num_layers

@@ -3,23 +3,21 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import gcd, lcm
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tim_jax import optimizers, placement
+from tim_jax import placement
 from tim_jax.common.types import Prompts, Rollout, route_dtype
-from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import adapters
-from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
+from tim_jax.model.execution import Execution
 from tim_jax.model.weights import param_axes, parameter_shapes
-from tim_jax.placement import Devices, Placement
+from tim_jax.placement import Devices
 from tim_jax.policy import sampler
 from tim_jax.rl import programs
+from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning
 
 Tree = Any
@@ -27,48 +25,36 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of a run."""
+    """One step of a run, and the length that its prompts are padded to."""
 
-    execution: Execution  # the learner's
-    learning: Learning
-    optimizer: optax.GradientTransformationExtraArgs
-    prompts: int
+    training: Training
     prompt_length: int
-    mini_batches: int = 1
-    sampler_placement: Placement | None = None  # the sampler's, if it has its own
-    batching: Batching = ALL_AT_ONCE  # of the sampler, on all its devices
-    mismatch: Mismatch = dial.EXACT
-    offload: bool = False  # the state waits in the host's memory while a step is sampled
-    kept_weights: int = 0  # older ones, of steps that are drawn ahead or for the dial
-    split: bool = False  # the sampler has devices of its own
 
-    def __post_init__(self):
-        # As in `programs.build`.
-        routing = self.learning.routing
-        object.__setattr__(self, "execution", replace(self.execution, routing=routing))
+    @property
+    def execution(self) -> Execution:
+        """The learner's."""
+        return self.training.execution
+
+    @property
+    def learning(self) -> Learning:
+        """How the step's rollouts become gradients."""
+        return self.training.learning
+
+    @property
+    def sampler(self) -> Sampler:
+        """What the sampler has of its own."""
+        return self.training.sampler
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the step: prompts times samples."""
+        return self.training.sequences
 
     @property
     def sampler_copies(self) -> int:
         """Copies of the weights that the sampler's devices have beside the learner's."""
-        same = self.sampler_execution.placement.shape == self.execution.placement.shape
-        return 0 if same and not self.split else self.kept_weights + 1
-
-    @property
-    def sampler_execution(self) -> Execution:
-        """The sampler's execution: the learner's, on the sampler's placement if it has one."""
-        if self.sampler_placement is None:
-            return self.execution
-        return replace(self.execution, placement=self.sampler_placement)
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of a step: prompts times samples."""
-        return self.prompts * self.learning.group_size
-
-    @property
-    def micro_batch(self) -> int:
-        """Sequences of one forward and backward, over all devices."""
-        return self.learning.micro_batch or self.sequences // self.mini_batches
+        same = self.training.drawing.placement.shape == self.execution.placement.shape
+        return 0 if same and not self.sampler.own_devices else self.training.kept_weights + 1
 
     @property
     def scores(self) -> bool:
@@ -80,32 +66,19 @@ class Workload:
         """True if the loss or the reward has a KL to a frozen reference policy."""
         return self.learning.objective.has_reference
 
-    @property
-    def least_prompts(self) -> int:
-        """What the number of prompts must be a multiple of, for this placement."""
-        drawing = self.sampler_execution.placement.shards
-        shards = max(self.execution.placement.shards, drawing)
-        rows = self.mini_batches * max(self.learning.micro_batch or 1, shards)
-        prompts = rows // gcd(rows, self.learning.group_size)
-        return lcm(prompts, drawing) if self.learning.needs_greedy else prompts
-
     def with_layers(self, layers: int) -> "Workload":
         """The same step of a model with this many layers."""
         config = self.execution.config.with_layers(layers)
-        return replace(self, execution=replace(self.execution, config=config))
+        return self.varied(execution=replace(self.execution, config=config))
 
     def with_micro_batch(self, rows: int) -> "Workload":
         """The same step in other micro-batches; the noise is measured only if there are several."""
-        noise = self.learning.noise_scale and rows < self.sequences // self.mini_batches
-        return replace(self, learning=replace(self.learning, micro_batch=rows, noise_scale=noise))
+        noise = self.learning.noise_scale and rows < self.training.rows
+        return self.varied(micro_batch=rows, noise_scale=noise)
 
-    def with_slots(self, slots: int) -> "Workload":
-        """The same step, with this many sequences decoded at a time."""
-        return replace(self, batching=replace(self.batching, slots=slots))
-
-    def with_placement(self, where: Placement) -> "Workload":
-        """The same step with the learner on another placement."""
-        return replace(self, execution=replace(self.execution, placement=where))
+    def varied(self, **changes: Any) -> "Workload":
+        """The same step with other fields of its training, see `Training.varied`."""
+        return replace(self, training=self.training.varied(**changes))
 
 
 @dataclass(frozen=True)
@@ -120,14 +93,14 @@ class Program:
 
 def sampling(workload: Workload, devices: Devices) -> Program:
     """The sampler's program: prefill and decode of a step's prompts."""
-    execution = workload.sampler_execution
+    execution = workload.training.drawing
     laid = _Laid(workload, execution, devices)
     program = programs.sampling_program(
         execution,
         samples=workload.learning.group_size,
-        batching=workload.batching,
+        batching=workload.sampler.batching,
         devices=laid.devices,
-        mismatch=workload.mismatch,
+        mismatch=workload.sampler.mismatch,
     )
     arguments = (laid.weights, laid.prompts, laid.key)
     return Program("sampler", program, arguments, decode_steps(workload))
@@ -135,11 +108,11 @@ def sampling(workload: Workload, devices: Devices) -> Program:
 
 def decode_steps(workload: Workload) -> tuple[int, ...]:
     """Iterations of a device's decode loops, if every response is the longest."""
-    where = workload.sampler_execution.placement
+    where = workload.training.drawing.placement
     return sampler.trips(
         workload.sequences // where.shards,
         workload.execution.sampling,
-        workload.batching.of_device(where),
+        workload.sampler.batching.of_device(where),
     )
 
 
@@ -172,8 +145,8 @@ def resident(workload: Workload, devices: Devices, stage: str) -> int:
     base = bytes_per_device(laid.base)
     masters = bytes_per_device(laid.state.params)
     reference = weights + masters if workload.has_reference else 0
-    copies, ahead = workload.sampler_copies * weights, workload.kept_weights * weights
-    if stage == "sampler" and workload.split:
+    copies, ahead = workload.sampler_copies * weights, workload.training.kept_weights * weights
+    if stage == "sampler" and workload.sampler.own_devices:
         return copies - weights  # of which one is an argument
     if stage == "sampler":
         kept = base + (0 if offloaded(workload, devices) else state)
@@ -185,7 +158,7 @@ def resident(workload: Workload, devices: Devices, stage: str) -> int:
 
 def offloaded(workload: Workload, devices: Devices) -> bool:
     """Whether the state leaves room on the device while a step is sampled."""
-    return workload.offload and devices[0].platform != "cpu"
+    return workload.training.offload and devices[0].platform != "cpu"
 
 
 def laid_out(workload: Workload, devices: Devices) -> tuple[Tree, Tree]:
@@ -240,18 +213,9 @@ class _Laid:
 
     @property
     def built(self) -> programs.Programs:
-        workload = self.workload
-        return programs.build(
-            self.execution,
-            workload.learning,
-            self._optimizer,
-            mini_batches=workload.mini_batches,
-            devices=self.devices,
-        )
-
-    @property
-    def _optimizer(self) -> optax.GradientTransformationExtraArgs:
-        return optimizers.for_dtype(self.workload.optimizer, self.execution.numerics.compute_dtype)
+        """The learner's programs: its sampler is compiled by itself."""
+        training = replace(self.workload.training, execution=self.execution, sampler=Sampler())
+        return programs.build(training, self.devices)
 
     @property
     def trained(self) -> Tree:
@@ -279,8 +243,15 @@ class _Laid:
         return bytes_per_device(self.base) - adapted
 
     @property
+    def _start(self) -> Callable:
+        optimizer = self.workload.training.scaled_optimizer
+        return partial(programs.init, optimizer, self.workload.learning)
+
+    @property
     def _layout(self) -> programs.Layout:
-        start = partial(programs.init, self._optimizer, self.workload.learning)
+        start = partial(
+            programs.init, self.workload.training.scaled_optimizer, self.workload.learning
+        )
         return programs.layout(self.execution, start, self.devices)
 
     @property
@@ -290,7 +261,9 @@ class _Laid:
 
     @property
     def state(self) -> Tree:
-        start: Callable = partial(programs.init, self._optimizer, self.workload.learning)
+        start: Callable = partial(
+            programs.init, self.workload.training.scaled_optimizer, self.workload.learning
+        )
         return self._on(jax.eval_shape(start, self.trained), self._layout.state)
 
     @property
@@ -299,7 +272,7 @@ class _Laid:
 
     @property
     def prompts(self) -> Prompts:
-        count, length = self.workload.prompts, self.workload.prompt_length
+        count, length = self.workload.training.prompts_per_step, self.workload.prompt_length
         shapes = Prompts(
             tokens=_shape((count, length), jnp.int32),
             lengths=_shape((count,), jnp.int32),
@@ -314,7 +287,7 @@ class _Laid:
         rewards = _shape((self.workload.sequences,), jnp.float32)
         given = [self._rollout, rewards]
         if self.workload.learning.needs_greedy:
-            given.append(_shape((self.workload.prompts,), jnp.float32))
+            given.append(_shape((self.workload.training.prompts_per_step,), jnp.float32))
         return weights, reference, self.state.carried, *self.whole(tuple(given))
 
     @property

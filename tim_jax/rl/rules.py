@@ -1,0 +1,170 @@
+"""The rules between a run's settings, each once.
+
+A configuration has them before a model is opened, `Training.check` before anything is compiled. So
+they take plain values, and name a field as `Training` does; whoever calls them says by which name
+the user knows it (`RuleError.told`).
+"""
+
+from collections.abc import Mapping
+
+from tim_jax import corrections
+from tim_jax.common.errors import InputError
+from tim_jax.corrections import Correction, Mode
+from tim_jax.objectives import Objective, advantages
+from tim_jax.placement import Placement
+
+# From this many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
+_STEP_OVER_HORIZON = 5
+
+
+class RuleError(InputError):
+    """A setting that does not go with the others: its field, its value, and what would be right."""
+
+    def __init__(self, field: str, value: object, rule: str):
+        super().__init__(f"{field} = {value!r}: {rule}")
+        self.field, self.value, self.rule = field, value, rule
+
+    def told(self, names: Mapping[str, str], where: str = "") -> InputError:
+        """The same refusal by the name that a user knows the field by."""
+        name = names.get(self.field, self.field)
+        return InputError(f"{where}{name} = {self.value!r}: {self.rule}")
+
+
+def check_counts(**counts: int) -> None:
+    """Refuses counts below 1."""
+    for field, value in counts.items():
+        if value < 1:
+            raise RuleError(field, value, "must be 1 or more")
+
+
+def check_learning(
+    objective: Objective, correction: Correction, *, mode: Mode, samples: int, updates: int
+) -> None:
+    """Refuses a ratio that would count twice or not at all, and a group too small for its baseline.
+
+    Args:
+      updates: of a step, mini-batches times epochs.
+    """
+    try:
+        corrections.check(
+            correction,
+            mode=mode,
+            loss=objective.loss,
+            has_ratio=objective.has_ratio,
+            updates=updates,
+        )
+    except InputError as error:
+        names = [block.name for block in correction.blocks]
+        raise RuleError("correction", names, str(error)) from error
+    if objective.reject_before_advantages:
+        try:
+            corrections.check_rejecting_first(correction, mode)
+        except InputError as error:
+            raise RuleError("reject_before_advantages", True, str(error)) from error
+    try:
+        advantages.check_group_size(objective.estimator, samples)
+    except InputError as error:
+        raise RuleError("samples", samples, str(error)) from error
+
+
+def check_reward_kl(objective: Objective, *, sequences: int) -> None:
+    """Refuses a horizon of the KL's coefficient that a single step could end."""
+    horizon = objective.reward_kl_horizon
+    if objective.controller is not None and sequences >= _STEP_OVER_HORIZON * horizon:
+        raise RuleError(
+            "reward_kl_horizon",
+            horizon,
+            f"must be more than {sequences // _STEP_OVER_HORIZON}, a fifth of the {sequences}"
+            " sequences of a step: one step could end the penalty",
+        )
+
+
+def check_rows(*, prompts: int, samples: int, mini_batches: int, micro_batch: int | None) -> None:
+    """Refuses parts that do not divide a step's prompts x samples sequences."""
+    total, product = prompts * samples, f"{prompts} prompts x {samples} samples"
+    if total % mini_batches:
+        raise RuleError(
+            "mini_batches", mini_batches, f"must divide the {total} sequences of a step ({product})"
+        )
+    if micro_batch and (total // mini_batches) % micro_batch:
+        raise RuleError(
+            "micro_batch",
+            micro_batch,
+            f"must divide the {total // mini_batches} sequences of a mini-batch ({product},"
+            f" mini_batches = {mini_batches})",
+        )
+
+
+def check_learner_rows(
+    where: Placement, *, sequences: int, mini_batches: int, micro_batch: int | None
+) -> None:
+    """Refuses a placement of the learner whose devices could not have equally many rows."""
+    rows = {"a step": sequences, "a mini-batch": sequences // mini_batches}
+    if micro_batch:
+        rows["a micro-batch"] = micro_batch
+    for what, count in rows.items():
+        _check_spread("placement", where, count, f"the {count} sequences of {what}")
+
+
+def check_sampler_rows(
+    where: Placement, *, prompts: int, sequences: int, slots: int | None, greedy: bool
+) -> None:
+    """The same of the sampler's; `greedy`: whether it also draws a greedy response per prompt."""
+    _check_spread("sampler_placement", where, sequences, f"the {sequences} sequences of a step")
+    if slots:
+        _check_spread("sampler_placement", where, slots, f"the {slots} sequences of sampler.slots")
+    if greedy and prompts % where.shards:
+        raise RuleError(
+            "prompts_per_step",
+            prompts,
+            f"must be a multiple of the sampler's {where.shards_text}: the estimator draws one"
+            " greedy response a prompt",
+        )
+
+
+def _check_spread(field: str, where: Placement, count: int, what: str) -> None:
+    if count % where.shards:
+        raise RuleError(field, str(where), f"{where.shards_text} must divide {what}")
+
+
+def check_column_tiles(field: str, where: Placement, column_tiles: int) -> None:
+    """Refuses a tensor axis that does not divide the parts that matrices are multiplied in."""
+    if column_tiles % where.tensor:
+        raise RuleError(field, where.tensor, f"must divide numerics.column_tiles = {column_tiles}")
+
+
+def check_noise_scale(*, sequences: int, micro_batch: int | None, samples: int) -> None:
+    """Refuses to measure the gradient's noise from micro-batches that are not independent.
+
+    Args:
+      sequences: of a mini-batch.
+    """
+    micro = micro_batch or sequences
+    if micro >= sequences or micro % samples:
+        raise RuleError(
+            "noise_scale",
+            True,
+            f"needs a micro_batch below the {sequences} sequences of a mini-batch, and a multiple"
+            f" of the {samples} samples of a prompt: groups stay together",
+        )
+
+
+def check_refills(refills: int, objective: Objective, *, samples: int) -> None:
+    """Refuses to draw again where no reward says that a group has no signal."""
+    if not refills:
+        return
+    if rule := advantages.why_no_refills(objective.estimator):
+        raise RuleError("refills", refills, rule)
+    if samples == 1:
+        rule = "must be 0 with one sample a prompt: no group of one has unequal rewards"
+        raise RuleError("refills", refills, rule)
+
+
+def check_staleness(max_staleness: int, *, offload: bool) -> None:
+    """Refuses to draw ahead while the state is to leave the devices."""
+    if max_staleness and offload:
+        raise RuleError(
+            "max_staleness",
+            max_staleness,
+            "must be 0 with offload, which takes the state away while a step is drawn",
+        )

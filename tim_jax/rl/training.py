@@ -1,0 +1,253 @@
+"""A run of GRPO as one value: what its configuration, `tim_jax.grpo`, a plan and a study make."""
+
+from dataclasses import dataclass, fields, replace
+from math import gcd, lcm
+from typing import Any
+
+import optax
+
+from tim_jax import optimizers, placement
+from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import check_kinds
+from tim_jax.mismatch import Mismatch, dial
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
+from tim_jax.placement import SINGLE, Devices, Placement, memory
+from tim_jax.rl import rules
+from tim_jax.rl.types import Learning
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What the sampler has of its own."""
+
+    placement: Placement | None = None
+    """Of its mesh; None: the learner's, with the learner's very weights. Changes no bit."""
+    own_devices: bool = False
+    """Its mesh is made of the devices after the learner's, not of the same ones."""
+    batching: Batching = ALL_AT_ONCE
+    """How sequences are decoded together, on all its devices. Changes no bit."""
+    mismatch: Mismatch = dial.EXACT
+    """What it does otherwise than the learner, if anything."""
+    max_staleness: int = 0
+    """Steps that are drawn ahead of the one that is learnt from, by weights that much older."""
+
+    def __post_init__(self):
+        check_kinds(self)
+        if self.max_staleness < 0:
+            raise InputError(f"max_staleness = {self.max_staleness}: must be 0 or more")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How every step of a run is drawn and learnt from.
+
+    `programs.build` compiles it. What varies it is `dataclasses.replace`.
+    """
+
+    execution: Execution
+    """The policy; its placement is the learner's. Its routing is that of `learning`."""
+    learning: Learning
+    """How rollouts become gradients."""
+    optimizer: optax.GradientTransformation
+    """In float16 its loss is scaled, unless it scales the loss already; see `scaled_optimizer`."""
+    prompts_per_step: int = 8
+    mini_batches: int = 1
+    """Updates of a pass over a step's sequences."""
+    epochs: int = 1
+    """Passes over a step's sequences."""
+    length_buckets: int = 1
+    """Response lengths that the learner is compiled for: the longest, its half, its quarter, ..."""
+    refills: int = 0
+    """How often a step may draw again for groups whose rewards are all equal."""
+    offload: bool = False
+    """Master weights and optimizer wait in the host's memory while a step is sampled."""
+    sampler: Sampler = Sampler()
+    exact: bool | None = None
+    """Stop at the first token whose log-probs by sampler and learner are not the same bits. None:
+    yes, unless the sampler differs on purpose."""
+
+    def __post_init__(self):
+        check_kinds(self)
+        for name, where in (
+            ("placement", self.execution.placement),
+            ("sampler_placement", self.sampler.placement or SINGLE),
+        ):
+            if not isinstance(where, Placement):
+                raise InputError(f"{name} must be a tim_jax.Placement, got {where!r}")
+        # There is one routing: the learner's experts are what the forward records or takes.
+        routed = replace(self.execution, routing=self.learning.routing)
+        object.__setattr__(self, "execution", routed)
+
+    @property
+    def stops_unless_exact(self) -> bool:
+        """Whether a token with two log-probs ends the run."""
+        return not self.sampler.mismatch.active if self.exact is None else self.exact
+
+    @property
+    def scaled_optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer, for gradients of the dtype that the learner computes in."""
+        return optimizers.for_dtype(self.optimizer, self.execution.numerics.compute_dtype)
+
+    @property
+    def drawing(self) -> Execution:
+        """The sampler's execution, but for its mismatch."""
+        own = self.sampler.placement
+        return self.execution if own is None else replace(self.execution, placement=own)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step: prompts times samples."""
+        return self.prompts_per_step * self.learning.group_size
+
+    @property
+    def rows(self) -> int:
+        """Sequences of an update: those of a mini-batch."""
+        return self.sequences // self.mini_batches
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of one forward and backward, over all devices."""
+        return min(self.learning.micro_batch or self.rows, self.rows)
+
+    @property
+    def updates(self) -> int:
+        """Updates of a step."""
+        return self.mini_batches * self.epochs
+
+    @property
+    def kept_weights(self) -> int:
+        """Older weights that are kept, of steps drawn ahead or for the entries of the dial."""
+        return self.sampler.max_staleness or self.sampler.mismatch.stale_updates
+
+    @property
+    def least_prompts(self) -> int:
+        """What the number of prompts must be a multiple of, for these placements."""
+        drawing = self.drawing.placement.shards
+        shards = max(self.execution.placement.shards, drawing)
+        rows = self.mini_batches * max(self.learning.micro_batch or 1, shards)
+        prompts = rows // gcd(rows, self.learning.group_size)
+        return lcm(prompts, drawing) if self.learning.needs_greedy else prompts
+
+    def sampler_devices(self, devices: Devices) -> Devices:
+        """What the sampler's mesh is made of, where there are `devices`.
+
+        Raises:
+          InputError: too few for a sampler with devices of its own.
+        """
+        if not self.sampler.own_devices:
+            return devices
+        return placement.split(self.execution.placement, self.drawing.placement, devices)
+
+    def check(self) -> None:
+        """Refuses settings that contradict each other.
+
+        Raises:
+          RuleError: with the field that is wrong.
+          InputError: entries of the dial that the sampler cannot have.
+        """
+        learning, sampler = self.learning, self.sampler
+        rules.check_counts(
+            prompts_per_step=self.prompts_per_step,
+            mini_batches=self.mini_batches,
+            epochs=self.epochs,
+            length_buckets=self.length_buckets,
+        )
+        rules.check_learning(
+            learning.objective,
+            learning.correction,
+            mode=learning.mode,
+            samples=learning.group_size,
+            updates=self.updates,
+        )
+        if self.execution.sampling.truncated:
+            learning.objective.check_whole_distribution()
+        rules.check_reward_kl(learning.objective, sequences=self.sequences)
+        if self.refills < 0:
+            raise rules.RuleError("refills", self.refills, "must be 0 or more")
+        rules.check_refills(self.refills, learning.objective, samples=learning.group_size)
+        self._check_rows()
+        rules.check_staleness(sampler.max_staleness, offload=self.offload)
+        if sampler.max_staleness:
+            dial.refuse_ahead(sampler.mismatch)
+
+    def _check_rows(self) -> None:
+        learning, sampler = self.learning, self.sampler
+        micro = learning.micro_batch and self.micro_batch
+        rules.check_rows(
+            prompts=self.prompts_per_step,
+            samples=learning.group_size,
+            mini_batches=self.mini_batches,
+            micro_batch=micro,
+        )
+        if learning.noise_scale:
+            rules.check_noise_scale(
+                sequences=self.rows, micro_batch=micro, samples=learning.group_size
+            )
+        rules.check_learner_rows(
+            self.execution.placement,
+            sequences=self.sequences,
+            mini_batches=self.mini_batches,
+            micro_batch=micro,
+        )
+        rules.check_sampler_rows(
+            self.drawing.placement,
+            prompts=self.prompts_per_step,
+            sequences=self.sequences,
+            slots=sampler.batching.slots,
+            greedy=learning.needs_greedy,
+        )
+
+    def check_devices(self, devices: Devices) -> None:
+        """Refuses devices that cannot hold the meshes, or cannot send their state to the host."""
+        self.sampler_devices(devices)
+        if self.offload:
+            memory.check_host(devices)
+
+    def varied(self, **changes: Any) -> "Training":
+        """The same run with other fields, wherever in it they are nested.
+
+        `training.varied(micro_batch=4, slots=16, temperature=0.9)` changes `learning.micro_batch`,
+        `sampler.batching.slots` and `execution.sampling.temperature`. `placement` is the learner's,
+        `sampler_placement` the sampler's.
+
+        Raises:
+          InputError: there is no such field, or a value that is refused.
+        """
+        for name in changes:
+            if name not in _PLACES:
+                hint = did_you_mean(name, sorted(_PLACES))
+                raise InputError(f"Training has no field {name!r}{hint}")
+        changed: Any = self
+        for path in sorted({_PLACES[name][0] for name in changes}, key=len):  # the outermost first
+            own = {_PLACES[name][1]: v for name, v in changes.items() if _PLACES[name][0] == path}
+            changed = _replaced(changed, path, own)
+        return changed
+
+
+def _replaced(value: Any, path: tuple[str, ...], changes: dict[str, Any]) -> Any:
+    """`value` with fields of what lies at the path in it replaced."""
+    if not path:
+        return replace(value, **changes)
+    inner = _replaced(getattr(value, path[0]), path[1:], changes)
+    return replace(value, **{path[0]: inner})
+
+
+def _places() -> dict[str, tuple[tuple[str, ...], str]]:
+    """Field -> the path of the value that has it, and its name there."""
+    rooms: dict[tuple[str, ...], type] = {
+        ("execution", "sampling"): Sampling,
+        ("sampler", "batching"): Batching,
+        ("sampler",): Sampler,
+        ("learning",): Learning,
+        (): Training,
+    }
+    found = {
+        field.name: (path, field.name) for path, kind in rooms.items() for field in fields(kind)
+    }
+    found |= {
+        name: (("execution",), name) for name in ("placement", "numerics", "sampling", "lora")
+    }
+    return found | {"sampler_placement": (("sampler",), "placement")}
+
+
+_PLACES = _places()
