@@ -7,8 +7,8 @@ version of JAX, takes that policy, draws the same batch and takes the same gradi
     python scripts/gradient_batch.py configs/studies/gradient.toml runs/batch/new \
         --like runs/batch/old
 
-Of a study with horizons it is the last one. `--source NAME`, which may be repeated, adds sources to
-the exact sampler.
+Of a study with horizons it is the last one, and the constants of its bound are compared too.
+`--source NAME`, which may be repeated, adds sources to the exact sampler.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.common.inputs import expanded
-from tim_jax.instruments.study import arms, files, measurement, running
+from tim_jax.instruments.study import arms, files, horizon, measurement, running
 from tim_jax.instruments.study.gradient import Measuring
 
 _BATCH = "batch.npz"
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def gradients(path: Path, folder: Path, sources: list[str]) -> dict[str, np.ndarray]:
-    """ "source/estimator" -> gradient, and what is drawn as "source/tokens"."""
+    """ "source/estimator" -> gradient, "source/tokens" -> draws; by horizon, "source/constant"."""
     study = files.read(path)
     plain = arms.merged(toml.read_toml(path.parent / expanded(study.base)), study.common)
     run = arms.Arm(measurement.EXACT, plain)
@@ -60,6 +60,9 @@ def gradients(path: Path, folder: Path, sources: list[str]) -> dict[str, np.ndar
         for name, gradient in measuring.batches(dial).gradients.items():
             found[f"{source}/{name}"] = gradient[0]
         found[f"{source}/tokens"] = np.asarray(measuring.rollouts(dial, 1).responses)
+        if study.horizon:
+            of_bound = horizon.constants(measuring, dial, states=study.states)
+            found |= {f"{source}/{name}": np.atleast_1d(value) for name, value in of_bound.items()}
     return found
 
 
@@ -69,8 +72,9 @@ def compare(found: dict[str, np.ndarray], before: np.lib.npyio.NpzFile) -> None:
         if name.endswith("/tokens"):
             print(f"  {name}: {np.sum(values != before[name])} of {values.size} unequal")
             continue
-        difference = values.astype(np.float64) - before[name]
-        relative = np.linalg.norm(difference) / np.linalg.norm(before[name].astype(np.float64))
+        difference = np.linalg.norm(values.astype(np.float64) - before[name])
+        size = np.linalg.norm(before[name].astype(np.float64))
+        relative = difference / size if size else difference  # equal policies differ in no state
         print(f"  {name}: relative difference {relative:.1e} of {values.size} numbers")
 
 

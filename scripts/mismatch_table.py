@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench_common import cpu_model
+
 from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import audit, train
@@ -173,7 +175,7 @@ def write_dtypes(records: dict[str, dict[str, Any]]) -> None:
     """The records as JSON, and a table of them in docs/mismatch.md."""
     (DOCS / "results" / "mismatch_dtypes.json").write_text(json.dumps(records, indent=1) + "\n")
     first = records["float32"]
-    where = f"jax {first['jax']}, Python {first['python']}, {first['device']}"
+    where = f"jax {first['jax']}, Python {first['python']}, {first['device']}: {cpu_model()}"
     lines = [
         DTYPES_BEGIN,
         f"Made by `python scripts/mismatch_table.py --dtypes` with {where}.",

@@ -76,6 +76,35 @@ def test_weights_that_are_not_finite(value, folder):
     hf.load_params(folder, found)
 
 
+def test_weights_that_float16_has_no_number_for(folder, capsys):
+    file = folder / "model.safetensors"
+    tensors = {name: np.array(tensor) for name, tensor in load_file(file).items()}
+    tensors["model.norm.weight"][2] = 1e5  # enters float32 arithmetic in any dtype
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 65519.0  # rounds to the largest, 65504
+    save_file(tensors, file)
+    model = api.load(folder, dtype="float16")
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(model.weights))
+
+    tensors["model.layers.0.mlp.down_proj.weight"][3, 5] = -7e4
+    tensors["model.layers.0.mlp.down_proj.weight"][4, 5] = 65520.0  # rounds to infinity
+    save_file(tensors, file)
+    message = (
+        f"{file}: tensor 'model.layers.0.mlp.down_proj.weight' has 2 of 384 values that would be"
+        " infinite in float16, such as -70000; compute in float32 or bfloat16"
+    )
+    with pytest.raises(InputError) as caught:
+        api.load(folder, dtype="float16")
+    assert str(caught.value) == message
+    api.load(folder, dtype="bfloat16")
+
+    config = toml.load(None, [f"model.path={folder}", "numerics.dtype=float16"])
+    with pytest.raises(InputError) as caught:
+        assembly.make_model(config)
+    assert str(caught.value) == message
+    assert cli.main(["audit", str(folder), "--dtype", "float16"]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("token", [-1, 22, [1, 22], [1, -7]])
 def test_end_tokens_that_no_vocabulary_has(token, folder):
     change(folder / "generation_config.json", eos_token_id=token)

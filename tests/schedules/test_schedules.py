@@ -1,7 +1,8 @@
 """Algorithm 1 to the letter; the detector on seeded traces, at its edges, across a resume; VCPO."""
 
-import importlib.util
+import importlib
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +23,16 @@ from tim_jax.schedules import (
     scale_by_root_ess,
 )
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "length_decay_table.py"
+SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture(scope="module")
 def traces():
-    spec = importlib.util.spec_from_file_location("length_decay_table", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        return importlib.import_module("length_decay_table")
+    finally:
+        sys.path.pop(0)
 
 
 def scales(transform, lengths, inner=None):

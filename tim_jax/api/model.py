@@ -174,7 +174,7 @@ def complete(
             model.config, numerics, batch=batch, longest=longest, file=file
         )
     processes.agree(repr(numerics), "what was measured of its machine")
-    params = hf.load_params(exports.model_of(source), model.config)
+    params = hf.load_params(exports.model_of(source), model.config, dtype=model.dtype)
     return replace(model, params=params, numerics=numerics)
 
 

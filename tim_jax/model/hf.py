@@ -109,24 +109,30 @@ def load_generation_config(folder_or_hub: str | os.PathLike) -> dict[str, Any]:
 
 
 @waiting.during("reading the model's weights")
-def load_params(folder_or_hub: str | os.PathLike, config: ModelConfig) -> Params:
+def load_params(
+    folder_or_hub: str | os.PathLike, config: ModelConfig, *, dtype: str = "float32"
+) -> Params:
     """Reads the weights as a tree of float32 NumPy arrays, laid out as in `model/weights.py`.
 
     Names, shapes and dtypes are checked before anything is read; then each tensor goes straight to
     its place, so that the peak is the parameters plus one tensor. Raises `InputError` naming the
-    file or tensor at fault, and for a value that is not finite.
+    file or tensor at fault, for a value that is not finite, and for one that would be infinite in
+    `dtype`, which the model computes in.
     """
     folder = resolve(folder_or_hub)
     stored = _by_expert(_stored_tensors(folder))
     _check_stored(stored, config, folder)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), parameter_shapes(config))
     views = dict(_views(params, config))
+    wide = {name for name, weight, _ in checkpoint_tensors(config) if weight.wide}
     for path in sorted({tensor.path for tensor in stored.values()}):
         with open_tensors(path) as file:
             for name, view in views.items():
                 if stored[name].path == path:
                     view[...] = _value(file, name, stored[name])
                     _check_finite(view, name, path)
+                    if name not in wide:
+                        _check_range(view, name, path, dtype)
     if config.tied_embeddings and _HEAD in stored:
         _check_tied(stored, params["embed"])
     return params
@@ -315,6 +321,19 @@ def _check_finite(view: np.ndarray, name: str, path: Path) -> None:
     wrong = np.count_nonzero(~np.isfinite(view))
     raise InputError(
         f"{path}: tensor {name!r} has {wrong} of {view.size} values that are NaN or infinite"
+    )
+
+
+def _check_range(view: np.ndarray, name: str, path: Path, dtype: str) -> None:
+    largest = max(view.min(), view.max(), key=abs)
+    with np.errstate(over="ignore"):
+        fitting = [one for one, cast in DTYPES.items() if np.isfinite(largest.astype(cast))]
+        if dtype in fitting:
+            return
+        beyond = np.count_nonzero(~np.isfinite(view.astype(DTYPES[dtype])))
+    raise InputError(
+        f"{path}: tensor {name!r} has {beyond} of {view.size} values that would be infinite in"
+        f" {dtype}, such as {largest:g}; compute in {' or '.join(fitting)}"
     )
 
 

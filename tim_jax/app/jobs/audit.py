@@ -82,7 +82,7 @@ def audit_model(
     with memory.explained(
         lambda: {"": ("--quick", "a smaller model", "fewer devices, as all are audited")}
     ):
-        config, params = _audited(source)
+        config, params = _audited(source, dtype)
         dtypes = (dtype,) if dtype else ("float32", "bfloat16")
         sizes = Sizes.fitting(config)
         it = _Audited(params, config, sizes, family, interpret, dtypes, several_tiles)
@@ -227,7 +227,7 @@ def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = N
             raise InputError(f"--{name} must be at least 1, got {value}")
     if (Path(source) / "config.toml").is_file():
         return _bench_of_run(source, prompts=prompts, samples=samples, dtype=dtype)
-    config, params = _audited(source)
+    config, params = _audited(source, dtype)
     fitting = Sizes.fitting(config)
     sizes = Sizes(prompts, samples, fitting.prompt_length, fitting.response_length)
     length = sizes.prompt_length + sizes.response_length
@@ -362,7 +362,7 @@ def _line(result: ablation.ArmResult) -> str:
     )
 
 
-def _audited(source: str) -> tuple[ModelConfig, Any]:
+def _audited(source: str, dtype: str | None) -> tuple[ModelConfig, Any]:
     """Config and parameters of what an audit names: a preset, a folder, a hub name or a run."""
     if source in auditing.PRESETS:
         config = auditing.PRESETS[source]
@@ -372,4 +372,4 @@ def _audited(source: str) -> tuple[ModelConfig, Any]:
         hint = did_you_mean(source, auditing.PRESETS)
         raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
     config = hf.load_config(source)
-    return config, hf.load_params(source, config)
+    return config, hf.load_params(source, config, dtype=dtype or "float32")

@@ -135,7 +135,7 @@ def with_params(model: Model, config: RunConfig) -> Model:
     if path is None:
         params = init_params(model.config, config.seed)
     else:
-        params = hf.load_params(path, model.config)
+        params = hf.load_params(path, model.config, dtype=config.numerics.dtype)
     params = adapted(params, config.lora, model.lora, model.config, config.seed)
     return replace(model, params=params)
 
