@@ -128,8 +128,8 @@ def test_a_projected_gradient_in_small_batches_is_that_of_the_whole(policy):
     config = policy.config.model_copy(update={"learner": section})
     size = sum(leaf.size for leaf in jax.tree.leaves(policy.params))
     bench = measurement._bench(study(projected=size), policy, config)
-    assert bench.micro_batch == 2
-    assert bench.remat
+    assert bench.training.learning.micro_batch == 2
+    assert bench.training.learning.remat
     expected = whole.batches(mismatch.EXACT).gradients["tis"]
     found = Measuring(bench).batches(mismatch.EXACT).gradients["tis"]
     np.testing.assert_allclose(found @ found.T, expected @ expected.T, rtol=1e-3, atol=1e-4)

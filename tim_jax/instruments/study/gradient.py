@@ -22,10 +22,10 @@ from tim_jax.mismatch import Mismatch
 from tim_jax.model import adapters
 from tim_jax.model.execution import Execution, jit
 from tim_jax.numerics.sums import tree_sum
-from tim_jax.objectives import Objective
 from tim_jax.rl import drawing, programs, sharded
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.experience import experience
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Carried, Experience, Learning
 from tim_jax.tasks.base import Example, Task
 
@@ -39,27 +39,32 @@ class Bench:
     """A policy at fixed weights, and what is drawn from it.
 
     Attributes:
+        training: how it draws and learns, without a mismatch and a correction.
         params: its master weights, arrays.
-        batches: how many batches; each draws `group` responses for every example.
+        batches: how many batches; each draws a group of responses for every example.
         remedies: name -> tables of `tim_jax.corrections`, applied in recompute mode.
         projected: how many numbers a gradient is projected to (`project`); None: the whole one.
-        micro_batch: sequences per forward and backward; None: all of a batch.
-        remat: whether the backward computes activations again.
     """
 
-    execution: Execution
+    training: Training
     params: Any
     task: Task
     text: Text
     examples: tuple[Example, ...]
-    objective: Objective
-    group: int
     batches: int
     seed: int
     remedies: Mapping[str, Sequence[Mapping[str, Any]]]
     projected: int | None = None
-    micro_batch: int | None = None
-    remat: bool = False
+
+    @property
+    def execution(self) -> Execution:
+        """The policy."""
+        return self.training.execution
+
+    @property
+    def group(self) -> int:
+        """Responses of a prompt."""
+        return self.training.learning.group_size
 
     @cached_property
     def weights(self) -> Any:
@@ -74,7 +79,7 @@ class Bench:
     @cached_property
     def learnings(self) -> dict[str, Learning]:
         """How each estimator makes a gradient of a batch."""
-        plain = Learning(self.objective, self.group, micro_batch=self.micro_batch, remat=self.remat)
+        plain = self.training.learning
         found = {BYPASS: plain, RECOMPUTE: replace(plain, mode="recompute")}
         for name, tables in self.remedies.items():
             found[name] = replace(found[RECOMPUTE], correction=corrections.build(tables))

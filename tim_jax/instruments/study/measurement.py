@@ -19,6 +19,7 @@ line of measured.jsonl; what is there is not measured again.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Self
 
@@ -42,6 +43,7 @@ from tim_jax.instruments.study.estimates import Estimate
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE, Batches, Bench, Measuring
 from tim_jax.mismatch import Mismatch
 from tim_jax.model.execution import Execution
+from tim_jax.rl.types import Learning
 
 EXACT = "exact"
 WHOLE = "all"  # the one horizon of a study that names none
@@ -233,20 +235,24 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
     task = assembly.make_task(config)
     _check_sources(study, execution)
     examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
+    section = config.learner
+    learning = Learning(
+        config.objective,
+        config.sampling.samples_per_prompt,
+        micro_batch=section.micro_batch,
+        remat=section.remat,
+    )
+    training = replace(assembly.make_training(config, execution), learning=learning)
     return Bench(
-        execution=execution,
+        training=training,
         params=policy.params,
         task=task,
         text=assembly.make_text(config, policy.model, run=Path(policy.config.run.folder)),
         examples=examples,
-        objective=config.objective,
-        group=config.sampling.samples_per_prompt,
         batches=study.batches,
         seed=config.seed,
         remedies={name: one.corrections for name, one in study.remedy.items()},
         projected=study.projected,
-        micro_batch=config.learner.micro_batch,
-        remat=config.learner.remat,
     )
 
 
