@@ -75,7 +75,7 @@ class Model:
     def training(self, **changes: Any) -> Training:
         """How `grpo` trains this model if nothing else is said, with fields changed by name.
 
-        `model.training(micro_batch=4, mini_batches=2, slots=64)`; see `Training.varied`.
+        `model.training(micro_batch=4, epochs=2, slots=64)`; see `Training.varied`.
 
         Raises:
           InputError: there is no such field, or a value is refused.

@@ -129,7 +129,7 @@ def grpo(
       sampler: how the sampler differs from the learner on purpose, see `tim_jax.mismatch`.
       lora: adapters to train in place of all weights, new ones of these sizes, or those of
         `step.adapter` or `load_adapter` to go on from.
-      training: everything else, such as `model.training(micro_batch=4, mini_batches=2)`; arguments
+      training: everything else, such as `model.training(micro_batch=4, epochs=2)`; arguments
         that are given beside it win. None: `model.training()`.
       seed: names the random numbers and the order of the prompts.
 

@@ -192,7 +192,7 @@ def learn(
     compare, compared = partial(_compared, programs, rollout), None
     # By the first update's log-probs, unless it has not all of them, or takes what they need.
     takes = source is None or training.sampler.mismatch.in_flight is not None
-    early = training.mini_batches > 1 or (takes and training.kept_weights)
+    early = training.rows < training.sequences or (takes and training.kept_weights)
     early |= training.learning.routing == "compared"  # by a forward with the sampler's experts
     if prepared.trainer is not None or (programs.compare and early):
         compared = compare(weights, drawn_by, prepared.trainer)
@@ -204,19 +204,18 @@ def learn(
     unknown = length * jnp.float32(jnp.nan)
     before = int(state.skipped)
     comparisons, reports = [] if checked is None else [checked], []
-    for epoch in range(training.epochs):
-        for index in range(training.mini_batches):
-            remember(older, weights)
-            # The decay counts steps and not updates, so only the last update is given a length.
-            last = len(reports) == training.updates - 1
-            state, weights, report = programs.update(
-                state, weights, batch, jnp.int32(index), length if last else unknown, base
-            )
-            reports.append(report.metrics)
-            if epoch == index == 0:
-                comparisons.append(report.exactness)
-                if compared is None:
-                    compared = compare(None, drawn_by, report.log_probs)
+    for number, index in enumerate(training.order, 1):
+        remember(older, weights)
+        # The decay counts steps and not updates, so only the last update is given a length.
+        told = length if number == training.updates else unknown
+        state, weights, report = programs.update(
+            state, weights, batch, jnp.int32(index), told, base
+        )
+        reports.append(report.metrics)
+        if number == 1:
+            comparisons.append(report.exactness)
+            if compared is None:
+                compared = compare(None, drawn_by, report.log_probs)
     assert compared is not None  # there is at least one update
     found, at_source = compared
     reports, found, shaped = jax.device_get((reports, found, prepared.metrics))

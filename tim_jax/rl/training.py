@@ -110,6 +110,11 @@ class Training:
         return min(self.learning.micro_batch or self.rows, self.rows)
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """The number of the mini-batch that each update of a step takes, from 0."""
+        return tuple(range(self.mini_batches)) * self.epochs
+
+    @property
     def updates(self) -> int:
         """Updates of a step."""
         return self.mini_batches * self.epochs

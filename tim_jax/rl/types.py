@@ -222,7 +222,7 @@ def mini_batch(batch: Experience, index: jax.Array, *, count: int) -> Experience
     """Rows of mini-batch `index` of `count`: contiguous, so that groups stay together."""
     rows = batch.mask.shape[0]
     if rows % count:
-        raise InputError(f"mini_batches must divide the {rows} sequences of a step, got {count}")
+        raise InputError(f"{count} mini-batches must divide the {rows} sequences of a step")
     size = rows // count
     take: Callable = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
     return jax.tree.map(lambda x: take(x, index * size), batch)

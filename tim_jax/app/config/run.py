@@ -101,9 +101,19 @@ class RunConfig(Section):
         return self.learner.prompts_per_step * self.sampling.samples_per_prompt
 
     @property
+    def updates_per_step(self) -> int:
+        """Updates of a step: mini-batches times epochs."""
+        return self.learner.mini_batches * self.learner.epochs
+
+    @property
     def updates(self) -> int:
-        """Of the whole run."""
-        return self.steps * self.learner.mini_batches * self.learner.epochs
+        """Updates of the whole run."""
+        return self.steps * self.updates_per_step
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of one forward and backward."""
+        return self.learner.micro_batch or self.sequences_per_step // self.learner.mini_batches
 
     @property
     def column_tiles(self) -> int:

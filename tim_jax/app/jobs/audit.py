@@ -283,7 +283,7 @@ def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None)
 
 def _checkpoint(source: str, config: RunConfig, like: Any, steps: Sequence[int], updates: int):
     """Parameters of the checkpoint that is `updates` updates older than the newest."""
-    per_step = config.learner.mini_batches * config.learner.epochs
+    per_step = config.updates_per_step
     newest = max(steps)
     wanted, rest = newest - updates // per_step, updates % per_step
     if rest or wanted not in steps:

@@ -67,11 +67,10 @@ def of_run(config: RunConfig) -> Ways:
     folder, and say so.
     """
     total, learner = config.sequences_per_step, config.learner
-    rows = learner.micro_batch or total // learner.mini_batches
     may = not learner.offload and not config.sampler.max_staleness
     offload = may and host_helps(jax.devices())
     settings = {
-        "learner.micro_batch": f"below {rows}",
+        "learner.micro_batch": f"below {config.micro_batch}",
         **({} if learner.remat else {"learner.remat": "= true"}),
         **({"learner.offload": "= true"} if offload else {}),
         "sampler.slots": f"below {config.sampler.slots or total}",

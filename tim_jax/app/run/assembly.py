@@ -1,6 +1,6 @@
 """From a run's configuration to the values that the loops take: model, task, policy, programs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from tim_jax.app.config.sections import (
     CustomTask,
     DatasetTask,
     GymTask,
+    Section,
     part,
 )
 from tim_jax.app.run import started
@@ -270,19 +271,18 @@ def make_optimizer(
 
 def make_learning(config: RunConfig) -> Learning:
     """Returns how rollouts become gradients: objective, mode, corrections, micro-batches."""
-    section = config.learner
-    return Learning(
-        objective=config.objective,
-        group_size=config.sampling.samples_per_prompt,
-        mode=section.mode,
-        correction=corrections.build(section.corrections),
-        micro_batch=section.micro_batch,
-        widths=section.widths,
-        remat=section.remat,
-        routing=section.routing,
-        noise_scale=section.noise_scale,
-        max_skipped=section.max_skipped,
-    )
+    own = _shared(config.learner, Learning) | {
+        "objective": config.objective,
+        "group_size": config.sampling.samples_per_prompt,
+        "correction": corrections.build(config.learner.corrections),
+    }
+    return Learning(**own)
+
+
+def _shared(section: Section, kind: type) -> dict[str, Any]:
+    """The keys of a section that are fields of the dataclass `kind` by the same name."""
+    names = [field.name for field in fields(kind) if field.name in type(section).model_fields]
+    return {name: getattr(section, name) for name in names}
 
 
 def make_training(config: RunConfig, execution: Execution) -> Training:
@@ -297,12 +297,7 @@ def make_training(config: RunConfig, execution: Execution) -> Training:
             steps=config.updates,
             max_response_length=config.sampling.max_response_length,
         ),
-        prompts_per_step=section.prompts_per_step,
-        mini_batches=section.mini_batches,
-        epochs=section.epochs,
-        length_buckets=section.length_buckets,
-        refills=section.refills,
-        offload=section.offload,
+        **_shared(section, Training),
         sampler=Sampler(
             placement=placement,
             own_devices=where.split,
