@@ -22,7 +22,7 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.common.inputs import expanded
-from tim_jax.instruments.study import arms, files, measurement, running
+from tim_jax.instruments.study import definition, measurement, running
 from tim_jax.instruments.study.gradient import Measuring
 
 _BATCH = "batch.npz"
@@ -44,9 +44,9 @@ def main() -> None:
 
 def gradients(path: Path, folder: Path, sources: list[str]) -> dict[str, np.ndarray]:
     """ "source/estimator" -> gradient, and what is drawn as "source/tokens"."""
-    study = files.read(path)
-    plain = arms.merged(toml.read_toml(path.parent / expanded(study.base)), study.common)
-    run = arms.Arm(measurement.EXACT, plain)
+    study = running.read(path)
+    plain = definition.merged(toml.read_toml(path.parent / expanded(study.base)), study.common)
+    run = definition.Arm(measurement.EXACT, plain)
     seed = int(plain.get("seed", RunConfig().seed))
     one = running.state(study, [run], folder, seeds=[seed])
     running.run(one, jobs=1, say=print)

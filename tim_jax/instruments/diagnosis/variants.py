@@ -11,7 +11,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.instruments.diagnosis.declared import UNSHAPED, Distribution
 from tim_jax.instruments.diagnosis.evidence import Evidence, Forward, gather, log_probs
 from tim_jax.instruments.diagnosis.explanations import Explanation, Kind, Tokens, by_distribution
-from tim_jax.instruments.diagnosis.rows import Response
+from tim_jax.instruments.diagnosis.rollouts import Response
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights

@@ -24,9 +24,8 @@ from types import MappingProxyType
 import jax
 
 from tim_jax.instruments.plan import workload as workloads
-from tim_jax.instruments.plan.costs import Figures
+from tim_jax.instruments.plan.costs import Call, Figures
 from tim_jax.instruments.plan.topology import Target
-from tim_jax.instruments.plan.work import Call
 from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import parameter_shapes

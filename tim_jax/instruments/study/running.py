@@ -1,4 +1,4 @@
-"""Runs the arms of a study: each run a process of its own, several side by side, all resumable.
+"""A study's folder, and its runs: each a process of its own, several side by side, all resumable.
 
 study.json          the study as it was stated before its first run
 started.json        when that was
@@ -10,17 +10,21 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
 
 from tim_jax.app.config import toml
 from tim_jax.app.run import folders, started
 from tim_jax.app.run.signals import Preemption
 from tim_jax.common import errors, inputs
-from tim_jax.common.errors import InputError, PreemptedError
-from tim_jax.instruments.study.arms import Arm
+from tim_jax.common.errors import InputError, PreemptedError, did_you_mean
+from tim_jax.instruments.study.definition import Arm, Study
+from tim_jax.instruments.study.measurement import GradientStudy
 
 _POLL = 0.2  # seconds
 _BUSY = "is in use by"  # what a run says whose folder another process has
@@ -213,3 +217,45 @@ def _stop(running: dict[Planned, tuple[subprocess.Popen, IO]]) -> None:
     for process, log in running.values():
         process.wait()
         log.close()
+
+
+KINDS: Mapping[str, type[Study] | type[GradientStudy]] = MappingProxyType(
+    {"training": Study, "gradient": GradientStudy}
+)
+
+_STUDY = TypeAdapter(dict[str, Any])
+_ARMS = TypeAdapter(tuple[Arm, ...])
+_SEEDS = TypeAdapter(tuple[int, ...])
+
+
+def read(path: Path) -> Study | GradientStudy:
+    """A study's file.
+
+    Raises:
+        InputError: it cannot be read; a key or a value is wrong. One line.
+    """
+    return _checked({"name": path.stem, **toml.read_toml(path)}, str(path))
+
+
+def read_stated(folder: Path) -> Stated:
+    """The study of a folder, as it was stated.
+
+    Raises:
+        InputError: there is none, it is damaged, or another version of the library wrote it.
+    """
+    record, source = read_record(folder), f"{folder / 'study.json'}"
+    try:
+        study = _checked(_STUDY.validate_python(record.get("study")), source)
+        arms = _ARMS.validate_python(record.get("arms"))
+        seeds = _SEEDS.validate_python(record.get("seeds"))
+    except (ValidationError, InputError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise InputError(f"{source} is of another version of this library: {first}") from error
+    return Stated(study, arms, folder, seeds)
+
+
+def _checked(data: Mapping[str, Any], source: str) -> Study | GradientStudy:
+    kind = str(data.get("kind", "training"))
+    if kind not in KINDS:
+        raise InputError(f"{source}: kind = {kind!r}: unknown{did_you_mean(kind, KINDS)}")
+    return toml.validated(KINDS[kind], data, source=source)

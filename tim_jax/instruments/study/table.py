@@ -12,7 +12,7 @@ from tim_jax.app.run import folders
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common import inputs
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.study import files, running
+from tim_jax.instruments.study import running
 
 KEYS = ("arm", "seed", "step")
 
@@ -61,7 +61,7 @@ def read_runs(folder: Path) -> list[RunLines]:
         InputError: the folder holds neither.
     """
     if (folder / "study.json").is_file():
-        stated = files.read_stated(folder)
+        stated = running.read_stated(folder)
         return [_of_study(one) for one in stated.runs]
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder} holds neither a study (study.json) nor a run (config.toml)")

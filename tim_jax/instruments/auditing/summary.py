@@ -1,6 +1,5 @@
 """An audit's results as one value, as JSON and as a table."""
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from types import MappingProxyType
 import jax
 from rich.table import Table
 
+from tim_jax.common import pages
 from tim_jax.instruments.auditing.compiler import GradientResult
 from tim_jax.instruments.auditing.running import CaseResult
 
@@ -97,17 +97,7 @@ def to_json(summary: Summary) -> str:
         case["passed"] = result.passed
     for gradient, result in zip(values["gradients"], summary.gradients, strict=True):
         gradient["passed"] = result.passed
-    return json.dumps(_finite(values), indent=2, allow_nan=False)
-
-
-def _finite(node):
-    if isinstance(node, dict):
-        return {key: _finite(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_finite(value) for value in node]
-    if isinstance(node, float) and not abs(node) < float("inf"):
-        return None
-    return node
+    return pages.as_json(values)
 
 
 def table(results: Sequence[CaseResult]) -> Table:

@@ -1,8 +1,7 @@
-"""A verdict for people and for programs: text, JSON, and an HTML page that needs nothing else."""
+"""A verdict as a record of plain values, and the record as text, JSON and an HTML page."""
 
 import html
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -13,18 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import metrics
+from tim_jax.common import pages
+from tim_jax.common.pages import Table
 from tim_jax.instruments.diagnosis.explanations import Tokens
-from tim_jax.instruments.diagnosis.judged import (
+from tim_jax.instruments.diagnosis.parts import Part
+from tim_jax.instruments.diagnosis.verdict import (
     LEAST_LOCAL,
     NORMAL_K3,
     NORMAL_LARGEST,
     NORMAL_MEAN,
     Judged,
+    Place,
+    Verdict,
     abnormal,
+    place,
     sizes_of,
 )
-from tim_jax.instruments.diagnosis.parts import Part
-from tim_jax.instruments.diagnosis.verdict import Place, Verdict, place
 
 WORST = 12
 _SHOWN = 8  # explanations in the text
@@ -67,7 +70,7 @@ def as_record(
         "part": None if verdict.part is None else _part(verdict.part),
         "explanations": [_judged(one) for one in verdict.judged],
         "metrics": _metrics(columns),
-        "profiles": _profiles(columns, tokens),
+        "profiles": _profiles(columns),
         "worst": [_place(one, tokens, decode) for one in _worst(tokens)],
         "assumed": assumed,
         "warnings": list(warnings),
@@ -144,19 +147,6 @@ def _worth_showing(one: dict[str, Any]) -> bool:
 
 def _share(one: dict[str, Any]) -> str:
     return _percent(one["share"]) if one["moves"] else "draws, ends"
-
-
-def as_json(record: dict[str, Any]) -> str:
-    """The record as JSON; what is not finite is null."""
-    return json.dumps(_finite(record), indent=2, allow_nan=False)
-
-
-def _finite(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _finite(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_finite(value) for value in node]
-    return None if isinstance(node, float) and not math.isfinite(node) else node
 
 
 def _judged(one: Judged) -> dict[str, Any]:
@@ -282,16 +272,16 @@ def _compared() -> Any:
 
 
 def _metrics(columns: Sequence[np.ndarray]) -> dict[str, float]:
-    found, _ = _compared()(*map(jnp.asarray, columns))
-    return {name: float(value) for name, value in jax.device_get(found).items()}
+    measured, _ = _compared()(*map(jnp.asarray, columns))
+    return {name: float(value) for name, value in jax.device_get(measured).items()}
 
 
-def _profiles(columns: Sequence[np.ndarray], tokens: Tokens) -> dict[str, list[dict[str, float]]]:
+def _profiles(columns: Sequence[np.ndarray]) -> dict[str, list[dict[str, float]]]:
     """Bins of |d|: `low` <= key < `high`, `tokens` in it and their `mean`."""
-    _, found = _compared()(*map(jnp.asarray, columns))
+    _, measured = _compared()(*map(jnp.asarray, columns))
     profiles = {
         name: _bins(*(np.asarray(x, np.float64).tolist() for x in profile))
-        for name, profile in jax.device_get(found).items()
+        for name, profile in jax.device_get(measured).items()
     }
     exact, recorded, mask = columns
     gap = np.abs(exact - recorded)
@@ -310,27 +300,18 @@ def _bins(edges, counts, means) -> list[dict[str, float]]:
     ]
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
-h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.1rem; margin-top: 2rem }}
-.fault {{ border-left: 6px solid #b3261e; padding-left: 1rem }}
-.numerics, .exact {{ border-left: 6px solid #1b7f3b; padding-left: 1rem }}
-table {{ border-collapse: collapse; width: 100% }}
-td, th {{ text-align: right; padding: .15rem .6rem; border-bottom: 1px solid #8884 }}
-td:first-child, th:first-child {{ text-align: left }} code {{ white-space: pre-wrap }}
-.bar {{ background: #4a7ebb; height: .7rem; display: inline-block }}
-</style></head><body>
-<div class="{state}"><h1>{verdict}</h1>{lines}</div>
-{sections}
-</body></html>
+_STYLE = """
+.fault, .numerics, .exact { border-left: 6px solid #1b7f3b; padding-left: 1rem; }
+.fault { border-color: #b3261e; } table { width: 100%; }
+td, th { text-align: right; } td:first-child, th:first-child { text-align: left; }
+.bar { background: #4a7ebb; height: .7rem; display: inline-block; }
 """
 
 
 def as_html(record: dict[str, Any], title: str) -> str:
     """The record as a page of its own."""
     sections = [
-        _section(
+        _table(
             "Explanations",
             ("explanation", "gain, nats", "of the gap", "remains, mean |d|"),
             [
@@ -339,7 +320,7 @@ def as_html(record: dict[str, Any], title: str) -> str:
                 if _worth_showing(one)
             ],
         ),
-        _section(
+        _table(
             "Worst tokens",
             ("token", "where", "recorded", "exact"),
             [
@@ -353,34 +334,25 @@ def as_html(record: dict[str, Any], title: str) -> str:
             ],
         ),
         *(_profile(name, bins) for name, bins in record["profiles"].items()),
-        _section(
+        _table(
             "Metrics",
             ("metric", "value"),
             [(name, f"{value:.6g}") for name, value in record["metrics"].items()],
         ),
     ]
-    lines = "".join(f"<p>{html.escape(line)}</p>" for line in _summary(record))
-    return _PAGE.format(
-        title=html.escape(title),
-        state=record["state"],
-        verdict=html.escape(record["verdict"]),
-        lines=lines,
-        sections="\n".join(sections),
-    )
+    head = f"<h1>{html.escape(record['verdict'])}</h1>{pages.paragraphs(_summary(record))}"
+    body = f'<div class="{record["state"]}">{head}</div>\n' + "\n".join(sections)
+    return pages.page(title, body, style=_STYLE)
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return pages.html_table(Table(title, head, rows))
 
 
 def _summary(record: dict[str, Any]) -> list[str]:
     """The lines of the text between the verdict and the table."""
     lines = text(record).split("\n")[1:]
     return lines[: lines.index("")] if "" in lines else lines
-
-
-def _section(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    body = row(head, "th") + "".join(row(cells, "td") for cells in rows)
-    return f"<h2>{html.escape(title)}</h2><table>{body}</table>"
 
 
 def _profile(name: str, bins: Sequence[dict[str, float]]) -> str:
