@@ -419,7 +419,7 @@ def test_the_shipped_studies_are_whole(capsys):
 
 
 def test_a_task_that_cannot_be_made_is_refused_before_training(tmp_path, capsys):
-    base = Path(studies.__file__).parents[2] / "configs" / "small.toml"
+    base = Path(studies.__file__).parents[3] / "configs" / "small.toml"
     path = tmp_path / "few.toml"
     path.write_text(
         f'kind = "gradient"\nbase = {json.dumps(str(base))}\nhypothesis = "x"\n'

@@ -1,12 +1,10 @@
 """What one forward says of every recorded token, kept small enough to try distributions afterwards.
 
 The forward is the learner's, over whole sequences. Besides the exact log-prob under the declared
-distribution, it keeps for each token what any temperature, top-k and top-p can be computed from
-later without the model: the likeliest logits, and the log-normaliser with its first two derivatives
-at a grid of inverse temperatures. No array of [tokens, vocabulary] exists at any time.
-
-
-Log-probs of tokens under any temperature, top-k and top-p, from `evidence`, on the host.
+distribution, it keeps for each token what `chances` computes any temperature, top-k and top-p from
+later on the host, without the model: the likeliest logits, and the log-normaliser with its first
+two derivatives at a grid of inverse temperatures. No array of [tokens, vocabulary] exists at any
+time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +32,9 @@ LIKELIEST = 128
 # Inverse temperatures, dense enough that the log-normaliser between them is good to about 1e-6.
 BETAS = 2.0 ** np.arange(-2.25, 2.26, 0.25)
 AT_ONE = int(np.flatnonzero(BETAS == 1.0)[0])
+COLDEST, HOTTEST = 1.0 / BETAS[-1], 1.0 / BETAS[0]
+# A share of draws that no distribution explains: such as a tie at a threshold, or a rounding.
+_STRAY = 1e-5
 _TOKENS = 8192  # of a batch
 _ROWS = 64  # most sequences of a batch
 
@@ -108,10 +109,10 @@ def _of_responses(
             whole = [responses[i].declared for i in numbers]
             shaped = shape_arrays(whole, len(rollout.lengths), forward.vocabulary)
         run = program(execution, forward.tokenizer_size, forward.stop_tokens, declared.raw)
-        found = jax.device_get(run(forward.weights, rollout, shaped))
+        fields = jax.device_get(run(forward.weights, rollout, shaped))
         for row, number in enumerate(numbers):
             count = len(responses[number]) + 1
-            parts[number] = {name: x[row, :count] for name, x in found.items()}
+            parts[number] = {name: x[row, :count] for name, x in fields.items()}
     return [parts[number] for number in range(len(responses))]
 
 
@@ -133,7 +134,9 @@ def _summaries(
     def summary(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
         more = _summary(shaped, tokens, tokenizer_size, stop_tokens)
         exact = _exact_of(plain if raw else shaped, tokens, execution)
-        return exact | more | {"raw": _raw_of(plain, tokens)}
+        relative = plain - jnp.max(plain, axis=-1, keepdims=True)
+        own = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
+        return exact | more | {"raw": own - jax.scipy.special.logsumexp(relative, axis=-1)}
 
     return _program(summary, execution, stop_tokens)
 
@@ -154,12 +157,6 @@ def _exact_of(logits: jax.Array, tokens: jax.Array, execution: Execution) -> dic
     sampling, numerics = execution.sampling, execution.numerics
     exact = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
     return {"exact": exact}
-
-
-def _raw_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    relative = logits - jnp.max(logits, axis=-1, keepdims=True)
-    own = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
-    return own - jax.scipy.special.logsumexp(relative, axis=-1)
 
 
 def _program(
@@ -267,11 +264,6 @@ def _rollout(responses: Sequence[Response], prompt_size: int, size: int) -> Roll
     )
 
 
-COLDEST, HOTTEST = 1.0 / BETAS[-1], 1.0 / BETAS[0]
-# A share of draws that no distribution explains: such as a tie at a threshold, or a rounding.
-_STRAY = 1e-5
-
-
 class Chances(NamedTuple):
     """Log-probs f64[N] of the tokens under a distribution, three ways."""
 
@@ -345,12 +337,12 @@ def _kept(evidence, distribution, beta, normaliser) -> tuple[np.ndarray, np.ndar
     if distribution.top_p == 1:
         return np.log(of_k), inside
     reached = running >= distribution.top_p * of_k[:, None] - 1e-7
-    found = reached.any(axis=1)
-    place = np.where(found, np.minimum(np.argmax(reached, axis=1), last - 1), last - 1)
+    ends = reached.any(axis=1)  # within the stored logits
+    place = np.where(ends, np.minimum(np.argmax(reached, axis=1), last - 1), last - 1)
     rows = np.arange(len(top))
-    held = np.where(found, running[rows, place], distribution.top_p * of_k)
+    held = np.where(ends, running[rows, place], distribution.top_p * of_k)
     in_set = mass_above(evidence.mass_above, beta) < distribution.top_p * of_k
-    inside &= np.where(found, evidence.logit >= evidence.top[rows, place], in_set)
+    inside &= np.where(ends, evidence.logit >= evidence.top[rows, place], in_set)
     return np.log(held), inside
 
 

@@ -105,7 +105,7 @@ class Explanation:
     """One account of the recorded log-probs of N tokens.
 
     Attributes:
-        name: short, as in tables; the same for all strengths of one fault.
+        name: short, as in tables; one for all strengths of a fault.
         text: a clause for people: "the log-probs are ...".
         kind: "fault" is a mistake to mend, "numerics" another precision or order of sums.
         predicted: f64[N], the log-probs that the system would have recorded; NaN: no prediction.
@@ -338,11 +338,10 @@ def _truncated(tokens: Tokens, name: str, value: float, renormalised: bool):
 
 def _shifted(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
     """Log-probs that stand one place beside their tokens."""
-    same_next = np.append(np.diff(tokens.sequence) == 0, False)
-    same_before = np.insert(np.diff(tokens.sequence) == 0, 0, False)
+    same = np.diff(tokens.sequence) == 0
     for text, found, inside in (
-        ("of the token after it", np.roll(base.predicted, -1), same_next),
-        ("of the token before it", np.roll(base.predicted, 1), same_before),
+        ("of the token after it", np.roll(base.predicted, -1), np.append(same, False)),
+        ("of the token before it", np.roll(base.predicted, 1), np.insert(same, 0, False)),
     ):
         yield replace(
             base,
@@ -385,15 +384,15 @@ def _padding(tokens: Tokens) -> np.ndarray:
 
     But for a first token there that ends the response.
     """
-    found = []
+    behind = []
     for response in tokens.responses:
         kept = np.ones(len(response), bool) if response.mask is None else response.mask
         start = np.flatnonzero(kept)[-1] + 1 if kept.any() else 0
         ended = start > 0 and response.tokens[start - 1] in tokens.stop_tokens
         if start < len(kept) and not ended and response.tokens[start] in tokens.stop_tokens:
             start += 1
-        found.append(np.arange(len(kept)) >= start)
-    return np.concatenate(found)
+        behind.append(np.arange(len(kept)) >= start)
+    return np.concatenate(behind)
 
 
 def _vocabularies(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:

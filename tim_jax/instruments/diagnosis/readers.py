@@ -1,6 +1,6 @@
-"""What other systems write, as rows of `rows.KEYS`.
+"""What other systems write, as rows of `rollouts.KEYS`.
 
-plain   a sequence a line, with the keys of `rows.KEYS`, or other usual names, see `aliases`
+plain   a sequence a line, with the keys of `rollouts.KEYS`, or the names of `NAMES` for them
 vllm    responses of an OpenAI-style server (`/v1/completions`, `/v1/chat/completions`) with
         `logprobs`, and `return_token_ids` or `return_tokens_as_token_ids`; or `RequestOutput`s
 sglang  responses of SGLang's `/generate` with `return_logprob`; its OpenAI-style ones are as vLLM's
@@ -11,10 +11,7 @@ tunix   a `RolloutOutput`: tokens, left_padded_prompt_tokens, logprobs
 A line may also be `{"request": ..., "response": ...}`; the request then says how it was sampled,
 and after which prompt, if the response does not. Arrays in memory are read as lists.
 
-
-Plain lines by other names: what trainers and scripts call prompt, response, log-probs and mask.
-
-A line may also have prompt and response in one list (`input_ids`, `tokens`): with `labels` (-100
+A plain line may have prompt and response in one list (`input_ids`, `tokens`): with `labels` (-100
 where there is no loss), with a mask as long as the list, or with `response_length` or
 `prompt_length`.
 """
@@ -33,6 +30,26 @@ from tim_jax.instruments.diagnosis.rollouts import SHAPING, Row
 FORMATS = ("auto", "plain", "vllm", "sglang", "verl", "trl", "tunix")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
+# What trainers and scripts call prompt, response, log-probs and mask.
+NAMES = {
+    "prompt_token_ids": ("prompt_ids", "prompt_tokens", "query_ids", "query_token_ids"),
+    "response_token_ids": (
+        *("response_ids", "response_tokens", "completion_token_ids", "completion_tokens"),
+        *("output_ids", "output_token_ids", "output_tokens", "generated_ids"),
+        *("generated_token_ids", "token_ids"),
+    ),
+    "logprobs": (
+        *("log_probs", "logps", "token_logprobs", "response_logprobs", "response_log_probs"),
+        *("output_logprobs", "output_log_probs", "completion_logprobs", "rollout_logprobs"),
+        *("rollout_log_probs", "generation_logprobs", "sampling_logprobs"),
+    ),
+    "mask": ("loss_mask", "response_mask", "completion_mask", "action_mask", "assistant_masks"),
+    "finish_reason": ("finish_reasons", "stop_type"),
+    "weights_version": ("weight_version", "policy_version", "model_version"),
+}
+_WHOLE = ("input_ids", "tokens")
+_NO_LOSS = -100
+_SCALARS = ("finish_reason", "weights_version")
 
 
 def read(
@@ -78,11 +95,11 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
     given |= declared.asked(asked, request=True) | declared.asked(values)
     name = detect(values) if form == "auto" else form
     try:
-        found = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
+        several = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-    for number, row in enumerate(found):
-        place = where if len(found) == 1 else f"{where}, response {number}"
+    for number, row in enumerate(several):
+        place = where if len(several) == 1 else f"{where}, response {number}"
         own = {key: x for key, x in row.items() if key not in declared.IN_REQUESTS}
         yield Row(given | own, place)
 
@@ -143,7 +160,9 @@ def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             top = logprobs.get("top_logprobs")
         ids = choice.get("token_ids") or _token_ids(names)
         prompt = choice.get("prompt_token_ids") or values.get("prompt_token_ids")
-        ids, log_probs, top = _without_echo(prompt, ids, log_probs, top)
+        if prompt and ids and ids[: len(prompt)] == prompt and log_probs[0] is None:
+            # The server echoed the prompt, whose first token has no log-prob.
+            ids, log_probs, top = (x and x[len(prompt) :] for x in (ids, log_probs, top))
         message = choice.get("message") or {}
         yield {
             "prompt_token_ids": prompt,
@@ -159,23 +178,16 @@ def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _ending(choice: Mapping[str, Any]) -> dict[str, Any]:
     """How a choice ended: vLLM's `stop_reason`, or what SGLang calls `matched_stop`."""
-    found = {"finish_reason": choice.get("finish_reason")}
+    ending = {"finish_reason": choice.get("finish_reason")}
     if choice.get("matched_stop") is not None:
-        return found | {"stop_reason": choice["matched_stop"]}
-    return found | {key: choice[key] for key in ("stop_reason",) if key in choice}
-
-
-def _without_echo(prompt: Any, ids: Any, log_probs: Any, top: Any) -> tuple[Any, Any, Any]:
-    """A response without the prompt before it, whose first token has no log-prob."""
-    if not prompt or not ids or ids[: len(prompt)] != prompt or log_probs[0] is not None:
-        return ids, log_probs, top
-    return ids[len(prompt) :], log_probs[len(prompt) :], top and top[len(prompt) :]
+        return ending | {"stop_reason": choice["matched_stop"]}
+    return ending | {key: choice[key] for key in ("stop_reason",) if key in choice}
 
 
 def _token_ids(names: Sequence[str]) -> list[int] | None:
     """The ids that the names of tokens are, or None if they are texts, of which ids are made."""
-    found = [_TOKEN_ID.fullmatch(name) for name in names]
-    return [int(one[1]) for one in found if one] if all(found) else None
+    matches = [_TOKEN_ID.fullmatch(name) for name in names]
+    return [int(one[1]) for one in matches if one] if all(matches) else None
 
 
 def _top_by_id(top: Any) -> list[dict[str, float]] | None:
@@ -190,21 +202,18 @@ def _top_by_id(top: Any) -> list[dict[str, float]] | None:
 def _request_output(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for output in values["outputs"]:
         ids = output["token_ids"]
+        chosen = [
+            choices[str(token)] if str(token) in choices else choices[token]
+            for choices, token in zip(output["logprobs"], ids, strict=True)
+        ]
         yield {
             "prompt_token_ids": values["prompt_token_ids"],
             "response_token_ids": ids,
-            "logprobs": [
-                _number(choices[str(token)] if str(token) in choices else choices[token])
-                for choices, token in zip(output["logprobs"], ids, strict=True)
-            ],
+            "logprobs": [x["logprob"] if isinstance(x, Mapping) else x for x in chosen],
             "text": output.get("text"),
             "prompt": values.get("prompt"),
             **_ending(output),
         }
-
-
-def _number(value: Any) -> float:
-    return value["logprob"] if isinstance(value, Mapping) else value
 
 
 def sglang(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -299,8 +308,8 @@ def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if log_probs and isinstance(log_probs[0], Sequence):  # the drawn token among the likeliest
             choices = row.get("logprob_token_ids") or [[token] for token in ids]
             log_probs = [
-                found[names.index(token)]
-                for found, names, token in zip(log_probs, choices, ids, strict=True)
+                of_place[tokens.index(token)]
+                for of_place, tokens, token in zip(log_probs, choices, ids, strict=True)
             ]
         yield {
             "prompt_token_ids": row["prompt_ids"],
@@ -406,63 +415,36 @@ def _parquet(path: Path) -> Iterator[Row]:
     yield from (Row(row, f"{path}, row {number}") for number, row in enumerate(values, 1))
 
 
-NAMES = {
-    "prompt_token_ids": ("prompt_ids", "prompt_tokens", "query_ids", "query_token_ids"),
-    "response_token_ids": (
-        *("response_ids", "response_tokens", "completion_token_ids", "completion_tokens"),
-        *("output_ids", "output_token_ids", "output_tokens", "generated_ids"),
-        *("generated_token_ids", "token_ids"),
-    ),
-    "logprobs": (
-        *("log_probs", "logps", "token_logprobs", "response_logprobs", "response_log_probs"),
-        *("output_logprobs", "output_log_probs", "completion_logprobs", "rollout_logprobs"),
-        *("rollout_log_probs", "generation_logprobs", "sampling_logprobs"),
-    ),
-    "mask": ("loss_mask", "response_mask", "completion_mask", "action_mask", "assistant_masks"),
-    "finish_reason": ("finish_reasons", "stop_type"),
-    "weights_version": ("weight_version", "policy_version", "model_version"),
-}
-_WHOLE = ("input_ids", "tokens")
-_NO_LOSS = -100
-
-
 def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The line with the keys of `rows.KEYS`; what has its own name already stays as it is.
+    """The line with the keys of `rollouts.KEYS`; what has its own name already stays as it is.
 
     Raises:
       InputError: one list holds prompt and response, and nothing says where the response begins.
     """
-    found = dict(values)
+    row = dict(values)
     for name, others in NAMES.items():
-        if found.get(name) is None:
-            given = next((x for x in others if _is_list(values.get(x), name)), None)
-            if given is not None:
-                found[name] = found.pop(given)
+        kind: Any = object if name in _SCALARS else list
+        there = (x for x in others if values.get(x) is not None and isinstance(values[x], kind))
+        if row.get(name) is None and (given := next(there, None)) is not None:
+            row[name] = row.pop(given)
     whole = next((x for x in _WHOLE if isinstance(values.get(x), list)), None)
-    if whole is None or found.get("response_token_ids") is not None:
-        if found.get("prompt_token_ids") is None and whole == "input_ids":
-            found["prompt_token_ids"] = values["input_ids"]
-        return found
-    return found | _parts(found, values[whole], whole)
+    if whole is None or row.get("response_token_ids") is not None:
+        if row.get("prompt_token_ids") is None and whole == "input_ids":
+            row["prompt_token_ids"] = values["input_ids"]
+        return row
+    return row | _split(row, values[whole], whole)
 
 
-def _is_list(value: Any, name: str) -> bool:
-    return value is not None and (isinstance(value, list) or name in _SCALARS)
-
-
-_SCALARS = ("finish_reason", "weights_version")
-
-
-def _parts(found: Mapping[str, Any], whole: list[Any], name: str) -> dict[str, Any]:
+def _split(row: Mapping[str, Any], whole: list[Any], name: str) -> dict[str, Any]:
     """Prompt, response, log-probs and mask of one list of tokens."""
-    attended = found.get("attention_mask")
+    attended = row.get("attention_mask")
     kept = [True] * len(whole)
     if isinstance(attended, list) and len(attended) == len(whole):
         kept = [bool(x) for x in attended]
 
     def part(key: str) -> list[Any] | None:
         """A list as long as the whole, or one less because its first token has no such value."""
-        x = found.get(key)
+        x = row.get(key)
         if not isinstance(x, list) or len(x) not in (len(whole), len(whole) - 1):
             return None
         filled = [None] * (len(whole) - len(x)) + x
@@ -472,26 +454,21 @@ def _parts(found: Mapping[str, Any], whole: list[Any], name: str) -> dict[str, A
     labels, mask, log_probs = part("labels"), part("mask"), part("logprobs")
     if labels is not None and mask is None:
         mask = [int(label is not None and label != _NO_LOSS) for label in labels]
-    start = _start(found, ids, mask)
+    start = _start(row, ids, mask)
     if start is None:
         raise InputError(
             f"{name} has prompt and response, but nothing says where the response begins: add"
             " labels, a loss mask of the same length, or response_length"
         )
-    made = {"prompt_token_ids": ids[:start], "response_token_ids": ids[start:]}
-    if mask is not None:
-        made["mask"] = [x or 0 for x in mask[start:]]
-    if log_probs is not None:
-        made["logprobs"] = log_probs[start:]
-    return made
+    parts = {"prompt_token_ids": ids[:start], "response_token_ids": ids[start:]}
+    parts |= {} if mask is None else {"mask": [x or 0 for x in mask[start:]]}
+    return parts if log_probs is None else parts | {"logprobs": log_probs[start:]}
 
 
-def _start(found: Mapping[str, Any], ids: list[Any], mask: list[Any] | None) -> int | None:
+def _start(row: Mapping[str, Any], ids: list[Any], mask: list[Any] | None) -> int | None:
     """Where the response begins: as its length says, or at the first token that has a loss."""
-    for key, of in (("response_length", lambda n: len(ids) - n), ("prompt_length", lambda n: n)):
-        length = found.get(key)
+    for key in ("response_length", "prompt_length"):
+        length = row.get(key)
         if isinstance(length, int) and 0 < length < len(ids):
-            return of(length)
-    if mask is None or not any(mask):
-        return None
-    return next(place for place, own in enumerate(mask) if own)
+            return length if key == "prompt_length" else len(ids) - length
+    return next((place for place, own in enumerate(mask or ()) if own), None)

@@ -1,9 +1,6 @@
-"""One recorded response: token ids, log-probs, what is known of the rest, and the checks of a row.
+"""Recorded responses: rows, their checks, what is good of them, and what is wrong with the others.
 
 A row is a mapping with the keys of `KEYS`; `readers` makes rows of what other systems write.
-
-
-Rows as responses: those that are good, and what is wrong with the others.
 """
 
 import re
@@ -21,16 +18,8 @@ from tim_jax.tasks.base import Message
 from tim_jax.tasks.text import encode_prompt, encode_text
 
 KEYS = (
-    "prompt_token_ids",
-    "response_token_ids",
-    "logprobs",
-    "top_logprobs",
-    "weights_version",
-    "prompt",
-    "text",
-    "mask",
-    "finish_reason",
-    "stop_reason",
+    *("prompt_token_ids", "response_token_ids", "logprobs", "top_logprobs", "weights_version"),
+    *("prompt", "text", "mask", "finish_reason", "stop_reason"),
     *declared.KEYS,
 )
 _LARGEST = float(np.finfo(np.float32).max)
@@ -38,6 +27,17 @@ _TOP_TOLERANCE = 1e-3  # two roundings of one number
 _ABOVE_ZERO = 1e-4  # what rounding makes of the log-prob of a certain token
 _CUT = ("length", "max_tokens", "max_length", "max_new_tokens")
 _STOPPED = ("stop", "eos", "eos_token", "end_turn", "stop_token")
+# Of a request of chat messages: what makes another prompt of them.
+SHAPING = ("chat_template_kwargs", "tools", "continue_final_message", "add_generation_prompt")
+# What is assumed of rows that do not say it: the option, and the key of a row.
+OPTIONS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "log_probs": "logprobs_mode",
+}
+_SHOWN = 20  # kinds of bad rows in a message; the exception holds all rows
+_VALUES = re.compile(r"'[^']*'|[-+]?\d[\d.e+-]*|\b(nan|inf|None|null|true|false)\b", re.IGNORECASE)
 # How a response ended: by an end token, by something else (a stop string, a tool call, an abort),
 # or it was cut at the longest length.
 Ended = Literal["token", "other", "cut"]
@@ -102,19 +102,9 @@ def checked(row: Row, *, limits: Limits, default: Distribution = PLAIN) -> Respo
     asked = declared.read(values, where, default=default, vocabulary=limits.vocabulary)
     declared.check_drawn(tokens, asked.shaping, where)
     version = values.get("weights_version")
-    ended, end = _ended(values)
-    return Response(
-        where=where,
-        prompt=prompt,
-        tokens=tokens,
-        log_probs=log_probs,
-        declared=asked,
-        mask=mask,
-        version=None if version is None else str(version),
-        prompt_text=prompt_text(values.get("prompt")),
-        ended=ended,
-        end=end,
-    )
+    version = None if version is None else str(version)
+    text = prompt_text(values.get("prompt"))
+    return Response(where, prompt, tokens, log_probs, asked, mask, version, text, *_ended(values))
 
 
 def _ended(values: Mapping[str, Any]) -> tuple[Ended | None, int | None]:
@@ -124,7 +114,6 @@ def _ended(values: Mapping[str, Any]) -> tuple[Ended | None, int | None]:
     `matched` is one of the two.
     """
     reason, by = values.get("finish_reason"), values.get("stop_reason")
-    known = "stop_reason" in values
     if isinstance(reason, Mapping):
         reason, by = reason.get("type"), reason.get("matched", by)
     word = None if reason is None else str(reason).lower()
@@ -136,7 +125,7 @@ def _ended(values: Mapping[str, Any]) -> tuple[Ended | None, int | None]:
         return "token", by
     if isinstance(by, str) and by:
         return "other", None
-    if word == "stop" and values.get("stop") and not known:
+    if word == "stop" and values.get("stop") and "stop_reason" not in values:
         return None, None  # by one of the stop strings, or by an end token
     return (None if word is None else "token"), None
 
@@ -174,15 +163,15 @@ def _log_probs(row: Row, before: int, count: int, mask: np.ndarray | None) -> np
 
     Those of the `before` prompt tokens may come first; the first of all has none, or null.
     """
-    found = _list(row, "logprobs")
-    start = len(found) - count
-    if start and not (start == before and (before > 1 or found[0] is None)):
+    given = _list(row, "logprobs")
+    start = len(given) - count
+    if start and not (start == before and (before > 1 or given[0] is None)):
         start = start if 1 < start == before - 1 else 0
-    if len(found) - start != count:
-        hint = "; was the end token stripped?" if len(found) == count + 1 else ""
-        raise InputError(f"{row.where}: {len(found)} logprobs for {count} tokens{hint}")
+    if len(given) - start != count:
+        hint = "; was the end token stripped?" if len(given) == count + 1 else ""
+        raise InputError(f"{row.where}: {len(given)} logprobs for {count} tokens{hint}")
     numbers = np.full(count, np.nan, np.float32)
-    for place, value in enumerate(found[start:]):
+    for place, value in enumerate(given[start:]):
         if mask is None or mask[place]:
             numbers[place] = min(_log_prob(row, place, value), 0.0)
     return numbers
@@ -204,12 +193,12 @@ def _log_prob(row: Row, place: int, value: Any) -> float:
 def _mask(row: Row, count: int) -> np.ndarray | None:
     if row.values.get("mask") is None:
         return None
-    found = _list(row, "mask")
-    if len(found) != count or any(value not in (0, 1) for value in found):
+    mask = _list(row, "mask")
+    if len(mask) != count or any(value not in (0, 1) for value in mask):
         raise InputError(
-            f"{row.where}: mask must have {count} times 0 or 1, got {len(found)}: {shown(found)}"
+            f"{row.where}: mask must have {count} times 0 or 1, got {len(mask)}: {shown(mask)}"
         )
-    return np.asarray(found, bool)
+    return np.asarray(mask, bool)
 
 
 def _check_top(row: Row, tokens: Sequence[int], log_probs: np.ndarray) -> None:
@@ -240,37 +229,20 @@ def prompt_text(value: Any) -> str | tuple[Message, ...] | None:
     """A prompt that is text or chat messages of text; None if it is neither."""
     if isinstance(value, str):
         return value or None
-    if isinstance(value, Sequence) and value:
-        try:
-            return tuple(Message(str(m["role"]), _content(m["content"])) for m in value)
-        except (KeyError, TypeError):
-            return None
-    return None
+    messages = value if isinstance(value, Sequence) else ()
+    try:
+        return tuple(Message(str(m["role"]), _content(m["content"])) for m in messages) or None
+    except (KeyError, TypeError):
+        return None
 
 
 def _content(value: Any) -> str:
-    """The text of a chat message; parts of it that are text are joined.
-
-    Raises:
-      TypeError: there is none, or another part.
-    """
+    """The text of a chat message, of its parts if it has some; TypeError for another part."""
     if isinstance(value, str):
         return value
     if any(part["type"] != "text" for part in value):
         raise TypeError
     return "".join(part["text"] for part in value)
-
-
-# Of a request of chat messages: what makes another prompt of them.
-SHAPING = ("chat_template_kwargs", "tools", "continue_final_message", "add_generation_prompt")
-# What is assumed of rows that do not say it: the option, and the key of a row.
-OPTIONS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "log_probs": "logprobs_mode",
-}
-_SHOWN = 20  # kinds of bad rows in a message; the exception holds all rows
 
 
 @dataclass(frozen=True)
@@ -298,13 +270,13 @@ class Collected:
             "log_probs": f"{'raw' if default.raw else 'processed'} log-probs",
         }
         total = len(self.responses)
-        found = [
+        said = [
             f"{words[name]}{f' in {count} rows' if count < total else ''}"
             f" (--{name.replace('_', '-')})"
             for name, count in self.silent.items()
             if count
         ]
-        return f"Assumed, where rows do not say it: {', '.join(found)}" if found else ""
+        return f"Assumed, where rows do not say it: {', '.join(said)}" if said else ""
 
 
 class RolloutsError(InputError):
@@ -348,9 +320,6 @@ def by_kind(problems: Sequence[str]) -> tuple[str, ...]:
     return (*lines[:_SHOWN], *([f"... and {hidden} more"] if hidden > 0 else []))
 
 
-_VALUES = re.compile(r"'[^']*'|[-+]?\d[\d.e+-]*|\b(nan|inf|None|null|true|false)\b", re.IGNORECASE)
-
-
 def collect(
     rows: Iterable[Row | InputError],
     *,
@@ -384,7 +353,7 @@ def collect(
                 raise row
             values, changed = with_ids(row, tokenizer)
             response = checked(Row(values, row.where), limits=limits, default=default)
-            _same_version(response, responses)
+            _check_version(response, responses)
         except InputError as error:
             problems.append(f"{error}")
             continue
@@ -396,20 +365,15 @@ def collect(
         raise InputError("rollouts: there are none")
     if problems and (not skip_bad or not responses):
         raise RolloutsError(problems, total)
-    return Collected(tuple(responses), tuple(problems), _warnings(tokenised), silent)
+    warnings = [
+        f"{len(tokenised)} rows have text without token ids, from {where} on; they were tokenised"
+        " again, which by itself is a common fault: text does not say which tokens were drawn"
+        for where in tokenised[:1]
+    ]
+    return Collected(tuple(responses), tuple(problems), tuple(warnings), silent)
 
 
-def _warnings(tokenised: Sequence[str]) -> tuple[str, ...]:
-    if not tokenised:
-        return ()
-    return (
-        f"{len(tokenised)} rows have text without token ids, from {tokenised[0]} on; they were"
-        " tokenised again, which by itself is a common fault: text does not say which tokens were"
-        " drawn",
-    )
-
-
-def _same_version(response: Response, before: Sequence[Response]) -> None:
+def _check_version(response: Response, before: Sequence[Response]) -> None:
     if before and response.version != before[0].version:
         raise InputError(
             f"{response.where}: weights_version is {shown(response.version)}, but"

@@ -147,12 +147,12 @@ def judge(
         remains=_mean(np.abs(np.where(np.isnan(explanation.predicted), 0.0, residual))),
         effect=float(moved[touched].mean()) if touched.any() else 0.0,
         touched=touched,
-        within=_share(np.abs(residual)[touched], gap[touched]),
+        within=_share_gone(np.abs(residual)[touched], gap[touched]),
         of_draws=bool(drawn.sum() > DECISIVE and _mean(drawn[seen]) > LEAST_EFFECT),
     )
 
 
-def _share(remains: np.ndarray, gap: np.ndarray) -> float:
+def _share_gone(remains: np.ndarray, gap: np.ndarray) -> float:
     """The share of a gap that is gone; what is not predicted counts as gone."""
     whole = _mean(gap)
     return 1.0 - float(np.nan_to_num(remains).mean()) / whole if whole > 0 else 0.0
@@ -299,14 +299,15 @@ def diagnose(
     )
     base = null(tokens)
     first = (*reporting(tokens), *parts.ending(tokens), *parts.of_tokens(tokens, base))
-    found = _judged(first, tokens, base)
+    judged = _judge_all(first, tokens, base)
     sizes = sizes_of(tokens.recorded - base.predicted)
-    if sizes["largest"] > _ROUNDING and not any(map(_all, found)):
+    if sizes["largest"] > _ROUNDING and not any(map(_leaves_nothing, judged)):
         panel = _panel(tokens)
-        tried = _tried(panel, forward, others, tokenizer, sources)
         most = len(sources) + len(others) + variants.OTHERS
-        found += _forwards(panel, tried, len(tokens.sequence), most)
-    return _decided(tokens, base, sorted(found, key=lambda one: -one.gain), sizes)
+        tried = _announced(_variants(panel, forward, others, tokenizer, sources), most)
+        more = (one for variant in tried for one in variants.explanations(variant, panel))
+        judged += _judge_all(more, panel, null(panel), len(tokens.sequence))
+    return _decide(tokens, base, sorted(judged, key=lambda one: -one.gain), sizes)
 
 
 def _check_masks(responses: Sequence[Response]) -> None:
@@ -320,22 +321,22 @@ def _check_masks(responses: Sequence[Response]) -> None:
     )
 
 
-def _judged(
+def _judge_all(
     tried: Iterable[Explanation], tokens: Tokens, base: Explanation, total: int = 0
 ) -> list[Judged]:
     """Explanations as they are, and as they hold in some rows alone."""
     before = fit(base, tokens)
-    found = [judge(one, tokens, base, total, before=before) for one in tried]
+    whole = [judge(one, tokens, base, total, before=before) for one in tried]
     some = [
         parts.in_some_rows(one.explanation, tokens, base, one.gains)
-        for one in found
+        for one in whole
         if one.explanation.kind == "fault"
     ]
     more = (judge(one, tokens, base, total, before=before) for one in some if one is not None)
-    return [*found, *more]
+    return [*whole, *more]
 
 
-def _decided(
+def _decide(
     tokens: Tokens, base: Explanation, found: Sequence[Judged], sizes: dict[str, float]
 ) -> Verdict:
     best = _best([one for one in found if one.gain > DECISIVE and material(one)])
@@ -345,16 +346,13 @@ def _decided(
     if fault or (abnormal(sizes) and half is None):
         state = "fault"
     second = _second(best, found, tokens) if best is not None and fault else None
-    part = _part(best, tokens, base) if state == "fault" else None
+    part = None
+    if best is not None and fault:
+        part = parts.part_of(best.tokens, best.touched) if best.local else None
+    elif state == "fault":
+        part = parts.part_of(tokens, parts.outside(tokens, base.predicted))
     first = _first(best, tokens, base, part) if state == "fault" else None
     return Verdict(state, tokens, tuple(found), best, second, first, sizes, half, part)
-
-
-def _part(best: Judged | None, tokens: Tokens, base: Explanation) -> Part | None:
-    """The bad part: what a fault touches, or else what is outside of the noise."""
-    if best is not None and best.explanation.kind == "fault":
-        return parts.part_of(best.tokens, best.touched) if best.local else None
-    return parts.part_of(tokens, parts.outside(tokens, base.predicted))
 
 
 def _best(found: Sequence[Judged]) -> Judged | None:
@@ -374,7 +372,7 @@ def _best(found: Sequence[Judged]) -> Judged | None:
         for one in found
         if one.gain > top.gain - DECISIVE and one.explanation.kind == top.explanation.kind
     ]
-    return min(near, key=_fitted)
+    return min(near, key=_count_fitted)
 
 
 def _covers(numerics: Judged, fault: Judged) -> bool:
@@ -388,7 +386,7 @@ def _covers(numerics: Judged, fault: Judged) -> bool:
     return not own.any() or bool(left.mean() < gap.mean() * (1 - LEAST_WITHIN))
 
 
-def _fitted(judged: Judged) -> tuple[int, float]:
+def _count_fitted(judged: Judged) -> tuple[int, float]:
     """How many numbers it fits, and then how unlikely it is. The choice of rows is one of them."""
     one = judged.explanation
     return len(one.parameters) + (one.rows is not None), -judged.gain
@@ -400,7 +398,11 @@ def _half_precision(found: Sequence[Judged], sizes: dict[str, float], total: int
     By the scale of the bulk, and by mean, largest and K3 of all.
     """
     made = {
-        one.explanation.name: sizes_of(_made(one))
+        one.explanation.name: sizes_of(
+            np.where(
+                one.tokens.hidden, np.nan, one.explanation.predicted - one.tokens.evidence.exact
+            )
+        )
         for one in found
         if one.explanation.kind == "numerics" and one.explanation.sizes is None
     }
@@ -413,12 +415,6 @@ def _half_precision(found: Sequence[Judged], sizes: dict[str, float], total: int
         and alike(sizes, made[one.explanation.name], larger=total / len(one.tokens.sequence))
     ]
     return max(fitting, key=lambda one: one.gain, default=None)
-
-
-def _made(judged: Judged) -> np.ndarray:
-    """f64[N], the differences that low precision makes, NaN where they are hidden."""
-    made = judged.explanation.predicted - judged.tokens.evidence.exact
-    return np.where(judged.tokens.hidden, np.nan, made)
 
 
 def _panel(tokens: Tokens) -> Tokens:
@@ -438,26 +434,19 @@ def _panel(tokens: Tokens) -> Tokens:
     return tokens.take(sorted({*even.tolist(), *np.argsort(-worst)[: count // 4].tolist()}))
 
 
-def _all(judged: Judged) -> bool:
+def _leaves_nothing(judged: Judged) -> bool:
     """Whether nothing is left to explain, so that no other forward is needed."""
     left = judged.residual[~judged.tokens.hidden]
     return bool(judged.gain > DECISIVE and np.abs(left).max(initial=0.0) < _NOTHING_LEFT)
 
 
-def _tried(
+def _variants(
     panel: Tokens, forward: Forward, others: Any, tokenizer: Any, sources: Sequence[Entry]
 ) -> Iterator[Variant]:
-    first = variants.likeliest_first(panel, panel.evidence)
     yield from variants.of_numerics(forward, sources)
     yield from variants.of_requests(forward)
     yield from variants.of_weights(forward, others)
-    yield from variants.of_prompts(forward, tokenizer, first)
-
-
-def _forwards(panel: Tokens, tried: Iterable[Variant], total: int, most: int) -> list[Judged]:
-    base = null(panel)
-    found = (one for each in _announced(tried, most) for one in variants.explanations(each, panel))
-    return _judged(found, panel, base, total)
+    yield from variants.of_prompts(forward, tokenizer, variants.likeliest_first(panel))
 
 
 def _announced(tried: Iterable[Variant], most: int) -> Iterator[Variant]:

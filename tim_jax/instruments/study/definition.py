@@ -46,14 +46,6 @@ _MOST_DIVISIONS = 3_000_000  # some seconds
 _RULE = "a name has letters, digits, '_', '-' and '.', at most 60 of them"
 
 
-def _options(given: Any) -> Any:
-    for name, changes in given.items() if isinstance(given, dict) else ():
-        check_name(name)
-        if not isinstance(changes, dict):
-            raise refusal(name, changes, "must be a table of changes to the run")
-    return given
-
-
 def check_name(name: str) -> None:
     """Refuses a name that is no part of a folder's name, or that the tool gives itself."""
     if not _NAME.fullmatch(name) or name.strip(".") == "":
@@ -62,8 +54,16 @@ def check_name(name: str) -> None:
         raise refusal(name, None, "this name is kept for the controls, which the tool makes")
 
 
+def _check_options(given: Any) -> Any:
+    for name, changes in given.items() if isinstance(given, dict) else ():
+        check_name(name)
+        if not isinstance(changes, dict):
+            raise refusal(name, changes, "must be a table of changes to the run")
+    return given
+
+
 Pair = Annotated[tuple[str, str], Field(strict=False)]
-Options = Annotated[dict[str, dict[str, Any]], BeforeValidator(_options)]
+Options = Annotated[dict[str, dict[str, Any]], BeforeValidator(_check_options)]
 
 
 class Outcome(Section):
@@ -219,15 +219,21 @@ def arms(study: Study, base: Mapping[str, Any], *, source: str) -> tuple[Arm, ..
         if arm.divergent:
             controlled = arm
             if study.controls == "uncorrected":
-                controlled = _arm(study, _uncorrected(choice), start, source)
+                plain = choice.model_copy(update={"name": None, "correction": None})
+                plain = plain if plain.options else ArmChoice(name="uncorrected")
+                controlled = _arm(study, plain, start, source)
             chosen[index] = _with_control(study, arm, controlled, known, source)
-    found = (*chosen, *known[len(chosen) :])
-    _check_comparisons(study, found, source)
-    return found
+    both = (*chosen, *known[len(chosen) :])
+    names = sorted(arm.name for arm in both)
+    for name in (name for pair in study.test.compare for name in pair):
+        if name not in names:
+            listed = ", ".join(names)
+            raise InputError(f"{source}: test.compare: {name!r} is no arm; known: {listed}")
+    return both
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables joined key by key. One with a `kind` stands alone: other kinds have other keys."""
+    """Joins tables key by key. One with a `kind` stands alone: other kinds have other keys."""
     both = dict(base)
     for key, value in change.items():
         below = both.get(key)
@@ -246,11 +252,6 @@ def _choices(study: Study) -> Iterator[ArmChoice]:
         return
     for names in itertools.product(*options.values()):
         yield ArmChoice(**dict(zip(options, names, strict=True)))
-
-
-def _uncorrected(choice: ArmChoice) -> ArmChoice:
-    plain = choice.model_copy(update={"name": None, "correction": None})
-    return plain if plain.options else ArmChoice(name="uncorrected")
 
 
 def _check_outcome(study: Study, config: RunConfig, arm: str) -> None:
@@ -280,17 +281,14 @@ def _arm(study: Study, choice: ArmChoice, start: Mapping[str, Any], source: str)
     relaxed = merged(run, {"exact": "report"}) if mismatch else run
     config = toml.build(relaxed, source=f"{source}: arm {choice.title}")
     _check_outcome(study, config, f"{source}: arm {choice.title}")
-    divergent = bool(_dial(config).active) and not config.sampler.both_sides
+    dial = config.sampler.dial if config.sampler.mismatch else Mismatch()
+    divergent = bool(dial.active) and not config.sampler.both_sides
     return Arm(choice.title, relaxed if divergent else run, divergent)
 
 
-def _dial(config: RunConfig) -> Mismatch:
-    return config.sampler.dial if config.sampler.mismatch else Mismatch()
-
-
-def _refuse_twins(found: Sequence[Arm], source: str) -> None:
-    for index, arm in enumerate(found):
-        for other in found[:index]:
+def _refuse_twins(arms: Sequence[Arm], source: str) -> None:
+    for index, arm in enumerate(arms):
+        for other in arms[:index]:
             if other.run == arm.run:
                 raise InputError(
                     f"{source}: the arms {other.name!r} and {arm.name!r} are the same run;"
@@ -311,11 +309,11 @@ def _with_control(study: Study, arm: Arm, controlled: Arm, known: list[Arm], sou
             f"{source}: arm {arm.name!r} has no matched control: {error}; leave the arm out, or set"
             ' controls = "where_possible"'
         ) from error
+    config = toml.build(run, source=f"{source}: the control of {controlled.name}")
     for other in known:
-        if _same_run(other.run, run):
+        if toml.build(other.run, source="arm") == config:
             return replace(arm, control=other.name)
     control = Arm(f"{controlled.name}+{CONTROL}", run)
-    toml.build(run, source=f"{source}: the control of {controlled.name}")
     known.append(control)
     return replace(arm, control=control.name)
 
@@ -333,17 +331,3 @@ def control_of(run: Mapping[str, Any]) -> dict[str, Any]:
     tables = [table for table in config.sampler.mismatch if table["name"] in kept]
     sampler = {**run["sampler"], "mismatch": tables, "both_sides": bool(tables)}
     return {**run, "sampler": sampler, "exact": "required"}
-
-
-def _same_run(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    one, other = (toml.build(run, source="arm") for run in (first, second))
-    return one == other
-
-
-def _check_comparisons(study: Study, found: Sequence[Arm], source: str) -> None:
-    names = {arm.name for arm in found}
-    for pair in study.test.compare:
-        for name in pair:
-            if name not in names:
-                listed = ", ".join(sorted(names))
-                raise InputError(f"{source}: test.compare: {name!r} is no arm; known: {listed}")

@@ -35,6 +35,17 @@ METRICS = {
     "recompute/update_skew_negative": "skew A<0, recompute",
 }
 
+MISMATCH = "mismatch/kl_k3"
+COMPANIONS = {
+    "entropy": "entropy",
+    "gradient_norm": "gradient norm",
+    "noise_scale": "gradient noise scale",
+    "response_length": "response length",
+    "reward": "reward",
+}
+_GROUPS = 40  # of consecutive steps, whose means are compared
+_LEAST = 5  # steps in a group
+
 
 class Findings(NamedTuple):
     """What a report shows of a study."""
@@ -55,38 +66,25 @@ def found(study: GradientStudy, records: Sequence[Record]) -> Findings:
 
 
 def _sentences(records: Sequence[Record]) -> list[str]:
-    first = records[0]
-    signal = estimate(first, RECOMPUTE, "signal")
-    noise = estimate(first, RECOMPUTE, "exact_variance")
+    signal, noise = (estimate(records[0], RECOMPUTE, x) for x in ("signal", "exact_variance"))
     seen = [r["source"] for r in records if estimate(r, RECOMPUTE, "bias").seen]
     unseen = [r["source"] for r in records if r["source"] not in seen]
-    said = [
+    return [
         f"The exact gradient's norm is {signal.value:.3g} (standard error {signal.error:.1g}); the"
         f" noise of one exact batch has {noise.value:.3g} times its square.",
         "A bias counts as seen where its square is more than two standard errors above 0.",
+        f"Bias of the uncorrected gradient is seen under: {', '.join(seen) or 'no source'}.",
+        f"It is not seen under: {', '.join(unseen) or 'none'}.",
     ]
-    said.append(
-        f"Bias of the uncorrected gradient is seen under: {', '.join(seen) or 'no source'}."
-    )
-    said.append(f"It is not seen under: {', '.join(unseen) or 'none'}.")
-    return said
 
 
 def _biases(records: Sequence[Record]) -> Table:
     rows = []
     for record in records:
         bias, cosine = (estimate(record, RECOMPUTE, name) for name in ("bias", "cosine"))
-        reward = Estimate(*record["reward_difference"])
-        rows.append(
-            [
-                record["source"],
-                _pm(Estimate(*record["metrics"]["kl_k3"])),
-                _pm(bias),
-                _norm(bias),
-                _pm(cosine),
-                _pm(reward),
-            ]
-        )
+        k3, reward = Estimate(*record["metrics"]["kl_k3"]), Estimate(*record["reward_difference"])
+        norm = f"{np.sqrt(bias.value):.3g}" if bias.seen else "not seen"
+        rows.append([record["source"], _pm(k3), _pm(bias), norm, _pm(cosine), _pm(reward)])
     head = ["source", "K3, nats a token", "squared bias / exact square", "bias / exact norm"]
     return Table(
         "Bias of the uncorrected gradient, by source",
@@ -113,8 +111,8 @@ def _remedies(records: Sequence[Record]) -> Table:
 def _signs(records: Sequence[Record]) -> Table:
     rows = []
     for record in records:
-        parts = {n: Estimate(*record["signs"][n]["bias"]) for n in ("positive", "negative")}
-        rows.append([record["source"], *(_pm(parts[n]) for n in ("positive", "negative"))])
+        biases = (record["signs"][sign]["bias"] for sign in ("positive", "negative"))
+        rows.append([record["source"], *(_pm(Estimate(*bias)) for bias in biases)])
     return Table(
         "Bias by the sign of the advantage, each over its own part's square",
         ["source", "A > 0", "A < 0"],
@@ -143,7 +141,7 @@ def _figures(records: Sequence[Record]) -> dict[str, Any]:
     both = "Bias and variance of every remedy"
     return {
         bias: charts.intervals(
-            [row for r in records for row in _interval_rows(r, names)],
+            [_interval(r["source"], n, estimate(r, n, "bias")) for r in records for n in names],
             title=bias,
             x="squared bias / square of the exact gradient, two standard errors",
             y="source",
@@ -173,10 +171,6 @@ def _figures(records: Sequence[Record]) -> dict[str, Any]:
 def _interval(place: str, arm: str, of: Estimate) -> dict[str, Any]:
     ends = {"low": of.value - 2.0 * of.error, "high": of.value + 2.0 * of.error}
     return {"y": place, "arm": arm, "value": of.value} | ends
-
-
-def _interval_rows(record: Record, names: Sequence[str]) -> list[dict[str, Any]]:
-    return [_interval(record["source"], n, estimate(record, n, "bias")) for n in names]
 
 
 def _plane_rows(record: Record, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -245,22 +239,6 @@ def _pm(of: Estimate) -> str:
     return f"{of.value:.3g} ± {of.error:.1g}"
 
 
-def _norm(bias: Estimate) -> str:
-    return f"{np.sqrt(bias.value):.3g}" if bias.seen else "not seen"
-
-
-MISMATCH = "mismatch/kl_k3"
-COMPANIONS = {
-    "entropy": "entropy",
-    "gradient_norm": "gradient norm",
-    "noise_scale": "gradient noise scale",
-    "response_length": "response length",
-    "reward": "reward",
-}
-_GROUPS = 40  # of consecutive steps, whose means are compared
-_LEAST = 5  # steps in a group
-
-
 def dynamics(table: Mapping[str, np.ndarray]) -> list[Table]:
     """Two tables of the arms that have a mismatch and enough steps; none if there is no such arm.
 
@@ -300,11 +278,11 @@ def dynamics(table: Mapping[str, np.ndarray]) -> list[Table]:
 
 def _runs(table: Mapping[str, np.ndarray], arm: str) -> list[np.ndarray]:
     """The rows of each of an arm's runs, in the order of steps."""
-    found = []
+    runs = []
     for seed in dict.fromkeys(table["seed"][table["arm"] == arm].tolist()):
         rows = np.flatnonzero((table["arm"] == arm) & (table["seed"] == seed))
-        found.append(rows[np.argsort(table["step"][rows], kind="stable")])
-    return found
+        runs.append(rows[np.argsort(table["step"][rows], kind="stable")])
+    return runs
 
 
 def _groups(table: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray] | None:
@@ -314,28 +292,22 @@ def _groups(table: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, np.n
     if count < 3:
         return None
     parts = np.array_split(rows, count)
-    found = {}
+    means = {}
     for name in (MISMATCH, *COMPANIONS):
-        if name in table and all(np.isfinite(table[name][part]).any() for part in parts):
-            found[name] = np.array([np.nanmean(_finite(table[name][part])) for part in parts])
-    return found if (found[MISMATCH] > 0).all() else None
-
-
-def _finite(values: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(values), values, np.nan)
+        if name in table:
+            values = np.where(np.isfinite(table[name]), table[name], np.nan)
+            if all(np.isfinite(values[part]).any() for part in parts):
+                means[name] = np.array([np.nanmean(values[part]) for part in parts])
+    return means if (means[MISMATCH] > 0).all() else None
 
 
 def _change(runs: list[dict[str, np.ndarray]]) -> list[str]:
-    tenth = [max(1, len(run[MISMATCH]) // 10) for run in runs]
-    first = np.array([run[MISMATCH][:n].mean() for run, n in zip(runs, tenth, strict=True)])
-    last = np.array([run[MISMATCH][-n:].mean() for run, n in zip(runs, tenth, strict=True)])
-    highest = np.array([run[MISMATCH].max() for run in runs])
-    return [
-        f"{first.mean():.3g}",
-        f"{last.mean():.3g}",
-        _spread(list(last / first)),
-        _spread(list(highest / first)),
-    ]
+    series = [(run[MISMATCH], max(1, len(run[MISMATCH]) // 10)) for run in runs]
+    first = np.array([values[:tenth].mean() for values, tenth in series])
+    last = np.array([values[-tenth:].mean() for values, tenth in series])
+    highest = np.array([values.max() for values, _ in series])
+    ratios = (_spread(list(one / first)) for one in (last, highest))
+    return [f"{first.mean():.3g}", f"{last.mean():.3g}", *ratios]
 
 
 def _correlation(first: np.ndarray, second: np.ndarray) -> float:

@@ -145,11 +145,7 @@ def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfi
 
 
 def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
-    """What can be refused before the policy is trained.
-
-    Raises:
-        InputError: a task cannot be made, or this model's sampler cannot have a source.
-    """
+    """Raises InputError if a task cannot be made, or this model's sampler cannot have a source."""
     for config in configs.values():
         assembly.make_task(config).close()
         model = assembly.make_model(config)
@@ -264,22 +260,19 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
 def _record(exact: Batches, other: Batches) -> dict[str, Any]:
     """Everything about one source, as plain numbers: each an [estimate, standard error]."""
     truth = exact.gradients[RECOMPUTE]
-    estimators = {
-        name: {k: list(v) for k, v in estimates.compare(truth, of)._asdict().items()}
-        for name, of in other.gradients.items()
-    }
-    signs = {
-        name: {k: list(v) for k, v in estimates.compare(exact.signs[name], of)._asdict().items()}
-        for name, of in other.signs.items()
-    }
-    measured = {name: list(estimates.mean(values)) for name, values in other.metrics.items()}
-    baseline = {name: list(estimates.mean(values)) for name, values in exact.metrics.items()}
+
+    def compared(exact: Any, other: Any) -> dict[str, list[float]]:
+        return {k: list(v) for k, v in estimates.compare(exact, other)._asdict().items()}
+
+    def means(batches: Batches) -> dict[str, list[float]]:
+        return {name: list(estimates.mean(values)) for name, values in batches.metrics.items()}
+
     reward = estimates.mean(other.metrics["reward"] - exact.metrics["reward"])
     return {
-        "estimators": estimators,
-        "signs": signs,
-        "metrics": measured,
-        "exact_metrics": baseline,
+        "estimators": {name: compared(truth, of) for name, of in other.gradients.items()},
+        "signs": {name: compared(exact.signs[name], of) for name, of in other.signs.items()},
+        "metrics": means(other),
+        "exact_metrics": means(exact),
         "reward_difference": list(reward),
     }
 
@@ -304,14 +297,15 @@ def constants(measuring: Measuring, dial: Mismatch, *, states: int) -> dict[str,
     rollout = measuring.rollouts(Mismatch(), 1)
     scores = score_norms(bench.weights, bench.params, rollout, bench.execution, states=states)
     longest = int(np.max(np.asarray(rollout.lengths)))
-    found = {"longest": float(longest), "score_norm": float(np.max(scores))}
+    measured = {"longest": float(longest), "score_norm": float(np.max(scores))}
     if any(entry.no_control or entry.only_reports for entry in dial.active):
-        return found
+        return measured
     other = replace(bench.execution, numerics=dial.numerics(bench.execution.numerics))
     edited = jax.jit(dial.weights)(bench.weights)
     varied = total_variation(bench.weights, edited, rollout, bench.execution, other)
-    found |= {"variation_largest": float(np.max(varied)), "variation_mean": float(np.mean(varied))}
-    return found | {"bound": 2.0 * found["score_norm"] * found["variation_largest"] * longest**2}
+    largest, mean = float(np.max(varied)), float(np.mean(varied))
+    bound = 2.0 * measured["score_norm"] * largest * longest**2
+    return measured | {"variation_largest": largest, "variation_mean": mean, "bound": bound}
 
 
 def total_variation(

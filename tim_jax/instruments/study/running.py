@@ -29,6 +29,14 @@ from tim_jax.instruments.study.measurement import GradientStudy
 _POLL = 0.2  # seconds
 _BUSY = "is in use by"  # what a run says whose folder another process has
 
+KINDS: Mapping[str, type[Study] | type[GradientStudy]] = MappingProxyType(
+    {"training": Study, "gradient": GradientStudy}
+)
+
+_STUDY = TypeAdapter(dict[str, Any])
+_ARMS = TypeAdapter(tuple[Arm, ...])
+_SEEDS = TypeAdapter(tuple[int, ...])
+
 
 class Planned(NamedTuple):
     """One run of a study."""
@@ -52,7 +60,7 @@ class Planned(NamedTuple):
 class Stated:
     """A study with its arms, as it is kept in its folder."""
 
-    study: Any  # of one of the kinds of `files`
+    study: Any  # of one of `KINDS`
     arms: tuple[Arm, ...]
     folder: Path
     seeds: tuple[int, ...]
@@ -105,18 +113,9 @@ def state(study: Any, arms: Sequence[Arm], folder: Path, *, seeds: Sequence[int]
 
 def _record(stated: Stated) -> dict[str, Any]:
     study = stated.study.model_dump(mode="json", exclude_none=True)
-    arms = [
-        {
-            "name": arm.name,
-            "divergent": arm.divergent,
-            "control": arm.control,
-            "uncontrolled": arm.uncontrolled,
-            "run": arm.run,
-        }
-        for arm in stated.arms
-    ]
-    record = {"study": study, "seeds": stated.seeds, "arms": arms}
-    return json.loads(json.dumps(record))
+    keys = ("name", "divergent", "control", "uncontrolled", "run")
+    arms = [{key: getattr(arm, key) for key in keys} for arm in stated.arms]
+    return json.loads(json.dumps({"study": study, "seeds": stated.seeds, "arms": arms}))
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -217,15 +216,6 @@ def _stop(running: dict[Planned, tuple[subprocess.Popen, IO]]) -> None:
     for process, log in running.values():
         process.wait()
         log.close()
-
-
-KINDS: Mapping[str, type[Study] | type[GradientStudy]] = MappingProxyType(
-    {"training": Study, "gradient": GradientStudy}
-)
-
-_STUDY = TypeAdapter(dict[str, Any])
-_ARMS = TypeAdapter(tuple[Arm, ...])
-_SEEDS = TypeAdapter(tuple[int, ...])
 
 
 def read(path: Path) -> Study | GradientStudy:

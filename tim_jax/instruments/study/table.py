@@ -61,8 +61,7 @@ def read_runs(folder: Path) -> list[RunLines]:
         InputError: the folder holds neither.
     """
     if (folder / "study.json").is_file():
-        stated = running.read_stated(folder)
-        return [_of_study(one) for one in stated.runs]
+        return [_of_study(one) for one in running.read_stated(folder).runs]
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder} holds neither a study (study.json) nor a run (config.toml)")
     return [_read(folder.resolve().name, 0, folder)]

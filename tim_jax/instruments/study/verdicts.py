@@ -12,8 +12,8 @@ from tim_jax.instruments.study.definition import Outcome, Test
 from tim_jax.instruments.study.running import Stated
 from tim_jax.instruments.study.table import RunLines, read_runs, values
 
-_SEEDS = 60  # the most that is asked for: exact tests of so many take too long
-# All divisions, so many in memory at one time.
+_SEEDS = 60  # the most that is asked for: exact tests of more take too long
+# All divisions; `batch` of them are in memory at one time.
 _EXACT: dict[str, Any] = {"n_resamples": np.inf, "batch": 10_000}
 
 
@@ -28,8 +28,7 @@ class Verdict:
         p: two-sided, of this comparison alone; None without a test.
         corrected: after Holm's correction over all comparisons of the study, those without a
             p-value so far among them.
-        least: the smallest corrected p that one of the study's comparisons can have with so many
-            seeds.
+        least: the smallest corrected p that a comparison can have with this many seeds.
         note: why nothing is said about mismatch; "" otherwise.
     """
 
@@ -62,28 +61,24 @@ class Verdict:
             f" {self.corrected:.3g} after Holm"
         )
         if self.corrected <= test.level:
-            found = "higher" if self.lead > 0 else "lower"
+            result = "higher" if self.lead > 0 else "lower"
         elif self.least > test.level:
-            found = f"cannot be decided: so few seeds give no p after Holm below {self.least:.3g}"
+            result = f"cannot be decided: so few seeds give no p after Holm below {self.least:.3g}"
         else:
-            found = "no difference shown"
-        return f"{pair}: {found} ({numbers}, {len(self.first)} seeds)"
+            result = "no difference shown"
+        return f"{pair}: {result} ({numbers}, {len(self.first)} seeds)"
 
 
 def outcome(run: RunLines, rule: Outcome) -> float | None:
     """The outcome of a run by the study's rule, which is finite; None if it has none (yet)."""
     if run.note.startswith("ended"):
         return rule.not_finite
-    found = values(run.lines, rule.metric)
-    if not run.finished or not len(found):
+    series = values(run.lines, rule.metric)
+    if not run.finished or not len(series):
         return None
-    reduced = {
-        "last": lambda x: np.mean(x[-rule.window :]),
-        "mean": np.mean,
-        "highest": np.max,
-        "lowest": np.min,
-    }
-    value = float(reduced[rule.take](found))
+    series = series[-rule.window :] if rule.take == "last" else series
+    take = {"last": np.mean, "mean": np.mean, "highest": np.max, "lowest": np.min}
+    value = float(take[rule.take](series))
     return value if np.isfinite(value) else rule.not_finite
 
 
@@ -104,12 +99,12 @@ def verdicts(stated: Stated, runs: Sequence[RunLines] | None = None) -> list[Ver
     family = [v for v in compared if not v.note]
     # What is still open counts as if it found nothing: a difference that is shown stays so.
     corrected = iter(holm([1.0 if v.p is None else v.p for v in family]))
-    return [v if v.note else _corrected(v, next(corrected), len(family)) for v in compared]
 
+    def correct(verdict: Verdict) -> Verdict:
+        p, least = next(corrected), min(1.0, len(family) * verdict.least)
+        return replace(verdict, corrected=None if verdict.p is None else p, least=least)
 
-def _corrected(verdict: Verdict, p: float, comparisons: int) -> Verdict:
-    least = min(1.0, comparisons * verdict.least)
-    return replace(verdict, corrected=None if verdict.p is None else p, least=least)
+    return [v if v.note else correct(v) for v in compared]
 
 
 def too_few_seeds(stated: Stated) -> str:
@@ -137,8 +132,7 @@ def _pairs(stated: Stated) -> list[tuple[str, str, str]]:
 def _compare(stated: Stated, found, arm: str, against: str, uncontrolled: str) -> Verdict:
     seeds, test = stated.seeds, stated.study.test
     if uncontrolled:
-        note = f"no matched control: {uncontrolled}"
-        return Verdict(arm, "", (), (), note=note)
+        return Verdict(arm, "", (), (), note=f"no matched control: {uncontrolled}")
     both = [s for s in seeds if (arm, s) in found and (against, s) in found]
     first, second = (tuple(found[name, s] for s in both) for name in (arm, against))
     missing = tuple(s for s in seeds if s not in both)
@@ -212,7 +206,7 @@ def _exchanged(differences: np.ndarray) -> float:
 
 
 def least_p(kind: str, seeds: int) -> float:
-    """The smallest p-value that a test can give with so many seeds in each arm."""
+    """The smallest p-value that a test can give with `seeds` in each arm."""
     if kind in ("sign", "paired_permutation"):
         return min(1.0, 2.0 / 2**seeds)
     return min(1.0, 2.0 / math.comb(2 * seeds, seeds))
