@@ -100,7 +100,7 @@ def ablate(
       weights: the learner's compute weights.
       execution: of the learner.
       samples: responses per prompt.
-      older: number of updates -> the compute weights of so many updates ago.
+      older: number of updates -> the compute weights of that many updates ago.
       remade: an execution that merges adapters by another rule -> the same weights by that rule.
 
     Raises:
@@ -142,8 +142,7 @@ def _compare(log_probs, rollout: Rollout) -> dict[str, Any]:
 
 
 def _result(arm: Arm, rollout: Rollout, compared: Any, execution: Execution) -> ArmResult:
-    compared = jax.device_get(compared)
-    entries = arm.mismatch.entries
+    compared, entries = jax.device_get(compared), arm.mismatch.entries
     alone = len(entries) == 1
     groups = [g for g, kinds in mismatch.GROUPS.items() if alone and isinstance(entries[0], kinds)]
     changed = mismatch.difference(execution.numerics, arm.mismatch.numerics(execution.numerics))

@@ -152,34 +152,17 @@ def _products(draw: _Draw, extent: Extent) -> Iterator[Unit]:
     def matrix(columns: int) -> jax.Array:
         return draw(width, columns, scale=width**-0.5)
 
-    yield Unit(
-        "norm",
-        by_rows(lambda w, x: ops.norm(*x, *w, eps=_EPS, numerics=numerics)),
-        (draw.vector(width, mean=1.0),),
-        (rows_of(width),),
-        partial(norm_gradients, eps=_EPS),
-    )
-    yield Unit(
-        "dot",
-        by_rows(lambda w, x: ops.dot(*x, *w, numerics=numerics)),
-        (matrix(width),),
-        (rows_of(width),),
-        dot_gradients,
-    )
-    yield Unit(
-        "dot_add",
-        by_rows(lambda w, x: ops.dot_add(x[0], w[0], x[1], w[1], numerics=numerics)),
-        (matrix(width), draw.vector(width)),
-        (rows_of(width), rows_of(width)),
-        dot_add_gradients,
-    )
-    yield Unit(
-        "gated_dot",
-        by_rows(lambda w, x: ops.gated_dot(*x, *w, numerics=numerics)),
-        (matrix(2 * width), draw.vector(2 * width)),
-        (rows_of(width),),
-        gated_dot_gradients,
-    )
+    norm = by_rows(lambda w, x: ops.norm(*x, *w, eps=_EPS, numerics=numerics))
+    weight, gradients = draw.vector(width, mean=1.0), partial(norm_gradients, eps=_EPS)
+    yield Unit("norm", norm, (weight,), (rows_of(width),), gradients)
+    dot = by_rows(lambda w, x: ops.dot(*x, *w, numerics=numerics))
+    yield Unit("dot", dot, (matrix(width),), (rows_of(width),), dot_gradients)
+    add = by_rows(lambda w, x: ops.dot_add(x[0], w[0], x[1], w[1], numerics=numerics))
+    weights, inputs = (matrix(width), draw.vector(width)), (rows_of(width), rows_of(width))
+    yield Unit("dot_add", add, weights, inputs, dot_add_gradients)
+    gated = by_rows(lambda w, x: ops.gated_dot(*x, *w, numerics=numerics))
+    weights = (matrix(2 * width), draw.vector(2 * width))
+    yield Unit("gated_dot", gated, weights, (rows_of(width),), gated_dot_gradients)
 
 
 def _of_attention(draw: _Draw, extent: Extent) -> Iterator[Unit]:
@@ -204,13 +187,9 @@ def _of_attention(draw: _Draw, extent: Extent) -> Iterator[Unit]:
 
     columns = (heads.query + 2 * heads.key) * heads.size
     norms = (draw.vector(heads.size, mean=1.0), draw.vector(heads.size, mean=1.0))
-    yield Unit(
-        "project",
-        project,
-        (draw.vector(columns), *norms),
-        (draw.vector(examples, rows, columns),),
-        partial(project_gradients, angles=angles, heads=heads[:2], eps=_EPS),
-    )
+    gradients = partial(project_gradients, angles=angles, heads=heads[:2], eps=_EPS)
+    weights, inputs = (draw.vector(columns), *norms), (draw.vector(examples, rows, columns),)
+    yield Unit("project", project, weights, inputs, gradients)
 
     def attend(weights, inputs):
         del weights
@@ -220,17 +199,10 @@ def _of_attention(draw: _Draw, extent: Extent) -> Iterator[Unit]:
         out = ops.attention(query, key, value, positions, numerics=numerics, aligned=True)
         return out.astype(jnp.float32)
 
-    yield Unit(
-        "attention",
-        attend,
-        (),
-        (
-            draw(examples, heads.key, 2 * rows, heads.size, scale=heads.size**-0.5),
-            draw(examples, heads.key, heads.size, rows),
-            draw(examples, heads.key, rows, heads.size),
-        ),
-        attention_gradients,
-    )
+    query = draw(examples, heads.key, 2 * rows, heads.size, scale=heads.size**-0.5)
+    key = draw(examples, heads.key, heads.size, rows)
+    value = draw(examples, heads.key, rows, heads.size)
+    yield Unit("attention", attend, (), (query, key, value), attention_gradients)
 
 
 def _head(draw: _Draw, extent: Extent) -> Unit:
@@ -243,16 +215,12 @@ def _head(draw: _Draw, extent: Extent) -> Unit:
     def call(weights, inputs):
         logits = ops.dot(_flat(*inputs), *weights, numerics=numerics)
         chosen = jnp.tile(jnp.asarray(tokens, jnp.int32), len(inputs[0]))
-        found = distribution.log_prob(logits, chosen, sampling=sampling, numerics=numerics)
-        return found.reshape(-1, rows)
+        log_probs = distribution.log_prob(logits, chosen, sampling=sampling, numerics=numerics)
+        return log_probs.reshape(-1, rows)
 
-    return Unit(
-        "log_prob",
-        call,
-        (draw(width, 4 * width, scale=width**-0.5),),
-        (draw(examples, rows, width),),
-        partial(log_prob_gradients, tokens=tokens, temperature=_TEMPERATURE),
-    )
+    gradients = partial(log_prob_gradients, tokens=tokens, temperature=_TEMPERATURE)
+    head, inputs = draw(width, 4 * width, scale=width**-0.5), draw(examples, rows, width)
+    return Unit("log_prob", call, (head,), (inputs,), gradients)
 
 
 def _check(unit: Unit, numerics: Numerics, extent: Extent) -> Iterator[GradientResult]:
@@ -262,18 +230,18 @@ def _check(unit: Unit, numerics: Numerics, extent: Extent) -> Iterator[GradientR
     whole = tuple(gradient.sum(0) for gradient in exact[0]), exact[1]
     arguments = unit.weights, unit.inputs, cotangent
 
-    def result(way: str, found: Gradients, right: Gradients) -> GradientResult:
-        words = f"{numerics.family} {numerics.compute_dtype}"
-        return GradientResult(
-            unit.name, way, words, _error(found, right), BOUNDS[numerics.compute_dtype]
-        )
+    def result(way: str, computed: Gradients, right: Gradients) -> GradientResult:
+        words, bound = f"{numerics.family} {numerics.compute_dtype}", BOUNDS[numerics.compute_dtype]
+        return GradientResult(unit.name, way, words, _error(computed, right), bound)
 
     yield result("plain", jit(partial(_plain, unit), numerics)(*arguments), whole)
     yield result("scan", jit(partial(_scanned, unit), numerics)(*arguments), whole)
-    yield result("vmap", jit(partial(_mapped, unit), numerics)(*arguments), exact)
+    mapped = jax.vmap(partial(_of_example, unit), (None, 0, 0))
+    yield result("vmap", jit(mapped, numerics)(*arguments), exact)
     if numerics.compute_dtype == "float32":  # XLA:CPU refuses bfloat16 products of such shapes
         yield result("jacrev", *_jacobians(unit, numerics))
-    devices = _devices(extent)
+    devices = jax.local_devices()  # as many of them as divide the examples
+    devices = devices[: np.gcd(extent.examples, 1 << (len(devices).bit_length() - 1))]
     if len(devices) > 1:
         on = Mesh(np.array(devices), ("rows",))
         sharded = jit(partial(_sharded, unit, on), numerics)
@@ -291,10 +259,6 @@ def _of_example(unit: Unit, weights, inputs, cotangent):
         return unit.call(weights, jax.tree.map(lambda x: x[None], inputs))[0]
 
     return jax.vjp(call, weights, inputs)[1](cotangent)
-
-
-def _mapped(unit: Unit, weights, inputs, cotangent):
-    return jax.vmap(partial(_of_example, unit), (None, 0, 0))(weights, inputs, cotangent)
 
 
 def _scanned(unit: Unit, weights, inputs, cotangent):
@@ -324,18 +288,12 @@ def _jacobians(unit: Unit, numerics: Numerics) -> tuple[Gradients, Gradients]:
     def call(weights, inputs):
         return unit.call(weights, inputs).reshape(-1)
 
-    found = jit(jax.jacrev(call, (0, 1)), numerics)(unit.weights, first)
+    computed = jit(jax.jacrev(call, (0, 1)), numerics)(unit.weights, first)
     shape = jax.eval_shape(unit.call, unit.weights, first).shape
     each = np.eye(np.prod(shape)).reshape(-1, *shape[1:])
     weights, inputs = _f64((unit.weights, first))
     of_weights, of_inputs = unit.gradients(weights, inputs, each)
-    return found, (of_weights, tuple(gradient[:, None] for gradient in of_inputs))
-
-
-def _devices(extent: Extent) -> list[Any]:
-    """As many devices of this process as divide the examples."""
-    devices = jax.local_devices()
-    return devices[: np.gcd(extent.examples, 1 << (len(devices).bit_length() - 1))]
+    return computed, (of_weights, tuple(gradient[:, None] for gradient in of_inputs))
 
 
 def _f32(tree: Any) -> Any:
@@ -346,13 +304,10 @@ def _f64(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(_f32(x)).astype(np.float64), tree)
 
 
-def _error(found: Gradients, right: Gradients) -> float:
+def _error(computed: Gradients, right: Gradients) -> float:
     """The largest error of any array, relative to its largest element; NaN if there is one."""
-    errors = [
-        np.max(np.abs(ours - exact)) / np.max(np.abs(exact))
-        for ours, exact in zip(jax.tree.leaves(_f64(found)), jax.tree.leaves(right), strict=True)
-    ]
-    return float(np.max(errors))
+    pairs = zip(jax.tree.leaves(_f64(computed)), jax.tree.leaves(right), strict=True)
+    return float(np.max([np.max(np.abs(a - exact)) / np.max(np.abs(exact)) for a, exact in pairs]))
 
 
 def norm_gradients(weights: Arrays, inputs: Arrays, c: Array, *, eps: float) -> Gradients:
@@ -396,18 +351,12 @@ def gated_dot_gradients(weights: Arrays, inputs: Arrays, c: Array) -> Gradients:
 
 
 def project_gradients(
-    weights: Arrays,
-    inputs: Arrays,
-    c: Array,
-    *,
-    angles: Array,
-    heads: tuple[int, int],
-    eps: float,
+    weights: Arrays, inputs: Arrays, c: Array, *, angles: Array, heads: tuple[int, int], eps: float
 ) -> Gradients:
     """Query, key and value of y [B, N, (H + 2 Kv) D], with weights (bias, q_norm, k_norm).
 
     Query and key are normed and then turned by angles [N, D / 2]; the query is scaled by D^-1/2.
-    heads: H and Kv.
+    `heads` is (H, Kv).
     """
     bias, q_norm, k_norm = weights
     size = q_norm.shape[0]
@@ -416,15 +365,15 @@ def project_gradients(
         [part.reshape(*part.shape[:2], -1, size) for part in np.split(joint, split, axis=-1)]
         for joint in (c, inputs[0] + bias)
     )
-    d_query, of_query = _norm(inner[0], q_norm, _turned(outer[0] * size**-0.5, -angles), eps)
-    d_key, of_key = _norm(inner[1], k_norm, _turned(outer[1], -angles), eps)
+    d_query, of_query = _norm(inner[0], q_norm, _rotate(outer[0] * size**-0.5, -angles), eps)
+    d_key, of_key = _norm(inner[1], k_norm, _rotate(outer[1], -angles), eps)
     parts = (d_query, d_key, outer[2])
     joint = np.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=-1)
     return (joint.sum(1), of_query.sum((1, 2)), of_key.sum((1, 2))), (joint,)
 
 
-def _turned(x: Array, angles: Array) -> Array:
-    """x [B, N, heads, D] turned by angles [N, D / 2], halves paired; by -angles it is undone."""
+def _rotate(x: Array, angles: Array) -> Array:
+    """Turns x [B, N, heads, D] by angles [N, D / 2], halves paired; -angles undo it."""
     first, second = np.split(x, 2, axis=-1)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -17,12 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.common.types import Rollout
-from tim_jax.instruments.diagnosis.declared import (
-    Distribution,
-    Shapes,
-    shape_arrays,
-    shape_logits,
-)
+from tim_jax.instruments.diagnosis.declared import Distribution, Shapes, shape_arrays, shape_logits
 from tim_jax.instruments.diagnosis.rollouts import Response
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.model.weights import Weights
@@ -216,9 +211,7 @@ def _moments(relative: jax.Array, logit: jax.Array, beta: jax.Array) -> tuple[ja
     return jnp.stack([jnp.log(total), mean, variance], axis=-1), above / total
 
 
-def _batches(
-    responses: Sequence[Response],
-) -> Iterator[tuple[list[int], Rollout, Distribution]]:
+def _batches(responses: Sequence[Response]) -> Iterator[tuple[list[int], Rollout, Distribution]]:
     """Batches of one distribution and of similar lengths, in few shapes."""
 
     def key(number: int):

@@ -107,15 +107,22 @@ def _operation(one: Instruction, computation: Computation, module: Module) -> Op
     inner = list(_inside(one, computation, module))
     products = [(i, c) for i, c in inner if i.opcode in _PRODUCTS or _LIBRARY in i.attributes]
     sums = [(i, c) for i, c in inner if _adds_floats(i, module)]
-    kernel = _is_kernel(one)
+    kernel = one.opcode.removesuffix("-start") == "custom-call" and any(
+        f'custom_call_target="{target}"' in one.attributes for target in TARGETS
+    )
     if not (products or sums or kernel):
         return None
     place = next((i.op_name for i, _ in (*products, *sums) if i.op_name), one.op_name)
     body = kernel_code(one.attributes) if kernel else _written(one, computation, module)
-    of_kernel = "kernel" if computes(body) else "move"
+    if kernel:  # by the name that it was given; the compiler may have changed the instruction's
+        parts = one.op_name.split("/")
+        kind = "kernel" if computes(body) else "move"
+        name = parts[-2] if parts[-1] in PRIMITIVES and len(parts) > 1 else one.name
+    else:
+        kind, name = "product" if products else _kind(sums), (products or sums)[0][0].opcode
     return Operation(
-        kind=of_kernel if kernel else "product" if products else _kind(sums),
-        name=_kernel_name(one) if kernel else (products or sums)[0][0].opcode,
+        kind=kind,
+        name=name,
         operands=tuple(t for name in one.operands for t in computation[name].types),
         results=one.types,
         summed=tuple(sorted(n for i, c in (*products, *sums) for n in _summed(i, c))),
@@ -125,28 +132,12 @@ def _operation(one: Instruction, computation: Computation, module: Module) -> Op
     )
 
 
-def _is_kernel(one: Instruction) -> bool:
-    called = (f'custom_call_target="{target}"' for target in TARGETS)
-    kernel = one.opcode.removesuffix("-start") == "custom-call"
-    return kernel and any(text in one.attributes for text in called)
-
-
 def _kind(sums: list[tuple[Instruction, Computation]]) -> str:
-    if not any(_is_sum(one.op_name) for one, _ in sums):
+    """A pick if the traced program has no sum here; assumed is one if its text does not say."""
+    places = [one.op_name for one, _ in sums]
+    if not any(not place or place.rpartition("/")[2].startswith(_ADDS) for place in places):
         return "pick"
-    across = any(one.opcode in _ACROSS for one, _ in sums)
-    return "crossing" if across else "sum"
-
-
-def _is_sum(place: str) -> bool:
-    """Whether the traced program has a sum here; assumed if its text does not say."""
-    return not place or place.rpartition("/")[2].startswith(_ADDS)
-
-
-def _kernel_name(one: Instruction) -> str:
-    """The name that the kernel was given; the compiler may have changed the instruction's name."""
-    parts = one.op_name.split("/")
-    return parts[-2] if parts[-1] in PRIMITIVES and len(parts) > 1 else one.name
+    return "crossing" if any(one.opcode in _ACROSS for one, _ in sums) else "sum"
 
 
 def _inside(one: Instruction, computation: Computation, module: Module):
@@ -289,8 +280,7 @@ def differences(
             lines.append(f"{len(ours)} / {len(theirs)} {what}")
             continue
         for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            found = _types(a, b, weights, rows)
-            lines += [f"{what[:-1]} {index}: {text}" for text in found]
+            lines += [f"{what[:-1]} {index}: {text}" for text in _types(a, b, weights, rows)]
     return tuple(lines)
 
 
@@ -365,15 +355,11 @@ def kernel_code(attributes: str) -> str:
     match = _BODY.search(attributes)
     if not match:
         return attributes
-    stored = match[1]
-    context = mlir.make_ir_context()
-    context.allow_unregistered_dialects = True
-    tpu.register_dialect(context)
     try:
-        with context:
-            text = str(ir.Module.parse(base64.b64decode(stored)))
+        with _context(tpu):
+            text = str(ir.Module.parse(base64.b64decode(match[1])))
     except (ir.MLIRError, ValueError):
-        return stored
+        return match[1]
     return _TABLE.sub("memref<i32, #tpu.memory_space<smem>>", without_bounds(text))
 
 
@@ -410,23 +396,24 @@ def _in_order(stored: str, dialect: Any) -> str:
 
     Mosaic's has its products as text of machine instructions.
     """
-    context = mlir.make_ir_context()
-    context.allow_unregistered_dialects = True
-    dialect.register_dialect(context)
+
+    def byte(match: re.Match[bytes]) -> bytes:
+        text = match[1]
+        return text if len(text) == 1 else bytes([int(text, 16)])
+
     try:
-        with context:
-            code = ir.Module.parse(_bytes(stored))
+        with _context(dialect):
+            code = ir.Module.parse(_ESCAPED.sub(byte, stored.encode()))
             return "\n".join(_on_floats(code.operation, {}))
     except (ir.MLIRError, ValueError):
         return stored
 
 
-def _bytes(stored: str) -> bytes:
-    def byte(match: re.Match[bytes]) -> bytes:
-        text = match[1]
-        return text if len(text) == 1 else bytes([int(text, 16)])
-
-    return _ESCAPED.sub(byte, stored.encode())
+def _context(dialect: Any) -> Any:
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    dialect.register_dialect(context)
+    return context
 
 
 def _on_floats(operation: Any, numbers: dict[Any, int]) -> Iterator[str]:
@@ -447,7 +434,8 @@ def _on_floats(operation: Any, numbers: dict[Any, int]) -> Iterator[str]:
                 taken = " ".join(str(numbers.get(value, "_")) for value in inner.operands)
                 _number(inner.results, numbers)
                 kinds = " ".join(str(value.type) for value in inner.results)
-                settings = " ".join(sorted(_settings(inner)))
+                names = (name for name in inner.attributes if "divisibility" not in str(name))
+                settings = " ".join(sorted(f"{name} {inner.attributes[name]}" for name in names))
                 yield f"{inner.name} [{taken}] {settings} -> {kinds}"
                 yield from (f"  {line}" for line in held)
 
@@ -460,9 +448,3 @@ def _number(values: Any, numbers: dict[Any, int]) -> None:
 
 def _is_float(value: Any) -> bool:
     return _FLOAT.fullmatch(str(value.type)) is not None
-
-
-def _settings(operation: Any) -> Iterator[str]:
-    for name in operation.attributes:
-        if "divisibility" not in str(name):
-            yield f"{name} {operation.attributes[name]}"

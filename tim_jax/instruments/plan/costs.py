@@ -50,7 +50,7 @@ class Work:
         return Work(self.flops + other.flops, Counter(self.kernels) + Counter(other.kernels))
 
     def times(self, count: int) -> "Work":
-        """The work of so many repetitions."""
+        """The work of `count` repetitions."""
         return Work(self.flops * count, {call: n * count for call, n in self.kernels.items()})
 
     @property
@@ -81,7 +81,10 @@ def _count(jaxpr, trips: Iterator[int]) -> Work:
 def _equation(equation, trips: Iterator[int]) -> Work:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
-        return Work(flops=_product(equation))
+        (contracted, _), _ = params["dimension_numbers"]
+        shape = equation.invars[0].aval.shape
+        summed = prod(shape[axis] for axis in contracted)
+        return Work(flops=2 * prod(equation.outvars[0].aval.shape) * summed)
     if name in PRIMITIVES:
         call = _stated(equation) if "meshes" in params else _kernel(params, equation.invars)
         return Work(call.flops, {call: 1})
@@ -94,12 +97,6 @@ def _equation(equation, trips: Iterator[int]) -> Work:
         return max((_count(one, trips) for one in params["branches"]), key=lambda w: w.flops)
     inner = sum((_count(one, trips) for one in jaxprs_in_params(params)), Work())
     return inner.times(params["length"]) if name == "scan" else inner
-
-
-def _product(equation) -> int:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    return 2 * prod(equation.outvars[0].aval.shape) * prod(shape[axis] for axis in contracted)
 
 
 def _kernel(params, operands: Sequence[Any]) -> Call:
@@ -116,28 +113,24 @@ def _kernel(params, operands: Sequence[Any]) -> Call:
         flops, loaded = stated.flops, stated.bytes_accessed
     else:
         flops = count(params["jaxpr"]).flops * programs
-        copies = (programs if on_gpu else _copies(block, mapping.grid) for block in blocks)
+        copies = (programs if on_gpu else _count_copies(block, mapping.grid) for block in blocks)
         sizes = (_bytes(_shape(one), one) for one in blocks)
         loaded = sum(n * size for n, size in zip(copies, sizes, strict=True))
     # An array may be given twice, for two of its blocks at a time.
     names = [*map(id, operands[mapping.num_index_operands :]), *range(len(mapping.out_shapes))]
-    arrays = sum(
-        dict(
-            zip(names, (_bytes(one.array_aval.shape, one) for one in blocks), strict=True)
-        ).values()
-    )
+    wholes = (_bytes(one.array_aval.shape, one) for one in blocks)
+    arrays = sum(dict(zip(names, wholes, strict=True)).values())
     memory = min(arrays, loaded) if on_gpu else loaded
     return Call(params["name"], programs, flops, loaded, memory)
 
 
 def _stated(equation) -> Call:
     """What its author states of a Mosaic kernel for GPUs, whose loads are in its code alone."""
-    (mesh,), cost = equation.params["meshes"], equation.params["cost_estimate"]
+    params = equation.params
+    (mesh,), cost = params["meshes"], params["cost_estimate"]
     arrays = [one.aval for one in (*equation.invars, *equation.outvars)]
-    whole = sum(one.size * one.dtype.itemsize for one in arrays)
-    memory = min(whole, cost.bytes_accessed)
-    programs = prod(mesh.grid)
-    return Call(equation.params["name"], programs, cost.flops, cost.bytes_accessed, memory)
+    memory = min(sum(one.size * one.dtype.itemsize for one in arrays), cost.bytes_accessed)
+    return Call(params["name"], prod(mesh.grid), cost.flops, cost.bytes_accessed, memory)
 
 
 def _shape(block) -> tuple[int, ...]:
@@ -152,7 +145,7 @@ def _bytes(shape: tuple[int, ...], block) -> int:
     return prod(shape) * block.array_aval.dtype.itemsize
 
 
-def _copies(block, grid: tuple[int, ...]) -> int:
+def _count_copies(block, grid: tuple[int, ...]) -> int:
     """Copies of a block, one whenever its index changes, the last axis fastest."""
     innermost = max(_axes_used(block.index_map_jaxpr, len(grid)), default=-1)
     return prod(grid[: innermost + 1])
@@ -225,35 +218,16 @@ def of_refusal(message: str) -> Memory | None:
 
 
 KINDS = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+    *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
 )
 # Names, tuples and views: nothing is read or written.
 _FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "while",
-    "conditional",
-    "call",
-    "after-all",
-    "opt-barrier",
-    "optimization-barrier",
-    "partition-id",
-    "replica-id",
-    "custom-call",  # kernels: counted where they are traced
-    "custom-call-start",
-    "call-start",  # its computation is visited, as that of "async-start"
-    "async-start",
-    "async-update",
-    "async-done",
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("while", "conditional", "call", "opt-barrier", "optimization-barrier"),
+    *("partition-id", "replica-id"),
+    *("custom-call", "custom-call-start"),  # kernels: counted where they are traced
+    *("call-start", "async-start", "async-update", "async-done"),  # their computation is visited
 }
 # Groups along the axes of a mesh: mesh['data'=1,'fsdp'=4] {'fsdp'}
 _MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
@@ -335,17 +309,20 @@ def launches(module: Module, trips: Sequence[int] = ()) -> int:
     return sum(
         visit.times
         for visit in hlo.visits(module, trips)
-        if not visit.fused and _runs(visit.instruction)
+        if not visit.fused
+        and (
+            visit.instruction.opcode in ("custom-call", "custom-call-start")
+            or not _is_free(visit.instruction)
+        )
     )
 
 
-def _runs(one: Instruction) -> bool:
-    kernel = one.opcode.removesuffix("-start") == "custom-call"
-    return kernel or not (one.opcode in _FREE or one.opcode.endswith("-done"))
+def _is_free(one: Instruction) -> bool:
+    return one.opcode in _FREE or one.opcode.endswith("-done")
 
 
 def _accessed(one: Instruction, computation: Computation, module: Module) -> int:
-    if one.opcode in _FREE or one.opcode.endswith("-done"):
+    if _is_free(one):
         return 0
     operands = [computation[name] for name in one.operands if name in computation]
     sizes = [_size(operand) for operand in operands]
@@ -498,9 +475,8 @@ def _combined(a: Any, b: Any, line: Callable[[int, int], int]) -> Any:
     if isinstance(a, int):
         return line(a, b)
     if isinstance(a, Mapping):
-        names = dict.fromkeys([*a, *b])
-        nothing = {n: type(a[n] if n in a else b[n])() for n in names}
-        return {n: _combined(a.get(n, nothing[n]), b.get(n, nothing[n]), line) for n in names}
-    return type(a)(
-        **{f.name: _combined(getattr(a, f.name), getattr(b, f.name), line) for f in fields(a)}
-    )
+        nothing = {name: type(value)() for name, value in (a | b).items()}
+        a, b = nothing | a, nothing | b
+        return {name: _combined(a[name], b[name], line) for name in a}
+    pairs = ((f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    return type(a)(**{name: _combined(x, y, line) for name, x, y in pairs})

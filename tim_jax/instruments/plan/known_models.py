@@ -16,12 +16,7 @@ _QWEN3 = {
     "rope_theta": 1e6,
     "bos_token_id": 151643,
 }
-_QWEN2_5 = {
-    "model_type": "qwen2",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "bos_token_id": 151643,
-}
+_QWEN2_5 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "bos_token_id": 151643}
 _LLAMA3 = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -138,9 +133,7 @@ _LATENT = {
     },
 }
 # `_SIZES`, of which the width of a dense MLP is not used; experts, those of a token, their width.
-_QWEN3_MOE_SIZES = {
-    "30B-A3B": ((2048, 6144, 48, 32), (128, 8, 768)),
-}
+_QWEN3_MOE_SIZES = {"30B-A3B": ((2048, 6144, 48, 32), (128, 8, 768))}
 
 
 def _published() -> dict[str, dict[str, Any]]:

@@ -108,16 +108,8 @@ class Generation:
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _DEEP = (
-    "2x2x1",
-    "2x2x2",
-    "2x2x4",
-    "2x4x4",
-    "4x4x4",
-    "4x4x8",
-    "4x8x8",
-    "8x8x8",
-    "8x8x16",
-    "8x16x16",
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
+    *("4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16"),
 )
 # Capacities are those that libtpu 0.0.52 names when it refuses a program.
 GENERATIONS: Mapping[str, Generation] = MappingProxyType(
@@ -178,17 +170,12 @@ def check(name: str) -> tuple[Generation, int]:
         )
     generation = GENERATIONS[kind]
     if sizes not in generation.slices:
-        slices = ", ".join(generation.slices)
+        slices, larger = ", ".join(generation.slices), smallest(kind, chips(sizes))
         raise InputError(
             f"--topology {name!r}: {generation.text} has no slice {sizes}; it has {slices}"
-            f"{_nearest(kind, sizes)}"
+            f"{f'; nearest: {larger}' if larger else ''}"
         )
     return generation, chips(sizes) * generation.devices_per_chip
-
-
-def _nearest(kind: str, sizes: str) -> str:
-    larger = smallest(kind, chips(sizes))
-    return f"; nearest: {larger}" if larger else ""
 
 
 def chips(sizes: str) -> int:

@@ -88,10 +88,7 @@ def _scales(alt: Any, names: Sequence[str], dashed: Sequence[str] = ()) -> dict[
 
 
 def training_panels(
-    table: Mapping[str, np.ndarray],
-    *,
-    controls: Sequence[str] = (),
-    surges: Sequence[int] = (),
+    table: Mapping[str, np.ndarray], *, controls: Sequence[str] = (), surges: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Title -> chart, of the metrics that the table has.
 
@@ -137,8 +134,7 @@ def thinned(table: Mapping[str, np.ndarray], metric: str, points: int) -> list[d
 
 def _lines(alt: Any, rows: list[dict[str, Any]], panel: Panel, scales: dict[str, Any]) -> Any:
     base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("step:Q", title="step", axis=alt.Axis(tickMinStep=1, grid=False)),
-        **scales,
+        x=alt.X("step:Q", title="step", axis=alt.Axis(tickMinStep=1, grid=False)), **scales
     )
     y = alt.Y("value:Q", title=panel.unit or None, scale=alt.Scale(zero=False))
     thin = base.mark_line(strokeWidth=0.8, opacity=0.4).encode(y=y, detail="seed:N")
