@@ -41,6 +41,13 @@ _CONSTANT = (
     - special.gammaln(_FREEDOM / 2)
     - 0.5 * np.log(_FREEDOM * np.pi)
 )
+_FITTED = 4096  # tokens that parameters are fitted on
+_MOST_PADDING = 4096  # rows of padding in a vocabulary
+LEAST_MOVE = 1e-4  # nats; less is what interpolation makes of the same log-prob
+_TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128)
+_TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
+
+Kind = Literal["none", "numerics", "fault"]
 
 
 class Fit(NamedTuple):
@@ -92,12 +99,6 @@ def _minimum(loss: Callable[[float], float], low: float, high: float) -> float:
 def penalty(parameters: int, count: int) -> float:
     """What fitted parameters cost, in nats: half the Bayesian information criterion's."""
     return 0.5 * parameters * float(np.log(max(count, 2)))
-
-
-Kind = Literal["none", "numerics", "fault"]
-_FITTED = 4096  # tokens that parameters are fitted on
-_MOST_PADDING = 4096  # rows of padding in a vocabulary
-LEAST_MOVE = 1e-4  # nats; less is what interpolation makes of the same log-prob
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,19 +293,14 @@ def _temperatures(tokens: Tokens) -> Iterator[Explanation]:
 
 
 def _likelihood(tokens: Tokens, predicted: np.ndarray, drawn: np.ndarray) -> float:
-    weight = noise_weights(tokens.evidence.exact)
-    recorded = fit_noise(tokens.recorded - predicted, weight).total
-    return recorded + float(drawn[~tokens.hidden].sum())
+    fit = fit_noise(tokens.recorded - predicted, noise_weights(tokens.evidence.exact))
+    return fit.total + float(drawn[~tokens.hidden].sum())
 
 
 def _fitting_part(tokens: Tokens) -> Tokens:
     """Whole responses, evenly chosen, of about as many tokens as parameters are fitted on."""
     count, stride = len(tokens.responses), max(1, round(len(tokens.sequence) / _FITTED))
     return tokens if stride == 1 else tokens.take(range(0, count, min(stride, count)))
-
-
-_TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128)
-_TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
 
 
 def _truncations(tokens: Tokens) -> Iterator[Explanation]:
@@ -317,8 +313,8 @@ def _truncations(tokens: Tokens) -> Iterator[Explanation]:
             continue
         values = [x for x in values if x < min(tokens.vocabulary, LIKELIEST + 1)]
         for renormalised in (True, False):
-            _, value = min(
-                (-_likelihood(some, *_truncated(some, name, x, renormalised)), x) for x in values
+            value = max(
+                values, key=lambda x: _likelihood(some, *_truncated(some, name, x, renormalised))
             )
             words = "renormalised over it" if renormalised else "not renormalised over it"
             yield _fault(

@@ -112,22 +112,23 @@ def judge(
     *,
     before: Fit | None = None,
 ) -> Judged:
-    """Compares an explanation with the null.
+    """Compares an explanation of `tokens` with the null, `base`.
 
     Args:
-      explanation: to judge.
-      tokens: that it is about.
-      base: the null.
       total: of how many tokens these are a panel; 0 if they are all.
       before: the fit of the null, if it is known.
     """
     recorded = tokens.recorded
     before = fit(base, tokens) if before is None else before
     residual = recorded - explanation.predicted
-    if explanation.sizes is not None:
-        after, odds = _by_sizes(residual, explanation.sizes)
-    else:
+    if explanation.sizes is None:
         after, odds = fit(explanation, tokens), 0.0
+    else:
+        # The sizes may be off by a factor near 1, which has odds of its own. Student's t with 3
+        # degrees of freedom has the mean size 1.103 s.
+        after = fit_noise(residual, explanation.sizes / 1.103)
+        off = float(np.log(after.scale)) / _FACTOR
+        odds = -0.5 * off**2 - float(np.log(_FACTOR * np.sqrt(2 * np.pi)))
     seen = ~tokens.hidden
     drawn = np.where(seen, explanation.drawn - base.drawn, 0.0)
     gains = after.densities - before.densities + drawn
@@ -137,6 +138,7 @@ def judge(
     moved = np.abs(explanation.predicted - base.predicted)
     moved = np.where(np.isnan(moved), gap, moved)
     touched = seen & (moved > LEAST_MOVE)
+    left, whole = np.abs(residual)[touched], _mean(gap[touched])  # unpredicted: nothing is left
     return Judged(
         explanation,
         tokens,
@@ -147,28 +149,14 @@ def judge(
         remains=_mean(np.abs(np.where(np.isnan(explanation.predicted), 0.0, residual))),
         effect=float(moved[touched].mean()) if touched.any() else 0.0,
         touched=touched,
-        within=_share_gone(np.abs(residual)[touched], gap[touched]),
+        within=1.0 - float(np.nan_to_num(left).mean()) / whole if whole > 0 else 0.0,
         of_draws=bool(drawn.sum() > DECISIVE and _mean(drawn[seen]) > LEAST_EFFECT),
     )
-
-
-def _share_gone(remains: np.ndarray, gap: np.ndarray) -> float:
-    """The share of a gap that is gone; what is not predicted counts as gone."""
-    whole = _mean(gap)
-    return 1.0 - float(np.nan_to_num(remains).mean()) / whole if whole > 0 else 0.0
 
 
 def _mean(values: np.ndarray) -> float:
     values = values[~np.isnan(values)]
     return float(values.mean()) if values.size else 0.0
-
-
-def _by_sizes(residual: np.ndarray, sizes: np.ndarray) -> tuple[Fit, float]:
-    """The fit of noise whose size is predicted up to a factor near 1, and the factor's odds."""
-    # Student's t with 3 degrees of freedom has the mean size 1.103 s.
-    fitted = fit_noise(residual, sizes / 1.103)
-    off = float(np.log(fitted.scale)) / _FACTOR
-    return fitted, -0.5 * off**2 - float(np.log(_FACTOR * np.sqrt(2 * np.pi)))
 
 
 def material(judged: Judged) -> bool:
@@ -406,14 +394,14 @@ def _half_precision(found: Sequence[Judged], sizes: dict[str, float], total: int
         for one in found
         if one.explanation.kind == "numerics" and one.explanation.sizes is None
     }
-    fitting = [
+    fitting = (
         one
         for one in found
         if one.explanation.sizes is not None
         and one.explanation.name in HALF_PRECISION
         and one.scale <= MEAN_FACTOR
         and alike(sizes, made[one.explanation.name], larger=total / len(one.tokens.sequence))
-    ]
+    )
     return max(fitting, key=lambda one: one.gain, default=None)
 
 
@@ -464,11 +452,12 @@ def _announced(tried: Iterable[Variant], most: int) -> Iterator[Variant]:
 
 def _second(best: Judged, found: Sequence[Judged], tokens: Tokens) -> Judged | None:
     """The low precision that explains most of what a fault leaves, if any does."""
-    forwards = [one for one in found if one.tokens is not tokens]
     sources = [
         one
-        for one in forwards
-        if one.explanation.kind == "numerics" and one.explanation.sizes is None
+        for one in found
+        if one.tokens is not tokens
+        and one.explanation.kind == "numerics"
+        and one.explanation.sizes is None
     ]
     if not sources:
         return None
@@ -479,12 +468,12 @@ def _second(best: Judged, found: Sequence[Judged], tokens: Tokens) -> Judged | N
         start = replace(start, predicted=start.predicted[inside], drawn=start.drawn[inside])
     start = replace(start, structure=0.0, parameters={})
     exact = panel.evidence.exact.astype(np.float64)
-    judged = []
-    for one in sources:
-        moved = start.predicted + one.explanation.predicted - exact
-        candidate = replace(one.explanation, predicted=moved, drawn=start.drawn)
-        judged.append(judge(candidate, panel, start))
-    top = max(judged, key=lambda one: one.gain)
+    moved = (start.predicted + one.explanation.predicted - exact for one in sources)
+    candidates = (
+        replace(one.explanation, predicted=predicted, drawn=start.drawn)
+        for one, predicted in zip(sources, moved, strict=True)
+    )
+    top = max((judge(one, panel, start) for one in candidates), key=lambda one: one.gain)
     return top if top.gain > DECISIVE and material(top) else None
 
 

@@ -188,11 +188,7 @@ class Memory:
 
 
 def of(compiled: Any) -> Memory:
-    """The memory of a compiled program.
-
-    Raises:
-      InputError: this compiler has no such analysis.
-    """
+    """The memory of a compiled program; InputError if this compiler has no such analysis."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise InputError("plan: this compiler does not say how much memory a program takes")

@@ -220,13 +220,14 @@ def _slice(name: str, generation: Generation) -> Target:
     try:
         topology: Any = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except Exception as error:  # whatever libtpu and its loader raise
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"plan: libtpu has no devices of {name} with jax {jax.__version__} ({reason})"
-        ) from None
+        raise InputError(f"plan: libtpu has no devices of {name} with {_reason(error)}") from None
     devices = tuple(topology.devices)
     chips = len(devices) // generation.devices_per_chip
     return Target(name, "tpu", devices, generation.capacity, chips)
+
+
+def _reason(error: Exception) -> str:
+    return f"jax {jax.__version__} ({' '.join(str(error).split())[:200]})"
 
 
 def _gpus(name: str) -> Target:
@@ -240,10 +241,9 @@ def _gpus(name: str) -> Target:
             target_config=gpu.description,
         )
     except Exception as error:  # whatever the plugin and its loader raise
-        reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"plan: compiling for a GPU needs JAX's plugin for CUDA, which does not work here with"
-            f" jax {jax.__version__} ({reason}); install tim-jax[cuda]"
+            f" {_reason(error)}; install tim-jax[cuda]"
         ) from None
     devices = tuple(topology.devices)
     return Target(name, "cuda", devices, gpu.capacity, len(devices), gpu.cores, COMPILER_OPTIONS)

@@ -55,7 +55,7 @@ class Findings(NamedTuple):
     figures: dict[str, Any]
 
 
-def found(study: GradientStudy, records: Sequence[Record]) -> Findings:
+def of_records(study: GradientStudy, records: Sequence[Record]) -> Findings:
     """The findings of the records that are there."""
     if not records:
         return Findings([], [], {})

@@ -57,24 +57,24 @@ def section(folder: Path) -> Section:
     if len(records) < wanted:
         said.append(f"Unfinished: {len(records)} of {wanted} measurements are there.")
     try:
-        found = findings.found(study, records)
+        seen = findings.of_records(study, records)
     except KeyError as error:
         path = folder / "measured.jsonl"
         raise InputError(f"{path} is of another version: a line has no {error}") from error
-    return Section(study.name, said + found.sentences, found.tables, found.figures, [])
+    return Section(study.name, said + seen.sentences, seen.tables, seen.figures, [])
 
 
 def _judged(stated: Stated) -> tuple[list[Table], list[str]]:
     """The tables of verdicts and outcomes, and the rule in words."""
     study, runs = stated.study, read_runs(stated.folder)
-    found = verdicts.outcomes(stated, runs)
+    outcomes = verdicts.outcomes(stated, runs)
     rule, test = study.outcome, study.test
     judged = verdicts.verdicts(stated, runs)
     numbers = ((v, map(_number, (v.difference, v.p, v.corrected))) for v in judged)
     rows = [[v.arm, v.against or "none", *of, v.line(test)] for v, of in numbers]
     head = ["arm", "against", "difference", "p", "after Holm", "verdict"]
     by_seed = [
-        [arm.name, *(_number(found.get((arm.name, seed))) for seed in stated.seeds)]
+        [arm.name, *(_number(outcomes.get((arm.name, seed))) for seed in stated.seeds)]
         for arm in stated.arms
     ]
     window = f" of the last {rule.window}" if rule.window > 1 else ""
@@ -90,8 +90,8 @@ def _judged(stated: Stated) -> tuple[list[Table], list[str]]:
             "No arm has a matched control, so nothing here is said of what mismatch does to a run."
         )
     seeds = [f"seed {seed}" for seed in stated.seeds]
-    outcomes = Table("Every outcome", ["arm", *seeds], by_seed)
-    return ([Table("Verdicts", head, rows)] if judging else []) + [outcomes], words
+    tables = [Table("Every outcome", ["arm", *seeds], by_seed)]
+    return ([Table("Verdicts", head, rows)] if judging else []) + tables, words
 
 
 def _of_runs(
@@ -114,13 +114,11 @@ def _of_runs(
 def surge_step(run: RunLines) -> int:
     """The step of the first surge of a run's response lengths, 0 if there is none."""
     lengths = values(run.lines, "response_length").astype(np.float32)
-    if not len(lengths):
-        return 0
-    return int(_scanned(jnp.asarray(lengths)))
+    return int(_scan(jnp.asarray(lengths))) if len(lengths) else 0
 
 
 @jax.jit
-def _scanned(lengths: jax.Array) -> jax.Array:
+def _scan(lengths: jax.Array) -> jax.Array:
     """The surge's step in f32[N] lengths; compiled once for all runs of N steps."""
     detector = SurgeDetector()
 

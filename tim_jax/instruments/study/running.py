@@ -197,10 +197,10 @@ def _start(one: Planned, arm: Arm, study: Path) -> tuple[subprocess.Popen, IO]:
 def _ended(one: Planned, status: int) -> str:
     """ "" if the run is done, else what to say of it."""
     log = one.folder.with_suffix(".log")
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    last = lines[-1] if lines else ""
     if status == 0:
         return ""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    last = lines[-1] if lines else ""
     if status == errors.NOT_FINITE.status:
         one.ended.write_text(json.dumps({"status": status, "line": last}) + "\n")
         return ""
