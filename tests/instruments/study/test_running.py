@@ -22,7 +22,7 @@ from tim_jax.app.jobs import studies
 from tim_jax.app.run import folders, started
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import study
-from tim_jax.instruments.study import definition, measurement, running, table
+from tim_jax.instruments.study import definition, measurement, running
 from tim_jax.instruments.study.definition import Outcome, Study, Test
 from tim_jax.instruments.study.verdicts import (
     Verdict,
@@ -235,7 +235,7 @@ def test_the_table_has_a_row_for_every_step_seed_and_arm(file):
     assert loaded["seed"].tolist() == [3] * 7
     assert loaded["step"].tolist() == [0, 1, 2, 0, 1, 2, 0]
     np.testing.assert_array_equal(loaded["eval/reward"], [0.5, np.nan, 3.7, 0.5, np.nan, 3.7, 0.25])
-    notes = [run.note for run in table.read_runs(one.folder)]
+    notes = [run.note for run in running.read_runs(one.folder)]
     assert notes[:3] == ["", "", "unfinished: 0 of 2 steps"]
     assert notes[3].startswith("of another version: ")
     assert "new_key" in notes[3]
@@ -325,7 +325,7 @@ def test_a_study_that_can_show_nothing_says_so_before_it_runs(file):
 def test_the_outcome_is_what_the_rule_says(take, expected):
     lines = [{"step": i, "m": value} for i, value in enumerate([1.0, 2.0, 1.0, 4.0])]
     rule = Outcome(metric="m", take=take, window=2)
-    run = table.RunLines("a", 0, Path("a"), lines, finished=True)
+    run = running.RunLines("a", 0, Path("a"), lines, finished=True)
     assert outcome(run, rule) == expected
     assert outcome(run._replace(finished=False), rule) is None
     ended = run._replace(note="ended: not finite")

@@ -7,7 +7,7 @@ two derivatives at a grid of inverse temperatures. No array of [tokens, vocabula
 time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -80,7 +80,7 @@ class Forward(NamedTuple):
 def gather(forward: Forward, responses: Sequence[Response]) -> Evidence:
     """The evidence of the tokens of all responses, in their order."""
     fields = [name for name in Evidence._fields if name != "end_stop"]
-    ordered = _of_responses(forward, responses, _summaries)
+    ordered = _of_responses(forward, responses, whole=True)
     whole = {name: np.concatenate([x[name][:-1] for x in ordered]) for name in fields}
     end_stop = np.asarray([x["stop"][-1] for x in ordered], np.float32)
     return Evidence(**whole, end_stop=end_stop)
@@ -88,12 +88,12 @@ def gather(forward: Forward, responses: Sequence[Response]) -> Evidence:
 
 def log_probs(forward: Forward, responses: Sequence[Response]) -> np.ndarray:
     """f32[N], the field `exact` of the evidence alone, which takes less time."""
-    ordered = _of_responses(forward, responses, _exact)
+    ordered = _of_responses(forward, responses, whole=False)
     return np.concatenate([x["exact"][:-1] for x in ordered])
 
 
 def _of_responses(
-    forward: Forward, responses: Sequence[Response], program: Callable[..., Any]
+    forward: Forward, responses: Sequence[Response], *, whole: bool
 ) -> list[dict[str, np.ndarray]]:
     """What a program finds of each response's tokens, and of the place after them."""
     parts: dict[int, dict[str, np.ndarray]] = {}
@@ -101,9 +101,10 @@ def _of_responses(
         execution = _executing(forward.execution, declared)
         shaped = None
         if declared.shaped:
-            whole = [responses[i].declared for i in numbers]
-            shaped = shape_arrays(whole, len(rollout.lengths), forward.vocabulary)
-        run = program(execution, forward.tokenizer_size, forward.stop_tokens, declared.raw)
+            each = [responses[i].declared for i in numbers]
+            shaped = shape_arrays(each, len(rollout.lengths), forward.vocabulary)
+        special = forward.tokenizer_size, forward.stop_tokens
+        run = _program(execution, *special, raw=declared.raw, whole=whole)
         fields = jax.device_get(run(forward.weights, rollout, shaped))
         for row, number in enumerate(numbers):
             count = len(responses[number]) + 1
@@ -122,42 +123,30 @@ def _executing(execution: Execution, declared: Distribution) -> Execution:
     return Execution(execution.config, execution.numerics, sampling)
 
 
-@lru_cache(maxsize=64)
-def _summaries(
-    execution: Execution, tokenizer_size: int, stop_tokens: tuple[int, ...], raw: bool
-) -> Any:
-    def summary(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
-        more = _summary(shaped, tokens, tokenizer_size, stop_tokens)
-        exact = _exact_of(plain if raw else shaped, tokens, execution)
-        relative = plain - jnp.max(plain, axis=-1, keepdims=True)
-        own = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
-        return exact | more | {"raw": own - jax.scipy.special.logsumexp(relative, axis=-1)}
-
-    return _program(summary, execution, stop_tokens)
-
-
-@lru_cache(maxsize=64)
-def _exact(
-    execution: Execution, tokenizer_size: int, stop_tokens: tuple[int, ...], raw: bool
-) -> Any:
-    del tokenizer_size
-
-    def exact(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
-        return _exact_of(plain if raw else shaped, tokens, execution)
-
-    return _program(exact, execution, stop_tokens)
-
-
-def _exact_of(logits: jax.Array, tokens: jax.Array, execution: Execution) -> dict[str, jax.Array]:
-    sampling, numerics = execution.sampling, execution.numerics
-    exact = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
-    return {"exact": exact}
-
-
+@lru_cache(maxsize=128)
 def _program(
-    of_tile: Callable[..., Any], execution: Execution, stop_tokens: tuple[int, ...]
+    execution: Execution,
+    tokenizer_size: int,
+    stop_tokens: tuple[int, ...],
+    *,
+    raw: bool,
+    whole: bool,
 ) -> Any:
-    """A program of weights, a rollout, and what shapes its logits, if anything does."""
+    """A program of weights, a rollout, and what shapes its logits, if anything does.
+
+    It finds `exact`, of the logits as they are shaped unless `raw`, and with `whole` the rest.
+    """
+    sampling, numerics = execution.sampling, execution.numerics
+
+    def of_tile(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+        more = _summary(shaped, tokens, tokenizer_size, stop_tokens) if whole else {}
+        logits = plain if raw else shaped
+        exact = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
+        if whole:
+            relative = plain - jnp.max(plain, axis=-1, keepdims=True)
+            own = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
+            more |= {"raw": own - jax.scipy.special.logsumexp(relative, axis=-1)}
+        return {"exact": exact} | more
 
     def run(weights: Weights, rollout: Rollout, shaped: Shapes | None) -> dict[str, jax.Array]:
         def of_rows(logits: jax.Array, tokens: jax.Array, *places: jax.Array) -> Any:
@@ -170,7 +159,7 @@ def _program(
         places = () if shaped is None else (jnp.arange(size[0] * size[1]).reshape(size),)
         return scoring.of_logits(weights, rollout, of_rows, execution=execution, more=places)
 
-    return jit(run, execution.numerics)
+    return jit(run, numerics)
 
 
 def _summary(logits, tokens, tokenizer_size, stop_tokens) -> dict[str, jax.Array]:

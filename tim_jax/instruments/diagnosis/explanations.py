@@ -335,7 +335,7 @@ def _truncated(tokens: Tokens, name: str, value: float, renormalised: bool):
 def _shifted(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
     """Log-probs that stand one place beside their tokens."""
     same = np.diff(tokens.sequence) == 0
-    for text, found, inside in (
+    for text, moved, inside in (
         ("of the token after it", np.roll(base.predicted, -1), np.append(same, False)),
         ("of the token before it", np.roll(base.predicted, 1), np.insert(same, 0, False)),
     ):
@@ -344,7 +344,7 @@ def _shifted(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
             name="shifted",
             text=f"each token has the log-prob {text}",
             kind="fault",
-            predicted=np.where(inside, found, np.nan),
+            predicted=np.where(inside, moved, np.nan),
         )
 
 

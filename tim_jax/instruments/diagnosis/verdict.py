@@ -325,39 +325,39 @@ def _judge_all(
 
 
 def _decide(
-    tokens: Tokens, base: Explanation, found: Sequence[Judged], sizes: dict[str, float]
+    tokens: Tokens, base: Explanation, judged: Sequence[Judged], sizes: dict[str, float]
 ) -> Verdict:
-    best = _best([one for one in found if one.gain > DECISIVE and material(one)])
+    best = _best([one for one in judged if one.gain > DECISIVE and material(one)])
     fault = best is not None and best.explanation.kind == "fault"
     state: State = "numerics" if sizes["largest"] > 0 else "exact"
-    half = _half_precision(found, sizes, len(tokens.sequence))
+    half = _half_precision(judged, sizes, len(tokens.sequence))
     if fault or (abnormal(sizes) and half is None):
         state = "fault"
-    second = _second(best, found, tokens) if best is not None and fault else None
+    second = _second(best, judged, tokens) if best is not None and fault else None
     part = None
     if best is not None and fault:
         part = parts.part_of(best.tokens, best.touched) if best.local else None
     elif state == "fault":
         part = parts.part_of(tokens, parts.outside(tokens, base.predicted))
     first = _first(best, tokens, base, part) if state == "fault" else None
-    return Verdict(state, tokens, tuple(found), best, second, first, sizes, half, part)
+    return Verdict(state, tokens, tuple(judged), best, second, first, sizes, half, part)
 
 
-def _best(found: Sequence[Judged]) -> Judged | None:
+def _best(judged: Sequence[Judged]) -> Judged | None:
     """The most likely, or one of its kind that is not decidedly less likely and fits fewer numbers.
 
     A fitted temperature of 0.998 follows rounding a little better than raw log-probs do.
     """
-    if not found:
+    if not judged:
         return None
-    top = found[0]
+    top = judged[0]
     if top.explanation.kind == "numerics":
         # Low precision of the bulk is likelier than a fault of a part, and does not excuse it.
-        faults = [one for one in found if one.explanation.kind == "fault" and one.local]
+        faults = [one for one in judged if one.explanation.kind == "fault" and one.local]
         top = next((one for one in faults if not _covers(top, one)), top)
     near = [
         one
-        for one in found
+        for one in judged
         if one.gain > top.gain - DECISIVE and one.explanation.kind == top.explanation.kind
     ]
     return min(near, key=_count_fitted)
@@ -380,7 +380,7 @@ def _count_fitted(judged: Judged) -> tuple[int, float]:
     return len(one.parameters) + (one.rows is not None), -judged.gain
 
 
-def _half_precision(found: Sequence[Judged], sizes: dict[str, float], total: int) -> Judged | None:
+def _half_precision(judged: Sequence[Judged], sizes: dict[str, float], total: int) -> Judged | None:
     """Half precision on this model, if the differences are hardly larger than what it makes.
 
     By the scale of the bulk, and by mean, largest and K3 of all.
@@ -391,12 +391,12 @@ def _half_precision(found: Sequence[Judged], sizes: dict[str, float], total: int
                 one.tokens.hidden, np.nan, one.explanation.predicted - one.tokens.evidence.exact
             )
         )
-        for one in found
+        for one in judged
         if one.explanation.kind == "numerics" and one.explanation.sizes is None
     }
     fitting = (
         one
-        for one in found
+        for one in judged
         if one.explanation.sizes is not None
         and one.explanation.name in HALF_PRECISION
         and one.scale <= MEAN_FACTOR
@@ -450,11 +450,11 @@ def _announced(tried: Iterable[Variant], most: int) -> Iterator[Variant]:
         yield variant
 
 
-def _second(best: Judged, found: Sequence[Judged], tokens: Tokens) -> Judged | None:
+def _second(best: Judged, judged: Sequence[Judged], tokens: Tokens) -> Judged | None:
     """The low precision that explains most of what a fault leaves, if any does."""
     sources = [
         one
-        for one in found
+        for one in judged
         if one.tokens is not tokens
         and one.explanation.kind == "numerics"
         and one.explanation.sizes is None

@@ -93,7 +93,7 @@ def training_panels(
     """Title -> chart, of the metrics that the table has.
 
     Args:
-        table: from `table.load`.
+        table: from `study.load`.
         controls: arms that are drawn dashed.
         surges: steps at which response lengths surge, marked by vertical rules.
     """

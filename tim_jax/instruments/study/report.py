@@ -19,8 +19,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.pages import Table
 from tim_jax.instruments.study import charts, findings, measurement, running, verdicts
 from tim_jax.instruments.study.definition import Study
-from tim_jax.instruments.study.running import Stated
-from tim_jax.instruments.study.table import RunLines, load, read_runs, values
+from tim_jax.instruments.study.running import RunLines, Stated, load, read_runs, values
 from tim_jax.schedules import SurgeDetector
 
 _SHOWN = 3  # completions of a step
@@ -187,9 +186,9 @@ def _names(sections: Sequence[Section]) -> Iterator[str]:
     for one in sections:
         name = _slug(one.title)
         numbered = (f"{name}-{number}" for number in count(2))
-        found = next(text for text in chain([name], numbered) if text not in taken)
-        taken.add(found)
-        yield found
+        free = next(text for text in chain([name], numbered) if text not in taken)
+        taken.add(free)
+        yield free
 
 
 def page(sections: Sequence[Section]) -> str:

@@ -9,8 +9,7 @@ import numpy as np
 from scipy import stats
 
 from tim_jax.instruments.study.definition import Outcome, Test
-from tim_jax.instruments.study.running import Stated
-from tim_jax.instruments.study.table import RunLines, read_runs, values
+from tim_jax.instruments.study.running import RunLines, Stated, read_runs, values
 
 _SEEDS = 60  # the most that is asked for: exact tests of more take too long
 # All divisions; `batch` of them are in memory at one time.
@@ -94,8 +93,8 @@ def outcomes(
 
 def verdicts(stated: Stated, runs: Sequence[RunLines] | None = None) -> list[Verdict]:
     """Every divergent arm against its control, and the comparisons that the study names."""
-    found = outcomes(stated, runs)
-    compared = [_compare(stated, found, *pair) for pair in _pairs(stated)]
+    known = outcomes(stated, runs)
+    compared = [_compare(stated, known, *pair) for pair in _pairs(stated)]
     family = [v for v in compared if not v.note]
     # What is still open counts as if it found nothing: a difference that is shown stays so.
     corrected = iter(holm([1.0 if v.p is None else v.p for v in family]))
@@ -129,12 +128,12 @@ def _pairs(stated: Stated) -> list[tuple[str, str, str]]:
     return list(dict.fromkeys([*arms, *named]))
 
 
-def _compare(stated: Stated, found, arm: str, against: str, uncontrolled: str) -> Verdict:
+def _compare(stated: Stated, known, arm: str, against: str, uncontrolled: str) -> Verdict:
     seeds, test = stated.seeds, stated.study.test
     if uncontrolled:
         return Verdict(arm, "", (), (), note=f"no matched control: {uncontrolled}")
-    both = [s for s in seeds if (arm, s) in found and (against, s) in found]
-    first, second = (tuple(found[name, s] for s in both) for name in (arm, against))
+    both = [s for s in seeds if (arm, s) in known and (against, s) in known]
+    first, second = (tuple(known[name, s] for s in both) for name in (arm, against))
     missing = tuple(s for s in seeds if s not in both)
     verdict = Verdict(arm, against, first, second, missing)
     if missing or not both:
@@ -201,8 +200,8 @@ def _exchanged(differences: np.ndarray) -> float:
     count = len(differences)
     signs = 1 - 2 * ((np.arange(2**count)[:, None] >> np.arange(count)) & 1)
     sums = np.abs(signs @ differences)
-    found = abs(float(np.sum(differences)))
-    return float(np.mean(sums >= found * (1 - 1e-12)))
+    observed = abs(float(np.sum(differences)))
+    return float(np.mean(sums >= observed * (1 - 1e-12)))
 
 
 def least_p(kind: str, seeds: int) -> float:
