@@ -39,6 +39,11 @@ OTHERS = 7  # variants of requests and prompts, at most
 Change = Callable[[Response], Response | None]
 
 
+def unchanged(response: Response) -> Response | None:
+    """The response in its own context."""
+    return response
+
+
 @dataclass(frozen=True)
 class Variant:
     """One other forward.
@@ -51,7 +56,7 @@ class Variant:
     text: str
     kind: Kind
     forward: Forward
-    change: Change = lambda response: response
+    change: Change = unchanged
 
 
 def explanations(variant: Variant, tokens: Tokens) -> Iterator[Explanation]:

@@ -471,8 +471,8 @@ def _combined(a: Any, b: Any, line: Callable[[int, int], int]) -> Any:
     if isinstance(a, int):
         return line(a, b)
     if isinstance(a, Mapping):
-        nothing = {name: type(value)() for name, value in (a | b).items()}
-        a, b = nothing | a, nothing | b
+        nothing = {name: type(value)() for name, value in {**a, **b}.items()}
+        a, b = {**nothing, **a}, {**nothing, **b}
         return {name: _combined(a[name], b[name], line) for name in a}
     pairs = ((f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
     return type(a)(**{name: _combined(x, y, line) for name, x, y in pairs})
