@@ -154,7 +154,7 @@ def changed(rows: Sequence[dict[str, Any]], change: Callable[..., Any]) -> list[
 
 
 def raw(tokens: Tokens) -> np.ndarray:
-    return chances(tokens.evidence, Distribution()).whole
+    return chances(tokens.evidence, Distribution()).drawn
 
 
 def padded(rows: int) -> Callable[[Tokens], np.ndarray]:

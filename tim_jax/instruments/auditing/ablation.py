@@ -31,6 +31,26 @@ BASELINE = "the learner's own"
 TOGETHER = "all together"
 _LENGTH_BINS = 6
 _POSITION_BINS = 8
+# Columns of the first table: the metric, its heading.
+MAIN = {
+    "tokens": "tokens",
+    "unequal_tokens": "unequal",
+    "log_ratio_abs_mean": "mean \\|d\\|",
+    "log_ratio_abs_max": "max \\|d\\|",
+    "kl_k3": "k3",
+    "chi2_token": "chi2",
+    "ratio_min": "min r",
+    "ratio_max": "max r",
+    "outside_1pct": "r outside 1%",
+    "log_ppl_abs_diff_sum": "mean \\|sum d\\|",
+    "prob_diff_max": "max \\|dp\\|",
+}
+PROFILES = {
+    "by_position": "position in the response",
+    "by_probability": "probability under the learner",
+    "by_length": "length of the response",
+    "by_difference": "\\|d\\| itself",
+}
 
 
 class Bin(NamedTuple):
@@ -173,34 +193,13 @@ def _by_length(difference: np.ndarray, rollout: Rollout) -> tuple[Bin, ...]:
     mask, longest = np.asarray(rollout.mask), rollout.responses.shape[1]
     lengths = np.broadcast_to(np.asarray(rollout.lengths)[:, None], mask.shape)
     edges = np.linspace(1, longest + 1, min(_LENGTH_BINS, longest) + 1)
-    bins = []
-    for low, high in itertools.pairwise(edges):
+
+    def of(low: float, high: float) -> Bin:
         inside = mask & (lengths >= low) & (lengths < high)
         mean = float(np.mean(difference, where=inside)) if inside.any() else 0.0
-        bins.append(Bin(float(low), float(high), int(inside.sum()), mean))
-    return tuple(bins)
+        return Bin(low, high, int(inside.sum()), mean)
 
-
-# Columns of the first table: the metric, its heading.
-MAIN = {
-    "tokens": "tokens",
-    "unequal_tokens": "unequal",
-    "log_ratio_abs_mean": "mean \\|d\\|",
-    "log_ratio_abs_max": "max \\|d\\|",
-    "kl_k3": "k3",
-    "chi2_token": "chi2",
-    "ratio_min": "min r",
-    "ratio_max": "max r",
-    "outside_1pct": "r outside 1%",
-    "log_ppl_abs_diff_sum": "mean \\|sum d\\|",
-    "prob_diff_max": "max \\|dp\\|",
-}
-PROFILES = {
-    "by_position": "position in the response",
-    "by_probability": "probability under the learner",
-    "by_length": "length of the response",
-    "by_difference": "\\|d\\| itself",
-}
+    return tuple(itertools.starmap(of, itertools.pairwise(edges.tolist())))
 
 
 def to_record(

@@ -247,10 +247,9 @@ def _rollout(responses: Sequence[Response], prompt_size: int, size: int) -> Roll
 
 
 class Chances(NamedTuple):
-    """Log-probs f64[N] of the tokens under a distribution, three ways."""
+    """Log-probs f64[N] of the tokens under a distribution, two ways."""
 
     renormalised: np.ndarray  # over what the truncation keeps; a token outside counts as kept
-    whole: np.ndarray  # over the whole vocabulary: the truncation is left out
     drawn: np.ndarray  # of the draw itself: nearly impossible outside of what is kept
 
 
@@ -272,11 +271,11 @@ def chances(evidence: Evidence, distribution: Distribution) -> Chances:
     scaled = beta * evidence.logit.astype(np.float64)
     whole = scaled - normaliser
     if not distribution.truncated:
-        return Chances(whole, whole, whole)
+        return Chances(whole, whole)
     kept, inside = _kept(evidence, distribution, beta, normaliser)
     drawn = np.where(inside, whole - kept, whole + np.log(_STRAY))
     outside = np.where(inside, 0.0, np.exp(whole))
-    return Chances(whole - np.log(np.exp(kept) + outside), whole, drawn)
+    return Chances(whole - np.log(np.exp(kept) + outside), drawn)
 
 
 def log_normaliser(moments: np.ndarray, beta: float) -> np.ndarray:

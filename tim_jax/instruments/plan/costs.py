@@ -114,7 +114,7 @@ def _kernel(params, operands: Sequence[Any]) -> Call:
     else:
         flops = count(params["jaxpr"]).flops * programs
         copies = (programs if on_gpu else _count_copies(block, mapping.grid) for block in blocks)
-        sizes = (_bytes(_shape(one), one) for one in blocks)
+        sizes = (_bytes(_block_shape(one), one) for one in blocks)
         loaded = sum(n * size for n, size in zip(copies, sizes, strict=True))
     # An array may be given twice, for two of its blocks at a time.
     names = [*map(id, operands[mapping.num_index_operands :]), *range(len(mapping.out_shapes))]
@@ -133,7 +133,7 @@ def _stated(equation) -> Call:
     return Call(params["name"], prod(mesh.grid), cost.flops, cost.bytes_accessed, memory)
 
 
-def _shape(block) -> tuple[int, ...]:
+def _block_shape(block) -> tuple[int, ...]:
     """A block's, without what lies beyond the array."""
     sizes = (
         one if isinstance(one, int) else getattr(one, "block_size", 1) for one in block.block_shape
