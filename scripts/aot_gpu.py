@@ -40,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import kernels
 from tim_jax.instruments.plan import topology
-from tim_jax.instruments.plan.gpus import COMPILER_OPTIONS, GPUS
+from tim_jax.instruments.plan.topology import COMPILER_OPTIONS, GPUS
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
     GPU_EXACT_F16,

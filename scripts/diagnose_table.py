@@ -27,8 +27,7 @@ from tim_jax.common.types import Prompts
 from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.diagnosis import readers, variants, verdict
 from tim_jax.instruments.diagnosis.declared import Distribution
-from tim_jax.instruments.diagnosis.distributions import chances, log_normaliser
-from tim_jax.instruments.diagnosis.evidence import Forward, gather
+from tim_jax.instruments.diagnosis.evidence import Forward, chances, gather, log_normaliser
 from tim_jax.instruments.diagnosis.explanations import Tokens
 from tim_jax.instruments.diagnosis.rollouts import Limits, collect
 from tim_jax.mismatch import Mismatch, dial
@@ -155,7 +154,7 @@ def changed(rows: Sequence[dict[str, Any]], change: Callable[..., Any]) -> list[
 
 
 def raw(tokens: Tokens) -> np.ndarray:
-    return chances(tokens.evidence, Distribution()).whole
+    return chances(tokens.evidence, Distribution()).drawn
 
 
 def padded(rows: int) -> Callable[[Tokens], np.ndarray]:

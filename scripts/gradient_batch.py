@@ -22,7 +22,7 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.common.inputs import expanded
-from tim_jax.instruments.study import arms, files, horizon, measurement, running
+from tim_jax.instruments.study import definition, measurement, running
 from tim_jax.instruments.study.gradient import Measuring
 
 _BATCH = "batch.npz"
@@ -44,9 +44,9 @@ def main() -> None:
 
 def gradients(path: Path, folder: Path, sources: list[str]) -> dict[str, np.ndarray]:
     """ "source/estimator" -> gradient, "source/tokens" -> draws; by horizon, "source/constant"."""
-    study = files.read(path)
-    plain = arms.merged(toml.read_toml(path.parent / expanded(study.base)), study.common)
-    run = arms.Arm(measurement.EXACT, plain)
+    study = running.read(path)
+    plain = definition.merged(toml.read_toml(path.parent / expanded(study.base)), study.common)
+    run = definition.Arm(measurement.EXACT, plain)
     seed = int(plain.get("seed", RunConfig().seed))
     one = running.state(study, [run], folder, seeds=[seed])
     running.run(one, jobs=1, say=print)
@@ -61,7 +61,7 @@ def gradients(path: Path, folder: Path, sources: list[str]) -> dict[str, np.ndar
             found[f"{source}/{name}"] = gradient[0]
         found[f"{source}/tokens"] = np.asarray(measuring.rollouts(dial, 1).responses)
         if study.horizon:
-            of_bound = horizon.constants(measuring, dial, states=study.states)
+            of_bound = measurement.constants(measuring, dial, states=study.states)
             found |= {f"{source}/{name}": np.atleast_1d(value) for name, value in of_bound.items()}
     return found
 

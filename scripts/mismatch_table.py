@@ -21,7 +21,7 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import audit, train
 from tim_jax.app.run import source_charts
-from tim_jax.instruments.auditing import ablation_report
+from tim_jax.instruments.auditing import ablation
 from tim_jax.instruments.auditing.ablation import BASELINE, TOGETHER, Arm
 
 ROOT = Path(__file__).parent.parent
@@ -133,10 +133,10 @@ def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
         "",
         "## Temperature 1",
         "",
-        ablation_report.to_markdown(plain),
+        ablation.to_markdown(plain),
         "## Temperature 0.6, top_p 0.8",
         "",
-        ablation_report.to_markdown(semantic),
+        ablation.to_markdown(semantic),
     ]
     (results / "mismatch.md").write_text("\n".join(full))
     page = DOCS / "mismatch.md"
@@ -151,11 +151,11 @@ def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
         "",
         f"Learner: {plain['learner']}; temperature 1:",
         "",
-        ablation_report.to_markdown(plain, every_metric=False, profiles=False).rstrip(),
+        ablation.to_markdown(plain, every_metric=False, profiles=False).rstrip(),
         "",
         "Under temperature 0.6 and top_p 0.8:",
         "",
-        ablation_report.to_markdown(semantic, every_metric=False, profiles=False).rstrip(),
+        ablation.to_markdown(semantic, every_metric=False, profiles=False).rstrip(),
         END,
     ]
     page.write_text(before + "\n".join(middle) + after)

@@ -18,7 +18,7 @@ from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import planning
 from tim_jax.instruments.plan.comparison import COMPARED
 from tim_jax.instruments.plan.planning import Plan
-from tim_jax.instruments.study import arms, files, measurement
+from tim_jax.instruments.study import definition, measurement, running
 from tim_jax.instruments.study.definition import Study
 
 PAGE = common.RESULTS / "studies_gpu.md"
@@ -48,19 +48,19 @@ class Wanted(NamedTuple):
 
 def runs(path: Path) -> Iterator[Wanted]:
     """The arms of a study of runs; of one at fixed weights, every source at the longest horizon."""
-    one = files.read(path)
+    one = running.read(path)
     base = toml.read_toml(path.parent / one.base)
     if isinstance(one, Study):
-        for arm in arms.arms(one, base, source=path.name):
+        for arm in definition.arms(one, base, source=path.name):
             yield Wanted(path.stem, arm.name, arm.config(0, Path("unused")))
         return
-    plain = arms.merged(base, one.common)
+    plain = definition.merged(base, one.common)
     configs = measurement.horizons(one, plain).values()
     longest = max(configs, key=lambda config: config.sampling.max_response_length)
     sampling = {"sampling": {"max_response_length": longest.sampling.max_response_length}}
     for name, source in one.source.items():
         change = {"sampler": {"mismatch": list(source.mismatch)}, "exact": "report"} | sampling
-        run = arms.merged(plain, change)
+        run = definition.merged(plain, change)
         yield Wanted(path.stem, name, toml.build(run, source=path.name))
 
 

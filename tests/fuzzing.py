@@ -37,7 +37,7 @@ from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import audit, models, planning, studies, train
 from tim_jax.app.run import assembly, folders, signals
 from tim_jax.common.errors import ENDINGS, InputError
-from tim_jax.instruments.study import files, report, running
+from tim_jax.instruments.study import report, running
 from tim_jax.instruments.study.estimates import Compared
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE
 from tim_jax.model import calibration, hf
@@ -322,12 +322,12 @@ def _furnish_studies(folder: Path) -> None:
     """The files of studies, and a finished study beside them."""
     (folder / "study.toml").write_text(lines(STUDY))
     (folder / "gradient.toml").write_text(lines(GRADIENT))
-    study, base = files.read(folder / "study.toml"), toml.read_toml(folder / "good.toml")
+    study, base = running.read(folder / "study.toml"), toml.read_toml(folder / "good.toml")
     stated = studies.stated(study, base, folder / "study", source="study.toml")
     configs = {arm.name: toml.dump(arm.config(0, Path("made"))) for arm in stated.arms}
     for run in stated.runs:
         write_run(run.folder, configs[run.arm])
-    gradient = files.read(folder / "gradient.toml")
+    gradient = running.read(folder / "gradient.toml")
     running.state(gradient, [], folder / "gradient", seeds=[0])
     write_lines(folder / "gradient" / "measured.jsonl", [_measured()])
 

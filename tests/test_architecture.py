@@ -13,7 +13,7 @@ NAME = PACKAGE.name
 # whole, or a module that stands alone) imports from rows above its own, never from its own row.
 # The rooms of a wing are listed one by one.
 ROOMS = (
-    ("common.errors", "common.machine", "common.types", "common.waiting"),
+    ("common.errors", "common.machine", "common.pages", "common.types", "common.waiting"),
     ("common.inputs", "numerics", "recording"),
     ("kernels", "objectives", "schedules"),
     ("placement", "corrections", "optimizers"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
 from tim_jax import kernels
-from tim_jax.instruments.plan import work
+from tim_jax.instruments.plan import costs
 from tim_jax.kernels import experts, routing
 from tim_jax.numerics import EXACT_BF16, EXACT_F16, EXACT_F32, NATIVE_F32
 
@@ -273,7 +273,7 @@ def test_planned_products_are_those_of_the_chosen_experts(rows, count):
         jnp.zeros((count, WIDTH, HIDDEN)),
         jnp.zeros((rows, CHOSEN), jnp.int32),
     )
-    found = work.count(jax.make_jaxpr(partial(run, numerics=EXACT_F32))(*given_)).flops
+    found = costs.count(jax.make_jaxpr(partial(run, numerics=EXACT_F32))(*given_)).flops
     size = experts.tile_rows(rows * CHOSEN, count, 16)
     tiles = count + (rows * CHOSEN - count) // size
     assert found == 2 * tiles * size * 3 * HIDDEN * WIDTH

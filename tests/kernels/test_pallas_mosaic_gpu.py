@@ -18,7 +18,7 @@ from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing.cases import plain_sampling
-from tim_jax.instruments.plan import kernel_code, work
+from tim_jax.instruments.plan import comparison, costs
 from tim_jax.kernels import pallas, pallas_mosaic_gpu
 from tim_jax.model import fitting
 from tim_jax.numerics import (
@@ -141,17 +141,17 @@ def lowered(operation: str, rows: int, numerics: Numerics = MOSAIC_GPU_EXACT_BF1
 @NEW
 @pytest.mark.parametrize("operation", PRODUCTS)
 def test_a_products_code_is_the_same_for_few_and_many_rows(operation):
-    few, many = (kernel_code.body(lowered(operation, rows)) for rows in (5, 700))
+    few, many = (comparison.kernel_code(lowered(operation, rows)) for rows in (5, 700))
     assert "wgmma.mma_async" in few
     assert "stable_mosaic_gpu.scf.for" in few
-    assert kernel_code.computes(few)
+    assert comparison.computes(few)
     assert few == many
 
 
 @NEW
 def test_products_that_differ_have_other_code():
     names = [name for name in PRODUCTS if name != "dots"]  # which are those of `dot`
-    assert len({kernel_code.body(lowered(name, 70)) for name in names}) == len(names)
+    assert len({comparison.kernel_code(lowered(name, 70)) for name in names}) == len(names)
 
 
 @NEW
@@ -171,7 +171,7 @@ def test_a_product_states_its_work():
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((200, 256), (256, 384))]
     numerics = replace(MOSAIC_GPU_EXACT_BF16, interpret=True)
     run = jax.jit(partial(kernels.family(numerics).dot, numerics=numerics))
-    found = work.count(run.trace(*shapes).jaxpr)
+    found = costs.count(run.trace(*shapes).jaxpr)
     (call,) = found.kernels
     (tile,) = gpu.matmul
     assert call.name == "dot"

@@ -10,8 +10,9 @@ import numpy as np
 
 from tim_jax.api.model import Model, check_model, load
 from tim_jax.api.rollouts import Rollout
+from tim_jax.common import pages
 from tim_jax.common.errors import InputError, check_choice
-from tim_jax.instruments.diagnosis import readers, report, verdict
+from tim_jax.instruments.diagnosis import readers, records, verdict
 from tim_jax.instruments.diagnosis.declared import Distribution
 from tim_jax.instruments.diagnosis.evidence import Forward
 from tim_jax.instruments.diagnosis.monitor import Monitor
@@ -26,7 +27,7 @@ class Diagnosis:
     verdict: verdict.Verdict
     """All of it, with arrays of every token."""
     record: dict[str, Any]
-    """All that the report says, as plain values; see `tim_jax.instruments.diagnosis.report`."""
+    """All that the report says, as plain values; see `tim_jax.instruments.diagnosis.records`."""
     problems: tuple[str, ...]
     """Lines that were skipped, and why."""
 
@@ -38,15 +39,15 @@ class Diagnosis:
     @cached_property
     def json(self) -> str:
         """The record as JSON."""
-        return report.as_json(self.record)
+        return pages.as_json(self.record)
 
     @cached_property
     def html(self) -> str:
         """The record as an HTML page that needs no other file."""
-        return report.as_html(self.record, "Is it numerics or a bug?")
+        return records.as_html(self.record, "Is it numerics or a bug?")
 
     def __str__(self) -> str:
-        return report.text(self.record)
+        return records.text(self.record)
 
 
 class Diagnose:
@@ -110,7 +111,7 @@ class Diagnose:
             others=tuple(_others(model, weights)),
             tokenizer=model.tokenizer,
         )
-        record = report.as_record(
+        record = records.as_record(
             found,
             model.tokenizer.decode,
             warnings=collected.warnings,

@@ -372,7 +372,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     _for_libtpu()
     config = _config(arguments)
     from tim_jax.app.jobs import planning
-    from tim_jax.instruments.plan import report
+    from tim_jax.instruments.plan import lines
 
     plan = planning.plan_run(
         config,
@@ -382,8 +382,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         searching=not arguments.quick,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    print(report.text(plan))
-    _write(arguments.json, json.dumps(report.as_json(plan), indent=2))
+    print(lines.text(plan))
+    _write(arguments.json, json.dumps(lines.as_json(plan), indent=2))
     return 0 if plan.fits else 1
 
 

@@ -14,7 +14,7 @@ from tim_jax.app.jobs import audit
 from tim_jax.app.jobs.audit import Bench
 from tim_jax.app.run import source_charts
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.auditing import ablation, ablation_report
+from tim_jax.instruments.auditing import ablation
 from tim_jax.model import hf
 
 DIAL = dials.dial(
@@ -95,7 +95,7 @@ def test_nothing_to_draw(result, tmp_path):
 
 
 def test_short_numbers():
-    short = ablation_report._short
+    short = ablation._short
     found = [short(x) for x in (0.0, 12345.0, 1.5e-5, 0.12345, 1e7 + 0.5, None)]
     assert found == ["0", "12,345", "1.50e-05", "0.1235", "1.00e+07", "not finite"]
 

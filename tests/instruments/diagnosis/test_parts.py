@@ -7,15 +7,7 @@ import pytest
 from recorded import STOPS, diagnosed, forward, sampled, with_log_probs
 
 from tim_jax.common import waiting
-from tim_jax.instruments.diagnosis import (
-    ends,
-    explanations,
-    judged,
-    parts,
-    report,
-    variants,
-    verdict,
-)
+from tim_jax.instruments.diagnosis import explanations, parts, records, variants, verdict
 
 
 def decode(ids):
@@ -63,7 +55,7 @@ def test_sentinels_are_named_and_their_tokens_listed(count, value):
     found = diagnosed(changed(noisy(), places, lambda _: value))
     assert found.state == "fault"
     assert found.best.explanation.name == "sentinel"
-    record = report.as_record(found, decode)
+    record = records.as_record(found, decode)
     assert listed(record) == places
     assert f"{value:g}" in record["verdict"]
     assert record["part"]["others"]["largest"] < 0.01
@@ -85,7 +77,7 @@ def test_rows_that_hold_the_log_probs_of_another_row_are_named_and_listed():
         swapped[i] = rows[i] | {"logprobs": rows[j]["logprobs"]}
     found = diagnosed(swapped)
     assert found.best.explanation.name == "other_row"
-    record = report.as_record(found, decode)
+    record = records.as_record(found, decode)
     assert sorted({row for row, _ in listed(record)}) == own
     assert f"as row {own[0] + 1} holds those of row {own[1] + 1}" in record["verdict"]
 
@@ -98,8 +90,8 @@ def test_a_fault_of_some_rows_is_named_with_them():
     found = diagnosed(rows)
     assert found.best.explanation.name == "shifted"
     assert found.best.explanation.rows.tolist() == [8, 40, 41]
-    assert "in 3 of 96 rows" in report.sentence(found)
-    assert {row for row, _ in listed(report.as_record(found, decode))} == {8, 40, 41}
+    assert "in 3 of 96 rows" in records.sentence(found)
+    assert {row for row, _ in listed(records.as_record(found, decode))} == {8, 40, 41}
 
 
 @pytest.mark.parametrize("count", [1, 20])
@@ -108,9 +100,9 @@ def test_a_part_that_nothing_explains_is_a_fault_and_listed(count):
     found = diagnosed(changed(noisy(), places, lambda x: x - rng.uniform(3, 9)))
     assert found.state == "fault"
     assert found.best is None
-    record = report.as_record(found, decode)
+    record = records.as_record(found, decode)
     assert listed(record) == places
-    text = report.text(record)
+    text = records.text(record)
     assert "differ by what no known cause explains" in record["verdict"]
     (tried,) = (line for line in text.split("\n") if line.startswith("Tried: "))
     assert {"temperature", "shifted", "padded_vocabulary"} <= set(tried[7:].split(", "))
@@ -123,7 +115,7 @@ def test_noise_of_no_known_cause_is_never_explained(scale):
     found = diagnosed(noisy(scale))
     assert found.best is None
     assert found.state == ("fault" if scale > 0.1 else "numerics")
-    shown = report.text(report.as_record(found, decode))
+    shown = records.text(records.as_record(found, decode))
     assert (
         "explanation " not in shown.partition("Tried")[2].partition("\n\n")[2] or "draws" in shown
     )
@@ -180,21 +172,23 @@ def test_aborts_that_nobody_wrote_down_do_not_hide_it_either(kept):
         end_stop=np.where(due, -0.1, -9.0), stops=np.full((len(tokens.position), 2), -20.0)
     )
     tokens = replace(tokens, evidence=seen)
-    (found,) = (one for one in ends.ending(tokens) if one.name == "end_token_stripped")
-    assert found.structure > judged.DECISIVE
+    (found,) = (one for one in parts.ending(tokens) if one.name == "end_token_stripped")
+    assert found.structure > verdict.DECISIVE
     lengths = np.asarray([len(r) for r in tokens.responses])
     cut = (lengths == lengths.max()) & (kept == 0)  # may have been, as long as the longest are
     assert found.shows.tolist() == tokens.lasts[due & ~cut].tolist()
     nowhere = replace(tokens, evidence=seen._replace(end_stop=np.full(len(rows), -9.0)))
-    (found,) = (one for one in ends.ending(nowhere) if one.name == "end_token_stripped")
-    assert found.structure < judged.DECISIVE
+    (found,) = (one for one in parts.ending(nowhere) if one.name == "end_token_stripped")
+    assert found.structure < verdict.DECISIVE
 
 
 def test_an_end_token_that_is_named_but_not_there_was_stripped():
     named = ended(sampled()[:24], finish_reason={"type": "stop", "matched": STOPS[0]})
     found = diagnosed([*sampled()[24:], *named])
     assert found.best.explanation.name == "end_token_stripped"
-    assert "about draws or ends, not about the gap" in report.text(report.as_record(found, decode))
+    assert "about draws or ends, not about the gap" in records.text(
+        records.as_record(found, decode)
+    )
     # Another end token, of the request: it is there.
     other = [
         row | {"finish_reason": "stop", "stop_reason": row["response_token_ids"][-1]}
@@ -213,5 +207,5 @@ def test_who_waits_is_told_what_is_tried(monkeypatch, caplog):
     monkeypatch.setattr(waiting, "SECONDS", 0.0)
     tried = [variants.Variant(name, name, "fault", forward()) for name in ("a", "b")]
     with caplog.at_level("INFO", logger="tim_jax.common.waiting"):
-        assert list(verdict._said(tried, 9)) == tried
+        assert list(verdict._announced(tried, 9)) == tried
     assert caplog.messages[1].startswith("trying b, alternative 2 of at most 9")

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from recorded import LIMITS, STOPS, diagnosed, forward, sampled, weights
 
-from tim_jax.instruments.diagnosis import evidence, readers, shaping
+from tim_jax.instruments.diagnosis import declared, evidence, readers
 from tim_jax.instruments.diagnosis.declared import Distribution, Shaping
 from tim_jax.instruments.diagnosis.rollouts import collect
 from tim_jax.policy import scoring
@@ -90,12 +90,12 @@ def test_log_probs_under_options_are_those_of_their_definition(options):
 
 def test_tokens_that_are_not_allowed_have_no_share():
     allowed = tuple(range(4, VOCABULARY))
-    shapes = shaping.arrays([Distribution(shaping=Shaping(allowed=allowed))], 2, VOCABULARY)
+    shapes = declared.shape_arrays([Distribution(shaping=Shaping(allowed=allowed))], 2, VOCABULARY)
     rollout = jax.tree.map(lambda x: x[:2], tiny.rollout())
     z = jnp.asarray(np.random.default_rng(0).normal(size=(3, VOCABULARY)), jnp.float32)
     places = jnp.asarray([0, 1, rollout.responses.shape[1]])
     how = {"rollout": rollout, "shapes": shapes, "stop_tokens": STOPS}
-    found = shaping.shape(z, jnp.asarray([5, 6, 7]), places, **how)
+    found = declared.shape_logits(z, jnp.asarray([5, 6, 7]), places, **how)
     np.testing.assert_array_equal(found[:, 4:], z[:, 4:])
     assert (found[:, :4] < -9e4).all()
 

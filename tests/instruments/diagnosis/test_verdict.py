@@ -27,21 +27,20 @@ from scipy import integrate
 
 from tim_jax import corrections, mismatch
 from tim_jax.app import cli
+from tim_jax.common import pages
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.diagnosis import (
-    ends,
     evidence,
     explanations,
-    judged,
-    noise,
+    parts,
     readers,
-    report,
+    records,
     variants,
     verdict,
 )
 from tim_jax.instruments.diagnosis.declared import Distribution
-from tim_jax.instruments.diagnosis.distributions import chances
+from tim_jax.instruments.diagnosis.evidence import chances
 from tim_jax.instruments.diagnosis.monitor import Monitor
 from tim_jax.instruments.diagnosis.rollouts import Response, collect
 from tim_jax.metrics import mismatch_metrics
@@ -111,7 +110,8 @@ def check_chances(distribution, logits, tokens, found, atol):
     np.put_along_axis(kept, order, mass, axis=1)
     inside = kept[rows, tokens] > 0
     given = chances(found, distribution)
-    np.testing.assert_allclose(given.whole, whole[rows, tokens], atol=2e-5)
+    untruncated = chances(found, Distribution(distribution.temperature)).renormalised
+    np.testing.assert_allclose(untruncated, whole[rows, tokens], atol=2e-5)
     total = np.log(kept.sum(axis=1))
     np.testing.assert_allclose(
         given.renormalised[inside], (whole[rows, tokens] - total)[inside], atol=atol
@@ -124,16 +124,16 @@ def test_the_noise_model_is_a_density_and_finds_its_scale():
     one = np.ones(1)
     for scale in (1e-4, 0.3):
         area, _ = integrate.quad(
-            lambda x, s=scale: float(np.exp(noise.densities(x * one, one, s))[0]),
+            lambda x, s=scale: float(np.exp(explanations.densities(x * one, one, s))[0]),
             -400 * scale, 400 * scale, points=[0.0], limit=400,
         )  # fmt: skip
         assert area == pytest.approx(1.0, abs=1e-3)
     rng = np.random.default_rng(0)
     weight = rng.uniform(0.1, 1.0, 4000)
     residual = 0.02 * weight * rng.standard_t(3, 4000)
-    assert noise.fit(residual, weight).scale == pytest.approx(0.02, rel=0.1)
-    assert noise.fit(np.zeros(10), np.ones(10)).scale < noise.FLOOR
-    assert noise.densities(np.asarray([np.nan]), one, 1.0)[0] == noise.NOTHING
+    assert explanations.fit_noise(residual, weight).scale == pytest.approx(0.02, rel=0.1)
+    assert explanations.fit_noise(np.zeros(10), np.ones(10)).scale < explanations.FLOOR
+    assert explanations.densities(np.asarray([np.nan]), one, 1.0)[0] == explanations.NOTHING
 
 
 # What is found.
@@ -177,7 +177,7 @@ def masked(strangers, temperature=1.0):
 
 def all_judged(tokens):
     base = explanations.null(tokens)
-    tried = (*explanations.reporting(tokens), *ends.ending(tokens))
+    tried = (*explanations.reporting(tokens), *parts.ending(tokens))
     return {one.name: verdict.judge(one, tokens, base) for one in tried}
 
 
@@ -185,7 +185,7 @@ def test_a_temperature_is_fitted_on_the_tokens_that_the_model_drew():
     found = all_judged(masked(1, temperature=0.7))["drawn_temperature"]
     assert found.explanation.parameters["temperature"] == pytest.approx(0.7, rel=0.1)
     assert found.gain > verdict.DECISIVE
-    assert judged.material(found)
+    assert verdict.material(found)
 
 
 def test_what_a_loss_mask_hides_decides_nothing():
@@ -196,7 +196,7 @@ def test_what_a_loss_mask_hides_decides_nothing():
         first, second = one[name], two[name]
         assert first.explanation.parameters == pytest.approx(second.explanation.parameters), name
         assert first.gain == pytest.approx(second.gain, abs=1e-4), name
-        assert judged.material(first) == judged.material(second)
+        assert verdict.material(first) == verdict.material(second)
 
 
 @pytest.mark.slow
@@ -442,7 +442,7 @@ def test_low_precision_is_named_by_its_entry(entry):
     named = diagnosed(rows, sources=(*others, entry))
     assert named.best.explanation.name == mismatch.label(entry)
     assert named.best.share > 0.99
-    usual = named.sizes["k3"] < judged.NORMAL_K3 and named.sizes["mean"] < 0.02
+    usual = named.sizes["k3"] < verdict.NORMAL_K3 and named.sizes["mean"] < 0.02
     assert named.normal == (usual or named.half is not None)
     if mismatch.label(entry) in verdict.HALF_PRECISION:
         assert 0.5 < named.half.scale < 2
@@ -455,7 +455,7 @@ def judgement(name, gain, *, kind="fault", parameters=(), sizes=None, scale=1.0)
     )
     options = {"scale": scale, "gap": 1.0, "remains": 0.0, "effect": 1.0, "within": 1.0}
     touched = np.ones(1, bool)
-    return judged.Judged(found, None, gain, nothing, **options, touched=touched, of_draws=False)
+    return verdict.Judged(found, None, gain, nothing, **options, touched=touched, of_draws=False)
 
 
 def test_of_two_faults_that_are_equally_likely_the_simpler_is_named():
@@ -477,12 +477,12 @@ def low_precision(name, made, *, scale):
     by_size = replace(own, predicted=np.full(count, -1.0), sizes=np.abs(made))
     rest = {"gap": 1.0, "remains": 1.0, "effect": 0.0, "within": 1.0, "of_draws": False}
     rest["touched"] = made != 0
-    return [judged.Judged(one, tokens, 1.0, made, scale=scale, **rest) for one in (own, by_size)]
+    return [verdict.Judged(one, tokens, 1.0, made, scale=scale, **rest) for one in (own, by_size)]
 
 
 def test_half_precision_of_the_model_itself_is_normal_up_to_twice_its_size():
     made, name = np.full(8, 0.1), verdict.HALF_PRECISION[0]
-    normal = judged.sizes_of(1.9 * made)
+    normal = verdict.sizes_of(1.9 * made)
 
     def found(sizes=normal, name=name, scale=1.9):
         return verdict._half_precision(low_precision(name, made, scale=scale), sizes, 8)
@@ -491,7 +491,7 @@ def test_half_precision_of_the_model_itself_is_normal_up_to_twice_its_size():
     assert found(scale=2.1) is None
     assert found(name="quantised_weights(int4)") is None
     # A fit of the bulk does not see the tails: mean, K3 and the largest must go with it.
-    assert found(judged.sizes_of(2.1 * made)) is None
+    assert found(verdict.sizes_of(2.1 * made)) is None
     assert found(normal | {"k3": 1e3 * normal["k3"]}) is None
     assert found(normal | {"largest": 3.0}) is None
 
@@ -524,7 +524,7 @@ def test_rollouts_of_transformers_are_numerics_and_a_mistake_in_them_is_named(tm
     hf.save(tmp_path / "m", jax.device_get(table.params()), table.CONFIG, tokenizer=table.TOKENIZER)
     for dtype in ("float32", "bfloat16"):
         found = table.diagnosed(table.by_transformers(tmp_path / "m", dtype=dtype))
-        assert found.state == "numerics", report.sentence(found)
+        assert found.state == "numerics", records.sentence(found)
         assert (found.sizes["largest"] < 1e-4) == (dtype == "float32")
     raw = table.by_transformers(tmp_path / "m", dtype="bfloat16", temperature=0.6, raw=True)
     assert table.diagnosed(raw).best.explanation.name == "raw_log_probs"
@@ -557,18 +557,18 @@ def test_the_cases_of_the_page_end_as_it_says(tmp_path, monkeypatch):
 
 def test_a_report_says_it_all_in_text_json_and_html():
     found = diagnosed(sampled(0.6))
-    record = report.as_record(found, lambda ids: "".join(chr(97 + i) for i in ids))
-    text = report.text(record)
+    record = records.as_record(found, lambda ids: "".join(chr(97 + i) for i in ids))
+    text = records.text(record)
     assert "fault: drawn and recorded at temperature 0.6" in text
     assert "The first token that shows it: row " in text
-    parsed = json.loads(report.as_json(record))
+    parsed = json.loads(pages.as_json(record))
     assert parsed["explanations"][0]["name"] == "temperature"
     assert parsed["metrics"]["tokens"] == parsed["tokens"]
     assert parsed["remains"]["mean"] < 1e-4
     for name in ("by_position", "by_probability", "by_difference", "by_length"):
         assert sum(one["tokens"] for one in parsed["profiles"][name]) == parsed["tokens"]
-    assert len(parsed["worst"]) == report.WORST
-    page = report.as_html(record | {"verdict": "<script>"}, "a & b")
+    assert len(parsed["worst"]) == records.WORST
+    page = records.as_html(record | {"verdict": "<script>"}, "a & b")
     assert "<script>" not in page
     assert "http" not in page
 

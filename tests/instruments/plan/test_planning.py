@@ -27,17 +27,7 @@ from jaxlib.triton import dialect as triton
 from tim_jax import kernels, objectives, optimizers
 from tim_jax.app import cli
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.plan import (
-    comparison,
-    costs,
-    hlo,
-    kernel_code,
-    planning,
-    report,
-    topology,
-    work,
-    workload,
-)
+from tim_jax.instruments.plan import comparison, costs, hlo, lines, planning, topology, workload
 from tim_jax.instruments.plan.costs import Memory, Traffic
 from tim_jax.instruments.plan.topology import Target
 from tim_jax.model.config_file import to_hf
@@ -172,7 +162,7 @@ def test_products_are_counted_as_the_compiler_does():
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 8, 32), (3, 32, 64))]
     program = jax.jit(lambda x, y: jnp.einsum("bik,bkj->bij", x, y))
     theirs = program.lower(*shapes).compile().cost_analysis()["flops"]
-    assert work.count(program.trace(*shapes).jaxpr).flops == theirs == 2 * 3 * 8 * 32 * 64
+    assert costs.count(program.trace(*shapes).jaxpr).flops == theirs == 2 * 3 * 8 * 32 * 64
 
 
 def test_products_in_loops_and_in_kernels():
@@ -183,7 +173,7 @@ def test_products_in_loops_and_in_kernels():
         return jax.lax.scan(step, x, None, length=7)[0]
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 128), (128, 128))]
-    assert work.count(jax.jit(run).trace(*shapes).jaxpr).flops == 7 * 2 * 16 * 128 * 128
+    assert costs.count(jax.jit(run).trace(*shapes).jaxpr).flops == 7 * 2 * 16 * 128 * 128
 
 
 def test_a_kernels_blocks_are_copied_when_their_place_changes():
@@ -192,7 +182,7 @@ def test_a_kernels_blocks_are_copied_when_their_place_changes():
     ops = kernels.family(numerics)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((200, 256), (256, 384))]
     traced = jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes)
-    found = work.count(traced.jaxpr)
+    found = costs.count(traced.jaxpr)
     tiles, columns, depth = 4, 3, 2  # of 64 rows, 128 columns, 128 of the contraction
     assert found.flops == 2 * (tiles * 64) * 256 * 384
     inputs = tiles * columns * depth * (64 * 128 + 128 * 128)
@@ -206,7 +196,7 @@ def test_programs_of_a_gpu_load_their_own_blocks_through_a_cache():
     numerics = replace(tiny.NUMERICS, family="pallas_gpu", interpret=True, gpu=tiles)
     ops = kernels.family(numerics)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((200, 256), (256, 384))]
-    found = work.count(jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes).jaxpr)
+    found = costs.count(jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes).jaxpr)
     (call,) = found.kernels
     assert call.programs == 4 * 6  # tiles of 64 rows, the last of 8, and 64 columns
     assert call.loaded == 4 * 24 * (64 * 256 + 256 * 64 + 64 * 64)
@@ -218,7 +208,7 @@ def test_of_a_tile_the_rows_that_there_are_are_counted(family):
     numerics = replace(tiny.NUMERICS, family=family, interpret=True)
     ops = kernels.family(numerics)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((5, 1024), (1024, 1024))]
-    found = work.count(jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes).jaxpr)
+    found = costs.count(jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes).jaxpr)
     assert found.kernel_bytes == 4 * (5 * 1024 + 1024 * 1024 + 5 * 1024)
 
 
@@ -228,7 +218,7 @@ def test_a_weight_that_a_kernel_takes_twice_is_read_once():
     ops = kernels.family(numerics)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 256), (256, 2 * 384))]
     run = jax.jit(lambda x, weight: ops.gated_dot(x, weight, None, numerics=numerics))
-    found = work.count(run.trace(*shapes).jaxpr)
+    found = costs.count(run.trace(*shapes).jaxpr)
     assert found.kernel_bytes == 4 * (64 * 256 + 256 * 2 * 384 + 64 * 384)
 
 
@@ -237,7 +227,7 @@ def test_of_a_cache_what_is_written_counts():
     caches = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 2, 16, 999), (8, 2, 999, 16))]
     rows = [jax.ShapeDtypeStruct((8, 1, 2, 16), jnp.float32)] * 2
     at = jax.ShapeDtypeStruct((8, 1), jnp.int32)
-    found = work.count(
+    found = costs.count(
         jax.jit(partial(kernels.written, numerics=numerics)).trace(caches, rows, at).jaxpr
     )
     read_and_written = 2 * 8 * 2 * 2 * 16 * 4
@@ -262,7 +252,7 @@ def test_attention_on_a_gpu_states_its_products_and_loads(with_gradient):
         times = jnp.argmax(value)  # known to nobody before the program runs
         return made, jax.lax.fori_loop(0, times, lambda _, x: x @ x, matrix)
 
-    found = work.count(jax.jit(run).trace(*shapes, value).jaxpr, (7,))
+    found = costs.count(jax.jit(run).trace(*shapes, value).jaxpr, (7,))
     # Rows are filled up to tiles of 64, keys to blocks of 16 and in the gradient of 64.
     pairs = 3 * 2 * 128
     products = pairs * 48 * (32 + 16)
@@ -444,10 +434,10 @@ def test_truncation_adds_no_product_to_what_is_planned():
 
     plain, truncated = program(), program(top_k=5, top_p=0.9)
     counted = [
-        work.count(p.function.trace(*p.arguments).jaxpr, p.trips).flops for p in (plain, truncated)
+        costs.count(p.function.trace(*p.arguments).jaxpr, p.trips).flops for p in (plain, truncated)
     ]
     assert counted[0] == counted[1] > 0
-    misread = work.count(truncated.function.trace(*truncated.arguments).jaxpr, plain.trips).flops
+    misread = costs.count(truncated.function.trace(*truncated.arguments).jaxpr, plain.trips).flops
     assert misread < counted[0]
 
 
@@ -645,7 +635,7 @@ def kernel_body(family: str, operation: str, rows: int) -> str:
     numerics = lowering.NUMERICS[family]["bfloat16"]
     function, shapes = lowering.operations(numerics, rows)[operation]
     text = lowering.lower(family, function, shapes).as_text()
-    return kernel_code.body(text.replace("\\22", '"') if family == "pallas_tpu" else text)
+    return comparison.kernel_code(text.replace("\\22", '"') if family == "pallas_tpu" else text)
 
 
 @pytest.mark.parametrize("family", ["pallas_tpu", "pallas_gpu"])
@@ -665,10 +655,10 @@ def test_a_kernels_code_is_read_without_the_sizes_of_its_grid(family, operation)
 @pytest.mark.parametrize("family", ["pallas_tpu", "pallas_gpu"])
 def test_kernels_that_only_move_values_are_known(family):
     computing = ("dot", "norm", "project", "attention", "row_sum", "log", "exponentials")
-    assert all(kernel_code.computes(kernel_body(family, name, 70)) for name in computing)
-    assert kernel_code.computes("bytes that nobody can read")
+    assert all(comparison.computes(kernel_body(family, name, 70)) for name in computing)
+    assert comparison.computes("bytes that nobody can read")
     if family == "pallas_tpu":
-        assert not kernel_code.computes(kernel_body(family, "cache_write", 70))
+        assert not comparison.computes(kernel_body(family, "cache_write", 70))
 
 
 @pytest.mark.parametrize("family", ["pallas_tpu", "pallas_gpu"])
@@ -699,7 +689,7 @@ def triton_code(change: tuple[str, str] = ("", "")) -> str:
     text = "".join(
         chr(byte) if bytes([byte]).isalnum() else f"\\{byte:02X}" for byte in stored.getvalue()
     )
-    return kernel_code.body(f'{{debug = false, ir = "{text}", num_warps = 4 : i32}}')
+    return comparison.kernel_code(f'{{debug = false, ir = "{text}", num_warps = 4 : i32}}')
 
 
 @pytest.mark.parametrize(
@@ -742,7 +732,7 @@ def test_a_kernels_last_step_is_that_of_its_own_grid():
     iteration_bounds = array<i64: 7, BOUND>"""
 
     def read(last: int, bound: int) -> str:
-        return kernel_code.without_bounds(
+        return comparison.without_bounds(
             code.replace("LAST", str(last)).replace("BOUND", str(bound))
         )
 
@@ -812,9 +802,9 @@ def test_a_plan_for_virtual_devices():
     assert set(scoring.collectives) == {"all-gather", "all-to-all"}
     assert {"all-gather", "reduce-scatter"} <= set(update.collectives) | {"reduce-scatter"}
     assert update.flops > 2.5 * scoring.flops
-    found = json.loads(json.dumps(report.as_json(made)))
+    found = json.loads(json.dumps(lines.as_json(made)))
     assert found["stages"]["update"]["memory"]["total"] == made.stages[-1].total
-    text = report.text(made)
+    text = lines.text(made)
     assert "fits" in text
     assert "static audit" in text
 
@@ -825,7 +815,7 @@ def test_what_does_not_fit_comes_with_advice():
     made = planning.make(on(Placement(fsdp=2)), small, layers=None, searching=False)
     assert not made.fits
     assert any("placement.fsdp = 8" in line for line in made.advice)
-    assert "DOES NOT FIT" in report.text(made)
+    assert "DOES NOT FIT" in lines.text(made)
 
 
 @pytest.mark.slow
@@ -839,7 +829,7 @@ def test_a_sampler_that_does_not_fit_is_planned_with_fewer_slots():
     assert any(f"sampler.slots = {found.count}: " in line for line in made.advice)
     again = planning.make(what.varied(slots=found.count), EIGHT, layers=None, searching=False)
     assert again.stages[0].total == found.total
-    assert f"{found.count} slots" in report.text(again)
+    assert f"{found.count} slots" in lines.text(again)
 
 
 # What a kernel for TPUs can take.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tim_jax.instruments.study import horizon
+from tim_jax.instruments.study import findings
 from tim_jax.instruments.study.estimates import compare, inner_products, jackknife, mean
 
 SIZE, PAIRS = 40, 24
@@ -62,8 +62,8 @@ def test_the_jackknife_of_a_mean_is_its_standard_error():
 def test_the_slope_is_the_exponent():
     lengths = {"a": 4.0, "b": 8.0, "c": 32.0}
     sizes = {name: 0.5 * length**1.5 for name, length in lengths.items()}
-    assert horizon.slope(lengths, sizes) == pytest.approx(1.5)
-    assert np.isnan(horizon.slope(lengths, {"a": 1.0}))
+    assert findings.slope(lengths, sizes) == pytest.approx(1.5)
+    assert np.isnan(findings.slope(lengths, {"a": 1.0}))
 
 
 def test_a_share_of_nothing_is_no_number():

@@ -22,7 +22,7 @@ from tim_jax.app.jobs import studies
 from tim_jax.app.run import folders, started
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import study
-from tim_jax.instruments.study import arms, files, measurement, running, table
+from tim_jax.instruments.study import definition, measurement, running
 from tim_jax.instruments.study.definition import Outcome, Study, Test
 from tim_jax.instruments.study.verdicts import (
     Verdict,
@@ -62,7 +62,7 @@ def file(tmp_path):
 def stated(file, text=None):
     if text is not None:
         file.write_text(text)
-    one = files.read(file)
+    one = running.read(file)
     base = toml.read_toml(file.parent / one.base)
     return studies.stated(one, base, file.parent / "study", source=str(file))
 
@@ -192,7 +192,7 @@ def test_bad_files_are_refused_in_one_line(file, change, message):
 
 def test_a_study_stands_as_it_was_stated(file):
     first = stated(file)
-    assert files.read_stated(first.folder) == first
+    assert running.read_stated(first.folder) == first
     assert stated(file) == first
     with pytest.raises(InputError, match=r"stated with another study; .*another folder"):
         stated(file, FILE.replace("lowers", "raises"))
@@ -219,7 +219,7 @@ def write_run(one, values, *, metric="eval/reward", steps=2, finished=True):
 
 
 def one_study(one):
-    return files.read_stated(one.folder.parents[2])
+    return running.read_stated(one.folder.parents[2])
 
 
 def test_the_table_has_a_row_for_every_step_seed_and_arm(file):
@@ -235,7 +235,7 @@ def test_the_table_has_a_row_for_every_step_seed_and_arm(file):
     assert loaded["seed"].tolist() == [3] * 7
     assert loaded["step"].tolist() == [0, 1, 2, 0, 1, 2, 0]
     np.testing.assert_array_equal(loaded["eval/reward"], [0.5, np.nan, 3.7, 0.5, np.nan, 3.7, 0.25])
-    notes = [run.note for run in table.read_runs(one.folder)]
+    notes = [run.note for run in running.read_runs(one.folder)]
     assert notes[:3] == ["", "", "unfinished: 0 of 2 steps"]
     assert notes[3].startswith("of another version: ")
     assert "new_key" in notes[3]
@@ -255,7 +255,7 @@ def test_the_example_of_the_guide_runs(file, monkeypatch, capsys):
         .split("tests/instruments/study/test_running.py -->\n```python\n")[1]
         .split("```")[0]
     )
-    one = files.read(file)
+    one = running.read(file)
     base = toml.read_toml(file.parent / one.base)
     folder = file.parent / "runs" / "studies" / "smoke"
     made = studies.stated(one, base, folder, source="one")
@@ -325,7 +325,7 @@ def test_a_study_that_can_show_nothing_says_so_before_it_runs(file):
 def test_the_outcome_is_what_the_rule_says(take, expected):
     lines = [{"step": i, "m": value} for i, value in enumerate([1.0, 2.0, 1.0, 4.0])]
     rule = Outcome(metric="m", take=take, window=2)
-    run = table.RunLines("a", 0, Path("a"), lines, finished=True)
+    run = running.RunLines("a", 0, Path("a"), lines, finished=True)
     assert outcome(run, rule) == expected
     assert outcome(run._replace(finished=False), rule) is None
     ended = run._replace(note="ended: not finite")
@@ -407,13 +407,13 @@ def test_the_shipped_studies_are_whole(capsys):
     for path, hypothesis in studies.shipped():
         assert path.name in listed
         assert hypothesis in listed
-        one = files.read(path)
+        one = running.read(path)
         base = toml.read_toml(path.parent / one.base)
         if isinstance(one, Study):
-            found = arms.arms(one, base, source=path.name)
+            found = definition.arms(one, base, source=path.name)
             assert all(arm.control or arm.uncontrolled for arm in found if arm.divergent)
             continue
-        configs = measurement.horizons(one, arms.merged(base, one.common))
+        configs = measurement.horizons(one, definition.merged(base, one.common))
         if not path.stem.endswith("_gpu"):  # whose model and problems come from the network
             measurement.check(one, configs)
 

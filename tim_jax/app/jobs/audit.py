@@ -27,13 +27,7 @@ from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import wrong_number
 from tim_jax.common.types import Prompts
 from tim_jax.instruments import auditing
-from tim_jax.instruments.auditing import (
-    CaseResult,
-    GradientResult,
-    Sizes,
-    ablation,
-    ablation_report,
-)
+from tim_jax.instruments.auditing import CaseResult, GradientResult, Sizes, ablation
 from tim_jax.instruments.auditing.cases import plain_sampling
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import calibration, fitting, hf
@@ -341,7 +335,7 @@ def report(
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
     }
-    record = ablation_report.to_record(results, model=bench.name, about=about)
+    record = ablation.to_record(results, model=bench.name, about=about)
     baseline = results[0].metrics
     exact = baseline["tokens"] > 0 and baseline["unequal_tokens"] == 0
     print(f"{'exact' if exact else 'NOT EXACT'} where the sampler is the learner's own")
@@ -349,8 +343,8 @@ def report(
         source_charts.source_chart(record, chart)
     elif chart is not None:
         print(f"{chart} was not drawn: no token differs")
-    text = ablation_report.to_markdown(record)
-    return Result(record, ablation_report.to_json(record), text, exact)
+    text = ablation.to_markdown(record)
+    return Result(record, ablation.to_json(record), text, exact)
 
 
 def _line(result: ablation.ArmResult) -> str:

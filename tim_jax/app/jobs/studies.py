@@ -9,7 +9,7 @@ from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import expanded
-from tim_jax.instruments.study import arms, files, measurement, running, verdicts
+from tim_jax.instruments.study import definition, measurement, running, verdicts
 from tim_jax.instruments.study import report as reporting
 from tim_jax.instruments.study.definition import Study
 from tim_jax.instruments.study.measurement import GradientStudy
@@ -23,7 +23,7 @@ def shipped() -> list[tuple[Path, str]]:
     folder = next((folder for folder in places if folder.is_dir()), None)
     if folder is None:
         raise InputError("study --list: there is no folder configs/studies here")
-    return [(path, files.read(path).hypothesis) for path in sorted(folder.glob("*.toml"))]
+    return [(path, running.read(path).hypothesis) for path in sorted(folder.glob("*.toml"))]
 
 
 def say_shipped() -> None:
@@ -34,7 +34,7 @@ def say_shipped() -> None:
 
 def run(path: Path, *, folder: Path | None, jobs: int) -> None:
     """Runs or resumes a study, and says what it found."""
-    study = files.read(path)
+    study = running.read(path)
     base = toml.read_toml(path.parent / expanded(study.base))
     where = Path("runs/studies") / study.name if folder is None else folder
     _say(f"{study.name}: {study.hypothesis}")
@@ -49,9 +49,9 @@ def stated(study: Study, base: dict[str, Any], folder: Path, *, source: str) -> 
     """A study with its arms and controls, written down in its folder.
 
     Raises:
-        InputError: as `arms.arms`; the folder holds something else.
+        InputError: as `definition.arms`; the folder holds something else.
     """
-    found = arms.arms(study, base, source=source)
+    found = definition.arms(study, base, source=source)
     return running.state(study, found, folder, seeds=study.seeds)
 
 
@@ -65,10 +65,10 @@ def _train(one: running.Stated, jobs: int) -> None:
 
 
 def _measure(study: GradientStudy, base: dict[str, Any], folder: Path, *, source: str) -> None:
-    plain = arms.merged(base, study.common)
+    plain = definition.merged(base, study.common)
     configs = measurement.horizons(study, plain)
     measurement.check(study, configs)
-    run = arms.Arm(measurement.EXACT, plain)
+    run = definition.Arm(measurement.EXACT, plain)
     seed = int(plain.get("seed", RunConfig().seed))
     one = running.state(study, [run], folder, seeds=[seed])
     running.run(one, jobs=1, say=_say)

@@ -31,7 +31,7 @@ _LINES = 6  # curves in a panel
 def source_chart(
     record: Mapping[str, Any], image: str | os.PathLike[str], *, title: str = ""
 ) -> Path:
-    """Draws the record of an ablation (`auditing.ablation_report.to_record`); returns the path.
+    """Draws the record of an ablation (`auditing.ablation.to_record`); returns the path.
 
     Raises:
         InputError: no case differs from the baseline, or the image cannot be written.

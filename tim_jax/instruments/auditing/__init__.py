@@ -24,7 +24,6 @@ from tim_jax.instruments.auditing.cases import (
     standard_cases,
 )
 from tim_jax.instruments.auditing.compiler import GradientResult, check_gradients, of_backward
-from tim_jax.instruments.auditing.report import Summary, summarise, table, to_json, verdict
 from tim_jax.instruments.auditing.running import (
     CaseResult,
     Unequal,
@@ -33,6 +32,7 @@ from tim_jax.instruments.auditing.running import (
     describe,
     draw_prompts,
 )
+from tim_jax.instruments.auditing.summary import Summary, summarise, table, to_json, verdict
 
 __all__ = [
     "PRESETS",

@@ -2,12 +2,14 @@
 
 For every case a sampler draws from the same prompts with the same random numbers, and the learner
 scores what it drew, inside a value-and-gradient program. The baseline is a sampler with the
-learner's own execution: every difference of it is exactly 0.
+learner's own execution: every difference of it is exactly 0. The results are also made JSON and
+Markdown tables here.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import metrics, mismatch
+from tim_jax.common import pages
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing.cases import Score
 from tim_jax.instruments.auditing.running import learner_log_probs
@@ -28,6 +31,26 @@ BASELINE = "the learner's own"
 TOGETHER = "all together"
 _LENGTH_BINS = 6
 _POSITION_BINS = 8
+# Columns of the first table: the metric, its heading.
+MAIN = {
+    "tokens": "tokens",
+    "unequal_tokens": "unequal",
+    "log_ratio_abs_mean": "mean \\|d\\|",
+    "log_ratio_abs_max": "max \\|d\\|",
+    "kl_k3": "k3",
+    "chi2_token": "chi2",
+    "ratio_min": "min r",
+    "ratio_max": "max r",
+    "outside_1pct": "r outside 1%",
+    "log_ppl_abs_diff_sum": "mean \\|sum d\\|",
+    "prob_diff_max": "max \\|dp\\|",
+}
+PROFILES = {
+    "by_position": "position in the response",
+    "by_probability": "probability under the learner",
+    "by_length": "length of the response",
+    "by_difference": "\\|d\\| itself",
+}
 
 
 class Bin(NamedTuple):
@@ -97,7 +120,7 @@ def ablate(
       weights: the learner's compute weights.
       execution: of the learner.
       samples: responses per prompt.
-      older: number of updates -> the compute weights of so many updates ago.
+      older: number of updates -> the compute weights of that many updates ago.
       remade: an execution that merges adapters by another rule -> the same weights by that rule.
 
     Raises:
@@ -139,8 +162,7 @@ def _compare(log_probs, rollout: Rollout) -> dict[str, Any]:
 
 
 def _result(arm: Arm, rollout: Rollout, compared: Any, execution: Execution) -> ArmResult:
-    compared = jax.device_get(compared)
-    entries = arm.mismatch.entries
+    compared, entries = jax.device_get(compared), arm.mismatch.entries
     alone = len(entries) == 1
     groups = [g for g, kinds in mismatch.GROUPS.items() if alone and isinstance(entries[0], kinds)]
     changed = mismatch.difference(execution.numerics, arm.mismatch.numerics(execution.numerics))
@@ -171,9 +193,75 @@ def _by_length(difference: np.ndarray, rollout: Rollout) -> tuple[Bin, ...]:
     mask, longest = np.asarray(rollout.mask), rollout.responses.shape[1]
     lengths = np.broadcast_to(np.asarray(rollout.lengths)[:, None], mask.shape)
     edges = np.linspace(1, longest + 1, min(_LENGTH_BINS, longest) + 1)
-    bins = []
-    for low, high in itertools.pairwise(edges):
+
+    def of(low: float, high: float) -> Bin:
         inside = mask & (lengths >= low) & (lengths < high)
         mean = float(np.mean(difference, where=inside)) if inside.any() else 0.0
-        bins.append(Bin(float(low), float(high), int(inside.sum()), mean))
-    return tuple(bins)
+        return Bin(low, high, int(inside.sum()), mean)
+
+    return tuple(itertools.starmap(of, itertools.pairwise(edges.tolist())))
+
+
+def to_record(
+    results: Sequence[ArmResult], *, model: str, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The ablation as plain values, with what it was made from."""
+    device = jax.devices()[0]
+    return {
+        "model": model,
+        **about,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "device": f"{device.platform} {device.device_kind}",
+        "cases": [pages.finite(asdict(case)) for case in results],
+    }
+
+
+def to_json(record: Mapping[str, Any]) -> str:
+    """The record as JSON; what is not finite is null."""
+    return pages.as_json(record, indent=1)
+
+
+def to_markdown(
+    record: Mapping[str, Any], *, every_metric: bool = True, profiles: bool = True
+) -> str:
+    """Tables of a record: the main metrics by case, and if wanted the profiles and all metrics."""
+    cases = record["cases"]
+    rows = [[_name(case), *(_short(case["metrics"][name]) for name in MAIN)] for case in cases]
+    lines = pages.markdown(["sampler", *MAIN.values()], rows, numbers=True)
+    for profile, title in PROFILES.items() if profiles else ():
+        lines += ["", f"Mean |d| by {title}; under each bin, the baseline's tokens:", ""]
+        lines += _profile(cases, profile)
+    if every_metric:
+        lines += ["", "Every metric (`tim_jax.metrics.mismatch_metrics`):", ""]
+        names = list(cases[0]["metrics"])
+        rows = [[f"`{n}`", *(_short(case["metrics"][n]) for case in cases)] for n in names]
+        lines += pages.markdown(["metric", *map(_name, cases)], rows, numbers=True)
+    return "\n".join(lines) + "\n"
+
+
+def _profile(cases: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    bins = cases[0]["profiles"][name]
+    heads = [f"{_edge(b[0])} to {_edge(b[1])} ({b[2]:,})" for b in bins]
+    rows = [
+        [_name(case), *(_short(b[3]) if b[2] else "" for b in case["profiles"][name])]
+        for case in cases
+    ]
+    return pages.markdown(["sampler", *heads], rows, numbers=True)
+
+
+def _name(case: Mapping[str, Any]) -> str:
+    return f"`{case['case']}`" if case["entries"] else case["case"]
+
+
+def _edge(value: float | None) -> str:
+    return "inf" if value is None else f"{value:.3g}"
+
+
+def _short(value: float | None) -> str:
+    """Three figures; an exact 0 as 0."""
+    if value is None:
+        return "not finite"
+    if float(value).is_integer() and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:.2e}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:.4g}"

@@ -19,7 +19,7 @@ from tim_jax.model.weights import Kind, Params, tree
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
 
-_STOPS = 24  # one token of so many in the vocabulary ends a response
+_STOPS = 24  # one token in this many of the vocabulary ends a response
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,15 @@ def placements(config: ModelConfig, sizes: Sizes, devices: int) -> tuple[Placeme
     tried += [Placement(data=n // 4, fsdp=2, expert=2) for n in counts[1:]]
     tried += [Placement(fsdp=n // 4, expert=4, decode="sharded") for n in counts[2:]]
     rows = sizes.prompts * sizes.samples
-    return tuple(p for p in tried if rows % p.shards == 0 and _fits(config, p))
 
+    def fits(placement: Placement) -> bool:
+        try:
+            parameters.check(config, Numerics(column_tiles=placement.tensor), placement)
+        except InputError:
+            return False
+        return True
 
-def _fits(config: ModelConfig, placement: Placement) -> bool:
-    try:
-        parameters.check(config, Numerics(column_tiles=placement.tensor), placement)
-    except InputError:
-        return False
-    return True
+    return tuple(p for p in tried if rows % p.shards == 0 and fits(p))
 
 
 def placed_cases(
@@ -171,34 +171,32 @@ def placed_cases(
     )
 
 
+_SMALL = ModelConfig(
+    model_type="qwen3",
+    vocab_size=101,
+    hidden_size=52,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=20,
+    intermediate_size=76,
+    max_positions=512,
+    qk_norm=True,
+)
+_EVEN = replace(_SMALL, num_heads=4, num_kv_heads=2, head_dim=32, tied_embeddings=True)
+_EXPERTS = replace(
+    _SMALL,
+    model_type="qwen3_moe",
+    num_experts=7,
+    num_experts_per_tok=3,
+    moe_intermediate_size=28,
+    norm_topk_prob=True,
+)
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        "qwen3": ModelConfig(
-            model_type="qwen3",
-            vocab_size=1000,
-            hidden_size=64,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            intermediate_size=160,
-            max_positions=512,
-            qk_norm=True,
-            tied_embeddings=True,
-        ),
+        "qwen3": replace(_EVEN, vocab_size=1000, hidden_size=64, intermediate_size=160),
         # 3 key heads, groups of 5, heads of 20, a prime vocabulary
-        "qwen3-awkward": ModelConfig(
-            model_type="qwen3",
-            vocab_size=101,
-            hidden_size=52,
-            num_layers=2,
-            num_heads=15,
-            num_kv_heads=3,
-            head_dim=20,
-            intermediate_size=76,
-            max_positions=512,
-            qk_norm=True,
-        ),
+        "qwen3-awkward": replace(_SMALL, num_heads=15),
         # as many key heads as query heads
         "llama": ModelConfig(
             model_type="llama",
@@ -234,37 +232,17 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             tied_embeddings=True,
         ),
         # 7 experts of width 28, of which each token goes through 3
-        "qwen3-moe-awkward": ModelConfig(
-            model_type="qwen3_moe",
-            vocab_size=101,
-            hidden_size=52,
-            num_layers=2,
-            num_heads=6,
-            num_kv_heads=3,
-            head_dim=20,
-            intermediate_size=76,
-            max_positions=512,
-            qk_norm=True,
-            num_experts=7,
-            num_experts_per_tok=3,
-            moe_intermediate_size=28,
-            norm_topk_prob=True,
-        ),
+        "qwen3-moe-awkward": _EXPERTS,
         # latent attention of odd sizes; a dense layer, then 9 experts in 3 groups, and 2 for all
-        "mla-awkward": ModelConfig(
+        "mla-awkward": replace(
+            _EXPERTS,
             model_type="deepseek_v3",
-            vocab_size=101,
-            hidden_size=52,
+            qk_norm=False,
             num_layers=3,
             num_heads=5,
             num_kv_heads=5,
             head_dim=6,
-            intermediate_size=76,
-            max_positions=512,
             num_experts=9,
-            num_experts_per_tok=3,
-            moe_intermediate_size=28,
-            norm_topk_prob=True,
             num_shared_experts=2,
             first_dense_layers=1,
             router_groups=3,
@@ -279,50 +257,23 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             ),
         ),
         # 5 experts, of which each token goes through 2, and one shared of another width
-        "qwen2-moe-awkward": ModelConfig(
+        "qwen2-moe-awkward": replace(
+            _EXPERTS,
             model_type="qwen2_moe",
-            vocab_size=101,
-            hidden_size=52,
-            num_layers=2,
-            num_heads=6,
-            num_kv_heads=3,
-            head_dim=20,
-            intermediate_size=76,
-            max_positions=512,
+            qk_norm=False,
+            norm_topk_prob=False,
             attention_bias=True,
             num_experts=5,
             num_experts_per_tok=2,
-            moe_intermediate_size=28,
             shared_expert_width=44,
         ),
         # a window of 13 tokens, less than any block of keys, in the first layer and the last
-        "windowed-awkward": ModelConfig(
-            model_type="qwen3",
-            vocab_size=101,
-            hidden_size=52,
-            num_layers=3,
-            num_heads=6,
-            num_kv_heads=3,
-            head_dim=20,
-            intermediate_size=76,
-            max_positions=512,
-            qk_norm=True,
-            sliding_window=13,
-            window_layers=(True, False, True),
+        "windowed-awkward": replace(
+            _SMALL, num_layers=3, sliding_window=13, window_layers=(True, False, True)
         ),
         # whole tiles everywhere: what the Pallas families can take
-        "qwen3-blocks": ModelConfig(
-            model_type="qwen3",
-            vocab_size=256,
-            hidden_size=128,
-            num_layers=1,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            intermediate_size=128,
-            max_positions=512,
-            qk_norm=True,
-            tied_embeddings=True,
+        "qwen3-blocks": replace(
+            _EVEN, vocab_size=256, hidden_size=128, num_layers=1, intermediate_size=128
         ),
     }
 )

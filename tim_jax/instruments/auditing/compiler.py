@@ -1,13 +1,16 @@
 """Whether the compiler at hand computes right gradients: the audit's canary.
 
 Sampler and learner can agree to the bit on a compiler that is wrong. Here the gradients of each
-unit of the forward are computed in several ways and compared with formulas in float64 NumPy
-(`derivatives`). The sizes are those at which compilers choose other methods: XLA:CPU of jaxlib
-0.10.2 is right up to 32,768 float32 elements, and beyond them wrong by the gradient's own size
-(jax-ml/jax issue 39103).
+unit of the forward are computed in several ways and compared with formulas in float64 NumPy. The
+sizes are those at which compilers choose other methods: XLA:CPU of jaxlib 0.10.2 is right up to
+32,768 float32 elements, and beyond them wrong by the gradient's own size (jax-ml/jax issue 39103).
 
     for result in check_gradients(NATIVE_F32):
         print(result.unit, result.way, result.error)
+
+A formula (`*_gradients`) takes a unit's inputs with a leading axis B of examples, its weights
+without, and the cotangent of its output. It returns the gradients of the weights, one for each
+example, and of the inputs. `c` is the cotangent of an output, `d_x` that of x.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,13 +25,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
 from tim_jax import kernels
-from tim_jax.instruments.auditing import derivatives
-from tim_jax.instruments.auditing.derivatives import Gradients
 from tim_jax.kernels import Heads
 from tim_jax.model.execution import Sampling, jit
 from tim_jax.numerics import Numerics
 from tim_jax.policy import distribution
 
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Arrays = tuple[Array, ...]
+Gradients = tuple[Arrays, Arrays]  # of the weights, of the inputs
 # By the largest element of a gradient. Rounding takes a tenth of that or less; a wrong program is
 # off by the order of 1, as the numbers are random.
 BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -148,34 +152,17 @@ def _products(draw: _Draw, extent: Extent) -> Iterator[Unit]:
     def matrix(columns: int) -> jax.Array:
         return draw(width, columns, scale=width**-0.5)
 
-    yield Unit(
-        "norm",
-        by_rows(lambda w, x: ops.norm(*x, *w, eps=_EPS, numerics=numerics)),
-        (draw.vector(width, mean=1.0),),
-        (rows_of(width),),
-        partial(derivatives.norm, eps=_EPS),
-    )
-    yield Unit(
-        "dot",
-        by_rows(lambda w, x: ops.dot(*x, *w, numerics=numerics)),
-        (matrix(width),),
-        (rows_of(width),),
-        derivatives.dot,
-    )
-    yield Unit(
-        "dot_add",
-        by_rows(lambda w, x: ops.dot_add(x[0], w[0], x[1], w[1], numerics=numerics)),
-        (matrix(width), draw.vector(width)),
-        (rows_of(width), rows_of(width)),
-        derivatives.dot_add,
-    )
-    yield Unit(
-        "gated_dot",
-        by_rows(lambda w, x: ops.gated_dot(*x, *w, numerics=numerics)),
-        (matrix(2 * width), draw.vector(2 * width)),
-        (rows_of(width),),
-        derivatives.gated_dot,
-    )
+    norm = by_rows(lambda w, x: ops.norm(*x, *w, eps=_EPS, numerics=numerics))
+    weight, gradients = draw.vector(width, mean=1.0), partial(norm_gradients, eps=_EPS)
+    yield Unit("norm", norm, (weight,), (rows_of(width),), gradients)
+    dot = by_rows(lambda w, x: ops.dot(*x, *w, numerics=numerics))
+    yield Unit("dot", dot, (matrix(width),), (rows_of(width),), dot_gradients)
+    add = by_rows(lambda w, x: ops.dot_add(x[0], w[0], x[1], w[1], numerics=numerics))
+    weights, inputs = (matrix(width), draw.vector(width)), (rows_of(width), rows_of(width))
+    yield Unit("dot_add", add, weights, inputs, dot_add_gradients)
+    gated = by_rows(lambda w, x: ops.gated_dot(*x, *w, numerics=numerics))
+    weights = (matrix(2 * width), draw.vector(2 * width))
+    yield Unit("gated_dot", gated, weights, (rows_of(width),), gated_dot_gradients)
 
 
 def _of_attention(draw: _Draw, extent: Extent) -> Iterator[Unit]:
@@ -200,13 +187,9 @@ def _of_attention(draw: _Draw, extent: Extent) -> Iterator[Unit]:
 
     columns = (heads.query + 2 * heads.key) * heads.size
     norms = (draw.vector(heads.size, mean=1.0), draw.vector(heads.size, mean=1.0))
-    yield Unit(
-        "project",
-        project,
-        (draw.vector(columns), *norms),
-        (draw.vector(examples, rows, columns),),
-        partial(derivatives.project, angles=angles, heads=heads[:2], eps=_EPS),
-    )
+    gradients = partial(project_gradients, angles=angles, heads=heads[:2], eps=_EPS)
+    weights, inputs = (draw.vector(columns), *norms), (draw.vector(examples, rows, columns),)
+    yield Unit("project", project, weights, inputs, gradients)
 
     def attend(weights, inputs):
         del weights
@@ -216,17 +199,10 @@ def _of_attention(draw: _Draw, extent: Extent) -> Iterator[Unit]:
         out = ops.attention(query, key, value, positions, numerics=numerics, aligned=True)
         return out.astype(jnp.float32)
 
-    yield Unit(
-        "attention",
-        attend,
-        (),
-        (
-            draw(examples, heads.key, 2 * rows, heads.size, scale=heads.size**-0.5),
-            draw(examples, heads.key, heads.size, rows),
-            draw(examples, heads.key, rows, heads.size),
-        ),
-        derivatives.attention,
-    )
+    query = draw(examples, heads.key, 2 * rows, heads.size, scale=heads.size**-0.5)
+    key = draw(examples, heads.key, heads.size, rows)
+    value = draw(examples, heads.key, rows, heads.size)
+    yield Unit("attention", attend, (), (query, key, value), attention_gradients)
 
 
 def _head(draw: _Draw, extent: Extent) -> Unit:
@@ -239,16 +215,12 @@ def _head(draw: _Draw, extent: Extent) -> Unit:
     def call(weights, inputs):
         logits = ops.dot(_flat(*inputs), *weights, numerics=numerics)
         chosen = jnp.tile(jnp.asarray(tokens, jnp.int32), len(inputs[0]))
-        found = distribution.log_prob(logits, chosen, sampling=sampling, numerics=numerics)
-        return found.reshape(-1, rows)
+        log_probs = distribution.log_prob(logits, chosen, sampling=sampling, numerics=numerics)
+        return log_probs.reshape(-1, rows)
 
-    return Unit(
-        "log_prob",
-        call,
-        (draw(width, 4 * width, scale=width**-0.5),),
-        (draw(examples, rows, width),),
-        partial(derivatives.log_prob, tokens=tokens, temperature=_TEMPERATURE),
-    )
+    gradients = partial(log_prob_gradients, tokens=tokens, temperature=_TEMPERATURE)
+    head, inputs = draw(width, 4 * width, scale=width**-0.5), draw(examples, rows, width)
+    return Unit("log_prob", call, (head,), (inputs,), gradients)
 
 
 def _check(unit: Unit, numerics: Numerics, extent: Extent) -> Iterator[GradientResult]:
@@ -258,18 +230,18 @@ def _check(unit: Unit, numerics: Numerics, extent: Extent) -> Iterator[GradientR
     whole = tuple(gradient.sum(0) for gradient in exact[0]), exact[1]
     arguments = unit.weights, unit.inputs, cotangent
 
-    def result(way: str, found: Gradients, right: Gradients) -> GradientResult:
-        words = f"{numerics.family} {numerics.compute_dtype}"
-        return GradientResult(
-            unit.name, way, words, _error(found, right), BOUNDS[numerics.compute_dtype]
-        )
+    def result(way: str, computed: Gradients, right: Gradients) -> GradientResult:
+        words, bound = f"{numerics.family} {numerics.compute_dtype}", BOUNDS[numerics.compute_dtype]
+        return GradientResult(unit.name, way, words, _error(computed, right), bound)
 
     yield result("plain", jit(partial(_plain, unit), numerics)(*arguments), whole)
     yield result("scan", jit(partial(_scanned, unit), numerics)(*arguments), whole)
-    yield result("vmap", jit(partial(_mapped, unit), numerics)(*arguments), exact)
+    mapped = jax.vmap(partial(_of_example, unit), (None, 0, 0))
+    yield result("vmap", jit(mapped, numerics)(*arguments), exact)
     if numerics.compute_dtype == "float32":  # XLA:CPU refuses bfloat16 products of such shapes
         yield result("jacrev", *_jacobians(unit, numerics))
-    devices = _devices(extent)
+    devices = jax.local_devices()  # as many of them as divide the examples
+    devices = devices[: np.gcd(extent.examples, 1 << (len(devices).bit_length() - 1))]
     if len(devices) > 1:
         on = Mesh(np.array(devices), ("rows",))
         sharded = jit(partial(_sharded, unit, on), numerics)
@@ -287,10 +259,6 @@ def _of_example(unit: Unit, weights, inputs, cotangent):
         return unit.call(weights, jax.tree.map(lambda x: x[None], inputs))[0]
 
     return jax.vjp(call, weights, inputs)[1](cotangent)
-
-
-def _mapped(unit: Unit, weights, inputs, cotangent):
-    return jax.vmap(partial(_of_example, unit), (None, 0, 0))(weights, inputs, cotangent)
 
 
 def _scanned(unit: Unit, weights, inputs, cotangent):
@@ -320,18 +288,12 @@ def _jacobians(unit: Unit, numerics: Numerics) -> tuple[Gradients, Gradients]:
     def call(weights, inputs):
         return unit.call(weights, inputs).reshape(-1)
 
-    found = jit(jax.jacrev(call, (0, 1)), numerics)(unit.weights, first)
+    computed = jit(jax.jacrev(call, (0, 1)), numerics)(unit.weights, first)
     shape = jax.eval_shape(unit.call, unit.weights, first).shape
     each = np.eye(np.prod(shape)).reshape(-1, *shape[1:])
     weights, inputs = _f64((unit.weights, first))
     of_weights, of_inputs = unit.gradients(weights, inputs, each)
-    return found, (of_weights, tuple(gradient[:, None] for gradient in of_inputs))
-
-
-def _devices(extent: Extent) -> list[Any]:
-    """As many devices of this process as divide the examples."""
-    devices = jax.local_devices()
-    return devices[: np.gcd(extent.examples, 1 << (len(devices).bit_length() - 1))]
+    return computed, (of_weights, tuple(gradient[:, None] for gradient in of_inputs))
 
 
 def _f32(tree: Any) -> Any:
@@ -342,10 +304,109 @@ def _f64(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(_f32(x)).astype(np.float64), tree)
 
 
-def _error(found: Gradients, right: Gradients) -> float:
+def _error(computed: Gradients, right: Gradients) -> float:
     """The largest error of any array, relative to its largest element; NaN if there is one."""
-    errors = [
-        np.max(np.abs(ours - exact)) / np.max(np.abs(exact))
-        for ours, exact in zip(jax.tree.leaves(_f64(found)), jax.tree.leaves(right), strict=True)
-    ]
-    return float(np.max(errors))
+    pairs = zip(jax.tree.leaves(_f64(computed)), jax.tree.leaves(right), strict=True)
+    return float(np.max([np.max(np.abs(a - exact)) / np.max(np.abs(exact)) for a, exact in pairs]))
+
+
+def norm_gradients(weights: Arrays, inputs: Arrays, c: Array, *, eps: float) -> Gradients:
+    """RMSNorm of x [B, N, d] with weight [d]."""
+    (weight,), (x,) = weights, inputs
+    d_x, d_weight = _norm(x, weight, c, eps)
+    return (d_weight.sum(1),), (d_x,)
+
+
+def _norm(x: Array, weight: Array, c: Array, eps: float) -> tuple[Array, Array]:
+    """Gradients of x * f * weight with f = (mean(x^2) + eps)^-1/2: of x, and of weight by row."""
+    factor = (np.mean(x * x, axis=-1, keepdims=True) + eps) ** -0.5
+    normed, scaled = x * factor, c * weight
+    d_x = factor * (scaled - normed * np.mean(scaled * normed, axis=-1, keepdims=True))
+    return d_x, c * normed
+
+
+def dot_gradients(weights: Arrays, inputs: Arrays, c: Array) -> Gradients:
+    """x [B, N, K] @ weight [K, M]."""
+    (weight,), (x,) = weights, inputs
+    return (x.swapaxes(1, 2) @ c,), (c @ weight.T,)
+
+
+def dot_add_gradients(weights: Arrays, inputs: Arrays, c: Array) -> Gradients:
+    """residual + (x @ weight + bias), with weights (weight, bias) and inputs (x, residual)."""
+    weight, _ = weights
+    x, _ = inputs
+    d_weight, d_x = dot_gradients((weight,), (x,), c)
+    return (*d_weight, c.sum(1)), (*d_x, c)
+
+
+def gated_dot_gradients(weights: Arrays, inputs: Arrays, c: Array) -> Gradients:
+    """silu(gate) * up of (gate, up) = x @ weight [K, 2 M] + bias."""
+    weight, bias = weights
+    gate, up = np.split(inputs[0] @ weight + bias, 2, axis=-1)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    d_gate = c * up * sigmoid * (1 + gate * (1 - sigmoid))
+    joint = np.concatenate([d_gate, c * gate * sigmoid], axis=-1)
+    d_weight, d_x = dot_gradients((weight,), inputs, joint)
+    return (*d_weight, joint.sum(1)), d_x
+
+
+def project_gradients(
+    weights: Arrays, inputs: Arrays, c: Array, *, angles: Array, heads: tuple[int, int], eps: float
+) -> Gradients:
+    """Query, key and value of y [B, N, (H + 2 Kv) D], with weights (bias, q_norm, k_norm).
+
+    Query and key are normed and then turned by angles [N, D / 2]; the query is scaled by D^-1/2.
+    `heads` is (H, Kv).
+    """
+    bias, q_norm, k_norm = weights
+    size = q_norm.shape[0]
+    split = np.cumsum([size * heads[0], size * heads[1]])
+    outer, inner = (
+        [part.reshape(*part.shape[:2], -1, size) for part in np.split(joint, split, axis=-1)]
+        for joint in (c, inputs[0] + bias)
+    )
+    d_query, of_query = _norm(inner[0], q_norm, _rotate(outer[0] * size**-0.5, -angles), eps)
+    d_key, of_key = _norm(inner[1], k_norm, _rotate(outer[1], -angles), eps)
+    parts = (d_query, d_key, outer[2])
+    joint = np.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=-1)
+    return (joint.sum(1), of_query.sum((1, 2)), of_key.sum((1, 2))), (joint,)
+
+
+def _rotate(x: Array, angles: Array) -> Array:
+    """Turns x [B, N, heads, D] by angles [N, D / 2], halves paired; -angles undo it."""
+    first, second = np.split(x, 2, axis=-1)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def attention_gradients(weights: Arrays, inputs: Arrays, c: Array) -> Gradients:
+    """Causal attention of query [B, Kv, N, D] over key [B, Kv, D, S] and value [B, Kv, S, D].
+
+    N / S rows of a query belong to one token, tokens major (Dao et al. 2022, appendix B.2).
+    """
+    query, key, value = inputs
+    rows, keys = query.shape[2], key.shape[3]
+    hidden = np.arange(keys)[None, :] > (np.arange(rows) // (rows // keys))[:, None]
+    scores = np.where(hidden, -np.inf, query @ key)
+    chances = np.exp(scores - scores.max(-1, keepdims=True))
+    chances /= chances.sum(-1, keepdims=True)
+    d_chances = c @ value.swapaxes(2, 3)
+    d_scores = chances * (d_chances - np.sum(d_chances * chances, axis=-1, keepdims=True))
+    d_query, d_key = d_scores @ key.swapaxes(2, 3), query.swapaxes(2, 3) @ d_scores
+    return weights, (d_query, d_key, chances.swapaxes(2, 3) @ c)
+
+
+def log_prob_gradients(
+    weights: Arrays,
+    inputs: Arrays,
+    c: Array,
+    *,
+    tokens: np.ndarray[Any, np.dtype[np.int64]],
+    temperature: float,
+) -> Gradients:
+    """log softmax(x @ head / temperature) at tokens [N], of x [B, N, d] and head [d, V]."""
+    scaled = inputs[0] @ weights[0] / temperature
+    chances = np.exp(scaled - scaled.max(-1, keepdims=True))
+    chances /= chances.sum(-1, keepdims=True)
+    chosen = np.arange(scaled.shape[-1]) == tokens[:, None]
+    return dot_gradients(weights, inputs, c[..., None] * (chosen - chances) / temperature)

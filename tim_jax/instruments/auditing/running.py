@@ -80,12 +80,9 @@ def compare(
     if not unequal.any():
         return int(either.sum()), 0, largest, None
     row, column = (int(i) for i in np.argwhere(unequal)[0])
-    first = Unequal(
-        row,
-        column,
-        (int(drawn[row, column]), int(tokens[row, column])),
-        (float(ours[row, column]), float(log_probs[row, column])),
-    )
+    pair = int(drawn[row, column]), int(tokens[row, column])
+    values = float(ours[row, column]), float(log_probs[row, column])
+    first = Unequal(row, column, pair, values)
     return int(either.sum()), int(unequal.sum()), largest, first
 
 
@@ -239,7 +236,10 @@ def _score_again(recorded: Rollout, score: Score, sampling: Sampling, bench: _Be
     size = len(order) if score.micro_batch is None or score.loop else score.micro_batch
     log_probs = np.zeros(recorded.log_probs.shape, np.float32)
     weights = bench.placed(score.placement)
-    learn = learner_log_probs(bench.execution(sampling, score.placement), _program(score))
+    # The fields of `score` that change the program; the others only change its arrays.
+    looped = score.micro_batch if score.loop else None
+    program = Score(micro_batch=looped, gradient=score.gradient, remat=score.remat)
+    learn = learner_log_probs(bench.execution(sampling, score.placement), program)
     for start in range(0, len(order), size):
         # The last batch is filled up with its own rows, so that there is one program.
         rows = np.resize(order[start : start + size], size)
@@ -254,12 +254,6 @@ def _score_again(recorded: Rollout, score: Score, sampling: Sampling, bench: _Be
     return log_probs
 
 
-def _program(score: Score) -> Score:
-    """The fields of `score` that change the program; the others only change its arrays."""
-    micro_batch = score.micro_batch if score.loop else None
-    return Score(micro_batch=micro_batch, gradient=score.gradient, remat=score.remat)
-
-
 def _filled(tokens: jax.Array, more: int, config: ModelConfig) -> jax.Array:
     """Tokens [B, T] with `more` columns of other tokens appended."""
     extra = jnp.arange(1, more + 1, dtype=jnp.int32)[None, :] % config.vocab_size
@@ -268,7 +262,6 @@ def _filled(tokens: jax.Array, more: int, config: ModelConfig) -> jax.Array:
 
 @cache
 def _sampler(execution: Execution, samples: int, batching: Batching) -> Callable[..., Rollout]:
-    """The sampler's own program."""
     return programs.sampling_program(execution, samples=samples, batching=batching)
 
 

@@ -1,18 +1,22 @@
-"""What rows say that their tokens were drawn from: the options of a request that shape the draws.
+"""What tokens are said to be drawn from: the options of a request, and what they do to logits.
 
 `Distribution` is temperature, top-k and top-p, and `Shaping` what is done to the logits before. An
 option that cannot be applied here is refused by its name, unless its value changes nothing.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
+from tim_jax.common.types import Rollout
+from tim_jax.policy import scoring
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -27,7 +31,7 @@ class Shaping:
         repetition: divides positive logits of tokens that stand in the prompt or before in the
             response, and multiplies negative ones.
         presence: is subtracted from logits of tokens that stand before in the response.
-        frequency: the same, times how often they stand there.
+        frequency: is subtracted from them once for each time that they stand there.
         min_p: leaves out tokens below this share of the likeliest token's probability.
         min_tokens: end tokens are left out until there are this many.
         bias: (token, what is added to its logit), in the tokens' order.
@@ -43,23 +47,15 @@ class Shaping:
     allowed: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return ", ".join(self._words())
-
-    def _words(self) -> Iterator[str]:
-        for name, text in (
-            ("repetition", "repetition penalty"),
-            ("presence", "presence penalty"),
-            ("frequency", "frequency penalty"),
-            ("min_p", "min-p"),
-            ("min_tokens", "min-tokens"),
-        ):
-            value = getattr(self, name)
-            if value != getattr(UNSHAPED, name):
-                yield f"{text} {value:g}"
-        if self.bias:
-            yield f"a bias on {len(self.bias)} tokens"
-        if self.allowed:
-            yield f"{len(self.allowed)} allowed tokens"
+        penalties = ("repetition", "presence", "frequency")
+        names = {name: f"{name} penalty" for name in penalties}
+        names |= {"min_p": "min-p", "min_tokens": "min-tokens"}
+        numbers = {text: getattr(self, name) for name, text in names.items()}
+        neutral = {text: getattr(UNSHAPED, name) for name, text in names.items()}
+        words = [f"{text} {x:g}" for text, x in numbers.items() if x != neutral[text]]
+        words += [f"a bias on {len(self.bias)} tokens"] if self.bias else []
+        words += [f"{len(self.allowed)} allowed tokens"] if self.allowed else []
+        return ", ".join(words)
 
 
 UNSHAPED = Shaping()
@@ -124,51 +120,25 @@ _SHAPING = {
 # Options that cannot be applied here, with the values besides None that change nothing.
 _NOTHING = (False, "", 0)
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "typical_p": (1,),
-    "top_a": (0,),
-    "tfs_z": (1,),
+    **dict.fromkeys(("typical_p", "tfs_z", "repeat_penalty", "num_beams"), (1,)),
+    **dict.fromkeys(("encoder_repetition_penalty",), (1,)),
+    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "xtc_probability"), (0,)),
+    **dict.fromkeys(("dry_multiplier", "mirostat", "dynatemp_range", "smoothing_factor"), (0,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "penalty_alpha"), (0,)),
     "top_n_sigma": (0, -1),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "mirostat": (0,),
-    "dynatemp_range": (0,),
-    "smoothing_factor": (0,),
-    "repeat_penalty": (1,),
-    "encoder_repetition_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "penalty_alpha": (0,),
-    "num_beams": (1,),
     "use_beam_search": (False,),
-    "bad_words": _NOTHING,
-    "bad_words_ids": _NOTHING,
-    "sequence_bias": _NOTHING,
-    "suppress_tokens": _NOTHING,
-    "begin_suppress_tokens": _NOTHING,
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), ()),
     "exponential_decay_length_penalty": (),
-    "logits_processors": _NOTHING,
-    "custom_logit_processor": _NOTHING,
-    "structured_outputs": _NOTHING,
-    "guided_decoding": _NOTHING,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
-    "response_format": _NOTHING,
+    **dict.fromkeys(("bad_words", "bad_words_ids", "sequence_bias", "suppress_tokens"), _NOTHING),
+    **dict.fromkeys(("begin_suppress_tokens", "logits_processors"), _NOTHING),
+    **dict.fromkeys(("custom_logit_processor", "structured_outputs"), _NOTHING),
+    **dict.fromkeys(("guided_decoding", "guided_json", "guided_regex", "guided_choice"), _NOTHING),
+    **dict.fromkeys(("guided_grammar", "response_format"), _NOTHING),
 }
 # Words that other things are called by too, so that they are options in a request alone.
 IN_REQUESTS: dict[str, tuple[Any, ...]] = {
-    "typical": (1,),
-    "guidance_scale": (1,),
-    "min_length": (0,),
-    "json_schema": _NOTHING,
-    "regex": _NOTHING,
-    "ebnf": _NOTHING,
-    "grammar": _NOTHING,
-    "structural_tag": _NOTHING,
+    **{"typical": (1,), "guidance_scale": (1,), "min_length": (0,)},
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar", "structural_tag"), _NOTHING),
 }
 _LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "stop")
 _OWN = ("temperature", "top_k", "top_p", "logprobs_mode")
@@ -176,20 +146,18 @@ KEYS = (*_OWN, *(name for one in _SHAPING.values() for name in one.names), *_LIS
 
 
 def asked(values: Mapping[str, Any], *, request: bool = False) -> dict[str, Any]:
-    """The options among the keys of a row; with `request` also those that are options there alone.
+    """The options of a row, those of an inner `sampling_params`, `extra_body` or `meta_info` too.
 
-    Those of an inner `sampling_params`, `extra_body` or `meta_info` are among them.
+    With `request` also those keys that are options in a request alone.
     """
     names = (*KEYS, *IN_REQUESTS) if request else KEYS
-    found = {key: values[key] for key in names if values.get(key) is not None}
+    options = {key: values[key] for key in names if values.get(key) is not None}
     for name in ("sampling_params", "extra_body"):
-        inner = values.get(name)
-        if isinstance(inner, Mapping):
-            found |= asked(inner, request=True)
-    meta = values.get("meta_info")
-    if isinstance(meta, Mapping):
-        found |= {key: meta[key] for key in _OWN if meta.get(key) is not None}
-    return found
+        if isinstance(inner := values.get(name), Mapping):
+            options |= asked(inner, request=True)
+    if isinstance(meta := values.get("meta_info"), Mapping):
+        options |= {key: meta[key] for key in _OWN if meta.get(key) is not None}
+    return options
 
 
 def read(
@@ -212,19 +180,18 @@ def read(
     if plain["top_p"] == 0:
         raise InputError(f"{where}: top_p must be a number from 0.0 to 1.0, got 0")
     top_k = max(0, int(plain["top_k"]))  # -1 and 0 are both off, in one engine or another
-    found = Distribution(
-        float(plain["temperature"]),
+    said = Distribution(
+        plain["temperature"],
         top_k if top_k < vocabulary else 0,
-        float(plain["top_p"]),
+        plain["top_p"],
         shaping=_shaping(values, where, vocabulary),
     )
-    if found.shaping.min_p and found.top_p < 1:
+    if said.shaping.min_p and said.top_p < 1:
         raise InputError(
             f"{where}: min_p together with top_p is not scored here: engines differ in which of the"
             " two comes first"
         )
-    raw = _raw(values, where, default) and not found.plain
-    return replace(found, raw=raw)
+    return replace(said, raw=_raw(values, where, default) and not said.plain)
 
 
 def _raw(values: Mapping[str, Any], where: str, default: Distribution) -> bool:
@@ -240,11 +207,10 @@ def _raw(values: Mapping[str, Any], where: str, default: Distribution) -> bool:
 
 
 def _refuse(values: Mapping[str, Any], where: str) -> None:
-    for name, neutral in (*_REFUSED.items(), *IN_REQUESTS.items()):
+    for name, neutral in (_REFUSED | IN_REQUESTS).items():
         value = values.get(name)
-        if value is None or _empty(value) or any(value == one for one in neutral):
-            continue
-        if name == "response_format" and value == {"type": "text"}:
+        plain_text = name == "response_format" and value == {"type": "text"}
+        if value is None or plain_text or _empty(value) or any(value == one for one in neutral):
             continue
         raise InputError(
             f"{where}: {name} = {shown(value)} shaped the draws and cannot be applied here; leave"
@@ -281,7 +247,7 @@ def _shaping(values: Mapping[str, Any], where: str, vocabulary: int) -> Shaping:
     numbers = {name: _number(values, where, one) for name, one in _SHAPING.items()}
     minimum = int(numbers.pop("min_tokens"))
     return Shaping(
-        **{name: float(x) for name, x in numbers.items()},
+        **numbers,
         min_tokens=minimum,
         bias=_bias(values.get("logit_bias"), where, vocabulary),
         allowed=_allowed(values.get("allowed_token_ids"), where, vocabulary),
@@ -293,28 +259,28 @@ def _bias(given: Any, where: str, vocabulary: int) -> tuple[tuple[int, float], .
         return ()
     try:
         pairs = given.items() if isinstance(given, Mapping) else given
-        found = sorted((int(token), float(value)) for token, value in pairs)
+        biases = sorted((int(token), float(value)) for token, value in pairs)
     except (TypeError, ValueError, OverflowError):
-        found = []
-    fine = all(0 <= token < vocabulary and math.isfinite(x) for token, x in found)
-    if not found or not fine:
+        biases = []
+    fine = all(0 <= token < vocabulary and math.isfinite(x) for token, x in biases)
+    if not biases or not fine:
         raise InputError(
             f"{where}: logit_bias must map ids of the model's {vocabulary} tokens to numbers, got"
             f" {shown(given)}"
         )
-    return tuple((token, value) for token, value in found if value)
+    return tuple((token, value) for token, value in biases if value)
 
 
 def _allowed(given: Any, where: str, vocabulary: int) -> tuple[int, ...]:
     if given is None or (isinstance(given, Sequence) and not given):
         return ()
-    ids = given if isinstance(given, list | tuple) else []
-    if not ids or not all(isinstance(x, int) and 0 <= x < vocabulary for x in ids):
+    listed = isinstance(given, list | tuple)
+    if not listed or not all(isinstance(x, int) and 0 <= x < vocabulary for x in given):
         raise InputError(
             f"{where}: allowed_token_ids must be ids of the model's {vocabulary} tokens, got"
             f" {shown(given)}"
         )
-    return tuple(sorted({int(x) for x in ids}))
+    return tuple(sorted({int(x) for x in given}))
 
 
 def check_drawn(tokens: Sequence[int], shaping: Shaping, where: str) -> None:
@@ -325,3 +291,81 @@ def check_drawn(tokens: Sequence[int], shaping: Shaping, where: str) -> None:
                 f"{where}: response_token_ids[{place}] = {token} was drawn, but allowed_token_ids"
                 " leaves it out"
             )
+
+
+LEFT_OUT = -1e5  # a logit that no temperature makes likely, and of which products are finite
+
+
+class Shapes(NamedTuple):
+    """`declared.Shaping`s of B responses."""
+
+    repetition: jax.Array  # f32[B]
+    presence: jax.Array  # f32[B]
+    frequency: jax.Array  # f32[B]
+    margin: jax.Array  # f32[B], logits this far below the largest are left out: -T log(min-p)
+    min_tokens: jax.Array  # i32[B]
+    bias: jax.Array  # f32[B, V], or f32[B, 1] if there is none; LEFT_OUT for tokens not allowed
+
+
+def shape_arrays(declared: Sequence[Distribution], rows: int, vocabulary: int) -> Shapes:
+    """The shapes of `rows` responses; the last one's are repeated."""
+    filled = [*declared, *[declared[-1]] * (rows - len(declared))]
+    all_of = [one.shaping for one in filled]
+    temperatures = np.asarray([one.temperature or 1.0 for one in filled], np.float32)
+    biased = any(one.bias or one.allowed for one in all_of)
+    bias = np.zeros((rows, vocabulary if biased else 1), np.float32)
+    for row, one in enumerate(all_of):
+        if one.allowed:
+            bias[row] = LEFT_OUT
+            bias[row, list(one.allowed)] = 0.0
+        for token, value in one.bias:
+            bias[row, token] += value
+
+    def column(name: str, dtype: type = np.float32) -> np.ndarray:
+        return np.asarray([getattr(one, name) for one in all_of], dtype)
+
+    with np.errstate(divide="ignore"):
+        margin = np.minimum(-np.log(column("min_p")) * temperatures, -LEFT_OUT)
+    numbers = (column("repetition"), column("presence"), column("frequency"), margin)
+    return Shapes(*map(jnp.asarray, (*numbers, column("min_tokens", np.int32), bias)))
+
+
+def shape_logits(
+    logits: jax.Array,
+    tokens: jax.Array,
+    places: jax.Array,
+    *,
+    rollout: Rollout,
+    shapes: Shapes,
+    stop_tokens: tuple[int, ...],
+) -> jax.Array:
+    """The logits f32[N, V] that i32[N] tokens at `places` b R + t of a rollout [B, R] are drawn by.
+
+    The token itself is never left out, as in `policy.distribution`.
+    """
+    row, place = places // rollout.responses.shape[1], places % rollout.responses.shape[1]
+    before, inside = _counts(logits.shape, row, place, rollout)
+    z = logits + shapes.bias[row]
+    factor = jnp.where(before, shapes.repetition[row][:, None], 1.0)
+    z = jnp.where(z > 0, z / factor, z * factor)
+    z -= shapes.frequency[row][:, None] * inside
+    z -= shapes.presence[row][:, None] * (inside > 0).astype(jnp.float32)
+    early = place < shapes.min_tokens[row]
+    stops = jnp.isin(jnp.arange(logits.shape[1]), jnp.asarray(stop_tokens, jnp.int32))
+    own = jnp.arange(logits.shape[1])[None, :] == tokens[:, None]
+    z = jnp.where(early[:, None] & stops[None, :] & ~own, LEFT_OUT, z)
+    rare = z < jnp.max(z, axis=-1, keepdims=True) - shapes.margin[row][:, None]
+    return jnp.where(rare & ~own, jnp.minimum(z, LEFT_OUT), z)
+
+
+def _counts(
+    size: tuple[int, ...], row: jax.Array, place: jax.Array, rollout: Rollout
+) -> tuple[jax.Array, jax.Array]:
+    """[N, V]: whether a token stands before the place, and how often in the response."""
+    history = scoring.sequences(rollout)[row]
+    at = jnp.arange(history.shape[1])[None, :] - rollout.prompt_lengths[row][:, None]
+    past = at < place[:, None]
+    numbers = jnp.arange(size[0])[:, None]
+    zeros = jnp.zeros(size, jnp.float32)
+    before = zeros.at[numbers, history].add(past.astype(jnp.float32)) > 0
+    return before, zeros.at[numbers, history].add((past & (at >= 0)).astype(jnp.float32))

@@ -1,12 +1,13 @@
 """What one forward says of every recorded token, kept small enough to try distributions afterwards.
 
 The forward is the learner's, over whole sequences. Besides the exact log-prob under the declared
-distribution, it keeps for each token what any temperature, top-k and top-p can be computed from
-later without the model: the likeliest logits, and the log-normaliser with its first two derivatives
-at a grid of inverse temperatures. No array of [tokens, vocabulary] exists at any time.
+distribution, it keeps for each token what `chances` computes any temperature, top-k and top-p from
+later on the host, without the model: the likeliest logits, and the log-normaliser with its first
+two derivatives at a grid of inverse temperatures. No array of [tokens, vocabulary] exists at any
+time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -16,10 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.common.types import Rollout
-from tim_jax.instruments.diagnosis import shaping
-from tim_jax.instruments.diagnosis.declared import Distribution
-from tim_jax.instruments.diagnosis.rows import Response
-from tim_jax.instruments.diagnosis.shaping import Shapes
+from tim_jax.instruments.diagnosis.declared import Distribution, Shapes, shape_arrays, shape_logits
+from tim_jax.instruments.diagnosis.rollouts import Response
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.model.weights import Weights
 from tim_jax.policy import distribution, scoring
@@ -28,6 +27,9 @@ LIKELIEST = 128
 # Inverse temperatures, dense enough that the log-normaliser between them is good to about 1e-6.
 BETAS = 2.0 ** np.arange(-2.25, 2.26, 0.25)
 AT_ONE = int(np.flatnonzero(BETAS == 1.0)[0])
+COLDEST, HOTTEST = 1.0 / BETAS[-1], 1.0 / BETAS[0]
+# A share of draws that no distribution explains: such as a tie at a threshold, or a rounding.
+_STRAY = 1e-5
 _TOKENS = 8192  # of a batch
 _ROWS = 64  # most sequences of a batch
 
@@ -78,7 +80,7 @@ class Forward(NamedTuple):
 def gather(forward: Forward, responses: Sequence[Response]) -> Evidence:
     """The evidence of the tokens of all responses, in their order."""
     fields = [name for name in Evidence._fields if name != "end_stop"]
-    ordered = _of_responses(forward, responses, _summaries)
+    ordered = _of_responses(forward, responses, whole=True)
     whole = {name: np.concatenate([x[name][:-1] for x in ordered]) for name in fields}
     end_stop = np.asarray([x["stop"][-1] for x in ordered], np.float32)
     return Evidence(**whole, end_stop=end_stop)
@@ -86,12 +88,12 @@ def gather(forward: Forward, responses: Sequence[Response]) -> Evidence:
 
 def log_probs(forward: Forward, responses: Sequence[Response]) -> np.ndarray:
     """f32[N], the field `exact` of the evidence alone, which takes less time."""
-    ordered = _of_responses(forward, responses, _exact)
+    ordered = _of_responses(forward, responses, whole=False)
     return np.concatenate([x["exact"][:-1] for x in ordered])
 
 
 def _of_responses(
-    forward: Forward, responses: Sequence[Response], program: Callable[..., Any]
+    forward: Forward, responses: Sequence[Response], *, whole: bool
 ) -> list[dict[str, np.ndarray]]:
     """What a program finds of each response's tokens, and of the place after them."""
     parts: dict[int, dict[str, np.ndarray]] = {}
@@ -99,13 +101,14 @@ def _of_responses(
         execution = _executing(forward.execution, declared)
         shaped = None
         if declared.shaped:
-            whole = [responses[i].declared for i in numbers]
-            shaped = shaping.arrays(whole, len(rollout.lengths), forward.vocabulary)
-        run = program(execution, forward.tokenizer_size, forward.stop_tokens, declared.raw)
-        found = jax.device_get(run(forward.weights, rollout, shaped))
+            each = [responses[i].declared for i in numbers]
+            shaped = shape_arrays(each, len(rollout.lengths), forward.vocabulary)
+        special = forward.tokenizer_size, forward.stop_tokens
+        run = _program(execution, *special, raw=declared.raw, whole=whole)
+        fields = jax.device_get(run(forward.weights, rollout, shaped))
         for row, number in enumerate(numbers):
             count = len(responses[number]) + 1
-            parts[number] = {name: x[row, :count] for name, x in found.items()}
+            parts[number] = {name: x[row, :count] for name, x in fields.items()}
     return [parts[number] for number in range(len(responses))]
 
 
@@ -120,59 +123,43 @@ def _executing(execution: Execution, declared: Distribution) -> Execution:
     return Execution(execution.config, execution.numerics, sampling)
 
 
-@lru_cache(maxsize=64)
-def _summaries(
-    execution: Execution, tokenizer_size: int, stop_tokens: tuple[int, ...], raw: bool
-) -> Any:
-    def summary(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
-        more = _summary(shaped, tokens, tokenizer_size, stop_tokens)
-        exact = _exact_of(plain if raw else shaped, tokens, execution)
-        return exact | more | {"raw": _raw_of(plain, tokens)}
-
-    return _program(summary, execution, stop_tokens)
-
-
-@lru_cache(maxsize=64)
-def _exact(
-    execution: Execution, tokenizer_size: int, stop_tokens: tuple[int, ...], raw: bool
-) -> Any:
-    del tokenizer_size
-
-    def exact(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
-        return _exact_of(plain if raw else shaped, tokens, execution)
-
-    return _program(exact, execution, stop_tokens)
-
-
-def _exact_of(logits: jax.Array, tokens: jax.Array, execution: Execution) -> dict[str, jax.Array]:
-    sampling, numerics = execution.sampling, execution.numerics
-    exact = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
-    return {"exact": exact}
-
-
-def _raw_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    relative = logits - jnp.max(logits, axis=-1, keepdims=True)
-    own = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
-    return own - jax.scipy.special.logsumexp(relative, axis=-1)
-
-
+@lru_cache(maxsize=128)
 def _program(
-    of_tile: Callable[..., Any], execution: Execution, stop_tokens: tuple[int, ...]
+    execution: Execution,
+    tokenizer_size: int,
+    stop_tokens: tuple[int, ...],
+    *,
+    raw: bool,
+    whole: bool,
 ) -> Any:
-    """A program of weights, a rollout, and what shapes its logits, if anything does."""
+    """A program of weights, a rollout, and what shapes its logits, if anything does.
+
+    It finds `exact`, of the logits as they are shaped unless `raw`, and with `whole` the rest.
+    """
+    sampling, numerics = execution.sampling, execution.numerics
+
+    def of_tile(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+        more = _summary(shaped, tokens, tokenizer_size, stop_tokens) if whole else {}
+        logits = plain if raw else shaped
+        exact = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
+        if whole:
+            relative = plain - jnp.max(plain, axis=-1, keepdims=True)
+            own = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
+            more |= {"raw": own - jax.scipy.special.logsumexp(relative, axis=-1)}
+        return {"exact": exact} | more
 
     def run(weights: Weights, rollout: Rollout, shaped: Shapes | None) -> dict[str, jax.Array]:
         def of_rows(logits: jax.Array, tokens: jax.Array, *places: jax.Array) -> Any:
             if shaped is None:
                 return of_tile(logits, logits, tokens)
             how = {"rollout": rollout, "shapes": shaped, "stop_tokens": stop_tokens}
-            return of_tile(logits, shaping.shape(logits, tokens, *places, **how), tokens)
+            return of_tile(logits, shape_logits(logits, tokens, *places, **how), tokens)
 
         size = rollout.responses.shape
         places = () if shaped is None else (jnp.arange(size[0] * size[1]).reshape(size),)
         return scoring.of_logits(weights, rollout, of_rows, execution=execution, more=places)
 
-    return jit(run, execution.numerics)
+    return jit(run, numerics)
 
 
 def _summary(logits, tokens, tokenizer_size, stop_tokens) -> dict[str, jax.Array]:
@@ -213,9 +200,7 @@ def _moments(relative: jax.Array, logit: jax.Array, beta: jax.Array) -> tuple[ja
     return jnp.stack([jnp.log(total), mean, variance], axis=-1), above / total
 
 
-def _batches(
-    responses: Sequence[Response],
-) -> Iterator[tuple[list[int], Rollout, Distribution]]:
+def _batches(responses: Sequence[Response]) -> Iterator[tuple[list[int], Rollout, Distribution]]:
     """Batches of one distribution and of similar lengths, in few shapes."""
 
     def key(number: int):
@@ -259,3 +244,90 @@ def _rollout(responses: Sequence[Response], prompt_size: int, size: int) -> Roll
         log_probs=jnp.zeros((rows, size), jnp.float32),
         finished=jnp.ones(rows, bool),
     )
+
+
+class Chances(NamedTuple):
+    """Log-probs f64[N] of the tokens under a distribution, two ways."""
+
+    renormalised: np.ndarray  # over what the truncation keeps; a token outside counts as kept
+    drawn: np.ndarray  # of the draw itself: nearly impossible outside of what is kept
+
+
+def chances(evidence: Evidence, distribution: Distribution) -> Chances:
+    """The tokens' log-probs under `distribution`.
+
+    The log-normaliser between the inverse temperatures of the grid is a polynomial of degree 5 that
+    has its value and two derivatives at both sides: good to about 1e-6 nats. A top-p set that is
+    larger than the stored logits is taken to hold `top_p` of the mass; it has the tokens above
+    which there is less than that. At temperature 0 the draw is the likeliest token, and the
+    log-probs are those at temperature 1.
+    """
+    if distribution.temperature == 0:
+        plain = chances(evidence, Distribution())
+        greedy = np.where(evidence.above == 0, 0.0, np.log(_STRAY))
+        return plain._replace(drawn=greedy)
+    beta = float(np.clip(1.0 / distribution.temperature, BETAS[0], BETAS[-1]))
+    normaliser = log_normaliser(evidence.moments, beta)
+    scaled = beta * evidence.logit.astype(np.float64)
+    whole = scaled - normaliser
+    if not distribution.truncated:
+        return Chances(whole, whole)
+    kept, inside = _kept(evidence, distribution, beta, normaliser)
+    drawn = np.where(inside, whole - kept, whole + np.log(_STRAY))
+    outside = np.where(inside, 0.0, np.exp(whole))
+    return Chances(whole - np.log(np.exp(kept) + outside), drawn)
+
+
+def log_normaliser(moments: np.ndarray, beta: float) -> np.ndarray:
+    """log sum_v exp(beta z_v), f64[N], by Hermite interpolation of degree 5."""
+    place, x = _between(beta)
+    width = BETAS[place + 1] - BETAS[place]
+    at = moments[:, place : place + 2].astype(np.float64)
+    (f0, g0, h0), (f1, g1, h1) = (
+        (at[:, i, 0], at[:, i, 1] * width, at[:, i, 2] * width**2) for i in (0, 1)
+    )
+    # f0 + x g0 + x^2 h0 / 2, and what is missing from it at x = 1.
+    value, slope, curve = f1 - f0 - g0 - h0 / 2, g1 - g0 - h0, h1 - h0
+    c3 = 10 * value - 4 * slope + curve / 2
+    c4 = -15 * value + 7 * slope - curve
+    c5 = 6 * value - 3 * slope + curve / 2
+    return f0 + x * g0 + x**2 * h0 / 2 + x**3 * (c3 + x * (c4 + x * c5))
+
+
+def _between(beta: float) -> tuple[int, float]:
+    """The place in BETAS before `beta`, and how far it is from there to the next, from 0 to 1."""
+    place = int(np.clip(np.searchsorted(BETAS, beta, side="right") - 1, 0, len(BETAS) - 2))
+    low, high = BETAS[place], BETAS[place + 1]
+    return place, (beta - low) / (high - low)
+
+
+def _kept(evidence, distribution, beta, normaliser) -> tuple[np.ndarray, np.ndarray]:
+    """Log of the mass f64[N] that the truncation keeps, and whether the token is kept."""
+    top = evidence.top.astype(np.float64)
+    mass = np.exp(beta * top - normaliser[:, None])
+    running = np.cumsum(mass, axis=1)
+    count = top.shape[1]
+    of_k, last = np.ones(len(top)), np.full(len(top), count)
+    inside = np.ones(len(top), bool)
+    if 0 < distribution.top_k <= count:
+        last = np.full(len(top), distribution.top_k)
+        of_k = running[:, distribution.top_k - 1]
+        inside = evidence.logit >= evidence.top[:, distribution.top_k - 1]
+    elif distribution.top_k:
+        inside = evidence.above < distribution.top_k
+    if distribution.top_p == 1:
+        return np.log(of_k), inside
+    reached = running >= distribution.top_p * of_k[:, None] - 1e-7
+    ends = reached.any(axis=1)  # within the stored logits
+    place = np.where(ends, np.minimum(np.argmax(reached, axis=1), last - 1), last - 1)
+    rows = np.arange(len(top))
+    held = np.where(ends, running[rows, place], distribution.top_p * of_k)
+    in_set = mass_above(evidence.mass_above, beta) < distribution.top_p * of_k
+    inside &= np.where(ends, evidence.logit >= evidence.top[rows, place], in_set)
+    return np.log(held), inside
+
+
+def mass_above(masses: np.ndarray, beta: float) -> np.ndarray:
+    """Probability f64[N] of the logits above a token's, from that at BETAS, by straight lines."""
+    place, x = _between(beta)
+    return (1 - x) * masses[:, place].astype(np.float64) + x * masses[:, place + 1]

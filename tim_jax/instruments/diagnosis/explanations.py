@@ -1,25 +1,104 @@
-"""Explanations that need no further forward: what was drawn from, and what was reported.
+"""Explanations that need no further forward, and the noise model by which all are compared.
 
 An explanation predicts the log-prob that the system recorded for each token, and how likely each
-draw was. Both are compared with what the null says: that recorded are the exact log-probs of the
-declared distribution, from which the tokens were drawn.
+draw was. Both are compared with the null's: the exact log-probs of the declared distribution were
+recorded, and the tokens were drawn from it.
+
+A recorded log-prob is the predicted one plus noise: Student's t with three degrees of freedom and
+the scale `sqrt((s w_t)^2 + FLOOR^2)`. The tails are heavy because in every engine single tokens
+differ much more than the others. The weight w_t is `1 - p_t` of the token's exact probability, at
+least 0.02: noise on logits moves the log-prob of a likely token little. `s` is fitted and counts as
+a parameter. FLOOR is the size of another order of sums in float32, so that agreement to the last
+bit is not endlessly better than agreement to 1e-6. A token for which an explanation predicts
+nothing has the density of a number anywhere within 20 nats.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
+from scipy import optimize, special
 
-from tim_jax.instruments.diagnosis import noise
 from tim_jax.instruments.diagnosis.declared import UNSHAPED, Distribution
-from tim_jax.instruments.diagnosis.distributions import COLDEST, HOTTEST, chances
-from tim_jax.instruments.diagnosis.evidence import AT_ONE, LIKELIEST, Evidence
-from tim_jax.instruments.diagnosis.rows import Response
+from tim_jax.instruments.diagnosis.evidence import (
+    AT_ONE,
+    COLDEST,
+    HOTTEST,
+    LIKELIEST,
+    Evidence,
+    chances,
+)
+from tim_jax.instruments.diagnosis.rollouts import Response
 
-Kind = Literal["none", "numerics", "fault"]
+FLOOR = 2e-6
+NOTHING = -np.log(20.0)
+_FREEDOM = 3.0
+_LEAST_WEIGHT = 0.02
+_SCALES = np.geomspace(1e-7, 10.0, 33)
+_CONSTANT = (
+    special.gammaln((_FREEDOM + 1) / 2)
+    - special.gammaln(_FREEDOM / 2)
+    - 0.5 * np.log(_FREEDOM * np.pi)
+)
 _FITTED = 4096  # tokens that parameters are fitted on
 _MOST_PADDING = 4096  # rows of padding in a vocabulary
+LEAST_MOVE = 1e-4  # nats; less is what interpolation makes of the same log-prob
+_TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128)
+_TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
+
+Kind = Literal["none", "numerics", "fault"]
+
+
+class Fit(NamedTuple):
+    """A fitted noise model."""
+
+    scale: float  # s
+    densities: np.ndarray  # f64[N], log-density of each token's recorded log-prob
+
+    @property
+    def total(self) -> float:
+        """The log-likelihood, in nats."""
+        return float(self.densities.sum())
+
+
+def noise_weights(exact: np.ndarray) -> np.ndarray:
+    """w_t f64[N] of exact log-probs f32[N]."""
+    return np.maximum(-np.expm1(np.minimum(exact.astype(np.float64), 0.0)), _LEAST_WEIGHT)
+
+
+def densities(residual: np.ndarray, weight: np.ndarray, scale: float) -> np.ndarray:
+    """Log-densities f64[N] of residuals (NaN where nothing is predicted) at a scale."""
+    width = np.hypot(scale * weight, FLOOR)
+    inner = np.log1p(np.square(residual / width) / _FREEDOM)
+    density = _CONSTANT - np.log(width) - (_FREEDOM + 1) / 2 * inner
+    return np.where(np.isnan(residual), NOTHING, density)
+
+
+def fit_noise(residual: np.ndarray, weight: np.ndarray) -> Fit:
+    """The scale of greatest likelihood, and the densities there."""
+
+    def loss(log_scale: float) -> float:
+        return -float(densities(residual, weight, np.exp(log_scale)).sum())
+
+    scale = float(np.exp(_grid_minimum(loss, np.log(_SCALES))))
+    return Fit(scale, densities(residual, weight, scale))
+
+
+def _grid_minimum(loss: Callable[[float], float], grid: np.ndarray) -> float:
+    """Where a loss is least, between the neighbours of the grid's best point."""
+    best = int(np.argmin([loss(x) for x in grid]))
+    return _minimum(loss, grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)])
+
+
+def _minimum(loss: Callable[[float], float], low: float, high: float) -> float:
+    result = cast(Any, optimize.minimize_scalar(loss, bounds=(low, high), method="bounded"))
+    return float(result.x)
+
+
+def penalty(parameters: int, count: int) -> float:
+    """What fitted parameters cost, in nats: half the Bayesian information criterion's."""
+    return 0.5 * parameters * float(np.log(max(count, 2)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +106,7 @@ class Explanation:
     """One account of the recorded log-probs of N tokens.
 
     Attributes:
-        name: short, as in tables; the same for all strengths of one fault.
+        name: short, as in tables; one for all strengths of a fault.
         text: a clause for people: "the log-probs are ...".
         kind: "fault" is a mistake to mend, "numerics" another precision or order of sums.
         predicted: f64[N], the log-probs that the system would have recorded; NaN: no prediction.
@@ -74,8 +153,8 @@ class Tokens:
     @property
     def recorded(self) -> np.ndarray:
         """f64[N], NaN where a loss mask hides the token."""
-        found = np.concatenate([r.log_probs for r in self.responses]).astype(np.float64)
-        return np.where(self.hidden, np.nan, found)
+        log_probs = np.concatenate([r.log_probs for r in self.responses]).astype(np.float64)
+        return np.where(self.hidden, np.nan, log_probs)
 
     @property
     def sequence(self) -> np.ndarray:
@@ -109,10 +188,10 @@ def _same(declared: Distribution) -> Distribution:
 
 
 def by_distribution(
-    tokens: Tokens, reported: Change = _same, drawn: Change = _same, *, whole: bool = False
+    tokens: Tokens, reported: Change = _same, drawn: Change = _same
 ) -> tuple[np.ndarray, np.ndarray]:
     """(predicted, drawn), f64[N] both: recorded under one change of what is declared, drawn under
-    another. `whole`: reported without renormalisation over what a truncation keeps."""
+    another."""
     each = [replace(r.declared, shaping=UNSHAPED) for r in tokens.responses]  # it is in the logits
     kinds = sorted(set(each), key=repr)
     of_response = np.asarray([kinds.index(one) for one in each])
@@ -121,12 +200,11 @@ def by_distribution(
     for number, declared in enumerate(kinds):
         own = of_token == number
         evidence = tokens.evidence if own.all() else tokens.evidence.take(own)
-        found = chances(evidence, reported(declared))
-        predicted[own] = found.whole if whole else found.renormalised
-        if declared.raw and reported is _same:
-            predicted[own] = evidence.raw
+        at_report = chances(evidence, reported(declared))
+        raw = declared.raw and reported is _same
+        predicted[own] = evidence.raw if raw else at_report.renormalised
         same = drawn(declared) == reported(declared)
-        draws[own] = (found if same else chances(evidence, drawn(declared))).drawn
+        draws[own] = (at_report if same else chances(evidence, drawn(declared))).drawn
     return predicted, draws
 
 
@@ -138,7 +216,7 @@ def null(tokens: Tokens) -> Explanation:
 
 
 def reporting(tokens: Tokens) -> Iterator[Explanation]:
-    """Every explanation that needs this evidence alone, but those of `ends`."""
+    """Every explanation that needs this evidence alone, but those of `parts`."""
     base = null(tokens)
     yield from _of_declared(tokens)
     yield from _temperatures(tokens)
@@ -157,10 +235,6 @@ def reporting(tokens: Tokens) -> Iterator[Explanation]:
 
 def _fault(name: str, text: str, arrays: tuple[np.ndarray, np.ndarray], **given) -> Explanation:
     return Explanation(name, text, "fault", *arrays, **given)
-
-
-def _untruncated(declared: Distribution) -> Distribution:
-    return Distribution(declared.temperature)
 
 
 def _of_declared(tokens: Tokens) -> Iterator[Explanation]:
@@ -184,62 +258,49 @@ def _of_declared(tokens: Tokens) -> Iterator[Explanation]:
         yield _fault(
             "ignored_truncation",
             "the log-probs are not renormalised over what top-k and top-p keep",
-            by_distribution(tokens, _untruncated),
+            by_distribution(tokens, lambda declared: Distribution(declared.temperature)),
         )
 
 
-def _warmed(log_temperature: float) -> Change:
+def _at_temperature(log_temperature: float) -> Change:
     temperature = float(np.exp(log_temperature))
     return lambda declared: replace(declared, temperature=temperature)
 
 
 def _temperatures(tokens: Tokens) -> Iterator[Explanation]:
     some = _fitting_part(tokens)
+    grid = np.log(np.geomspace(COLDEST, HOTTEST, 25))
     for name, text, both in (
         ("temperature", "drawn and recorded at temperature {:.4g}", True),
         ("recorded_temperature", "the log-probs are those at temperature {:.4g}", False),
     ):
 
         def of(x: float, tokens: Tokens, both: bool = both):
-            change = _warmed(x)
+            change = _at_temperature(x)
             return by_distribution(tokens, change, change if both else _same)
 
-        x = _fitted(lambda x: -_likelihood(some, *of(x, some)))
-        found = float(np.exp(x))
-        yield _fault(name, text.format(found), of(x, tokens), parameters={"temperature": found})
+        x = _grid_minimum(lambda x: -_likelihood(some, *of(x, some)), grid)
+        fitted = float(np.exp(x))
+        yield _fault(name, text.format(fitted), of(x, tokens), parameters={"temperature": fitted})
 
     def drawn(x: float, tokens: Tokens):
-        return by_distribution(tokens, drawn=_warmed(x))
+        return by_distribution(tokens, drawn=_at_temperature(x))
 
-    x = _fitted(lambda x: -float(drawn(x, some)[1][~some.hidden].sum()))
-    found = float(np.exp(x))
-    text = f"drawn at temperature {found:.4g}, but recorded without it"
-    yield _fault("drawn_temperature", text, drawn(x, tokens), parameters={"temperature": found})
-
-
-def _fitted(loss: Callable[[float], float]) -> float:
-    """The logarithm of the temperature at which a loss is least."""
-    grid = np.log(np.geomspace(COLDEST, HOTTEST, 25))
-    best = int(np.argmin([loss(x) for x in grid]))
-    bounds = (grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)])
-    return noise.least(loss, *bounds)
+    x = _grid_minimum(lambda x: -float(drawn(x, some)[1][~some.hidden].sum()), grid)
+    fitted = float(np.exp(x))
+    text = f"drawn at temperature {fitted:.4g}, but recorded without it"
+    yield _fault("drawn_temperature", text, drawn(x, tokens), parameters={"temperature": fitted})
 
 
 def _likelihood(tokens: Tokens, predicted: np.ndarray, drawn: np.ndarray) -> float:
-    weight = noise.weights(tokens.evidence.exact)
-    recorded = noise.fit(tokens.recorded - predicted, weight).total
-    return recorded + float(drawn[~tokens.hidden].sum())
+    fit = fit_noise(tokens.recorded - predicted, noise_weights(tokens.evidence.exact))
+    return fit.total + float(drawn[~tokens.hidden].sum())
 
 
 def _fitting_part(tokens: Tokens) -> Tokens:
     """Whole responses, evenly chosen, of about as many tokens as parameters are fitted on."""
-    count = len(tokens.responses)
-    stride = max(1, round(len(tokens.sequence) / _FITTED))
+    count, stride = len(tokens.responses), max(1, round(len(tokens.sequence) / _FITTED))
     return tokens if stride == 1 else tokens.take(range(0, count, min(stride, count)))
-
-
-_TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128)
-_TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
 
 
 def _truncations(tokens: Tokens) -> Iterator[Explanation]:
@@ -252,10 +313,9 @@ def _truncations(tokens: Tokens) -> Iterator[Explanation]:
             continue
         values = [x for x in values if x < min(tokens.vocabulary, LIKELIEST + 1)]
         for renormalised in (True, False):
-            loss, value = min(
-                (-_likelihood(some, *_truncated(some, name, x, renormalised)), x) for x in values
+            value = max(
+                values, key=lambda x: _likelihood(some, *_truncated(some, name, x, renormalised))
             )
-            del loss
             words = "renormalised over it" if renormalised else "not renormalised over it"
             yield _fault(
                 name if renormalised else f"{name}_ignored",
@@ -274,18 +334,17 @@ def _truncated(tokens: Tokens, name: str, value: float, renormalised: bool):
 
 def _shifted(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
     """Log-probs that stand one place beside their tokens."""
-    same_next = np.append(np.diff(tokens.sequence) == 0, False)
-    same_before = np.insert(np.diff(tokens.sequence) == 0, 0, False)
-    for text, found, inside in (
-        ("of the token after it", np.roll(base.predicted, -1), same_next),
-        ("of the token before it", np.roll(base.predicted, 1), same_before),
+    same = np.diff(tokens.sequence) == 0
+    for text, moved, inside in (
+        ("of the token after it", np.roll(base.predicted, -1), np.append(same, False)),
+        ("of the token before it", np.roll(base.predicted, 1), np.insert(same, 0, False)),
     ):
         yield replace(
             base,
             name="shifted",
             text=f"each token has the log-prob {text}",
             kind="fault",
-            predicted=np.where(inside, found, np.nan),
+            predicted=np.where(inside, moved, np.nan),
         )
 
 
@@ -321,15 +380,15 @@ def _padding(tokens: Tokens) -> np.ndarray:
 
     But for a first token there that ends the response.
     """
-    found = []
+    behind = []
     for response in tokens.responses:
         kept = np.ones(len(response), bool) if response.mask is None else response.mask
         start = np.flatnonzero(kept)[-1] + 1 if kept.any() else 0
         ended = start > 0 and response.tokens[start - 1] in tokens.stop_tokens
         if start < len(kept) and not ended and response.tokens[start] in tokens.stop_tokens:
             start += 1
-        found.append(np.arange(len(kept)) >= start)
-    return np.concatenate(found)
+        behind.append(np.arange(len(kept)) >= start)
+    return np.concatenate(behind)
 
 
 def _vocabularies(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
@@ -343,12 +402,12 @@ def _vocabularies(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
     def padded(log_rows: float) -> np.ndarray:
         return base.predicted + normaliser - np.logaddexp(normaliser, log_rows + zero)
 
-    weight = noise.weights(evidence.exact)
+    weight = noise_weights(evidence.exact)
 
     def loss(log_rows: float) -> float:
-        return -noise.fit(tokens.recorded - padded(log_rows), weight).total
+        return -fit_noise(tokens.recorded - padded(log_rows), weight).total
 
-    rows = max(1, round(float(np.exp(noise.least(loss, 0.0, np.log(_MOST_PADDING))))))
+    rows = max(1, round(float(np.exp(_minimum(loss, 0.0, np.log(_MOST_PADDING))))))
     yield replace(
         base,
         name="padded_vocabulary",

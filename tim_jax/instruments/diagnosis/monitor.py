@@ -75,18 +75,17 @@ class Monitor:
             raise InputError(f"Monitor: mask must be [sequences, tokens], got {of_mask.shape}")
         arrays |= {name: _array(value) for name, value in extra.items()}
         for name, array in arrays.items():
-            allowed = (of_mask.shape, of_mask.shape[:1])[
-                : 1 if name in ("trainer", "rollout") else 2
-            ]
-            if array.shape not in allowed:
+            of_sequence = name in extra and array.shape == of_mask.shape[:1]
+            if array.shape != of_mask.shape and not of_sequence:
                 raise InputError(
                     f"Monitor: {name} has shape {array.shape}; it must be the mask's,"
                     f" {of_mask.shape}"
                 )
-        shape = tuple(_rounded(size) for size in of_mask.shape)
+        # Few shapes, so that few programs are compiled.
+        shape = tuple(max(8, 1 << (size - 1).bit_length()) for size in of_mask.shape)
         given = {name: _padded(array, shape[: array.ndim]) for name, array in arrays.items()}
-        found = _program(self.correction)(given, _padded(of_mask != 0, shape), state)
-        numbers, coefficients, kept, state = found
+        run = _program(self.correction)
+        numbers, coefficients, kept, state = run(given, _padded(of_mask != 0, shape), state)
         rows, columns = of_mask.shape
         return Observed(
             {name: float(value) for name, value in jax.device_get(numbers).items()},
@@ -102,11 +101,6 @@ def _array(value: Any) -> np.ndarray:
         value = value.detach().float().cpu().numpy()
     value = np.asarray(value)
     return value if value.dtype == bool else value.astype(np.float32)
-
-
-def _rounded(size: int) -> int:
-    """Few shapes, so that few programs are compiled."""
-    return max(8, 1 << (size - 1).bit_length())
 
 
 def _padded(array: np.ndarray, shape: tuple[int, ...]) -> jax.Array:

@@ -1,19 +1,33 @@
-"""Rollouts of two parts: a clean bulk, and a minority of tokens or rows that is wrong.
+"""Explanations of a part of the rollouts: a minority of tokens or rows, or where responses end.
 
 The noise model is of the bulk, and hardly sees a minority. So what is known to go wrong in a part
 is looked for by itself: sentinels in place of missing log-probs, log-probs of another row, and any
 explanation that holds in some rows alone. `outside` finds a part that nothing explains.
+
+A response ends by an end token, by something else (a stop string, a tool call, an abort), or it is
+cut. One that is said to have ended by something else needs no end token. One whose last token a
+loss mask hides ends with something that the model did not draw, such as the output of a tool, and
+says nothing about end tokens.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.spatial import KDTree
 
-from tim_jax.instruments.diagnosis import noise
-from tim_jax.instruments.diagnosis.explanations import Explanation, Tokens
-from tim_jax.instruments.diagnosis.judged import LEAST_MOVE
-from tim_jax.instruments.diagnosis.rows import Response
+from tim_jax.instruments.diagnosis.evidence import AT_ONE
+from tim_jax.instruments.diagnosis.explanations import (
+    LEAST_MOVE,
+    NOTHING,
+    Explanation,
+    Tokens,
+    fit_noise,
+    noise_weights,
+    null,
+    penalty,
+)
+from tim_jax.instruments.diagnosis.rollouts import Response
 
 _ZERO_BELOW = -0.25  # exact log-prob of a token that no sound engine calls certain
 _NO_LOG_PROB = -20.0  # whole numbers up to here are sentinels
@@ -24,6 +38,9 @@ _LEAST_ROW = 3  # tokens of a row that can be told from another
 _LEAST_GAP = 0.01  # mean |d| of a row that is looked for among others
 _NEAREST = 4  # rows that are compared as a whole
 _BAD, _RARE = 0.1, 0.01  # nats and share of tokens that are taken for outside of the noise
+# Nats by which an end token that is named but not there speaks for one that was stripped.
+_NAMED = 7.0
+_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True)
@@ -55,19 +72,17 @@ def part_of(tokens: Tokens, inside: np.ndarray) -> Part | None:
 def outside(tokens: Tokens, predicted: np.ndarray) -> np.ndarray:
     """bool[N], tokens that are no noise about f64[N] predictions: more likely anywhere in 20 nats.
 
-    Of which a hundredth are taken to be.
+    The prior share of such tokens is a hundredth.
     """
     residual = tokens.recorded - predicted
-    weight = noise.weights(tokens.evidence.exact)
-    fitted = noise.fit(residual, weight)
-    far = fitted.densities + np.log1p(-_RARE) < noise.NOTHING + np.log(_RARE)
+    fitted = fit_noise(residual, noise_weights(tokens.evidence.exact))
+    far = fitted.densities + np.log1p(-_RARE) < NOTHING + np.log(_RARE)
     return far & (np.abs(np.nan_to_num(residual)) > _BAD)
 
 
 def of_tokens(tokens: Tokens, base: Explanation) -> list[Explanation]:
     """What goes wrong in a part of the tokens or rows, and needs no other forward."""
-    found = [_sentinels(tokens, base), _other_rows(tokens, base)]
-    return [one for one in found if one is not None]
+    return [one for one in (_sentinels(tokens, base), _other_rows(tokens, base)) if one is not None]
 
 
 def _sentinels(tokens: Tokens, base: Explanation) -> Explanation | None:
@@ -117,19 +132,19 @@ def _other_rows(tokens: Tokens, base: Explanation) -> Explanation | None:
     heads = np.stack([_head(exact[own]) for own in seen])
     near = min(_NEAREST, len(seen))
     wanted = np.stack([_head(recorded[own]) for own in seen])
-    found = np.reshape(KDTree(heads).query(wanted, k=near, p=1)[1], (len(seen), near))
+    nearest = np.reshape(KDTree(heads).query(wanted, k=near, p=1)[1], (len(seen), near))
     predicted, pairs = exact.copy(), []
     for row, own in enumerate(seen):
         gap = np.abs(recorded[own] - exact[own])
         if len(own) < _LEAST_ROW or gap.mean() < _LEAST_GAP:
             continue
-        others = [exact[seen[other]] for other in found[row]]
+        others = [exact[seen[other]] for other in nearest[row]]
         gaps = [np.abs(recorded[own][: len(x)] - x[: len(own)]).mean() for x in others]
         best = int(np.argmin(gaps))
         if gaps[best] < gap.mean() / 5 and 2 * len(others[best]) > len(own):
             size = min(len(own), len(others[best]))
             predicted[own], predicted[own[:size]] = np.nan, others[best][:size]
-            pairs.append((row, int(found[row, best])))
+            pairs.append((row, int(nearest[row, best])))
     if not pairs:
         return None
     chosen = np.isin(np.arange(len(seen)), [row for row, _ in pairs])
@@ -182,3 +197,132 @@ def in_some_rows(
         structure=_choice(chosen),
         rows=np.flatnonzero(chosen),
     )
+
+
+def ending(tokens: Tokens) -> Iterator[Explanation]:
+    """An end token that was stripped, or replaced by another under its log-prob."""
+    if not tokens.stop_tokens and all(r.end is None for r in tokens.responses):
+        return
+    # They end in another token, and are not said to have been cut, or ended by something else.
+    otherwise = np.asarray([r.ended in ("cut", "other") for r in tokens.responses])
+    suspect = ~_has_end(tokens) & ~otherwise & ~tokens.hidden[tokens.lasts]
+    if suspect.any():
+        base = null(tokens)
+        if tokens.stop_tokens:
+            yield from _replaced(tokens, base, suspect)
+        yield from _stripped(tokens, base, suspect)
+
+
+def _replaced(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterator[Explanation]:
+    """Last tokens that are no end tokens, but have the log-prob of one."""
+    suspects = tokens.lasts[suspect]
+    stops = tokens.evidence.stops[suspects].astype(np.float64)
+    own = tokens.evidence.logit[suspects].astype(np.float64)
+    temperature = np.asarray([r.declared.temperature or 1.0 for r in tokens.responses])
+    moved = (stops - own[:, None]) / temperature[suspect][:, None]
+    of_stop = base.predicted[suspects][:, None] + moved
+    gap = np.abs(tokens.recorded[suspects][:, None] - of_stop)
+    predicted = base.predicted.copy()
+    # The end token where its log-prob is the one that was recorded, the token itself elsewhere.
+    nearest = of_stop[np.arange(len(gap)), np.argmin(gap, axis=1)]
+    own_gap = np.abs(tokens.recorded[suspects] - predicted[suspects])
+    replaced = gap.min(axis=1) < own_gap
+    predicted[suspects] = np.where(replaced, nearest, predicted[suspects])
+    if replaced.any():
+        yield replace(
+            base,
+            name="end_token_replaced",
+            text="another token stands where the end token stood, under the end token's log-prob",
+            kind="fault",
+            predicted=predicted,
+            structure=-float(replaced.sum()) * np.log(len(tokens.stop_tokens) + 1),
+            shows=suspects[replaced],
+        )
+
+
+def _stripped(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterator[Explanation]:
+    """Responses that end where the model draws an end token, without one.
+
+    Under the null a response ends for a reason of its own, with the same chance after every token
+    that the model drew; if its end token was stripped, with the model's chance of an end token
+    there. Of the suspects a share, which is fitted, may still have ended for a reason of its own:
+    such as an abort that nobody wrote down. Responses that were cut, or may have been because they
+    are as long as the longest, went on until then. One that is said to have ended by an end token,
+    which is named, but has another one last, is evidence by itself.
+    """
+    lengths = np.asarray([len(r) for r in tokens.responses])
+    longest = lengths == lengths.max()
+    named = suspect & np.asarray([r.end is not None for r in tokens.responses])
+    cut = longest & suspect & ~named if longest.sum() > 1 else np.zeros(len(lengths), bool)
+    stripped = suspect & ~cut
+    going = cut | np.asarray([r.ended == "cut" for r in tokens.responses])
+    if not stripped.any():
+        return
+    odds, rest = _odds(tokens, stripped, going)
+    gain, lost = _mixed(odds + np.where(named[stripped], _NAMED, 0.0))
+    yield replace(
+        base,
+        name="end_token_stripped",
+        text="the end token was stripped: responses end where one was due, and have none",
+        kind="fault",
+        structure=rest + gain,
+        shows=tokens.lasts[stripped][lost],
+    )
+
+
+def _odds(tokens: Tokens, stripped: np.ndarray, going: np.ndarray) -> tuple[np.ndarray, float]:
+    """Nats by which each stripped response speaks for it, f64[M], and all the others together.
+
+    If some end tokens are there, a share of them was stripped. If none is, the system may have
+    drawn none, which is likelier than the model by the chances of those that were not drawn.
+    """
+    kept = _has_end(tokens)
+    drawn = np.bincount(tokens.sequence[~tokens.hidden], minlength=len(tokens.responses))
+    risk = drawn[stripped | going | kept].sum()
+    hazard = stripped.sum() / (risk + stripped.sum())
+    stop = np.minimum(tokens.evidence.end_stop.astype(np.float64), -1e-6)
+    own = -drawn * np.log1p(-hazard)
+    odds = own + stop - np.log(hazard)
+    if not kept.any():
+        inner = _inner_stops(tokens)
+        return (odds + inner)[stripped], float((own + inner)[going].sum())
+    share = stripped.sum() / (stripped.sum() + kept.sum())
+    rest = float(own[going | kept].sum() + kept.sum() * np.log1p(-share))
+    cost = penalty(1, int(stripped.sum() + kept.sum()))
+    return odds[stripped] + np.log(share), rest - cost
+
+
+def _has_end(tokens: Tokens) -> np.ndarray:
+    """bool[S], responses whose last token is an end token, of the model or of the request."""
+    last = np.asarray([r.tokens[-1] for r in tokens.responses])
+    named = np.asarray([r.end == r.tokens[-1] for r in tokens.responses])
+    return (np.isin(last, tokens.stop_tokens) | named) & ~tokens.hidden[tokens.lasts]
+
+
+def _mixed(odds: np.ndarray) -> tuple[float, np.ndarray]:
+    """Nats that a mixture gains whose parts differ by `odds` f64[M], and which are of the part.
+
+    The share of the others is the likeliest; one that is not 0 costs a fitted parameter.
+    """
+    gains = []
+    for share in _SHARES:
+        with np.errstate(divide="ignore"):
+            both = np.logaddexp(np.log1p(-share) + odds, np.log(share))
+        cost = penalty(1, len(odds)) if share else 0.0
+        gains.append((float(both.sum()) - cost, share))
+    gain, share = max(gains)
+    with np.errstate(divide="ignore"):
+        return gain, odds + np.log1p(-share) > np.log(share)
+
+
+def _inner_stops(tokens: Tokens) -> np.ndarray:
+    """f64[S], log of the chance that no end token was drawn inside of a response."""
+    evidence = tokens.evidence
+    if not tokens.stop_tokens:
+        return np.zeros(len(tokens.responses))
+    at_one = evidence.moments[:, AT_ONE, 0].astype(np.float64)
+    stops = evidence.stops.astype(np.float64)
+    chance = np.clip(np.exp(stops - at_one[:, None]).sum(axis=1), 0.0, 1 - 1e-9)
+    inner = np.zeros(len(tokens.responses))
+    np.add.at(inner, tokens.sequence, np.where(tokens.hidden, 0.0, np.log1p(-chance)))
+    return inner

@@ -1,6 +1,6 @@
-"""What other systems write, as rows of `rows.KEYS`.
+"""What other systems write, as rows of `rollouts.KEYS`.
 
-plain   a sequence a line, with the keys of `rows.KEYS`, or other usual names, see `aliases`
+plain   a sequence a line, with the keys of `rollouts.KEYS`, or the names of `NAMES` for them
 vllm    responses of an OpenAI-style server (`/v1/completions`, `/v1/chat/completions`) with
         `logprobs`, and `return_token_ids` or `return_tokens_as_token_ids`; or `RequestOutput`s
 sglang  responses of SGLang's `/generate` with `return_logprob`; its OpenAI-style ones are as vLLM's
@@ -10,6 +10,10 @@ tunix   a `RolloutOutput`: tokens, left_padded_prompt_tokens, logprobs
 
 A line may also be `{"request": ..., "response": ...}`; the request then says how it was sampled,
 and after which prompt, if the response does not. Arrays in memory are read as lists.
+
+A plain line may have prompt and response in one list (`input_ids`, `tokens`): with `labels` (-100
+where there is no loss), with a mask as long as the list, or with `response_length` or
+`prompt_length`.
 """
 
 import re
@@ -20,13 +24,32 @@ from typing import Any
 
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import DEEPEST, expanded, json_value, shown
-from tim_jax.instruments.diagnosis import aliases, declared
-from tim_jax.instruments.diagnosis.rollouts import SHAPING
-from tim_jax.instruments.diagnosis.rows import Row
+from tim_jax.instruments.diagnosis import declared
+from tim_jax.instruments.diagnosis.rollouts import SHAPING, Row
 
 FORMATS = ("auto", "plain", "vllm", "sglang", "verl", "trl", "tunix")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
+# What trainers and scripts call prompt, response, log-probs and mask.
+NAMES = {
+    "prompt_token_ids": ("prompt_ids", "prompt_tokens", "query_ids", "query_token_ids"),
+    "response_token_ids": (
+        *("response_ids", "response_tokens", "completion_token_ids", "completion_tokens"),
+        *("output_ids", "output_token_ids", "output_tokens", "generated_ids"),
+        *("generated_token_ids", "token_ids"),
+    ),
+    "logprobs": (
+        *("log_probs", "logps", "token_logprobs", "response_logprobs", "response_log_probs"),
+        *("output_logprobs", "output_log_probs", "completion_logprobs", "rollout_logprobs"),
+        *("rollout_log_probs", "generation_logprobs", "sampling_logprobs"),
+    ),
+    "mask": ("loss_mask", "response_mask", "completion_mask", "action_mask", "assistant_masks"),
+    "finish_reason": ("finish_reasons", "stop_type"),
+    "weights_version": ("weight_version", "policy_version", "model_version"),
+}
+_WHOLE = ("input_ids", "tokens")
+_NO_LOSS = -100
+_SCALARS = ("finish_reason", "weights_version")
 
 
 def read(
@@ -72,11 +95,11 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
     given |= declared.asked(asked, request=True) | declared.asked(values)
     name = detect(values) if form == "auto" else form
     try:
-        found = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
+        several = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-    for number, row in enumerate(found):
-        place = where if len(found) == 1 else f"{where}, response {number}"
+    for number, row in enumerate(several):
+        place = where if len(several) == 1 else f"{where}, response {number}"
         own = {key: x for key, x in row.items() if key not in declared.IN_REQUESTS}
         yield Row(given | own, place)
 
@@ -116,7 +139,7 @@ def detect(values: Any) -> str:
 
 def plain(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A line in this project's own format, or with the names that other programs give its keys."""
-    yield aliases.renamed(values)
+    yield renamed(values)
 
 
 def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -137,7 +160,9 @@ def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             top = logprobs.get("top_logprobs")
         ids = choice.get("token_ids") or _token_ids(names)
         prompt = choice.get("prompt_token_ids") or values.get("prompt_token_ids")
-        ids, log_probs, top = _without_echo(prompt, ids, log_probs, top)
+        if prompt and ids and ids[: len(prompt)] == prompt and log_probs[0] is None:
+            # The server echoed the prompt, whose first token has no log-prob.
+            ids, log_probs, top = (x and x[len(prompt) :] for x in (ids, log_probs, top))
         message = choice.get("message") or {}
         yield {
             "prompt_token_ids": prompt,
@@ -153,23 +178,16 @@ def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _ending(choice: Mapping[str, Any]) -> dict[str, Any]:
     """How a choice ended: vLLM's `stop_reason`, or what SGLang calls `matched_stop`."""
-    found = {"finish_reason": choice.get("finish_reason")}
+    ending = {"finish_reason": choice.get("finish_reason")}
     if choice.get("matched_stop") is not None:
-        return found | {"stop_reason": choice["matched_stop"]}
-    return found | {key: choice[key] for key in ("stop_reason",) if key in choice}
-
-
-def _without_echo(prompt: Any, ids: Any, log_probs: Any, top: Any) -> tuple[Any, Any, Any]:
-    """A response without the prompt before it, whose first token has no log-prob."""
-    if not prompt or not ids or ids[: len(prompt)] != prompt or log_probs[0] is not None:
-        return ids, log_probs, top
-    return ids[len(prompt) :], log_probs[len(prompt) :], top and top[len(prompt) :]
+        return ending | {"stop_reason": choice["matched_stop"]}
+    return ending | {key: choice[key] for key in ("stop_reason",) if key in choice}
 
 
 def _token_ids(names: Sequence[str]) -> list[int] | None:
     """The ids that the names of tokens are, or None if they are texts, of which ids are made."""
-    found = [_TOKEN_ID.fullmatch(name) for name in names]
-    return [int(one[1]) for one in found if one] if all(found) else None
+    matches = [_TOKEN_ID.fullmatch(name) for name in names]
+    return [int(one[1]) for one in matches if one] if all(matches) else None
 
 
 def _top_by_id(top: Any) -> list[dict[str, float]] | None:
@@ -184,21 +202,18 @@ def _top_by_id(top: Any) -> list[dict[str, float]] | None:
 def _request_output(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for output in values["outputs"]:
         ids = output["token_ids"]
+        chosen = [
+            choices[str(token)] if str(token) in choices else choices[token]
+            for choices, token in zip(output["logprobs"], ids, strict=True)
+        ]
         yield {
             "prompt_token_ids": values["prompt_token_ids"],
             "response_token_ids": ids,
-            "logprobs": [
-                _number(choices[str(token)] if str(token) in choices else choices[token])
-                for choices, token in zip(output["logprobs"], ids, strict=True)
-            ],
+            "logprobs": [x["logprob"] if isinstance(x, Mapping) else x for x in chosen],
             "text": output.get("text"),
             "prompt": values.get("prompt"),
             **_ending(output),
         }
-
-
-def _number(value: Any) -> float:
-    return value["logprob"] if isinstance(value, Mapping) else value
 
 
 def sglang(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -293,8 +308,8 @@ def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if log_probs and isinstance(log_probs[0], Sequence):  # the drawn token among the likeliest
             choices = row.get("logprob_token_ids") or [[token] for token in ids]
             log_probs = [
-                found[names.index(token)]
-                for found, names, token in zip(log_probs, choices, ids, strict=True)
+                of_place[tokens.index(token)]
+                for of_place, tokens, token in zip(log_probs, choices, ids, strict=True)
             ]
         yield {
             "prompt_token_ids": row["prompt_ids"],
@@ -398,3 +413,62 @@ def _parquet(path: Path) -> Iterator[Row]:
             f"rollouts {path}: not readable as Parquet: {shown(f'{error}')}"
         ) from error
     yield from (Row(row, f"{path}, row {number}") for number, row in enumerate(values, 1))
+
+
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The line with the keys of `rollouts.KEYS`; what has its own name already stays as it is.
+
+    Raises:
+      InputError: one list holds prompt and response, and nothing says where the response begins.
+    """
+    row = dict(values)
+    for name, others in NAMES.items():
+        kind: Any = object if name in _SCALARS else list
+        there = (x for x in others if values.get(x) is not None and isinstance(values[x], kind))
+        if row.get(name) is None and (given := next(there, None)) is not None:
+            row[name] = row.pop(given)
+    whole = next((x for x in _WHOLE if isinstance(values.get(x), list)), None)
+    if whole is None or row.get("response_token_ids") is not None:
+        if row.get("prompt_token_ids") is None and whole == "input_ids":
+            row["prompt_token_ids"] = values["input_ids"]
+        return row
+    return row | _split(row, values[whole], whole)
+
+
+def _split(row: Mapping[str, Any], whole: list[Any], name: str) -> dict[str, Any]:
+    """Prompt, response, log-probs and mask of one list of tokens."""
+    attended = row.get("attention_mask")
+    kept = [True] * len(whole)
+    if isinstance(attended, list) and len(attended) == len(whole):
+        kept = [bool(x) for x in attended]
+
+    def part(key: str) -> list[Any] | None:
+        """A list as long as the whole, or one less because its first token has no such value."""
+        x = row.get(key)
+        if not isinstance(x, list) or len(x) not in (len(whole), len(whole) - 1):
+            return None
+        filled = [None] * (len(whole) - len(x)) + x
+        return [value for value, own in zip(filled, kept, strict=True) if own]
+
+    ids = [token for token, own in zip(whole, kept, strict=True) if own]
+    labels, mask, log_probs = part("labels"), part("mask"), part("logprobs")
+    if labels is not None and mask is None:
+        mask = [int(label is not None and label != _NO_LOSS) for label in labels]
+    start = _start(row, ids, mask)
+    if start is None:
+        raise InputError(
+            f"{name} has prompt and response, but nothing says where the response begins: add"
+            " labels, a loss mask of the same length, or response_length"
+        )
+    parts = {"prompt_token_ids": ids[:start], "response_token_ids": ids[start:]}
+    parts |= {} if mask is None else {"mask": [x or 0 for x in mask[start:]]}
+    return parts if log_probs is None else parts | {"logprobs": log_probs[start:]}
+
+
+def _start(row: Mapping[str, Any], ids: list[Any], mask: list[Any] | None) -> int | None:
+    """Where the response begins: as its length says, or at the first token that has a loss."""
+    for key in ("response_length", "prompt_length"):
+        length = row.get(key)
+        if isinstance(length, int) and 0 < length < len(ids):
+            return length if key == "prompt_length" else len(ids) - length
+    return next((place for place, own in enumerate(mask or ()) if own), None)

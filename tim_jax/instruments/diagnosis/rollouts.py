@@ -1,16 +1,32 @@
-"""Rows as responses: those that are good, and what is wrong with the others."""
+"""Recorded responses: rows, their checks, what is good of them, and what is wrong with the others.
+
+A row is a mapping with the keys of `KEYS`; `readers` makes rows of what other systems write.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import shown
+import numpy as np
+
+from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import shown, wrong_number
+from tim_jax.instruments.diagnosis import declared
 from tim_jax.instruments.diagnosis.declared import PLAIN, Distribution
-from tim_jax.instruments.diagnosis.rows import Limits, Response, Row, checked, prompt_text
+from tim_jax.tasks.base import Message
 from tim_jax.tasks.text import encode_prompt, encode_text
 
+KEYS = (
+    *("prompt_token_ids", "response_token_ids", "logprobs", "top_logprobs", "weights_version"),
+    *("prompt", "text", "mask", "finish_reason", "stop_reason"),
+    *declared.KEYS,
+)
+_LARGEST = float(np.finfo(np.float32).max)
+_TOP_TOLERANCE = 1e-3  # two roundings of one number
+_ABOVE_ZERO = 1e-4  # what rounding makes of the log-prob of a certain token
+_CUT = ("length", "max_tokens", "max_length", "max_new_tokens")
+_STOPPED = ("stop", "eos", "eos_token", "end_turn", "stop_token")
 # Of a request of chat messages: what makes another prompt of them.
 SHAPING = ("chat_template_kwargs", "tools", "continue_final_message", "add_generation_prompt")
 # What is assumed of rows that do not say it: the option, and the key of a row.
@@ -21,6 +37,212 @@ OPTIONS = {
     "log_probs": "logprobs_mode",
 }
 _SHOWN = 20  # kinds of bad rows in a message; the exception holds all rows
+_VALUES = re.compile(r"'[^']*'|[-+]?\d[\d.e+-]*|\b(nan|inf|None|null|true|false)\b", re.IGNORECASE)
+# How a response ended: by an end token, by something else (a stop string, a tool call, an abort),
+# or it was cut at the longest length.
+Ended = Literal["token", "other", "cut"]
+
+
+class Row(NamedTuple):
+    """One row of a file, and its place, such as `rollouts.jsonl, line 3`."""
+
+    values: Any
+    where: str
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """One recorded response of n tokens.
+
+    Attributes:
+        log_probs: f32[n], as recorded; NaN where the mask is 0, whatever stands there.
+        ended: how it is said to have ended; None if that is not said.
+        end: the end token by which it is said to have ended, if that is said.
+    """
+
+    where: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    log_probs: np.ndarray
+    declared: Distribution
+    mask: np.ndarray | None = None  # bool[n], the loss mask, if the system kept one
+    version: str | None = None  # of the weights
+    prompt_text: str | tuple[Message, ...] | None = None
+    ended: Ended | None = None
+    end: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Limits(NamedTuple):
+    """What a model takes."""
+
+    vocabulary: int
+    positions: int
+
+
+def checked(row: Row, *, limits: Limits, default: Distribution = PLAIN) -> Response:
+    """A row with token ids as a response.
+
+    Raises:
+      InputError: what is wrong with it, with its place.
+    """
+    values, where = row
+    prompt = _ids(row, "prompt_token_ids", limits.vocabulary)
+    tokens = _ids(row, "response_token_ids", limits.vocabulary)
+    mask = _mask(row, len(tokens))
+    log_probs = _log_probs(row, len(prompt), len(tokens), mask)
+    if len(prompt) + len(tokens) > limits.positions:
+        raise InputError(
+            f"{where}: prompt and response have {len(prompt) + len(tokens)} tokens, more than the"
+            f" model's {limits.positions} positions"
+        )
+    _check_top(row, tokens, log_probs)
+    asked = declared.read(values, where, default=default, vocabulary=limits.vocabulary)
+    declared.check_drawn(tokens, asked.shaping, where)
+    version = values.get("weights_version")
+    version = None if version is None else str(version)
+    text = prompt_text(values.get("prompt"))
+    return Response(where, prompt, tokens, log_probs, asked, mask, version, text, *_ended(values))
+
+
+def _ended(values: Mapping[str, Any]) -> tuple[Ended | None, int | None]:
+    """How a response ended, and the end token by which, as far as the row says it.
+
+    vLLM's `stop_reason` is the stop string or the end token, or null for the model's own; SGLang's
+    `matched` is one of the two.
+    """
+    reason, by = values.get("finish_reason"), values.get("stop_reason")
+    if isinstance(reason, Mapping):
+        reason, by = reason.get("type"), reason.get("matched", by)
+    word = None if reason is None else str(reason).lower()
+    if word in _CUT:
+        return "cut", None
+    if word is not None and word not in _STOPPED:
+        return "other", None
+    if isinstance(by, int) and not isinstance(by, bool):
+        return "token", by
+    if isinstance(by, str) and by:
+        return "other", None
+    if word == "stop" and values.get("stop") and "stop_reason" not in values:
+        return None, None  # by one of the stop strings, or by an end token
+    return (None if word is None else "token"), None
+
+
+def _ids(row: Row, key: str, vocabulary: int) -> tuple[int, ...]:
+    ids = _list(row, key)
+    if not ids:
+        raise InputError(f"{row.where}: {key} is empty")
+    for place, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise InputError(f"{row.where}: {key}[{place}] must be a token id, got {shown(token)}")
+        if not 0 <= token < vocabulary:
+            raise InputError(
+                f"{row.where}: {key}[{place}] = {token} is outside the model's vocabulary of"
+                f" {vocabulary}"
+            )
+    return tuple(int(token) for token in ids)
+
+
+def _list(row: Row, key: str) -> list[Any]:
+    value = row.values.get(key)
+    if value is None:
+        known = [name for name in row.values if name not in KEYS]
+        hint = did_you_mean(key, known) if known else ""
+        raise InputError(f"{row.where}: has no {key}{hint}")
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise InputError(f"{row.where}: {key} must be a list, got {shown(value)}")
+    return list(value)
+
+
+def _log_probs(row: Row, before: int, count: int, mask: np.ndarray | None) -> np.ndarray:
+    """f32[n] of the `count` response tokens, NaN where a mask hides what stands there.
+
+    Those of the `before` prompt tokens may come first; the first of all has none, or null.
+    """
+    given = _list(row, "logprobs")
+    start = len(given) - count
+    if start and not (start == before and (before > 1 or given[0] is None)):
+        start = start if 1 < start == before - 1 else 0
+    if len(given) - start != count:
+        hint = "; was the end token stripped?" if len(given) == count + 1 else ""
+        raise InputError(f"{row.where}: {len(given)} logprobs for {count} tokens{hint}")
+    numbers = np.full(count, np.nan, np.float32)
+    for place, value in enumerate(given[start:]):
+        if mask is None or mask[place]:
+            numbers[place] = min(_log_prob(row, place, value), 0.0)
+    return numbers
+
+
+def _log_prob(row: Row, place: int, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise InputError(f"{row.where}: logprobs[{place}] must be a number, got {shown(value)}")
+    if wrong_number(value) is not None or not -_LARGEST < value < _LARGEST:
+        raise InputError(f"{row.where}: logprobs[{place}] is {shown(value)}, which is not finite")
+    if value > _ABOVE_ZERO:
+        raise InputError(
+            f"{row.where}: logprobs[{place}] = {value:.6g} is positive; a log-probability is at"
+            " most 0"
+        )
+    return float(value)
+
+
+def _mask(row: Row, count: int) -> np.ndarray | None:
+    if row.values.get("mask") is None:
+        return None
+    mask = _list(row, "mask")
+    if len(mask) != count or any(value not in (0, 1) for value in mask):
+        raise InputError(
+            f"{row.where}: mask must have {count} times 0 or 1, got {len(mask)}: {shown(mask)}"
+        )
+    return np.asarray(mask, bool)
+
+
+def _check_top(row: Row, tokens: Sequence[int], log_probs: np.ndarray) -> None:
+    """`top_logprobs`, a mapping of token ids for every token, must agree with `logprobs`."""
+    if row.values.get("top_logprobs") is None:
+        return
+    top = _list(row, "top_logprobs")
+    if len(top) != len(tokens):
+        raise InputError(f"{row.where}: {len(top)} top_logprobs for {len(tokens)} tokens")
+    for place, (choices, token) in enumerate(zip(top, tokens, strict=True)):
+        if not isinstance(choices, Mapping) or np.isnan(log_probs[place]):
+            continue
+        given = choices.get(str(token), choices.get(token))
+        if given is None:
+            continue
+        if not isinstance(given, float | int) or wrong_number(given) is not None:
+            raise InputError(
+                f"{row.where}: top_logprobs[{place}] must have finite numbers, got {shown(given)}"
+            )
+        if abs(given - log_probs[place]) > _TOP_TOLERANCE:
+            raise InputError(
+                f"{row.where}: logprobs[{place}] = {log_probs[place]:.6g}, but top_logprobs has"
+                f" {given:.6g} for the same token {token}; one of the two is shifted"
+            )
+
+
+def prompt_text(value: Any) -> str | tuple[Message, ...] | None:
+    """A prompt that is text or chat messages of text; None if it is neither."""
+    if isinstance(value, str):
+        return value or None
+    messages = value if isinstance(value, Sequence) else ()
+    try:
+        return tuple(Message(str(m["role"]), _content(m["content"])) for m in messages) or None
+    except (KeyError, TypeError):
+        return None
+
+
+def _content(value: Any) -> str:
+    """The text of a chat message, of its parts if it has some; TypeError for another part."""
+    if isinstance(value, str):
+        return value
+    if any(part["type"] != "text" for part in value):
+        raise TypeError
+    return "".join(part["text"] for part in value)
 
 
 @dataclass(frozen=True)
@@ -48,13 +270,13 @@ class Collected:
             "log_probs": f"{'raw' if default.raw else 'processed'} log-probs",
         }
         total = len(self.responses)
-        found = [
+        said = [
             f"{words[name]}{f' in {count} rows' if count < total else ''}"
             f" (--{name.replace('_', '-')})"
             for name, count in self.silent.items()
             if count
         ]
-        return f"Assumed, where rows do not say it: {', '.join(found)}" if found else ""
+        return f"Assumed, where rows do not say it: {', '.join(said)}" if said else ""
 
 
 class RolloutsError(InputError):
@@ -98,9 +320,6 @@ def by_kind(problems: Sequence[str]) -> tuple[str, ...]:
     return (*lines[:_SHOWN], *([f"... and {hidden} more"] if hidden > 0 else []))
 
 
-_VALUES = re.compile(r"'[^']*'|[-+]?\d[\d.e+-]*|\b(nan|inf|None|null|true|false)\b", re.IGNORECASE)
-
-
 def collect(
     rows: Iterable[Row | InputError],
     *,
@@ -134,7 +353,7 @@ def collect(
                 raise row
             values, changed = with_ids(row, tokenizer)
             response = checked(Row(values, row.where), limits=limits, default=default)
-            _same_version(response, responses)
+            _check_version(response, responses)
         except InputError as error:
             problems.append(f"{error}")
             continue
@@ -146,20 +365,15 @@ def collect(
         raise InputError("rollouts: there are none")
     if problems and (not skip_bad or not responses):
         raise RolloutsError(problems, total)
-    return Collected(tuple(responses), tuple(problems), _warnings(tokenised), silent)
+    warnings = [
+        f"{len(tokenised)} rows have text without token ids, from {where} on; they were tokenised"
+        " again, which by itself is a common fault: text does not say which tokens were drawn"
+        for where in tokenised[:1]
+    ]
+    return Collected(tuple(responses), tuple(problems), tuple(warnings), silent)
 
 
-def _warnings(tokenised: Sequence[str]) -> tuple[str, ...]:
-    if not tokenised:
-        return ()
-    return (
-        f"{len(tokenised)} rows have text without token ids, from {tokenised[0]} on; they were"
-        " tokenised again, which by itself is a common fault: text does not say which tokens were"
-        " drawn",
-    )
-
-
-def _same_version(response: Response, before: Sequence[Response]) -> None:
+def _check_version(response: Response, before: Sequence[Response]) -> None:
     if before and response.version != before[0].version:
         raise InputError(
             f"{response.where}: weights_version is {shown(response.version)}, but"

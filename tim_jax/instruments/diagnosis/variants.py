@@ -8,10 +8,10 @@ import numpy as np
 
 from tim_jax import mismatch
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.diagnosis.declared import UNSHAPED, Distribution
-from tim_jax.instruments.diagnosis.evidence import Evidence, Forward, gather, log_probs
+from tim_jax.instruments.diagnosis.declared import UNSHAPED
+from tim_jax.instruments.diagnosis.evidence import Forward, gather, log_probs
 from tim_jax.instruments.diagnosis.explanations import Explanation, Kind, Tokens, by_distribution
-from tim_jax.instruments.diagnosis.rows import Response
+from tim_jax.instruments.diagnosis.rollouts import Response
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights
@@ -70,30 +70,26 @@ def explanations(variant: Variant, tokens: Tokens) -> Iterator[Explanation]:
     pairs = zip(changed, tokens.responses, strict=True)
     responses = [r if one is None else one for one, r in pairs]
     predicted, drawn = _under(variant.forward, responses, tokens)
-    found = Explanation(variant.name, variant.text, variant.kind, predicted, drawn)
-    yield found
+    plain = Explanation(variant.name, variant.text, variant.kind, predicted, drawn)
+    yield plain
     if variant.kind == "numerics":
         exact = tokens.evidence.exact.astype(np.float64)
         sizes = _sizes(np.abs(predicted - exact), exact, tokens.position)
         _, as_declared = by_distribution(tokens)
-        yield replace(found, predicted=exact, drawn=as_declared, sizes=sizes)
+        yield replace(plain, predicted=exact, drawn=as_declared, sizes=sizes)
 
 
 def _under(
     forward: Forward, responses: Sequence[Response], tokens: Tokens
 ) -> tuple[np.ndarray, np.ndarray]:
     """f64[N], the log-probs by another forward, and those of the draws under what is declared."""
-    if not any(_drawn_otherwise(r.declared) for r in responses):
+    # Whether the log-probs of draws are others than those to be recorded.
+    if not any(d.truncated or d.raw or d.temperature == 0 for d in (r.declared for r in responses)):
         exact = log_probs(forward, responses).astype(np.float64)
         return exact, exact
     evidence = gather(forward, responses)
     _, drawn = by_distribution(replace(tokens, evidence=evidence))
     return evidence.exact.astype(np.float64), drawn
-
-
-def _drawn_otherwise(declared: Distribution) -> bool:
-    """Whether the log-probs of draws are others than those to be recorded."""
-    return declared.truncated or declared.raw or declared.temperature == 0
 
 
 def _sizes(difference: np.ndarray, exact: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -166,11 +162,19 @@ def of_prompts(forward: Forward, tokenizer: Any, best: dict[str, int]) -> Iterat
 
     if bos is not None:
         yield variant(
-            "bos_missing", f"the system had a BOS token {bos} before the prompt", _bos(bos)
+            "bos_missing",
+            f"the system had a BOS token {bos} before the prompt",
+            lambda r: replace(r, prompt=(bos, *r.prompt)),
         )
-        yield variant("bos_added", "the system had no BOS token before the prompt", _no_bos(bos))
+        yield variant(
+            "bos_added",
+            "the system had no BOS token before the prompt",
+            lambda r: _with_prompt(r, r.prompt[1:]) if r.prompt[0] == bos else None,
+        )
     yield variant(
-        "prompt_longer", "the system's prompt was without its last token", lambda r: _shorter(r, 1)
+        "prompt_longer",
+        "the system's prompt was without its last token",
+        lambda r: _with_prompt(r, r.prompt[:-1]),
     )
     yield variant(
         "first_token_stripped",
@@ -188,22 +192,8 @@ def of_prompts(forward: Forward, tokenizer: Any, best: dict[str, int]) -> Iterat
         )
 
 
-def _bos(bos: int) -> Change:
-    return lambda r: replace(r, prompt=(bos, *r.prompt))
-
-
-def _no_bos(bos: int) -> Change:
-    return lambda r: _without(r, 1) if r.prompt[0] == bos else None
-
-
-def _without(response: Response, count: int) -> Response | None:
-    rest = response.prompt[count:]
-    return replace(response, prompt=rest) if rest else None
-
-
-def _shorter(response: Response, count: int) -> Response | None:
-    rest = response.prompt[:-count]
-    return replace(response, prompt=rest) if rest else None
+def _with_prompt(response: Response, prompt: tuple[int, ...]) -> Response | None:
+    return replace(response, prompt=prompt) if prompt else None
 
 
 def _encoded(tokenizer: Any, templated: bool) -> Change:
@@ -220,7 +210,7 @@ def _encoded(tokenizer: Any, templated: bool) -> Change:
     return change
 
 
-def likeliest_first(tokens: Tokens, evidence: Evidence) -> dict[str, int]:
+def likeliest_first(tokens: Tokens) -> dict[str, int]:
     """A response's place -> its likeliest first token."""
-    firsts = tokens.lasts - np.asarray([len(r) - 1 for r in tokens.responses])
-    return {r.where: int(evidence.best[i]) for r, i in zip(tokens.responses, firsts, strict=True)}
+    best = tokens.evidence.best[tokens.position == 0]
+    return {r.where: int(token) for r, token in zip(tokens.responses, best, strict=True)}

@@ -1,17 +1,47 @@
 """Compares the sampler's compiled forward with the learner's, operation by operation.
 
 Each product, float sum, kernel and sum over devices in the text of the sampler's program is matched
-with its counterpart in the learner's programs: the same operation, types, layouts and code.
+with its counterpart in the learner's programs: the same operation, types, layouts and code. Of a
+Pallas kernel's code what does not decide how numbers are computed is left out: on a TPU the sizes
+of the grid and of tables of integers, on a GPU everything about places in memory, so that the order
+of the operations on floats remains.
 """
 
+import base64
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from tim_jax.instruments.plan import hlo, kernel_code
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mosaic.python import mosaic_gpu, tpu
+from jaxlib.triton import dialect as triton
+
+from tim_jax.instruments.plan import hlo
 from tim_jax.instruments.plan.hlo import Computation, Instruction, Module, Type
 from tim_jax.kernels.pallas import PRIMITIVES
 
+# Of the custom calls that are kernels.
+TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2")
+
+# Text in which every byte that is no letter stands as a backslash and two digits.
+_TRITON = re.compile(r'\bir = "((?:[^"\\]|\\.)*)"')
+_MOSAIC_GPU = re.compile(r'\bmodule = "((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(rb'\\([0-9A-Fa-f]{2}|["\\])')
+# A float, several of them, and the accumulators of a warpgroup's products.
+_FLOAT = re.compile(
+    r"(?:(?:tensor|vector)<(?:\d+x)*)?(?:bf|f)\d\w*>?|!llvm\.struct<\((?:f32(?:, )?)+\)>"
+)
+_BODY = re.compile(r'"body":\s*"([^"]*)"')
+_BOUNDS = re.compile(r"iteration_bounds = array<i64: ([\d, ]*)>")
+# A table of integers that index maps read: its sizes follow the rows of a batch.
+_TABLE = re.compile(r"memref<(?:\d+x)+i32, #tpu.memory_space<smem>>")
+# Operations that make floats of floats, and do not only move or widen them.
+_ARITHMETIC = re.compile(
+    r"arith\.(?:add|sub|mul|div|max|min|rem)\w*f\b|math\.|matmul|contract|tt\.dot|wgmma|reduc|tt\.extern"
+)
+_COMPARED = re.compile(r'arith\.cmpi"\(%arg(\d+), (%\d+)\)')
 _PRODUCTS = ("dot", "convolution", "ragged-dot")
 _LIBRARY = '"__cublas'  # a product that the compiler leaves to cuBLAS
 _ACROSS = ("all-reduce", "all-reduce-start", "reduce-scatter")
@@ -77,15 +107,22 @@ def _operation(one: Instruction, computation: Computation, module: Module) -> Op
     inner = list(_inside(one, computation, module))
     products = [(i, c) for i, c in inner if i.opcode in _PRODUCTS or _LIBRARY in i.attributes]
     sums = [(i, c) for i, c in inner if _adds_floats(i, module)]
-    kernel = _is_kernel(one)
+    kernel = one.opcode.removesuffix("-start") == "custom-call" and any(
+        f'custom_call_target="{target}"' in one.attributes for target in TARGETS
+    )
     if not (products or sums or kernel):
         return None
     place = next((i.op_name for i, _ in (*products, *sums) if i.op_name), one.op_name)
-    body = kernel_code.body(one.attributes) if kernel else _written(one, computation, module)
-    of_kernel = "kernel" if kernel_code.computes(body) else "move"
+    body = kernel_code(one.attributes) if kernel else _written(one, computation, module)
+    if kernel:  # by the name that it was given; the compiler may have changed the instruction's
+        parts = one.op_name.split("/")
+        kind = "kernel" if computes(body) else "move"
+        name = parts[-2] if parts[-1] in PRIMITIVES and len(parts) > 1 else one.name
+    else:
+        kind, name = "product" if products else _kind(sums), (products or sums)[0][0].opcode
     return Operation(
-        kind=of_kernel if kernel else "product" if products else _kind(sums),
-        name=_kernel_name(one) if kernel else (products or sums)[0][0].opcode,
+        kind=kind,
+        name=name,
         operands=tuple(t for name in one.operands for t in computation[name].types),
         results=one.types,
         summed=tuple(sorted(n for i, c in (*products, *sums) for n in _summed(i, c))),
@@ -95,28 +132,12 @@ def _operation(one: Instruction, computation: Computation, module: Module) -> Op
     )
 
 
-def _is_kernel(one: Instruction) -> bool:
-    called = (f'custom_call_target="{target}"' for target in kernel_code.TARGETS)
-    kernel = one.opcode.removesuffix("-start") == "custom-call"
-    return kernel and any(text in one.attributes for text in called)
-
-
 def _kind(sums: list[tuple[Instruction, Computation]]) -> str:
-    if not any(_is_sum(one.op_name) for one, _ in sums):
+    """A pick if the traced program has no sum here; assumed is one if its text does not say."""
+    places = [one.op_name for one, _ in sums]
+    if not any(not place or place.rpartition("/")[2].startswith(_ADDS) for place in places):
         return "pick"
-    across = any(one.opcode in _ACROSS for one, _ in sums)
-    return "crossing" if across else "sum"
-
-
-def _is_sum(place: str) -> bool:
-    """Whether the traced program has a sum here; assumed if its text does not say."""
-    return not place or place.rpartition("/")[2].startswith(_ADDS)
-
-
-def _kernel_name(one: Instruction) -> str:
-    """The name that the kernel was given; the compiler may have changed the instruction's name."""
-    parts = one.op_name.split("/")
-    return parts[-2] if parts[-1] in PRIMITIVES and len(parts) > 1 else one.name
+    return "crossing" if any(one.opcode in _ACROSS for one, _ in sums) else "sum"
 
 
 def _inside(one: Instruction, computation: Computation, module: Module):
@@ -259,8 +280,7 @@ def differences(
             lines.append(f"{len(ours)} / {len(theirs)} {what}")
             continue
         for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            found = _types(a, b, weights, rows)
-            lines += [f"{what[:-1]} {index}: {text}" for text in found]
+            lines += [f"{what[:-1]} {index}: {text}" for text in _types(a, b, weights, rows)]
     return tuple(lines)
 
 
@@ -321,3 +341,110 @@ def _sizes(operation: Operation, other: Operation) -> tuple[str, ...]:
 def _text(value: object) -> str:
     text = str(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def kernel_code(attributes: str) -> str:
+    """The code of a custom call's kernel as text, by its attributes.
+
+    If it cannot be read, the text as it is stored.
+    """
+    if match := _TRITON.search(attributes):
+        return _in_order(match[1], triton)
+    if match := _MOSAIC_GPU.search(attributes):
+        return _in_order(match[1], mosaic_gpu)
+    match = _BODY.search(attributes)
+    if not match:
+        return attributes
+    try:
+        with _context(tpu):
+            text = str(ir.Module.parse(base64.b64decode(match[1])))
+    except (ir.MLIRError, ValueError):
+        return match[1]
+    return _TABLE.sub("memref<i32, #tpu.memory_space<smem>>", without_bounds(text))
+
+
+def computes(body: str) -> bool:
+    """Whether a kernel's code makes floats, as one that could not be read is taken to do."""
+    readable = "stable_mosaic." in body or "tt." in body or "stable_mosaic_gpu." in body
+    return not readable or _ARITHMETIC.search(body) is not None
+
+
+def without_bounds(text: str) -> str:
+    """The code of a kernel for a grid of any sizes.
+
+    `pl.num_programs(axis) - 1` is a number in the code. The last comparison of the step's index is
+    the one with this number.
+    """
+    match = _BOUNDS.search(text)
+    if not match:
+        return text
+    bounds = [int(n) for n in match[1].split(",") if n.strip()]
+    last = {int(one[1]): one for one in _COMPARED.finditer(text)}
+    # From the end, so that earlier places stay where they are.
+    for axis, one in sorted(last.items(), key=lambda pair: -pair[1].start()):
+        if axis < len(bounds):
+            prefix = f'{one[2]} = "stable_mosaic.arith.constant"() {{value = '
+            at = text.rfind(f"{prefix}{bounds[axis] - 1} : i32", 0, one.start())
+            if at >= 0:
+                stop = text.index(" : i32", at)
+                text = f"{text[:at]}{prefix}last{text[stop:]}"
+    return _BOUNDS.sub("", text)
+
+
+def _in_order(stored: str, dialect: Any) -> str:
+    """Of a kernel for GPUs, by its stored form: its operations on floats.
+
+    Mosaic's has its products as text of machine instructions.
+    """
+
+    def byte(match: re.Match[bytes]) -> bytes:
+        text = match[1]
+        return text if len(text) == 1 else bytes([int(text, 16)])
+
+    try:
+        with _context(dialect):
+            code = ir.Module.parse(_ESCAPED.sub(byte, stored.encode()))
+            return "\n".join(_on_floats(code.operation, {}))
+    except (ir.MLIRError, ValueError):
+        return stored
+
+
+def _context(dialect: Any) -> Any:
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    dialect.register_dialect(context)
+    return context
+
+
+def _on_floats(operation: Any, numbers: dict[Any, int]) -> Iterator[str]:
+    """The operations that read or write floats, in their order, and the loops that hold them.
+
+    Args:
+      numbers: numbers of the floats so far, in the order in which they are defined.
+    """
+    for region in operation.regions:
+        for block in region.blocks:
+            _number(block.arguments, numbers)
+            for one in block.operations:
+                inner = one.operation
+                floats = [value for value in (*inner.operands, *inner.results) if _is_float(value)]
+                held = list(_on_floats(inner, numbers))
+                if not (floats or held):
+                    continue
+                taken = " ".join(str(numbers.get(value, "_")) for value in inner.operands)
+                _number(inner.results, numbers)
+                kinds = " ".join(str(value.type) for value in inner.results)
+                names = (name for name in inner.attributes if "divisibility" not in str(name))
+                settings = " ".join(sorted(f"{name} {inner.attributes[name]}" for name in names))
+                yield f"{inner.name} [{taken}] {settings} -> {kinds}"
+                yield from (f"  {line}" for line in held)
+
+
+def _number(values: Any, numbers: dict[Any, int]) -> None:
+    for value in values:
+        if _is_float(value):
+            numbers[value] = len(numbers)
+
+
+def _is_float(value: Any) -> bool:
+    return _FLOAT.fullmatch(str(value.type)) is not None

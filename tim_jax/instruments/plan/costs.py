@@ -1,28 +1,169 @@
 """What a compiled program takes on one device: memory, operations, traffic and collectives.
 
-Operations of products and the memory traffic of kernels are counted where the program is traced
-(`work`). Memory is the compiler's analysis. Other memory traffic and the collectives are read from
-the compiled text.
-
-The figures can be extrapolated along a line (`along`).
+Operations of products and the memory traffic of kernels are counted where the program is traced,
+because there every loop has its length and every kernel its grid and blocks; a compiler's own count
+takes loop bodies once and does not look into kernels. Memory is the compiler's analysis. Other
+memory traffic and the collectives are read from the compiled text. `along` extrapolates figures
+along a line.
 """
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from math import prod
 from typing import Any, TypeVar
 
 import jax
+from jax.experimental.pallas import triton as plt
+from jax.extend.core import jaxprs_in_params
 
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.plan import hlo, work
+from tim_jax.instruments.plan import hlo
 from tim_jax.instruments.plan.hlo import Computation, Instruction, Module, Visit
 from tim_jax.instruments.plan.topology import Target
-from tim_jax.instruments.plan.work import Call
 from tim_jax.instruments.plan.workload import Program
+from tim_jax.kernels.pallas import PRIMITIVES
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a kernel, on one device. Equal calls do equal work."""
+
+    name: str
+    programs: int  # steps of its grid
+    flops: int
+    loaded: int  # bytes that its programs load and store
+    memory: int  # bytes of these that come from memory and not from a cache
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of one device; of a program that is not local to devices, of all of them."""
+
+    flops: int = 0  # of products, a multiplication and an addition are two
+    kernels: Mapping[Call, int] = field(default_factory=dict)  # how often each is called
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, Counter(self.kernels) + Counter(other.kernels))
+
+    def times(self, count: int) -> "Work":
+        """The work of `count` repetitions."""
+        return Work(self.flops * count, {call: n * count for call, n in self.kernels.items()})
+
+    @property
+    def kernel_bytes(self) -> int:
+        """Bytes between memory and the kernels."""
+        return sum(call.memory * count for call, count in self.kernels.items())
+
+
+def count(jaxpr: Any, trips: Sequence[int] = ()) -> Work:
+    """Work of a jaxpr, inner ones included.
+
+    A branch counts as its most expensive side; so a kernel counts all its blocks, also those that
+    a causal mask lets it skip. Loops inside kernels whose length is a value are not counted: such
+    kernels state their cost.
+
+    Args:
+      trips: iterations of the loops that end by a condition, in the program's order; further ones
+        count once.
+    """
+    return _count(jaxpr, iter(trips))
+
+
+def _count(jaxpr, trips: Iterator[int]) -> Work:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum((_equation(one, trips) for one in jaxpr.eqns), Work())
+
+
+def _equation(equation, trips: Iterator[int]) -> Work:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        shape = equation.invars[0].aval.shape
+        summed = prod(shape[axis] for axis in contracted)
+        return Work(flops=2 * prod(equation.outvars[0].aval.shape) * summed)
+    if name in PRIMITIVES:
+        call = _stated(equation) if "meshes" in params else _kernel(params, equation.invars)
+        return Work(call.flops, {call: 1})
+    if name == "while":
+        times = next(trips, 1)
+        return _count(params["body_jaxpr"], trips).times(times) + _count(
+            params["cond_jaxpr"], trips
+        )
+    if name == "cond":
+        return max((_count(one, trips) for one in params["branches"]), key=lambda w: w.flops)
+    inner = sum((_count(one, trips) for one in jaxprs_in_params(params)), Work())
+    return inner.times(params["length"]) if name == "scan" else inner
+
+
+def _kernel(params, operands: Sequence[Any]) -> Call:
+    """What its author states, or all steps of its grid.
+
+    A TPU runs the steps of a grid in order, and copies a block when another one is needed. The
+    programs of a GPU each load their own, and its cache is taken to spare memory every repetition;
+    of an array that is only written to in a few places, no more comes from memory than is loaded.
+    """
+    stated, mapping = params["cost_estimate"], params["grid_mapping"]
+    programs, blocks = prod(mapping.grid), mapping.block_mappings
+    on_gpu = isinstance(params["compiler_params"], plt.CompilerParams)
+    if stated is not None:
+        flops, loaded = stated.flops, stated.bytes_accessed
+    else:
+        flops = count(params["jaxpr"]).flops * programs
+        copies = (programs if on_gpu else _count_copies(block, mapping.grid) for block in blocks)
+        sizes = (_bytes(_block_shape(one), one) for one in blocks)
+        loaded = sum(n * size for n, size in zip(copies, sizes, strict=True))
+    # An array may be given twice, for two of its blocks at a time.
+    names = [*map(id, operands[mapping.num_index_operands :]), *range(len(mapping.out_shapes))]
+    wholes = (_bytes(one.array_aval.shape, one) for one in blocks)
+    arrays = sum(dict(zip(names, wholes, strict=True)).values())
+    memory = min(arrays, loaded) if on_gpu else loaded
+    return Call(params["name"], programs, flops, loaded, memory)
+
+
+def _stated(equation) -> Call:
+    """What its author states of a Mosaic kernel for GPUs, whose loads are in its code alone."""
+    params = equation.params
+    (mesh,), cost = params["meshes"], params["cost_estimate"]
+    arrays = [one.aval for one in (*equation.invars, *equation.outvars)]
+    memory = min(sum(one.size * one.dtype.itemsize for one in arrays), cost.bytes_accessed)
+    return Call(params["name"], prod(mesh.grid), cost.flops, cost.bytes_accessed, memory)
+
+
+def _block_shape(block) -> tuple[int, ...]:
+    """A block's, without what lies beyond the array."""
+    sizes = (
+        one if isinstance(one, int) else getattr(one, "block_size", 1) for one in block.block_shape
+    )
+    return tuple(map(min, sizes, block.array_aval.shape))
+
+
+def _bytes(shape: tuple[int, ...], block) -> int:
+    return prod(shape) * block.array_aval.dtype.itemsize
+
+
+def _count_copies(block, grid: tuple[int, ...]) -> int:
+    """Copies of a block, one whenever its index changes, the last axis fastest."""
+    innermost = max(_axes_used(block.index_map_jaxpr, len(grid)), default=-1)
+    return prod(grid[: innermost + 1])
+
+
+def _axes_used(index_map, count: int) -> set[int]:
+    """Axes of the grid that a block's index depends on."""
+    jaxpr = getattr(index_map, "jaxpr", index_map)
+    behind: dict[Any, set[int]] = {var: {i} for i, var in enumerate(jaxpr.invars[:count])}
+
+    def of(atom) -> set[int]:
+        return behind.get(atom, set()) if not hasattr(atom, "val") else set()
+
+    for equation in jaxpr.eqns:
+        axes = set().union(*(of(atom) for atom in equation.invars))
+        behind |= dict.fromkeys(equation.outvars, axes)
+    return set().union(*(of(atom) for atom in jaxpr.outvars))
+
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REFUSED = re.compile(r"memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds")
@@ -47,11 +188,7 @@ class Memory:
 
 
 def of(compiled: Any) -> Memory:
-    """The memory of a compiled program.
-
-    Raises:
-      InputError: this compiler has no such analysis.
-    """
+    """The memory of a compiled program; InputError if this compiler has no such analysis."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise InputError("plan: this compiler does not say how much memory a program takes")
@@ -77,35 +214,16 @@ def of_refusal(message: str) -> Memory | None:
 
 
 KINDS = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+    *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
 )
 # Names, tuples and views: nothing is read or written.
 _FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "while",
-    "conditional",
-    "call",
-    "after-all",
-    "opt-barrier",
-    "optimization-barrier",
-    "partition-id",
-    "replica-id",
-    "custom-call",  # kernels: counted where they are traced
-    "custom-call-start",
-    "call-start",  # its computation is visited, as that of "async-start"
-    "async-start",
-    "async-update",
-    "async-done",
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("while", "conditional", "call", "opt-barrier", "optimization-barrier"),
+    *("partition-id", "replica-id"),
+    *("custom-call", "custom-call-start"),  # kernels: counted where they are traced
+    *("call-start", "async-start", "async-update", "async-done"),  # their computation is visited
 }
 # Groups along the axes of a mesh: mesh['data'=1,'fsdp'=4] {'fsdp'}
 _MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
@@ -187,17 +305,20 @@ def launches(module: Module, trips: Sequence[int] = ()) -> int:
     return sum(
         visit.times
         for visit in hlo.visits(module, trips)
-        if not visit.fused and _runs(visit.instruction)
+        if not visit.fused
+        and (
+            visit.instruction.opcode in ("custom-call", "custom-call-start")
+            or not _is_free(visit.instruction)
+        )
     )
 
 
-def _runs(one: Instruction) -> bool:
-    kernel = one.opcode.removesuffix("-start") == "custom-call"
-    return kernel or not (one.opcode in _FREE or one.opcode.endswith("-done"))
+def _is_free(one: Instruction) -> bool:
+    return one.opcode in _FREE or one.opcode.endswith("-done")
 
 
 def _accessed(one: Instruction, computation: Computation, module: Module) -> int:
-    if one.opcode in _FREE or one.opcode.endswith("-done"):
+    if _is_free(one):
         return 0
     operands = [computation[name] for name in one.operands if name in computation]
     sizes = [_size(operand) for operand in operands]
@@ -311,7 +432,7 @@ def compiled(program: Program, target: Target) -> Compiled:
     with target.tracing():
         traced = program.function.trace(*program.arguments)
         lowered = traced.lower(lowering_platforms=(target.platform,))
-    done = work.count(traced.jaxpr, program.trips)
+    done = count(traced.jaxpr, program.trips)
     try:
         executable = lowered.compile(compiler_options=dict(target.options) or None)
     except jax.errors.JaxRuntimeError as error:
@@ -350,9 +471,8 @@ def _combined(a: Any, b: Any, line: Callable[[int, int], int]) -> Any:
     if isinstance(a, int):
         return line(a, b)
     if isinstance(a, Mapping):
-        names = dict.fromkeys([*a, *b])
-        nothing = {n: type(a[n] if n in a else b[n])() for n in names}
-        return {n: _combined(a.get(n, nothing[n]), b.get(n, nothing[n]), line) for n in names}
-    return type(a)(
-        **{f.name: _combined(getattr(a, f.name), getattr(b, f.name), line) for f in fields(a)}
-    )
+        nothing = {name: type(value)() for name, value in {**a, **b}.items()}
+        a, b = {**nothing, **a}, {**nothing, **b}
+        return {name: _combined(a[name], b[name], line) for name in a}
+    pairs = ((f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    return type(a)(**{name: _combined(x, y, line) for name, x, y in pairs})

@@ -13,6 +13,11 @@ _CALLED = re.compile(r"\b(calls|to_apply|body|condition|\w+_computations?)=(\{[^
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
+# Opcodes whose computation works on single numbers, not on arrays.
+_APPLIES = (
+    *("reduce", "reduce-window", "reduce-scatter", "all-reduce", "all-reduce-start"),
+    *("scatter", "select-and-scatter", "sort", "map"),
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,9 @@ class Type:
     @property
     def bytes(self) -> int:
         """Bytes of its elements, without the padding of its layout."""
-        return prod(self.dims) * _bits(self.dtype) // 8
+        digits = re.match(r"[a-z]+(\d+)", self.dtype)
+        bits = int(digits[1]) if digits else 0  # of tokens and the like
+        return prod(self.dims) * (8 if self.dtype == "pred" else bits) // 8
 
     @property
     def on_chip(self) -> bool:
@@ -129,14 +136,14 @@ def _visits(module, name, times, fused, trips) -> Iterator[Visit]:
         inside = fused or instruction.is_fusion
         called = instruction.called
         if instruction.opcode == "while":
-            stated = _trips(instruction, module)
-            count = next(trips, 1) if stated is None else stated
+            known = _trips(instruction, module)
+            count = next(trips, 1) if known is None else known
             for body in called.pop("body"):
                 yield from _visits(module, body, times * count, inside, trips)
             for condition in called.pop("condition"):
                 yield from _visits(module, condition, times * (count + 1), inside, trips)
         elif instruction.opcode in _APPLIES:
-            called.pop("to_apply", None)  # it works on single numbers, not on arrays
+            called.pop("to_apply", None)
         for names in called.values():
             for one in names:
                 if one in module.computations:
@@ -158,19 +165,6 @@ def _trips(loop: Instruction, module: Module) -> int | None:
     if limit is None or limit.opcode != "constant" or "direction=LT" not in ends.attributes:
         return None
     return int(limit.arguments)
-
-
-_APPLIES = (
-    "reduce",
-    "reduce-window",
-    "scatter",
-    "sort",
-    "map",
-    "select-and-scatter",
-    "all-reduce",
-    "all-reduce-start",
-    "reduce-scatter",
-)
 
 
 def _instruction(name: str, rest: str, root: bool) -> Instruction:
@@ -202,10 +196,3 @@ def _balanced(text: str) -> int:
         if depth == 0:
             return index + 1
     return len(text)
-
-
-def _bits(dtype: str) -> int:
-    if dtype == "pred":
-        return 8
-    digits = re.match(r"[a-z]+(\d+)", dtype)
-    return int(digits[1]) if digits else 0  # tokens and the like

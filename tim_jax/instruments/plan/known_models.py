@@ -16,12 +16,7 @@ _QWEN3 = {
     "rope_theta": 1e6,
     "bos_token_id": 151643,
 }
-_QWEN2_5 = {
-    "model_type": "qwen2",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "bos_token_id": 151643,
-}
+_QWEN2_5 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "bos_token_id": 151643}
 _LLAMA3 = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -78,69 +73,48 @@ _DEEPSEEK = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
-# Both publish float8 or bfloat16 weights; a further layer that predicts the token after next is
-# left out, as `transformers` leaves it out.
+# DeepSeek-V3 and Moonlight-16B-A3B. Both publish float8 or bfloat16 weights; a further layer that
+# predicts the token after next is left out, as `transformers` leaves it out.
+_LATENT_VALUES = {
+    "vocab_size": (129280, 163840),
+    "hidden_size": (7168, 2048),
+    "intermediate_size": (18432, 11264),
+    "moe_intermediate_size": (2048, 1408),
+    "num_hidden_layers": (61, 27),
+    "num_attention_heads": (128, 16),
+    "num_key_value_heads": (128, 16),
+    "q_lora_rank": (1536, None),
+    "n_routed_experts": (256, 64),
+    "n_shared_experts": (1, 2),
+    "num_experts_per_tok": (8, 6),
+    "n_group": (8, 1),
+    "topk_group": (4, 1),
+    "routed_scaling_factor": (2.5, 2.446),
+    "first_k_dense_replace": (3, 1),
+    "max_position_embeddings": (163840, 8192),
+    "rms_norm_eps": (1e-6, 1e-5),
+    "rope_theta": (10000.0, 50000.0),
+    "bos_token_id": (0, 163584),
+    "eos_token_id": (1, 163585),
+}
+_V3, _MOONLIGHT = (
+    _DEEPSEEK | {key: values[model] for key, values in _LATENT_VALUES.items()} for model in (0, 1)
+)
+_V3_ROPE = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
 _LATENT = {
-    "deepseek-ai/DeepSeek-V3": _DEEPSEEK
-    | {
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 3,
-        "max_position_embeddings": 163840,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    },
-    "moonshotai/Moonlight-16B-A3B": _DEEPSEEK
-    | {
-        "vocab_size": 163840,
-        "hidden_size": 2048,
-        "intermediate_size": 11264,
-        "moe_intermediate_size": 1408,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "q_lora_rank": None,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.446,
-        "first_k_dense_replace": 1,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 50000.0,
-        "bos_token_id": 163584,
-        "eos_token_id": 163585,
-    },
+    "deepseek-ai/DeepSeek-V3": _V3 | {"rope_scaling": _V3_ROPE},
+    "moonshotai/Moonlight-16B-A3B": _MOONLIGHT,
 }
 # `_SIZES`, of which the width of a dense MLP is not used; experts, those of a token, their width.
-_QWEN3_MOE_SIZES = {
-    "30B-A3B": ((2048, 6144, 48, 32), (128, 8, 768)),
-}
+_QWEN3_MOE_SIZES = {"30B-A3B": ((2048, 6144, 48, 32), (128, 8, 768))}
 
 
 def _published() -> dict[str, dict[str, Any]]:

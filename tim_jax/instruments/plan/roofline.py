@@ -24,9 +24,8 @@ from types import MappingProxyType
 import jax
 
 from tim_jax.instruments.plan import workload as workloads
-from tim_jax.instruments.plan.costs import Figures
+from tim_jax.instruments.plan.costs import Call, Figures
 from tim_jax.instruments.plan.topology import Target
-from tim_jax.instruments.plan.work import Call
 from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import parameter_shapes
@@ -110,11 +109,11 @@ def estimate(figures: Figures, rates: Rates, dtype: str, *, seen: float = 1.0) -
     parts: dict[str, dict[str, float]] = {}
     calls: dict[str, int] = {}
     for call, count in figures.kernels.items():
-        found = parts.setdefault(call.name, dict.fromkeys(_BOUNDS, 0.0))
+        part = parts.setdefault(call.name, dict.fromkeys(_BOUNDS, 0.0))
         calls[call.name] = calls.get(call.name, 0) + count
         bound, seconds, overhead = _of_call(call, rates, dtype)
-        found[bound] += seconds * count * (seen if call.name.startswith(_ATTENTION) else 1.0)
-        found["overhead"] += overhead * count
+        part[bound] += seconds * count * (seen if call.name.startswith(_ATTENTION) else 1.0)
+        part["overhead"] += overhead * count
     timed = {
         name: Timed(sum(one.values()), calls[name], max(one, key=lambda bound: one[bound]))
         for name, one in parts.items()
@@ -210,7 +209,7 @@ def least(workload: Workload, stage: str) -> Least:
     prompt, response = workload.prompt_length, execution.sampling.max_response_length
     length, rows = prompt + response, workload.sequences // where.shards
     per_token = 2 * _active_parameters(config)
-    _, key, value = config.attention
+    heads, key, value = config.attention
     per_pair = 2 * config.num_heads * (key + value)  # of a token and one that it attends to
 
     def whole(start: int, stop: int) -> float:
@@ -230,7 +229,8 @@ def least(workload: Workload, stage: str) -> Least:
     steps = -(-rows // slots) * response
     # A step reads what its token attends to but itself; keys and values of every layer.
     read = _attended(config, prompt, length) - response * config.num_layers
-    cache = rows * read * _cached_bytes(config, itemsize) / config.num_layers / where.tensor
+    position = heads * (key if config.latent else key + value) * itemsize  # bytes in the cache
+    cache = rows * read * position / where.tensor
     return Least(flops, steps * weights + cache)
 
 
@@ -243,9 +243,3 @@ def _active_parameters(config: ModelConfig) -> float:
         table = "embed" in name and not config.tied_embeddings  # rows are taken, not multiplied
         total += 0.0 if table else share * leaf.size
     return total
-
-
-def _cached_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes that a position takes in the cache."""
-    heads, key, value = config.attention
-    return config.num_layers * heads * (key if config.latent else key + value) * itemsize

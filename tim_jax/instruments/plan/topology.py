@@ -14,9 +14,83 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.instruments.plan import gpus
-from tim_jax.instruments.plan.gpus import GPUS
 from tim_jax.placement import Devices
+
+# What JAX takes of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+SHARE = 0.75
+# XLA's own products, which only gradients have, are left to cuBLAS. XLA would choose among
+# kernels of its own by timing them, and there is no device to time them on.
+COMPILER_OPTIONS: Mapping[str, bool] = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of compute capability 9.0, by NVIDIA's data sheet."""
+
+    text: str
+    memory: int  # bytes
+    bandwidth: int  # bytes a second, of its memory
+    cache: int  # bytes, level 2
+    cores: int = 132  # streaming multiprocessors
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that JAX lets programs have."""
+        return round(SHARE * self.memory)
+
+    @property
+    def description(self) -> str:
+        """XLA's GpuTargetConfigProto, as text."""
+        return _CONFIG.format(gpu=self)
+
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        "h100": Gpu("NVIDIA H100", 85_520_809_984, 3_350_000_000_000, 50 * 2**20),
+        "h200": Gpu("NVIDIA H200", 150_754_820_096, 4_800_000_000_000, 60 * 2**20),
+    }
+)
+
+_CONFIG = """
+platform_name: "CUDA"
+device_description_str: "{gpu.text}"
+dnn_version_info {{ major: 9 minor: 14 }}
+gpu_device_info {{
+  name: "{gpu.text}"
+  model_str: "sm_9.0a {gpu.text}"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  platform_version: "Compute Capability 9.0a"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.14.0"
+  core_count: {gpu.cores}
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  device_memory_size: {gpu.memory}
+  memory_bandwidth: {gpu.bandwidth}
+  l2_cache_size: {gpu.cache}
+  pcie_bandwidth: 34359738368
+  device_address_bits: 64
+  ecc_enabled: true
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+}}
+"""
+
 
 _GIB = 2**30
 
@@ -34,16 +108,8 @@ class Generation:
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _DEEP = (
-    "2x2x1",
-    "2x2x2",
-    "2x2x4",
-    "2x4x4",
-    "4x4x4",
-    "4x4x8",
-    "4x8x8",
-    "8x8x8",
-    "8x8x16",
-    "8x16x16",
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
+    *("4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16"),
 )
 # Capacities are those that libtpu 0.0.52 names when it refuses a program.
 GENERATIONS: Mapping[str, Generation] = MappingProxyType(
@@ -104,17 +170,12 @@ def check(name: str) -> tuple[Generation, int]:
         )
     generation = GENERATIONS[kind]
     if sizes not in generation.slices:
-        slices = ", ".join(generation.slices)
+        slices, larger = ", ".join(generation.slices), smallest(kind, chips(sizes))
         raise InputError(
             f"--topology {name!r}: {generation.text} has no slice {sizes}; it has {slices}"
-            f"{_nearest(kind, sizes)}"
+            f"{f'; nearest: {larger}' if larger else ''}"
         )
     return generation, chips(sizes) * generation.devices_per_chip
-
-
-def _nearest(kind: str, sizes: str) -> str:
-    larger = smallest(kind, chips(sizes))
-    return f"; nearest: {larger}" if larger else ""
 
 
 def chips(sizes: str) -> int:
@@ -159,13 +220,14 @@ def _slice(name: str, generation: Generation) -> Target:
     try:
         topology: Any = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except Exception as error:  # whatever libtpu and its loader raise
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"plan: libtpu has no devices of {name} with jax {jax.__version__} ({reason})"
-        ) from None
+        raise InputError(f"plan: libtpu has no devices of {name} with {_reason(error)}") from None
     devices = tuple(topology.devices)
     chips = len(devices) // generation.devices_per_chip
     return Target(name, "tpu", devices, generation.capacity, chips)
+
+
+def _reason(error: Exception) -> str:
+    return f"jax {jax.__version__} ({' '.join(str(error).split())[:200]})"
 
 
 def _gpus(name: str) -> Target:
@@ -179,12 +241,9 @@ def _gpus(name: str) -> Target:
             target_config=gpu.description,
         )
     except Exception as error:  # whatever the plugin and its loader raise
-        reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"plan: compiling for a GPU needs JAX's plugin for CUDA, which does not work here with"
-            f" jax {jax.__version__} ({reason}); install tim-jax[cuda]"
+            f" {_reason(error)}; install tim-jax[cuda]"
         ) from None
     devices = tuple(topology.devices)
-    return Target(
-        name, "cuda", devices, gpu.capacity, len(devices), gpu.cores, gpus.COMPILER_OPTIONS
-    )
+    return Target(name, "cuda", devices, gpu.capacity, len(devices), gpu.cores, COMPILER_OPTIONS)

@@ -5,6 +5,6 @@ table = study.load("runs/studies/smoke")     # columns, for pandas.DataFrame or 
 """
 
 from tim_jax.instruments.study.definition import Study
-from tim_jax.instruments.study.table import load
+from tim_jax.instruments.study.running import load
 
 __all__ = ["Study", "load"]

@@ -73,34 +73,27 @@ def dashes(names: Sequence[str], dashed: Sequence[str] = ()) -> dict[str, list[i
     }
 
 
-def _scales(alt: Any, names: Sequence[str], dashed: Sequence[str]) -> dict[str, Any]:
+def _scales(alt: Any, names: Sequence[str], dashed: Sequence[str] = ()) -> dict[str, Any]:
     """The encodings by which lines are told apart, with one legend below."""
-    colour, dash = colours(names), dashes(names, dashed)
     legend = alt.Legend(title=None, orient="bottom", columns=2, labelLimit=320, symbolSize=300)
+
+    def encoding(kind: Any, values: Mapping[str, Any]) -> Any:
+        scale = alt.Scale(domain=list(values), range=list(values.values()))
+        return kind("arm:N", scale=scale, legend=legend)
+
     return {
-        "color": alt.Color(
-            "arm:N",
-            scale=alt.Scale(domain=list(names), range=[colour[n] for n in names]),
-            legend=legend,
-        ),
-        "strokeDash": alt.StrokeDash(
-            "arm:N",
-            scale=alt.Scale(domain=list(names), range=[dash[n] for n in names]),
-            legend=legend,
-        ),
+        "color": encoding(alt.Color, colours(names)),
+        "strokeDash": encoding(alt.StrokeDash, dashes(names, dashed)),
     }
 
 
 def training_panels(
-    table: Mapping[str, np.ndarray],
-    *,
-    controls: Sequence[str] = (),
-    surges: Sequence[int] = (),
+    table: Mapping[str, np.ndarray], *, controls: Sequence[str] = (), surges: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Title -> chart, of the metrics that the table has.
 
     Args:
-        table: from `table.load`.
+        table: from `study.load`.
         controls: arms that are drawn dashed.
         surges: steps at which response lengths surge, marked by vertical rules.
     """
@@ -109,14 +102,14 @@ def training_panels(
     lines = len({*zip(table["arm"].tolist(), table["seed"].tolist(), strict=True)})
     there = [p for p in PANELS if p.metric in table and np.isfinite(table[p.metric]).any()]
     points = int(np.clip(_MOST_POINTS // max(1, lines * len(there)), 12, 200))
-    found = {}
+    drawn = {}
     for panel in there:
         rows = thinned(table, panel.metric, points)
         chart = _lines(alt, rows, panel, _scales(alt, names, controls))
         if panel.metric == "response_length" and surges:
             chart = alt.layer(chart, _rules(alt, surges))
-        found[panel.title] = _finished(chart, panel.title)
-    return found
+        drawn[panel.title] = _finished(chart, panel.title)
+    return drawn
 
 
 def thinned(table: Mapping[str, np.ndarray], metric: str, points: int) -> list[dict[str, Any]]:
@@ -141,8 +134,7 @@ def thinned(table: Mapping[str, np.ndarray], metric: str, points: int) -> list[d
 
 def _lines(alt: Any, rows: list[dict[str, Any]], panel: Panel, scales: dict[str, Any]) -> Any:
     base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("step:Q", title="step", axis=alt.Axis(tickMinStep=1, grid=False)),
-        **scales,
+        x=alt.X("step:Q", title="step", axis=alt.Axis(tickMinStep=1, grid=False)), **scales
     )
     y = alt.Y("value:Q", title=panel.unit or None, scale=alt.Scale(zero=False))
     thin = base.mark_line(strokeWidth=0.8, opacity=0.4).encode(y=y, detail="seed:N")
@@ -178,7 +170,7 @@ def intervals(rows: list[dict[str, Any]], *, title: str, x: str, y: str, names: 
     base = alt.Chart(alt.Data(values=rows)).encode(
         y=alt.Y("y:N", title=y, sort=None),
         yOffset=alt.YOffset("arm:N", sort=names),
-        color=_scales(alt, names, ())["color"],
+        color=_scales(alt, names)["color"],
     )
     at = alt.X("value:Q", title=x)
     points = base.mark_point(filled=True, size=45).encode(
@@ -192,33 +184,27 @@ def intervals(rows: list[dict[str, Any]], *, title: str, x: str, y: str, names: 
 def plane(rows: list[dict[str, Any]], *, title: str, x: str, y: str, names: list[str]) -> Any:
     """Points {x, y, arm, label} on logarithmic axes; all must be above 0."""
     alt = altair()
-    base = alt.Chart(alt.Data(values=rows)).encode(
+    points = _logarithmic(alt, rows, x, y, names).mark_point(filled=True, size=70)
+    shape = alt.Shape("arm:N", scale=alt.Scale(domain=names), legend=None)
+    return _finished(points.encode(shape=shape), title).properties(height=2 * _HEIGHT)
+
+
+def _logarithmic(alt: Any, rows: list[dict[str, Any]], x: str, y: str, names: list[str]) -> Any:
+    return alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X("x:Q", title=x, scale=alt.Scale(type="log")),
         y=alt.Y("y:Q", title=y, scale=alt.Scale(type="log")),
-        color=_scales(alt, names, ())["color"],
+        color=_scales(alt, names)["color"],
     )
-    points = base.mark_point(filled=True, size=70).encode(
-        shape=alt.Shape("arm:N", scale=alt.Scale(domain=names), legend=None)
-    )
-    return _finished(points, title).properties(height=2 * _HEIGHT)
 
 
 def growth(rows: list[dict[str, Any]], *, title: str, x: str, y: str, names: list[str]) -> Any:
     """Lines {x, y, arm, kind} on logarithmic axes; what is not "measured" is dashed."""
     alt = altair()
     kinds = sorted({row["kind"] for row in rows}, key=lambda kind: kind != "measured")
-    chart = (
-        alt.Chart(alt.Data(values=rows))
-        .mark_line(point=True)
-        .encode(
-            x=alt.X("x:Q", title=x, scale=alt.Scale(type="log")),
-            y=alt.Y("y:Q", title=y, scale=alt.Scale(type="log")),
-            color=_scales(alt, names, ())["color"],
-            strokeDash=alt.StrokeDash(
-                "kind:N",
-                scale=alt.Scale(domain=kinds, range=list(_DASHES[: len(kinds)])),
-                legend=alt.Legend(title=None, orient="bottom"),
-            ),
-        )
+    dash = alt.StrokeDash(
+        "kind:N",
+        scale=alt.Scale(domain=kinds, range=list(_DASHES[: len(kinds)])),
+        legend=alt.Legend(title=None, orient="bottom"),
     )
+    chart = _logarithmic(alt, rows, x, y, names).mark_line(point=True).encode(strokeDash=dash)
     return _finished(alt.layer(chart), title).properties(height=2 * _HEIGHT)

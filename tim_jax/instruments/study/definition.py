@@ -1,4 +1,4 @@
-"""A study as a frozen value: what is compared, and by which rule, said before anything runs.
+"""A study as a frozen value, said before anything runs: what is compared, and by which rule.
 
     base = "../quickstart.toml"     # the run that the arms change, beside this file
     hypothesis = "..."
@@ -17,31 +17,33 @@
     [test]
     kind = "permutation"
 
-The arms are all combinations of the options, or those that `arms` lists.
+The arms are all combinations of the options, or those that `arms` lists, with their controls. A
+divergent arm is one whose sampler has a mismatch. Its control has the same differences on both
+sides: what is sampled is as good or as bad, and there is no mismatch. Only against it can an effect
+be one of mismatch.
 """
 
+import itertools
 import math
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from tim_jax.app.config import toml
+from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import Count, Section, refusal
-from tim_jax.common.errors import did_you_mean
+from tim_jax.common.errors import InputError, check_choice, did_you_mean
+from tim_jax.mismatch import Mismatch
 
 AXES = ("dial", "correction", "schedule", "objective")
 CONTROL = "control"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
 _MOST_DIVISIONS = 3_000_000  # some seconds
 _RULE = "a name has letters, digits, '_', '-' and '.', at most 60 of them"
-
-
-def _options(given: Any) -> Any:
-    for name, changes in given.items() if isinstance(given, dict) else ():
-        check_name(name)
-        if not isinstance(changes, dict):
-            raise refusal(name, changes, "must be a table of changes to the run")
-    return given
 
 
 def check_name(name: str) -> None:
@@ -52,8 +54,16 @@ def check_name(name: str) -> None:
         raise refusal(name, None, "this name is kept for the controls, which the tool makes")
 
 
+def _check_options(given: Any) -> Any:
+    for name, changes in given.items() if isinstance(given, dict) else ():
+        check_name(name)
+        if not isinstance(changes, dict):
+            raise refusal(name, changes, "must be a table of changes to the run")
+    return given
+
+
 Pair = Annotated[tuple[str, str], Field(strict=False)]
-Options = Annotated[dict[str, dict[str, Any]], BeforeValidator(_options)]
+Options = Annotated[dict[str, dict[str, Any]], BeforeValidator(_check_options)]
 
 
 class Outcome(Section):
@@ -164,3 +174,160 @@ class Study(Section):
             if option not in known:
                 hint = did_you_mean(option, known) if known else f"; there is no [{axis}.NAME]"
                 raise refusal(f"{key}.{axis}", option, f"is no option of {axis}{hint}")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm of a study.
+
+    Attributes:
+        run: the changed configuration as a nested dict, without seed and run folder.
+        control: of a divergent arm, the name of the arm without mismatch that it is compared with.
+        uncontrolled: why a divergent arm has none; "" if it has one or needs none.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]{1,255}$")]
+    run: dict[str, Any]
+    divergent: bool = False
+    control: str = ""
+    uncontrolled: str = ""
+
+    def config(self, seed: int, folder: Path) -> RunConfig:
+        """The configuration of the arm's run of one seed."""
+        own = {"seed": seed, "run": {"folder": str(folder)}}
+        return toml.build(merged(self.run, own), source=f"arm {self.name}")
+
+
+def arms(study: Study, base: Mapping[str, Any], *, source: str) -> tuple[Arm, ...]:
+    """The arms of a study in their order, and after them the controls.
+
+    Args:
+        base: the base's nested dict.
+        source: the study's file, in messages.
+
+    Raises:
+        InputError: a change is none that a run knows, two arms are the same run, a control cannot
+            be made and the study does not say `controls = "where_possible"`, or a comparison
+            names no arm.
+    """
+    start = merged(base, study.common)
+    choices = list(_choices(study))
+    chosen = [_arm(study, choice, start, source) for choice in choices]
+    _refuse_twins(chosen, source)
+    known = list(chosen)
+    for index, (arm, choice) in enumerate(zip(chosen, choices, strict=True)):
+        if arm.divergent:
+            controlled = arm
+            if study.controls == "uncorrected":
+                plain = choice.model_copy(update={"name": None, "correction": None})
+                plain = plain if plain.options else ArmChoice(name="uncorrected")
+                controlled = _arm(study, plain, start, source)
+            chosen[index] = _with_control(study, arm, controlled, known, source)
+    both = (*chosen, *known[len(chosen) :])
+    names = sorted(arm.name for arm in both)
+    for name in (name for pair in study.test.compare for name in pair):
+        if name not in names:
+            listed = ", ".join(names)
+            raise InputError(f"{source}: test.compare: {name!r} is no arm; known: {listed}")
+    return both
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins tables key by key. One with a `kind` stands alone: other kinds have other keys."""
+    both = dict(base)
+    for key, value in change.items():
+        below = both.get(key)
+        alone = not isinstance(value, Mapping) or "kind" in value
+        both[key] = merged(below, value) if isinstance(below, Mapping) and not alone else value
+    return both
+
+
+def _choices(study: Study) -> Iterator[ArmChoice]:
+    if study.arms:
+        yield from study.arms
+        return
+    options = {axis: list(getattr(study, axis)) for axis in AXES if getattr(study, axis)}
+    if not options:
+        yield ArmChoice(name="base")
+        return
+    for names in itertools.product(*options.values()):
+        yield ArmChoice(**dict(zip(options, names, strict=True)))
+
+
+def _check_outcome(study: Study, config: RunConfig, arm: str) -> None:
+    """Refuses an outcome of evaluations that a run will not have: it would be found out at its end.
+
+    Other metrics are known to a step alone.
+    """
+    metric, section = study.outcome.metric, config.eval
+    if not metric.startswith("eval/"):
+        return
+    if not section.every:
+        raise InputError(
+            f"{arm}: outcome.metric is {metric!r}, and eval.every = 0 is no evaluation"
+        )
+    names = ["reward", "length", "prompts", "grader/timeout", "grader/error"]
+    names += [f"mean@{section.samples}", *(f"pass@{k}" for k in section.k)]
+    check_choice(f"{arm}: outcome.metric", metric, [f"eval/{name}" for name in names])
+
+
+def _arm(study: Study, choice: ArmChoice, start: Mapping[str, Any], source: str) -> Arm:
+    run = dict(start)
+    for axis, option in choice.options.items():
+        run = merged(run, getattr(study, axis)[option])
+    # A divergent run cannot be exact, which it has to say; to say it for every arm is no use.
+    sampler = run.get("sampler")
+    mismatch = isinstance(sampler, Mapping) and sampler.get("mismatch")
+    relaxed = merged(run, {"exact": "report"}) if mismatch else run
+    config = toml.build(relaxed, source=f"{source}: arm {choice.title}")
+    _check_outcome(study, config, f"{source}: arm {choice.title}")
+    dial = config.sampler.dial if config.sampler.mismatch else Mismatch()
+    divergent = bool(dial.active) and not config.sampler.both_sides
+    return Arm(choice.title, relaxed if divergent else run, divergent)
+
+
+def _refuse_twins(arms: Sequence[Arm], source: str) -> None:
+    for index, arm in enumerate(arms):
+        for other in arms[:index]:
+            if other.run == arm.run:
+                raise InputError(
+                    f"{source}: the arms {other.name!r} and {arm.name!r} are the same run;"
+                    " leave one out"
+                )
+
+
+def _with_control(study: Study, arm: Arm, controlled: Arm, known: list[Arm], source: str) -> Arm:
+    """The arm with the name of `controlled`'s control, which is added to `known` if it is new."""
+    if study.controls == "none":
+        return replace(arm, uncontrolled="the study makes none")
+    try:
+        run = control_of(controlled.run)
+    except InputError as error:
+        if study.controls == "where_possible":
+            return replace(arm, uncontrolled=str(error))
+        raise InputError(
+            f"{source}: arm {arm.name!r} has no matched control: {error}; leave the arm out, or set"
+            ' controls = "where_possible"'
+        ) from error
+    config = toml.build(run, source=f"{source}: the control of {controlled.name}")
+    for other in known:
+        if toml.build(other.run, source="arm") == config:
+            return replace(arm, control=other.name)
+    control = Arm(f"{controlled.name}+{CONTROL}", run)
+    known.append(control)
+    return replace(arm, control=control.name)
+
+
+def control_of(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A divergent run's control: the same differences on both sides, and every token exact.
+
+    What changes no token, but only what is reported of it, is left out.
+
+    Raises:
+        InputError: a difference that a learner cannot have.
+    """
+    config = toml.build(run, source="arm")
+    kept = {entry.name for entry in config.sampler.dial.shared.entries}
+    tables = [table for table in config.sampler.mismatch if table["name"] in kept]
+    sampler = {**run["sampler"], "mismatch": tables, "both_sides": bool(tables)}
+    return {**run, "sampler": sampler, "exact": "required"}

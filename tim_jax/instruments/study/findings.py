@@ -1,11 +1,19 @@
-"""What a study at fixed weights found: tables and figures of its records."""
+"""What a study found, as tables and figures: of its records at fixed weights, and along its runs.
+
+Two series that both rise have a high correlation whatever they have to do with each other. So each
+correlation along a run is given twice: of the values, which says whether both rise or fall over the
+run, and of their changes from one group of steps to the next, which says whether they move
+together.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+from scipy import stats
 
-from tim_jax.instruments.study import charts, horizon
+from tim_jax.common.pages import Table
+from tim_jax.instruments.study import charts
 from tim_jax.instruments.study.estimates import Estimate
 from tim_jax.instruments.study.gradient import RECOMPUTE
 from tim_jax.instruments.study.measurement import GradientStudy, estimate, estimators
@@ -27,13 +35,16 @@ METRICS = {
     "recompute/update_skew_negative": "skew A<0, recompute",
 }
 
-
-class Table(NamedTuple):
-    """A table of text."""
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
+MISMATCH = "mismatch/kl_k3"
+COMPANIONS = {
+    "entropy": "entropy",
+    "gradient_norm": "gradient norm",
+    "noise_scale": "gradient noise scale",
+    "response_length": "response length",
+    "reward": "reward",
+}
+_GROUPS = 40  # of consecutive steps, whose means are compared
+_LEAST = 5  # steps in a group
 
 
 class Findings(NamedTuple):
@@ -44,7 +55,7 @@ class Findings(NamedTuple):
     figures: dict[str, Any]
 
 
-def found(study: GradientStudy, records: Sequence[Record]) -> Findings:
+def of_records(study: GradientStudy, records: Sequence[Record]) -> Findings:
     """The findings of the records that are there."""
     if not records:
         return Findings([], [], {})
@@ -55,38 +66,25 @@ def found(study: GradientStudy, records: Sequence[Record]) -> Findings:
 
 
 def _sentences(records: Sequence[Record]) -> list[str]:
-    first = records[0]
-    signal = estimate(first, RECOMPUTE, "signal")
-    noise = estimate(first, RECOMPUTE, "exact_variance")
+    signal, noise = (estimate(records[0], RECOMPUTE, x) for x in ("signal", "exact_variance"))
     seen = [r["source"] for r in records if estimate(r, RECOMPUTE, "bias").seen]
     unseen = [r["source"] for r in records if r["source"] not in seen]
-    said = [
+    return [
         f"The exact gradient's norm is {signal.value:.3g} (standard error {signal.error:.1g}); the"
         f" noise of one exact batch has {noise.value:.3g} times its square.",
         "A bias counts as seen where its square is more than two standard errors above 0.",
+        f"Bias of the uncorrected gradient is seen under: {', '.join(seen) or 'no source'}.",
+        f"It is not seen under: {', '.join(unseen) or 'none'}.",
     ]
-    said.append(
-        f"Bias of the uncorrected gradient is seen under: {', '.join(seen) or 'no source'}."
-    )
-    said.append(f"It is not seen under: {', '.join(unseen) or 'none'}.")
-    return said
 
 
 def _biases(records: Sequence[Record]) -> Table:
     rows = []
     for record in records:
         bias, cosine = (estimate(record, RECOMPUTE, name) for name in ("bias", "cosine"))
-        reward = Estimate(*record["reward_difference"])
-        rows.append(
-            [
-                record["source"],
-                _pm(Estimate(*record["metrics"]["kl_k3"])),
-                _pm(bias),
-                _norm(bias),
-                _pm(cosine),
-                _pm(reward),
-            ]
-        )
+        k3, reward = Estimate(*record["metrics"]["kl_k3"]), Estimate(*record["reward_difference"])
+        norm = f"{np.sqrt(bias.value):.3g}" if bias.seen else "not seen"
+        rows.append([record["source"], _pm(k3), _pm(bias), norm, _pm(cosine), _pm(reward)])
     head = ["source", "K3, nats a token", "squared bias / exact square", "bias / exact norm"]
     return Table(
         "Bias of the uncorrected gradient, by source",
@@ -113,8 +111,8 @@ def _remedies(records: Sequence[Record]) -> Table:
 def _signs(records: Sequence[Record]) -> Table:
     rows = []
     for record in records:
-        parts = {n: Estimate(*record["signs"][n]["bias"]) for n in ("positive", "negative")}
-        rows.append([record["source"], *(_pm(parts[n]) for n in ("positive", "negative"))])
+        biases = (record["signs"][sign]["bias"] for sign in ("positive", "negative"))
+        rows.append([record["source"], *(_pm(Estimate(*bias)) for bias in biases)])
     return Table(
         "Bias by the sign of the advantage, each over its own part's square",
         ["source", "A > 0", "A < 0"],
@@ -143,7 +141,7 @@ def _figures(records: Sequence[Record]) -> dict[str, Any]:
     both = "Bias and variance of every remedy"
     return {
         bias: charts.intervals(
-            [row for r in records for row in _interval_rows(r, names)],
+            [_interval(r["source"], n, estimate(r, n, "bias")) for r in records for n in names],
             title=bias,
             x="squared bias / square of the exact gradient, two standard errors",
             y="source",
@@ -173,10 +171,6 @@ def _figures(records: Sequence[Record]) -> dict[str, Any]:
 def _interval(place: str, arm: str, of: Estimate) -> dict[str, Any]:
     ends = {"low": of.value - 2.0 * of.error, "high": of.value + 2.0 * of.error}
     return {"y": place, "arm": arm, "value": of.value} | ends
-
-
-def _interval_rows(record: Record, names: Sequence[str]) -> list[dict[str, Any]]:
-    return [_interval(record["source"], n, estimate(record, n, "bias")) for n in names]
 
 
 def _plane_rows(record: Record, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -226,17 +220,108 @@ def _slopes(records: Sequence[Record], names: Sequence[str]) -> str:
             for r in own
             if seen[r["horizon"]].seen
         }
-        slope = horizon.slope({r["horizon"]: r["longest"] for r in own}, sizes)
-        power = f"T to the power {slope:.2f}" if np.isfinite(slope) else "too few lengths to say"
-        said.append(
-            f"{name}: {power} ({len(sizes)} of {len(own)} lengths with a bias that is seen)"
-        )
+        power = slope({r["horizon"]: r["longest"] for r in own}, sizes)
+        text = f"T to the power {power:.2f}" if np.isfinite(power) else "too few lengths to say"
+        said.append(f"{name}: {text} ({len(sizes)} of {len(own)} lengths with a bias that is seen)")
     return "Growth of the measured bias, least squares of logarithms: " + "; ".join(said) + "."
+
+
+def slope(lengths: Mapping[str, float], sizes: Mapping[str, float]) -> float:
+    """The exponent k of size = c T^k, by least squares of logarithms; NaN for under 2 points."""
+    names = [name for name in lengths if sizes.get(name, 0.0) > 0.0]
+    if len(names) < 2:
+        return float("nan")
+    x = np.log([lengths[name] for name in names])
+    return float(np.polyfit(x, np.log([sizes[name] for name in names]), 1)[0])
 
 
 def _pm(of: Estimate) -> str:
     return f"{of.value:.3g} ± {of.error:.1g}"
 
 
-def _norm(bias: Estimate) -> str:
-    return f"{np.sqrt(bias.value):.3g}" if bias.seen else "not seen"
+def dynamics(table: Mapping[str, np.ndarray]) -> list[Table]:
+    """Two tables of the arms that have a mismatch and enough steps; none if there is no such arm.
+
+    Args:
+        table: from `study.load`.
+    """
+    if MISMATCH not in table:
+        return []
+    changed, together = [], []
+    for arm in dict.fromkeys(table["arm"].tolist()):
+        runs = [_groups(table, rows) for rows in _runs(table, arm)]
+        runs = [run for run in runs if run is not None]
+        if not runs:
+            continue
+        changed.append([arm, str(len(runs)), *_change(runs)])
+        names = [name for name in COMPANIONS if all(name in run for run in runs)]
+        for name in names:
+            values = [_correlation(run[MISMATCH], run[name]) for run in runs]
+            moves = [_correlation(*(np.diff(run[m]) for m in (MISMATCH, name))) for run in runs]
+            together.append([arm, COMPANIONS[name], _spread(values), _spread(moves)])
+    if not changed:
+        return []
+    k3 = "K3, nats a token"
+    return [
+        Table(
+            "How the mismatch changes along a run (mean of the seeds, lowest to highest)",
+            ["arm", "seeds", f"{k3}: first tenth", "last tenth", "last / first", "highest / first"],
+            changed,
+        ),
+        Table(
+            "What changes with it: Spearman's rank correlation with K3, by run",
+            ["arm", "metric", "of the values", "of the changes"],
+            together,
+        ),
+    ]
+
+
+def _runs(table: Mapping[str, np.ndarray], arm: str) -> list[np.ndarray]:
+    """The rows of each of an arm's runs, in the order of steps."""
+    runs = []
+    for seed in dict.fromkeys(table["seed"][table["arm"] == arm].tolist()):
+        rows = np.flatnonzero((table["arm"] == arm) & (table["seed"] == seed))
+        runs.append(rows[np.argsort(table["step"][rows], kind="stable")])
+    return runs
+
+
+def _groups(table: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray] | None:
+    """Metric -> means of groups of steps, of a run with a mismatch in every group."""
+    rows = rows[np.isfinite(table[MISMATCH][rows])]
+    count = min(_GROUPS, len(rows) // _LEAST)
+    if count < 3:
+        return None
+    parts = np.array_split(rows, count)
+    means = {}
+    for name in (MISMATCH, *COMPANIONS):
+        if name in table:
+            values = np.where(np.isfinite(table[name]), table[name], np.nan)
+            if all(np.isfinite(values[part]).any() for part in parts):
+                means[name] = np.array([np.nanmean(values[part]) for part in parts])
+    return means if (means[MISMATCH] > 0).all() else None
+
+
+def _change(runs: list[dict[str, np.ndarray]]) -> list[str]:
+    series = [(run[MISMATCH], max(1, len(run[MISMATCH]) // 10)) for run in runs]
+    first = np.array([values[:tenth].mean() for values, tenth in series])
+    last = np.array([values[-tenth:].mean() for values, tenth in series])
+    highest = np.array([values.max() for values, _ in series])
+    ratios = (_spread(list(one / first)) for one in (last, highest))
+    return [f"{first.mean():.3g}", f"{last.mean():.3g}", *ratios]
+
+
+def _correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Spearman's, NaN where one of the two never changes."""
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
+        return float("nan")
+    return float(cast(Any, stats.spearmanr(first, second)).statistic)
+
+
+def _spread(values: list[float]) -> str:
+    """Mean, lowest and highest of the values that are numbers."""
+    numbers = [value for value in values if np.isfinite(value)]
+    if not numbers:
+        return "-"
+    if len(numbers) == 1:
+        return f"{numbers[0]:.2f}"
+    return f"{np.mean(numbers):.2f} ({min(numbers):.2f} to {max(numbers):.2f})"

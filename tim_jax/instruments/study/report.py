@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.app.run.loggers import read_lines
+from tim_jax.common import pages
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.study import charts, dynamics, files, findings, measurement, verdicts
+from tim_jax.common.pages import Table
+from tim_jax.instruments.study import charts, findings, measurement, running, verdicts
 from tim_jax.instruments.study.definition import Study
-from tim_jax.instruments.study.findings import Table
-from tim_jax.instruments.study.running import Stated
-from tim_jax.instruments.study.table import RunLines, load, read_runs, values
+from tim_jax.instruments.study.running import RunLines, Stated, load, read_runs, values
 from tim_jax.schedules import SurgeDetector
 
 _SHOWN = 3  # completions of a step
@@ -44,7 +44,7 @@ def section(folder: Path) -> Section:
     """
     if not (folder / "study.json").is_file():
         return _of_runs(folder.resolve().name, folder, [], [], controls=[])
-    stated = files.read_stated(folder)
+    stated = running.read_stated(folder)
     study = stated.study
     said = [f"Hypothesis, stated before it ran: {study.hypothesis}"]
     if isinstance(study, Study):
@@ -56,24 +56,24 @@ def section(folder: Path) -> Section:
     if len(records) < wanted:
         said.append(f"Unfinished: {len(records)} of {wanted} measurements are there.")
     try:
-        found = findings.found(study, records)
+        seen = findings.of_records(study, records)
     except KeyError as error:
         path = folder / "measured.jsonl"
         raise InputError(f"{path} is of another version: a line has no {error}") from error
-    return Section(study.name, said + found.sentences, found.tables, found.figures, [])
+    return Section(study.name, said + seen.sentences, seen.tables, seen.figures, [])
 
 
 def _judged(stated: Stated) -> tuple[list[Table], list[str]]:
     """The tables of verdicts and outcomes, and the rule in words."""
     study, runs = stated.study, read_runs(stated.folder)
-    found = verdicts.outcomes(stated, runs)
+    outcomes = verdicts.outcomes(stated, runs)
     rule, test = study.outcome, study.test
     judged = verdicts.verdicts(stated, runs)
     numbers = ((v, map(_number, (v.difference, v.p, v.corrected))) for v in judged)
     rows = [[v.arm, v.against or "none", *of, v.line(test)] for v, of in numbers]
     head = ["arm", "against", "difference", "p", "after Holm", "verdict"]
     by_seed = [
-        [arm.name, *(_number(found.get((arm.name, seed))) for seed in stated.seeds)]
+        [arm.name, *(_number(outcomes.get((arm.name, seed))) for seed in stated.seeds)]
         for arm in stated.arms
     ]
     window = f" of the last {rule.window}" if rule.window > 1 else ""
@@ -89,8 +89,8 @@ def _judged(stated: Stated) -> tuple[list[Table], list[str]]:
             "No arm has a matched control, so nothing here is said of what mismatch does to a run."
         )
     seeds = [f"seed {seed}" for seed in stated.seeds]
-    outcomes = Table("Every outcome", ["arm", *seeds], by_seed)
-    return ([Table("Verdicts", head, rows)] if judging else []) + [outcomes], words
+    tables = [Table("Every outcome", ["arm", *seeds], by_seed)]
+    return ([Table("Verdicts", head, rows)] if judging else []) + tables, words
 
 
 def _of_runs(
@@ -105,7 +105,7 @@ def _of_runs(
         surges = sorted({s for s in map(surge_step, runs) if s})
         table = load(folder)
         figures = charts.training_panels(table, controls=controls, surges=surges)
-        tables = [*tables, *dynamics.tables(table)]
+        tables = [*tables, *findings.dynamics(table)]
     shown = [pair for run in runs[:1] for pair in _completions(run)]
     return Section(title, said, tables, figures, shown)
 
@@ -113,13 +113,11 @@ def _of_runs(
 def surge_step(run: RunLines) -> int:
     """The step of the first surge of a run's response lengths, 0 if there is none."""
     lengths = values(run.lines, "response_length").astype(np.float32)
-    if not len(lengths):
-        return 0
-    return int(_scanned(jnp.asarray(lengths)))
+    return int(_scan(jnp.asarray(lengths))) if len(lengths) else 0
 
 
 @jax.jit
-def _scanned(lengths: jax.Array) -> jax.Array:
+def _scan(lengths: jax.Array) -> jax.Array:
     """The surge's step in f32[N] lengths; compiled once for all runs of N steps."""
     detector = SurgeDetector()
 
@@ -188,9 +186,9 @@ def _names(sections: Sequence[Section]) -> Iterator[str]:
     for one in sections:
         name = _slug(one.title)
         numbered = (f"{name}-{number}" for number in count(2))
-        found = next(text for text in chain([name], numbered) if text not in taken)
-        taken.add(found)
-        yield found
+        free = next(text for text in chain([name], numbered) if text not in taken)
+        taken.add(free)
+        yield free
 
 
 def page(sections: Sequence[Section]) -> str:
@@ -203,16 +201,15 @@ def page(sections: Sequence[Section]) -> str:
     for one in sections:
         body.append(_section(one, first))
         first += len(one.figures)
-    title = ", ".join(one.title for one in sections)
-    return _PAGE.format(
-        title=html.escape(title), style=_STYLE, body="\n".join(body), runtime=runtime, data=data
+    scripts = _SCRIPTS.format(runtime=runtime, data=data)
+    return pages.page(
+        ", ".join(one.title for one in sections), "\n".join([*body, scripts]), style=_STYLE
     )
 
 
 def _section(one: Section, first: int) -> str:
-    parts = [f"<h1>{html.escape(one.title)}</h1>"]
-    parts += [f"<p>{html.escape(text)}</p>" for text in one.sentences]
-    parts += [_table(table) for table in one.tables]
+    parts = [f"<h1>{html.escape(one.title)}</h1>", pages.paragraphs(one.sentences)]
+    parts += map(pages.html_table, one.tables)
     figures = "".join(
         f'<figure><div class="chart" id="chart{first + i}" role="img"'
         f' aria-label="{html.escape(title)}"></div></figure>'
@@ -225,17 +222,6 @@ def _section(one: Section, first: int) -> str:
     return "\n".join(parts)
 
 
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in table.head)
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows
-    )
-    return (
-        f"<h2>{html.escape(table.title)}</h2>"
-        f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
-    )
-
-
 def _number(value: float | None) -> str:
     return "" if value is None or not np.isfinite(value) else f"{value:.4g}"
 
@@ -246,46 +232,24 @@ def _slug(text: str) -> str:
 
 def markdown(tables: Sequence[Table]) -> str:
     """Tables as Markdown, each under its title."""
-    blocks = []
-    for table in tables:
-        lines = [f"### {table.title}", "", f"| {' | '.join(table.head)} |"]
-        lines.append(f"|{'|'.join('---' for _ in table.head)}|")
-        lines += [f"| {' | '.join(row)} |" for row in table.rows]
-        blocks.append("\n".join(lines))
+    blocks = (
+        "\n".join([f"### {one.title}", "", *pages.markdown(one.head, one.rows, numbers=False)])
+        for one in tables
+    )
     return "\n\n".join(blocks) + "\n"
 
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --faint: #d4d4d4; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e8e8e8; --paper: #16181c; --faint: #3c4047; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 76rem; color: var(--ink);
-  background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .figures { display: grid; gap: 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 figure { margin: 0; min-width: 0; } .chart { width: 100%; min-height: 14rem; }
 .chart svg text { fill: var(--ink); } .chart svg .role-axis-grid line { stroke: var(--faint); }
 .chart svg .role-axis-domain line, .chart svg .role-axis-tick line { stroke: var(--ink); }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
-th, td { text-align: left; padding: .3rem .7rem; border-bottom: 1px solid var(--faint);
-  vertical-align: top; }
-pre { overflow-x: auto; padding: .7rem; border: 1px solid var(--faint); border-radius: 6px; }
 """
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>{style}</style></head>
-<body>
-{body}
-<script>{runtime}</script>
+_SCRIPTS = """<script>{runtime}</script>
 <script>
 const specs = {data};
 specs.forEach((spec, i) => vegaEmbed(
   "#chart" + i, spec, {{renderer: "svg", actions: false}}
 ).catch(error => {{ document.getElementById("chart" + i).textContent = String(error); }}));
-</script>
-</body></html>
-"""
+</script>"""

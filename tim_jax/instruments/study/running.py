@@ -1,29 +1,48 @@
-"""Runs the arms of a study: each run a process of its own, several side by side, all resumable.
+"""A study's folder: what was stated, its runs, and what they wrote.
 
 study.json          the study as it was stated before its first run
 started.json        when that was
 runs/ARM/seed-N/    an ordinary run folder
 runs/ARM/seed-N.toml, seed-N.log
+
+Each run is a process of its own, several side by side, all resumable. `load` gives the measurements
+of all runs as one tidy table: a row for every step, seed and arm.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, NamedTuple
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from tim_jax.app.config import toml
 from tim_jax.app.run import folders, started
+from tim_jax.app.run.loggers import read_lines
 from tim_jax.app.run.signals import Preemption
 from tim_jax.common import errors, inputs
-from tim_jax.common.errors import InputError, PreemptedError
-from tim_jax.instruments.study.arms import Arm
+from tim_jax.common.errors import InputError, PreemptedError, did_you_mean
+from tim_jax.instruments.study.definition import Arm, Study
+from tim_jax.instruments.study.measurement import GradientStudy
 
 _POLL = 0.2  # seconds
+KEYS = ("arm", "seed", "step")  # of a row
 _BUSY = "is in use by"  # what a run says whose folder another process has
+
+KINDS: Mapping[str, type[Study] | type[GradientStudy]] = MappingProxyType(
+    {"training": Study, "gradient": GradientStudy}
+)
+
+_STUDY = TypeAdapter(dict[str, Any])
+_ARMS = TypeAdapter(tuple[Arm, ...])
+_SEEDS = TypeAdapter(tuple[int, ...])
 
 
 class Planned(NamedTuple):
@@ -48,7 +67,7 @@ class Planned(NamedTuple):
 class Stated:
     """A study with its arms, as it is kept in its folder."""
 
-    study: Any  # of one of the kinds of `files`
+    study: Any  # of one of `KINDS`
     arms: tuple[Arm, ...]
     folder: Path
     seeds: tuple[int, ...]
@@ -101,18 +120,9 @@ def state(study: Any, arms: Sequence[Arm], folder: Path, *, seeds: Sequence[int]
 
 def _record(stated: Stated) -> dict[str, Any]:
     study = stated.study.model_dump(mode="json", exclude_none=True)
-    arms = [
-        {
-            "name": arm.name,
-            "divergent": arm.divergent,
-            "control": arm.control,
-            "uncontrolled": arm.uncontrolled,
-            "run": arm.run,
-        }
-        for arm in stated.arms
-    ]
-    record = {"study": study, "seeds": stated.seeds, "arms": arms}
-    return json.loads(json.dumps(record))
+    keys = ("name", "divergent", "control", "uncontrolled", "run")
+    arms = [{key: getattr(arm, key) for key in keys} for arm in stated.arms]
+    return json.loads(json.dumps({"study": study, "seeds": stated.seeds, "arms": arms}))
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -194,10 +204,10 @@ def _start(one: Planned, arm: Arm, study: Path) -> tuple[subprocess.Popen, IO]:
 def _ended(one: Planned, status: int) -> str:
     """ "" if the run is done, else what to say of it."""
     log = one.folder.with_suffix(".log")
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    last = lines[-1] if lines else ""
     if status == 0:
         return ""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    last = lines[-1] if lines else ""
     if status == errors.NOT_FINITE.status:
         one.ended.write_text(json.dumps({"status": status, "line": last}) + "\n")
         return ""
@@ -213,3 +223,131 @@ def _stop(running: dict[Planned, tuple[subprocess.Popen, IO]]) -> None:
     for process, log in running.values():
         process.wait()
         log.close()
+
+
+def read(path: Path) -> Study | GradientStudy:
+    """A study's file.
+
+    Raises:
+        InputError: it cannot be read; a key or a value is wrong. One line.
+    """
+    return _validate({"name": path.stem, **toml.read_toml(path)}, str(path))
+
+
+def read_stated(folder: Path) -> Stated:
+    """The study of a folder, as it was stated.
+
+    Raises:
+        InputError: there is none, it is damaged, or another version of the library wrote it.
+    """
+    record, source = read_record(folder), f"{folder / 'study.json'}"
+    try:
+        study = _validate(_STUDY.validate_python(record.get("study")), source)
+        arms = _ARMS.validate_python(record.get("arms"))
+        seeds = _SEEDS.validate_python(record.get("seeds"))
+    except (ValidationError, InputError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise InputError(f"{source} is of another version of this library: {first}") from error
+    return Stated(study, arms, folder, seeds)
+
+
+def _validate(data: Mapping[str, Any], source: str) -> Study | GradientStudy:
+    kind = str(data.get("kind", "training"))
+    if kind not in KINDS:
+        raise InputError(f"{source}: kind = {kind!r}: unknown{did_you_mean(kind, KINDS)}")
+    return toml.validated(KINDS[kind], data, source=source)
+
+
+class RunLines(NamedTuple):
+    """What one run has written so far."""
+
+    arm: str
+    seed: int
+    folder: Path
+    lines: list[dict[str, Any]]  # of metrics.jsonl
+    finished: bool
+    note: str = ""  # why there is nothing, or not all
+
+
+def load(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """A study's or a run's table as columns of one length, for `pandas.DataFrame` or `polars`.
+
+    `arm` (text), `seed` and `step` (i64) name a row; every metric of metrics.jsonl is a column
+    f64, NaN where a step has none. Unfinished runs are there as far as they came. A run folder by
+    itself is an arm named like the folder.
+
+    Raises:
+        InputError: the folder holds neither a study nor a run.
+    """
+    runs = read_runs(Path(folder))
+    rows = [(run, line) for run in runs for line in run.lines]
+    names = dict.fromkeys(
+        name for _, line in rows for name in line if name not in KEYS and _is_number(line[name])
+    )
+    table: dict[str, np.ndarray] = {
+        "arm": np.array([run.arm for run, _ in rows], dtype=str),
+        "seed": np.array([run.seed for run, _ in rows], np.int64),
+        "step": np.array([line["step"] for _, line in rows], np.int64),
+    }
+    for name in names:
+        column = (line.get(name, "nan") for _, line in rows)
+        table[name] = np.array([float(x) if _is_number(x) else np.nan for x in column], np.float64)
+    return table
+
+
+def read_runs(folder: Path) -> list[RunLines]:
+    """The runs of a study's folder in the study's order, or the one run that a folder is.
+
+    Raises:
+        InputError: the folder holds neither.
+    """
+    if (folder / "study.json").is_file():
+        return [_read_planned(one) for one in read_stated(folder).runs]
+    if not (folder / "config.toml").is_file():
+        raise InputError(f"{folder} holds neither a study (study.json) nor a run (config.toml)")
+    return [_read(folder.resolve().name, 0, folder)]
+
+
+def _read_planned(one: Planned) -> RunLines:
+    if not (one.folder / "config.toml").is_file():
+        return RunLines(one.arm, one.seed, one.folder, [], False, "not begun")
+    read = _read(one.arm, one.seed, one.folder)
+    return read._replace(note="ended: not finite") if one.ended.exists() else read
+
+
+def _read(arm: str, seed: int, folder: Path) -> RunLines:
+    """A run that cannot be read is there without lines; its note says why."""
+    try:
+        config = toml.load(folder / "config.toml")
+    except InputError as error:
+        return RunLines(arm, seed, folder, [], False, f"of another version: {error}")
+    seed = config.seed
+    try:
+        lines = list(_check(read_lines(folder / "metrics.jsonl"), folder / "metrics.jsonl"))
+    except InputError as error:
+        return RunLines(arm, seed, folder, [], False, f"{error}")
+    done = folders.finished(folder)
+    last = lines[-1]["step"] if lines else 0
+    note = "" if done else f"unfinished: {last} of {config.steps} steps"
+    return RunLines(arm, seed, folder, lines, done, note)
+
+
+def _check(lines: Iterable[dict[str, Any]], path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        step = line.get("step")
+        long = any(isinstance(x, int) and inputs.wrong_number(x) for x in line.values())
+        if long or not isinstance(step, int) or step < 0:
+            said = inputs.shown(line)
+            raise InputError(f"{path}, line {number}: not what a run writes of a step: {said}")
+        yield line
+
+
+def _is_number(value: Any) -> bool:
+    """Non-finite numbers are written as text, see `loggers.JsonLines`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number or value in ("nan", "inf", "-inf")
+
+
+def values(lines: Sequence[dict[str, Any]], metric: str) -> np.ndarray:
+    """f64[N], a metric's values of the steps that have it, in their order."""
+    return np.array([float(x[metric]) for x in lines if _is_number(x.get(metric))], np.float64)

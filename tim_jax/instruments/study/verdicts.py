@@ -9,11 +9,10 @@ import numpy as np
 from scipy import stats
 
 from tim_jax.instruments.study.definition import Outcome, Test
-from tim_jax.instruments.study.running import Stated
-from tim_jax.instruments.study.table import RunLines, read_runs, values
+from tim_jax.instruments.study.running import RunLines, Stated, read_runs, values
 
-_SEEDS = 60  # the most that is asked for: exact tests of so many take too long
-# All divisions, so many in memory at one time.
+_SEEDS = 60  # the most that is asked for: exact tests of more take too long
+# All divisions; `batch` of them are in memory at one time.
 _EXACT: dict[str, Any] = {"n_resamples": np.inf, "batch": 10_000}
 
 
@@ -28,8 +27,7 @@ class Verdict:
         p: two-sided, of this comparison alone; None without a test.
         corrected: after Holm's correction over all comparisons of the study, those without a
             p-value so far among them.
-        least: the smallest corrected p that one of the study's comparisons can have with so many
-            seeds.
+        least: the smallest corrected p that a comparison can have with this many seeds.
         note: why nothing is said about mismatch; "" otherwise.
     """
 
@@ -62,28 +60,24 @@ class Verdict:
             f" {self.corrected:.3g} after Holm"
         )
         if self.corrected <= test.level:
-            found = "higher" if self.lead > 0 else "lower"
+            result = "higher" if self.lead > 0 else "lower"
         elif self.least > test.level:
-            found = f"cannot be decided: so few seeds give no p after Holm below {self.least:.3g}"
+            result = f"cannot be decided: so few seeds give no p after Holm below {self.least:.3g}"
         else:
-            found = "no difference shown"
-        return f"{pair}: {found} ({numbers}, {len(self.first)} seeds)"
+            result = "no difference shown"
+        return f"{pair}: {result} ({numbers}, {len(self.first)} seeds)"
 
 
 def outcome(run: RunLines, rule: Outcome) -> float | None:
     """The outcome of a run by the study's rule, which is finite; None if it has none (yet)."""
     if run.note.startswith("ended"):
         return rule.not_finite
-    found = values(run.lines, rule.metric)
-    if not run.finished or not len(found):
+    series = values(run.lines, rule.metric)
+    if not run.finished or not len(series):
         return None
-    reduced = {
-        "last": lambda x: np.mean(x[-rule.window :]),
-        "mean": np.mean,
-        "highest": np.max,
-        "lowest": np.min,
-    }
-    value = float(reduced[rule.take](found))
+    series = series[-rule.window :] if rule.take == "last" else series
+    take = {"last": np.mean, "mean": np.mean, "highest": np.max, "lowest": np.min}
+    value = float(take[rule.take](series))
     return value if np.isfinite(value) else rule.not_finite
 
 
@@ -99,17 +93,17 @@ def outcomes(
 
 def verdicts(stated: Stated, runs: Sequence[RunLines] | None = None) -> list[Verdict]:
     """Every divergent arm against its control, and the comparisons that the study names."""
-    found = outcomes(stated, runs)
-    compared = [_compare(stated, found, *pair) for pair in _pairs(stated)]
+    known = outcomes(stated, runs)
+    compared = [_compare(stated, known, *pair) for pair in _pairs(stated)]
     family = [v for v in compared if not v.note]
     # What is still open counts as if it found nothing: a difference that is shown stays so.
     corrected = iter(holm([1.0 if v.p is None else v.p for v in family]))
-    return [v if v.note else _corrected(v, next(corrected), len(family)) for v in compared]
 
+    def correct(verdict: Verdict) -> Verdict:
+        p, least = next(corrected), min(1.0, len(family) * verdict.least)
+        return replace(verdict, corrected=None if verdict.p is None else p, least=least)
 
-def _corrected(verdict: Verdict, p: float, comparisons: int) -> Verdict:
-    least = min(1.0, comparisons * verdict.least)
-    return replace(verdict, corrected=None if verdict.p is None else p, least=least)
+    return [v if v.note else correct(v) for v in compared]
 
 
 def too_few_seeds(stated: Stated) -> str:
@@ -134,13 +128,12 @@ def _pairs(stated: Stated) -> list[tuple[str, str, str]]:
     return list(dict.fromkeys([*arms, *named]))
 
 
-def _compare(stated: Stated, found, arm: str, against: str, uncontrolled: str) -> Verdict:
+def _compare(stated: Stated, known, arm: str, against: str, uncontrolled: str) -> Verdict:
     seeds, test = stated.seeds, stated.study.test
     if uncontrolled:
-        note = f"no matched control: {uncontrolled}"
-        return Verdict(arm, "", (), (), note=note)
-    both = [s for s in seeds if (arm, s) in found and (against, s) in found]
-    first, second = (tuple(found[name, s] for s in both) for name in (arm, against))
+        return Verdict(arm, "", (), (), note=f"no matched control: {uncontrolled}")
+    both = [s for s in seeds if (arm, s) in known and (against, s) in known]
+    first, second = (tuple(known[name, s] for s in both) for name in (arm, against))
     missing = tuple(s for s in seeds if s not in both)
     verdict = Verdict(arm, against, first, second, missing)
     if missing or not both:
@@ -207,12 +200,12 @@ def _exchanged(differences: np.ndarray) -> float:
     count = len(differences)
     signs = 1 - 2 * ((np.arange(2**count)[:, None] >> np.arange(count)) & 1)
     sums = np.abs(signs @ differences)
-    found = abs(float(np.sum(differences)))
-    return float(np.mean(sums >= found * (1 - 1e-12)))
+    observed = abs(float(np.sum(differences)))
+    return float(np.mean(sums >= observed * (1 - 1e-12)))
 
 
 def least_p(kind: str, seeds: int) -> float:
-    """The smallest p-value that a test can give with so many seeds in each arm."""
+    """The smallest p-value that a test can give with `seeds` in each arm."""
     if kind in ("sign", "paired_permutation"):
         return min(1.0, 2.0 / 2**seeds)
     return min(1.0, 2.0 / math.comb(2 * seeds, seeds))

@@ -1,11 +1,12 @@
-"""A plan as text and as JSON."""
+"""A plan as lines of text, and as plain values for JSON."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from tim_jax.instruments.plan import comparison, roofline
 from tim_jax.instruments.plan.comparison import Match
-from tim_jax.instruments.plan.planning import Largest, Plan, Stage
+from tim_jax.instruments.plan.planning import Plan, Stage
 
 _GIB = 2**30
 _SLOWEST = 4  # kernels that are named
@@ -22,11 +23,12 @@ def text(plan: Plan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     execution, target = plan.workload.execution, plan.target
-    numerics = execution.numerics
+    numerics, sampler = execution.numerics, plan.workload.sampler.placement
     yield (
         f"{target.name}: {target.chips} chips, {len(target.devices)} devices of"
-        f" {_gib(target.capacity)};"
-        f" placement {_placement(plan)}; kernels {numerics.family}, {numerics.compute_dtype}"
+        f" {_gib(target.capacity)}; placement {execution.placement}"
+        f"{'' if sampler is None else f' (sampler: {sampler})'};"
+        f" kernels {numerics.family}, {numerics.compute_dtype}"
     )
     if target.platform == "tpu" and numerics.family in ("tiles", "native"):
         yield f"  {numerics.family} is plain XLA, slow on a TPU; a pod should run pallas_tpu"
@@ -41,7 +43,11 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from _stage(stage)
         yield from _times(stage, plan)
     for key, largest in plan.largest.items():
-        yield _largest(key, largest, plan)
+        if not largest.count:
+            yield f"largest {key}: none fits; the smallest takes {_gib(largest.total)}"
+            continue
+        of, more = _gib(target.capacity), "" if largest.bounded else ", the most that was looked at"
+        yield f"largest {key}: {largest.count} ({_gib(largest.total)} of {of}){more}"
     if plan.advice:
         yield "what to change:"
     yield from (f"  {line}" for line in plan.advice)
@@ -74,21 +80,21 @@ def _stage(stage: Stage) -> Iterator[str]:
 
 def _times(stage: Stage, plan: Plan) -> Iterator[str]:
     """The time that the program should take, of what, and its share for the least work."""
-    made = _estimated(stage, plan)
+    made = _estimate(stage, plan)
     if made is None:
         return
-    found, least = made
-    of_kernels = sum(one.seconds for one in found.kernels.values())
+    estimate, least = made
+    of_kernels = sum(one.seconds for one in estimate.kernels.values())
     yield (
-        f"  estimate   {found.total:,.2f} s: kernels {of_kernels:,.2f}, other work"
-        f" {found.others:,.2f}, links {found.links:,.2f}, launches {found.launches:,.2f}; the least"
-        f" work takes {least:,.2f} s, {least / found.total:.0%} of it"
+        f"  estimate   {estimate.total:,.2f} s: kernels {of_kernels:,.2f}, other work"
+        f" {estimate.others:,.2f}, links {estimate.links:,.2f}, launches {estimate.launches:,.2f};"
+        f" the least work takes {least:,.2f} s, {least / estimate.total:.0%} of it"
     )
-    for name, one in list(found.kernels.items())[:_SLOWEST]:
+    for name, one in list(estimate.kernels.items())[:_SLOWEST]:
         yield f"    {name:<24} {one.seconds:>10,.2f} s, {one.calls:,} calls, most in {one.bound}"
 
 
-def _estimated(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float] | None:
+def _estimate(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float] | None:
     """The estimate, and seconds of the least work; None if the program was refused."""
     rates, dtype = roofline.rates(plan.target), plan.workload.execution.numerics.compute_dtype
     if rates is None or not any(stage.texts):
@@ -96,14 +102,6 @@ def _estimated(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float] | No
     least = roofline.least(plan.workload, stage.name).seconds(rates, dtype)
     share = roofline.seen(plan.workload, stage.name)
     return roofline.estimate(stage.figures, rates, dtype, seen=share), least
-
-
-def _largest(key: str, largest: Largest, plan: Plan) -> str:
-    if not largest.count:
-        return f"largest {key}: none fits; the smallest takes {_gib(largest.total)}"
-    more = "" if largest.bounded else ", the most that was looked at"
-    capacity = _gib(plan.target.capacity)
-    return f"largest {key}: {largest.count} ({_gib(largest.total)} of {capacity}){more}"
 
 
 def _audit(matches: tuple[Match, ...]) -> Iterator[str]:
@@ -141,8 +139,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "chips": plan.target.chips,
         "devices": len(plan.target.devices),
         "capacity": plan.target.capacity,
-        "placement": _axes(execution.placement),
-        "sampler_placement": _axes(workload.training.drawing.placement),
+        "placement": asdict(execution.placement),
+        "sampler_placement": asdict(workload.training.drawing.placement),
         "family": execution.numerics.family,
         "dtype": execution.numerics.compute_dtype,
         "prompts_per_step": workload.training.prompts_per_step,
@@ -153,51 +151,31 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "stages": {
             stage.name: _stage_values(stage) | _time_values(stage, plan) for stage in plan.stages
         },
-        "largest": {
-            key: {"count": one.count, "total": one.total, "bounded": one.bounded}
-            for key, one in plan.largest.items()
-        },
+        "largest": {key: asdict(one) for key, one in plan.largest.items()},
         "advice": list(plan.advice),
         "audit": [_match_values(match) for match in plan.audit],
     }
 
 
 def _stage_values(stage: Stage) -> dict[str, Any]:
-    figures, memory = stage.figures, stage.figures.memory
+    figures = stage.figures
     return {
         "layers_compiled": list(stage.layers),
         "seconds": round(stage.seconds, 1),
         "fits": stage.fits,
-        "memory": {
-            "arguments": memory.arguments,
-            "outputs": memory.outputs,
-            "temporaries": memory.temporaries,
-            "aliased": memory.aliased,
-            "code": memory.code,
-            "together": memory.together,
-            "resident": stage.resident,
-            "total": stage.total,
-        },
+        "memory": asdict(figures.memory) | {"resident": stage.resident, "total": stage.total},
         "flops": figures.flops,
         "bytes_accessed": figures.bytes_accessed,
-        "collectives": {
-            kind: {"count": one.count, "bytes": one.bytes}
-            for kind, one in figures.collectives.items()
-        },
+        "collectives": {kind: asdict(one) for kind, one in figures.collectives.items()},
     }
 
 
 def _time_values(stage: Stage, plan: Plan) -> dict[str, Any]:
-    made = _estimated(stage, plan)
+    made = _estimate(stage, plan)
     if made is None:
         return {"estimate": None}
-    found, least = made
-    kernels = {
-        name: {"seconds": one.seconds, "calls": one.calls, "bound": one.bound}
-        for name, one in found.kernels.items()
-    }
-    parts = {"others": found.others, "links": found.links, "launches": found.launches}
-    return {"estimate": {"total": found.total, "least": least, **parts, "kernels": kernels}}
+    estimate, least = made
+    return {"estimate": {"total": estimate.total, "least": least} | asdict(estimate)}
 
 
 def _match_values(match: Match) -> dict[str, Any]:
@@ -212,22 +190,6 @@ def _match_values(match: Match) -> dict[str, Any]:
         "in_layout_alone": match.in_layout_alone,
         "row_sizes": list(match.sizes),
     }
-
-
-def _axes(where) -> dict[str, Any]:
-    return {
-        "data": where.data,
-        "fsdp": where.fsdp,
-        "expert": where.expert,
-        "tensor": where.tensor,
-        "decode": where.decode,
-    }
-
-
-def _placement(plan: Plan) -> str:
-    learner = plan.workload.execution.placement
-    sampler = plan.workload.sampler.placement
-    return str(learner) if sampler is None else f"{learner} (sampler: {sampler})"
 
 
 def _gib(size: int) -> str:

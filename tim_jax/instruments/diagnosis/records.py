@@ -1,11 +1,10 @@
-"""A verdict for people and for programs: text, JSON, and an HTML page that needs nothing else."""
+"""A verdict as a record of plain values, and the record as text, JSON and an HTML page."""
 
 import html
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -13,18 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import metrics
+from tim_jax.common import pages
+from tim_jax.common.pages import Table
 from tim_jax.instruments.diagnosis.explanations import Tokens
-from tim_jax.instruments.diagnosis.judged import (
+from tim_jax.instruments.diagnosis.parts import Part
+from tim_jax.instruments.diagnosis.verdict import (
     LEAST_LOCAL,
     NORMAL_K3,
     NORMAL_LARGEST,
     NORMAL_MEAN,
     Judged,
+    Place,
+    Verdict,
     abnormal,
+    place,
     sizes_of,
 )
-from tim_jax.instruments.diagnosis.parts import Part
-from tim_jax.instruments.diagnosis.verdict import Place, Verdict, place
 
 WORST = 12
 _SHOWN = 8  # explanations in the text
@@ -51,7 +54,10 @@ def as_record(
     """
     tokens = verdict.tokens
     columns = _columns(tokens)
+    numbers, profiles = jax.device_get(_compare(*map(jnp.asarray, columns)))
     best = verdict.best
+    gap = np.nan_to_num(np.abs(tokens.recorded - tokens.evidence.exact))
+    worst = np.argsort(-gap, kind="stable")[:WORST].tolist()
     return {
         "state": verdict.state,
         "verdict": sentence(verdict),
@@ -66,9 +72,9 @@ def as_record(
         "first": None if verdict.first is None else _place(verdict.first, tokens, decode),
         "part": None if verdict.part is None else _part(verdict.part),
         "explanations": [_judged(one) for one in verdict.judged],
-        "metrics": _metrics(columns),
-        "profiles": _profiles(columns, tokens),
-        "worst": [_place(one, tokens, decode) for one in _worst(tokens)],
+        "metrics": {name: float(value) for name, value in numbers.items()},
+        "profiles": _profiles(profiles, columns),
+        "worst": [_place(place(tokens, i, None), tokens, decode) for i in worst if gap[i] > 0],
         "assumed": assumed,
         "warnings": list(warnings),
     }
@@ -77,13 +83,15 @@ def as_record(
 def sentence(verdict: Verdict) -> str:
     """The verdict in a sentence."""
     sizes, best = verdict.sizes, verdict.best
-    size = f"mean |d| {sizes['mean']:.2g}, largest {sizes['largest']:.2g}, K3 {sizes['k3']:.2g}"
+    size = _sizes(sizes, figures=2)
     source = f"; {best.explanation.text}" if best is not None else ""
     if verdict.state == "exact":
         return "Exact: every recorded log-prob has the bits of the exact forward."
     if verdict.state == "numerics":
-        source = source or "; of no source tried here"
-        return f"This is numerics, of a size normal {_normal_where(verdict)}: {size}{source}."
+        source, half, where = source or "; of no source tried here", verdict.half, "among engines"
+        if half is not None and abnormal(sizes):
+            where = f"for this model ({half.scale:.1f} times that of {half.explanation.name})"
+        return f"This is numerics, of a size normal {where}: {size}{source}."
     if best is not None and best.explanation.kind == "fault":
         return f"This is a fault: {best.explanation.text}."
     if verdict.part is not None:
@@ -98,23 +106,15 @@ def sentence(verdict: Verdict) -> str:
     return f"This is a fault: a difference of this size that no known cause explains ({size})."
 
 
-def _normal_where(verdict: Verdict) -> str:
-    if not abnormal(verdict.sizes) or verdict.half is None:
-        return "among engines"
-    half = verdict.half
-    return f"for this model ({half.scale:.1f} times that of {half.explanation.name})"
-
-
 def text(record: dict[str, Any]) -> str:
     """The record for a terminal."""
-    lines = [record["verdict"]]
-    sizes = record["sizes"]
-    lines.append(
-        f"{record['tokens']:,} tokens of {record['responses']:,} responses: {_sizes(sizes)}"
-        f" (normal: up to {NORMAL_MEAN:g}, {NORMAL_LARGEST:g} and {NORMAL_K3:g})"
-    )
-    if record["assumed"]:
-        lines.append(record["assumed"])
+    lines = [
+        record["verdict"],
+        f"{record['tokens']:,} tokens of {record['responses']:,} responses:"
+        f" {_sizes(record['sizes'])}"
+        f" (normal: up to {NORMAL_MEAN:g}, {NORMAL_LARGEST:g} and {NORMAL_K3:g})",
+    ]
+    lines += [record["assumed"]] if record["assumed"] else []
     if record["explanation"] is not None:
         lines.append(_explained(record["explanation"], record["remains"]))
     elif record["state"] == "fault":
@@ -129,8 +129,7 @@ def text(record: dict[str, Any]) -> str:
     lines += [f"warning: {line}" for line in record["warnings"]]
     shown = [one for one in record["explanations"] if _worth_showing(one)][:_SHOWN]
     if shown:
-        lines.append("")
-        lines.append(f"{'explanation':<34} {'gain, nats':>12} {'of the gap':>11}")
+        lines += ["", f"{'explanation':<34} {'gain, nats':>12} {'of the gap':>11}"]
         lines += [f"{one['name']:<34} {one['gain']:>12.1f} {_share(one):>11}" for one in shown]
     return "\n".join(lines)
 
@@ -143,34 +142,14 @@ def _worth_showing(one: dict[str, Any]) -> bool:
 
 
 def _share(one: dict[str, Any]) -> str:
-    return _percent(one["share"]) if one["moves"] else "draws, ends"
-
-
-def as_json(record: dict[str, Any]) -> str:
-    """The record as JSON; what is not finite is null."""
-    return json.dumps(_finite(record), indent=2, allow_nan=False)
-
-
-def _finite(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _finite(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_finite(value) for value in node]
-    return None if isinstance(node, float) and not math.isfinite(node) else node
+    return f"{100 * one['share']:.1f}%" if one["moves"] else "draws, ends"
 
 
 def _judged(one: Judged) -> dict[str, Any]:
     return {
-        "name": one.explanation.name,
-        "text": one.explanation.text,
-        "kind": one.explanation.kind,
-        "parameters": one.explanation.parameters,
+        **{name: getattr(one.explanation, name) for name in ("name", "text", "kind", "parameters")},
         "matches": "sizes" if one.explanation.sizes is not None else "tokens",
-        "gain": one.gain,
-        "share": one.share,
-        "moves": one.moves,
-        "remains": one.remains,
-        "scale": one.scale,
+        **{name: getattr(one, name) for name in ("gain", "share", "moves", "remains", "scale")},
         "tokens": len(one.tokens.sequence),
     }
 
@@ -178,16 +157,7 @@ def _judged(one: Judged) -> dict[str, Any]:
 def _place(one: Place, tokens: Tokens, decode: Decode) -> dict[str, Any]:
     response = next(r for r in tokens.responses if r.where == one.where)
     before = (*response.prompt, *response.tokens[: one.position])[-_CONTEXT:]
-    return {
-        "where": one.where,
-        "position": one.position,
-        "token": one.token,
-        "text": decode([one.token]),
-        "context": decode(before),
-        "recorded": one.recorded,
-        "exact": one.exact,
-        "predicted": one.predicted,
-    }
+    return asdict(one) | {"text": decode([one.token]), "context": decode(before)}
 
 
 def _sentence_of(one: dict[str, Any]) -> str:
@@ -200,44 +170,34 @@ def _sentence_of(one: dict[str, Any]) -> str:
 
 
 def _explained(one: dict[str, Any], left: dict[str, float]) -> str:
+    odds = f"at odds of e^{one['gain']:.0f}"
     if not one["moves"]:
-        return (
-            f"It is about draws or ends, not about the gap, at odds of e^{one['gain']:.0f}; the"
-            f" gap: {_sizes(left)}"
-        )
+        return f"It is about draws or ends, not about the gap, {odds}; the gap: {_sizes(left)}"
     start = "It explains" if one["kind"] == "fault" else f"{one['name']} explains"
-    return (
-        f"{start} {_percent(one['share'])} of the gap, at odds of e^{one['gain']:.0f}; what"
-        f" remains: {_sizes(left)}"
-    )
+    return f"{start} {_share(one)} of the gap, {odds}; what remains: {_sizes(left)}"
 
 
-def _sizes(sizes: dict[str, float]) -> str:
-    return f"mean |d| {sizes['mean']:.3g}, largest {sizes['largest']:.3g}, K3 {sizes['k3']:.3g}"
+def _sizes(sizes: dict[str, float], *, figures: int = 3) -> str:
+    mean, largest, k3 = (f"{sizes[name]:.{figures}g}" for name in ("mean", "largest", "k3"))
+    return f"mean |d| {mean}, largest {largest}, K3 {k3}"
 
 
 def _part(part: Part) -> dict[str, Any]:
     tokens = part.tokens
-    positions = tokens.position[part.places]
-    owners = tokens.sequence[part.places]
-    d = tokens.recorded - tokens.evidence.exact
-    others = np.delete(d, part.places)
-    numbers = list(dict.fromkeys(owners.tolist()))
+    positions, owners = tokens.position[part.places], tokens.sequence[part.places]
     rows = [
         {"where": tokens.responses[i].where, "positions": positions[owners == i].tolist()}
-        for i in numbers
+        for i in dict.fromkeys(owners.tolist())
     ]
+    others = np.delete(tokens.recorded - tokens.evidence.exact, part.places)
     return {"tokens": len(part.places), "rows": rows, "others": sizes_of(others)}
-
-
-def _short(where: str) -> str:
-    """A place without its file."""
-    return where[max(where.rfind("line "), where.find("row "), 0) :]
 
 
 def _sentence_of_part(part: dict[str, Any]) -> str:
     rows = part["rows"]
-    named = [f"{_short(one['where'])} ({len(one['positions'])})" for one in rows[:_ROWS]]
+    places = [one["where"] for one in rows[:_ROWS]]
+    short = [x[max(x.rfind("line "), x.find("row "), 0) :] for x in places]  # without the file
+    named = [f"{x} ({len(one['positions'])})" for x, one in zip(short, rows, strict=False)]
     more = [f"and {len(rows) - _ROWS} more"] if len(rows) > _ROWS else []
     return (
         f"The part of {_count(part['tokens'], 'token')} lies in {_count(len(rows), 'row')}:"
@@ -247,16 +207,6 @@ def _sentence_of_part(part: dict[str, Any]) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
-
-
-def _worst(tokens: Tokens) -> list[Place]:
-    gap = np.nan_to_num(np.abs(tokens.recorded - tokens.evidence.exact))
-    order = np.argsort(-gap, kind="stable")[:WORST]
-    return [place(tokens, int(i), None) for i in order if gap[i] > 0]
 
 
 def _columns(tokens: Tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -270,28 +220,19 @@ def _columns(tokens: Tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return exact, recorded, mask
 
 
-@lru_cache(maxsize=1)
-def _compared() -> Any:
-    def compared(exact, recorded, mask):
-        return (
-            metrics.mismatch_metrics(exact, recorded, mask),
-            metrics.mismatch_profiles(exact, recorded, mask),
-        )
-
-    return jax.jit(compared)
+@jax.jit
+def _compare(exact: jax.Array, recorded: jax.Array, mask: jax.Array) -> tuple[Any, Any]:
+    return (
+        metrics.mismatch_metrics(exact, recorded, mask),
+        metrics.mismatch_profiles(exact, recorded, mask),
+    )
 
 
-def _metrics(columns: Sequence[np.ndarray]) -> dict[str, float]:
-    found, _ = _compared()(*map(jnp.asarray, columns))
-    return {name: float(value) for name, value in jax.device_get(found).items()}
-
-
-def _profiles(columns: Sequence[np.ndarray], tokens: Tokens) -> dict[str, list[dict[str, float]]]:
+def _profiles(measured: dict[str, Any], columns: Sequence[np.ndarray]) -> dict[str, list[Any]]:
     """Bins of |d|: `low` <= key < `high`, `tokens` in it and their `mean`."""
-    _, found = _compared()(*map(jnp.asarray, columns))
     profiles = {
         name: _bins(*(np.asarray(x, np.float64).tolist() for x in profile))
-        for name, profile in jax.device_get(found).items()
+        for name, profile in measured.items()
     }
     exact, recorded, mask = columns
     gap = np.abs(exact - recorded)
@@ -310,36 +251,26 @@ def _bins(edges, counts, means) -> list[dict[str, float]]:
     ]
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
-h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.1rem; margin-top: 2rem }}
-.fault {{ border-left: 6px solid #b3261e; padding-left: 1rem }}
-.numerics, .exact {{ border-left: 6px solid #1b7f3b; padding-left: 1rem }}
-table {{ border-collapse: collapse; width: 100% }}
-td, th {{ text-align: right; padding: .15rem .6rem; border-bottom: 1px solid #8884 }}
-td:first-child, th:first-child {{ text-align: left }} code {{ white-space: pre-wrap }}
-.bar {{ background: #4a7ebb; height: .7rem; display: inline-block }}
-</style></head><body>
-<div class="{state}"><h1>{verdict}</h1>{lines}</div>
-{sections}
-</body></html>
+_STYLE = """
+.fault, .numerics, .exact { border-left: 6px solid #1b7f3b; padding-left: 1rem; }
+.fault { border-color: #b3261e; } table { width: 100%; }
+td, th { text-align: right; } td:first-child, th:first-child { text-align: left; }
+.bar { background: #4a7ebb; height: .7rem; display: inline-block; }
 """
 
 
 def as_html(record: dict[str, Any], title: str) -> str:
     """The record as a page of its own."""
     sections = [
-        _section(
+        _table(
             "Explanations",
             ("explanation", "gain, nats", "of the gap", "remains, mean |d|"),
             [
                 (one["text"], f"{one['gain']:.1f}", _share(one), f"{one['remains']:.3g}")
-                for one in record["explanations"]
-                if _worth_showing(one)
+                for one in filter(_worth_showing, record["explanations"])
             ],
         ),
-        _section(
+        _table(
             "Worst tokens",
             ("token", "where", "recorded", "exact"),
             [
@@ -353,34 +284,25 @@ def as_html(record: dict[str, Any], title: str) -> str:
             ],
         ),
         *(_profile(name, bins) for name, bins in record["profiles"].items()),
-        _section(
+        _table(
             "Metrics",
             ("metric", "value"),
             [(name, f"{value:.6g}") for name, value in record["metrics"].items()],
         ),
     ]
-    lines = "".join(f"<p>{html.escape(line)}</p>" for line in _summary(record))
-    return _PAGE.format(
-        title=html.escape(title),
-        state=record["state"],
-        verdict=html.escape(record["verdict"]),
-        lines=lines,
-        sections="\n".join(sections),
-    )
+    head = f"<h1>{html.escape(record['verdict'])}</h1>{pages.paragraphs(_summary(record))}"
+    body = f'<div class="{record["state"]}">{head}</div>\n' + "\n".join(sections)
+    return pages.page(title, body, style=_STYLE)
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return pages.html_table(Table(title, head, rows))
 
 
 def _summary(record: dict[str, Any]) -> list[str]:
     """The lines of the text between the verdict and the table."""
     lines = text(record).split("\n")[1:]
     return lines[: lines.index("")] if "" in lines else lines
-
-
-def _section(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    body = row(head, "th") + "".join(row(cells, "td") for cells in rows)
-    return f"<h2>{html.escape(title)}</h2><table>{body}</table>"
 
 
 def _profile(name: str, bins: Sequence[dict[str, float]]) -> str:

@@ -1,6 +1,5 @@
 """An audit's results as one value, as JSON and as a table."""
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from types import MappingProxyType
 import jax
 from rich.table import Table
 
+from tim_jax.common import pages
 from tim_jax.instruments.auditing.compiler import GradientResult
 from tim_jax.instruments.auditing.running import CaseResult
 
@@ -43,6 +43,7 @@ def summarise(
     checks = [result for result in results if not result.control]
     controls = [result for result in results if result.control]
     device = jax.devices()[0]
+    versions = {"jax": jax.__version__, "jaxlib": version("jaxlib")}
     return Summary(
         passed=bool(checks) and all(result.passed for result in (*checks, *gradients)),
         compared_tokens=sum(result.compared_tokens for result in checks),
@@ -51,11 +52,7 @@ def summarise(
         control_unequal_tokens=sum(c.unequal_tokens for c in controls) if controls else None,
         cases=tuple(results),
         model=model,
-        versions={
-            "jax": jax.__version__,
-            "jaxlib": version("jaxlib"),
-            "python": platform.python_version(),
-        },
+        versions=versions | {"python": platform.python_version()},
         platform=device.platform,
         device_kind=device.device_kind,
         kernels={name: list(names) for name, names in kernels.items()},
@@ -81,9 +78,8 @@ def _of_gradients(summary: Summary) -> str:
     if not wrong:
         return f"right gradients: all {len(gradients)} agree with float64, {compiler}"
     errors = ", ".join(
-        f"{one.unit} by {one.way} in {one.numerics.split()[-1]} is off by {one.error:.1g} of its"
-        " size"
-        for one in wrong
+        f"{x.unit} by {x.way} in {x.numerics.split()[-1]} is off by {x.error:.1g} of its size"
+        for x in wrong
     )
     return f"WRONG GRADIENTS: {len(wrong)} of {len(gradients)}, {compiler}: {errors}"
 
@@ -97,27 +93,14 @@ def to_json(summary: Summary) -> str:
         case["passed"] = result.passed
     for gradient, result in zip(values["gradients"], summary.gradients, strict=True):
         gradient["passed"] = result.passed
-    return json.dumps(_finite(values), indent=2, allow_nan=False)
-
-
-def _finite(node):
-    if isinstance(node, dict):
-        return {key: _finite(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_finite(value) for value in node]
-    if isinstance(node, float) and not abs(node) < float("inf"):
-        return None
-    return node
+    return pages.as_json(values)
 
 
 def table(results: Sequence[CaseResult]) -> Table:
     """The results for a terminal, one case a row."""
     drawn = Table(title="Log-probs of the sampler against those of ...", title_justify="left")
-    for name in ("numerics", "case"):
-        drawn.add_column(name)
-    for name in ("tokens", "unequal", "max |diff|", "seconds"):
-        drawn.add_column(name, justify="right")
-    drawn.add_column("")
+    for name in ("numerics", "case", "tokens", "unequal", "max |diff|", "seconds", ""):
+        drawn.add_column(name, justify="left" if name in ("numerics", "case", "") else "right")
     for result in results:
         verdict = "[green]equal" if result.passed else "[red]UNEQUAL"
         if result.control:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tim_jax.instruments.study import dynamics
+from tim_jax.instruments.study import findings
 
 STEPS = 200
 
@@ -37,7 +37,7 @@ def test_what_only_rises_too_is_told_from_what_moves_together():
         runs.append(
             run("fp8", seed, k3, noise_scale=7 * k3, entropy=-np.geomspace(1, 9, STEPS) * noise)
         )
-    _, together = dynamics.tables(joined(*runs))
+    _, together = findings.dynamics(joined(*runs))
     assert row(together, "fp8", "gradient noise scale")[2:] == ["1.00 (1.00 to 1.00)"] * 2
     assert float(row(together, "fp8", "entropy")[2].split()[0]) < -0.9
     assert abs(float(row(together, "fp8", "entropy")[3].split()[0])) < 0.4
@@ -48,7 +48,7 @@ def test_a_change_is_that_of_the_first_and_the_last_tenth():
     k3 = np.r_[np.full(40, 2e-3), np.full(120, 5e-2), np.full(40, 6e-3)]
     table = joined(run("a", 0, k3), run("a", 1, 2 * k3[::-1]))
     order = np.random.default_rng(0).permutation(2 * STEPS)
-    changed, together = dynamics.tables({name: column[order] for name, column in table.items()})
+    changed, together = findings.dynamics({name: column[order] for name, column in table.items()})
     assert changed.rows == [
         ["a", "2", "0.007", "0.005", "1.67 (0.33 to 3.00)", "16.67 (8.33 to 25.00)"]
     ]
@@ -57,9 +57,9 @@ def test_a_change_is_that_of_the_first_and_the_last_tenth():
 
 @pytest.mark.parametrize("k3", [np.zeros(STEPS), np.full(STEPS, np.nan), np.full(14, 1e-3)])
 def test_without_a_mismatch_or_enough_steps_there_is_no_table(k3):
-    assert dynamics.tables(run_as_arrays(k3)) == []
+    assert findings.dynamics(run_as_arrays(k3)) == []
     other = joined(run("b", 0, k3), run("fp8", 0, rising(0, 3.0)))
-    assert [found[0] for found in dynamics.tables(other)[0].rows] == ["fp8"]
+    assert [found[0] for found in findings.dynamics(other)[0].rows] == ["fp8"]
 
 
 def run_as_arrays(k3):
@@ -69,7 +69,7 @@ def run_as_arrays(k3):
 def test_steps_without_a_number_are_left_out():
     k3, entropy = rising(1, 4.0), np.linspace(1, 2, STEPS)
     k3[[5, 60]], entropy[[7, 9]] = np.nan, np.inf
-    changed, together = dynamics.tables(joined(run("a", 0, k3, entropy=entropy)))
+    changed, together = findings.dynamics(joined(run("a", 0, k3, entropy=entropy)))
     assert "nan" not in str(changed.rows + together.rows)
     assert row(together, "a", "entropy")
-    assert dynamics.tables({"arm": np.array(["a"]), "step": np.array([1])}) == []
+    assert findings.dynamics({"arm": np.array(["a"]), "step": np.array([1])}) == []
