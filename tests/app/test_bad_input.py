@@ -24,8 +24,8 @@ from tim_jax.rl.loop import Step
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Grade, Message, Task
 from tim_jax.tasks.builtin import builtin_task
+from tim_jax.tasks.custom import IsolatedReward, isolated_task
 from tim_jax.tasks.dataset import read_rows
-from tim_jax.tasks.isolated import IsolatedReward, isolated_task
 
 REWARDS = r"""
 import ctypes, os, re, signal, sys, time
@@ -200,9 +200,9 @@ def isolated():
 
 def child_of(reward):
     """The child process of an isolated reward."""
-    process = reward._there._process
-    assert process is not None
-    return process._child
+    worker = reward._there._worker
+    assert worker is not None
+    return worker._process
 
 
 def refused(grade):
@@ -715,7 +715,7 @@ def test_a_command_that_is_not_done_never_has_the_status_of_success(what, monkey
 
 
 def test_a_command_shows_no_warnings_of_libraries_unless_asked():
-    code = "import warnings; from tim_jax import cli; cli._quiet(); warnings.warn('noise')"
+    code = "import warnings; from tim_jax.app import cli; cli._quiet(); warnings.warn('noise')"
     for flags, wanted in (([], False), (["-W", "default"], True)):
         done = subprocess.run(
             [sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True

@@ -120,7 +120,7 @@ class _Source:
         try:
             outcomes = self.guard.map(bodies, seconds=ITEM_SECONDS)
         except Refusal as refusal:
-            raise InputError(self._refused(refusal.reply)) from None
+            raise InputError(self._refused(refusal)) from None
         return [self._example(i, outcome) for i, outcome in zip(indices, outcomes, strict=True)]
 
     def _example(self, index: int, outcome: Outcome) -> Example:
@@ -135,13 +135,10 @@ class _Source:
             prompt = (Message("system", self.system), Message("user", question))
         return Example(prompt, str(outcome.value["answer"] or ""), {"index": index})
 
-    def _refused(self, reply: Mapping[str, Any]) -> str:
-        names = reply.get("known", ())
-        if "parameter" in reply:
-            hint = did_you_mean(reply["parameter"], names)
-        else:
-            hint = did_you_mean(self.name, names) if names else ""
-        return f"reasoning-gym task {self.name!r}: {reply['refused']}{hint}"
+    def _refused(self, refusal: Refusal) -> str:
+        names = refusal.reply.get("known")
+        hint = did_you_mean(refusal.reply.get("parameter", self.name), names) if names else ""
+        return f"reasoning-gym task {self.name!r}: {refusal}{hint}"
 
 
 def _question(example: Example) -> str:
