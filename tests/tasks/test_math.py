@@ -12,7 +12,7 @@ import pytest
 from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import Example, Grade, faults
 from tim_jax.tasks.guard import WORKER, Guard, Limits, Outcome, Refusal, grade_of
-from tim_jax.tasks.math import MathGrader
+from tim_jax.tasks.libraries import MathGrader
 
 ROOT = Path(__file__).parents[2]
 math_verify = pytest.importorskip("math_verify")
@@ -206,7 +206,7 @@ import os, sys
 {before}
 from tim_jax.tasks.base import Example
 from tim_jax.tasks.guard import Limits
-from tim_jax.tasks.math import MathGrader
+from tim_jax.tasks.libraries import MathGrader
 grader = MathGrader(Limits(seconds={seconds}, workers=1))
 print(grader([Example("", "9")], ["9"])[0].reward, flush=True)
 print(grader._guard._workers[0]._process.pid, flush=True)
@@ -262,7 +262,7 @@ def test_workers_have_no_jax_even_if_the_program_has():
 
 
 def test_missing_extra_is_named(monkeypatch):
-    monkeypatch.setattr("tim_jax.tasks.math.find_spec", lambda name: None)
+    monkeypatch.setattr("tim_jax.tasks.libraries.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'tim-jax\[math\]'"):
         MathGrader()
 

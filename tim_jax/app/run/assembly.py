@@ -42,8 +42,7 @@ from tim_jax.tasks import builtin, custom
 from tim_jax.tasks.base import Grader, Task
 from tim_jax.tasks.dataset import DatasetSource, dataset_task
 from tim_jax.tasks.guard import Limits
-from tim_jax.tasks.gym import gym_task
-from tim_jax.tasks.math import MathGrader
+from tim_jax.tasks.libraries import MathGrader, gym_task
 from tim_jax.tasks.text import character_tokenizer
 
 
