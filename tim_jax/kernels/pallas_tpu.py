@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tim_jax.kernels import pallas_attention, pallas_attention_gradient_tpu
+from tim_jax.kernels import pallas_attention, pallas_attention_gradient
 from tim_jax.kernels.interface import Heads
 from tim_jax.kernels.pallas import (
     PallasFamily,
@@ -31,7 +31,7 @@ from tim_jax.kernels.pallas import (
     power_of_two_in,
     turned,
 )
-from tim_jax.kernels.pallas_calls import tpu_call as call
+from tim_jax.kernels.pallas import tpu_call as call
 from tim_jax.numerics import Numerics
 
 
@@ -365,7 +365,7 @@ KERNELS = PallasFamily(
     product=product,
     grouped_product=grouped_product,
     attend=pallas_attention.on_tpu,
-    attend_gradient=pallas_attention_gradient_tpu.gradients,
+    attend_gradient=pallas_attention_gradient.on_tpu,
     normed=normed,
     rotated=rotated,
     exponentials_kernel=exponentials,
