@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from tim_jax.kernels import pallas_attention, pallas_attention_gradient
+from tim_jax.kernels import native, pallas_attention, pallas_attention_gradient
 from tim_jax.kernels.interface import Heads
 from tim_jax.kernels.pallas import (
     LOG2_E,
@@ -55,16 +55,13 @@ def _sums(x_ref, weight_refs, shape, block_k: int, *, there=None, expert: tuple 
 
     `there`: bool[rows], see `masked`; None: all are.
     """
-    precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+    precise = native.precise(x_ref)
 
     def step(index, sums):
         at = pl.ds(index * block_k, block_k)
         x = x_ref[:, at] if there is None else masked(x_ref.at[:, at], there)
         return tuple(
-            total
-            + jnp.dot(
-                x, ref[*expert, at, :], precision=precision, preferred_element_type=jnp.float32
-            )
+            total + jnp.dot(x, ref[*expert, at, :], **precise)
             for total, ref in zip(sums, weight_refs, strict=True)
         )
 

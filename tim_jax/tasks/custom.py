@@ -11,22 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import iscoroutine
+from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import shown
-from tim_jax.tasks.base import Example, Grade, Grader, Lazy, Message, Task
+from tim_jax.tasks.base import Example, Grade, Grader, Lazy, Message, Task, close, first_line
 from tim_jax.tasks.guard import Isolated
 from tim_jax.tasks.worker import Watched
 
 # Sums of squares of larger rewards, which deviations need, are beyond float32.
 LARGEST = 1e15
-
-
-def _answer(example: Example) -> Any:
-    return example.answer
 
 
 def load_reward(name: str) -> Grader:
@@ -48,7 +45,7 @@ def as_grader(
     name: str,
     *,
     batched: bool = True,
-    answer: Callable[[Example], Any] = _answer,
+    answer: Callable[[Example], Any] = attrgetter("answer"),
 ) -> Grader:
     """Returns the grader that calls `function`, with three lists as `load_reward` says.
 
@@ -125,15 +122,13 @@ def make_task(factory: str, parameters: Mapping[str, Any]) -> Task:
             f"task.factory {factory} must return a tim_jax.tasks.base.Task, got"
             f" {type(task).__name__}"
         )
-    parts = {name: _its_examples(task, name, factory) for name in ("train", "evaluation")}
+    parts: dict[str, Any] = {}
+    for part in ("train", "evaluation"):
+        examples = getattr(task, part)
+        with user_code(f"task.factory {factory}: {part}"):
+            its = _ItsExamples(examples, len(examples), part, factory)
+        parts[part] = tuple(its) if type(examples) in (list, tuple) else its
     return replace(task, grade=_ItsGrader(task.grade, factory), **parts)
-
-
-def _its_examples(task: Task, part: str, factory: str) -> Sequence[Example]:
-    examples = getattr(task, part)
-    with user_code(f"task.factory {factory}: {part}"):
-        its = _ItsExamples(examples, len(examples), part, factory)
-    return tuple(its) if type(examples) in (list, tuple) else its
 
 
 @dataclass(frozen=True)
@@ -146,7 +141,7 @@ class _ItsExamples(Lazy):
     factory: str
 
     def made(self, rows: Sequence[int]) -> list[Example]:
-        return [self._read(row) for row in rows]
+        return list(map(self._read, rows))
 
     def _read(self, row: int) -> Example:
         what = f"task.factory {self.factory}: example {row} of {self.part}"
@@ -161,9 +156,7 @@ class _ItsExamples(Lazy):
 
     def close(self) -> None:
         """Closes the examples' source, if it can be."""
-        close = getattr(self.examples, "close", None)
-        if close is not None:
-            close()
+        close(self.examples)
 
 
 def _is_example(value: Any) -> bool:
@@ -198,9 +191,7 @@ class _ItsGrader:
 
     def close(self) -> None:
         """Closes the grader, if it can be."""
-        close = getattr(self._grade, "close", None)
-        if close is not None:
-            close()
+        close(self._grade)
 
 
 @contextmanager
@@ -244,8 +235,8 @@ def plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, str]]:
 
 def described(error: BaseException) -> str:
     """Returns an exception's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    kind, line = type(error).__name__, first_line(error)
+    return line if line == kind else f"{kind}: {line}"
 
 
 def _listed(values: Any, count: int) -> Any:
