@@ -108,8 +108,8 @@ class Guard:
 
     def __init__(self, kind: str, setup: Mapping[str, Any], limits: Limits) -> None:
         self.limits = limits
-        memory = {"memory": limits.memory, "seconds": 0}
-        self._setup = json.dumps({"kind": kind, "body": setup, **memory})
+        setup = {"kind": kind, "memory": limits.memory, "seconds": 0, "body": setup}
+        self._setup = json.dumps(setup)
         self._workers: list[_Worker] = []  # idle, or starting
         self._busy: set[_Worker] = set()
         self._stopped = False
@@ -151,8 +151,10 @@ class Guard:
                 raise
 
     def _answer(self, clock_seconds: float, request: str) -> Outcome:
+        """What a worker makes of a request; if it is killed, what another one does."""
         end = ""
-        for again in (False, True):  # killed from outside, perhaps: not the answer's fault
+        # It may have been killed from outside, perhaps for the machine's memory.
+        for again in (False, True):
             worker = self._ready(fresh=again)
             reply = worker.ask(request, clock_seconds)
             self._busy.discard(worker)
@@ -187,6 +189,7 @@ class Guard:
         raise RuntimeError(f"a grading worker failed to start {STARTS} times (exit code {code})")
 
     def _stop(self, threads: ThreadPoolExecutor) -> None:
+        """Ends the threads of a call that is given up, and all workers."""
         with self._turn:
             self._stopped = True
         for worker in tuple(self._busy):
@@ -222,7 +225,7 @@ class Isolated:
         Raises:
           InputError: as the handler does, or that it ends the process or takes too long.
         """
-        self.label, self.seconds = label, seconds
+        self.label, self.seconds, self._patience = label, seconds, seconds + GRACE_SECONDS
         self._setup = {"kind": handler, "memory": None, "seconds": seconds, "body": setup}
         self._worker: _Worker | None = None
         self._start()
@@ -246,10 +249,6 @@ class Isolated:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.end(CLOSE_SECONDS)
-
-    @property
-    def _patience(self) -> float:
-        return self.seconds + GRACE_SECONDS
 
     def _start(self) -> "_Worker":
         setup = json.dumps({**self._setup, "path": sys.path}, default=str)  # dates of TOML
@@ -289,9 +288,8 @@ class Isolated:
         prompts, texts = of
         if not 0 <= place < len(texts):
             return f"{what}; {len(texts)} completions, the first for prompt {shown(prompts[0])}"
-        return (
-            f"{what}; at {place}: prompt {shown(prompts[place])}, completion {shown(texts[place])}"
-        )
+        prompt, text = shown(prompts[place]), shown(texts[place])
+        return f"{what}; at {place}: prompt {prompt}, completion {text}"
 
 
 class _Worker:
