@@ -23,8 +23,7 @@ from tim_jax.instruments import auditing
 from tim_jax.model.config_file import to_hf
 from tim_jax.tasks.base import Example
 from tim_jax.tasks.guard import Limits
-from tim_jax.tasks.gym import gym_task
-from tim_jax.tasks.math import MathGrader
+from tim_jax.tasks.libraries import MathGrader, gym_task
 
 CONFIG = "configs/quickstart.toml"
 

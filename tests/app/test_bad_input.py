@@ -24,8 +24,8 @@ from tim_jax.rl.loop import Step
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Grade, Message, Task
 from tim_jax.tasks.builtin import builtin_task
+from tim_jax.tasks.custom import IsolatedReward, isolated_task
 from tim_jax.tasks.dataset import read_rows
-from tim_jax.tasks.isolated import IsolatedReward, isolated_task
 
 REWARDS = r"""
 import ctypes, os, re, signal, sys, time
@@ -200,9 +200,9 @@ def isolated():
 
 def child_of(reward):
     """The child process of an isolated reward."""
-    process = reward._there._process
-    assert process is not None
-    return process._child
+    worker = reward._there._worker
+    assert worker is not None
+    return worker._process
 
 
 def refused(grade):

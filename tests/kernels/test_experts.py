@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 from tim_jax import kernels
 from tim_jax.instruments.plan import costs
-from tim_jax.kernels import experts, routing
+from tim_jax.kernels import experts
 from tim_jax.numerics import EXACT_BF16, EXACT_F16, EXACT_F32, NATIVE_F32
 
 ALL = pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def bits(x):
 
 @partial(jax.jit, static_argnames=("count", "normalised", "numerics"))
 def choose(logits, *, count=CHOSEN, normalised=True, numerics=EXACT_F32):
-    return routing.choice(logits, count=count, normalised=normalised, numerics=numerics)
+    return experts.choice(logits, count=count, normalised=normalised, numerics=numerics)
 
 
 # --- which experts ---------------------------------------------------------------------------

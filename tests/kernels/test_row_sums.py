@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
-from tim_jax.kernels import row_sums
+from tim_jax.kernels import formulas
 from tim_jax.numerics import GPU_EXACT_BF16, GPU_EXACT_F32, Numerics
 
 SORTED = Numerics(row_sums="sorted")
@@ -21,7 +21,7 @@ PLACES, WIDTH = 9, 5
 
 
 def added(table, places, rows, numerics=SORTED):
-    call = jax.jit(row_sums.added, static_argnames="numerics")
+    call = jax.jit(formulas.add_rows, static_argnames="numerics")
     return np.asarray(call(jnp.asarray(table), jnp.asarray(places), rows, numerics=numerics))
 
 

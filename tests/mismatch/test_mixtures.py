@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tim_jax import mismatch
 from tim_jax.common.errors import InputError
-from tim_jax.kernels import experts, routing
+from tim_jax.kernels import experts
 from tim_jax.mismatch import EXACT
 from tim_jax.model.execution import Batching, Execution
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Order
@@ -126,8 +126,8 @@ def test_on_both_sides_choice_and_order_are_exact(dtype):
 def test_a_chooser_chooses_and_does_not_weigh(sigmoid):
     rng = np.random.default_rng(0)
     logits, chooser = rng.standard_normal((2, 40, 8), np.float32)
-    rule = routing.Sigmoid(jnp.zeros(8)) if sigmoid else None
-    found = routing.choice(
+    rule = experts.Sigmoid(jnp.zeros(8)) if sigmoid else None
+    found = experts.choice(
         jnp.asarray(logits), count=3, normalised=True, numerics=EXACT_F32, sigmoid=rule,
         chooser=jnp.asarray(chooser),
     )  # fmt: skip
@@ -147,7 +147,7 @@ def test_by_index_experts_and_weights_go_together():
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((40, 7), np.float32))
     by_index = replace(EXACT_F32, order=Order(experts="index"))
     plain, found = (
-        routing.choice(logits, count=3, normalised=True, numerics=numerics)
+        experts.choice(logits, count=3, normalised=True, numerics=numerics)
         for numerics in (EXACT_F32, by_index)
     )
     order = np.argsort(plain.experts, axis=1)
@@ -186,7 +186,7 @@ def test_first_choices_come_before_second_ones_and_rows_in_their_order(most, see
         for row in range(20):
             expected[row, rank] = taken[chosen[row, rank]] < most
             taken[chosen[row, rank]] += 1
-    found = routing.within_capacity(jnp.asarray(chosen), count=5, most=most)
+    found = experts.within_capacity(jnp.asarray(chosen), count=5, most=most)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -194,7 +194,7 @@ def test_beyond_the_capacity_a_weight_is_0_and_the_others_stay():
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((40, 7), np.float32))
     scarce = replace(EXACT_F32, expert_capacity=0.9)
     plain, found = (
-        routing.choice(logits, count=3, normalised=True, numerics=numerics)
+        experts.choice(logits, count=3, normalised=True, numerics=numerics)
         for numerics in (EXACT_F32, scarce)
     )
     kept = np.asarray(found.weights) > 0

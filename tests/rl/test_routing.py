@@ -13,8 +13,8 @@ from tim_jax import metrics, mismatch, objectives, optimizers
 from tim_jax.app.config import toml
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts
-from tim_jax.kernels.routing import balance as balance_loss
-from tim_jax.kernels.routing import choice
+from tim_jax.kernels.experts import balance as balance_loss
+from tim_jax.kernels.experts import choice
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.numerics import EXACT_F32
 from tim_jax.placement import SINGLE, Placement

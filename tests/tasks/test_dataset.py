@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import Grade, Message
-from tim_jax.tasks.dataset import DatasetSource, dataset_task, read_rows
-from tim_jax.tasks.values import truth_in
+from tim_jax.tasks.dataset import DatasetSource, dataset_task, read_rows, truth_in
 
 
 def no_grade(examples, completions):

@@ -11,7 +11,7 @@ from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.placement import processes
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Message, SharedGrader, Task
-from tim_jax.tasks.values import check_open, message_of
+from tim_jax.tasks.dataset import check_open, message_of
 
 _KEYS = ("prompt", "answer")
 _ANSWER = "answer"  # where an example's data keep it: any value, not only text

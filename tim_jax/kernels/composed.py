@@ -156,20 +156,8 @@ def parted(y: jax.Array, tiles: int, shares: tuple[int, ...]) -> list[jax.Array]
 
 
 TILES = Composed(
-    tiles.fence,
-    tiles.MATHS,
-    tiles.peak,
-    tiles.unit,
-    tiles.dot,
-    tiles.dots,
-    tiles.attention,
+    tiles.fence, tiles.MATHS, tiles.peak, tiles.unit, tiles.dot, tiles.dots, tiles.attention
 )
 NATIVE = Composed(
-    native.fence,
-    native.MATHS,
-    native.peak,
-    native.unit,
-    native.dot,
-    native.dots,
-    native.attention,
+    native.fence, native.MATHS, native.peak, native.unit, native.dot, native.dots, native.attention
 )

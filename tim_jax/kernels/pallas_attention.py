@@ -23,14 +23,16 @@ from tim_jax.kernels import native
 from tim_jax.kernels.pallas import (
     LOG2_E,
     MASKED,
+    attention_cost,
+    gpu_call,
     inside,
     masked,
     padded,
     parts_of,
     power_of_two_in,
     store,
+    tpu_call,
 )
-from tim_jax.kernels.pallas_calls import attention_cost, gpu_call, tpu_call
 from tim_jax.numerics import Numerics
 
 _NEVER = 2**30  # after every position
@@ -143,7 +145,7 @@ def _on_gpu(query_ref, last_ref, key_ref, value_ref, *refs, block: int, count: i
     store(out_ref.at[:, :], mixed / total[:, None], there)
 
 
-_LANES = 128  # a statistic per row fills a whole register row
+LANES = 128  # a statistic per row fills a whole register row
 
 
 def on_tpu(
@@ -201,7 +203,7 @@ def on_tpu(
         name="attention",
         grid=(batch, heads // some, pl.cdiv(count, rows), pl.cdiv(steps, taken)),
         scalars=len(scalars),
-        scratch=[(some, rows, width), (some, rows, _LANES), (some, rows, _LANES)],
+        scratch=[(some, rows, width), (some, rows, LANES), (some, rows, LANES)],
         in_specs=[tile, *(of_rows,) * (1 if first is None else 2), *keys, *values],
         out_specs=mixed_tile,
         out_shape=jax.ShapeDtypeStruct((*query.shape[:3], width), numerics.dtype),

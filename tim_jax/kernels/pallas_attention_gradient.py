@@ -16,13 +16,26 @@ Products have the compute dtype's operands and float32 sums, as those of the for
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
-from tim_jax.kernels.pallas import padded
-from tim_jax.kernels.pallas_attention import seen
+from tim_jax.kernels import native
+from tim_jax.kernels.pallas import (
+    LOG2_E,
+    MASKED,
+    attention_cost,
+    gpu_call,
+    padded,
+    parts_of,
+    power_of_two_in,
+    tpu_call,
+)
+from tim_jax.kernels.pallas_attention import LANES, seen, visible
+from tim_jax.numerics import Numerics
 
 BY_ROWS, BY_KEYS = "attention_gradient_rows", "attention_gradient_keys"
 
@@ -140,3 +153,376 @@ def dots_along(xs: list[jax.Array], ys: list[jax.Array], axes: tuple[int, int], 
     """The `dot_along` of what comes in parts."""
     first, *others = (dot_along(x, y, axes, precise) for x, y in zip(xs, ys, strict=True))
     return sum(others, first)
+
+
+_PART = 128  # numbers of a head that a GPU's program multiplies at a time
+
+
+def on_gpu(*arrays: Any, numerics: Numerics):
+    """Gradients of query, key and value in their dtypes, of what `Arrays` has."""
+    tiles = numerics.gpu
+    options = {
+        "numerics": numerics,
+        "warps": tiles.gradient_warps,
+        "stages": tiles.gradient_stages,
+    }
+    return gradients(
+        partial(_gpu_by_rows, options=options),
+        partial(_gpu_by_keys, options=options),
+        Arrays(*arrays),
+        rows=tiles.gradient_rows,
+        keys=tiles.gradient_keys,
+    )
+
+
+def _gpu_by_rows(inputs: Inputs, sizes: Sizes, options: dict[str, Any]):
+    rows, size, width = sizes.rows, sizes.size, sizes.width
+    query = pl.BlockSpec((None, None, rows, size), lambda i, h, b: (b, h, i, 0))
+    out = pl.BlockSpec((None, None, rows, width), lambda i, h, b: (b, h, i, 0))
+    number = pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, i))
+    seen_by = pl.BlockSpec((None, rows), lambda i, h, b: (b, i))
+    whole = [
+        pl.BlockSpec((None, None, *x.shape[2:]), lambda i, h, b: (b, h, 0, 0))
+        for x in (inputs.key, inputs.value)
+    ]
+    given = [x for x in inputs if x is not None]
+    length, moved = sizes.blocks * sizes.keys, rows * (2 * size + 2 * width)
+    cost = attention_cost(
+        multiplied=rows * length * (3 * size + width),
+        loaded=(moved + length * (2 * size + width)) * inputs.key.dtype.itemsize,
+        exponentials=2 * rows * length,
+        programs=sizes.tiles * sizes.heads * sizes.batch,
+    )
+    of_row = jax.ShapeDtypeStruct(inputs.query.shape[:3], jnp.float32)
+    dquery, *of_rows = gpu_call(
+        partial(_gpu_rows, keys=sizes.keys, windowed=inputs.first is not None),
+        name=BY_ROWS,
+        cost_estimate=cost,
+        grid=(sizes.tiles, sizes.heads, sizes.batch),
+        in_specs=[query, out, out, *whole, *(seen_by,) * (len(given) - 5)],
+        out_specs=(query, number, number),
+        out_shape=(
+            jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype),
+            *(of_row, of_row),
+        ),
+        **options,
+    )(*given)
+    return dquery, OfRows(*of_rows)
+
+
+def _gpu_rows(*refs, keys: int, windowed: bool):
+    query_ref, cotangent_ref, attended_ref, key_ref, value_ref, last_ref, *refs = refs
+    dquery_ref, product_ref, normaliser_ref = refs[-3:]
+    last, first = last_ref[...], refs[0][...] if windowed else None
+    rows, size = query_ref.shape
+    parts, value_parts = parts_of(size, _PART), parts_of(cotangent_ref.shape[1], _PART)
+    query = [query_ref[:, part] for part in parts]
+    cotangent = [cotangent_ref[:, part] for part in value_parts]
+    precise = native.precise(query[0])
+    products = [
+        row_products(part, attended_ref[:, at])
+        for part, at in zip(cotangent, value_parts, strict=True)
+    ]
+    product = sum(products[1:], products[0])
+    product_ref[...] = product[:, 0]
+    begin = 0 if first is None else jax.lax.div(jnp.maximum(jnp.min(first), 0), keys)
+    end = jax.lax.div(jnp.max(last) + keys, keys)
+    columns = None if first is None else first[:, None]
+
+    def scores(index):
+        """Of a block, in units of log 2, and which of its keys are seen."""
+        at = pl.ds(index * keys, keys)
+        key = [key_ref[part, at] for part in parts]
+        seen_keys = visible(index, keys, last[:, None], columns)
+        found = dots_along(query, key, (1, 0), precise) * LOG2_E
+        return jnp.where(seen_keys, found, MASKED), seen_keys
+
+    def add_up(index, state):
+        peak, total = state
+        found, seen_keys = scores(index)
+        new = jnp.maximum(peak, jnp.max(found, axis=1))
+        weights = jnp.where(seen_keys, jnp.exp2(found - new[:, None]), 0.0)
+        return new, total * jnp.exp2(peak - new) + jnp.sum(weights, axis=1)
+
+    start = jnp.full((rows,), MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    peak, total = jax.lax.fori_loop(begin, end, add_up, start)
+    # A row that fills a tile may see nothing.
+    normaliser = jnp.where(total > 0, peak + jnp.log2(jnp.where(total > 0, total, 1.0)), 0.0)
+    normaliser_ref[...] = normaliser
+
+    def step(index, sums):
+        at = pl.ds(index * keys, keys)
+        found, seen_keys = scores(index)
+        weights = jnp.where(seen_keys, jnp.exp2(found - normaliser[:, None]), 0.0)
+        value = [value_ref[at, part] for part in value_parts]
+        dweights = dots_along(cotangent, value, (1, 1), precise)
+        dscores = (weights * (dweights - product)).astype(dquery_ref.dtype)
+        return [
+            total + dot_along(dscores, key_ref[part, at], (1, 1), precise)
+            for total, part in zip(sums, parts, strict=True)
+        ]
+
+    zeros = [jnp.zeros((rows, part.stop - part.start), jnp.float32) for part in parts]
+    for part, total in zip(parts, jax.lax.fori_loop(begin, end, step, zeros), strict=True):
+        dquery_ref[:, part] = total.astype(dquery_ref.dtype)
+
+
+def _gpu_by_keys(inputs: Inputs, sizes: Sizes, of_rows: OfRows, options: dict[str, Any]):
+    keys, size, width = sizes.keys, sizes.size, sizes.width
+    key = pl.BlockSpec((None, None, size, keys), lambda j, h, b: (b, h, 0, j))
+    value = pl.BlockSpec((None, None, keys, width), lambda j, h, b: (b, h, j, 0))
+    query, cotangent = (
+        pl.BlockSpec((None, None, *x.shape[2:]), lambda j, h, b: (b, h, 0, 0))
+        for x in (inputs.query, inputs.cotangent)
+    )
+    number = pl.BlockSpec((None, None, inputs.query.shape[2]), lambda j, h, b: (b, h, 0))
+    seen_by = pl.BlockSpec((None, inputs.query.shape[2]), lambda j, h, b: (b, 0))
+    one = pl.BlockSpec((None, None), lambda j, h, b: (b, j))
+    given = [x for x in inputs._replace(out=None) if x is not None]
+    count = sizes.tiles * sizes.rows
+    cost = attention_cost(
+        multiplied=keys * count * 2 * (size + width),
+        loaded=(count + 2 * keys) * (size + width) * inputs.key.dtype.itemsize,
+        exponentials=keys * count,
+        programs=sizes.blocks * sizes.heads * sizes.batch,
+    )
+    return gpu_call(
+        partial(_gpu_keys, rows=sizes.rows, windowed=inputs.first is not None),
+        name=BY_KEYS,
+        cost_estimate=cost,
+        grid=(sizes.blocks, sizes.heads, sizes.batch),
+        in_specs=[
+            *(query, cotangent, key, value),
+            *(seen_by,) * (len(given) - 4),
+            *(number, number, one, one),
+        ],
+        out_specs=(key, value),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[2:4]),
+        **options,
+    )(*given, *of_rows, *tiles_that_see(inputs, sizes))
+
+
+def _gpu_keys(*refs, rows: int, windowed: bool):
+    query_ref, cotangent_ref, key_ref, value_ref, last_ref, *refs = refs
+    product_ref, normaliser_ref, begin_ref, end_ref, dkey_ref, dvalue_ref = refs[-6:]
+    index, (size, keys) = pl.program_id(0), key_ref.shape
+    parts, value_parts = parts_of(size, _PART), parts_of(value_ref.shape[1], _PART)
+    key = [key_ref[part, :] for part in parts]
+    value = [value_ref[:, part] for part in value_parts]
+    precise, dtype = native.precise(value[0]), value_ref.dtype
+
+    def step(tile, sums):
+        at = pl.ds(tile * rows, rows)
+        query = [query_ref[at, part] for part in parts]
+        cotangent = [cotangent_ref[at, part] for part in value_parts]
+        first = refs[0][at][:, None] if windowed else None
+        scores = dots_along(query, key, (1, 0), precise) * LOG2_E
+        seen_keys = visible(index, keys, last_ref[at][:, None], first)
+        weights = jnp.where(seen_keys, jnp.exp2(scores - normaliser_ref[at][:, None]), 0.0)
+        dweights = dots_along(cotangent, value, (1, 1), precise)
+        dscores = weights * (dweights - product_ref[at][:, None])
+        pairs = [(q, dscores.astype(dtype)) for q in query]
+        pairs += [(weights.astype(dtype), c) for c in cotangent]
+        return [
+            total + dot_along(*pair, (0, 0), precise)
+            for total, pair in zip(sums, pairs, strict=True)
+        ]
+
+    outs = [dkey_ref.at[part, :] for part in parts]
+    outs += [dvalue_ref.at[:, part] for part in value_parts]
+    zeros = [jnp.zeros(out.shape, jnp.float32) for out in outs]
+    sums = jax.lax.fori_loop(begin_ref[...], end_ref[...], step, zeros)
+    for out, total in zip(outs, sums, strict=True):
+        out[...] = total.astype(out.dtype)
+
+
+def on_tpu(*arrays: Any, numerics: Numerics):
+    """Gradients of query, key and value in their dtypes, of what `Arrays` has.
+
+    A step has several heads, one after the other. What it does not need is not copied.
+    """
+    tiles = numerics.tpu
+    return gradients(
+        partial(_tpu_by_rows, numerics=numerics),
+        partial(_tpu_by_keys, numerics=numerics),
+        Arrays(*arrays),
+        rows=tiles.gradient_rows,
+        keys=tiles.gradient_keys,
+    )
+
+
+def _columns(inputs: Inputs) -> list[jax.Array]:
+    """The arrays that are given to a kernel, those of a number per row [..., N, 1]."""
+    given = inputs._replace(last=inputs.last[..., None])
+    if inputs.first is not None:
+        given = given._replace(first=inputs.first[..., None])
+    return [x for x in given if x is not None]
+
+
+def _tpu_by_rows(inputs: Inputs, sizes: Sizes, numerics: Numerics):
+    batch, heads, rows, keys, size, width, tiles, blocks = sizes
+    some = min(power_of_two_in(heads), numerics.tpu.gradient_heads)
+    scalars = [jnp.max(inputs.last.reshape(batch, tiles, rows), axis=2) // keys]
+    if inputs.first is not None:
+        first = jnp.min(inputs.first.reshape(batch, tiles, rows), axis=2)
+        scalars.append(jnp.maximum(first, 0) // keys)
+
+    def of_rows(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, some, rows, width), lambda b, h, i, j, *_: (b, h, i, 0))
+
+    def block(b, i, j, scalars):
+        found = jnp.minimum(jax.lax.rem(j, blocks), jnp.maximum(scalars[0][b, i], 0))
+        return jnp.maximum(found, scalars[1][b, i]) if len(scalars) > 1 else found
+
+    given = _columns(inputs)
+    of_row = jax.ShapeDtypeStruct((*inputs.query.shape[:3], 1), jnp.float32)
+    dquery, *found = tpu_call(
+        partial(_tpu_rows, keys=keys, windowed=inputs.first is not None),
+        numerics=numerics,
+        name=BY_ROWS,
+        grid=(batch, heads // some, tiles, 2 * blocks),
+        scalars=len(scalars),
+        scratch=[(some, rows, size), (some, rows, LANES), (some, rows, LANES)],
+        in_specs=[
+            *(of_rows(size), of_rows(width), of_rows(width)),
+            pl.BlockSpec(
+                (None, some, size, keys), lambda b, h, i, j, *s: (b, h, 0, block(b, i, j, s))
+            ),
+            pl.BlockSpec(
+                (None, some, keys, width), lambda b, h, i, j, *s: (b, h, block(b, i, j, s), 0)
+            ),
+            *(pl.BlockSpec((None, rows, 1), lambda b, h, i, j, *_: (b, i, 0)),) * (len(given) - 5),
+        ],
+        out_specs=(of_rows(size), of_rows(1), of_rows(1)),
+        out_shape=(
+            jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype),
+            *(of_row, of_row),
+        ),
+    )(*scalars, *given)
+    return dquery, OfRows(*found)
+
+
+def _tpu_rows(*refs, keys: int, windowed: bool):
+    # The scalars before these are read by the index maps alone.
+    given = refs[2:] if windowed else refs[1:]
+    query_ref, cotangent_ref, attended_ref, key_ref, value_ref, last_ref = given[:6]
+    dquery_ref, product_ref, normaliser_ref, sums, peak, total = refs[-6:]
+    step, blocks = pl.program_id(3), pl.num_programs(3) // 2
+    index = jax.lax.rem(step, blocks)
+    last, first = last_ref[...], given[6][...] if windowed else None
+    needed = index * keys <= jnp.max(last)
+    if first is not None:
+        needed &= (index + 1) * keys > jnp.min(first)
+
+    heads = range(query_ref.shape[0])
+
+    def scores(head):
+        query = query_ref[head]
+        found = dot_along(query, key_ref[head], (1, 0), native.precise(query))
+        seen_keys = visible(index, keys, last, first)
+        return jnp.where(seen_keys, found, MASKED), seen_keys
+
+    @pl.when(step == 0)
+    def _start():
+        sums[...] = jnp.zeros_like(sums)
+        peak[...] = jnp.full_like(peak, MASKED)
+        total[...] = jnp.zeros_like(total)
+        for head in heads:
+            product_ref[head] = row_products(cotangent_ref[head], attended_ref[head])
+
+    @pl.when(needed & (step < blocks))
+    def _add_up():
+        for head in heads:
+            found, seen_keys = scores(head)
+            old = peak[head][:, :1]
+            new = jnp.maximum(old, jnp.max(found, axis=1, keepdims=True))
+            weights = jnp.where(seen_keys, jnp.exp(found - new), 0.0)
+            summed = jnp.sum(weights, axis=1, keepdims=True)
+            total[head] = total[head] * jnp.exp(old - new) + summed
+            peak[head] = jnp.broadcast_to(new, peak.shape[1:])
+
+    @pl.when(step == blocks)
+    def _normalise():
+        for head in heads:
+            # A row that fills a tile may see nothing.
+            some = total[head] > 0
+            log = peak[head] + jnp.log(jnp.where(some, total[head], 1.0))
+            peak[head] = jnp.where(some, log, 0.0)
+            normaliser_ref[head] = peak[head][:, :1]
+
+    @pl.when(needed & (step >= blocks))
+    def _step():
+        for head in heads:
+            found, seen_keys = scores(head)
+            cotangent, precise = cotangent_ref[head], native.precise(cotangent_ref[head])
+            weights = jnp.where(seen_keys, jnp.exp(found - peak[head][:, :1]), 0.0)
+            dweights = dot_along(cotangent, value_ref[head], (1, 1), precise)
+            dscores = (weights * (dweights - product_ref[head])).astype(cotangent.dtype)
+            sums[head] += dot_along(dscores, key_ref[head], (1, 1), precise)
+
+    @pl.when(step == 2 * blocks - 1)
+    def _finish():
+        dquery_ref[...] = sums[...].astype(dquery_ref.dtype)
+
+
+def _tpu_by_keys(inputs: Inputs, sizes: Sizes, found: OfRows, numerics: Numerics):
+    batch, heads, rows, keys, size, width, tiles, blocks = sizes
+    some = min(power_of_two_in(heads), numerics.tpu.gradient_heads)
+
+    def tile(b, j, i, begin, end):
+        return jnp.maximum(jnp.minimum(jnp.maximum(i, begin[b, j]), end[b, j] - 1), 0)
+
+    def of_rows(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, some, rows, width), lambda b, h, j, i, *s: (b, h, tile(b, j, i, *s), 0)
+        )
+
+    key = pl.BlockSpec((None, some, size, keys), lambda b, h, j, i, *_: (b, h, 0, j))
+    value = pl.BlockSpec((None, some, keys, width), lambda b, h, j, i, *_: (b, h, j, 0))
+    seen_by = pl.BlockSpec((None, rows, 1), lambda b, h, j, i, *s: (b, tile(b, j, i, *s), 0))
+    given = _columns(inputs._replace(out=None))
+    return tpu_call(
+        partial(_tpu_keys, windowed=inputs.first is not None),
+        numerics=numerics,
+        name=BY_KEYS,
+        grid=(batch, heads // some, blocks, tiles),
+        scalars=2,
+        scratch=[(some, size, keys), (some, keys, width)],
+        in_specs=[
+            *(of_rows(size), of_rows(width), key, value),
+            *(seen_by,) * (len(given) - 4),
+            *(of_rows(1), of_rows(1)),
+        ],
+        out_specs=(key, value),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[2:4]),
+    )(*tiles_that_see(inputs, sizes), *given, *found)
+
+
+def _tpu_keys(begin_ref, end_ref, *refs, windowed: bool):
+    query_ref, cotangent_ref, key_ref, value_ref, last_ref = refs[:5]
+    product_ref, normaliser_ref, dkey_ref, dvalue_ref, dkey, dvalue = refs[-6:]
+    row, index, tile = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+
+    @pl.when(tile == 0)
+    def _start():
+        dkey[...] = jnp.zeros_like(dkey)
+        dvalue[...] = jnp.zeros_like(dvalue)
+
+    @pl.when((tile >= begin_ref[row, index]) & (tile < end_ref[row, index]))
+    def _step():
+        first = refs[5][...] if windowed else None
+        for head in range(query_ref.shape[0]):
+            query, cotangent, value = query_ref[head], cotangent_ref[head], value_ref[head]
+            precise = native.precise(query)
+            scores = dot_along(query, key_ref[head], (1, 0), precise)
+            seen_keys = visible(index, scores.shape[1], last_ref[...], first)
+            weights = jnp.where(seen_keys, jnp.exp(scores - normaliser_ref[head]), 0.0)
+            dvalue[head] += dot_along(weights.astype(value.dtype), cotangent, (0, 0), precise)
+            dweights = dot_along(cotangent, value, (1, 1), precise)
+            dscores = (weights * (dweights - product_ref[head])).astype(value.dtype)
+            dkey[head] += dot_along(query, dscores, (0, 0), precise)
+
+    @pl.when(tile == pl.num_programs(3) - 1)
+    def _finish():
+        dkey_ref[...] = dkey[...].astype(dkey_ref.dtype)
+        dvalue_ref[...] = dvalue[...].astype(dvalue_ref.dtype)

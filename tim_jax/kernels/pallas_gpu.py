@@ -18,7 +18,7 @@ The kernels:
   are true float32 (no TF32).
 - Causal attention, see `pallas_attention`.
 - Row functions: RMSNorm, and the rotation of queries and keys.
-- Sums and exponentials over the vocabulary, see `pallas_vocabulary_gpu`.
+- Sums and exponentials over the vocabulary.
 
 Backward passes are the plain XLA expressions at the same inputs.
 """
@@ -32,13 +32,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from tim_jax.kernels import (
-    pallas_attention,
-    pallas_attention_gradient_gpu,
-    pallas_vocabulary_gpu,
-)
+from tim_jax.kernels import native, pallas_attention, pallas_attention_gradient
 from tim_jax.kernels.interface import Heads
 from tim_jax.kernels.pallas import (
+    LOG2_E,
     PallasFamily,
     block_of,
     in_blocks,
@@ -48,7 +45,7 @@ from tim_jax.kernels.pallas import (
     store,
     turned,
 )
-from tim_jax.kernels.pallas_calls import gpu_call as call
+from tim_jax.kernels.pallas import gpu_call as call
 from tim_jax.numerics import Numerics
 from tim_jax.numerics.device_tiles import MatmulTile
 
@@ -58,16 +55,13 @@ def _sums(x_ref, weight_refs, shape, block_k: int, *, there=None, expert: tuple 
 
     `there`: bool[rows], see `masked`; None: all are.
     """
-    precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+    precise = native.precise(x_ref)
 
     def step(index, sums):
         at = pl.ds(index * block_k, block_k)
         x = x_ref[:, at] if there is None else masked(x_ref.at[:, at], there)
         return tuple(
-            total
-            + jnp.dot(
-                x, ref[*expert, at, :], precision=precision, preferred_element_type=jnp.float32
-            )
+            total + jnp.dot(x, ref[*expert, at, :], **precise)
             for total, ref in zip(sums, weight_refs, strict=True)
         )
 
@@ -311,15 +305,121 @@ def _turn(parts_ref, cos_ref, sin_ref, *refs, biased: bool, normed: bool, scale:
         refs[-1][:, half, :] = part.astype(refs[-1].dtype)
 
 
+# Sums and exponentials over the vocabulary. One program has a row, or a block of one. A row is read
+# in blocks of `lanes`, ascending: lane i of the sum takes elements i, i + lanes, ...
+
+_WARPS = 8
+
+
+def exponentials(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """exp(x - peak), elementwise."""
+    lanes = _lanes(x, numerics)
+    row = pl.BlockSpec((None, x.shape[1]), lambda i, j: (i, 0))
+    return call(
+        partial(_exponentials, lanes=lanes, width=x.shape[1]),
+        numerics=numerics,
+        warps=_WARPS,
+        name="exponentials",
+        cost_estimate=pl.CostEstimate(  # of a row that it is given, a program reads `lanes`
+            flops=0, transcendentals=x.size, bytes_accessed=2 * x.size * x.dtype.itemsize
+        ),
+        grid=(x.shape[0], -(-x.shape[1] // lanes)),
+        in_specs=[row, pl.BlockSpec((None,), lambda i, j: (i,))],
+        out_specs=row,
+        out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32),
+    )(x, peak)
+
+
+def row_sum(x: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """Sum over the last axis."""
+    kernel = partial(_row_sum, lanes=_lanes(x, numerics), width=x.shape[1])
+    return _by_row(kernel, (x,), numerics, name="row_sum")
+
+
+def log_normaliser(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """log(sum(exp(x - peak))), in one pass."""
+    kernel = partial(_log_normaliser, lanes=_lanes(x, numerics), width=x.shape[1])
+    return _by_row(kernel, (x, peak), numerics, name="log_normaliser")
+
+
+def log(x: jax.Array, *, numerics: Numerics) -> jax.Array:
+    """Natural logarithm, elementwise."""
+    tile = numerics.gpu.row_tile
+    block = pl.BlockSpec((tile,), lambda i: (i,))
+    rows = padded(x, tile, value=1.0)
+    return call(
+        _log,
+        numerics=numerics,
+        warps=_WARPS,
+        name="log",
+        grid=(rows.shape[0] // tile,),
+        in_specs=[block],
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct(rows.shape, jnp.float32),
+    )(rows)[: x.shape[0]]
+
+
+def _lanes(x, numerics: Numerics) -> int:
+    return min(numerics.gpu.lanes, pl.next_power_of_2(x.shape[1]))
+
+
+def _by_row(kernel, inputs, numerics, *, name):
+    """One number per row, of x [N, V] and further numbers per row."""
+    rows, width = inputs[0].shape
+    one = pl.BlockSpec((None,), lambda i: (i,))
+    return call(
+        kernel,
+        numerics=numerics,
+        warps=_WARPS,
+        name=name,
+        grid=(rows,),
+        in_specs=[pl.BlockSpec((None, width), lambda i: (i, 0)), *(one,) * (len(inputs) - 1)],
+        out_specs=one,
+        out_shape=jax.ShapeDtypeStruct((rows,), jnp.float32),
+    )(*inputs)
+
+
+def _exponentials(x_ref, peak_ref, out_ref, *, lanes: int, width: int):
+    at = pl.program_id(1) * lanes + jnp.arange(lanes)
+    x = plt.load(x_ref.at[at], mask=at < width, other=0.0)
+    plt.store(out_ref.at[at], jnp.exp2((x - peak_ref[...]) * LOG2_E), mask=at < width)
+
+
+def _row_sum(x_ref, out_ref, *, lanes: int, width: int):
+    out_ref[...] = jnp.sum(_folded(lambda x: x, x_ref, lanes, width, neutral=0.0))
+
+
+def _log_normaliser(x_ref, peak_ref, out_ref, *, lanes: int, width: int):
+    peak = peak_ref[...]
+    weights = _folded(
+        lambda x: jnp.exp2((x - peak) * LOG2_E), x_ref, lanes, width, neutral=-jnp.inf
+    )
+    out_ref[...] = jnp.log(jnp.sum(weights))
+
+
+def _folded(f, x_ref, lanes, width, *, neutral):
+    """f(x) [lanes], summed over the blocks of a row; `neutral` stands beyond its end."""
+
+    def step(index, total):
+        at = index * lanes + jnp.arange(lanes)
+        return total + f(plt.load(x_ref.at[at], mask=at < width, other=neutral))
+
+    return jax.lax.fori_loop(0, -(-width // lanes), step, jnp.zeros((lanes,), jnp.float32))
+
+
+def _log(x_ref, out_ref):
+    out_ref[...] = jnp.log(x_ref[...])
+
+
 KERNELS = PallasFamily(
     product=product,
     grouped_product=grouped_product,
     attend=pallas_attention.on_gpu,
-    attend_gradient=pallas_attention_gradient_gpu.gradients,
+    attend_gradient=pallas_attention_gradient.on_gpu,
     normed=normed,
     rotated=rotated,
-    exponentials_kernel=pallas_vocabulary_gpu.exponentials,
-    row_sum_kernel=pallas_vocabulary_gpu.row_sum,
-    log_kernel=pallas_vocabulary_gpu.log,
-    log_normaliser_kernel=pallas_vocabulary_gpu.log_normaliser,
+    exponentials_kernel=exponentials,
+    row_sum_kernel=row_sum,
+    log_kernel=log,
+    log_normaliser_kernel=log_normaliser,
 )

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tim_jax.kernels import pallas_attention, pallas_attention_gradient_tpu
+from tim_jax.kernels import native, pallas_attention, pallas_attention_gradient
 from tim_jax.kernels.interface import Heads
 from tim_jax.kernels.pallas import (
     PallasFamily,
@@ -31,13 +31,8 @@ from tim_jax.kernels.pallas import (
     power_of_two_in,
     turned,
 )
-from tim_jax.kernels.pallas_calls import tpu_call as call
+from tim_jax.kernels.pallas import tpu_call as call
 from tim_jax.numerics import Numerics
-
-
-def precision(dtype) -> jax.lax.Precision | None:
-    """True float32 products of float32 operands."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def _kernel(*refs, **options):
@@ -57,9 +52,7 @@ def _step(index, count, x_ref, *refs, halves: int, kinds: tuple[str, ...] = (), 
 
     x = x_ref[...]
     for total, weight in zip(sum_refs, weight_refs, strict=True):
-        total[...] += jnp.dot(
-            x, weight[...], precision=precision(x.dtype), preferred_element_type=jnp.float32
-        )
+        total[...] += jnp.dot(x, weight[...], **native.precise(x))
 
     @pl.when(index == count - 1)
     def _finish():
@@ -365,7 +358,7 @@ KERNELS = PallasFamily(
     product=product,
     grouped_product=grouped_product,
     attend=pallas_attention.on_tpu,
-    attend_gradient=pallas_attention_gradient_tpu.gradients,
+    attend_gradient=pallas_attention_gradient.on_tpu,
     normed=normed,
     rotated=rotated,
     exponentials_kernel=exponentials,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax import kernels
-from tim_jax.kernels import experts, formulas, routing, row_sums
+from tim_jax.kernels import experts, formulas
 from tim_jax.model import adapters, attention, rope, windows
 from tim_jax.model.attention import Cache, LayerCache
 from tim_jax.model.execution import Execution
@@ -30,7 +30,7 @@ class Routed(NamedTuple):
 
     experts: jax.Array  # i32[B, T, L, k], the most probable first
     entropy: jax.Array  # f32[B, T], nats, the mean over layers
-    balance: jax.Array | None  # f32[B, T], of `routing.balance` the mean over layers, if asked for
+    balance: jax.Array | None  # f32[B, T], of `experts.balance` the mean over layers, if asked for
 
 
 @overload
@@ -237,7 +237,7 @@ def embedded(
     another that adds to it so, the sum is added to its cotangent, which has the other's sum.
     """
     where = execution.placement
-    add = partial(row_sums.added, numerics=execution.numerics)
+    add = partial(formulas.add_rows, numerics=execution.numerics)
     of_group = partial(collectives.group_rows, placement=where, axis="fsdp")
 
     def rows(table, tokens, total):
@@ -317,7 +317,7 @@ def _experts(x, normed, w, of_routing, execution: Execution):
     routes, loads = of_routing
     config, numerics, placement = execution.config, execution.numerics, execution.placement
     logits = _router_logits(normed, w["router"], placement, numerics.of_router)
-    choice = routing.choice(
+    choice = experts.choice(
         logits,
         count=config.num_experts_per_tok,
         normalised=config.norm_topk_prob,
@@ -342,15 +342,15 @@ def _experts(x, normed, w, of_routing, execution: Execution):
     if execution.routing == "own":
         return x, None
     sigmoid = "router_bias" in w
-    loss = None if loads is None else routing.balance(logits, loads, sigmoid=sigmoid)
-    return x, (choice.own, routing.entropy(logits, sigmoid=sigmoid), loss)
+    loss = None if loads is None else experts.balance(logits, loads, sigmoid=sigmoid)
+    return x, (choice.own, experts.entropy(logits, sigmoid=sigmoid), loss)
 
 
-def _sigmoid(w, config) -> routing.Sigmoid | None:
+def _sigmoid(w, config) -> experts.Sigmoid | None:
     """How experts are chosen by sigmoids, if this model does so."""
     if "router_bias" not in w:
         return None
-    return routing.Sigmoid(
+    return experts.Sigmoid(
         w["router_bias"],
         groups=config.router_groups,
         taken=config.router_groups_per_tok,

@@ -82,9 +82,12 @@ class Task:
     def close(self) -> None:
         """Ends the worker processes of the grader and of the prompts' source, if they have some."""
         for part in (self.grade, self.train):
-            close = getattr(part, "close", None)
-            if close is not None:
-                close()
+            close(part)
+
+
+def close(part: object) -> None:
+    """Closes a grader or the source of prompts, if it can be closed."""
+    getattr(part, "close", lambda: None)()
 
 
 class Lazy(Sequence[Example], ABC):
@@ -186,6 +189,11 @@ def below(rng: random.Random, n: int) -> int:
     return int(rng.random() * n)
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's message, or its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def whole(name: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
     """Returns `value`, checked to be a whole number of at least `least` and at most `most`."""
     if not isinstance(value, int) or isinstance(value, bool):
@@ -244,6 +252,4 @@ class SharedGrader:
 
     def close(self) -> None:
         """Ends the worker processes of the grader, if it has some."""
-        close = getattr(self.grade, "close", None)
-        if close is not None:
-            close()
+        close(self.grade)

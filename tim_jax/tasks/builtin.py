@@ -87,13 +87,11 @@ def sorting(
 ) -> Task:
     """Sort digits; the worked form shows the sorted part as it grows by one digit at a time.
 
+    The last four arguments are explained in `running_sums`.
+
     Args:
       digits: fewest and most digits. A prompt has n + 1 characters, a worked completion
         n (n + 3) / 2, hence at most 44 for 8 digits.
-      seed: as in `running_sums`.
-      train_size: as in `running_sums`.
-      eval_size: as in `running_sums`.
-      format_reward: as in `running_sums`.
     """
     least, most = span("digits", digits, 2, LARGEST_PROBLEM)
 
@@ -122,16 +120,13 @@ def countdown(
     """Reach a target from given numbers with +, - and *, each number used exactly once.
 
     Every problem has a solution with whole numbers from 1 to `largest_target` at each step. Any
-    expression that uses the numbers and has the value is right, not only the one in `answer`.
+    expression that uses the numbers and has the value is right, not only the one in `answer`. The
+    last four arguments are explained in `running_sums`.
 
     Args:
       numbers: fewest and most numbers.
       largest: numbers are drawn from 1 to this.
       largest_target: targets, and all intermediate results of the worked form, are at most this.
-      seed: as in `running_sums`.
-      train_size: as in `running_sums`.
-      eval_size: as in `running_sums`.
-      format_reward: as in `running_sums`.
     """
     least, most = span("numbers", numbers, 2, MOST_NUMBERS)
     whole("largest", largest, least=1, most=LARGEST_NUMBER)

@@ -1,6 +1,7 @@
-"""A user's own reward: `module:function`, imported from the current folder or any package.
+"""A user's own reward or task: `module:function`, imported from the current folder or any package.
 
-Here it is called in this process. `isolated` calls it in a process of its own, with a time limit.
+`load_reward` and `make_task` call it in this process; `IsolatedReward` and `isolated_task` in one
+of its own, with a time limit (`guard.Isolated`).
 """
 
 import importlib
@@ -10,20 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import iscoroutine
-from typing import Any, NoReturn
+from operator import attrgetter
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import shown
-from tim_jax.tasks.base import Example, Grade, Grader, Lazy, Message, Task
+from tim_jax.tasks.base import Example, Grade, Grader, Lazy, Message, Task, close, first_line
+from tim_jax.tasks.guard import Isolated
+from tim_jax.tasks.worker import Watched
 
 # Sums of squares of larger rewards, which deviations need, are beyond float32.
 LARGEST = 1e15
-
-
-def _answer(example: Example) -> Any:
-    return example.answer
 
 
 def load_reward(name: str) -> Grader:
@@ -45,7 +45,7 @@ def as_grader(
     name: str,
     *,
     batched: bool = True,
-    answer: Callable[[Example], Any] = _answer,
+    answer: Callable[[Example], Any] = attrgetter("answer"),
 ) -> Grader:
     """Returns the grader that calls `function`, with three lists as `load_reward` says.
 
@@ -122,15 +122,13 @@ def make_task(factory: str, parameters: Mapping[str, Any]) -> Task:
             f"task.factory {factory} must return a tim_jax.tasks.base.Task, got"
             f" {type(task).__name__}"
         )
-    parts = {name: _its_examples(task, name, factory) for name in ("train", "evaluation")}
+    parts: dict[str, Any] = {}
+    for part in ("train", "evaluation"):
+        examples = getattr(task, part)
+        with user_code(f"task.factory {factory}: {part}"):
+            its = _ItsExamples(examples, len(examples), part, factory)
+        parts[part] = tuple(its) if type(examples) in (list, tuple) else its
     return replace(task, grade=_ItsGrader(task.grade, factory), **parts)
-
-
-def _its_examples(task: Task, part: str, factory: str) -> Sequence[Example]:
-    examples = getattr(task, part)
-    with user_code(f"task.factory {factory}: {part}"):
-        its = _ItsExamples(examples, len(examples), part, factory)
-    return tuple(its) if type(examples) in (list, tuple) else its
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class _ItsExamples(Lazy):
     factory: str
 
     def made(self, rows: Sequence[int]) -> list[Example]:
-        return [self._read(row) for row in rows]
+        return list(map(self._read, rows))
 
     def _read(self, row: int) -> Example:
         what = f"task.factory {self.factory}: example {row} of {self.part}"
@@ -158,9 +156,7 @@ class _ItsExamples(Lazy):
 
     def close(self) -> None:
         """Closes the examples' source, if it can be."""
-        close = getattr(self.examples, "close", None)
-        if close is not None:
-            close()
+        close(self.examples)
 
 
 def _is_example(value: Any) -> bool:
@@ -195,9 +191,7 @@ class _ItsGrader:
 
     def close(self) -> None:
         """Closes the grader, if it can be."""
-        close = getattr(self._grade, "close", None)
-        if close is not None:
-            close()
+        close(self._grade)
 
 
 @contextmanager
@@ -241,8 +235,8 @@ def plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, str]]:
 
 def described(error: BaseException) -> str:
     """Returns an exception's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    kind, line = type(error).__name__, first_line(error)
+    return line if line == kind else f"{kind}: {line}"
 
 
 def _listed(values: Any, count: int) -> Any:
@@ -288,3 +282,131 @@ def _number(value: Any, index: int, name: str) -> float:
             f" {shown(value)} at {index}"
         )
     return number
+
+
+class IsolatedReward:
+    """The grader that calls the function `name`, written `module:function`, in its own process.
+
+    It is called as `load_reward` says.
+    """
+
+    def __init__(self, name: str, *, seconds: float) -> None:
+        """Starts the process and imports the function; errors as of `Isolated`."""
+        handler = f"{__name__}:{answer_rewards.__name__}"
+        self._there = Isolated(handler, f"reward {name}", seconds=seconds, name=name)
+        self.close = self._there.close
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        """Returns the rewards as grades.
+
+        Raises:
+          InputError: the function raises, returns anything but as many finite numbers, takes longer
+            than the limit, or ends its process.
+        """
+        prompts, texts = [plain(example.prompt) for example in examples], list(completions)
+        answers = [example.answer for example in examples]
+        values = self._there.call([prompts, texts, answers], of=(prompts, texts))
+        return [Grade(value) for value in values]
+
+
+def answer_rewards(setup: Mapping[str, Any]) -> Callable[[Any], list[float]]:
+    """Returns what answers `IsolatedReward`: [prompts, completions, answers] -> rewards."""
+    name, notes = setup["name"], setup["notes"]
+    function = load_function(name)
+
+    def handle(lists: Sequence[list[Any]]) -> list[float]:
+        count = len(lists[0])
+        with user_code(f"reward {name}"):
+            values = _listed(function(*(Watched(items, notes) for items in lists)), count)
+        return _checked(values, count, name)
+
+    return handle
+
+
+def isolated_task(factory: str, parameters: Mapping[str, Any], *, seconds: float) -> Task:
+    """Returns the task that `make_task` makes, in a process of its own.
+
+    The examples stay there: here they have prompt, answer and solution, and their `data` says which
+    of them they are.
+
+    Args:
+      seconds: limit by the clock of making it, and of each call of its grader.
+
+    Raises:
+      InputError: as `make_task`, or the code takes too long or ends its process; so when made, when
+        examples are read, and when grading.
+    """
+    there = Isolated(
+        f"{__name__}:{TaskHere.__name__}",
+        f"task.factory {factory}",
+        seconds=seconds,
+        name=factory,
+        parameters=dict(parameters),
+    )
+    train, evaluation = (_There(there, part, there.made[part]) for part in ("train", "evaluation"))
+    notes = tuple(there.made["notes"])
+    return Task(there.made["name"], train, evaluation, _GraderThere(there), notes)
+
+
+@dataclass(frozen=True)
+class _There(Lazy):
+    """The examples of a part of a task in another process."""
+
+    there: Isolated
+    part: str
+    size: int
+    at_a_time: ClassVar[int] = 256
+
+    def made(self, rows: Sequence[int]) -> list[Example]:
+        doing = f"making its {self.part} examples"
+        found = self.there.call({"part": self.part, "rows": list(rows)}, doing=doing)
+        return [
+            Example(
+                prompt if isinstance(prompt, str) else tuple(Message(**item) for item in prompt),
+                answer,
+                {"part": self.part, "row": row},
+                solution,
+            )
+            for row, (prompt, answer, solution) in zip(rows, found, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.there.close()
+
+
+@dataclass(frozen=True)
+class _GraderThere:
+    """The grader of a task in another process."""
+
+    there: Isolated
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        rows = [[example.data["part"], example.data["row"]] for example in examples]
+        message = {"graded": rows, "completions": list(completions)}
+        of = [plain(example.prompt) for example in examples], list(completions)
+        return [Grade(*grade) for grade in self.there.call(message, doing="its grader", of=of)]
+
+    def close(self) -> None:
+        self.there.close()
+
+
+class TaskHere:
+    """What answers `isolated_task`.
+
+    {"part", "rows"} -> those examples; {"graded", "completions"} -> grades.
+    """
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self._notes = setup["notes"]
+        self._task = task = make_task(setup["name"], setup["parameters"])
+        sizes = {"train": len(task.train), "evaluation": len(task.evaluation)}
+        self.about = {"name": str(task.name), "notes": [str(x) for x in task.notes], **sizes}
+
+    def __call__(self, message: Mapping[str, Any]) -> list[Any]:
+        if "rows" in message:
+            part = getattr(self._task, message["part"])
+            read = (part[row] for row in message["rows"])
+            return [[plain(e.prompt), e.answer, e.solution] for e in read]
+        examples = [getattr(self._task, part)[row] for part, row in message["graded"]]
+        lists = (Watched(items, self._notes) for items in (examples, message["completions"]))
+        return [[float(grade.reward), grade.fault] for grade in self._task.grade(*lists)]

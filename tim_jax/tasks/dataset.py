@@ -10,18 +10,20 @@ layout follows from the columns of the first row; named columns override it.
 """
 
 import hashlib
+import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.common.inputs import expanded, json_value
-from tim_jax.tasks.base import Example, Grader, Message, Task, share, whole
-from tim_jax.tasks.values import check_beside, check_hidden, prompt_of, truth_of
+from tim_jax.common.inputs import expanded, json_value, shown
+from tim_jax.tasks.base import Example, Grader, Message, Task, first_line, share, whole
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `datasets`' save_to_disk
@@ -82,16 +84,11 @@ def _json(path: Path) -> Iterator[Row]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"dataset {path}: cannot be read: {error}") from error
     if text.lstrip().startswith("[") and path.suffix == ".json":
-        return _array(path, text)
+        values = enumerate(json_value(text, f"dataset {path}"), 1)
+        return (_row(value, f"{path}, row {number}") for number, value in values)
     # Not splitlines(): U+2028 and its like may stand unescaped inside a JSON string.
     lines = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
     return (_line(path, number, line) for number, line in lines)
-
-
-def _array(path: Path, text: str) -> Iterator[Row]:
-    values = json_value(text, f"dataset {path}")
-    for number, value in enumerate(values, 1):
-        yield _row(value, f"{path}, row {number}")
 
 
 def _line(path: Path, number: int, line: str) -> Row:
@@ -113,9 +110,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         values = parquet.read_table(path).to_pylist()
     except (ArrowException, OSError) as error:
-        raise InputError(
-            f"dataset {path}: not readable as Parquet: {_first_line(error)}"
-        ) from error
+        raise InputError(f"dataset {path}: not readable as Parquet: {first_line(error)}") from error
     return (_row(value, f"{path}, row {number}") for number, value in enumerate(values, 1))
 
 
@@ -143,7 +138,7 @@ def _saved(path: Path, split: str) -> Iterator[Row]:
     try:
         dataset = datasets.load_from_disk(str(path))
     except Exception as error:
-        raise InputError(f"dataset {str(path)!r}: {_first_line(error)}") from error
+        raise InputError(f"dataset {str(path)!r}: {first_line(error)}") from error
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
             has = ", ".join(map(str, dataset))
@@ -161,7 +156,7 @@ def _hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
     except Exception as error:  # the hub's clients raise dozens of types
         raise InputError(
             f"dataset {name!r}: no such file or folder here, and the hub has no split {split!r} of"
-            f" it to give: {type(error).__name__}: {_first_line(error)}"
+            f" it to give: {type(error).__name__}: {first_line(error)}"
         ) from error
     return (_row(row, f"{name} {split}, row {i}") for i, row in enumerate(dataset, 1))
 
@@ -169,10 +164,6 @@ def _hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
 def _need_datasets(source: str) -> None:
     if find_spec("datasets") is None:
         raise InputError(f"dataset {source!r} needs `datasets`: pip install 'tim-jax[math]'")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # (prompt, ground truth) columns, the first pair that a row has. `a.b` is column b inside column a.
@@ -200,7 +191,7 @@ class DatasetSource:
       eval_path, eval_split: held-out rows of their own. If only one is given the other is as for
         training.
       eval_share: without those, this share of the prompts is held out; 0 for no evaluation.
-      eval_limit: at most so many held-out prompts, chosen by a hash.
+      eval_limit: at most this many held-out prompts, chosen by a hash.
       seed: of the share and the choice.
     """
 
@@ -239,7 +230,7 @@ def dataset_task(source: DatasetSource, grade: Grader) -> Task:
     rows = read_rows(source.path, split=source.split, subset=source.subset)
     train = _examples(rows, source)
     if source.eval_path is None and source.eval_split is None:
-        evaluation = [e for e in train if _held_out(e, source)]
+        evaluation = [e for e in train if _hash(e, source.seed) < source.eval_share * 2**64]
         notes = ()
     else:
         if source.eval_path is None and expanded(source.path).is_file():
@@ -312,10 +303,6 @@ def _chat(system: str, *rest: Message) -> tuple[Message, ...]:
     return (Message("system", system), *rest)
 
 
-def _held_out(example: Example, source: DatasetSource) -> bool:
-    return _hash(example, source.seed) < source.eval_share * 2**64
-
-
 def _hash(example: Example, seed: int) -> int:
     text = f"{seed}\0{example.prompt!r}"
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest())
@@ -351,3 +338,160 @@ def _missing(row: Row, column: str) -> InputError:
 
 def _names(row: Row) -> str:
     return ", ".join(row.values) or "none"
+
+
+# What the values of a row mean: a prompt, and the answer in a reference solution. What would lose
+# its meaning is refused: messages with more than a role and content, images, a prompt that has its
+# answer in it, and a solution in which no answer can be told from the rest.
+
+Prompt = str | tuple[Message, ...]
+
+_MARKER = re.compile(r"(?<!#)####(?!#)")  # GSM8K's, but also a heading of Markdown
+_NUMBER = re.compile(r"[-+$€£]?\s*\d[\d,. /]*\s*\S*")  # perhaps with a unit
+_BESIDE = ("tools", "image", "images", "video", "videos", "audio", "audios")  # columns
+
+
+def prompt_of(value: object, where: str) -> Prompt:
+    """Returns a prompt: text as it is, or messages.
+
+    Raises:
+      InputError: it is neither, or empty; a message has what a `Message` has no place for; the last
+        one is the assistant's.
+    """
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list) and value:
+        messages = tuple(message_of(item, where) for item in value)
+        check_open(messages, where)
+        return messages
+    raise InputError(f"{where} must be text or a list of messages, not empty; got {shown(value)}")
+
+
+def message_of(value: object, where: str) -> Message:
+    """Returns one chat message.
+
+    Raises:
+      InputError: role or content are no text, or there is more to it, such as tool calls.
+    """
+    if isinstance(value, Message):
+        return value
+    match value:
+        case {"role": str(role), "content": str(content), **others}:
+            more = [key for key, other in others.items() if not _empty(other)]
+            if more:
+                raise InputError(
+                    f"{where}: a message has {more[0]!r} beside role and content, which would be"
+                    f" lost; write it into the content, or leave the row out: {shown(value)}"
+                )
+            return Message(role, content)
+    raise InputError(f"{where}: a message needs a role and a content of text, got {shown(value)}")
+
+
+def _empty(value: object) -> bool:
+    """What Parquet files have where other rows have a value."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def check_open(prompt: Prompt, where: str) -> None:
+    """Refuses messages that the assistant has answered already."""
+    if not isinstance(prompt, str) and prompt and prompt[-1].role == "assistant":
+        raise InputError(
+            f"{where} ends with the assistant's turn, {shown(prompt[-1].content)}, so that the"
+            " prompt has its answer in it; leave that message out"
+        )
+
+
+def check_hidden(prompt: Prompt, truth: str, where: str) -> None:
+    """Refuses a prompt at whose end the ground truth stands, as in a solution."""
+    text = prompt if isinstance(prompt, str) else prompt[-1].content
+    ending = text.rstrip(" \t\n.$")
+    if any(ending.endswith(end) for end in (f"\\boxed{{{truth}}}", f"#### {truth}")):
+        raise InputError(
+            f"{where} ends with its answer, {shown(ending[-40:])}; name the column of the question"
+            " as prompt_column, or take the solution out of it"
+        )
+
+
+def check_beside(row: Mapping[str, Any], used: tuple[str, ...], where: str) -> None:
+    """Refuses a row with images or tools: its prompt means nothing without them."""
+    for name in _BESIDE:
+        if name not in used and not _empty(row.get(name)):
+            raise InputError(
+                f"{where} has {name!r}, which prompts of text do not keep; leave such rows out"
+            )
+
+
+def truth_of(value: object, where: str, *, solution: bool) -> str:
+    """Returns a row's ground truth as text.
+
+    Args:
+      solution: whether it is a worked solution, which must say which part of it is the answer.
+
+    Raises:
+      InputError: it is no text and no number, or has no answer, or several.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise InputError(f"{where} must be text or a number, got {shown(value)}")
+    text = value if isinstance(value, str) else _written_out(value, where)
+    text = _only_one(text, where)
+    if (solution or _MARKER.search(text)) and _marked(text) is None:
+        needs = "no \\boxed{} answer" if solution else "headings (####), but no answer that is told"
+        raise InputError(f"{where} has {needs}: {shown(text[-60:])}")
+    truth = truth_in(text)
+    if not truth:
+        raise InputError(f"{where} has an empty answer: {shown(text[-60:])}")
+    return truth
+
+
+def truth_in(text: str) -> str:
+    """Returns the final answer in a reference solution, or all of a text that is only an answer.
+
+    That is what follows `####` in the last line (GSM8K), else the content of the last `\\boxed{}`.
+    A line that begins with `####` may be a heading of Markdown: one with lines after it is, and one
+    without a number where there is a box.
+    """
+    marked = _marked(text)
+    return text.strip() if marked is None else marked
+
+
+def _marked(text: str) -> str | None:
+    """The answer that a text tells from the rest."""
+    boxed = _last_boxed(text)
+    markers = list(_MARKER.finditer(text))
+    last = text[markers[-1].end() :].strip() if markers else None
+    if last is None or "\n" in last or "\\boxed{" in last:
+        return boxed
+    return last if boxed is None or _NUMBER.fullmatch(last) else boxed
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    begin, depth = start + len("\\boxed{"), 1
+    for i in range(begin, len(text)):
+        escaped = text[i - 1] == "\\"
+        depth += 0 if escaped else (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return text[begin:i].strip()
+    return None
+
+
+def _only_one(text: str, where: str) -> str:
+    """The one answer in a JSON list of texts, as some datasets have it; other texts as they are."""
+    if not text.lstrip().startswith('["'):
+        return text
+    try:
+        answers = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if len(answers) != 1 or not isinstance(answers[0], str):
+        raise InputError(f"{where} must have one answer, got {shown(text)}")
+    return answers[0]
+
+
+def _written_out(number: float, where: str) -> str:
+    """Digits without an exponent, which a grader would take for Euler's number."""
+    if not math.isfinite(number):
+        raise InputError(f"{where} must be text or a finite number, got {number}")
+    return str(number) if isinstance(number, int) else f"{Decimal(repr(float(number))):f}"

@@ -1,9 +1,17 @@
-"""Worker processes for code that may hang, crash or take too much memory, with limits per request.
+"""Processes of their own for code that may hang, crash or take too much, with limits per request.
 
-Every worker is a fresh interpreter, started by running `worker.py` as a script: no fork of a
-threaded process, no second import of the program's main module, no JAX. A request over its limit
-ends its worker, which is replaced; other requests are not affected. A request whose worker died in
-another way is tried once more.
+Each is a fresh interpreter that runs `worker.py` as a script: no fork of a threaded process, no
+second import of the program's main module. They end with the program, however that ends: when the
+parent is gone, a worker reads the end of its socket.
+
+`Guard` is a pool for graders of other libraries, without JAX, with limits of CPU time and memory. A
+request over its limit ends its worker, which is replaced; other requests are not affected. A
+request whose worker died in another way is tried once more.
+
+`Isolated` is one process for code of the user's, with a limit by the clock. Whatever the code does
+there (it hangs, exits, crashes, closes files) ends that process and not the run, which says in one
+line what happened, and at which completion. What it prints is shown, and what it keeps in its
+module stays from call to call, because one process makes all calls in order.
 """
 
 import json
@@ -12,31 +20,39 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Pipe, wait
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, BinaryIO
 
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import shown
 from tim_jax.tasks.base import ERROR, TIMEOUT, Fault, Grade
+from tim_jax.tasks.worker import ALL, HEAD
 
 WORKER = Path(__file__).with_name("worker.py")
+PACKAGE = str(Path(__file__).parent.parent)
 START_SECONDS = 120.0  # importing the grading library on a busy machine
 CLOCK_FACTOR, CLOCK_EXTRA = 10.0, 10.0  # seconds by the clock allowed for CPU seconds
+GRACE_SECONDS = 5.0  # after a limit by the clock, at which a process ends itself, until it is ended
 END_SECONDS = 5.0  # between the end of a process's socket and its exit code
+CLOSE_SECONDS = 1.0  # for the user's code to end by itself
 STARTS = 3  # attempts in a row before a worker that dies while starting is given up
 
-ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",  # sets of strings in one order, so that every worker gives one answer
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
+# Sets of strings in one order, so that every worker gives one answer.
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+Calls = tuple[Sequence[Any], Sequence[str]]  # prompts, completions
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,7 @@ class Refusal(Exception):
     """A worker refused its setup; `reply` says why."""
 
     def __init__(self, reply: Mapping[str, Any]) -> None:
-        super().__init__(reply["refused"])
+        super().__init__(reply["error"] or reply["type"])
         self.reply = reply
 
 
@@ -87,25 +103,28 @@ class Guard:
     """A pool of workers of one kind. `map` may be called from any thread; calls run one by one.
 
     Workers start when first needed, or by `start`. They end by `close`, with the guard, or with the
-    program, however that ends: when the parent is gone, a worker reads the end of its socket.
+    program.
     """
 
     def __init__(self, kind: str, setup: Mapping[str, Any], limits: Limits) -> None:
         self.limits = limits
-        self._setup = json.dumps({"kind": kind, "setup": setup, "memory": limits.memory}).encode()
-        self._workers: list[_Worker] = []
-        self._lock = Lock()
-        self._finalizer = weakref.finalize(self, _end_all, self._workers)
+        setup = {"kind": kind, "memory": limits.memory, "seconds": 0, "body": setup}
+        self._setup = json.dumps(setup)
+        self._workers: list[_Worker] = []  # idle, or starting
+        self._busy: set[_Worker] = set()
+        self._stopped = False
+        self._call, self._turn = Lock(), Lock()
 
     def start(self) -> None:
         """Starts the workers without waiting, so that they import while other work goes on."""
-        with self._lock:
-            self._start(self.limits.workers)
+        with self._call:
+            while len(self._workers) < self.limits.workers:
+                self._workers.append(_Worker(self._setup, START_SECONDS))
 
     def close(self) -> None:
         """Ends the workers. A later `map` starts new ones."""
-        with self._lock:
-            _end_all(self._workers)
+        with self._call:
+            self._end()
 
     def map(self, bodies: Sequence[Any], *, seconds: float | None = None) -> list[Outcome]:
         """Returns one outcome per request, in order. Equal requests are carried out once.
@@ -119,157 +138,250 @@ class Guard:
           RuntimeError: if workers die while starting, again and again.
         """
         seconds = seconds or self.limits.seconds
-        texts = [f'{{"seconds": {seconds}, "body": {json.dumps(body)}}}' for body in bodies]
-        work = _Work(deque(dict.fromkeys(texts)), CLOCK_FACTOR * seconds + CLOCK_EXTRA)
-        with self._lock:
+        texts = [json.dumps({"seconds": seconds, "body": body}) for body in bodies]
+        answer = partial(self._answer, CLOCK_FACTOR * seconds + CLOCK_EXTRA)
+        # A thread for each worker, which waits for it.
+        with self._call, ThreadPoolExecutor(self.limits.workers) as threads:
+            answers = {text: threads.submit(answer, text) for text in dict.fromkeys(texts)}
             try:
-                self._run(work)
+                wait(answers.values(), return_when=FIRST_EXCEPTION)
+                return [answers[text].result() for text in texts]
             except BaseException:  # an interrupt must not leave replies for the next call
-                _end_all(self._workers)
+                self._stop(threads)
                 raise
-        return [work.outcomes[text] for text in texts]
 
-    def _start(self, count: int) -> None:
-        while len(self._workers) < min(count, self.limits.workers):
-            self._workers.append(_Worker(self._setup))
+    def _answer(self, clock_seconds: float, request: str) -> Outcome:
+        """What a worker makes of a request; if it is killed, what another one does."""
+        end = ""
+        # It may have been killed from outside, perhaps for the machine's memory.
+        for again in (False, True):
+            worker = self._ready(fresh=again)
+            reply = worker.ask(request, clock_seconds)
+            self._busy.discard(worker)
+            if reply is not None:
+                self._workers.append(worker)
+                error = f"{reply['type']}: {reply['error']}"[:500] if "error" in reply else ""
+                return Outcome(reply.get("value"), ERROR if error else None, error)
+            late, code = worker.late, worker.end(END_SECONDS)
+            end = f"worker ended with code {code}"
+            if late or code == -signal.SIGPROF:
+                return Outcome(None, TIMEOUT, end)
+        return Outcome(None, ERROR, f"{end}, twice")
 
-    def _run(self, work: "_Work") -> None:
-        wanted = len(work.waiting)
-        while len(work.outcomes) < wanted:
-            self._start(len(work.waiting))
-            for worker in self._workers:
-                if work.waiting and worker.idle:
-                    worker.send(work.waiting.popleft(), work.clock_seconds)
-            patience = min(worker.deadline for worker in self._workers) - time.monotonic()
-            heard = wait([worker.link for worker in self._workers], max(0.0, patience))
-            for i, worker in enumerate(self._workers):
-                fine = _hear(worker, work) if worker.link in heard else not worker.late
-                if not fine:
-                    _bury(worker, work)
-                    starts = 1 if worker.ready else worker.starts + 1
-                    self._workers[i] = _Worker(self._setup, starts)
+    def _ready(self, *, fresh: bool) -> "_Worker":
+        """A worker that has started, for one request; `fresh`: a new one."""
+        code = None
+        for _ in range(STARTS):
+            with self._turn:
+                if self._stopped:
+                    raise CancelledError
+                idle = self._workers and not fresh
+                worker = self._workers.pop() if idle else _Worker(self._setup, START_SECONDS)
+                self._busy.add(worker)
+            reply = worker.started or worker.hear()
+            if reply is not None and "error" in reply:
+                raise Refusal(reply)
+            if reply is not None:
+                worker.started = reply
+                return worker
+            self._busy.discard(worker)
+            code, fresh = worker.end(END_SECONDS), True
+        raise RuntimeError(f"a grading worker failed to start {STARTS} times (exit code {code})")
 
+    def _stop(self, threads: ThreadPoolExecutor) -> None:
+        """Ends the threads of a call that is given up, and all workers."""
+        with self._turn:
+            self._stopped = True
+        for worker in tuple(self._busy):
+            worker.kill()  # so that its thread hears of it
+        threads.shutdown(cancel_futures=True)
+        self._stopped = False
+        self._end()
 
-@dataclass
-class _Work:
-    """The requests of one `map`: those waiting, those answered, and those tried once before."""
-
-    waiting: deque[str]
-    clock_seconds: float
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    retried: set[str] = field(default_factory=set)
-
-
-def _hear(worker: "_Worker", work: _Work) -> bool:
-    """Takes a worker's reply. Returns False if it turns out to be dead."""
-    reply = worker.receive()
-    if reply is None:
-        return False
-    if "refused" in reply:
-        raise Refusal(reply)
-    if worker.request is None:
-        worker.ready = True
-    else:
-        fault = ERROR if "error" in reply else None
-        work.outcomes[worker.request] = Outcome(reply.get("value"), fault, reply.get("error", ""))
-        worker.request = None
-    worker.deadline = math.inf
-    return True
-
-
-def _bury(worker: "_Worker", work: _Work) -> None:
-    """Ends a worker that is late or has died, and records or repeats its request."""
-    late, request = worker.late, worker.request
-    code = worker.end(patience=0.0 if late else END_SECONDS)
-    if request is None:
-        if not worker.ready and worker.starts >= STARTS:
-            raise RuntimeError(
-                f"a grading worker failed to start {STARTS} times (exit code {code})"
-            )
-    elif late or code == -signal.SIGPROF:
-        work.outcomes[request] = Outcome(None, TIMEOUT, f"worker ended with code {code}")
-    elif request in work.retried:
-        work.outcomes[request] = Outcome(None, ERROR, f"worker ended with code {code}, twice")
-    else:  # killed from outside, perhaps for the machine's memory: not the answer's fault
-        work.retried.add(request)
-        work.waiting.appendleft(request)
+    def _end(self) -> None:
+        for worker in (*self._workers, *self._busy):
+            worker.end()
+        self._workers.clear()
+        self._busy.clear()
 
 
-def spawn(
-    arguments: Sequence[str], *, environment: Mapping[str, str], **options: Any
-) -> subprocess.Popen:
-    """Starts a fresh interpreter with `arguments` and this environment, changed by `environment`.
+class Isolated:
+    """Code of the user's in a process of its own, which makes all calls in order.
 
-    `options` are those of `subprocess.Popen`.
+    The process ends by `close`, with this object or with the program; a later call starts another.
+
+    Attributes:
+      label: what the code is called in messages, such as `reward rewards:brief`.
+      seconds: limit of a call by the clock, and of the start.
+      made: the handler's `about`, of the last start.
     """
-    return subprocess.Popen(
-        # -P: a script's folder must not come first among the places to import from.
-        [sys.executable, "-P", *arguments],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **environment},
-        start_new_session=True,  # Ctrl-C is for the parent, which then ends its workers
-        **options,
-    )
+
+    def __init__(self, handler: str, label: str, *, seconds: float, **setup: Any) -> None:
+        """Starts the process, in which the function `handler` makes what answers the calls.
+
+        Args:
+          handler: written `module:function`; it is given `setup`, with `notes` for `Watched`.
+
+        Raises:
+          InputError: as the handler does, or that it ends the process or takes too long.
+        """
+        self.label, self.seconds, self._patience = label, seconds, seconds + GRACE_SECONDS
+        self._setup = {"kind": handler, "memory": None, "seconds": seconds, "body": setup}
+        self._worker: _Worker | None = None
+        self._start()
+
+    def call(self, body: Any, *, doing: str = "a call", of: Calls | None = None) -> Any:
+        """Returns the handler's answer.
+
+        Args:
+          doing: what the call is called in errors.
+          of: the prompts and completions that it is about.
+
+        Raises:
+          InputError: the code raises, takes longer than the limit, or ends its process.
+        """
+        worker = self._worker or self._start()
+        request = json.dumps({"seconds": self.seconds, "body": body})
+        return self._reply(worker, request, doing, of)
+
+    def close(self) -> None:
+        """Ends the process."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end(CLOSE_SECONDS)
+
+    def _start(self) -> "_Worker":
+        setup = json.dumps({**self._setup, "path": sys.path}, default=str)  # dates of TOML
+        self._worker = worker = _Worker(setup, self._patience, quiet=False)
+        self.made = self._reply(worker, None, "importing it", None)
+        return worker
+
+    def _reply(self, worker: "_Worker", request: str | None, doing: str, of: Calls | None) -> Any:
+        limit = f"at most task.reward_time_limit, {self.seconds:g} s"
+        try:
+            with waiting.during(f"waiting for {self.label}: {doing}", about=limit):
+                reply = worker.hear() if request is None else worker.ask(request, self._patience)
+            if reply is None:
+                raise InputError(f"{self.label}: {doing} {self._end_of(worker, of)}")
+            if "value" in reply:
+                return reply["value"]
+            if reply["type"] == InputError.__name__:
+                raise InputError(reply["error"])
+            first = reply["error"].strip().splitlines()[:1]
+            raise InputError(f"{self.label} raised {': '.join([reply['type'], *first])}")
+        except BaseException:  # an interrupt must not leave a reply for the next call
+            self.close()
+            raise
+
+    def _end_of(self, worker: "_Worker", of: Calls | None) -> str:
+        """Ends a worker that gave no answer, and says what it did and at which completion."""
+        place, stack = worker.notes()
+        code = worker.end(CLOSE_SECONDS)
+        if stack or worker.forced:
+            what = f"took longer than task.reward_time_limit = {self.seconds:g} s{stack}"
+        elif code < 0:
+            what = f"was killed by signal {-code}"
+        else:
+            what = f"ended its process (exit status {code}) or closed its files"
+        if of is None:
+            return what
+        prompts, texts = of
+        if not 0 <= place < len(texts):
+            return f"{what}; {len(texts)} completions, the first for prompt {shown(prompts[0])}"
+        prompt, text = shown(prompts[place]), shown(texts[place])
+        return f"{what}; at {place}: prompt {prompt}, completion {text}"
 
 
 class _Worker:
-    """One process: starting, then idle or busy with `request` until `deadline` (monotonic s)."""
+    """One process, and the reply to its setup once it has started."""
 
-    def __init__(self, setup: bytes, starts: int = 1) -> None:
-        self.starts = starts
-        self.ready = False
-        self.request: str | None = None
-        self.deadline = time.monotonic() + START_SECONDS
-        self.link, theirs = Pipe()
+    def __init__(self, setup: str, seconds: float, *, quiet: bool = True) -> None:
+        """Starts it, without waiting.
+
+        Args:
+          seconds: from now on, to be late after.
+          quiet: without output, and in one thread.
+        """
+        self.started: dict[str, Any] | None = None
+        self.forced = False  # ended by `end`
+        self._link, theirs = Pipe()
+        self._notes = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `_end`)
+        self._notes.write(ALL.to_bytes(HEAD, "little", signed=True))
+        self._notes.flush()  # a stack comes after it
+        fds = theirs.fileno(), self._notes.fileno()
+        output = subprocess.DEVNULL if quiet else None
         with theirs:
-            self._process = spawn(
-                [str(WORKER), str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                environment=ENVIRONMENT,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+            self._process = subprocess.Popen(
+                # -P: a script's folder must not come first among the places to import from.
+                [sys.executable, "-P", str(WORKER), *map(str, fds)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **ENVIRONMENT, **(ONE_THREAD if quiet else {})},
+                start_new_session=True,  # Ctrl-C is for the parent, which then ends its workers
             )
-        self._send(setup)
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and self.request is None
+        self.kill = self._process.kill
+        self._finalizer = weakref.finalize(self, _end, self._link, self._process, self._notes)
+        self._send(setup, seconds)
 
     @property
     def late(self) -> bool:
-        return time.monotonic() >= self.deadline
+        return time.monotonic() >= self._deadline
 
-    def send(self, request: str, clock_seconds: float) -> None:
-        self.request = request
-        self.deadline = time.monotonic() + clock_seconds
-        self._send(request.encode())
+    def _send(self, request: str, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        with suppress(OSError):  # if it has died, the end of its socket says so
+            self._link.send_bytes(request.encode())
 
-    def _send(self, data: bytes) -> None:
-        with suppress(OSError):  # if it has died, the next `wait` reports the end of its socket
-            self.link.send_bytes(data)
+    def ask(self, request: str, seconds: float) -> dict[str, Any] | None:
+        """Returns the reply to a request, as `hear`, within `seconds`."""
+        self._send(request, seconds)
+        return self.hear()
 
-    def receive(self) -> dict[str, Any] | None:
-        """Returns a reply, or None if the process has died or sent nonsense."""
+    def hear(self) -> dict[str, Any] | None:
+        """Returns a reply, or None if the process is late, has died or sent nonsense."""
         try:
-            reply = json.loads(self.link.recv_bytes())
+            if not self._link.poll(max(0.0, self._deadline - time.monotonic())):
+                return None
+            reply = json.loads(self._link.recv_bytes())
         except (EOFError, OSError, ValueError):
             return None
+        self._deadline = math.inf
         return reply if isinstance(reply, dict) else None
 
+    def notes(self) -> tuple[int, str]:
+        """The completion that was read last, and where the code was when its time was over."""
+        text = os.pread(self._notes.fileno(), 1 << 16, 0)
+        place = int.from_bytes(text[:HEAD], "little", signed=True)
+        return place, _innermost(text[HEAD:].decode(errors="replace"))
+
     def end(self, patience: float = 0.0) -> int:
-        """Ends the process, by force if it has not ended by itself within `patience` seconds.
+        """Ends the process, by force if it is late or has not ended itself within `patience` s.
 
         Returns its exit code, -n for signal n.
         """
-        self.link.close()
-        try:
-            return self._process.wait(patience)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+        self._link.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.0 if self.late else patience)
+        self.forced = self._process.returncode is None
+        self._finalizer()
+        return self._process.returncode
 
 
-def _end_all(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.end()
-    workers.clear()
+def _end(link: Connection, process: subprocess.Popen, notes: BinaryIO) -> None:
+    link.close()
+    notes.close()
+    process.kill()
+    process.wait()
+
+
+def _innermost(stack: str) -> str:
+    """The first line of the main thread's stack that is no library's, as `, in FILE, line N`."""
+    own = [line.strip() for line in stack.rpartition("most recent call first")[2].splitlines()]
+    files = [line for line in own if line.startswith("File ")]
+    inside = [line for line in files if "lib/python" not in line and PACKAGE not in line]
+    if not files:
+        return ""
+    file, _, line = (inside or files)[0].removeprefix("File ").partition(", line ")
+    return f", in {file.strip(chr(34))}, line {line.partition(' ')[0]}"

@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tim_jax.common.errors import InputError
-from tim_jax.tasks.base import Message
+from tim_jax.tasks.base import Message, first_line
 
 PAD = "<pad>"
 EOS = "<eos>"
@@ -211,7 +211,7 @@ def _through_template(
         raise InputError("chat templates need jinja2: pip install jinja2") from error
     except Exception as error:  # templates raise what their authors chose
         raise InputError(
-            f"{where}: the chat template refused it: {_first_line(error)}: {_quoted(prompt)}"
+            f"{where}: the chat template refused it: {first_line(error)}: {_quoted(prompt)}"
         ) from error
     _check_kept(messages, str(text), where)
     return str(text)
@@ -244,7 +244,7 @@ def _drawing(seed: str) -> Iterator[None]:
 
 @contextmanager
 def _ending(most: int) -> Iterator[None]:
-    """A context in which this thread runs at most so many lines of Python.
+    """A context in which this thread runs at most `most` lines of Python.
 
     A template's sandbox limits a range, but not ranges in one another. Lines and not seconds, so
     that a template is refused everywhere or nowhere.
@@ -291,7 +291,3 @@ def _opening(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 def _quoted(prompt: str | Sequence[Message]) -> str:
     text = prompt if isinstance(prompt, str) else prompt[-1].content if prompt else ""
     return repr(text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}...")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

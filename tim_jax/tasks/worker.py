@@ -1,18 +1,24 @@
 """The worker process of `guard`: answers requests one after another until its parent is gone.
 
 It is run as a script by its path, so that neither this package nor JAX nor the parent's main module
-is imported. Every request has a limit of CPU time, which the kernel enforces by ending the process:
-code that a request runs cannot catch it, and waiting on a busy machine does not count. Requests and
-replies are JSON over an inherited socket; whatever libraries print goes nowhere.
+is imported, but by code of the user's that asks for them. Requests and replies are JSON over an
+inherited socket. The first request makes the handler that answers the others.
+
+A request's limit ends the process, so that code which it runs cannot catch it. For a grader it is
+CPU time, which the kernel counts: waiting on a busy machine does not count. For the user's code it
+is the clock, watched by a thread of the interpreter's own, which writes where the code was.
 """
 
+import faulthandler
+import importlib
 import json
 import logging
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,6 +28,8 @@ ENTRIES_KEPT = 4096
 EFFECTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "resource.", "fcntl.", "pty.")
 HARMLESS = ("os.listdir", "os.scandir")  # importing looks into folders
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+HEAD = 8  # bytes of the notes file for the number of the completion read last; a stack follows
+ALL = -1  # in its place: the code has read all, or none
 
 Handler = Callable[[Any], Any]
 
@@ -120,52 +128,106 @@ def refuse_effects(event: str, arguments: tuple[Any, ...]) -> None:
     """
     if event == "open":
         _, mode, flags = arguments
-        writes = any(letter in mode for letter in "wax+") if mode else flags & WRITE_FLAGS
-        refused = bool(writes)
+        refused = any(letter in mode for letter in "wax+") if mode else flags & WRITE_FLAGS
     else:
         refused = event.startswith(EFFECTS) and event not in HARMLESS
     if refused:
         raise PermissionError(f"an answer tried {event}")
 
 
-def answer(handle: Handler, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns {"value"}, or {"error"} for anything raised; over the limit, the process is gone."""
-    signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # SIGPROF's default action: terminate
+@contextmanager
+def limit(seconds: float, notes: int | None) -> Iterator[None]:
+    """A context that may take `seconds`, by the clock if there is a file for the stack's notes.
+
+    Else they are of CPU time, and 0 is no limit.
+    """
+    if notes is None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF's default action: terminate
+    else:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=notes)
     try:
-        return {"value": handle(request["body"])}
-    except MemoryError:
-        raise
-    except BaseException as error:
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
+        yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+        faulthandler.cancel_dump_traceback_later()
 
 
-def serve(connection: Connection) -> None:
-    """Makes the handler that the parent asks for, then answers its requests one by one."""
-    setup = json.loads(connection.recv_bytes())
-    limit_memory(setup["memory"])
-    try:
-        handle = HANDLERS[setup["kind"]](setup["setup"])
-    except Exception as error:
-        details = getattr(error, "details", {})
-        reply = {"refused": f"{error}" or type(error).__name__, **details}
-        connection.send_bytes(json.dumps(reply).encode())
-        return
-    lock_down()
-    connection.send_bytes(b'{"ready": true}')
-    while True:
-        reply = answer(handle, json.loads(connection.recv_bytes()))
-        connection.send_bytes(json.dumps(reply).encode())
+def note(notes: int, place: int) -> None:
+    """Writes the number of the completion that is read now into the notes file."""
+    with suppress(OSError):  # closed by the user's code
+        os.pwrite(notes, place.to_bytes(HEAD, "little", signed=True), 0)
+
+
+class Watched(list):
+    """A list that notes which of its items was read last, until all have been."""
+
+    def __init__(self, items: list[Any], notes: int) -> None:
+        super().__init__(items)
+        self._notes = notes
+        note(notes, ALL)
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, item in enumerate(super().__iter__()):
+            note(self._notes, i)
+            yield item
+        note(self._notes, ALL)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            note(self._notes, index % max(1, len(self)))
+        return super().__getitem__(index)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(super().__iter__()),)
+
+
+def serve(link: Connection, notes: int) -> None:
+    """Makes the handler that the first request asks for, which then answers the others."""
+    setup = json.loads(link.recv_bytes())
+    trusted = setup["memory"] is None
+    if trusted:  # it imports from where the parent does, whatever changed that
+        sys.path[:] = setup["path"]
+    else:
+        logging.disable(logging.CRITICAL)
+        limit_memory(setup["memory"])
+    handlers: list[Handler] = []
+
+    def answer(handle: Handler, request: dict[str, Any]) -> None:
+        try:
+            with limit(request["seconds"], notes if trusted else None):
+                reply = json.dumps({"value": handle(request["body"])})
+        except BaseException as error:
+            if isinstance(error, MemoryError) and not trusted:
+                raise
+            details = getattr(error, "details", {})
+            reply = json.dumps({"error": str(error), "type": type(error).__name__, **details})
+        sys.stdout.flush()
+        link.send_bytes(reply.encode())
+
+    def make(body: dict[str, Any]) -> Any:
+        module, _, name = setup["kind"].rpartition(":")
+        made = getattr(importlib.import_module(module), name) if module else HANDLERS[name]
+        handlers.append(made({**body, "notes": notes}))
+        return getattr(handlers[0], "about", None)
+
+    answer(make, setup)
+    if not trusted:
+        lock_down()
+    while handlers:
+        answer(handlers[0], json.loads(link.recv_bytes()))
 
 
 def main() -> None:
-    """Runs a worker on the inherited connection until the parent is gone."""
-    logging.disable(logging.CRITICAL)
+    """Runs a worker on the inherited socket and notes file, until the parent is gone."""
+    # A scheduler may send SIGTERM to all processes of a job; the parent says when to end. Not
+    # ignored, because programs that the reward starts would then ignore it too.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     try:
-        serve(Connection(int(sys.argv[1])))
-    except (EOFError, OSError):  # the parent has gone
-        return
+        with suppress(EOFError):  # the parent has gone
+            serve(Connection(int(sys.argv[-2])), int(sys.argv[-1]))
+    except OSError:  # or the code has closed our files, which Python would complain about
+        os._exit(1)
 
 
 if __name__ == "__main__":

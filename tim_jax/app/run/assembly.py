@@ -42,9 +42,7 @@ from tim_jax.tasks import builtin, custom
 from tim_jax.tasks.base import Grader, Task
 from tim_jax.tasks.dataset import DatasetSource, dataset_task
 from tim_jax.tasks.guard import Limits
-from tim_jax.tasks.gym import gym_task
-from tim_jax.tasks.isolated import IsolatedReward, isolated_task
-from tim_jax.tasks.math import MathGrader
+from tim_jax.tasks.libraries import MathGrader, gym_task
 from tim_jax.tasks.text import character_tokenizer
 
 
@@ -168,7 +166,9 @@ def make_task(config: RunConfig) -> Task:
 def _custom_task(section: CustomTask) -> Task:
     if section.reward_in_process:
         return custom.make_task(section.factory, section.parameters)
-    return isolated_task(section.factory, section.parameters, seconds=section.reward_time_limit)
+    return custom.isolated_task(
+        section.factory, section.parameters, seconds=section.reward_time_limit
+    )
 
 
 def _reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader | None:
@@ -176,7 +176,7 @@ def _reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader
         return None
     if section.reward_in_process:
         return custom.load_reward(section.reward)
-    return IsolatedReward(section.reward, seconds=section.reward_time_limit)
+    return custom.IsolatedReward(section.reward, seconds=section.reward_time_limit)
 
 
 def make_text(config: RunConfig, model: Model, *, run: Path | None = None) -> Text:

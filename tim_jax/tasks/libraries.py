@@ -1,8 +1,8 @@
-"""Tasks of reasoning-gym (extra `gym`) by name and parameters, with their own score functions.
+"""Graders and tasks of other libraries: math-verify (extra `math`), reasoning-gym (extra `gym`).
 
-Problems are made and scored in guarded worker processes (`guard`), because five of the library's
-datasets depend on Python's hash seed, which is fixed there, and because some scorers evaluate what
-the policy wrote.
+Both work in guarded worker processes (`guard`): answers may hang a grader, five datasets of
+reasoning-gym depend on Python's hash seed, which is fixed there, and some of its scorers evaluate
+what the policy wrote.
 """
 
 import re
@@ -24,6 +24,41 @@ TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MOST_TRAINING, MOST_HELD_OUT = 10**7, 10**5  # larger sizes are slips, and take hours
 KEPT = 4096  # problems that a task keeps in memory
 ITEM_SECONDS = 60.0  # CPU seconds to make one problem; some datasets search for a good one
+
+
+class MathGrader:
+    """Reward 1 for a completion whose final answer equals the example's answer, else 0.
+
+    The answer is what `math_verify.parse` finds in the completion: a final-answer phrase, a
+    `\\boxed{}`, mathematics in dollars or a plain number, usually the last one. `1/2`, `0.5` and
+    `\\frac{2}{4}` are equal. Two boxes close to each other are read as a set, so that a corrected
+    answer is wrong; letters are read as a product, in any order. A grade depends only on (answer,
+    completion): not on the batch, the number of workers or what they graded before.
+
+    Raises:
+      InputError: when made, if `math-verify` is not installed.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        if find_spec("math_verify") is None:
+            raise InputError("grading mathematics needs math-verify: pip install 'tim-jax[math]'")
+        self._guard = Guard("math", {}, limits or Limits())
+        self._guard.start()
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        pairs = zip(examples, completions, strict=True)
+        bodies = [{"answer": example.answer, "completion": text} for example, text in pairs]
+        return [grade_of(outcome) for outcome in self._guard.map(bodies)]
+
+    def close(self) -> None:
+        """Ends the workers; a later call starts new ones."""
+        self._guard.close()
+
+    def __enter__(self) -> "MathGrader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def gym_task(
@@ -86,24 +121,16 @@ class GymGrader:
     """The dataset's own score of an answer, 0 to 1. A score that is not finite is a fault."""
 
     def __init__(self, guard: Guard, *, tagged: bool) -> None:
-        self._guard = guard
-        self._tagged = tagged
+        self._guard, self._tagged = guard, tagged
+        self.close = guard.close
 
     def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
-        pairs = zip(examples, completions, strict=True)
-        outcomes = self._guard.map(
-            [{"index": example.data["index"], "answer": self._answer(c)} for example, c in pairs]
-        )
-        return [grade_of(outcome) for outcome in outcomes]
-
-    def close(self) -> None:
-        """Ends the workers; a later call starts new ones."""
-        self._guard.close()
+        pairs = zip(examples, map(self._answer, completions), strict=True)
+        bodies = [{"index": example.data["index"], "answer": text} for example, text in pairs]
+        return [grade_of(outcome) for outcome in self._guard.map(bodies)]
 
     def _answer(self, completion: str) -> str | None:
-        if not self._tagged:
-            return completion.strip()
-        answers = TAGGED.findall(completion)
+        answers = TAGGED.findall(completion) if self._tagged else [completion]
         return answers[-1].strip() if answers else None
 
 
@@ -120,7 +147,7 @@ class _Source:
         try:
             outcomes = self.guard.map(bodies, seconds=ITEM_SECONDS)
         except Refusal as refusal:
-            raise InputError(self._refused(refusal.reply)) from None
+            raise InputError(self._refused(refusal)) from None
         return [self._example(i, outcome) for i, outcome in zip(indices, outcomes, strict=True)]
 
     def _example(self, index: int, outcome: Outcome) -> Example:
@@ -135,13 +162,10 @@ class _Source:
             prompt = (Message("system", self.system), Message("user", question))
         return Example(prompt, str(outcome.value["answer"] or ""), {"index": index})
 
-    def _refused(self, reply: Mapping[str, Any]) -> str:
-        names = reply.get("known", ())
-        if "parameter" in reply:
-            hint = did_you_mean(reply["parameter"], names)
-        else:
-            hint = did_you_mean(self.name, names) if names else ""
-        return f"reasoning-gym task {self.name!r}: {reply['refused']}{hint}"
+    def _refused(self, refusal: Refusal) -> str:
+        names = refusal.reply.get("known")
+        hint = did_you_mean(refusal.reply.get("parameter", self.name), names) if names else ""
+        return f"reasoning-gym task {self.name!r}: {refusal}{hint}"
 
 
 def _question(example: Example) -> str:
