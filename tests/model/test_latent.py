@@ -24,8 +24,7 @@ from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.model.latent import LatentConfig
 from tim_jax.model.lora import Lora
-from tim_jax.numerics import GPU_EXACT_BF16, NATIVE_F32, TPU_EXACT_BF16
-from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile
+from tim_jax.numerics import GPU_EXACT_BF16, NATIVE_F32, TPU_EXACT_BF16, GpuTiles, MatmulTile
 from tim_jax.placement import Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs

@@ -18,7 +18,7 @@ from tim_jax.model import adapters, parameters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit, lean
 from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.numerics import Numerics
-from tim_jax.placement import Devices, Placement, memory
+from tim_jax.placement import Devices, Placement, check_host
 from tim_jax.rl import comparing, learner, sharded
 from tim_jax.rl.experience import experience
 from tim_jax.rl.types import Experience, Learning, Policy, TrainState, check_steps, mini_batch
@@ -108,7 +108,7 @@ def build(
     if max_staleness:
         dial.refuse_ahead(mismatch)
     if offload:
-        memory.check_host(jax.devices() if devices is None else devices)
+        check_host(jax.devices() if devices is None else devices)
     where = _Where.of(execution, devices)
     at = execution.placement if sampler_placement is None else sampler_placement
     drawing = replace(execution, placement=at)
