@@ -20,7 +20,7 @@ from ml_dtypes import bfloat16
 
 import tim_jax
 from tim_jax import corrections, metrics, schedules
-from tim_jax.corrections import base, ratios, reporting
+from tim_jax.corrections import applying, base, ratios
 from tim_jax.model.execution import Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import (
@@ -258,28 +258,28 @@ CASES = {
         lambda: corrections.where_advantage("negative", corrections.sequence_tis())
     ),
     "corrections.base.scheduled": scheduled,
-    "corrections.batch.batch_mean": lambda b: corrections.batch_mean(b["coefficients"], b["mask"]),
+    "corrections.blocks.batch_mean": lambda b: corrections.batch_mean(b["coefficients"], b["mask"]),
     **{f"corrections.ratios.{name}": function for name, function in ratio_of.items()},
     "corrections.applying.correct": corrected,
     "corrections.applying.coefficients": packed,
     "corrections.applying.apply": stateful,
-    "corrections.reporting.correction_metrics": lambda b: corrections.correction_metrics(
+    "corrections.applying.correction_metrics": lambda b: corrections.correction_metrics(
         b["coefficients"], b["mask"], kept=b["mask"]
     ),
-    "corrections.reporting.clipped_shares": lambda b: reporting.clipped_shares(
+    "corrections.applying.clipped_shares": lambda b: applying.clipped_shares(
         FLAGS, b["log_ratio"], b["mask"]
     ),
-    "corrections.reporting.bound_metrics": lambda b: corrections.bound_metrics(
+    "corrections.applying.bound_metrics": lambda b: corrections.bound_metrics(
         corrections.token_tis(), {"old": b["log_ratio"], "current": b["log_ratio"]}, b["mask"]
     ),
-    "corrections.reporting.block_metrics": lambda b: reporting.block_metrics(
+    "corrections.applying.block_metrics": lambda b: applying.block_metrics(
         corrections.chain(
             corrections.token_tis(), corrections.reject("k3", over="mean", upper=1.0)
         ),
         {"old": b["log_ratio"], "current": b["log_ratio"]},
         b["mask"],
     ),
-    "corrections.reporting.sequence_weight_metrics": lambda b: reporting.sequence_weight_metrics(
+    "corrections.applying.sequence_weight_metrics": lambda b: applying.sequence_weight_metrics(
         corrections.token_tis(), {"old": b["log_ratio"], "current": b["log_ratio"]}, b["mask"]
     ),
     "corrections.base.map_coefficients": changed(
@@ -368,12 +368,12 @@ CASES = {
 # What is no computation with floats of the caller's, and why.
 WITHOUT = {
     "makes or checks a value": """
-        corrections.base.chain corrections.modes.check corrections.base.check_shape
-        corrections.base.declared corrections.base.is_masked_node corrections.modes.join_state
+        corrections.base.chain corrections.base.check corrections.base.check_shape
+        corrections.base.declared corrections.base.is_masked_node corrections.base.join_state
         corrections.base.known_number corrections.base.matching corrections.base.plain_number
-        corrections.base.rejections corrections.modes.check_rejecting_first
-        corrections.modes.split_state
-        corrections.modes.stages corrections.base.take_extra corrections.blocks.checked_bounds
+        corrections.base.rejections corrections.base.check_rejecting_first
+        corrections.base.split_state
+        corrections.base.stages corrections.base.take_extra corrections.blocks.checked_bounds
         corrections.recipes.build objectives.advantages.check_group_size objectives.advantages.needs
         objectives.advantages.why_no_refills objectives.aggregation.check_aggregation
         objectives.aggregation.check_tokens objectives.aggregation.counts_kept

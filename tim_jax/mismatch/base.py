@@ -37,6 +37,7 @@ class Entry:
     """
 
     name: ClassVar[str] = ""
+    kind: ClassVar[str] = ""  # one of `dial.GROUPS`
     imitates: ClassVar[str] = ""
     reports: ClassVar[bool] = False  # has `reported`
     repeatable: ClassVar[bool] = False  # may stand in a dial more than once

@@ -1,7 +1,7 @@
 """Entries that give the sampler other weights than the learner's."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ class QuantisedWeights(Entry):
     group: int = 0
     head: bool = False  # the LM head too; engines leave it, and the embedding, as they are
 
-    name: ClassVar[str] = "quantised_weights"
-    imitates: ClassVar[str] = (
+    name, kind = "quantised_weights", "weights"
+    imitates = (
         "a quantised rollout engine (FlashRL's int8 and fp8; int4 in groups of 128 as in GPTQ and"
         " AWQ)"
     )
@@ -97,8 +97,8 @@ class LoraMerge(Entry):
 
     dtype: str
 
-    name: ClassVar[str] = "lora_merge"
-    imitates: ClassVar[str] = (
+    name, kind = "lora_merge", "weights"
+    imitates = (
         "an adapter merged into bfloat16 weights by one engine alone (PEFT's merge_and_unload of a"
         " model loaded in bfloat16)"
     )
@@ -128,9 +128,9 @@ class StaleWeights(Entry):
 
     updates: int
 
-    name: ClassVar[str] = "stale_weights"
-    imitates: ClassVar[str] = "asynchronous RL, or a weight transfer that arrives late"
-    no_control: ClassVar[str] = "old weights are drift: with equal weights there is no mismatch"
+    name, kind = "stale_weights", "weights"
+    imitates = "asynchronous RL, or a weight transfer that arrives late"
+    no_control = "old weights are drift: with equal weights there is no mismatch"
 
     def __post_init__(self):
         self.need_number("updates", least=0)
@@ -152,8 +152,8 @@ class InFlightUpdates(StaleWeights):
 
     every: int
 
-    name: ClassVar[str] = "in_flight_updates"
-    imitates: ClassVar[str] = "in-flight weight updates of asynchronous RL (AReaL, PipelineRL)"
+    name = "in_flight_updates"
+    imitates = "in-flight weight updates of asynchronous RL (AReaL, PipelineRL)"
 
     def __post_init__(self):
         super().__post_init__()

@@ -22,7 +22,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -485,10 +485,8 @@ Loss = Literal[
 # The losses whose `clip_low` is a distance from the ratio 1, which cannot be below 0.
 _RATIO_CLIPPED = ("clip", "gspo", "gspo_token", "cispo", "clip_cov")
 
-_OWN_NAMES = (reinforce, clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, clip_cov, kl_cov)
 LOSSES: dict[str, Callable[..., PolicyLoss]] = {
-    **{loss.__name__: loss for loss in _OWN_NAMES},
-    "gspo_token": gspo,
+    name: globals()[name.removesuffix("_token")] for name in get_args(Loss)
 }
 
 SELECTIONS: dict[str, Callable[..., jax.Array]] = {
