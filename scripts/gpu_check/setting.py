@@ -15,8 +15,7 @@ import numpy as np
 from tim_jax.common.errors import InputError
 from tim_jax.kernels import pallas_mosaic_gpu
 from tim_jax.model import fitting
-from tim_jax.model.config import ModelConfig
-from tim_jax.model.latent import LatentConfig
+from tim_jax.model.config import LatentConfig, ModelConfig
 from tim_jax.model.weights import TABLE, Weight, matrices, tree
 from tim_jax.numerics import (
     GPU_BF16_SEVERAL_TILES,

@@ -17,9 +17,8 @@ from tim_jax.common.errors import InputError, check_choice
 from tim_jax.corrections import Correction, Mode
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model import adapters
-from tim_jax.model.adapters import Adapter
+from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.model.execution import Routing, Sampling
-from tim_jax.model.lora import Lora
 from tim_jax.objectives import Objective, advantages
 from tim_jax.placement import Devices, Placement, processes, split
 from tim_jax.rl import loop, programs, sharded

@@ -59,7 +59,7 @@ class Entry:
         return numerics
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The sampler's weights, of the learner's compute weights (`preparing.prepare`)."""
+        """The sampler's weights, of the learner's compute weights (`parameters.prepare`)."""
         return weights
 
     def logits(self, logits: jax.Array, positions: jax.Array, names: Names) -> jax.Array:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from tim_jax.common.types import Prompts, Rollout, route_dtype
-from tim_jax.model import preparing, transformer
+from tim_jax.model import parameters, transformer
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.model.weights import Weights, weight_axes
 from tim_jax.placement import Placement, collectives
@@ -66,7 +66,7 @@ def sample(
     response does not depend on the batch it was drawn in. `key` carries seed and step.
 
     Args:
-      weights: compute weights, from `preparing.prepare`.
+      weights: compute weights, from `parameters.prepare`.
       prompts: P prompts, padded to Tp tokens.
       key: a PRNG key.
       execution: with a placement of more than one device this runs inside `shard_map`, on this
@@ -113,7 +113,7 @@ def sample(
         queue = _queue(cache, results, starts, order, samples=samples, longest=limit, pool=pool)
         slots = slotting.empty(queue, width, numerics=numerics)
         state = _State(slots, results, queue.waiting)
-        unstacked = preparing.unstacked(weights)
+        unstacked = parameters.unstacked(weights)
         for narrower in [*_widths(width, batching.halvings), 0]:
             state = decoding.run(unstacked, queue, state, until=narrower)
             if narrower:
