@@ -220,8 +220,8 @@ RECIPES: dict[str, Callable[..., Correction]] = {
 BLOCKS: dict[str, Callable[..., Correction]] = {
     block.__name__: block
     for block in (
-        *(scale_by_ratio, scale_by_truncated_ratio, mask_outside, mask_probability_difference),
-        *(reject, veto, normalise, normalise_by_running_mean, mix_in_adaptively),
+        *(scale_by_ratio, scale_by_truncated_ratio, mask_outside, reject, veto),
+        *(mask_probability_difference, normalise, normalise_by_running_mean, mix_in_adaptively),
     )
 }
 

@@ -355,9 +355,9 @@ def kl_cov(
     """
     del share
     ratio = _token_ratio(log_probs, old_log_probs, mask)
-    distance = absolute(_log_ratios(log_probs, old_log_probs, mask))
+    penalty = coefficient * absolute(_log_ratios(log_probs, old_log_probs, mask))
     loss = -advantages * ratio
-    return _unclipped(jnp.where(selected & mask, loss + coefficient * distance, loss), ratio, mask)
+    return _unclipped(jnp.where(selected & mask, loss + penalty, loss), ratio, mask)
 
 
 @_of_wide_arrays
