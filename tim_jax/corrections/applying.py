@@ -89,7 +89,7 @@ class Corrected(NamedTuple):
     coefficients: jax.Array
     kept: jax.Array
     state: Any
-    metrics: dict[str, jax.Array]  # f32[] each, see `reporting`; and `normaliser`, see `Applied`
+    metrics: dict[str, jax.Array]  # f32[] each, of the functions below; and `normaliser`
 
 
 def correct(

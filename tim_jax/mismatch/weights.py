@@ -21,8 +21,8 @@ class QuantisedWeights(Entry):
     """Weight matrices are rounded to a narrow format, with symmetric scales from largest elements.
 
     per "channel": a scale per output column, "tensor": one per matrix (q, k and v are one, and so
-    are gate and up). `group` > 0 gives every so many rows of a column a scale of their own. Only
-    weights: activations and sums are those of the compute dtype.
+    are gate and up). With `group` > 0 each run of that many rows of a column has its
+    own. Only weights: activations and sums are those of the compute dtype.
     """
 
     dtype: str
@@ -120,7 +120,7 @@ class LoraMerge(Entry):
 
 @dataclass(frozen=True)
 class StaleWeights(Entry):
-    """The sampler has the weights of so many updates ago (at the start of a run: the first ones).
+    """The sampler has the weights of `updates` updates ago (at the start of a run: the first ones).
 
     This is the only entry that is drift and not mismatch: at equal weights it is exact. The
     training loop keeps the old weights.
@@ -142,7 +142,7 @@ class StaleWeights(Entry):
 
 @dataclass(frozen=True)
 class InFlightUpdates(StaleWeights):
-    """The sampler's weights change within a response: an update arrives after every so many tokens.
+    """The sampler's weights change within a response: an update arrives after every `every` tokens.
 
     The first `every` tokens are drawn by the weights of `updates` updates ago, the next ones by
     those of one update later, and so on up to the newest. After a change all keys and values are

@@ -163,7 +163,7 @@ class ModelConfig:
     max(0, p - W + 1)..p in the layers for which `window_layers` has True. Without, `window_layers`
     is empty.
 
-    In a mixture of experts, whose `num_experts` is above 0, every layer has so many SwiGLUs of
+    In a mixture of experts, whose `num_experts` is above 0, every layer has that many SwiGLUs of
     width `moe_intermediate_size` in place of one. A token's output is the sum of those
     `num_experts_per_tok` to which the router gives the largest probabilities, weighted by them;
     `norm_topk_prob` makes the weights of the chosen sum to 1. `intermediate_size` is then of no

@@ -132,7 +132,7 @@ class TpuTiles:
         _check_sizes(self, ("columns", "block_k", "gradient_keys", "lanes"), least=128)
 
     def tile(self, rows: int) -> int:
-        """Rows of a tile of products of so many rows."""
+        """Rows of a tile of products of this many rows."""
         return self.few_rows if rows <= self.few_rows else self.rows
 
 
@@ -255,8 +255,8 @@ class Order:
 
     lanes: int = 128  # partial sums of norms and of the vocabulary's softmax, a power of two
     split_k: int = 1  # pieces that a contraction with a weight matrix is cut into
-    split_kv: int = 0  # decoding attention is cut to fill so many programs; 0: it is not cut
-    # Ranks of tensor parallelism: the last products of attention and MLP are sums of so many
+    split_kv: int = 0  # decoding attention is cut to fill this many programs; 0: it is not cut
+    # Ranks of tensor parallelism: the last products of attention and MLP are sums of this many
     # partial products, added up in the dtype `exchange`, as by an all-reduce.
     ranks: int = 1
     exchange: Literal["compute", "float32"] = "compute"
@@ -305,7 +305,7 @@ class Numerics:
     kv_block: int = 32  # keys per block, anchored at the sequence's first token
     whole_kv: bool = False  # one dot over all key blocks; only where calibration found equal bits
     head_rows: int = 256  # rows whose logits exist at one time
-    # Every weight matrix is multiplied in so many equal groups of columns. A dot's bits depend on
+    # Every weight matrix is multiplied in this many equal groups of columns. A dot's bits depend on
     # its column count, so they are the same for every tensor axis that divides this number, no
     # other.
     column_tiles: int = 1
@@ -324,8 +324,8 @@ class Numerics:
     precision: Precision = Precision()
     order: Order = Order()
     attention: Attention = "family"  # the family's own, or a kernel in its place (samplers only)
-    # An expert takes at most so many times its even share of a forward's rows; None: all (samplers
-    # only, as what is left out depends on the batch).
+    # An expert takes at most this many times its even share of a forward's rows; None: all. For
+    # samplers only, as what is left out depends on the batch.
     expert_capacity: float | None = None
 
     def __post_init__(self):

@@ -143,7 +143,7 @@ class AdaptiveKL:
             raise InputError(f"horizon is {self.horizon}; it must be at least 1 sequence")
 
     def check(self, sequences: int) -> None:
-        """Refuses steps of so many sequences that one could end the penalty."""
+        """Refuses so large a step that it could end the penalty."""
         check_sequences(sequences, self.horizon)
 
     def update(self, coefficient: jax.Array, kl: jax.Array, *, sequences: int) -> jax.Array:
@@ -154,7 +154,7 @@ class AdaptiveKL:
 
 
 def check_sequences(sequences: int, horizon: int) -> None:
-    """Refuses steps of so many sequences that one could bring the coefficient to 0."""
+    """Refuses so large a step that it could bring the coefficient to 0."""
     if not 0 <= sequences < horizon / _LARGEST_ERROR:
         raise InputError(
             f"sequences is {sequences}; with horizon {horizon} it must lie in"
