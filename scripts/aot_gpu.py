@@ -42,17 +42,15 @@ from tim_jax import kernels
 from tim_jax.instruments.plan import topology
 from tim_jax.instruments.plan.topology import COMPILER_OPTIONS, GPUS
 from tim_jax.numerics import (
+    GPU_BF16_SEVERAL_TILES,
     GPU_EXACT_BF16,
     GPU_EXACT_F16,
     GPU_EXACT_F32,
     GPU_FAMILIES,
-    MOSAIC_GPU_EXACT_BF16,
-    Numerics,
-)
-from tim_jax.numerics.device_tiles import (
-    GPU_BF16_SEVERAL_TILES,
     MOSAIC_GPU_BF16_SEVERAL_TILES,
+    MOSAIC_GPU_EXACT_BF16,
     MatmulTile,
+    Numerics,
 )
 
 DUMP = Path(os.environ["AOT_GPU_DUMP"])

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from bench_exactness_cost import calibrated, make_prompts, make_side, model_config
 
 from tim_jax.instruments.auditing.cases import random_params
-from tim_jax.model.config import ModelConfig
+from tim_jax.model.config import LatentConfig, ModelConfig
 from tim_jax.model.execution import Execution, Sampling
-from tim_jax.model.latent import LatentConfig
 from tim_jax.numerics import Numerics
 
 PAGE = common.RESULTS / "experts.md"

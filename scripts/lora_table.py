@@ -21,9 +21,9 @@ from tim_jax import objectives, optimizers
 from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.plan import budget, workload
 from tim_jax.model import adapters
+from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
-from tim_jax.model.lora import Lora
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.rl import loop, programs
 from tim_jax.rl.training import Training

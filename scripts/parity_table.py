@@ -16,9 +16,9 @@ import verl_formulas as formulas
 from tim_jax import corrections, metrics
 from tim_jax.app.config import toml, verl
 from tim_jax.app.config.verl_corrections import REJECTIONS
-from tim_jax.objectives import Objective
+from tim_jax.objectives import Objective, kl_estimate
 from tim_jax.objectives.advantages import advantages
-from tim_jax.objectives.losses import kl_estimate, policy_loss
+from tim_jax.objectives.losses import policy_loss
 
 PAGE = common.RESULTS / "parity.md"
 CLOSE = 1e-6

@@ -20,7 +20,7 @@ from ml_dtypes import bfloat16
 
 import tim_jax
 from tim_jax import corrections, metrics, schedules
-from tim_jax.corrections import base, ratios, reporting
+from tim_jax.corrections import applying, base, ratios
 from tim_jax.model.execution import Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.objectives import (
@@ -34,7 +34,7 @@ from tim_jax.objectives import (
     shaping,
 )
 from tim_jax.objectives.advantages import GROUP_BASELINES, advantages, informative_groups, needs
-from tim_jax.policy import distribution, truncation
+from tim_jax.policy import distribution
 
 ROOMS = ("corrections", "metrics", "objectives", "schedules", "policy")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -201,7 +201,9 @@ def divergence(b):
 
 def truncated(b):
     peak = jnp.max(b["logits"], axis=1)
-    return truncation.kept(b["logits"], peak, b["weights"], sampling=SAMPLING, numerics=NUMERICS)
+    return distribution.kept_tokens(
+        b["logits"], peak, b["weights"], sampling=SAMPLING, numerics=NUMERICS
+    )
 
 
 def of_logits(function, **options):
@@ -256,28 +258,28 @@ CASES = {
         lambda: corrections.where_advantage("negative", corrections.sequence_tis())
     ),
     "corrections.base.scheduled": scheduled,
-    "corrections.batch.batch_mean": lambda b: corrections.batch_mean(b["coefficients"], b["mask"]),
+    "corrections.blocks.batch_mean": lambda b: corrections.batch_mean(b["coefficients"], b["mask"]),
     **{f"corrections.ratios.{name}": function for name, function in ratio_of.items()},
     "corrections.applying.correct": corrected,
     "corrections.applying.coefficients": packed,
     "corrections.applying.apply": stateful,
-    "corrections.reporting.correction_metrics": lambda b: corrections.correction_metrics(
+    "corrections.applying.correction_metrics": lambda b: corrections.correction_metrics(
         b["coefficients"], b["mask"], kept=b["mask"]
     ),
-    "corrections.reporting.clipped_shares": lambda b: reporting.clipped_shares(
+    "corrections.applying.clipped_shares": lambda b: applying.clipped_shares(
         FLAGS, b["log_ratio"], b["mask"]
     ),
-    "corrections.reporting.bound_metrics": lambda b: corrections.bound_metrics(
+    "corrections.applying.bound_metrics": lambda b: corrections.bound_metrics(
         corrections.token_tis(), {"old": b["log_ratio"], "current": b["log_ratio"]}, b["mask"]
     ),
-    "corrections.reporting.block_metrics": lambda b: reporting.block_metrics(
+    "corrections.applying.block_metrics": lambda b: applying.block_metrics(
         corrections.chain(
             corrections.token_tis(), corrections.reject("k3", over="mean", upper=1.0)
         ),
         {"old": b["log_ratio"], "current": b["log_ratio"]},
         b["mask"],
     ),
-    "corrections.reporting.sequence_weight_metrics": lambda b: reporting.sequence_weight_metrics(
+    "corrections.applying.sequence_weight_metrics": lambda b: applying.sequence_weight_metrics(
         corrections.token_tis(), {"old": b["log_ratio"], "current": b["log_ratio"]}, b["mask"]
     ),
     "corrections.base.map_coefficients": changed(
@@ -317,23 +319,20 @@ CASES = {
     "objectives.objective.Objective.token_weights": lambda b: Objective().token_weights(b["mask"]),
     "objectives.objective.Objective.token_losses": token_losses,
     "objectives.objective.Objective.select": choice,
-    "objectives.losses.base.kl_estimate": lambda b: [
+    "objectives.shaping.kl_estimate": lambda b: [
         kl_estimate(b["train"], b["rollout"], estimator=x, cap=c)
         for x in KL.__args__
         for c in (None, 0.25)
     ],
     **{
-        f"objectives.losses.ratio.{n}": loss(n)
+        f"objectives.losses.{n}": loss(n)
         for n in losses.LOSSES
         if "cov" not in n and n != "gspo_token"
     },
-    **{f"objectives.losses.covariance.{n}": loss(n) for n in losses.SELECTIONS},
-    **{
-        f"objectives.losses.covariance.select_{n}": selected(f)
-        for n, f in losses.SELECTIONS.items()
-    },
-    "objectives.losses.registry.policy_loss": loss("gspo_token"),
-    "objectives.losses.registry.select": lambda b: losses.select(
+    **{f"objectives.losses.{n}": loss(n) for n in losses.SELECTIONS},
+    **{f"objectives.losses.select_{n}": selected(f) for n, f in losses.SELECTIONS.items()},
+    "objectives.losses.policy_loss": loss("gspo_token"),
+    "objectives.losses.select": lambda b: losses.select(
         "kl_cov", b["train"], b["rollout"], b["advantages"], b["mask"], {}
     ),
     "objectives.shaping.kl_penalty": lambda b: shaping.kl_penalty(
@@ -348,60 +347,51 @@ CASES = {
     "objectives.shaping.AdaptiveKL.update": lambda b: shaping.AdaptiveKL(0.25, 64).update(
         b["scalar"], b["scalar"], sequences=4
     ),
-    "schedules.step_sizes.effective_sample_size": lambda b: schedules.effective_sample_size(
+    "schedules.effective_sample_size": lambda b: schedules.effective_sample_size(
         b["log_ratio"][:, 0], jnp.any(b["mask"], axis=1)
     ),
-    "schedules.step_sizes.length_decay": scaled(schedules.length_decay(2, floor=0.3, factor=0.3)),
-    "schedules.step_sizes.length_decay_schedule": schedule,
-    "schedules.step_sizes.length_triggered_decay": scaled(
+    "schedules.length_decay": scaled(schedules.length_decay(2, floor=0.3, factor=0.3)),
+    "schedules.length_decay_schedule": schedule,
+    "schedules.length_triggered_decay": scaled(
         schedules.length_triggered_decay(), response_length=lambda b: b["length"]
     ),
-    "schedules.step_sizes.scale_by_root_ess": scaled(
+    "schedules.scale_by_root_ess": scaled(
         schedules.scale_by_root_ess(), effective_sample_size=lambda b: b["scalar"]
     ),
-    "schedules.surges.SurgeDetector.update": surge,
+    "schedules.SurgeDetector.update": surge,
     "policy.distribution.log_prob": of_logits(distribution.log_prob, numerics=NUMERICS),
     "policy.distribution.entropy": lambda b: distribution.entropy(b["logits"], sampling=SAMPLING),
     "policy.distribution.score_energy": of_logits(distribution.score_energy),
     "policy.distribution.draw": drawn,
-    "policy.truncation.kept": truncated,
+    "policy.distribution.kept_tokens": truncated,
 }
 # What is no computation with floats of the caller's, and why.
 WITHOUT = {
     "makes or checks a value": """
-        corrections.base.chain corrections.modes.check corrections.base.check_shape
-        corrections.base.declared corrections.base.is_masked_node corrections.modes.join_state
+        corrections.base.chain corrections.base.check corrections.base.check_shape
+        corrections.base.declared corrections.base.is_masked_node corrections.base.join_state
         corrections.base.known_number corrections.base.matching corrections.base.plain_number
-        corrections.base.rejections corrections.modes.check_rejecting_first
-        corrections.modes.split_state
-        corrections.modes.stages corrections.base.take_extra corrections.blocks.checked_bounds
+        corrections.base.rejections corrections.base.check_rejecting_first
+        corrections.base.split_state
+        corrections.base.stages corrections.base.take_extra corrections.blocks.checked_bounds
         corrections.recipes.build objectives.advantages.check_group_size objectives.advantages.needs
         objectives.advantages.why_no_refills objectives.aggregation.check_aggregation
         objectives.aggregation.check_tokens objectives.aggregation.counts_kept
-        objectives.losses.registry.check_options objectives.losses.registry.options
-        objectives.losses.registry.uses_ratio objectives.shaping.check_sequences
+        objectives.losses.check_options objectives.losses.options
+        objectives.losses.uses_ratio objectives.shaping.absolute
+        objectives.shaping.check_sequences
         objectives.shaping.AdaptiveKL.check objectives.objective.Objective.check_whole_distribution
-        schedules.step_sizes.decay_report schedules.surges.SurgeDetector.init policy.sampler.trips
-        policy.truncation.trips policy.scoring.shares_gradient policy.paging.Pool.check
-    """,
-    "a part of the advantages, which give it float32 or float64": """
-        objectives.means.differing objectives.means.one_less objectives.means.quotient
-        objectives.means.total objectives.means.weighted_mean
-    """,
-    "a part of the losses, which give it float32 or float64": """
-        objectives.losses.base.absolute objectives.losses.base.clipped
-        objectives.losses.base.log_ratios objectives.losses.base.of_wide_arrays
-        objectives.losses.base.result objectives.losses.base.row_mean
-        objectives.losses.base.token_ratio objectives.losses.base.trust_region
-        objectives.losses.base.unclipped
+        schedules.decay_report schedules.SurgeDetector.init policy.sampler.trips
+        policy.distribution.search_trips policy.scoring.shares_gradient policy.slots.Pool.check
     """,
     "moves values, or computes with whole numbers": """
         corrections.applying.layout_of corrections.applying.normaliser_metrics
         corrections.applying.pack corrections.applying.unpack
-        policy.continuing.joined policy.continuing.so_far policy.paging.provided
-        policy.paging.released policy.paging.taken policy.paging.that_fit policy.paging.Pool.filled
-        policy.paging.Pool.empty policy.scoring.sequences policy.slots.advanced policy.slots.empty
-        policy.slots.narrowed policy.slots.readable policy.slots.refilled policy.slots.stored
+        policy.sampler.join_parts policy.sampler.prompts_so_far policy.slots.provide_pages
+        policy.slots.release_pages policy.slots.share_prompt_pages policy.slots.slots_that_fit
+        policy.slots.Pool.filled
+        policy.slots.Pool.empty policy.scoring.sequences policy.slots.advance policy.slots.empty
+        policy.slots.narrow policy.slots.readable_cache policy.slots.refill policy.slots.store
     """,
     "a forward, whose dtypes are those of its numerics": """
         policy.sampler.sample policy.scoring.gradient_sums policy.scoring.of_logits
@@ -409,24 +399,24 @@ WITHOUT = {
     """,
 }
 EXCEPTED = {name for names in WITHOUT.values() for name in names.split()}
-EXCEPTED |= {f"objectives.presets.{name}" for name in PRESETS}
+EXCEPTED |= {f"objectives.objective.{name}" for name in PRESETS}
 # Compared by bits, or kept in one dtype for a run's whole length.
 ALWAYS_FLOAT32 = {
     "policy.distribution.log_prob",
     "policy.distribution.draw",
-    "policy.truncation.kept",
-    "schedules.step_sizes.length_triggered_decay",
-    "schedules.surges.SurgeDetector.update",
+    "policy.distribution.kept_tokens",
+    "schedules.length_triggered_decay",
+    "schedules.SurgeDetector.update",
 }
 # A choice by the bits of the numbers, or between equal ones by their bits: float64 has others.
-BY_BITS = {f"objectives.losses.covariance.select_{name}" for name in losses.SELECTIONS}
-BY_BITS |= {"objectives.objective.Objective.select", "objectives.losses.registry.select"}
+BY_BITS = {f"objectives.losses.select_{name}" for name in losses.SELECTIONS}
+BY_BITS |= {"objectives.objective.Objective.select", "objectives.losses.select"}
 # A transform of updates, which keep their dtype, and one that changes nothing.
 OWN_DTYPE = {
     "corrections.recipes.none",
-    "schedules.step_sizes.length_decay",
-    "schedules.step_sizes.length_triggered_decay",
-    "schedules.step_sizes.scale_by_root_ess",
+    "schedules.length_decay",
+    "schedules.length_triggered_decay",
+    "schedules.scale_by_root_ess",
 }
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         save_adapter,
         score,
     )
-    from tim_jax.model.lora import Lora
+    from tim_jax.model.adapters import Lora
     from tim_jax.placement import Placement
     from tim_jax.recording import capture
 

@@ -13,8 +13,7 @@ from setting import Setting, normal, same_bits
 from tim_jax import kernels
 from tim_jax.common.errors import InputError
 from tim_jax.kernels import native, variants
-from tim_jax.numerics import Numerics
-from tim_jax.numerics.device_tiles import MOSAIC_GPU_BF16_SEVERAL_TILES, GpuTiles, MatmulTile
+from tim_jax.numerics import MOSAIC_GPU_BF16_SEVERAL_TILES, GpuTiles, MatmulTile, Numerics
 
 CANDIDATES = (
     MatmulTile(64, 32, 4, 5),

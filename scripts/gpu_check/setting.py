@@ -15,22 +15,19 @@ import numpy as np
 from tim_jax.common.errors import InputError
 from tim_jax.kernels import pallas_mosaic_gpu
 from tim_jax.model import fitting
-from tim_jax.model.config import ModelConfig
-from tim_jax.model.latent import LatentConfig
+from tim_jax.model.config import LatentConfig, ModelConfig
 from tim_jax.model.weights import TABLE, Weight, matrices, tree
 from tim_jax.numerics import (
+    GPU_BF16_SEVERAL_TILES,
     GPU_EXACT_BF16,
     GPU_EXACT_F32,
     GPU_PINNED_OPTIONS,
-    MOSAIC_GPU_EXACT_BF16,
-    Numerics,
-    Rows,
-)
-from tim_jax.numerics.device_tiles import (
-    GPU_BF16_SEVERAL_TILES,
     MOSAIC_GPU_BF16_SEVERAL_TILES,
+    MOSAIC_GPU_EXACT_BF16,
     GpuTiles,
     MatmulTile,
+    Numerics,
+    Rows,
 )
 
 SMOKE_TILES = GpuTiles(

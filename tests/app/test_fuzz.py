@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tim_jax import corrections
-from tim_jax.mismatch.registry import ENTRIES
+from tim_jax.mismatch.dial import ENTRIES
 
 # Values as TOML: of every type, too large, too small, no numbers, too deep, not TOML at all.
 VALUES = [

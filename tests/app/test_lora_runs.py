@@ -21,7 +21,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.plan import budget
 from tim_jax.model import adapters, hf, peft
-from tim_jax.model.lora import Lora
+from tim_jax.model.adapters import Lora
 from tim_jax.tasks.text import character_tokenizer
 
 PLAIN = ("warmup.steps=0", "lora.rank=2", 'lora.targets=["q_proj", "down_proj"]')

@@ -18,7 +18,7 @@ import pytest
 from tim_jax.app.run import checkpoints, folders, loggers
 from tim_jax.common.errors import InputError
 from tim_jax.model import hf
-from tim_jax.model.tokenizer import load_tokenizer
+from tim_jax.model.files import load_tokenizer
 from tim_jax.tasks import custom
 from tim_jax.tasks.builtin import ALPHABET
 from tim_jax.tasks.dataset import DatasetSource, dataset_task, read_rows

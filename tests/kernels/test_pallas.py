@@ -26,9 +26,11 @@ from tim_jax.numerics import (
     GPU_EXACT_F32,
     TPU_EXACT_BF16,
     TPU_EXACT_F32,
+    GpuTiles,
+    MatmulTile,
     Numerics,
+    TpuTiles,
 )
-from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile, TpuTiles
 
 GPU_TILES = GpuTiles(
     block_k=16,

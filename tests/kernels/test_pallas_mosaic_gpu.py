@@ -24,10 +24,10 @@ from tim_jax.model import fitting
 from tim_jax.numerics import (
     MOSAIC_GPU_BF16_SEVERAL_TILES,
     MOSAIC_GPU_EXACT_BF16,
+    MatmulTile,
     Numerics,
     Precision,
 )
-from tim_jax.numerics.device_tiles import MatmulTile
 from tim_jax.placement import Placement
 
 NEW = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic's kernels need JAX 0.12")

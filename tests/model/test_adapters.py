@@ -15,8 +15,7 @@ from tim_jax import mismatch, objectives, optimizers
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import auditing
 from tim_jax.model import adapters, hf, peft
-from tim_jax.model.adapters import Adapter
-from tim_jax.model.lora import Lora
+from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs

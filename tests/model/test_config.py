@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
-from tim_jax.model import windows
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf, to_hf
 from tim_jax.model.rope import RopeConfig
@@ -443,7 +442,7 @@ def test_refused_by_name_in_one_line(values, words):
 def test_a_window_that_no_layer_uses_is_none():
     assert from_hf(QWEN2 | {"use_sliding_window": True, "max_window_layers": 24}) == from_hf(QWEN2)
     assert from_hf(QWEN2 | {"layer_types": [FULL] * 24}) == from_hf(QWEN2)
-    assert windows.of_layers(from_hf(QWEN2)) is None
+    assert from_hf(QWEN2).window_sizes is None
 
 
 def test_windows_are_those_of_some_layers_or_of_all():
@@ -460,7 +459,7 @@ def test_windows_are_those_of_some_layers_or_of_all():
     assert read(QWEN2, **used, layer_types=[SLIDING, FULL] * 12) == (7, (True, False) * 12)
     assert read(QWEN3_MOE, **used) == (7, (True,) * 48)
     alternating = from_hf(QWEN2 | used | {"layer_types": [FULL, SLIDING] * 12})
-    np.testing.assert_array_equal(windows.of_layers(alternating), [2**31 - 1, 7] * 12)
+    np.testing.assert_array_equal(alternating.window_sizes, [2**31 - 1, 7] * 12)
     assert alternating.with_layers(4).window_layers == (True,) * 4
     assert alternating.with_layers(48).window_layers == (False, False, True, True) * 12
     assert from_hf(QWEN2 | used).with_layers(4).window_layers == (False, False, False, True)

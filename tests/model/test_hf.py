@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save_file
 from tim_jax.common.errors import InputError
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.files import load_tokenizer
 from tim_jax.model.parameters import check_params, init_params
-from tim_jax.model.tokenizer import load_tokenizer
 from tim_jax.model.weights import parameter_shapes
 
 TINY = ModelConfig(

@@ -19,13 +19,12 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.plan.known_models import PUBLISHED
-from tim_jax.model import adapters, fitting, mixture, parameters, rope, transformer
+from tim_jax.model import adapters, fitting, parameters, rope, transformer
+from tim_jax.model.adapters import Lora
+from tim_jax.model.config import DENSE, LatentConfig
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
-from tim_jax.model.latent import LatentConfig
-from tim_jax.model.lora import Lora
-from tim_jax.numerics import GPU_EXACT_BF16, NATIVE_F32, TPU_EXACT_BF16
-from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile
+from tim_jax.numerics import GPU_EXACT_BF16, NATIVE_F32, TPU_EXACT_BF16, GpuTiles, MatmulTile
 from tim_jax.placement import Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs
@@ -369,7 +368,7 @@ def test_a_group_that_does_not_divide_the_state_is_refused():
 
 @pytest.mark.parametrize("name", ["tensor_parallel", "triton_attention"])
 def test_what_needs_plain_heads_is_refused(name):
-    dense = replace(CONFIG, **mixture.NONE)
+    dense = replace(CONFIG, **DENSE)
     arguments = {"ranks": 2} if name == "tensor_parallel" else {}
     with pytest.raises(InputError, match="latent attention"):
         dials.entry(name, **arguments).check(replace(EXECUTION, config=dense))

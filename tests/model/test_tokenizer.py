@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tim_jax.common.errors import InputError
-from tim_jax.model.tokenizer import load_tokenizer, save_tokenizer
+from tim_jax.model.files import load_tokenizer, save_tokenizer
 from tim_jax.tasks.base import Message
 from tim_jax.tasks.builtin import ALPHABET, BUILTIN, builtin_task
 from tim_jax.tasks.text import (

@@ -12,7 +12,7 @@ import transformers
 from checkpoints import CASES, make_config
 
 from tim_jax.common.errors import InputError
-from tim_jax.model import hf, parameters, preparing, weights
+from tim_jax.model import hf, parameters, weights
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.weights import JOINED, NAMED, TABLE, Weight
 from tim_jax.numerics import Numerics
@@ -32,7 +32,7 @@ def ours(name, tied):
 
 
 def prepared(config, params, **how):
-    return preparing.prepare(params, config=config, numerics=Numerics(**how))
+    return parameters.prepare(params, config=config, numerics=Numerics(**how))
 
 
 def by_name(tree):
@@ -107,7 +107,7 @@ def test_compute_weights_are_those_of_the_tables(name, tied):
     config = ours(name, tied)
     shapes = weights.parameter_shapes(config)
     numerics = Numerics(compute_dtype="bfloat16")
-    prepare = partial(preparing.prepare, config=config, numerics=numerics)
+    prepare = partial(parameters.prepare, config=config, numerics=numerics)
     found = by_name(jax.eval_shape(prepare, shapes))
     joined = {row.name for row in weights.joined(config)}
     parts = {part for row in weights.joined(config) for part in row.parts}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tim_jax.common.errors import InputError
-from tim_jax.objectives import losses
+from tim_jax.objectives import KL, kl_estimate, losses
 
 OPTIONS = {
     "reinforce": [{}],
@@ -549,7 +549,7 @@ def verl_kl(d, estimator):
     return {"k1": d, "k2": 0.5 * d**2, "abs": np.abs(d)}[estimator]
 
 
-@pytest.mark.parametrize("estimator", get_args(losses.KL))
+@pytest.mark.parametrize("estimator", get_args(KL))
 @given(seed=st.integers(0, 999), spread=st.sampled_from([0.1, 2.0, 30.0]))
 @settings(max_examples=8)
 def test_kl_estimates_match_the_formulas_and_their_gradients(estimator, seed, spread):
@@ -558,7 +558,7 @@ def test_kl_estimates_match_the_formulas_and_their_gradients(estimator, seed, sp
     cap = 10.0 if plain == "k3" else None
 
     def total(x):
-        value = losses.kl_estimate(x, y, estimator=estimator, cap=cap)
+        value = kl_estimate(x, y, estimator=estimator, cap=cap)
         return jnp.sum(value), value
 
     gradient, value = jax.grad(total, has_aux=True)(jnp.asarray(x))
@@ -569,14 +569,14 @@ def test_kl_estimates_match_the_formulas_and_their_gradients(estimator, seed, sp
     np.testing.assert_allclose(gradient[smooth], expected[smooth], rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("estimator", get_args(losses.KL))
+@pytest.mark.parametrize("estimator", get_args(KL))
 def test_a_cap_holds_every_estimate_and_equal_policies_have_none(estimator):
     x, y = jnp.asarray([-30.0, -1.0, -2.0]), jnp.asarray([-1.0, -30.0, -2.0])
 
     def total(x):
-        return jnp.sum(losses.kl_estimate(x, y, estimator=estimator, cap=5.0))
+        return jnp.sum(kl_estimate(x, y, estimator=estimator, cap=5.0))
 
-    value = losses.kl_estimate(x, y, estimator=estimator, cap=5.0)
+    value = kl_estimate(x, y, estimator=estimator, cap=5.0)
     assert np.all(np.abs(value) <= 5.0)
     assert value[2] == 0.0
     gradient = jax.grad(total)(x)
@@ -587,6 +587,6 @@ def test_a_cap_holds_every_estimate_and_equal_policies_have_none(estimator):
 def test_kl_estimate_refuses_what_it_does_not_know():
     x = jnp.zeros(2)
     with pytest.raises(InputError, match=r"'k3\+\+' is unknown; did you mean 'k3\+'"):
-        losses.kl_estimate(x, x, estimator="k3++")
+        kl_estimate(x, x, estimator="k3++")
     with pytest.raises(InputError, match=r"cap is 0\.0; it must be positive"):
-        losses.kl_estimate(x, x, estimator="k1", cap=0.0)
+        kl_estimate(x, x, estimator="k1", cap=0.0)

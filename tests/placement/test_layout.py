@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from tim_jax import placement
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing.cases import PRESETS, Sizes, placements
-from tim_jax.model import parameters, preparing
+from tim_jax.model import parameters
 from tim_jax.model.weights import param_axes, parameter_shapes, table, weight_axes
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
@@ -88,7 +88,7 @@ def test_logical_axes_are_those_of_the_arrays(name, tiles):
     shapes = parameter_shapes(config)
     if any(n % tiles for n in (config.num_kv_heads, config.hidden_size)):
         pytest.skip("the model has no such column tiles")
-    prepare = partial(preparing.prepare, config=config, numerics=numerics)
+    prepare = partial(parameters.prepare, config=config, numerics=numerics)
     for tree, found in (
         (shapes, param_axes(config)),
         (jax.eval_shape(prepare, shapes), weight_axes(config, numerics)),

@@ -15,7 +15,7 @@ from tim_jax import kernels
 from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Sampling
 from tim_jax.numerics import EXACT_F32, NATIVE_F32
-from tim_jax.policy import distribution, truncation
+from tim_jax.policy import distribution
 
 FAMILIES = {"tiles": EXACT_F32, "native": NATIVE_F32}
 BOTH = pytest.mark.parametrize("numerics", FAMILIES.values(), ids=list(FAMILIES))
@@ -154,7 +154,7 @@ def kept_set(logits, *, sampling, numerics):
     ops = kernels.family(numerics)
     peak = ops.peak(logits)
     weights = ops.exponentials(logits, peak, numerics=numerics)
-    inside = truncation.kept(logits, peak, weights, sampling=sampling, numerics=numerics)
+    inside = distribution.kept_tokens(logits, peak, weights, sampling=sampling, numerics=numerics)
     return inside, weights, ops.row_sum(weights, numerics=numerics)
 
 
@@ -166,7 +166,7 @@ def smallest_set(logits, units, target):
 
 
 def kept_by_counting(logits, weights, total, sampling):
-    """bool[V]: what `truncation.kept` promises, in whole numbers of 64 bits, level by level."""
+    """bool[V]: what `kept_tokens` promises, in whole numbers of 64 bits, level by level."""
     inside = np.ones(len(logits), bool)
     if sampling.top_k:
         inside = smallest_set(logits, np.ones(len(logits), np.int64), min(sampling.top_k, ODD))

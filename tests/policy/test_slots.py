@@ -177,7 +177,7 @@ def test_what_was_in_a_slot_does_not_reach_the_next_sequence():
         cache=jax.tree.map(lambda x: jnp.full(x.shape, jnp.inf), before.cache),
         working=jnp.asarray([False, True, False]),
     )
-    after, waiting = slots.refilled(before, queue.waiting, queue, results, steps=4)
+    after, waiting = slots.refill(before, queue.waiting, queue, results, steps=4)
     assert not waiting.any()
     assert after.working.tolist() == [True, True, False]
     assert after.sequences.tolist()[0] == 1

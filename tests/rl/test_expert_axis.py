@@ -19,8 +19,8 @@ from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing.cases import Sizes, placements
 from tim_jax.kernels import experts
 from tim_jax.model import hf, parameters
+from tim_jax.model.config import LatentConfig
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
-from tim_jax.model.latent import LatentConfig
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement, exchange
 from tim_jax.rl import loop, programs, sharded

@@ -18,8 +18,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.corrections import Correction, Mode
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model import adapters
-from tim_jax.model.adapters import Adapter
-from tim_jax.model.lora import Lora
+from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.objectives import Objective
 from tim_jax.placement import processes
 from tim_jax.rl import loop, programs, rules

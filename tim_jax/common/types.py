@@ -9,7 +9,7 @@ from flax import struct
 
 
 def route_dtype(experts: int) -> jnp.dtype:
-    """The narrowest dtype of the numbers of so many experts, for `Rollout.routes`."""
+    """The narrowest dtype of the numbers of this many experts, for `Rollout.routes`."""
     return jnp.dtype(jnp.uint8 if experts <= 256 else jnp.uint16)
 
 

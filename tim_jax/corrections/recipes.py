@@ -3,7 +3,7 @@
 Caps and bounds are on r = pi_train / pi_rollout. Each recipe says which pi_train that is: the
 trainer's policy at the weights that sampled ("old"), which makes the ratio the mismatch alone, or
 the policy at the weights of each update ("current"). In bypass mode there is no old policy, and all
-of them read the current one (`modes`). Whether a rejected token leaves the loss's denominator is
+of them read the current one (`base`). Whether a rejected token leaves the loss's denominator is
 decided by `Objective.denominator`.
 
 `build` makes a chain of a configuration's tables, each the name of a recipe or block and its
@@ -22,12 +22,14 @@ from typing import Any, Literal
 import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.corrections import base, batch, blocks
 from tim_jax.corrections.base import Correction, chain, declared, known_number, plain_number
-from tim_jax.corrections.batch import mix_in_adaptively
 from tim_jax.corrections.blocks import (
+    Bound,
     mask_outside,
     mask_probability_difference,
+    mix_in_adaptively,
+    normalise,
+    normalise_by_running_mean,
     reject,
     scale_by_ratio,
     scale_by_truncated_ratio,
@@ -82,64 +84,54 @@ def kpop(*, bound: float = 0.1) -> Correction:
 
 def geometric_rejection(*, lower: float = 0.999, upper: float = 1.001) -> Correction:
     """Keeps sequences with `lower <= exp(mean_t d_t) <= upper`, unweighted (verl's geo_rs)."""
-    return _rejection("k1", "mean", (lower, upper))
+    return reject("k1", over="mean", lower=lower, upper=upper)
 
 
 def geometric_rejection_token_tis(
-    *,
-    lower: float = 0.999,
-    upper: float = 1.001,
-    cap: float = 2.0,
+    *, lower: float = 0.999, upper: float = 1.001, cap: float = 2.0
 ) -> Correction:
     """`geometric_rejection` with token TIS on the survivors (verl's geo_rs_token_tis)."""
     return chain(
-        _rejection("k1", "mean", (lower, upper)),
+        reject("k1", over="mean", lower=lower, upper=upper),
         scale_by_truncated_ratio("token", upper=cap),
     )
 
 
 def geometric_rejection_sequence_tis(
-    *,
-    lower: float = 0.999,
-    upper: float = 1.001,
-    cap: float = 2.0,
+    *, lower: float = 0.999, upper: float = 1.001, cap: float = 2.0
 ) -> Correction:
     """`geometric_rejection` with sequence TIS on the survivors (verl's geo_rs_seq_tis)."""
     return chain(
-        _rejection("k1", "mean", (lower, upper)),
+        reject("k1", over="mean", lower=lower, upper=upper),
         scale_by_truncated_ratio("sequence", upper=cap),
     )
 
 
 def k3_rejection(*, bound: float = 0.01) -> Correction:
     """Keeps sequences with `mean_t (r_t - 1 - log r_t) <= bound`, unweighted (verl's k3_rs)."""
-    return _rejection("k3", "mean", (None, bound))
+    return reject("k3", over="mean", upper=bound)
 
 
 def k3_rejection_token_tis(*, bound: float = 0.01, cap: float = 2.0) -> Correction:
     """`k3_rejection` with token TIS on the survivors (verl's k3_rs_token_tis)."""
     return chain(
-        _rejection("k3", "mean", (None, bound)),
-        scale_by_truncated_ratio("token", upper=cap),
+        reject("k3", over="mean", upper=bound), scale_by_truncated_ratio("token", upper=cap)
     )
 
 
 def sequence_tis_product_rejection(
-    *,
-    cap: float = 2.0,
-    lower: float = 0.5,
-    upper: float = 2.0,
+    *, cap: float = 2.0, lower: float = 0.5, upper: float = 2.0
 ) -> Correction:
     """Sequence TIS on sequences whose product ratio is in [lower, upper] (verl's seq_is_rs)."""
     return chain(
-        _rejection("k1", "sum", (lower, upper)),
+        reject("k1", over="sum", lower=lower, upper=upper),
         scale_by_truncated_ratio("sequence", upper=cap),
     )
 
 
 def seq_mask_tis(*, lower: float = 0.999, upper: float = 1.002) -> Correction:
     """Geometric filter; survivors keep the raw, untruncated token ratio (NeMo-RL, OpenRLHF)."""
-    return chain(_rejection("k1", "mean", (lower, upper)), scale_by_ratio("token"))
+    return chain(reject("k1", over="mean", lower=lower, upper=upper), scale_by_ratio("token"))
 
 
 def token_tis_veto(*, cap: float = 2.0, threshold: float = 1e-4) -> Correction:
@@ -148,16 +140,14 @@ def token_tis_veto(*, cap: float = 2.0, threshold: float = 1e-4) -> Correction:
 
 
 def trust_region_masking(
-    *,
-    bound: float,
-    statistic: Literal["k3", "divergence"] = "k3",
+    *, bound: float, statistic: Literal["k3", "divergence"] = "k3"
 ) -> Correction:
     """Keeps sequences with `max_t D_t <= bound`, unweighted (TRM, arXiv 2512.23075).
 
     D_t is the k3 surrogate, or with statistic "divergence" the exact KL per token that the caller
     passes as `divergence`. The paper has no one default for the bound.
     """
-    return _rejection(statistic, "max", (None, bound))
+    return reject(statistic, over="max", upper=bound)
 
 
 def dppo(*, bound: float = 0.2) -> Correction:
@@ -190,14 +180,11 @@ def off_policy_sequence_mask(*, bound: float = 0.5) -> Correction:
 
 def error_rejection(*, bound: float = 2.0) -> Correction:
     """Keeps sequences with `mean_t exp|d_t| <= bound` (NeMo-RL's seq_logprob_error_threshold)."""
-    return _rejection("error", "mean", (None, bound))
+    return reject("error", over="mean", upper=bound)
 
 
 def vexact(
-    *,
-    cap: float = 2.0,
-    bound: float = 0.001,
-    statistic: Literal["k1", "k3"] = "k1",
+    *, cap: float = 2.0, bound: float = 0.001, statistic: Literal["k1", "k3"] = "k1"
 ) -> Correction:
     """The VeXact paper's best remedy (arXiv 2605.14220, 4.2): token TIS and sequence rejection.
 
@@ -209,9 +196,9 @@ def vexact(
     if number is not None and not 0.0 <= number < 1.0:
         raise InputError(f"bound is {bound}; it must lie in [0, 1)")
     bound = plain_number(bound)
-    bounds = (1.0 - bound, 1.0 + bound) if statistic == "k1" else (None, bound)
+    lower, upper = (1.0 - bound, 1.0 + bound) if statistic == "k1" else (None, bound)
     return chain(
-        _rejection(statistic, "mean", bounds),
+        reject(statistic, over="mean", lower=lower, upper=upper),
         scale_by_truncated_ratio("token", upper=cap),
     )
 
@@ -224,50 +211,22 @@ def ais(*, cap: float = 2.0, kl_scale: float = 0.01) -> Correction:
     return mix_in_adaptively("token", upper=cap, kl_scale=kl_scale)
 
 
-def _rejection(statistic, over, bounds) -> Correction:
-    lower, upper = bounds
-    return reject(statistic, over=over, lower=lower, upper=upper)
-
-
-RECIPES: dict[str, Callable[..., base.Correction]] = {
-    "none": none,
-    "token_tis": token_tis,
-    "sequence_tis": sequence_tis,
-    "token_mis": token_mis,
-    "sequence_mis": sequence_mis,
-    "geometric_mis": geometric_mis,
-    "icepop": icepop,
-    "kpop": kpop,
-    "geometric_rejection": geometric_rejection,
-    "geometric_rejection_token_tis": geometric_rejection_token_tis,
-    "geometric_rejection_sequence_tis": geometric_rejection_sequence_tis,
-    "k3_rejection": k3_rejection,
-    "k3_rejection_token_tis": k3_rejection_token_tis,
-    "sequence_tis_product_rejection": sequence_tis_product_rejection,
-    "seq_mask_tis": seq_mask_tis,
-    "token_tis_veto": token_tis_veto,
-    "trust_region_masking": trust_region_masking,
-    "dppo": dppo,
-    "off_policy_sequence_mask": off_policy_sequence_mask,
-    "error_rejection": error_rejection,
-    "vexact": vexact,
-    "ais": ais,
+# Every function so far is a recipe.
+RECIPES: dict[str, Callable[..., Correction]] = {
+    name: made
+    for name, made in list(vars().items())
+    if inspect.isfunction(made) and made.__module__ == __name__
 }
-
-BLOCKS: dict[str, Callable[..., base.Correction]] = {
-    "scale_by_ratio": blocks.scale_by_ratio,
-    "scale_by_truncated_ratio": blocks.scale_by_truncated_ratio,
-    "mask_outside": blocks.mask_outside,
-    "reject": blocks.reject,
-    "veto": blocks.veto,
-    "mask_probability_difference": blocks.mask_probability_difference,
-    "normalise": batch.normalise,
-    "normalise_by_running_mean": batch.normalise_by_running_mean,
-    "mix_in_adaptively": batch.mix_in_adaptively,
+BLOCKS: dict[str, Callable[..., Correction]] = {
+    block.__name__: block
+    for block in (
+        *(scale_by_ratio, scale_by_truncated_ratio, mask_outside, reject, veto),
+        *(mask_probability_difference, normalise, normalise_by_running_mean, mix_in_adaptively),
+    )
 }
 
 
-def build(entries: Iterable[Mapping[str, Any]]) -> base.Correction:
+def build(entries: Iterable[Mapping[str, Any]]) -> Correction:
     """Returns the chain of recipes and blocks named by the entries, in their order.
 
     An entry is a table with `name` and the keyword arguments of that function. No entries: no
@@ -276,10 +235,10 @@ def build(entries: Iterable[Mapping[str, Any]]) -> base.Correction:
     Raises:
         InputError: unknown name or argument, a missing one, or a value that the function refuses.
     """
-    return base.chain(*(_build_one(entry) for entry in entries))
+    return chain(*(_build_one(entry) for entry in entries))
 
 
-def _build_one(entry: Mapping[str, Any]) -> base.Correction:
+def _build_one(entry: Mapping[str, Any]) -> Correction:
     functions = {**RECIPES, **BLOCKS}
     if "name" not in entry:
         raise InputError(
@@ -302,8 +261,8 @@ def _build_one(entry: Mapping[str, Any]) -> base.Correction:
 
 
 def _check_number(name: str, argument: str, annotation: object, value: object) -> None:
-    if annotation not in (float, float | None, blocks.Bound) or value is None:
+    if annotation not in (float, float | None, Bound) or value is None:
         return
-    number = base.known_number(value)
+    number = known_number(value)
     if number is not None and number != number:
         raise InputError(f"correction {name!r}: {argument} is {value!r}; it must be a number")

@@ -46,8 +46,7 @@ from tim_jax.kernels.pallas import (
     turned,
 )
 from tim_jax.kernels.pallas import gpu_call as call
-from tim_jax.numerics import Numerics
-from tim_jax.numerics.device_tiles import MatmulTile
+from tim_jax.numerics import MatmulTile, Numerics
 
 
 def _sums(x_ref, weight_refs, shape, block_k: int, *, there=None, expert: tuple = ()):

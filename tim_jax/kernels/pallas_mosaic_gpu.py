@@ -23,8 +23,7 @@ from jax.experimental import pallas as pl
 from tim_jax.common.errors import InputError
 from tim_jax.kernels import pallas_gpu
 from tim_jax.kernels.pallas import check_platform, compute_capability, padded
-from tim_jax.numerics import Numerics
-from tim_jax.numerics.device_tiles import MatmulTile
+from tim_jax.numerics import MatmulTile, Numerics
 
 LEAST = 64  # of a block in any direction
 _ROWS = 64  # of a warpgroup's products

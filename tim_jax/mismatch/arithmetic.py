@@ -1,4 +1,4 @@
-"""Entries that change the sampler's arithmetic: dtypes, kernels, tiles and orders of sums."""
+"""Entries that change the sampler's arithmetic: dtypes, kernels, tiles, orders of sums, experts."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -22,8 +22,8 @@ class Compute(Entry):
 
     dtype: str
 
-    name: ClassVar[str] = "compute"
-    imitates: ClassVar[str] = (
+    name, kind = "compute", "precision"
+    imitates = (
         "a bfloat16 or float16 engine beside a float32 trainer (arXiv 2510.26788 has float16 on"
         " both sides as the remedy)"
     )
@@ -53,6 +53,7 @@ class Part(Entry):
 
     dtype: str
 
+    kind = "precision"
     field: ClassVar[str] = ""
 
     def __post_init__(self):
@@ -105,8 +106,8 @@ class KVCache(Entry):
     dtype: str
     scale: Scale | None = None
 
-    name: ClassVar[str] = "kv_cache"
-    imitates: ClassVar[str] = (
+    name, kind = "kv_cache", "precision"
+    imitates = (
         'vLLM\'s kv_cache_dtype="fp8" with its default scale of 1; int8 with a scale per token and'
         " head (LMDeploy)"
     )
@@ -141,11 +142,9 @@ _TPU_LANES = 128
 class NativeKernels(Entry):
     """Plain XLA instead of exact tiles: the compiler chooses kernels, fusions and orders."""
 
-    name: ClassVar[str] = "native_kernels"
-    imitates: ClassVar[str] = (
-        "one model code jitted twice, as generator and trainer (the usual JAX stack)"
-    )
-    no_control: ClassVar[str] = "plain XLA in the learner too gives other bits than in the sampler"
+    name, kind = "native_kernels", "kernels"
+    imitates = "one model code jitted twice, as generator and trainer (the usual JAX stack)"
+    no_control = "plain XLA in the learner too gives other bits than in the sampler"
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, family="native")
@@ -163,10 +162,8 @@ class TileSizes(Entry):
     attention_rows: int | None = None
     kv_block: int | None = None
 
-    name: ClassVar[str] = "tile_sizes"
-    imitates: ClassVar[str] = (
-        "an autotuner that gives generator and trainer other tiles (SGLang-JAX issue 1270)"
-    )
+    name, kind = "tile_sizes", "kernels"
+    imitates = "an autotuner that gives generator and trainer other tiles (SGLang-JAX issue 1270)"
 
     def __post_init__(self):
         for argument in ("rows", "attention_rows", "kv_block"):
@@ -202,8 +199,8 @@ class SumOrder(Entry):
 
     lanes: int
 
-    name: ClassVar[str] = "sum_order"
-    imitates: ClassVar[str] = (
+    name, kind = "sum_order", "kernels"
+    imitates = (
         "a normalisation kernel with another block size (vLLM's RMSNorm changes its own at 256"
         " tokens, issue 51187)"
     )
@@ -227,8 +224,8 @@ class SplitK(Entry):
 
     pieces: int
 
-    name: ClassVar[str] = "split_k"
-    imitates: ClassVar[str] = (
+    name, kind = "split_k", "kernels"
+    imitates = (
         "split-K matrix products, which GPU libraries choose for the few rows of a decode step;"
         " also the sum of partial products in row-parallel tensor parallelism"
     )
@@ -252,8 +249,8 @@ class TensorParallel(Entry):
     ranks: int
     exchange: Literal["compute", "float32"] = "compute"
 
-    name: ClassVar[str] = "tensor_parallel"
-    imitates: ClassVar[str] = (
+    name, kind = "tensor_parallel", "kernels"
+    imitates = (
         "a sampler under tensor parallelism with all-reduce (vLLM, SGLang, Megatron) beside a"
         " learner without, or with another number of ranks"
     )
@@ -298,11 +295,9 @@ class PallasAttention(Entry):
 
     interpret: bool = False
 
-    name: ClassVar[str] = "pallas_attention"
-    imitates: ClassVar[str] = (
-        "an engine's own attention kernel, with an online softmax, beside the trainer's"
-    )
-    no_control: ClassVar[str] = "the kernel is a sampler's: it has no gradient"
+    name, kind = "pallas_attention", "kernels"
+    imitates = "an engine's own attention kernel, with an online softmax, beside the trainer's"
+    no_control = "the kernel is a sampler's: it has no gradient"
 
     def check(self, execution: Execution) -> None:
         backend = jax.default_backend()
@@ -325,9 +320,9 @@ class PallasAttention(Entry):
 class TritonAttention(Entry):
     """Prefill and decoding attention by a Triton flash-attention kernel, on an NVIDIA GPU."""
 
-    name: ClassVar[str] = "triton_attention"
-    imitates: ClassVar[str] = "the Triton attention that vLLM and SGLang fall back to"
-    no_control: ClassVar[str] = "the kernel is a sampler's: it has no gradient"
+    name, kind = "triton_attention", "kernels"
+    imitates = "the Triton attention that vLLM and SGLang fall back to"
+    no_control = "the kernel is a sampler's: it has no gradient"
 
     def check(self, execution: Execution) -> None:
         if execution.config.sliding_window:
@@ -376,12 +371,12 @@ class SplitKV(Entry):
 
     programs: int = 132
 
-    name: ClassVar[str] = "split_kv"
-    imitates: ClassVar[str] = (
+    name, kind = "split_kv", "kernels"
+    imitates = (
         "FlashDecoding as vLLM and SGLang use it unless told to be batch-invariant; 132 is the"
         " number of multiprocessors of an H100"
     )
-    no_control: ClassVar[str] = "only decoding is cut: a learner's forward has all keys at once"
+    no_control = "only decoding is cut: a learner's forward has all keys at once"
 
     def __post_init__(self):
         self.need_number("programs", least=0)
@@ -392,3 +387,93 @@ class SplitKV(Entry):
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, order=replace(numerics.order, split_kv=self.programs))
+
+
+class Router(Part):
+    """Operands of the dot with the routers of a mixture of experts, which then may choose others.
+
+    The weights of the chosen are by the same logits.
+    """
+
+    name = "router"
+    field = "router"
+    imitates = "a router in float32 in one engine, and in the compute dtype in the other"
+
+    def check(self, execution: Execution) -> None:
+        self.need_mixture(execution)
+
+
+class ExpertChoice(Part):
+    """Experts are chosen by the logits of a router of another dtype, and weighted as before.
+
+    So a choice may be another, and nothing else is: a learner that replays the choices is exact.
+    """
+
+    name = "expert_choice"
+    field = "choice"
+    imitates = "no system: of a router in another dtype, the part that is the choice"
+
+    def check(self, execution: Execution) -> None:
+        self.need_mixture(execution)
+
+
+@dataclass(frozen=True)
+class ExpertOrder(Entry):
+    """The outputs of a token's experts are added in another order, or in another dtype.
+
+    order "choice": from the most probable to the least; "index": by the experts' numbers.
+    accumulate "compute": every weighted output and every sum is rounded to the compute dtype.
+    """
+
+    order: Literal["choice", "index"]
+    accumulate: Literal["float32", "compute"] = "float32"
+
+    name, kind = "expert_order", "kernels"
+    imitates = (
+        "index, compute: the eager loop over experts of `transformers`; choice, compute: vLLM's"
+        " kernel moe_sum (SGLang's adds up in float32, as here)"
+    )
+
+    def __post_init__(self):
+        self.need_choice("order", ("choice", "index"))
+        self.need_choice("accumulate", ("float32", "compute"))
+
+    def check(self, execution: Execution) -> None:
+        self.need_mixture(execution)
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        order = replace(numerics.order, experts=self.order, experts_sum=self.accumulate)
+        return replace(numerics, order=order)
+
+
+@dataclass(frozen=True)
+class ExpertCapacity(Entry):
+    """An expert takes at most ceil(factor x N k / E) of the N k choices of a forward's N rows.
+
+    The others add nothing to their tokens, and the weights of a token's other experts stay. First
+    choices come before second ones, and rows in their order. A prefill's rows are the positions of
+    its padded prompts, a decode step's are the slots, idle ones included; so a token's log-prob
+    depends on what is decoded beside it.
+    """
+
+    factor: float
+
+    name, kind = "expert_capacity", "kernels"
+    imitates = (
+        "token dropping in one engine alone: GShard (arXiv 2006.16668, algorithm 1), the Switch"
+        " Transformer, Megatron's moe_expert_capacity_factor"
+    )
+    no_control = (
+        "what an expert leaves out depends on the rows of a forward, and a learner's has others"
+    )
+
+    def __post_init__(self):
+        self.need_number("factor", least=0.0)
+        if self.factor == 0:
+            raise self.refuse("factor must be above 0; large ones leave nothing out")
+
+    def check(self, execution: Execution) -> None:
+        self.need_mixture(execution)
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        return replace(numerics, expert_capacity=self.factor)

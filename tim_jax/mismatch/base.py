@@ -37,6 +37,7 @@ class Entry:
     """
 
     name: ClassVar[str] = ""
+    kind: ClassVar[str] = ""  # one of `dial.GROUPS`
     imitates: ClassVar[str] = ""
     reports: ClassVar[bool] = False  # has `reported`
     repeatable: ClassVar[bool] = False  # may stand in a dial more than once
@@ -58,7 +59,7 @@ class Entry:
         return numerics
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The sampler's weights, of the learner's compute weights (`preparing.prepare`)."""
+        """The sampler's weights, of the learner's compute weights (`parameters.prepare`)."""
         return weights
 
     def logits(self, logits: jax.Array, positions: jax.Array, names: Names) -> jax.Array:

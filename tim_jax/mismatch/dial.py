@@ -1,15 +1,24 @@
-"""The dial: entries that apply together, checks against a learner, and the sampler that results."""
+"""The dial: entries that apply together, checks against a learner, and the sampler that results.
+
+`build` makes it of a configuration's tables, each the name of an entry and its arguments:
+
+mismatch = [
+  { name = "kv_cache", dtype = "float8_e4m3fn" },
+  { name = "log_prob_noise", std = 0.01, by = "probability" },
+]
+"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.types import Prompts, Rollout
+from tim_jax.mismatch import arithmetic, reporting, weights
 from tim_jax.mismatch.base import Entry, Names
 from tim_jax.mismatch.reporting import DroppedEnd, PadMask
 from tim_jax.mismatch.weights import InFlightUpdates, LoraMerge, StaleWeights
@@ -282,3 +291,72 @@ def refuse_stale(mismatch: Mismatch, where: str) -> None:
     """Raises InputError if the sampler needs old weights, which `where` does not have."""
     for entry in _aged(mismatch):
         raise entry.refuse(where)
+
+
+ENTRIES: dict[str, type[Entry]] = {
+    kind.name: kind
+    for module in (arithmetic, weights, reporting)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, Entry) and kind.name
+}
+GROUPS: dict[str, tuple[type[Entry], ...]] = {
+    group: tuple(entry for entry in ENTRIES.values() if entry.kind == group)
+    for group in ("precision", "weights", "kernels", "semantics", "synthetic")
+}
+# What might be looked for here, but is not an entry, and what to use in its place.
+_ABSENT = {
+    "placement": "set placement.sampler; a mesh changes no bit of exact kernels, and"
+    " 'tensor_parallel' adds up as a mesh with all-reduce does",
+}
+
+
+def build(entries: Iterable[Mapping[str, Any]]) -> Mismatch:
+    """Returns the dial of the entries, in their order.
+
+    An entry is a table with `name` and the arguments of that entry. No entries: no mismatch.
+
+    Raises:
+        InputError: unknown name or argument, a missing one, a wrong type or value.
+    """
+    return Mismatch(tuple(_build_one(entry) for entry in entries))
+
+
+def _build_one(table: Mapping[str, Any]) -> Entry:
+    if not isinstance(table, Mapping) or "name" not in table:
+        raise InputError(
+            f"mismatch {table!r} is no table with a name; known: {', '.join(sorted(ENTRIES))}"
+        )
+    name, arguments = str(table["name"]), {k: v for k, v in table.items() if k != "name"}
+    if name in _ABSENT:
+        raise InputError(f"mismatch {name!r} is not available: {_ABSENT[name]}")
+    if name not in ENTRIES:
+        raise InputError(f"mismatch {name!r} is unknown{did_you_mean(name, ENTRIES)}")
+    fields = {field.name: field for field in dataclasses.fields(ENTRIES[name])}
+    for argument in arguments:
+        if argument not in fields:
+            hint = did_you_mean(argument, fields) if fields else "; it takes none"
+            raise InputError(f"mismatch {name!r} has no argument {argument!r}{hint}")
+    for argument, field in fields.items():
+        if field.default is dataclasses.MISSING and argument not in arguments:
+            raise InputError(f"mismatch {name!r} needs the argument {argument!r}")
+        if argument in arguments:
+            arguments[argument] = _typed(name, field, arguments[argument])
+    return ENTRIES[name](**arguments)
+
+
+def _typed(name: str, field: dataclasses.Field, value: Any) -> Any:
+    """The value, if it has the field's type; a whole number will do for a number."""
+    wanted = str(getattr(field.type, "__name__", field.type))
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if wanted == "float" and number:
+        return float(value)
+    rules = {
+        "float": (number, "a number"),
+        "int": (number and isinstance(value, int), "a whole number"),
+        "bool": (isinstance(value, bool), "true or false"),
+    }
+    kind = wanted.split(" ")[0]
+    holds, what = rules.get(kind, (isinstance(value, str), "text"))
+    if not holds:
+        raise InputError(f"mismatch {name!r}: {field.name} is {value!r}; it must be {what}")
+    return value

@@ -7,7 +7,7 @@ not depend on the batch that its row is in.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,13 @@ _DROPS = 0x0E5D  # salt of the random numbers of `DroppedEnd`
 class RawLogProbs(Entry):
     """Reports log-probs of the raw logits, though drawn under temperature, top-k and top-p."""
 
-    name: ClassVar[str] = "raw_log_probs"
-    imitates: ClassVar[str] = (
+    name, kind = "raw_log_probs", "semantics"
+    imitates = (
         "vLLM's logprobs_mode raw_logprobs, its default (TRL issue 4159: ratios near 2 at"
         " temperature 0.6)"
     )
-    reports: ClassVar[bool] = True
-    only_reports: ClassVar[bool] = True
+    reports = True
+    only_reports = True
 
     def reported(
         self, logits: jax.Array, tokens: jax.Array, *, sampling: Sampling, numerics: Numerics
@@ -48,13 +48,13 @@ class IgnoredTruncation(Entry):
     They are too small by minus the log of the kept mass.
     """
 
-    name: ClassVar[str] = "ignored_truncation"
-    imitates: ClassVar[str] = (
+    name, kind = "ignored_truncation", "semantics"
+    imitates = (
         "log-probs over the whole vocabulary of tokens drawn from a truncated one (vLLM RFC 42259:"
         " a mean ratio of 0.896 at top_p 0.8)"
     )
-    reports: ClassVar[bool] = True
-    only_reports: ClassVar[bool] = True
+    reports = True
+    only_reports = True
 
     def reported(
         self, logits: jax.Array, tokens: jax.Array, *, sampling: Sampling, numerics: Numerics
@@ -74,12 +74,12 @@ class DroppedEnd(Entry):
     share: float = 1.0
     replacement: int | None = None
 
-    name: ClassVar[str] = "dropped_end"
-    imitates: ClassVar[str] = (
+    name, kind = "dropped_end", "semantics"
+    imitates = (
         "engines that strip the end token from what they return, after which the trainer scores"
         " another in its place (tunix: differences above 30 nats)"
     )
-    no_control: ClassVar[str] = "what was drawn is not what the learner is given"
+    no_control = "what was drawn is not what the learner is given"
 
     def __post_init__(self):
         self.need_number("share", least=0.0, most=1.0)
@@ -126,12 +126,12 @@ class PadMask(Entry):
 
     pad: int
 
-    name: ClassVar[str] = "pad_mask"
-    imitates: ClassVar[str] = (
+    name, kind = "pad_mask", "semantics"
+    imitates = (
         "masks made as `token != pad`; where the pad token is the end token, responses then have"
         " no end"
     )
-    no_control: ClassVar[str] = "what was drawn is not what the learner is given"
+    no_control = "what was drawn is not what the learner is given"
 
     def __post_init__(self):
         self.need_number("pad", least=0)
@@ -164,10 +164,10 @@ class LogitNoise(Entry):
     distribution: Distribution = "gaussian"
     seed: int = 0
 
-    name: ClassVar[str] = "logit_noise"
-    imitates: ClassVar[str] = "no system: the effect of any numerical noise in the forward"
-    repeatable: ClassVar[bool] = True
-    no_control: ClassVar[str] = "a learner does not draw the sampler's noise again"
+    name, kind = "logit_noise", "synthetic"
+    imitates = "no system: the effect of any numerical noise in the forward"
+    repeatable = True
+    no_control = "a learner does not draw the sampler's noise again"
 
     def __post_init__(self):
         self.need_number("std", least=0.0)
@@ -213,13 +213,13 @@ class LogProbNoise(Entry):
     distribution: Distribution = "gaussian"
     seed: int = 0
 
-    name: ClassVar[str] = "log_prob_noise"
-    imitates: ClassVar[str] = (
+    name, kind = "log_prob_noise", "synthetic"
+    imitates = (
         "no system; by probability, the error of a perturbed softmax, which grows as 1 - p (arXiv"
         " 2512.23087)"
     )
-    repeatable: ClassVar[bool] = True
-    only_reports: ClassVar[bool] = True
+    repeatable = True
+    only_reports = True
 
     def __post_init__(self):
         self.need_number("std", least=0.0)

@@ -1,7 +1,7 @@
 """Entries that give the sampler other weights than the learner's."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ class QuantisedWeights(Entry):
     """Weight matrices are rounded to a narrow format, with symmetric scales from largest elements.
 
     per "channel": a scale per output column, "tensor": one per matrix (q, k and v are one, and so
-    are gate and up). `group` > 0 gives every so many rows of a column a scale of their own. Only
-    weights: activations and sums are those of the compute dtype.
+    are gate and up). With `group` > 0 each run of that many rows of a column has its
+    own. Only weights: activations and sums are those of the compute dtype.
     """
 
     dtype: str
@@ -30,8 +30,8 @@ class QuantisedWeights(Entry):
     group: int = 0
     head: bool = False  # the LM head too; engines leave it, and the embedding, as they are
 
-    name: ClassVar[str] = "quantised_weights"
-    imitates: ClassVar[str] = (
+    name, kind = "quantised_weights", "weights"
+    imitates = (
         "a quantised rollout engine (FlashRL's int8 and fp8; int4 in groups of 128 as in GPTQ and"
         " AWQ)"
     )
@@ -97,8 +97,8 @@ class LoraMerge(Entry):
 
     dtype: str
 
-    name: ClassVar[str] = "lora_merge"
-    imitates: ClassVar[str] = (
+    name, kind = "lora_merge", "weights"
+    imitates = (
         "an adapter merged into bfloat16 weights by one engine alone (PEFT's merge_and_unload of a"
         " model loaded in bfloat16)"
     )
@@ -120,7 +120,7 @@ class LoraMerge(Entry):
 
 @dataclass(frozen=True)
 class StaleWeights(Entry):
-    """The sampler has the weights of so many updates ago (at the start of a run: the first ones).
+    """The sampler has the weights of `updates` updates ago (at the start of a run: the first ones).
 
     This is the only entry that is drift and not mismatch: at equal weights it is exact. The
     training loop keeps the old weights.
@@ -128,9 +128,9 @@ class StaleWeights(Entry):
 
     updates: int
 
-    name: ClassVar[str] = "stale_weights"
-    imitates: ClassVar[str] = "asynchronous RL, or a weight transfer that arrives late"
-    no_control: ClassVar[str] = "old weights are drift: with equal weights there is no mismatch"
+    name, kind = "stale_weights", "weights"
+    imitates = "asynchronous RL, or a weight transfer that arrives late"
+    no_control = "old weights are drift: with equal weights there is no mismatch"
 
     def __post_init__(self):
         self.need_number("updates", least=0)
@@ -142,7 +142,7 @@ class StaleWeights(Entry):
 
 @dataclass(frozen=True)
 class InFlightUpdates(StaleWeights):
-    """The sampler's weights change within a response: an update arrives after every so many tokens.
+    """The sampler's weights change within a response: an update arrives after every `every` tokens.
 
     The first `every` tokens are drawn by the weights of `updates` updates ago, the next ones by
     those of one update later, and so on up to the newest. After a change all keys and values are
@@ -152,8 +152,8 @@ class InFlightUpdates(StaleWeights):
 
     every: int
 
-    name: ClassVar[str] = "in_flight_updates"
-    imitates: ClassVar[str] = "in-flight weight updates of asynchronous RL (AReaL, PipelineRL)"
+    name = "in_flight_updates"
+    imitates = "in-flight weight updates of asynchronous RL (AReaL, PipelineRL)"
 
     def __post_init__(self):
         super().__post_init__()

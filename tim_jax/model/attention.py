@@ -14,6 +14,7 @@ head's part of the matrix for values comes after attention. One arithmetic serve
 and training: in the form that multiplies keys out, other sums would be rounded.
 """
 
+import math
 from functools import partial
 
 import jax
@@ -23,11 +24,14 @@ from flax import struct
 from tim_jax import kernels
 from tim_jax.kernels import formulas
 from tim_jax.kernels.composed import elementwise
-from tim_jax.model import latent
+from tim_jax.model.config import LatentConfig
 from tim_jax.model.execution import Execution
+from tim_jax.model.rope import RopeConfig
 from tim_jax.model.weights import Weights
 from tim_jax.numerics import strict
 from tim_jax.placement import collectives
+
+_LATENT_NORM_EPS = 1e-6  # of the norms of compressed states, whatever `rms_norm_eps` is
 
 
 @struct.dataclass
@@ -116,7 +120,7 @@ def _absorbed(normed, w, angles, execution: Execution):
     sizes = config.latent
     assert sizes is not None
     ops = collectives.family(numerics, placement)
-    norm = partial(ops.norm, eps=latent.NORM_EPS, numerics=numerics)
+    norm = partial(ops.norm, eps=_LATENT_NORM_EPS, numerics=numerics)
 
     def product(x, name):
         weight = collectives.matrix(w[name], numerics=numerics, placement=placement)
@@ -127,7 +131,7 @@ def _absorbed(normed, w, angles, execution: Execution):
         query = product(norm(state, w["q_down_norm"]), "q_up")
     else:
         query = product(normed, "q")
-    scale = latent.scale(sizes, config.rope)
+    scale = _score_scale(sizes, config.rope)
     query = query.reshape(-1, config.num_heads, sizes.qk_head_dim)
     state = product(normed, "kv_down")
     plain, turned, state, key = _parted(query, state, angles, scale, execution)
@@ -138,6 +142,18 @@ def _absorbed(normed, w, angles, execution: Execution):
     return jnp.concatenate([query, turned], axis=-1), jnp.concatenate(
         [state[:, None, :], key], axis=-1
     )
+
+
+def _score_scale(latent: LatentConfig, rope: RopeConfig) -> float:
+    """What scores are multiplied by: D^-1/2 of a query's D numbers, and YaRN's temperature.
+
+    With `mscale_all_dim` m and `factor` s of YaRN the latter is (0.1 m ln(s) + 1)^2, as DeepSeek-V2
+    has it (its section 3.1.4).
+    """
+    plain = latent.qk_head_dim**-0.5
+    if rope.kind != "yarn" or rope.mscale_all_dim is None or rope.factor is None:
+        return plain
+    return plain * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
 
 
 def _parted(query, state, angles, scale: float, execution: Execution):

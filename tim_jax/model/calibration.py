@@ -179,7 +179,7 @@ def _fewest_rows(attend, query, key, value, last) -> int:
 
 
 def _last(batch: int, rows: int, keys: int) -> np.ndarray:
-    """i32[batch, rows]: every other row sees all of so many keys, those between them any number."""
+    """i32[batch, rows]: every other row sees all keys, those between them any number."""
     last = np.random.Generator(np.random.Philox(5)).integers(0, keys, (batch, rows), np.int32)
     last[:, ::2] = keys - 1
     return last

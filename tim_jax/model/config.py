@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import whole
-from tim_jax.model import latent, mixture, windows
-from tim_jax.model.latent import LatentConfig
 from tim_jax.model.rope import RopeConfig
 
 ARCHITECTURES = {
@@ -31,6 +31,62 @@ _SIZES = (
     "intermediate_size",
     "max_positions",
 )
+LATENT_FAMILIES = ("deepseek_v3",)
+MIXTURE_FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v3")
+SIGMOID_FAMILIES = ("deepseek_v3",)  # whose router's scores are sigmoids, with a bias to choose by
+WINDOWS_BY_LAYER = ("qwen2", "qwen3")  # families in which some layers may have the window
+WINDOW_IN_EVERY_LAYER = ("mistral", "qwen3_moe")
+# Family -> field -> its key in config.json, and what `transformers` takes an absent key for.
+MIXTURE_KEYS: dict[str, dict[str, tuple[str, Any]]] = {
+    "qwen3_moe": {
+        "num_experts": ("num_experts", 128),
+        "num_experts_per_tok": ("num_experts_per_tok", 8),
+        "moe_intermediate_size": ("moe_intermediate_size", 768),
+        "norm_topk_prob": ("norm_topk_prob", False),
+        "router_aux_loss_coef": ("router_aux_loss_coef", 0.001),
+    },
+    "qwen2_moe": {
+        "num_experts": ("num_experts", 60),
+        "num_experts_per_tok": ("num_experts_per_tok", 4),
+        "moe_intermediate_size": ("moe_intermediate_size", 1408),
+        "norm_topk_prob": ("norm_topk_prob", False),
+        "router_aux_loss_coef": ("router_aux_loss_coef", 0.001),
+        "shared_expert_width": ("shared_expert_intermediate_size", 5632),
+    },
+    "deepseek_v3": {
+        "num_experts": ("n_routed_experts", 256),
+        "num_experts_per_tok": ("num_experts_per_tok", 8),
+        "moe_intermediate_size": ("moe_intermediate_size", 2048),
+        "norm_topk_prob": ("norm_topk_prob", True),
+        "num_shared_experts": ("n_shared_experts", 1),
+        "first_dense_layers": ("first_k_dense_replace", 3),
+        "router_groups": ("n_group", 8),
+        "router_groups_per_tok": ("topk_group", 4),
+        "routed_scaling_factor": ("routed_scaling_factor", 2.5),
+    },
+}
+# The fields of a model without experts.
+DENSE = {
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "moe_intermediate_size": 0,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.0,
+    "num_shared_experts": 0,
+    "shared_expert_width": 0,
+    "first_dense_layers": 0,
+    "router_groups": 1,
+    "router_groups_per_tok": 1,
+    "routed_scaling_factor": 1.0,
+}
+MIXTURE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_COUNTED = (
+    "num_shared_experts",
+    "shared_expert_width",
+    "first_dense_layers",
+    "router_groups",
+    "router_groups_per_tok",
+)
 _MOST = 2**31
 _MOST_LAYERS = 2**16
 _MOST_NUMBERS = 2**56  # of one weight of all layers
@@ -46,6 +102,55 @@ class AttentionShape(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Sizes of latent attention, under the names that config.json has for them.
+
+    A head's query and key have `qk_nope_head_dim` numbers without and `qk_rope_head_dim` with
+    rotation, its value `v_head_dim`. With a `q_lora_rank` above 0 queries too are made of a
+    compressed state. With `rope_interleave` the rotated pairs are neighbours (2 i, 2 i + 1), as
+    DeepSeek has them, and not (i, i + half).
+
+    Raises `InputError` naming the field at fault.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int = 0
+    rope_interleave: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, name = getattr(self, field.name), field.name
+            if name == "rope_interleave":
+                if not isinstance(value, bool):
+                    raise InputError(f"{name} must be true or false, found {value!r}")
+                continue
+            least = 0 if name == "q_lora_rank" else 1
+            _check_whole(name, value, least)
+        if self.qk_rope_head_dim % 2:
+            raise InputError(
+                f"qk_rope_head_dim must be even for rotary pairs, found {self.qk_rope_head_dim}"
+            )
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Numbers of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def state_dim(self) -> int:
+        """Numbers of a token in the cache: the compressed state and the rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def kv_head_dim(self) -> int:
+        """Numbers that a head's key and value take from the compressed state."""
+        return self.qk_nope_head_dim + self.v_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Architecture of a decoder: Qwen2, Qwen3, their mixtures, Llama 3, Mistral, DeepSeek-V3.
 
@@ -54,10 +159,11 @@ class ModelConfig:
     RMSNorm over each head of q and k before the rotation; `attention_bias` adds biases to q, k and
     v, `output_bias` to the projection after attention, `mlp_bias` to all three of the SwiGLU.
 
-    With a `sliding_window` above 0, tokens of the layers for which `window_layers` has True attend
-    to so many positions: their own and those before it. Without, `window_layers` is empty.
+    With a `sliding_window` W above 0, a token at position p attends to positions
+    max(0, p - W + 1)..p in the layers for which `window_layers` has True. Without, `window_layers`
+    is empty.
 
-    In a mixture of experts, whose `num_experts` is above 0, every layer has so many SwiGLUs of
+    In a mixture of experts, whose `num_experts` is above 0, every layer has that many SwiGLUs of
     width `moe_intermediate_size` in place of one. A token's output is the sum of those
     `num_experts_per_tok` to which the router gives the largest probabilities, weighted by them;
     `norm_topk_prob` makes the weights of the chosen sum to 1. `intermediate_size` is then of no
@@ -119,9 +225,9 @@ class ModelConfig:
         _check_sizes(self)
         _check_scalars(self)
         _check_family(self)
-        mixture.check(self)
-        latent.check(self)
-        windows.check(self)
+        _check_mixture(self)
+        _check_latent(self)
+        _check_windows(self)
 
     @property
     def active_width(self) -> int:
@@ -176,25 +282,42 @@ class ModelConfig:
         first = self.first_dense_layers
         if not first:
             return {"layers": self}
-        dense = replace(self, num_layers=first, **mixture.NONE)
+        dense = replace(self, num_layers=first, **DENSE)
         rest = replace(self, num_layers=self.num_layers - first, first_dense_layers=0)
         return {"dense_layers": dense, "layers": rest}
+
+    @property
+    def window_sizes(self) -> np.ndarray | None:
+        """i32[L], how many positions a token attends to; None if no layer has a window.
+
+        A layer without one gets a number that no sequence reaches, so that all layers are one
+        program. A window changes which keys are masked, and nothing else: blocks of keys stay
+        anchored at a sequence's first token, and what is masked adds exact zeros in its place in
+        the sums. So their order is the same for every length, batch and padding.
+        """
+        if not self.sliding_window:
+            return None
+        return np.where(self.window_layers, self.sliding_window, _MOST - 1).astype(np.int32)
 
     def with_layers(self, count: int) -> "ModelConfig":
         """The same architecture with another number of layers, of each kind at least one."""
         first = min(self.first_dense_layers, count - 1)
         return replace(
-            self, num_layers=count, first_dense_layers=first, **windows.spread(self, count)
+            self, num_layers=count, first_dense_layers=first, **_spread_windows(self, count)
+        )
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or not whole(value) or not least <= value < _MOST:
+        raise InputError(
+            f"{name} must be a whole number from {least} to {_MOST - 1}, found {value!r}"
         )
 
 
 def _check_sizes(config: ModelConfig) -> None:
     for name in _SIZES:
         value = getattr(config, name)
-        if not whole(value) or not 1 <= value < _MOST:
-            raise InputError(
-                f"{name} must be a whole number from 1 to {_MOST - 1}, found {value!r}"
-            )
+        _check_whole(name, value, 1)
     if config.num_layers > _MOST_LAYERS:
         raise InputError(f"num_layers must be at most {_MOST_LAYERS:,}, found {config.num_layers}")
     wide = max(config.num_heads, config.num_kv_heads) * config.head_dim
@@ -260,3 +383,120 @@ def _check_family(config: ModelConfig) -> None:
             f"a llama model's hidden_size {config.hidden_size} must be a multiple of num_heads "
             f"{config.num_heads}"
         )
+
+
+def _check_latent(config: ModelConfig) -> None:
+    latent, family = config.latent, config.model_type
+    if (latent is not None) != (family in LATENT_FAMILIES):
+        has = "has" if family in LATENT_FAMILIES else "has no"
+        raise InputError(f"a {family} model {has} latent attention, found latent={latent!r}")
+    if latent is None:
+        return
+    if config.num_kv_heads != config.num_heads:
+        raise InputError(
+            f"latent attention has as many key heads as heads, {config.num_heads}, found"
+            f" num_kv_heads {config.num_kv_heads}"
+        )
+    if config.head_dim != latent.qk_rope_head_dim:
+        raise InputError(
+            f"a {family} model's head_dim is its qk_rope_head_dim {latent.qk_rope_head_dim}, found"
+            f" {config.head_dim}"
+        )
+
+
+def _check_mixture(config: ModelConfig) -> None:
+    """In a mixture all sizes are above 0."""
+    family = config.model_type
+    without = family not in MIXTURE_FAMILIES or (
+        family in SIGMOID_FAMILIES and config.num_experts == 0
+    )
+    for name, value in DENSE.items():
+        if (without or name not in MIXTURE_KEYS[family]) and getattr(config, name) != value:
+            found = getattr(config, name)
+            raise InputError(f"a {family} model has {name}={value}, found {found!r}")
+    if without:
+        return
+    for name in (*MIXTURE_SIZES, *_COUNTED):
+        value = getattr(config, name)
+        least = 0 if name == "first_dense_layers" or name not in MIXTURE_KEYS[family] else 1
+        _check_whole(name, value, least)
+    widest = max(config.num_experts * config.moe_intermediate_size, config.shared_width)
+    numbers = config.num_layers * config.hidden_size * widest
+    if numbers >= _MOST_NUMBERS:
+        raise InputError(
+            f"the sizes make experts of {numbers:.0e} numbers, more than any machine holds"
+        )
+    if config.num_experts_per_tok > config.num_experts:
+        raise InputError(
+            f"num_experts_per_tok must be at most num_experts {config.num_experts}, found"
+            f" {config.num_experts_per_tok}"
+        )
+    if not isinstance(config.norm_topk_prob, bool):
+        raise InputError(f"norm_topk_prob must be true or false, found {config.norm_topk_prob!r}")
+    for name in ("router_aux_loss_coef", "routed_scaling_factor"):
+        value = getattr(config, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 <= value < math.inf:
+            raise InputError(f"{name} must be a finite number of at least 0, found {value!r}")
+    _check_groups(config)
+    if config.first_dense_layers >= config.num_layers:
+        raise InputError(
+            f"first_dense_layers must be less than num_layers {config.num_layers}, found"
+            f" {config.first_dense_layers}"
+        )
+
+
+def _check_groups(config: ModelConfig) -> None:
+    """The router's top 2 of every group, and enough experts in the groups that are taken."""
+    groups, taken, experts = config.router_groups, config.router_groups_per_tok, config.num_experts
+    if config.model_type not in SIGMOID_FAMILIES:
+        return
+    if experts % groups or experts // groups < 2:
+        raise InputError(
+            f"router_groups {groups} must divide num_experts {experts} into groups of at least 2"
+        )
+    if taken > groups:
+        raise InputError(
+            f"router_groups_per_tok must be at most router_groups {groups}, found {taken}"
+        )
+    if taken * (experts // groups) < config.num_experts_per_tok:
+        raise InputError(
+            f"{taken} groups of {experts // groups} experts are fewer than num_experts_per_tok"
+            f" {config.num_experts_per_tok}"
+        )
+
+
+def _check_windows(config: ModelConfig) -> None:
+    family, window, layers = config.model_type, config.sliding_window, config.window_layers
+    if not whole(window) or not 0 <= window < _MOST:
+        raise InputError(
+            f"sliding_window must be a whole number from 0 (none) to {_MOST - 1}, found {window!r}"
+        )
+    if not isinstance(layers, tuple) or not all(isinstance(own, bool) for own in layers):
+        raise InputError(f"window_layers must be a tuple of True and False, found {layers!r}")
+    if not window:
+        if layers:
+            raise InputError(f"window_layers must be () without a sliding_window, found {layers}")
+        return
+    if family not in (*WINDOWS_BY_LAYER, *WINDOW_IN_EVERY_LAYER):
+        raise InputError(f"a {family} model has sliding_window=0, found {window}")
+    if len(layers) != config.num_layers:
+        raise InputError(f"window_layers has {len(layers)} entries for {config.num_layers} layers")
+    if not any(layers):
+        raise InputError(f"window_layers has no layer for sliding_window {window}")
+    if family in WINDOW_IN_EVERY_LAYER and not all(layers):
+        raise InputError(
+            f"a {family} model has its sliding_window in every layer, found window_layers {layers}"
+        )
+
+
+def _spread_windows(config: ModelConfig, layers: int) -> dict[str, Any]:
+    """The fields for another number of layers, windows in about the same share of them.
+
+    Of that many equal runs of layers, each gives its last one's kind.
+    """
+    count = config.num_layers
+    if not config.sliding_window:
+        return {}
+    kinds = tuple(config.window_layers[((i + 1) * count - 1) // layers] for i in range(layers))
+    return {"window_layers": kinds} if any(kinds) else {"sliding_window": 0, "window_layers": ()}

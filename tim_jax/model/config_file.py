@@ -12,8 +12,19 @@ from typing import Any
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import whole
-from tim_jax.model import latent, mixture, rope, windows
-from tim_jax.model.config import ARCHITECTURES, ModelConfig
+from tim_jax.model import rope
+from tim_jax.model.config import (
+    ARCHITECTURES,
+    LATENT_FAMILIES,
+    MIXTURE_FAMILIES,
+    MIXTURE_KEYS,
+    MIXTURE_SIZES,
+    SIGMOID_FAMILIES,
+    WINDOW_IN_EVERY_LAYER,
+    WINDOWS_BY_LAYER,
+    LatentConfig,
+    ModelConfig,
+)
 
 _REQUIRED = {
     "vocab_size": "vocab_size",
@@ -40,6 +51,39 @@ _SPECIAL_TOKENS = {
     "mistral": {"bos_token_id": 1, "eos_token_id": 2},
     "deepseek_v3": {"bos_token_id": 0, "eos_token_id": 1},
 }
+# What `transformers` takes absent keys for.
+_LATENT_DEFAULTS = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+}
+_QUERY_RANK = 1536
+_COUNT = "num_local_experts"  # that of transformers 5
+# Of other mixtures: experts that every token goes through, other scores, groups of experts.
+_OTHERS = (
+    "n_shared_experts",
+    "n_routed_experts",
+    "shared_expert_intermediate_size",
+    "scoring_func",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "first_k_dense_replace",
+)
+# Of DeepSeek's mixtures, what is computed here.
+_DEEPSEEK_ONLY = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "ep_size": 1,
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# What `transformers` takes absent keys for.
+_WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
+_MOST = 2**31
+_MOST_LAYERS = 2**16
 
 
 def from_hf(values: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
@@ -68,7 +112,7 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
     head_dim = values.get("head_dim")
     if head_dim is None:
         head_dim = _HEAD_DIM_DEFAULT.get(family) or _quotient(sizes["hidden_size"], heads)
-    of_latent = latent.read(values)
+    of_latent = _read_latent(values)
     if of_latent:
         head_dim = of_latent.qk_rope_head_dim
     special = _SPECIAL_TOKENS.get(family) or {}
@@ -84,9 +128,9 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
         output_bias=bias and family not in _QKV_BIAS,
         mlp_bias=_or_default(values, "mlp_bias", False) if family == "llama" else False,
         tied_embeddings=_or_default(values, "tie_word_embeddings", False),
-        **mixture.read(values),
+        **_read_mixture(values),
         latent=of_latent,
-        **windows.read(values),
+        **_read_windows(values),
         initializer_range=_or_default(values, "initializer_range", 0.02),
         eos_token_ids=_token_ids(values.get("eos_token_id", special.get("eos_token_id"))),
         bos_token_id=values.get("bos_token_id", special.get("bos_token_id")),
@@ -121,7 +165,7 @@ def to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
         values["attention_bias"] = config.attention_bias
     values |= {"dtype": dtype, "torch_dtype": dtype}
     values |= rope.written(config.rope)
-    values |= mixture.written(config) | latent.written(config) | windows.written(config)
+    values |= _mixture_values(config) | _latent_values(config) | _window_values(config)
     if config.model_type == "llama":
         values["mlp_bias"] = config.mlp_bias
     return dict(sorted(values.items()))
@@ -146,8 +190,8 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
             raise InputError(f"{key} is not supported; it must be absent, found {values[key]!r}")
     if family != "llama" and values.get("mlp_bias"):
         raise InputError(f"mlp_bias is not supported for model_type {family!r}")
-    latent.refuse_other_code(values)
-    mixture.refuse_unsupported(values)
+    _refuse_other_code(values)
+    _refuse_other_experts(values)
 
 
 def _required(values: Mapping[str, Any], key: str) -> Any:
@@ -176,3 +220,188 @@ def _quotient(hidden_size: Any, heads: Any) -> Any:
 def _token_ids(value: Any) -> tuple[int, ...]:
     several = value if isinstance(value, (list, tuple)) else (value,)
     return () if value is None else tuple(several)
+
+
+def _refuse_other_code(values: Mapping[str, Any]) -> None:
+    """Raises `InputError` for code that comes with a checkpoint, unless it is known.
+
+    Moonlight brings DeepSeek-V3's classes, from before `transformers` had them.
+    """
+    remote = values.get("auto_map") or {}
+    names = remote.values() if isinstance(remote, Mapping) else [remote]
+    known = all(str(name).split(".")[-1].startswith("DeepseekV3") for name in names)
+    if remote and not (known and values["model_type"] in LATENT_FAMILIES):
+        raise InputError(f"auto_map is not supported; it must be absent, found {remote!r}")
+
+
+def _read_latent(values: Mapping[str, Any]) -> LatentConfig | None:
+    """From the contents of a config.json; None for other attention."""
+    if values["model_type"] not in LATENT_FAMILIES:
+        return None
+    given = {
+        name: default if values.get(name) is None else values[name]
+        for name, default in _LATENT_DEFAULTS.items()
+    }
+    rank = values.get("q_lora_rank", _QUERY_RANK)
+    return LatentConfig(**given, q_lora_rank=0 if rank is None else rank)
+
+
+def _latent_values(config: ModelConfig) -> dict[str, Any]:
+    """What a config.json has of latent attention; nothing for other attention."""
+    latent = config.latent
+    if latent is None:
+        return {}
+    sizes = {name: getattr(latent, name) for name in _LATENT_DEFAULTS}
+    return sizes | {"q_lora_rank": latent.q_lora_rank or None, "qk_head_dim": latent.qk_head_dim}
+
+
+def _read_mixture(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a mixture in the contents of a config.json; none for a dense family."""
+    family = values["model_type"]
+    if family not in MIXTURE_FAMILIES:
+        return {}
+    keys = MIXTURE_KEYS[family]
+    name = keys["num_experts"][0]
+    counts = [values[key] for key in (name, _COUNT) if values.get(key) is not None]
+    if counts[1:] and counts[0] != counts[1]:
+        raise InputError(f"{name} and {_COUNT} are both given and differ")
+    given = {**values, name: counts[0] if counts else None}
+    fields = {
+        field: default if given.get(key) is None else given[key]
+        for field, (key, default) in keys.items()
+    }
+    first, layers = fields.get("first_dense_layers", 0), values["num_hidden_layers"]
+    if whole(first) and whole(layers) and first >= layers:  # no layer has experts
+        return {}
+    return fields
+
+
+def _mixture_values(config: ModelConfig) -> dict[str, Any]:
+    """What a config.json has of experts; nothing for a dense family."""
+    if config.model_type not in MIXTURE_FAMILIES:
+        return {}
+    keys = MIXTURE_KEYS[config.model_type]
+    if config.num_experts == 0:
+        return {keys["first_dense_layers"][0]: config.num_layers}
+    fields = {key: getattr(config, field) for field, (key, _) in keys.items()}
+    if config.model_type in SIGMOID_FAMILIES:
+        return fields | {"num_nextn_predict_layers": 0}
+    return fields | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _refuse_other_experts(values: Mapping[str, Any]) -> None:
+    """Raises `InputError` for experts in a dense family, and for what no forward here computes."""
+    family = values["model_type"]
+    if family in SIGMOID_FAMILIES:
+        for key, only in _DEEPSEEK_ONLY.items():
+            if values.get(key) not in (None, only):
+                raise InputError(f"{key} {values[key]!r} is not supported, only {only!r}")
+        return
+    dense = family not in MIXTURE_FAMILIES
+    own = () if dense else {key for key, _ in MIXTURE_KEYS[family].values()}
+    for key in ("num_experts", _COUNT, *MIXTURE_SIZES, *_OTHERS) if dense else _OTHERS:
+        if values.get(key) and key not in own:
+            what = ", a dense model" if dense else ""
+            raise InputError(
+                f"{key} {values[key]!r} is not supported for model_type {family!r}{what}"
+            )
+    if dense:
+        return
+    step, without = values.get("decoder_sparse_step"), values.get("mlp_only_layers")
+    if step not in (None, 1):
+        raise InputError(f"decoder_sparse_step {step!r} is not supported, only 1")
+    if without:
+        raise InputError(
+            f"mlp_only_layers {without!r} is not supported, only []: every layer must have experts"
+        )
+    if values.get("num_key_value_heads") is None:  # of which `transformers` takes no null
+        raise InputError("'num_key_value_heads' is missing")
+
+
+def _read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of windows in the contents of a config.json; none where no layer has a window.
+
+    Raises `InputError` for kinds of attention that no forward here computes, and for keys that
+    contradict each other.
+    """
+    window, kinds = _window(values), _kinds(values)
+    family, layers = values["model_type"], values["num_hidden_layers"]
+    if window is None:
+        if kinds is not None and any(kinds):
+            needed = "a sliding_window"
+            needed += "" if family == "mistral" else " and use_sliding_window true"
+            raise InputError(f"layer_types with {_SLIDING!r} needs {needed}")
+        return {}
+    if not whole(layers) or layers > _MOST_LAYERS:
+        return {}  # ModelConfig names the number of layers
+    if kinds is None:
+        full = _full_layers(values) if family in WINDOWS_BY_LAYER else 0
+        kinds = tuple(index >= full for index in range(layers))
+    elif family in WINDOW_IN_EVERY_LAYER and not all(kinds):
+        raise InputError(
+            f"layer_types with {_FULL!r} contradicts the sliding_window {window}, which a {family}"
+            " model has in every layer"
+        )
+    return {"sliding_window": window, "window_layers": kinds} if any(kinds) else {}
+
+
+def _window(values: Mapping[str, Any]) -> int | None:
+    """The window that some layers may have, None for none."""
+    family, window = values["model_type"], values.get("sliding_window", _WINDOW)
+    if family == "llama":
+        if values.get("sliding_window") is not None:
+            raise InputError(f"sliding_window {window!r} is not supported for model_type 'llama'")
+        return None
+    used = values.get("use_sliding_window")
+    if used is not None and not isinstance(used, bool):
+        raise InputError(f"use_sliding_window must be true or false, found {used!r}")
+    if window is None or (family != "mistral" and not used):
+        return None
+    if not whole(window) or not 1 <= window < _MOST:
+        raise InputError(
+            f"sliding_window must be a whole number from 1 to {_MOST - 1}, found {window!r}"
+        )
+    return window
+
+
+def _kinds(values: Mapping[str, Any]) -> tuple[bool, ...] | None:
+    """For every layer whether layer_types says that it has a window; None: it says nothing."""
+    kinds, layers = values.get("layer_types"), values["num_hidden_layers"]
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list):
+        raise InputError(f"layer_types must be a list, found {kinds!r}")
+    known = (_FULL,) if values["model_type"] == "llama" else (_FULL, _SLIDING)
+    other = sorted(set(map(str, kinds)) - set(known))
+    if other:
+        raise InputError(
+            f"layer_types with {other[0]!r} is not supported, only {' and '.join(map(repr, known))}"
+        )
+    if len(kinds) != layers:
+        raise InputError(f"layer_types has {len(kinds)} entries for {layers!r} layers")
+    return tuple(kind == _SLIDING for kind in kinds)
+
+
+def _full_layers(values: Mapping[str, Any]) -> int:
+    """How many layers come before the first one with a window."""
+    full = values.get("max_window_layers")
+    if full is None:
+        return _MAX_WINDOW_LAYERS
+    if not whole(full):
+        raise InputError(f"max_window_layers must be a whole number, found {full!r}")
+    return full
+
+
+def _window_values(config: ModelConfig) -> dict[str, Any]:
+    """What a config.json has of windows."""
+    family, window = config.model_type, config.sliding_window
+    if family not in (*WINDOWS_BY_LAYER, *WINDOW_IN_EVERY_LAYER):
+        return {}
+    if family == "mistral":
+        return {"sliding_window": window or None}
+    if not window:
+        return {"use_sliding_window": False}
+    values: dict[str, Any] = {"sliding_window": window, "use_sliding_window": True}
+    if family in WINDOWS_BY_LAYER:
+        values["layer_types"] = [_SLIDING if own else _FULL for own in config.window_layers]
+    return values

@@ -14,9 +14,9 @@ import jax
 
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import shown
-from tim_jax.model import adapters, preparing
+from tim_jax.model import adapters, parameters
+from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.lora import Lora
 from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
@@ -113,7 +113,7 @@ class Execution:
             )
 
     def prepare(self, params: Params) -> Weights:
-        """Compute weights of the master weights, edited; see `preparing.prepare`.
+        """Compute weights of the master weights, edited; see `parameters.prepare`.
 
         Adapters among the parameters are merged first, by the rule of `adapters`.
         """
@@ -121,7 +121,7 @@ class Execution:
             params = adapters.merged(
                 params, config=self.config, lora=self.lora, numerics=self.numerics
             )
-        weights = preparing.prepare(params, config=self.config, numerics=self.numerics)
+        weights = parameters.prepare(params, config=self.config, numerics=self.numerics)
         for edit in self.edits:
             weights = edit.weights(weights)
         return weights

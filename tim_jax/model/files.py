@@ -1,4 +1,11 @@
-"""The files that models and adapters are made of: JSON, safetensors, and folders made at once."""
+"""The files that models and adapters are made of: JSON, safetensors, tokenizers, whole folders.
+
+`transformers` 5 rebuilds some tokenizers from their vocabulary alone, by the name of their class or
+of the model's family: every Qwen2's, and whatever is called a LlamaTokenizer. These lose the
+pre-tokenizer, normalizer and decoder of their own, and a text gets other ids, without a word. So
+tokenizer.json is read here as it stands. Where a folder has none, `transformers` makes the
+tokenizer of the vocabulary that there is.
+"""
 
 import json
 import os
@@ -8,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -103,3 +110,147 @@ def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
         if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
             raise InputError(f"{str(folder)!r} cannot be written ({error})") from None
         raise
+
+
+_WHOLE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_VOCABULARIES = (_WHOLE, "tokenizer.model", "vocab.json")
+_FILES = (
+    *_VOCABULARIES,
+    _SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+_READ_FROM = "_tim_jax_read_from"  # where a tokenizer keeps the files that it was read from
+
+
+class _ReadFrom(NamedTuple):
+    files: dict[str, bytes]  # by their names in the folder
+    state: str  # of the tokenizer that they say
+
+
+def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
+    """The folder's `transformers` tokenizer, chat template included.
+
+    A text begins with the bos token if `add_bos_token` of tokenizer_config.json says so, and if it
+    says nothing, if tokenizer.json has it so.
+
+    Args:
+      vocab_size: of the model, whose embeddings the ids must be among.
+
+    Raises:
+      InputError: there is none, it cannot be read, or it has ids that the model has no embedding
+        for.
+    """
+    # without them some classes quietly make a tokenizer that knows no word
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise InputError(
+            f"model folder {str(folder)!r} has no tokenizer ({', '.join(_VOCABULARIES)})"
+        )
+    try:
+        tokenizer = _made(folder)
+        tokenizer.encode("")  # settings of a wrong type are not looked at before
+    except Exception as error:  # whatever its many backends raise on a bad file
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"model folder {str(folder)!r} has no usable tokenizer ({reason})"
+        ) from None
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= vocab_size:
+        raise InputError(
+            f"model folder {str(folder)!r}: the tokenizer's largest id {largest} is outside the "
+            f"model's vocabulary of {vocab_size}"
+        )
+    settings = _settings(folder)
+    _check_added(tokenizer, settings, folder / _SETTINGS)
+    _begin_as_declared(tokenizer, settings, folder / _SETTINGS)
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for pattern in _FILES
+        for path in sorted(folder.glob(pattern))
+    }
+    setattr(tokenizer, _READ_FROM, _ReadFrom(files, _state(tokenizer)))
+    return tokenizer
+
+
+def _made(folder: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import
+
+    if (folder / _WHOLE).is_file():
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    # False, because the default asks the user whether to run code that the folder brings.
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / _SETTINGS
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _check_added(tokenizer: Any, settings: Mapping[str, Any], where: Path) -> None:
+    """Refuses tokens that the settings give other ids than they have: `transformers` does not."""
+    for number, token in settings.get("added_tokens_decoder", {}).items():
+        content = token["content"]
+        if (found := tokenizer.convert_tokens_to_ids(content)) != int(number):
+            raise InputError(f"{where}: token {content!r} is {number}, but {found} in {_WHOLE}")
+
+
+def _begin_as_declared(tokenizer: Any, settings: Mapping[str, Any], where: Path) -> None:
+    """Has texts begin with the bos token, or not, as the settings say: `transformers` 5 forgets."""
+    declared = settings.get("add_bos_token")
+    if not isinstance(declared, bool):
+        return
+    if declared and tokenizer.bos_token_id is None:
+        raise InputError(f"{where}: add_bos_token is true, but there is no bos_token")
+    begins = tokenizer.encode("", add_special_tokens=True)[:1] == [tokenizer.bos_token_id]
+    if declared != begins:
+        tokenizer.add_bos_token = declared
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Writes a tokenizer so that `transformers` 4 and 5 read it.
+
+    One that `load_tokenizer` gave is written byte for byte as it was read, unless it was changed
+    since. Only names that `transformers` 4 does not know are replaced in tokenizer_config.json.
+    """
+    kept = getattr(tokenizer, _READ_FROM, None)
+    if kept is not None and kept.state == _state(tokenizer):
+        for name, contents in kept.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(contents)
+    else:
+        tokenizer.save_pretrained(folder)
+    settings = _settings(folder)
+    if (known := _known_to_both(settings)) != settings:
+        write_json(folder / _SETTINGS, known)
+
+
+def _known_to_both(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by names that `transformers` 4 knows too."""
+    known = dict(settings)
+    if known.get("tokenizer_class") == "TokenizersBackend":
+        known["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(known.get("extra_special_tokens"), list):  # `transformers` 4 takes an object
+        known["additional_special_tokens"] = known.pop("extra_special_tokens")
+    return known
+
+
+def _state(tokenizer: Any) -> str:
+    """What a user may have changed of a tokenizer since it was read."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    own = [getattr(backend, part, None) for part in parts]
+    return repr(
+        (
+            len(tokenizer),
+            tokenizer.added_tokens_decoder,
+            tokenizer.special_tokens_map,
+            tokenizer.chat_template,
+            tokenizer.model_max_length,
+            tokenizer.padding_side,
+            [None if part is None else part.__getstate__() for part in own],
+        )
+    )

@@ -32,10 +32,10 @@ from tim_jax.model.files import (
     new_folder,
     open_tensors,
     read_json,
+    save_tokenizer,
     write_json,
 )
 from tim_jax.model.parameters import check_params
-from tim_jax.model.tokenizer import save_tokenizer
 from tim_jax.model.weights import NAMED, Params, Weight, parameter_shapes, table
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import expanded, shown
 from tim_jax.model import adapters
-from tim_jax.model.adapters import Adapter, Adapters
+from tim_jax.model.adapters import KNOWN, Adapter, Adapters, Lora
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.files import (
     Stored,
@@ -30,7 +30,6 @@ from tim_jax.model.files import (
     read_json,
     write_json,
 )
-from tim_jax.model.lora import KNOWN, Lora
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _BEFORE, _PARTS = "base_model.model.", {"a": "lora_A", "b": "lora_B"}

@@ -180,7 +180,7 @@ def _yarn(rope: RopeConfig, powers: np.ndarray, head_dim: int) -> np.ndarray:
     factor, original = _given(rope.factor), _given(rope.original_max_positions)
 
     def pair_turning(rotations: float) -> float:
-        """The (fractional) pair that makes so many turns over the original positions."""
+        """The (fractional) pair that makes this many turns over the original positions."""
         return (
             head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
         )

@@ -10,14 +10,14 @@ module.
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from tim_jax import kernels
 from tim_jax.kernels import experts, formulas
-from tim_jax.model import adapters, attention, rope, windows
+from tim_jax.model import adapters, attention, rope
 from tim_jax.model.attention import Cache, LayerCache
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights
@@ -33,32 +33,6 @@ class Routed(NamedTuple):
     balance: jax.Array | None  # f32[B, T], of `experts.balance` the mean over layers, if asked for
 
 
-@overload
-def forward(
-    weights: Weights,
-    tokens: jax.Array,
-    positions: jax.Array,
-    cache: None = None,
-    *,
-    execution: Execution,
-    remat: bool = False,
-    embeddings: jax.Array | None = None,
-    routes: jax.Array | None = None,
-    loads: jax.Array | None = None,
-) -> tuple[jax.Array, LayerCache, Routed | None]: ...
-@overload
-def forward(
-    weights: Weights,
-    tokens: jax.Array,
-    positions: jax.Array,
-    cache: Cache,
-    *,
-    execution: Execution,
-    remat: bool = False,
-    embeddings: jax.Array | None = None,
-    routes: jax.Array | None = None,
-    loads: jax.Array | None = None,
-) -> tuple[jax.Array, Cache, Routed | None]: ...
 def forward(
     weights: Weights,
     tokens: jax.Array,
@@ -74,7 +48,7 @@ def forward(
     """Hidden states of `tokens`, each attending to its sequence's tokens up to itself.
 
     Args:
-      weights: from `preparing.prepare`, and with a cache from `preparing.unstacked`. Adapters
+      weights: from `parameters.prepare`, and with a cache from `parameters.unstacked`. Adapters
         among those of the layers have a gradient, and the matrices that they belong to have none.
       tokens: i32[B, T].
       positions: i32[B, T]. Without a cache they must be 0..T-1 in every row.
@@ -100,7 +74,7 @@ def forward(
     rows = positions.reshape(-1)
     angles = tuple(jnp.asarray(part)[rows] for part in table)
     layer = partial(_layer, execution=execution, shape=(batch, length))
-    sizes = windows.of_layers(execution.config)
+    sizes = execution.config.window_sizes
     if cache is None:
         of_routing = None if routes is None else _by_layer(routes), loads
 

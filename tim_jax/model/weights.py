@@ -8,7 +8,7 @@ kernels, quantisation) reads these tables.
 Parameters, the masters, are a dict of float32 arrays, matrices [in, out]. Those under "layers" are
 stacked over layers: their first dimension is `num_layers`. A model whose first layers are of
 another kind than the rest has these apart, under "dense_layers": see `ModelConfig.stacks`. Compute
-weights are what `preparing.prepare` makes of them for the forward: of the same form, some joined.
+weights are what `parameters.prepare` makes of them for the forward: of the same form, some joined.
 """
 
 import math
@@ -21,13 +21,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from tim_jax.model.config import ModelConfig
-from tim_jax.model.mixture import SIGMOID_FAMILIES
+from tim_jax.model.config import SIGMOID_FAMILIES, ModelConfig
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Axes, Axis
 
 Params = dict[str, Any]  # float32 master weights, a leaf for every row of `table(config)`
-Weights = dict[str, Any]  # compute weights, from `preparing.prepare`
+Weights = dict[str, Any]  # compute weights, from `parameters.prepare`
 Kind = Literal["embedding", "matrix", "norm", "bias", "scale", "buffer"]
 Condition = Callable[[ModelConfig], bool]
 
@@ -397,7 +396,7 @@ def param_axes(config: ModelConfig) -> dict[str, Any]:
 
 
 def weight_axes(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
-    """The tree of `preparing.prepare`'s compute weights with each leaf's logical axes."""
+    """The tree of `parameters.prepare`'s compute weights with each leaf's logical axes."""
     axes = param_axes(config)
     tiled: Axes = ("tile",) if numerics.column_tiles > 1 else ()
 

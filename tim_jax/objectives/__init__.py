@@ -1,11 +1,11 @@
 """From rewards and log-probs to a loss: advantages, token losses, aggregation, presets."""
 
 from tim_jax.objectives.aggregation import Aggregation, Denominator
-from tim_jax.objectives.losses.base import KL, kl_estimate
-from tim_jax.objectives.losses.registry import Loss
-from tim_jax.objectives.objective import Objective, TokenLosses
-from tim_jax.objectives.presets import (
+from tim_jax.objectives.losses import Loss
+from tim_jax.objectives.objective import (
     PRESETS,
+    Objective,
+    TokenLosses,
     cispo,
     dapo,
     dppo,
@@ -18,6 +18,7 @@ from tim_jax.objectives.presets import (
     rloo,
     sapo,
 )
+from tim_jax.objectives.shaping import KL, kl_estimate
 
 __all__ = [
     "KL",

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.numerics import strict
 from tim_jax.numerics.sums import count, row_count, running_sum, tree_sum
-from tim_jax.objectives import means
 
 Estimator = Literal[
     "grpo",
@@ -199,7 +198,7 @@ def advantages(
 def informative_groups(rewards: jax.Array, group_size: int) -> jax.Array:
     """Returns bool[B], False for every row of a group whose rewards f32[B] are all equal."""
     groups = _groups(rewards, group_size)
-    return jnp.broadcast_to(means.differing(groups), groups.shape).reshape(-1)
+    return jnp.broadcast_to(_differing(groups), groups.shape).reshape(-1)
 
 
 class _Batch(NamedTuple):
@@ -226,9 +225,7 @@ def _dr_grpo(batch: _Batch) -> jax.Array:
 
 def _rloo(batch: _Batch) -> jax.Array:
     others = _group_sum(batch) - batch.rewards
-    return _informative(
-        batch, batch.rewards - means.quotient(others, means.one_less(_number(batch)))
-    )
+    return _informative(batch, batch.rewards - _quotient(others, _one_less(_number(batch))))
 
 
 def _reinforce(batch: _Batch) -> jax.Array:
@@ -238,7 +235,7 @@ def _reinforce(batch: _Batch) -> jax.Array:
 def _reinforce_batch(batch: _Batch) -> jax.Array:
     total = tree_sum(_reinforce(batch).reshape(-1))
     number = count(batch.counted, total.dtype)
-    return jnp.where(batch.counted, batch.rewards - means.quotient(total, number), 0.0)
+    return jnp.where(batch.counted, batch.rewards - _quotient(total, number), 0.0)
 
 
 def _reinforce_plus_plus(batch: _Batch) -> jax.Array:
@@ -251,7 +248,7 @@ def _reinforce_plus_plus_baseline(batch: _Batch) -> jax.Array:
 
 def _opo(batch: _Batch) -> jax.Array:
     lengths = row_count(batch.mask).astype(batch.rewards.dtype)
-    baseline = means.weighted_mean(batch.rewards, lengths, batch.counted)
+    baseline = _weighted_mean(batch.rewards, lengths, batch.counted)
     return _informative(batch, batch.rewards - baseline)
 
 
@@ -282,8 +279,8 @@ def _optimal_token_baseline(batch: _Batch) -> jax.Array:
         log_ratio = jnp.where(batch.mask, batch.log_ratio, 0.0)
         gathered = gathered * jnp.square(_weights(batch, log_ratio))
     returns = batch.rewards if batch.rewards.ndim == 3 else batch.rewards[:, :, None]
-    baseline = means.weighted_mean(returns, running_sum(gathered), batch.mask)
-    compared = jnp.where(means.differing(returns, batch.mask), returns - baseline, 0.0)
+    baseline = _weighted_mean(returns, running_sum(gathered), batch.mask)
+    compared = jnp.where(_differing(returns, batch.mask), returns - baseline, 0.0)
     alone = jnp.sum(batch.mask, axis=1, keepdims=True, dtype=jnp.int32) == 1
     return jnp.where(batch.mask, jnp.where(alone, returns, compared), 0.0)
 
@@ -293,7 +290,7 @@ def _off_policy_baseline(batch: _Batch) -> jax.Array:
     if batch.log_ratio is not None:
         finite = jnp.clip(batch.log_ratio, -_LOG_RATIO_FINITE, _LOG_RATIO_FINITE)
         norms = norms * jnp.square(_weights(batch, tree_sum(jnp.where(batch.mask, finite, 0.0))))
-    baseline = means.weighted_mean(batch.rewards, norms, batch.counted)
+    baseline = _weighted_mean(batch.rewards, norms, batch.counted)
     return _informative(batch, batch.rewards - baseline)
 
 
@@ -325,14 +322,14 @@ def _number(batch: _Batch) -> jax.Array:
 
 def _centred(batch: _Batch) -> jax.Array:
     """f32[P, G], rewards less the group's mean; 0 in rows that do not count."""
-    mean = means.quotient(_group_sum(batch), _number(batch))
+    mean = _quotient(_group_sum(batch), _number(batch))
     return jnp.where(batch.counted, batch.rewards - mean, 0.0)
 
 
 def _deviation(batch: _Batch, centred: jax.Array) -> jax.Array:
     """f32[P, 1], the sample deviation of what `_centred` returned."""
     total = tree_sum(jnp.square(centred))[:, None]
-    return jnp.sqrt(means.quotient(total, means.one_less(_number(batch))))
+    return jnp.sqrt(_quotient(total, _one_less(_number(batch))))
 
 
 def _informative(batch: _Batch, values: jax.Array) -> jax.Array:
@@ -340,7 +337,7 @@ def _informative(batch: _Batch, values: jax.Array) -> jax.Array:
 
     Otherwise the rounding of a mean, divided by a deviation of the same size, would be a signal.
     """
-    return jnp.where(batch.counted & means.differing(batch.rewards, batch.counted), values, 0.0)
+    return jnp.where(batch.counted & _differing(batch.rewards, batch.counted), values, 0.0)
 
 
 def _whitened(batch: _Batch, values: jax.Array) -> jax.Array:
@@ -348,12 +345,12 @@ def _whitened(batch: _Batch, values: jax.Array) -> jax.Array:
     share = row_count(batch.mask) if values.ndim == 2 else batch.mask.astype(jnp.int32)
     tokens = jnp.maximum(jnp.sum(share, dtype=jnp.int32), 1).astype(values.dtype)
     share = share.astype(values.dtype)
-    centred = values - means.total(share * values) / tokens
+    centred = values - _total(share * values) / tokens
     centred = jnp.where(batch.counted, centred, 0.0)
-    variance = means.total(share * jnp.square(centred)) / means.one_less(tokens)
+    variance = _total(share * jnp.square(centred)) / _one_less(tokens)
     whitened = centred * strict.inverse_root(variance + _VARIANCE_FLOOR)
     # As in `_informative`: equal values are no signal.
-    return jnp.where(means.differing(values, batch.counted, axis=None), whitened, 0.0)
+    return jnp.where(_differing(values, batch.counted, axis=None), whitened, 0.0)
 
 
 def _energies(batch: _Batch) -> jax.Array:
@@ -390,3 +387,46 @@ def _check_given(estimator: Estimator, groups: tuple[int, ...], given: dict[str,
             raise InputError(
                 f"{name} has shape {array.shape}; for {prompts} groups of {size} it must be {right}"
             )
+
+
+def _one_less(number: jax.Array) -> jax.Array:
+    """The divisor of a sample variance, at least 1."""
+    return jnp.maximum(number - 1.0, 1.0)
+
+
+def _quotient(total: jax.Array, number: jax.Array) -> jax.Array:
+    """total / number as XLA compiles it for a constant number: times the rounded reciprocal.
+
+    So a constant and a count give the same bits. `uncontracted`, because with the subtraction that
+    follows it would become a fused multiply-add in some programs and not in others.
+    """
+    return strict.uncontracted(total * (1.0 / number))
+
+
+def _total(values: jax.Array) -> jax.Array:
+    """The sum of f32[P, G] or f32[P, G, R]; by rows first, so that a longer R changes no bit."""
+    return tree_sum((tree_sum(values) if values.ndim == 3 else values).reshape(-1))
+
+
+def _weighted_mean(values: jax.Array, weights: jax.Array, counted: jax.Array) -> jax.Array:
+    """Means over axis 1, which stays with size 1; plain ones where all weights are 0.
+
+    `values` and `weights` broadcast to the shape of `counted`; the weights are 0 or more.
+    """
+    weights = jnp.where(counted, weights, 0.0)
+    weightless = jnp.max(weights, axis=1, keepdims=True) == 0.0
+    weights = jnp.where(weightless, counted.astype(weights.dtype), weights)
+    values = jnp.where(counted, values, 0.0)
+    total = jnp.expand_dims(tree_sum(weights, axis=1), 1)
+    weighted = jnp.expand_dims(tree_sum(weights * values, axis=1), 1)
+    return weighted / jnp.where(total == 0.0, 1.0, total)
+
+
+def _differing(
+    groups: jax.Array, counted: jax.Array | None = None, *, axis: int | None = 1
+) -> jax.Array:
+    """True where `axis` (kept with size 1; None: all) has more than one value. No arithmetic."""
+    if counted is None:
+        counted = jnp.ones_like(groups, dtype=bool)
+    largest = jnp.max(jnp.where(counted, groups, -jnp.inf), axis=axis, keepdims=True)
+    return jnp.any(counted & (groups != largest), axis=axis, keepdims=True)

@@ -1,19 +1,67 @@
-"""Reward shaping: what is added to rewards or subtracted before advantages. Pure functions.
+"""Estimates of the KL, and reward shaping: what is added to rewards before advantages.
 
 B sequences; R is the longest response. A reward is f32[B], one per sequence, or f32[B, R].
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from tim_jax.common.errors import InputError
-from tim_jax.numerics.strict import widened
-from tim_jax.objectives.losses import KL, kl_estimate
+from tim_jax.common.errors import InputError, check_choice
+from tim_jax.numerics.strict import LOG_RATIO_BOUND, widened
 
 # The largest relative error of the KL that the controller answers to (Ziegler et al. 2019, 2.2).
 _LARGEST_ERROR = 0.2
+KL = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+
+
+def kl_estimate(
+    log_probs: jax.Array, reference: jax.Array, *, estimator: KL, cap: float | None = None
+) -> jax.Array:
+    """Returns per-token estimates f32[B, R] of KL(pi || reference) from tokens drawn from pi.
+
+    With `d = log pi - log reference` (Schulman, "Approximating KL divergence", 2020):
+    k1 `d`; k2 `d^2 / 2`; k3 `exp(-d) - 1 + d`, with d clipped to ±20; abs `|d|`. As a loss, k2 is
+    the one whose gradient is the divergence's in expectation; k1's has expectation 0; k3 is GRPO's
+    choice. `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2.
+
+    `cap` clips the estimate to ±cap: verl's k3 has a cap of 10. Beyond it there is no gradient,
+    except for k1+ and k3+, whose gradient is not clipped.
+
+    Raises:
+        InputError: an unknown estimator, or a cap that is not positive.
+    """
+    check_choice("estimator", estimator, get_args(KL))
+    if cap is not None and not cap > 0.0:
+        raise InputError(f"cap is {cap}; it must be positive, or None for no cap")
+    log_probs, reference = widened(log_probs, reference)
+    difference = log_probs - reference
+    value = _divergence_estimate(difference, estimator.removesuffix("+"))
+    if cap is not None:
+        value = jnp.clip(value, -cap, cap)
+    if not estimator.endswith("+"):
+        return value
+    # Zero, with the gradient of k2, which is d.
+    constant = jax.lax.stop_gradient(difference)
+    return jax.lax.stop_gradient(value) + constant * (difference - constant)
+
+
+def _divergence_estimate(difference: jax.Array, estimator: str) -> jax.Array:
+    if estimator == "k1":
+        return difference
+    if estimator == "abs":
+        return absolute(difference)
+    if estimator == "k2":
+        return 0.5 * jnp.square(difference)
+    d = jnp.clip(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return jnp.expm1(-d) + d
+
+
+def absolute(values: jax.Array) -> jax.Array:
+    """`|x|` with gradient 0 at 0 (`jnp.abs` has 1): equal policies must not be pushed apart."""
+    return values * jax.lax.stop_gradient(jnp.sign(values))
 
 
 def overlong_penalty(lengths: jax.Array, *, longest: int, cache: int) -> jax.Array:
@@ -50,7 +98,7 @@ def kl_penalty(
     """Returns f32[B, R], to be subtracted from the tokens' rewards: `coefficient * kl_t`.
 
     The estimated KL from the reference (Ouyang et al. 2022, arXiv 2203.02155, eq. 2, with
-    `estimator` k1). See `tim_jax.objectives.losses.kl_estimate`. 0 off the mask.
+    `estimator` k1). See `kl_estimate`. 0 off the mask.
 
     Args:
         log_probs: f32[B, R], of the policy that sampled.
@@ -95,7 +143,7 @@ class AdaptiveKL:
             raise InputError(f"horizon is {self.horizon}; it must be at least 1 sequence")
 
     def check(self, sequences: int) -> None:
-        """Refuses steps of so many sequences that one could end the penalty."""
+        """Refuses so large a step that it could end the penalty."""
         check_sequences(sequences, self.horizon)
 
     def update(self, coefficient: jax.Array, kl: jax.Array, *, sequences: int) -> jax.Array:
@@ -106,7 +154,7 @@ class AdaptiveKL:
 
 
 def check_sequences(sequences: int, horizon: int) -> None:
-    """Refuses steps of so many sequences that one could bring the coefficient to 0."""
+    """Refuses so large a step that it could bring the coefficient to 0."""
     if not 0 <= sequences < horizon / _LARGEST_ERROR:
         raise InputError(
             f"sequences is {sequences}; with horizon {horizon} it must lie in"

@@ -20,7 +20,7 @@ from tim_jax import kernels
 from tim_jax.kernels import Kernels, native
 from tim_jax.kernels.composed import Composed
 from tim_jax.numerics import Numerics
-from tim_jax.placement.layout import AXES, RULES, Axes, Placement, missing
+from tim_jax.placement import AXES, RULES, Axes, Placement, missing
 
 Names = tuple[str, ...]
 

@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.kernels.experts import ALONE, Exchange
-from tim_jax.placement import collectives
-from tim_jax.placement.layout import Placement
+from tim_jax.placement import Placement, collectives
 
 _AXIS = "expert"
 

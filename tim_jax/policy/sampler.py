@@ -4,6 +4,11 @@ A step's sequences are all known before it begins, so their queue lies on the de
 S sequences together; when one ends, its slot takes the next of the queue, inside the same program.
 A sequence's bits depend neither on its slot, nor on what is decoded beside it, nor on when it is
 drawn: its random numbers are keyed by its name, and the forward's bits do not depend on the batch.
+
+A response may also be drawn in parts, each by other weights (`prompts_so_far`, `join_parts`). A
+part's keys and values are all made by the weights that draw it, of every token before it too, as in
+AReaL (arXiv 2505.24298). So its log-probs are those of a forward over the whole sequence, to the
+bit.
 """
 
 from collections.abc import Callable
@@ -16,14 +21,13 @@ import jax.numpy as jnp
 from flax import struct
 
 from tim_jax.common.types import Prompts, Rollout, route_dtype
-from tim_jax.model import preparing, transformer
+from tim_jax.model import parameters, transformer
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.model.weights import Weights, weight_axes
 from tim_jax.placement import Placement, collectives
-from tim_jax.policy import distribution, truncation
+from tim_jax.policy import distribution
 from tim_jax.policy import slots as slotting
-from tim_jax.policy.paging import Pool
-from tim_jax.policy.slots import Queue, Results, Slots
+from tim_jax.policy.slots import Pool, Queue, Results, Slots
 
 # (logits f32[B, V], uniform f32[B], positions i32[B] in the responses, sequences i32[B]) -> tokens
 # i32[B], the log-probs f32[B] to record, and those that the tokens were drawn with where they are
@@ -62,7 +66,7 @@ def sample(
     response does not depend on the batch it was drawn in. `key` carries seed and step.
 
     Args:
-      weights: compute weights, from `preparing.prepare`.
+      weights: compute weights, from `parameters.prepare`.
       prompts: P prompts, padded to Tp tokens.
       key: a PRNG key.
       execution: with a placement of more than one device this runs inside `shard_map`, on this
@@ -109,11 +113,11 @@ def sample(
         queue = _queue(cache, results, starts, order, samples=samples, longest=limit, pool=pool)
         slots = slotting.empty(queue, width, numerics=numerics)
         state = _State(slots, results, queue.waiting)
-        unstacked = preparing.unstacked(weights)
+        unstacked = parameters.unstacked(weights)
         for narrower in [*_widths(width, batching.halvings), 0]:
             state = decoding.run(unstacked, queue, state, until=narrower)
             if narrower:
-                state = replace(state, slots=slotting.narrowed(state.slots, narrower))
+                state = replace(state, slots=slotting.narrow(state.slots, narrower))
         results = state.results
     return Rollout(
         prompts=jnp.repeat(prompts.tokens, samples, axis=0),
@@ -140,7 +144,7 @@ def trips(sequences: int, sampling: Sampling, batching: Batching) -> tuple[int, 
     runs of steps, prompts copied into slots before a run, steps of a run, and the searches of its
     draw; then the same for the slots after each halving.
     """
-    limit, searches = sampling.max_response_length, truncation.trips(sampling)
+    limit, searches = sampling.max_response_length, distribution.search_trips(sampling)
     if limit == 1:
         return searches
     runs = -(-(limit - 1) // _STEPS)
@@ -271,7 +275,7 @@ class _Decoding:
             return collectives.any_row(busy(state.slots, jnp.any(state.waiting)), self.rows)
 
         def steps(state: _State) -> _State:
-            slots, waiting = slotting.refilled(
+            slots, waiting = slotting.refill(
                 state.slots, state.waiting, queue, state.results, steps=_STEPS
             )
             some_wait = jnp.any(waiting)
@@ -296,7 +300,7 @@ class _Decoding:
             end = jax.lax.while_loop(
                 going_on, partial(self._step, weights, starts, uniforms), begin
             )
-            results = slotting.stored(
+            results = slotting.store(
                 state.results,
                 slots,
                 end.slots,
@@ -321,7 +325,7 @@ class _Decoding:
             # them.
             weights, _ = jax.lax.optimization_barrier((weights, now.count))
         slots = now.slots
-        cache = slotting.readable(slots)
+        cache = slotting.readable_cache(slots)
         positions = jnp.minimum(starts + slots.lengths - 1, cache[0].span - 1)
         forward: Any = partial(transformer.forward, execution=self.execution)
         hidden, cache, routed = forward(weights, slots.newest[:, None], positions[:, None], cache)
@@ -337,7 +341,7 @@ class _Decoding:
         limit = self.execution.sampling.max_response_length
         return _Steps(
             count=now.count + 1,
-            slots=slotting.advanced(slots, cache, tokens, self.stops, limit),
+            slots=slotting.advance(slots, cache, tokens, self.stops, limit),
             tokens=put(now.tokens, tokens),
             log_probs=put(now.log_probs, log_probs),
             drawn=None if now.drawn is None or drawn_with is None else put(now.drawn, drawn_with),
@@ -377,3 +381,42 @@ def _streams(key: jax.Array, ids: jax.Array, samples: int, first: jax.Array | No
 def _largest_divisor(number: int, most: int) -> int:
     """The largest divisor of `number` that is at most `most`, or 1."""
     return next((n for n in range(min(most, number), 0, -1) if number % n == 0), 1)
+
+
+def prompts_so_far(rollout: Rollout, ids: jax.Array) -> Prompts:
+    """A rollout's B sequences as prompts for their next part, names i32[B] and all.
+
+    A prompt's tokens are followed by the response's at once, so the paddings of both come after.
+    """
+    width, more = rollout.prompts.shape[1], rollout.responses.shape[1]
+    position = jnp.arange(width + more)[None, :]
+    length = rollout.prompt_lengths[:, None]
+    prompt = jnp.pad(rollout.prompts, ((0, 0), (0, more)))
+    place = jnp.clip(position - length, 0, more - 1)
+    response = jnp.take_along_axis(rollout.responses, place, axis=1)
+    tokens = jnp.where(position < length, prompt, response)
+    return Prompts(tokens, rollout.prompt_lengths + rollout.lengths, ids)
+
+
+def join_parts(first: Rollout, second: Rollout) -> Rollout:
+    """`first`, and where it did not finish the tokens that `second` drew after it.
+
+    All responses of `first` that did not finish are as long as the rollout is wide.
+    """
+    goes_on = ~first.finished
+
+    def both(one: jax.Array, other: jax.Array) -> jax.Array:
+        other = jnp.where(goes_on[:, None], other, jnp.zeros_like(other))
+        return jnp.concatenate([one, other], axis=1)
+
+    drawn = None
+    if first.drawn_log_probs is not None and second.drawn_log_probs is not None:
+        drawn = both(first.drawn_log_probs, second.drawn_log_probs)
+    return replace(
+        first,
+        responses=both(first.responses, second.responses),
+        lengths=first.lengths + jnp.where(goes_on, second.lengths, 0),
+        log_probs=both(first.log_probs, second.log_probs),
+        finished=first.finished | second.finished,
+        drawn_log_probs=drawn,
+    )

@@ -1,23 +1,173 @@
-"""Slots that decode a queue of sequences: what is in them, what waits, and what has been drawn.
+"""Slots that decode a queue of sequences, and the pages that their keys and values may lie in.
 
 Everything here moves values and computes none: it decides which sequence is decoded where and when,
 which cannot be seen in a sequence's bits.
 
-N: sequences of a rollout, S: slots, R: longest response, P: prompts, Tp: padded prompt length.
+With pages, the cache's memory follows the tokens in use, not slots times the longest response. The
+keys and values of a layer lie in a pool of pages of `kv_block` positions, the very blocks that
+attention reads, so pages change no bit. A slot's table names its pages in the order of positions.
+Pages that a prompt fills are shared by its samples; the page that it fills in part is copied for
+each of them; all further pages come from the free ones, shortly before they are needed. Where the
+free pages do not suffice, the slots with the latest sequences of the queue give theirs back and
+their sequences wait again. A sequence that starts anew draws the same tokens, so this costs time
+and changes no bit.
+
+N: sequences of a rollout, S: slots, R: longest response, P: prompts, Tp: padded prompt length,
+n: pages of the longest sequence, W: pages of a prompt.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from tim_jax import kernels
+from tim_jax.common.errors import InputError
 from tim_jax.kernels import tiles
 from tim_jax.model.attention import Cache, LayerCache
 from tim_jax.numerics import Numerics
-from tim_jax.policy import paging
-from tim_jax.policy.paging import Pool, Tables
+
+
+@struct.dataclass
+class Tables:
+    """Which pages the slots have."""
+
+    pages: jax.Array  # i32[S, n], numbers of pages; the sink where there is none
+    held: jax.Array  # i32[S], how many of a slot's pages it has, those of its prompt included
+    shared: jax.Array  # i32[S], how many of them are its prompt's
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The pages of a layer: those of the prompts, free ones, one of zeros, and a sink.
+
+    The sink takes what slots without a sequence write.
+    """
+
+    prompts: int  # pages of all prompts
+    width: int  # pages of one prompt, filled or not
+    free: int
+    block: int  # positions of a page
+
+    @property
+    def zeros(self) -> int:
+        """The page that stays zero."""
+        return self.prompts + self.free
+
+    @property
+    def sink(self) -> int:
+        """The page that nobody reads from for a sequence."""
+        return self.zeros + 1
+
+    def check(self, longest: int) -> None:
+        """Raises InputError if one sequence of `longest` positions does not fit."""
+        needed = -(-longest // self.block)
+        if self.free < needed:
+            raise InputError(
+                f"sampler: pages = {self.free} on each device do not hold the longest sequence of"
+                f" {longest} tokens; it needs {needed} pages of {self.block} (numerics.kv_block)"
+            )
+
+    def filled(self, prompts: LayerCache) -> Cache:
+        """The pools of all layers, with the prompts [P / k, L, k, ...] in their pages."""
+
+        def paged(x: jax.Array, axis: int) -> jax.Array:
+            x = x.reshape(-1, *x.shape[2:])
+            missing = self.width * self.block - x.shape[axis]
+            x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(4)])
+            x = x.reshape(*x.shape[:axis], self.width, self.block, *x.shape[axis + 1 :])
+            x = jnp.moveaxis(x, axis, 1)
+            x = x.reshape(-1, *x.shape[2:])
+            return jnp.pad(x, [(0, self.free + 2), (0, 0), (0, 0), (0, 0)])
+
+        layers = range(prompts.key.shape[1])
+        return tuple(
+            LayerCache(key=paged(prompts.key[:, i], 3), value=paged(prompts.value[:, i], 2))
+            for i in layers
+        )
+
+    def empty(self, slots: int, longest: int) -> Tables:
+        """Tables of slots without a sequence."""
+        none = jnp.zeros((slots,), jnp.int32)
+        pages = jnp.full((slots, -(-longest // self.block)), self.sink, jnp.int32)
+        return Tables(pages=pages, held=none, shared=none)
+
+
+def release_pages(tables: Tables, slots: jax.Array, sink: int) -> Tables:
+    """The tables after the slots that are True in bool[S] have given their pages back."""
+    return Tables(
+        pages=jnp.where(slots[:, None], sink, tables.pages),
+        held=jnp.where(slots, 0, tables.held),
+        shared=jnp.where(slots, 0, tables.shared),
+    )
+
+
+def share_prompt_pages(
+    tables: Tables, slots: jax.Array, prompts: jax.Array, lengths: jax.Array, pool: Pool
+):
+    """The tables after slots have taken sequences of i32[S] prompts: they share the full pages."""
+    index = jnp.arange(tables.pages.shape[1])[None, :]
+    full = lengths // pool.block
+    of_prompt = jnp.where(index < full[:, None], prompts[:, None] * pool.width + index, pool.sink)
+    return Tables(
+        pages=jnp.where(slots[:, None], of_prompt, tables.pages),
+        held=jnp.where(slots, full, tables.held),
+        shared=jnp.where(slots, full, tables.shared),
+    )
+
+
+def slots_that_fit(tables: Tables, needed: jax.Array, age: jax.Array, pool: Pool) -> jax.Array:
+    """bool[S], the slots whose pages are there: the oldest first, as long as there are enough.
+
+    Args:
+      needed: i32[S], pages that each slot must have; 0 for one without a sequence.
+      age: i32[S], smaller for older.
+    """
+    own = jnp.maximum(needed - tables.shared, 0)
+    order = jnp.argsort(age, stable=True)
+    sums = jnp.zeros_like(own).at[order].set(jnp.cumsum(own[order]))
+    return sums <= pool.free
+
+
+def provide_pages(
+    cache: Cache, tables: Tables, needed: jax.Array, prompts: jax.Array, pool: Pool
+) -> tuple[Cache, Tables]:
+    """Gives every slot the pages up to `needed` i32[S], which must be free.
+
+    A new page is a copy of its prompt's last page, if that is filled in part, or of zeros: a number
+    that is not finite would reach another sequence through a product with zero.
+    """
+    count = tables.pages.shape[1]
+    index = jnp.arange(count)[None, :]
+    wanted = ((index >= tables.held[:, None]) & (index < needed[:, None])).reshape(-1)
+    own = (index >= tables.shared[:, None]) & (index < tables.held[:, None])
+    used = jnp.zeros((pool.free,), bool)
+    used = used.at[jnp.where(own, tables.pages - pool.prompts, pool.free)].set(True, mode="drop")
+    free = pool.prompts + jnp.argsort(used, stable=True).astype(jnp.int32)
+    rank = jnp.cumsum(wanted.astype(jnp.int32)) - 1
+    pages = jnp.where(wanted, free[jnp.clip(rank, 0, pool.free - 1)], tables.pages.reshape(-1))
+    from_prompt = (index == tables.shared[:, None]) & (index < pool.width)
+    source = jnp.where(from_prompt, prompts[:, None] * pool.width + index, pool.zeros)
+    (new,) = jnp.nonzero(wanted, size=pool.free, fill_value=0)
+
+    def one(number: jax.Array, cache: Cache) -> Cache:
+        at = new[number]
+        start, end = source.reshape(-1)[at], pages[at]
+
+        def put(x: jax.Array) -> jax.Array:
+            page = jax.lax.dynamic_slice_in_dim(x, start, 1)
+            return jax.lax.dynamic_update_slice_in_dim(x, page, end, axis=0)
+
+        return jax.tree.map(put, cache)
+
+    cache = jax.lax.fori_loop(0, jnp.sum(wanted, dtype=jnp.int32), one, cache)
+    tables = replace(
+        tables,
+        pages=pages.reshape(tables.pages.shape),
+        held=jnp.maximum(tables.held, needed),
+    )
+    return cache, tables
 
 
 @struct.dataclass
@@ -104,7 +254,7 @@ def _rows(prompts: LayerCache, count: int, blocks: int, numerics: Numerics) -> C
     return tuple(layer() for _ in range(layers))
 
 
-def refilled(
+def refill(
     slots: Slots, waiting: jax.Array, queue: Queue, results: Results, *, steps: int
 ) -> tuple[Slots, jax.Array]:
     """Gives the next sequences of the queue to the slots that do not work.
@@ -147,16 +297,16 @@ def _with_pages(slots: Slots, waiting, queue: Queue, pool: Pool, idle, takes, st
     assert slots.tables is not None
     prompts = slots.sequences // queue.samples
     starts = queue.prompt_lengths[slots.sequences]
-    tables = paging.released(slots.tables, idle, pool.sink)
-    tables = paging.taken(tables, takes, prompts, starts, pool)
+    tables = release_pages(slots.tables, idle, pool.sink)
+    tables = share_prompt_pages(tables, takes, prompts, starts, pool)
     tokens = jnp.minimum(starts + slots.lengths - 1 + steps, starts + queue.longest - 1)
     needed = jnp.where(slots.working, -(-tokens // pool.block), 0)
-    fits = paging.that_fit(tables, needed, slots.places, pool)
+    fits = slots_that_fit(tables, needed, slots.places, pool)
     stopped = slots.working & ~fits
     waiting = waiting.at[jnp.where(stopped, slots.places, waiting.shape[0])].set(True, mode="drop")
-    tables = paging.released(tables, stopped, pool.sink)
+    tables = release_pages(tables, stopped, pool.sink)
     needed = jnp.where(fits, needed, 0)
-    cache, tables = paging.provided(slots.cache, tables, needed, prompts, pool)
+    cache, tables = provide_pages(slots.cache, tables, needed, prompts, pool)
     return replace(slots, cache=cache, tables=tables, working=slots.working & fits), waiting
 
 
@@ -193,14 +343,14 @@ def _with_prompts(cache: Cache, takes: jax.Array, sequences: jax.Array, queue: Q
     return jax.lax.fori_loop(0, jnp.sum(takes, dtype=jnp.int32), one, cache)
 
 
-def readable(slots: Slots) -> Cache:
+def readable_cache(slots: Slots) -> Cache:
     """The cache as the forward takes it."""
     if slots.tables is None:
         return slots.cache
     return tuple(replace(layer, pages=slots.tables.pages) for layer in slots.cache)
 
 
-def advanced(slots: Slots, cache: Cache, tokens: jax.Array, stops: jax.Array, limit: int) -> Slots:
+def advance(slots: Slots, cache: Cache, tokens: jax.Array, stops: jax.Array, limit: int) -> Slots:
     """The slots after a step that drew `tokens` i32[S]; `stops` i32[n] end a response."""
     lengths = slots.lengths + slots.working.astype(jnp.int32)
     ended = slots.working & jnp.any(tokens[:, None] == stops[None, :], axis=1)
@@ -214,7 +364,7 @@ def advanced(slots: Slots, cache: Cache, tokens: jax.Array, stops: jax.Array, li
     )
 
 
-def stored(
+def store(
     results: Results,
     before: Slots,
     after: Slots,
@@ -254,7 +404,7 @@ def stored(
     )
 
 
-def narrowed(slots: Slots, count: int) -> Slots:
+def narrow(slots: Slots, count: int) -> Slots:
     """`count` of the slots, among them all that work; no more than that may be working."""
     kept = jnp.argsort(~slots.working, stable=True)[:count]
     cache = (

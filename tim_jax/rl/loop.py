@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import optimizers, schedules
+from tim_jax import optimizers, placement, schedules
 from tim_jax.common import waiting
 from tim_jax.common.errors import MismatchError, NonFiniteError
 from tim_jax.common.types import Rollout
 from tim_jax.model import adapters
-from tim_jax.placement import memory
 from tim_jax.rl import drawing
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
@@ -91,13 +90,13 @@ def train(
         if number + ahead <= steps:
             given = published(older[-1] if ahead else source)
             if training.offload:
-                state = memory.to_host(state)
+                state = placement.to_host(state)
             begun.append(begin(number + ahead, given))
             del given
         # What was begun, a copy of the weights among it, is freed before the learner works.
         drawn = drawing.finish(begun.popleft(), task, text, programs=programs)
         if training.offload:
-            state = memory.to_devices(state)
+            state = placement.to_devices(state)
         drawn_at = time.perf_counter()
         state, weights, exactness, metrics = learn(
             state,

@@ -23,8 +23,7 @@ from tim_jax.model import adapters as low_rank
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import weight_axes
 from tim_jax.placement import Placement, collectives
-from tim_jax.policy import continuing
-from tim_jax.policy.sampler import Begun
+from tim_jax.policy.sampler import Begun, join_parts, prompts_so_far
 from tim_jax.policy.scoring import gradient_sums, score, shares_gradient
 from tim_jax.rl import learner
 from tim_jax.rl.experience import score_rows
@@ -92,7 +91,7 @@ def going_on(
         rollout, ids, numbers = rows
         more = draw(
             weights,
-            continuing.so_far(rollout, ids),
+            prompts_so_far(rollout, ids),
             key,
             execution=execution,
             samples=1,
@@ -100,7 +99,7 @@ def going_on(
             first=numbers,
             begun=Begun(rollout.responses.shape[1], rollout.finished),
         )
-        return collectives.whole_rows(continuing.joined(rollout, more), where)
+        return collectives.whole_rows(join_parts(rollout, more), where)
 
     call = _over(on, local, (_weights(execution), _ROWS, _WHOLE), _WHOLE)
     return lambda weights, rollout, ids, numbers, key: call(weights, (rollout, ids, numbers), key)

@@ -11,7 +11,7 @@ from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import check_kinds
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
-from tim_jax.placement import SINGLE, Devices, Placement, memory
+from tim_jax.placement import SINGLE, Devices, Placement, check_host
 from tim_jax.rl import rules
 from tim_jax.rl.types import Learning
 
@@ -206,7 +206,7 @@ class Training:
         """Refuses devices that cannot hold the meshes, or cannot send their state to the host."""
         self.sampler_devices(devices)
         if self.offload:
-            memory.check_host(devices)
+            check_host(devices)
 
     def varied(self, **changes: Any) -> "Training":
         """The same run with other fields, wherever in it they are nested.

@@ -18,8 +18,7 @@ from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing import Again, Case, CaseResult, Score, Sizes, running
 from tim_jax.instruments.auditing.cases import plain_sampling
 from tim_jax.model.parameters import check_params
-from tim_jax.numerics import EXACT_BF16, NATIVE_F32, Numerics, Rows
-from tim_jax.numerics.device_tiles import TPU_FEW_ROWS
+from tim_jax.numerics import EXACT_BF16, NATIVE_F32, TPU_FEW_ROWS, Numerics, Rows
 from tim_jax.policy import scoring
 from tim_jax.rl import sharded
 

@@ -16,10 +16,10 @@ from tim_jax.app.config import toml
 from tim_jax.app.jobs import checks
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan import budget, workload
+from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Execution, Sampling
-from tim_jax.model.lora import Lora
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Placement

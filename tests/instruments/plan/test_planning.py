@@ -32,7 +32,7 @@ from tim_jax.instruments.plan.costs import Memory, Traffic
 from tim_jax.instruments.plan.topology import Target
 from tim_jax.model.config_file import to_hf
 from tim_jax.model.execution import Execution
-from tim_jax.numerics.device_tiles import GpuTiles, MatmulTile, TpuTiles
+from tim_jax.numerics import GpuTiles, MatmulTile, TpuTiles
 from tim_jax.placement import Placement
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning

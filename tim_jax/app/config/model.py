@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from tim_jax.app.config.sections import Count, Section, part, refusal
 from tim_jax.common.errors import InputError
-from tim_jax.model.lora import Lora
+from tim_jax.model.adapters import Lora
 
 
 class Architecture(Section):

@@ -17,7 +17,7 @@ from tim_jax.app.config.run import RunConfig
 from tim_jax.app.run import checkpoints
 from tim_jax.common import waiting
 from tim_jax.common.errors import OutOfMemoryError
-from tim_jax.placement.memory import host_helps
+from tim_jax.placement import host_helps
 from tim_jax.rl import drawing, evaluation
 
 Ways = Mapping[str, Sequence[str]]  # what was being done -> settings; "": anything else

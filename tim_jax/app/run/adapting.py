@@ -5,8 +5,8 @@ from typing import Any
 from tim_jax.app.config.model import LoraSection
 from tim_jax.app.config.sections import part
 from tim_jax.model import adapters, peft
+from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.lora import Lora
 
 
 def make_lora(section: LoraSection | None, model: ModelConfig) -> Lora | None:

@@ -26,11 +26,11 @@ from tim_jax.app.run.adapting import adapted, make_lora
 from tim_jax.app.run.numerics import make_numerics
 from tim_jax.common.errors import InputError
 from tim_jax.model import hf, parameters
+from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig, check_stop_tokens
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
-from tim_jax.model.lora import Lora
+from tim_jax.model.files import load_tokenizer
 from tim_jax.model.parameters import init_params
-from tim_jax.model.tokenizer import load_tokenizer
 from tim_jax.numerics import (
     Numerics,
 )

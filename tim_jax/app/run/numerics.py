@@ -24,10 +24,10 @@ from tim_jax.numerics import (
     MOSAIC_GPU_EXACT_BF16,
     TPU_EXACT_BF16,
     TPU_EXACT_F32,
+    TPU_FEW_ROWS,
     Family,
     Numerics,
 )
-from tim_jax.numerics.device_tiles import TPU_FEW_ROWS
 
 _ACCELERATED = {
     "pallas_gpu": {

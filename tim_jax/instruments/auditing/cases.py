@@ -10,9 +10,8 @@ import numpy as np
 
 from tim_jax.common.errors import InputError
 from tim_jax.model import parameters
-from tim_jax.model.config import ModelConfig
+from tim_jax.model.config import LatentConfig, ModelConfig
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Sampling
-from tim_jax.model.latent import LatentConfig
 from tim_jax.model.parameters import init_params
 from tim_jax.model.rope import RopeConfig
 from tim_jax.model.weights import Kind, Params, tree
