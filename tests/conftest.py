@@ -22,6 +22,8 @@ _PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # LLVM would unroll every small loop whole, and tests have small shapes only: a fifth of the time
 # that compiling takes. What is computed, and in which order, is the same.
 _SHORT = "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"
+# JAX 0.12 has no other way of emitting, and no such flag.
+_EMITTED_PLAINLY = "--xla_cpu_use_fusion_emitters=false"
 # Workers inherit the flags, and a program's key in the cache knows them: each is set once.
 _flags = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_flags, *(f for f in (_PATIENT, _SHORT) if f not in _flags)])
@@ -63,8 +65,9 @@ def _compiled_once(tmp_path_factory):
 
 # Exactness itself, the kernels, draws, sampler, scoring and audits are tested as users compile, and
 # so is whatever runs with --optimised: in CI, a mesh and the corrections. These modules compare
-# programs with others compiled alike, or formulas with references within rounding, and compile
-# without most of LLVM's optimisations, in three quarters of the time.
+# programs with others compiled alike, or formulas with references within rounding. They compile
+# without most of LLVM's optimisations, and with --part=plain without XLA's emitters of fusions too,
+# in half the time. A process reads XLA's flags once: so scripts/test.sh runs them apart.
 _UNOPTIMISED = frozenset(
     {
         "api/test_api",
@@ -119,21 +122,48 @@ _UNOPTIMISED = frozenset(
 
 def pytest_addoption(parser):
     parser.addoption("--optimised", action="store_true", help="compile all tests as users do")
+    parser.addoption("--part", choices=["plain", "rest"], help="those compiled in one way alone")
+
+
+def pytest_configure(config):
+    if config.getoption("--part") == "plain" and _EMITTED_PLAINLY not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] += f" {_EMITTED_PLAINLY}"
+
+
+def pytest_ignore_collect(collection_path, config):
+    if collection_path.name.startswith("test_") and _of_the_other_part(config, collection_path):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(config, items):
     """Those compiled in one way are neighbours, so that a process seldom changes."""
-    items.sort(key=lambda item: not _unoptimised(config, item.module))
+    other = [item for item in items if _of_the_other_part(config, item.path)]  # named by their file
+    config.hook.pytest_deselected(items=other)
+    items[:] = [item for item in items if not _of_the_other_part(config, item.path)]
+    items.sort(key=lambda item: not _unoptimised(config, item.path))
 
 
-def _unoptimised(config, module) -> bool:
-    name = Path(module.__file__).relative_to(_HERE).with_suffix("").as_posix()
+def pytest_sessionfinish(session, exitstatus):
+    """Nothing to run is no failure of a part: all that was asked for may be in the other one."""
+    if session.config.getoption("--part") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def _of_the_other_part(config, path) -> bool:
+    part = config.getoption("--part")
+    plain = _unoptimised(config, path) and jax.__version_info__ < (0, 12)
+    return part is not None and plain != (part == "plain")
+
+
+def _unoptimised(config, path) -> bool:
+    name = path.relative_to(_HERE).with_suffix("").as_posix()
     return name in _UNOPTIMISED and not config.getoption("--optimised")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _optimised_where_it_matters(request):
-    unoptimised = _unoptimised(request.config, request.module)
+    unoptimised = _unoptimised(request.config, request.path)
     if jax.config.read("jax_disable_most_optimizations") != unoptimised:
         jax.clear_caches()  # a program in memory is taken whichever way it was compiled
         jax.config.update("jax_disable_most_optimizations", unoptimised)
