@@ -366,7 +366,7 @@ def test_what_the_documentation_says_of_faults_is_shown_by_tests_that_exist(requ
     rows = table.splitlines()[2:]
     assert len(rows) > 10
     for row in rows:
-        named = re.findall(r"`(tests/\w+\.py)::(\w+)`", row.rpartition(" | ")[2])
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.rpartition(" | ")[2])
         assert named, row
         for file, name in named:
             assert f"\ndef {name}(" in (root / file).read_text(), name
