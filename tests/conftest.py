@@ -71,6 +71,7 @@ def _compiled_once(tmp_path_factory):
 _UNOPTIMISED = frozenset(
     {
         "api/test_api",
+        "app/config/test_verl",
         "app/run/test_folders",
         "app/test_cli",
         "app/test_controls",
@@ -84,6 +85,7 @@ _UNOPTIMISED = frozenset(
         "corrections/test_gradient",
         "corrections/test_modes",
         "corrections/test_recipes",
+        "corrections/test_rejecting",
         "instruments/auditing/test_ablation",
         "instruments/diagnosis/test_parts",
         "instruments/diagnosis/test_shaping",
@@ -98,6 +100,7 @@ _UNOPTIMISED = frozenset(
         "model/test_hf",
         "model/test_transformer",
         "objectives/test_advantages",
+        "objectives/test_group_gradients",
         "objectives/test_losses",
         "objectives/test_objective",
         "objectives/test_shaping",
