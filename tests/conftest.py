@@ -1,6 +1,5 @@
 """Strict JAX for every test, on eight virtual devices."""
 
-import enum
 import gc
 import itertools
 import os
@@ -12,7 +11,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import jax
 import pytest
 from hypothesis import settings
-from jax._src import compiler, lru_cache
 
 from tim_jax.app import cli
 
@@ -24,6 +22,8 @@ _PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # LLVM would unroll every small loop whole, and tests have small shapes only: a fifth of the time
 # that compiling takes. What is computed, and in which order, is the same.
 _SHORT = "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"
+# JAX 0.12 has no other way of emitting, and no such flag.
+_EMITTED_PLAINLY = "--xla_cpu_use_fusion_emitters=false"
 # Workers inherit the flags, and a program's key in the cache knows them: each is set once.
 _flags = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_flags, *(f for f in (_PATIENT, _SHORT) if f not in _flags)])
@@ -44,27 +44,18 @@ _HERE = Path(__file__).parent
 _PROGRAMS = cli._kept_folder() / "tests"
 
 
-def _publish(self, key: str, value: bytes) -> None:
-    """In place of JAX's own `put`, which another worker could see half done."""
-    path = self.path / f"{key}{lru_cache._CACHE_SUFFIX}"
-    if not path.exists():
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_bytes(value)
-        part.replace(path)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once(tmp_path_factory):
     """A program that was compiled before is not compiled again, by any worker or in any later run.
 
-    The programs of child processes are kept for this run alone: a child that is killed while it
-    writes one would leave half of it.
+    Who reads one that another worker has half written is told so by JAX, and compiles it again. The
+    programs of child processes are kept for this run alone: one that a killed child leaves half
+    written would never be whole.
     """
     jax.config.update("jax_compilation_cache_dir", str(_PROGRAMS))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lru_cache.LRUCache, "put", _publish)
         children = tmp_path_factory.getbasetemp() / "compiled_by_children"
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(children))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -74,11 +65,13 @@ def _compiled_once(tmp_path_factory):
 
 # Exactness itself, the kernels, draws, sampler, scoring and audits are tested as users compile, and
 # so is whatever runs with --optimised: in CI, a mesh and the corrections. These modules compare
-# programs with others compiled alike, and compile without most of LLVM's optimisations, in three
-# quarters of the time.
+# programs with others compiled alike, or formulas with references within rounding. They compile
+# without most of LLVM's optimisations, and with --part=plain without XLA's emitters of fusions too,
+# in half the time. A process reads XLA's flags once: so scripts/test.sh runs them apart.
 _UNOPTIMISED = frozenset(
     {
         "api/test_api",
+        "app/config/test_verl",
         "app/run/test_folders",
         "app/test_cli",
         "app/test_controls",
@@ -88,6 +81,11 @@ _UNOPTIMISED = frozenset(
         "app/test_lora_runs",
         "app/test_placed_runs",
         "app/test_processes",
+        "corrections/test_corrections",
+        "corrections/test_gradient",
+        "corrections/test_modes",
+        "corrections/test_recipes",
+        "corrections/test_rejecting",
         "instruments/auditing/test_ablation",
         "instruments/diagnosis/test_parts",
         "instruments/diagnosis/test_shaping",
@@ -99,6 +97,13 @@ _UNOPTIMISED = frozenset(
         "mismatch/test_mixtures",
         "mismatch/test_training",
         "model/test_adapters",
+        "model/test_hf",
+        "model/test_transformer",
+        "objectives/test_advantages",
+        "objectives/test_group_gradients",
+        "objectives/test_losses",
+        "objectives/test_objective",
+        "objectives/test_shaping",
         "policy/test_entropy",
         "policy/test_slots",
         "rl/test_ahead",
@@ -109,25 +114,9 @@ _UNOPTIMISED = frozenset(
         "rl/test_routing",
         "rl/test_sharded",
         "rl/test_widths",
+        "schedules/test_schedules",
         "scripts/test_gpu_check",
         "scripts/test_soak",
-    }
-)
-# Formulas and references within rounding: also without XLA's emitters of fusions, in half the time.
-# Not for the forward, whose bits then do depend on the program.
-_PLAIN = frozenset(
-    {
-        "corrections/test_corrections",
-        "corrections/test_gradient",
-        "corrections/test_modes",
-        "corrections/test_recipes",
-        "model/test_hf",
-        "model/test_transformer",
-        "objectives/test_advantages",
-        "objectives/test_losses",
-        "objectives/test_objective",
-        "objectives/test_shaping",
-        "schedules/test_schedules",
         "test_metrics",
         "test_optimizers",
     }
@@ -136,66 +125,54 @@ _PLAIN = frozenset(
 
 def pytest_addoption(parser):
     parser.addoption("--optimised", action="store_true", help="compile all tests as users do")
+    parser.addoption("--part", choices=["plain", "rest"], help="those compiled in one way alone")
 
 
-def _without_emitters(compile_options):
-    """`compile_options`, JAX's own, with programs of the CPU whose fusions are emitted plainly."""
+def pytest_configure(config):
+    if config.getoption("--part") == "plain" and _EMITTED_PLAINLY not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] += f" {_EMITTED_PLAINLY}"
 
-    def options(*args, env_options_overrides=None, backend=None, **others):
-        overrides = dict(env_options_overrides or {})
-        if backend is not None and backend.platform == "cpu":
-            overrides["xla_cpu_use_fusion_emitters"] = "False"
-        return compile_options(*args, env_options_overrides=overrides, backend=backend, **others)
 
-    return options
+def pytest_ignore_collect(collection_path, config):
+    if collection_path.name.startswith("test_") and _of_the_other_part(config, collection_path):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(config, items):
     """Those compiled in one way are neighbours, so that a process seldom changes."""
-    items.sort(key=lambda item: _way(config, item.module))
+    other = [item for item in items if _of_the_other_part(config, item.path)]  # named by their file
+    config.hook.pytest_deselected(items=other)
+    items[:] = [item for item in items if not _of_the_other_part(config, item.path)]
+    items.sort(key=lambda item: not _unoptimised(config, item.path))
 
 
-class _Way(enum.IntEnum):
-    """How programs are compiled."""
-
-    PLAIN = 0  # without most optimisations, and fusions are emitted plainly
-    UNOPTIMISED = 1
-    AS_USERS = 2
+def pytest_sessionfinish(session, exitstatus):
+    """Nothing to run is no failure of a part: all that was asked for may be in the other one."""
+    if session.config.getoption("--part") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
 
 
-def _way(config, module) -> _Way:
-    if config.getoption("--optimised"):
-        return _Way.AS_USERS
-    name = Path(module.__file__).relative_to(_HERE).with_suffix("").as_posix()
-    if name in _PLAIN:
-        return _Way.PLAIN
-    return _Way.UNOPTIMISED if name in _UNOPTIMISED else _Way.AS_USERS
+def _of_the_other_part(config, path) -> bool:
+    part = config.getoption("--part")
+    plain = _unoptimised(config, path) and jax.__version_info__ < (0, 12)
+    return part is not None and plain != (part == "plain")
 
 
-_last_way = pytest.StashKey[_Way]()
+def _unoptimised(config, path) -> bool:
+    name = path.relative_to(_HERE).with_suffix("").as_posix()
+    return name in _UNOPTIMISED and not config.getoption("--optimised")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _optimised_where_it_matters(request):
-    way, stash = _way(request.config, request.module), request.config.stash
-    if stash.get(_last_way, way) != way:
+    unoptimised = _unoptimised(request.config, request.path)
+    if jax.config.read("jax_disable_most_optimizations") != unoptimised:
         jax.clear_caches()  # a program in memory is taken whichever way it was compiled
-    stash[_last_way] = way
-    if way == _Way.AS_USERS:
-        yield
-        return
+        jax.config.update("jax_disable_most_optimizations", unoptimised)
     with pytest.MonkeyPatch.context() as patch:
-        if way == _Way.PLAIN and jax.__version_info__ < (
-            0,
-            12,
-        ):  # which has no other way of emitting
-            patch.setattr(
-                compiler, "get_compile_options", _without_emitters(compiler.get_compile_options)
-            )
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        jax.config.update("jax_disable_most_optimizations", True)
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(unoptimised)))
         yield
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def _mappings() -> int:

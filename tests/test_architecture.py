@@ -4,33 +4,13 @@ import ast
 from functools import cache
 from pathlib import Path
 
+import pytest
+from rooms import ROW, WINGS
+
 import tim_jax
 
 PACKAGE = Path(tim_jax.__file__).parent
 NAME = PACKAGE.name
-
-# From the values that know nothing to the command line that knows all. A room (a package as a
-# whole, or a module that stands alone) imports from rows above its own, never from its own row.
-# The rooms of a wing are listed one by one.
-ROOMS = (
-    ("common.errors", "common.machine", "common.pages", "common.types", "common.waiting"),
-    ("common.inputs", "numerics", "recording"),
-    ("kernels", "objectives", "schedules"),
-    ("placement", "corrections", "optimizers"),
-    ("model", "metrics"),
-    ("policy", "tasks"),
-    ("mismatch",),
-    ("rl",),
-    ("instruments.auditing", "instruments.diagnosis", "instruments.plan"),
-    ("app.config",),
-    ("app.run",),
-    ("instruments.study",),
-    ("api", "app.arguments"),
-    ("app.jobs",),
-    ("app.cli",),
-)
-WINGS = ("common", "instruments", "app")
-ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}
 
 # Functions of arrays: they know no model, so that any trainer can use them.
 ARITHMETIC = {"objectives", "corrections", "schedules", "optimizers", "metrics"}
@@ -57,6 +37,8 @@ def own_imports(node):
     """Modules of the package that the import statement `node` names."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
+        renamed = [alias.asname for alias in node.names if alias.name.split(".")[0] == NAME]
+        assert not any(renamed), f"another name for {NAME} in line {node.lineno}"
     elif isinstance(node, ast.ImportFrom):
         assert node.level == 0, f"relative import in line {node.lineno}"
         names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -71,9 +53,24 @@ def own_imports(node):
     return inside
 
 
+def looked_up(node):
+    """The module that `tim_jax.name` imports when it is first used, after a bare `import tim_jax`.
+
+    So a module has another room's functions without loading it before they are called.
+    """
+    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
+        return []
+    if node.value.id != NAME or node.attr.startswith("__"):
+        return []
+    home = tim_jax._HOMES.get(node.attr, node.attr)
+    assert home in MODULES, f"{NAME}.{node.attr} in line {node.lineno}"
+    return [home]
+
+
 @cache
 def imports(name):
-    return frozenset(other for node in ast.walk(tree(name)) for other in own_imports(node))
+    nodes = list(ast.walk(tree(name)))
+    return frozenset(other for node in nodes for other in own_imports(node) + looked_up(node))
 
 
 def functions(name):
@@ -101,6 +98,16 @@ def test_imports_go_from_room_to_room_in_order():
         for other in imports(name):
             assert room(other) == room(name) or ROW[room(other)] < ROW[room(name)], (name, other)
         assert name not in reachable(name), f"{name} imports itself, through others"
+
+
+def test_the_order_sees_rooms_that_are_looked_up_in_the_package():
+    def seen(text):
+        return [home for node in ast.walk(ast.parse(text)) for home in looked_up(node)]
+
+    assert "mismatch" in imports("app.config.sections")
+    assert seen("import tim_jax\ntim_jax.mismatch.build(tim_jax.load)") == ["api", "mismatch"]
+    with pytest.raises(AssertionError, match=r"tim_jax\.nothing in line 1"):
+        seen("tim_jax.nothing")
 
 
 def test_the_arithmetic_of_learning_knows_no_model():

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 import jax
 import pytest
-import test_architecture
+from rooms import ROW
 
 import tim_jax
 from tim_jax.app import cli
@@ -185,8 +185,8 @@ def test_the_table_of_rooms_is_complete_and_in_order(page):
     assert table is not None
     firsts = re.findall(r"^\| (`[^|]+) \|", table[1], re.MULTILINE)
     rooms = [room for first in firsts for room in CODE.findall(first)]
-    assert sorted(rooms) == sorted(test_architecture.ROW)
-    rows = [test_architecture.ROW[room] for room in rooms]
+    assert sorted(rooms) == sorted(ROW)
+    rows = [ROW[room] for room in rooms]
     assert rows == sorted(rows)
 
 

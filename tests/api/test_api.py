@@ -16,7 +16,7 @@ import optax
 import pytest
 import quick
 import tiny
-from app.test_processes import finished, started
+from several import finished, started
 
 import tim_jax as tim
 from tim_jax.common.errors import InputError, MismatchError

@@ -5,6 +5,7 @@ and the same command then goes on to the bytes of a run that met no fault.
 """
 
 import errno
+import json
 import os
 import re
 import resource
@@ -243,16 +244,41 @@ def stages():
         yield stages.STAGES
 
 
+# Forks for every start, so that what takes long to import is imported once.
+STARTS = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import stages
+for stage, times, *command in json.loads(sys.argv[2]):
+    child = os.fork()
+    if not child:
+        sys.argv[1:] = [stage, times, *command]
+        os._exit(stages.main())
+    print(json.dumps([stage, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]), flush=True)
+"""
+
+
 @pytest.mark.slow
 def test_a_kill_in_any_stage_loses_and_doubles_nothing(work, stages):
     """One run that is left alone, and one that is killed in each stage and goes on."""
     last = [stage for stage in stages if stage.startswith(("export", "the chart"))]
     many = f"steps={len(stages)}"  # no start comes to the end before the last stages do
-    for stage, run in [("none", "alone"), *((one, "killed") for one in stages), ("none", "killed")]:
-        process = child(stage, 1 if stage in last else 2, run, many)
-        _, err = process.communicate()
-        wanted = 0 if stage == "none" else -signal.SIGKILL
-        assert process.returncode == wanted, (stage, err)
+    starts = [("none", "alone"), *((one, "killed") for one in stages), ("none", "killed")]
+    command = ["train", "tiny.toml", *CHANGES, many]
+    given = [
+        [stage, str(1 if stage in last else 2), *command, f"run.folder={run}"]
+        for stage, run in starts
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS, str(SCRIPTS), json.dumps(given)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ends = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    wanted = [[stage, 0 if stage == "none" else -signal.SIGKILL] for stage, _ in starts]
+    assert ends == wanted, done.stderr
     assert contents(work / "killed") == contents(work / "alone")
     steps = [line["step"] for line in read_lines("killed/timing.jsonl")]
     assert steps == list(range(1, len(stages) + 1))

@@ -1,69 +1,19 @@
 """Several real processes on this machine, over loopback, against one."""
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import tiny
+from several import finished, started
 
 from tim_jax.app.run import checkpoints
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
 from tim_jax.placement import processes
 from tim_jax.tasks.base import Example, Grade, SharedGrader
-
-ROOT = Path(__file__).parents[2]
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
-
-
-def started(arguments, *, count, devices, folder):
-    """`count` processes of `devices` virtual devices each, of Python with `arguments`."""
-    address = f"localhost:{free_port()}"
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "PYTHONPATH": str(ROOT),
-        # Process 0 alone writes compiled programs; it would wait for the others' compilers.
-        "JAX_ENABLE_COMPILATION_CACHE": "true" if count == 1 else "false",
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, *arguments(index, address)],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
-
-
-def finished(running, seconds=1200):
-    """(exit status, standard output, standard error) of each."""
-    found = []
-    try:
-        for process in running:
-            out, err = process.communicate(timeout=seconds)
-            found.append((process.returncode, out, err))
-    finally:
-        for process in running:
-            process.kill()
-    return found
-
 
 AGREE = """
 import sys

@@ -14,14 +14,12 @@ import pathlib
 import re
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import quick
 import tabular
-from tabular import CORRECTIONS, LOSSES, Batch
+from tabular import CORRECTIONS, LOSSES, REFERENCE, SAMPLER, TRAINER, Batch, keeping
 
 from tim_jax import corrections
 from tim_jax.common.errors import InputError
@@ -34,8 +32,6 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs" / "corrections.md"
 BEGIN, END = "<!-- accepted: begin -->\n", "<!-- accepted: end -->"
 MODES = ("bypass", "recompute")
 STEP = 0.7  # of plain gradient descent: far enough that masks and clips set in at once
-REFERENCE, SAMPLER, TRAINER = (tabular.table(seed) for seed in (3, 0, 1))
-TRAINER = (SAMPLER + 0.5 * TRAINER).astype(np.float32)
 WORTH = np.random.default_rng(5).standard_normal(tabular.ROWS)
 
 
@@ -61,17 +57,6 @@ def rewards() -> np.ndarray:
     """f64[B], a sequence's worth times its chance under the sampler, in units of one sequence."""
     sampled = tabular.chances(tabular.log_probs_of(SAMPLER))
     return (WORTH * sampled * tabular.ROWS).astype(np.float32).astype(np.float64)
-
-
-def keeping(rate):
-    """Gradient descent whose state is the last gradient."""
-
-    def update(updates, state, params=None, **extra):
-        del state, params, extra
-        return jax.tree.map(lambda g: -rate * g, updates), updates
-
-    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
-    return optax.GradientTransformationExtraArgs(zeros, update)
 
 
 def updates_of(learning: Learning, *, mini_batches=2, reference=None):

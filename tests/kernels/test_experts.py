@@ -9,7 +9,7 @@ import pytest
 import quick
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.extend.core import jaxprs_in_params
+from interpreted import shapes
 
 from tim_jax import kernels
 from tim_jax.instruments.plan import costs
@@ -240,14 +240,6 @@ def test_the_forward_inside_a_gradient_has_the_bits_of_the_forward():
 
     plain = run(x, gate_up, down, chosen, numerics=EXACT_F32)
     np.testing.assert_array_equal(bits(differentiated(x, gate_up, down)), bits(plain))
-
-
-def shapes(jaxpr):
-    """Shapes of all values in a jaxpr, inner ones included."""
-    for equation in jaxpr.eqns:
-        yield from (tuple(value.aval.shape) for value in equation.outvars)
-        for inner in jaxprs_in_params(equation.params):
-            yield from shapes(inner)
 
 
 def test_no_array_has_every_token_at_every_expert():

@@ -8,7 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quick
-from kernels.test_experts import shapes
+from interpreted import (
+    CONFIG,
+    ERROR,
+    GPU,
+    TPU,
+    bits,
+    f64,
+    near,
+    normal,
+    refused,
+    rows_alone,
+    shapes,
+    with_dtype,
+)
 
 from tim_jax import kernels
 from tim_jax.common.errors import InputError
@@ -18,7 +31,6 @@ from tim_jax.kernels import experts, pallas_gpu, pallas_tpu
 from tim_jax.kernels.composed import NATIVE
 from tim_jax.kernels.pallas_attention import block_of_step
 from tim_jax.model import fitting
-from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf
 from tim_jax.numerics import (
     GPU_BF16_SEVERAL_TILES,
@@ -32,40 +44,6 @@ from tim_jax.numerics import (
     TpuTiles,
 )
 
-GPU_TILES = GpuTiles(
-    block_k=16,
-    matmul=(MatmulTile(16, 16), MatmulTile(32, 16)),
-    programs=2,
-    experts=MatmulTile(16, 16),
-    attention_rows=16,
-    gradient_rows=16,
-    gradient_keys=16,
-    row_tile=4,
-    lanes=32,
-)
-TPU_TILES = TpuTiles(
-    rows=16,
-    columns=128,
-    block_k=128,
-    expert_rows=16,
-    attention_rows=16,
-    attention_blocks=2,
-    heads=2,
-    gradient_rows=16,
-    gradient_keys=128,
-    gradient_heads=2,
-    row_tile=16,
-    lanes=128,
-)
-GPU = Numerics(
-    family="pallas_gpu",
-    kv_block=16,
-    head_rows=16,
-    gpu=GPU_TILES,
-    cache_write="kernel",
-    interpret=True,
-)
-TPU = replace(GPU, family="pallas_tpu", kv_block=128, tpu=TPU_TILES)
 FAMILIES = pytest.mark.parametrize("family", [GPU, TPU], ids=["gpu", "tpu"])
 EACH = pytest.mark.parametrize(
     ("family", "dtype"),
@@ -76,44 +54,11 @@ EACH = pytest.mark.parametrize(
 )
 HEADS = kernels.Heads(query=4, key=2, size=16)
 ROWS = 21
-ERROR = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-11}  # of the largest value
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def f64(x):
-    return np.asarray(x).astype(np.float64)
-
-
-def bits(x):
-    return np.asarray(x).tobytes()
-
-
-def with_dtype(family, dtype):
-    return replace(family, compute_dtype=dtype)
-
-
-def near(found, exact, dtype, error=ERROR):
-    np.testing.assert_allclose(f64(found), exact, atol=error[dtype] * np.abs(exact).max(), rtol=0)
 
 
 @cache
 def jitted(numerics, name, **options):
     return jax.jit(partial(getattr(kernels.family(numerics), name), numerics=numerics, **options))
-
-
-def rows_alone(run, *rows):
-    """The bits of every row do not depend on the rows beside it, nor on its place."""
-    rows = [np.asarray(x) for x in rows]
-    whole, count = np.asarray(run(*rows)), len(rows[0])
-    assert count > 16
-    for part in (slice(0, 1), slice(count - 1, count)):
-        assert bits(run(*(x[part] for x in rows))) == bits(whole[part])
-    order = np.random.default_rng(0).permutation(count)
-    assert bits(run(*(x[order] for x in rows))) == bits(whole[order])
-    return whole
 
 
 # --- products --------------------------------------------------------------------------------
@@ -183,13 +128,13 @@ def test_column_tiles_have_the_bits_of_whole_matrices(family, dtype):
 def test_gpu_tiles_change_with_the_row_count_and_the_bits_do_not():
     """16 rows take the first of the tiles, 21 the second."""
     x, weight, _, _ = operands(GPU, True)
-    assert GPU_TILES.tile(16, weight.shape[1]) != GPU_TILES.tile(ROWS, weight.shape[1])
+    assert GPU.gpu.tile(16, weight.shape[1]) != GPU.gpu.tile(ROWS, weight.shape[1])
     run = jitted(GPU, "dot")
     assert bits(run(x, weight)[:16]) == bits(run(x[:16], weight))
 
 
 def test_few_rows_may_have_a_tile_of_their_own_on_a_tpu_and_the_bits_are_the_same():
-    numerics = replace(TPU, tpu=replace(TPU_TILES, rows=32, few_rows=16))
+    numerics = replace(TPU, tpu=replace(TPU.tpu, rows=32, few_rows=16))
     x, weight, residual, bias = operands(TPU, False)
     for name, *others in (("dot",), ("dot_add", residual, bias)):
         run = jitted(numerics, name)
@@ -504,7 +449,7 @@ def test_heads_and_blocks_of_a_step_on_a_tpu_decide_no_bit():
     cotangent = normal(7, *query.shape)
 
     def found(window, **tiles):
-        numerics = replace(TPU, tpu=replace(TPU_TILES, **tiles))
+        numerics = replace(TPU, tpu=replace(TPU.tpu, **tiles))
         attend = partial(kernels.attention, numerics=numerics, aligned=True, window=window)
 
         @jax.jit
@@ -609,27 +554,7 @@ def test_gradients_of_column_tiles_are_those_of_the_whole(family):
         assert np.abs(f64(one)).max() > 0
 
 
-CONFIG = ModelConfig(
-    model_type="qwen3",
-    vocab_size=48,
-    hidden_size=32,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=48,
-    max_positions=256,
-    tied_embeddings=True,
-    qk_norm=True,
-)
-
 # --- refusals and records --------------------------------------------------------------------
-
-
-def refused(config, numerics, message):
-    with pytest.raises(InputError, match=message) as caught:
-        fitting.check(config, numerics)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_wrong_device_is_refused_by_name():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import quick
-from kernels.test_pallas import CONFIG, GPU, TPU, with_dtype
+from interpreted import CONFIG, GPU, TPU, with_dtype
 
 from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing.cases import plain_sampling

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import lowering
 import numpy as np
 import pytest
-from kernels.test_pallas import CONFIG, GPU, bits, f64, near, normal, refused, rows_alone
+from interpreted import CONFIG, GPU, bits, f64, near, normal, refused, rows_alone
 
 from tim_jax import kernels
 from tim_jax.app.run import numerics as run_numerics

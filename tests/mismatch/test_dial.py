@@ -29,9 +29,12 @@ def lowered(dial):
     return program.lower(dials.weights(), tiny.prompts(), jax.random.key(0)).as_text()
 
 
+measured = jax.jit(metrics.mismatch_metrics)
+
+
 def found(rollout, execution=dials.EXECUTION):
     log_probs = dials.scored(rollout, execution)
-    values = metrics.mismatch_metrics(log_probs, rollout.log_probs, rollout.mask)
+    values = measured(log_probs, rollout.log_probs, rollout.mask)
     assert int(values["tokens"]) > 20
     return {name: float(value) for name, value in values.items()}
 

@@ -11,7 +11,7 @@ import pytest
 import quick
 import tiny
 from checkpoints import CASES, make_config
-from kernels.test_pallas import GPU, TPU
+from interpreted import GPU, TPU
 from reference import reference_log_probs
 
 from tim_jax import kernels, objectives, optimizers

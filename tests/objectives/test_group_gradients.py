@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tabular
-from corrections.test_modes import REFERENCE, SAMPLER, TRAINER, keeping
-from objectives.test_advantages import reference
-from tabular import CORRECTIONS, LOSSES, Batch
+from estimators import reference
+from tabular import CORRECTIONS, LOSSES, REFERENCE, SAMPLER, TRAINER, Batch, keeping
 
 from tim_jax import corrections
 from tim_jax.objectives import Objective

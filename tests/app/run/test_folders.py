@@ -391,7 +391,7 @@ import app.run.test_folders as test_runs
 
 def child(code, *arguments, **options):
     source = CHILD.format(tests=str(Path(__file__).parents[2])) + code
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[3])
     return subprocess.Popen(
         [sys.executable, "-c", source, *map(str, arguments)],

@@ -7,14 +7,13 @@ import subprocess
 
 import numpy as np
 import pytest
-from instruments.study.test_running import FILE, file, stated, write_run
+from study_files import FILE, stated, write_run
 
 from tim_jax.app import cli
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.study import charts, report
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE
 
-__all__ = ["file"]  # the fixture
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

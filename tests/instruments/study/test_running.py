@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from study_files import CACHE, FILE, stated, write_run
 
 from tim_jax.app import cli
 from tim_jax.app.config import toml
@@ -34,37 +34,6 @@ from tim_jax.instruments.study.verdicts import (
     too_few_seeds,
     verdicts,
 )
-
-CACHE = '{ name = "kv_cache", dtype = "float8_e4m3fn" }'
-FILE = f"""
-base = "run.toml"
-hypothesis = "an fp8 cache lowers the reward"
-seeds = [3, 4]
-
-[dial.exact]
-[dial.fp8]
-sampler.mismatch = [{CACHE}]
-[correction.none]
-[correction.tis]
-learner.mode = "recompute"
-learner.corrections = [{{ name = "token_tis" }}]
-"""
-
-
-@pytest.fixture
-def file(tmp_path):
-    (tmp_path / "run.toml").write_text(tiny.RUN)
-    path = tmp_path / "one.toml"
-    path.write_text(FILE)
-    return path
-
-
-def stated(file, text=None):
-    if text is not None:
-        file.write_text(text)
-    one = running.read(file)
-    base = toml.read_toml(file.parent / one.base)
-    return studies.stated(one, base, file.parent / "study", source=str(file))
 
 
 def test_arms_are_all_combinations_and_a_control_for_every_divergent_one(file):
@@ -205,21 +174,6 @@ def test_a_folder_with_something_else_is_refused(file, tmp_path):
     (tmp_path / "study" / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"is not empty and holds no study, but notes.txt"):
         stated(file)
-
-
-def write_run(one, values, *, metric="eval/reward", steps=2, finished=True):
-    """A run as it stands in its folder, with these values of its metric."""
-    arm = next(arm for arm in one_study(one).arms if arm.name == one.arm)
-    one.folder.mkdir(parents=True)
-    (one.folder / "config.toml").write_text(toml.dump(arm.config(one.seed, one.folder)))
-    lines = [{"step": step, metric: value} for step, value in enumerate(values)]
-    (one.folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    if finished:
-        (one.folder / "checkpoints" / str(steps)).mkdir(parents=True)
-
-
-def one_study(one):
-    return running.read_stated(one.folder.parents[2])
 
 
 def test_the_table_has_a_row_for_every_step_seed_and_arm(file):
@@ -419,7 +373,7 @@ def test_the_shipped_studies_are_whole(capsys):
 
 
 def test_a_task_that_cannot_be_made_is_refused_before_training(tmp_path, capsys):
-    base = Path(studies.__file__).parents[3] / "configs" / "small.toml"
+    base = Path(__file__).parents[3] / "configs" / "small.toml"
     path = tmp_path / "few.toml"
     path.write_text(
         f'kind = "gradient"\nbase = {json.dumps(str(base))}\nhypothesis = "x"\n'

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tim_jax
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.common.errors import InputError
@@ -14,7 +13,7 @@ from tim_jax.instruments.study import report as reporting
 from tim_jax.instruments.study.definition import Study
 from tim_jax.instruments.study.measurement import GradientStudy
 
-_SHIPPED = Path(tim_jax.__file__).parent.parent / "configs" / "studies"
+_SHIPPED = Path(__file__).parents[3] / "configs" / "studies"
 
 
 def shipped() -> list[tuple[Path, str]]:
