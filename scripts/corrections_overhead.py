@@ -20,9 +20,9 @@ import numpy as np
 
 from tim_jax import corrections, metrics, objectives, placement
 from tim_jax.app.config import toml
-from tim_jax.app.run import assembly
+from tim_jax.app.run import assembly, sources
 from tim_jax.common.types import Rollout
-from tim_jax.rl import sharded
+from tim_jax.rl import programs, sharded
 from tim_jax.rl.types import Experience
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "corrections.md"
@@ -102,9 +102,9 @@ class LearnerStep:
     """The update program of a configuration, called again and again; its buffers are donated."""
 
     def __init__(self, config):
-        model = assembly.make_model(config)
+        model = sources.make_model(config)
         execution = assembly.make_execution(config, model)
-        built = assembly.make_programs(config, execution)
+        built = programs.build(assembly.make_training(config, execution))
         self.batch = make_batch(config, execution.config.vocab_size)
         self.update = built.update
         self.state = built.init(model.params)

@@ -15,8 +15,9 @@ import time
 import bench_common as common
 
 from tim_jax.app.config import toml
-from tim_jax.app.run import assembly, folders
+from tim_jax.app.run import assembly, folders, sources
 from tim_jax.app.run.checkpoints import Checkpoints
+from tim_jax.rl import programs
 
 PAGE = common.RESULTS / "quickstart_time.md"
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.toml"
@@ -95,10 +96,10 @@ def _seconds_to_a_step(folder: pathlib.Path, changes: list[str], step: int) -> f
 
 
 def _seconds_of_saves(config, folder: pathlib.Path, repeats: int) -> list[float]:
-    model = assembly.make_model(config)
-    state = assembly.make_programs(config, assembly.make_execution(config, model)).init(
-        model.params
-    )
+    model = sources.make_model(config)
+    state = programs.build(
+        assembly.make_training(config, assembly.make_execution(config, model))
+    ).init(model.params)
     kept, seconds = Checkpoints(folder), []
     for step in range(repeats + 1):
         started = time.monotonic()

@@ -35,13 +35,14 @@ from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import audit, models, planning, studies, train
-from tim_jax.app.run import assembly, folders, signals
+from tim_jax.app.run import assembly, folders, signals, sources
 from tim_jax.common.errors import ENDINGS, InputError
 from tim_jax.instruments.study import report, running
 from tim_jax.instruments.study.estimates import Compared
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE
 from tim_jax.model import calibration, hf
 from tim_jax.placement import processes
+from tim_jax.rl import programs
 from tim_jax.tasks import dataset
 
 LONGEST_LINE = 1100  # characters of a message
@@ -304,11 +305,11 @@ def furnish(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "good.toml").write_text(lines(CONFIG))
     config = toml.load(folder / "good.toml")
-    model = assembly.make_model(config)
+    model = sources.make_model(config)
     hf.save(folder / "model", model.params, model.config, tokenizer=model.tokenizer)
-    state = assembly.make_programs(config, assembly.make_execution(config, model)).init(
-        model.params
-    )
+    state = programs.build(
+        assembly.make_training(config, assembly.make_execution(config, model))
+    ).init(model.params)
     with folders.open_run(folder / "run", toml.dump(config)) as run:
         run.metrics.write(0, {})
         run.save(0, folders.saved(state, None))

@@ -19,7 +19,7 @@ from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.config.model import Architecture
 from tim_jax.app.jobs import memory
-from tim_jax.app.run import assembly, checkpoints
+from tim_jax.app.run import checkpoints, sources
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, OutOfMemoryError
 from tim_jax.model import calibration, hf
@@ -41,7 +41,7 @@ SMALL = Architecture(
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A model folder."""
-    model = assembly.random_model(SMALL, seed=0)
+    model = sources.random_model(SMALL, seed=0)
     folder = tmp_path_factory.mktemp("models") / "whole"
     return hf.save(folder, model.params, model.config, tokenizer=model.tokenizer)
 
@@ -99,7 +99,7 @@ def test_weights_that_float16_has_no_number_for(folder, capsys):
 
     config = toml.load(None, [f"model.path={folder}", "numerics.dtype=float16"])
     with pytest.raises(InputError) as caught:
-        assembly.make_model(config)
+        sources.make_model(config)
     assert str(caught.value) == message
     assert cli.main(["audit", str(folder), "--dtype", "float16"]) == 2
     assert message in capsys.readouterr().err
@@ -109,9 +109,9 @@ def test_weights_that_float16_has_no_number_for(folder, capsys):
 def test_end_tokens_that_no_vocabulary_has(token, folder):
     change(folder / "generation_config.json", eos_token_id=token)
     with pytest.raises(InputError, match=r"generation_config.json: eos_token_id .* is outside the"):
-        assembly.open_model(str(folder))
+        sources.open_model(str(folder))
     change(folder / "generation_config.json", eos_token_id=[1, 21])
-    assert assembly.open_model(str(folder)).stop_tokens == (1, 21)
+    assert sources.open_model(str(folder)).stop_tokens == (1, 21)
     change(folder / "config.json", eos_token_id=token)
     with pytest.raises(InputError, match=r"/config.json: eos_token_id .* vocabulary of 22 tokens"):
         hf.load_config(folder)
@@ -119,13 +119,13 @@ def test_end_tokens_that_no_vocabulary_has(token, folder):
 
 def test_a_model_whose_responses_nothing_ends(folder):
     change(folder / "tokenizer_config.json", eos_token=None)
-    assert assembly.open_model(str(folder)).stop_tokens == (1,)  # config.json has it
+    assert sources.open_model(str(folder)).stop_tokens == (1,)  # config.json has it
     change(folder / "config.json", eos_token_id=None)
     change(folder / "generation_config.json", eos_token_id=None)
     with pytest.raises(
         InputError, match="no token ends a response: its tokenizer has no eos token"
     ):
-        assembly.open_model(str(folder))
+        sources.open_model(str(folder))
 
 
 EXPERTS = (
@@ -167,7 +167,7 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 
 
 def test_a_chat_template_without_an_end(folder, monkeypatch):
-    tokenizer = cast(Any, assembly.open_model(str(folder)).tokenizer)
+    tokenizer = cast(Any, sources.open_model(str(folder)).tokenizer)
     tokenizer.chat_template = LOOP
     with pytest.raises(InputError, match=r"it runs without an end \(more than 3,000,000 lines"):
         text.encode_prompt(tokenizer, "12>")

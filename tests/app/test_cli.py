@@ -23,7 +23,7 @@ import tim_jax
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import audit, generating
-from tim_jax.app.run import assembly, exports, folders, marks, started
+from tim_jax.app.run import assembly, exports, folders, marks, sources, started
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.app.run.numerics import fixed_numerics
@@ -213,7 +213,7 @@ def test_the_model_is_one_of_transformers(finished):
 
 
 def test_the_model_is_that_of_the_last_step(finished):
-    model = assembly.load_model(str(finished / "model"))
+    model = sources.load_model(str(finished / "model"))
     restored = programs_state(finished)
     assert tiny.bits(model.params) == tiny.bits(restored)
 
@@ -222,7 +222,7 @@ def test_the_model_stops_where_the_run_did(finished, call):
     """Not only at the model's own end token, but at those of the config too."""
     assert call("export", finished, "stopping")[0] == 0
     for folder in (finished / "model", "stopping"):
-        assert assembly.open_model(str(folder)).stop_tokens == (1, 7, 9, 11)
+        assert sources.open_model(str(folder)).stop_tokens == (1, 7, 9, 11)
         assert hf.load_generation_config(folder)["pad_token_id"] == 0
 
 
@@ -251,7 +251,7 @@ def test_a_model_is_never_that_of_an_earlier_end(finished, folder, call):
 def programs_state(run):
     """The parameters of a run's newest checkpoint."""
     config = toml.load(run / "config.toml")
-    start = assembly.make_model(config).params
+    start = sources.make_model(config).params
     return folders.read_checkpoint(run, {"params": start}).state["params"]
 
 
@@ -645,7 +645,7 @@ def checkpoint(folder):
     tokenizer = character_tokenizer(builtin.ALPHABET)
     config = toml.load("tiny.toml")
     assert config.model.architecture is not None
-    model = assembly.random_model(config.model.architecture, seed=0)
+    model = sources.random_model(config.model.architecture, seed=0)
     return hf.save(
         folder / "checkpoint", jax.device_get(model.params), model.config, tokenizer=tokenizer
     )
@@ -913,7 +913,7 @@ def dated(folder, template):
     tokenizer.chat_template = template
     architecture = toml.load("tiny.toml").model.architecture
     assert architecture is not None
-    model = assembly.random_model(architecture, seed=0)
+    model = sources.random_model(architecture, seed=0)
     return hf.save(folder, model.params, model.config, tokenizer=tokenizer)
 
 
@@ -1078,6 +1078,6 @@ def test_the_installed_command_refuses_and_helps(folder):
 def test_no_option_takes_the_default_numerics():
     """Every test above ran with fixed tiles; so does the fixture promise."""
     config = toml.load("tiny.toml")
-    execution = assembly.make_execution(config, assembly.make_model(config))
+    execution = assembly.make_execution(config, sources.make_model(config))
     length = config.sampling.max_prompt_length + config.sampling.max_response_length
     assert execution.numerics == fixed_numerics("tiles", "float32", length=length)

@@ -8,7 +8,7 @@ import tiny
 from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import models, planning, train
-from tim_jax.app.run import assembly
+from tim_jax.app.run import assembly, sources
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
 from tim_jax.rl import drawing
@@ -103,7 +103,7 @@ def test_every_entry_says_whether_it_has_a_control():
 def test_a_control_is_planned_with_its_entries_once(tmp_path):
     """As the run has them: in the execution of both sides, and nothing in the sampler alone."""
     control = config(tmp_path, *both("quantised_weights", SHARED["quantised_weights"]))
-    model = assembly.make_model(control)
+    model = sources.make_model(control)
     planned = planning.workload_of(control, model.config, jax.devices()[:1])
     assert planned.sampler.mismatch == mismatch.EXACT
     assert planned.execution.edits == assembly.make_execution(control, model).edits != ()

@@ -16,7 +16,7 @@ import transformers
 
 from tim_jax.app import cli
 from tim_jax.app.config import toml
-from tim_jax.app.run import assembly
+from tim_jax.app.run import grading
 from tim_jax.app.run.checkpoints import list_steps
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.model import hf, transformer
@@ -118,7 +118,7 @@ def test_the_config_of_gsm8k_takes_files_as_the_readme_says(tmp_path):
     files["test"].write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = Path(__file__).parents[2] / "configs" / "gsm8k_qwen3_0.6b.toml"
     overrides = [f"task.path={files['train']}", f"task.eval_path={files['test']}"]
-    task = assembly.make_task(toml.load(path, overrides))
+    task = grading.make_task(toml.load(path, overrides))
     try:
         assert (len(task.train), len(task.evaluation)) == (16, 256)
     finally:

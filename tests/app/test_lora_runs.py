@@ -14,7 +14,7 @@ import tim_jax as tim
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import planning
-from tim_jax.app.run import assembly, folders, marks
+from tim_jax.app.run import folders, marks, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
@@ -30,12 +30,12 @@ PLAIN = ("warmup.steps=0", "lora.rank=2", 'lora.targets=["q_proj", "down_proj"]'
 def test_a_config_says_which_adapters_and_goes_through_its_file():
     config = toml.load(None, ["lora={}"])
     assert config.lora is not None
-    assert assembly.begin_model(config).lora == Lora()
+    assert sources.begin_model(config).lora == Lora()
     config = toml.load(None, PLAIN)
     again = toml.build(tomllib.loads(toml.dump(config)))
     assert again == config
     assert toml.build({}).lora is None
-    model = assembly.begin_model(config)
+    model = sources.begin_model(config)
     assert model.lora == Lora(rank=2, targets=("q_proj", "down_proj"))
 
 
@@ -59,7 +59,7 @@ def test_wrong_keys_are_refused_in_one_line(words, said):
 def test_an_adapter_that_is_not_there_is_named():
     config = toml.load(None, ['lora.path="nowhere"'])
     with pytest.raises(InputError, match="adapter folder 'nowhere' does not exist"):
-        assembly.begin_model(config)
+        sources.begin_model(config)
 
 
 def test_adapters_are_not_put_on_another_base():
@@ -76,7 +76,7 @@ def test_the_estimate_of_memory_has_an_optimiser_for_the_adapters_alone():
     needs = {}
     for name, words in {"all": ["warmup.steps=0"], "lora": PLAIN}.items():
         config = toml.load(None, words)
-        model = assembly.begin_model(config)
+        model = sources.begin_model(config)
         devices = tuple(jax.devices()[:1])
         workload = planning.workload_of(config, model.config, devices)
         needs[name] = budget.needs(workload, devices)[1].parts
@@ -113,7 +113,7 @@ def test_a_run_with_adapters_resumes_to_the_same_bits_and_exports_both(tmp_path,
     assert [line["exact_share"] for line in lines] == [1.0, 1.0]
     assert all(line["compared_tokens"] > 0 for line in lines)
     # A checkpoint has the adapters and their moments, and not the base.
-    model = assembly.make_model(toml.load(tmp_path / "whole" / "config.toml"))
+    model = sources.make_model(toml.load(tmp_path / "whole" / "config.toml"))
     trained, base = adapters.split(model.params)
     restored = folders.read_checkpoint(tmp_path / "whole", {"params": trained})
     assert set(restored.state["params"]) == {"q_proj", "down_proj"}
@@ -130,7 +130,7 @@ def test_a_run_with_adapters_resumes_to_the_same_bits_and_exports_both(tmp_path,
     assert tiny.bits(alone.arrays) == tiny.bits(restored.state["params"])
     # What starts from it begins as that run ended.
     words = ["warmup.steps=0", f'lora.path="{folder}"']
-    started = assembly.make_model(toml.load(path, words))
+    started = sources.make_model(toml.load(path, words))
     assert started.lora == model.lora
     assert tiny.bits(adapters.of(started.params)) == tiny.bits(alone.arrays)
     assert tiny.bits(adapters.split(started.params)[1]) == tiny.bits(base)

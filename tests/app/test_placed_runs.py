@@ -6,7 +6,7 @@ import tiny
 from tim_jax.app import cli
 from tim_jax.app.config.toml import load
 from tim_jax.app.jobs import models
-from tim_jax.app.run import assembly
+from tim_jax.app.run import assembly, sources
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
 from tim_jax.placement import SINGLE, Placement
@@ -74,7 +74,7 @@ def test_an_evaluation_has_slots_for_its_own_mesh():
 def test_what_a_model_or_machine_cannot_be_is_refused_before_compiling(overrides, message):
     config = load(None, overrides)
     with pytest.raises(InputError, match=message):
-        assembly.make_execution(config, assembly.make_model(config))
+        assembly.make_execution(config, sources.make_model(config))
 
 
 AHEAD = ["sampler.max_staleness=2", "placement.split=true", "placement.sampler.data=2"]

@@ -13,7 +13,7 @@ import tim_jax as tim
 from tim_jax import mismatch, objectives
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import planning
-from tim_jax.app.run import assembly
+from tim_jax.app.run import assembly, sources
 from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Batching
 from tim_jax.placement import Placement
@@ -63,7 +63,7 @@ def test_configuration_plan_and_api_make_the_same_run(path, changes):
     devices = tuple(jax.devices()) * 64  # planned for: nothing is made
     model = planning.model_config(config, None)
     planned = planning.workload_of(config, model, devices)
-    bare = assembly.Model(model, None, None, model.eos_token_ids)
+    bare = sources.Model(model, None, None, model.eos_token_ids)
     run = assembly.make_training(config, assembly.make_execution(config, bare, devices=devices))
     one_width = replace(run.learning, widths=1)
     assert said(planned.training) == said(replace(run, learning=one_width))

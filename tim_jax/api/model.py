@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tim_jax import optimizers
 from tim_jax.app.config.sections import FamilyChoice
-from tim_jax.app.run import assembly, exports
+from tim_jax.app.run import assembly, exports, sources
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.instruments import auditing
@@ -148,7 +148,7 @@ def begin(
     source: str | Path, *, dtype: str, family: FamilyChoice, placement: Placement | None
 ) -> Model:
     """What `load` knows before it measures the machine and reads weights: `params` are None."""
-    found = assembly.open_model(str(exports.model_of(source)))
+    found = sources.open_model(str(exports.model_of(source)))
     where = _everywhere() if placement is None else placement
     check_devices(where)
     assembly.check_placement(where, found.config, where.tensor)

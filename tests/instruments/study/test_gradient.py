@@ -10,7 +10,7 @@ import tiny
 
 from tim_jax import mismatch
 from tim_jax.app.config import toml
-from tim_jax.app.run import assembly
+from tim_jax.app.run import grading, sources
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.study import measurement
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE, Measuring, project
@@ -42,10 +42,10 @@ def odd(examples, completions):
 def policy(tmp_path, monkeypatch):
     path = tmp_path / "run.toml"
     path.write_text(tiny.RUN)
-    make = assembly.make_task
-    monkeypatch.setattr(assembly, "make_task", lambda config: replace(make(config), grade=odd))
+    make = grading.make_task
+    monkeypatch.setattr(grading, "make_task", lambda config: replace(make(config), grade=odd))
     config = toml.load(path, [*CHANGES, f"run.folder={tmp_path / 'run'}"])
-    model = assembly.make_model(config)
+    model = sources.make_model(config)
     return Trained(config, model, jax.tree.map(jnp.asarray, model.params))
 
 

@@ -20,7 +20,7 @@ from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.app.jobs import checks, memory
-from tim_jax.app.run import assembly, checkpoints, exports, folders, source_charts
+from tim_jax.app.run import assembly, checkpoints, exports, folders, grading, source_charts, sources
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
@@ -254,13 +254,13 @@ def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None)
     config = toml.load(Path(source) / "config.toml", changes)
     sampling = config.sampling
     _check_tokens(prompts, samples, sampling.max_prompt_length + sampling.max_response_length)
-    model = assembly.make_model(config)
+    model = sources.make_model(config)
     execution = replace(assembly.make_execution(config, model), placement=SINGLE)
-    task = assembly.make_task(config)
+    task = grading.make_task(config)
     try:
         # A run that holds nothing out is measured on what it trains on.
         examples = list(task.evaluation[:prompts] or task.train[:prompts])
-        chosen = assembly.make_text(config, model, run=Path(source)).prompts(
+        chosen = grading.make_text(config, model, run=Path(source)).prompts(
             examples, range(len(examples))
         )
     finally:

@@ -13,10 +13,10 @@ import jax
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import checks, memory
-from tim_jax.app.run import assembly, checkpoints, folders
-from tim_jax.app.run.assembly import Model
+from tim_jax.app.run import assembly, checkpoints, folders, grading, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.display import Completion, completion_line
+from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
 from tim_jax.model import adapters, hf, peft
 from tim_jax.model.adapters import Adapter
@@ -50,10 +50,10 @@ def assemble(config: RunConfig, *, measured: Path | None = None, training: bool 
 
     `measured` is the file for measurements of this machine, if there is one.
     """
-    model = assembly.begin_model(config)
-    task = _shared(assembly.make_task(config))
+    model = sources.begin_model(config)
+    task = _shared(grading.make_task(config))
     try:
-        text = assembly.make_text(config, model)
+        text = grading.make_text(config, model)
         checks.check_prompts(task, text, training=training)
         return _assembled(config, model, task, text, measured)
     except BaseException:
@@ -65,7 +65,7 @@ def _assembled(
     config: RunConfig, model: Model, task: Task, text: Text, measured: Path | None
 ) -> Job:
     execution = assembly.make_execution(config, model, measured=measured)
-    model = assembly.with_params(model, config)
+    model = sources.with_params(model, config)
     wanted = config.eval.every and len(task.evaluation)
     evaluate = _evaluator(config, execution, task, text) if wanted else None
     built = programs.build(assembly.make_training(config, execution))
@@ -175,7 +175,7 @@ def export(
       InputError: no such run or checkpoint, a damaged one, or `folder` exists and is not empty.
     """
     config = toml.build(tomllib.loads(folders.read_config(run)), source=f"{run}/config.toml")
-    model = assembly.make_model(config)
+    model = sources.make_model(config)
     if adapter and model.lora is None:
         raise InputError(f"export: the run {run!r} trains all weights and has no adapter")
     if adapter and dtype is not None:

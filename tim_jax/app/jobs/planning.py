@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.run import adapting, assembly
-from tim_jax.app.run.assembly import Model
+from tim_jax.app.run import assembly, sources
+from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import expanded, json_value
 from tim_jax.instruments.plan import planning, topology
@@ -90,7 +90,7 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
     Raises:
       InputError: as `assembly.make_execution`.
     """
-    bare = Model(model, None, None, model.eos_token_ids, adapting.make_lora(config.lora, model))
+    bare = Model(model, None, None, model.eos_token_ids, sources.make_lora(config.lora, model))
     execution = assembly.make_execution(config, bare, devices=devices)
     training = assembly.make_training(config, execution)
     longest = replace(training.learning, widths=1)  # which needs the most
@@ -109,7 +109,7 @@ def model_config(config: RunConfig, architecture: Path | None) -> ModelConfig:
         return from_hf(_read(architecture), where=str(architecture))
     random = config.model.random_architecture
     if random is not None:
-        return assembly.random_config(random)
+        return sources.random_config(random)
     path = config.model.path
     assert path is not None  # the section has exactly one source
     if expanded(path).exists():

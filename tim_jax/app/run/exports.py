@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tim_jax.app.run import checkpoints, folders
-from tim_jax.app.run.assembly import Model
+from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import expanded
 from tim_jax.model import hf

@@ -39,9 +39,9 @@ from tim_jax import corrections, mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import Count, Section, refusal
-from tim_jax.app.run import assembly, folders
-from tim_jax.app.run.assembly import Model
+from tim_jax.app.run import assembly, folders, grading, sources
 from tim_jax.app.run.loggers import JsonLines, read_lines
+from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.study import estimates
@@ -127,7 +127,7 @@ class Trained(NamedTuple):
 
 def trained(config: RunConfig) -> Trained:
     """The newest checkpoint of a run's folder."""
-    model = assembly.make_model(config)
+    model = sources.make_model(config)
     params = folders.read_params(config.run.folder, model.params).state["params"]
     return Trained(config, model, jax.tree.map(jnp.asarray, params))
 
@@ -148,8 +148,8 @@ def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfi
 def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
     """Raises InputError if a task cannot be made, or this model's sampler cannot have a source."""
     for config in configs.values():
-        assembly.make_task(config).close()
-        model = assembly.make_model(config)
+        grading.make_task(config).close()
+        model = sources.make_model(config)
         _check_sources(study, assembly.make_execution(config, model, devices=tuple(jax.devices())))
 
 
@@ -238,7 +238,7 @@ _RECORD = TypeAdapter(_Record)
 def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
     """The first problems of the horizon's task, as many as a step of the run has prompts."""
     execution = assembly.make_execution(config, policy.model)
-    task = assembly.make_task(config)
+    task = grading.make_task(config)
     _check_sources(study, execution)
     examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
     section = config.learner
@@ -253,7 +253,7 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
         training=training,
         params=policy.params,
         task=task,
-        text=assembly.make_text(config, policy.model, run=Path(policy.config.run.folder)),
+        text=grading.make_text(config, policy.model, run=Path(policy.config.run.folder)),
         examples=examples,
         batches=study.batches,
         seed=config.seed,
