@@ -864,7 +864,7 @@ def test_a_row_that_is_too_long_is_named_before_a_weight_is_made(part, call, fol
     held_out = sums(folder / "held-out.jsonl", long=[7])
     held_out = f", eval_path='{held_out}'" if part else ", eval_share=0.0"
     task = f"task={{kind='dataset', path='{train}', reward='cli_rewards:by_length'{held_out}}}"
-    monkeypatch.setattr(assembly, "with_params", pytest.fail)
+    monkeypatch.setattr(sources, "with_params", pytest.fail)
     name = f"run.folder=long-{part.strip()}"
     err = refused(call, "train", "tiny.toml", name, task, "warmup.steps=0", "eval.every=0")
     file = "held-out.jsonl" if part else "sums.jsonl"
