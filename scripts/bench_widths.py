@@ -34,7 +34,7 @@ _SEED = 0
 
 
 class Side:
-    """A learner with so many widths."""
+    """A learner with this many widths."""
 
     def __init__(self, execution: Execution, params, rollout, widths: int):
         learning = Learning(objectives.rloo(), common.GROUP, micro_batch=MICRO_BATCH, widths=widths)

@@ -53,7 +53,7 @@ def attention(
 ) -> jax.Array:
     """Attention by the family, by another kernel, or cut along the keys, as the numerics say.
 
-    With a window i32[] a row attends to so many positions up to its own; None is no such limit.
+    With a window i32[] a row attends to this many positions up to its own; None is no such limit.
     With pages i32[B, S / block] the keys are [pages, Kv, D, block], the values
     [pages, Kv, block, D].
     """

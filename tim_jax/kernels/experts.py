@@ -264,7 +264,7 @@ def scaled(outputs: jax.Array, x: jax.Array, weight: jax.Array, *, numerics: Num
 
 
 def in_tiles(experts: jax.Array, *, count: int, rows: int) -> Tiles:
-    """Sorts the pairs of experts i32[N, k], of `count` experts, into tiles of so many rows.
+    """Sorts the pairs of experts i32[N, k], of `count` experts, into tiles of this many rows.
 
     Pairs whose expert is `count` are in no tile, and have a place after all of them.
     """

@@ -104,7 +104,7 @@ def power_of_two_in(size: int) -> int:
 
 
 def parts_of(size: int, most: int | None = None) -> list[slice]:
-    """A head of so many numbers in powers of two, the largest first: what Triton's arrays have.
+    """A head of this many numbers in powers of two, the largest first: what Triton's arrays have.
 
     None is larger than `most`, if that is given, which is a power of two.
     """
@@ -137,7 +137,7 @@ def store(ref: Any, values: jax.Array, there: jax.Array) -> None:
 
 
 def in_blocks(x: jax.Array, expert: jax.Array, used: jax.Array, rows: int):
-    """Tiles x [T, R, K] as blocks of so many rows, below each other, with `expert` and `used`.
+    """Tiles x [T, R, K] as blocks of this many rows, below each other, with `expert` and `used`.
 
     Of `PallasFamily.grouped_product`; of the blocks i32[blocks] and i32[1].
     """

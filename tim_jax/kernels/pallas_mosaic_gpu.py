@@ -169,7 +169,7 @@ def _cost(tiling: _Tiling, arrays: Sequence[Any]) -> pl.CostEstimate:
 
 
 def _transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
-    """How blocks of so many columns lie in shared memory: as the tensor cores read them."""
+    """How blocks of this many columns lie in shared memory: as the tensor cores read them."""
     size = jnp.dtype(dtype).itemsize
     swizzle = mosaic().find_swizzle(columns * size * 8)
     return mosaic().TilingTransform((8, swizzle // size)), mosaic().SwizzleTransform(swizzle)

@@ -486,7 +486,7 @@ def test_a_sampler_elsewhere_leaves_the_learners_weights_where_they_are():
         (Placement(fsdp=2), "sampler", "placement.fsdp = 8: the slice has devices"),
         (Placement(data=8), "update", "placement.data = 1 with placement.fsdp = 8: masters"),
         (Placement(fsdp=8), "sampler", 'placement.decode = "sharded"'),
-        (Placement(fsdp=8), "sampler", "sampler.slots = 8: so many sequences"),
+        (Placement(fsdp=8), "sampler", "sampler.slots = 8: this many sequences"),
         (Placement(fsdp=8), "update", "learner.remat = true"),
         (Placement(fsdp=8), "update", "learner.micro_batch = 8: one sequence a device"),
         (Placement(fsdp=8), "scoring", 'numerics.dtype = "bfloat16"'),

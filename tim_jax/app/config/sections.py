@@ -171,7 +171,7 @@ class SamplerSection(Section):
     left out: every slot has room for the longest response. Memory and speed only."""
     max_staleness: Annotated[int, Field(ge=0, le=64)] = 0
     """Steps that are drawn ahead of the one that is learnt from, which is then learnt from by
-    weights so many steps newer than those that drew it. 0: every step is drawn by the newest."""
+    weights this many steps newer than those that drew it. 0: every step is drawn by the newest."""
     mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
     """Entries of `tim_jax.mismatch`, in order: `{name = "kv_cache", dtype = "float8_e4m3fn"}`."""
     both_sides: bool = False

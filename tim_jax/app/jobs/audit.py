@@ -171,7 +171,7 @@ class Bench:
     params: Any
     prompts: Prompts
     samples: int
-    older: Callable[[int], Any] | None = None  # updates -> parameters of so many updates ago
+    older: Callable[[int], Any] | None = None  # updates -> parameters of this many updates ago
     seed: int = 0
 
 

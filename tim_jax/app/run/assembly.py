@@ -95,7 +95,7 @@ def check_placement(
 def make_optimizer(
     section: Optimizer, *, steps: int, max_response_length: int
 ) -> optax.GradientTransformationExtraArgs:
-    """The chain of a run with so many updates and so long responses."""
+    """The chain of a run with this many updates and responses of at most this length."""
     own = part(optimizers.AdamW, section, total_steps=section.total_steps or steps)
     chain = own.transform(section.length_decay.value(max_response_length))
     return chain if section.loss_scale is None else section.loss_scale.transform(chain)
