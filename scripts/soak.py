@@ -111,7 +111,7 @@ def main() -> int:
 def soak(
     folder: pathlib.Path, steps: int, *, parts: int, saves: int = _SAVES
 ) -> tuple[list[Row], list[str]]:
-    """Runs `steps` steps in a new folder. Returns `parts` rows, and all that is wrong with them."""
+    """Runs `steps` steps in a new folder. Returns `parts` rows, and what is wrong with them."""
     config, run = folder / "soak.toml", folder / "run"
     config.write_text(f"steps = {steps}\n{CONFIG}\n[run]\ncheckpoint_every = {steps // saves}\n")
     with (folder / "output").open("w+") as output:
