@@ -209,7 +209,7 @@ def page(rows: list[Row], load: float, options) -> list[str]:
         f"## Sampler, skewed lengths of up to {sizes.longest} tokens",
         "",
         "Lengths are log-normal with a mean of a quarter of the longest, and are forced. Ours draws"
-        " them in that many slots; the peer in batches of that many, each until its longest sequence"
+        " them in that many slots; the peer in batches of that many, each until its longest one"
         " has ended. Only tokens up to each sequence's end are counted.",
         "",
         *skewed_table(rows, sizes.longest),
