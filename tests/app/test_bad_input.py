@@ -679,8 +679,8 @@ def test_steps_without_signal_are_said_once_and_counted():
     assert watched((0.0, [0.0, 1.0])) == []
     assert watched() == []
     first, last = watched((0.0, [0.0, 1.0]), (1.0, [1.0, 1.0]), (1.0, [0.0, 0.0]))
-    assert first.startswith("step 2 has no signal")
-    assert last == "2 of 3 steps had no signal"
+    assert first.startswith("step 2 teaches nothing")
+    assert last == "2 of 3 steps taught nothing"
     first, last = watched((1.0, [0.5, 0.5]), (1.0, [0.5, 0.5]))
     assert last.startswith("warning: all completions of 2 steps had the same reward, 0.5")
 

@@ -24,16 +24,16 @@ class RewardWatch:
             self.without += 1
             if self.without == 1:
                 display.note(
-                    f"step {step.number} has no signal: its rewards do not differ from those that"
-                    " they are compared with (such steps are counted: without_signal)"
+                    f"step {step.number} teaches nothing: no reward differs from its baseline"
+                    " (without_signal counts such steps)"
                 )
 
     def sum_up(self, display: Display) -> None:
-        """Says how many steps had no signal, and warns if no reward ever differed."""
+        """Says how many steps taught nothing, and warns if no reward ever differed."""
         if self.steps == self.without > 0 and len(self.rewards) == 1:
             display.note(
                 f"warning: all completions of {self.steps} steps had the same reward,"
                 f" {next(iter(self.rewards)):g}: there was nothing to learn; look at the reward"
             )
         elif self.without:
-            display.note(f"{self.without} of {self.steps} steps had no signal")
+            display.note(f"{self.without} of {self.steps} steps taught nothing")
