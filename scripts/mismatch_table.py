@@ -20,7 +20,7 @@ from bench_common import cpu_model
 from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import audit, train
-from tim_jax.app.run import source_charts
+from tim_jax.app.run import charts
 from tim_jax.instruments.auditing import ablation
 from tim_jax.instruments.auditing.ablation import BASELINE, TOGETHER, Arm
 
@@ -117,7 +117,7 @@ def measure(folder: str, prompts: int, samples: int) -> tuple[dict[str, Any], di
 
 def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
     results = DOCS / "results"
-    source_charts.source_chart(
+    charts.source_chart(
         plain,
         results / "mismatch.png",
         title=f"Mismatch by source: {MODEL}, float32 learner, temperature 1",

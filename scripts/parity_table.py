@@ -15,7 +15,7 @@ import verl_formulas as formulas
 
 from tim_jax import corrections, metrics
 from tim_jax.app.config import toml, verl
-from tim_jax.app.config.verl_corrections import REJECTIONS
+from tim_jax.app.config.verl_keys import REJECTIONS
 from tim_jax.objectives import Objective, kl_estimate
 from tim_jax.objectives.advantages import advantages
 from tim_jax.objectives.losses import policy_loss

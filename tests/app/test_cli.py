@@ -23,7 +23,7 @@ import tim_jax
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import audit, generating
-from tim_jax.app.run import assembly, exports, folders, marks, sources, started
+from tim_jax.app.run import assembly, checkpoints, exports, folders, sources, started
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.app.run.numerics import fixed_numerics
@@ -958,13 +958,13 @@ def test_a_dated_run_from_before_its_day_was_kept_is_refused(folder):
     before = Restored(3, {}, {"rows": 1, "rows_crc32": 2})
     for template in (None, "{{ messages[0].content }}", "{{ strftime_now('%d') }}"):
         tokenizer.chat_template = template
-        mark = marks.of_prompts(Text(tokenizer, 8), [Example("1", "2")] * 200)
-        marks.check(Restored(3, {}, mark), mark, "run")
+        mark = checkpoints.prompts_mark(Text(tokenizer, 8), [Example("1", "2")] * 200)
+        checkpoints.check_marks(Restored(3, {}, mark), mark, "run")
         if template is None or "now" not in template:
-            marks.check(before, mark, "run")
+            checkpoints.check_marks(before, mark, "run")
         else:
             with pytest.raises(InputError, match=r"run: the chat template prints the date"):
-                marks.check(before, mark, "run")
+                checkpoints.check_marks(before, mark, "run")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import tim_jax as tim
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import planning
-from tim_jax.app.run import folders, marks, sources
+from tim_jax.app.run import checkpoints, folders, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
@@ -64,12 +64,12 @@ def test_an_adapter_that_is_not_there_is_named():
 
 def test_adapters_are_not_put_on_another_base():
     base = adapters.narrowed(random_params(tiny.CONFIG, 0))
-    mark = marks.of_base(base)
-    marks.check(Restored(3, {}, mark), mark, "run")
+    mark = checkpoints.base_mark(base)
+    checkpoints.check_marks(Restored(3, {}, mark), mark, "run")
     base["layers"]["q"] = base["layers"]["q"] * np.float32(1.5)
     with pytest.raises(InputError, match="run: the adapters of step 3 were trained on other base"):
-        marks.check(Restored(3, {}, mark), marks.of_base(base), "run")
-    assert marks.of_base(None) == {}
+        checkpoints.check_marks(Restored(3, {}, mark), checkpoints.base_mark(base), "run")
+    assert checkpoints.base_mark(None) == {}
 
 
 def test_the_estimate_of_memory_has_an_optimiser_for_the_adapters_alone():

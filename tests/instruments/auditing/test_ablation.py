@@ -12,7 +12,7 @@ from tim_jax import mismatch
 from tim_jax.app import cli
 from tim_jax.app.jobs import audit
 from tim_jax.app.jobs.audit import Bench
-from tim_jax.app.run import source_charts
+from tim_jax.app.run import charts
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing import ablation
 from tim_jax.model import hf
@@ -89,9 +89,9 @@ def test_drawn(result):
 def test_nothing_to_draw(result, tmp_path):
     record = dict(result[0].record, cases=result[0].record["cases"][:1])
     with pytest.raises(InputError, match="nothing to draw"):
-        source_charts.source_chart(record, tmp_path / "x.png")
+        charts.source_chart(record, tmp_path / "x.png")
     with pytest.raises(InputError, match="cannot write"):
-        source_charts.source_chart(result[0].record, tmp_path / "none" / "x.png")
+        charts.source_chart(result[0].record, tmp_path / "none" / "x.png")
 
 
 def test_short_numbers():

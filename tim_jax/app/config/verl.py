@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from tim_jax.app.config import toml
-from tim_jax.app.config.verl_corrections import rejection, rejections, weights
-from tim_jax.app.config.verl_keys import ACTOR, Keys
+from tim_jax.app.config.verl_keys import ACTOR, Keys, rejection, rejections, weights
 from tim_jax.common.errors import InputError
 from tim_jax.objectives.aggregation import counts_kept
 

@@ -20,7 +20,7 @@ from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.app.jobs import checks, memory
-from tim_jax.app.run import assembly, checkpoints, exports, folders, grading, source_charts, sources
+from tim_jax.app.run import assembly, charts, checkpoints, exports, folders, grading, sources
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
@@ -340,7 +340,7 @@ def report(
     exact = baseline["tokens"] > 0 and baseline["unequal_tokens"] == 0
     print(f"{'exact' if exact else 'NOT EXACT'} where the sampler is the learner's own")
     if chart is not None and any(case.metrics["unequal_tokens"] for case in results):
-        source_charts.source_chart(record, chart)
+        charts.source_chart(record, chart)
     elif chart is not None:
         print(f"{chart} was not drawn: no token differs")
     text = ablation.to_markdown(record)

@@ -24,7 +24,7 @@ from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import part
 from tim_jax.app.jobs import checks, memory
 from tim_jax.app.jobs.models import Job, assemble, shown
-from tim_jax.app.run import assembly, charts, checkpoints, exports, folders, loggers, marks, started
+from tim_jax.app.run import assembly, charts, checkpoints, exports, folders, loggers, started
 from tim_jax.app.run.display import Display, open_display
 from tim_jax.app.run.folders import Run
 from tim_jax.app.run.rewards import RewardWatch
@@ -128,7 +128,11 @@ def _begun(job: Job, run: Run) -> tuple[Job, _Start]:
         _write_numerics(job, run)
         base = adapters.split(job.model.params)[1]
         train = job.task.train
-        mark = {**marks.of_base(base), **marks.of_rows(train), **marks.of_prompts(job.text, train)}
+        mark = {
+            **checkpoints.base_mark(base),
+            **checkpoints.rows_mark(train),
+            **checkpoints.prompts_mark(job.text, train),
+        }
         contents, step, notes = _restored(job, run, mark)
         base = None if base is None else job.programs.place(base)
     except BaseException:
@@ -264,7 +268,7 @@ def _restored(job: Job, run: Run, mark: dict[str, int]) -> tuple[checkpoints.Sta
     checkpoint = run.restore(_shapes(job))
     if checkpoint is None:
         return _first(job), -1, []
-    marks.check(checkpoint, mark, run.folder)
+    checkpoints.check_marks(checkpoint, mark, run.folder)
     notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in checkpoint.damaged]
     notes.append(f"resumed after step {checkpoint.step}{_changes(job.config, run)}")
     return checkpoint.state, checkpoint.step, notes

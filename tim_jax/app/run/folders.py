@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tim_jax.app.run import checkpoints, marks, started
+from tim_jax.app.run import checkpoints, started
 from tim_jax.app.run.checkpoints import Checkpoints, Restored, State
 from tim_jax.app.run.loggers import JsonLines
 from tim_jax.common.errors import InputError
@@ -249,7 +249,7 @@ def read_params(
     """
     trained, base = adapters.split(params)
     restored = read_checkpoint(folder, {"params": trained}, step=step)
-    marks.check(restored, marks.of_base(base), folder)
+    checkpoints.check_marks(restored, checkpoints.base_mark(base), folder)
     whole = adapters.whole(restored.state["params"], base)
     return replace(restored, state={"params": whole})
 
