@@ -65,13 +65,11 @@ def _compiled_once(tmp_path_factory):
 
 # Exactness itself, the kernels, draws, sampler, scoring and audits are tested as users compile, and
 # so is whatever runs with --optimised: in CI, a mesh and the corrections. These modules compare
-# programs with others compiled alike, or formulas with references within rounding. They compile
-# without most of LLVM's optimisations, and with --part=plain without XLA's emitters of fusions too,
-# in half the time. A process reads XLA's flags once: so scripts/test.sh runs them apart.
+# programs with others compiled alike, and compile without most of LLVM's optimisations, in three
+# quarters of the time.
 _UNOPTIMISED = frozenset(
     {
         "api/test_api",
-        "app/config/test_verl",
         "app/run/test_folders",
         "app/test_cli",
         "app/test_controls",
@@ -81,11 +79,6 @@ _UNOPTIMISED = frozenset(
         "app/test_lora_runs",
         "app/test_placed_runs",
         "app/test_processes",
-        "corrections/test_corrections",
-        "corrections/test_gradient",
-        "corrections/test_modes",
-        "corrections/test_recipes",
-        "corrections/test_rejecting",
         "instruments/auditing/test_ablation",
         "instruments/diagnosis/test_parts",
         "instruments/diagnosis/test_shaping",
@@ -97,13 +90,6 @@ _UNOPTIMISED = frozenset(
         "mismatch/test_mixtures",
         "mismatch/test_training",
         "model/test_adapters",
-        "model/test_hf",
-        "model/test_transformer",
-        "objectives/test_advantages",
-        "objectives/test_group_gradients",
-        "objectives/test_losses",
-        "objectives/test_objective",
-        "objectives/test_shaping",
         "policy/test_entropy",
         "policy/test_slots",
         "rl/test_ahead",
@@ -114,9 +100,30 @@ _UNOPTIMISED = frozenset(
         "rl/test_routing",
         "rl/test_sharded",
         "rl/test_widths",
-        "schedules/test_schedules",
         "scripts/test_gpu_check",
         "scripts/test_soak",
+    }
+)
+
+# Formulas and references within rounding: with --part=plain also without XLA's emitters of fusions,
+# in half the time. Not for the forward, whose bits then do depend on the program
+# (rl/test_ahead.py, -m slow). A process reads XLA's flags once: scripts/test.sh runs them apart.
+_PLAIN = frozenset(
+    {
+        "app/config/test_verl",
+        "corrections/test_corrections",
+        "corrections/test_gradient",
+        "corrections/test_modes",
+        "corrections/test_recipes",
+        "corrections/test_rejecting",
+        "model/test_hf",
+        "model/test_transformer",
+        "objectives/test_advantages",
+        "objectives/test_group_gradients",
+        "objectives/test_losses",
+        "objectives/test_objective",
+        "objectives/test_shaping",
+        "schedules/test_schedules",
         "test_metrics",
         "test_optimizers",
     }
@@ -155,13 +162,17 @@ def pytest_sessionfinish(session, exitstatus):
 
 def _of_the_other_part(config, path) -> bool:
     part = config.getoption("--part")
-    plain = _unoptimised(config, path) and jax.__version_info__ < (0, 12)
+    plain = _name(path) in _PLAIN and jax.__version_info__ < (0, 12)
+    plain = plain and not config.getoption("--optimised")
     return part is not None and plain != (part == "plain")
 
 
+def _name(path) -> str:
+    return path.relative_to(_HERE).with_suffix("").as_posix()
+
+
 def _unoptimised(config, path) -> bool:
-    name = path.relative_to(_HERE).with_suffix("").as_posix()
-    return name in _UNOPTIMISED and not config.getoption("--optimised")
+    return _name(path) in _UNOPTIMISED | _PLAIN and not config.getoption("--optimised")
 
 
 @pytest.fixture(scope="module", autouse=True)
