@@ -23,7 +23,7 @@ import tim_jax
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import audit, generating
-from tim_jax.app.run import assembly, checkpoints, exports, folders, sources, started
+from tim_jax.app.run import assembly, checkpoints, exports, folders, grading, sources, started
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.app.run.numerics import fixed_numerics
@@ -925,7 +925,7 @@ def on_day(monkeypatch, day):
         def now(cls, tz=None):
             return datetime(2026, 3, day, 12, tzinfo=tz)
 
-    for module in (chat_template_utils, started, assembly):
+    for module in (chat_template_utils, started, grading):
         monkeypatch.setattr(module, "datetime", Then)
 
 

@@ -297,7 +297,7 @@ def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed):
 
     @jax.jit
     def part(weights, rows):
-        found, _ = learner.gradient_rows(score, weights, *rows, learning=run.learning)
+        found, _ = learner.gradient_rows(score, weights, *rows, learning=run.training.learning)
         return transpose(found)
 
     size = tiny.GROUP

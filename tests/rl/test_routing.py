@@ -168,9 +168,8 @@ def step_of(routing, dial=mismatch.EXACT, where=SINGLE, balance=0.0, count=4, **
             plain,
             learning,
             optimizers.adamw(optimizers.Rate(1e-3)),
-            mismatch=dial,
-            length_buckets=2,
-        )
+            prompts_per_step=count,
+        ).varied(mismatch=dial, length_buckets=2)
     )
     state = run.init(jax.tree.map(jnp.copy, tiny.params(CONFIG)))
     weights = run.prepare(state.params)
