@@ -164,10 +164,7 @@ LONG, LONGEST_PROMPT = 60, 16
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_fifty_thousand_tokens_of_a_mixture_of_experts(name, dtype):
-    """Drawn prompts, weights and orders: samplers of two batches, learners of two shapes.
-
-    A third of the weights in each dtype: fifty thousand tokens of a model in all.
-    """
+    """Drawn prompts, weights and orders: samplers of two batches, learners of two shapes."""
     execution = Execution(MIXTURES[name], EXACT[dtype], Sampling(LONG, temperature=0.9))
     prepare, rng = jax.jit(execution.prepare), np.random.default_rng(0)
     draw = jax.jit(
@@ -183,7 +180,7 @@ def test_fifty_thousand_tokens_of_a_mixture_of_experts(name, dtype):
         return jax.grad(loss, has_aux=True)(weights)
 
     compared = unequal = 0
-    for seed in range(list(EXACT).index(dtype), 27, len(EXACT)):
+    for seed in range(27):
         weights = prepare(jax.tree.map(jnp.asarray, random_params(MIXTURES[name], seed)))
         prompts = Prompts(
             tokens=jnp.asarray(rng.integers(0, 101, (8, LONGEST_PROMPT)), jnp.int32),
@@ -209,7 +206,7 @@ def test_fifty_thousand_tokens_of_a_mixture_of_experts(name, dtype):
         found = np.asarray(again.log_probs).view(np.int32)
         compared, unequal = compared + found.size, unequal + (found != recorded[rows]).sum()
     assert unequal == 0
-    assert compared > 50_000 / len(EXACT)
+    assert compared > 50_000
 
 
 # --- sliding windows -------------------------------------------------------------------------

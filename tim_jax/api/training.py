@@ -1,6 +1,5 @@
 """Training as a generator of steps: the caller logs, stops and keeps what it wants."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,8 +26,6 @@ from tim_jax.rl.programs import Programs
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import TrainState
 from tim_jax.tasks.base import Task, whole
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,11 @@ def grpo(
         "correction": correction,
         "mismatch": sampler if sampler is None else _dial(sampler),
     }
-    run = _checked(model, training, {name: x for name, x in given.items() if x is not None})
+    _check_values(objective, optimizer, training)
+    try:
+        run = _run(model, training, {name: x for name, x in given.items() if x is not None})
+    except rules.RuleError as error:
+        raise InputError(f"grpo: {error}") from None
     where = run.execution.placement
     model = replace(model, placement=where, numerics=run.execution.numerics)
     examples = data.as_examples(prompts_and_answers)
@@ -160,47 +161,13 @@ def grpo(
     run = run.varied(lora=adapter and adapter.lora)
     task = data.as_task(examples, reward)
     built = programs.build(run)
-    data.agree(examples, _told(run, steps, seed))
+    # An optimizer is functions, which have no text.
+    settings = replace(run, optimizer=None)
+    data.agree(examples, repr((steps, seed, settings)))
     return _steps(model, task, text, built, adapter, seed=seed, steps=steps)
 
 
-def _checked(model: Model, training: Training | None, given: dict[str, Any]) -> Training:
-    """The run as one value, by the arguments beside it; checked before anything is compiled."""
-    if not isinstance(training, Training | None):
-        raise InputError(
-            "grpo: training must be a value such as model.training(micro_batch=4), got"
-            f" {training!r}"
-        )
-    for name, known in (("group_size", "samples"), ("prompts_per_step", "prompts_per_step")):
-        if name in given:
-            whole(f"grpo: {known}", given[name], least=1)
-    run = model.training() if training is None else training
-    if run.execution.config != model.config:
-        raise InputError("grpo: training is of another architecture; take model.training(...)")
-    _check_kinds(given)
-    correction = given.pop("correction", None)
-    run = run.varied(**given)
-    if correction is not None:
-        correction = corrections.chain(correction)
-        weighs = any(block.effect == "weight" for block in correction.blocks)
-        twice = weighs and run.learning.objective.has_ratio
-        mode: Mode = "recompute" if twice else run.learning.mode
-        run = run.varied(correction=correction, mode=mode)
-    check_devices(run.execution.placement)
-    if run.execution.sampling.temperature == 0:
-        raise InputError(
-            "grpo: temperature must be greater than 0, got 0: greedy responses have no log-probs to"
-            " learn from"
-        )
-    try:
-        run.check()
-    except rules.RuleError as error:
-        raise error.told({"samples": "samples"}, "grpo: ") from None
-    return run
-
-
-def _check_kinds(given: dict[str, Any]) -> None:
-    objective, optimizer = given.get("objective"), given.get("optimizer")
+def _check_values(objective: Any, optimizer: Any, training: Any) -> None:
     if not isinstance(objective, Objective | None):
         raise InputError(
             f"grpo: objective must be one of tim_jax.objectives, got {type(objective).__name__}"
@@ -210,14 +177,35 @@ def _check_kinds(given: dict[str, Any]) -> None:
             "grpo: optimizer must be of optax, such as optax.adamw(1e-6), got"
             f" {type(optimizer).__name__}"
         )
+    if not isinstance(training, Training | None):
+        raise InputError(
+            "grpo: training must be a value such as model.training(micro_batch=4), got"
+            f" {training!r}"
+        )
 
 
-def _told(run: Training, steps: int, seed: int) -> str:
-    """What several processes must agree on; functions, which have no text, are left out."""
-    blocks = [block.name for block in run.learning.correction.blocks]
-    learning = replace(run.learning, correction=corrections.none())
-    plain = replace(run, optimizer=None, learning=learning)
-    return f"{steps} {seed} {blocks} {_ADDRESS.sub('', repr(plain))}"
+def _run(model: Model, training: Training | None, given: dict[str, Any]) -> Training:
+    """The run by the arguments that are given beside it; checked before anything is compiled."""
+    for name, known in (("group_size", "samples"), ("prompts_per_step", "prompts_per_step")):
+        if name in given:
+            whole(f"grpo: {known}", given[name], least=1)
+    run = model.training() if training is None else training
+    if run.execution.config != model.config:
+        raise InputError("grpo: training is of another architecture; take model.training(...)")
+    correction = corrections.chain(given.get("correction", run.learning.correction))
+    run = run.varied(**{name: value for name, value in given.items() if name != "correction"})
+    weighs = any(block.effect == "weight" for block in correction.blocks)
+    twice = "correction" in given and weighs and run.learning.objective.has_ratio
+    mode: Mode = "recompute" if twice else run.learning.mode
+    run = run.varied(correction=correction, mode=mode)
+    check_devices(run.execution.placement)
+    if run.execution.sampling.temperature == 0:
+        raise InputError(
+            "grpo: temperature must be greater than 0, got 0: greedy responses have no log-probs to"
+            " learn from"
+        )
+    run.check()
+    return run
 
 
 def _steps(

@@ -103,6 +103,9 @@ class Correction(optax.GradientTransformationExtraArgs):
 
     blocks: tuple[Block, ...]
 
+    def __repr__(self) -> str:
+        return f"Correction({', '.join(block.name for block in self.blocks)})"
+
     def __new__(cls, blocks: tuple[Block, ...]) -> "Correction":
         def init(params):
             return tuple(block.transform.init(params) for block in blocks)

@@ -1,11 +1,8 @@
 """The rules between a run's settings, each once.
 
 A configuration has them before a model is opened, `Training.check` before anything is compiled. So
-they take plain values, and name a field as `Training` does; whoever calls them says by which name
-the user knows it (`RuleError.told`).
+they take plain values, and name a field as `Training` does. A configuration says its own key.
 """
-
-from collections.abc import Mapping
 
 from tim_jax import corrections
 from tim_jax.common.errors import InputError
@@ -23,11 +20,6 @@ class RuleError(InputError):
     def __init__(self, field: str, value: object, rule: str):
         super().__init__(f"{field} = {value!r}: {rule}")
         self.field, self.value, self.rule = field, value, rule
-
-    def told(self, names: Mapping[str, str], where: str = "") -> InputError:
-        """The same refusal by the name that a user knows the field by."""
-        name = names.get(self.field, self.field)
-        return InputError(f"{where}{name} = {self.value!r}: {self.rule}")
 
 
 def check_counts(**counts: int) -> None:
@@ -109,10 +101,14 @@ def check_learner_rows(
 def check_sampler_rows(
     where: Placement, *, prompts: int, sequences: int, slots: int | None, greedy: bool
 ) -> None:
-    """The same of the sampler's; `greedy`: whether it also draws a greedy response per prompt."""
+    """Refuses a placement of the sampler whose devices could not have equally many rows.
+
+    Args:
+      greedy: whether it also draws one greedy response a prompt.
+    """
     _check_spread("sampler_placement", where, sequences, f"the {sequences} sequences of a step")
     if slots:
-        _check_spread("sampler_placement", where, slots, f"the {slots} sequences of sampler.slots")
+        _check_spread("sampler_placement", where, slots, f"the {slots} slots")
     if greedy and prompts % where.shards:
         raise RuleError(
             "prompts_per_step",
@@ -125,12 +121,6 @@ def check_sampler_rows(
 def _check_spread(field: str, where: Placement, count: int, what: str) -> None:
     if count % where.shards:
         raise RuleError(field, str(where), f"{where.shards_text} must divide {what}")
-
-
-def check_column_tiles(field: str, where: Placement, column_tiles: int) -> None:
-    """Refuses a tensor axis that does not divide the parts that matrices are multiplied in."""
-    if column_tiles % where.tensor:
-        raise RuleError(field, where.tensor, f"must divide numerics.column_tiles = {column_tiles}")
 
 
 def check_noise_scale(*, sequences: int, micro_batch: int | None, samples: int) -> None:
@@ -151,6 +141,8 @@ def check_noise_scale(*, sequences: int, micro_batch: int | None, samples: int) 
 
 def check_refills(refills: int, objective: Objective, *, samples: int) -> None:
     """Refuses to draw again where no reward says that a group has no signal."""
+    if refills < 0:
+        raise RuleError("refills", refills, "must be 0 or more")
     if not refills:
         return
     if rule := advantages.why_no_refills(objective.estimator):
@@ -162,6 +154,8 @@ def check_refills(refills: int, objective: Objective, *, samples: int) -> None:
 
 def check_staleness(max_staleness: int, *, offload: bool) -> None:
     """Refuses to draw ahead while the state is to leave the devices."""
+    if max_staleness < 0:
+        raise RuleError("max_staleness", max_staleness, "must be 0 or more")
     if max_staleness and offload:
         raise RuleError(
             "max_staleness",

@@ -33,15 +33,13 @@ class Sampler:
 
     def __post_init__(self):
         check_kinds(self)
-        if self.max_staleness < 0:
-            raise InputError(f"max_staleness = {self.max_staleness}: must be 0 or more")
 
 
 @dataclass(frozen=True)
 class Training:
     """How every step of a run is drawn and learnt from.
 
-    `programs.build` compiles it. What varies it is `dataclasses.replace`.
+    `programs.build` compiles it, and `varied` makes another one of it.
     """
 
     execution: Execution
@@ -107,7 +105,7 @@ class Training:
     @property
     def micro_batch(self) -> int:
         """Sequences of one forward and backward, over all devices."""
-        return min(self.learning.micro_batch or self.rows, self.rows)
+        return self.learning.micro_batch or self.rows
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -167,8 +165,6 @@ class Training:
         if self.execution.sampling.truncated:
             learning.objective.check_whole_distribution()
         rules.check_reward_kl(learning.objective, sequences=self.sequences)
-        if self.refills < 0:
-            raise rules.RuleError("refills", self.refills, "must be 0 or more")
         rules.check_refills(self.refills, learning.objective, samples=learning.group_size)
         self._check_rows()
         rules.check_staleness(sampler.max_staleness, offload=self.offload)
@@ -176,8 +172,7 @@ class Training:
             dial.refuse_ahead(sampler.mismatch)
 
     def _check_rows(self) -> None:
-        learning, sampler = self.learning, self.sampler
-        micro = learning.micro_batch and self.micro_batch
+        learning, micro = self.learning, self.learning.micro_batch
         rules.check_rows(
             prompts=self.prompts_per_step,
             samples=learning.group_size,
@@ -198,7 +193,7 @@ class Training:
             self.drawing.placement,
             prompts=self.prompts_per_step,
             sequences=self.sequences,
-            slots=sampler.batching.slots,
+            slots=self.sampler.batching.slots,
             greedy=learning.needs_greedy,
         )
 
@@ -209,7 +204,7 @@ class Training:
             check_host(devices)
 
     def varied(self, **changes: Any) -> "Training":
-        """The same run with other fields, wherever in it they are nested.
+        """Returns this run with other fields, wherever in it they are nested.
 
         `training.varied(micro_batch=4, slots=16, temperature=0.9)` changes `learning.micro_batch`,
         `sampler.batching.slots` and `execution.sampling.temperature`. `placement` is the learner's,

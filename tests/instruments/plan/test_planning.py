@@ -34,6 +34,7 @@ from tim_jax.model.config_file import to_hf
 from tim_jax.model.execution import Execution
 from tim_jax.numerics import GpuTiles, MatmulTile, TpuTiles
 from tim_jax.placement import Placement
+from tim_jax.rl import training
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
@@ -471,6 +472,14 @@ def test_noise_is_planned_for_where_there_are_several_micro_batches():
     assert noisy.with_micro_batch(8).learning.noise_scale
     assert not noisy.with_micro_batch(16).learning.noise_scale
     assert not RECIPE.with_micro_batch(8).learning.noise_scale
+
+
+def test_a_plan_asks_nothing_of_the_memory_of_devices_that_are_not_here(monkeypatch):
+    """Those that are compiled for have none to move a state to."""
+    monkeypatch.setattr(training, "check_host", pytest.fail)
+    offloaded = RECIPE.varied(offload=True)
+    for program in (workload.scoring, workload.updating):
+        assert program(offloaded, EIGHT.devices).arguments
 
 
 def test_a_sampler_elsewhere_leaves_the_learners_weights_where_they_are():

@@ -56,7 +56,7 @@ def _refused_by_key(config: "RunConfig") -> Iterator[None]:
         yield
     except rules.RuleError as error:
         field = error.field
-        key = _KEYS.get(field, field if "." in field else f"learner.{field}")
+        key = _KEYS.get(field, f"learner.{field}")
         values = {
             "correction": list(config.learner.corrections),
             "placement": config.placement.fsdp,
@@ -211,11 +211,14 @@ class RunConfig(Section):
                 slots=sampler.slots,
                 greedy="greedy_rewards" in advantages.needs(objective.estimator),
             )
-            for field, where in (
-                ("placement.tensor", self.placement.value),
-                ("placement.sampler.tensor", self.placement.for_sampler),
-            ):
-                rules.check_column_tiles(field, where, self.column_tiles)
+        for key, where in (
+            ("placement.tensor", self.placement.value),
+            ("placement.sampler.tensor", self.placement.for_sampler),
+        ):
+            if self.column_tiles % where.tensor:
+                raise refusal(
+                    key, where.tensor, f"must divide numerics.column_tiles = {self.column_tiles}"
+                )
 
     def _check_loss_scale(self) -> None:
         dtype, sampler = self.numerics.dtype, self.sampler

@@ -1,6 +1,5 @@
 """The job behind `tim-jax plan`: which workload of which model, on which slice or GPU."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from tim_jax.app.config.run import RunConfig
@@ -93,9 +92,8 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
     bare = Model(model, None, None, model.eos_token_ids, sources.make_lora(config.lora, model))
     execution = assembly.make_execution(config, bare, devices=devices)
     training = assembly.make_training(config, execution)
-    longest = replace(training.learning, widths=1)  # which needs the most
-    length = config.sampling.max_prompt_length
-    return Workload(replace(training, learning=longest), prompt_length=length)
+    longest = training.varied(widths=1)  # which needs the most
+    return Workload(longest, prompt_length=config.sampling.max_prompt_length)
 
 
 def model_config(config: RunConfig, architecture: Path | None) -> ModelConfig:

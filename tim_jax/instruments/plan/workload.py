@@ -214,7 +214,7 @@ class _Laid:
     @property
     def built(self) -> programs.Programs:
         """The learner's programs: its sampler is compiled by itself."""
-        training = replace(self.workload.training, execution=self.execution, sampler=Sampler())
+        training = self.workload.training.varied(sampler=Sampler(), offload=False)
         return programs.build(training, self.devices)
 
     @property
