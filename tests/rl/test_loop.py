@@ -430,7 +430,7 @@ def test_metrics_of_a_step_are_means_but_for_extremes_and_the_noise_scale():
 
 def test_exact_required_stops_at_the_first_unequal_token(monkeypatch):
     """Step 3's sampler is tampered with: the steps before it stand, and it names the token."""
-    true = built()
+    true, expected = built(), whole()[:2]
 
     def sample(weights, prompts, key):
         rollout = true.sample(weights, prompts, key)
@@ -443,7 +443,7 @@ def test_exact_required_stops_at_the_first_unequal_token(monkeypatch):
     steps = []
     with pytest.raises(MismatchError, match=r"step 3: 1 of \d+ .*sequence 1, response position 0"):
         steps.extend(finished())
-    assert told(steps) == told(whole()[:2])
+    assert told(steps) == told(expected)
     reported = list(finished(exact=False))
     assert [m["unequal_tokens"] for _, m, *_ in reported] == [0, 0, 1, 0]
     assert reported[2][1]["exact_share"] < 1 < reported[2][1]["compared_tokens"]
