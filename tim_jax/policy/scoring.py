@@ -91,7 +91,8 @@ def score(
     if sums is not None:  # a tied head adds to the embedding's, before the embedding does
         total = sums.get("head", total)
     options = _HeadOptions(execution, entropy_gradient, energy, transposed, frozen_head)
-    scores = Scores(*_head(head, rows, rollout.responses, total, options))
+    scored = rollout.responses, rollout.supports
+    scores = Scores(*_head(head, rows, scored, total, options))
     if routed is not None:
         scores = scores._replace(**_routing(routed, rollout))
     if entropy_gradient:
@@ -127,7 +128,7 @@ def of_logits(
     function: Callable[..., Any],
     *,
     execution: Execution,
-    more: Sequence[jax.Array] = (),
+    more: Sequence[jax.Array | None] = (),
 ) -> Any:
     """A function of the logits that predict each response token, by the same forward as `score`.
 
@@ -135,7 +136,7 @@ def of_logits(
       function: (logits f32[N, V], tokens i32[N], *more) -> a tree of arrays [N, ...]. It is given
         `head_rows` rows at a time, as in `score`, so that no array of [tokens, vocabulary] exists.
       execution: on one device.
-      more: arrays [B, R, ...], of which the function is given the same rows.
+      more: arrays [B, R, ...], of which the function is given the same rows; None stays None.
 
     Returns:
       The tree, of arrays [B, R, ...]; beyond a response meaningless.
@@ -144,7 +145,12 @@ def of_logits(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
     embeddings, _ = transformer.embedded(weights, tokens, execution=execution)
     hidden, _, _ = transformer.forward(
-        weights, tokens, positions, execution=execution, embeddings=embeddings
+        weights,
+        tokens,
+        positions,
+        execution=execution,
+        embeddings=embeddings,
+        routes=rollout.routes if execution.routing == "replayed" else None,
     )
     head = {name: weights[name] for name in ("final_norm", "head")}
     shape = rollout.responses.shape
@@ -211,8 +217,10 @@ class _HeadOptions(NamedTuple):
         return replace(self.execution, placement=self.placement.gathered)
 
 
-def _head(head, hidden, tokens, total, options: _HeadOptions):
+def _head(head, hidden, scored, total, options: _HeadOptions):
     """Log-probs and entropies [B, R] of hidden states [B, R, d], `head_rows` rows at a time.
+
+    `scored` are the tokens [B, R], and the supports [B, R, K] among which they were drawn, or None.
 
     No array of [tokens, vocabulary] ever exists: the backward recomputes each tile's logits, and
     sums the head's gradient in float32 whatever the compute dtype: in `total`, if there is one (see
@@ -220,23 +228,23 @@ def _head(head, hidden, tokens, total, options: _HeadOptions):
     tensor group share a tile: each multiplies its columns of the head by all rows, then has all
     columns of its own rows.
     """
-    shape = tokens.shape
-    tile_rows = min(options.execution.numerics.head_rows, tokens.size)
+    shape, size = scored[0].shape, scored[0].size
+    tile_rows = min(options.execution.numerics.head_rows, size)
     tile_rows += -tile_rows % options.placement.tensor
     fence = kernels.family(options.execution.numerics).fence
     all_axes = weight_axes(options.execution.config, options.execution.numerics)
     head_axes = {name: all_axes[name] for name in head}
     sum_axes = all_axes["final_norm"], all_axes["embed" if options.transposed else "head"]
 
-    def forward(head, hidden, tokens, total):
+    def forward(head, hidden, scored, total):
         del total
         whole = collectives.gather_fsdp(head, head_axes, options.placement)
         tile = partial(_head_tile, whole, options=options)
-        tiles = jax.lax.map(lambda rows: fence(tile(*fence(rows))), (hidden, tokens))
+        tiles = jax.lax.map(lambda rows: fence(tile(*fence(rows))), (hidden, scored))
         return tuple(collectives.tensor_whole(x, options.placement) for x in tiles)
 
     def backward(residuals, cotangents):
-        head, hidden, tokens, total = residuals
+        head, hidden, scored, total = residuals
         whole = collectives.gather_fsdp(head, head_axes, options.placement)
         # Over fsdp these are sums of whole weights, of which this device keeps its part.
         in_place = total is not None and options.placement.fsdp == 1
@@ -247,7 +255,7 @@ def _head(head, hidden, tokens, total, options: _HeadOptions):
         step = partial(_head_backward, whole, options=options)
         sums = total if in_place else zeros
         start = norm, None if options.frozen else sums
-        (norm, sums), dhidden = jax.lax.scan(step, start, (hidden, tokens, wanted))
+        (norm, sums), dhidden = jax.lax.scan(step, start, (hidden, scored, wanted))
         if options.frozen:
             return None, dhidden, None, None
         norm, sums = collectives.reduce_scatter_fsdp((norm, sums), sum_axes, options.placement)
@@ -260,16 +268,17 @@ def _head(head, hidden, tokens, total, options: _HeadOptions):
 
     call = jax.custom_vjp(forward)
     call.defvjp(lambda *args: (forward(*args), args), backward)
-    results = call(head, *_tiled((hidden, tokens), tile_rows), total)
-    return tuple(x.reshape(-1)[: tokens.size].reshape(shape) for x in results)
+    results = call(head, *_tiled((hidden, scored), tile_rows), total)
+    return tuple(x.reshape(-1)[:size].reshape(shape) for x in results)
 
 
-def _head_tile(head, hidden, tokens, *, options: _HeadOptions):
+def _head_tile(head, hidden, scored, *, options: _HeadOptions):
     """Log-prob, entropy and perhaps energy of this device's rows of the tile."""
     sampling, numerics = options.execution.sampling, options.execution.numerics
     logits = transformer.logits_of_local_rows(head, hidden, execution=options.gathered)
-    tokens = collectives.local_rows(tokens, options.placement)
-    log_probs = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
+    tokens, supports = _local(scored, options.placement)
+    how = {"sampling": sampling, "numerics": numerics, "supports": supports}
+    log_probs = distribution.log_prob(logits, tokens, **how)
     entropy = distribution.entropy(logits, sampling=sampling)
     if not options.energy:
         return log_probs, entropy
@@ -282,13 +291,13 @@ def _head_backward(head, carry, rows, *, options: _HeadOptions):
     The logits are the forward's own. The product with all of the head's rows is made a few rows at
     a time: a gradient of the whole head, beside its sum, would be the largest array of an update.
     """
-    (norm, sums), (hidden, tokens, cotangents) = carry, rows
+    (norm, sums), (hidden, scored, cotangents) = carry, rows
     execution = options.gathered
     plain = replace(execution, numerics=native.counterpart(execution.numerics))
     inputs = transformer.head_inputs(head, hidden, execution=execution, shared=True)
     columns = transformer.head_columns(head, inputs, execution=execution)
-    outputs = partial(_plain_outputs, tokens, execution=plain, options=options)
-    local = tuple(collectives.local_rows(x, options.placement) for x in cotangents)
+    outputs = partial(_plain_outputs, scored, execution=plain, options=options)
+    local = _local(cotangents, options.placement)
     (dcolumns,) = jax.vjp(outputs, columns)[1](local)
     dcolumns = dcolumns.astype(inputs.dtype)
     size = gcd(inputs.shape[1], _GRADIENT_ROWS)
@@ -312,12 +321,18 @@ def _head_backward(head, carry, rows, *, options: _HeadOptions):
     return (norm + dhead["final_norm"].astype(jnp.float32), sums), dhidden
 
 
-def _plain_outputs(tokens, columns, *, execution: Execution, options: _HeadOptions):
+def _plain_outputs(scored, columns, *, execution: Execution, options: _HeadOptions):
     """The outputs that have a gradient, of the head's columns, in plain XLA operations."""
     logits = transformer.rows_of_columns(columns, execution=execution)
-    tokens = collectives.local_rows(tokens, options.placement)
+    tokens, supports = _local(scored, options.placement)
     sampling, numerics = execution.sampling, execution.numerics
-    log_probs = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
+    how = {"sampling": sampling, "numerics": numerics, "supports": supports}
+    log_probs = distribution.log_prob(logits, tokens, **how)
     if not options.entropy_gradient:
         return (log_probs,)
     return log_probs, distribution.entropy(logits, sampling=sampling)
+
+
+def _local(rows: tuple[Any, ...], where: Placement) -> tuple[Any, ...]:
+    """This device's rows of a tile's arrays; None stays None."""
+    return jax.tree.map(lambda x: collectives.local_rows(x, where), rows)

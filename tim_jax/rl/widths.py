@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from tim_jax.common.types import Rollout
 from tim_jax.rl.types import Experience, split_rows
 
-# Arrays [B, R] of these, if they are there.
-_OF_ROLLOUT = ("responses", "log_probs", "drawn_log_probs", "hidden")
+# Arrays [B, R] or [B, R, ...] of these, if they are there.
+_OF_ROLLOUT = ("responses", "log_probs", "drawn_log_probs", "hidden", "supports")
 _OF_EXPERIENCE = (
     "mask",
     "old_log_probs",

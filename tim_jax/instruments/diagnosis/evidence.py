@@ -8,6 +8,7 @@ time.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.diagnosis.declared import Distribution, Shapes, shape_arrays, shape_logits
-from tim_jax.instruments.diagnosis.rollouts import Response
+from tim_jax.instruments.diagnosis.rollouts import Response, side_by_side
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.model.weights import Weights
 from tim_jax.policy import distribution, scoring
@@ -98,7 +99,7 @@ def _of_responses(
     """What a program finds of each response's tokens, and of the place after them."""
     parts: dict[int, dict[str, np.ndarray]] = {}
     for numbers, rollout, declared in _batches(responses):
-        execution = _executing(forward.execution, declared)
+        execution = _executing(forward.execution, responses[numbers[0]])
         shaped = None
         if declared.shaped:
             each = [responses[i].declared for i in numbers]
@@ -108,19 +109,23 @@ def _of_responses(
         fields = jax.device_get(run(forward.weights, rollout, shaped))
         for row, number in enumerate(numbers):
             count = len(responses[number]) + 1
-            parts[number] = {name: x[row, :count] for name, x in fields.items()}
+            parts[number] = {name: x[row, :count].copy() for name, x in fields.items()}
+            if (mass := responses[number].kept_log_mass) is not None:
+                parts[number]["exact"] -= np.append(mass, np.float32(0.0))
     return [parts[number] for number in range(len(responses))]
 
 
-def _executing(execution: Execution, declared: Distribution) -> Execution:
+def _executing(execution: Execution, response: Response) -> Execution:
+    declared = response.declared
     # At temperature 0 engines report log-probs of the plain distribution.
     plain = declared.raw or declared.temperature == 0
+    whole = plain or response.replays
     sampling = Sampling(
         temperature=1.0 if plain else declared.temperature,
-        top_k=0 if plain else declared.top_k,
-        top_p=1.0 if plain else declared.top_p,
+        top_k=0 if whole else declared.top_k,
+        top_p=1.0 if whole else declared.top_p,
     )
-    return Execution(execution.config, execution.numerics, sampling)
+    return Execution(execution.config, execution.numerics, sampling, routing=execution.routing)
 
 
 @lru_cache(maxsize=128)
@@ -138,10 +143,13 @@ def _program(
     """
     sampling, numerics = execution.sampling, execution.numerics
 
-    def of_tile(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+    def of_tile(
+        plain: jax.Array, shaped: jax.Array, tokens: jax.Array, supports: jax.Array | None
+    ) -> dict[str, jax.Array]:
         more = _summary(shaped, tokens, tokenizer_size, stop_tokens) if whole else {}
         logits = plain if raw else shaped
-        exact = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
+        how = {"sampling": sampling, "numerics": numerics, "supports": supports}
+        exact = distribution.log_prob(logits, tokens, **how)
         if whole:
             relative = plain - jnp.max(plain, axis=-1, keepdims=True)
             own = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
@@ -149,15 +157,18 @@ def _program(
         return {"exact": exact} | more
 
     def run(weights: Weights, rollout: Rollout, shaped: Shapes | None) -> dict[str, jax.Array]:
-        def of_rows(logits: jax.Array, tokens: jax.Array, *places: jax.Array) -> Any:
+        def of_rows(
+            logits: jax.Array, tokens: jax.Array, places: Any, supports: jax.Array | None
+        ) -> Any:
             if shaped is None:
-                return of_tile(logits, logits, tokens)
+                return of_tile(logits, logits, tokens, supports)
             how = {"rollout": rollout, "shapes": shaped, "stop_tokens": stop_tokens}
-            return of_tile(logits, shape_logits(logits, tokens, *places, **how), tokens)
+            return of_tile(logits, shape_logits(logits, tokens, places, **how), tokens, supports)
 
         size = rollout.responses.shape
-        places = () if shaped is None else (jnp.arange(size[0] * size[1]).reshape(size),)
-        return scoring.of_logits(weights, rollout, of_rows, execution=execution, more=places)
+        places = None if shaped is None else jnp.arange(size[0] * size[1]).reshape(size)
+        more = places, rollout.supports
+        return scoring.of_logits(weights, rollout, of_rows, execution=execution, more=more)
 
     return jit(run, numerics)
 
@@ -208,7 +219,8 @@ def _batches(responses: Sequence[Response]) -> Iterator[tuple[list[int], Rollout
         declared = response.declared
         shape = _rounded(len(response.prompt)), _rounded(len(response) + 1)
         numbers = declared.temperature, declared.top_k, declared.top_p
-        return (*numbers, declared.raw, declared.shaped), shape
+        recorded = response.supports is not None, response.replays, response.routes is not None
+        return (*numbers, declared.raw, declared.shaped, *recorded), shape
 
     for (_, shape), group in groupby(sorted(range(len(responses)), key=key), key=key):
         numbers = list(group)
@@ -216,8 +228,8 @@ def _batches(responses: Sequence[Response]) -> Iterator[tuple[list[int], Rollout
         for start in range(0, len(numbers), most):
             some = numbers[start : start + most]
             filled = some + some[-1:] * (most - len(some))
-            rollout = _rollout([responses[i] for i in filled], *shape)
-            yield some, rollout, responses[some[0]].declared
+            rollout = side_by_side([responses[i] for i in filled], *shape, following=1)
+            yield some, replace(rollout, hidden=None), responses[some[0]].declared
 
 
 def _rounded(size: int, *, least: int = 64) -> int:
@@ -227,23 +239,6 @@ def _rounded(size: int, *, least: int = 64) -> int:
     """
     step = max(least, (1 << (size - 1).bit_length()) // 16)
     return size + -size % step
-
-
-def _rollout(responses: Sequence[Response], prompt_size: int, size: int) -> Rollout:
-    """One place is left after each response, for what would follow it."""
-    rows = len(responses)
-    prompts, tokens = np.zeros((rows, prompt_size), np.int32), np.zeros((rows, size), np.int32)
-    for row, response in enumerate(responses):
-        prompts[row, : len(response.prompt)] = response.prompt
-        tokens[row, : len(response)] = response.tokens
-    return Rollout(
-        prompts=jnp.asarray(prompts),
-        prompt_lengths=jnp.asarray([len(r.prompt) for r in responses], jnp.int32),
-        responses=jnp.asarray(tokens),
-        lengths=jnp.asarray([len(r) + 1 for r in responses], jnp.int32),
-        log_probs=jnp.zeros((rows, size), jnp.float32),
-        finished=jnp.ones(rows, bool),
-    )
 
 
 class Chances(NamedTuple):
