@@ -83,7 +83,7 @@ def test_a_step_from_own_rows_is_the_step_of_the_loop(model, rollout, rows):
     step = tim.learn(model, rows, REWARDS, optimizer=SGD)
     assert (step.number, step.metrics["exact_share"], step.metrics["mismatch/kl_k3"]) == (1, 1.0, 0)
     assert step.samples[0].completion == rollout.text[0]
-    run = model.training(group_size=4, prompts_per_step=2, optimizer=SGD)
+    run = model.training(samples=4, prompts_per_step=2, optimizer=SGD)
     built = programs.build(run)
     state = built.init(jax.tree.map(jnp.array, model.params))
     weights = built.prepare(state.params)

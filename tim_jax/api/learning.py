@@ -95,7 +95,7 @@ def learn(
         check_model("learn", before)
         model, known = before, training or before.training()
     responses = _responses(model, rows, format, known)
-    _check_groups(responses, samples := _group_size(responses, samples, before))
+    _check_groups(responses, samples := _samples_of(responses, samples, before))
     numbers = _rewards("rewards", rewards, len(responses), "rows")
     if greedy_rewards is not None:
         count = len(responses) // samples
@@ -103,7 +103,7 @@ def learn(
     if isinstance(before, Step):
         began_with = _going_on(before, responses, samples)
     else:
-        given |= {"group_size": samples, "prompts_per_step": len(responses) // samples}
+        given |= {"samples": samples, "prompts_per_step": len(responses) // samples}
         began_with = _first(model, responses, known, given, lora, seed)
     return _step(began_with, responses, numbers, greedy_rewards, began)
 
@@ -176,10 +176,10 @@ def _check(response: Response, first: Response, *, routed: bool) -> None:
         raise InputError(f"{where}: mask is 0 at all tokens; leave its group out")
 
 
-def _group_size(responses: Sequence[Response], samples: int | None, before: Model | Step) -> int:
+def _samples_of(responses: Sequence[Response], samples: int | None, before: Model | Step) -> int:
     """How many samples a prompt has."""
     if isinstance(before, Step):
-        own = before.started.programs.training.learning.group_size
+        own = before.started.programs.training.learning.samples
         if samples not in (None, own):
             raise InputError(f"learn: samples = {samples}, but the steps before had {own}")
         return own

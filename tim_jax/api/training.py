@@ -174,9 +174,9 @@ def grpo(
     whole("grpo: steps", steps, least=1)
     whole("grpo: seed", seed, least=0, most=2**32 - 1)
     given = {
-        "group_size": samples,
+        "samples": samples,
         "prompts_per_step": prompts_per_step,
-        "max_response_length": max_tokens,
+        "max_tokens": max_tokens,
         "optimizer": optimizer,
         "objective": objective,
         "correction": correction,
@@ -184,7 +184,7 @@ def grpo(
     }
     model, run = settle("grpo", model, training, given)
     examples = data.as_examples(prompts_and_answers)
-    most = run.execution.sampling.max_response_length
+    most = run.execution.sampling.max_tokens
     text = text_of(model, examples, most, model.chat_template, model.template_options)
     adapter = first_adapter("grpo", model, lora, seed)
     run = run.varied(lora=adapter and adapter.lora)
@@ -231,9 +231,9 @@ def _check_values(who: str, objective: Any, optimizer: Any, training: Any) -> No
 
 
 def _run(who: str, model: Model, training: Training | None, given: dict[str, Any]) -> Training:
-    for name, known in (("group_size", "samples"), ("prompts_per_step", "prompts_per_step")):
+    for name in ("samples", "prompts_per_step"):
         if name in given:
-            whole(f"{who}: {known}", given[name], least=1)
+            whole(f"{who}: {name}", given[name], least=1)
     run = model.training() if training is None else training
     if run.execution.config != model.config:
         raise InputError(f"{who}: training is of another architecture; take model.training(...)")
