@@ -131,7 +131,8 @@ def test_the_recorded_log_probs_are_the_behaviour_policy(model, rows):
     assert step.started.programs.training.learning.mode == "recompute"
     assert step.metrics["loss/ppo_ratio_max"] == 1.0
     capped = np.minimum(ratios, 1.05)
-    np.testing.assert_allclose(step.metrics["correction/coefficient_mean"], capped.mean(), rtol=1e-4)
+    found = step.metrics["correction/coefficient_mean"]
+    np.testing.assert_allclose(found, capped.mean(), rtol=1e-4)
 
 
 @pytest.mark.slow
