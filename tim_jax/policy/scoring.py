@@ -100,12 +100,30 @@ def score(
     return scores._replace(entropy=jax.lax.stop_gradient(scores.entropy))
 
 
-def _routing(routed: transformer.Routed, rollout: Rollout) -> dict[str, jax.Array | None]:
-    """How often sampler and learner choose the same experts, and more of the routers, [B, R]."""
+def chosen_alike(weights: Weights, rollout: Rollout, *, execution: Execution) -> jax.Array:
+    """f32[B, R, L], of the positions that predict the response tokens: the share of the routes'
+    experts that the model's own router takes too, in each layer. On one device."""
+    tokens = sequences(rollout)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+    embeddings, _ = transformer.embedded(weights, tokens, execution=execution)
+    _, _, routed = transformer.forward(
+        weights, tokens, positions, execution=execution, embeddings=embeddings
+    )
+    same = _same_experts(routed, rollout).astype(jnp.float32)
+    return _predicting(jnp.mean(same, axis=3), rollout)
+
+
+def _same_experts(routed: Any, rollout: Rollout) -> jax.Array:
+    """bool[B, T, L, k], which of the routers' own choices the sampler made too."""
     if rollout.routes is None:
         raise ValueError("the rollout has no routes to compare with")
     own, recorded = routed.experts, rollout.routes.astype(jnp.int32)
-    same = jnp.any(own[..., :, None] == recorded[..., None, :], axis=-1)
+    return jnp.any(own[..., :, None] == recorded[..., None, :], axis=-1)
+
+
+def _routing(routed: transformer.Routed, rollout: Rollout) -> dict[str, jax.Array | None]:
+    """How often sampler and learner choose the same experts, and more of the routers, [B, R]."""
+    same = _same_experts(routed, rollout)
     number = jnp.asarray(same.shape[2] * same.shape[3], jnp.float32)
     agreement = masked.quotient(jnp.sum(same.astype(jnp.float32), axis=(2, 3)), number)
     return {

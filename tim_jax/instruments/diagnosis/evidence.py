@@ -9,7 +9,7 @@ time.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -93,6 +93,25 @@ def log_probs(forward: Forward, responses: Sequence[Response]) -> np.ndarray:
     return np.concatenate([x["exact"][:-1] for x in ordered])
 
 
+def chosen_alike(forward: Forward, responses: Sequence[Response]) -> np.ndarray:
+    """f64[N, L], the share of the recorded experts of a layer that the model takes as well.
+
+    Of the positions that predict the tokens of all responses, which must have `routes`.
+    """
+    program = _routing_program(replace(forward.execution, routing="compared"))
+    shares: dict[int, np.ndarray] = {}
+    for numbers, rollout, _ in _batches(responses):
+        found = np.asarray(program(forward.weights, rollout), np.float64)
+        for row, number in enumerate(numbers):
+            shares[number] = found[row, : len(responses[number])]
+    return np.concatenate([shares[number] for number in range(len(responses))])
+
+
+@lru_cache(maxsize=16)
+def _routing_program(execution: Execution) -> Any:
+    return jit(partial(scoring.chosen_alike, execution=execution), execution.numerics)
+
+
 def _of_responses(
     forward: Forward, responses: Sequence[Response], *, whole: bool
 ) -> list[dict[str, np.ndarray]]:
@@ -125,7 +144,8 @@ def _executing(execution: Execution, response: Response) -> Execution:
         top_k=0 if whole else declared.top_k,
         top_p=1.0 if whole else declared.top_p,
     )
-    return Execution(execution.config, execution.numerics, sampling, routing=execution.routing)
+    routing = "own" if response.routes is None else execution.routing
+    return Execution(execution.config, execution.numerics, sampling, routing=routing)
 
 
 @lru_cache(maxsize=128)
