@@ -18,9 +18,9 @@ from tim_jax.api.training import Started, Step, first_adapter, settle, start
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction
-from tim_jax.instruments.diagnosis import rollouts
+from tim_jax.instruments.diagnosis import evidence
 from tim_jax.instruments.diagnosis.declared import Distribution
-from tim_jax.instruments.diagnosis.rollouts import Response
+from tim_jax.instruments.diagnosis.rollouts import Ended, Response
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.objectives import Objective
@@ -307,10 +307,10 @@ def _arrays(model: Model, responses: Sequence[Response]) -> Rollout:
     prompts = max(prompts, min(_padded(prompts), most - longest))
     size = max(longest, min(_padded(longest), most - prompts))
     said = [replace(r, ended=r.ended or _looks_ended(r, model)) for r in responses]
-    return rollouts.side_by_side(said, prompts, size)
+    return evidence.side_by_side(said, prompts, size)
 
 
-def _looks_ended(response: Response, model: Model) -> rollouts.Ended:
+def _looks_ended(response: Response, model: Model) -> Ended:
     """How a response ended that does not say it: by its last token."""
     return "token" if response.tokens[-1] in model.stop_tokens else "cut"
 

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tim_jax.common import types
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import shown, wrong_number
+from tim_jax.common.types import route_dtype
 from tim_jax.instruments.diagnosis import declared
 from tim_jax.instruments.diagnosis.declared import PLAIN, Distribution
 from tim_jax.model.config import ModelConfig
@@ -230,7 +228,7 @@ def _routes(row: Row, before: int, count: int, sizes: tuple[int, int, int]) -> n
             " experts, numbered from 0"
         )
     last = np.zeros((1, layers, chosen), np.int32)
-    return np.concatenate([known, last]).astype(types.route_dtype(experts))
+    return np.concatenate([known, last]).astype(route_dtype(experts))
 
 
 def _numbers(given: Any, layers: int, chosen: int) -> np.ndarray:
@@ -555,49 +553,3 @@ def _template_options(row: Row) -> Mapping[str, Any]:
     if not isinstance(options, Mapping):
         raise InputError(f"{row.where}: chat_template_kwargs must be a mapping, got {options!r}")
     return options
-
-
-def side_by_side(
-    responses: Sequence[Response], prompt_size: int, size: int, *, following: int = 0
-) -> types.Rollout:
-    """B responses as arrays, with prompts of `prompt_size` and responses of `size` places.
-
-    What a loss mask leaves out is `hidden`. `following`: places that count as the response's behind
-    each, for what would follow it.
-    """
-    hidden = None
-    if any(r.mask is not None for r in responses):
-        hidden = ~_filled([r.mask for r in responses], (size,), np.ones(0, bool), value=True)
-    whole, after = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    arrays = {
-        "prompts": _filled([r.prompt for r in responses], (prompt_size,), whole),
-        "prompt_lengths": np.asarray([len(r.prompt) for r in responses], np.int32),
-        "responses": _filled([r.tokens for r in responses], (size,), whole),
-        "lengths": np.asarray([len(r) + following for r in responses], np.int32),
-        "log_probs": _filled([np.nan_to_num(r.log_probs) for r in responses], (size,), after),
-        "finished": np.asarray([r.ended != "cut" for r in responses]),
-        "hidden": hidden,
-        "supports": _optional([r.supports for r in responses], size, value=-1),
-        "routes": _optional([r.routes for r in responses], prompt_size + size, value=0),
-    }
-    return types.Rollout(**jax.tree.map(jnp.asarray, arrays))
-
-
-def _filled(
-    rows: Sequence[Any], shape: tuple[int, ...], like: np.ndarray, *, value: Any = 0
-) -> np.ndarray:
-    """Rows of different lengths as [B, *shape], with `value` where they end, or are None."""
-    array = np.full((len(rows), *shape), value, like.dtype)
-    for number, row in enumerate(rows):
-        if row is not None:
-            array[(number, *map(slice, np.shape(row)))] = row
-    return array
-
-
-def _optional(rows: Sequence[np.ndarray | None], length: int, *, value: int) -> np.ndarray | None:
-    """Arrays [n, ...] as [B, length, ...], the last axis as long as the longest; None of none."""
-    given = [row for row in rows if row is not None]
-    if not given:
-        return None
-    inner = *given[0].shape[1:-1], max(row.shape[-1] for row in given)
-    return _filled(rows, (length, *inner), given[0], value=value)
