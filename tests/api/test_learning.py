@@ -180,6 +180,9 @@ def test_what_a_truncation_kept_is_scored_and_learnt_under(model):
     np.testing.assert_allclose(tim.score(model, massed), drawn.log_probs, atol=1e-5)
     step = tim.learn(model, supported, REWARDS, optimizer=SGD)
     assert step.metrics["exact_share"] == 1.0
+    packed = model.training(micro_batch_tokens=64)
+    step = tim.learn(model, supported, REWARDS, optimizer=SGD, training=packed)
+    assert step.metrics["exact_share"] == 1.0
     near = tim.learn(model, massed, REWARDS, optimizer=SGD)
     assert near.metrics["mismatch/log_ratio_abs_max"] < 1e-5
     without = tim.learn(model, plain, REWARDS, optimizer=SGD)
