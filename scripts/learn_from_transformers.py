@@ -153,7 +153,7 @@ def page(reports: dict[str, list[dict[str, float]]], load: float) -> list[str]:
         "",
         *common.machine_text(load, common.versions("jax", "torch", "transformers"), timed=False),
         "| engine | reward of the first ten steps | of the last ten | held-out after step 1 |"
-        f" after step {steps} | mean \\|d\\|, step 1 and last | K3, step 1 and last | exact tokens |",
+        f" after step {steps} | mean \\|d\\|, first and last | K3, first and last | exact tokens |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, report in reports.items():

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +245,22 @@ def test_adapters_and_a_reference_learn_from_rows_too(model, rows):
     assert step.adapter.lora == tim.Lora(2)
     scored = tim.score(step.model, rows)
     assert np.abs(scored - tim.score(model, rows)).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_page_runs(model, rows, tmp_path, monkeypatch):
+    """docs/learn.md, with an engine that stands in for a real one."""
+    text = (Path(__file__).parents[2] / "docs" / "learn.md").read_text()
+    code = text.partition("tests/api/test_learning.py -->\n```python\n")[2].partition("```")[0]
+    monkeypatch.setattr(tim, "load", lambda *_, **__: model, raising=False)
+    monkeypatch.chdir(tmp_path)
+    loaded = []
+    engine = SimpleNamespace(load_weights=lambda arrays: loaded.append(dict(arrays)))
+    given = {"engine": engine, "engine_draws": lambda: [(off(rows), REWARDS)] * 2}
+    exec(code, given)
+    assert given["step"].number == 2
+    assert len(loaded) == 2
+    assert (tmp_path / "trained" / "config.json").is_file()
 
 
 def test_weights_go_out_by_their_names(model, tmp_path):
