@@ -259,7 +259,7 @@ def test_layers_that_one_side_quantised_are_named(chosen):
     own = jax.jit(execution.prepare)(tiny.params(config))
     entry = mismatch.quantised_weights(dtype="int8")
     rounded = Mismatch((entry,)).weights(own)
-    some = variants._mixed_layers(own, rounded, np.isin(np.arange(4), chosen))
+    some = variants.mixed_layers(own, rounded, np.isin(np.arange(4), chosen))
     plain = Forward(own, Execution(config, tiny.NUMERICS), config.vocab_size, STOPS)
     made = by(plain._replace(weights=some), sampled())
     rows = [r | {"logprobs": x.tolist()} for r, x in zip(sampled(), made, strict=True)]

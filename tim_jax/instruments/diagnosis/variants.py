@@ -206,7 +206,7 @@ def in_some_layers(forward: Forward, tokens: Tokens, whole: Explanation) -> Expl
     count = len(jax.tree.leaves(forward.weights["layers"])[0])
 
     def under(chosen: np.ndarray) -> np.ndarray:
-        weights = _mixed_layers(forward.weights, rounded, chosen)
+        weights = mixed_layers(forward.weights, rounded, chosen)
         return log_probs(forward._replace(weights=weights), tokens.responses).astype(np.float64)
 
     columns = np.stack([under(np.arange(count) == i) - exact for i in range(count)], axis=1)
@@ -241,7 +241,7 @@ def _comparable(tokens: Tokens, explanation: Explanation) -> np.ndarray:
     return ~tokens.hidden & (np.abs(np.nan_to_num(tokens.recorded) - exact) <= most)
 
 
-def _mixed_layers(plain: Weights, rounded: Weights, chosen: np.ndarray) -> Weights:
+def mixed_layers(plain: Weights, rounded: Weights, chosen: np.ndarray) -> Weights:
     """Weights whose layers are the rounded ones where `chosen`, bool[L]."""
 
     def leaf(one: jax.Array, other: jax.Array) -> jax.Array:
