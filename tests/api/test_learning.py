@@ -190,8 +190,9 @@ def test_what_a_truncation_kept_is_scored_and_learnt_under(model):
     without = tim.learn(model, plain, REWARDS, optimizer=SGD)
     assert without.metrics["mismatch/ratio_mean"] < 0.95  # as TRL 7269 has it at top-p 0.8
     entropy = replace(objectives.grpo(), entropy_coefficient=0.1)
-    with pytest.raises(InputError, match="is about the whole distribution"):
-        tim.learn(model, supported, REWARDS, objective=entropy)
+    for rows in (supported, massed):
+        with pytest.raises(InputError, match="is about the whole distribution"):
+            tim.learn(model, rows, REWARDS, objective=entropy)
 
 
 @pytest.fixture(scope="module")

@@ -144,8 +144,7 @@ def _whole_vocabulary(response: Response) -> Response:
     if mass is None:
         return response
     declared = replace(response.declared, top_k=0, top_p=1.0)
-    log_probs = response.log_probs + mass
-    return replace(response, log_probs=log_probs, declared=declared, kept_log_mass=None)
+    return replace(response, log_probs=response.log_probs + mass, declared=declared)
 
 
 def _check(response: Response, first: Response, *, routed: bool) -> None:
@@ -248,6 +247,7 @@ def _check_sampler(run: Training) -> None:
 def _going_on(before: Step, responses: Sequence[Response], samples: int) -> _Before:
     """What a later step begins with: programs for its number of rows."""
     built, asked = before.started.programs, responses[0].declared
+    _check_sampler(built.training)
     sampling = built.training.execution.sampling
     known, where = Distribution.of(sampling), responses[0].where
     if asked != known:
