@@ -179,13 +179,14 @@ def main() -> None:
     """Writes the page, or prints it for a smoke test."""
     parser = common.parser((__doc__ or "").splitlines()[0], PAGE)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--runs", type=int, nargs="+", default=list(range(len(RUNS))))
     options = parser.parse_args()
     load = common.load_average()
     with tempfile.TemporaryDirectory() as folder:
         model = warmed_up(Path(folder, "run"), options.smoke)
         steps = 2 if options.smoke else options.steps
         reports = {}
-        for run in RUNS:
+        for run in (RUNS[i] for i in options.runs):
             reports[run.name] = train(model, run, steps)
             common.publish(page(reports, load), options, PAGE)
 
