@@ -157,6 +157,10 @@ def grpo(
     examples = data.as_examples(prompts_and_answers)
     most = run.execution.sampling.max_tokens
     text = text_of(model, examples, most, model.chat_template, model.template_options)
+    if run.learning.micro_batch_tokens is not None:
+        rules.check_micro_batch_tokens(
+            run.learning.micro_batch_tokens, longest=text.max_prompt_length + most, placement=where
+        )
     adapter = _adapter(model, lora, seed)
     run = run.varied(lora=adapter and adapter.lora)
     task = data.as_task(examples, reward)
