@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from rich.console import Console
 
 from tim_jax import optimizers
@@ -65,6 +66,11 @@ class Model:
         """The parameters as they are computed with, on the devices: made once, then kept."""
         return _preparation(self.execution(Sampling(1)))(self.params)
 
+    @property
+    def most_tokens(self) -> int:
+        """Of a response if nothing else is said: 256, or half of the model's positions if less."""
+        return min(_MOST_TOKENS, self.config.max_positions // 2)
+
     def execution(self, sampling: Sampling) -> Execution:
         """All that turns these weights into tokens and log-probs of a distribution."""
         stops = tuple(sorted({*self.stop_tokens, *sampling.stop_tokens}))
@@ -80,7 +86,7 @@ class Model:
         Raises:
           InputError: there is no such field, or a value is refused.
         """
-        execution = self.execution(Sampling(_MOST_TOKENS))
+        execution = self.execution(Sampling(self.most_tokens))
         optimizer = optimizers.adamw(optimizers.Rate(_LEARNING_RATE))
         return Training(execution, Learning(), optimizer).varied(**changes)
 
@@ -110,7 +116,7 @@ def check_model(where: str, model: object) -> None:
 def load(
     source: str | Path,
     *,
-    dtype: str = "float32",
+    dtype: DTypeLike = "float32",
     family: FamilyChoice = "auto",
     placement: Placement | None = None,
     decode_batch: int | None = None,
@@ -118,10 +124,11 @@ def load(
     """Loads a model with its tokenizer.
 
     Args:
-      source: a folder as `transformers` writes it, a name on the Hugging Face hub, or the folder of
-        a finished run of `tim-jax train`.
-      dtype: what it computes with, "float32", "bfloat16" or "float16"; master weights are always
-        float32.
+      source: a folder as `transformers` writes it, a name on the Hugging Face hub, the folder of a
+        finished run of `tim-jax train`, or "tiny": a model of 0.4M parameters that comes with the
+        package and sorts digits, such as "3120>", right half of the time.
+      dtype: what it computes with, "float32", "bfloat16" or "float16", or a dtype of that name such
+        as `jnp.bfloat16`; master weights are always float32.
       family: the kernels; "auto" takes the exact ones for the device at hand.
       placement: the devices that it is spread over. None: one device, and under several processes
         all of theirs, on the fsdp axis.
@@ -134,7 +141,7 @@ def load(
       InputError: there is no such model, it is not supported, or it cannot be placed so; the run
         has no final model yet, or one that its checkpoints have left behind.
     """
-    check_choice("load: dtype", dtype, COMPUTE_DTYPES)
+    dtype = dtype_name("load: dtype", dtype)
     check_choice("load: family", family, ("auto", *FAMILIES))
     if not isinstance(source, str | Path):
         raise InputError(f"load: source must be a folder or a name, got {source!r}")
@@ -142,6 +149,20 @@ def load(
         whole("load: decode_batch", decode_batch, least=1)
     model = begin(source, dtype=dtype, family=family, placement=placement)
     return complete(model, source, decode_batch=decode_batch)
+
+
+def dtype_name(what: str, dtype: DTypeLike) -> str:
+    """The name of a dtype that a model can compute with: "bfloat16" of `jnp.bfloat16`.
+
+    Raises:
+      InputError: it is another one, or none.
+    """
+    try:
+        name = dtype if isinstance(dtype, str) else jax.numpy.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    check_choice(what, name, COMPUTE_DTYPES)
+    return name
 
 
 def begin(
@@ -191,7 +212,7 @@ def check_devices(where: Placement) -> None:
         )
 
 
-def save(model: Model, folder: str | Path, *, dtype: str = "float32") -> Path:
+def save(model: Model, folder: str | Path, *, dtype: DTypeLike = "float32") -> Path:
     """Writes a model and its tokenizer as `transformers` loads them: all of it, or nothing.
 
     Under several processes all must call this, and process 0 writes.
@@ -206,13 +227,14 @@ def save(model: Model, folder: str | Path, *, dtype: str = "float32") -> Path:
       InputError: the folder exists and is not empty, or cannot be written.
     """
     check_model("save", model)
+    stored = dtype_name("save: dtype", dtype)
     params = processes.whole(model.params)
 
     def write() -> str:
         tokenizer = model.tokenizer
         generation = hf.generation_config(model.config, tokenizer, model.stop_tokens)
         written = hf.save(
-            folder, params, model.config, tokenizer=tokenizer, generation=generation, dtype=dtype
+            folder, params, model.config, tokenizer=tokenizer, generation=generation, dtype=stored
         )
         return str(written)
 

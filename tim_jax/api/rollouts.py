@@ -58,7 +58,7 @@ def sample(
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     *,
     samples: int = 1,
-    max_tokens: int = 256,
+    max_tokens: int | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -77,7 +77,7 @@ def sample(
       model: as `load` gives it.
       prompts: texts, or lists of chat messages ({"role": ..., "content": ...}).
       samples: responses per prompt.
-      max_tokens: of a response.
+      max_tokens: of a response. None: 256, or half of the model's positions if that is less.
       temperature: 0 takes the likeliest token, with log-prob 0.
       top_k: the number of likeliest tokens that are drawn from; 0 is all.
       top_p: the mass of the likeliest tokens that are drawn from; 1 is all. Log-probs are those of
@@ -98,7 +98,9 @@ def sample(
         model,
         prompts,
         samples=samples,
-        sampling=Sampling(max_tokens, temperature, top_k, top_p),
+        sampling=Sampling(
+            model.most_tokens if max_tokens is None else max_tokens, temperature, top_k, top_p
+        ),
         seed=seed,
         template=model.chat_template if chat_template is None else chat_template,
         options=model.template_options if template_options is None else template_options,

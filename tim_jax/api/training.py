@@ -114,7 +114,7 @@ def grpo(
       steps: how many.
       samples: responses per prompt, the group whose mean reward is the baseline; 8 if None.
       prompts_per_step: groups of a step; 8 if None.
-      max_tokens: of a response; 256 if None.
+      max_tokens: of a response; if None, 256, or half of the model's positions if that is less.
       optimizer: of optax; AdamW with a learning rate of 1e-6 if None. A model in float16 scales the
         loss, so that small gradients are not lost: as `optimizers.dynamic_loss_scale(optimizer)`
         does, unless it is one already.
