@@ -2,8 +2,8 @@
 
     python scripts/mismatch_picture.py     # half a minute on two cores, to docs/tim.svg
 
-Left: sampled in bfloat16 and scored in float32, as when an engine and a trainer differ. Right: both in
-bfloat16, by this library's exact forward.
+Left: sampled in bfloat16 and scored in float32, as when an engine and a trainer differ. Right: both
+in bfloat16, by this library's exact forward.
 """
 
 import random

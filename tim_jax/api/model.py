@@ -1,5 +1,6 @@
 """A model as one value: loaded from a folder or the hub, audited, and written again."""
 
+import html
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.app.run import assembly, exports, sources
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common.errors import InputError, check_choice
+from tim_jax.common.inputs import refuse_unknown, shown
 from tim_jax.instruments import auditing
 from tim_jax.model import calibration, hf, peft
 from tim_jax.model.adapters import Adapter
@@ -110,9 +112,10 @@ def _preparation(execution: Execution) -> Any:
 def check_model(where: str, model: object) -> None:
     """Refuses what is no model, such as the path of one."""
     if not isinstance(model, Model):
-        raise InputError(f"{where}: model must be what tim_jax.load returns, got {model!r}")
+        raise InputError(f"{where}: model must be what tim_jax.load returns, got {shown(model)}")
 
 
+@refuse_unknown
 def load(
     source: str | Path,
     *,
@@ -144,7 +147,7 @@ def load(
     dtype = dtype_name("load: dtype", dtype)
     check_choice("load: family", family, ("auto", *FAMILIES))
     if not isinstance(source, str | Path):
-        raise InputError(f"load: source must be a folder or a name, got {source!r}")
+        raise InputError(f"load: source must be a folder or a name, got {shown(source)}")
     if decode_batch is not None:
         whole("load: decode_batch", decode_batch, least=1)
     model = begin(source, dtype=dtype, family=family, placement=placement)
@@ -160,7 +163,7 @@ def dtype_name(what: str, dtype: DTypeLike) -> str:
     try:
         name = dtype if isinstance(dtype, str) else jax.numpy.dtype(dtype).name
     except TypeError:
-        name = repr(dtype)
+        name = shown(dtype)
     check_choice(what, name, COMPUTE_DTYPES)
     return name
 
@@ -267,9 +270,9 @@ def save_adapter(adapter: Adapter, folder: str | Path, model: Model) -> Path:
     return Path(processes.led(lambda: str(peft.save(folder, whole, model.config))))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Audit:
-    """What an audit found. Counts are over all cases that must be equal."""
+    """What an audit found; `print` shows its cases. Counts are over all that must be equal."""
 
     passed: bool
     """Whether every token of every case was equal, some were compared, and all gradients right."""
@@ -280,10 +283,21 @@ class Audit:
     gradients: Sequence[auditing.GradientResult]
     """How far the compiler's gradients are from float64, unit by unit of the forward."""
     text: str
-    """A table for people, also what `print` shows."""
+    """A table for people, and two lines on the whole."""
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        """The two lines, and the first cases that failed."""
+        failed = [case for case in self.cases if not case.passed]
+        lines = (f"unequal: {x.name}, {x.unequal_tokens:,} tokens" for x in failed[:6])
+        return "\n".join(
+            [f"Audit of {len(self.cases)} cases", *self.text.splitlines()[-2:], *lines]
+        )
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="line-height: 1.1; overflow-x: auto">{html.escape(self.text)}</pre>'
 
 
 def audit(model: Model, *, quick: bool = False) -> Audit:

@@ -16,6 +16,7 @@ from tim_jax.api.data import as_prompt
 from tim_jax.api.model import Model, check_model
 from tim_jax.common import types, waiting
 from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import refuse_unknown, shown
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.placement import processes
 from tim_jax.rl import drawing, programs, sharded
@@ -53,6 +54,7 @@ class Rollout:
         return f"Rollout({len(self)} responses, {int(self.lengths.sum())} tokens)"
 
 
+@refuse_unknown
 def sample(
     model: Model,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
@@ -186,7 +188,8 @@ def _checked(prompts: Any) -> list[Any]:
     """The prompts as the library has them."""
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         raise InputError(
-            f"sample: prompts must be a list of prompts, got {prompts!r}; one prompt is [prompt]"
+            f"sample: prompts must be a list of prompts, got {shown(prompts)}; one prompt is"
+            " [prompt]"
         )
     listed = list(prompts)
     if not listed:
@@ -207,7 +210,7 @@ def text_of(
       InputError: one leaves fewer than `max_tokens` positions of the model for a response.
     """
     if not isinstance(template_options, Mapping):
-        raise InputError(f"template_options must be a mapping, got {template_options!r}")
+        raise InputError(f"template_options must be a mapping, got {shown(template_options)}")
     room = model.config.max_positions - max_tokens
     if room < 1:
         raise InputError(

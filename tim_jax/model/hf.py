@@ -58,8 +58,9 @@ def resolve(
 ) -> Path:
     """The local folder of a checkpoint; a name that is no folder is downloaded from the hub.
 
-    "tiny" is a model that comes with the package (`scripts/tiny_model.sh` made it). `revision` is a branch, tag or commit on the hub; `config_only` leaves the weights there. Raises
-    `InputError` if there is no such folder and the hub does not give one.
+    "tiny" is a model that comes with the package (`scripts/tiny_model.sh` made it). `revision` is a
+    branch, tag or commit on the hub; `config_only` leaves the weights there. Raises `InputError` if
+    there is no such folder and the hub does not give one.
     """
     name, path = str(folder_or_hub), expanded(folder_or_hub)
     if name and path.is_dir():

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.common.errors import InputError, check_choice
-from tim_jax.common.inputs import check_kinds
+from tim_jax.common.inputs import changes, check_kinds
 from tim_jax.numerics.strict import widened
 from tim_jax.objectives import losses
 from tim_jax.objectives.advantages import GROUP_BASELINES, Estimator, advantages, needs
@@ -51,6 +51,7 @@ class TokenLosses(NamedTuple):
 class Objective:
     """A policy-gradient objective as a value. Checked when built."""
 
+    __repr__ = changes
     estimator: Estimator = "grpo"
     loss: Loss = "clip"
     clip_low: float | None = None
