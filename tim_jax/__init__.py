@@ -18,6 +18,7 @@ corrections do not import a model.
 """
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """A name of `__all__`, or any room of the package."""
+    if name == "__version__":
+        return metadata.version("tim-jax")
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     if not name.startswith("_"):

@@ -616,6 +616,7 @@ def test_a_dtype_may_be_one_of_jax(folder):
         tim.load(folder, dtype=np.int8)
 
 
+@pytest.mark.slow
 def test_the_package_brings_a_model_that_half_knows_a_task():
     model = tim.load("tiny")
     assert model.most_tokens == 32

@@ -162,6 +162,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="tim-jax",
         description="RL for language models with sampler and learner log-probs equal to the bit.",
     )
+    about = f"tim-jax {metadata.version('tim-jax')}, jax {metadata.version('jax')}"
+    parser.add_argument("--version", action="version", version=about)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
     read.add_eval(commands, overrides=_OVERRIDES, run=_evaluate)

@@ -56,6 +56,17 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return found
 
 
+def shipped(path: Path) -> Path:
+    """Returns a path as it is, or for `configs/...` that is not here, what the package has of it.
+
+    A wheel has the folder `configs` inside the package, a checkout beside it.
+    """
+    roots = (root for root in Path(__file__).parents[1:3] if (root / "configs").is_dir())
+    if path.parts[:1] != ("configs",) or path.exists():
+        return path
+    return next(roots, Path()) / path
+
+
 def expanded_name(text: str) -> str:
     """Returns `text` as it is if it may be a name on a hub, else as `expanded`, with its errors."""
     path = expanded(text)
