@@ -17,6 +17,7 @@ from tim_jax import optimizers
 from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.app.run import assembly, exports, sources
 from tim_jax.app.run import numerics as run_numerics
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import refuse_unknown, shown
 from tim_jax.instruments import auditing
@@ -311,8 +312,8 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
 
     Args:
       model: whose numerics and placement are proved, on the devices at hand.
-      quick: fewer cases. All of them take a minute or two for a small model on a CPU, nearly all
-        of it compilation.
+      quick: fewer cases. On two cores these take about two minutes for a small model, and all of
+        them about six: nearly all of it is compilation. Who waits is told which case it is.
 
     Raises:
       InputError: the model has too few positions.
@@ -320,17 +321,23 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
     check_model("audit", model)
     sizes = auditing.Sizes.fitting(model.config)
     where, single = model.placement, model.placement.single
+    cases = auditing.standard_cases(model.config, sizes, quick=quick)
+    if not single:
+        cases = auditing.placed_cases(model.config, sizes, [where])
     results = auditing.audit(
         processes.whole(model.params),
         model.config,
         numerics=(model.numerics,),
-        cases=None if single else auditing.placed_cases(model.config, sizes, [where]),
+        cases=cases,
         sizes=sizes,
-        quick=quick,
         control=single,
     )
-    gradients = auditing.check_gradients(auditing.of_backward(model.numerics))
-    found = auditing.summarise(list(results), model=repr(model), gradients=gradients)
+    count = len(cases) + single  # and the control
+    results = waiting.each(results, "auditing a case", about=waiting.COMPILES, total=count)
+    checked = list(results)
+    with waiting.during("checking the compiler's gradients", about=waiting.COMPILES):
+        gradients = auditing.check_gradients(auditing.of_backward(model.numerics))
+    found = auditing.summarise(checked, model=repr(model), gradients=gradients)
     return Audit(
         found.passed,
         found.compared_tokens,

@@ -253,7 +253,8 @@ def score(model: Model, rollout: Rollout, *, micro_batch: int | None = None) -> 
     chosen = np.minimum(np.arange(rows + -rows % (micro_batch or shards)), rows - 1)
     filled = jax.tree.map(lambda x: x[chosen], rollout.arrays)
     program = _scorer(model.execution(rollout.sampling), micro_batch)
-    log_probs = jax.device_get(program(model.weights, filled))[:rows]
+    with waiting.during("scoring", about=waiting.COMPILES):
+        log_probs = jax.device_get(program(model.weights, filled))[:rows]
     return np.where(rollout.mask, log_probs, np.float32(0.0))
 
 

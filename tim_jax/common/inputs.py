@@ -20,7 +20,8 @@ LARGEST = 2**63  # the numbers of TOML have 64 bits; a longer one is a slip
 DEEPEST = 32  # tables and lists inside one another
 LONGEST_LINE = 1000  # characters of a message
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What the value of a field may be, by its annotation. A float may be a whole number.
 _KINDS: Mapping[type, tuple[type, str]] = MappingProxyType(

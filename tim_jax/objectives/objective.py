@@ -51,7 +51,6 @@ class TokenLosses(NamedTuple):
 class Objective:
     """A policy-gradient objective as a value. Checked when built."""
 
-    __repr__ = changes
     estimator: Estimator = "grpo"
     loss: Loss = "clip"
     clip_low: float | None = None
@@ -93,6 +92,9 @@ class Objective:
     """KL in nats a sequence that the coefficient is steered to; None: the coefficient stays."""
     reward_kl_horizon: int = 10_000
     """Sequences over which the coefficient is steered."""
+
+    def __repr__(self) -> str:
+        return changes(self)
 
     def __post_init__(self) -> None:
         check_kinds(self)

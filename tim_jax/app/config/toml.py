@@ -58,7 +58,7 @@ _RULES = {
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a TOML file (None: defaults only), applies `section.key=value` overrides, checks all.
 
-    A folder of a run stands for its config.toml, whose run that folder is, wherever it was moved to.
+    A run's folder stands for its config.toml, and is that of the run, wherever it was moved to.
 
     A value of an override is read as TOML (`8`, `true`, `[1, 2]`, `{name = "x"}`); what is not
     TOML is a string, so quotes may be left out. `none` leaves the key out, which then has its

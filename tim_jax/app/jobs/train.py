@@ -329,7 +329,7 @@ def _first_steps(
             learning_rate=warmup.learning_rate,
             steps=warmup.steps,
         )
-        followed = waiting.each(started, "starting warm", about=waiting.COMPILES)
+        followed = waiting.each(started, "starting warm", total=warmup.steps)
         params, loss = deque(followed, maxlen=1).pop()
         display.note(f"warm start: {loss:.3f} nats per token after {warmup.steps} steps")
         state = job.programs.init(params)
