@@ -31,7 +31,7 @@ from tim_jax.app.jobs.audit import read_dial
 from tim_jax.instruments.plan import topology
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *ROOT.glob("C*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(
