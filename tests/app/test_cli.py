@@ -290,7 +290,9 @@ def test_eval_of_a_run_is_its_last_evaluation(finished, folder, call):
     last = metrics_of(finished)[-1]
     assert scores == {name: last[f"eval/{name}"] for name in scores}
     faults = {"grader/timeout", "grader/error"}
-    assert {"mean@2", "pass@1", "prompts", "reward", "length"} | faults == set(scores)
+    assert {"mean@2", "pass@1", "prompts", "reward", "reward_error", "length"} | faults == set(
+        scores
+    )
     assert all(name in out for name in scores)
     status, _, _ = call(
         "eval",
