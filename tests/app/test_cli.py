@@ -317,6 +317,7 @@ def test_eval_without_a_run_is_of_the_configs_own_model(finished, folder, call):
         "pass@1",
         "prompts",
         "reward",
+        "reward_error",
         "length",
         "grader/timeout",
         "grader/error",
