@@ -5,8 +5,8 @@
   countdown     `3 5 2:16`    ->  `3+5=8 8*2=16#(3+5)*2`        reach 16, each number used once
   addition      `17+8=`       ->  `25`, a line break            a sum, after three that show how
 
-`addition` is for a language model that can read already. Of the others: the answer is what follows the last `#` of a completion; everything before it is working and is not
-graded. A policy may answer at once (`#6`), or work first, which is longer and more often right: so
+`addition` is for a language model that can read already. In the others the answer is what follows
+the last `#` of a completion; everything before it is working and is not graded. A policy may answer at once (`#6`), or work first, which is longer and more often right: so
 response length grows as training discovers that.
 
 All text is over `ALPHABET`. With the default sizes a prompt has at most 24 characters and a worked
@@ -237,9 +237,7 @@ def _train_item(name: str, draw: Draw, seed: int, held_out: int, index: int) -> 
     raise InputError(f"task {name}: these sizes allow too few different problems to hold some out")
 
 
-def _evaluation(
-    name: str, draw: Draw, seed: int, held_out: int, size: int
-) -> tuple[Example, ...]:
+def _evaluation(name: str, draw: Draw, seed: int, held_out: int, size: int) -> tuple[Example, ...]:
     rng = rng_for(name, seed, "evaluation")
     problems: dict[Any, Example] = {}
     for _ in range(ATTEMPTS + 10 * held_out * size):
