@@ -5,13 +5,14 @@
   countdown     `3 5 2:16`    ->  `3+5=8 8*2=16#(3+5)*2`        reach 16, each number used once
   addition      `17+8=`       ->  `25`, a line break            a sum, after three that show how
 
-`addition` is for a language model that can read already. In the others the answer is what follows
-the last `#` of a completion; everything before it is working and is not graded. A policy may answer at once (`#6`), or work first, which is longer and more often right: so
-response length grows as training discovers that.
+`addition` is for a language model that can read already; the rest is about the others. The answer
+is what follows the last `#` of a completion; everything before it is working and is not graded. A
+policy may answer at once (`#6`), or work first, which is longer and more often right: so response
+length grows as training discovers that.
 
-All text is over `ALPHABET`. With the default sizes a prompt has at most 24 characters and a worked
-completion at most 48. Whether a problem is held out is decided by a hash of its prompt, so training
-and evaluation are disjoint for every seed and size.
+Their text is over `ALPHABET`. With the default sizes a prompt has at most 24 characters and a
+worked completion at most 48. Whether a problem is held out is decided by a hash of its prompt, so
+training and evaluation are disjoint for every seed and size.
 
 `supervised` makes (prompt, completion) pairs of a chosen quality from the worked solutions, for a
 warm start.
