@@ -33,6 +33,7 @@ from tim_jax.instruments.auditing.ablation import to_markdown
 from tim_jax.model import calibration, hf, transformer
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.files import load_tokenizer
+from tim_jax.numerics import EXACT_F32
 from tim_jax.tasks.text import encode_prompt
 
 PAGE = RESULTS / "smollm2.md"
@@ -46,7 +47,7 @@ QUESTIONS = (
     "Translate 'good morning' into French.",
     "Explain why the sky is blue in one sentence.",
 )
-RESPONSE, SAMPLES = 48, 8
+RESPONSE, SAMPLES = 32, 4
 SOURCES = tuple(one for one in PLAIN if one["name"] not in ("stale_weights", "pallas_attention"))
 
 
@@ -77,11 +78,11 @@ def logits(model: Path) -> str:
 
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config = hf.load_config(model)
-    execution = Execution(config)
+    execution = Execution(config, EXACT_F32)
     weights = jax.jit(execution.prepare)(hf.load_params(model, config))
 
     @jax.jit
-    def ours(tokens: jax.Array) -> jax.Array:
+    def ours(weights: Any, tokens: jax.Array) -> jax.Array:
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         hidden, _, _ = transformer.forward(weights, tokens, places, execution=execution)
         return transformer.logits(weights, hidden[0], execution=execution)
@@ -90,7 +91,7 @@ def logits(model: Path) -> str:
     with torch.no_grad():
         expected = theirs(torch.as_tensor(tokens)).logits[0].double().numpy()
         exact = theirs.double()(torch.as_tensor(tokens)).logits[0].numpy()
-    found = np.asarray(ours(jnp.asarray(tokens, jnp.int32)), np.float64)
+    found = np.asarray(ours(weights, jnp.asarray(tokens, jnp.int32)), np.float64)
     engine = {"torch": torch.__version__, "transformers": version("transformers")}
     spread = np.ptp(exact, axis=-1).mean()
     rows = [
