@@ -2,6 +2,7 @@
 
     bash scripts/real_model.sh                              # the model, once
     python scripts/smollm2_table.py logits                  # against transformers; needs torch
+    python scripts/smollm2_table.py audit                   # every case, both dtypes
     python scripts/smollm2_table.py sources [--dtype bfloat16]   # every difference of a sampler
     python scripts/smollm2_table.py engines ROLLOUTS        # transformers' generate; needs torch
     python scripts/smollm2_table.py faults ROLLOUTS         # mistakes made in what it recorded
@@ -15,6 +16,7 @@ import argparse
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,13 @@ from tim_jax.app.config import toml
 from tim_jax.app.jobs import audit
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common.types import Prompts
+from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing.ablation import to_markdown
 from tim_jax.model import calibration, hf, transformer
+from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.files import load_tokenizer
-from tim_jax.numerics import EXACT_F32
+from tim_jax.numerics import EXACT_F32, Numerics
 from tim_jax.tasks.text import encode_prompt
 
 PAGE = RESULTS / "smollm2.md"
@@ -115,13 +119,48 @@ def logits(model: Path) -> str:
     return "\n".join(lines)
 
 
+def measured(config: ModelConfig, dtype: str, *, batch: int, longest: int) -> Numerics:
+    """The numerics of a training run."""
+    plain = run_numerics.fitted_numerics("auto", dtype, config, length=longest)
+    return calibration.calibrate(config, plain, batch=batch, longest=longest)
+
+
+def audited(model: Path) -> str:
+    """Every standard case in both dtypes, by responses that no token ends."""
+    config = hf.load_config(model)
+    params = jax.tree.map(jnp.asarray, hf.load_params(model, config))
+    sizes = auditing.Sizes()
+    longest = sizes.prompt_length + sizes.response_length
+    found = [
+        replace(case, sampling=replace(case.sampling, stop_tokens=()))
+        for case in auditing.standard_cases(config, sizes)
+    ]
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        numerics = measured(config, dtype, batch=sizes.prompts * sizes.samples, longest=longest)
+        for one in auditing.audit(params, config, numerics=[numerics], cases=found, sizes=sizes):
+            results.append((dtype, one))
+            print(dtype, one.name, one.compared_tokens, one.unequal_tokens, flush=True)
+    held = [one for _, one in results if not one.control]
+    compared = sum(one.compared_tokens for one in held)
+    unequal = sum(one.unequal_tokens for one in held)
+    lines = [
+        f"{compared:,} tokens compared, {unequal} unequal; {machine()}.",
+        "",
+        "| case | dtype | tokens | unequal |",
+        "|---|---|--:|--:|",
+    ]
+    for dtype, one in results:
+        name = f"{one.name} (control: must differ)" if one.control else one.name
+        lines.append(f"| {name} | {dtype} | {one.compared_tokens:,} | {one.unequal_tokens:,} |")
+    return "\n".join(lines)
+
+
 def sources(model: Path, dtype: str, entries: Sequence[dict[str, Any]]) -> str:
     """The table of docs/mismatch.md on chat prompts."""
     config, rows = hf.load_config(model), prompt_ids(model)
     longest = max(map(len, rows)) + RESPONSE
-    plain = run_numerics.fitted_numerics("auto", dtype, config, length=longest)
-    batch = len(rows) * SAMPLES
-    numerics = calibration.calibrate(config, plain, batch=batch, longest=longest)
+    numerics = measured(config, dtype, batch=len(rows) * SAMPLES, longest=longest)
     sampling = Sampling(RESPONSE, stop_tokens=config.eos_token_ids)
     params = jax.tree.map(jnp.asarray, hf.load_params(model, config, dtype=dtype))
     bench = audit.Bench(
@@ -330,7 +369,7 @@ def write(part: str, text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("logits", "sources", "engines", "faults", "runs"))
+    parser.add_argument("part", choices=("logits", "audit", "sources", "engines", "faults", "runs"))
     parser.add_argument("paths", nargs="*", type=Path, help="runs, or the folder of rollouts")
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--dtype", default="float32")
@@ -340,6 +379,7 @@ def main() -> None:
     entries = [one for one in SOURCES if not given.only or one["name"] in given.only]
     made = {
         "logits": lambda: logits(given.model),
+        "audit": lambda: audited(given.model),
         "sources": lambda: sources(given.model, given.dtype, entries),
         "engines": lambda: diagnosed(
             given.model, engines(given.model, folder), "transformers' generate"
