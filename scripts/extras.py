@@ -2,8 +2,8 @@
 
 `scripts/extras.sh` installs them. What it leaves out: `test` and `reference` are what the tests
 import, `docs` builds the site (`scripts/docs.sh`), `gguf` is for `scripts/real_model.sh`, and
-`triton` has an environment of its own in CI. `cuda` is JAX's own extra, which pins its plugin to JAX's version, and gigabytes of NVIDIA's
-libraries, for which CI has no GPU.
+`triton` has an environment of its own in CI. `cuda` is JAX's own extra, which pins its plugin to
+JAX's version, and gigabytes of NVIDIA's libraries, for which CI has no GPU.
 """
 
 import json
