@@ -1,9 +1,9 @@
 """Uses the optional extras once each, by the feature that needs them, and names each on a line.
 
 `scripts/extras.sh` installs them. What it leaves out: `test` and `reference` are what the tests
-import, `docs` builds the site (`scripts/docs.sh`), `triton` has an environment of its own in CI.
-`cuda` is JAX's own extra, which pins its plugin to JAX's version, and gigabytes of NVIDIA's
-libraries, for which CI has no GPU.
+import, `docs` builds the site (`scripts/docs.sh`), `gguf` is for `scripts/real_model.sh`, and
+`triton` has an environment of its own in CI. `cuda` is JAX's own extra, which pins its plugin to
+JAX's version, and gigabytes of NVIDIA's libraries, for which CI has no GPU.
 """
 
 import json
