@@ -8,16 +8,17 @@
 
 `load`, `sample`, `score`, `audit`, `grpo`, `diagnose` and `save` are the verbs, `load_adapter` and
 `save_adapter` those of LoRA. `capture` writes down what another engine draws, `learn` makes a step
-from it, and `named_arrays` gives the weights back to the engine. `Model`, `Placement` and `Lora`
-are the values that they take; `objectives`, `corrections`, `mismatch`, `schedules` and `metrics`
-the parts that experiments are put together from. All other rooms are imported by name, such as
-`from tim_jax.rl import loop`.
+from it, and `named_arrays` gives the weights back to the engine; `per_item` makes a reward of a
+function of one completion. `Model`, `Placement` and `Lora` are the values that they take;
+`objectives`, `corrections`, `mismatch`, `schedules` and `metrics` the parts that experiments are
+put together from. All other rooms are imported by name, such as `from tim_jax.rl import loop`.
 
 Names are looked up when they are first used: `import tim_jax` alone imports nothing else, and the
 corrections do not import a model.
 """
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from tim_jax.api import (
         Model,
         audit,
-        batched,
         diagnose,
         grpo,
         learn,
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from tim_jax.model.adapters import Lora
     from tim_jax.placement import Placement
     from tim_jax.recording import capture
+    from tim_jax.tasks.custom import per_item
 
 __all__ = [
     "Lora",
     "Model",
     "Placement",
     "audit",
-    "batched",
     "capture",
     "corrections",
     "diagnose",
@@ -58,6 +58,7 @@ __all__ = [
     "mismatch",
     "named_arrays",
     "objectives",
+    "per_item",
     "sample",
     "save",
     "save_adapter",
@@ -65,17 +66,20 @@ __all__ = [
     "score",
 ]
 
-_API = ("Model", "audit", "batched", "diagnose", "grpo", "learn", "load", "sample", "save", "score")
+_API = ("Model", "audit", "diagnose", "grpo", "learn", "load", "sample", "save", "score")
 _HOMES = {
     **dict.fromkeys((*_API, "load_adapter", "named_arrays", "save_adapter"), "api"),
     "Lora": "model.adapters",
     "Placement": "placement",
     "capture": "recording",
+    "per_item": "tasks.custom",
 }
 
 
 def __getattr__(name: str) -> Any:
     """A name of `__all__`, or any room of the package."""
+    if name == "__version__":
+        return metadata.version("tim-jax")
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     if not name.startswith("_"):

@@ -5,7 +5,6 @@
 `data` reads what users give as prompts, answers and rewards.
 """
 
-from tim_jax.api.data import batched
 from tim_jax.api.diagnosing import Diagnosis, diagnose
 from tim_jax.api.learning import learn
 from tim_jax.api.model import (
@@ -28,7 +27,6 @@ __all__ = [
     "Rollout",
     "Step",
     "audit",
-    "batched",
     "diagnose",
     "grpo",
     "learn",

@@ -14,8 +14,9 @@ import optax
 from tim_jax import placement
 from tim_jax.api.model import Model, check_model
 from tim_jax.api.rollouts import read_rows
-from tim_jax.api.training import Started, Step, first_adapter, settle, start
+from tim_jax.api.training import Started, Step, check_longest, first_adapter, settle, start
 from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import refuse_unknown
 from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction
 from tim_jax.instruments.diagnosis import evidence
@@ -33,6 +34,7 @@ from tim_jax.tasks.base import whole
 _SHORTEST = 16  # prompts and responses are padded to this, or a power of two above it
 
 
+@refuse_unknown
 def learn(
     before: Model | Step,
     rows: str | Path | Iterable[Mapping[str, Any]],
@@ -270,6 +272,7 @@ def _step(
 ) -> Step:
     started, built = before.started, before.started.programs
     run, rollout = built.training, _arrays(started.model, responses)
+    check_longest(run, max(len(r.prompt) + len(r) for r in responses))
     if run.learning.needs_greedy and greedy is None:
         raise InputError(
             f"learn: the estimator {run.learning.objective.estimator!r} needs greedy_rewards, the"

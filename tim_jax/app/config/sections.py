@@ -321,7 +321,7 @@ class BuiltinTask(_Graded):
     """A small task of `tim_jax.tasks.builtin`."""
 
     kind: Literal["builtin"] = "builtin"
-    name: Literal["running_sums", "sorting", "countdown"] = "running_sums"
+    name: Literal["running_sums", "sorting", "countdown", "addition"] = "running_sums"
     parameters: dict[str, Any] = {}
     """Keywords of the task's function, such as `digits = [4, 10]`."""
 
@@ -415,10 +415,15 @@ class RunSection(Section):
     """Steps between checkpoints; 0: only one, at the end."""
     keep: Count = 2
     """Checkpoints that stay."""
-    sinks: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
+    sinks: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False)
+    ] = ()
     """Where metrics go besides metrics.jsonl."""
     wandb_project: str = "tim-jax"
+    """Also the name of the experiment in MLflow."""
     wandb_mode: WandbMode = "online"
+    mlflow_uri: str = ""
+    """Of a server, or `sqlite:///FILE`; by default what MLFLOW_TRACKING_URI says."""
     samples_logged: Whole = 4
     """Completions per step written to samples.jsonl."""
     export: bool = True
