@@ -114,7 +114,7 @@ class Turning:
     @property
     def room(self) -> int:
         """Positions of a sequence after its prompt. That of the last token drawn is never read."""
-        return self.execution.sampling.max_response_length
+        return self.execution.sampling.max_tokens
 
     def begin(
         self, weights: Weights, prompts: Prompts, names: Names, *, at_a_time: int, pool: Pool | None
@@ -131,7 +131,7 @@ class Turning:
         count = names.prompts.shape[0]
         samples = count // prompts.tokens.shape[0]
         weights = transformer.whole_norms(weights, execution=self.execution)
-        one = replace(self.execution.sampling, max_response_length=1)
+        one = replace(self.execution.sampling, max_tokens=1)
         decoding = self._decoding(names, replace(self.execution, sampling=one))
         of_prompts, drawn = decoding.prefill(weights, prompts, samples=samples, at_a_time=at_a_time)
         queue = Queue(
