@@ -168,6 +168,7 @@ def _queue(cache, results: Results, starts, order: jax.Array | None, **shape: An
 
 
 def draw_exactly(logits, uniform, positions, sequences, *, sampling, numerics):
+    """The `Draw` of a sampler that differs in nothing."""
     del positions, sequences
     return (*distribution.draw(logits, uniform, sampling=sampling, numerics=numerics), None)
 

@@ -187,15 +187,11 @@ class Turning:
         def going_on(now: sampler.Steps) -> jax.Array:
             return (now.count < sampler.STEPS) & (jnp.sum(now.slots.working) > until)
 
-        step = partial(
-            decoding.step, weights, work.starts, decoding.uniforms(slots), work.limits
-        )
+        step = partial(decoding.step, weights, work.starts, decoding.uniforms(slots), work.limits)
         begin = sampler.begin_steps(slots, self.reports, None)
         end = jax.lax.while_loop(going_on, step, begin)
         after = end.slots
-        return after.cache, Found(
-            end.tokens, end.log_probs, end.drawn, after.lengths, after.ended
-        )
+        return after.cache, Found(end.tokens, end.log_probs, end.drawn, after.lengths, after.ended)
 
     def _decoding(self, names: Names, execution: Execution) -> Decoding:
         plain = partial(

@@ -177,7 +177,9 @@ def _shaped(rewards, rollout: Rollout, old, reference, coefficient, objective: O
     of_tokens, report = None, {}
     if objective.overlong_cache is not None:
         penalty = shaping.overlong_penalty(
-            rollout.lengths, longest=cast(int, objective.max_length), cache=objective.overlong_cache
+            rollout.drawn_lengths,
+            longest=cast(int, objective.max_length),
+            cache=objective.overlong_cache,
         )
         rewards = rewards + penalty
         report["overlong_penalty"] = tree_sum(penalty) / penalty.shape[0]

@@ -197,7 +197,7 @@ def learn(
         compared = compare(weights, drawn_by, prepared.trainer)
     if not training.kept_weights:
         drawn_by = None  # the update is about to take the weights
-    length = jnp.mean(rollout.lengths.astype(jnp.float32))
+    length = jnp.mean(rollout.drawn_lengths.astype(jnp.float32))
     if response_length is not None:
         length = jnp.full_like(length, response_length)
     unknown = length * jnp.float32(jnp.nan)

@@ -125,6 +125,22 @@ class Prepared(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Turns:
+    """How long an episode with an environment may be, beside its tokens (`Sampling.max_tokens`)."""
+
+    most: int = 8
+    """Turns of the policy."""
+    max_tokens: int = 64
+    """Tokens of one of them."""
+
+    def __post_init__(self):
+        check_kinds(self)
+        for name in ("most", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"Turns: {name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class Learning:
     """How rollouts become gradients."""
 

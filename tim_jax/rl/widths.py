@@ -18,7 +18,7 @@ from tim_jax.common.types import Rollout
 from tim_jax.rl.types import Experience, split_rows
 
 # Arrays [B, R] of these, if they are there.
-_OF_ROLLOUT = ("responses", "log_probs", "drawn_log_probs", "hidden")
+_OF_ROLLOUT = ("responses", "log_probs", "drawn_log_probs", "hidden", "drawn")
 _OF_EXPERIENCE = (
     "mask",
     "old_log_probs",
