@@ -22,6 +22,7 @@ repeats it in a run that is resumed.
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -171,13 +172,17 @@ class Recorded:
     def _known(self) -> dict[str, str]:
         if not self.path.exists():
             return {}
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        entries = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut
-        return {entry["turn"]: entry["failure"] for entry in entries}
+        known = {}
+        for line in self.path.read_text(encoding="utf-8").split("\n"):
+            with suppress(ValueError):  # one that the end of a run cut
+                entry = json.loads(line)
+                known[entry["turn"]] = entry["failure"]
+        return known
 
     def _keep(self, turn: str, failure: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            print(json.dumps({"turn": turn, "failure": failure}), file=file, flush=True)
+            file.write(f"\n{json.dumps({'turn': turn, 'failure': failure})}\n")
+            file.flush()
             os.fsync(file.fileno())
 
 
