@@ -221,7 +221,7 @@ def _text(text: str) -> str:
 
 
 def _messages(items: Sequence[Any]) -> list[Mapping[str, Any]]:
-    messages = [
+    messages: list[Mapping[str, Any]] = [
         {"role": item.role, "content": item.content} if isinstance(item, Message) else dict(item)
         for item in items
     ]
@@ -287,14 +287,14 @@ class Guarded:
             raise InputError(
                 f"environment {name!r}: its import ends its process: {error}"
             ) from None
-        self.tools = self._crowd.about["tools"]
+        about = self._crowd.about
+        self.tools, self._together = about["tools"], TOGETHER if about["asynchronous"] else 1
         self.close = self._crowd.close
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each, in the order in which they are there."""
-        together = TOGETHER if self._crowd.about["asynchronous"] else 1
         bodies = [_sent(turn) for turn in turns]
-        for index, outcome in self._crowd.stream(bodies, together=together):
+        for index, outcome in self._crowd.stream(bodies, together=self._together):
             state = turns[index].state
             if outcome.fault is None:
                 yield index, _received(state, outcome.value)
@@ -334,8 +334,9 @@ def _sent(turn: Turn) -> Mapping[str, Any]:
 def _turn(body: Mapping[str, Any]) -> Turn:
     text, tokens, ended, message = body["completion"]
     completion = Completion(text, np.array(tokens, np.int32), ended, message)
+    prompt, sample, turn = body["which"]
     state = Packed(base64.b64decode(body["state"]))
-    return Turn(*body["which"], completion, state, np.array(body["key"], np.uint32))
+    return Turn(prompt, sample, turn, completion, state, np.array(body["key"], np.uint32))
 
 
 def _received(before: Any, value: Any) -> Answer:

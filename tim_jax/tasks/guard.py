@@ -252,7 +252,7 @@ class Crowd(_Pool):
         self.seconds, self.workers = seconds, workers
         self._threads: ThreadPoolExecutor | None = None
         worker = self._ready(fresh=False)
-        self.about = worker.started["value"] if worker.started else None
+        self.about: Any = (worker.started or {}).get("value")
         self._free(worker)
 
     def stream(self, bodies: Sequence[Any], *, together: int = 1) -> Iterator[tuple[int, Outcome]]:
