@@ -50,7 +50,7 @@ KEPT = 4096  # replies whose bridges are kept
 ASKED, SAID, AGAIN = "What is the first question?", "This is said.", "That is said again."
 SYSTEM = "What the system is told."
 THINKING = "<think>\nThis is thought.\n</think>\n\n"
-WHERE = "reply"
+WHERE = "a reply"
 WAYS_OUT = (
     ", so that the policy would not have drawn after what it writes now;"
     ' history = "keep" leaves earlier turns as they were drawn'
@@ -185,7 +185,7 @@ class Bridge:
         begun = _user(ASKED), _said(SAID), *reply
         text = self._write(*begun)
         if ASKED not in text or SAID not in text.partition(ASKED)[2]:
-            return "leaves out earlier turns; such episodes cannot be one row of tokens"
+            return "leaves out or changes what was said in earlier turns"
         after = self._after(reply)
         later = self._write(*begun, _said(AGAIN), *reply)
         if later.partition(AGAIN)[2] != after:
@@ -257,5 +257,6 @@ class Bridged:
             try:
                 tokens = self.bridge.tokens(completion, answer.content)
             except InputError as error:
-                answer = failed(before, "reply", str(error).removeprefix(f"{WHERE}: "))
+                what = str(error).removeprefix(WHERE).removeprefix(":").strip()
+                answer = failed(before, "reply", what)
         return Outcome(answer.state, tokens, answer.reward, answer.done, answer.failure)
