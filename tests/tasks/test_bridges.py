@@ -1,5 +1,7 @@
 """What follows a turn: seams of BPE, ends of turns, and templates that rewrite what was said."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -55,9 +57,8 @@ OPENED = CHATML.replace("assistant\n' }}", "assistant\n<think>' }}")
 ONLY_LAST = CHATML.replace("in messages -", "in messages[-1:] -")
 OTHERWISE = CHATML.replace("m.content +", "m.content.replace('This', 'That') +")
 FORGETS = CHATML.replace("in messages -", "in messages[-4:] -")
-ENDS = (
-    "{% for m in messages %}{% if not loop.first %}<|im_end|>{% endif %}{{ m.content }}{% endfor %}"
-)
+ENDS = """{%- for m in messages -%}{{ m.content }}
+{%- if not loop.last or add_generation_prompt -%}<|im_end|>{%- endif -%}{%- endfor -%}"""
 
 
 def tokenizer(template=None):
@@ -104,9 +105,8 @@ def test_a_reply_continues_what_the_template_writes():
 
 def test_a_whole_episode_is_what_the_template_writes_at_once():
     made, chat, row = bridge(CHATML), [{"role": "user", "content": "2+2?"}], []
-    row += encode(
-        made.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    )
+    write = partial(made.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    row += encode(write(chat))
     for said, reply in (("5", "No."), ("", "Say something."), ("ab!", "ab\n\nc"), ("4", "Yes")):
         row += encode(f"{said}<|im_end|>")
         row += made.tokens(completion(f"{said}<|im_end|>"), reply).tolist()
