@@ -39,7 +39,7 @@ def entries():
 def make_batch(config, vocabulary: int) -> Rollout:
     """A full batch of the configuration's shape, with random tokens and lengths."""
     rng = np.random.default_rng(0)
-    rows, longest = config.sequences_per_step, config.sampling.max_response_length
+    rows, longest = config.sequences_per_step, config.sampling.max_tokens
     prompt = config.sampling.max_prompt_length
     return Rollout(
         prompts=jnp.asarray(rng.integers(0, vocabulary, (rows, prompt)), jnp.int32),

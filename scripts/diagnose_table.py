@@ -108,7 +108,7 @@ def drawn(
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Rows of at least `tokens` response tokens, in whole responses."""
-    sampling = replace(sampling, max_response_length=RESPONSE, stop_tokens=STOPS)
+    sampling = replace(sampling, max_tokens=RESPONSE, stop_tokens=STOPS)
     whole = Mismatch(entries)
     samples, rows, count = 4, [], 0
     for part in range(1000):

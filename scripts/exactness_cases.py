@@ -197,7 +197,7 @@ def fitted(tokens, width: int, rng):
 
 
 def draw(case: Drawn, batch: Batch, prompts: Prompts) -> Rollout:
-    sampling = replace(SAMPLINGS[case.sampling], max_response_length=batch.response_length)
+    sampling = replace(SAMPLINGS[case.sampling], max_tokens=batch.response_length)
     rollout = sample(
         prepared(case.weights, case.numerics),
         prompts,

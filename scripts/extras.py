@@ -87,7 +87,7 @@ def plan(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(to_hf(one_layer)))
     words = "--quick", "--topology", "v5e:2x2", "--json", folder / "plan.json"
     words += "--architecture", folder / "config.json"
-    small = "sampling.max_response_length=4", "learner.prompts_per_step=4"
+    small = "sampling.max_tokens=4", "learner.prompts_per_step=4"
     _command("plan", CONFIG, *words, "numerics.family=pallas_tpu", *small)
     assert (folder / "plan.json").stat().st_size
 

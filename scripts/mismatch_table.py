@@ -35,7 +35,7 @@ SMALL_CHANGES = (
     "steps=5",
     "task.parameters.digits=[4, 8]",
     "sampling.max_prompt_length=16",
-    "sampling.max_response_length=20",
+    "sampling.max_tokens=20",
     "run.folder=runs/dtypes",
 )
 MODEL = "the quickstart's model after 75 steps"
@@ -104,7 +104,7 @@ def measure(folder: str, prompts: int, samples: int) -> tuple[dict[str, Any], di
     """The records at temperature 1, and at temperature 0.6 with top_p 0.8."""
     bench = audit.make_bench(folder, prompts=prompts, samples=samples)
     # Of up to 24 tokens, so that a sequence has one block of keys: half the compiling.
-    sampling = replace(bench.execution.sampling, max_response_length=24)
+    sampling = replace(bench.execution.sampling, max_tokens=24)
     bench = replace(bench, name=MODEL, execution=replace(bench.execution, sampling=sampling))
     together = Arm(f"{TOGETHER}, as an engine", mismatch.build(ENGINE))
     plain = audit.report(bench, [*cases(PLAIN), together]).record

@@ -136,7 +136,7 @@ def estimators(b: Batch) -> list[Row]:
         mask = np.ones_like(b.mask) if theirs == "optimal_token_baseline" else b.mask
         mine = advantages(
             jnp.asarray(b.rewards),
-            group_size=GROUP,
+            samples=GROUP,
             estimator=ours,
             mask=jnp.asarray(mask),
             greedy_rewards=jnp.asarray(b.greedy),

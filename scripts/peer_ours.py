@@ -76,7 +76,7 @@ class Worker:
 
     def prepare_learner(self) -> dict:
         objective = Objective(aggregation="sequence_mean_token_mean")
-        learning = Learning(objective, group_size=common.GROUP)
+        learning = Learning(objective, samples=common.GROUP)
         optimizer = optimizers.adamw(optimizers.Rate(1e-4), b2=0.999, max_grad_norm=0.0)
         count = self.batch // common.GROUP
         training = Training(self.execution, learning, optimizer, prompts_per_step=count)

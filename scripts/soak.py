@@ -34,9 +34,9 @@ intermediate_size = 16
 max_positions = 16
 
 [sampling]
-samples_per_prompt = 2
+samples = 2
 max_prompt_length = 8
-max_response_length = 4
+max_tokens = 4
 
 [learner]
 prompts_per_step = 2

@@ -56,8 +56,8 @@ def runs(path: Path) -> Iterator[Wanted]:
         return
     plain = definition.merged(base, one.common)
     configs = measurement.horizons(one, plain).values()
-    longest = max(configs, key=lambda config: config.sampling.max_response_length)
-    sampling = {"sampling": {"max_response_length": longest.sampling.max_response_length}}
+    longest = max(configs, key=lambda config: config.sampling.max_tokens)
+    sampling = {"sampling": {"max_tokens": longest.sampling.max_tokens}}
     for name, source in one.source.items():
         change = {"sampler": {"mismatch": list(source.mismatch)}, "exact": "report"} | sampling
         run = definition.merged(plain, change)

@@ -128,7 +128,7 @@ def of_estimators(b, function):
     given = {name: b[name] for name in ("mask", "energies", "log_ratio")}
     greedy = {"greedy_rewards": b["greedy_rewards"]}
     return {
-        name: function(name, b["rewards"], group_size=min(rows, 2), **given, **greedy)
+        name: function(name, b["rewards"], samples=min(rows, 2), **given, **greedy)
         for name in sorted((*GROUP_BASELINES, "reinforce", "reinforce_batch", "remax"))
         if rows > 1 or name not in GROUP_BASELINES
     }
@@ -139,7 +139,7 @@ def direct(name, rewards, **given):
 
 
 def by_objective(name, rewards, **given):
-    kept = {k: v for k, v in given.items() if k in (*needs(name), "group_size", "mask")}
+    kept = {k: v for k, v in given.items() if k in (*needs(name), "samples", "mask")}
     return Objective(estimator=name).advantages(rewards, **kept)
 
 
@@ -374,7 +374,7 @@ WITHOUT = {
         corrections.base.rejections corrections.base.check_rejecting_first
         corrections.base.split_state
         corrections.base.stages corrections.base.take_extra corrections.blocks.checked_bounds
-        corrections.recipes.build objectives.advantages.check_group_size objectives.advantages.needs
+        corrections.recipes.build objectives.advantages.check_samples objectives.advantages.needs
         objectives.advantages.why_no_refills objectives.aggregation.check_aggregation
         objectives.aggregation.check_tokens objectives.aggregation.counts_kept
         objectives.losses.check_options objectives.losses.options

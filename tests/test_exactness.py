@@ -120,7 +120,7 @@ def test_long_sequences_with_what_was_measured_of_this_machine(dtype):
 def test_the_log_probs_of_an_update_are_those_of_the_rollout(numerics, micro_batch):
     execution = Execution(tiny.CONFIG, numerics, tiny.SAMPLING)
     learning = Learning(
-        objectives.grpo(kl_coefficient=0.0), group_size=tiny.GROUP, micro_batch=micro_batch
+        objectives.grpo(kl_coefficient=0.0), samples=tiny.GROUP, micro_batch=micro_batch
     )
     optimizer = optax.with_extra_args_support(optax.sgd(0.1))
     params, rollout = tiny.params(), tiny.rollout(execution)
@@ -292,7 +292,7 @@ PROMPTS, SAMPLES, MICRO_BATCH = 3, 2, 2
 def bench(request):
     """(weights, sampler, sampler of one sequence, learner), compiled once for all that is drawn."""
     numerics = replace(ROWS, compute_dtype=request.param.split()[1])
-    sampling = replace(tiny.SAMPLING, max_response_length=14, temperature=0.9, top_p=0.95)
+    sampling = replace(tiny.SAMPLING, max_tokens=14, temperature=0.9, top_p=0.95)
     execution = Execution(tiny.CONFIG, numerics, sampling)
 
     @jax.jit

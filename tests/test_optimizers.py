@@ -151,7 +151,7 @@ def test_reactive_decay_takes_its_detector_from_the_configuration():
     section = optimization.Optimizer(
         length_decay=optimization.DecayReactive(kind="reactive", multiplier=2.0, **keys)
     )
-    transform = assembly.make_optimizer(section, steps=1, max_response_length=9)
+    transform = assembly.make_optimizer(section, steps=1, max_tokens=9)
     params = jnp.ones(2, jnp.float32)
     state = transform.init(params)
     update = jax.jit(lambda state, x: transform.update(params, state, params, response_length=x)[1])
@@ -173,7 +173,7 @@ def test_lengths_are_pinned_at_the_runs_longest_response_if_nothing_else_is_said
     for keys in ({}, {"max_length": 20}):
         decay = optimization.DecayReactive(kind="reactive", **keys)
         section = optimization.Optimizer(length_decay=decay)
-        assembly.make_optimizer(section, steps=1, max_response_length=32)
+        assembly.make_optimizer(section, steps=1, max_tokens=32)
     assert [how["detector"].max_length for how in made] == [32, 20]
 
 
@@ -184,7 +184,7 @@ def test_root_of_the_effective_sample_size_scales_the_finished_update():
 
     def changes(share, **options):
         section = optimization.Optimizer(weight_decay=0.1, length_decay=decay, **options)
-        transform = assembly.make_optimizer(section, steps=1, max_response_length=8)
+        transform = assembly.make_optimizer(section, steps=1, max_tokens=8)
         known = {"response_length": jnp.float32(5.0), "effective_sample_size": share}
         path, state = run(transform, params, gradients, **known)
         moments = [x for x in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(x)]
@@ -203,7 +203,7 @@ def test_root_of_the_effective_sample_size_scales_the_finished_update():
 def test_an_update_whose_sample_size_is_not_a_number_is_skipped():
     """The loss never looks at the rollout's log-probs; what scales the step does."""
     section = optimization.Optimizer(ess_reference=1.0)
-    optimizer = assembly.make_optimizer(section, steps=1, max_response_length=8)
+    optimizer = assembly.make_optimizer(section, steps=1, max_tokens=8)
     learning = Learning(Objective(estimator="reinforce", loss="reinforce"), 1)
     params = {"table": jnp.asarray(tabular.table(1), jnp.float32)}
     zero = jnp.int32(0)

@@ -38,7 +38,7 @@ UNTIED = replace(CONFIG, tied_embeddings=False)
 NUMERICS = Numerics(rows=Rows(8, 8), attention_rows=Rows(8, 8), kv_block=16, head_rows=16)
 BF16 = replace(NUMERICS, compute_dtype="bfloat16")
 F16 = replace(NUMERICS, compute_dtype="float16")
-SAMPLING = Sampling(max_response_length=10, stop_tokens=(3, 5))
+SAMPLING = Sampling(max_tokens=10, stop_tokens=(3, 5))
 EXECUTION = Execution(CONFIG, NUMERICS, SAMPLING)
 GROUP = 4
 PROMPTS = 3
@@ -59,9 +59,9 @@ intermediate_size = 24
 max_positions = 24
 
 [sampling]
-samples_per_prompt = 4
+samples = 4
 max_prompt_length = 8
-max_response_length = 8
+max_tokens = 8
 
 [learner]
 prompts_per_step = 2

@@ -479,7 +479,7 @@ CONFIGS = {
         "numerics.compiler_options={a = 1.5}",
         "numerics.compiler_options.a = 1.5: must be text, true or false, or a whole number",
     ),
-    "samples": ("sampling.samples_per_prompt=1000000000", "sampling.samples_per_prompt = 10000"),
+    "samples": ("sampling.samples=1000000000", "sampling.samples = 10000"),
     "prompts": ("learner.prompts_per_step=1000000000", "learner.prompts_per_step = 1000000000"),
     "refills": ("learner.refills=1000000000", "learner.refills = 1000000000: must be 1000 or less"),
     "buckets": ("learner.length_buckets=1000000000", "must be 32 or less"),

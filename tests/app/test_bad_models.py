@@ -196,7 +196,7 @@ GENERATE = {
 TRAIN = {
     "top-k": ("sampling.top_k=23", "top_k must be at most the vocabulary's 22 tokens"),
     "stop token": ("sampling.stop_tokens=[22]", "22 is outside the model's vocabulary of 22"),
-    "length": ("sampling.max_response_length=25", "more than the model's 32 positions"),
+    "length": ("sampling.max_tokens=25", "more than the model's 32 positions"),
     "prompt": ("task.parameters={digits=[20,20]}", "are allowed"),
 }
 
@@ -360,7 +360,7 @@ def test_a_run_with_checkpoints_is_told_what_it_may_change_first(tmp_path, monke
     chip = SimpleNamespace(platform="gpu", addressable_memories=lambda kind=chip: [kind])
     monkeypatch.setattr(memory.jax, "devices", lambda: [chip])
     config = toml.load(None, [f"run.folder={tmp_path}", "sampler.slots=16"])
-    length = f"sampling.max_response_length below {config.sampling.max_response_length}"
+    length = f"sampling.max_tokens below {config.sampling.max_tokens}"
     before = memory.of_run(config)
     assert before["sampling"] == ("sampler.slots below 16", "learner.offload = true", length)
     ahead = toml.load(None, [f"run.folder={tmp_path}", "sampler.max_staleness=1"])

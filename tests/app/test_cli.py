@@ -48,9 +48,9 @@ intermediate_size = 24
 max_positions = 24
 
 [sampling]
-samples_per_prompt = 4
+samples = 4
 max_prompt_length = 8
-max_response_length = 8
+max_tokens = 8
 stop_tokens = [7, 9, 11]
 
 [learner]
@@ -758,8 +758,8 @@ BAD_CONFIGS = {
     "no value": (["steps="], "no value"),
     "not TOML": (["task.parameters={digits=[1}"], "not TOML"),
     "out of range": (["sampling.top_p=1.5"], "must be in (0, 1]"),
-    "positions": (["sampling.max_response_length=17"], "24 positions"),
-    "group of one": (["sampling.samples_per_prompt=1"], "baseline"),
+    "positions": (["sampling.max_tokens=17"], "24 positions"),
+    "group of one": (["sampling.samples=1"], "must be 2 or more"),
     "micro-batch": (["learner.micro_batch=3"], "must divide the 8 sequences"),
     "mini-batches": (["learner.mini_batches=3"], "must divide the 8 sequences"),
     "native and exact": (["numerics.family=native"], "native numerics are not exact"),
@@ -791,7 +791,7 @@ BAD_CONFIGS = {
         ["sampling.max_prompt_length=3", "warmup.steps=0"],
         "at most 3 are allowed",
     ),
-    "demonstration too long": (["sampling.max_response_length=5"], "max_response_length = 5"),
+    "demonstration too long": (["sampling.max_tokens=5"], "max_tokens = 5"),
     "correction": (["learner.corrections=[{name='token_tiss'}]"], "did you mean 'token_tis'"),
     "clipping": (["learner.objective.clip_low=2.0"], "must lie in [0, 1]"),
     "no evaluation left": (["eval.k=[4]"], "must not exceed samples = 2"),
@@ -807,8 +807,8 @@ def test_a_config_that_is_not_right(kind, call, folder):
 
 def test_too_many_tokens_for_a_checkpoints_positions(checkpoint, call):
     arguments = ("train", "tiny.toml", "run.folder=positions", f"model={{path='{checkpoint}'}}")
-    err = refused(call, *arguments, "sampling.max_response_length=17")
-    assert "sampling.max_response_length: 17 after a prompt of 8 is 25 tokens" in err
+    err = refused(call, *arguments, "sampling.max_tokens=17")
+    assert "sampling.max_tokens: 17 after a prompt of 8 is 25 tokens" in err
     assert "24 positions" in err
 
 
@@ -1079,5 +1079,5 @@ def test_no_option_takes_the_default_numerics():
     """Every test above ran with fixed tiles; so does the fixture promise."""
     config = toml.load("tiny.toml")
     execution = assembly.make_execution(config, sources.make_model(config))
-    length = config.sampling.max_prompt_length + config.sampling.max_response_length
+    length = config.sampling.max_prompt_length + config.sampling.max_tokens
     assert execution.numerics == fixed_numerics("tiles", "float32", length=length)

@@ -133,9 +133,9 @@ exact = "required"
 [model]
 path = {json.dumps(str(model))}
 [sampling]
-samples_per_prompt = 8
+samples = 8
 max_prompt_length = 72
-max_response_length = 10
+max_tokens = 10
 [learner]
 prompts_per_step = 4
 micro_batch = 8
@@ -254,9 +254,9 @@ head_dim = 8
 intermediate_size = 24
 max_positions = 24
 [sampling]
-samples_per_prompt = 4
+samples = 4
 max_prompt_length = 8
-max_response_length = 8
+max_tokens = 8
 stop_tokens = [7, 9]
 [learner]
 prompts_per_step = 2

@@ -255,9 +255,9 @@ def test_configs_written_by_the_writer_before_are_the_same_runs():
     before = """
 seed = 0
 [sampling]
-samples_per_prompt = 8
+samples = 8
 max_prompt_length = 32
-max_response_length = 64
+max_tokens = 64
 temperature = 1.0
 top_k = 0
 top_p = 1.0

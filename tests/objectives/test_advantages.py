@@ -18,7 +18,7 @@ from tim_jax.objectives.advantages import (
     GROUP_BASELINES,
     Estimator,
     advantages,
-    check_group_size,
+    check_samples,
     informative_groups,
     needs,
 )
@@ -54,7 +54,7 @@ def draw(seed, prompts, size, width, dropped=True, by_token=False):
 
 def eager(data, size, estimator, **options):
     arrays = {name: x for name, x in data.items() if name != "rewards"}
-    return advantages(data["rewards"], group_size=size, estimator=estimator, **arrays, **options)
+    return advantages(data["rewards"], samples=size, estimator=estimator, **arrays, **options)
 
 
 @cache
@@ -266,25 +266,25 @@ def test_other_wrong_input_is_refused():
     with pytest.raises(InputError, match="mask is None, but token_rewards need it"):
         eager({"rewards": jnp.ones(4), "token_rewards": jnp.ones((4, 7))}, 2, "rloo")
     with pytest.raises(InputError, match=r"shape \(7,\)"):
-        advantages(jnp.ones(7), group_size=2, estimator="rloo")
-    for call in (needs, partial(check_group_size, group_size=2)):
+        advantages(jnp.ones(7), samples=2, estimator="rloo")
+    for call in (needs, partial(check_samples, samples=2)):
         with pytest.raises(InputError, match="did you mean 'dr_grpo'"):
             call("dr_grp")
-    with pytest.raises(InputError, match="group_size is 0"):
-        check_group_size("remax", 0)
+    with pytest.raises(InputError, match="samples = 0: must be 1 or more"):
+        check_samples("remax", 0)
 
 
 @pytest.mark.parametrize("estimator", GROUP_BASELINES)
 def test_a_group_baseline_refuses_groups_of_one(estimator):
-    with pytest.raises(InputError, match="group_size is 1"):
-        check_group_size(estimator, 1)
-    with pytest.raises(InputError, match="group_size is 1"):
-        advantages(jnp.ones(4), group_size=1, estimator=estimator)
+    with pytest.raises(InputError, match="samples = 1: must be 2 or more"):
+        check_samples(estimator, 1)
+    with pytest.raises(InputError, match="samples = 1: must be 2 or more"):
+        advantages(jnp.ones(4), samples=1, estimator=estimator)
 
 
 @pytest.mark.parametrize("estimator", sorted(set(ESTIMATORS) - set(GROUP_BASELINES)))
 def test_other_estimators_take_groups_of_one(estimator):
-    check_group_size(estimator, 1)
+    check_samples(estimator, 1)
     data = draw(15, 5, 1, 4, dropped=False)
     assert np.all(np.isfinite(ours(data, 1, estimator)))
 

@@ -442,7 +442,7 @@ def test_temperature_zero_is_the_most_likely_token_without_chance():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_response_length": 0}, "max_response_length"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"top_k": -1}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
@@ -451,7 +451,7 @@ def test_temperature_zero_is_the_most_likely_token_without_chance():
 )
 def test_impossible_options_are_refused(options, message):
     with pytest.raises(InputError, match=message):
-        Sampling(**({"max_response_length": 4} | options))
+        Sampling(**({"max_tokens": 4} | options))
 
 
 def test_compiles_once_for_all_contents():

@@ -248,7 +248,7 @@ def test_a_response_does_not_depend_on_the_padding(pool):
 @pytest.mark.slow
 def test_a_longer_limit_only_continues(pool):
     weights, numerics, whole = pool
-    sampling = replace(SAMPLING, max_response_length=33)
+    sampling = replace(SAMPLING, max_tokens=33)
     found = sample(weights, POOL, samples=4, sampling=sampling, numerics=numerics)
     np.testing.assert_array_equal(np.minimum(found.lengths, 24), whole.lengths)
     assert found.responses[:, :24].tobytes() == whole.responses.tobytes()

@@ -23,7 +23,7 @@ from tim_jax.rl.programs import sampling_program
 LONG = replace(
     tiny.EXECUTION,
     config=replace(tiny.CONFIG, max_positions=80),
-    sampling=replace(tiny.SAMPLING, max_response_length=70),
+    sampling=replace(tiny.SAMPLING, max_tokens=70),
 )
 
 
@@ -98,7 +98,7 @@ def test_noise_is_that_of_all_at_once(name):
 
 
 def test_a_responses_first_token_may_be_its_last():
-    one = replace(LONG, sampling=replace(LONG.sampling, max_response_length=1))
+    one = replace(LONG, sampling=replace(LONG.sampling, max_tokens=1))
     found = drawn(Batching(2), execution=one)
     assert found.lengths.tolist() == [1] * tiny.ROWS
     np.testing.assert_array_equal(found.responses, alone().responses[:, :1])

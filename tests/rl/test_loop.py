@@ -633,7 +633,7 @@ def test_demonstrations_are_rollouts_that_end():
 
 
 def test_a_demonstration_that_does_not_fit_is_refused():
-    with pytest.raises(InputError, match=r"6 tokens.*max_response_length = 5.*'1 3#3'"):
+    with pytest.raises(InputError, match=r"6 tokens.*max_tokens = 5.*'1 3#3'"):
         demonstrations(size=5)
 
 

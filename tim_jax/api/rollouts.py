@@ -143,7 +143,7 @@ def request(
     if slots is not None:
         whole("sample: slots", slots, least=1)
     model.execution(sampling)  # which refuses a distribution that the model cannot have
-    asked, most = _checked(prompts), sampling.max_response_length
+    asked, most = _checked(prompts), sampling.max_tokens
     text = text_of(model, [Example(prompt, "") for prompt in asked], most, template, options)
     width = min(_padded(text.max_prompt_length), model.config.max_positions - most)
     text = replace(text, max_prompt_length=width)

@@ -139,9 +139,9 @@ def grpo(
     whole("grpo: steps", steps, least=1)
     whole("grpo: seed", seed, least=0, most=2**32 - 1)
     given = {
-        "group_size": samples,
+        "samples": samples,
         "prompts_per_step": prompts_per_step,
-        "max_response_length": max_tokens,
+        "max_tokens": max_tokens,
         "optimizer": optimizer,
         "objective": objective,
         "correction": correction,
@@ -155,7 +155,7 @@ def grpo(
     where = run.execution.placement
     model = replace(model, placement=where, numerics=run.execution.numerics)
     examples = data.as_examples(prompts_and_answers)
-    most = run.execution.sampling.max_response_length
+    most = run.execution.sampling.max_tokens
     text = text_of(model, examples, most, model.chat_template, model.template_options)
     adapter = _adapter(model, lora, seed)
     run = run.varied(lora=adapter and adapter.lora)
@@ -186,9 +186,9 @@ def _check_values(objective: Any, optimizer: Any, training: Any) -> None:
 
 def _run(model: Model, training: Training | None, given: dict[str, Any]) -> Training:
     """The run by the arguments that are given beside it; checked before anything is compiled."""
-    for name, known in (("group_size", "samples"), ("prompts_per_step", "prompts_per_step")):
+    for name in ("samples", "prompts_per_step"):
         if name in given:
-            whole(f"grpo: {known}", given[name], least=1)
+            whole(f"grpo: {name}", given[name], least=1)
     run = model.training() if training is None else training
     if run.execution.config != model.config:
         raise InputError("grpo: training is of another architecture; take model.training(...)")

@@ -254,7 +254,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     if not all(arguments.prompt):
         raise InputError("the prompt is empty; give it some text to go on from")
     sampling = Sampling(
-        max_response_length=arguments.max_tokens,
+        max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,

@@ -160,7 +160,7 @@ class InFlightUpdates(StaleWeights):
         self.need_number("every", least=1)
 
     def check(self, execution: Execution) -> None:
-        longest = execution.sampling.max_response_length
+        longest = execution.sampling.max_tokens
         if not self.inert and self.every >= longest:
             raise self.refuse(
                 f"every = {self.every} must be less than the longest response, {longest}, within"

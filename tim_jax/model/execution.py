@@ -36,7 +36,7 @@ class Sampling:
     renormalisation. Recorded log-probs are those of this final distribution.
     """
 
-    max_response_length: int = 64
+    max_tokens: int = 64
     temperature: float = 1.0  # 0 means greedy: argmax, log-prob 0
     top_k: int = 0  # 0 means off
     top_p: float = 1.0  # 1 means off
@@ -44,7 +44,7 @@ class Sampling:
 
     def __post_init__(self):
         for name, kind in (
-            ("max_response_length", Integral),
+            ("max_tokens", Integral),
             ("temperature", Real),
             ("top_k", Integral),
             ("top_p", Real),
@@ -53,10 +53,8 @@ class Sampling:
             if isinstance(value, bool) or not isinstance(value, kind):
                 what = "a whole number" if kind is Integral else "a number"
                 raise InputError(f"Sampling: {name} must be {what}, got {value!r}")
-        if self.max_response_length < 1:
-            raise InputError(
-                f"Sampling: max_response_length must be positive, got {self.max_response_length}"
-            )
+        if self.max_tokens < 1:
+            raise InputError(f"Sampling: max_tokens must be positive, got {self.max_tokens}")
         if not 0 <= self.temperature < math.inf:
             raise InputError(
                 f"Sampling: temperature must be >= 0 and finite, got {self.temperature}"

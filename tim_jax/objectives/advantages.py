@@ -53,7 +53,7 @@ _NEEDS: dict[Estimator, frozenset[str]] = {
 }
 _MEANING = {
     "mask": "the response mask, bool[B, R]",
-    "greedy_rewards": "the reward of each prompt's greedy response, f32[B / group_size]",
+    "greedy_rewards": "the reward of each prompt's greedy response, f32[B / samples]",
     "energies": "1 - 2 pi + sum pi^2 at each token, f32[B, R]",
 }
 # Where tokens are rewarded, their advantage is of what follows them, not of the whole response.
@@ -75,15 +75,15 @@ def needs(estimator: Estimator) -> frozenset[str]:
     return _NEEDS.get(estimator, frozenset())
 
 
-def check_group_size(estimator: Estimator, group_size: int) -> None:
+def check_samples(estimator: Estimator, samples: int) -> None:
     """Refuses sizes without a meaning: a group's baseline needs two samples of a prompt or more."""
     check_choice("estimator", estimator, get_args(Estimator))
-    if group_size < 1:
-        raise InputError(f"group_size is {group_size}; it must be at least 1")
-    if estimator in GROUP_BASELINES and group_size == 1:
+    if samples < 1:
+        raise InputError(f"samples = {samples}: must be 1 or more")
+    if estimator in GROUP_BASELINES and samples == 1:
         raise InputError(
-            f"group_size is 1, but the estimator {estimator!r} takes its baseline from the group;"
-            " use group_size 2 or more, or 'reinforce'"
+            f"samples = 1: must be 2 or more for the estimator {estimator!r}, which compares the"
+            " responses to a prompt with one another; 'reinforce' needs one alone"
         )
 
 
@@ -97,7 +97,7 @@ def why_no_refills(estimator: Estimator) -> str:
 def advantages(
     rewards: jax.Array,
     *,
-    group_size: int,
+    samples: int,
     estimator: Estimator,
     eps: float = 1e-6,
     mask: jax.Array | None = None,
@@ -150,13 +150,13 @@ def advantages(
 
     Args:
         rewards: f32[B], one per sequence.
-        group_size: G.
+        samples: G.
         estimator: one of the above.
         eps: added to the deviations of grpo and pass_at_k.
         mask: bool[B, R], True on response tokens. If given, rows without a token count in no
             statistic and get 0, whichever the estimator. Nothing is read off it.
         token_rewards: f32[B, R], what each token is given besides, such as less a KL penalty.
-        greedy_rewards: f32[B / group_size], for remax.
+        greedy_rewards: f32[B / samples], for remax.
         energies: f32[B, R], `1 - 2 pi + sum_v pi_v^2`, of the token's and all probabilities: the
             squared norm of the gradient of log pi by the logits. Below 0, by rounding, it is 0.
         log_ratio: f32[B, R], log pi_trainer - log pi_rollout, for the importance weights of the
@@ -167,10 +167,10 @@ def advantages(
         InputError: an unknown estimator, group size 1 with a group baseline, B not a multiple of
             the group size, an array missing or of another shape, or a cap that is not positive.
     """
-    check_group_size(estimator, group_size)
+    check_samples(estimator, samples)
     wide = strict.widened(rewards, token_rewards, greedy_rewards, energies, log_ratio)
     rewards, token_rewards, greedy_rewards, energies, log_ratio = wide
-    groups = _groups(rewards, group_size)
+    groups = _groups(rewards, samples)
     given = {"mask": mask, "token_rewards": token_rewards, "greedy_rewards": greedy_rewards}
     given |= {"energies": energies, "log_ratio": log_ratio}
     _check_given(estimator, groups.shape, given)
@@ -195,9 +195,9 @@ def advantages(
     return values.reshape(rewards.shape[0], *values.shape[2:])
 
 
-def informative_groups(rewards: jax.Array, group_size: int) -> jax.Array:
+def informative_groups(rewards: jax.Array, samples: int) -> jax.Array:
     """Returns bool[B], False for every row of a group whose rewards f32[B] are all equal."""
-    groups = _groups(rewards, group_size)
+    groups = _groups(rewards, samples)
     return jnp.broadcast_to(_differing(groups), groups.shape).reshape(-1)
 
 
@@ -363,12 +363,12 @@ def _weights(batch: _Batch, log_weights: jax.Array) -> jax.Array:
     return weights if batch.weight_cap is None else jnp.minimum(weights, batch.weight_cap)
 
 
-def _groups(rewards: jax.Array, group_size: int) -> jax.Array:
-    if rewards.ndim != 1 or group_size < 1 or rewards.shape[0] % group_size:
+def _groups(rewards: jax.Array, samples: int) -> jax.Array:
+    if rewards.ndim != 1 or samples < 1 or rewards.shape[0] % samples:
         raise InputError(
-            f"rewards have shape {rewards.shape}; they must be one row of groups of {group_size}"
+            f"rewards have shape {rewards.shape}; they must be one row of groups of {samples}"
         )
-    return rewards.reshape(-1, group_size)
+    return rewards.reshape(-1, samples)
 
 
 def _check_given(estimator: Estimator, groups: tuple[int, ...], given: dict[str, Any]) -> None:

@@ -216,11 +216,11 @@ class Objective:
         """True if the loss chooses tokens by a statistic of the whole batch."""
         return self.loss in losses.SELECTIONS
 
-    def advantages(self, rewards: jax.Array, *, group_size: int, **arrays: Any) -> jax.Array:
+    def advantages(self, rewards: jax.Array, *, samples: int, **arrays: Any) -> jax.Array:
         """Returns f32[B] or f32[B, R]; see `advantages.advantages`, also for the arrays."""
         return advantages(
             rewards,
-            group_size=group_size,
+            samples=samples,
             estimator=self.estimator,
             eps=self.advantage_eps,
             **arrays,

@@ -87,7 +87,7 @@ def sample(
     """
     count = prompts.tokens.shape[0] * samples
     config, numerics, placement = execution.config, execution.numerics, execution.placement
-    limit = execution.sampling.max_response_length
+    limit = execution.sampling.max_tokens
     rows = placement  # whose devices step together
     if placement.decode == "whole" or placement.shards == 1:
         rows = Placement(expert=placement.expert)
@@ -144,7 +144,7 @@ def trips(sequences: int, sampling: Sampling, batching: Batching) -> tuple[int, 
     runs of steps, prompts copied into slots before a run, steps of a run, and the searches of its
     draw; then the same for the slots after each halving.
     """
-    limit, searches = sampling.max_response_length, distribution.search_trips(sampling)
+    limit, searches = sampling.max_tokens, distribution.search_trips(sampling)
     if limit == 1:
         return searches
     runs = -(-(limit - 1) // _STEPS)
@@ -239,7 +239,7 @@ class _Decoding:
         if routes is None:
             return cache, first
         routes = jnp.repeat(routes.reshape(count, length, *routes.shape[3:]), samples, axis=0)
-        limit = self.execution.sampling.max_response_length
+        limit = self.execution.sampling.max_tokens
         return cache, replace(first, routes=jnp.pad(routes, ((0, 0), (0, limit), (0, 0), (0, 0))))
 
     def _recorded(self, routed: transformer.Routed | None) -> jax.Array | None:
@@ -250,7 +250,7 @@ class _Decoding:
 
     def _first(self, tokens, log_probs, drawn) -> Results:
         """Results of one token each."""
-        limit = self.execution.sampling.max_response_length
+        limit = self.execution.sampling.max_tokens
 
         def wide(x: jax.Array) -> jax.Array:
             return jnp.pad(x[:, None], ((0, 0), (0, limit - 1)))
@@ -338,7 +338,7 @@ class _Decoding:
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             return old.at[now.count].set(new)
 
-        limit = self.execution.sampling.max_response_length
+        limit = self.execution.sampling.max_tokens
         return _Steps(
             count=now.count + 1,
             slots=slotting.advance(slots, cache, tokens, self.stops, limit),

@@ -181,7 +181,7 @@ def finish(begun: Begun, task: Task, text: Text, *, programs: Programs) -> Drawn
     Raises:
       InputError: a prompt that is too long, a reward function that raises or returns nonsense.
     """
-    group, refills = programs.training.learning.group_size, len(begun.rounds) - 1
+    group, refills = programs.training.learning.samples, len(begun.rounds) - 1
     drawn = _drawn(begun.first, task, text, programs=programs)
     metrics = rollout_metrics(drawn.rollout, drawn.rewards)
     silent = _silent(drawn.rewards, group)
@@ -230,7 +230,7 @@ def _drawn(sampling: _Sampling, task: Task, text: Text, *, programs: Programs) -
     with waiting.during(SAMPLING, about=waiting.COMPILES):
         jax.block_until_ready((rollout, best))
     sampled = time.perf_counter()
-    samples, faults = graded(task, text, examples, rollout, programs.training.learning.group_size)
+    samples, faults = graded(task, text, examples, rollout, programs.training.learning.samples)
     rewards, greedy = _rewards(samples), None
     if best is not None:
         graded_best, more = graded(task, text, examples, best, 1)
@@ -259,7 +259,7 @@ def _without_signal(drawn: Drawn, programs: Programs) -> float:
     Rewards that are shaped differ where those of the task do not, unless equal ones are left out.
     """
     learning = programs.training.learning
-    objective, group = learning.objective, learning.group_size
+    objective, group = learning.objective, learning.samples
     if objective.shapes_rewards and not objective.drop_uninformative:
         return 0.0
     if objective.estimator in advantages.GROUP_BASELINES:
@@ -271,7 +271,7 @@ def _without_signal(drawn: Drawn, programs: Programs) -> float:
 
 def _refilled(drawn: Drawn, more: Drawn, *, programs: Programs) -> Drawn:
     """`drawn`, with groups without signal replaced by those of `more` that have one."""
-    group = programs.training.learning.group_size
+    group = programs.training.learning.samples
     empty = np.flatnonzero(_silent(drawn.rewards, group))
     full = np.flatnonzero(~_silent(more.rewards, group))
     count = len(drawn.rewards) // group
@@ -312,19 +312,19 @@ def prompt_ids(indices: np.ndarray, size: int) -> list[int]:
 
 
 def graded(
-    task: Task, text: Text, examples: Sequence[Example], rollout: Rollout, group_size: int
+    task: Task, text: Text, examples: Sequence[Example], rollout: Rollout, samples: int
 ) -> tuple[list[Sample], dict[str, float]]:
     """Grades every completion, and counts how often the grader ran out of time or failed."""
-    repeated = [example for example in examples for _ in range(group_size)]
+    repeated = [example for example in examples for _ in range(samples)]
     completions = text.completions(rollout)
     with waiting.during("grading"):
         grades = task.grade(repeated, completions)
-    samples = [
+    graded = [
         Sample(prompt_text(example), completion, example.answer, float(grade.reward))
         for example, completion, grade in zip(repeated, completions, grades, strict=True)
     ]
     faults = {f"grader/{name}": float(n) for name, n in base.faults(grades).items()}
-    return samples, faults
+    return graded, faults
 
 
 def prompt_text(example: Example) -> str:

@@ -112,7 +112,7 @@ def experience(
         counted = _kept(counted, old, rollout, learning, of_step)
     estimated = objective.advantages(
         rewards,
-        group_size=learning.group_size,
+        samples=learning.samples,
         mask=counted,
         token_rewards=of_tokens,
         greedy_rewards=greedy_rewards,
@@ -150,7 +150,7 @@ def _counted(rollout: Rollout, rewards: jax.Array, learning: Learning) -> jax.Ar
     """
     if not learning.objective.drop_uninformative:
         return rollout.mask
-    informative = advantages.informative_groups(rewards, learning.group_size)
+    informative = advantages.informative_groups(rewards, learning.samples)
     return rollout.mask & informative[:, None]
 
 

@@ -104,7 +104,7 @@ def _of_sampler(where: "_Where", training: Training, devices: Devices) -> dict[s
     program = in_flight_program if mismatch.in_flight else sampling_program
     sample = program(
         drawing,
-        samples=training.learning.group_size,
+        samples=training.learning.samples,
         batching=training.sampler.batching,
         devices=own,
         mismatch=mismatch,
@@ -227,8 +227,8 @@ def in_flight_program(
     where, sampling = _Where.of(execution, devices), execution.sampling
     draw = partial(dial.draw, mismatch=mismatch)
     parts = [
-        replace(execution, sampling=replace(sampling, max_response_length=tokens))
-        for tokens in mismatch.in_flight.parts(sampling.max_response_length)
+        replace(execution, sampling=replace(sampling, max_tokens=tokens))
+        for tokens in mismatch.in_flight.parts(sampling.max_tokens)
     ]
     begin = sharded.sampling(parts[0], where.mesh, samples=samples, batching=batching, draw=draw)
     others = [sharded.going_on(p, where.mesh, batching=batching, draw=draw) for p in parts[1:]]

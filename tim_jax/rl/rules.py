@@ -54,9 +54,9 @@ def check_learning(
         except InputError as error:
             raise RuleError("reject_before_advantages", True, str(error)) from error
     try:
-        advantages.check_group_size(objective.estimator, samples)
+        advantages.check_samples(objective.estimator, samples)
     except InputError as error:
-        raise RuleError("samples", samples, str(error)) from error
+        raise RuleError("samples", samples, str(error).partition(": ")[2]) from error
 
 
 def check_reward_kl(objective: Objective, *, sequences: int) -> None:

@@ -95,7 +95,7 @@ class Training:
     @property
     def sequences(self) -> int:
         """Sequences of a step: prompts times samples."""
-        return self.prompts_per_step * self.learning.group_size
+        return self.prompts_per_step * self.learning.samples
 
     @property
     def rows(self) -> int:
@@ -128,7 +128,7 @@ class Training:
         drawing = self.drawing.placement.shards
         shards = max(self.execution.placement.shards, drawing)
         rows = self.mini_batches * max(self.learning.micro_batch or 1, shards)
-        prompts = rows // gcd(rows, self.learning.group_size)
+        prompts = rows // gcd(rows, self.learning.samples)
         return lcm(prompts, drawing) if self.learning.needs_greedy else prompts
 
     def sampler_devices(self, devices: Devices) -> Devices:
@@ -159,13 +159,13 @@ class Training:
             learning.objective,
             learning.correction,
             mode=learning.mode,
-            samples=learning.group_size,
+            samples=learning.samples,
             updates=self.updates,
         )
         if self.execution.sampling.truncated:
             learning.objective.check_whole_distribution()
         rules.check_reward_kl(learning.objective, sequences=self.sequences)
-        rules.check_refills(self.refills, learning.objective, samples=learning.group_size)
+        rules.check_refills(self.refills, learning.objective, samples=learning.samples)
         self._check_rows()
         rules.check_staleness(sampler.max_staleness, offload=self.offload)
         if sampler.max_staleness:
@@ -175,13 +175,13 @@ class Training:
         learning, micro = self.learning, self.learning.micro_batch
         rules.check_rows(
             prompts=self.prompts_per_step,
-            samples=learning.group_size,
+            samples=learning.samples,
             mini_batches=self.mini_batches,
             micro_batch=micro,
         )
         if learning.noise_scale:
             rules.check_noise_scale(
-                sequences=self.rows, micro_batch=micro, samples=learning.group_size
+                sequences=self.rows, micro_batch=micro, samples=learning.samples
             )
         rules.check_learner_rows(
             self.execution.placement,

@@ -129,7 +129,7 @@ class Learning:
     """How rollouts become gradients."""
 
     objective: Objective = dataclasses.field(default_factory=Objective)
-    group_size: int = 8
+    samples: int = 8
     mode: Mode = "bypass"
     correction: Correction = dataclasses.field(default_factory=corrections.none)
     micro_batch: int | None = None  # sequences per forward and backward; None: all of them
@@ -144,7 +144,7 @@ class Learning:
         objective = self.objective
         object.__setattr__(self, "correction", corrections.chain(self.correction))
         rules.check_learning(
-            objective, self.correction, mode=self.mode, samples=self.group_size, updates=1
+            objective, self.correction, mode=self.mode, samples=self.samples, updates=1
         )
         if self.micro_batch is not None and self.micro_batch < 1:
             raise InputError(f"Learning: micro_batch must be positive, got {self.micro_batch}")
@@ -156,11 +156,6 @@ class Learning:
             )
         if self.widths < 1:
             raise InputError(f"Learning: widths must be positive, got {self.widths}")
-        if self.noise_scale and (self.micro_batch or self.group_size) % self.group_size:
-            raise InputError(
-                f"noise_scale compares micro-batches, which must be independent: micro_batch is"
-                f" {self.micro_batch}, and must be a multiple of the group size, {self.group_size}"
-            )
 
     @property
     def stages(self) -> corrections.Stages:

@@ -35,7 +35,7 @@ def demonstrations(pairs: Sequence[tuple[str, str]], text: Text, *, response_siz
         if len(tokens) > response_size:
             raise InputError(
                 f"a worked completion has {len(tokens)} tokens, more than"
-                f" max_response_length = {response_size}: {completion!r}"
+                f" max_tokens = {response_size}: {completion!r}"
             )
         responses[row, : len(tokens)], lengths[row] = tokens, len(tokens)
     return Rollout(

@@ -14,7 +14,7 @@ from tim_jax.app.config import model, optimization, sections, toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.toml import build, dump, load, parse_override
 from tim_jax.app.jobs import train
-from tim_jax.app.run import assembly, checkpoints
+from tim_jax.app.run import assembly, checkpoints, folders
 from tim_jax.common.errors import InputError
 from tim_jax.objectives import losses
 
@@ -52,7 +52,7 @@ def test_the_paper_recipe_is_its_table_1():
     )
     assert (objective.estimator, objective.clip_low, objective.clip_high) == ("rloo", 0.2, 0.28)
     assert (objective.kl_coefficient, objective.drop_uninformative) == (0.0, True)
-    assert (sampling.samples_per_prompt, sampling.max_response_length) == (16, 8192)
+    assert (sampling.samples, sampling.max_tokens) == (16, 8192)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 1.0)
     assert got.numerics.dtype == "bfloat16"
     assert got.optimizer.length_decay == optimization.DecayFixed(
@@ -235,9 +235,9 @@ REFUSED = [
     ("sampling.stop_tokens=[-1]", "sampling.stop_tokens[0] = -1: must be 0 or more"),
     # rules between keys
     (
-        "sampling.samples_per_prompt=1",
-        "sampling.samples_per_prompt = 1: group_size is 1, but the estimator 'grpo' takes its"
-        " baseline from the group; use group_size 2 or more, or 'reinforce'",
+        "sampling.samples=1",
+        "sampling.samples = 1: must be 2 or more for the estimator 'grpo', which compares the"
+        " responses to a prompt with one another; 'reinforce' needs one alone",
     ),
     (
         "learner.micro_batch=7",
@@ -252,8 +252,8 @@ REFUSED = [
         "learner.mini_batches = 5: must divide the 64 sequences of a step (8 prompts x 8 samples)",
     ),
     (
-        "sampling.max_response_length=1000",
-        "sampling.max_response_length = 1000: with max_prompt_length = 32 is 1032, more than the"
+        "sampling.max_tokens=1000",
+        "sampling.max_tokens = 1000: with max_prompt_length = 32 is 1032, more than the"
         " model's 256 positions",
     ),
     (
@@ -324,11 +324,61 @@ def test_rules_that_need_two_sections():
         == "f.toml: model: needs exactly one of path, preset, architecture; has path and preset"
     )
     assert refused(data={"model": {}}).endswith("has none")
-    build(
-        {"sampling": {"samples_per_prompt": 1}, "learner": {"objective": {"preset": "reinforce"}}}
-    )
+    build({"sampling": {"samples": 1}, "learner": {"objective": {"preset": "reinforce"}}})
     # The length of a checkpoint's positions is not known here.
-    build({"model": {"path": "a"}, "sampling": {"max_response_length": 10**6}})
+    build({"model": {"path": "a"}, "sampling": {"max_tokens": 10**6}})
+
+
+OLD = """
+[sampling]
+samples_per_prompt = 4
+max_response_length = 9
+[model]
+preset = "tiny"
+"""
+
+
+def test_keys_of_older_versions_are_read_and_their_new_names_said(tmp_path, caplog):
+    path = tmp_path / "old.toml"
+    path.write_text(OLD)
+    sampling = load(path).sampling
+    assert (sampling.samples, sampling.max_tokens) == (4, 9)
+    assert sorted(caplog.messages) == [
+        f"{path}: sampling.max_response_length is called sampling.max_tokens now",
+        f"{path}: sampling.samples_per_prompt is called sampling.samples now",
+    ]
+    caplog.clear()
+    changes = "sampling.samples_per_prompt=6", "sampling={max_response_length = 7}"
+    assert load(None, changes[:1]).sampling.samples == 6
+    assert load(None, changes[1:]).sampling.max_tokens == 7
+    assert caplog.messages == [
+        "command line: sampling.samples_per_prompt is called sampling.samples now",
+        "command line: sampling.max_response_length is called sampling.max_tokens now",
+    ]
+    path.write_text(OLD.replace("[model]", "samples = 4\n[model]"))
+    with pytest.raises(InputError, match=r"samples_per_prompt is the older name of .*give one"):
+        load(path)
+
+
+def test_a_run_folder_of_an_older_version_is_the_same_run(tmp_path, caplog):
+    now = dump(
+        build(
+            tomllib.loads(
+                OLD.replace("samples_per_prompt", "samples").replace(
+                    "max_response_length", "max_tokens"
+                )
+            )
+        )
+    )
+    before = now.replace("\nsamples = 4", "\nsamples_per_prompt = 4").replace(
+        "\nmax_tokens", "\nmax_response_length"
+    )
+    assert before.count("samples_per_prompt") == before.count("max_response_length") == 1
+    (tmp_path / "config.toml").write_text(before)
+    assert folders.config_differences(folders.read_config(tmp_path), now) == []
+    assert not caplog.messages
+    assert folders.config_differences(folders.read_config(tmp_path, say=True), now) == []
+    assert len(caplog.messages) == 2
 
 
 def test_the_first_of_several_is_reported_with_their_number():
@@ -596,7 +646,7 @@ def test_every_key_of_an_objective_reaches_it():
         "reward_kl_target": 6.0,
         "reward_kl_horizon": 13,
     }
-    found = made(more={"sampling": {"max_response_length": 16}}, **keys).objective
+    found = made(more={"sampling": {"max_tokens": 16}}, **keys).objective
     options = found.loss_options
     assert options == (("ratio_cap", 5.0),)
     plain = {name: value for name, value in keys.items() if name != "loss_options"}

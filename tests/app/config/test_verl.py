@@ -94,7 +94,7 @@ def configuration(correction, *, estimator="grpo", kl=0.0, entropy=0.0, v1=None,
             "actor": actor | {"entropy_coeff": entropy},
             "rollout": {"n": GROUP},
         },
-        "data": {"train_batch_size": ROWS // GROUP, "max_response_length": tabular.LONGEST},
+        "data": {"train_batch_size": ROWS // GROUP, "max_tokens": tabular.LONGEST},
     }
     return data if v1 is None else data | {"trainer": {"use_v1": v1}}
 
@@ -124,7 +124,7 @@ def keeping(rate):
 
 def our_step(found):
     """(weights, gradient, metrics) of every update of a translated configuration."""
-    section = toml.build(found.config | {"sampling": {"samples_per_prompt": GROUP}}).learner
+    section = toml.build(found.config | {"sampling": {"samples": GROUP}}).learner
     objective = section.objective.value(tabular.LONGEST)
     correction = corrections.build(section.corrections)
     learning = Learning(objective, GROUP, mode=section.mode, correction=correction)

@@ -42,7 +42,7 @@ HERE = Path(__file__).parents[2]
 GIB = 2**30
 EIGHT = Target("eight virtual devices", "cpu", tuple(jax.devices()), 4 * GIB, 8)
 TRAINING = Training(
-    Execution(tiny.CONFIG, tiny.NUMERICS, replace(tiny.SAMPLING, max_response_length=6)),
+    Execution(tiny.CONFIG, tiny.NUMERICS, replace(tiny.SAMPLING, max_tokens=6)),
     Learning(objectives.rloo(), 4, mode="recompute"),
     optimizers.adamw(optimizers.Rate(1e-2)),
     prompts_per_step=4,
@@ -418,8 +418,8 @@ def test_four_and_six_layers_say_what_eight_take():
 
 def test_decode_steps_add_up_to_the_longest_response_but_its_first_token():
     runs, _, steps = workload.decode_steps(RECIPE)
-    assert runs * steps == RECIPE.execution.sampling.max_response_length - 1
-    execution = replace(RECIPE.execution, sampling=replace(tiny.SAMPLING, max_response_length=100))
+    assert runs * steps == RECIPE.execution.sampling.max_tokens - 1
+    execution = replace(RECIPE.execution, sampling=replace(tiny.SAMPLING, max_tokens=100))
     long = RECIPE.varied(execution=execution, slots=4)
     assert workload.decode_steps(long) == (16, 1, 25)  # 16 sequences in four rounds of 4 x 25
 
@@ -429,7 +429,7 @@ def test_truncation_adds_no_product_to_what_is_planned():
     """Its searches are loops of their own, which the decode loops' counts must not go to."""
 
     def program(**changes):
-        sampling = replace(RECIPE.execution.sampling, max_response_length=100, **changes)
+        sampling = replace(RECIPE.execution.sampling, max_tokens=100, **changes)
         changed = RECIPE.varied(sampling=sampling)
         return planning.PROGRAMS["sampler"](changed, EIGHT.devices)
 
@@ -861,9 +861,9 @@ family = "tiles"
 dtype = "bfloat16"
 
 [sampling]
-samples_per_prompt = 4
+samples = 4
 max_prompt_length = 64
-max_response_length = 64
+max_tokens = 64
 
 [learner]
 prompts_per_step = 8

@@ -15,9 +15,9 @@ class DecayOff(Section):
 
     kind: Literal["off"] = "off"
 
-    def value(self, max_response_length: int | None) -> None:
+    def value(self, max_tokens: int | None) -> None:
         """None: an optimiser without a decay."""
-        del max_response_length
+        del max_tokens
 
 
 _OFF = DecayOff()
@@ -34,9 +34,9 @@ class DecayFixed(Section):
     floor: Share = Decay.floor
     """The lowest share of the first learning rate."""
 
-    def value(self, max_response_length: int | None) -> Decay:
+    def value(self, max_tokens: int | None) -> Decay:
         """The decay as the optimiser takes it; the longest response does not matter to it."""
-        del max_response_length
+        del max_tokens
         return Decay(period=self.period, floor=self.floor)
 
 
@@ -45,7 +45,7 @@ class DecayReactive(SurgeDetector):
     """As fixed, with the period found from the surge of the mean response length.
 
     The other keys are the detector's, in lengths: one a step. `max_length`, if left out, is the
-    run's max_response_length.
+    run's max_tokens.
     """
 
     kind: Literal["reactive"]
@@ -54,9 +54,9 @@ class DecayReactive(SurgeDetector):
     floor: Share = Decay.floor
     """The lowest share of the first learning rate."""
 
-    def value(self, max_response_length: int | None) -> Decay:
+    def value(self, max_tokens: int | None) -> Decay:
         """The decay of a run whose longest response has this many tokens."""
-        longest = self.max_length or max_response_length
+        longest = self.max_length or max_tokens
         detector = part(SurgeDetector, self, max_length=longest)
         return Decay(multiple=self.multiplier, floor=self.floor, detector=detector)
 

@@ -38,7 +38,7 @@ from tim_jax.rl import rules
 
 # The keys of what `Training` calls otherwise; the other fields of the learner keep their names.
 _KEYS = {
-    "samples": "sampling.samples_per_prompt",
+    "samples": "sampling.samples",
     "correction": "learner.corrections",
     "reject_before_advantages": "learner.objective.reject_before_advantages",
     "reward_kl_horizon": "learner.objective.reward_kl_horizon",
@@ -93,12 +93,12 @@ class RunConfig(Section):
     @property
     def objective(self) -> Objective:
         """The objective: the preset and its changes, with the longest response filled in."""
-        return self.learner.objective.value(self.sampling.max_response_length)
+        return self.learner.objective.value(self.sampling.max_tokens)
 
     @property
     def sequences_per_step(self) -> int:
         """Sequences that one step draws: prompts times samples."""
-        return self.learner.prompts_per_step * self.sampling.samples_per_prompt
+        return self.learner.prompts_per_step * self.sampling.samples
 
     @property
     def updates_per_step(self) -> int:
@@ -175,7 +175,7 @@ class RunConfig(Section):
     def _check_rules(self) -> None:
         """The rules that any run has, by the names of this configuration's keys."""
         section, sampling, sampler = self.learner, self.sampling, self.sampler
-        samples, prompts = sampling.samples_per_prompt, section.prompts_per_step
+        samples, prompts = sampling.samples, section.prompts_per_step
         minis, micro, total = section.mini_batches, section.micro_batch, self.sequences_per_step
         try:
             objective = self.objective
@@ -234,12 +234,12 @@ class RunConfig(Section):
             )
 
     def _check_tokens(self) -> None:
-        length = self.sampling.max_prompt_length + self.sampling.max_response_length
-        prompts, samples = self.learner.prompts_per_step, self.sampling.samples_per_prompt
+        length = self.sampling.max_prompt_length + self.sampling.max_tokens
+        prompts, samples = self.learner.prompts_per_step, self.sampling.samples
         sizes = {
-            "sampling.max_response_length": (self.sampling.max_response_length, 1),
+            "sampling.max_tokens": (self.sampling.max_tokens, 1),
             "sampling.max_prompt_length": (self.sampling.max_prompt_length, 1),
-            "sampling.samples_per_prompt": (samples, samples),
+            "sampling.samples": (samples, samples),
             "learner.prompts_per_step": (prompts, prompts * samples),
             "eval.samples": (self.eval.samples, self.eval.samples),
             "warmup.batch": (self.warmup.batch, self.warmup.batch),
@@ -252,11 +252,11 @@ class RunConfig(Section):
 
     def _check_lengths(self) -> None:
         architecture, sampling = self.model.random_architecture, self.sampling
-        longest = sampling.max_prompt_length + sampling.max_response_length
+        longest = sampling.max_prompt_length + sampling.max_tokens
         if architecture and longest > architecture.max_positions:
             raise refusal(
-                "sampling.max_response_length",
-                sampling.max_response_length,
+                "sampling.max_tokens",
+                sampling.max_tokens,
                 f"with max_prompt_length = {sampling.max_prompt_length} is {longest}, more than"
                 f" the model's {architecture.max_positions} positions",
             )

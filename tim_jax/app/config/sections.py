@@ -144,7 +144,7 @@ class NumericsSection(Section):
 class SamplingSection(Sampling):
     """The distribution that training responses are drawn from."""
 
-    samples_per_prompt: Count = 8
+    samples: Count = 8
     """Group size."""
     max_prompt_length: Count = 32
     """In tokens. A longer prompt is refused."""
@@ -251,10 +251,10 @@ class ObjectiveSection(Section):
     reward_kl_target: Positive | None = None
     reward_kl_horizon: Count | None = None
 
-    def value(self, max_response_length: int) -> Objective:
-        """Returns the objective; `max_response_length` is the length of 'constant_length'."""
+    def value(self, max_tokens: int) -> Objective:
+        """Returns the objective; `max_tokens` is the length of 'constant_length'."""
         changes = self.model_dump(exclude={"preset"}, exclude_none=True)
-        return objectives.PRESETS[self.preset](max_length=max_response_length, **changes)
+        return objectives.PRESETS[self.preset](max_length=max_tokens, **changes)
 
 
 class Learner(Section):

@@ -5,6 +5,7 @@ Whatever is wrong is one line: where it was said, the dotted key, the value, wha
 
 import dataclasses
 import json
+import logging
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,9 @@ COMMAND_LINE = "command line"
 NONE = "none"  # an override's value: leave the key out, whatever the file says
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
+_LOG = logging.getLogger("tim_jax")
+# Keys of older versions, and what they are called now.
+_RENAMED = {"sampling": {"samples_per_prompt": "samples", "max_response_length": "max_tokens"}}
 # How a value's own check names a field, what it is and what would be right.
 _CHECKS = (
     re.compile(r"(?P<key>\w+) (?P<rule>must .+), got (?P<value>.+)"),
@@ -126,7 +130,39 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise InputError(f"config {path}: {error}") from error
     if not data:
         raise InputError(f"config {path}: is empty; it must set at least one key")
-    return data
+    return with_new_keys(data, str(path))
+
+
+def with_new_keys(data: Mapping[str, Any], source: str | None = None) -> dict[str, Any]:
+    """Returns the nested dict with keys of older versions under the names that they have now.
+
+    With a `source`, the logger "tim_jax" says so of each, in a line that names it.
+
+    Raises:
+        InputError: a key is there under both names.
+    """
+    renamed = {}
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            value = with_new_keys(value, source)
+            for old in _RENAMED.get(name, {}).keys() & value.keys():
+                new = _new_key(name, old, source)
+                if new in value:
+                    raise InputError(
+                        f"{source or 'config'}: {name}.{old} is the older name of {name}.{new};"
+                        " give one of them"
+                    )
+                value[new] = value.pop(old)
+        renamed[name] = value
+    return renamed
+
+
+def _new_key(section: str, key: str, source: str | None) -> str:
+    """What `section.key` is called now, which is said if it is another name."""
+    new = _RENAMED.get(section, {}).get(key, key)
+    if source and new != key:
+        _LOG.warning("%s: %s.%s is called %s.%s now", source, section, key, section, new)
+    return new
 
 
 def dump(config: RunConfig) -> str:
@@ -166,6 +202,9 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 def _override(data: dict[str, Any], text: str) -> tuple[str, ...]:
     path, value = parse_override(text)
+    *above, last = path
+    value = with_new_keys({last: value}, COMMAND_LINE)[last]
+    path = (*above, _new_key(above[-1], last, COMMAND_LINE)) if above else path
     table = data
     for depth, part in enumerate(path[:-1]):
         table = table.setdefault(part, {})

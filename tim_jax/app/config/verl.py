@@ -265,9 +265,7 @@ class _Step:
         if found == "constant_length" and factor is not None:
             longest = self.keys.get("data.max_response_length", None)
             if longest != factor:
-                self.differs.append(
-                    f"sums are divided by sampling.max_response_length, in verl by {factor}"
-                )
+                self.differs.append(f"sums are divided by sampling.max_tokens, in verl by {factor}")
         return {"aggregation": found}
 
     @property
@@ -373,18 +371,18 @@ class _Step:
     def _sampling(self) -> dict[str, Any]:
         path, found = "actor_rollout_ref.rollout", {}
         for ours, theirs, default in (
-            ("samples_per_prompt", f"{path}.n", 1),
+            ("samples", f"{path}.n", 1),
             ("temperature", f"{path}.temperature", 1.0),
             ("top_p", f"{path}.top_p", 1.0),
             ("top_k", f"{path}.top_k", -1),
             ("max_prompt_length", "data.max_prompt_length", 512),
-            ("max_response_length", "data.max_response_length", 512),
+            ("max_tokens", "data.max_response_length", 512),
         ):
             if theirs in self.keys:
                 value = self.keys.get(theirs, default)
                 found[ours] = max(value, 0) if ours == "top_k" else value
-        if "samples_per_prompt" not in found:
-            self.notes.append(f"{path}.n is not given: set sampling.samples_per_prompt")
+        if "samples" not in found:
+            self.notes.append(f"{path}.n is not given: set sampling.samples")
         return found
 
     def _optimizer(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def check_sampling(
     Args:
       helps: what would need less, in words.
     """
-    rows, length = prompts * samples, prompt_length + execution.sampling.max_response_length
+    rows, length = prompts * samples, prompt_length + execution.sampling.max_tokens
     if rows * length >= 2**31:  # places in an array are numbers of 32 bits
         raise InputError(
             f"{samples} samples of {prompts} prompts are {rows} sequences of up to {length} tokens,"

@@ -76,14 +76,14 @@ def of_run(config: RunConfig) -> Ways:
         "sampler.slots": f"below {config.sampler.slots or total}",
         "eval.samples": f"below {config.eval.samples}",
         "placement.fsdp": f"above {config.placement.fsdp}, with more devices",
-        "sampling.max_response_length": f"below {config.sampling.max_response_length}",
+        "sampling.max_tokens": f"below {config.sampling.max_tokens}",
     }
     return MappingProxyType(
         {stage: _three(config, settings, keys) for stage, keys in _KEYS.items()}
     )
 
 
-_LENGTH, _WIDER = "sampling.max_response_length", "placement.fsdp"
+_LENGTH, _WIDER = "sampling.max_tokens", "placement.fsdp"
 _KEYS = MappingProxyType(
     {
         drawing.SAMPLING: ("sampler.slots", "learner.offload", _LENGTH, _WIDER),

@@ -174,7 +174,9 @@ def export(
     Raises:
       InputError: no such run or checkpoint, a damaged one, or `folder` exists and is not empty.
     """
-    config = toml.build(tomllib.loads(folders.read_config(run)), source=f"{run}/config.toml")
+    config = toml.build(
+        tomllib.loads(folders.read_config(run, say=True)), source=f"{run}/config.toml"
+    )
     model = sources.make_model(config)
     if adapter and model.lora is None:
         raise InputError(f"export: the run {run!r} trains all weights and has no adapter")

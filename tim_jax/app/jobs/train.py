@@ -366,7 +366,7 @@ def _demonstrations(job: Job) -> Iterator[Rollout]:
             start=step * section.batch,
             count=section.batch,
         )
-        yield warm_start.demonstrations(pairs, job.text, response_size=sampling.max_response_length)
+        yield warm_start.demonstrations(pairs, job.text, response_size=sampling.max_tokens)
 
 
 def _record(job: Job, step: Step, run: Run, writer: loggers.Tee, display: Display) -> None:

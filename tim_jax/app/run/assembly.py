@@ -41,10 +41,10 @@ def make_execution(
     `measured`: see `make_numerics`.
     """
     section = config.sampling
-    length = section.max_prompt_length + section.max_response_length
+    length = section.max_prompt_length + section.max_tokens
     if length > model.config.max_positions:
         raise InputError(
-            f"sampling.max_response_length: {section.max_response_length} after a prompt of"
+            f"sampling.max_tokens: {section.max_tokens} after a prompt of"
             f" {section.max_prompt_length} is {length} tokens, more than the model's"
             f" {model.config.max_positions} positions"
         )
@@ -93,11 +93,11 @@ def check_placement(
 
 
 def make_optimizer(
-    section: Optimizer, *, steps: int, max_response_length: int
+    section: Optimizer, *, steps: int, max_tokens: int
 ) -> optax.GradientTransformationExtraArgs:
     """The chain of a run with this many updates and responses of at most this length."""
     own = part(optimizers.AdamW, section, total_steps=section.total_steps or steps)
-    chain = own.transform(section.length_decay.value(max_response_length))
+    chain = own.transform(section.length_decay.value(max_tokens))
     return chain if section.loss_scale is None else section.loss_scale.transform(chain)
 
 
@@ -105,7 +105,7 @@ def make_learning(config: RunConfig) -> Learning:
     """Returns how rollouts become gradients: objective, mode, corrections, micro-batches."""
     own = _shared(config.learner, Learning) | {
         "objective": config.objective,
-        "group_size": config.sampling.samples_per_prompt,
+        "samples": config.sampling.samples,
         "correction": corrections.build(config.learner.corrections),
     }
     return Learning(**own)
@@ -127,7 +127,7 @@ def make_training(config: RunConfig, execution: Execution) -> Training:
         optimizer=make_optimizer(
             config.optimizer,
             steps=config.updates,
-            max_response_length=config.sampling.max_response_length,
+            max_tokens=config.sampling.max_tokens,
         ),
         **_shared(section, Training),
         sampler=Sampler(

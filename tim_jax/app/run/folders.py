@@ -24,6 +24,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
+from tim_jax.app.config import toml
 from tim_jax.app.run import checkpoints, started
 from tim_jax.app.run.checkpoints import Checkpoints, Restored, State
 from tim_jax.app.run.loggers import JsonLines
@@ -197,8 +200,11 @@ def _locked(
         raise
 
 
-def read_config(folder: str | os.PathLike[str]) -> str:
-    """Returns the TOML text of a run folder's config.
+def read_config(folder: str | os.PathLike[str], *, say: bool = False) -> str:
+    """Returns the TOML text of a run folder's config, by the keys of today.
+
+    Args:
+        say: of a key of an older version, in a line, what it is called now.
 
     Raises:
         InputError: the folder holds no run, or the file is damaged.
@@ -206,14 +212,15 @@ def read_config(folder: str | os.PathLike[str]) -> str:
     path = Path(folder) / "config.toml"
     try:
         text = path.read_text(encoding="utf-8")
-        tomllib.loads(text)
+        data = tomllib.loads(text)
     except OSError as error:
         raise InputError(f"{folder} holds no run: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is damaged: not UTF-8 text (byte {error.start})") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error}") from error
-    return text
+    new = toml.with_new_keys(data, str(path) if say else None)
+    return text if new == data else tomli_w.dumps(new)
 
 
 def finished(folder: str | os.PathLike[str]) -> bool:
@@ -324,7 +331,7 @@ def _claim(
     if exists and not resume:
         raise InputError(f"{folder} already holds a run; resume it or set another run.folder")
     if exists:
-        changed = _allowed(folder, read_config(folder), config, may_change)
+        changed = _allowed(folder, read_config(folder, say=True), config, may_change)
     elif strangers := sorted(p.name for p in folder.iterdir() if not _allowed_before(p.name)):
         raise InputError(
             f"{folder} is not empty and holds no run (no config.toml, but {strangers[0]});"

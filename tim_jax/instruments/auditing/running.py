@@ -206,8 +206,8 @@ def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Be
     """The rollout of the chosen prompts, in one batch or one by one."""
     rows = again.rows or tuple(range(bench.sizes.prompts))
     batches = [(row,) for row in rows] if again.one_by_one else [rows]
-    limit = sampling.max_response_length + again.padding
-    execution = bench.execution(replace(sampling, max_response_length=limit), again.placement)
+    limit = sampling.max_tokens + again.padding
+    execution = bench.execution(replace(sampling, max_tokens=limit), again.placement)
     weights = bench.placed(again.placement)
     sample = _sampler(execution, again.samples, again.batching)
     parts = []
@@ -273,7 +273,7 @@ def learner_log_probs(execution: Execution, score: Score) -> Callable[..., Any]:
     learner's forward for scoring.
     """
     objective = Objective(estimator="reinforce")
-    learning = Learning(objective, group_size=1, micro_batch=score.micro_batch, remat=score.remat)
+    learning = Learning(objective, samples=1, micro_batch=score.micro_batch, remat=score.remat)
     on = placement.mesh(execution.placement, jax.devices())
     policy = sharded.policy(execution, on, learning=learning)
 

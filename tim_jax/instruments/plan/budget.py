@@ -103,7 +103,7 @@ def _cache(workload: Workload) -> int:
     """Bytes of a device's keys and values: of its prompts, and of slots or of pages."""
     execution, where = workload.training.drawing, workload.training.drawing.placement
     config, numerics = execution.config, execution.numerics
-    length = workload.prompt_length + execution.sampling.max_response_length
+    length = workload.prompt_length + execution.sampling.max_tokens
     length += -length % numerics.kv_block
     pages = workload.sampler.batching.pages
     whole = _slots(workload) * length if pages is None else pages * numerics.kv_block
@@ -143,7 +143,7 @@ def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
     config, numerics = execution.config, execution.numerics
     gradient, layers = _gradient(workload, state, weights)
     rows = max(1, workload.training.micro_batch // where.shards)
-    length = workload.prompt_length + execution.sampling.max_response_length
+    length = workload.prompt_length + execution.sampling.max_tokens
     tokens, wide = rows * length, numerics.dtype.itemsize
     layer = 4 * config.hidden_size + _of_attention(config) + 3 * config.active_width
     layer *= tokens

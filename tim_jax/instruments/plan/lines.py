@@ -34,8 +34,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"  {numerics.family} is plain XLA, slow on a TPU; a pod should run pallas_tpu"
     slots, training = plan.workload.sampler.batching.slots, plan.workload.training
     yield (
-        f"  {training.prompts_per_step} prompts x {training.learning.group_size} samples,"
-        f" up to {plan.workload.prompt_length} + {execution.sampling.max_response_length} tokens,"
+        f"  {training.prompts_per_step} prompts x {training.learning.samples} samples,"
+        f" up to {plan.workload.prompt_length} + {execution.sampling.max_tokens} tokens,"
         f" {f'{slots} slots, ' if slots else ''}micro-batch {plan.workload.training.micro_batch},"
         f" remat {'on' if plan.workload.learning.remat else 'off'}"
     )
@@ -144,7 +144,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "family": execution.numerics.family,
         "dtype": execution.numerics.compute_dtype,
         "prompts_per_step": workload.training.prompts_per_step,
-        "samples_per_prompt": workload.learning.group_size,
+        "samples": workload.learning.samples,
         "sampler_slots": workload.sampler.batching.slots or workload.sequences,
         "micro_batch": workload.training.micro_batch,
         "fits": plan.fits,

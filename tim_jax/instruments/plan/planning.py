@@ -82,7 +82,7 @@ def _of_sampler(workload: Workload, slots: int | None, devices: Devices) -> Iter
     key = "placement" if workload.sampler.placement is None else "placement.sampler"
     if slots:
         yield f"sampler.slots = {slots}: this many sequences are decoded at a time, same bits"
-    yield "sampling.max_response_length: room for keys and values is made for the longest response"
+    yield "sampling.max_tokens: room for keys and values is made for the longest response"
     if where.decode == "whole" and where.fsdp > 1:
         whole = workloads.weight_bytes(workload) / where.tensor
         saved = whole * (1 - 1 / where.fsdp) / _GIB

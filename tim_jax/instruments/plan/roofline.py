@@ -151,7 +151,7 @@ def seen(workload: Workload, stage: str) -> float:
     In the sampler rows are those of decoding, and else of whole sequences.
     """
     prompt, execution = workload.prompt_length, workload.execution
-    length, block = prompt + execution.sampling.max_response_length, execution.numerics.kv_block
+    length, block = prompt + execution.sampling.max_tokens, execution.numerics.kv_block
     rows = range(prompt if stage == "sampler" else 0, length)
     windows = _windows(execution.config, length)
     blocks = sum(
@@ -206,7 +206,7 @@ def least(workload: Workload, stage: str) -> Least:
     """
     execution = workload.training.drawing if stage == "sampler" else workload.execution
     config, where = execution.config, execution.placement
-    prompt, response = workload.prompt_length, execution.sampling.max_response_length
+    prompt, response = workload.prompt_length, execution.sampling.max_tokens
     length, rows = prompt + response, workload.sequences // where.shards
     per_token = 2 * _active_parameters(config)
     heads, key, value = config.attention
@@ -220,7 +220,7 @@ def least(workload: Workload, stage: str) -> Least:
         times = 3 if stage == "update" else 1
         return Least(times * rows * whole(0, length) / where.tensor, 0.0)
     head = 2 * config.vocab_size * config.hidden_size * prompt
-    shared = (whole(0, prompt) - head) / workload.learning.group_size
+    shared = (whole(0, prompt) - head) / workload.learning.samples
     flops = rows * (shared + whole(prompt, length)) / where.tensor
     itemsize = execution.numerics.dtype.itemsize
     table = config.vocab_size * config.hidden_size * itemsize  # of which a step takes a few rows

@@ -97,7 +97,7 @@ def sampling(workload: Workload, devices: Devices) -> Program:
     laid = _Laid(workload, execution, devices)
     program = programs.sampling_program(
         execution,
-        samples=workload.learning.group_size,
+        samples=workload.learning.samples,
         batching=workload.sampler.batching,
         devices=laid.devices,
         mismatch=workload.sampler.mismatch,
@@ -292,7 +292,7 @@ class _Laid:
 
     @property
     def _rollout(self) -> Rollout:
-        rows, length = self.workload.sequences, self.execution.sampling.max_response_length
+        rows, length = self.workload.sequences, self.execution.sampling.max_tokens
         return Rollout(
             prompts=_shape((rows, self.workload.prompt_length), jnp.int32),
             prompt_lengths=_shape((rows,), jnp.int32),

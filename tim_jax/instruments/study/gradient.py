@@ -64,7 +64,7 @@ class Bench:
     @property
     def group(self) -> int:
         """Responses of a prompt."""
-        return self.training.learning.group_size
+        return self.training.learning.samples
 
     @cached_property
     def weights(self) -> Any:

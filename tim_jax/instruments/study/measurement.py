@@ -244,7 +244,7 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
     section = config.learner
     learning = Learning(
         config.objective,
-        config.sampling.samples_per_prompt,
+        config.sampling.samples,
         micro_batch=section.micro_batch,
         remat=section.remat,
     )
