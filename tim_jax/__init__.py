@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     from tim_jax.model.adapters import Lora
     from tim_jax.placement import Placement
     from tim_jax.recording import capture
+    from tim_jax.tasks.episodes import Reply
 
 __all__ = [
     "Lora",
     "Model",
     "Placement",
+    "Reply",
     "audit",
     "batched",
     "capture",
@@ -65,6 +67,7 @@ _HOMES = {
     **dict.fromkeys((*_API, "load_adapter", "save_adapter"), "api"),
     "Lora": "model.adapters",
     "Placement": "placement",
+    "Reply": "tasks.episodes",
     "capture": "recording",
 }
 
