@@ -24,8 +24,8 @@ from tim_jax.rl import loop, programs, rules
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.training import Training
-from tim_jax.rl.types import TrainState
-from tim_jax.tasks.base import Task, whole
+from tim_jax.rl.types import TrainState, Turns
+from tim_jax.tasks.base import Example, Task, whole
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,14 @@ def grpo(
     model: Model,
     prompts_and_answers: Iterable[Any],
     *,
-    reward: Callable[..., Any] | BatchedReward,
+    reward: Callable[..., Any] | BatchedReward | None = None,
+    respond: Callable[..., Any] | None = None,
     steps: int,
     samples: int | None = None,
     prompts_per_step: int | None = None,
     max_tokens: int | None = None,
+    max_turns: int | None = None,
+    max_episode_tokens: int | None = None,
     optimizer: optax.GradientTransformation | None = None,
     objective: Objective | None = None,
     correction: Correction | None = None,
@@ -111,10 +114,18 @@ def grpo(
         They are visited in an order of the seed, as often as the steps need.
       reward: (prompt, completion, answer) -> a finite number. Called in this process, without a
         time limit. `tim_jax.batched` marks one that takes and returns lists.
+      respond: in place of a reward, an environment that takes turns with the policy: (state,
+        completion) -> (state, `tim_jax.Reply`), with the turn's key u32[2] as a third argument if
+        it takes one. `completion` has `text`, `tokens` and `ended`. The answers of the rows are the
+        states that episodes begin with, a copy for each sample. It is called in this process, one
+        turn after another, from a thread of its own. An episode's reward is the sum over its turns.
       steps: how many.
       samples: responses per prompt, the group whose mean reward is the baseline; 8 if None.
       prompts_per_step: groups of a step; 8 if None.
-      max_tokens: of a response; 256 if None.
+      max_tokens: of a response, with `respond` of one turn; 256 if None.
+      max_turns: of an episode, after which it ends as it is; 8 if None.
+      max_episode_tokens: of all turns and replies; an episode ends before a reply that does not
+        fit. None: twice `max_turns` times `max_tokens`, or as many as the model has room for.
       optimizer: of optax; AdamW with a learning rate of 1e-6 if None. A model in float16 scales the
         loss, so that small gradients are not lost: as `optimizers.dynamic_loss_scale(optimizer)`
         does, unless it is one already.
@@ -142,29 +153,78 @@ def grpo(
         "samples": samples,
         "prompts_per_step": prompts_per_step,
         "max_tokens": max_tokens,
+        "turns": None,
         "optimizer": optimizer,
         "objective": objective,
         "correction": correction,
         "mismatch": sampler if sampler is None else _dial(sampler),
     }
     _check_values(objective, optimizer, training)
+    examples = data.as_examples(prompts_and_answers)
+    if respond is None:
+        _refuse_turns(reward, training, max_turns=max_turns, max_episode_tokens=max_episode_tokens)
+        task = data.as_task(examples, reward)
+    else:
+        task = data.as_episodes(examples, respond)
+        given |= _episodes(model, examples, training, max_turns, max_tokens, max_episode_tokens)
     try:
         run = _run(model, training, {name: x for name, x in given.items() if x is not None})
     except rules.RuleError as error:
         raise InputError(f"grpo: {error}") from None
     where = run.execution.placement
     model = replace(model, placement=where, numerics=run.execution.numerics)
-    examples = data.as_examples(prompts_and_answers)
     most = run.execution.sampling.max_tokens
     text = text_of(model, examples, most, model.chat_template, model.template_options)
     adapter = _adapter(model, lora, seed)
     run = run.varied(lora=adapter and adapter.lora)
-    task = data.as_task(examples, reward)
+    environment = None
+    if task.environment is not None:
+        environment = text.bridged(task.environment, run.execution.sampling.stop_tokens)
     built = programs.build(run)
     # An optimizer is functions, which have no text.
     settings = replace(run, optimizer=None)
     data.agree(examples, repr((steps, seed, settings)))
-    return _steps(model, task, text, built, adapter, seed=seed, steps=steps)
+    how = {"seed": seed, "steps": steps, "environment": environment}
+    return _steps(model, task, text, built, adapter, **how)
+
+
+def _refuse_turns(reward: Any, training: Training | None, **given: int | None) -> None:
+    """Refuses what only episodes have."""
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(f"grpo: {name} = {value!r} is for episodes; give respond too")
+    if training is not None and training.turns is not None:
+        raise InputError(f"grpo: training has turns = {training.turns}; give respond too")
+    if reward is None:
+        raise InputError("grpo: give reward, or for episodes of several turns respond")
+
+
+def _episodes(
+    model: Model,
+    examples: Sequence[Example],
+    training: Training | None,
+    max_turns: int | None,
+    max_tokens: int | None,
+    most: int | None,
+) -> dict[str, Any]:
+    """The run's limits: of an episode's turns, of one's tokens, and of all its tokens."""
+    for name, value in (
+        ("max_turns", max_turns),
+        ("max_tokens", max_tokens),
+        ("max_episode_tokens", most),
+    ):
+        if value is not None:
+            whole(f"grpo: {name}", value, least=1)
+    known = training and training.turns
+    turns = known or Turns(most=8, max_tokens=256)
+    turns = Turns(max_turns or turns.most, max_tokens or turns.max_tokens)
+    if most is None and known and not max_turns and not max_tokens:
+        return {"turns": turns}
+    if most is None:
+        template = model.chat_template, model.template_options
+        prompt = text_of(model, examples, turns.max_tokens, *template).max_prompt_length
+        most = min(2 * turns.most * turns.max_tokens, model.config.max_positions - prompt)
+    return {"turns": turns, "max_tokens": most}
 
 
 def _check_values(objective: Any, optimizer: Any, training: Any) -> None:

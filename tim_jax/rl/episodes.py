@@ -301,7 +301,9 @@ class _Books:
         """Chunks of (row, positions) that are to be computed before these rows can decode."""
         levels: list[list[tuple[int, np.ndarray]]] = []
         for row in rows.tolist():
-            missing = np.arange(self.cached[row], self.starts[row] + self.lengths[row] - 1)
+            missing = np.arange(
+                int(self.cached[row]), int(self.starts[row] + self.lengths[row]) - 1
+            )
             for level, start in enumerate(range(0, len(missing), _POSITIONS)):
                 levels += [[]] if level == len(levels) else []
                 levels[level].append((row, missing[start : start + _POSITIONS]))

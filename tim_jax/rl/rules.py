@@ -152,6 +152,13 @@ def check_refills(refills: int, objective: Objective, *, samples: int) -> None:
         raise RuleError("refills", refills, rule)
 
 
+def check_credit(credit: str, objective: Objective) -> None:
+    """Refuses rewards of turns where an estimator only takes those of whole responses."""
+    if credit == "turn" and objective.estimator not in advantages.OF_TOKENS:
+        known = ", ".join(sorted(advantages.OF_TOKENS))
+        raise RuleError("credit", credit, f"needs an estimator of what follows each token: {known}")
+
+
 def check_staleness(max_staleness: int, *, offload: bool) -> None:
     """Refuses to draw ahead while the state is to leave the devices."""
     if max_staleness < 0:

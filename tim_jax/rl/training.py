@@ -13,7 +13,7 @@ from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.placement import SINGLE, Devices, Placement, check_host
 from tim_jax.rl import rules
-from tim_jax.rl.types import Learning
+from tim_jax.rl.types import Learning, Turns
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Training:
     """Passes over a step's sequences."""
     length_buckets: int = 1
     """Response lengths that the learner is compiled for: the longest, its half, its quarter, ..."""
+    turns: Turns | None = None
+    """Of an episode with the task's environment; None: a response is one turn, and is graded."""
     refills: int = 0
     """How often a step may draw again for groups whose rewards are all equal."""
     offload: bool = False
@@ -170,6 +172,35 @@ class Training:
         rules.check_staleness(sampler.max_staleness, offload=self.offload)
         if sampler.max_staleness:
             dial.refuse_ahead(sampler.mismatch)
+        if self.turns is not None:
+            self._check_turns(self.turns)
+        elif learning.credit == "turn":
+            raise rules.RuleError("credit", "turn", "needs episodes of several turns")
+
+    def _check_turns(self, turns: Turns) -> None:
+        learning, sampler, longest = self.learning, self.sampler, self.execution.sampling.max_tokens
+        if turns.max_tokens > longest:
+            raise rules.RuleError(
+                "turns", turns, f"max_tokens must be at most the episode's {longest} tokens"
+            )
+        refused = {
+            "placement": (self.execution.placement, SINGLE),
+            "sampler_placement": (self.drawing.placement, SINGLE),
+            "max_staleness": (sampler.max_staleness, 0),
+            "routing": (learning.routing, "own"),
+        }
+        for field, (value, only) in refused.items():
+            if value != only:
+                shown = "one device" if only is SINGLE else repr(only)
+                rule = f"must be {shown} for episodes of several turns"
+                raise rules.RuleError(field, value, rule)
+        if learning.needs_greedy:
+            raise rules.RuleError(
+                "estimator", learning.objective.estimator, "has no greedy episodes of several turns"
+            )
+        if sampler.mismatch.in_flight is not None:
+            raise sampler.mismatch.in_flight.refuse("is for responses of one turn")
+        rules.check_credit(learning.credit, learning.objective)
 
     def _check_rows(self) -> None:
         learning, micro = self.learning, self.learning.micro_batch

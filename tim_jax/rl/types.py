@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import optax
 from flax import struct
 
 from tim_jax import corrections
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import check_kinds
 from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction, Mode
@@ -22,6 +22,8 @@ from tim_jax.numerics.strict import unequal_bits
 from tim_jax.numerics.sums import count, tree_sum
 from tim_jax.objectives import Objective, advantages
 from tim_jax.rl import rules
+
+Credit = Literal["episode", "turn"]
 
 
 class Policy(NamedTuple):
@@ -152,12 +154,15 @@ class Learning:
     widths: int = 1  # response lengths that a micro-batch may be cut to, see `widths`
     remat: bool = False
     routing: Routing = "own"  # whose experts are taken, of a mixture
+    # What a turn of an episode is given for: the episode's rewards, or those from this turn on.
+    credit: Credit = "episode"
     noise_scale: bool = False  # also measure the gradient's noise, from its micro-batches
     max_skipped: int = 5  # updates in a row that may not be finite
 
     def __post_init__(self):
         check_kinds(self)
         objective = self.objective
+        check_choice("Learning: credit", self.credit, get_args(Credit))
         object.__setattr__(self, "correction", corrections.chain(self.correction))
         rules.check_learning(
             objective, self.correction, mode=self.mode, samples=self.samples, updates=1
