@@ -4,6 +4,8 @@
   sorting       `7305>`       ->  `7 37 037#0357`               insertion sort of the digits
   countdown     `3 5 2:16`    ->  `3+5=8 8*2=16#(3+5)*2`        reach 16, each number used once
 
+  guessing      `20-31:`      ->  `#25`, is told `+`, `#28`, `-`, `#27`   a game of several turns
+
 The answer is what follows the last `#` of a completion; everything before it is working and is not
 graded. A policy may answer at once (`#6`), or work first, which is longer and more often right: so
 response length grows as training discovers that.
@@ -23,13 +25,16 @@ import operator
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.tasks.base import Example, Generated, Grade, Task, below, rng_for, share, span, whole
+from tim_jax.tasks.environments import Here
+from tim_jax.tasks.episodes import Completion, Reply
+from tim_jax.tasks.text import EOS
 
 ALPHABET = "0123456789 +-*()=:>#"
 MARKER = "#"
@@ -145,8 +150,111 @@ def countdown(
     return _task("countdown", draw, grade, seed, (train_size, eval_size))
 
 
+def guessing(
+    *,
+    numbers: tuple[int, int] = (8, 15),
+    largest: int = 99,
+    guesses: int = 4,
+    words: bool = False,
+    seed: int = 0,
+    train_size: int = 8192,
+    eval_size: int = 256,
+    format_reward: float = 0.0,
+) -> Task:
+    """Guess a number of a range; every wrong guess is told whether the number is larger or smaller.
+
+    A game of several turns: `20-31:` -> `#25`, to which the reply is `+` (the number is larger),
+    `-` (smaller) or `=` (that was no number of the range). The reward of the right guess is 1, and
+    halving the range finds each of up to 2**guesses - 1 numbers. The worked form guesses at random
+    and does not listen, until it is right or out of guesses.
+
+    The last four arguments are explained in `running_sums`.
+
+    Args:
+      numbers: fewest and most numbers of a range.
+      largest: ranges end here at most.
+      guesses: turns that an episode has.
+      words: prompts and replies in English, and the guess is the last number of a completion, for a
+        model that has learned from text.
+      format_reward: reward of an episode without the right guess, times the share of its guesses
+        that were numbers of the range.
+    """
+    least, most = span("numbers", numbers, 2, LARGEST_NUMBER)
+    whole("largest", largest, least=most, most=LARGEST_NUMBER)
+    whole("guesses", guesses, least=1, most=LARGEST_PROBLEM)
+    consolation = share("format_reward", format_reward)
+
+    def draw(rng: random.Random) -> Example:
+        width = least + below(rng, most - least + 1)
+        low = below(rng, largest - width + 2)
+        high = low + width - 1
+        number = low + below(rng, width)
+        state = (low, high, number, guesses, 0)
+        tries = [low + below(rng, width) for _ in range(guesses)]
+        tries = tries[: tries.index(number) + 1] if number in tries else tries
+        told = [f"{MARKER}{x}{EOS}{'+' if x < number else '-'}" for x in tries[:-1]]
+        solution = None if words else f"{''.join(told)}{MARKER}{tries[-1]}"
+        prompt = GUESS.format(low=low, high=high) if words else f"{low}-{high}:"
+        return Example(prompt, str(number), {"state": state}, solution)
+
+    task = _task("guessing", draw, _in_turns, seed, (train_size, eval_size))
+    respond = partial(_hint, REPLIES[words], words, guesses, consolation)
+    return replace(task, environment=Here(respond))
+
+
+GUESS = (
+    "I think of a whole number from {low} to {high}. Guess it: say one number in each answer. I say"
+    " whether mine is larger or smaller."
+)
+NONE = "That is no number of the range."
+REPLIES = ("+", "-", "="), ("Mine is larger.", "Mine is smaller.", NONE)  # without and with words
+Game = tuple[int, int, int, int, int]  # low, high, number, guesses left, proper guesses so far
+
+
+def _hint(
+    replies: tuple[str, str, str],
+    words: bool,
+    guesses: int,
+    consolation: float,
+    state: Game,
+    completion: Completion,
+) -> tuple[Game, Reply]:
+    low, high, number, left, proper = state
+    guess = _guess(completion.text, words)
+    if guess == number:
+        return state, Reply(reward=1.0, done=True)
+    fits = guess is not None and low <= guess <= high
+    state = (low, high, number, left - 1, proper + fits)
+    if left == 1:
+        return state, Reply(reward=consolation * (proper + fits) / guesses, done=True)
+    larger, smaller, none = replies
+    return state, Reply(
+        none if guess is None or not fits else larger if guess < number else smaller
+    )
+
+
+def _guess(text: str, words: bool) -> int | None:
+    answer = text if words else answer_text(text) or ""
+    found = re.findall(r"[0-9]{1,18}", answer) if words else re.fullmatch(r"[0-9]{1,18}", answer)
+    if not found:
+        return None
+    return int(found[-1] if isinstance(found, list) else found[0])
+
+
+def _in_turns(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+    raise InputError(
+        f"a task of several turns is graded by its environment, not by {len(completions)} of"
+        f" {len(examples)} completions: set sampling.max_turns"
+    )
+
+
 BUILTIN: Mapping[str, Callable[..., Task]] = MappingProxyType(
-    {"running_sums": running_sums, "sorting": sorting, "countdown": countdown}
+    {
+        "running_sums": running_sums,
+        "sorting": sorting,
+        "countdown": countdown,
+        "guessing": guessing,
+    }
 )
 
 
@@ -205,11 +313,11 @@ def _train_item(name: str, draw: Draw, seed: int, index: int) -> Example:
 
 def _evaluation(name: str, draw: Draw, seed: int, size: int) -> tuple[Example, ...]:
     rng = rng_for(name, seed, "evaluation")
-    problems: dict[Any, Example] = {}
+    problems: dict[tuple[Any, str], Example] = {}
     for _ in range(ATTEMPTS + 10 * HELD_OUT * size):
         example = draw(rng)
         if _held_out(example):
-            problems.setdefault(example.prompt, example)
+            problems.setdefault((example.prompt, example.answer), example)
         if len(problems) == size:
             return tuple(problems.values())
     raise InputError(
