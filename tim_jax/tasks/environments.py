@@ -235,6 +235,11 @@ def _messages(items: Sequence[Any]) -> list[Mapping[str, Any]]:
     return messages
 
 
+def _declared(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """The attributes `roles` and `tools` of a function; without them it replies as a user."""
+    return tuple(getattr(function, "roles", ("user",))), tuple(getattr(function, "tools", ()))
+
+
 @dataclass(frozen=True)
 class Here:
     """An environment that is a function of this process.
@@ -250,6 +255,16 @@ class Here:
     def _responder(self) -> Responder:
         return Responder(self.respond)
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """See `episodes.Answering`."""
+        return _declared(self.respond)[0]
+
+    @property
+    def tools(self) -> tuple[Any, ...]:
+        """See `episodes.Answering`."""
+        return _declared(self.respond)[1]
+
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each."""
         return self._responder.answers(turns, self.seconds)
@@ -263,7 +278,7 @@ class Guarded:
     has to be ended. Of a coroutine function, a process waits for `TOGETHER` turns at once.
 
     Attributes:
-      tools: what the function declares as its tools (`tools`), as JSON schemas.
+      roles, tools: what the function declares, see `episodes.Answering`.
     """
 
     def __init__(self, name: str, *, seconds: float = SECONDS, workers: int = WORKERS) -> None:
@@ -288,7 +303,9 @@ class Guarded:
                 f"environment {name!r}: its import ends its process: {error}"
             ) from None
         about = self._crowd.about
-        self.tools, self._together = about["tools"], TOGETHER if about["asynchronous"] else 1
+        self.roles: tuple[str, ...] = tuple(about["roles"])
+        self.tools: tuple[Any, ...] = tuple(about["tools"])
+        self._together = TOGETHER if about["asynchronous"] else 1
         self.close = self._crowd.close
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
@@ -311,8 +328,9 @@ class TurnsHere:
     def __init__(self, setup: Mapping[str, Any]) -> None:
         function = load_respond(setup["name"])
         self._responder, self._limit = Responder(function), setup["limit"]
-        tools = list(getattr(function, "tools", ()))
-        self.about = {"asynchronous": self._responder.asynchronous, "tools": tools}
+        roles, tools = _declared(function)
+        asynchronous = self._responder.asynchronous
+        self.about = {"asynchronous": asynchronous, "roles": roles, "tools": tools}
 
     def __call__(self, bodies: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
         turns = [_turn(body) for body in bodies]
