@@ -82,14 +82,16 @@ def encode(text, by=None):
 def bridge(template, *, stops=("<|im_end|>", "<|endoftext|>"), **options):
     made = tokenizer(template)
     ids = made.convert_tokens_to_ids(list(stops))
-    template_options = options.pop("options", {})
-    return Bridge(
+    template_options, roles = options.pop("options", {}), options.pop("roles", ("user",))
+    bridge = Bridge(
         made,
         stop_tokens=ids,
         templated=template is not None,
         options=template_options,
         **options,
     )
+    bridge.check(roles)
+    return bridge
 
 
 def completion(text, ended=True):
@@ -227,6 +229,8 @@ def test_a_role_that_a_template_leaves_out():
 
 class Says:
     """An environment that says what it is told to."""
+
+    roles, tools = ("user",), ()
 
     def __init__(self, *said):
         self.said = said

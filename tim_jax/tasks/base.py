@@ -24,6 +24,7 @@ from tim_jax.tasks.episodes import Answering
 Fault = Literal["timeout", "error"]
 TIMEOUT: Fault = "timeout"
 ERROR: Fault = "error"
+EOS = "<eos>"  # of a tokenizer with one token per character
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,14 @@ class Task:
 def close(part: object) -> None:
     """Closes a grader or the source of prompts, if it can be closed."""
     getattr(part, "close", lambda: None)()
+
+
+def in_turns(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+    """The grader of a task of several turns, which refuses: its environment gives the rewards."""
+    raise InputError(
+        f"a task of several turns is graded by its environment, not by {len(completions)} of"
+        f" {len(examples)} completions: set sampling.max_turns"
+    )
 
 
 def state_of(example: Example) -> Any:

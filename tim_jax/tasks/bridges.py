@@ -76,21 +76,19 @@ class Bridge:
         templated: bool,
         options: Mapping[str, Any],
         history: History = "refuse",
-        roles: Sequence[str] = ("user",),
     ) -> None:
-        """Looks at the template.
-
-        Args:
-          roles: of the messages in a usual reply.
-
-        Raises:
-          InputError: the template rewrites earlier turns, and how.
-        """
         self.tokenizer, self.options, self.history = tokenizer, options, history
         self.stop_tokens, self.templated = frozenset(stop_tokens), templated
         self._closing = lru_cache(KEPT)(self._find_closing)
         self._rendered = lru_cache(KEPT)(self._render)
-        if templated:
+
+    def check(self, roles: Sequence[str]) -> None:
+        """Refuses a template that does not only append replies with messages of these roles.
+
+        Raises:
+          InputError: it rewrites earlier turns, and how.
+        """
+        if self.templated and roles:
             self._closing(tuple(roles))
 
     def tokens(self, completion: Completion, content: Content) -> np.ndarray:
@@ -236,10 +234,17 @@ def _messages(content: Content) -> list[Message]:
 
 @dataclass(frozen=True)
 class Bridged:
-    """An environment in tokens: one that answers in text, and the bridge."""
+    """An environment in tokens: one that answers in text, and the bridge.
+
+    Raises:
+      InputError: when made, if the template rewrites earlier turns.
+    """
 
     source: Answering
     bridge: Bridge
+
+    def __post_init__(self) -> None:
+        self.bridge.check(self.source.roles)
 
     def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
         """Yields (index in `turns`, outcome) for each, in the order in which they are there."""

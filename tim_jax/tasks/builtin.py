@@ -31,10 +31,21 @@ from types import MappingProxyType
 from typing import Any
 
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.tasks.base import Example, Generated, Grade, Task, below, rng_for, share, span, whole
+from tim_jax.tasks.base import (
+    EOS,
+    Example,
+    Generated,
+    Grade,
+    Task,
+    below,
+    in_turns,
+    rng_for,
+    share,
+    span,
+    whole,
+)
 from tim_jax.tasks.environments import Here
 from tim_jax.tasks.episodes import Completion, Reply
-from tim_jax.tasks.text import EOS
 
 ALPHABET = "0123456789 +-*()=:>#"
 MARKER = "#"
@@ -197,7 +208,7 @@ def guessing(
         prompt = GUESS.format(low=low, high=high) if words else f"{low}-{high}:"
         return Example(prompt, str(number), {"state": state}, solution)
 
-    task = _task("guessing", draw, _in_turns, seed, (train_size, eval_size))
+    task = _task("guessing", draw, in_turns, seed, (train_size, eval_size))
     respond = partial(_hint, REPLIES[words], words, guesses, consolation)
     return replace(task, environment=Here(respond))
 
@@ -241,21 +252,10 @@ def _guess(text: str, words: bool) -> int | None:
     return int(found[-1] if isinstance(found, list) else found[0])
 
 
-def _in_turns(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
-    raise InputError(
-        f"a task of several turns is graded by its environment, not by {len(completions)} of"
-        f" {len(examples)} completions: set sampling.max_turns"
-    )
-
-
 BUILTIN: Mapping[str, Callable[..., Task]] = MappingProxyType(
-    {
-        "running_sums": running_sums,
-        "sorting": sorting,
-        "countdown": countdown,
-        "guessing": guessing,
-    }
+    {"running_sums": running_sums, "sorting": sorting, "countdown": countdown}
 )
+GAMES: Mapping[str, Callable[..., Task]] = MappingProxyType({"guessing": guessing})
 
 
 def builtin_task(name: str, parameters: Mapping[str, Any] | None = None) -> Task:
@@ -264,14 +264,15 @@ def builtin_task(name: str, parameters: Mapping[str, Any] | None = None) -> Task
     Raises:
       InputError: for an unknown name or parameter (the nearest is named), or a value out of range.
     """
-    if name not in BUILTIN:
-        raise InputError(f"unknown built-in task {name!r}{did_you_mean(name, BUILTIN)}")
-    allowed = inspect.signature(BUILTIN[name]).parameters
+    known = {**BUILTIN, **GAMES}
+    if name not in known:
+        raise InputError(f"unknown built-in task {name!r}{did_you_mean(name, known)}")
+    allowed = inspect.signature(known[name]).parameters
     parameters = dict(parameters or {})
     for key in parameters:
         if key not in allowed:
             raise InputError(f"task {name}: unknown parameter {key!r}{did_you_mean(key, allowed)}")
-    return BUILTIN[name](**parameters)
+    return known[name](**parameters)
 
 
 def answer_text(completion: str) -> str | None:

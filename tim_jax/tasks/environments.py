@@ -73,10 +73,12 @@ def load_respond(name: str) -> Callable[..., Any]:
 class Responder:
     """The user's function, called in this process."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, guarded: bool = False) -> None:
+        """Makes one; `guarded` if somebody else ends this process when it hangs."""
         call = getattr(function, "__call__", None)  # noqa: B004 (of an object)
         self.asynchronous = any(map(inspect.iscoroutinefunction, (function, call)))
         self._function, self._takes_key = function, _positional(function) > 2
+        self._guarded = guarded
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def answers(self, turns: Sequence[Turn], seconds: float) -> Iterator[tuple[int, Answer]]:
@@ -93,13 +95,22 @@ class Responder:
             for index, turn in enumerate(turns)
         }
         try:
-            for done in as_completed(asked, seconds + LATER):
+            for done in as_completed(asked, None if self._guarded else seconds + LATER):
                 yield asked.pop(done), done.result()
         except TimeoutError:  # one holds the loop, or does not end when it is told to
             self._loop = None
             for future, index in asked.items():
-                late = failed(turns[index].state, "time limit", _late(seconds))
-                yield index, future.result() if future.done() else late
+                yield (
+                    index,
+                    future.result() if future.done() else self._alone(turns, index, seconds),
+                )
+
+    def _alone(self, turns: Sequence[Turn], index: int, seconds: float) -> Answer:
+        """The answer to a turn that was late together with others, or for which it was alone."""
+        if len(turns) == 1:
+            return failed(turns[index].state, "time limit", _late(seconds))
+        [(_, answer)] = self.answers([turns[index]], seconds)
+        return answer
 
     def _answer(self, turn: Turn) -> Answer:
         try:
@@ -107,6 +118,10 @@ class Responder:
                 result = self._call(turn)
         except InputError as error:
             return failed(turn.state, "raised", str(error).removeprefix("respond raised "))
+        except KeyboardInterrupt as error:
+            if not self._guarded:
+                raise
+            return failed(turn.state, "raised", described(error))
         return read_answer(turn.state, result)
 
     async def _awaited(self, turn: Turn, seconds: float) -> Answer:
@@ -235,6 +250,11 @@ def _messages(items: Sequence[Any]) -> list[Mapping[str, Any]]:
     return messages
 
 
+def _declared(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """The attributes `roles` and `tools` of a function; without them it replies as a user."""
+    return tuple(getattr(function, "roles", ("user",))), tuple(getattr(function, "tools", ()))
+
+
 @dataclass(frozen=True)
 class Here:
     """An environment that is a function of this process.
@@ -250,6 +270,16 @@ class Here:
     def _responder(self) -> Responder:
         return Responder(self.respond)
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """See `episodes.Answering`."""
+        return _declared(self.respond)[0]
+
+    @property
+    def tools(self) -> tuple[Any, ...]:
+        """See `episodes.Answering`."""
+        return _declared(self.respond)[1]
+
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each."""
         return self._responder.answers(turns, self.seconds)
@@ -263,7 +293,7 @@ class Guarded:
     has to be ended. Of a coroutine function, a process waits for `TOGETHER` turns at once.
 
     Attributes:
-      tools: what the function declares as its tools (`tools`), as JSON schemas.
+      roles, tools: what the function declares, see `episodes.Answering`.
     """
 
     def __init__(self, name: str, *, seconds: float = SECONDS, workers: int = WORKERS) -> None:
@@ -288,7 +318,9 @@ class Guarded:
                 f"environment {name!r}: its import ends its process: {error}"
             ) from None
         about = self._crowd.about
-        self.tools, self._together = about["tools"], TOGETHER if about["asynchronous"] else 1
+        self.roles: tuple[str, ...] = tuple(about["roles"])
+        self.tools: tuple[Any, ...] = tuple(about["tools"])
+        self._together = TOGETHER if about["asynchronous"] else 1
         self.close = self._crowd.close
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
@@ -310,9 +342,11 @@ class TurnsHere:
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         function = load_respond(setup["name"])
-        self._responder, self._limit = Responder(function), setup["limit"]
-        tools = list(getattr(function, "tools", ()))
-        self.about = {"asynchronous": self._responder.asynchronous, "tools": tools}
+        self._responder = Responder(function, guarded=True)
+        self._limit = setup["limit"]
+        roles, tools = _declared(function)
+        asynchronous = self._responder.asynchronous
+        self.about = {"asynchronous": asynchronous, "roles": roles, "tools": tools}
 
     def __call__(self, bodies: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
         turns = [_turn(body) for body in bodies]

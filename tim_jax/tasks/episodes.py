@@ -121,7 +121,17 @@ class Outcome:
 
 
 class Answering(Protocol):
-    """An environment that answers in text."""
+    """An environment that answers in text.
+
+    Attributes:
+      roles: of the messages in a usual reply, to be checked before a run; none if it is tokens.
+      tools: what its prompts declare, as JSON schemas.
+    """
+
+    @property
+    def roles(self) -> tuple[str, ...]: ...
+    @property
+    def tools(self) -> tuple[Any, ...]: ...
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each, in the order in which they are there."""

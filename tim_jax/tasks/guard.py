@@ -322,7 +322,10 @@ class Crowd(_Pool):
                 del bodies[order[place]]
             except (KeyError, TypeError, ValueError, IndexError):  # it has ended, or sent nonsense
                 self._busy.discard(worker)
-                return _ended(worker)
+                end = _ended(worker)
+                with suppress(OSError):  # programs that it has started
+                    os.killpg(worker.pid, signal.SIGKILL)
+                return end
             outcomes.put((order[place], Outcome(value)))
         self._free(worker)
         return Outcome()
@@ -452,7 +455,7 @@ class _Worker:
                 env={**os.environ, **ENVIRONMENT, **(ONE_THREAD if quiet else {})},
                 start_new_session=True,  # Ctrl-C is for the parent, which then ends its workers
             )
-        self.kill = self._process.kill
+        self.kill, self.pid = self._process.kill, self._process.pid
         self._finalizer = weakref.finalize(self, _end, self._link, self._process, self._notes)
         self.send(setup, seconds)
 

@@ -18,10 +18,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tim_jax.common.errors import InputError
-from tim_jax.tasks.base import Message, first_line
+from tim_jax.tasks.base import EOS, Message, first_line
 
 PAD = "<pad>"
-EOS = "<eos>"
 MOST_LINES = 3_000_000  # of a chat template's program, for one prompt: some seconds
 SHOWN = 60  # characters of a prompt quoted in an error
 _CLOCK = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(["'])((?:(?!\1).)*)\1\s*\)""")

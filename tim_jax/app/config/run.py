@@ -156,6 +156,10 @@ class RunConfig(Section):
                 self.warmup.steps,
                 "only built-in tasks have solutions to learn from",
             )
+        if self.task.environment is not None and self.task.reward is not None:
+            raise refusal(
+                "task.reward", self.task.reward, "must be left out: task.environment gives rewards"
+            )
         if self.warmup.steps and self.lora is not None:
             raise refusal(
                 "warmup.steps",

@@ -34,6 +34,7 @@ from tim_jax.tasks.dataset import DatasetSource
 if TYPE_CHECKING:
     from tim_jax.mismatch import Mismatch
 
+REPLY_SECONDS, REPLY_WORKERS = 30.0, 4
 REWARD_SECONDS = 600.0  # a judge over a network may take minutes
 WandbMode = Literal["online", "offline", "disabled"]
 FamilyChoice = Literal["auto", Family]
@@ -44,6 +45,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Function = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+Respond = Annotated[str, Field(pattern=r"^[^:]+:\w+$")]  # of a module or a file
 # TOML has arrays, not tuples; their items stay strict.
 TokenIds = Annotated[tuple[Whole, ...], Field(strict=False)]
 Counts = Annotated[tuple[Count, ...], Field(strict=False)]
@@ -315,13 +317,23 @@ class _Graded(Section):
     """Call your reward, or make your task, in the run's own process, such as one that needs its
     devices: without a time limit, and what it breaks there ends the run. Else it has a process of
     its own."""
+    environment: Respond | None = None
+    """Of episodes of several turns: `file.py:respond` or `module:respond`, in processes of its own.
+    Its rewards are those of the task."""
+    environment_time_limit: Seconds = REPLY_SECONDS
+    """Seconds by the clock until a reply; an episode that gets none ends there."""
+    environment_workers: Count = REPLY_WORKERS
+    """Processes of the environment."""
+    history: Literal["refuse", "keep"] = "refuse"
+    """What is done about a chat template that rewrites earlier turns: refuse it, or keep them as
+    they were drawn."""
 
 
 class BuiltinTask(_Graded):
     """A small task of `tim_jax.tasks.builtin`."""
 
     kind: Literal["builtin"] = "builtin"
-    name: Literal["running_sums", "sorting", "countdown"] = "running_sums"
+    name: Literal["running_sums", "sorting", "countdown", "guessing"] = "running_sums"
     parameters: dict[str, Any] = {}
     """Keywords of the task's function, such as `digits = [4, 10]`."""
 
@@ -352,6 +364,14 @@ class DatasetTask(DatasetSource):
     reward_time_limit: Seconds = REWARD_SECONDS
     """As for other tasks."""
     reward_in_process: bool = False
+    """As for other tasks."""
+    environment: Respond | None = None
+    """As for other tasks; the state of an episode begins as its row's answer."""
+    environment_time_limit: Seconds = REPLY_SECONDS
+    """As for other tasks."""
+    environment_workers: Count = REPLY_WORKERS
+    """As for other tasks."""
+    history: Literal["refuse", "keep"] = "refuse"
     """As for other tasks."""
 
 
