@@ -20,9 +20,9 @@ from tim_jax.numerics import EXACT_F32
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs
+from tim_jax.rl.micro_batches import cut_rollout
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
-from tim_jax.rl.widths import cut_rollout
 
 CONFIG = replace(
     tiny.UNTIED,

@@ -316,15 +316,16 @@ def _drawn(sampling: _Sampling, task: Task, text: Text, *, programs: Programs) -
     return Drawn(rollout, samples, rewards, greedy, faults, seconds)
 
 
+def of_episodes(examples: Sequence[Example], played: Played, text: Text) -> list[Sample]:
+    """Episodes as samples. What their environment replied is in the completions."""
+    count = len(played.rewards) // len(examples)
+    repeated = [example for example in examples for _ in range(count)]
+    rows = zip(repeated, text.completions(played.rollout), played.rewards, strict=True)
+    return [Sample(prompt_text(x), said, x.answer, float(reward)) for x, said, reward in rows]
+
+
 def _of_episodes(sampling: _Sampling, played: Played, text: Text) -> Drawn:
-    """Episodes, which their environment has graded. What it replied is in the completions."""
-    count = len(played.rewards) // len(sampling.examples)
-    repeated = [example for example in sampling.examples for _ in range(count)]
-    completions = text.completions(played.rollout)
-    samples = [
-        Sample(prompt_text(example), completion, example.answer, float(reward))
-        for example, completion, reward in zip(repeated, completions, played.rewards, strict=True)
-    ]
+    samples = of_episodes(sampling.examples, played, text)
     seconds = {"sampling": sampling.seconds - played.seconds, "grading": played.seconds}
     metrics, turn_rewards = played.metrics, played.turn_rewards
     return Drawn(played.rollout, samples, played.rewards, None, metrics, seconds, turn_rewards)

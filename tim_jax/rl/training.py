@@ -178,26 +178,16 @@ class Training:
             raise rules.RuleError("credit", "turn", "needs episodes of several turns")
 
     def _check_turns(self, turns: Turns) -> None:
-        learning, sampler, longest = self.learning, self.sampler, self.execution.sampling.max_tokens
-        if turns.max_tokens > longest:
-            raise rules.RuleError(
-                "turns", turns, f"max_tokens must be at most the episode's {longest} tokens"
-            )
-        refused = {
-            "placement": (self.execution.placement, SINGLE),
-            "sampler_placement": (self.drawing.placement, SINGLE),
-            "max_staleness": (sampler.max_staleness, 0),
-            "routing": (learning.routing, "own"),
-        }
-        for field, (value, only) in refused.items():
-            if value != only:
-                shown = "one device" if only is SINGLE else repr(only)
-                rule = f"must be {shown} for episodes of several turns"
-                raise rules.RuleError(field, value, rule)
-        if learning.needs_greedy:
-            raise rules.RuleError(
-                "estimator", learning.objective.estimator, "has no greedy episodes of several turns"
-            )
+        learning, sampler = self.learning, self.sampler
+        rules.check_turns(
+            max_tokens=turns.max_tokens,
+            longest=self.execution.sampling.max_tokens,
+            placement=self.execution.placement,
+            sampler_placement=self.drawing.placement,
+            max_staleness=sampler.max_staleness,
+            routing=learning.routing,
+            objective=learning.objective,
+        )
         if sampler.mismatch.in_flight is not None:
             raise sampler.mismatch.in_flight.refuse("is for responses of one turn")
         rules.check_credit(learning.credit, learning.objective)

@@ -28,6 +28,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Batching, Routing, Sampling
 from tim_jax.numerics import Family
 from tim_jax.objectives import Objective
+from tim_jax.rl.types import Credit, Turns
 from tim_jax.tasks.builtin import Quality
 from tim_jax.tasks.dataset import DatasetSource
 
@@ -152,9 +153,31 @@ class SamplingSection(Sampling):
     """In tokens. A longer prompt is refused."""
     stop_tokens: TokenIds = ()
     """Token ids that end a response, besides the tokenizer's own."""
+    max_turns: Count | None = None
+    """Of an episode with the task's environment, of whose turns each has `max_tokens`; left out: a
+    response is one turn."""
+    max_episode_tokens: Count | None = None
+    """Of all an episode's turns and replies, which ends before a reply that does not fit; left out:
+    twice max_turns times max_tokens."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens after the prompt: of a response, or of an episode."""
+        if self.max_turns is None:
+            return self.max_tokens
+        return self.max_episode_tokens or 2 * self.max_turns * self.max_tokens
+
+    @property
+    def turns(self) -> Turns | None:
+        """What a turn may have, if there are several."""
+        return None if self.max_turns is None else Turns(self.max_turns, self.max_tokens)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.max_episode_tokens is not None and self.max_turns is None:
+            raise InputError(
+                f"max_episode_tokens = {self.max_episode_tokens} is for episodes; set max_turns too"
+            )
         if self.temperature == 0:
             raise InputError("temperature must be greater than 0 in training, got 0.0")
 
@@ -290,6 +313,9 @@ class Learner(Section):
     mode: Literal["bypass", "recompute"] = "bypass"
     """Old log-probs: the rollout's own (bypass), or those of a forward of the learner."""
     objective: ObjectiveSection = ObjectiveSection()
+    credit: Credit = "episode"
+    """What a turn of an episode is given for: all rewards of the "episode", or those from this
+    "turn" on, with an estimator of what follows each token (reinforce, reinforce_plus_plus)."""
     max_skipped: Count = 5
     """Updates in a row with a loss or gradient that is not finite, each skipped, that end a run."""
     corrections: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
