@@ -25,7 +25,7 @@ from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import TrainState, Turns
-from tim_jax.tasks.base import Example, Task, whole
+from tim_jax.tasks.base import Task, whole
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def grpo(
         task = data.as_task(examples, reward)
     else:
         task = data.as_episodes(examples, respond)
-        given |= _episodes(model, examples, training, max_turns, max_tokens, max_episode_tokens)
+        given |= _episodes(model, task, training, max_turns, max_tokens, max_episode_tokens)
     try:
         run = _run(model, training, {name: x for name, x in given.items() if x is not None})
     except rules.RuleError as error:
@@ -174,7 +174,7 @@ def grpo(
     where = run.execution.placement
     model = replace(model, placement=where, numerics=run.execution.numerics)
     most = run.execution.sampling.max_tokens
-    text = text_of(model, examples, most, model.chat_template, model.template_options)
+    text = text_of(model, examples, most, *_template(model, task))
     adapter = _adapter(model, lora, seed)
     run = run.varied(lora=adapter and adapter.lora)
     environment = None
@@ -186,6 +186,13 @@ def grpo(
     data.agree(examples, repr((steps, seed, settings)))
     how = {"seed": seed, "steps": steps, "environment": environment}
     return _steps(model, task, text, built, adapter, **how)
+
+
+def _template(model: Model, task: Task) -> tuple[Any, Mapping[str, Any]]:
+    """How prompts go through the chat template, with the tools of an environment."""
+    tools = () if task.environment is None else task.environment.tools
+    declared = {"tools": [*tools]} if tools else {}
+    return model.chat_template, {**model.template_options, **declared}
 
 
 def _refuse_turns(reward: Any, training: Training | None, **given: int | None) -> None:
@@ -201,7 +208,7 @@ def _refuse_turns(reward: Any, training: Training | None, **given: int | None) -
 
 def _episodes(
     model: Model,
-    examples: Sequence[Example],
+    task: Task,
     training: Training | None,
     max_turns: int | None,
     max_tokens: int | None,
@@ -221,8 +228,8 @@ def _episodes(
     if most is None and known and not max_turns and not max_tokens:
         return {"turns": turns}
     if most is None:
-        template = model.chat_template, model.template_options
-        prompt = text_of(model, examples, turns.max_tokens, *template).max_prompt_length
+        text = text_of(model, task.train, turns.max_tokens, *_template(model, task))
+        prompt = text.max_prompt_length
         most = min(2 * turns.most * turns.max_tokens, model.config.max_positions - prompt)
     return {"turns": turns, "max_tokens": most}
 

@@ -107,8 +107,8 @@ class Turning:
     """
 
     execution: Execution
-    # Names -> a draw in place of `distribution.draw`, for a sampler that differs on purpose
-    drawing: Callable[[Names], Draw | None] = lambda names: None
+    # Names -> a draw in place of `distribution.draw`, for a sampler that differs on purpose, or None
+    drawing: Callable[[Names], Draw | None] | None = None
     reports: bool = False  # whether that draw records other log-probs than it draws with
 
     @property
@@ -201,7 +201,7 @@ class Turning:
             execution=execution,
             rows=Placement(),
             streams=names.streams,
-            draw=self.drawing(names) or plain,
+            draw=(self.drawing and self.drawing(names)) or plain,
             begun=Begun(0, jnp.zeros(names.prompts.shape, bool)),
             stops=jnp.asarray(execution.sampling.stop_tokens, jnp.int32),
         )

@@ -8,7 +8,7 @@ those of its refills from a second order.
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -75,6 +75,12 @@ class Text:
             lengths=jnp.asarray([len(prompt) for prompt in encoded], jnp.int32),
             ids=jnp.asarray(np.asarray(ids, np.int32)),
         )
+
+    def declaring(self, source: Answering | None) -> "Text":
+        """With the tools of an environment, if there is one, in every prompt."""
+        if source is None or not source.tools:
+            return self
+        return replace(self, template_options=(*self.template_options, ("tools", [*source.tools])))
 
     def bridged(
         self, source: Answering, stop_tokens: Sequence[int], history: History = "refuse"

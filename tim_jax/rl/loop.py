@@ -74,21 +74,13 @@ def train(
     """
     weights = programs.prepare(adapters.whole(state.params, base))
     older, training = first_history(weights, programs, history), programs.training
-    ahead = training.sampler.max_staleness
+    ahead, how = training.sampler.max_staleness, {"programs": programs, "environment": environment}
 
     def published(source: Any) -> Any:
         return programs.publish(adapters.whole(state.params, base), source)
 
     def begin(step: int, given: Any) -> drawing.Begun:
-        return drawing.begin(
-            given,
-            task,
-            text,
-            programs=programs,
-            seed=seed,
-            step=step,
-            environment=environment,
-        )
+        return drawing.begin(given, task, text, seed=seed, step=step, **how)
 
     numbers = range(int(state.step) + 1, steps + 1)
     early = zip(numbers, older, strict=False) if ahead else ()  # fewer, if the run ends before
@@ -105,9 +97,7 @@ def train(
             begun.append(begin(number + ahead, given))
             del given
         # What was begun, a copy of the weights among it, is freed before the learner works.
-        drawn = drawing.finish(
-            begun.popleft(), task, text, programs=programs, environment=environment
-        )
+        drawn = drawing.finish(begun.popleft(), task, text, **how)
         if training.offload:
             state = placement.to_devices(state)
         drawn_at = time.perf_counter()
