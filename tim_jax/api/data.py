@@ -99,7 +99,9 @@ def as_episodes(examples: tuple[Example, ...], respond: Callable[..., Any]) -> T
     return Task(name, begun, (), lambda *_: [], environment=Here(respond))
 
 
-def as_task(examples: tuple[Example, ...], reward: Callable[..., Any] | BatchedReward) -> Task:
+def as_task(
+    examples: tuple[Example, ...], reward: Callable[..., Any] | BatchedReward | None
+) -> Task:
     """A task of these examples, graded by the user's function.
 
     Under several processes each grades a part, and all get the same rewards.

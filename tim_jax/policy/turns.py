@@ -107,7 +107,7 @@ class Turning:
     """
 
     execution: Execution
-    # Names -> a draw in place of `distribution.draw`, for a sampler that differs on purpose, or None
+    # Names -> a draw in place of `distribution.draw`, or None; of a sampler that differs on purpose
     drawing: Callable[[Names], Draw | None] | None = None
     reports: bool = False  # whether that draw records other log-probs than it draws with
 
