@@ -26,6 +26,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -70,8 +71,8 @@ def tools(
       most_characters: of a result; the rest is left out.
 
     Raises:
-      InputError: no functions, two of one name, one that says too little about itself, or the
-        Python tool where it cannot be isolated.
+      InputError: no functions, two of one name, or the Python tool where it cannot be isolated;
+        when they are declared, if one says too little about itself.
     """
     check_choice("tools: role", role, ("tool", "user"))
     known = {function.__name__: function for function in functions}
@@ -92,7 +93,7 @@ def tools(
         raise InputError(f"tools: one of {', '.join(known)} returned what it has to wait for")
 
     respond = waiting if any(map(inspect.iscoroutinefunction, functions)) else plain
-    respond.__dict__.update(roles=(role,), tools=tuple(map(schema, functions)))
+    respond.__dict__.update(roles=(role,), tools=partial(_schemas, functions))
     return respond
 
 
@@ -135,6 +136,10 @@ class _Use:
             return f"error: {described(error)}"
 
 
+def _schemas(functions: Sequence[Callable[..., Any]]) -> list[Mapping[str, Any]]:
+    return list(map(schema, functions))
+
+
 def schema(function: Callable[..., Any]) -> Mapping[str, Any]:
     """Returns a function as chat templates are told of it.
 
@@ -142,7 +147,7 @@ def schema(function: Callable[..., Any]) -> Mapping[str, Any]:
       InputError: a type hint or the explanation of an argument is missing.
     """
     from transformers.utils.chat_template_utils import (
-        get_json_schema,  # takes a second, which not every task needs
+        get_json_schema,  # it imports torch
     )
 
     try:
