@@ -176,7 +176,7 @@ def guessing(
     """Guess a number of a range; every wrong guess is told whether the number is larger or smaller.
 
     A game of several turns: `20-31:` -> `#25`, to which the reply is `+` (the number is larger),
-    `-` (smaller) or `=` (that was no number of the range). The reward of the right guess is 1, and
+    `-` (smaller) or `=` (that was no number). The reward of the right guess is 1, and
     halving the range finds each of up to 2**guesses - 1 numbers. The worked form guesses at random
     and does not listen, until it is right or out of guesses.
 
@@ -218,7 +218,7 @@ GUESS = (
     "I think of a whole number from {low} to {high}. Guess it: say one number in each answer. I say"
     " whether mine is larger or smaller."
 )
-NONE = "That is no number of the range."
+NONE = "I see no number."
 REPLIES = ("+", "-", "="), ("Mine is larger.", "Mine is smaller.", NONE)  # without and with words
 Game = tuple[int, int, int, int, int]  # low, high, number, guesses left, proper guesses so far
 
