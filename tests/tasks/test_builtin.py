@@ -1,6 +1,7 @@
 import ast
 import itertools
 import operator
+import random
 import re
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
-from tim_jax.tasks.base import Example, Task, rewards
+from tim_jax.tasks.base import Example, Task, rewards, state_of
 from tim_jax.tasks.builtin import (
     ALPHABET,
     BUILTIN,
@@ -19,6 +20,7 @@ from tim_jax.tasks.builtin import (
     builtin_task,
     supervised,
 )
+from tim_jax.tasks.episodes import Completion, Turn
 
 NAMES = sorted(BUILTIN)
 SMALL = {"train_size": 300, "eval_size": 64}
@@ -292,7 +294,7 @@ def test_quality_is_checked(task):
 # Games of several turns.
 
 
-def play(task, example, strategy, words=False):
+def play(task, example, strategy):
     """The reward of an episode in which `strategy(low, high, replies)` says the turns."""
     low, high, *_ = example.data["state"]
     state, replies, reward = state_of(example), [], 0.0

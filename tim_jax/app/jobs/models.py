@@ -53,7 +53,7 @@ def assemble(config: RunConfig, *, measured: Path | None = None, training: bool 
     model = sources.begin_model(config)
     task = _shared(grading.make_task(config))
     try:
-        text = grading.make_text(config, model, task)
+        text = grading.make_text(config, model)
         checks.check_prompts(task, text, training=training)
         return _assembled(config, model, task, text, measured)
     except BaseException:

@@ -15,7 +15,6 @@ from tim_jax.app.config.sections import (
 )
 from tim_jax.app.run import started
 from tim_jax.app.run.sources import Model
-from tim_jax.common.errors import InputError
 from tim_jax.placement import processes
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks import builtin, custom
@@ -83,25 +82,11 @@ def _reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader
     return custom.IsolatedReward(section.reward, seconds=section.reward_time_limit)
 
 
-def make_text(config: RunConfig, model: Model, task: Task, *, run: Path | None = None) -> Text:
+def make_text(config: RunConfig, model: Model, *, run: Path | None = None) -> Text:
     """Returns how prompts become tokens: tokenizer, chat template, its clock and longest prompt.
 
-    The tools of the task's environment are declared in every prompt.
-
-    Args:
-      run: the folder that says when the run began; None: that of the config.
-
-    Raises:
-      InputError: the config declares tools too.
+    `run`: the folder that says when the run began; None: that of the config.
     """
-    options = dict(config.model.template_options)
-    if task.environment is not None and task.environment.tools:
-        if "tools" in options:
-            raise InputError(
-                "model.template_options.tools: must be left out, task.environment has tools of its"
-                " own"
-            )
-        options["tools"] = list(task.environment.tools)
     folder = Path(config.run.folder) if run is None else run
     began = processes.led(partial(started.time_of, folder))
     template = {"on": True, "off": False, "auto": "auto"}[config.model.chat_template]
@@ -109,6 +94,6 @@ def make_text(config: RunConfig, model: Model, task: Task, *, run: Path | None =
         tokenizer=model.tokenizer,
         max_prompt_length=config.sampling.max_prompt_length,
         chat_template=template,
-        template_options=tuple(options.items()),
+        template_options=tuple(config.model.template_options.items()),
         now=datetime.now() if began is None else datetime.fromisoformat(began),
     )

@@ -253,7 +253,7 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
         training=training,
         params=policy.params,
         task=task,
-        text=grading.make_text(config, policy.model, task, run=Path(policy.config.run.folder)),
+        text=grading.make_text(config, policy.model, run=Path(policy.config.run.folder)),
         examples=examples,
         batches=study.batches,
         seed=config.seed,
