@@ -102,7 +102,7 @@ def _break(
     turn, token, later = where
     drawn, scored = before[place], after[place] if place < len(after) else None
     # The end of what was drawn may be cut in the middle of a character.
-    texts = [tokenizer.decode(list(ids[place:])).rstrip("\ufffd") for ids in (before, after)]
+    texts = [str(tokenizer.decode(list(ids[place:]))).rstrip("\ufffd") for ids in (before, after)]
     kind: Kind = "rewritten"
     if scored is None:
         kind = "missing"
