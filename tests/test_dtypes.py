@@ -390,7 +390,7 @@ WITHOUT = {
         policy.sampler.join_parts policy.sampler.prompts_so_far policy.slots.provide_pages
         policy.slots.release_pages policy.slots.share_prompt_pages policy.slots.slots_that_fit
         policy.slots.Pool.filled
-        policy.slots.Pool.empty policy.scoring.sequences policy.slots.advance policy.slots.empty
+        policy.slots.Pool.empty policy.layout.sequences policy.slots.advance policy.slots.empty
         policy.slots.narrow policy.slots.readable_cache policy.slots.refill policy.slots.store
     """,
     "a forward, whose dtypes are those of its numerics": """

@@ -16,7 +16,7 @@ from tim_jax.instruments.auditing import PRESETS, random_params
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import EXACT_F32, NATIVE_F32, Numerics, Rows
-from tim_jax.policy import scoring
+from tim_jax.policy import layout, scoring
 
 STATIC = ("execution", "remat")
 score = jax.jit(scoring.score, static_argnames=STATIC)
@@ -61,7 +61,7 @@ def prepared(params, execution):
 
 def test_sequences_join_prompt_and_response():
     rollout = rollout_of(CONFIGS["llama"])
-    joined = np.asarray(scoring.sequences(rollout))
+    joined = np.asarray(layout.sequences(rollout))
     assert joined.shape == (3, 16)
     for row in range(3):
         tokens, _ = tokens_of(rollout, row)

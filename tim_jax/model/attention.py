@@ -24,8 +24,10 @@ from flax import struct
 from tim_jax import kernels
 from tim_jax.kernels import formulas
 from tim_jax.kernels.composed import elementwise
+from tim_jax.model import packing as packed
 from tim_jax.model.config import LatentConfig
 from tim_jax.model.execution import Execution
+from tim_jax.model.packing import Packing
 from tim_jax.model.rope import RopeConfig
 from tim_jax.model.weights import Weights
 from tim_jax.numerics import strict
@@ -69,6 +71,7 @@ def attended(
     *,
     execution: Execution,
     shape: tuple[int, int],
+    packing: Packing | None = None,
 ) -> tuple[jax.Array, LayerCache]:
     """What the heads of a layer make of rows, and the keys and values.
 
@@ -81,6 +84,8 @@ def attended(
       window: i32[], how many positions a token attends to, or None.
       execution: its numerics are those of this device.
       shape: B, T.
+      packing: the sequences that lie in the rows, where these are no B sequences of T tokens;
+        without a cache.
 
     Returns:
       [N, heads x size of a head's output], for the projection after attention.
@@ -90,7 +95,8 @@ def attended(
     else:
         query, key = _absorbed(normed, w, angles, execution)
         value = None
-    out, keys_values = _attend(query, key, value, positions, cache, window, execution, shape)
+    attend = partial(_attend, window=window, execution=execution)
+    out, keys_values = attend(query, key, value, positions, cache, shape=shape, packing=packing)
     if execution.config.latent is None:
         return out.reshape(out.shape[0], -1), keys_values
     return _values_of_heads(out, w, execution), keys_values
@@ -193,7 +199,7 @@ def _values_of_heads(mixed, w, execution: Execution):
     return _rounded(values.transpose(1, 0, 2).reshape(mixed.shape[0], -1), execution)
 
 
-def _attend(query, key, value, positions, cache, window, execution: Execution, shape):
+def _attend(query, key, value, positions, cache, *, window, execution: Execution, shape, packing):
     """Lays out heads, writes the cache if there is one, and attends.
 
     Rows in, [N, heads, D] each, and [N, heads, E] out. Without a `value` it is the first E numbers
@@ -203,10 +209,7 @@ def _attend(query, key, value, positions, cache, window, execution: Execution, s
     batch, length = shape
     attention = config.attention
     kv_heads = query.shape[1] // (config.num_heads // attention.key_heads)
-    group = query.shape[1] // kv_heads
-    query = query.reshape(batch, length, kv_heads, group, attention.key_dim)
-    query = query.transpose(0, 2, 1, 3, 4)
-    query = query.reshape(batch, kv_heads, length * group, attention.key_dim)
+    laid_out = None if packing is not None else _laid_out(query, shape, kv_heads)
     key = key.reshape(batch, length, kv_heads, attention.key_dim)
     if value is None:
         key = kernels.cached(key, numerics=numerics)
@@ -215,21 +218,52 @@ def _attend(query, key, value, positions, cache, window, execution: Execution, s
         value = value.reshape(batch, length, kv_heads, attention.value_dim)
         key, value = (kernels.cached(x, numerics=numerics) for x in (key, value))
     if cache is None:
-        new = LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
+        new = _keys_values(key, value)
     else:
         options = {"numerics": numerics, "pages": cache.pages}
         caches = kernels.written((cache.key, cache.value), (key, value), positions, **options)
         new = LayerCache(*caches, pages=cache.pages)
+    over = partial(_over_keys, numerics=numerics, aligned=cache is None)
+    if packing is None:
+        return over(laid_out, new, positions, window, shape=shape), new
+
+    def of_sequences(query, key, value, positions, window):
+        size = query.shape[:2]
+        own = _laid_out(query, size, kv_heads), _keys_values(key, value)
+        out = over(*own, positions, window, shape=size)
+        return out.reshape(*size, *out.shape[1:])
+
+    return packed.attended(query, key[0], value[0], window, packing, of_sequences), new
+
+
+def _laid_out(query, shape: tuple[int, int], kv_heads: int):
+    """Queries [B, T, H, D] or [B * T, H, D] as attention takes them, [B, Kv, T G, D]."""
+    batch, length = shape
+    heads, size = query.shape[-2:]
+    group = heads // kv_heads
+    query = query.reshape(batch, length, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
+    return query.reshape(batch, kv_heads, length * group, size)
+
+
+def _keys_values(key, value) -> LayerCache:
+    """Keys and values [B, T, Kv, size] as attention takes them."""
+    return LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
+
+
+def _over_keys(query, keys_values: LayerCache, positions, window, *, numerics, shape, aligned):
+    """Attention of queries [B, Kv, T G, D]: [B * T, H, E] in the compute dtype."""
+    batch, length = shape
+    kv_heads, group = query.shape[1], query.shape[2] // length
     out = kernels.attention(
         query,
-        new.key,
-        new.value,
+        keys_values.key,
+        keys_values.value,
         jnp.repeat(positions, group, axis=1),
         window=window,
-        pages=new.pages,
+        pages=keys_values.pages,
         numerics=numerics,
-        aligned=cache is None,
+        aligned=aligned,
     )
     out = strict.rounded(out, numerics.dtype)
-    out = out.reshape(batch, kv_heads, length, group, attention.value_dim)
-    return out.transpose(0, 2, 1, 3, 4).reshape(batch * length, kv_heads * group, -1), new
+    out = out.reshape(batch, kv_heads, length, group, -1)
+    return out.transpose(0, 2, 1, 3, 4).reshape(batch * length, kv_heads * group, -1)

@@ -20,6 +20,7 @@ from tim_jax.kernels import experts, formulas
 from tim_jax.model import adapters, attention, rope
 from tim_jax.model.attention import Cache, LayerCache
 from tim_jax.model.execution import Execution
+from tim_jax.model.packing import Packing
 from tim_jax.model.weights import Weights
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Placement, collectives, exchange
@@ -40,6 +41,7 @@ def forward(
     cache: Cache | None = None,
     *,
     execution: Execution,
+    packing: Packing | None = None,
     remat: bool = False,
     embeddings: jax.Array | None = None,
     routes: jax.Array | None = None,
@@ -51,11 +53,13 @@ def forward(
       weights: from `parameters.prepare`, and with a cache from `parameters.unstacked`. Adapters
         among those of the layers have a gradient, and the matrices that they belong to have none.
       tokens: i32[B, T].
-      positions: i32[B, T]. Without a cache they must be 0..T-1 in every row.
+      positions: i32[B, T]. Without cache and packing they must be 0..T-1 in every row.
       cache: keys and values of the positions before; the tokens' own are written into it.
       execution: with a placement of more than one device this runs inside `shard_map` over its
         mesh, and arguments and results are this device's parts: of the weights by their logical
         axes, of the batch its rows, of the hidden states its columns, of the cache its key heads.
+      packing: the sequences that lie one after the other in the tokens of one row, B = 1; their
+        positions begin at 0 each. Without a cache.
       remat: recompute each layer in the backward instead of keeping its activations.
       embeddings: rows [B * T, d] of the tokens, from `embedded`; None: looked up here.
       routes: integers [B, T, L, k], experts of every token and layer to take in place of those that
@@ -70,10 +74,11 @@ def forward(
     batch, length = tokens.shape
     x = embedded(weights, tokens, execution=execution)[0] if embeddings is None else embeddings
     span = length if cache is None else cache[0].span
+    span = span if packing is None else packing.longest
     table = rope.table(execution.config.rope, execution.config.head_dim, positions=span)
     rows = positions.reshape(-1)
     angles = tuple(jnp.asarray(part)[rows] for part in table)
-    layer = partial(_layer, execution=execution, shape=(batch, length))
+    layer = partial(_layer, execution=execution, shape=(batch, length), packing=packing)
     sizes = execution.config.window_sizes
     if cache is None:
         of_routing = None if routes is None else _by_layer(routes), loads
@@ -248,7 +253,9 @@ def whole_norms(weights: Weights, *, execution: Execution) -> Weights:
     return {**weights, **norms, "final_norm": last[0]}
 
 
-def _layer(x, w, angles, positions, cache, window, of_routing, *, execution: Execution, shape):
+def _layer(
+    x, w, angles, positions, cache, window, of_routing, *, execution: Execution, shape, packing
+):
     """One decoder layer on rows x [B * T, d]; with a tensor axis, on this device's columns of x.
 
     Returns the rows, the keys and values, and what the router chose if that is asked for.
@@ -269,6 +276,7 @@ def _layer(x, w, angles, positions, cache, window, of_routing, *, execution: Exe
         window,
         execution=replace(execution, numerics=local),
         shape=shape,
+        packing=packing,
     )
     x = ops.dot_add(whole(mixed), matrix(w["o"]), x, w.get("o_bias"), numerics=local)
     normed = norm(x, w["mlp_norm"])

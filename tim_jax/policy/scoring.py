@@ -17,20 +17,10 @@ from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights, weight_axes
 from tim_jax.numerics import masked
 from tim_jax.placement import Placement, collectives
-from tim_jax.policy import distribution
+from tim_jax.policy import distribution, layout
+from tim_jax.policy.layout import Layout
 
 _GRADIENT_ROWS = 128  # of the head whose gradient is computed at a time
-
-
-def sequences(rollout: Rollout) -> jax.Array:
-    """i32[B, Tp + R]: each prompt directly followed by its response, position 0 first."""
-    prompt_size, response_size = rollout.prompts.shape[1], rollout.responses.shape[1]
-    at = jnp.arange(prompt_size + response_size)[None, :]
-    after = at - rollout.prompt_lengths[:, None]
-    prompt = jnp.pad(rollout.prompts, ((0, 0), (0, response_size)))
-    index = jnp.clip(after, 0, response_size - 1)
-    response = jnp.take_along_axis(rollout.responses, index, axis=1)
-    return jnp.where(after < 0, prompt, response)
 
 
 class Scores(NamedTuple):
@@ -56,6 +46,7 @@ def score(
     sums: Weights | None = None,
     frozen_head: bool = False,
     loads: jax.Array | None = None,
+    buffer: int | None = None,
 ) -> Scores:
     """Log-probs of the response tokens, and the entropies of their distributions.
 
@@ -68,57 +59,57 @@ def score(
     respect to `sums` is these sums plus that gradient: the backward adds to them in their place.
     With `frozen_head` the head and the last norm have no gradient, and nothing is computed for it.
     `loads` f32[L, E]: the shares of a batch's tokens that each expert has, for `Scores.balance`.
+    With `buffer` the sequences lie in a buffer of this many tokens, which must hold them, and no
+    padding is computed; that changes no bit of what is returned of a response.
     """
-    tokens = sequences(rollout)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+    laid_out = layout.padded(rollout) if buffer is None else layout.packed(rollout, buffer)
     total = None if sums is None else sums["embed"]
     transposed = sums is not None and "head" not in sums
     embeddings, total = transformer.embedded(
-        weights, tokens, execution=execution, total=total, handed_on=transposed
+        weights, laid_out.tokens, execution=execution, total=total, handed_on=transposed
     )
     hidden, _, routed = transformer.forward(
         weights,
-        tokens,
-        positions,
+        laid_out.tokens,
+        laid_out.positions,
         execution=execution,
+        packing=laid_out.packing,
         remat=remat,
         embeddings=embeddings,
-        routes=rollout.routes if execution.routing == "replayed" else None,
+        routes=laid_out.routes if execution.routing == "replayed" else None,
         loads=loads,
     )
-    rows = _predicting(hidden, rollout)
+    rows = laid_out.predicting(hidden)
     head = {name: weights[name] for name in ("final_norm", "head")}
     if sums is not None:  # a tied head adds to the embedding's, before the embedding does
         total = sums.get("head", total)
     options = _HeadOptions(execution, entropy_gradient, energy, transposed, frozen_head)
-    scores = Scores(*_head(head, rows, rollout.responses, total, options))
+    values = _head(head, rows, laid_out.targets, total, laid_out.used, options)
+    scores = Scores(*(laid_out.by_response(x) for x in values))
     if routed is not None:
-        scores = scores._replace(**_routing(routed, rollout))
+        scores = scores._replace(**_routing(routed, laid_out))
     if entropy_gradient:
         return scores
     return scores._replace(entropy=jax.lax.stop_gradient(scores.entropy))
 
 
-def _routing(routed: transformer.Routed, rollout: Rollout) -> dict[str, jax.Array | None]:
+def _routing(routed: transformer.Routed, laid_out: Layout) -> dict[str, jax.Array | None]:
     """How often sampler and learner choose the same experts, and more of the routers, [B, R]."""
-    if rollout.routes is None:
+    if laid_out.routes is None:
         raise ValueError("the rollout has no routes to compare with")
-    own, recorded = routed.experts, rollout.routes.astype(jnp.int32)
+
+    def of_responses(x: jax.Array) -> jax.Array:
+        return laid_out.by_response(laid_out.predicting(x))
+
+    own, recorded = routed.experts, laid_out.routes.astype(jnp.int32)
     same = jnp.any(own[..., :, None] == recorded[..., None, :], axis=-1)
     number = jnp.asarray(same.shape[2] * same.shape[3], jnp.float32)
     agreement = masked.quotient(jnp.sum(same.astype(jnp.float32), axis=(2, 3)), number)
     return {
-        "agreement": _predicting(agreement, rollout),
-        "router_entropy": _predicting(routed.entropy, rollout),
-        "balance": None if routed.balance is None else _predicting(routed.balance, rollout),
+        "agreement": of_responses(agreement),
+        "router_entropy": of_responses(routed.entropy),
+        "balance": None if routed.balance is None else of_responses(routed.balance),
     }
-
-
-def _predicting(hidden: jax.Array, rollout: Rollout) -> jax.Array:
-    """Of [B, T, ...] what predicts the response tokens, [B, R, ...]: t is at position t - 1."""
-    size = rollout.responses.shape[1]
-    some = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
-    return jax.vmap(some)(hidden, rollout.prompt_lengths - 1)
 
 
 def of_logits(
@@ -140,11 +131,10 @@ def of_logits(
     Returns:
       The tree, of arrays [B, R, ...]; beyond a response meaningless.
     """
-    tokens = sequences(rollout)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-    embeddings, _ = transformer.embedded(weights, tokens, execution=execution)
+    laid_out = layout.padded(rollout)
+    embeddings, _ = transformer.embedded(weights, laid_out.tokens, execution=execution)
     hidden, _, _ = transformer.forward(
-        weights, tokens, positions, execution=execution, embeddings=embeddings
+        weights, laid_out.tokens, laid_out.positions, execution=execution, embeddings=embeddings
     )
     head = {name: weights[name] for name in ("final_norm", "head")}
     shape = rollout.responses.shape
@@ -155,7 +145,7 @@ def of_logits(
         logits = transformer.logits_of_local_rows(head, hidden, execution=execution)
         return fence(function(logits, tokens, *others))
 
-    rows = (_predicting(hidden, rollout), rollout.responses, *more)
+    rows = (laid_out.predicting(hidden), rollout.responses, *more)
     tiles = _tiled(rows, min(execution.numerics.head_rows, rollout.responses.size))
     found = jax.lax.map(tile, tiles)
     size = rollout.responses.size
@@ -166,11 +156,11 @@ def of_logits(
     return jax.tree.map(whole, found)
 
 
-def _tiled(rows: Any, size: int) -> Any:
-    """Arrays [B, R, ...] in tiles [N, size, ...], filled up with zeros."""
+def _tiled(rows: Any, size: int, axes: int = 2) -> Any:
+    """Arrays [B, R, ...], or with other leading `axes`, in tiles [n, size, ...]; zeros last."""
 
     def leaf(x):
-        x = x.reshape(-1, *x.shape[2:])
+        x = x.reshape(-1, *x.shape[axes:])
         x = jnp.pad(x, [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(-1, size, *x.shape[1:])
 
@@ -211,8 +201,11 @@ class _HeadOptions(NamedTuple):
         return replace(self.execution, placement=self.placement.gathered)
 
 
-def _head(head, hidden, tokens, total, options: _HeadOptions):
+def _head(head, hidden, tokens, total, used, options: _HeadOptions):
     """Log-probs and entropies [B, R] of hidden states [B, R, d], `head_rows` rows at a time.
+
+    Or [N] of [N, d]. If only the first `used` i32[] of these are wanted, the tiles behind them are
+    not computed.
 
     No array of [tokens, vocabulary] ever exists: the backward recomputes each tile's logits, and
     sums the head's gradient in float32 whatever the compute dtype: in `total`, if there is one (see
@@ -228,15 +221,16 @@ def _head(head, hidden, tokens, total, options: _HeadOptions):
     head_axes = {name: all_axes[name] for name in head}
     sum_axes = all_axes["final_norm"], all_axes["embed" if options.transposed else "head"]
 
-    def forward(head, hidden, tokens, total):
+    def forward(head, hidden, tokens, total, used):
         del total
         whole = collectives.gather_fsdp(head, head_axes, options.placement)
         tile = partial(_head_tile, whole, options=options)
-        tiles = jax.lax.map(lambda rows: fence(tile(*fence(rows))), (hidden, tokens))
+        rows = hidden, tokens
+        _, tiles = _fold(lambda _, rows: ((), fence(tile(*fence(rows)))), (), rows, used)
         return tuple(collectives.tensor_whole(x, options.placement) for x in tiles)
 
     def backward(residuals, cotangents):
-        head, hidden, tokens, total = residuals
+        head, hidden, tokens, total, used = residuals
         whole = collectives.gather_fsdp(head, head_axes, options.placement)
         # Over fsdp these are sums of whole weights, of which this device keeps its part.
         in_place = total is not None and options.placement.fsdp == 1
@@ -247,21 +241,40 @@ def _head(head, hidden, tokens, total, options: _HeadOptions):
         step = partial(_head_backward, whole, options=options)
         sums = total if in_place else zeros
         start = norm, None if options.frozen else sums
-        (norm, sums), dhidden = jax.lax.scan(step, start, (hidden, tokens, wanted))
+        (norm, sums), dhidden = _fold(step, start, (hidden, tokens, wanted), used)
         if options.frozen:
-            return None, dhidden, None, None
+            return None, dhidden, None, None, None
         norm, sums = collectives.reduce_scatter_fsdp((norm, sums), sum_axes, options.placement)
         norm = norm.astype(head["final_norm"].dtype)
         if total is None:
             own = {"final_norm": norm, "head": sums.astype(head["head"].dtype)}
-            return own, dhidden, None, None
+            return own, dhidden, None, None, None
         sums = sums if in_place else total + sums
-        return {"final_norm": norm, "head": None}, dhidden, None, sums
+        return {"final_norm": norm, "head": None}, dhidden, None, sums, None
 
     call = jax.custom_vjp(forward)
     call.defvjp(lambda *args: (forward(*args), args), backward)
-    results = call(head, *_tiled((hidden, tokens), tile_rows), total)
+    tiles = None if used is None else -(-used // tile_rows)
+    results = call(head, *_tiled((hidden, tokens), tile_rows, tokens.ndim), total, tiles)
     return tuple(x.reshape(-1)[: tokens.size].reshape(shape) for x in results)
+
+
+def _fold(step: Callable, carry: Any, rows: Any, used: jax.Array | None) -> tuple[Any, Any]:
+    """`lax.scan` of the first `used` i32[] rows, or of all; zeros for the others."""
+    if used is None:
+        return jax.lax.scan(step, carry, rows)
+    first = jax.tree.map(lambda x: x[0], rows)
+    shapes = jax.eval_shape(step, carry, first)[1]
+    count = jax.tree.leaves(rows)[0].shape[0]
+    made = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+
+    def one(index, state):
+        carry, made = state
+        carry, new = step(carry, jax.tree.map(lambda x: x[index], rows))
+        put = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        return carry, jax.tree.map(put, made, new)
+
+    return jax.lax.fori_loop(0, used, one, (carry, made))
 
 
 def _head_tile(head, hidden, tokens, *, options: _HeadOptions):

@@ -17,14 +17,13 @@ from tim_jax.model.weights import Weights
 from tim_jax.numerics.sums import tree_sum
 from tim_jax.objectives import Objective, advantages, shaping
 from tim_jax.policy.scoring import Scores
-from tim_jax.rl import widths as cutting
+from tim_jax.rl import micro_batches
 from tim_jax.rl.types import (
     Carried,
     Experience,
     Learning,
     Prepared,
     exactness,
-    split_rows,
 )
 
 
@@ -34,38 +33,34 @@ def score_rows(
     rollout: Rollout,
     *,
     micro_batch: int | None,
+    micro_batch_tokens: int | None = None,
     energy: bool = False,
-    widths: int = 1,
-    agree: Callable[[jax.Array], jax.Array] = lambda longest: longest,
+    agree: Callable[[jax.Array], jax.Array] = lambda parts: parts,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Log-probs float32 [B, R] by a forward without gradient, `micro_batch` rows at a time.
+    """Log-probs float32 [B, R] by a forward without gradient, a micro-batch at a time.
 
     `score` is `scoring.score` of an execution. With `energy` also the score's energies, see
-    `distribution.score_energy`; else None. `widths`: how many there are, see `widths.scan`, as for
-    `agree`.
+    `distribution.score_energy`; else None. `agree` as in `micro_batches.scan_tokens`.
     """
 
-    def one(part: Rollout):
-        scores = score(weights, part, energy=energy)
-        return scores.log_probs, scores.energy
+    def one(_, part: Rollout):
+        scores = score(weights, part, energy=energy, buffer=micro_batch_tokens)
+        return (), (scores.log_probs, scores.energy)
 
     rows = rollout.lengths.shape[0]
-    if widths > 1:
-        _, scores = cutting.scan(
-            lambda carry, part: (carry, one(part)),
-            (),
-            rollout,
-            rollout.lengths,
-            size=min(micro_batch or rows, rows),
-            widths=cutting.ladder(rollout.responses.shape[1], widths),
-            cut=cutting.cut_rollout,
-            agree=agree,
-        )
-        return scores
-    if micro_batch is None or micro_batch >= rows:
-        return one(rollout)
-    parts = jax.lax.map(one, split_rows(rollout, micro_batch))
-    return jax.tree.map(lambda x: x.reshape(rows, -1), parts)
+    size = min(micro_batch or rows, rows)
+    if micro_batch_tokens is None:
+        return micro_batches.scan(one, (), rollout, size=size)[1]
+    return micro_batches.scan_tokens(
+        one,
+        (),
+        rollout,
+        micro_batches.whole_lengths(rollout),
+        tokens=micro_batch_tokens,
+        size=size,
+        without=micro_batches.rollout_without,
+        agree=agree,
+    )[1]
 
 
 def experience(

@@ -25,7 +25,7 @@ from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics import masked
 from tim_jax.numerics.sums import compensated_sum, count, tree_sum
 from tim_jax.policy.scoring import Scores
-from tim_jax.rl import widths
+from tim_jax.rl import micro_batches
 from tim_jax.rl.types import (
     Experience,
     Learning,
@@ -221,7 +221,7 @@ def gradient_rows(
     learning: Learning,
     sums: Weights | None = None,
     adapters: Adapters | None = None,
-    agree: Callable[[jax.Array], jax.Array] = lambda longest: longest,
+    agree: Callable[[jax.Array], jax.Array] = lambda parts: parts,
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Gradient of the loss's sum over rows with respect to the compute weights, in float32.
 
@@ -232,7 +232,7 @@ def gradient_rows(
         `scoring.gradient_sums`; None: their gradients are made and added as all others are.
       adapters: that `weights` were merged of: the gradient is with respect to these alone, and no
         sum of a matrix's gradients exists.
-      agree: on the longest responses of micro-batches, with other devices, see `widths.scan`.
+      agree: on the number of micro-batches, with other devices; see `micro_batches.scan_tokens`.
 
     Returns:
       The gradient, and values of every token by name, each [B, R]. With `sums` these stand in it
@@ -257,24 +257,24 @@ def gradient_rows(
         return (total, sums), tokens
 
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
-    if learning.widths > 1:
-        (total, sums), tokens = widths.scan(
+    everything = batch, token_weights
+    if learning.micro_batch_tokens is None:
+        (total, sums), tokens = micro_batches.scan(add, (zeros, sums), everything, size=size)
+    else:
+        (total, sums), tokens = micro_batches.scan_tokens(
             add,
             (zeros, sums),
-            (batch, token_weights),
-            batch.rollout.lengths,
+            everything,
+            micro_batches.whole_lengths(batch.rollout),
+            tokens=learning.micro_batch_tokens,
             size=size,
-            widths=widths.ladder(batch.mask.shape[1], learning.widths),
-            cut=lambda part, width: (widths.cut_experience(part[0], width), part[1][:, :width]),
+            without=lambda part, there: (
+                micro_batches.experience_without(part[0], there),
+                jnp.where(there[:, None], part[1], 0.0),
+            ),
             agree=agree,
         )
-        return total | (sums or {}), tokens
-    if size == rows:
-        (total, sums), tokens = add((zeros, sums), (batch, token_weights))
-        return total | (sums or {}), tokens
-    parts = split_rows((batch, token_weights), size)
-    (total, sums), tokens = jax.lax.scan(add, (zeros, sums), parts)
-    return total | (sums or {}), jax.tree.map(lambda x: x.reshape(rows, -1), tokens)
+    return total | (sums or {}), tokens
 
 
 def _trained(
@@ -296,6 +296,7 @@ def _loss(weights, batch: Experience, token_weights, *, score, learning: Learnin
         batch.rollout,
         remat=learning.remat,
         entropy_gradient=bool(objective.entropy_coefficient),
+        buffer=learning.micro_batch_tokens,
         **({} if batch.loads is None else {"loads": batch.loads[0]}),
     )
     log_probs = scores.log_probs

@@ -18,9 +18,9 @@ from tim_jax.common.types import Rollout
 from tim_jax.model import adapters
 from tim_jax.rl import drawing
 from tim_jax.rl.drawing import Sample, Text
+from tim_jax.rl.micro_batches import cut_rollout
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Exactness, Experience, TrainState
-from tim_jax.rl.widths import cut_rollout
 from tim_jax.tasks.base import Task
 
 

@@ -139,6 +139,30 @@ def check_noise_scale(*, sequences: int, micro_batch: int | None, samples: int) 
         )
 
 
+def check_packed(*, noise_scale: bool) -> None:
+    """Refuses to measure the gradient's noise between micro-batches of unequal numbers of rows."""
+    if noise_scale:
+        rule = "needs micro-batches of equally many sequences: leave out micro_batch_tokens"
+        raise RuleError("noise_scale", True, rule)
+
+
+def check_micro_batch_tokens(tokens: int, *, longest: int, placement: Placement) -> None:
+    """Refuses a micro-batch of tokens that a device's part of does not hold the longest sequence.
+
+    Args:
+      longest: tokens of a prompt and its response.
+    """
+    least = longest * placement.shards
+    if tokens < least or tokens % placement.shards:
+        devices = f" on each of {placement.shards} devices" if placement.shards > 1 else ""
+        raise RuleError(
+            "micro_batch_tokens",
+            tokens,
+            f"must be a multiple of {placement.shards} from {least} on: it holds a sequence of up"
+            f" to {longest} tokens{devices}",
+        )
+
+
 def check_refills(refills: int, objective: Objective, *, samples: int) -> None:
     """Refuses to draw again where no reward says that a group has no signal."""
     if refills < 0:

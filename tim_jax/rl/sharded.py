@@ -25,7 +25,7 @@ from tim_jax.model.weights import weight_axes
 from tim_jax.placement import Placement, collectives
 from tim_jax.policy.sampler import Begun, join_parts, prompts_so_far
 from tim_jax.policy.scoring import gradient_sums, score, shares_gradient
-from tim_jax.rl import learner
+from tim_jax.rl import learner, micro_batches
 from tim_jax.rl.experience import score_rows
 from tim_jax.rl.types import Experience, Learning, Policy
 
@@ -142,7 +142,12 @@ def policy(execution: Execution, on: Mesh, *, learning: Learning) -> Policy:
     return Policy(
         prepare=execution.prepare,
         to_masters=partial(_to_masters, execution),
-        score=scoring(execution, on, micro_batch=learning.micro_batch, widths=learning.widths),
+        score=scoring(
+            execution,
+            on,
+            micro_batch=learning.micro_batch,
+            micro_batch_tokens=learning.micro_batch_tokens,
+        ),
         gradient=gradient(execution, on, learning=learning),
         norm=gradient_norm(execution, on),
         experts=execution.config.num_experts,
@@ -169,17 +174,23 @@ def _to_masters(execution: Execution, gradient, params):
 
 
 def scoring(
-    execution: Execution, on: Mesh, *, micro_batch: int | None, widths: int = 1
+    execution: Execution,
+    on: Mesh,
+    *,
+    micro_batch: int | None,
+    micro_batch_tokens: int | None = None,
 ) -> Callable[..., Any]:
     """(weights, rollout, energy=False) -> as `experience.score_rows`; whole on every device."""
     where = execution.placement
+    tokens = _local_tokens(micro_batch_tokens, where)
 
     def local(weights, rollout: Rollout, micro: int | None, energy: bool):
-        forward, cutting = partial(score, execution=execution), {}
-        if widths > 1:
-            cutting = {"widths": widths, "agree": partial(_longest, where)}
-        scores = score_rows(forward, weights, rollout, micro_batch=micro, energy=energy, **cutting)
-        return collectives.whole_rows(scores, where)
+        forward = partial(score, execution=execution)
+        options: Any = {"micro_batch": micro, "micro_batch_tokens": tokens, "energy": energy}
+        agree = partial(_largest, where)
+        return collectives.whole_rows(
+            score_rows(forward, weights, rollout, agree=agree, **options), where
+        )
 
     def scored(weights, rollout: Rollout, *, energy: bool = False):
         rows = rollout.lengths.shape[0]
@@ -187,7 +198,10 @@ def scoring(
         micro = _local_micro_batch(size, rows, where)
         on_rows = partial(local, micro=micro, energy=energy)
         call = _over(on, on_rows, (_weights(execution), _ROWS), _WHOLE)
-        return call(weights, rollout)
+        if tokens is None or where.shards == 1:
+            return call(weights, rollout)
+        order, back = _dealt(rollout, where)
+        return _rows_at(call(weights, _rows_at(rollout, order)), back)
 
     return scored
 
@@ -198,33 +212,57 @@ def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[
     The gradient in the same parts as the weights, summed over all devices; tokens whole. Given
     `adapters`, theirs, in their parts.
     """
+    where = execution.placement
+    local_tokens = _local_tokens(learning.micro_batch_tokens, where)
 
     def differentiate(weights, batch: Experience, token_weights, *, adapters=None):
         rows = batch.mask.shape[0]
         micro_batch = None if learning.micro_batch is None else min(learning.micro_batch, rows)
-        micro = _local_micro_batch(micro_batch, rows, execution.placement)
+        micro = _local_micro_batch(micro_batch, rows, where)
         # For this device's rows; the noise is measured between micro-batches of all devices.
-        local_learning = replace(learning, micro_batch=micro, noise_scale=False)
+        local_learning = replace(
+            learning, micro_batch=micro, micro_batch_tokens=local_tokens, noise_scale=False
+        )
 
         def local(weights, rows, adapters=None):
             forward = partial(score, execution=execution)
             sums = None if adapters else gradient_sums(weights, execution=execution)
             options = {"learning": local_learning, "sums": sums, "adapters": adapters}
-            options["agree"] = partial(_longest, execution.placement)
+            options["agree"] = partial(_largest, where)
             gradients, tokens = learner.gradient_rows(forward, weights, *rows, **options)
             return tokens, gradients
 
         trained = () if adapters is None else (adapters,)
         call = differentiating(execution, on, local)
-        tokens, gradients = call(weights, (batch, token_weights), *trained)
-        return gradients, tokens
+        everything = batch, token_weights
+        if local_tokens is None or where.shards == 1:
+            tokens, gradients = call(weights, everything, *trained)
+            return gradients, tokens
+        order, back = _dealt(batch.rollout, where)
+        tokens, gradients = call(weights, _rows_at(everything, order), *trained)
+        return gradients, _rows_at(tokens, back)
 
     return differentiate
 
 
-def _longest(where: Placement, longest: jax.Array) -> jax.Array:
-    """i32[n], the largest of every device's i32[n]."""
-    return jnp.max(collectives.whole_rows(longest[None], where), axis=0)
+def _largest(where: Placement, number: jax.Array) -> jax.Array:
+    """i32[], the largest of every device's."""
+    return jnp.max(collectives.whole_rows(number[None], where))
+
+
+def _local_tokens(tokens: int | None, where: Placement) -> int | None:
+    """A device's tokens of each micro-batch."""
+    return None if tokens is None else tokens // where.shards
+
+
+def _dealt(rollout: Rollout, where: Placement) -> tuple[jax.Array, jax.Array]:
+    """An order of the rows that gives every device about as many tokens, and the way back."""
+    order = micro_batches.deal(micro_batches.whole_lengths(rollout), where.shards)
+    return order, jnp.argsort(order)
+
+
+def _rows_at(tree: Any, order: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x[order], tree)
 
 
 def differentiating(execution: Execution, on: Mesh, local: Callable) -> Callable:

@@ -133,7 +133,8 @@ class Learning:
     mode: Mode = "bypass"
     correction: Correction = dataclasses.field(default_factory=corrections.none)
     micro_batch: int | None = None  # sequences per forward and backward; None: all of them
-    widths: int = 1  # response lengths that a micro-batch may be cut to, see `widths`
+    # Tokens per forward and backward, prompts included: sequences lie in it without padding.
+    micro_batch_tokens: int | None = None
     remat: bool = False
     routing: Routing = "own"  # whose experts are taken, of a mixture
     noise_scale: bool = False  # also measure the gradient's noise, from its micro-batches
@@ -154,8 +155,9 @@ class Learning:
                 " experts that tokens go through, of a mixture: learner.routing must be 'compared'"
                 " or 'replayed', and is 'own'"
             )
-        if self.widths < 1:
-            raise InputError(f"Learning: widths must be positive, got {self.widths}")
+        if self.micro_batch_tokens is not None:
+            rules.check_counts(micro_batch_tokens=self.micro_batch_tokens)
+            rules.check_packed(noise_scale=self.noise_scale)
 
     @property
     def stages(self) -> corrections.Stages:

@@ -203,6 +203,13 @@ class RunConfig(Section):
                 rules.check_noise_scale(
                     sequences=total // minis, micro_batch=micro, samples=samples
                 )
+            if section.micro_batch_tokens is not None:
+                rules.check_packed(noise_scale=section.noise_scale)
+                rules.check_micro_batch_tokens(
+                    section.micro_batch_tokens,
+                    longest=sampling.max_prompt_length + sampling.max_tokens,
+                    placement=self.placement.value,
+                )
             rules.check_refills(section.refills, objective, samples=samples)
             rules.check_staleness(sampler.max_staleness, offload=section.offload)
             rules.check_learner_rows(

@@ -272,10 +272,10 @@ class Learner(Section):
     for the time of moving them there and back."""
     length_buckets: Annotated[int, Field(ge=1, le=32)] = 1
     """Response lengths that the learner is compiled for: the longest, its half, its quarter, ..."""
-    widths: Annotated[int, Field(ge=1, le=32)] = 1
-    """Response lengths, in equal steps up to the longest, that a micro-batch may be cut to within
-    one program, which takes as many times as long to compile. Rows are then learnt from in the
-    order of their lengths, so that less is padding."""
+    micro_batch_tokens: Count | None = None
+    """Tokens per forward and backward, over all devices, in place of whole rows: sequences of
+    different lengths lie in it one after the other, and no padding is computed. It must hold the
+    longest sequence on each device. `micro_batch` is then the most sequences in one."""
     routing: Routing = "own"
     """The experts that the learner takes in a mixture: its "own", its own with those of the sampler
     recorded and "compared", or the sampler's, "replayed" (R3)."""

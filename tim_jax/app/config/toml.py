@@ -143,6 +143,8 @@ def with_new_keys(data: Mapping[str, Any], source: str | None = None) -> dict[st
     """
     renamed = {}
     for name, value in data.items():
+        if name == "learner" and isinstance(value, Mapping):
+            value = _without_widths(value, source)
         if isinstance(value, Mapping):
             value = with_new_keys(value, source)
             for old in _RENAMED.get(name, {}).keys() & value.keys():
@@ -155,6 +157,16 @@ def with_new_keys(data: Mapping[str, Any], source: str | None = None) -> dict[st
                 value[new] = value.pop(old)
         renamed[name] = value
     return renamed
+
+
+def _without_widths(learner: Mapping[str, Any], source: str | None) -> dict[str, Any]:
+    """The section without `widths`, which is gone; of 1 it did nothing."""
+    if learner.get("widths", 1) != 1:
+        raise InputError(
+            f"{source or 'config'}: learner.widths = {_shown(learner['widths'])}: is gone; set"
+            " learner.micro_batch_tokens, which computes no padding at all"
+        )
+    return {key: value for key, value in learner.items() if key != "widths"}
 
 
 def _new_key(section: str, key: str, source: str | None) -> str:

@@ -92,8 +92,7 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
     bare = Model(model, None, None, model.eos_token_ids, sources.make_lora(config.lora, model))
     execution = assembly.make_execution(config, bare, devices=devices)
     training = assembly.make_training(config, execution)
-    longest = training.varied(widths=1)  # which needs the most
-    return Workload(longest, prompt_length=config.sampling.max_prompt_length)
+    return Workload(training, prompt_length=config.sampling.max_prompt_length)
 
 
 def model_config(config: RunConfig, architecture: Path | None) -> ModelConfig:

@@ -16,7 +16,7 @@ import numpy as np
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
 from tim_jax.common.types import Rollout
-from tim_jax.policy import scoring
+from tim_jax.policy import layout
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -362,7 +362,7 @@ def _counts(
     size: tuple[int, ...], row: jax.Array, place: jax.Array, rollout: Rollout
 ) -> tuple[jax.Array, jax.Array]:
     """[N, V]: whether a token stands before the place, and how often in the response."""
-    history = scoring.sequences(rollout)[row]
+    history = layout.sequences(rollout)[row]
     at = jnp.arange(history.shape[1])[None, :] - rollout.prompt_lengths[row][:, None]
     past = at < place[:, None]
     numbers = jnp.arange(size[0])[:, None]

@@ -52,7 +52,7 @@ from tim_jax.mismatch import Mismatch
 from tim_jax.model import transformer
 from tim_jax.model.execution import Execution, jit
 from tim_jax.model.weights import Weights
-from tim_jax.policy import scoring
+from tim_jax.policy import layout, scoring
 from tim_jax.rl.types import Learning
 
 EXACT = "exact"
@@ -332,7 +332,7 @@ def total_variation(
 
 def _distributions(weights: Weights, rollout: Rollout, execution: Execution) -> jax.Array:
     """f32[B, R, V], of every response token, at the execution's temperature, not truncated."""
-    tokens = scoring.sequences(rollout)
+    tokens = layout.sequences(rollout)
     rows, size = rollout.responses.shape
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
     hidden, _, _ = transformer.forward(weights, tokens, positions, execution=execution)
