@@ -5,6 +5,7 @@ is the section, with its own defaults and checks; a section that needs more keys
 several sections say together is checked by `config.RunConfig`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast, get_type_hints
@@ -45,7 +46,6 @@ NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Function = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-Respond = Annotated[str, Field(pattern=r"^[^:]+:\w+$")]  # of a module or a file
 # TOML has arrays, not tuples; their items stay strict.
 TokenIds = Annotated[tuple[Whole, ...], Field(strict=False)]
 Counts = Annotated[tuple[Count, ...], Field(strict=False)]
@@ -303,6 +303,15 @@ class Learner(Section):
             except InputError as error:
                 raise refusal(f"corrections[{index}]", entry, str(error)) from error
         return self
+
+
+def _respond(text: str) -> str:
+    if not re.fullmatch(r"[^:]+:\w+", text):
+        raise refusal("", text, 'must be written "file.py:function" or "module:function"')
+    return text
+
+
+Respond = Annotated[str, AfterValidator(_respond)]
 
 
 class _Graded(Section):
