@@ -4,17 +4,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from bpe import tokenizer
 
 from tim_jax.common.errors import InputError
 from tim_jax.tasks.bridges import Bridge, Bridged
 from tim_jax.tasks.builtin import ALPHABET
 from tim_jax.tasks.episodes import Answer, Completion, Turn
 from tim_jax.tasks.text import character_tokenizer
-
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>", "</tool_call>")
-MERGES = [("a", "b"), ("!", "Ċ"), ("Ċ", "Ċ"), ("c", "Ċ"), ("1", "2"), ("s", "e")]  # Ċ: a new line
 
 CHATML = """{%- for m in messages -%}
 {{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
@@ -59,20 +55,6 @@ OTHERWISE = CHATML.replace("m.content +", "m.content.replace('This', 'That') +")
 FORGETS = CHATML.replace("in messages -", "in messages[-4:] -")
 ENDS = """{%- for m in messages -%}{{ m.content }}
 {%- if not loop.last or add_generation_prompt -%}<|im_end|>{%- endif -%}{%- endfor -%}"""
-
-
-def tokenizer(template=None):
-    """Bytes, a few merges, and special tokens."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*letters, *map("".join, MERGES)]
-    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, MERGES))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL[:3]])
-    backend.add_tokens([AddedToken(word, special=False) for word in SPECIAL[3:]])
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
-    made.chat_template = template
-    return made
 
 
 def encode(text, by=None):

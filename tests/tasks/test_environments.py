@@ -168,6 +168,21 @@ async def waits(state, completion):
     await asyncio.sleep(float(text))
     return state, tim.Reply(text)
 """
+TOOLS = """
+from tim_jax.tasks.tools import calculator, tools
+
+
+def bare(x):
+    return x
+
+
+def reward(state, completion):
+    return 1.0
+
+
+respond = tools([calculator], reward=reward)
+bad = tools([bare], reward=reward)
+"""
 FATAL = {  # each in a process of its own, which takes time
     "is killed": "crash",
     "crashes": "crash",
@@ -300,6 +315,7 @@ def test_coroutines_wait_side_by_side(source):
     environment.close()
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_holds_all_others_fails_alone(source, monkeypatch):
     monkeypatch.setattr(guard, "GRACE_SECONDS", 0.5)
     environment = Guarded(f"{source}:waits", seconds=0.3, workers=1)
@@ -329,6 +345,21 @@ def test_environments_that_cannot_be_loaded(source, name, message, monkeypatch):
     with pytest.raises(InputError, match=message) as caught:
         Guarded(name.format(source), workers=1)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_environments_declare_their_tools(source):
+    path = source.parent / "with_tools.py"
+    path.write_text(TOOLS)
+    environment = Guarded(f"{path}:respond", workers=1)
+    assert environment.roles == ("tool",)
+    assert [schema["function"]["name"] for schema in environment.tools] == ["calculator"]
+    text = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+    [(_, answer)] = environment.answers([turn(text)])
+    assert answer.content == [{"role": "tool", "name": "calculator", "content": "42"}]
+    environment.close()
+    with pytest.raises(InputError, match=r"with_tools.py:bad': tool bare: "):
+        Guarded(f"{path}:bad", workers=1)
 
 
 def count(state, completion):

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.tasks.base import (
@@ -46,6 +46,7 @@ from tim_jax.tasks.base import (
 )
 from tim_jax.tasks.environments import Here
 from tim_jax.tasks.episodes import Completion, Reply
+from tim_jax.tasks.tools import calculator, tools
 
 ALPHABET = "0123456789 +-*()=:>#"
 MARKER = "#"
@@ -175,7 +176,7 @@ def guessing(
     """Guess a number of a range; every wrong guess is told whether the number is larger or smaller.
 
     A game of several turns: `20-31:` -> `#25`, to which the reply is `+` (the number is larger),
-    `-` (smaller) or `=` (that was no number of the range). The reward of the right guess is 1, and
+    `-` (smaller) or `=` (that was no number). The reward of the right guess is 1, and
     halving the range finds each of up to 2**guesses - 1 numbers. The worked form guesses at random
     and does not listen, until it is right or out of guesses.
 
@@ -217,7 +218,7 @@ GUESS = (
     "I think of a whole number from {low} to {high}. Guess it: say one number in each answer. I say"
     " whether mine is larger or smaller."
 )
-NONE = "That is no number of the range."
+NONE = "I see no number."
 REPLIES = ("+", "-", "="), ("Mine is larger.", "Mine is smaller.", NONE)  # without and with words
 Game = tuple[int, int, int, int, int]  # low, high, number, guesses left, proper guesses so far
 
@@ -252,10 +253,60 @@ def _guess(text: str, words: bool) -> int | None:
     return int(found[-1] if isinstance(found, list) else found[0])
 
 
+def arithmetic(
+    *,
+    numbers: tuple[int, int] = (2, 4),
+    largest: int = 999,
+    role: Literal["tool", "user"] = "tool",
+    explain: bool = True,
+    seed: int = 0,
+    train_size: int = 8192,
+    eval_size: int = 256,
+) -> Task:
+    """Sums and products of whole numbers in words, with a calculator as a tool.
+
+    An answer is a turn without a call of the tool. Its reward is 1 if its last number is right,
+    else 0. The last three arguments are explained in `running_sums`.
+
+    Args:
+      numbers: fewest and most numbers of a problem.
+      largest: numbers are drawn from 1 to this.
+      role: of the tool's messages; `user` for chat templates that know no tools.
+      explain: whether prompts say how the tool is called, for models whose chat template does not.
+    """
+    least, most = span("numbers", numbers, 2, MOST_NUMBERS)
+    whole("largest", largest, least=9, most=LARGEST_NUMBER)
+
+    def draw(rng: random.Random) -> Example:
+        terms = [str(1 + below(rng, largest)) for _ in range(least + below(rng, most - least + 1))]
+        signs = ["+-*"[below(rng, 3)] for _ in terms[1:]]
+        text = terms[0] + "".join(f" {s} {t}" for s, t in zip(signs, terms[1:], strict=True))
+        how = f" {CALLED}" if explain else ""
+        return Example(f"What is {text}?{how} {ANSWERED}", calculator(text))
+
+    task = _task("arithmetic", draw, in_turns, seed, (train_size, eval_size))
+    respond = tools([calculator], reward=_last_number, role=role)
+    return replace(task, environment=Here(respond))
+
+
+CALLED = (
+    'Compute with <tool_call>{"name": "calculator", "arguments": {"expression": "2*3+4"}}'
+    "</tool_call>."
+)
+ANSWERED = "Then answer with the number alone."
+
+
+def _last_number(answer: str, completion: Completion) -> float:
+    found = re.findall(r"-?[0-9]+", completion.text.replace(",", ""))
+    return float(bool(found) and found[-1] == answer)
+
+
 BUILTIN: Mapping[str, Callable[..., Task]] = MappingProxyType(
     {"running_sums": running_sums, "sorting": sorting, "countdown": countdown}
 )
-GAMES: Mapping[str, Callable[..., Task]] = MappingProxyType({"guessing": guessing})
+GAMES: Mapping[str, Callable[..., Task]] = MappingProxyType(
+    {"guessing": guessing, "arithmetic": arithmetic}
+)
 
 
 def builtin_task(name: str, parameters: Mapping[str, Any] | None = None) -> Task:

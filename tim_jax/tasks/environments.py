@@ -34,7 +34,7 @@ from tim_jax.common.inputs import shown
 from tim_jax.tasks.base import TIMEOUT, Message
 from tim_jax.tasks.custom import LARGEST, described, load_function, user_code
 from tim_jax.tasks.episodes import Answer, Completion, Content, Packed, Reply, Turn, failed
-from tim_jax.tasks.guard import Crowd, Refusal
+from tim_jax.tasks.guard import START_SECONDS, Crowd, Refusal
 
 SECONDS = 30.0  # for one reply
 LATER = 1.0  # seconds after its limit, in which a coroutine must end
@@ -251,8 +251,9 @@ def _messages(items: Sequence[Any]) -> list[Mapping[str, Any]]:
 
 
 def _declared(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The attributes `roles` and `tools` of a function; without them it replies as a user."""
-    return tuple(getattr(function, "roles", ("user",))), tuple(getattr(function, "tools", ()))
+    """What a function declares by `roles` and `tools()`; without them it replies as a user."""
+    tools = getattr(function, "tools", tuple)
+    return tuple(getattr(function, "roles", ("user",))), tuple(tools())
 
 
 @dataclass(frozen=True)
@@ -270,15 +271,19 @@ class Here:
     def _responder(self) -> Responder:
         return Responder(self.respond)
 
+    @cached_property
+    def _declared(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        return _declared(self.respond)
+
     @property
     def roles(self) -> tuple[str, ...]:
         """See `episodes.Answering`."""
-        return _declared(self.respond)[0]
+        return self._declared[0]
 
     @property
     def tools(self) -> tuple[Any, ...]:
         """See `episodes.Answering`."""
-        return _declared(self.respond)[1]
+        return self._declared[1]
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each."""
@@ -293,7 +298,8 @@ class Guarded:
     has to be ended. Of a coroutine function, a process waits for `TOGETHER` turns at once.
 
     Attributes:
-      roles, tools: what the function declares, see `episodes.Answering`.
+      roles, tools: what the function declares by attributes `roles` and `tools()`, see
+        `episodes.Answering`.
     """
 
     def __init__(self, name: str, *, seconds: float = SECONDS, workers: int = WORKERS) -> None:
@@ -317,11 +323,20 @@ class Guarded:
             raise InputError(
                 f"environment {name!r}: its import ends its process: {error}"
             ) from None
-        about = self._crowd.about
-        self.roles: tuple[str, ...] = tuple(about["roles"])
-        self.tools: tuple[Any, ...] = tuple(about["tools"])
-        self._together = TOGETHER if about["asynchronous"] else 1
+        try:
+            self.roles, self.tools = self._declaration()
+        except BaseException:
+            self._crowd.close()
+            raise
+        self._together = TOGETHER if self._crowd.about["asynchronous"] else 1
         self.close = self._crowd.close
+
+    def _declaration(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        [(_, outcome)] = self._crowd.stream([None], seconds=START_SECONDS)
+        found = outcome.value or {"error": f"declaring its tools: {outcome.fault} {outcome.detail}"}
+        if "error" in found:
+            raise InputError(f"environment {self._name!r}: {found['error']}")
+        return tuple(found["roles"]), tuple(found["tools"])
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each, in the order in which they are there."""
@@ -341,18 +356,26 @@ class TurnsHere:
     """What answers `Guarded` in its processes: turns -> (place, answer) for each."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        function = load_respond(setup["name"])
-        self._responder = Responder(function, guarded=True)
+        self._function = load_respond(setup["name"])
+        self._responder = Responder(self._function, guarded=True)
         self._limit = setup["limit"]
-        roles, tools = _declared(function)
-        asynchronous = self._responder.asynchronous
-        self.about = {"asynchronous": asynchronous, "roles": roles, "tools": tools}
+        self.about = {"asynchronous": self._responder.asynchronous}
 
     def __call__(self, bodies: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
+        if bodies == [None]:
+            yield 0, self._declared()
+            return
         turns = [_turn(body) for body in bodies]
         for place, answer in self._responder.answers(turns, self._limit):
             state = None if answer.failure else base64.b64encode(answer.state).decode()
             yield place, (state, answer.content, answer.reward, answer.done, answer.failure)
+
+    def _declared(self) -> Mapping[str, Any]:
+        try:
+            roles, tools = _declared(self._function)
+            return {"roles": roles, "tools": tools}
+        except InputError as error:
+            return {"error": str(error)}
 
 
 def _sent(turn: Turn) -> Mapping[str, Any]:

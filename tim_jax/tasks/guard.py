@@ -255,7 +255,9 @@ class Crowd(_Pool):
         self.about: Any = (worker.started or {}).get("value")
         self._free(worker)
 
-    def stream(self, bodies: Sequence[Any], *, together: int = 1) -> Iterator[tuple[int, Outcome]]:
+    def stream(
+        self, bodies: Sequence[Any], *, together: int = 1, seconds: float | None = None
+    ) -> Iterator[tuple[int, Outcome]]:
         """Yields (index, outcome) for each request, as soon as it is there.
 
         The processes go on while the caller is at something else. What a caller leaves is not
@@ -264,13 +266,14 @@ class Crowd(_Pool):
         Args:
           together: this many requests are given to a process at once. With more than one, the
             handler watches the limit of each.
+          seconds: in place of the usual limit.
         """
         self._threads = self._threads or ThreadPoolExecutor(self.workers)
         outcomes: SimpleQueue[tuple[int, Outcome] | BaseException] = SimpleQueue()
         extra = GRACE_SECONDS / 2 if together > 1 else 0.0
         numbered = list(enumerate(bodies))
         parts = [numbered[i : i + together] for i in range(0, len(numbered), together)]
-        serve = partial(self._serve, self.seconds + extra, outcomes)
+        serve = partial(self._serve, (seconds or self.seconds) + extra, outcomes)
         tasks = [self._threads.submit(serve, dict(part)) for part in parts]
         try:
             for _ in bodies:

@@ -5,6 +5,7 @@ is the section, with its own defaults and checks; a section that needs more keys
 several sections say together is checked by `config.RunConfig`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast, get_type_hints
@@ -46,7 +47,6 @@ NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Function = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-Respond = Annotated[str, Field(pattern=r"^[^:]+:\w+$")]  # of a module or a file
 # TOML has arrays, not tuples; their items stay strict.
 TokenIds = Annotated[tuple[Whole, ...], Field(strict=False)]
 Counts = Annotated[tuple[Count, ...], Field(strict=False)]
@@ -331,6 +331,15 @@ class Learner(Section):
         return self
 
 
+def _respond(text: str) -> str:
+    if not re.fullmatch(r"[^:]+:\w+", text):
+        raise refusal("", text, 'must be written "file.py:function" or "module:function"')
+    return text
+
+
+Respond = Annotated[str, AfterValidator(_respond)]
+
+
 class _Graded(Section):
     """What every task with a reward of the user's has."""
 
@@ -359,7 +368,7 @@ class BuiltinTask(_Graded):
     """A small task of `tim_jax.tasks.builtin`."""
 
     kind: Literal["builtin"] = "builtin"
-    name: Literal["running_sums", "sorting", "countdown", "guessing"] = "running_sums"
+    name: Literal["running_sums", "sorting", "countdown", "guessing", "arithmetic"] = "running_sums"
     parameters: dict[str, Any] = {}
     """Keywords of the task's function, such as `digits = [4, 10]`."""
 
