@@ -99,6 +99,7 @@ _UNOPTIMISED = frozenset(
         "rl/test_programs",
         "rl/test_routing",
         "rl/test_sharded",
+        "rl/test_turns",
         "rl/test_widths",
         "scripts/test_gpu_check",
         "scripts/test_soak",
