@@ -235,22 +235,18 @@ def _hint(
     guess = _guess(completion.text, words)
     if guess == number:
         return state, Reply(reward=1.0, done=True)
-    fits = guess is not None and low <= guess <= high
-    state = (low, high, number, left - 1, proper + fits)
+    larger, smaller, hint = replies
+    if guess is not None:
+        proper, hint = proper + (low <= guess <= high), larger if guess < number else smaller
     if left == 1:
-        return state, Reply(reward=consolation * (proper + fits) / guesses, done=True)
-    larger, smaller, none = replies
-    return state, Reply(
-        none if guess is None or not fits else larger if guess < number else smaller
-    )
+        return state, Reply(reward=consolation * proper / guesses, done=True)
+    return (low, high, number, left - 1, proper), Reply(hint)
 
 
 def _guess(text: str, words: bool) -> int | None:
-    answer = text if words else answer_text(text) or ""
-    found = re.findall(r"[0-9]{1,18}", answer) if words else re.fullmatch(r"[0-9]{1,18}", answer)
-    if not found:
-        return None
-    return int(found[-1] if isinstance(found, list) else found[0])
+    numbers = re.findall(r"[0-9]+", text) if words else [answer_text(text) or ""]
+    is_one = numbers and re.fullmatch(r"[0-9]{1,18}", numbers[-1])
+    return int(numbers[-1]) if is_one else None
 
 
 def arithmetic(

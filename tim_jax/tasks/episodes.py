@@ -121,17 +121,17 @@ class Outcome:
 
 
 class Answering(Protocol):
-    """An environment that answers in text.
-
-    Attributes:
-      roles: of the messages in a usual reply, to be checked before a run; none if it is tokens.
-      tools: what its prompts declare, as JSON schemas.
-    """
+    """An environment that answers in text."""
 
     @property
-    def roles(self) -> tuple[str, ...]: ...
+    def roles(self) -> tuple[str, ...]:
+        """Those of the messages in a usual reply, checked before a run; none if it is tokens."""
+        ...
+
     @property
-    def tools(self) -> tuple[Any, ...]: ...
+    def tools(self) -> tuple[Any, ...]:
+        """What its prompts declare, as JSON schemas."""
+        ...
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each, in the order in which they are there."""
