@@ -99,8 +99,8 @@ _UNOPTIMISED = frozenset(
         "rl/test_programs",
         "rl/test_routing",
         "rl/test_sharded",
+        "rl/test_micro_batches",
         "rl/test_turns",
-        "rl/test_widths",
         "scripts/test_gpu_check",
         "scripts/test_soak",
     }

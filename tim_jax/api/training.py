@@ -1,7 +1,7 @@
 """Training as a generator of steps: the caller logs, stops and keeps what it wants."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,10 +10,12 @@ import optax
 
 from tim_jax import corrections, mismatch
 from tim_jax.api import data
-from tim_jax.api.data import BatchedReward
 from tim_jax.api.model import Model, check_devices, check_model
 from tim_jax.api.rollouts import text_of
+from tim_jax.app.run import display
+from tim_jax.common import pages
 from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import refuse_unknown, shown
 from tim_jax.corrections import Correction, Mode
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model import adapters
@@ -28,9 +30,9 @@ from tim_jax.rl.types import TrainState, Turns
 from tim_jax.tasks.base import Task, whole
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Step:
-    """One finished step of training."""
+    """One finished step of training; `print` shows it as a line."""
 
     number: int
     """From 1."""
@@ -40,10 +42,24 @@ class Step:
     """Seconds and tokens per second."""
     samples: list[Sample]
     """Each completion with its prompt, answer and reward."""
-    _state: TrainState = field(repr=False)
-    _before: Model = field(repr=False)
-    _lora: Lora | None = field(repr=False)
-    _merged: Callable[[Any], Any] = field(repr=False)
+    _state: TrainState
+    _before: Model
+    _lora: Lora | None
+    _merged: Callable[[Any], Any]
+
+    def __str__(self) -> str:
+        fields = display.step_fields(self.metrics | self.timing)
+        return f"step {self.number}  " + "  ".join(f"{label} {text}" for label, text in fields)
+
+    def __repr__(self) -> str:
+        """The line, and the first completions with their rewards."""
+        rows = (display.Completion(x.prompt, x.completion, x.reward) for x in self.samples[:4])
+        return "\n".join([str(self), *(display.completion_line(row, width=100) for row in rows)])
+
+    def _repr_html_(self) -> str:
+        rows = [(f"{x.reward:g}", x.prompt, x.completion, x.answer) for x in self.samples[:8]]
+        head = ("reward", "prompt", "completion", "answer")
+        return pages.html_table(pages.Table(str(self), head, rows))
 
     @cached_property
     def model(self) -> Model:
@@ -80,11 +96,12 @@ class Step:
             )
 
 
+@refuse_unknown
 def grpo(
     model: Model,
     prompts_and_answers: Iterable[Any],
     *,
-    reward: Callable[..., Any] | BatchedReward | None = None,
+    reward: Callable[..., Any] | None = None,
     respond: Callable[..., Any] | None = None,
     steps: int,
     samples: int | None = None,
@@ -112,8 +129,9 @@ def grpo(
       prompts_and_answers: (prompt, answer) pairs or rows with these keys, from any iterable, which
         is read once, at once. A prompt is text or a list of chat messages, an answer any value.
         They are visited in an order of the seed, as often as the steps need.
-      reward: (prompt, completion, answer) -> a finite number. Called in this process, without a
-        time limit. `tim_jax.batched` marks one that takes and returns lists.
+      reward: (prompts, completions, answers) -> one finite number for each completion, all in
+        lists; `tim_jax.per_item` makes one of a function of one completion. Called in this process,
+        without a time limit; and once at the start, to try it, with an answer as the completion.
       respond: in place of a reward, an environment that takes turns with the policy: (state,
         completion) -> (state, `tim_jax.Reply`), with the turn's key u32[2] as a third argument if
         it takes one. `completion` has `text`, `tokens` and `ended`. The answers of the rows are the
@@ -122,7 +140,8 @@ def grpo(
       steps: how many.
       samples: responses per prompt, the group whose mean reward is the baseline; 8 if None.
       prompts_per_step: groups of a step; 8 if None.
-      max_tokens: of a response, with `respond` of one turn; 256 if None.
+      max_tokens: of a response, with `respond` of one turn; if None, 256, or half of the model's
+        positions (with `respond`, a 32nd) if that is less.
       max_turns: of an episode, after which it ends as it is; 8 if None.
       max_episode_tokens: of all turns and replies; an episode ends before a reply that does not
         fit. None: twice `max_turns` times `max_tokens`, or as many as the model has room for.
@@ -175,6 +194,10 @@ def grpo(
     model = replace(model, placement=where, numerics=run.execution.numerics)
     most = run.execution.sampling.max_tokens
     text = text_of(model, examples, most, *_template(model, task))
+    if run.learning.micro_batch_tokens is not None:
+        rules.check_micro_batch_tokens(
+            run.learning.micro_batch_tokens, longest=text.max_prompt_length + most, placement=where
+        )
     adapter = _adapter(model, lora, seed)
     run = run.varied(lora=adapter and adapter.lora)
     environment = None
@@ -182,7 +205,7 @@ def grpo(
         environment = text.bridged(task.environment, run.execution.sampling.stop_tokens)
     built = programs.build(run)
     # An optimizer is functions, which have no text.
-    settings = replace(run, optimizer=None)
+    settings = [getattr(run, one.name) for one in fields(run) if one.name != "optimizer"]
     data.agree(examples, repr((steps, seed, settings)))
     how = {"seed": seed, "steps": steps, "environment": environment}
     return _steps(model, task, text, built, adapter, **how)
@@ -223,7 +246,7 @@ def _episodes(
         if value is not None:
             whole(f"grpo: {name}", value, least=1)
     known = training and training.turns
-    turns = known or Turns(most=8, max_tokens=256)
+    turns = known or Turns(max_tokens=max(1, min(256, model.config.max_positions // 32)))
     turns = Turns(max_turns or turns.most, max_tokens or turns.max_tokens)
     if most is None and known and not max_turns and not max_tokens:
         return {"turns": turns}
@@ -247,7 +270,7 @@ def _check_values(objective: Any, optimizer: Any, training: Any) -> None:
     if not isinstance(training, Training | None):
         raise InputError(
             "grpo: training must be a value such as model.training(micro_batch=4), got"
-            f" {training!r}"
+            f" {shown(training)}"
         )
 
 
@@ -309,7 +332,7 @@ def _adapter(model: Model, lora: Lora | Adapter | None, seed: int) -> Adapter | 
     if lora is None:
         return None
     if not isinstance(lora, Lora):
-        raise InputError(f"grpo: lora must be a tim_jax.Lora or an adapter, got {lora!r}")
+        raise InputError(f"grpo: lora must be a tim_jax.Lora or an adapter, got {shown(lora)}")
     return Adapter(lora, adapters.init(model.config, lora, seed))
 
 
@@ -326,7 +349,7 @@ def _dial(sampler: Any) -> Mismatch:
     if isinstance(sampler, Entry | Mapping | str) or not isinstance(sampler, Iterable):
         raise InputError(
             "grpo: sampler must be a list of entries, such as"
-            f' [tim_jax.mismatch.kv_cache(dtype="float8_e4m3fn")], got {sampler!r}'
+            f' [tim_jax.mismatch.kv_cache(dtype="float8_e4m3fn")], got {shown(sampler)}'
         )
     entries: list[Entry] = []
     for entry in sampler:
