@@ -189,7 +189,7 @@ def guessing(
       words: prompts and replies in English, and the guess is the last number of a completion, for a
         model that has learned from text.
       format_reward: reward of an episode without the right guess, times the share of its guesses
-        that were numbers of the range.
+        that could have been right, after what was told before.
     """
     least, most = span("numbers", numbers, 2, LARGEST_NUMBER)
     whole("largest", largest, least=most, most=LARGEST_NUMBER)
@@ -220,7 +220,7 @@ GUESS = (
 )
 NONE = "I see no number."
 REPLIES = ("+", "-", "="), ("Mine is larger.", "Mine is smaller.", NONE)  # without and with words
-Game = tuple[int, int, int, int, int]  # low, high, number, guesses left, proper guesses so far
+Game = tuple[int, int, int, int, int]  # least, most, number, guesses left, proper ones so far
 
 
 def _hint(
@@ -237,7 +237,9 @@ def _hint(
         return state, Reply(reward=1.0, done=True)
     larger, smaller, hint = replies
     if guess is not None:
-        proper, hint = proper + (low <= guess <= high), larger if guess < number else smaller
+        proper += low <= guess <= high
+        hint = larger if guess < number else smaller
+        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
     if left == 1:
         return state, Reply(reward=consolation * proper / guesses, done=True)
     return (low, high, number, left - 1, proper), Reply(hint)
