@@ -6,10 +6,10 @@
 
 Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
 lengths and contents, the order in which sequences are given to slots, and with what to compare: a
-learner of some micro-batch and padding, or a sampler of another batch and other slots. Shapes come
-from a few lists, so that some 250 compiled programs serve all cases; lengths, contents, orders,
-keys and weights vary inside them. The cases of one numerics follow each other: all programs at once
-would need more memory mappings than a kernel usually allows.
+learner of some micro-batch, with some padding or none, or a sampler of another batch and other
+slots. Shapes come from a few lists, so that some 250 compiled programs serve all cases; lengths,
+contents, orders, keys and weights vary inside them. The cases of one numerics follow each other:
+all programs at once would need more memory mappings than a kernel usually allows.
 """
 
 import argparse
@@ -71,6 +71,7 @@ class Learner(NamedTuple):
     prompt_length: int
     response_length: int
     remat: bool = False
+    buffer: int | None = None  # tokens that the rows lie in, without padding
 
 
 BATCHES = (
@@ -84,6 +85,8 @@ LEARNERS = (
     Learner(3, 37, 57, remat=True),
     Learner(8, 30, LONGEST),
     Learner(16, 30, 45),
+    Learner(8, 30, LONGEST, buffer=600),
+    Learner(5, 24, 53, remat=True, buffer=411),
 )
 
 
@@ -151,6 +154,7 @@ def check_learner(case: Drawn, rollout: Rollout, learner: Learner, rng):
         ),
         execution=Execution(CONFIG, case.numerics, SAMPLINGS[case.sampling]),
         remat=learner.remat,
+        buffer=learner.buffer,
     )
     width = part.responses.shape[1]
     return compare(part, part.responses, part.mask, np.asarray(log_probs)[:, :width])
@@ -222,10 +226,10 @@ def prepared(index: int, numerics: Numerics):
 sample = jax.jit(sampler.sample, static_argnames=("execution", "samples", "batching"))
 
 
-@partial(jax.jit, static_argnames=("execution", "remat"))
-def learn_program(weights, rollout, *, execution, remat):
+@partial(jax.jit, static_argnames=("execution", "remat", "buffer"))
+def learn_program(weights, rollout, **how):
     def loss(weights):
-        log_probs = scoring.score(weights, rollout, execution=execution, remat=remat).log_probs
+        log_probs = scoring.score(weights, rollout, **how).log_probs
         return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
 
     (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
@@ -285,7 +289,10 @@ def in_words(shape: Batch | Learner) -> str:
         batching = "".join(f", {value} {name}" for name, value in named if value)
         return f"{shape.prompts} x {shape.samples}{batching}, {lengths}"
     remat = ", layers recomputed" if shape.remat else ""
-    return f"{shape.rows} rows padded to {shape.prompt_length} + {shape.response_length}{remat}"
+    rows, most = f"{shape.rows} rows", f"{shape.prompt_length} + {shape.response_length}"
+    if shape.buffer is not None:
+        return f"{rows} of up to {most} in {shape.buffer} tokens without padding{remat}"
+    return f"{rows} padded to {most}{remat}"
 
 
 def mappings() -> int:

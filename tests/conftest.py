@@ -99,7 +99,7 @@ _UNOPTIMISED = frozenset(
         "rl/test_programs",
         "rl/test_routing",
         "rl/test_sharded",
-        "rl/test_widths",
+        "rl/test_micro_batches",
         "scripts/test_gpu_check",
         "scripts/test_soak",
     }

@@ -7,7 +7,8 @@
     assert (tim.score(model, rollout) == rollout.log_probs).all()
 
 `load`, `sample`, `score`, `audit`, `grpo`, `diagnose` and `save` are the verbs, `load_adapter` and
-`save_adapter` those of LoRA, and `capture` writes down what another engine draws; `Model`,
+`save_adapter` those of LoRA, `capture` writes down what another engine draws, and `per_item` makes
+a reward of a function of one completion; `Model`,
 `Placement` and `Lora` are the values that they take; `objectives`, `corrections`, `mismatch`,
 `schedules` and `metrics` the parts that experiments are put together from. All other rooms are
 imported by name, such as `from tim_jax.rl import loop`.
@@ -17,6 +18,7 @@ corrections do not import a model.
 """
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from tim_jax.api import (
         Model,
         audit,
-        batched,
         diagnose,
         grpo,
         load,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tim_jax.model.adapters import Lora
     from tim_jax.placement import Placement
     from tim_jax.recording import capture
+    from tim_jax.tasks.custom import per_item
     from tim_jax.tasks.episodes import Reply
 
 __all__ = [
@@ -45,7 +47,6 @@ __all__ = [
     "Placement",
     "Reply",
     "audit",
-    "batched",
     "capture",
     "corrections",
     "diagnose",
@@ -55,6 +56,7 @@ __all__ = [
     "metrics",
     "mismatch",
     "objectives",
+    "per_item",
     "sample",
     "save",
     "save_adapter",
@@ -62,18 +64,21 @@ __all__ = [
     "score",
 ]
 
-_API = ("Model", "audit", "batched", "diagnose", "grpo", "load", "sample", "save", "score")
+_API = ("Model", "audit", "diagnose", "grpo", "load", "sample", "save", "score")
 _HOMES = {
     **dict.fromkeys((*_API, "load_adapter", "save_adapter"), "api"),
     "Lora": "model.adapters",
     "Placement": "placement",
     "Reply": "tasks.episodes",
     "capture": "recording",
+    "per_item": "tasks.custom",
 }
 
 
 def __getattr__(name: str) -> Any:
     """A name of `__all__`, or any room of the package."""
+    if name == "__version__":
+        return metadata.version("tim-jax")
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     if not name.startswith("_"):

@@ -27,12 +27,32 @@ from tim_jax.numerics.strict import LOG_RATIO_BOUND, unequal_bits, widened
 from tim_jax.numerics.sums import compensated_sum, count, row_count, whole
 from tim_jax.objectives import TokenLosses
 
+__all__ = [
+    "BANDS",
+    "DIFFERENCE_EDGES",
+    "PROBABILITY_EDGES",
+    "Profile",
+    "entropy",
+    "expert_loads",
+    "gradient_noise_scale",
+    "jensen_shannon",
+    "loss_metrics",
+    "mismatch_metrics",
+    "mismatch_profiles",
+    "routing_metrics",
+    "update_skew",
+]
+
 # Tokens whose ratio is outside these bands are counted: NeMo-RL's sequence band, 1% and 5%
 # (MaxText).
 BANDS = {"0.999_1.002": (0.999, 1.002), "1pct": (0.99, 1.01), "5pct": (0.95, 1.05)}
 PROBABILITY_EDGES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _LARGEST_LOG_PERPLEXITY = 80.0  # whose exponential float32 can still add up
 DIFFERENCE_EDGES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:

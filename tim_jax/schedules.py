@@ -25,6 +25,19 @@ from tim_jax.common.inputs import check_kinds
 from tim_jax.numerics import masked, strict
 from tim_jax.numerics.sums import compensated_sum, count, tree_sum
 
+__all__ = [
+    "LengthDecayState",
+    "SurgeDetector",
+    "SurgeState",
+    "TriggeredDecayState",
+    "decay_report",
+    "effective_sample_size",
+    "length_decay",
+    "length_decay_schedule",
+    "length_triggered_decay",
+    "scale_by_root_ess",
+]
+
 # Share of the maximum length from which the recent lengths count as pinned: cut off, not grown.
 PINNED = 0.95
 # The median absolute deviation of a normal distribution, times this, is its standard deviation.
@@ -37,6 +50,10 @@ SUSTAINED, SET_IN = 0.6, 0.25
 DATED_BY, FADING, BEFORE = 80, 40, 12
 # Steps that a surge may take, besides all those until now.
 SPANS = (1, 3, 8, 20)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class SurgeState(NamedTuple):

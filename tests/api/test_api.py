@@ -37,6 +37,7 @@ PAIRS = [("2 + 2", 4), ("3 + 1", 4), ("9 + 9", 18)]
 TRAINED = {"steps": 2, "samples": 4, "prompts_per_step": 2, "max_tokens": 6, "seed": 3}
 
 
+@tim.per_item
 def by_length(prompt, completion, answer):
     return len(completion) / (6 + answer)
 
@@ -410,29 +411,28 @@ def test_every_form_of_data_and_reward_is_the_same_training(model):
 
     def of_lists(prompts, completions, answers):
         seen.append((prompts, answers))
-        rows = zip(prompts, completions, answers, strict=True)
-        return np.array([by_length(*row) for row in rows])
+        return np.array(by_length(prompts, completions, answers))
 
     rows = ({"prompt": prompt, "answer": answer, "source": "x"} for prompt, answer in PAIRS)
     pairs = list(trained(model))
-    batched = list(trained(model, rows, reward=tim.batched(of_lists)))
-    assert [step.metrics for step in batched] == [step.metrics for step in pairs]
-    assert tiny.bits(batched[-1].model.params) == tiny.bits(pairs[-1].model.params)
+    listed = list(trained(model, rows, reward=of_lists))
+    assert [step.metrics for step in listed] == [step.metrics for step in pairs]
+    assert tiny.bits(listed[-1].model.params) == tiny.bits(pairs[-1].model.params)
+    assert [len(prompts) for prompts, _ in seen] == [1, 8, 8]  # the first was to try it
     for prompts, answers in seen:
-        assert len(prompts) == len(answers) == 8
         assert set(zip(prompts, answers, strict=True)) <= set(PAIRS)  # numbers stay numbers
 
 
 def test_a_reward_is_given_chat_messages_as_they_were(model):
     messages, seen = [{"role": "user", "content": "2 + 2"}], []
 
-    def reward(prompt, completion, answer):
-        seen.append((prompt, answer))
-        return float(len(completion))
+    def reward(prompts, completions, answers):
+        seen.extend(zip(prompts, answers, strict=True))
+        return list(map(len, completions))
 
     plain = replace(model, chat_template=False)
     (step,) = trained(plain, [(messages, None)], reward=reward, steps=1)
-    assert seen == [(messages, None)] * 8
+    assert seen == [(messages, None)] * 9
     assert step.samples[0].prompt == "user: 2 + 2"
     assert step.metrics["exact_share"] == 1.0
 
@@ -458,12 +458,20 @@ def test_a_sampler_that_differs_is_refused_where_bits_are_asked_for(model):
         next(trained(model, sampler=[table], exact=True))
 
 
-def nothing(prompt, completion, answer):
-    return None
+def of_one(prompt, completion, answer):
+    return float(completion.endswith(answer))
 
 
-def broken(prompt, completion, answer):
+def unlisted(prompt, completion, answer):
+    return 1.0
+
+
+def broken(prompts, completions, answers):
     raise KeyError("lost")
+
+
+def in_time(prompts, completions, answers):
+    return [1.0] * (len(prompts) if len(prompts) == 1 else 3)
 
 
 @pytest.mark.parametrize(
@@ -480,9 +488,22 @@ def broken(prompt, completion, answer):
         ([(7, 1)], {}, "row 0: prompt must be text or a list of chat messages, got 7"),
         ([("a" * 30, 1)], {}, "prompt 0 has 30 tokens, at most 26 are allowed"),
         (PAIRS, {"reward": 1.0}, "reward must be a function"),
+        (
+            PAIRS,
+            {"reward": of_one},
+            "reward of_one raised AttributeError: 'list' object has no attribute 'endswith'; is it"
+            " a function of one completion? reward=tim_jax.per_item(of_one)",
+        ),
+        (PAIRS, {"reward": unlisted}, "must return a sequence of 1 numbers, got 1.0; is it a"),
+        (PAIRS, {"reward": broken}, "grpo: reward broken raised KeyError: 'lost'"),
+        (
+            PAIRS,
+            {"reward": tim.per_item(lambda *one: None)},
+            "reward <lambda> must return finite numbers, got None at 0",
+        ),
         (PAIRS, {"optimizer": "adamw"}, "optimizer must be of optax"),
         (PAIRS, {"steps": 0}, "steps must be at least 1, got 0"),
-        (PAIRS, {"samples": 1}, "takes its baseline from the group"),
+        (PAIRS, {"samples": 1}, "samples = 1: must be 2 or more for the estimator"),
         (PAIRS, {"objective": "grpo"}, "objective must be one of tim_jax.objectives, got str"),
         (
             PAIRS,
@@ -531,6 +552,7 @@ def broken(prompt, completion, answer):
         (PAIRS, {"exact": "report"}, "exact is 'report'; it must be "),
         (PAIRS, {"remat": "no"}, "remat is 'no'; it must be "),
         (PAIRS, {"placement": "fsdp=2"}, "placement must be a tim_jax.Placement, got 'fsdp=2'"),
+        (PAIRS, {"num_generations": 2}, "no field 'num_generations'; did you mean 'samples'?"),
         (PAIRS, {"mini_batch": 2}, "Training has no field 'mini_batch'; did you mean"),
         (PAIRS, {"training": {"mini_batches": 2}}, "training must be a value such as"),
         (
@@ -576,17 +598,55 @@ def test_what_cannot_be_trained_is_said_before_the_first_step(model, data, chang
         trained(model, data, **changes)
 
 
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        (nothing, "reward nothing must return finite numbers, got None at 0"),
-        (broken, "reward broken raised KeyError: 'lost'"),
-        (tim.batched(lambda *lists: [1.0]), "reward <lambda> returned 1 rewards for 8 completions"),
-    ],
-)
-def test_a_reward_that_is_nonsense_ends_the_step(model, reward, message):
-    with pytest.raises(InputError, match=re.escape(message)):
-        next(trained(model, reward=reward))
+def test_a_reward_that_becomes_nonsense_ends_the_step(model):
+    with pytest.raises(InputError, match="reward in_time returned 3 rewards for 8 completions"):
+        next(trained(model, reward=in_time))
+
+
+def test_arguments_are_known_by_what_other_libraries_call_them(model):
+    with pytest.raises(InputError, match="no argument 'num_generations'; did you mean 'samples'"):
+        tim.grpo(model, PAIRS, reward=by_length, steps=1, num_generations=4)
+    with pytest.raises(InputError, match="no argument 'max_new_tokens'; did you mean 'max_tokens'"):
+        tim.sample(model, ["2"], max_new_tokens=4)
+
+
+def test_a_dtype_may_be_one_of_jax(folder):
+    assert tim.load(folder, dtype=jax.numpy.bfloat16).dtype == "bfloat16"
+    with pytest.raises(InputError, match="load: dtype 'int8' is unknown"):
+        tim.load(folder, dtype=np.int8)
+
+
+@pytest.mark.slow
+def test_the_package_brings_a_model_that_half_knows_a_task():
+    model = tim.load("tiny")
+    assert model.most_tokens == 32
+    prompts = [f"{number:05}>" for number in range(0, 100_000, 3000)]
+    rollout = tim.sample(model, prompts, samples=4)
+    right = [
+        text.endswith("#" + "".join(sorted(prompts[i // 4][:-1])))
+        for i, text in enumerate(rollout.text)
+    ]
+    assert 0.4 < np.mean(right) < 0.75
+    assert repr(rollout).startswith("Rollout(136 responses, ")
+
+
+def test_what_objects_print_is_short_and_says_what_they_are(model):
+    (step,) = trained(model, steps=1)
+    assert re.match(r"step 1  reward 0\.\d+  length \d+\.\d  exact 100% \(\d+ tokens\)", str(step))
+    assert len(repr(step).splitlines()) == 5
+    assert step._repr_html_().count("<tr>") == 9
+    training = model.training(micro_batch=4, objective=tim.objectives.dapo())
+    for value in (step, model, training.learning.objective, tim.corrections.vexact()):
+        assert len(repr(value)) < 600, repr(value)
+    assert repr(tim.corrections.token_tis(cap=3.0)) == (
+        "Correction(scale_by_truncated_ratio (token ratio up to 3.0))"
+    )
+    for room in (tim.metrics, tim.schedules):
+        assert all(
+            getattr(room, name).__module__ == room.__name__
+            for name in dir(room)
+            if not name.isupper()
+        )
 
 
 def test_nothing_is_written(model, tmp_path, monkeypatch):
@@ -608,13 +668,13 @@ model = tim.load(folder)
 rollout = tim.sample(model, ["What is 7 * 8?", "b"], samples=2, max_tokens=6)
 assert tim.score(model, rollout).tobytes() == rollout.log_probs.tobytes()
 graded = []
-def reward(prompt, completion, answer):
-    graded.append(completion)
-    return len(completion) / 6
+def reward(prompts, completions, answers):
+    graded.extend(completions)
+    return [len(text) / 6 for text in completions]
 for step in tim.grpo(model, [("2 + 2", 4), ("3 + 1", 4)], reward=reward, steps=2, samples=4,
                      prompts_per_step=2, max_tokens=6, optimizer=optax.adamw(1e-2)):
     print("said", rollout.text, step.metrics["reward"], step.metrics["exact_share"])
-assert len(graded) == 2 * 8 // jax.process_count()
+assert len(graded) == 1 + 2 * 8 // jax.process_count()  # one is a trial
 tim.save(step.model, "out")
 """
 
@@ -650,10 +710,9 @@ def one_case(*args, **kwargs):
 
 
 @pytest.mark.slow
-def test_the_example_of_the_readme_runs(folder, tmp_path, monkeypatch, capsys):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = readme[readme.index("## As a library") :]
-    (example,) = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+def test_the_example_of_a_whole_script_runs(folder, tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page.split("\n## ")[1], re.DOTALL)
     for shown, used in {
         '"Qwen/Qwen3-0.6B"': repr(str(folder)),
         "max_tokens=256": "max_tokens=6",
@@ -664,7 +723,7 @@ def test_the_example_of_the_readme_runs(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(running, "standard_cases", one_case)  # all of them: test_audit
     names = {}
-    exec(compile(example, "README.md", "exec"), names)
+    exec(compile(example, "python.md", "exec"), names)
     rollout, report = names["rollout"], names["report"]
     assert bits(names["log_probs"]) == bits(rollout.log_probs)
     assert report.passed

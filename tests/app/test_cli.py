@@ -284,13 +284,15 @@ def test_a_run_in_two_parts_is_the_run_in_one(finished, folder, call):
 
 def test_eval_of_a_run_is_its_last_evaluation(finished, folder, call):
     out_file = folder / "scores.json"
-    status, out, _ = call("eval", "tiny.toml", "run.folder=finished", "--json", out_file)
+    status, out, _ = call("eval", "finished", "--json", out_file)
     assert status == 0
     scores = json.loads(out_file.read_text())
     last = metrics_of(finished)[-1]
     assert scores == {name: last[f"eval/{name}"] for name in scores}
     faults = {"grader/timeout", "grader/error"}
-    assert {"mean@2", "pass@1", "prompts", "reward", "length"} | faults == set(scores)
+    assert {"mean@2", "pass@1", "prompts", "reward", "reward_error", "length"} | faults == set(
+        scores
+    )
     assert all(name in out for name in scores)
     status, _, _ = call(
         "eval",
@@ -315,6 +317,7 @@ def test_eval_without_a_run_is_of_the_configs_own_model(finished, folder, call):
         "pass@1",
         "prompts",
         "reward",
+        "reward_error",
         "length",
         "grader/timeout",
         "grader/error",
@@ -1081,3 +1084,18 @@ def test_no_option_takes_the_default_numerics():
     execution = assembly.make_execution(config, sources.make_model(config))
     length = config.sampling.max_prompt_length + config.sampling.max_tokens
     assert execution.numerics == fixed_numerics("tiles", "float32", length=length)
+
+
+def test_configs_of_the_package_are_found_from_anywhere(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    assert toml.load("configs/quickstart.toml", ["steps=7"]).steps == 7
+    assert "configs/studies/smoke.toml" in call("study", "--list")[1]
+    status, _, err = call("train", "configs/quikstart.toml")
+    assert (status, "did you mean 'configs/quickstart.toml'?" in err) == (2, True)
+
+
+def test_the_version_is_that_of_the_installed_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"tim-jax {tim_jax.__version__}, jax {jax.__version__}")

@@ -146,7 +146,7 @@ def test_adapters_through_the_api(tmp_path):
     model = tim.load(tmp_path / "base", dtype="bfloat16")
     before = tiny.bits(model.params)
     how = {
-        "reward": lambda prompt, completion, answer: len(completion) / 8,
+        "reward": lambda prompts, completions, answers: [len(text) / 8 for text in completions],
         "samples": 4,
         "prompts_per_step": 2,
         "max_tokens": 6,

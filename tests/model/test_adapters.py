@@ -79,10 +79,10 @@ def drawn(config=tiny.CONFIG, lora=LORA, seed=3):
 
 
 @pytest.mark.slow
-def test_micro_batches_of_a_few_widths_are_exact_and_learn_the_same():
+def test_micro_batches_of_tokens_are_exact_and_learn_the_same():
     ends = []
-    for count in (1, 3):
-        learning = replace(LEARNING, micro_batch=4, widths=count)
+    for sizes in ({"micro_batch": 4}, {"micro_batch_tokens": 40}):
+        learning = replace(LEARNING, **sizes)
         state, _, _, found, _ = stepped(execution(), learning)
         assert all(unequal == 0 < compared for compared, unequal in found)
         ends.append(state.params)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
-from tim_jax.rl.evaluation import mean_and_pass, mean_at_k, pass_at_k
+from tim_jax.rl.evaluation import mean_and_pass, mean_at_k, pass_at_k, standard_error
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
@@ -51,6 +51,15 @@ def test_default_ks(samples):
     ks = [key for key in mean_and_pass(np.zeros((1, samples))) if key.startswith("pass@")]
     expected = {1: [1], 2: [1, 2], 3: [1, 2, 3], 5: [1, 2, 4, 5], 8: [1, 2, 4, 8]}[samples]
     assert ks == [f"pass@{k}" for k in expected]
+
+
+def test_the_interval_of_a_score_is_right_in_95_of_100_draws():
+    rng = np.random.default_rng(0)
+    chances = rng.uniform(size=(2000, 64, 1))  # a chance for each prompt; their mean is 1/2
+    rewards = (rng.uniform(size=(2000, 64, 4)) < chances).astype(float)
+    inside = [abs(mean_at_k(x) - 0.5) < 1.96 * standard_error(x) for x in rewards]
+    assert 0.93 < np.mean(inside) < 0.97
+    assert standard_error(np.array([[1.0, 0.0]])) == 0.0
 
 
 def test_refusals():

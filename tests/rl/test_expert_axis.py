@@ -213,7 +213,9 @@ def test_sampler_and_learner_have_the_bits_of_one_device(where, config, numerics
     assert tiny.bits(rollout) == tiny.bits(drawn(replace(what, placement=SINGLE)))
     on = placement.mesh(where, jax.devices())
     learner = replace(what, routing="replayed")
-    score = jax.jit(sharded.scoring(learner, on, micro_batch=2 * where.shards, widths=2))
+    score = jax.jit(
+        sharded.scoring(learner, on, micro_batch=None, micro_batch_tokens=40 * where.shards)
+    )
     compiled = score.lower(weights(what), rollout).compile()
     # Values are moved, and nothing is added up.
     assert "all-to-all" in compiled.as_text()

@@ -20,9 +20,9 @@ from tim_jax.numerics import EXACT_F32
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs
+from tim_jax.rl.micro_batches import cut_rollout
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
-from tim_jax.rl.widths import cut_rollout
 
 CONFIG = replace(
     tiny.UNTIED,
@@ -184,7 +184,7 @@ def step_of(routing, dial=mismatch.EXACT, where=SINGLE, balance=0.0, count=4, **
 def test_a_step_of_exact_numerics_is_the_same_whatever_the_routing():
     states, reports = [], []
     for routing in ("own", "compared", "replayed"):
-        state, exactness, found = step_of(routing, micro_batch=8, widths=2)
+        state, exactness, found = step_of(routing, micro_batch_tokens=64)
         assert int(exactness.unequal) == 0 < int(exactness.compared)
         states.append(state.params)
         reports.append(found)
@@ -259,7 +259,7 @@ def test_the_load_balancing_loss_is_learnt_whatever_the_micro_batches_and_device
         step_of("compared", balance=0.5, **options)
         for options in (
             {},
-            {"micro_batch": 8, "widths": 3, "remat": True},
+            {"micro_batch_tokens": 50, "remat": True},
             {"where": Placement(fsdp=2), "micro_batch": 8},
         )
     ]

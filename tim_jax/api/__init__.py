@@ -5,7 +5,6 @@
 prompts, answers and rewards.
 """
 
-from tim_jax.api.data import batched
 from tim_jax.api.diagnosing import Diagnosis, diagnose
 from tim_jax.api.model import Audit, Model, audit, load, load_adapter, save, save_adapter
 from tim_jax.api.rollouts import Rollout, sample, score
@@ -18,7 +17,6 @@ __all__ = [
     "Rollout",
     "Step",
     "audit",
-    "batched",
     "diagnose",
     "grpo",
     "load",

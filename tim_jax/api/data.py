@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import shown
 from tim_jax.placement import processes
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Message, SharedGrader, Task
@@ -27,7 +27,7 @@ def as_prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
         return prompt
     if isinstance(prompt, Sequence) and prompt:
         return tuple(message_of(message, where) for message in prompt)
-    raise InputError(f"{where} must be text or a list of chat messages, got {_shown(prompt)}")
+    raise InputError(f"{where} must be text or a list of chat messages, got {shown(prompt)}")
 
 
 def as_examples(prompts_and_answers: Any) -> tuple[Example, ...]:
@@ -41,7 +41,7 @@ def as_examples(prompts_and_answers: Any) -> tuple[Example, ...]:
     if isinstance(prompts_and_answers, str) or not isinstance(prompts_and_answers, Iterable):
         raise InputError(
             "grpo: prompts_and_answers must be a list of (prompt, answer) or another iterable of"
-            f" them, got {_shown(prompts_and_answers)}"
+            f" them, got {shown(prompts_and_answers)}"
         )
     rows = tuple(_example(row, f"grpo: row {i}") for i, row in enumerate(prompts_and_answers))
     if not rows:
@@ -63,43 +63,36 @@ def _example(row: Any, where: str) -> Example:
     else:
         raise InputError(
             f'{where} must be a pair (prompt, answer) or {{"prompt": ..., "answer": ...}}, got'
-            f" {_shown(row)}"
+            f" {shown(row)}"
         )
     asked = as_prompt(prompt, f"{where}: prompt")
     check_open(asked, f"{where}: prompt")
     return Example(asked, str(answer), {_ANSWER: answer})
 
 
-@dataclass(frozen=True)
-class BatchedReward:
-    """A reward of lists: (prompts, completions, answers) -> as many numbers."""
-
-    function: Callable[..., Any]
-
-
-def batched(reward: Callable[..., Any]) -> BatchedReward:
-    """Marks a reward that takes and returns lists: `grpo(..., reward=tim_jax.batched(judge))`."""
-    if not callable(reward):
-        raise InputError(f"batched: reward must be a function of lists, got {_shown(reward)}")
-    return BatchedReward(reward)
-
-
-def as_task(examples: tuple[Example, ...], reward: Callable[..., Any] | BatchedReward) -> Task:
+def as_task(examples: tuple[Example, ...], reward: Callable[..., Any]) -> Task:
     """A task of these examples, graded by the user's function.
 
-    Under several processes each grades a part, and all get the same rewards.
+    It is tried at once, with the first example's answer as its completion. Under several processes
+    each grades a part, and all get the same rewards.
+
+    Raises:
+      InputError: it is no function of lists, or fails when it is tried.
     """
-    lists = isinstance(reward, BatchedReward)
-    reward = reward.function if isinstance(reward, BatchedReward) else reward
     if not callable(reward):
         raise InputError(
-            "grpo: reward must be a function (prompt, completion, answer) -> float, got"
-            f" {_shown(reward)}"
+            "grpo: reward must be a function (prompts, completions, answers) -> numbers, got"
+            f" {shown(reward)}"
         )
     name = getattr(reward, "__name__", type(reward).__name__)
-    grade = custom.as_grader(
-        reward, name, batched=lists, answer=lambda example: example.data[_ANSWER]
-    )
+    grade = custom.as_grader(reward, name, answer=lambda example: example.data[_ANSWER])
+    try:
+        grade(examples[:1], [examples[0].answer])
+    except InputError as error:
+        hint = f"; is it a function of one completion? reward=tim_jax.per_item({name})"
+        lists = isinstance(error.__cause__, TypeError | AttributeError) or "sequence" in str(error)
+        single = lists and not hasattr(reward, "__wrapped__")
+        raise InputError(f"grpo: {error}{hint if single else ''}") from error.__cause__
     count = jax.process_count()
     if count > 1:
         grade = SharedGrader(grade, jax.process_index(), count, processes.texts)
@@ -113,8 +106,3 @@ def agree(examples: tuple[Example, ...], settings: str) -> None:
     prompts = repr([example.prompt for example in examples])
     digest = hashlib.sha256(prompts.encode()).hexdigest()
     processes.agree(f"{digest} {settings}", "its prompts or its arguments of grpo")
-
-
-def _shown(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,5 +1,6 @@
 """What is wrong with log-probs that another system recorded, in one call."""
 
+import html
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from tim_jax.instruments.diagnosis.rollouts import Limits, collect
 from tim_jax.model.execution import Sampling
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What a diagnosis found; `print` shows it."""
 
@@ -48,6 +49,14 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return records.text(self.record)
+
+    def __repr__(self) -> str:
+        """The verdict, and what it rests on; `print` shows the explanations too."""
+        return str(self).partition("\n\n")[0]
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.html)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
 class Diagnose:

@@ -1,5 +1,6 @@
 """A model as one value: loaded from a folder or the hub, audited, and written again."""
 
+import html
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,13 +10,16 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from rich.console import Console
 
 from tim_jax import optimizers
 from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.app.run import assembly, exports, sources
 from tim_jax.app.run import numerics as run_numerics
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, check_choice
+from tim_jax.common.inputs import refuse_unknown, shown
 from tim_jax.instruments import auditing
 from tim_jax.model import calibration, hf, peft
 from tim_jax.model.adapters import Adapter
@@ -65,6 +69,11 @@ class Model:
         """The parameters as they are computed with, on the devices: made once, then kept."""
         return _preparation(self.execution(Sampling(1)))(self.params)
 
+    @property
+    def most_tokens(self) -> int:
+        """Of a response if nothing else is said: 256, or half of the model's positions if less."""
+        return min(_MOST_TOKENS, self.config.max_positions // 2)
+
     def execution(self, sampling: Sampling) -> Execution:
         """All that turns these weights into tokens and log-probs of a distribution."""
         stops = tuple(sorted({*self.stop_tokens, *sampling.stop_tokens}))
@@ -80,7 +89,7 @@ class Model:
         Raises:
           InputError: there is no such field, or a value is refused.
         """
-        execution = self.execution(Sampling(_MOST_TOKENS))
+        execution = self.execution(Sampling(self.most_tokens))
         optimizer = optimizers.adamw(optimizers.Rate(_LEARNING_RATE))
         return Training(execution, Learning(), optimizer).varied(**changes)
 
@@ -104,13 +113,14 @@ def _preparation(execution: Execution) -> Any:
 def check_model(where: str, model: object) -> None:
     """Refuses what is no model, such as the path of one."""
     if not isinstance(model, Model):
-        raise InputError(f"{where}: model must be what tim_jax.load returns, got {model!r}")
+        raise InputError(f"{where}: model must be what tim_jax.load returns, got {shown(model)}")
 
 
+@refuse_unknown
 def load(
     source: str | Path,
     *,
-    dtype: str = "float32",
+    dtype: DTypeLike = "float32",
     family: FamilyChoice = "auto",
     placement: Placement | None = None,
     decode_batch: int | None = None,
@@ -118,10 +128,11 @@ def load(
     """Loads a model with its tokenizer.
 
     Args:
-      source: a folder as `transformers` writes it, a name on the Hugging Face hub, or the folder of
-        a finished run of `tim-jax train`.
-      dtype: what it computes with, "float32", "bfloat16" or "float16"; master weights are always
-        float32.
+      source: a folder as `transformers` writes it, a name on the Hugging Face hub, the folder of a
+        finished run of `tim-jax train`, or "tiny": a model of 0.4M parameters that comes with the
+        package and sorts digits, such as "3120>", right half of the time.
+      dtype: what it computes with, "float32", "bfloat16" or "float16", or a dtype of that name such
+        as `jnp.bfloat16`; master weights are always float32.
       family: the kernels; "auto" takes the exact ones for the device at hand.
       placement: the devices that it is spread over. None: one device, and under several processes
         all of theirs, on the fsdp axis.
@@ -134,14 +145,28 @@ def load(
       InputError: there is no such model, it is not supported, or it cannot be placed so; the run
         has no final model yet, or one that its checkpoints have left behind.
     """
-    check_choice("load: dtype", dtype, COMPUTE_DTYPES)
+    dtype = dtype_name("load: dtype", dtype)
     check_choice("load: family", family, ("auto", *FAMILIES))
     if not isinstance(source, str | Path):
-        raise InputError(f"load: source must be a folder or a name, got {source!r}")
+        raise InputError(f"load: source must be a folder or a name, got {shown(source)}")
     if decode_batch is not None:
         whole("load: decode_batch", decode_batch, least=1)
     model = begin(source, dtype=dtype, family=family, placement=placement)
     return complete(model, source, decode_batch=decode_batch)
+
+
+def dtype_name(what: str, dtype: DTypeLike) -> str:
+    """The name of a dtype that a model can compute with: "bfloat16" of `jnp.bfloat16`.
+
+    Raises:
+      InputError: it is another one, or none.
+    """
+    try:
+        name = dtype if isinstance(dtype, str) else jax.numpy.dtype(dtype).name
+    except TypeError:
+        name = shown(dtype)
+    check_choice(what, name, COMPUTE_DTYPES)
+    return name
 
 
 def begin(
@@ -191,7 +216,7 @@ def check_devices(where: Placement) -> None:
         )
 
 
-def save(model: Model, folder: str | Path, *, dtype: str = "float32") -> Path:
+def save(model: Model, folder: str | Path, *, dtype: DTypeLike = "float32") -> Path:
     """Writes a model and its tokenizer as `transformers` loads them: all of it, or nothing.
 
     Under several processes all must call this, and process 0 writes.
@@ -206,13 +231,14 @@ def save(model: Model, folder: str | Path, *, dtype: str = "float32") -> Path:
       InputError: the folder exists and is not empty, or cannot be written.
     """
     check_model("save", model)
+    stored = dtype_name("save: dtype", dtype)
     params = processes.whole(model.params)
 
     def write() -> str:
         tokenizer = model.tokenizer
         generation = hf.generation_config(model.config, tokenizer, model.stop_tokens)
         written = hf.save(
-            folder, params, model.config, tokenizer=tokenizer, generation=generation, dtype=dtype
+            folder, params, model.config, tokenizer=tokenizer, generation=generation, dtype=stored
         )
         return str(written)
 
@@ -245,9 +271,9 @@ def save_adapter(adapter: Adapter, folder: str | Path, model: Model) -> Path:
     return Path(processes.led(lambda: str(peft.save(folder, whole, model.config))))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Audit:
-    """What an audit found. Counts are over all cases that must be equal."""
+    """What an audit found; `print` shows its cases. Counts are over all that must be equal."""
 
     passed: bool
     """Whether every token of every case was equal, some were compared, and all gradients right."""
@@ -258,10 +284,21 @@ class Audit:
     gradients: Sequence[auditing.GradientResult]
     """How far the compiler's gradients are from float64, unit by unit of the forward."""
     text: str
-    """A table for people, also what `print` shows."""
+    """A table for people, and two lines on the whole."""
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        """The two lines, and the first cases that failed."""
+        failed = [case for case in self.cases if not case.passed]
+        lines = (f"unequal: {x.name}, {x.unequal_tokens:,} tokens" for x in failed[:6])
+        return "\n".join(
+            [f"Audit of {len(self.cases)} cases", *self.text.splitlines()[-2:], *lines]
+        )
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="line-height: 1.1; overflow-x: auto">{html.escape(self.text)}</pre>'
 
 
 def audit(model: Model, *, quick: bool = False) -> Audit:
@@ -275,8 +312,8 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
 
     Args:
       model: whose numerics and placement are proved, on the devices at hand.
-      quick: fewer cases. All of them take a minute or two for a small model on a CPU, nearly all
-        of it compilation.
+      quick: fewer cases. On two cores these take about two minutes for a small model, and all of
+        them about six: nearly all of it is compilation. Who waits is told which case it is.
 
     Raises:
       InputError: the model has too few positions.
@@ -284,17 +321,23 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
     check_model("audit", model)
     sizes = auditing.Sizes.fitting(model.config)
     where, single = model.placement, model.placement.single
+    cases = auditing.standard_cases(model.config, sizes, quick=quick)
+    if not single:
+        cases = auditing.placed_cases(model.config, sizes, [where])
     results = auditing.audit(
         processes.whole(model.params),
         model.config,
         numerics=(model.numerics,),
-        cases=None if single else auditing.placed_cases(model.config, sizes, [where]),
+        cases=cases,
         sizes=sizes,
-        quick=quick,
         control=single,
     )
-    gradients = auditing.check_gradients(auditing.of_backward(model.numerics))
-    found = auditing.summarise(list(results), model=repr(model), gradients=gradients)
+    count = len(cases) + single  # and the control
+    results = waiting.each(results, "auditing a case", about=waiting.COMPILES, total=count)
+    checked = list(results)
+    with waiting.during("checking the compiler's gradients", about=waiting.COMPILES):
+        gradients = auditing.check_gradients(auditing.of_backward(model.numerics))
+    found = auditing.summarise(checked, model=repr(model), gradients=gradients)
     return Audit(
         found.passed,
         found.compared_tokens,

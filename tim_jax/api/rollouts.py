@@ -16,6 +16,7 @@ from tim_jax.api.data import as_prompt
 from tim_jax.api.model import Model, check_model
 from tim_jax.common import types, waiting
 from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import refuse_unknown, shown
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.placement import processes
 from tim_jax.rl import drawing, programs, sharded
@@ -53,12 +54,13 @@ class Rollout:
         return f"Rollout({len(self)} responses, {int(self.lengths.sum())} tokens)"
 
 
+@refuse_unknown
 def sample(
     model: Model,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     *,
     samples: int = 1,
-    max_tokens: int = 256,
+    max_tokens: int | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -77,7 +79,7 @@ def sample(
       model: as `load` gives it.
       prompts: texts, or lists of chat messages ({"role": ..., "content": ...}).
       samples: responses per prompt.
-      max_tokens: of a response.
+      max_tokens: of a response. None: 256, or half of the model's positions if that is less.
       temperature: 0 takes the likeliest token, with log-prob 0.
       top_k: the number of likeliest tokens that are drawn from; 0 is all.
       top_p: the mass of the likeliest tokens that are drawn from; 1 is all. Log-probs are those of
@@ -98,7 +100,9 @@ def sample(
         model,
         prompts,
         samples=samples,
-        sampling=Sampling(max_tokens, temperature, top_k, top_p),
+        sampling=Sampling(
+            model.most_tokens if max_tokens is None else max_tokens, temperature, top_k, top_p
+        ),
         seed=seed,
         template=model.chat_template if chat_template is None else chat_template,
         options=model.template_options if template_options is None else template_options,
@@ -184,7 +188,8 @@ def _checked(prompts: Any) -> list[Any]:
     """The prompts as the library has them."""
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         raise InputError(
-            f"sample: prompts must be a list of prompts, got {prompts!r}; one prompt is [prompt]"
+            f"sample: prompts must be a list of prompts, got {shown(prompts)}; one prompt is"
+            " [prompt]"
         )
     listed = list(prompts)
     if not listed:
@@ -205,7 +210,7 @@ def text_of(
       InputError: one leaves fewer than `max_tokens` positions of the model for a response.
     """
     if not isinstance(template_options, Mapping):
-        raise InputError(f"template_options must be a mapping, got {template_options!r}")
+        raise InputError(f"template_options must be a mapping, got {shown(template_options)}")
     room = model.config.max_positions - max_tokens
     if room < 1:
         raise InputError(
@@ -248,7 +253,8 @@ def score(model: Model, rollout: Rollout, *, micro_batch: int | None = None) -> 
     chosen = np.minimum(np.arange(rows + -rows % (micro_batch or shards)), rows - 1)
     filled = jax.tree.map(lambda x: x[chosen], rollout.arrays)
     program = _scorer(model.execution(rollout.sampling), micro_batch)
-    log_probs = jax.device_get(program(model.weights, filled))[:rows]
+    with waiting.during("scoring", about=waiting.COMPILES):
+        log_probs = jax.device_get(program(model.weights, filled))[:rows]
     return np.where(rollout.mask, log_probs, np.float32(0.0))
 
 

@@ -1,7 +1,7 @@
 """Training as a generator of steps: the caller logs, stops and keeps what it wants."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,10 +10,12 @@ import optax
 
 from tim_jax import corrections, mismatch
 from tim_jax.api import data
-from tim_jax.api.data import BatchedReward
 from tim_jax.api.model import Model, check_devices, check_model
 from tim_jax.api.rollouts import text_of
+from tim_jax.app.run import display
+from tim_jax.common import pages
 from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import refuse_unknown, shown
 from tim_jax.corrections import Correction, Mode
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model import adapters
@@ -28,9 +30,9 @@ from tim_jax.rl.types import TrainState
 from tim_jax.tasks.base import Task, whole
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Step:
-    """One finished step of training."""
+    """One finished step of training; `print` shows it as a line."""
 
     number: int
     """From 1."""
@@ -40,10 +42,24 @@ class Step:
     """Seconds and tokens per second."""
     samples: list[Sample]
     """Each completion with its prompt, answer and reward."""
-    _state: TrainState = field(repr=False)
-    _before: Model = field(repr=False)
-    _lora: Lora | None = field(repr=False)
-    _merged: Callable[[Any], Any] = field(repr=False)
+    _state: TrainState
+    _before: Model
+    _lora: Lora | None
+    _merged: Callable[[Any], Any]
+
+    def __str__(self) -> str:
+        fields = display.step_fields(self.metrics | self.timing)
+        return f"step {self.number}  " + "  ".join(f"{label} {text}" for label, text in fields)
+
+    def __repr__(self) -> str:
+        """The line, and the first completions with their rewards."""
+        rows = (display.Completion(x.prompt, x.completion, x.reward) for x in self.samples[:4])
+        return "\n".join([str(self), *(display.completion_line(row, width=100) for row in rows)])
+
+    def _repr_html_(self) -> str:
+        rows = [(f"{x.reward:g}", x.prompt, x.completion, x.answer) for x in self.samples[:8]]
+        head = ("reward", "prompt", "completion", "answer")
+        return pages.html_table(pages.Table(str(self), head, rows))
 
     @cached_property
     def model(self) -> Model:
@@ -80,11 +96,12 @@ class Step:
             )
 
 
+@refuse_unknown
 def grpo(
     model: Model,
     prompts_and_answers: Iterable[Any],
     *,
-    reward: Callable[..., Any] | BatchedReward,
+    reward: Callable[..., Any],
     steps: int,
     samples: int | None = None,
     prompts_per_step: int | None = None,
@@ -109,12 +126,13 @@ def grpo(
       prompts_and_answers: (prompt, answer) pairs or rows with these keys, from any iterable, which
         is read once, at once. A prompt is text or a list of chat messages, an answer any value.
         They are visited in an order of the seed, as often as the steps need.
-      reward: (prompt, completion, answer) -> a finite number. Called in this process, without a
-        time limit. `tim_jax.batched` marks one that takes and returns lists.
+      reward: (prompts, completions, answers) -> one finite number for each completion, all in
+        lists; `tim_jax.per_item` makes one of a function of one completion. Called in this process,
+        without a time limit; and once at the start, to try it, with an answer as the completion.
       steps: how many.
       samples: responses per prompt, the group whose mean reward is the baseline; 8 if None.
       prompts_per_step: groups of a step; 8 if None.
-      max_tokens: of a response; 256 if None.
+      max_tokens: of a response; if None, 256, or half of the model's positions if that is less.
       optimizer: of optax; AdamW with a learning rate of 1e-6 if None. A model in float16 scales the
         loss, so that small gradients are not lost: as `optimizers.dynamic_loss_scale(optimizer)`
         does, unless it is one already.
@@ -157,12 +175,16 @@ def grpo(
     examples = data.as_examples(prompts_and_answers)
     most = run.execution.sampling.max_tokens
     text = text_of(model, examples, most, model.chat_template, model.template_options)
+    if run.learning.micro_batch_tokens is not None:
+        rules.check_micro_batch_tokens(
+            run.learning.micro_batch_tokens, longest=text.max_prompt_length + most, placement=where
+        )
     adapter = _adapter(model, lora, seed)
     run = run.varied(lora=adapter and adapter.lora)
     task = data.as_task(examples, reward)
     built = programs.build(run)
     # An optimizer is functions, which have no text.
-    settings = replace(run, optimizer=None)
+    settings = [getattr(run, one.name) for one in fields(run) if one.name != "optimizer"]
     data.agree(examples, repr((steps, seed, settings)))
     return _steps(model, task, text, built, adapter, seed=seed, steps=steps)
 
@@ -180,7 +202,7 @@ def _check_values(objective: Any, optimizer: Any, training: Any) -> None:
     if not isinstance(training, Training | None):
         raise InputError(
             "grpo: training must be a value such as model.training(micro_batch=4), got"
-            f" {training!r}"
+            f" {shown(training)}"
         )
 
 
@@ -242,7 +264,7 @@ def _adapter(model: Model, lora: Lora | Adapter | None, seed: int) -> Adapter | 
     if lora is None:
         return None
     if not isinstance(lora, Lora):
-        raise InputError(f"grpo: lora must be a tim_jax.Lora or an adapter, got {lora!r}")
+        raise InputError(f"grpo: lora must be a tim_jax.Lora or an adapter, got {shown(lora)}")
     return Adapter(lora, adapters.init(model.config, lora, seed))
 
 
@@ -259,7 +281,7 @@ def _dial(sampler: Any) -> Mismatch:
     if isinstance(sampler, Entry | Mapping | str) or not isinstance(sampler, Iterable):
         raise InputError(
             "grpo: sampler must be a list of entries, such as"
-            f' [tim_jax.mismatch.kv_cache(dtype="float8_e4m3fn")], got {sampler!r}'
+            f' [tim_jax.mismatch.kv_cache(dtype="float8_e4m3fn")], got {shown(sampler)}'
         )
     entries: list[Entry] = []
     for entry in sampler:

@@ -81,8 +81,8 @@ def name(text: str) -> str:
 
 def add_eval(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
     """Adds `tim-jax eval`."""
-    evaluate = commands.add_parser("eval", help="evaluate on the held-out problems of a config")
-    evaluate.add_argument("config", help="TOML file, see configs/")
+    evaluate = commands.add_parser("eval", help="evaluate on the held-out problems of a run")
+    evaluate.add_argument("config", help="run folder, or TOML file, see configs/")
     evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
     evaluate.add_argument(
         "--model", type=name, help="folder or hub name; default: the run's checkpoint"

@@ -162,6 +162,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="tim-jax",
         description="RL for language models with sampler and learner log-probs equal to the bit.",
     )
+    about = f"tim-jax {metadata.version('tim-jax')}, jax {metadata.version('jax')}"
+    parser.add_argument("--version", action="version", version=about)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
     read.add_eval(commands, overrides=_OVERRIDES, run=_evaluate)
@@ -239,8 +241,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from tim_jax.app.jobs import models
 
     metrics = models.evaluate_run(config, model=arguments.model)
+    interval = f" ± {1.96 * metrics['reward_error']:.4f} (95%)"
     for name, value in metrics.items():
-        print(f"{name:>12}  {value:.4f}")
+        print(f"{name:>12}  {value:.4f}{interval if name == 'reward' else ''}")
     _write(arguments.json, json.dumps(metrics, indent=2))
     return 0
 

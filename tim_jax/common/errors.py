@@ -90,10 +90,39 @@ class InputError(ValueError):
     ending: ClassVar[Ending] = BAD_INPUT
 
 
+# What TRL, verl, tunix and vLLM call the settings of this library (docs/python.md).
+_ELSEWHERE = {
+    **dict.fromkeys(("num_generations", "num_return_sequences", "group_size", "n"), "samples"),
+    **dict.fromkeys(
+        ("max_completion_length", "max_response_length", "max_new_tokens", "max_length"),
+        "max_tokens",
+    ),
+    **dict.fromkeys(("max_tokens_to_generate", "total_generation_steps"), "max_tokens"),
+    **dict.fromkeys(("train_batch_size", "batch_size"), "prompts_per_step"),
+    **dict.fromkeys(("num_iterations", "ppo_epochs"), "epochs"),
+    **dict.fromkeys(("per_device_train_batch_size", "train_micro_batch_size"), "micro_batch"),
+    **dict.fromkeys(("ppo_micro_batch_size_per_gpu", "micro_batch_size"), "micro_batch"),
+    **dict.fromkeys(("steps_per_generation", "ppo_mini_batch_size"), "mini_batches"),
+    **dict.fromkeys(("gradient_checkpointing", "enable_gradient_checkpointing"), "remat"),
+    **dict.fromkeys(("reward_funcs", "reward_fns", "reward_fn", "reward_function"), "reward"),
+    **dict.fromkeys(("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"), "clip_low"),
+    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), "clip_high"),
+    **dict.fromkeys(("beta", "kl_loss_coef", "kl_coef"), "kl_coefficient"),
+    **dict.fromkeys(("loss_agg_mode", "loss_type"), "aggregation"),
+    **dict.fromkeys(("adv_estimator", "advantage_estimator"), "estimator"),
+    **dict.fromkeys(("max_steps", "total_training_steps", "num_steps"), "steps"),
+    **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
+}
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns `"; did you mean 'x'?"` for the nearest of `known`, or all if none is near."""
+    """Returns `"; did you mean 'x'?"` for the nearest of `known`, or all if none is near.
+
+    The nearest is the one that another library calls so, if there is one.
+    """
     known = sorted(known)
-    near = difflib.get_close_matches(word, known, n=1)
+    meant = _ELSEWHERE.get(word.rpartition(".")[2])
+    near = [meant] if meant in known else difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
 
 

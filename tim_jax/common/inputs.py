@@ -4,18 +4,24 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from datetime import date, time
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, did_you_mean
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that file systems take
 LARGEST = 2**63  # the numbers of TOML have 64 bits; a longer one is a slip
 DEEPEST = 32  # tables and lists inside one another
 LONGEST_LINE = 1000  # characters of a message
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What the value of a field may be, by its annotation. A float may be a whole number.
 _KINDS: Mapping[type, tuple[type, str]] = MappingProxyType(
@@ -51,6 +57,17 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return found
 
 
+def shipped(path: Path) -> Path:
+    """Returns a path as it is, or for `configs/...` that is not here, what the package has of it.
+
+    A wheel has the folder `configs` inside the package, a checkout beside it.
+    """
+    roots = (root for root in Path(__file__).parents[1:3] if (root / "configs").is_dir())
+    if path.parts[:1] != ("configs",) or path.exists():
+        return path
+    return next(roots, Path()) / path
+
+
 def expanded_name(text: str) -> str:
     """Returns `text` as it is if it may be a name on a hub, else as `expanded`, with its errors."""
     path = expanded(text)
@@ -82,6 +99,20 @@ def json_value(text: str, where: str, *, checked: bool = False) -> Any:
         key, number, rule = wrong
         raise InputError(f"{where}: {'.'.join(key)} = {number}: {rule}")
     return value
+
+
+def refuse_unknown(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes an argument that a function does not have an `InputError` that names the nearest."""
+    known = signature(function).parameters
+
+    @wraps(function)
+    def call(*args: P.args, **named: P.kwargs) -> T:
+        for name in named.keys() - known.keys():
+            hint = did_you_mean(name, known)
+            raise InputError(f"{function.__name__}: there is no argument {name!r}{hint}")
+        return function(*args, **named)
+
+    return call
 
 
 def wrong_number(value: Any) -> tuple[tuple[str, ...], object, str] | None:
@@ -124,6 +155,13 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def changes(value: Any) -> str:
+    """Returns a dataclass as text, with those fields alone that are not at their defaults."""
+    known = ((field, getattr(value, field.name)) for field in fields(value))
+    named = (f"{field.name}={own!r}" for field, own in known if own != field.default)
+    return f"{type(value).__name__}({', '.join(named)})"
+
+
 def one_line(text: str) -> str:
     """Returns a text on one line, with escapes for what a terminal would not print.
 
@@ -153,4 +191,4 @@ def check_kinds(value: Any) -> None:
             continue
         wanted, text = _KINDS[kind]
         if not isinstance(given, wanted) or (kind is not bool and isinstance(given, bool)):
-            raise InputError(f"{name} is {given!r}; it must be {text}")
+            raise InputError(f"{name} is {shown(given)}; it must be {text}")

@@ -1,17 +1,19 @@
 """What the program is doing, for the person who waits for it, and for the error that ends it.
 
-A wait that takes long is a record of the logger `tim_jax.common.waiting`. Nothing is printed unless
-somebody listens, as the command line does with `shown`.
+A wait that takes long is said on standard error, from Python as on the command line. It is a record
+of the logger `tim_jax.common.waiting` instead if that takes records of level INFO, and nothing if
+`logging.getLogger("tim_jax")` has a level above WARNING.
 """
 
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-SECONDS = 30.0  # a longer wait is said
+SECONDS = 10.0  # a longer wait is said; again when it is ten times as long, and once more
+_SAID_UNTIL = 1000.0  # times `SECONDS`
 
 logger = logging.getLogger(__name__)
 COMPILES = "the first time, its program is compiled"
@@ -21,7 +23,7 @@ T = TypeVar("T")
 
 @contextmanager
 def during(doing: str, *, about: str = "") -> Iterator[None]:
-    """A context for what may take long. After `SECONDS`, a record says what is waited for.
+    """A context for what may take long. After `SECONDS`, a line says what is waited for.
 
     Every exception that leaves it carries a note, so that whoever handles it can say where it
     happened (`task_of`).
@@ -30,30 +32,71 @@ def during(doing: str, *, about: str = "") -> Iterator[None]:
       doing: what is done, such as "sampling"; the same text each time that it is the same thing.
       about: what helps to judge the wait, such as its longest duration.
     """
+    with _noted(doing), _watched(lambda: doing, about):
+        yield
+
+
+def each(
+    items: Iterable[T], doing: str, *, about: str = "", total: int | None = None
+) -> Iterator[T]:
+    """Yields the items of an iterator that takes its time for them; all are one wait, as above.
+
+    Args:
+      total: how many there are, so that the line says how far it is.
+    """
+    left, number = iter(items), 0
+
+    def so_far() -> str:
+        return doing if total is None else f"{doing}, {number + 1} of {total},"
+
+    with _watched(so_far, about):
+        while True:
+            with _noted(doing):
+                try:
+                    item = next(left)
+                except StopIteration:
+                    return
+            number += 1
+            yield item
+
+
+def say(line: str) -> None:
+    """Says to whoever waits what is done."""
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+        logger.info(line)
+    elif logger.getEffectiveLevel() <= logging.WARNING:
+        print(f"tim_jax: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _watched(doing: Callable[[], str], about: str) -> Iterator[None]:
     more = f" ({about})" if about else ""
-    line = f"still {doing} after {SECONDS:g} s{more}"
-    timer = threading.Timer(SECONDS, logger.info, (line,))
-    timer.daemon = True
-    timer.start()
+    timers: list[threading.Timer] = []
+
+    def arm(seconds: float, after: float) -> None:
+        timers[:] = [threading.Timer(seconds, speak, (after,))]
+        timers[0].daemon = True
+        timers[0].start()
+
+    def speak(after: float) -> None:
+        say(f"still {doing()} after {after:g} s{more}")
+        if after < _SAID_UNTIL * SECONDS / 10:
+            arm(9 * after, 10 * after)
+
+    arm(SECONDS, SECONDS)
+    try:
+        yield
+    finally:
+        timers[0].cancel()
+
+
+@contextmanager
+def _noted(doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         error.add_note(f"{_NOTE}{doing}")
         raise
-    finally:
-        timer.cancel()
-
-
-def each(items: Iterable[T], doing: str, *, about: str = "") -> Iterator[T]:
-    """Yields the items of an iterator that takes its time for every one, each `during` as above."""
-    left = iter(items)
-    while True:
-        with during(doing, about=about):
-            try:
-                item = next(left)
-            except StopIteration:
-                return
-        yield item
 
 
 _NOTE = "while "
@@ -68,7 +111,7 @@ def task_of(error: BaseException) -> str | None:
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """A context in which every long wait is said on standard error, each once."""
+    """A context in which every long wait is said as the command line says it, each once."""
     handler = _Lines()
     before = logger.level, logger.propagate
     logger.addHandler(handler)

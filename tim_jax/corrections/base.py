@@ -37,6 +37,7 @@ import optax
 from jax.core import Tracer
 
 from tim_jax.common.errors import InputError, check_choice
+from tim_jax.common.inputs import shown
 from tim_jax.numerics.strict import arithmetic_dtype, widened
 
 Effect = Literal["weight", "scale", "mask", "reject"]
@@ -104,7 +105,7 @@ class Correction(optax.GradientTransformationExtraArgs):
     blocks: tuple[Block, ...]
 
     def __repr__(self) -> str:
-        return f"Correction({', '.join(block.name for block in self.blocks)})"
+        return f"Correction({', '.join(map(_with_bounds, self.blocks))})"
 
     def __new__(cls, blocks: tuple[Block, ...]) -> "Correction":
         def init(params):
@@ -138,6 +139,16 @@ class Correction(optax.GradientTransformationExtraArgs):
         return frozenset(block.effect for block in self.blocks)
 
 
+def _with_bounds(block: Block) -> str:
+    """`mask_outside (token ratio up to 2.0)`."""
+    if block.bounds is None:
+        return block.name
+    level, lower, upper = block.bounds
+    within = f"up to {upper}" if lower is None else f"from {lower}"
+    within += f" to {upper}" if None not in (lower, upper) else ""
+    return f"{block.name} ({level} ratio {within})"
+
+
 def chain(*transforms: optax.GradientTransformation) -> Correction:
     """Returns the correction that applies the transforms in their order, as `optax.chain`.
 
@@ -153,7 +164,7 @@ def chain(*transforms: optax.GradientTransformation) -> Correction:
         if not isinstance(transform, optax.GradientTransformation):
             raise InputError(
                 "a correction must be one that tim_jax.corrections makes, such as token_tis(), or"
-                f" an optax transform; got {transform!r}"
+                f" an optax transform; got {shown(transform)}"
             )
         if isinstance(transform, Correction):
             blocks += transform.blocks

@@ -45,6 +45,8 @@ _INDEX = "model.safetensors.index.json"
 _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _UNWANTED_FILES = ["consolidated*"]  # Mistral's weights once more, under their own names
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Models that come with the package; a folder of the same name goes before them.
+_SHIPPED = {"tiny": Path(__file__).parents[1] / "data" / "tiny"}
 
 _HEAD = NAMED["head"].tensor
 _JOINS = "eh_proj.weight"  # which only a layer that predicts further tokens has
@@ -56,14 +58,17 @@ def resolve(
 ) -> Path:
     """The local folder of a checkpoint; a name that is no folder is downloaded from the hub.
 
-    `revision` is a branch, tag or commit on the hub; `config_only` leaves the weights there. Raises
-    `InputError` if there is no such folder and the hub does not give one.
+    "tiny" is a model that comes with the package (`scripts/tiny_model.sh` made it). `revision` is a
+    branch, tag or commit on the hub; `config_only` leaves the weights there. Raises `InputError` if
+    there is no such folder and the hub does not give one.
     """
     name, path = str(folder_or_hub), expanded(folder_or_hub)
     if name and path.is_dir():
         return path
     if name and path.exists():
         raise InputError(f"model {name!r} is a file; give the folder that holds config.json")
+    if name in _SHIPPED:
+        return _SHIPPED[name]
     if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
         raise InputError(f"model folder {name!r} does not exist")
     try:

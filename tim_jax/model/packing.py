@@ -15,7 +15,7 @@ from flax import struct
 
 # (query [g, W, H, D], key [g, W, Kv, D], value [g, W, Kv, E], positions i32[g, W], window i32[] or
 # None) -> [g, W, H, E]
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+Attend = Callable[..., jax.Array]
 
 _GROUP_ROWS = 512  # that attention takes out of the buffer at a time, unless a sequence has more
 _SHORTEST = 64  # sequences that are shorter are computed as if they had this many tokens
@@ -66,13 +66,13 @@ def attended(
     def forward(query, key, value, window, packing):
         rows = query.shape[0]
         arrays = _with_room((query, key, value), packing)
-        shape = jax.eval_shape(attend, *(_some(x) for x in (query, key, value)), _at(1, 1), window)
 
         def group(out, starts, lengths, width):
             parts = (_take(x, starts, width) for x in arrays)
             return _put(out, attend(*parts, _positions(lengths, width), window), starts)
 
-        empty = jnp.zeros((arrays[0].shape[0], *shape.shape[2:]), shape.dtype)
+        shape = (rows + packing.longest, query.shape[1], value.shape[2])
+        empty = jnp.zeros(shape, query.dtype)
         return _by_length(group, empty, packing, rows)[:rows]
 
     def backward(residuals, cotangent):
@@ -135,15 +135,6 @@ def _positions(lengths: jax.Array, width: int) -> jax.Array:
     """i32[g, W], of the rows of sequences; 0 behind their ends, so that nothing is attended to."""
     at = jnp.arange(width, dtype=jnp.int32)[None, :]
     return jnp.where(at < lengths[:, None], at, 0)
-
-
-def _at(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _some(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """One row of [N, heads, D], as `attend` takes it."""
-    return jax.ShapeDtypeStruct((1, 1, *x.shape[1:]), x.dtype)
 
 
 def _take(x: jax.Array, starts: jax.Array, width: int) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.common.errors import InputError, check_choice
-from tim_jax.common.inputs import check_kinds
+from tim_jax.common.inputs import changes, check_kinds
 from tim_jax.numerics.strict import widened
 from tim_jax.objectives import losses
 from tim_jax.objectives.advantages import GROUP_BASELINES, Estimator, advantages, needs
@@ -92,6 +92,9 @@ class Objective:
     """KL in nats a sequence that the coefficient is steered to; None: the coefficient stays."""
     reward_kl_horizon: int = 10_000
     """Sequences over which the coefficient is steered."""
+
+    def __repr__(self) -> str:
+        return changes(self)
 
     def __post_init__(self) -> None:
         check_kinds(self)

@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.model.packing import Packing
 
@@ -88,6 +89,11 @@ def packed(rollout: Rollout, size: int) -> Packed:
     A row with no response token is left out.
     """
     (count, longest), prompts = rollout.responses.shape, rollout.prompt_lengths
+    if size < rollout.prompts.shape[1] + longest:
+        raise InputError(
+            f"micro_batch_tokens = {size} on a device: must hold the longest sequence,"
+            f" {rollout.prompts.shape[1]} + {longest} tokens"
+        )
     wholes = jnp.where(rollout.lengths > 0, prompts + rollout.lengths, 0)
     order = jnp.argsort(-wholes, stable=True)
     rank = jnp.argsort(order)

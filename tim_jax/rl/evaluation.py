@@ -49,6 +49,15 @@ def mean_at_k(rewards: np.ndarray) -> float:
     return float(np.mean(_checked(rewards)))
 
 
+def standard_error(rewards: np.ndarray) -> float:
+    """Returns the standard error of the mean reward over prompts, whose samples count as one each.
+
+    For [P, n] rewards; 0 for a single prompt, of which nothing is known.
+    """
+    means = _checked(rewards).mean(axis=1)
+    return float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
+
+
 def mean_and_pass(
     rewards: np.ndarray, ks: Sequence[int] | None = None, *, solved: float = 1.0
 ) -> dict[str, float]:
@@ -103,8 +112,8 @@ def evaluate(
     is filled up with prompts that are not counted. A response is right from the reward `solved` on.
 
     Returns:
-      mean@n, pass@k, the number of prompts, the mean response length and how many answers could
-      not be graded, and all samples.
+      mean@n, pass@k, the number of prompts, the mean reward with its standard error, the mean
+      response length and how many answers could not be graded, and all samples.
 
     Raises:
       InputError: the task has no held-out problems, or as the training loop.
@@ -130,4 +139,5 @@ def evaluate(
     rewards = np.array([row.reward for row in rows]).reshape(count, samples)
     metrics = mean_and_pass(rewards, ks, solved=solved)
     metrics |= {"reward": float(rewards.mean()), "length": float(np.concatenate(lengths).mean())}
+    metrics["reward_error"] = standard_error(rewards)
     return metrics | failed, rows

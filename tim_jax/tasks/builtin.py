@@ -3,16 +3,18 @@
   running sums  `3+8+5=`      ->  `3 1 6#6`                     the sum of the digits mod 10
   sorting       `7305>`       ->  `7 37 037#0357`               insertion sort of the digits
   countdown     `3 5 2:16`    ->  `3+5=8 8*2=16#(3+5)*2`        reach 16, each number used once
+  addition      `17+8=`       ->  `25`, a line break            a sum, after three that show how
 
   guessing      `20-31:`      ->  `#25`, is told `+`, `#28`, `-`, `#27`   a game of several turns
 
-The answer is what follows the last `#` of a completion; everything before it is working and is not
-graded. A policy may answer at once (`#6`), or work first, which is longer and more often right: so
-response length grows as training discovers that.
+`addition` is for a language model that can read already; the rest is about the others. The answer
+is what follows the last `#` of a completion; everything before it is working and is not graded. A
+policy may answer at once (`#6`), or work first, which is longer and more often right: so response
+length grows as training discovers that.
 
-All text is over `ALPHABET`. With the default sizes a prompt has at most 24 characters and a worked
-completion at most 48. Whether a problem is held out is decided by a hash of its prompt, so training
-and evaluation are disjoint for every seed and size.
+Their text is over `ALPHABET`. With the default sizes a prompt has at most 24 characters and a
+worked completion at most 48. Whether a problem is held out is decided by a hash of its prompt, so
+training and evaluation are disjoint for every seed and size.
 
 `supervised` makes (prompt, completion) pairs of a chosen quality from the worked solutions, for a
 warm start.
@@ -50,6 +52,7 @@ from tim_jax.tasks.tools import calculator, tools
 
 ALPHABET = "0123456789 +-*()=:>#"
 MARKER = "#"
+SUMS = "2+5=7\n11+3=14\n8+6=14\n"  # the examples of `addition`
 HELD_OUT = 8  # one prompt in 8 belongs to the evaluation
 ATTEMPTS = 1000  # draws for one item before its sizes count as too small
 # Larger sizes are slips, and would keep a run busy with making problems instead of saying so.
@@ -299,8 +302,38 @@ def _last_number(answer: str, completion: Completion) -> float:
     return float(bool(found) and found[-1] == answer)
 
 
+def addition(
+    *, largest: int = 24, seed: int = 0, train_size: int = 8192, eval_size: int = 256
+) -> Task:
+    """Add two numbers, after three sums that show how: for a model that can read already.
+
+    A prompt is `2+5=7`, two more such lines, and `17+8=`. The answer is the completion's first
+    line; what follows is not graded, so that a line break may be a stop token. Half of the sums
+    are held out. The last three arguments are explained in `running_sums`.
+
+    Args:
+      largest: numbers are drawn from 0 to this.
+    """
+    whole("largest", largest, least=1, most=LARGEST_NUMBER)
+
+    def draw(rng: random.Random) -> Example:
+        a, b = below(rng, largest + 1), below(rng, largest + 1)
+        return Example(f"{SUMS}{a}+{b}=", str(a + b))
+
+    def grade(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        pairs = zip(examples, completions, strict=True)
+        return [Grade(float(c.partition("\n")[0].strip() == e.answer)) for e, c in pairs]
+
+    return _task("addition", draw, grade, seed, (train_size, eval_size), held_out=2)
+
+
 BUILTIN: Mapping[str, Callable[..., Task]] = MappingProxyType(
-    {"running_sums": running_sums, "sorting": sorting, "countdown": countdown}
+    {
+        "running_sums": running_sums,
+        "sorting": sorting,
+        "countdown": countdown,
+        "addition": addition,
+    }
 )
 GAMES: Mapping[str, Callable[..., Task]] = MappingProxyType(
     {"guessing": guessing, "arithmetic": arithmetic}
@@ -342,31 +375,33 @@ def _task(
     grade: Callable[[Sequence[Example], Sequence[str]], list[Grade]],
     seed: int,
     sizes: tuple[int, int],
+    held_out: int = HELD_OUT,
 ) -> Task:
+    """A task of which one problem in `held_out` belongs to the evaluation."""
     train_size, eval_size = sizes
     whole("seed", seed)
     whole("train_size", train_size, least=1, most=MOST_TRAINING)
     whole("eval_size", eval_size, least=1, most=MOST_HELD_OUT)
-    train = Generated(partial(_train_item, name, draw, seed), train_size)
+    train = Generated(partial(_train_item, name, draw, seed, held_out), train_size)
     train[0]  # too few problems is an error of the parameters: say so now, not in the first step
-    return Task(name, train, _evaluation(name, draw, seed, eval_size), grade)
+    return Task(name, train, _evaluation(name, draw, seed, held_out, eval_size), grade)
 
 
-def _train_item(name: str, draw: Draw, seed: int, index: int) -> Example:
+def _train_item(name: str, draw: Draw, seed: int, held_out: int, index: int) -> Example:
     rng = rng_for(name, seed, index)
     for _ in range(ATTEMPTS):
         example = draw(rng)
-        if not _held_out(example):
+        if not _held_out(example, held_out):
             return example
     raise InputError(f"task {name}: these sizes allow too few different problems to hold some out")
 
 
-def _evaluation(name: str, draw: Draw, seed: int, size: int) -> tuple[Example, ...]:
+def _evaluation(name: str, draw: Draw, seed: int, held_out: int, size: int) -> tuple[Example, ...]:
     rng = rng_for(name, seed, "evaluation")
     problems: dict[tuple[Any, str], Example] = {}
-    for _ in range(ATTEMPTS + 10 * HELD_OUT * size):
+    for _ in range(ATTEMPTS + 10 * held_out * size):
         example = draw(rng)
-        if _held_out(example):
+        if _held_out(example, held_out):
             problems.setdefault((example.prompt, example.answer), example)
         if len(problems) == size:
             return tuple(problems.values())
@@ -376,9 +411,9 @@ def _evaluation(name: str, draw: Draw, seed: int, size: int) -> tuple[Example, .
     )
 
 
-def _held_out(example: Example) -> bool:
+def _held_out(example: Example, one_in: int) -> bool:
     digest = hashlib.blake2b(str(example.prompt).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) % HELD_OUT == 0
+    return int.from_bytes(digest) % one_in == 0
 
 
 def _grade(

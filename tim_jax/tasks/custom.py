@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from inspect import iscoroutine
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
@@ -57,14 +58,12 @@ def as_grader(
     function: Callable[..., Any],
     name: str,
     *,
-    batched: bool = True,
     answer: Callable[[Example], Any] = attrgetter("answer"),
 ) -> Grader:
     """Returns the grader that calls `function`, with three lists as `load_reward` says.
 
     Args:
       name: what the function is called in errors.
-      batched: False calls it once for each completion, with (prompt, completion, answer).
       answer: what it is given as an example's answer.
 
     Raises:
@@ -75,14 +74,29 @@ def as_grader(
         prompts = [plain(example.prompt) for example in examples]
         answers = [answer(example) for example in examples]
         with user_code(f"reward {name}"):
-            if batched:
-                values = _listed(function(prompts, list(completions), answers), len(completions))
-            else:
-                rows = zip(prompts, completions, answers, strict=True)
-                values = [function(*row) for row in rows]
+            values = _listed(function(prompts, list(completions), answers), len(completions))
         return [Grade(value) for value in _checked(values, len(completions), name)]
 
     return grade
+
+
+def per_item(function: Callable[[Any, str, Any], Any]) -> Callable[..., list[Any]]:
+    """Makes a reward of a function of one completion.
+
+    A reward takes three lists and returns one; `per_item(f)` is the reward that calls
+    `f(prompt, completion, answer)` for each completion. It is a decorator too.
+
+    Raises:
+      InputError: `function` is none.
+    """
+    if not callable(function):
+        raise InputError(f"per_item: give a function, got {shown(function)}")
+
+    @wraps(function)
+    def reward(prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[Any]):
+        return [function(*row) for row in zip(prompts, completions, answers, strict=True)]
+
+    return reward
 
 
 def load_function(name: str) -> Callable[..., Any]:

@@ -342,7 +342,9 @@ class BuiltinTask(_Graded):
     """A small task of `tim_jax.tasks.builtin`."""
 
     kind: Literal["builtin"] = "builtin"
-    name: Literal["running_sums", "sorting", "countdown", "guessing", "arithmetic"] = "running_sums"
+    name: Literal["running_sums", "sorting", "countdown", "addition", "guessing", "arithmetic"] = (
+        "running_sums"
+    )
     parameters: dict[str, Any] = {}
     """Keywords of the task's function, such as `digits = [4, 10]`."""
 

@@ -58,6 +58,8 @@ _RULES = {
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a TOML file (None: defaults only), applies `section.key=value` overrides, checks all.
 
+    A run's folder stands for its config.toml, and is that of the run, wherever it was moved to.
+
     A value of an override is read as TOML (`8`, `true`, `[1, 2]`, `{name = "x"}`); what is not
     TOML is a string, so quotes may be left out. `none` leaves the key out, which then has its
     default, even if the file has it.
@@ -66,9 +68,17 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         InputError: the file is missing, empty or no TOML; a key is unknown; a value is wrong or
             does not go with another. One line, for the first thing that is wrong.
     """
-    data = {} if path is None else read_toml(path)
+    data = {} if path is None else _of_run(path) or read_toml(path)
     keys = [_override(data, text) for text in overrides]
     return build(data, source=str(path or "defaults"), command_line=keys)
+
+
+def _of_run(path: str | Path) -> dict[str, Any]:
+    folder = inputs.expanded(path)
+    if not (folder / "config.toml").is_file():
+        return {}
+    data = read_toml(folder / "config.toml")
+    return data | {"run": data.get("run", {}) | {"folder": str(folder)}}
 
 
 def build(
@@ -117,9 +127,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """
     path = inputs.expanded(path)
     try:
-        data = _parsed(path.read_text(encoding="utf-8"))
+        data = _parsed(inputs.shipped(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        near = [str(other) for other in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        beside = inputs.shipped(path.parent).glob("*.toml")  # nothing if there is no such folder
+        near = [str(path.parent / other.name) for other in beside]
         hint = did_you_mean(str(path), near) if near else ""
         raise InputError(f"config {path}: no such file{hint}") from error
     except OSError as error:

@@ -325,7 +325,9 @@ def report(
         older=stale.__getitem__ if older else None,
         remade=lambda execution: jax.jit(execution.prepare)(bench.params),
     )
-    for one in waiting.each(measured, "measuring a sampler", about=waiting.COMPILES):
+    for one in waiting.each(
+        measured, "measuring a sampler", about=waiting.COMPILES, total=len(arms)
+    ):
         results.append(one)
         print(_line(one), flush=True)
     sampling, numerics = bench.execution.sampling, auditing.describe(bench.execution.numerics)

@@ -70,7 +70,7 @@ def of_run(config: RunConfig) -> Ways:
     may = not learner.offload and not config.sampler.max_staleness
     offload = may and host_helps(jax.devices())
     settings = {
-        "learner.micro_batch": f"below {config.micro_batch}",
+        **_micro_batch(config),
         **({} if learner.remat else {"learner.remat": "= true"}),
         **({"learner.offload": "= true"} if offload else {}),
         "sampler.slots": f"below {config.sampler.slots or total}",
@@ -83,12 +83,19 @@ def of_run(config: RunConfig) -> Ways:
     )
 
 
+def _micro_batch(config: RunConfig) -> dict[str, str]:
+    tokens = config.learner.micro_batch_tokens
+    if tokens is None:
+        return {"learner.micro_batch": f"below {config.micro_batch}"}
+    return {"learner.micro_batch_tokens": f"below {tokens}"}
+
+
 _LENGTH, _WIDER = "sampling.max_tokens", "placement.fsdp"
 _KEYS = MappingProxyType(
     {
         drawing.SAMPLING: ("sampler.slots", "learner.offload", _LENGTH, _WIDER),
         evaluation.SAMPLING: ("sampler.slots", "eval.samples", _WIDER),
-        "": ("learner.micro_batch", "learner.remat", _WIDER, _LENGTH),
+        "": ("learner.micro_batch", "learner.micro_batch_tokens", "learner.remat", _WIDER, _LENGTH),
     }
 )
 

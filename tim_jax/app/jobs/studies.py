@@ -6,23 +6,20 @@ from typing import Any
 
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import expanded
+from tim_jax.common.inputs import shipped as shipped_path
 from tim_jax.instruments.study import definition, measurement, running, verdicts
 from tim_jax.instruments.study import report as reporting
 from tim_jax.instruments.study.definition import Study
 from tim_jax.instruments.study.measurement import GradientStudy
 
-_SHIPPED = Path(__file__).parents[3] / "configs" / "studies"
+_SHIPPED = Path("configs", "studies")
 
 
 def shipped() -> list[tuple[Path, str]]:
-    """The studies in ./configs/studies, or those beside this library: files and hypotheses."""
-    places = dict.fromkeys([Path("configs/studies"), _SHIPPED])
-    folder = next((folder for folder in places if folder.is_dir()), None)
-    if folder is None:
-        raise InputError("study --list: there is no folder configs/studies here")
-    return [(path, running.read(path).hypothesis) for path in sorted(folder.glob("*.toml"))]
+    """The studies in ./configs/studies, or those of the package: files and hypotheses."""
+    names = sorted(path.name for path in shipped_path(_SHIPPED).glob("*.toml"))
+    return [(_SHIPPED / name, running.read(_SHIPPED / name).hypothesis) for name in names]
 
 
 def say_shipped() -> None:

@@ -329,7 +329,7 @@ def _first_steps(
             learning_rate=warmup.learning_rate,
             steps=warmup.steps,
         )
-        followed = waiting.each(started, "starting warm", about=waiting.COMPILES)
+        followed = waiting.each(started, "starting warm", total=warmup.steps)
         params, loss = deque(followed, maxlen=1).pop()
         display.note(f"warm start: {loss:.3f} nats per token after {warmup.steps} steps")
         state = job.programs.init(params)
@@ -337,7 +337,8 @@ def _first_steps(
         params = adapters.whole(state.params, base)
         metrics, samples = job.evaluate(job.programs.prepare(params))
         writer.write(0, {f"eval/{name}": value for name, value in metrics.items()})
-        display.note(f"held-out reward before training: {metrics['reward']:.3f}")
+        within = f"{metrics['reward']:.3f} ± {1.96 * metrics['reward_error']:.3f} (95%)"
+        display.note(f"held-out reward before training: {within}")
         display.completions(shown(samples), title="held-out completions before training")
     else:
         writer.write(0, {})

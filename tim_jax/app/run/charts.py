@@ -2,7 +2,10 @@
 
 import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tim_jax.app.run.loggers import MetricNames, read_lines
@@ -37,7 +41,9 @@ def training_chart(
         raise InputError(f"{metrics} holds no step yet; there is nothing to draw")
     figure = Figure(figsize=(9.0, 7.6), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle(title or Path(metrics).resolve().parent.name, fontsize=14, color=_INK)
+    run = Path(metrics).resolve().parent.name
+    figure.suptitle(title or run, fontsize=14, color=_INK)
+    _sign(figure, f"tim-jax train, run {run}")
     reward, length, exact = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 2))
     _draw_reward(reward, records, names)
     _draw_length(length, records, names)
@@ -53,6 +59,15 @@ def training_chart(
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"cannot write the chart {image}: {reason}") from error
     return Path(image)
+
+
+def _sign(figure: Figure, source: str) -> None:
+    """Says at the figure's foot what drew it, and when."""
+    versions = f"tim_jax {version('tim-jax')}, jax {version('jax')}, {date.today()}; {source}"
+    figure.text(0.995, 0.004, versions, ha="right", fontsize=7, color="#777777")
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.set(rect=(0.0, 0.02, 1.0, 0.98))  # pyright: ignore[reportCallIssue]
 
 
 def series(records: Sequence[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +97,11 @@ def _draw_reward(axes: Axes, records: Sequence[dict[str, Any]], names: MetricNam
     _draw_trend(axes, *series(records, names.reward), color=_REWARD, label="training samples")
     steps, values = series(records, names.eval_reward)
     if len(steps):
-        axes.plot(steps, values, "o-", color=_EVAL, ms=5, lw=1.4, label="held-out problems")
+        marked: dict[str, Any] = {"fmt": "o-", "color": _EVAL, "ms": 5, "lw": 1.4, "capsize": 3}
+        at, errors = series(records, f"{names.eval_reward}_error")  # not in runs of before it
+        within = 1.96 * errors if len(at) == len(steps) else None
+        label = "held-out problems" + ("" if within is None else ", 95% interval over problems")
+        axes.errorbar(steps, values, within, label=label, **marked)
     axes.set_title("Reward", loc="left")
     axes.set_ylabel("mean reward")
     _, handles = axes.get_legend_handles_labels()
@@ -95,6 +114,8 @@ def _draw_length(axes: Axes, records: Sequence[dict[str, Any]], names: MetricNam
     axes.set_title("Response length", loc="left")
     axes.set_ylabel("mean tokens")
     axes.set_ylim(bottom=0)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, loc="best")
 
 
 def _draw_exact(axes: Axes, records: Sequence[dict[str, Any]], names: MetricNames) -> None:
@@ -124,10 +145,11 @@ def _draw_trend(
         return
     window = max(len(values) // 20, 1) | 1
     if window == 1:
-        axes.plot(steps, values, color=color, lw=2.0, label=label, marker="o", ms=3)
+        axes.plot(steps, values, color=color, lw=2.0, label=label or None, marker="o", ms=3)
         return
-    axes.plot(steps, values, color=color, lw=0.9, alpha=0.3)
-    mean = f"{label}, mean of {window} steps" if label else ""
+    each = f"{label}, each step" if label else "each step"
+    axes.plot(steps, values, color=color, lw=0.9, alpha=0.3, label=each)
+    mean = f"{label}, mean of {window} steps" if label else f"mean of {window} steps"
     axes.plot(steps, smooth(values, window), color=color, lw=2.2, label=mean)
 
 
@@ -151,9 +173,9 @@ _COLOURS = {
 }
 _INK, _FAINT = "#222222", "#d9d9d9"
 _PANELS = {
-    "by_position": "by position in the response",
-    "by_probability": "by probability under the learner",
-    "by_length": "by length of the response",
+    "by_position": "position in the response, tokens",
+    "by_probability": "probability under the learner",
+    "by_length": "length of the response, tokens",
 }
 _LINES = 6  # curves in a panel
 
@@ -178,10 +200,12 @@ def source_chart(
     _bars(left.subplots(), cases, len(record["cases"]) - len(cases))
     shown = _spread(cases)
     panels = right.subplots(len(_PANELS), 1)
-    for axes, (name, heading) in zip(panels, _PANELS.items(), strict=True):
+    for axes, (name, unit) in zip(panels, _PANELS.items(), strict=True):
         _lines(axes, shown, name)
-        axes.set_title(heading, loc="left", fontsize=9, color=_INK)
-    panels[0].legend(frameon=False, fontsize=6.5, loc="best")
+        axes.set_xlabel(unit, fontsize=8)
+    # Above the panels, where no line can be.
+    panels[0].legend(frameon=False, fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    _sign(figure, "tim-jax audit --sampler")
     try:
         figure.savefig(image)
     except (OSError, ValueError) as error:
@@ -204,6 +228,9 @@ def _bars(axes: Axes, cases: Sequence[Mapping[str, Any]], zeros: int) -> None:
     axes.set_xlabel("|log-prob of the learner - log-prob recorded|, nats; log scale")
     note = f"{zeros} with exactly 0 not shown" if zeros else ""
     axes.set_title(f"mean (bar) and largest (mark)   {note}", loc="left", fontsize=9, color=_INK)
+    groups = [name for name in _COLOURS if any(case["group"] == name for case in ordered)]
+    marks = [Patch(color=_COLOURS[name], label=name or "several") for name in groups]
+    axes.legend(handles=marks, frameon=False, fontsize=7.5, loc="lower right")
     axes.margins(y=0.01)
     _style(axes, "x")
 
@@ -221,7 +248,8 @@ def _lines(axes: Axes, cases: Sequence[Mapping[str, Any]], profile: str) -> None
         bins = [b for b in case["profiles"][profile] if b[2] and b[3] > 0]
         middles = [(b[0] + b[1]) / 2 for b in bins]
         style = ("o-", "s-", "^-", "v--", "D--", "x--")[index % 6]
-        axes.plot(middles, [b[3] for b in bins], style, ms=3, lw=1.1, label=case["case"])
+        named = {"color": _COLOURS[case["group"]], "label": textwrap.shorten(case["case"], 34)}
+        axes.plot(middles, [b[3] for b in bins], style, ms=3, lw=1.1, **named)
     axes.set_yscale("log")
     axes.set_ylabel("mean |d|", fontsize=8)
     axes.tick_params(labelsize=7)

@@ -71,6 +71,7 @@ class Score:
     """Computes the log-probs of the drawn sequences in a learner."""
 
     micro_batch: int | None = None  # rows per forward; None: all at once
+    tokens: int | None = None  # in place of rows: tokens per forward, without padding
     loop: bool = False  # micro-batches in one program, as one accumulated gradient
     reverse: bool = False  # rows in reverse order
     padding: int = 0  # added to the padded prompt and response lengths, filled with other tokens
@@ -99,13 +100,14 @@ def standard_cases(config: ModelConfig, sizes: Sizes, *, quick: bool = False) ->
     plain = plain_sampling(config, sizes)
     most = min(40, config.vocab_size)
     truncated = replace(plain, temperature=0.7, top_k=most, top_p=0.9)
-    group = sizes.samples
+    group, longest = sizes.samples, sizes.prompt_length + sizes.response_length
     cases = (
         Case("learner, whole batch", plain, Score()),
         Case("learner, rows in reverse", plain, Score(reverse=True)),
         Case("learner, one row at a time", plain, Score(micro_batch=1)),
         Case("sampler, batches of one sequence", plain, Again(one_by_one=True)),
         Case("top-k, top-p, T 0.7: learner", truncated, Score()),
+        Case("learner, without padding", plain, Score(tokens=3 * longest)),
     )
     if quick:
         return cases
@@ -128,6 +130,7 @@ def standard_cases(config: ModelConfig, sizes: Sizes, *, quick: bool = False) ->
         ),
         Case("top-k, top-p, T 0.7: batches of one", truncated, Again(one_by_one=True)),
         Case("T 1.4: learner", replace(plain, temperature=1.4), Score()),
+        Case("forward without padding", plain, Score(tokens=2 * longest, gradient=False)),
     )
 
 

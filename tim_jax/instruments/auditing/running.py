@@ -238,7 +238,7 @@ def _score_again(recorded: Rollout, score: Score, sampling: Sampling, bench: _Be
     weights = bench.placed(score.placement)
     # The fields of `score` that change the program; the others only change its arrays.
     looped = score.micro_batch if score.loop else None
-    program = Score(micro_batch=looped, gradient=score.gradient, remat=score.remat)
+    program = Score(looped, score.tokens, gradient=score.gradient, remat=score.remat)
     learn = learner_log_probs(bench.execution(sampling, score.placement), program)
     for start in range(0, len(order), size):
         # The last batch is filled up with its own rows, so that there is one program.
@@ -273,7 +273,13 @@ def learner_log_probs(execution: Execution, score: Score) -> Callable[..., Any]:
     learner's forward for scoring.
     """
     objective = Objective(estimator="reinforce")
-    learning = Learning(objective, samples=1, micro_batch=score.micro_batch, remat=score.remat)
+    learning = Learning(
+        objective,
+        samples=1,
+        micro_batch=score.micro_batch,
+        micro_batch_tokens=score.tokens,
+        remat=score.remat,
+    )
     on = placement.mesh(execution.placement, jax.devices())
     policy = sharded.policy(execution, on, learning=learning)
 

@@ -108,7 +108,7 @@ def table(results: Sequence[CaseResult]) -> Table:
         elif not result.compared_tokens:
             verdict = "[red]NOTHING COMPARED"
         drawn.add_row(
-            result.numerics,
+            " ".join(result.numerics.split()[:2]),  # the family and dtype; a line below says all
             result.name + _where(result),
             f"{result.compared_tokens:,}",
             f"{result.unequal_tokens:,}",

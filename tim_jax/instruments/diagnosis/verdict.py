@@ -443,7 +443,7 @@ def _announced(tried: Iterable[Variant], most: int) -> Iterator[Variant]:
     for number, variant in enumerate(tried, 1):
         if time.monotonic() - before > waiting.SECONDS:
             before = time.monotonic()
-            waiting.logger.info(
+            waiting.say(
                 f"trying {variant.name}, alternative {number} of at most {most}"
                 f" ({waiting.COMPILES})"
             )

@@ -61,6 +61,19 @@ _LLAMA3_SIZES = {
     "3.2-3B": ((3072, 8192, 28, 24), True, 32.0),
     "3.1-8B": ((4096, 14336, 32, 32), False, 8.0),
 }
+_SMOLLM2 = {
+    **dict(zip(_SIZES, (576, 1536, 30, 9), strict=True)),
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e5,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
 # Version -> the vocabulary, the base of the rotary frequencies, the window.
 _MISTRAL_7B = {"v0.1": (32000, 1e4, 4096), "v0.3": (32768, 1e6, None)}
 _DEEPSEEK = {
@@ -119,7 +132,7 @@ _QWEN3_MOE_SIZES = {"30B-A3B": ((2048, 6144, 48, 32), (128, 8, 768))}
 
 def _published() -> dict[str, dict[str, Any]]:
     """Name -> config.json, of base models and those tuned to follow instructions."""
-    configs: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {"HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2}
     tuned = {"max_position_embeddings": 40960, "eos_token_id": 151645}
     base = {"max_position_embeddings": 32768, "eos_token_id": 151643}
     for size, (sizes, tied) in _QWEN3_SIZES.items():

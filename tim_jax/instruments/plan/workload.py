@@ -25,10 +25,24 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of a run, and the length that its prompts are padded to."""
+    """One step of a run, and the length that its prompts are padded to.
+
+    Micro-batches of tokens are planned as rows of the longest sequence, about as many tokens: what
+    they need at most.
+    """
 
     training: Training
     prompt_length: int
+
+    def __post_init__(self):
+        tokens, shards = self.learning.micro_batch_tokens, self.execution.placement.shards
+        if tokens is None:
+            return
+        longest, own = self.prompt_length + self.execution.sampling.max_tokens, tokens // shards
+        rows = self.training.rows // shards
+        fit = [size for size in range(1, rows + 1) if not rows % size and size * longest <= own]
+        padded = {"micro_batch": shards * max(fit, default=1), "micro_batch_tokens": None}
+        object.__setattr__(self, "training", self.training.varied(**padded))
 
     @property
     def execution(self) -> Execution:

@@ -164,6 +164,8 @@ def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
             while waiting or running:
                 while waiting and len(running) < jobs:
                     one = waiting.pop(0)
+                    number = len(stated.runs) - len(waiting)
+                    say(f"{one.arm}, seed {one.seed}: begins, {number} of {len(stated.runs)}")
                     running[one] = _start(one, configs[one.arm], stated.folder)
                 time.sleep(_POLL)
                 for one in [one for one in running if running[one][0].poll() is not None]:

@@ -1,7 +1,7 @@
-"""The learner at a few widths where lengths are skewed, and writes docs/results/widths.md.
+"""The learner without padding where lengths are skewed, and writes docs/results/packing.md.
 
-    JAX_PLATFORMS=cpu python scripts/bench_widths.py           # on an idle machine
-    python scripts/bench_widths.py --smoke
+    JAX_PLATFORMS=cpu python scripts/bench_packing.py           # on an idle machine
+    python scripts/bench_packing.py --smoke
 
 The rollouts are forced to their lengths, as in bench_slots.py. Updates are taken in turns.
 """
@@ -25,19 +25,18 @@ from tim_jax.rl import loop, programs
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
-PAGE = common.RESULTS / "widths.md"
+PAGE = common.RESULTS / "packing.md"
 SIZES = dataclasses.replace(common.SMALL, layers=4, response=256)
 SEQUENCES = 32
 MICRO_BATCH = 4
-COUNTS = (1, 2, 4, 8)
 _SEED = 0
 
 
 class Side:
-    """A learner with this many widths."""
+    """A learner of a rollout in micro-batches, of rows or of tokens."""
 
-    def __init__(self, execution: Execution, params, rollout, widths: int):
-        learning = Learning(objectives.rloo(), common.GROUP, micro_batch=MICRO_BATCH, widths=widths)
+    def __init__(self, execution: Execution, params, rollout, **sizes: int):
+        learning = Learning(objectives.rloo(), common.GROUP, **sizes)
         self.rollout, self.params = rollout, params
         self.rewards = jnp.asarray(np.random.default_rng(0).random(SEQUENCES, np.float32))
         optimizer = optimizers.adamw(optimizers.Rate(1e-5))
@@ -62,12 +61,11 @@ class Side:
         return time.perf_counter() - start
 
 
-def rollout_of(execution: Execution, params, sizes: common.Sizes):
-    """A rollout of skewed lengths, with the log-probs of a forward over the padded rows.
+def rollout_of(execution: Execution, params, sizes: common.Sizes, lengths: np.ndarray):
+    """A rollout of these lengths, with the log-probs of a forward over the padded rows.
 
     Those that the sampler records are not of the tokens that are forced.
     """
-    lengths = common.skewed(SEQUENCES, sizes.response)
     draw = partial(forced, lengths=jnp.asarray(lengths), execution=execution)
     program = jax.jit(partial(sampler.sample, execution=execution, samples=1, draw=draw))
     prompts = exactness_cost.make_prompts(execution.config, sizes, SEQUENCES)
@@ -80,47 +78,66 @@ def rollout_of(execution: Execution, params, sizes: common.Sizes):
 
 
 def measure(sizes: common.Sizes, dtype: str, repeats: int):
-    """(seconds by number of widths, seconds of the first updates, response tokens)."""
+    """(seconds by side, seconds of the first updates, response tokens)."""
     config = exactness_cost.model_config(sizes)
     params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
     numerics = exactness_cost.calibrated(config, dtype, sizes, batch=SEQUENCES)
     sampling = Sampling(sizes.response, stop_tokens=(config.vocab_size - 1,))
     execution = Execution(config, numerics, sampling)
-    rollout = rollout_of(execution, params, sizes)
-    sides = {count: Side(execution, params, rollout, count) for count in COUNTS}
-    times = common.interleaved({str(n): side.update for n, side in sides.items()}, repeats)
-    return times, {str(n): side.first for n, side in sides.items()}, int(rollout.lengths.sum())
+    lengths = common.skewed(SEQUENCES, sizes.response)
+    rollout = rollout_of(execution, params, sizes, lengths)
+    # As many tokens in rows that are all equally long: nothing to leave out.
+    mean = round(int(lengths.sum()) / SEQUENCES)
+    even_execution = dataclasses.replace(
+        execution, sampling=dataclasses.replace(sampling, max_tokens=mean)
+    )
+    even = rollout_of(even_execution, params, sizes, np.full(SEQUENCES, mean))
+    tokens = MICRO_BATCH * (sizes.prompt + sizes.response)
+    even_rows = max(size for size in (4, 8, 16, 32) if size * (sizes.prompt + mean) <= tokens)
+    sides = {
+        "rows": Side(execution, params, rollout, micro_batch=MICRO_BATCH),
+        "tokens": Side(execution, params, rollout, micro_batch_tokens=tokens),
+        "even": Side(even_execution, params, even, micro_batch=even_rows),
+    }
+    times = common.interleaved({name: side.update for name, side in sides.items()}, repeats)
+    return times, {name: side.first for name, side in sides.items()}, int(lengths.sum())
 
 
 def main() -> None:
     options = common.parser(__doc__.splitlines()[0], PAGE).parse_args()
     load = common.load_average()
     sizes = common.SMOKE if options.smoke else SIZES
+    tokens = MICRO_BATCH * (sizes.prompt + sizes.response)
+    names = {
+        "rows": f"padded rows, `micro_batch = {MICRO_BATCH}`",
+        "tokens": f"no padding, `micro_batch_tokens = {tokens}`",
+        "even": "as many tokens in rows of one length",
+    }
     lines = [
-        "# The learner at a few widths",
+        "# The learner without padding",
         "",
-        f"Written by `python scripts/bench_widths.py --repeats {options.repeats}`. An update of"
+        f"Written by `python scripts/bench_packing.py --repeats {options.repeats}`. An update of"
         f" {SEQUENCES} sequences whose lengths are log-normal with a mean of a quarter of the"
-        f" longest, {sizes.response}, in micro-batches of {MICRO_BATCH} (`learner.widths`). Updates"
-        f" are taken in turns, {options.repeats} of each; the ratio is the median of the ratios of"
-        " neighbours. Every response token's log-prob was compared with that of a forward over the"
-        " padded rows, and none was unequal.",
+        f" longest, {sizes.response}; and, for comparison, of sequences that are all as long as"
+        f" their mean. Updates are taken in turns, {options.repeats} of each; the ratio is the"
+        " median of the ratios of neighbours. Every response token's log-prob was compared with"
+        " that of a forward over the padded rows, and none was unequal.",
         "",
         sizes.text(),
         "",
         *common.machine_text(load, common.versions("jax", "jaxlib")),
-        "| dtype | response tokens | widths | an update, s | of that at one width | first update,"
-        " with compiling, s |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| dtype | response tokens | micro-batches | an update, s | of padded rows | of rows of one"
+        " length | first update, with compiling, s |",
+        "|---|--:|---|--:|--:|--:|--:|",
     ]
     for dtype in common.DTYPES:
-        times, first, tokens = measure(sizes, dtype, options.repeats)
-        for count, seconds in times.items():
-            ratio, _ = common.ratios(seconds, times["1"])
+        times, first, count = measure(sizes, dtype, options.repeats)
+        for name, seconds in times.items():
+            padded, even = (common.ratios(seconds, times[one])[0] for one in ("rows", "even"))
             middle = sorted(seconds)[len(seconds) // 2]
             lines.append(
-                f"| {dtype} | {tokens:,} | {count} | {middle:.2f} | {ratio:.2f}"
-                f" | {first[count]:.0f} |"
+                f"| {dtype} | {count:,} | {names[name]} | {middle:.2f} | {padded:.2f}"
+                f" | {even:.2f} | {first[name]:.0f} |"
             )
     common.publish(lines, options, PAGE)
 

@@ -1,0 +1,408 @@
+"""Measures what docs/results/smollm2.md shows of SmolLM2-135M-Instruct, a part at a time.
+
+    bash scripts/real_model.sh                              # the model, once
+    python scripts/smollm2_table.py logits                  # against transformers; needs torch
+    python scripts/smollm2_table.py audit                   # sampler and learner, both dtypes
+    python scripts/smollm2_table.py sources [--dtype bfloat16]   # every difference of a sampler
+    python scripts/smollm2_table.py engines ROLLOUTS        # transformers' generate; needs torch
+    python scripts/smollm2_table.py faults ROLLOUTS         # mistakes made in what it recorded
+    python scripts/smollm2_table.py runs FOLDER...          # runs of configs/smollm2.toml
+
+Each writes its part of the page. `engines` and `faults` write the
+rollouts to a folder, and have `tim-jax diagnose` name what it sees.
+"""
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench_common import RESULTS, cpu_model
+from mismatch_table import PLAIN, cases
+from scipy import stats
+
+import tim_jax as tim
+from tim_jax.app.config import toml
+from tim_jax.app.jobs import audit
+from tim_jax.app.run import numerics as run_numerics
+from tim_jax.common.types import Prompts
+from tim_jax.instruments import auditing
+from tim_jax.instruments.auditing.ablation import to_markdown
+from tim_jax.model import calibration, hf, transformer
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.files import load_tokenizer
+from tim_jax.numerics import EXACT_F32, Numerics
+from tim_jax.tasks.text import encode_prompt
+
+PAGE = RESULTS / "smollm2.md"
+QUESTIONS = (
+    "What is gravity?",
+    "Name three primary colours.",
+    "Write a short poem about the sea.",
+    "How do I boil an egg?",
+    "What is 17 + 25?",
+    "Who wrote Hamlet, and when?",
+    "Translate 'good morning' into French.",
+    "Explain why the sky is blue in one sentence.",
+)
+HELD = "eval/reward"
+RESPONSE, SAMPLES = 32, 4
+SOURCES = tuple(one for one in PLAIN if one["name"] not in ("stale_weights", "pallas_attention"))
+
+
+def prompt_ids(model: Path) -> list[list[int]]:
+    """The questions through the chat template."""
+    tokenizer = load_tokenizer(model, vocab_size=hf.load_config(model).vocab_size)
+    return [encode_prompt(tokenizer, text, chat_template=True) for text in QUESTIONS]
+
+
+def padded(rows: Sequence[Sequence[int]]) -> Prompts:
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for place, ids in zip(tokens, rows, strict=True):
+        place[: len(ids)] = ids
+    lengths = jnp.asarray([len(ids) for ids in rows], jnp.int32)
+    return Prompts(jnp.asarray(tokens), lengths, jnp.arange(len(rows), dtype=jnp.int32))
+
+
+def machine(**more: str) -> str:
+    versions = {"jax": jax.__version__, "Python": platform.python_version(), **more}
+    named = ", ".join(f"{name} {value}" for name, value in versions.items())
+    return f"{named}; {cpu_model()}, 2 cores shared with other work"
+
+
+def logits(model: Path) -> str:
+    """Ours against transformers' on a chat prompt of every question, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = hf.load_config(model)
+    execution = Execution(config, EXACT_F32)
+    weights = jax.jit(execution.prepare)(hf.load_params(model, config))
+
+    @jax.jit
+    def ours(weights: Any, tokens: jax.Array) -> jax.Array:
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        hidden, _, _ = transformer.forward(weights, tokens, places, execution=execution)
+        return transformer.logits(weights, hidden[0], execution=execution)
+
+    tokens = np.concatenate(prompt_ids(model))[None]  # one sequence
+    with torch.no_grad():
+        expected = theirs(torch.as_tensor(tokens)).logits[0].double().numpy()
+        exact = theirs.double()(torch.as_tensor(tokens)).logits[0].numpy()
+    found = np.asarray(ours(weights, jnp.asarray(tokens, jnp.int32)), np.float64)
+    engine = {"torch": torch.__version__, "transformers": version("transformers")}
+    spread = np.ptp(exact, axis=-1).mean()
+    rows = [
+        ("transformers, float32", expected, found),
+        ("transformers, float64", exact, found),
+        ("transformers, float32 against float64", exact, expected),
+    ]
+    lines = [
+        f"{tokens.shape[1]} positions, {config.vocab_size:,} logits each, whose range is"
+        f" {spread:.1f} on average; {machine(**engine)}.",
+        "",
+        "| against | largest \\|difference\\| | largest, over the largest \\|logit\\| |",
+        "|---|--:|--:|",
+    ]
+    for name, right, got in rows:
+        worst = np.abs(got - right).max()
+        lines.append(f"| {name} | {worst:.1e} | {worst / np.abs(right).max():.1e} |")
+    return "\n".join(lines)
+
+
+def measured(config: ModelConfig, dtype: str, *, batch: int, longest: int) -> Numerics:
+    """The numerics of a training run."""
+    plain = run_numerics.fitted_numerics("auto", dtype, config, length=longest)
+    return calibration.calibrate(config, plain, batch=batch, longest=longest)
+
+
+def audited(model: Path) -> str:
+    """Standard cases in both dtypes, by long responses that no token ends."""
+    config = hf.load_config(model)
+    params = jax.tree.map(jnp.asarray, hf.load_params(model, config))
+    sizes = auditing.Sizes(response_length=96)
+    longest = sizes.prompt_length + sizes.response_length
+    found = [
+        replace(case, sampling=replace(case.sampling, stop_tokens=()))
+        for case in auditing.standard_cases(config, sizes)
+        if case.name in AUDITED
+    ]
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        numerics = measured(config, dtype, batch=sizes.prompts * sizes.samples, longest=longest)
+        for one in auditing.audit(params, config, numerics=[numerics], cases=found, sizes=sizes):
+            results.append((dtype, one))
+            print(dtype, one.name, one.compared_tokens, one.unequal_tokens, flush=True)
+    held = [one for _, one in results if not one.control]
+    compared = sum(one.compared_tokens for one in held)
+    unequal = sum(one.unequal_tokens for one in held)
+    lines = [
+        f"{compared:,} tokens compared, {unequal} unequal; {machine()}.",
+        "",
+        "| case | dtype | tokens | unequal |",
+        "|---|---|--:|--:|",
+    ]
+    for dtype, one in results:
+        name = f"{one.name} (control: must differ)" if one.control else one.name
+        lines.append(f"| {name} | {dtype} | {one.compared_tokens:,} | {one.unequal_tokens:,} |")
+    return "\n".join(lines)
+
+
+def sources(model: Path, dtype: str, entries: Sequence[dict[str, Any]]) -> str:
+    """The table of docs/mismatch.md on chat prompts."""
+    config, rows = hf.load_config(model), prompt_ids(model)
+    longest = max(map(len, rows)) + RESPONSE
+    numerics = measured(config, dtype, batch=len(rows) * SAMPLES, longest=longest)
+    sampling = Sampling(RESPONSE, stop_tokens=config.eos_token_ids)
+    params = jax.tree.map(jnp.asarray, hf.load_params(model, config, dtype=dtype))
+    bench = audit.Bench(
+        "SmolLM2-135M-Instruct",
+        Execution(config, numerics, sampling),
+        params,
+        padded(rows),
+        SAMPLES,
+    )
+    record = audit.report(bench, cases(entries)).record
+    about = f"Learner: {record['learner']}; temperature 1; {machine()}."
+    return f"{about}\n\n{to_markdown(record, every_metric=False, profiles=False)}"
+
+
+# Of the standard cases those that compare many tokens for their time on a CPU.
+AUDITED = (
+    "learner, whole batch",
+    "learner, rows in reverse",
+    "learner, one row at a time",
+    "sampler, batches of one sequence",
+    "top-k, top-p, T 0.7: learner",
+    "learner, longer padding",
+    "forward without cache or gradient",
+    "sampler, other order, padding and group",
+)
+ENGINES = tuple(
+    (dtype, attention)
+    for dtype in ("float32", "bfloat16", "float16")
+    for attention in ("eager", "sdpa")
+)
+
+
+def generated(model: Path, dtype: str, attention: str) -> list[dict[str, Any]]:
+    """What transformers' generate draws with its cache, and the log-probs that it drew with."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    engine = AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), attn_implementation=attention
+    )
+    torch.manual_seed(0)
+    rows = []
+    for prompt in prompt_ids(model):
+        given = torch.tensor([prompt] * SAMPLES)
+        made = engine.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=RESPONSE,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        drawn = made.sequences[:, len(prompt) :]
+        chances = torch.log_softmax(torch.stack(made.scores, dim=1).float(), dim=-1)
+        recorded = chances.gather(2, drawn[..., None])[..., 0]
+        stops = engine.generation_config.eos_token_id
+        for ids, own in zip(drawn.tolist(), recorded.tolist(), strict=True):
+            length = ids.index(stops) + 1 if stops in ids else len(ids)
+            rows.append(
+                {
+                    "prompt_token_ids": prompt,
+                    "response_token_ids": ids[:length],
+                    "logprobs": own[:length],
+                    "temperature": 1.0,
+                }
+            )
+    return rows
+
+
+def engines(model: Path, folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Name -> rollouts of transformers; made once, then read from `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for dtype, attention in ENGINES:
+        name = f"{dtype}, {attention}"
+        path = folder / f"{dtype}_{attention}.jsonl"
+        if not path.is_file():
+            path.write_text(
+                "".join(json.dumps(row) + "\n" for row in generated(model, dtype, attention))
+            )
+        yield name, [json.loads(line) for line in path.open()]
+
+
+def faults(model: Path, folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Name of a mistake -> transformers' bfloat16 rollouts with it."""
+    rows = dict(engines(model, folder))["bfloat16, sdpa"]
+    pad = hf.load_config(model).pad_token_id
+
+    def each(change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+        return [row | change(row) for row in rows]
+
+    def shorter(row: dict[str, Any], part: slice) -> dict[str, Any]:
+        return {key: row[key][part] for key in ("response_token_ids", "logprobs")}
+
+    changes = {
+        "shifted by one": each(lambda r: {"logprobs": [*r["logprobs"][1:], r["logprobs"][0]]}),
+        "first token stripped": each(lambda r: shorter(r, slice(1, None))),
+        "end token stripped": each(
+            lambda r: shorter(r, slice(0, -1 if r["response_token_ids"][-1] == pad else None))
+        ),
+        "prompt without its first token": each(
+            lambda r: {"prompt_token_ids": r["prompt_token_ids"][1:]}
+        ),
+        "one token more in the prompt": each(
+            lambda r: {"prompt_token_ids": [*r["prompt_token_ids"], 198]}
+        ),
+        "another row's log-probs, in 10%": swapped(rows),
+        "declared temperature 0.6": each(lambda r: {"temperature": 0.6}),
+        "declared top-p 0.8": each(lambda r: {"top_p": 0.8}),
+    }
+    for name, changed in changes.items():
+        kept = [row for row in changed if row["response_token_ids"]]
+        path = folder / f"fault_{name.replace(' ', '_').replace(',', '').replace('%', '')}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        yield name, kept
+
+
+def swapped(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every tenth row has the log-probs of another of its length, where there is one."""
+    changed = list(rows)
+    for i in range(0, len(rows), 10):
+        size = len(rows[i]["logprobs"])
+        others = [r for j, r in enumerate(rows) if j != i and len(r["logprobs"]) == size]
+        if others:
+            changed[i] = rows[i] | {"logprobs": others[-1]["logprobs"]}
+    return changed
+
+
+def diagnosed(model: Path, each: Iterator[tuple[str, list[dict[str, Any]]]], heading: str) -> str:
+    """A table of what `tim-jax diagnose` says."""
+    ours = tim.load(str(model))
+    lines = [
+        f"By `tim_jax.diagnose`, float32; {machine(transformers=version('transformers'))}.",
+        "",
+        f"| {heading} | tokens | mean \\|d\\| | max \\|d\\| | K3 | called | named first |",
+        "|---|--:|--:|--:|--:|---|---|",
+    ]
+    for name, rows in each:
+        found = tim.diagnose(ours, rows)
+        sizes, best = found.verdict.sizes, found.verdict.best
+        named = f"`{best.explanation.name}`" if best is not None else "none"
+        count = sum(len(row["response_token_ids"]) for row in rows)
+        lines.append(
+            f"| {name} | {count:,} | {sizes['mean']:.2g} | {sizes['largest']:.2g} |"
+            f" {sizes['k3']:.2g} | {found.verdict.state} | {named} |"
+        )
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def runs(folders: Sequence[Path]) -> str:
+    """Held-out accuracy before and after, with 95% intervals, and what the steps earned.
+
+    The gain's interval takes the two evaluations as independent, which makes it too wide rather
+    than too narrow: their problems are the same.
+    """
+    lines = [
+        f"{machine()}.",
+        "",
+        "| seed | steps | held-out accuracy before | after | gain | tokens compared | unequal |"
+        " a step, median |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    curves, gains = [], []
+    for folder in folders:
+        seed = int(toml.load(folder / "config.toml").seed)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+        held = [(row[HELD], int(row["eval/prompts"])) for row in rows if HELD in row]
+        steps = [row for row in rows if "reward" in row]
+        seconds = [json.loads(line).get("seconds") for line in (folder / "timing.jsonl").open()]
+        taken = np.median([value for value in seconds if value])
+        tokens = int(sum(row["compared_tokens"] for row in steps))
+        unequal = int(sum(row["unequal_tokens"] for row in steps))
+        (before, count), (after, _) = held[0], held[-1]
+        gain = "not there yet"
+        if len(held) > 1:
+            gains.append(after - before)
+            error = np.sqrt((before * (1 - before) + after * (1 - after)) / count)
+            gain = f"{after - before:+.3f} ± {1.96 * error:.3f}"
+        lines.append(
+            f"| {seed} | {len(steps)} | {before:.3f} ± {half(before, count):.3f} |"
+            f" {f'{after:.3f} ± {half(after, count):.3f}' if len(held) > 1 else ''} | {gain} |"
+            f" {tokens:,} | {unequal} | {taken:.0f} s |"
+        )
+        rewards = np.asarray([row["reward"] for row in steps])
+        tenths = [rewards[i : i + 10].mean() for i in range(0, len(rewards), 10)]
+        curves.append(f"| {seed} | {' | '.join(f'{value:.3f}' for value in tenths)} |")
+    if len(gains) > 1:
+        spread = stats.t.ppf(0.975, len(gains) - 1) * np.std(gains, ddof=1) / np.sqrt(len(gains))
+        lines += ["", f"Mean gain over {len(gains)} seeds: {np.mean(gains):+.3f} ± {spread:.3f}"]
+        lines[-1] += " (95%, Student's t between the seeds)."
+    widest = max(curve.count("|") - 2 for curve in curves)
+    head = " | ".join(f"{10 * i + 1} to {10 * i + 10}" for i in range(widest))
+    lines += ["", "Mean reward of the training samples, by steps:", "", f"| seed | {head} |"]
+    return "\n".join([*lines, f"|--:|{'--:|' * widest}", *curves])
+
+
+def half(share: float, count: int) -> float:
+    """Half of the 95% interval of a share of this many, by the normal approximation."""
+    return 1.96 * float(np.sqrt(share * (1 - share) / count))
+
+
+BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
+
+
+def write(part: str, text: str) -> None:
+    """Puts a part of the page between its markers."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(BEGIN.format(part))
+    _, after = rest.split(END.format(part))
+    PAGE.write_text(
+        f"{before}{BEGIN.format(part)}\n{text}\n{END.format(part)}{after}", encoding="utf-8"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=("logits", "audit", "sources", "engines", "faults", "runs"))
+    parser.add_argument("paths", nargs="*", type=Path, help="runs, or the folder of rollouts")
+    parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--only", nargs="+", help="names of the entries of `sources`")
+    given = parser.parse_args()
+    folder = next(iter(given.paths), Path("runs/smollm2_rollouts"))
+    entries = [one for one in SOURCES if not given.only or one["name"] in given.only]
+    made = {
+        "logits": lambda: logits(given.model),
+        "audit": lambda: audited(given.model),
+        "sources": lambda: sources(given.model, given.dtype, entries),
+        "engines": lambda: diagnosed(
+            given.model, engines(given.model, folder), "transformers' generate"
+        ),
+        "faults": lambda: diagnosed(given.model, faults(given.model, folder), "mistake"),
+        "runs": lambda: runs(given.paths),
+    }
+    text = made[given.part]()
+    print(text)
+    write(f"{given.part} {given.dtype}" if given.part == "sources" else given.part, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Builds the wheel, installs it into an empty environment, and tries it in an empty folder: the first
+# step of the quickstart, an audit, the shipped studies, the model that comes along, and the corrections
+# in a trainer of one's own. The wheel is left in dist/.
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+here="$PWD" python=$(find_python)
+empty=$(mktemp -d)
+trap 'rm -rf "$empty"' EXIT
+"$python" -m venv "$empty/venv"
+"$empty/venv/bin/python" -m pip wheel --quiet --no-deps --wheel-dir dist .
+"$empty/venv/bin/python" -m pip install --quiet "$(ls -t dist/tim_jax-*.whl | head -1)"
+export JAX_PLATFORMS=cpu PATH="$empty/venv/bin:$PATH"
+cd "$empty"
+tim-jax --version
+tim-jax train configs/quickstart.toml steps=1 warmup.steps=1 eval.every=0
+tim-jax audit qwen3-awkward --quick --dtype float32
+tim-jax study --list >studies.txt
+grep -q configs/studies/smoke.toml studies.txt
+python - "$here/docs/correct.md" <<'PYTHON'
+import re, sys
+import tim_jax as tim
+
+print(tim.__version__, tim.sample(tim.load("tiny"), ["312>"]).text)
+text = open(sys.argv[1], encoding="utf-8").read()
+exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+PYTHON
+echo "the wheel works in an empty environment: $(ls -t "$here"/dist/*.whl | head -1)"

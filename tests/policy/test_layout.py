@@ -1,0 +1,125 @@
+"""Sequences in a buffer without padding: every bit of the padded rows, and their gradients."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import interpreted
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quick
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout
+from tim_jax.instruments.auditing import PRESETS, random_params
+from tim_jax.model import packing
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.policy import layout, scoring
+
+PROMPT, RESPONSE = 9, 70
+
+
+def rollout_of(vocabulary: int, rows: int = 5, seed: int = 0, longest: int = RESPONSE) -> Rollout:
+    """Random tokens, also behind the ends, in rows of very different lengths; one has none."""
+    rng = np.random.default_rng(seed)
+    lengths = np.concatenate([[longest, 1, 0], rng.integers(1, longest + 1, rows - 3)])
+    zeros = np.zeros((rows, longest), np.float32)
+    return Rollout(
+        prompts=jnp.asarray(rng.integers(0, vocabulary, (rows, PROMPT)), jnp.int32),
+        prompt_lengths=jnp.asarray(rng.integers(1, PROMPT + 1, rows), jnp.int32),
+        responses=jnp.asarray(rng.integers(0, vocabulary, (rows, longest)), jnp.int32),
+        lengths=jnp.asarray(rng.permutation(lengths), jnp.int32),
+        log_probs=jnp.asarray(zeros),
+        finished=jnp.ones((rows,), bool),
+    )
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 10**6), st.integers(3, 9), st.integers(1, 12), st.integers(0, 40))
+def test_every_token_lies_once_and_in_its_place(seed, rows, longest, more):
+    rollout = rollout_of(1000, rows, seed, longest)
+    wholes = np.where(rollout.lengths > 0, rollout.prompt_lengths + rollout.lengths, 0)
+    size = max(int(wholes.sum()), PROMPT + longest) + more
+    found = layout.packed(rollout, size)
+    joined = np.asarray(layout.sequences(rollout))
+    starts, lengths = np.asarray(found.packing.starts), np.asarray(found.packing.lengths)
+    order = np.argsort(-wholes, kind="stable")
+    np.testing.assert_array_equal(lengths, wholes[order])
+    for start, row in zip(starts, order, strict=True):
+        own = slice(start, start + wholes[row])
+        np.testing.assert_array_equal(found.tokens[0, own], joined[row, : wholes[row]])
+        np.testing.assert_array_equal(found.positions[0, own], np.arange(wholes[row]))
+    assert int(found.used) == rollout.lengths.sum()
+    # What predicts a token is the one before it, and its value comes back to its place.
+    before = found.predicting(found.tokens.astype(jnp.float32))
+    values = np.asarray(found.by_response(before)).astype(int)
+    at = np.asarray(rollout.prompt_lengths)[:, None] - 1 + np.arange(longest)
+    expected = np.take_along_axis(joined, at, axis=1)
+    np.testing.assert_array_equal(values, np.where(rollout.mask, expected, 0))
+    targets = np.asarray(found.by_response(found.targets.astype(jnp.float32))).astype(int)
+    np.testing.assert_array_equal(targets, np.where(rollout.mask, rollout.responses, 0))
+
+
+@pytest.mark.parametrize("longest", [1, 63, 64, 100, 1000, 10**6])
+def test_classes_of_lengths_fall_by_less_than_half(longest):
+    found = packing.classes(longest)
+    assert found[0] == longest
+    assert all(other < one <= 2 * other for one, other in pairwise(found))
+    assert len(found) == 12 or found[-1] < 96 or longest == 100
+
+
+SMALL = replace(tiny.NUMERICS, column_tiles=1)
+CASES = {
+    "float32": (tiny.CONFIG, SMALL),
+    "bfloat16": (PRESETS["qwen3-awkward"], tiny.BF16),
+    "windows": (PRESETS["windowed-awkward"], SMALL),
+    "experts": (PRESETS["qwen3-moe-awkward"], SMALL),
+    "latent": (PRESETS["mla-awkward"], SMALL),
+    "gpu": (interpreted.CONFIG, interpreted.with_dtype(interpreted.GPU, "bfloat16")),
+}
+
+
+@pytest.mark.parametrize("case", quick.some(list(CASES), 0))
+def test_a_buffer_has_the_bits_of_padded_rows(case):
+    config, numerics = CASES[case]
+    params = jax.tree.map(jnp.asarray, random_params(config, 0))
+    execution = Execution(config, numerics, Sampling(RESPONSE))
+    rollout = rollout_of(config.vocab_size)
+    size = int((rollout.prompt_lengths + rollout.lengths).sum()) + 3
+    weights = jax.jit(execution.prepare)(params)
+
+    @partial(jax.jit, static_argnames="buffer")
+    def differentiated(weights, buffer):
+        def loss(weights):
+            scores = scoring.score(
+                weights, rollout, execution=execution, entropy_gradient=True, buffer=buffer
+            )
+            values = jnp.where(rollout.mask, scores.log_probs - scores.entropy, 0.0)
+            return jnp.sum(
+                values * jnp.cos(jnp.arange(RESPONSE, dtype=jnp.float32))[None, :]
+            ), scores
+
+        return jax.grad(loss, has_aux=True)(weights)
+
+    (gradient, scores), (expected, padded) = (differentiated(weights, n) for n in (size, None))
+    mask = np.asarray(rollout.mask)
+    assert mask.sum() > 100
+    for one, other in zip(scores[:2], padded[:2], strict=True):
+        assert tiny.bits(np.asarray(one)[mask]) == tiny.bits(np.asarray(other)[mask])
+        assert not np.asarray(one)[~mask].any()
+    close = 1e-5 if numerics.compute_dtype == "float32" else 2e-2
+    for one, other in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
+        one, other = (np.asarray(x, np.float64) for x in (one, other))
+        np.testing.assert_allclose(one, other, atol=close * np.abs(other).max())
+
+
+def test_a_buffer_that_cannot_hold_the_longest_is_refused():
+    rollout = rollout_of(10)
+    with pytest.raises(InputError, match=r"micro_batch_tokens = 78 .* 9 \+ 70 tokens"):
+        layout.packed(rollout, PROMPT + RESPONSE - 1)
+    assert replace(layout.packed(rollout, PROMPT + RESPONSE), routes=None).routes is None
