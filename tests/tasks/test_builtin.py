@@ -345,14 +345,23 @@ def test_halving_wins_every_guessing_game():
 
 
 def test_guessing_that_does_not_listen_wins_about_a_third():
-    task = builtin_task("guessing", {"format_reward": 0.25})
+    task = builtin_task("guessing")
     rng = random.Random(0)
     rewards = [
         play(task, example, lambda low, high, _: f"#{rng.randint(low, high)}")
         for example in task.evaluation
     ]
-    assert set(rewards) == {0.25, 1.0}
-    assert 0.2 < sum(reward == 1.0 for reward in rewards) / len(rewards) < 0.45
+    assert set(rewards) == {0.0, 1.0}
+    assert 0.2 < sum(rewards) / len(rewards) < 0.45
+
+
+def test_a_lost_game_is_paid_for_guesses_that_could_have_been_right():
+    task = builtin_task("guessing", {"format_reward": 0.5, "numbers": [15, 15], "eval_size": 32})
+    example = next(e for e in task.evaluation if e.data["state"][2] - e.data["state"][0] > 8)
+    low = example.data["state"][0]
+    for tries, share in (((0, 1, 2, 3), 1.0), ((3, 2, 1, 4), 0.5), ((-1, 3, 3, 3), 0.25)):
+        reward = play(task, example, lambda *a, tries=tries: f"#{low + tries[len(a[2])]}")
+        assert reward == 0.5 * share
 
 
 @pytest.mark.parametrize("said", ["", "#", "12", "#x", "#-1", "#" + "9" * 5000, "#1 2"])

@@ -165,31 +165,6 @@ def countdown(
     return _task("countdown", draw, grade, seed, (train_size, eval_size))
 
 
-def addition(
-    *, largest: int = 24, seed: int = 0, train_size: int = 8192, eval_size: int = 256
-) -> Task:
-    """Add two numbers, after three sums that show how: for a model that can read already.
-
-    A prompt is `2+5=7`, two more such lines, and `17+8=`. The answer is the completion's first
-    line; what follows is not graded, so that a line break may be a stop token. Half of the sums
-    are held out. The last three arguments are explained in `running_sums`.
-
-    Args:
-      largest: numbers are drawn from 0 to this.
-    """
-    whole("largest", largest, least=1, most=LARGEST_NUMBER)
-
-    def draw(rng: random.Random) -> Example:
-        a, b = below(rng, largest + 1), below(rng, largest + 1)
-        return Example(f"{SUMS}{a}+{b}=", str(a + b))
-
-    def grade(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
-        pairs = zip(examples, completions, strict=True)
-        return [Grade(float(c.partition("\n")[0].strip() == e.answer)) for e, c in pairs]
-
-    return _task("addition", draw, grade, seed, (train_size, eval_size), held_out=2)
-
-
 def guessing(
     *,
     numbers: tuple[int, int] = (8, 15),
@@ -217,7 +192,7 @@ def guessing(
       words: prompts and replies in English, and the guess is the last number of a completion, for a
         model that has learned from text.
       format_reward: reward of an episode without the right guess, times the share of its guesses
-        that were numbers of the range.
+        that could have been right, after what was told before.
     """
     least, most = span("numbers", numbers, 2, LARGEST_NUMBER)
     whole("largest", largest, least=most, most=LARGEST_NUMBER)
@@ -248,7 +223,7 @@ GUESS = (
 )
 NONE = "I see no number."
 REPLIES = ("+", "-", "="), ("Mine is larger.", "Mine is smaller.", NONE)  # without and with words
-Game = tuple[int, int, int, int, int]  # low, high, number, guesses left, proper guesses so far
+Game = tuple[int, int, int, int, int]  # least, most, number, guesses left, proper ones so far
 
 
 def _hint(
@@ -265,7 +240,9 @@ def _hint(
         return state, Reply(reward=1.0, done=True)
     larger, smaller, hint = replies
     if guess is not None:
-        proper, hint = proper + (low <= guess <= high), larger if guess < number else smaller
+        proper += low <= guess <= high
+        hint = larger if guess < number else smaller
+        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
     if left == 1:
         return state, Reply(reward=consolation * proper / guesses, done=True)
     return (low, high, number, left - 1, proper), Reply(hint)
@@ -323,6 +300,31 @@ ANSWERED = "Then answer with the number alone."
 def _last_number(answer: str, completion: Completion) -> float:
     found = re.findall(r"-?[0-9]+", completion.text.replace(",", ""))
     return float(bool(found) and found[-1] == answer)
+
+
+def addition(
+    *, largest: int = 24, seed: int = 0, train_size: int = 8192, eval_size: int = 256
+) -> Task:
+    """Add two numbers, after three sums that show how: for a model that can read already.
+
+    A prompt is `2+5=7`, two more such lines, and `17+8=`. The answer is the completion's first
+    line; what follows is not graded, so that a line break may be a stop token. Half of the sums
+    are held out. The last three arguments are explained in `running_sums`.
+
+    Args:
+      largest: numbers are drawn from 0 to this.
+    """
+    whole("largest", largest, least=1, most=LARGEST_NUMBER)
+
+    def draw(rng: random.Random) -> Example:
+        a, b = below(rng, largest + 1), below(rng, largest + 1)
+        return Example(f"{SUMS}{a}+{b}=", str(a + b))
+
+    def grade(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        pairs = zip(examples, completions, strict=True)
+        return [Grade(float(c.partition("\n")[0].strip() == e.answer)) for e, c in pairs]
+
+    return _task("addition", draw, grade, seed, (train_size, eval_size), held_out=2)
 
 
 BUILTIN: Mapping[str, Callable[..., Task]] = MappingProxyType(
