@@ -238,13 +238,14 @@ def engines(model: Path, folder: Path) -> Iterator[tuple[str, list[dict[str, Any
     """Name -> rollouts of transformers; made once, then read from `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for dtype, attention in ENGINES:
-        name = f"{dtype}, {attention}"
         path = folder / f"{dtype}_{attention}.jsonl"
         if not path.is_file():
-            path.write_text(
-                "".join(json.dumps(row) + "\n" for row in generated(model, dtype, attention))
-            )
-        yield name, [json.loads(line) for line in path.open()]
+            write_rows(path, generated(model, dtype, attention))
+        yield f"{dtype}, {attention}", [json.loads(line) for line in path.open()]
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def faults(model: Path, folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -277,7 +278,7 @@ def faults(model: Path, folder: Path) -> Iterator[tuple[str, list[dict[str, Any]
     for name, changed in changes.items():
         kept = [row for row in changed if row["response_token_ids"]]
         path = folder / f"fault_{name.replace(' ', '_').replace(',', '').replace('%', '')}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        write_rows(path, kept)
         yield name, kept
 
 
