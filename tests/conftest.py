@@ -100,6 +100,7 @@ _UNOPTIMISED = frozenset(
         "rl/test_routing",
         "rl/test_sharded",
         "rl/test_micro_batches",
+        "rl/test_turns",
         "scripts/test_gpu_check",
         "scripts/test_soak",
     }

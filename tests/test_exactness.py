@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 from tim_jax import objectives
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common.types import Prompts
-from tim_jax.instruments.auditing import PRESETS, Again, Case, Score, Sizes, audit, random_params
+from tim_jax.instruments.auditing import (
+    PRESETS,
+    Again,
+    Case,
+    Episodes,
+    Score,
+    Sizes,
+    audit,
+    random_params,
+)
 from tim_jax.instruments.auditing.cases import plain_sampling
 from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import EXACT_BF16, EXACT_F16, EXACT_F32, Numerics, Rows
@@ -346,3 +355,17 @@ def test_random_prompts_in_random_micro_batches(bench, batch):
     row = one * SAMPLES
     assert tiny.bits(alone.responses) == tiny.bits(rollout.responses[row : row + 1])
     assert tiny.bits(alone.log_probs) == tiny.bits(rollout.log_probs[row : row + 1])
+
+
+@pytest.mark.slow
+def test_episodes_of_several_turns_agree_to_the_bit():
+    """In rows, and in fewer slots with pages; windows, and replies over several pages of 32."""
+    config = PRESETS["windowed-awkward"]
+    sizes = Sizes(prompts=4, samples=3, prompt_length=20, response_length=200)
+    plain = plain_sampling(config, sizes)
+    paged = Episodes(8, 12, 90, Batching(slots=5, pages=30), Score(3, loop=True))
+    cases = [Case("rows", plain, Episodes(8, 12, 90)), Case("pages", plain, paged)]
+    options = {"numerics": (EXACT_BF16,), "cases": cases, "sizes": sizes}
+    results = list(audit(random_params(config, 0), config, control=False, **options))
+    assert [result.unequal_tokens for result in results] == [0, 0]
+    assert all(result.compared_tokens > 300 for result in results)

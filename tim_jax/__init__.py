@@ -41,11 +41,13 @@ if TYPE_CHECKING:
     from tim_jax.placement import Placement
     from tim_jax.recording import capture
     from tim_jax.tasks.custom import per_item
+    from tim_jax.tasks.episodes import Reply
 
 __all__ = [
     "Lora",
     "Model",
     "Placement",
+    "Reply",
     "audit",
     "capture",
     "corrections",
@@ -71,6 +73,7 @@ _HOMES = {
     **dict.fromkeys((*_API, "load_adapter", "named_arrays", "save_adapter"), "api"),
     "Lora": "model.adapters",
     "Placement": "placement",
+    "Reply": "tasks.episodes",
     "capture": "recording",
     "per_item": "tasks.custom",
 }

@@ -749,3 +749,21 @@ def test_grpo_in_a_hundred_lines():
         history = names["train"](steps=12)
     assert all(compared > 0 and unequal == 0 for _, compared, unequal in history)
     assert np.mean([reward for reward, *_ in history[-3:]]) > 4 * history[0][0]
+
+
+# --- episodes of several turns ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give reward, or for episodes of several turns respond"),
+        ({"reward": len, "max_turns": 3}, "max_turns = 3 is for episodes; give respond too"),
+        ({"respond": "guess"}, "respond must be a function"),
+        ({"respond": min, "max_turns": 0}, "max_turns must be at least 1, got 0"),
+        ({"respond": min, "max_tokens": 9, "max_episode_tokens": 8}, "at most the 8 tokens"),
+    ],
+)
+def test_what_episodes_need_is_said_at_once(model, options, message):
+    with pytest.raises(InputError, match=message):
+        tim.grpo(model, [("1+1=", 2)], steps=1, **options)

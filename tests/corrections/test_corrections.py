@@ -37,6 +37,7 @@ NORMALISED = {
 }
 BLOCKS = {
     **{f"ratio-{x}": corrections.scale_by_ratio(x) for x in ("token", "sequence", "geometric")},
+    "ratio-turn": corrections.scale_by_ratio("turn"),
     "two-sided": corrections.scale_by_truncated_ratio("token", lower=0.5, upper=2.0),
     "k2-token": corrections.reject("k2", over="token", upper=0.1),
     "k1-max": corrections.reject("k1", over="max", lower=0.5, upper=2.0),
@@ -1115,3 +1116,55 @@ def test_a_schedule_moves_with_every_batch():
         state = found.state
         caps.append(float(found.coefficients[0, 0]))
     assert caps == pytest.approx([2.0, 1.2, 1.2])
+
+
+# --- turns of episodes -----------------------------------------------------------------------
+
+
+def test_ratios_of_turns_are_those_of_sequences_of_their_own():
+    rng = np.random.default_rng(0)
+    mask = rng.random((6, 40)) < 0.7
+    mask[0], mask[1], mask[2, 20:] = True, False, False
+    log_ratio = rng.normal(0, 0.3, (6, 40)).astype(np.float32)
+    log_ratio[~mask] = np.nan  # replies have none
+    found = {
+        level: np.asarray(ratios.ratio(jnp.asarray(log_ratio), jnp.asarray(mask), level))
+        for level in ("turn", "turn_geometric")
+    }
+    turns = 0
+    for row in range(6):
+        edges = np.flatnonzero(np.diff(np.pad(mask[row].astype(int), 1)))
+        for start, end in edges.reshape(-1, 2):
+            own = log_ratio[row, start:end].astype(np.float64)
+            np.testing.assert_allclose(found["turn"][row, start:end], np.exp(own.sum()), 1e-6)
+            mean = np.exp(own.mean())
+            np.testing.assert_allclose(found["turn_geometric"][row, start:end], mean, 1e-6)
+            turns += 1
+    assert turns > 20
+    for level in found:
+        np.testing.assert_array_equal(found[level][~mask], 1.0)
+        equal = ratios.ratio(jnp.zeros((6, 40)), jnp.asarray(mask), level)
+        np.testing.assert_array_equal(equal, 1.0)
+
+
+def test_padding_changes_no_bit_of_a_turn_s_ratio():
+    mask = jnp.asarray(np.random.default_rng(1).random((3, 33)) < 0.8)
+    log_ratio = jnp.asarray(np.random.default_rng(2).normal(0, 1, (3, 33)), jnp.float32)
+    wide = [jnp.pad(x, ((0, 0), (0, 70))) for x in (log_ratio, mask)]
+    np.testing.assert_array_equal(
+        ratios.ratio(log_ratio, mask, "turn"), ratios.ratio(*wide, "turn")[:, :33]
+    )
+
+
+def test_a_bound_on_turns_masks_one_turn_and_not_its_episode():
+    mask = jnp.asarray([[True, True, False, True, True, True]])
+    log_ratio = jnp.asarray([[0.5, 0.5, 0.0, 0.1, 0.1, 0.1]], jnp.float32)
+    block = corrections.mask_outside("turn", lower=0.5, upper=2.0)
+    applied = corrections.apply(
+        corrections.chain(block),
+        mask.astype(jnp.float32),
+        corrections.chain(block).init(mask.astype(jnp.float32)),
+        log_ratio=log_ratio,
+        mask=mask,
+    )
+    assert applied.coefficients.tolist() == [[0.0, 0.0, 0.0, 1.0, 1.0, 1.0]]

@@ -104,3 +104,19 @@ def test_a_whole_audit_in_interpret_mode():
     assert controls
     assert all(result.compared_tokens > 0 for result in results)
     assert sum(result.unequal_tokens for result in controls) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), [(GPU, "bfloat16"), (TPU, "float32")])
+def test_episodes_of_several_turns_agree_to_the_bit(family, dtype):
+    """Always in pages, which these families read as they lie; replies longer than one of 16."""
+    config = replace(CONFIG, vocab_size=128, hidden_size=128, num_heads=8, intermediate_size=128)
+    config = replace(config, num_kv_heads=4)
+    sizes = auditing.Sizes(2, 3, 9, 70)
+    plain = replace(plain_sampling(config, sizes), stop_tokens=(3, 51, 99))
+    turns = auditing.Episodes(5, 9, 30, Batching(slots=4))
+    options = {"numerics": (with_dtype(family, dtype),), "sizes": sizes, "control": False}
+    options["cases"] = (auditing.Case("episodes", plain, turns),)
+    (result,) = auditing.audit(auditing.random_params(config, 0), config, **options)
+    assert result.passed
+    assert result.compared_tokens > 60

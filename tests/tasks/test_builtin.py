@@ -1,6 +1,7 @@
 import ast
 import itertools
 import operator
+import random
 import re
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
-from tim_jax.tasks.base import Example, Task, rewards
+from tim_jax.tasks.base import Example, Task, rewards, state_of
 from tim_jax.tasks.builtin import (
     ALPHABET,
     BUILTIN,
@@ -19,6 +20,7 @@ from tim_jax.tasks.builtin import (
     builtin_task,
     supervised,
 )
+from tim_jax.tasks.episodes import Completion, Turn
 
 NAMES = sorted({*BUILTIN} - {"addition"})  # which has a form of its own
 SMALL = {"train_size": 300, "eval_size": 64}
@@ -306,3 +308,82 @@ def test_quality_is_checked(task):
     plain = Task("plain", (Example("q", "a"),), (), task.grade)
     with pytest.raises(InputError, match="plain has no worked solutions"):
         supervised(plain, Quality(), seed=0, count=1)
+
+
+# Games of several turns.
+
+
+def play(task, example, strategy):
+    """The reward of an episode in which `strategy(low, high, replies)` says the turns."""
+    low, high, *_ = example.data["state"]
+    state, replies, reward = state_of(example), [], 0.0
+    while True:
+        said = Completion(strategy(low, high, replies), np.zeros(1, np.int32), ended=True)
+        turn = Turn(0, 0, len(replies), said, state, np.zeros(2, np.uint32))
+        [(_, answer)] = task.environment.answers([turn])
+        assert answer.failure is None
+        state, reward = answer.state, reward + answer.reward
+        if answer.done:
+            return reward
+        replies.append(answer.content)
+
+
+def halve(low, high, replies, larger="+"):
+    for reply in replies:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if reply == larger else (low, middle - 1)
+    return (low + high) // 2
+
+
+def test_halving_wins_every_guessing_game():
+    task = builtin_task("guessing")
+    assert all(play(task, e, lambda *a: f"#{halve(*a)}") == 1.0 for e in task.evaluation)
+    task = builtin_task("guessing", {"words": True, "eval_size": 32})
+    for example in task.evaluation:
+        said = play(task, example, lambda *a: f"Not 3, but {halve(*a, 'Mine is larger.')}.")
+        assert said == 1.0
+
+
+def test_guessing_that_does_not_listen_wins_about_a_third():
+    task = builtin_task("guessing")
+    rng = random.Random(0)
+    rewards = [
+        play(task, example, lambda low, high, _: f"#{rng.randint(low, high)}")
+        for example in task.evaluation
+    ]
+    assert set(rewards) == {0.0, 1.0}
+    assert 0.2 < sum(rewards) / len(rewards) < 0.45
+
+
+def test_a_lost_game_is_paid_for_guesses_that_could_have_been_right():
+    task = builtin_task("guessing", {"format_reward": 0.5, "numbers": [15, 15], "eval_size": 32})
+    example = next(e for e in task.evaluation if e.data["state"][2] - e.data["state"][0] > 8)
+    low = example.data["state"][0]
+    for tries, share in (((0, 1, 2, 3), 1.0), ((3, 2, 1, 4), 0.5), ((-1, 3, 3, 3), 0.25)):
+        reward = play(task, example, lambda *a, tries=tries: f"#{low + tries[len(a[2])]}")
+        assert reward == 0.5 * share
+
+
+@pytest.mark.parametrize("said", ["", "#", "12", "#x", "#-1", "#" + "9" * 5000, "#1 2"])
+def test_what_is_no_guess_is_told_so(said):
+    task = builtin_task("guessing", {"eval_size": 4})
+    replies = []
+
+    def strategy(low, high, so_far):
+        replies[:] = so_far
+        return said
+
+    assert play(task, task.evaluation[0], strategy) == 0.0
+    assert replies == ["="] * 3
+
+
+def test_games_are_held_out_and_encodable():
+    task = builtin_task("guessing", {"eval_size": 200})
+    held_out = {example.prompt for example in task.evaluation}
+    assert len({(e.prompt, e.answer) for e in task.evaluation}) == 200
+    assert not held_out & {task.train[i].prompt for i in range(500)}
+    for prompt, completion in supervised(task, Quality(), seed=0, count=100):
+        assert set(prompt + completion.replace("<eos>", "").replace("+", "")) <= set(ALPHABET)
+        assert completion.count("#") <= 4
+    with pytest.raises(InputError, match=r"set sampling\.max_turns"):
+        task.grade(task.evaluation[:1], ["#1"])

@@ -1,3 +1,4 @@
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -5,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tim_jax.common.errors import InputError
-from tim_jax.tasks.base import Example, Grade, Message
-from tim_jax.tasks.custom import load_reward
+from tim_jax.tasks.base import Example, Grade, Message, state_of
+from tim_jax.tasks.custom import isolated_task, load_reward
+from tim_jax.tasks.episodes import Packed
 
 SOURCE = """
 import math
@@ -48,6 +50,18 @@ def holes(prompts, completions, answers):
 
 def raises(prompts, completions, answers):
     raise KeyError("no such thing\\nsecond line")
+"""
+EPISODES = """
+from tim_jax.tasks.base import Example, Task, in_turns
+from tim_jax.tasks.environments import Here
+
+EXAMPLES = (Example("p", "3", {"state": {"secret": 3}}), Example("q", "4"))
+
+def make():
+    return Task("mine", EXAMPLES, EXAMPLES, in_turns)
+
+def with_environment():
+    return Task("mine", EXAMPLES, EXAMPLES, in_turns, environment=Here(print))
 """
 EXAMPLES = [Example("p", "1"), Example((Message("system", "s"), Message("user", "u")), "2")]
 COMPLETIONS = ["1", "x"]
@@ -118,6 +132,19 @@ def test_bad_returns(name, message):
 def test_bad_names(name, message):
     with pytest.raises(InputError, match=message):
         load_reward(name)
+
+
+def test_a_task_made_elsewhere_keeps_the_states_of_its_episodes(here):
+    (here / "my_episodes.py").write_text(EPISODES)
+    task = isolated_task("my_episodes:make", {}, seconds=30.0)
+    try:
+        states = [state_of(task.train[i]) for i in range(2)]
+    finally:
+        task.close()
+    assert all(type(state) is Packed for state in states)
+    assert [pickle.loads(state) for state in states] == [{"secret": 3}, "4"]
+    with pytest.raises(InputError, match=r"must be named as task\.environment"):
+        isolated_task("my_episodes:with_environment", {}, seconds=30.0)
 
 
 def test_current_folder_of_a_program_started_elsewhere(here, tmp_path):

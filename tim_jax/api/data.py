@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from tim_jax.placement import processes
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Message, SharedGrader, Task
 from tim_jax.tasks.dataset import check_open, message_of
+from tim_jax.tasks.environments import Here
 
 _KEYS = ("prompt", "answer")
 _ANSWER = "answer"  # where an example's data keep it: any value, not only text
@@ -70,7 +72,21 @@ def _example(row: Any, where: str) -> Example:
     return Example(asked, str(answer), {_ANSWER: answer})
 
 
-def as_task(examples: tuple[Example, ...], reward: Callable[..., Any]) -> Task:
+def as_episodes(examples: tuple[Example, ...], respond: Callable[..., Any]) -> Task:
+    """A task of these examples, whose answers are the states that episodes begin with."""
+    if not callable(respond):
+        raise InputError(
+            "grpo: respond must be a function (state, completion) -> (state, tim_jax.Reply), got"
+            f" {shown(respond)}"
+        )
+    if jax.process_count() > 1:
+        raise InputError("grpo: respond needs a single process; there are several")
+    name = getattr(respond, "__name__", type(respond).__name__)
+    begun = tuple(replace(x, data={"state": x.data[_ANSWER]}) for x in examples)
+    return Task(name, begun, (), lambda *_: [], environment=Here(respond))
+
+
+def as_task(examples: tuple[Example, ...], reward: Callable[..., Any] | None) -> Task:
     """A task of these examples, graded by the user's function.
 
     It is tried at once, with the first example's answer as its completion. Under several processes

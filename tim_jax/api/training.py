@@ -26,7 +26,7 @@ from tim_jax.rl import loop, programs, rules
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.training import Training
-from tim_jax.rl.types import TrainState
+from tim_jax.rl.types import TrainState, Turns
 from tim_jax.tasks.base import Task, whole
 
 
@@ -136,11 +136,14 @@ def grpo(
     model: Model,
     prompts_and_answers: Iterable[Any],
     *,
-    reward: Callable[..., Any],
+    reward: Callable[..., Any] | None = None,
+    respond: Callable[..., Any] | None = None,
     steps: int,
     samples: int | None = None,
     prompts_per_step: int | None = None,
     max_tokens: int | None = None,
+    max_turns: int | None = None,
+    max_episode_tokens: int | None = None,
     optimizer: optax.GradientTransformation | None = None,
     objective: Objective | None = None,
     correction: Correction | None = None,
@@ -164,10 +167,19 @@ def grpo(
       reward: (prompts, completions, answers) -> one finite number for each completion, all in
         lists; `tim_jax.per_item` makes one of a function of one completion. Called in this process,
         without a time limit; and once at the start, to try it, with an answer as the completion.
+      respond: in place of a reward, an environment that takes turns with the policy: (state,
+        completion) -> (state, `tim_jax.Reply`), with the turn's key u32[2] as a third argument if
+        it takes one. `completion` has `text`, `tokens` and `ended`. The answers of the rows are the
+        states that episodes begin with, a copy for each sample. It is called in this process, one
+        turn after another, from a thread of its own. An episode's reward is the sum over its turns.
       steps: how many.
       samples: responses per prompt, the group whose mean reward is the baseline; 8 if None.
       prompts_per_step: groups of a step; 8 if None.
-      max_tokens: of a response; if None, 256, or half of the model's positions if that is less.
+      max_tokens: of a response, with `respond` of one turn; if None, 256, or half of the model's
+        positions (with `respond`, a 32nd) if that is less.
+      max_turns: of an episode, after which it ends as it is; 8 if None.
+      max_episode_tokens: of all turns and replies; an episode ends before a reply that does not
+        fit. None: twice `max_turns` times `max_tokens`, or as many as the model has room for.
       optimizer: of optax; AdamW with a learning rate of 1e-6 if None. A model in float16 scales the
         loss, so that small gradients are not lost: as `optimizers.dynamic_loss_scale(optimizer)`
         does, unless it is one already.
@@ -195,24 +207,80 @@ def grpo(
         "samples": samples,
         "prompts_per_step": prompts_per_step,
         "max_tokens": max_tokens,
+        "turns": None,
         "optimizer": optimizer,
         "objective": objective,
         "correction": correction,
         "mismatch": sampler if sampler is None else _dial(sampler),
     }
-    model, run = settle("grpo", model, training, given)
     examples = data.as_examples(prompts_and_answers)
+    if respond is None:
+        _refuse_turns(reward, training, max_turns=max_turns, max_episode_tokens=max_episode_tokens)
+        task = data.as_task(examples, reward)
+    else:
+        task = data.as_episodes(examples, respond)
+        given |= _episodes(model, task, training, max_turns, max_tokens, max_episode_tokens)
+    model, run = settle("grpo", model, training, given)
     most = run.execution.sampling.max_tokens
-    text = text_of(model, examples, most, model.chat_template, model.template_options)
+    text = text_of(model, examples, most, *_template(model, task))
     check_longest(run, text.max_prompt_length + most)
     adapter = first_adapter("grpo", model, lora, seed)
     run = run.varied(lora=adapter and adapter.lora)
-    task = data.as_task(examples, reward)
+    environment = None
+    if task.environment is not None:
+        environment = text.bridged(task.environment, run.execution.sampling.stop_tokens)
     built = programs.build(run)
     # An optimizer is functions, which have no text.
     settings = [getattr(run, one.name) for one in fields(run) if one.name != "optimizer"]
     data.agree(examples, repr((steps, seed, settings)))
-    return _steps(model, task, text, built, adapter, seed=seed, steps=steps)
+    how = {"seed": seed, "steps": steps, "environment": environment}
+    return _steps(model, task, text, built, adapter, **how)
+
+
+def _template(model: Model, task: Task) -> tuple[Any, Mapping[str, Any]]:
+    """How prompts go through the chat template, with the tools of an environment."""
+    tools = () if task.environment is None else task.environment.tools
+    declared = {"tools": [*tools]} if tools else {}
+    return model.chat_template, {**model.template_options, **declared}
+
+
+def _refuse_turns(reward: Any, training: Training | None, **given: int | None) -> None:
+    """Refuses what only episodes have."""
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(f"grpo: {name} = {value!r} is for episodes; give respond too")
+    if training is not None and training.turns is not None:
+        raise InputError(f"grpo: training has turns = {training.turns}; give respond too")
+    if reward is None:
+        raise InputError("grpo: give reward, or for episodes of several turns respond")
+
+
+def _episodes(
+    model: Model,
+    task: Task,
+    training: Training | None,
+    max_turns: int | None,
+    max_tokens: int | None,
+    most: int | None,
+) -> dict[str, Any]:
+    """The run's limits: of an episode's turns, of one's tokens, and of all its tokens."""
+    for name, value in (
+        ("max_turns", max_turns),
+        ("max_tokens", max_tokens),
+        ("max_episode_tokens", most),
+    ):
+        if value is not None:
+            whole(f"grpo: {name}", value, least=1)
+    known = training and training.turns
+    turns = known or Turns(max_tokens=max(1, min(256, model.config.max_positions // 32)))
+    turns = Turns(max_turns or turns.most, max_tokens or turns.max_tokens)
+    if most is None and known and not max_turns and not max_tokens:
+        return {"turns": turns}
+    if most is None:
+        text = text_of(model, task.train, turns.max_tokens, *_template(model, task))
+        prompt = text.max_prompt_length
+        most = min(2 * turns.most * turns.max_tokens, model.config.max_positions - prompt)
+    return {"turns": turns, "max_tokens": most}
 
 
 def settle(

@@ -3,6 +3,8 @@
 P: prompts, B: sequences (prompts times samples), Tp: padded prompt length, R: longest response.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -26,6 +28,9 @@ class Prompts:
 class Rollout:
     """Sampled responses with the log-probs of the distribution that each token was drawn from.
 
+    An episode of several turns is one response: what the policy drew and what its environment
+    replied, in order, with `drawn` to tell them apart.
+
     `drawn_log_probs` and `hidden` are there only if a sampler misreports on purpose
     (`tim_jax.mismatch`), `routes` only if a mixture's sampler was asked to record them, `supports`
     only if another engine recorded them.
@@ -34,7 +39,7 @@ class Rollout:
     prompts: jax.Array  # i32[B, Tp]
     prompt_lengths: jax.Array  # i32[B]
     responses: jax.Array  # i32[B, R], stop token included
-    lengths: jax.Array  # i32[B], response tokens; the source of masks
+    lengths: jax.Array  # i32[B], response tokens, drawn or not; the source of masks
     log_probs: jax.Array  # f32[B, R], 0 beyond `lengths`
     finished: jax.Array  # bool[B], False where the maximum length cut the response
     drawn_log_probs: jax.Array | None = None  # f32[B, R], where `log_probs` reports others
@@ -44,9 +49,20 @@ class Rollout:
     routes: jax.Array | None = None
     # i32[B, R, K], the tokens that each was drawn among, then -1; of -1 alone: among all
     supports: jax.Array | None = None
+    # bool[B, R], tokens of the policy; False on replies of an environment, which are only context.
+    # None: every token of the response was drawn
+    drawn: jax.Array | None = None
 
     @property
     def mask(self) -> jax.Array:
-        """bool[B, R], True on response tokens. A sampled pad token is a token: lengths decide."""
+        """bool[B, R], True on drawn tokens. A sampled pad token is a token: lengths decide."""
         inside = jnp.arange(self.responses.shape[1])[None, :] < self.lengths[:, None]
+        inside = inside if self.drawn is None else inside & self.drawn
         return inside if self.hidden is None else inside & ~self.hidden
+
+    @property
+    def drawn_lengths(self) -> jax.Array:
+        """i32[B], drawn tokens of each response, hidden ones among them."""
+        if self.drawn is None:
+            return self.lengths
+        return jnp.sum(replace(self, hidden=None).mask, axis=1, dtype=jnp.int32)

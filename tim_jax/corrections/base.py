@@ -53,7 +53,7 @@ _OF_TOKENS = ("coefficients", "log_ratio", "log_probs", "divergence")
 class Bounds(NamedTuple):
     """Bounds on the importance ratio at a level, for reports of how often they are exceeded."""
 
-    level: Literal["token", "sequence", "geometric"]
+    level: Literal["token", "sequence", "geometric", "turn", "turn_geometric"]
     lower: Any  # None, a number, or a traced f32[]
     upper: Any
 

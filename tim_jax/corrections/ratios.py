@@ -18,9 +18,9 @@ import jax.numpy as jnp
 
 from tim_jax.common.errors import InputError
 from tim_jax.numerics import masked, strict
-from tim_jax.numerics.sums import compensated_sum, row_count
+from tim_jax.numerics.sums import compensated_sum, row_count, run_sum
 
-Level = Literal["token", "sequence", "geometric"]
+Level = Literal["token", "sequence", "geometric", "turn", "turn_geometric"]
 Statistic = Literal["ratio", "k1", "k2", "k3", "error", "binary_kl", "divergence"]
 Over = Literal["token", "sum", "mean", "max"]
 
@@ -33,11 +33,13 @@ _K3_SERIES_64 = tuple(1.0 / math.factorial(n) for n in range(19, 1, -1))
 
 
 def ratio(log_ratio: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
-    """Returns the ratio at a level: f32[B, R] for token, f32[B, 1] for sequence and geometric.
+    """Returns the ratio at a level: f32[B, 1] for sequence and geometric, else f32[B, R].
 
     - token: `r_t = exp(d_t)`
     - sequence: `prod_t r_t = exp(sum_t d_t)`; the sum, not its terms, is clipped to ±20
     - geometric: `(prod_t r_t)^(1/T) = exp(mean_t d_t)`, the length-normalised ratio
+    - turn, turn_geometric: the product and its root over the token's own turn: an unbroken run of
+      the mask, with replies of an environment before and after it
 
     Equal log-probs give exactly 1; a row without tokens has ratio 1.
     """
@@ -45,6 +47,12 @@ def ratio(log_ratio: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
     differences = jnp.where(mask, log_ratio, 0.0)
     if level == "token":
         return _exp(_clipped(differences))
+    if level in ("turn", "turn_geometric"):
+        total = run_sum(_finite(differences), mask)
+        if level == "turn_geometric":
+            length = run_sum(mask.astype(total.dtype), mask)
+            total = masked.quotient(total, jnp.maximum(length, 1.0))
+        return _exp(_clipped(total))
     if level == "sequence":
         high, low = compensated_sum(_finite(differences))
         clipped = _clipped(high)

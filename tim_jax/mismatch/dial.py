@@ -9,7 +9,7 @@ mismatch = [
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -224,7 +224,7 @@ def draw(
         execution=other,
         samples=samples,
         first=first,
-        draw=_draw(mismatch.active, names, other),
+        draw=drawing(mismatch, names, other),
         batching=batching,
         begun=begun,
     )
@@ -248,8 +248,12 @@ def _names(prompts: Prompts, key: jax.Array, samples: int, first: jax.Array | No
     return Names(key, jnp.repeat(prompts.ids, samples), numbers)
 
 
-def _draw(entries: Sequence[Entry], names: Names, execution: Execution):
-    """A draw with the entries' logits and reports; None if none has any."""
+def drawing(mismatch: Mismatch, names: Names, execution: Execution) -> sampler.Draw | None:
+    """A draw with the entries' logits and reports; None if none has any.
+
+    `execution` is the sampler's, `names` those of all its rows.
+    """
+    entries = mismatch.active
     sampling, numerics = execution.sampling, execution.numerics
     noisy = [e for e in entries if type(e).logits is not Entry.logits]
     reporter = next((entry for entry in entries if entry.reports), None)

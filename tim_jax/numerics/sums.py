@@ -64,6 +64,37 @@ def running_sum(values: jax.Array, *, reverse: bool = False) -> jax.Array:
     return values
 
 
+def run_sum(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns f32[..., R], at each place the sum over the unbroken run of True that it lies in.
+
+    0 where the mask is False. In rounds of doubling, as `running_sum`.
+    """
+    before = jax.typeof(values).sharding
+    values, mask = _gathered(values), _gathered(mask)
+    beyond = [(0, 0)] * (mask.ndim - 1)
+    starts = mask & ~jnp.pad(mask[..., :-1], [*beyond, (1, 0)])
+    ends = mask & ~jnp.pad(mask[..., 1:], [*beyond, (0, 1)])
+    zero = jnp.zeros((), values.dtype)
+    total = _segment_sum(jnp.where(mask, values, zero), starts | ~mask)
+    # The last of a run has its sum, which the others are given from behind.
+    last = jnp.where(ends, total, zero)
+    sums = _segment_sum(last[..., ::-1], (ends | ~mask)[..., ::-1])[..., ::-1]
+    same = all(axis is None for axis in before.spec)
+    return sums if same else jax.sharding.reshard(sums, before)
+
+
+def _segment_sum(values: jax.Array, starts: jax.Array) -> jax.Array:
+    """The sums of the last axis up to each place, from the last start on."""
+    values, reach = strict.uncontracted(values), 1
+    while reach < values.shape[-1]:
+        pad = [(0, 0)] * (values.ndim - 1) + [(reach, 0)]
+        moved = jnp.pad(values[..., :-reach], pad)
+        values = values + jnp.where(starts, jnp.zeros((), values.dtype), moved)
+        starts = starts | jnp.pad(starts[..., :-reach], pad, constant_values=True)
+        reach *= 2
+    return values
+
+
 def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `(s, e)` with `s = fl(a + b)` and `s + e = a + b` exactly (Knuth, TAOCP 2, 4.2.2)."""
     total = a + b

@@ -57,7 +57,7 @@ _MEANING = {
     "energies": "1 - 2 pi + sum pi^2 at each token, f32[B, R]",
 }
 # Where tokens are rewarded, their advantage is of what follows them, not of the whole response.
-_OF_TOKENS = frozenset({"reinforce", "reinforce_plus_plus", "remax", "optimal_token_baseline"})
+OF_TOKENS = frozenset({"reinforce", "reinforce_plus_plus", "remax", "optimal_token_baseline"})
 
 # An impossible token has log-ratio -inf; a sum of two such must stay a number.
 _LOG_RATIO_FINITE = 1e6
@@ -183,7 +183,7 @@ def advantages(
     of_tokens = arrays.pop("token_rewards")
     if of_tokens is not None:
         of_tokens = jnp.where(arrays["mask"], of_tokens, 0.0)
-        if estimator in _OF_TOKENS:
+        if estimator in OF_TOKENS:
             groups = groups[:, :, None] + running_sum(of_tokens, reverse=True)
         else:
             groups = groups + tree_sum(of_tokens)
@@ -204,7 +204,7 @@ def informative_groups(rewards: jax.Array, samples: int) -> jax.Array:
 class _Batch(NamedTuple):
     """What the estimators read, by group. An array that was not given is None."""
 
-    rewards: jax.Array  # f32[P, G]; f32[P, G, R] of what follows a token, for `_OF_TOKENS` alone
+    rewards: jax.Array  # f32[P, G]; f32[P, G, R] of what follows a token, for `OF_TOKENS` alone
     counted: jax.Array  # bool, of the same shape: the row has a token, or it is one
     mask: Any  # bool[P, G, R]
     greedy_rewards: Any  # f32[P, 1]

@@ -36,7 +36,7 @@ Draw = Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]
 ]
 
-_STEPS = 32  # tokens that a slot draws before they are stored among the results
+STEPS = 32  # tokens that a slot draws before they are stored among the results
 
 
 @struct.dataclass
@@ -94,11 +94,11 @@ def sample(
         weights = collectives.gather_fsdp(weights, weight_axes(config, numerics), placement)
         execution = replace(execution, placement=placement.gathered)
     weights = transformer.whole_norms(weights, execution=execution)
-    decoding = _Decoding(
+    decoding = Decoding(
         execution=execution,
         rows=rows,
         streams=_streams(key, prompts.ids, samples, first),
-        draw=draw or partial(_draw, sampling=execution.sampling, numerics=numerics),
+        draw=draw or partial(draw_exactly, sampling=execution.sampling, numerics=numerics),
         begun=begun or Begun(0, jnp.zeros(count, bool)),
         stops=jnp.asarray(execution.sampling.stop_tokens, jnp.int32),
     )
@@ -147,7 +147,7 @@ def trips(sequences: int, sampling: Sampling, batching: Batching) -> tuple[int, 
     limit, searches = sampling.max_tokens, distribution.search_trips(sampling)
     if limit == 1:
         return searches
-    runs = -(-(limit - 1) // _STEPS)
+    runs = -(-(limit - 1) // STEPS)
     slots = min(batching.slots or sequences, sequences)
     rounds = -(-sequences // slots)
     whole = runs * rounds, -(-sequences // (runs * rounds)), -(-(limit - 1) // runs)
@@ -167,7 +167,8 @@ def _queue(cache, results: Results, starts, order: jax.Array | None, **shape: An
     )
 
 
-def _draw(logits, uniform, positions, sequences, *, sampling, numerics):
+def draw_exactly(logits, uniform, positions, sequences, *, sampling, numerics):
+    """The `Draw` of a sampler that differs in nothing."""
     del positions, sequences
     return (*distribution.draw(logits, uniform, sampling=sampling, numerics=numerics), None)
 
@@ -182,19 +183,19 @@ class _State:
 
 
 @struct.dataclass
-class _Steps:
+class Steps:
     """Within a run of steps."""
 
     count: jax.Array  # i32[]
     slots: Slots
-    tokens: jax.Array  # i32[_STEPS, S]
-    log_probs: jax.Array  # f32[_STEPS, S]
-    drawn: jax.Array | None  # f32[_STEPS, S]
-    routes: jax.Array | None  # [_STEPS, S, L, k], of the tokens that went in
+    tokens: jax.Array  # i32[STEPS, S]
+    log_probs: jax.Array  # f32[STEPS, S]
+    drawn: jax.Array | None  # f32[STEPS, S]
+    routes: jax.Array | None  # [STEPS, S, L, k], of the tokens that went in
 
 
 @dataclass(frozen=True)
-class _Decoding:
+class Decoding:
     """What prefill and all decode steps share."""
 
     execution: Execution
@@ -268,6 +269,8 @@ class _Decoding:
     def run(self, weights: Weights, queue: Queue, state: _State, *, until: int) -> _State:
         """Decodes until the queue is empty and no more than `until` slots work."""
 
+        limit = self.execution.sampling.max_tokens
+
         def busy(slots: Slots, some_wait: jax.Array) -> jax.Array:
             return some_wait | (jnp.sum(slots.working) > until)
 
@@ -276,30 +279,22 @@ class _Decoding:
 
         def steps(state: _State) -> _State:
             slots, waiting = slotting.refill(
-                state.slots, state.waiting, queue, state.results, steps=_STEPS
+                state.slots, state.waiting, queue, state.results, steps=STEPS
             )
             some_wait = jnp.any(waiting)
-            starts, uniforms = queue.prompt_lengths[slots.sequences], self._uniforms(slots)
+            starts, uniforms = queue.prompt_lengths[slots.sequences], self.uniforms(slots)
 
-            def going_on(now: _Steps) -> jax.Array:
+            def going_on(now: Steps) -> jax.Array:
                 # A slot that falls idle while sequences wait ends the run for all of `rows`.
                 free = some_wait & jnp.any(slots.working & ~now.slots.working)
                 flags = jnp.stack([busy(now.slots, some_wait), free])
                 some_busy, some_free = collectives.any_row(flags, self.rows)
-                return (now.count < _STEPS) & some_busy & ~some_free
+                return (now.count < STEPS) & some_busy & ~some_free
 
-            shape = (_STEPS, slots.working.shape[0])
-            begin = _Steps(
-                count=jnp.int32(0),
-                slots=slots,
-                tokens=jnp.zeros(shape, jnp.int32),
-                log_probs=jnp.zeros(shape, jnp.float32),
-                drawn=None if state.results.drawn is None else jnp.zeros(shape, jnp.float32),
-                routes=_steps_of(state.results.routes, shape),
-            )
-            end = jax.lax.while_loop(
-                going_on, partial(self._step, weights, starts, uniforms), begin
-            )
+            recorded = state.results
+            begin = begin_steps(slots, recorded.drawn is not None, recorded.routes)
+            step = partial(self.step, weights, starts, uniforms, limit)
+            end = jax.lax.while_loop(going_on, step, begin)
             results = slotting.store(
                 state.results,
                 slots,
@@ -314,9 +309,10 @@ class _Decoding:
 
         return jax.lax.while_loop(unfinished, steps, state)
 
-    def _step(self, weights: Weights, starts, uniforms, now: _Steps) -> _Steps:
+    def step(self, weights: Weights, starts, uniforms, limits: Any, now: Steps) -> Steps:
         """Runs the forward on the newest token of every slot, and draws the next.
 
+        `starts` i32[S] are lengths of prompts, `limits` the lengths at which responses are cut.
         A slot that does not work is computed all the same: nothing of it is stored, its writes to
         the cache stay in its own row, and no other row sees them.
         """
@@ -338,26 +334,33 @@ class _Decoding:
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             return old.at[now.count].set(new)
 
-        limit = self.execution.sampling.max_tokens
-        return _Steps(
+        return Steps(
             count=now.count + 1,
-            slots=slotting.advance(slots, cache, tokens, self.stops, limit),
+            slots=slotting.advance(slots, cache, tokens, self.stops, limits),
             tokens=put(now.tokens, tokens),
             log_probs=put(now.log_probs, log_probs),
             drawn=None if now.drawn is None or drawn_with is None else put(now.drawn, drawn_with),
             routes=None if now.routes is None or routes is None else put(now.routes, routes[:, 0]),
         )
 
-    def _uniforms(self, slots: Slots) -> jax.Array:
-        """f32[_STEPS, S], the random numbers of the slots' next tokens."""
-        positions = self.begun.tokens + slots.lengths[None, :] + jnp.arange(_STEPS)[:, None]
+    def uniforms(self, slots: Slots) -> jax.Array:
+        """f32[STEPS, S], the random numbers of the slots' next tokens."""
+        positions = self.begun.tokens + slots.lengths[None, :] + jnp.arange(STEPS)[:, None]
         of_slots = jax.vmap(_uniform)
         return jax.vmap(of_slots, in_axes=(None, 0))(self.streams[slots.sequences], positions)
 
 
-def _steps_of(routes: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
-    """Zeros for the experts of a run of steps [_STEPS, S], if those of results are recorded."""
-    return None if routes is None else jnp.zeros((*shape, *routes.shape[2:]), routes.dtype)
+def begin_steps(slots: Slots, reports: bool, routes: jax.Array | None) -> Steps:
+    """Nothing drawn yet; `reports` if other log-probs are recorded than tokens are drawn with."""
+    shape = (STEPS, slots.working.shape[0])
+    return Steps(
+        count=jnp.int32(0),
+        slots=slots,
+        tokens=jnp.zeros(shape, jnp.int32),
+        log_probs=jnp.zeros(shape, jnp.float32),
+        drawn=jnp.zeros(shape, jnp.float32) if reports else None,
+        routes=None if routes is None else jnp.zeros((*shape, *routes.shape[2:]), routes.dtype),
+    )
 
 
 def _uniform(stream: jax.Array, position: jax.Array) -> jax.Array:

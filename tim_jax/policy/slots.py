@@ -16,6 +16,7 @@ N: sequences of a rollout, S: slots, R: longest response, P: prompts, Tp: padded
 n: pages of the longest sequence, W: pages of a prompt.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -151,9 +152,26 @@ def provide_pages(
     source = jnp.where(from_prompt, prompts[:, None] * pool.width + index, pool.zeros)
     (new,) = jnp.nonzero(wanted, size=pool.free, fill_value=0)
 
-    def one(number: jax.Array, cache: Cache) -> Cache:
+    def move(number: jax.Array) -> tuple[jax.Array, jax.Array]:
         at = new[number]
-        start, end = source.reshape(-1)[at], pages[at]
+        return source.reshape(-1)[at], pages[at]
+
+    cache = copy_pages(cache, move, jnp.sum(wanted, dtype=jnp.int32))
+    tables = replace(
+        tables,
+        pages=pages.reshape(tables.pages.shape),
+        held=jnp.maximum(tables.held, needed),
+    )
+    return cache, tables
+
+
+def copy_pages(
+    cache: Cache, move: Callable[[jax.Array], tuple[jax.Array, jax.Array]], count: jax.Array
+) -> Cache:
+    """The cache after `count` i32[] copies of pages: `move` of each number is (source, target)."""
+
+    def one(number: jax.Array, cache: Cache) -> Cache:
+        start, end = move(number)
 
         def put(x: jax.Array) -> jax.Array:
             page = jax.lax.dynamic_slice_in_dim(x, start, 1)
@@ -161,13 +179,7 @@ def provide_pages(
 
         return jax.tree.map(put, cache)
 
-    cache = jax.lax.fori_loop(0, jnp.sum(wanted, dtype=jnp.int32), one, cache)
-    tables = replace(
-        tables,
-        pages=pages.reshape(tables.pages.shape),
-        held=jnp.maximum(tables.held, needed),
-    )
-    return cache, tables
+    return jax.lax.fori_loop(0, count, one, cache)
 
 
 @struct.dataclass
@@ -288,7 +300,7 @@ def refill(
     )
     waiting = waiting.at[jnp.where(takes, places, nowhere)].set(False, mode="drop")
     if slots.tables is None or queue.pool is None:
-        return replace(slots, cache=_with_prompts(slots.cache, takes, sequences, queue)), waiting
+        return replace(slots, cache=with_prompts(slots.cache, takes, sequences, queue)), waiting
     return _with_pages(slots, waiting, queue, queue.pool, idle, takes, steps)
 
 
@@ -310,7 +322,7 @@ def _with_pages(slots: Slots, waiting, queue: Queue, pool: Pool, idle, takes, st
     return replace(slots, cache=cache, tables=tables, working=slots.working & fits), waiting
 
 
-def _with_prompts(cache: Cache, takes: jax.Array, sequences: jax.Array, queue: Queue) -> Cache:
+def with_prompts(cache: Cache, takes: jax.Array, sequences: jax.Array, queue: Queue) -> Cache:
     """Copies the prompts' keys and values into the slots that take a sequence, one by one.
 
     What was behind them is cleared: a number that is not finite would reach the next sequence
@@ -350,7 +362,9 @@ def readable_cache(slots: Slots) -> Cache:
     return tuple(replace(layer, pages=slots.tables.pages) for layer in slots.cache)
 
 
-def advance(slots: Slots, cache: Cache, tokens: jax.Array, stops: jax.Array, limit: int) -> Slots:
+def advance(
+    slots: Slots, cache: Cache, tokens: jax.Array, stops: jax.Array, limit: int | jax.Array
+) -> Slots:
     """The slots after a step that drew `tokens` i32[S]; `stops` i32[n] end a response."""
     lengths = slots.lengths + slots.working.astype(jnp.int32)
     ended = slots.working & jnp.any(tokens[:, None] == stops[None, :], axis=1)

@@ -8,8 +8,9 @@ those of its refills from a second order.
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,11 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.common import waiting
+from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.objectives import advantages
+from tim_jax.rl import episodes
+from tim_jax.rl.episodes import Played
 from tim_jax.rl.programs import Programs
 from tim_jax.tasks import base
 from tim_jax.tasks.base import Example, Task
+from tim_jax.tasks.bridges import Bridge, Bridged, History
+from tim_jax.tasks.episodes import Answering, Environment
 from tim_jax.tasks.text import check_prompts, dated, encode_prompt
 
 SAMPLING = "sampling"  # what a wait for it, and memory that runs out in it, are called
@@ -70,6 +76,30 @@ class Text:
             ids=jnp.asarray(np.asarray(ids, np.int32)),
         )
 
+    def declaring(self, source: Answering | None) -> "Text":
+        """With the tools of an environment, if there is one, in every prompt."""
+        if source is None or not source.tools:
+            return self
+        return replace(self, template_options=(*self.template_options, ("tools", [*source.tools])))
+
+    def bridged(
+        self, source: Answering, stop_tokens: Sequence[int], history: History = "refuse"
+    ) -> Environment:
+        """An environment in tokens, of one that answers in text.
+
+        Raises:
+          InputError: the chat template rewrites earlier turns, which `history` does not allow.
+        """
+        template = self.chat_template
+        bridge = Bridge(
+            self.tokenizer,
+            stop_tokens=stop_tokens,
+            templated=bool(self.tokenizer.chat_template) if template == "auto" else template,
+            options=self._options,
+            history=history,
+        )
+        return Bridged(source, bridge)
+
     def check(self, name: str, examples: Iterable[tuple[int, Example]]) -> None:
         """Refuses examples, called `name` and their number, one of which `prompts` would refuse."""
         check_prompts(
@@ -113,6 +143,7 @@ class Drawn(NamedTuple):
     greedy_rewards: np.ndarray | None  # f32[prompts], of the greedy responses, if they are drawn
     metrics: dict[str, float]
     seconds: dict[str, float]  # that sampling and grading took
+    turn_rewards: np.ndarray | None = None  # f32[B, R], of an environment, at turns' last tokens
 
 
 class _Sampling(NamedTuple):
@@ -122,6 +153,7 @@ class _Sampling(NamedTuple):
     rollout: Rollout
     greedy: Rollout | None
     seconds: float  # that it took to begin
+    played: Played | None = None  # where an environment has had its say
 
 
 class Begun(NamedTuple):
@@ -133,10 +165,18 @@ class Begun(NamedTuple):
     first: _Sampling
 
 
-def draw(weights: Any, task: Task, text: Text, *, programs: Programs, **how: Any) -> Drawn:
+def draw(
+    weights: Any,
+    task: Task,
+    text: Text,
+    *,
+    programs: Programs,
+    environment: Environment | None = None,
+    **how: Any,
+) -> Drawn:
     """Draws and grades the groups of a step's prompts: `finish` of `begin`, with its arguments."""
-    begun = begin(weights, task, text, programs=programs, **how)
-    return finish(begun, task, text, programs=programs)
+    begun = begin(weights, task, text, programs=programs, environment=environment, **how)
+    return finish(begun, task, text, programs=programs, environment=environment)
 
 
 def begin(
@@ -147,10 +187,12 @@ def begin(
     programs: Programs,
     seed: int,
     step: int,
+    environment: Environment | None = None,
 ) -> Begun:
     """Has the sampler's devices draw for the groups of a step's prompts; steps count from 1.
 
-    It waits for nothing but a first compilation. The arguments are those of the whole draw, see
+    It waits for nothing but a first compilation; with an `environment` (where `programs` have
+    episodes) for the whole draw. The arguments are those of the whole draw, see
     `finish`; `weights` are the sampler's.
 
     Raises:
@@ -165,11 +207,19 @@ def begin(
     names = prompt_ids(indices, size)
     parts = [slice(start, start + prompts) for start in range(0, len(names), prompts)]
     rounds = [(indices[rows].tolist(), names[rows]) for rows in parts]
-    first = _sampled(weights, task, text, *rounds[0], key, programs=programs)
+    how = {"programs": programs, "environment": environment}
+    first = _sampled(weights, task, text, *rounds[0], key, **how)
     return Begun(weights, key, rounds, first)
 
 
-def finish(begun: Begun, task: Task, text: Text, *, programs: Programs) -> Drawn:
+def finish(
+    begun: Begun,
+    task: Task,
+    text: Text,
+    *,
+    programs: Programs,
+    environment: Environment | None = None,
+) -> Drawn:
     """Waits for a step's rollouts and grades them.
 
     While a group's rewards are all equal, and at most `refills` times, as many prompts again are
@@ -190,7 +240,8 @@ def finish(begun: Begun, task: Task, text: Text, *, programs: Programs) -> Drawn
     while silent.any() and rounds < refills:
         rounds += 1
         rows, names = begun.rounds[rounds]
-        more = _sampled(begun.weights, task, text, rows, names, begun.key, programs=programs)
+        how = {"programs": programs, "environment": environment}
+        more = _sampled(begun.weights, task, text, rows, names, begun.key, **how)
         drawn = _refilled(drawn, _drawn(more, task, text, programs=programs), programs=programs)
         silent = _silent(drawn.rewards, group)
     metrics |= {
@@ -221,17 +272,49 @@ def _sampled(
     key: jax.Array,
     *,
     programs: Programs,
+    environment: Environment | None,
 ) -> _Sampling:
     examples = [task.train[row] for row in rows]
     prompts, started = text.prompts(examples, names), time.perf_counter()
     with waiting.during(SAMPLING, about=waiting.COMPILES):
+        if programs.episodes is not None:
+            asked = {"programs": programs.episodes, "environment": environment}
+            played = play(weights, text, examples, prompts, key, **asked)
+            took = time.perf_counter() - started
+            return _Sampling(examples, played.rollout, None, took, played)
         rollout = programs.sample(weights, prompts, key)
         best = None if programs.greedy is None else programs.greedy(weights, prompts, key)
     return _Sampling(examples, rollout, best, time.perf_counter() - started)
 
 
+def play(
+    weights: Any,
+    text: Text,
+    examples: Sequence[Example],
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    programs: episodes.Programs,
+    environment: Environment | None,
+) -> Played:
+    """Plays the episodes of some examples, `prompts` of theirs; see `episodes.play`."""
+    if environment is None:
+        raise InputError("episodes of several turns need an environment; the task has none")
+    return episodes.play(
+        weights,
+        prompts,
+        key,
+        programs=programs,
+        environment=environment,
+        states=[base.state_of(example) for example in examples],
+        text=partial(text.tokenizer.decode, skip_special_tokens=True),
+    )
+
+
 def _drawn(sampling: _Sampling, task: Task, text: Text, *, programs: Programs) -> Drawn:
-    examples, rollout, best, begun = sampling
+    if sampling.played is not None:
+        return _of_episodes(sampling, sampling.played, text)
+    examples, rollout, best, begun, _ = sampling
     started = time.perf_counter()
     with waiting.during(SAMPLING, about=waiting.COMPILES):
         jax.block_until_ready((rollout, best))
@@ -243,6 +326,21 @@ def _drawn(sampling: _Sampling, task: Task, text: Text, *, programs: Programs) -
         greedy, faults = _rewards(graded_best), _added(faults, more)
     seconds = {"sampling": begun + sampled - started, "grading": time.perf_counter() - sampled}
     return Drawn(rollout, samples, rewards, greedy, faults, seconds)
+
+
+def of_episodes(examples: Sequence[Example], played: Played, text: Text) -> list[Sample]:
+    """Episodes as samples. What their environment replied is in the completions."""
+    count = len(played.rewards) // len(examples)
+    repeated = [example for example in examples for _ in range(count)]
+    rows = zip(repeated, text.completions(played.rollout), played.rewards, strict=True)
+    return [Sample(prompt_text(x), said, x.answer, float(reward)) for x, said, reward in rows]
+
+
+def _of_episodes(sampling: _Sampling, played: Played, text: Text) -> Drawn:
+    samples = of_episodes(sampling.examples, played, text)
+    seconds = {"sampling": sampling.seconds - played.seconds, "grading": played.seconds}
+    metrics, turn_rewards = played.metrics, played.turn_rewards
+    return Drawn(played.rollout, samples, played.rewards, None, metrics, seconds, turn_rewards)
 
 
 def _rewards(samples: Sequence[Sample]) -> np.ndarray:
@@ -285,7 +383,9 @@ def _refilled(drawn: Drawn, more: Drawn, *, programs: Programs) -> Drawn:
     places[empty[: len(full)]] = count + full[: len(empty)]
     rows = (places[:, None] * group + np.arange(group)[None, :]).reshape(-1)
     samples = [*drawn.samples, *more.samples]
-    greedy = None
+    greedy, turned = None, None
+    if drawn.turn_rewards is not None and more.turn_rewards is not None:
+        turned = np.concatenate([drawn.turn_rewards, more.turn_rewards])[rows]
     if drawn.greedy_rewards is not None and more.greedy_rewards is not None:
         greedy = np.concatenate([drawn.greedy_rewards, more.greedy_rewards])[places]
     return Drawn(
@@ -295,6 +395,7 @@ def _refilled(drawn: Drawn, more: Drawn, *, programs: Programs) -> Drawn:
         greedy_rewards=greedy,
         metrics=_added(drawn.metrics, more.metrics),
         seconds=_added(drawn.seconds, more.seconds),
+        turn_rewards=turned,
     )
 
 
@@ -341,8 +442,11 @@ def prompt_text(example: Example) -> str:
 
 
 def rollout_metrics(rollout: Rollout, rewards: np.ndarray) -> dict[str, float]:
-    """Returns the metrics of what was drawn: rewards, response lengths, share cut off."""
-    lengths, finished = jax.device_get((rollout.lengths, rollout.finished))
+    """Returns the metrics of what was drawn: rewards, response lengths, share cut off.
+
+    Lengths are of drawn tokens: in an episode, of all its turns.
+    """
+    lengths, finished = jax.device_get((rollout.drawn_lengths, rollout.finished))
     return {
         "reward": float(np.mean(rewards)),
         "reward_std": float(np.std(rewards)),

@@ -9,8 +9,10 @@ import numpy as np
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
+from tim_jax.rl import drawing, episodes
 from tim_jax.rl.drawing import Sample, Text, graded
 from tim_jax.tasks.base import Task
+from tim_jax.tasks.episodes import Environment
 
 SAMPLING = "sampling for the evaluation"  # as `drawing.SAMPLING`
 
@@ -98,7 +100,8 @@ def evaluate(
     task: Task,
     text: Text,
     *,
-    sample: Callable[..., Rollout],
+    sample: Callable[..., Rollout] | episodes.Programs,
+    environment: Environment | None = None,
     key: jax.Array,
     prompts: int,
     samples: int,
@@ -108,8 +111,9 @@ def evaluate(
 ) -> tuple[dict[str, float], list[Sample]]:
     """Evaluates the first `prompts` held-out problems with `samples` responses each.
 
-    `sample` is a program for `batch` prompts at a time (programs.sampling_program); the last batch
-    is filled up with prompts that are not counted. A response is right from the reward `solved` on.
+    `sample` is a program for `batch` prompts at a time (programs.sampling_program), or programs of
+    episodes with an `environment`; the last batch is filled up with prompts that are not counted. A
+    response is right from the reward `solved` on.
 
     Returns:
       mean@n, pass@k, the number of prompts, the mean reward with its standard error, the mean
@@ -128,14 +132,25 @@ def evaluate(
         indices = [min(i, count - 1) for i in range(start, start + batch)]
         examples = [task.evaluation[i] for i in indices]
         encoded = text.prompts(examples, indices)
-        with waiting.during(SAMPLING, about=waiting.COMPILES):
-            rollout = jax.device_get(sample(weights, encoded, key))
-        wanted = min(batch, count - start) * samples
-        kept = jax.tree.map(lambda x, n=wanted: x[:n], rollout)
-        found, faults = graded(task, text, examples[: min(batch, count - start)], kept, samples)
+        wanted = min(batch, count - start)
+        if isinstance(sample, episodes.Programs):
+            with waiting.during(SAMPLING, about=waiting.COMPILES):
+                played = drawing.play(
+                    weights, text, examples, encoded, key, programs=sample, environment=environment
+                )
+            found = drawing.of_episodes(examples, played, text)[: wanted * samples]
+            failures = "environment/failures"
+            faults = {failures: played.metrics[failures]}
+            drawn = np.asarray(played.rollout.drawn_lengths)[: wanted * samples]
+        else:
+            with waiting.during(SAMPLING, about=waiting.COMPILES):
+                rollout = jax.device_get(sample(weights, encoded, key))
+            kept = jax.tree.map(lambda x, n=wanted: x[: n * samples], rollout)
+            found, faults = graded(task, text, examples[:wanted], kept, samples)
+            drawn = kept.lengths
         rows += found
         failed = {name: failed.get(name, 0.0) + number for name, number in faults.items()}
-        lengths.append(kept.lengths)
+        lengths.append(drawn)
     rewards = np.array([row.reward for row in rows]).reshape(count, samples)
     metrics = mean_and_pass(rewards, ks, solved=solved)
     metrics |= {"reward": float(rewards.mean()), "length": float(np.concatenate(lengths).mean())}

@@ -70,6 +70,7 @@ def experience(
     rollout: Rollout,
     rewards: jax.Array,
     greedy_rewards: jax.Array | None = None,
+    turn_rewards: jax.Array | None = None,
     *,
     score: Callable[..., tuple[jax.Array, jax.Array | None]],
     learning: Learning,
@@ -83,6 +84,8 @@ def experience(
       carried: from the step before.
       rewards: f32[B].
       greedy_rewards: f32[B / group size], of each prompt's greedy response, for ReMax.
+      turn_rewards: f32[B, R], of which `rewards` are the sums, if each turn is given those from it
+        on.
       score: the forward, that of a `Policy`.
     """
     objective = learning.objective
@@ -97,9 +100,12 @@ def experience(
     old = trainer if learning.mode == "recompute" else rollout.log_probs
     old = cast(jax.Array, old)
     of_reference = None if reference is None else score(reference, rollout)[0]
+    at_end = rewards if turn_rewards is None else jnp.zeros_like(rewards)
     rewards, of_tokens, reward_kl, report = _shaped(
-        rewards, rollout, old, of_reference, carried.reward_kl, objective
+        at_end, rollout, old, of_reference, carried.reward_kl, objective
     )
+    if turn_rewards is not None:
+        of_tokens = turn_rewards if of_tokens is None else of_tokens + turn_rewards
     of_step, of_update = corrections.split_state(
         learning.correction, learning.mode, carried.correction
     )
@@ -172,7 +178,9 @@ def _shaped(rewards, rollout: Rollout, old, reference, coefficient, objective: O
     of_tokens, report = None, {}
     if objective.overlong_cache is not None:
         penalty = shaping.overlong_penalty(
-            rollout.lengths, longest=cast(int, objective.max_length), cache=objective.overlong_cache
+            rollout.drawn_lengths,
+            longest=cast(int, objective.max_length),
+            cache=objective.overlong_cache,
         )
         rewards = rewards + penalty
         report["overlong_penalty"] = tree_sum(penalty) / penalty.shape[0]

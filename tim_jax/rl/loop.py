@@ -22,6 +22,7 @@ from tim_jax.rl.micro_batches import cut_rollout
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Exactness, Experience, TrainState
 from tim_jax.tasks.base import Task
+from tim_jax.tasks.episodes import Environment
 
 
 class Step(NamedTuple):
@@ -47,6 +48,7 @@ def train(
     reference: Any = None,
     history: Sequence[Any] = (),
     base: Any = None,
+    environment: Environment | None = None,
 ) -> Iterator[Step]:
     """Yields RL steps from `state.step` to `steps`.
 
@@ -63,6 +65,7 @@ def train(
       reference: compute weights of the KL term's reference policy, if there is one.
       history: if the loop is resumed, that of the last step.
       base: if adapters are trained, the parameters that stay as they are, of `programs.place`.
+      environment: of episodes of several turns, see `drawing.Text.bridged`.
 
     Raises:
       MismatchError: the run is to be exact, and a token differs, or none was compared.
@@ -71,13 +74,13 @@ def train(
     """
     weights = programs.prepare(adapters.whole(state.params, base))
     older, training = first_history(weights, programs, history), programs.training
-    ahead = training.sampler.max_staleness
+    ahead, how = training.sampler.max_staleness, {"programs": programs, "environment": environment}
 
     def published(source: Any) -> Any:
         return programs.publish(adapters.whole(state.params, base), source)
 
     def begin(step: int, given: Any) -> drawing.Begun:
-        return drawing.begin(given, task, text, programs=programs, seed=seed, step=step)
+        return drawing.begin(given, task, text, seed=seed, step=step, **how)
 
     numbers = range(int(state.step) + 1, steps + 1)
     early = zip(numbers, older, strict=False) if ahead else ()  # fewer, if the run ends before
@@ -94,7 +97,7 @@ def train(
             begun.append(begin(number + ahead, given))
             del given
         # What was begun, a copy of the weights among it, is freed before the learner works.
-        drawn = drawing.finish(begun.popleft(), task, text, programs=programs)
+        drawn = drawing.finish(begun.popleft(), task, text, **how)
         if training.offload:
             state = placement.to_devices(state)
         drawn_at = time.perf_counter()
@@ -105,6 +108,7 @@ def train(
             jnp.asarray(drawn.rewards),
             programs=programs,
             greedy_rewards=drawn.greedy_rewards,
+            turn_rewards=drawn.turn_rewards,
             response_length=drawn.metrics["response_length"],
             reference=reference,
             source=source,
@@ -163,6 +167,7 @@ def learn(
     *,
     programs: Programs,
     greedy_rewards: np.ndarray | None = None,
+    turn_rewards: np.ndarray | None = None,
     response_length: float | None = None,
     reference: Any = None,
     source: Any = None,
@@ -184,7 +189,12 @@ def learn(
     training = programs.training
     rollout = trimmed(rollout, training.length_buckets)
     greedy = None if greedy_rewards is None else jnp.asarray(greedy_rewards)
-    prepared = programs.experience(weights, reference, state.carried, rollout, rewards, greedy)
+    of_turns = ()
+    if turn_rewards is not None and training.learning.credit == "turn":
+        of_turns = (jnp.asarray(turn_rewards[:, : rollout.responses.shape[1]]),)
+    prepared = programs.experience(
+        weights, reference, state.carried, rollout, rewards, greedy, *of_turns
+    )
     batch, checked = prepared.experience, prepared.exactness
     state = replace(state, **prepared.carried._asdict())
     drawn_by = weights if source is None else source
@@ -197,7 +207,7 @@ def learn(
         compared = compare(weights, drawn_by, prepared.trainer)
     if not training.kept_weights:
         drawn_by = None  # the update is about to take the weights
-    length = jnp.mean(rollout.lengths.astype(jnp.float32))
+    length = jnp.mean(rollout.drawn_lengths.astype(jnp.float32))
     if response_length is not None:
         length = jnp.full_like(length, response_length)
     unknown = length * jnp.float32(jnp.nan)

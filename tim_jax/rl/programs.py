@@ -17,7 +17,7 @@ from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit, lean
 from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Devices
-from tim_jax.rl import comparing, learner, sharded
+from tim_jax.rl import comparing, episodes, learner, sharded
 from tim_jax.rl.experience import experience
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Experience, Learning, Policy, TrainState, mini_batch
@@ -33,6 +33,7 @@ class Programs:
     prepare: Callable[..., Any]  # params -> weights
     publish: Callable[..., Any]  # params, weights -> the sampler's weights
     sample: Callable[..., Rollout]  # the sampler's weights, prompts, key -> rollout
+    episodes: episodes.Programs | None  # of the sampler, where an environment takes part
     greedy: Callable[..., Rollout] | None  # the same, one greedy response a prompt, if needed
     merge: Callable[..., Rollout]  # rollout, another, i32[B] -> those rows of both, one after other
     experience: Callable[..., Any]  # see experience.experience
@@ -115,7 +116,17 @@ def _of_sampler(where: "_Where", training: Training, devices: Devices) -> dict[s
     best = where.greedy(drawing, own) if training.learning.needs_greedy else None
     if mismatch.in_flight is not None:
         publish, best = _of_each(publish), best and _of_newest(best)
-    return {"publish": publish, "sample": where.arriving(sample, drawing, own), "greedy": best}
+    played = None
+    if training.turns is not None:
+        played = episodes.build(
+            drawing,
+            turns=training.turns,
+            samples=training.learning.samples,
+            batching=training.sampler.batching,
+            mismatch=mismatch,
+        )
+    sample = where.arriving(sample, drawing, own)
+    return {"publish": publish, "sample": sample, "episodes": played, "greedy": best}
 
 
 def _of_each(publish: Callable[..., Any]) -> Callable[..., Any]:

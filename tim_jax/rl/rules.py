@@ -8,7 +8,7 @@ from tim_jax import corrections
 from tim_jax.common.errors import InputError
 from tim_jax.corrections import Correction, Mode
 from tim_jax.objectives import Objective, advantages
-from tim_jax.placement import Placement
+from tim_jax.placement import SINGLE, Placement
 
 # From this many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
 _STEP_OVER_HORIZON = 5
@@ -174,6 +174,46 @@ def check_refills(refills: int, objective: Objective, *, samples: int) -> None:
     if samples == 1:
         rule = "must be 0 with one sample a prompt: no group of one has unequal rewards"
         raise RuleError("refills", refills, rule)
+
+
+def check_turns(
+    *,
+    max_tokens: int,
+    longest: int,
+    placement: Placement,
+    sampler_placement: Placement,
+    max_staleness: int,
+    routing: str,
+    objective: Objective,
+) -> None:
+    """Refuses what there is not for episodes of several turns.
+
+    Args:
+      max_tokens: of a turn.
+      longest: an episode's tokens.
+    """
+    if max_tokens > longest:
+        rule = f"must be at most the {longest} tokens of an episode, but is {max_tokens}"
+        raise RuleError("max_tokens", max_tokens, rule)
+    for field, where in (("placement", placement), ("sampler_placement", sampler_placement)):
+        if where != SINGLE:
+            raise RuleError(field, str(where), "must be one device for episodes of several turns")
+    for field, value, only in (
+        ("max_staleness", max_staleness, 0),
+        ("routing", routing, "own"),
+    ):
+        if value != only:
+            raise RuleError(field, value, f"must be {only!r} for episodes of several turns")
+    if "greedy_rewards" in advantages.needs(objective.estimator):
+        rule = "needs greedy responses, which there are not for episodes of several turns"
+        raise RuleError("estimator", objective.estimator, rule)
+
+
+def check_credit(credit: str, objective: Objective) -> None:
+    """Refuses rewards of turns where an estimator only takes those of whole responses."""
+    if credit == "turn" and objective.estimator not in advantages.OF_TOKENS:
+        known = ", ".join(sorted(advantages.OF_TOKENS))
+        raise RuleError("credit", credit, f"needs an estimator of what follows each token: {known}")
 
 
 def check_staleness(max_staleness: int, *, offload: bool) -> None:

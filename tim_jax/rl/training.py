@@ -13,7 +13,7 @@ from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.placement import SINGLE, Devices, Placement, check_host
 from tim_jax.rl import rules
-from tim_jax.rl.types import Learning
+from tim_jax.rl.types import Learning, Turns
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Training:
     """Passes over a step's sequences."""
     length_buckets: int = 1
     """Response lengths that the learner is compiled for: the longest, its half, its quarter, ..."""
+    turns: Turns | None = None
+    """Of an episode with the task's environment; None: a response is one turn, and is graded."""
     refills: int = 0
     """How often a step may draw again for groups whose rewards are all equal."""
     offload: bool = False
@@ -170,6 +172,25 @@ class Training:
         rules.check_staleness(sampler.max_staleness, offload=self.offload)
         if sampler.max_staleness:
             dial.refuse_ahead(sampler.mismatch)
+        if self.turns is not None:
+            self._check_turns(self.turns)
+        elif learning.credit == "turn":
+            raise rules.RuleError("credit", "turn", "needs episodes of several turns")
+
+    def _check_turns(self, turns: Turns) -> None:
+        learning, sampler = self.learning, self.sampler
+        rules.check_turns(
+            max_tokens=turns.max_tokens,
+            longest=self.execution.sampling.max_tokens,
+            placement=self.execution.placement,
+            sampler_placement=self.drawing.placement,
+            max_staleness=sampler.max_staleness,
+            routing=learning.routing,
+            objective=learning.objective,
+        )
+        if sampler.mismatch.in_flight is not None:
+            raise sampler.mismatch.in_flight.refuse("is for responses of one turn")
+        rules.check_credit(learning.credit, learning.objective)
 
     def _check_rows(self) -> None:
         learning, micro = self.learning, self.learning.micro_batch

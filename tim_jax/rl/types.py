@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import optax
 from flax import struct
 
 from tim_jax import corrections
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import check_kinds
 from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction, Mode
@@ -22,6 +22,8 @@ from tim_jax.numerics.strict import unequal_bits
 from tim_jax.numerics.sums import count, tree_sum
 from tim_jax.objectives import Objective, advantages
 from tim_jax.rl import rules
+
+Credit = Literal["episode", "turn"]
 
 
 class Policy(NamedTuple):
@@ -125,6 +127,22 @@ class Prepared(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Turns:
+    """How long an episode with an environment may be, beside its tokens (`Sampling.max_tokens`)."""
+
+    most: int = 8
+    """Turns of the policy."""
+    max_tokens: int = 64
+    """Tokens of one of them."""
+
+    def __post_init__(self):
+        check_kinds(self)
+        for name in ("most", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"Turns: {name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class Learning:
     """How rollouts become gradients."""
 
@@ -137,12 +155,15 @@ class Learning:
     micro_batch_tokens: int | None = None
     remat: bool = False
     routing: Routing = "own"  # whose experts are taken, of a mixture
+    # What a turn of an episode is given for: the episode's rewards, or those from this turn on.
+    credit: Credit = "episode"
     noise_scale: bool = False  # also measure the gradient's noise, from its micro-batches
     max_skipped: int = 5  # updates in a row that may not be finite
 
     def __post_init__(self):
         check_kinds(self)
         objective = self.objective
+        check_choice("Learning: credit", self.credit, get_args(Credit))
         object.__setattr__(self, "correction", corrections.chain(self.correction))
         rules.check_learning(
             objective, self.correction, mode=self.mode, samples=self.samples, updates=1

@@ -19,10 +19,12 @@ import numpy as np
 
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
+from tim_jax.tasks.episodes import Answering
 
 Fault = Literal["timeout", "error"]
 TIMEOUT: Fault = "timeout"
 ERROR: Fault = "error"
+EOS = "<eos>"  # of a tokenizer with one token per character
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ class Task:
     `train[i]` is a function of the task's parameters, its seed and i alone. `notes` are lines for
     the user about how the task was made, such as rows left out. `close` ends the grader's worker
     processes; they also end with the program.
+
+    A task of several turns has an `environment`, whose rewards are those of the task; its grader is
+    not asked. An episode's state begins as `state_of` its example.
     """
 
     name: str
@@ -78,16 +83,30 @@ class Task:
     evaluation: Sequence[Example]
     grade: Grader
     notes: tuple[str, ...] = ()
+    environment: Answering | None = None
 
     def close(self) -> None:
-        """Ends the worker processes of the grader and of the prompts' source, if they have some."""
-        for part in (self.grade, self.train):
+        """Ends the worker processes of grader, environment and the prompts' source, if any."""
+        for part in (self.grade, self.environment, self.train):
             close(part)
 
 
 def close(part: object) -> None:
     """Closes a grader or the source of prompts, if it can be closed."""
     getattr(part, "close", lambda: None)()
+
+
+def in_turns(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+    """The grader of a task of several turns, which refuses: its environment gives the rewards."""
+    raise InputError(
+        f"a task of several turns is graded by its environment, not by {len(completions)} of"
+        f" {len(examples)} completions: set sampling.max_turns"
+    )
+
+
+def state_of(example: Example) -> Any:
+    """What the state of an episode begins as: the example's `data["state"]`, else its answer."""
+    return example.data.get("state", example.answer)
 
 
 class Lazy(Sequence[Example], ABC):

@@ -5,6 +5,8 @@
   countdown     `3 5 2:16`    ->  `3+5=8 8*2=16#(3+5)*2`        reach 16, each number used once
   addition      `17+8=`       ->  `25`, a line break            a sum, after three that show how
 
+  guessing      `20-31:`      ->  `#25`, is told `+`, `#28`, `-`, `#27`   a game of several turns
+
 `addition` is for a language model that can read already; the rest is about the others. The answer
 is what follows the last `#` of a completion; everything before it is working and is not graded. A
 policy may answer at once (`#6`), or work first, which is longer and more often right: so response
@@ -25,13 +27,28 @@ import operator
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.tasks.base import Example, Generated, Grade, Task, below, rng_for, share, span, whole
+from tim_jax.tasks.base import (
+    EOS,
+    Example,
+    Generated,
+    Grade,
+    Task,
+    below,
+    in_turns,
+    rng_for,
+    share,
+    span,
+    whole,
+)
+from tim_jax.tasks.environments import Here
+from tim_jax.tasks.episodes import Completion, Reply
+from tim_jax.tasks.tools import calculator, tools
 
 ALPHABET = "0123456789 +-*()=:>#"
 MARKER = "#"
@@ -148,6 +165,143 @@ def countdown(
     return _task("countdown", draw, grade, seed, (train_size, eval_size))
 
 
+def guessing(
+    *,
+    numbers: tuple[int, int] = (8, 15),
+    largest: int = 99,
+    guesses: int = 4,
+    words: bool = False,
+    seed: int = 0,
+    train_size: int = 8192,
+    eval_size: int = 256,
+    format_reward: float = 0.0,
+) -> Task:
+    """Guess a number of a range; every wrong guess is told whether the number is larger or smaller.
+
+    A game of several turns: `20-31:` -> `#25`, to which the reply is `+` (the number is larger),
+    `-` (smaller) or `=` (that was no number). The reward of the right guess is 1, and
+    halving the range finds each of up to 2**guesses - 1 numbers. The worked form guesses at random
+    and does not listen, until it is right or out of guesses.
+
+    The last four arguments are explained in `running_sums`.
+
+    Args:
+      numbers: fewest and most numbers of a range.
+      largest: ranges end here at most.
+      guesses: turns that an episode has.
+      words: prompts and replies in English, and the guess is the last number of a completion, for a
+        model that has learned from text.
+      format_reward: reward of an episode without the right guess, times the share of its guesses
+        that could have been right, after what was told before.
+    """
+    least, most = span("numbers", numbers, 2, LARGEST_NUMBER)
+    whole("largest", largest, least=most, most=LARGEST_NUMBER)
+    whole("guesses", guesses, least=1, most=LARGEST_PROBLEM)
+    consolation = share("format_reward", format_reward)
+
+    def draw(rng: random.Random) -> Example:
+        width = least + below(rng, most - least + 1)
+        low = below(rng, largest - width + 2)
+        high = low + width - 1
+        number = low + below(rng, width)
+        state = (low, high, number, guesses, 0)
+        tries = [low + below(rng, width) for _ in range(guesses)]
+        tries = tries[: tries.index(number) + 1] if number in tries else tries
+        told = [f"{MARKER}{x}{EOS}{'+' if x < number else '-'}" for x in tries[:-1]]
+        solution = None if words else f"{''.join(told)}{MARKER}{tries[-1]}"
+        prompt = GUESS.format(low=low, high=high) if words else f"{low}-{high}:"
+        return Example(prompt, str(number), {"state": state}, solution)
+
+    task = _task("guessing", draw, in_turns, seed, (train_size, eval_size))
+    respond = partial(_hint, REPLIES[words], words, guesses, consolation)
+    return replace(task, environment=Here(respond))
+
+
+GUESS = (
+    "I think of a whole number from {low} to {high}. Guess it: say one number in each answer. I say"
+    " whether mine is larger or smaller."
+)
+NONE = "I see no number."
+REPLIES = ("+", "-", "="), ("Mine is larger.", "Mine is smaller.", NONE)  # without and with words
+Game = tuple[int, int, int, int, int]  # least, most, number, guesses left, proper ones so far
+
+
+def _hint(
+    replies: tuple[str, str, str],
+    words: bool,
+    guesses: int,
+    consolation: float,
+    state: Game,
+    completion: Completion,
+) -> tuple[Game, Reply]:
+    low, high, number, left, proper = state
+    guess = _guess(completion.text, words)
+    if guess == number:
+        return state, Reply(reward=1.0, done=True)
+    larger, smaller, hint = replies
+    if guess is not None:
+        proper += low <= guess <= high
+        hint = larger if guess < number else smaller
+        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
+    if left == 1:
+        return state, Reply(reward=consolation * proper / guesses, done=True)
+    return (low, high, number, left - 1, proper), Reply(hint)
+
+
+def _guess(text: str, words: bool) -> int | None:
+    numbers = re.findall(r"[0-9]+", text) if words else [answer_text(text) or ""]
+    is_one = numbers and re.fullmatch(r"[0-9]{1,18}", numbers[-1])
+    return int(numbers[-1]) if is_one else None
+
+
+def arithmetic(
+    *,
+    numbers: tuple[int, int] = (2, 4),
+    largest: int = 999,
+    role: Literal["tool", "user"] = "tool",
+    explain: bool = True,
+    seed: int = 0,
+    train_size: int = 8192,
+    eval_size: int = 256,
+) -> Task:
+    """Sums and products of whole numbers in words, with a calculator as a tool.
+
+    An answer is a turn without a call of the tool. Its reward is 1 if its last number is right,
+    else 0. The last three arguments are explained in `running_sums`.
+
+    Args:
+      numbers: fewest and most numbers of a problem.
+      largest: numbers are drawn from 1 to this.
+      role: of the tool's messages; `user` for chat templates that know no tools.
+      explain: whether prompts say how the tool is called, for models whose chat template does not.
+    """
+    least, most = span("numbers", numbers, 2, MOST_NUMBERS)
+    whole("largest", largest, least=9, most=LARGEST_NUMBER)
+
+    def draw(rng: random.Random) -> Example:
+        terms = [str(1 + below(rng, largest)) for _ in range(least + below(rng, most - least + 1))]
+        signs = ["+-*"[below(rng, 3)] for _ in terms[1:]]
+        text = terms[0] + "".join(f" {s} {t}" for s, t in zip(signs, terms[1:], strict=True))
+        how = f" {CALLED}" if explain else ""
+        return Example(f"What is {text}?{how} {ANSWERED}", calculator(text))
+
+    task = _task("arithmetic", draw, in_turns, seed, (train_size, eval_size))
+    respond = tools([calculator], reward=_last_number, role=role)
+    return replace(task, environment=Here(respond))
+
+
+CALLED = (
+    'Compute with <tool_call>{"name": "calculator", "arguments": {"expression": "2*3+4"}}'
+    "</tool_call>."
+)
+ANSWERED = "Then answer with the number alone."
+
+
+def _last_number(answer: str, completion: Completion) -> float:
+    found = re.findall(r"-?[0-9]+", completion.text.replace(",", ""))
+    return float(bool(found) and found[-1] == answer)
+
+
 def addition(
     *, largest: int = 24, seed: int = 0, train_size: int = 8192, eval_size: int = 256
 ) -> Task:
@@ -181,6 +335,9 @@ BUILTIN: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "addition": addition,
     }
 )
+GAMES: Mapping[str, Callable[..., Task]] = MappingProxyType(
+    {"guessing": guessing, "arithmetic": arithmetic}
+)
 
 
 def builtin_task(name: str, parameters: Mapping[str, Any] | None = None) -> Task:
@@ -189,14 +346,15 @@ def builtin_task(name: str, parameters: Mapping[str, Any] | None = None) -> Task
     Raises:
       InputError: for an unknown name or parameter (the nearest is named), or a value out of range.
     """
-    if name not in BUILTIN:
-        raise InputError(f"unknown built-in task {name!r}{did_you_mean(name, BUILTIN)}")
-    allowed = inspect.signature(BUILTIN[name]).parameters
+    known = {**BUILTIN, **GAMES}
+    if name not in known:
+        raise InputError(f"unknown built-in task {name!r}{did_you_mean(name, known)}")
+    allowed = inspect.signature(known[name]).parameters
     parameters = dict(parameters or {})
     for key in parameters:
         if key not in allowed:
             raise InputError(f"task {name}: unknown parameter {key!r}{did_you_mean(key, allowed)}")
-    return BUILTIN[name](**parameters)
+    return known[name](**parameters)
 
 
 def answer_text(completion: str) -> str | None:
@@ -240,11 +398,11 @@ def _train_item(name: str, draw: Draw, seed: int, held_out: int, index: int) -> 
 
 def _evaluation(name: str, draw: Draw, seed: int, held_out: int, size: int) -> tuple[Example, ...]:
     rng = rng_for(name, seed, "evaluation")
-    problems: dict[Any, Example] = {}
+    problems: dict[tuple[Any, str], Example] = {}
     for _ in range(ATTEMPTS + 10 * held_out * size):
         example = draw(rng)
         if _held_out(example, held_out):
-            problems.setdefault(example.prompt, example)
+            problems.setdefault((example.prompt, example.answer), example)
         if len(problems) == size:
             return tuple(problems.values())
     raise InputError(

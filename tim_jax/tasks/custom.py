@@ -4,8 +4,10 @@
 of its own, with a time limit (`guard.Isolated`).
 """
 
+import base64
 import importlib
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +21,18 @@ import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import shown
-from tim_jax.tasks.base import Example, Grade, Grader, Lazy, Message, Task, close, first_line
+from tim_jax.tasks.base import (
+    Example,
+    Grade,
+    Grader,
+    Lazy,
+    Message,
+    Task,
+    close,
+    first_line,
+    state_of,
+)
+from tim_jax.tasks.episodes import Packed
 from tim_jax.tasks.guard import Isolated
 from tim_jax.tasks.worker import Watched
 
@@ -341,7 +354,7 @@ def isolated_task(factory: str, parameters: Mapping[str, Any], *, seconds: float
     """Returns the task that `make_task` makes, in a process of its own.
 
     The examples stay there: here they have prompt, answer and solution, and their `data` says which
-    of them they are.
+    of them they are, and what the state of an episode begins as.
 
     Args:
       seconds: limit by the clock of making it, and of each call of its grader.
@@ -378,10 +391,10 @@ class _There(Lazy):
             Example(
                 prompt if isinstance(prompt, str) else tuple(Message(**item) for item in prompt),
                 answer,
-                {"part": self.part, "row": row},
+                {"part": self.part, "row": row, "state": Packed(base64.b64decode(state))},
                 solution,
             )
-            for row, (prompt, answer, solution) in zip(rows, found, strict=True)
+            for row, (prompt, answer, solution, state) in zip(rows, found, strict=True)
         ]
 
     def close(self) -> None:
@@ -413,6 +426,11 @@ class TaskHere:
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self._notes = setup["notes"]
         self._task = task = make_task(setup["name"], setup["parameters"])
+        if task.environment is not None:
+            raise InputError(
+                f"task.factory {setup['name']}: its environment must be named as task.environment,"
+                " so that it has processes of its own"
+            )
         sizes = {"train": len(task.train), "evaluation": len(task.evaluation)}
         self.about = {"name": str(task.name), "notes": [str(x) for x in task.notes], **sizes}
 
@@ -420,7 +438,11 @@ class TaskHere:
         if "rows" in message:
             part = getattr(self._task, message["part"])
             read = (part[row] for row in message["rows"])
-            return [[plain(e.prompt), e.answer, e.solution] for e in read]
+            return [[plain(e.prompt), e.answer, e.solution, _packed(e)] for e in read]
         examples = [getattr(self._task, part)[row] for part, row in message["graded"]]
         lists = (Watched(items, self._notes) for items in (examples, message["completions"]))
         return [[float(grade.reward), grade.fault] for grade in self._task.grade(*lists)]
+
+
+def _packed(example: Example) -> str:
+    return base64.b64encode(pickle.dumps(state_of(example))).decode()

@@ -8,6 +8,9 @@ parent is gone, a worker reads the end of its socket.
 request over its limit ends its worker, which is replaced; other requests are not affected. A
 request whose worker died in another way is tried once more.
 
+`Crowd` is a pool for an environment of the user's, with a limit by the clock. Its outcomes come in
+the order in which they are there.
+
 `Isolated` is one process for code of the user's, with a limit by the clock. Whatever the code does
 there (it hangs, exits, crashes, closes files) ends that process and not the run, which says in one
 line what happened, and at which completion. What it prints is shown, and what it keeps in its
@@ -23,13 +26,14 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Lock
 from typing import Any, BinaryIO
 
@@ -46,6 +50,7 @@ CLOCK_FACTOR, CLOCK_EXTRA = 10.0, 10.0  # seconds by the clock allowed for CPU s
 GRACE_SECONDS = 5.0  # after a limit by the clock, at which a process ends itself, until it is ended
 END_SECONDS = 5.0  # between the end of a process's socket and its exit code
 CLOSE_SECONDS = 1.0  # for the user's code to end by itself
+LARGEST_REPLY = 1 << 28  # bytes; a longer one is nonsense that the code wrote into the socket
 STARTS = 3  # attempts in a row before a worker that dies while starting is given up
 
 # Sets of strings in one order, so that every worker gives one answer.
@@ -99,7 +104,59 @@ class Refusal(Exception):
         self.reply = reply
 
 
-class Guard:
+class _Pool:
+    """Workers of one kind: those that are idle or starting, and those that are at work."""
+
+    def __init__(self, make: "Callable[[], _Worker]") -> None:
+        self._make = make
+        self._workers: list[_Worker] = []
+        self._busy: set[_Worker] = set()
+        self._stopped = False
+        self._turn = Lock()
+
+    def _ready(self, *, fresh: bool) -> "_Worker":
+        """A worker that has started, for one request; `fresh`: a new one."""
+        code = None
+        for _ in range(STARTS):
+            with self._turn:
+                if self._stopped:
+                    raise CancelledError
+                idle = self._workers and not fresh
+                worker = self._workers.pop() if idle else self._make()
+                self._busy.add(worker)
+            reply = worker.started or worker.hear()
+            if reply is not None and "error" in reply:
+                raise Refusal(reply)
+            if reply is not None:
+                worker.started = reply
+                return worker
+            self._busy.discard(worker)
+            code, fresh = worker.end(END_SECONDS), True
+        raise RuntimeError(f"a worker failed to start {STARTS} times (exit code {code})")
+
+    def _free(self, worker: "_Worker") -> None:
+        """Takes back a worker that has answered."""
+        self._busy.discard(worker)
+        self._workers.append(worker)
+
+    def _stop(self, threads: ThreadPoolExecutor) -> None:
+        """Ends the threads of a call that is given up, and all workers."""
+        with self._turn:
+            self._stopped = True
+        for worker in tuple(self._busy):
+            worker.kill()  # so that its thread hears of it
+        threads.shutdown(cancel_futures=True)
+        self._stopped = False
+        self._end()
+
+    def _end(self) -> None:
+        for worker in (*self._workers, *self._busy):
+            worker.end()
+        self._workers.clear()
+        self._busy.clear()
+
+
+class Guard(_Pool):
     """A pool of workers of one kind. `map` may be called from any thread; calls run one by one.
 
     Workers start when first needed, or by `start`. They end by `close`, with the guard, or with the
@@ -107,19 +164,16 @@ class Guard:
     """
 
     def __init__(self, kind: str, setup: Mapping[str, Any], limits: Limits) -> None:
+        whole = {"kind": kind, "memory": limits.memory, "seconds": 0, "body": setup}
+        super().__init__(partial(_Worker, json.dumps(whole), START_SECONDS))
         self.limits = limits
-        setup = {"kind": kind, "memory": limits.memory, "seconds": 0, "body": setup}
-        self._setup = json.dumps(setup)
-        self._workers: list[_Worker] = []  # idle, or starting
-        self._busy: set[_Worker] = set()
-        self._stopped = False
-        self._call, self._turn = Lock(), Lock()
+        self._call = Lock()
 
     def start(self) -> None:
         """Starts the workers without waiting, so that they import while other work goes on."""
         with self._call:
             while len(self._workers) < self.limits.workers:
-                self._workers.append(_Worker(self._setup, START_SECONDS))
+                self._workers.append(self._make())
 
     def close(self) -> None:
         """Ends the workers. A later `map` starts new ones."""
@@ -168,41 +222,127 @@ class Guard:
                 return Outcome(None, TIMEOUT, end)
         return Outcome(None, ERROR, f"{end}, twice")
 
-    def _ready(self, *, fresh: bool) -> "_Worker":
-        """A worker that has started, for one request; `fresh`: a new one."""
-        code = None
-        for _ in range(STARTS):
-            with self._turn:
-                if self._stopped:
-                    raise CancelledError
-                idle = self._workers and not fresh
-                worker = self._workers.pop() if idle else _Worker(self._setup, START_SECONDS)
-                self._busy.add(worker)
-            reply = worker.started or worker.hear()
-            if reply is not None and "error" in reply:
-                raise Refusal(reply)
-            if reply is not None:
-                worker.started = reply
-                return worker
-            self._busy.discard(worker)
-            code, fresh = worker.end(END_SECONDS), True
-        raise RuntimeError(f"a grading worker failed to start {STARTS} times (exit code {code})")
 
-    def _stop(self, threads: ThreadPoolExecutor) -> None:
-        """Ends the threads of a call that is given up, and all workers."""
-        with self._turn:
-            self._stopped = True
-        for worker in tuple(self._busy):
-            worker.kill()  # so that its thread hears of it
-        threads.shutdown(cancel_futures=True)
-        self._stopped = False
-        self._end()
+class Crowd(_Pool):
+    """Processes for an environment of the user's, which answer the requests of a batch together.
 
-    def _end(self) -> None:
-        for worker in (*self._workers, *self._busy):
-            worker.end()
-        self._workers.clear()
-        self._busy.clear()
+    A request over its limit ends its process, which is replaced. One whose process died in another
+    way is tried once more. The processes end by `close`, with this object or with the program; a
+    later call starts others.
+
+    Attributes:
+      seconds: limit of one request by the clock, from when a process begins with it.
+      about: what the handler says of itself.
+    """
+
+    def __init__(self, handler: str, *, seconds: float, workers: int, **setup: Any) -> None:
+        """Starts the first process, in which the function `handler` makes what answers.
+
+        Args:
+          handler: written `module:function`. It answers a list of requests with an iterator over
+            (place in the list, value), in any order.
+
+        Raises:
+          Refusal: the handler refuses its setup.
+          RuntimeError: the processes die while starting, again and again.
+        """
+        whole = {"kind": handler, "memory": None, "seconds": START_SECONDS, "body": setup}
+        text = json.dumps({**whole, "path": sys.path}, default=str)
+        super().__init__(partial(_Worker, text, START_SECONDS + GRACE_SECONDS, quiet=False))
+        self.seconds, self.workers = seconds, workers
+        self._threads: ThreadPoolExecutor | None = None
+        worker = self._ready(fresh=False)
+        self.about: Any = (worker.started or {}).get("value")
+        self._free(worker)
+
+    def stream(
+        self, bodies: Sequence[Any], *, together: int = 1, seconds: float | None = None
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yields (index, outcome) for each request, as soon as it is there.
+
+        The processes go on while the caller is at something else. What a caller leaves is not
+        begun.
+
+        Args:
+          together: this many requests are given to a process at once. With more than one, the
+            handler watches the limit of each.
+          seconds: in place of the usual limit.
+        """
+        self._threads = self._threads or ThreadPoolExecutor(self.workers)
+        outcomes: SimpleQueue[tuple[int, Outcome] | BaseException] = SimpleQueue()
+        extra = GRACE_SECONDS / 2 if together > 1 else 0.0
+        numbered = list(enumerate(bodies))
+        parts = [numbered[i : i + together] for i in range(0, len(numbered), together)]
+        serve = partial(self._serve, (seconds or self.seconds) + extra, outcomes)
+        tasks = [self._threads.submit(serve, dict(part)) for part in parts]
+        try:
+            for _ in bodies:
+                outcome = outcomes.get()
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                yield outcome
+        except GeneratorExit:
+            raise
+        except BaseException:  # an interrupt must not wait for a process that hangs
+            self.close()
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        threads, self._threads = self._threads, None
+        if threads is None:
+            self._end()
+        else:
+            self._stop(threads)
+
+    def _serve(self, seconds: float, outcomes: SimpleQueue, bodies: dict[int, Any]) -> None:
+        """Puts the outcomes of requests there, by number."""
+        try:
+            end = self._ask(seconds, outcomes, bodies, fresh=False)
+            if len(bodies) > 1:  # one of them ended the process: each has one of its own
+                for index in tuple(bodies):
+                    self._serve(seconds, outcomes, {index: bodies.pop(index)})
+            elif bodies and end.fault == ERROR:  # it may have been killed from outside
+                end = self._ask(seconds, outcomes, bodies, fresh=True)
+            for index in bodies:
+                outcomes.put((index, end))
+        except BaseException as error:
+            outcomes.put(error)
+
+    def _ask(
+        self, seconds: float, outcomes: SimpleQueue, bodies: dict[int, Any], *, fresh: bool
+    ) -> Outcome:
+        """Has a process answer requests, and takes those answered away; how it ended if not all."""
+        worker, order = self._ready(fresh=fresh), list(bodies)
+        request = json.dumps({"seconds": seconds, "body": list(bodies.values())})
+        worker.send(request, seconds + GRACE_SECONDS)
+        while bodies:
+            try:
+                place, value = (worker.hear(last=len(bodies) == 1) or {})["value"]
+                del bodies[order[place]]
+            except (KeyError, TypeError, ValueError, IndexError):  # it has ended, or sent nonsense
+                self._busy.discard(worker)
+                end = _ended(worker)
+                with suppress(OSError):  # programs that it has started
+                    os.killpg(worker.pid, signal.SIGKILL)
+                return end
+            outcomes.put((order[place], Outcome(value)))
+        self._free(worker)
+        return Outcome()
+
+
+def _ended(worker: "_Worker") -> Outcome:
+    """Ends a worker for the user's code that gave no answer, and says what it did."""
+    _, stack = worker.notes()
+    code = worker.end(CLOSE_SECONDS)
+    if stack or worker.forced:
+        return Outcome(None, TIMEOUT, stack)
+    if code < 0:
+        return Outcome(None, ERROR, f"was killed by signal {-code}")
+    return Outcome(None, ERROR, f"ended its process (exit status {code}) or closed its files")
 
 
 class Isolated:
@@ -275,14 +415,11 @@ class Isolated:
 
     def _end_of(self, worker: "_Worker", of: Calls | None) -> str:
         """Ends a worker that gave no answer, and says what it did and at which completion."""
-        place, stack = worker.notes()
-        code = worker.end(CLOSE_SECONDS)
-        if stack or worker.forced:
-            what = f"took longer than task.reward_time_limit = {self.seconds:g} s{stack}"
-        elif code < 0:
-            what = f"was killed by signal {-code}"
-        else:
-            what = f"ended its process (exit status {code}) or closed its files"
+        place, _ = worker.notes()
+        end = _ended(worker)
+        what = end.detail
+        if end.fault == TIMEOUT:
+            what = f"took longer than task.reward_time_limit = {self.seconds:g} s{end.detail}"
         if of is None:
             return what
         prompts, texts = of
@@ -321,33 +458,38 @@ class _Worker:
                 env={**os.environ, **ENVIRONMENT, **(ONE_THREAD if quiet else {})},
                 start_new_session=True,  # Ctrl-C is for the parent, which then ends its workers
             )
-        self.kill = self._process.kill
+        self.kill, self.pid = self._process.kill, self._process.pid
         self._finalizer = weakref.finalize(self, _end, self._link, self._process, self._notes)
-        self._send(setup, seconds)
+        self.send(setup, seconds)
 
     @property
     def late(self) -> bool:
         return time.monotonic() >= self._deadline
 
-    def _send(self, request: str, seconds: float) -> None:
+    def send(self, request: str, seconds: float) -> None:
+        """Sends a request, to be answered within `seconds`."""
         self._deadline = time.monotonic() + seconds
         with suppress(OSError):  # if it has died, the end of its socket says so
             self._link.send_bytes(request.encode())
 
     def ask(self, request: str, seconds: float) -> dict[str, Any] | None:
         """Returns the reply to a request, as `hear`, within `seconds`."""
-        self._send(request, seconds)
+        self.send(request, seconds)
         return self.hear()
 
-    def hear(self) -> dict[str, Any] | None:
-        """Returns a reply, or None if the process is late, has died or sent nonsense."""
+    def hear(self, *, last: bool = True) -> dict[str, Any] | None:
+        """Returns a reply, or None if the process is late, has died or sent nonsense.
+
+        `last`: no other reply follows to the same request.
+        """
         try:
             if not self._link.poll(max(0.0, self._deadline - time.monotonic())):
                 return None
-            reply = json.loads(self._link.recv_bytes())
+            reply = json.loads(self._link.recv_bytes(LARGEST_REPLY))
         except (EOFError, OSError, ValueError):
             return None
-        self._deadline = math.inf
+        if last:
+            self._deadline = math.inf
         return reply if isinstance(reply, dict) else None
 
     def notes(self) -> tuple[int, str]:

@@ -18,10 +18,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tim_jax.common.errors import InputError
-from tim_jax.tasks.base import Message, first_line
+from tim_jax.tasks.base import EOS, Message, first_line
 
 PAD = "<pad>"
-EOS = "<eos>"
 MOST_LINES = 3_000_000  # of a chat template's program, for one prompt: some seconds
 SHOWN = 60  # characters of a prompt quoted in an error
 _CLOCK = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(["'])((?:(?!\1).)*)\1\s*\)""")
@@ -202,18 +201,43 @@ def _through_template(
         raise InputError(f"{where}: the tokenizer has no chat template; set chat_template to false")
     messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     chat = [{"role": message.role, "content": message.content} for message in messages]
+    text = render_chat(tokenizer, chat, options, where=where)
+    _check_kept(messages, text, where)
+    return text
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerFast,
+    chat: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    *,
+    opening: bool = True,
+    where: str,
+) -> str:
+    """Returns messages as the tokenizer's chat template writes them.
+
+    Args:
+      opening: with the opening of the assistant's turn at the end.
+
+    Raises:
+      InputError: the template refuses them, or does not end.
+    """
     try:
         with _ending(MOST_LINES), _drawing(repr(chat)):
             text = tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True, **options
+                [dict(message) for message in chat],
+                tokenize=False,
+                add_generation_prompt=opening,
+                **options,
             )
     except ImportError as error:
         raise InputError("chat templates need jinja2: pip install jinja2") from error
     except Exception as error:  # templates raise what their authors chose
+        last = chat[-1].get("content")
+        quoted = _quoted(last if isinstance(last, str) else repr(last))
         raise InputError(
-            f"{where}: the chat template refused it: {first_line(error)}: {_quoted(prompt)}"
+            f"{where}: the chat template refused it: {first_line(error)}: {quoted}"
         ) from error
-    _check_kept(messages, str(text), where)
     return str(text)
 
 

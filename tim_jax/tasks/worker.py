@@ -192,17 +192,25 @@ def serve(link: Connection, notes: int) -> None:
         limit_memory(setup["memory"])
     handlers: list[Handler] = []
 
+    def send(reply: str) -> None:
+        sys.stdout.flush()
+        link.send_bytes(reply.encode())
+
     def answer(handle: Handler, request: dict[str, Any]) -> None:
         try:
             with limit(request["seconds"], notes if trusted else None):
-                reply = json.dumps({"value": handle(request["body"])})
+                value = handle(request["body"])
+                if isinstance(value, Iterator):  # each as soon as it is there
+                    for part in value:
+                        send(json.dumps({"value": part}))
+                    return
+                reply = json.dumps({"value": value})
         except BaseException as error:
             if isinstance(error, MemoryError) and not trusted:
                 raise
             details = getattr(error, "details", {})
             reply = json.dumps({"error": str(error), "type": type(error).__name__, **details})
-        sys.stdout.flush()
-        link.send_bytes(reply.encode())
+        send(reply)
 
     def make(body: dict[str, Any]) -> Any:
         module, _, name = setup["kind"].rpartition(":")

@@ -215,6 +215,14 @@ REFUSED = [
         "task={kind='builtin', reward='f.py'}",
         'task.reward = "f.py": must be written "module:function"',
     ),
+    (
+        "task={kind='builtin', environment='f.py'}",
+        'task.environment = "f.py": must be written "file.py:function" or "module:function"',
+    ),
+    (
+        "task={kind='builtin', history='x'}",
+        'task.history = "x": unknown value; known: keep, refuse',
+    ),
     # ranges
     ("sampling.top_p=1.5", "sampling.top_p = 1.5: must be in (0, 1] (1 is off)"),
     ("sampling.top_p=0.0", "sampling.top_p = 0.0: must be in (0, 1] (1 is off)"),

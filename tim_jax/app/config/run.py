@@ -39,6 +39,8 @@ from tim_jax.rl import rules
 # The keys of what `Training` calls otherwise; the other fields of the learner keep their names.
 _KEYS = {
     "samples": "sampling.samples",
+    "max_tokens": "sampling.max_tokens",
+    "estimator": "learner.objective.estimator",
     "correction": "learner.corrections",
     "reject_before_advantages": "learner.objective.reject_before_advantages",
     "reward_kl_horizon": "learner.objective.reward_kl_horizon",
@@ -93,7 +95,7 @@ class RunConfig(Section):
     @property
     def objective(self) -> Objective:
         """The objective: the preset and its changes, with the longest response filled in."""
-        return self.learner.objective.value(self.sampling.max_tokens)
+        return self.learner.objective.value(self.sampling.longest)
 
     @property
     def sequences_per_step(self) -> int:
@@ -156,6 +158,16 @@ class RunConfig(Section):
                 self.warmup.steps,
                 "only built-in tasks have solutions to learn from",
             )
+        if self.task.environment is not None and self.sampling.max_turns is None:
+            raise refusal(
+                "task.environment",
+                self.task.environment,
+                "is for episodes of several turns; set sampling.max_turns too",
+            )
+        if self.task.environment is not None and self.task.reward is not None:
+            raise refusal(
+                "task.reward", self.task.reward, "must be left out: task.environment gives rewards"
+            )
         if self.warmup.steps and self.lora is not None:
             raise refusal(
                 "warmup.steps",
@@ -203,11 +215,22 @@ class RunConfig(Section):
                 rules.check_packed(noise_scale=section.noise_scale)
                 rules.check_micro_batch_tokens(
                     section.micro_batch_tokens,
-                    longest=sampling.max_prompt_length + sampling.max_tokens,
+                    longest=sampling.max_prompt_length + sampling.longest,
                     placement=self.placement.value,
                 )
             rules.check_refills(section.refills, objective, samples=samples)
             rules.check_staleness(sampler.max_staleness, offload=section.offload)
+            if sampling.max_turns is not None:
+                rules.check_turns(
+                    max_tokens=sampling.max_tokens,
+                    longest=sampling.longest,
+                    placement=self.placement.value,
+                    sampler_placement=self.placement.for_sampler,
+                    max_staleness=sampler.max_staleness,
+                    routing=section.routing,
+                    objective=objective,
+                )
+                rules.check_credit(section.credit, objective)
             rules.check_learner_rows(
                 self.placement.value, sequences=total, mini_batches=minis, micro_batch=micro
             )
@@ -241,10 +264,10 @@ class RunConfig(Section):
             )
 
     def _check_tokens(self) -> None:
-        length = self.sampling.max_prompt_length + self.sampling.max_tokens
+        length = self.sampling.max_prompt_length + self.sampling.longest
         prompts, samples = self.learner.prompts_per_step, self.sampling.samples
         sizes = {
-            "sampling.max_tokens": (self.sampling.max_tokens, 1),
+            "sampling.max_tokens": (self.sampling.longest, 1),
             "sampling.max_prompt_length": (self.sampling.max_prompt_length, 1),
             "sampling.samples": (samples, samples),
             "learner.prompts_per_step": (prompts, prompts * samples),
@@ -259,11 +282,11 @@ class RunConfig(Section):
 
     def _check_lengths(self) -> None:
         architecture, sampling = self.model.random_architecture, self.sampling
-        longest = sampling.max_prompt_length + sampling.max_tokens
+        longest = sampling.max_prompt_length + sampling.longest
         if architecture and longest > architecture.max_positions:
             raise refusal(
-                "sampling.max_tokens",
-                sampling.max_tokens,
+                "sampling.max_tokens" if sampling.max_turns is None else "sampling.max_turns",
+                sampling.max_turns or sampling.max_tokens,
                 f"with max_prompt_length = {sampling.max_prompt_length} is {longest}, more than"
                 f" the model's {architecture.max_positions} positions",
             )

@@ -5,6 +5,7 @@ is the section, with its own defaults and checks; a section that needs more keys
 several sections say together is checked by `config.RunConfig`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast, get_type_hints
@@ -28,12 +29,14 @@ from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Batching, Routing, Sampling
 from tim_jax.numerics import Family
 from tim_jax.objectives import Objective
+from tim_jax.rl.types import Credit, Turns
 from tim_jax.tasks.builtin import Quality
 from tim_jax.tasks.dataset import DatasetSource
 
 if TYPE_CHECKING:
     from tim_jax.mismatch import Mismatch
 
+REPLY_SECONDS, REPLY_WORKERS = 30.0, 4
 REWARD_SECONDS = 600.0  # a judge over a network may take minutes
 WandbMode = Literal["online", "offline", "disabled"]
 FamilyChoice = Literal["auto", Family]
@@ -150,9 +153,31 @@ class SamplingSection(Sampling):
     """In tokens. A longer prompt is refused."""
     stop_tokens: TokenIds = ()
     """Token ids that end a response, besides the tokenizer's own."""
+    max_turns: Count | None = None
+    """Of an episode with the task's environment, of whose turns each has `max_tokens`; left out: a
+    response is one turn."""
+    max_episode_tokens: Count | None = None
+    """Of all an episode's turns and replies, which ends before a reply that does not fit; left out:
+    twice max_turns times max_tokens."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens after the prompt: of a response, or of an episode."""
+        if self.max_turns is None:
+            return self.max_tokens
+        return self.max_episode_tokens or 2 * self.max_turns * self.max_tokens
+
+    @property
+    def turns(self) -> Turns | None:
+        """What a turn may have, if there are several."""
+        return None if self.max_turns is None else Turns(self.max_turns, self.max_tokens)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.max_episode_tokens is not None and self.max_turns is None:
+            raise InputError(
+                f"max_episode_tokens = {self.max_episode_tokens} is for episodes; set max_turns too"
+            )
         if self.temperature == 0:
             raise InputError("temperature must be greater than 0 in training, got 0.0")
 
@@ -288,6 +313,9 @@ class Learner(Section):
     mode: Literal["bypass", "recompute"] = "bypass"
     """Old log-probs: the rollout's own (bypass), or those of a forward of the learner."""
     objective: ObjectiveSection = ObjectiveSection()
+    credit: Credit = "episode"
+    """What a turn of an episode is given for: all rewards of the "episode", or those from this
+    "turn" on, with an estimator of what follows each token (reinforce, reinforce_plus_plus)."""
     max_skipped: Count = 5
     """Updates in a row with a loss or gradient that is not finite, each skipped, that end a run."""
     corrections: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
@@ -303,6 +331,15 @@ class Learner(Section):
         return self
 
 
+def _respond(text: str) -> str:
+    if not re.fullmatch(r"[^:]+:\w+", text):
+        raise refusal("", text, 'must be written "file.py:function" or "module:function"')
+    return text
+
+
+Respond = Annotated[str, AfterValidator(_respond)]
+
+
 class _Graded(Section):
     """What every task with a reward of the user's has."""
 
@@ -315,13 +352,25 @@ class _Graded(Section):
     """Call your reward, or make your task, in the run's own process, such as one that needs its
     devices: without a time limit, and what it breaks there ends the run. Else it has a process of
     its own."""
+    environment: Respond | None = None
+    """Of episodes of several turns: `file.py:respond` or `module:respond`, in processes of its own.
+    Its rewards are those of the task."""
+    environment_time_limit: Seconds = REPLY_SECONDS
+    """Seconds by the clock until a reply; an episode that gets none ends there."""
+    environment_workers: Count = REPLY_WORKERS
+    """Processes of the environment."""
+    history: Literal["refuse", "keep"] = "refuse"
+    """What is done about a chat template that rewrites earlier turns: refuse it, or keep them as
+    they were drawn."""
 
 
 class BuiltinTask(_Graded):
     """A small task of `tim_jax.tasks.builtin`."""
 
     kind: Literal["builtin"] = "builtin"
-    name: Literal["running_sums", "sorting", "countdown", "addition"] = "running_sums"
+    name: Literal["running_sums", "sorting", "countdown", "addition", "guessing", "arithmetic"] = (
+        "running_sums"
+    )
     parameters: dict[str, Any] = {}
     """Keywords of the task's function, such as `digits = [4, 10]`."""
 
@@ -352,6 +401,14 @@ class DatasetTask(DatasetSource):
     reward_time_limit: Seconds = REWARD_SECONDS
     """As for other tasks."""
     reward_in_process: bool = False
+    """As for other tasks."""
+    environment: Respond | None = None
+    """As for other tasks; the state of an episode begins as its row's answer."""
+    environment_time_limit: Seconds = REPLY_SECONDS
+    """As for other tasks."""
+    environment_workers: Count = REPLY_WORKERS
+    """As for other tasks."""
+    history: Literal["refuse", "keep"] = "refuse"
     """As for other tasks."""
 
 

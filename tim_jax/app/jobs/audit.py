@@ -253,7 +253,7 @@ def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None)
     changes = [f"numerics.dtype={dtype}"] if dtype else []
     config = toml.load(Path(source) / "config.toml", changes)
     sampling = config.sampling
-    _check_tokens(prompts, samples, sampling.max_prompt_length + sampling.max_tokens)
+    _check_tokens(prompts, samples, sampling.max_prompt_length + sampling.longest)
     model = sources.make_model(config)
     execution = replace(assembly.make_execution(config, model), placement=SINGLE)
     task = grading.make_task(config)

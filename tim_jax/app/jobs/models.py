@@ -23,9 +23,10 @@ from tim_jax.model.adapters import Adapter
 from tim_jax.model.execution import Execution
 from tim_jax.numerics import Numerics
 from tim_jax.placement import processes
-from tim_jax.rl import drawing, evaluation, programs, sharded
+from tim_jax.rl import drawing, episodes, evaluation, programs, sharded
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.tasks.base import SharedGrader, Task
+from tim_jax.tasks.episodes import Environment
 
 _EVAL_KEY = 0
 _EVAL_ROUNDS = 4  # times as many sequences as slots are queued at a time
@@ -43,6 +44,7 @@ class Job:
     execution: Execution
     programs: programs.Programs
     evaluate: Any  # (weights) -> (metrics, samples), or None
+    environment: Environment | None = None  # of episodes of several turns
 
 
 def assemble(config: RunConfig, *, measured: Path | None = None, training: bool = True) -> Job:
@@ -53,7 +55,7 @@ def assemble(config: RunConfig, *, measured: Path | None = None, training: bool 
     model = sources.begin_model(config)
     task = _shared(grading.make_task(config))
     try:
-        text = grading.make_text(config, model)
+        text = grading.make_text(config, model).declaring(task.environment)
         checks.check_prompts(task, text, training=training)
         return _assembled(config, model, task, text, measured)
     except BaseException:
@@ -67,9 +69,31 @@ def _assembled(
     execution = assembly.make_execution(config, model, measured=measured)
     model = sources.with_params(model, config)
     wanted = config.eval.every and len(task.evaluation)
-    evaluate = _evaluator(config, execution, task, text) if wanted else None
+    environment = _environment(config, execution, task, text)
+    evaluate = _evaluator(config, execution, task, text, environment) if wanted else None
     built = programs.build(assembly.make_training(config, execution))
-    return Job(config, model, task, text, execution, built, evaluate)
+    return Job(config, model, task, text, execution, built, evaluate, environment)
+
+
+def _environment(
+    config: RunConfig, execution: Execution, task: Task, text: Text
+) -> Environment | None:
+    """The task's environment in tokens, if episodes have several turns."""
+    if task.environment is None and config.sampling.max_turns is None:
+        return None
+    if task.environment is None:
+        raise InputError(
+            f"sampling.max_turns = {config.sampling.max_turns}: the task {task.name} has no"
+            " environment; name one in task.environment, or leave max_turns out"
+        )
+    if config.sampling.max_turns is None:
+        raise InputError(
+            f"the task {task.name} has episodes of several turns; set sampling.max_turns"
+        )
+    if jax.process_count() > 1:
+        raise InputError("sampling.max_turns: episodes of several turns need a single process")
+    history = config.task.history
+    return text.bridged(task.environment, execution.sampling.stop_tokens, history)
 
 
 def _shared(task: Task) -> Task:
@@ -82,7 +106,13 @@ def _shared(task: Task) -> Task:
     )
 
 
-def _evaluator(config: RunConfig, execution: Execution, task: Task, text: Text):
+def _evaluator(
+    config: RunConfig,
+    execution: Execution,
+    task: Task,
+    text: Text,
+    environment: Environment | None,
+):
     section = config.eval
     batching = config.sampler.batching
     slots = batching.slots or config.sequences_per_step
@@ -92,11 +122,13 @@ def _evaluator(config: RunConfig, execution: Execution, task: Task, text: Text):
     # Whole rows for every device; the evaluation fills up with prompts that are not counted.
     batch += -batch % sharded.prompts_multiple(execution.placement, section.samples)
     sampling = replace(execution.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
-    sample = programs.sampling_program(
-        replace(execution, sampling=sampling),
-        samples=section.samples,
-        batching=batching.rounded(execution.placement.shards),
-    )
+    own = replace(execution, sampling=sampling)
+    batching = batching.rounded(execution.placement.shards)
+    sample: Any
+    if (turns := config.sampling.turns) is not None:
+        sample = episodes.build(own, turns=turns, samples=section.samples, batching=batching)
+    else:
+        sample = programs.sampling_program(own, samples=section.samples, batching=batching)
 
     def run(weights) -> tuple[dict[str, float], list[Sample]]:
         return evaluation.evaluate(
@@ -104,6 +136,7 @@ def _evaluator(config: RunConfig, execution: Execution, task: Task, text: Text):
             task,
             text,
             sample=sample,
+            environment=environment,
             key=drawing.step_key(config.seed, _EVAL_KEY),
             prompts=section.prompts,
             samples=section.samples,
@@ -139,7 +172,9 @@ def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
     checks.check_evaluation(config)
     job = assemble(config, training=False)
     try:
-        evaluate = job.evaluate or _evaluator(config, job.execution, job.task, job.text)
+        evaluate = job.evaluate or _evaluator(
+            config, job.execution, job.task, job.text, job.environment
+        )
         params, which = job.model.params, ""
         if of_run and checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
             restored = folders.read_params(config.run.folder, params)

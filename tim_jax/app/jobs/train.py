@@ -41,6 +41,7 @@ from tim_jax.rl.drawing import Sample
 from tim_jax.rl.loop import Step
 from tim_jax.rl.types import TrainState
 from tim_jax.tasks.builtin import Quality, supervised
+from tim_jax.tasks.episodes import Recorded
 
 _EXTRA = {"held-out": "eval/reward"}
 
@@ -187,7 +188,9 @@ def _follow(job: Job, run: Run, begun: _Start) -> None:
 
 def _steps(job: Job, run: Run, state: TrainState, **kept: Any) -> Iterator[Step]:
     """The loop's steps. If the loss or gradient stops being finite, its batch is saved."""
-    config = job.config
+    config, environment = job.config, job.environment
+    if environment is not None:
+        environment = Recorded(environment, run.folder / "failures.jsonl")
     try:
         yield from loop.train(
             state,
@@ -196,6 +199,7 @@ def _steps(job: Job, run: Run, state: TrainState, **kept: Any) -> Iterator[Step]
             programs=job.programs,
             seed=config.seed,
             steps=config.steps,
+            environment=environment,
             **kept,
         )
     except NonFiniteError as error:
@@ -367,7 +371,7 @@ def _demonstrations(job: Job) -> Iterator[Rollout]:
             start=step * section.batch,
             count=section.batch,
         )
-        yield warm_start.demonstrations(pairs, job.text, response_size=sampling.max_tokens)
+        yield warm_start.demonstrations(pairs, job.text, response_size=sampling.longest)
 
 
 def _record(job: Job, step: Step, run: Run, writer: loggers.Tee, display: Display) -> None:

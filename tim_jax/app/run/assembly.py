@@ -41,10 +41,10 @@ def make_execution(
     `measured`: see `make_numerics`.
     """
     section = config.sampling
-    length = section.max_prompt_length + section.max_tokens
+    length = section.max_prompt_length + section.longest
     if length > model.config.max_positions:
         raise InputError(
-            f"sampling.max_tokens: {section.max_tokens} after a prompt of"
+            f"sampling.max_tokens: {section.longest} after a prompt of"
             f" {section.max_prompt_length} is {length} tokens, more than the model's"
             f" {model.config.max_positions} positions"
         )
@@ -71,7 +71,8 @@ def make_execution(
     )
     if devices is None:
         check_compiler_options(config.numerics.compiler_options)
-    sampling = part(Sampling, section, stop_tokens=stop_tokens(config, model))
+    ends = stop_tokens(config, model)
+    sampling = part(Sampling, section, stop_tokens=ends, max_tokens=section.longest)
     numerics = numerics.with_options(config.numerics.compiler_options)
     execution = Execution(model.config, numerics, sampling, where, shared.edits, model.lora)
     before = Numerics(family=numerics.family, compute_dtype=config.numerics.dtype)
@@ -127,9 +128,10 @@ def make_training(config: RunConfig, execution: Execution) -> Training:
         optimizer=make_optimizer(
             config.optimizer,
             steps=config.updates,
-            max_tokens=config.sampling.max_tokens,
+            max_tokens=config.sampling.longest,
         ),
         **_shared(section, Training),
+        turns=config.sampling.turns,
         sampler=Sampler(
             placement=placement,
             own_devices=where.split,

@@ -18,15 +18,32 @@ from tim_jax.app.run.sources import Model
 from tim_jax.placement import processes
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks import builtin, custom
-from tim_jax.tasks.base import Grader, Task
+from tim_jax.tasks.base import Grader, Task, in_turns
 from tim_jax.tasks.dataset import DatasetSource, dataset_task
+from tim_jax.tasks.environments import Guarded
 from tim_jax.tasks.guard import Limits
 from tim_jax.tasks.libraries import MathGrader, gym_task
 
 
 def make_task(config: RunConfig) -> Task:
-    """Returns the task of a config, with the user's own reward if it names one."""
+    """Returns the task of a config, with the user's own environment or reward if it names one."""
     section = config.task
+    if section.environment is None:
+        return _graded(config, section)
+    environment = Guarded(
+        section.environment,
+        seconds=section.environment_time_limit,
+        workers=section.environment_workers,
+    )
+    try:
+        return replace(_graded(config, section), environment=environment)
+    except BaseException:
+        environment.close()
+        raise
+
+
+def _graded(config: RunConfig, section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Task:
+    """The task with its grader."""
     if section.kind == "builtin":
         task = builtin.builtin_task(section.name, {"seed": config.seed, **section.parameters})
     elif section.kind == "gym":
@@ -40,7 +57,8 @@ def make_task(config: RunConfig) -> Task:
         )
     elif section.kind == "dataset":
         limits = Limits(seconds=section.time_limit)
-        grade = _reward(section) or MathGrader(limits)
+        ungraded = section.environment is not None
+        grade = in_turns if ungraded else _reward(section) or MathGrader(limits)
         return dataset_task(part(DatasetSource, section), grade)
     else:
         task = _custom_task(section)

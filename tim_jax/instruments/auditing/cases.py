@@ -81,12 +81,27 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Episodes:
+    """Draws episodes of several turns, and computes their log-probs in a learner, in one pass.
+
+    Random replies of 0 to `reply` tokens; after one turn in ten the episode ends. An episode has
+    the room of the longest response.
+    """
+
+    turns: int = 8
+    max_tokens: int = 5  # of a turn
+    reply: int = 10
+    batching: Batching = ALL_AT_ONCE
+    score: Score = Score()
+
+
+@dataclass(frozen=True)
 class Case:
     """One comparison with the drawn sequences of `sampling`."""
 
     name: str
     sampling: Sampling
-    against: Again | Score
+    against: Again | Score | Episodes
 
 
 def plain_sampling(config: ModelConfig, sizes: Sizes) -> Sampling:
@@ -131,6 +146,13 @@ def standard_cases(config: ModelConfig, sizes: Sizes, *, quick: bool = False) ->
         Case("top-k, top-p, T 0.7: batches of one", truncated, Again(one_by_one=True)),
         Case("T 1.4: learner", replace(plain, temperature=1.4), Score()),
         Case("forward without padding", plain, Score(tokens=2 * longest, gradient=False)),
+        Case("episodes of 8 turns: learner", plain, Episodes()),
+        Case(
+            "episodes of 8 turns in 3 slots of pages: one row at a time",
+            plain,
+            Episodes(batching=Batching(slots=3), score=Score(micro_batch=1)),
+        ),
+        Case("T 0.7, top-k, top-p: episodes", truncated, Episodes(turns=2, reply=40)),
     )
 
 

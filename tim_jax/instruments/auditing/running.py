@@ -18,7 +18,14 @@ from jax.typing import ArrayLike
 
 from tim_jax import placement
 from tim_jax.common.types import Prompts, Rollout
-from tim_jax.instruments.auditing.cases import Again, Case, Score, Sizes, standard_cases
+from tim_jax.instruments.auditing.cases import (
+    Again,
+    Case,
+    Episodes,
+    Score,
+    Sizes,
+    standard_cases,
+)
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
@@ -26,10 +33,11 @@ from tim_jax.model.weights import Params, Weights, weight_axes
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
 from tim_jax.numerics.strict import unequal_bits
 from tim_jax.objectives import Objective
-from tim_jax.placement import Placement
-from tim_jax.rl import programs, sharded
+from tim_jax.placement import SINGLE, Placement
+from tim_jax.rl import episodes, programs, sharded
 from tim_jax.rl.experience import experience
-from tim_jax.rl.types import Carried, Learning
+from tim_jax.rl.types import Carried, Learning, Turns
+from tim_jax.tasks.episodes import Outcome, Turn
 
 
 class Unequal(NamedTuple):
@@ -183,15 +191,20 @@ def _run(cases: Sequence[Case], bench: _Bench, *, control: bool) -> Iterator[Cas
     drawn: dict[Sampling, Rollout] = {}
     for case in cases:
         start = time.perf_counter()
-        if case.sampling not in drawn:
+        if isinstance(case.against, Episodes):
+            recorded = _play(prompts, case.against, case.sampling, bench)
+        elif (found := drawn.get(case.sampling)) is not None:
+            recorded = found
+        else:
             everything = Again(samples=bench.sizes.samples)
-            drawn[case.sampling] = _sample_again(prompts, everything, case.sampling, bench)
-        recorded = drawn[case.sampling]
+            recorded = _sample_again(prompts, everything, case.sampling, bench)
+            drawn[case.sampling] = recorded
         if isinstance(case.against, Again):
             other = _sample_again(prompts, case.against, case.sampling, bench)
             recorded, arrays = _in_common(recorded, other, case.against, bench.sizes)
         else:
-            log_probs = _score_again(recorded, case.against, case.sampling, bench)
+            score = case.against.score if isinstance(case.against, Episodes) else case.against
+            log_probs = _score_again(recorded, score, case.sampling, bench)
             arrays = np.asarray(recorded.responses), np.asarray(recorded.mask), log_probs
         yield CaseResult(
             case.name,
@@ -217,6 +230,46 @@ def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Be
         rollout = sample(weights, chosen, jax.random.key(bench.sizes.seed))
         parts.append(jax.device_get(rollout))
     return jax.tree.map(lambda *xs: jnp.asarray(np.concatenate(xs)), *parts)
+
+
+@dataclass(frozen=True)
+class Replies:
+    """An environment in tokens: random replies of 0 to `longest` tokens, by the turn's key.
+
+    After a turn the episode ends with the chance `ending`.
+    """
+
+    longest: int
+    vocabulary: int
+    ending: float = 0.1
+
+    def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
+        """Yields (index, outcome) for each, in their order."""
+        for index, turn in enumerate(turns):
+            rng = np.random.default_rng([int(part) for part in turn.key])
+            tokens = rng.integers(0, self.vocabulary, rng.integers(0, self.longest + 1))
+            done = bool(rng.random() < self.ending)
+            yield index, Outcome(turn.state, tokens.astype(np.int32), float(rng.random()), done)
+
+
+def _play(prompts: Prompts, wanted: Episodes, sampling: Sampling, bench: _Bench) -> Rollout:
+    """Episodes of all prompts."""
+    compiled = episodes.build(
+        bench.execution(sampling, SINGLE),
+        turns=Turns(wanted.turns, min(wanted.max_tokens, sampling.max_tokens)),
+        samples=bench.sizes.samples,
+        batching=wanted.batching,
+    )
+    played = episodes.play(
+        bench.placed(SINGLE),
+        prompts,
+        jax.random.key(bench.sizes.seed),
+        programs=compiled,
+        environment=Replies(wanted.reply, bench.config.vocab_size),
+        states=[None] * bench.sizes.prompts,
+        text=lambda tokens: "",
+    )
+    return jax.device_get(played.rollout)
 
 
 def _in_common(recorded: Rollout, other: Rollout, again: Again, sizes: Sizes):
@@ -249,6 +302,7 @@ def _score_again(recorded: Rollout, score: Score, sampling: Sampling, bench: _Be
             prompts=_filled(part.prompts, score.padding, bench.config),
             responses=_filled(part.responses, score.padding, bench.config),
             log_probs=jnp.pad(part.log_probs, ((0, 0), (0, score.padding))),
+            drawn=None if part.drawn is None else jnp.pad(part.drawn, ((0, 0), (0, score.padding))),
         )
         log_probs[rows] = np.asarray(learn(weights, part)[0])[:, : log_probs.shape[1]]
     return log_probs

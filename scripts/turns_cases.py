@@ -1,0 +1,230 @@
+"""Compares sampler and learner over drawn episodes of several turns; writes docs/results/turns.md.
+
+    python scripts/turns_cases.py                    # 200,000 drawn tokens and more
+    python scripts/turns_cases.py --interpreted      # 5,000 with each family of Pallas kernels
+
+Drawn for every case: prompts and their lengths, weights, a turn's most tokens, how many turns an
+episode has, the lengths of replies (many over several pages), the order in which replies come. The
+learner scores each episode in one pass, inside a gradient program, rows in another order and longer
+padded, or packed in a buffer.
+"""
+
+import argparse
+import pathlib
+import platform
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exactness_cases import Count, processor
+
+from tim_jax.common.types import Prompts, Rollout
+from tim_jax.instruments.auditing import PRESETS, compare, random_params
+from tim_jax.model.calibration import calibrate
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Batching, Execution, Sampling
+from tim_jax.numerics import EXACT_BF16, EXACT_F32, GpuTiles, MatmulTile, Numerics, TpuTiles
+from tim_jax.policy import scoring
+from tim_jax.rl import episodes
+from tim_jax.rl.types import Turns
+from tim_jax.tasks.episodes import Outcome
+
+OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "turns.md"
+TITLE = "# Sampler against learner, drawn episodes of several turns"
+PROMPTS, SAMPLES, LENGTH, ROOM = 4, 4, 24, 200
+MOST, LONGEST, REPLY = 8, 24, 90  # turns, tokens of one, tokens of a reply
+WEIGHTS = 3  # sets of random weights
+BATCHINGS = {
+    "a row each": Batching(),
+    "5 slots, 30 pages": Batching(slots=5, pages=30),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is compiled."""
+
+    config: ModelConfig
+    numerics: Numerics
+    sampling: Sampling
+    packed: bool = False  # the learner's sequences in one buffer
+
+    @property
+    def execution(self) -> Execution:
+        return Execution(self.config, self.numerics, self.sampling)
+
+
+class Replying:
+    """Replies of one case, by the turn's key; an episode has a number of turns of its own."""
+
+    def __init__(self, seed: int, vocabulary: int, longest: int):
+        self.seed, self.vocabulary, self.longest = seed, vocabulary, longest
+
+    def outcomes(self, turns):
+        order = np.random.default_rng([self.seed, len(turns)]).permutation(len(turns))
+        for index in order.tolist():
+            turn = turns[index]
+            last = np.random.default_rng([self.seed, turn.prompt, turn.sample]).integers(1, MOST)
+            rng = np.random.default_rng([self.seed, *(int(part) for part in turn.key)])
+            tokens = rng.integers(0, self.vocabulary, rng.integers(0, self.longest + 1))
+            yield index, Outcome(None, tokens.astype(np.int32), 0.0, turn.turn == last)
+
+
+def settings() -> dict[str, Setting]:
+    """Tiles: calibrated and not, two dtypes, windows, truncation, packed and padded."""
+    awkward, windowed = PRESETS["qwen3-awkward"], PRESETS["windowed-awkward"]
+    stops = tuple(range(3, awkward.vocab_size, 24))
+    plain = Sampling(ROOM, stop_tokens=stops)
+    truncated = Sampling(ROOM, temperature=0.8, top_k=20, top_p=0.9, stop_tokens=stops)
+    wide = calibrate(awkward, EXACT_F32, batch=PROMPTS * SAMPLES, longest=LENGTH + ROOM)
+    return {
+        "float32, calibrated, T 1, packed": Setting(awkward, wide, plain, packed=True),
+        "bfloat16, windows, T 1": Setting(windowed, EXACT_BF16, plain),
+        "float32, windows, truncated": Setting(windowed, EXACT_F32, truncated),
+    }
+
+
+def interpreted() -> dict[str, Setting]:
+    """The Pallas families as XLA operations, on a model that their tiles fit."""
+    small = {"matmul": (MatmulTile(16, 16), MatmulTile(32, 16)), "programs": 2, "lanes": 32}
+    small |= {"attention_rows": 16, "gradient_rows": 16, "gradient_keys": 16, "row_tile": 4}
+    gpu = Numerics(
+        family="pallas_gpu",
+        kv_block=16,
+        head_rows=16,
+        gpu=GpuTiles(block_k=16, experts=MatmulTile(16, 16), **small),
+        cache_write="kernel",
+        interpret=True,
+    )
+    few = {"rows": 16, "expert_rows": 16, "attention_rows": 16, "gradient_rows": 16, "row_tile": 16}
+    tpu = replace(gpu, family="pallas_tpu", kv_block=128, tpu=TpuTiles(**few, heads=2, lanes=128))
+    tpu = replace(tpu, tpu=replace(tpu.tpu, columns=128, block_k=128, attention_blocks=2))
+    config = replace(PRESETS["qwen3-blocks"], vocab_size=128, num_heads=8, num_kv_heads=4)
+    config = replace(config, head_dim=16)
+    plain = Sampling(ROOM, stop_tokens=(3, 27, 51, 75, 99))
+    families = {"pallas_gpu, float32": gpu, "pallas_tpu, float32": tpu}
+    families["pallas_gpu, bfloat16"] = replace(gpu, compute_dtype="bfloat16")
+    return {name: Setting(config, numerics, plain) for name, numerics in families.items()}
+
+
+@cache
+def weights(setting: Setting, index: int):
+    params = jax.tree.map(jnp.asarray, random_params(setting.config, index))
+    return jax.jit(setting.execution.prepare)(params)
+
+
+@cache
+def compiled(setting: Setting, batching: Batching) -> episodes.Programs:
+    turns = Turns(MOST, LONGEST)
+    return episodes.build(setting.execution, turns=turns, samples=SAMPLES, batching=batching)
+
+
+@cache
+def learner(setting: Setting):
+    """(weights, rollout) -> log-probs as they are inside the gradient program."""
+    rows = PROMPTS * SAMPLES
+    buffer = rows * (LENGTH + ROOM) if setting.packed else None
+
+    def learn(weights, rollout: Rollout):
+        def loss(weights):
+            execution = setting.execution
+            scores = scoring.score(weights, rollout, execution=execution, buffer=buffer)
+            return jnp.sum(jnp.where(rollout.mask, jnp.exp(scores.log_probs), 0.0)), scores
+
+        (_, scores), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
+        return scores.log_probs, gradient
+
+    return jax.jit(learn)
+
+
+def check(setting: Setting, batching: Batching, seed: int):
+    """What `compare` returns for one case, and the episodes."""
+    rng = np.random.default_rng(seed)
+    size, own = setting.config.vocab_size, weights(setting, seed % WEIGHTS)
+    prompts = Prompts(
+        tokens=jnp.asarray(rng.integers(0, size, (PROMPTS, LENGTH)), jnp.int32),
+        lengths=jnp.asarray(rng.integers(1, LENGTH + 1, PROMPTS), jnp.int32),
+        ids=jnp.asarray(rng.integers(0, 2**31 - 1, PROMPTS), jnp.int32),
+    )
+    turns = Turns(MOST, int(rng.integers(2, LONGEST + 1)))
+    played = episodes.play(
+        own,
+        prompts,
+        jax.random.key(seed),
+        programs=compiled(setting, batching)._replace(turns=turns),
+        environment=Replying(seed, size, int(rng.integers(0, REPLY + 1))),
+        states=[None] * PROMPTS,
+        text=lambda tokens: "",
+    )
+    order = rng.permutation(PROMPTS * SAMPLES)
+    rollout = jax.tree.map(lambda x: np.asarray(x)[order], played.rollout)
+    log_probs, _ = learner(setting)(own, rollout)
+    return compare(rollout, rollout.responses, rollout.mask, log_probs), played
+
+
+def run(chosen: dict[str, Setting], tokens: int) -> list[tuple[str, str, Count, float]]:
+    """At least `tokens` in all, as many of every setting and batching."""
+    found, share = [], -(-tokens // (len(chosen) * len(BATCHINGS)))
+    for name, setting in chosen.items():
+        for how, batching in BATCHINGS.items():
+            total, turns, seed = Count(), 0.0, 1000 * len(found)
+            while total.tokens < share:
+                (compared, unequal, largest, first), played = check(setting, batching, seed)
+                total.add(compared, unequal, largest)
+                turns, seed = turns + played.metrics["turns"], seed + 1
+                if first is not None:
+                    print(f"UNEQUAL: {name}, {how}, seed {seed - 1}: {first}", flush=True)
+            found.append((name, how, total, turns / total.cases))
+            print(*found[-1], flush=True)
+        jax.clear_caches()
+    return found
+
+
+def report(found, command: str, seconds: float) -> str:
+    lines = [
+        TITLE,
+        "",
+        f"Made by `{command}` in {seconds / 60:.0f} minutes (jax {jax.__version__}, Python"
+        f" {platform.python_version()}; {jax.default_backend()}: {processor()}).",
+        "",
+        f"Steps of {PROMPTS} prompts x {SAMPLES} samples, prompts of up to {LENGTH} tokens and",
+        f"{ROOM} more; 2 to {MOST} turns of up to {LONGEST} tokens, replies of at most {REPLY}",
+        "tokens, pages of 16 or 32 positions (128 for a TPU's). Compared are the raw bits of every",
+        "drawn token's log-prob: that recorded by the sampler, and that of one pass over the",
+        "episode inside a gradient program.",
+        "",
+        "| numerics | sampler | steps | turns of an episode | drawn tokens compared | unequal |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for name, how, total, turns in found:
+        cells = f"{total.cases:,} | {turns:.1f} | {total.tokens:,} | {total.unequal:,}"
+        lines.append(f"| {name} | {how} | {cells} |")
+    tokens, unequal = (sum(getattr(x[2], f) for x in found) for f in ("tokens", "unequal"))
+    lines.append(f"| **all** | | | | {tokens:,} | {unequal:,} |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Episodes: sampler against learner.")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--interpreted", action="store_true", help="the Pallas families")
+    parser.add_argument("--out", type=pathlib.Path, default=OUT)
+    args = parser.parse_args()
+    start = time.perf_counter()
+    chosen = interpreted() if args.interpreted else settings()
+    tokens = args.tokens or (5_000 * len(chosen) if args.interpreted else 200_000)
+    found = run(chosen, tokens)
+    command = "python scripts/turns_cases.py" + " --interpreted" * args.interpreted
+    text = report(found, command, time.perf_counter() - start)
+    if args.interpreted and args.out.exists():  # a section of the page
+        page = args.out.read_text().partition("\n## Pallas")[0].rstrip()
+        text = f"{page}\n\n{text.replace(TITLE, '## Pallas kernels, interpreted')}"
+    args.out.write_text(text)
+    raise SystemExit(1 if any(total.unequal for *_, total, _ in found) else 0)
+
+
+if __name__ == "__main__":
+    main()

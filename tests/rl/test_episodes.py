@@ -1,0 +1,337 @@
+"""Episodes of several turns: scored to the bit, nothing computed twice, whoever waits for whom."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from conversing import Replying
+
+from tim_jax import mismatch
+from tim_jax.common.errors import InputError
+from tim_jax.model.execution import Batching, Execution, Sampling
+from tim_jax.numerics.strict import unequal_bits
+from tim_jax.policy import sampler, scoring
+from tim_jax.rl import episodes
+from tim_jax.rl.types import Turns
+from tim_jax.tasks.episodes import Outcome
+
+ROOM = 150
+SAMPLING = Sampling(ROOM, stop_tokens=(3, 5))
+CONFIG = replace(tiny.CONFIG, max_positions=160, sliding_window=21, window_layers=(True, False))
+EXACT = Execution(CONFIG, tiny.NUMERICS, SAMPLING)
+TURNS = Turns(8, 16)
+ROWS, SLOTS, PAGES = Batching(), Batching(slots=5), Batching(slots=4, halvings=1, pages=22)
+
+
+@cache
+def programs(batching=ROWS, execution=EXACT, turns=TURNS, dial=mismatch.EXACT):
+    return episodes.build(
+        execution, turns=turns, samples=tiny.GROUP, batching=batching, mismatch=dial
+    )
+
+
+@cache
+def weights(execution=EXACT):
+    return jax.jit(execution.prepare)(tiny.params(execution.config))
+
+
+@cache
+def scorer(execution=EXACT):
+    return jax.jit(lambda w, r: scoring.score(w, r, execution=execution).log_probs)
+
+
+def play(environment=None, batching=ROWS, execution=EXACT, *, seed=7, **others):
+    return episodes.play(
+        weights(execution),
+        tiny.prompts(),
+        jax.random.key(seed),
+        programs=programs(batching, execution, **others),
+        environment=environment or Replying(),
+        states=[[] for _ in range(tiny.PROMPTS)],
+        text=lambda tokens: " ".join(map(str, tokens)),
+    )
+
+
+def unequal(rollout, execution=EXACT):
+    scored = scorer(execution)(weights(execution), rollout)
+    return int((unequal_bits(scored, rollout.log_probs) & rollout.mask).sum())
+
+
+def same(left, right):
+    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    return all(np.array_equal(x, y) for x, y in pairs)
+
+
+@cache
+def reference():
+    return play()
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("batching", [ROWS, PAGES, slow(SLOTS)])
+def test_one_pass_over_an_episode_has_the_bits_of_its_turns(batching):
+    """Windows; replies longer than a page of 16; fewer slots than rows; pages taken back."""
+    played = play(batching=batching)
+    rollout = played.rollout
+    assert unequal(rollout) == 0
+    assert int(rollout.mask.sum()) > 400
+    assert same(rollout, reference().rollout)
+    assert played.metrics["turns"] > 3
+    assert 0 < played.metrics["reply_tokens"] == int(rollout.lengths.sum() - rollout.mask.sum())
+
+
+WIDE = replace(tiny.NUMERICS, kv_block=32, compute_dtype="bfloat16")
+EXPERTS = replace(
+    CONFIG,
+    model_type="qwen3_moe",
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    norm_topk_prob=True,
+    sliding_window=0,
+    window_layers=(),
+)
+OTHERS = {
+    "experts": replace(EXACT, config=EXPERTS),
+    "bfloat16": replace(EXACT, numerics=WIDE),
+    "truncated": replace(EXACT, sampling=replace(SAMPLING, top_k=9, top_p=0.8, temperature=0.7)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("batching", [ROWS, PAGES])
+def test_other_numerics_and_distributions_keep_the_bits_too(name, batching):
+    played = play(batching=batching, execution=OTHERS[name])
+    assert unequal(played.rollout, OTHERS[name]) == 0
+
+
+def test_scoring_sees_a_reply_that_was_another():
+    """The comparison is of the whole context: one token of a reply changes what follows."""
+    rollout = reference().rollout
+    replies = np.asarray(~rollout.drawn) & (np.arange(ROOM) < np.asarray(rollout.lengths)[:, None])
+    row, column = np.argwhere(replies)[0]
+    other = (rollout.responses[row, column] + 1) % CONFIG.vocab_size
+    changed = replace(rollout, responses=rollout.responses.at[row, column].set(other))
+    assert unequal(changed) > 0
+
+
+@pytest.mark.parametrize("batching", [ROWS, SLOTS])
+def test_keys_and_values_of_every_position_are_computed_once(batching, monkeypatch):
+    """Those of prompts by `begin`; each other one by one chunk or by one step, none by both."""
+    compiled = programs(batching)
+    taken = []
+
+    def extend(weights, cache, chunks):
+        for number in range(int(chunks.count)):
+            for tables, where in zip(chunks.pages[number], chunks.positions[number], strict=True):
+                taken.extend((*tables.tolist(), at) for at in where.tolist() if at < last)
+        return compiled.extend(weights, cache, chunks)
+
+    last = tiny.prompts().tokens.shape[1] + ROOM - 1
+    drawn = []
+
+    def decode(weights, cache, names, work, until):
+        cache, found = compiled.decode(weights, cache, names, work, until)
+        steps = np.asarray(found.lengths - work.lengths)[work.working]
+        drawn.append(int(steps.sum()))
+        return cache, found
+
+    counting = compiled._replace(extend=extend, decode=decode)
+    monkeypatch.setattr(f"{__name__}.programs", lambda *_: counting)
+    played = play(batching=batching)
+    assert len(set(taken)) == len(taken) == played.metrics["extended_tokens"] > 500
+    # All but each episode's last token, whose keys and values nobody reads.
+    lengths = np.asarray(played.rollout.lengths)
+    assert len(taken) + sum(drawn) == (lengths - 1).sum()
+
+
+def test_what_pages_lack_is_computed_again_and_changes_no_bit():
+    tight = play(batching=PAGES)
+    assert tight.metrics["extended_tokens"] > reference().metrics["extended_tokens"]
+    with pytest.raises(InputError, match="pages = 3 on each device do not hold"):
+        play(batching=Batching(slots=4, pages=3))
+
+
+def test_neither_turns_nor_lengths_compile_anything():
+    compiled = programs(ROWS, EXACT)
+    play()
+    parts = ("begin", "extend", "decode")
+    before = [getattr(compiled, name)._cache_size() for name in parts]
+    assert before == [1, 1, 1]
+    for environment in (Replying(3), Replying(100, ending=0.5), Replying(ending=1.0)):
+        play(environment, seed=environment.longest)
+    assert [getattr(compiled, name)._cache_size() for name in parts] == before
+
+
+@pytest.mark.parametrize("batching", [ROWS, PAGES])
+def test_late_replies_in_any_order_change_no_bit(batching):
+    assert same(play(Replying(shuffled=True), batching).rollout, reference().rollout)
+
+
+def test_an_episode_of_one_turn_is_the_single_turn_sampler_s():
+    draw = jax.jit(sampler.sample, static_argnames=("execution", "samples"))
+    short = replace(EXACT, sampling=replace(SAMPLING, max_tokens=40))
+    alone = draw(weights(), tiny.prompts(), jax.random.key(7), execution=short, samples=tiny.GROUP)
+    played = play(Replying(ending=1.0), execution=short, turns=Turns(1, 40)).rollout
+    assert played.drawn.sum() == played.lengths.sum()
+    assert same(replace(played, drawn=None), alone)
+
+
+# --- how episodes end ------------------------------------------------------------------------
+
+
+class Scripted:
+    """The outcome of a turn by its sample and number."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def outcomes(self, turns):
+        for index, turn in enumerate(turns):
+            yield index, self.outcome(turn)
+
+
+def outcome(turn, tokens=(7, 8, 9), **fields):
+    return Outcome([*turn.state, turn.turn], np.asarray(tokens, np.int32), **fields)
+
+
+def test_rewards_are_sums_over_turns_and_stand_at_their_last_tokens():
+    played = play(Scripted(lambda turn: outcome(turn, reward=turn.turn + 1.0, done=turn.turn == 2)))
+    np.testing.assert_array_equal(played.rewards, np.full(tiny.ROWS, 6.0, np.float32))
+    for row in range(tiny.ROWS):
+        (at,) = np.flatnonzero(played.turn_rewards[row] == 1.0)
+        drawn = np.asarray(played.rollout.drawn[row])
+        assert drawn[: at + 1].all()
+        assert not drawn[at + 1 : at + 4].any()
+        assert np.asarray(played.rollout.responses[row, at + 1 : at + 4]).tolist() == [7, 8, 9]
+        last = int(played.rollout.lengths[row]) - 1
+        assert played.turn_rewards[row, last] == 3.0
+        assert drawn[last]
+
+
+def test_an_episode_ends_by_its_environment_a_failure_its_turns_or_its_room():
+    def of(turn):
+        match turn.sample:
+            case 0:
+                return outcome(turn, done=turn.turn == 1)
+            case 1:
+                return outcome(turn, done=True, failure="time limit: no reply within 1 s")
+            case 2:
+                return outcome(turn, ())
+        return outcome(turn, np.zeros(ROOM - 20))
+
+    played = play(Scripted(of))
+    metrics, rollout = played.metrics, played.rollout
+    assert metrics["environment/failures"] == tiny.PROMPTS
+    turns = 2 + 1 + TURNS.most + 1
+    assert metrics["turns"] == pytest.approx(turns / 4 + (metrics["turns"] - turns / 4))
+    full = np.asarray(rollout.lengths).reshape(-1, 4)
+    assert (full[:, 3] <= ROOM).all()
+    assert unequal(rollout) == 0
+    silent = np.asarray(rollout.drawn).sum(1).reshape(-1, 4)[:, 2]
+    np.testing.assert_array_equal(silent, full[:, 2])  # empty replies: drawn tokens alone
+
+
+def test_a_reply_without_room_is_left_out_and_the_episode_counts_as_cut():
+    played = play(Scripted(lambda turn: outcome(turn, np.zeros(ROOM), reward=1.0)))
+    rollout = played.rollout
+    assert rollout.drawn.sum() == rollout.lengths.sum()
+    assert not rollout.finished.any()
+    assert played.rewards.tolist() == [1.0] * tiny.ROWS  # the turn was graded all the same
+
+
+def test_every_sample_has_a_state_of_its_own():
+    begun = [{"told": []} for _ in range(tiny.PROMPTS)]
+    seen = []
+
+    def of(turn):
+        seen.append(len(turn.state["told"]))
+        turn.state["told"].append(turn.completion.text)
+        return Outcome(turn.state, np.asarray([7], np.int32), done=turn.turn == 2)
+
+    episodes.play(
+        weights(),
+        tiny.prompts(),
+        jax.random.key(0),
+        programs=programs(),
+        environment=Scripted(of),
+        states=begun,
+        text=lambda tokens: "",
+    )
+    assert sorted(seen) == [0] * tiny.ROWS + [1] * tiny.ROWS + [2] * tiny.ROWS
+    assert begun == [{"told": []} for _ in range(tiny.PROMPTS)]
+
+
+def test_completions_are_what_was_drawn_with_their_end_token_and_keys_of_their_own():
+    environment = Replying(ending=0.3)
+    played = play(environment)
+    turns = [turn for call in environment.asked for turn in call]
+    assert len({tuple(turn.key.tolist()) for turn in turns}) == len(turns)
+    responses = np.asarray(played.rollout.responses)
+    for turn in turns:
+        tokens, said = turn.completion.tokens, turn.completion.text.split()
+        assert turn.completion.ended == (tokens[-1] in SAMPLING.stop_tokens)
+        assert len(said) == len(tokens) - turn.completion.ended
+        assert turn.completion.ended or len(tokens) == TURNS.max_tokens or len(turn.state) > 0
+        if turn.turn == 0:
+            row = turn.prompt * tiny.GROUP + turn.sample
+            np.testing.assert_array_equal(responses[row, : len(tokens)], tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1.5], r"a reply must be i32\[n\] tokens"),
+        ([[1, 2]], r"a reply must be i32\[n\] tokens"),
+        ([23], "a reply has tokens from 23 to 23; the model's are 0 to 22"),
+        ([-1, 4], "a reply has tokens from -1 to 4"),
+    ],
+)
+def test_replies_that_are_no_tokens_of_the_model_are_refused(tokens, message):
+    with pytest.raises(InputError, match=message):
+        play(Scripted(lambda turn: Outcome(None, np.asarray(tokens))))
+
+
+class Broken:
+    def __init__(self, error=None):
+        self.error = error
+
+    def outcomes(self, turns):
+        yield 0, outcome(turns[0])
+        if self.error:
+            raise self.error
+
+
+def test_what_an_environment_in_tokens_raises_ends_the_step():
+    with pytest.raises(ZeroDivisionError):
+        play(Broken(ZeroDivisionError()))
+    with pytest.raises(RuntimeError, match=r"the environment left \d+ of \d+ turns unanswered"):
+        play(Broken())
+
+
+# --- under the dial --------------------------------------------------------------------------
+
+
+def test_a_sampler_that_differs_on_purpose_differs_in_every_turn():
+    dial = mismatch.build([{"name": "log_prob_noise", "std": 0.1}])
+    played = play(dial=dial)
+    assert same(played.rollout.responses, reference().rollout.responses)
+    assert unequal(played.rollout) > 0.9 * int(played.rollout.mask.sum())
+
+
+def test_masks_and_lengths_are_of_drawn_tokens():
+    rollout = reference().rollout
+    np.testing.assert_array_equal(rollout.mask, rollout.drawn)
+    np.testing.assert_array_equal(rollout.drawn_lengths, rollout.drawn.sum(1))
+    assert (rollout.drawn_lengths < rollout.lengths).any()
+    hiding = replace(rollout, hidden=rollout.drawn & (jnp.arange(ROOM)[None, :] == 0))
+    np.testing.assert_array_equal(hiding.drawn_lengths, rollout.drawn_lengths)
+    assert hiding.mask.sum() < rollout.mask.sum()

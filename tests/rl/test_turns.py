@@ -1,0 +1,194 @@
+"""Runs with episodes: every step exact, resumed to the same bits; what is refused."""
+
+from collections import deque
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from tim_jax import objectives, optimizers
+from tim_jax.common.errors import InputError
+from tim_jax.model.execution import Batching, Sampling
+from tim_jax.placement import Placement
+from tim_jax.rl import evaluation, loop, programs
+from tim_jax.rl.drawing import Text
+from tim_jax.rl.experience import experience
+from tim_jax.rl.training import Training
+from tim_jax.rl.types import Carried, Learning, Turns
+from tim_jax.tasks import builtin
+from tim_jax.tasks.text import character_tokenizer
+
+TOKENIZER: Any = character_tokenizer(builtin.ALPHABET)
+TEXT = Text(TOKENIZER, max_prompt_length=6)
+TASK = builtin.guessing(format_reward=0.5, eval_size=8)
+EXECUTION = replace(
+    tiny.EXECUTION,
+    config=replace(tiny.CONFIG, vocab_size=len(TOKENIZER)),
+    sampling=Sampling(24, stop_tokens=(TOKENIZER.eos_token_id, 9)),
+)
+LEARNING = Learning(objectives.grpo(kl_coefficient=0.0), tiny.GROUP, micro_batch=4)
+OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2))
+TRAINING = Training(
+    EXECUTION, LEARNING, OPTIMIZER, prompts_per_step=2, turns=Turns(4, 4), length_buckets=2
+)
+
+
+@cache
+def built():
+    return programs.build(TRAINING)
+
+
+def environment():
+    return TEXT.bridged(TASK.environment, EXECUTION.sampling.stop_tokens)
+
+
+def finished(state=None, *, steps=3, asked=None):
+    start = built().init(jax.tree.map(jnp.array, tiny.params(EXECUTION.config)))
+    for step in loop.train(
+        start if state is None else state,
+        TASK,
+        TEXT,
+        programs=built(),
+        seed=0,
+        steps=steps,
+        environment=asked or environment(),
+    ):
+        yield step.number, step.metrics, step.samples, jax.tree.map(jnp.array, step.state)
+
+
+def told(steps):
+    return [(n, repr(metrics), samples, tiny.bits(state)) for n, metrics, samples, state in steps]
+
+
+@cache
+def whole():
+    return list(finished())
+
+
+def test_every_step_is_exact_and_says_how_its_episodes_went():
+    for _, metrics, samples, _ in whole():
+        assert metrics["exact_share"] == 1.0
+        assert metrics["compared_tokens"] == metrics["response_tokens"] > 0
+        assert 1 <= metrics["turns"] <= 4
+        drawn = metrics["episode_length"] * len(samples) - metrics["reply_tokens"]
+        assert drawn == metrics["response_tokens"]
+        assert metrics["environment/failures"] == 0
+        assert len(samples) == 2 * tiny.GROUP
+
+
+class Dying:
+    """An environment that takes the program with it, in a later turn of the second step."""
+
+    def __init__(self):
+        self.environment, self.begun = environment(), 0
+
+    def outcomes(self, turns):
+        self.begun += sum(turn.turn == 0 for turn in turns)
+        if self.begun > tiny.GROUP * 2 and any(turn.turn > 0 for turn in turns):
+            raise SystemExit("killed")
+        yield from self.environment.outcomes(turns)
+
+
+def test_a_run_that_is_killed_in_the_middle_of_a_turn_resumes_to_the_same_bits():
+    seen = []
+    with pytest.raises(SystemExit):
+        deque(map(seen.append, finished(asked=Dying())))
+    assert len(seen) == 1
+    assert told(seen) == told(whole()[: len(seen)])
+    middle = jax.tree.map(jnp.array, seen[-1][3])
+    assert told(finished(middle)) == told(whole()[len(seen) :])
+
+
+def test_an_evaluation_plays_episodes_too():
+    metrics, samples = evaluation.evaluate(
+        built().prepare(tiny.params(EXECUTION.config)),
+        TASK,
+        TEXT,
+        sample=built().episodes,
+        environment=environment(),
+        key=jax.random.key(0),
+        prompts=3,
+        samples=tiny.GROUP,
+        batch=2,
+        ks=[1],
+    )
+    assert metrics["prompts"] == 3
+    assert len(samples) == 3 * tiny.GROUP
+    assert metrics["reward"] == pytest.approx(np.mean([sample.reward for sample in samples]))
+
+
+# --- credit ----------------------------------------------------------------------------------
+
+
+def test_a_turn_may_be_given_the_rewards_from_it_on_alone():
+    rollout = replace(
+        tiny.rollout(),
+        drawn=jnp.arange(10)[None, :] % 4 < jnp.asarray([[3]] * tiny.ROWS),
+    )
+    rewards = np.zeros((tiny.ROWS, 10), np.float32)
+    rewards[:, 2], rewards[:, 6] = 1.0, 4.0
+    learning = Learning(objectives.Objective(estimator="reinforce"), tiny.GROUP, credit="turn")
+
+    def advantages(*of_turns):
+        return experience(
+            None,
+            None,
+            Carried(()),
+            replace(rollout, lengths=jnp.full(tiny.ROWS, 8)),
+            jnp.asarray(rewards.sum(1)),
+            None,
+            *of_turns,
+            score=lambda *_: (jnp.zeros((tiny.ROWS, 10)), None),
+            learning=learning,
+        ).experience.advantages
+
+    np.testing.assert_array_equal(advantages(), np.full(tiny.ROWS, 5.0, np.float32))
+    returns = np.asarray(advantages(jnp.asarray(rewards)))[0]
+    assert returns[:7].tolist() == [5.0] * 3 + [0.0] + [4.0] * 3  # the reply has none
+
+
+# --- what there is not -----------------------------------------------------------------------
+
+REFUSED = {
+    "placement": ({"placement": Placement(fsdp=2)}, "placement = .*must be one device"),
+    "sampler": (
+        {"sampler_placement": Placement(data=2)},
+        "sampler_placement = .*must be one device",
+    ),
+    "staleness": ({"max_staleness": 1}, "max_staleness = 1: must be 0"),
+    "greedy": (
+        {"objective": objectives.Objective(estimator="remax")},
+        "estimator = 'remax': needs greedy responses",
+    ),
+    "credit": ({"credit": "turn"}, "credit = 'turn': needs an estimator of what follows"),
+    "turn": ({"turns": Turns(2, 30)}, "max_tokens = 30: must be at most the 24 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_episodes_cannot_have_is_refused_by_name(name):
+    changes, message = REFUSED[name]
+    with pytest.raises(InputError, match=message):
+        TRAINING.varied(**changes).check()
+
+
+def test_credit_for_turns_needs_turns():
+    with pytest.raises(InputError, match="credit = 'turn': needs episodes of several turns"):
+        TRAINING.varied(turns=None, credit="turn").check()
+    with pytest.raises(InputError, match="credit"):
+        TRAINING.varied(credit="token")
+
+
+@pytest.mark.slow
+def test_slots_and_pages_change_no_bit_of_a_run():
+    few = programs.build(TRAINING.varied(slots=3, pages=9, refills=1))
+    start = few.init(jax.tree.map(jnp.array, tiny.params(EXECUTION.config)))
+    steps = loop.train(start, TASK, TEXT, programs=few, seed=0, steps=1, environment=environment())
+    (step,) = steps
+    assert step.metrics["exact_share"] == 1.0
+    assert Batching(3, pages=9) == few.training.sampler.batching

@@ -1,0 +1,301 @@
+"""Tools: calls that are read in several forms, bad ones, and Python that the system isolates."""
+
+import ast
+import asyncio
+import json
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from tim_jax.common.errors import InputError
+from tim_jax.tasks import sandbox
+from tim_jax.tasks.base import state_of
+from tim_jax.tasks.bridges import Bridge
+from tim_jax.tasks.builtin import ALPHABET, builtin_task
+from tim_jax.tasks.environments import Here
+from tim_jax.tasks.episodes import Completion, Turn
+from tim_jax.tasks.text import character_tokenizer
+from tim_jax.tasks.tools import Call, calculator, python, read_calls, tools
+
+ISOLATES = pytest.mark.skipif(bool(sandbox.check()), reason="this machine cannot isolate")
+NO_TOKENS = np.zeros(1, np.int32)
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds.
+
+    Args:
+        a: One number.
+        b: Another.
+    """
+    return a + b
+
+
+def fail(text: str) -> str:
+    """Fails.
+
+    Args:
+        text: Why.
+    """
+    raise RuntimeError(text)
+
+
+def right(state, completion):
+    return float(completion.text == state)
+
+
+def say(text, message=None):
+    return Completion(text, NO_TOKENS, True, message)
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def ask(environment, completion, state="3"):
+    turn = Turn(0, 0, 0, completion, state, np.zeros(2, np.uint32))
+    [(_, answer)] = environment.answers([turn])
+    assert answer.failure is None
+    return answer
+
+
+def results(environment, text):
+    return [message["content"] for message in ask(environment, say(text)).content]
+
+
+def test_calls_are_run_and_answers_graded():
+    environment = Here(tools([add, fail], reward=right))
+    answer = ask(environment, say(f"I add. {call('add', a=1, b=2)} And: {call('add', a=5)}"))
+    assert answer.content == [
+        {"role": "tool", "name": "add", "content": "3"},
+        {"role": "tool", "name": "add", "content": "6"},
+    ]
+    assert (answer.reward, answer.done) == (0.0, False)
+    last = ask(environment, say("3"), answer.state)
+    assert (last.reward, last.done) == (1.0, True)
+    assert ask(environment, say("4")).reward == 0.0
+
+
+def test_tools_are_declared_as_templates_are_told_of_them():
+    environment = Here(tools([add], reward=right, role="user"))
+    [schema] = environment.tools
+    assert environment.roles == ("user",)
+    assert schema["function"]["name"] == "add"
+    assert schema["function"]["parameters"]["required"] == ["a"]
+    assert json.loads(json.dumps(schema)) == schema  # it goes from one process to another
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("<tool_call>nonsense</tool_call>", "the call is no JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the call is no JSON"),
+        ('<tool_call>{"name": "add", "arguments": {"a"', "the call has no </tool_call>"),
+        ("<tool_call>[1]</tool_call>", 'a call needs a "name" and "arguments"'),
+        ('<tool_call>{"name": 3}</tool_call>', 'a call needs a "name" and "arguments"'),
+        (call("ad", a=1), "no tool 'ad'; did you mean 'add'"),
+        (call("add", c=1), "add: missing a required argument: 'a'"),
+        (call("add", a=1, c=1), "add: got an unexpected keyword argument 'c'"),
+        (call("add", a="x"), "TypeError: can only concatenate str"),
+        (call("fail", text="because"), "RuntimeError: because"),
+    ],
+)
+def test_a_bad_call_is_told_its_error(text, error):
+    [said] = results(Here(tools([add, fail], reward=right)), text)
+    assert said.startswith("error: ")
+    assert error in said
+
+
+def test_calls_in_thoughts_are_none():
+    assert read_calls(say(f"<think>{call('add', a=1)}</think> 3")) == []
+    assert read_calls(say(f"<think>?</think>{call('add', a=1)}")) == [Call("add", {"a": 1})]
+
+
+def test_calls_as_a_response_template_reads_them():
+    """By `transformers`, with a template in the form of Hermes, from tokens."""
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "#",
+        "fields": {
+            "content": {},
+            "tool_calls": {
+                "open": "(",
+                "close": ")",
+                "repeats": True,
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "add", "arguments": {"a": "{content}"}},
+                },
+                "content": "int",
+            },
+        },
+    }
+    bridge = Bridge(tokenizer, stop_tokens=[1], templated=False, options={})
+
+    def read(text):
+        tokens = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        return bridge.read(Completion(text, tokens, True))
+
+    assert read_calls(read("1+(12)")) == [Call("add", {"a": 12})]
+    assert read_calls(read("12")) == []
+    [bad] = read_calls(read("(1+)"))
+    assert "cannot be read" in bad.error
+    assert read_calls(say("x", {"tool_calls": [{"name": "f", "arguments": {}}]})) == [Call("f")]
+
+
+def test_long_results_are_cut():
+    def long() -> str:
+        """Says much."""
+        return "x" * 10_000
+
+    [said] = results(Here(tools([long], reward=right, most_characters=5)), call("long"))
+    assert said == "xxxxx ... (9995 more characters)"
+
+
+def test_coroutine_functions_are_waited_for():
+    async def later(text: str) -> str:
+        """Says it later.
+
+        Args:
+            text: What.
+        """
+        await asyncio.sleep(0.01)
+        return text
+
+    assert results(Here(tools([later, add], reward=right)), call("later", text="a")) == ["a"]
+
+
+def undocumented(a: int) -> int:
+    return a
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([], "need functions of different names, got none"),
+        ([add, add], r"need functions of different names, got \['add'\]"),
+        ([undocumented], "tool undocumented: "),
+    ],
+)
+def test_tools_that_cannot_be_declared(functions, message):
+    with pytest.raises(InputError, match=message):
+        _ = Here(tools(functions, reward=right)).tools
+
+
+def test_the_calculator_computes_as_fractions_do():
+    rng = random.Random(0)
+    for _ in range(300):
+        terms = [str(rng.randint(1, 99)) for _ in range(rng.randint(1, 6))]
+        text = terms[0] + "".join(rng.choice(["+", "-", "*", " + (-1) * "]) + t for t in terms[1:])
+        assert calculator(text) == str(eval(text))
+    assert Fraction(calculator("1/4 + 2**10")) == Fraction(4097, 4)
+    assert [calculator(text) for text in ("7//2", "-7 % 3", "1e3", "(1+2)*3")] == [
+        "3",
+        "2",
+        "1000",
+        "9",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "()",
+        "a",
+        "__import__('os').getpid()",
+        "9**9**9",
+        "10**101",
+        "1/0",
+        "True",
+        "'a'*9",
+        "1j",
+        "(-8)**0.5",
+        "1<2",
+        "[1]",
+        "(" * 400 + "1" + ")" * 400,
+        "1" * 2000,
+        "1e400",
+    ],
+)
+def test_the_calculator_refuses_everything_else(text):
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        calculator(text)
+
+
+def test_arithmetic_is_a_task_with_a_calculator():
+    task = builtin_task("arithmetic", {"eval_size": 32})
+    assert task.environment is not None
+    for example in task.evaluation:
+        question = example.prompt.removeprefix("What is ").partition("?")[0]
+        assert str(eval(compile(ast.parse(question, mode="eval"), "", "eval"))) == example.answer
+        answers = {
+            "": 0.0,
+            f"It is {example.answer}.": 1.0,
+            f"{example.answer} or 12345": 0.0,
+        }
+        for text, reward in answers.items():
+            answer = ask(task.environment, say(text), state_of(example))
+            assert (answer.reward, answer.done) == (reward, True)
+        [said] = results(task.environment, call("calculator", expression=question))
+        assert said == example.answer
+
+
+@ISOLATES
+def test_python_is_isolated():
+    def ran(code, **limits):
+        result = sandbox.run(code, **limits)
+        return f"{result.output}{result.end}"
+
+    assert ran("print(6 * 7)") == "42\n"
+    assert "Network is unreachable" in ran(
+        "import socket; s = socket.socket(); s.settimeout(1); s.connect(('1.1.1.1', 53))"
+    )
+    look = "import os; print(os.getuid() != 0, os.listdir('.'), os.path.exists('/etc'))"
+    assert ran(look) == "True [] False\n"
+    assert f"No such file or directory: '{__file__}'" in ran(f"open({__file__!r})")
+    assert "Read-only file system" in ran("open('/usr/x', 'w')")
+    write = "open('x', 'w').write('a'); print(open('x').read())"
+    assert ran(write) == ran(write) == "a\n"
+    kill = "import os, signal\ntry:\n os.kill(1, 9)\nexcept OSError: pass\nprint(os.getpid())"
+    assert ran(kill) == "2\n"  # of its own, and nothing outside has a number there
+
+
+@ISOLATES
+def test_python_has_limits_of_time_and_memory():
+    assert sandbox.run("while True: pass", seconds=1).end == "it took longer than 1 s"
+    assert "MemoryError" in sandbox.run("bytearray(1 << 31)").output
+
+
+@ISOLATES
+@pytest.mark.slow
+def test_python_has_limits_of_processes_and_files():
+    assert "Resource temporarily" in sandbox.run("import os\nwhile True: os.fork()").output
+    assert "File too large" in sandbox.run("open('x', 'wb').write(b'x' * (20 << 20))").output
+    assert sandbox.run("import os; os.kill(os.getpid(), 11)").end == "it was killed by signal 11"
+    assert sandbox.run("raise SystemExit(120)").end == "it ended with exit status 1"
+    long = sandbox.run("print('x' * (2 << 20))")
+    assert (len(long.output), long.end) == (1 << 20, "")
+    left = sandbox.run("import os, time\nif os.fork() == 0: time.sleep(60)\nelse: print('gone')")
+    assert (left.output, left.end) == ("gone\n", "")
+
+
+@ISOLATES
+def test_python_is_a_tool():
+    environment = Here(tools([python], reward=right))
+    assert results(environment, call("python", code="print(6 * 7)")) == ["42"]
+    [said] = results(environment, call("python", code="1 / 0"))
+    assert said.endswith("ZeroDivisionError: division by zero\nit ended with exit status 1")
+
+
+def test_python_is_refused_where_it_cannot_be_isolated(monkeypatch):
+    monkeypatch.setattr(sandbox, "REFUSED", 0)  # any end of the first process is a refusal
+    message = "the Python tool cannot be isolated on this machine: "
+    with pytest.raises(InputError, match=message):
+        tools([python], reward=right)
+    monkeypatch.setattr(sandbox.sys, "platform", "darwin")
+    with pytest.raises(InputError, match=f"{message}it needs Linux's namespaces, this is darwin"):
+        tools([python], reward=right)

@@ -1,0 +1,122 @@
+"""Whether the turns of an episode that another system recorded went on from what was drawn.
+
+Systems that render and tokenise an episode anew for every turn score tokens that nobody drew. It
+shows where a system records one sample for each turn: the prompt of a turn must begin with the
+prompt and the response of the turn before it, token for token. Where it records whole
+conversations, their drawn tokens must be those of the responses.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from tim_jax.common.inputs import shown
+
+Kind = Literal["retokenised", "rewritten", "missing"]
+_AROUND = 8  # tokens of the text in a message
+
+
+class Turned(NamedTuple):
+    """One recorded turn: the token ids that it was drawn after, and those that were drawn."""
+
+    prompt: Sequence[int]
+    response: Sequence[int]
+
+
+class Break(NamedTuple):
+    """The first token of an episode that shows that a turn did not stay as it was drawn.
+
+    Attributes:
+      kind: `retokenised`: the same text in other tokens; `rewritten`: another text; `missing`: what
+        follows is shorter.
+      turn: the number of the turn that did not stay, from 0; None if it is the first prompt.
+      token: its place in the turn's response, or in the first prompt.
+      drawn, scored: the ids there, as drawn and as they stand later; None where nothing stands.
+      message: all this in a line.
+    """
+
+    kind: Kind
+    turn: int | None
+    token: int
+    drawn: int
+    scored: int | None
+    message: str
+
+
+def find_break(tokenizer: PreTrainedTokenizerFast, turns: Sequence[Turned]) -> Break | None:
+    """Returns the first token that shows that an episode was not appended to; None if it was.
+
+    Args:
+      turns: one sample a turn, in order.
+    """
+    starts = [len(turn.prompt) for turn in turns]
+    for number in range(1, len(turns)):
+        before = [*turns[number - 1].prompt, *turns[number - 1].response]
+        after = list(turns[number].prompt)
+        if (place := _first_difference(before, after)) is None:
+            continue
+        own = max((i for i in range(number) if starts[i] <= place), default=None)
+        token = place if own is None else place - starts[own]
+        return _break(tokenizer, before, after, place, (own, token, f"the prompt of turn {number}"))
+    return None
+
+
+def find_break_of_whole(
+    tokenizer: PreTrainedTokenizerFast,
+    tokens: Sequence[int],
+    mask: np.ndarray,
+    responses: Sequence[Sequence[int]],
+) -> Break | None:
+    """Returns the first token of a whole conversation that is not as it was drawn.
+
+    Args:
+      tokens: of the conversation, n of them, as the learner scored them.
+      mask: bool[n], those that count as drawn.
+      responses: what was drawn, turn by turn.
+    """
+    kept = [token for token, drawn in zip(tokens, mask, strict=True) if drawn]
+    before = [token for response in responses for token in response]
+    if (place := _first_difference(before, kept)) is None:
+        return None
+    number, token = 0, place
+    while token >= len(responses[number]):
+        token -= len(responses[number])
+        number += 1
+    return _break(tokenizer, before, kept, place, (number, token, "the conversation"))
+
+
+def _first_difference(before: Sequence[int], after: Sequence[int]) -> int | None:
+    same = (i for i, token in enumerate(before) if i >= len(after) or after[i] != token)
+    return next(same, None)
+
+
+def _break(
+    tokenizer: PreTrainedTokenizerFast,
+    before: Sequence[int],
+    after: Sequence[int],
+    place: int,
+    where: tuple[int | None, int, str],
+) -> Break:
+    turn, token, later = where
+    drawn, scored = before[place], after[place] if place < len(after) else None
+    # The end of what was drawn may be cut in the middle of a character.
+    texts = [str(tokenizer.decode(list(ids[place:]))).rstrip("\ufffd") for ids in (before, after)]
+    kind: Kind = "rewritten"
+    if scored is None:
+        kind = "missing"
+    elif texts[1].startswith(texts[0]) or texts[0].startswith(texts[1]):
+        kind = "retokenised"
+    owner = "the first prompt" if turn is None else f"turn {turn}"
+    was = {"retokenised": "tokenised again", "rewritten": "rewritten", "missing": "cut short"}[kind]
+    there = "nothing" if scored is None else f"{scored} ({_quoted(tokenizer, after, place)})"
+    message = (
+        f"{owner} was {was}: its token {token} is {drawn} ({_quoted(tokenizer, before, place)}), in"
+        f" {later} {there}"
+    )
+    return Break(kind, turn, token, drawn, scored, message)
+
+
+def _quoted(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], place: int) -> str:
+    return shown(tokenizer.decode(list(ids[place : place + _AROUND])))

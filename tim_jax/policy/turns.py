@@ -1,0 +1,226 @@
+"""Episodes of several turns: a sampler whose keys and values outlast its calls.
+
+A single turn is one program (`sampler`). Between two turns an environment on the host has its say,
+so here the same steps are cut into programs, and the cache goes into each and out again (donate
+it). `begin` prefills prompts once each and draws every sequence's first token. `extend` computes
+the keys and values of tokens that were not drawn, a few sequences and a few positions at a time.
+`decode` goes on until turns are over. Which sequence is in which slot, and which pages are whose,
+the host says with each call; it cannot be seen in a sequence's bits.
+
+All keys and values that there are stay, so each position is computed once: that of the newest token
+in the next step or chunk, whichever comes. Sequences have one row of the cache each, or tables of
+pages (`slots.Pool`); `extend` sees rows as pages too.
+
+N: sequences, S: slots, M: chunks of a call, E: sequences of a chunk, C: positions of a chunk, n:
+pages of the longest sequence.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from tim_jax.common.types import Prompts
+from tim_jax.model import parameters, transformer
+from tim_jax.model.attention import Cache
+from tim_jax.model.execution import Execution
+from tim_jax.model.weights import Weights
+from tim_jax.placement import Placement
+from tim_jax.policy import sampler
+from tim_jax.policy import slots as slotting
+from tim_jax.policy.sampler import Begun, Decoding, Draw
+from tim_jax.policy.slots import Pool, Queue, Slots, Tables
+
+
+@struct.dataclass
+class Names:
+    """What the random numbers of N sequences are keyed by, with the position."""
+
+    key: jax.Array  # a PRNG key, of seed and step
+    prompts: jax.Array  # i32[N]
+    samples: jax.Array  # i32[N]
+
+    @property
+    def streams(self) -> jax.Array:
+        """PRNG keys [N], those of `sampler.sample`."""
+
+        def stream(prompt: jax.Array, sample: jax.Array) -> jax.Array:
+            return jax.random.fold_in(jax.random.fold_in(self.key, prompt), sample)
+
+        return jax.vmap(stream)(self.prompts, self.samples)
+
+
+@struct.dataclass
+class First:
+    """What `begin` draws: a token of each of N sequences."""
+
+    tokens: jax.Array  # i32[N]
+    log_probs: jax.Array  # f32[N]
+    ended: jax.Array  # bool[N]
+    drawn: jax.Array | None  # f32[N], log-probs drawn with, if others are recorded
+
+
+@struct.dataclass
+class Chunks:
+    """Tokens whose keys and values are to be computed. What fills a chunk up goes to one place of
+    each sequence that is never read, its last."""
+
+    tokens: jax.Array  # i32[M, E, C]
+    positions: jax.Array  # i32[M, E, C]
+    pages: jax.Array  # i32[M, E, n]; of a cache in rows, the row's blocks
+    count: jax.Array  # i32[], chunks that hold something; the rest is not computed
+
+
+@struct.dataclass
+class Work:
+    """What is in S slots. An idle one holds any sequence; what is computed for it is no use."""
+
+    rows: jax.Array  # i32[S], sequences
+    newest: jax.Array  # i32[S], their last tokens, whose keys and values are not there yet
+    lengths: jax.Array  # i32[S], tokens after the prompts, the newest among them
+    starts: jax.Array  # i32[S], lengths of the prompts
+    limits: jax.Array  # i32[S], lengths at which the turns are cut
+    working: jax.Array  # bool[S]
+    pages: jax.Array | None  # i32[S, n]; None: slot s is row s of the cache
+
+
+@struct.dataclass
+class Found:
+    """What the slots drew, up to `sampler.STEPS` tokens each."""
+
+    tokens: jax.Array  # i32[STEPS, S]
+    log_probs: jax.Array  # f32[STEPS, S]
+    drawn: jax.Array | None  # f32[STEPS, S]
+    lengths: jax.Array  # i32[S], after it
+    ended: jax.Array  # bool[S], drew an end token
+
+
+@dataclass(frozen=True)
+class Turning:
+    """The sampler of episodes: an execution on one device, and how it draws.
+
+    The execution's longest response is an episode's: drawn tokens and replies.
+    """
+
+    execution: Execution
+    # Names -> a draw in place of `distribution.draw`, or None; of a sampler that differs on purpose
+    drawing: Callable[[Names], Draw | None] | None = None
+    reports: bool = False  # whether that draw records other log-probs than it draws with
+
+    @property
+    def room(self) -> int:
+        """Positions of a sequence after its prompt. That of the last token drawn is never read."""
+        return self.execution.sampling.max_tokens
+
+    def begin(
+        self, weights: Weights, prompts: Prompts, names: Names, *, at_a_time: int, pool: Pool | None
+    ) -> tuple[Weights, Cache, First]:
+        """The weights as `extend` and `decode` take them, the prompts' cache, and first tokens.
+
+        Rows are prompts major. Without a `pool` every sequence has a row of the cache, with its
+        prompt in it; else the prompts are in the pool's first pages. `at_a_time`: sequences that
+        are prefilled together.
+
+        Raises:
+          InputError: the pool does not hold one sequence.
+        """
+        count = names.prompts.shape[0]
+        samples = count // prompts.tokens.shape[0]
+        weights = transformer.whole_norms(weights, execution=self.execution)
+        one = replace(self.execution.sampling, max_tokens=1)
+        decoding = self._decoding(names, replace(self.execution, sampling=one))
+        of_prompts, drawn = decoding.prefill(weights, prompts, samples=samples, at_a_time=at_a_time)
+        queue = Queue(
+            order=jnp.arange(count, dtype=jnp.int32),
+            waiting=jnp.ones((count,), bool),
+            prompt_lengths=jnp.repeat(prompts.lengths, samples),
+            prompts=of_prompts,
+            samples=samples,
+            longest=self.room + 1,
+            pool=pool,
+        )
+        cache = slotting.empty(queue, count, numerics=self.execution.numerics).cache
+        if pool is None:
+            cache = slotting.with_prompts(cache, queue.waiting, queue.order, queue)
+        of_token = None if drawn.drawn is None else drawn.drawn[:, 0]
+        first = First(drawn.tokens[:, 0], drawn.log_probs[:, 0], drawn.ended, of_token)
+        return parameters.unstacked(weights), cache, first
+
+    def extend(self, weights: Weights, cache: Cache, chunks: Chunks) -> Cache:
+        """The cache with the keys and values of the chunks' tokens, one chunk after the other."""
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-3:]), cache)
+
+        def one(number: jax.Array, flat: Cache) -> Cache:
+            tokens, positions, pages = (
+                jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+                for x in (chunks.tokens, chunks.positions, chunks.pages)
+            )
+            paged = tuple(replace(layer, pages=pages) for layer in flat)
+            forward: Any = partial(transformer.forward, execution=self.execution)
+            _, after, _ = forward(weights, tokens, positions, paged)
+            return tuple(replace(layer, pages=None) for layer in after)
+
+        flat = jax.lax.fori_loop(0, chunks.count, one, flat)
+        return jax.tree.map(lambda x, old: x.reshape(old.shape), flat, cache)
+
+    def decode(
+        self, weights: Weights, cache: Cache, names: Names, work: Work, until: jax.Array
+    ) -> tuple[Cache, Found]:
+        """Draws until no more than `until` i32[] slots work, or `sampler.STEPS` tokens each."""
+        none = jnp.zeros_like(work.rows)
+        slots = Slots(
+            cache=cache,
+            tables=None if work.pages is None else Tables(work.pages, none, none),
+            sequences=work.rows,
+            places=work.rows,
+            newest=work.newest,
+            lengths=work.lengths,
+            working=work.working,
+            ended=jnp.zeros_like(work.working),
+        )
+        decoding = self._decoding(names, self.execution)
+
+        def going_on(now: sampler.Steps) -> jax.Array:
+            return (now.count < sampler.STEPS) & (jnp.sum(now.slots.working) > until)
+
+        step = partial(decoding.step, weights, work.starts, decoding.uniforms(slots), work.limits)
+        begin = sampler.begin_steps(slots, self.reports, None)
+        end = jax.lax.while_loop(going_on, step, begin)
+        after = end.slots
+        return after.cache, Found(end.tokens, end.log_probs, end.drawn, after.lengths, after.ended)
+
+    def _decoding(self, names: Names, execution: Execution) -> Decoding:
+        plain = partial(
+            sampler.draw_exactly, sampling=execution.sampling, numerics=execution.numerics
+        )
+        return Decoding(
+            execution=execution,
+            rows=Placement(),
+            streams=names.streams,
+            draw=(self.drawing and self.drawing(names)) or plain,
+            begun=Begun(0, jnp.zeros(names.prompts.shape, bool)),
+            stops=jnp.asarray(execution.sampling.stop_tokens, jnp.int32),
+        )
+
+
+def copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array, count: jax.Array) -> Cache:
+    """The cache after the first `count` i32[] of the pages `sources` went to `targets` i32[K]."""
+    return slotting.copy_pages(cache, lambda number: (sources[number], targets[number]), count)
+
+
+def turn_keys(names: Names, turns: int) -> jax.Array:
+    """u32[N, turns, 2], a key for the environment of each turn.
+
+    The number it is folded with is no position's, so that no draw has it.
+    """
+
+    def of_sequence(stream: jax.Array) -> jax.Array:
+        apart = jax.random.fold_in(stream, 2**31 - 1)
+        keys = jax.vmap(partial(jax.random.fold_in, apart))(jnp.arange(turns))
+        return jax.random.key_data(keys)
+
+    return jax.vmap(of_sequence)(names.streams)

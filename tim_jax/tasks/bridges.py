@@ -1,0 +1,267 @@
+"""What stands between two turns of the policy, as tokens: the end of one, the reply, an opening.
+
+An episode is one row of tokens that is only appended to, so a chat template must only append too:
+what it writes for a conversation must begin with what it wrote for a shorter one. `Bridge` finds
+out, once for each kind of reply, by having the template write a few made-up conversations. From
+then on a reply is rendered after such a conversation, and what follows the policy's turn in it is
+the bridge.
+
+  <|im_start|>user        |  prompt
+  2+2?<|im_end|>          |
+  <|im_start|>assistant   |
+  5<|im_end|>             <- drawn, up to the end token
+                          |  bridge: the end token too if the turn was cut
+  <|im_start|>user        |
+  Try again.<|im_end|>    |
+  <|im_start|>assistant   |
+
+Many templates rewrite what was said: they drop the thinking of earlier turns, or move the system
+text to the last message. The policy drew its tokens after other ones than such a template would
+write now. They are refused, unless the user asks for one of two ways out (`History`).
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import shown
+from tim_jax.tasks.base import close, first_line
+from tim_jax.tasks.episodes import (
+    Answer,
+    Answering,
+    Completion,
+    Content,
+    Message,
+    Outcome,
+    Turn,
+    failed,
+)
+from tim_jax.tasks.text import encode_text, render_chat
+
+History = Literal["refuse", "keep"]
+KEPT = 4096  # replies whose bridges are kept
+ASKED, SAID, AGAIN = "What is the first question?", "This is said.", "That is said again."
+SYSTEM = "What the system is told."
+THINKING = "<think>\nThis is thought.\n</think>\n\n"
+WHERE = "a reply"
+WAYS_OUT = (
+    ", so that the policy would not have drawn after what it writes now;"
+    ' history = "keep" leaves earlier turns as they were drawn'
+)
+
+
+class Bridge:
+    """Turns replies into tokens.
+
+    Attributes:
+      tokenizer, options: with which prompts are encoded too.
+      stop_tokens: with which the policy ends a turn.
+      templated: whether prompts go through the chat template. Else a reply is plain text.
+      history: what is done about a template that rewrites earlier turns. `refuse` refuses it;
+        `keep` leaves earlier turns as they were drawn, whatever the template would make of them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        stop_tokens: Sequence[int],
+        templated: bool,
+        options: Mapping[str, Any],
+        history: History = "refuse",
+    ) -> None:
+        self.tokenizer, self.options, self.history = tokenizer, options, history
+        self.stop_tokens, self.templated = frozenset(stop_tokens), templated
+        self._closing = lru_cache(KEPT)(self._find_closing)
+        self._rendered = lru_cache(KEPT)(self._render)
+
+    def check(self, roles: Sequence[str]) -> None:
+        """Refuses a template that does not only append replies with messages of these roles.
+
+        Raises:
+          InputError: it rewrites earlier turns, and how.
+        """
+        if self.templated and roles:
+            self._closing(tuple(roles))
+
+    def tokens(self, completion: Completion, content: Content) -> np.ndarray:
+        """Returns what follows a completion up to the next turn of the policy, i32[n].
+
+        Tokens are taken as they are. Text is a user's message.
+
+        Raises:
+          InputError: the reply cannot be rendered or encoded.
+        """
+        messages = _messages(content)
+        if not messages:
+            return self._own(content)
+        if not self.templated:
+            text = "\n\n".join(str(message["content"]) for message in messages)
+            ids = encode_text(self.tokenizer, text, where=WHERE)
+            return np.array(ids if completion.ended else [*self._end, *ids], np.int32)
+        ids, end = self._rendered(json.dumps(messages))
+        return ids[end:] if completion.ended else ids
+
+    def read(self, completion: Completion) -> Completion:
+        """Returns the completion with what the tokenizer's response template reads in it."""
+        template = getattr(self.tokenizer, "response_template", None)
+        if template is None:
+            return completion
+        text = self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=False)
+        prefix = self._write(_user(ASKED)) if self.templated else ""
+        try:
+            message = self.tokenizer.parse_response(
+                text, prefix=prefix, tools=self.options.get("tools")
+            )
+        except Exception as error:  # the policy wrote it
+            message = {"role": "assistant", "content": completion.text, "error": first_line(error)}
+        return replace(completion, message=message)
+
+    @property
+    def _end(self) -> list[int]:
+        """The end token of a turn without a template, which is added to one that was cut."""
+        usual = self.tokenizer.eos_token_id
+        return [usual] if usual in self.stop_tokens else sorted(self.stop_tokens)[:1]
+
+    def _own(self, content: Any) -> np.ndarray:
+        size = len(self.tokenizer)
+        for token in content:
+            if not 0 <= token < size:
+                raise InputError(f"{WHERE} has token {token}, the vocabulary has {size}")
+        return np.array(content, np.int32)
+
+    def _render(self, reply: str) -> tuple[np.ndarray, int]:
+        """A reply's bridge after a turn that was cut, and how much of it one that ended has."""
+        messages: list[Message] = json.loads(reply)
+        closing = self._closing(tuple(str(message["role"]) for message in messages))
+        after = self._after(messages)
+        for message in messages:
+            if message["content"].strip() not in after:
+                raise InputError(
+                    f"{WHERE}: the chat template leaves out the message of the role"
+                    f" {message['role']!r}: {shown(message['content'])}"
+                )
+        ids = encode_text(self.tokenizer, after, where=WHERE)
+        if tuple(ids[: len(closing)]) != closing:
+            raise InputError(f"{WHERE}: the end of the turn before it depends on what follows")
+        return np.array(ids, np.int32), len(closing)
+
+    def _find_closing(self, roles: Sequence[str]) -> tuple[int, ...]:
+        """The tokens that end a turn of the policy, up to its end token, where these roles reply.
+
+        Raises:
+          InputError: the template does not only append such replies.
+        """
+        reply = [{"role": role, "content": f"Reply {i}."} for i, role in enumerate(roles)]
+        fault = self._changes(reply) or (self.history == "refuse" and self._rewrites(reply))
+        if fault:
+            raise InputError(f"episodes of several turns: the chat template {fault}")
+        # Ahead of the reply's text only the policy's turn can end.
+        ahead = encode_text(
+            self.tokenizer, self._after(reply).partition("Reply 0.")[0], where=WHERE
+        )
+        ends = [i + 1 for i, token in enumerate(ahead) if token in self.stop_tokens]
+        return tuple(ahead[: ends[0]]) if ends else ()
+
+    def _write(self, *chat: Message) -> str:
+        return render_chat(self.tokenizer, chat, self.options, where=WHERE)
+
+    def _after(self, reply: Sequence[Message]) -> str:
+        """What the template writes after a turn of the policy to which this is the reply."""
+        text = self._write(_user(ASKED), _said(SAID), *reply)
+        return text[text.index(SAID, text.index(ASKED)) + len(SAID) :]
+
+    def _changes(self, reply: Sequence[Message]) -> str:
+        """How the template writes replies that could not follow what was drawn; or nothing."""
+        begun = _user(ASKED), _said(SAID), *reply
+        text = self._write(*begun)
+        if ASKED not in text or SAID not in text.partition(ASKED)[2]:
+            return "leaves out or changes what was said in earlier turns"
+        after = self._after(reply)
+        later = self._write(*begun, _said(AGAIN), *reply)
+        if later.partition(AGAIN)[2] != after:
+            return "writes a reply in another way later in the conversation"
+        with suppress(InputError):  # one without a place for a system's text
+            told = self._write({"role": "system", "content": SYSTEM}, *begun)
+            if SYSTEM in told.rpartition(SAID)[2]:
+                return "moves the system's text behind earlier turns"
+        return ""
+
+    def _rewrites(self, reply: Sequence[Message]) -> str:
+        """How the template rewrites what was said before a reply, or nothing."""
+        asked = self._write(_user(ASKED))
+        for said, what in ((SAID, ""), (THINKING + SAID, "drops the thinking of earlier turns")):
+            drawn = f"{asked}{said}"
+            text = self._write(_user(ASKED), _said(said), *reply)
+            if not text.startswith(drawn):
+                return f"{what or _difference(asked, text)}{WAYS_OUT}"
+            again = self._write(_user(ASKED), _said(said), *reply, _said(said), *reply)
+            if not again.startswith(f"{text}{said}"):
+                return f"rewrites a turn once two more have followed{WAYS_OUT}"
+        return ""
+
+
+def _difference(asked: str, text: str) -> str:
+    """How a conversation does not begin with its first message and the opening of a turn."""
+    same = next(i for i in range(len(asked) + 1) if asked[: i + 1] != text[: i + 1])
+    gone = shown(asked[same:])
+    if text[same:].startswith(SAID):
+        return f"drops {gone}, with which it opens a turn, from earlier turns"
+    return f"writes {shown(text[same:].partition(SAID)[0])} for {gone} in earlier turns"
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _said(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _messages(content: Content) -> list[Message]:
+    """A reply as messages; none if it is tokens."""
+    if isinstance(content, str):
+        return [_user(content)]
+    return [dict(item) for item in content if isinstance(item, Mapping)]
+
+
+@dataclass(frozen=True)
+class Bridged:
+    """An environment in tokens: one that answers in text, and the bridge.
+
+    Raises:
+      InputError: when made, if the template rewrites earlier turns.
+    """
+
+    source: Answering
+    bridge: Bridge
+
+    def __post_init__(self) -> None:
+        self.bridge.check(self.source.roles)
+
+    def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
+        """Yields (index in `turns`, outcome) for each, in the order in which they are there."""
+        read = [replace(turn, completion=self.bridge.read(turn.completion)) for turn in turns]
+        for index, answer in self.source.answers(read):
+            yield index, self._outcome(turns[index].completion, turns[index].state, answer)
+
+    def close(self) -> None:
+        """Ends the environment's processes, if it has some."""
+        close(self.source)
+
+    def _outcome(self, completion: Completion, before: Any, answer: Answer) -> Outcome:
+        tokens = np.zeros(0, np.int32)
+        if not answer.done:
+            try:
+                tokens = self.bridge.tokens(completion, answer.content)
+            except InputError as error:
+                what = str(error).removeprefix(WHERE).removeprefix(":").strip()
+                answer = failed(before, "reply", what)
+        return Outcome(answer.state, tokens, answer.reward, answer.done, answer.failure)

@@ -1,0 +1,200 @@
+"""Episodes of several turns: what the policy says, what its environment replies.
+
+A policy and an environment take turns, and write into one row of tokens that is only ever appended
+to. The policy's tokens stay as they were drawn; a reply is rendered once, as tokens that follow
+them.
+
+An environment of the user's is one function, `respond(state, completion)`, which returns its next
+state and a `Reply`. Bits and resumption are promised for one that is a function of its arguments: a
+state, a completion and, if it takes a third, a key of this turn alone.
+
+A turn ends in a reply, or in a failure, which ends its episode with a reward of 0 for this turn:
+
+  time limit   the environment did not reply in time
+  crash        its process ended, or closed its files
+  raised       it raised an exception
+  reply        what it returned is no reply, or cannot become tokens
+
+A failure is what a clock or a machine may cause. `Recorded` writes each down as it happens and
+repeats it in a run that is resumed.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+Message = Mapping[str, Any]  # with role and content, as chat templates take it
+Content = str | Sequence[Message] | Sequence[int] | np.ndarray
+Failure = Literal["time limit", "crash", "raised", "reply"]
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """One turn of the policy.
+
+    Attributes:
+      text: the tokens as text, without the end token.
+      tokens: i32[n], as they were drawn, the end token included.
+      ended: whether the policy ended its turn. False: it was cut at `max_tokens`.
+      message: what the tokenizer's response template reads in it, with `tool_calls` if there are
+        some. None: the tokenizer has no such template, or it reads nothing.
+    """
+
+    text: str
+    tokens: np.ndarray
+    ended: bool
+    message: Message | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the environment says to a completion.
+
+    Attributes:
+      content: text, which becomes the next user's message; messages; or tokens, which follow the
+        completion as they are. Nobody reads it where `done`.
+      reward: of this turn, a finite number. An episode's reward is the sum over its turns.
+      done: whether the episode ends here.
+    """
+
+    content: Content = ""
+    reward: float = 0.0
+    done: bool = False
+
+
+class Packed(bytes):
+    """A state as its pickle. Only the environment's own process looks into it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A completion that waits for its environment.
+
+    Attributes:
+      prompt, sample, turn: which one it is within the step, from 0.
+      state: the episode's, as the last outcome left it; before the first turn its row's.
+      key: u32[2], of (seed, step, prompt, sample, turn).
+    """
+
+    prompt: int
+    sample: int
+    turn: int
+    completion: Completion
+    state: Any
+    key: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What an environment says to a turn, before it becomes tokens. The fields are `Outcome`'s."""
+
+    state: Any
+    content: Content = ""
+    reward: float = 0.0
+    done: bool = False
+    failure: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What an environment makes of one turn.
+
+    Attributes:
+      state: the episode's next.
+      tokens: i32[n], to append: all that stands between the completion and the next turn. Empty
+        where `done`.
+      failure: why the environment did not reply, beginning with a `Failure`. Then the reward is 0
+        and `done` holds.
+    """
+
+    state: Any
+    tokens: np.ndarray
+    reward: float = 0.0
+    done: bool = False
+    failure: str | None = None
+
+
+class Answering(Protocol):
+    """An environment that answers in text."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Those of the messages in a usual reply, checked before a run; none if it is tokens."""
+        ...
+
+    @property
+    def tools(self) -> tuple[Any, ...]:
+        """What its prompts declare, as JSON schemas."""
+        ...
+
+    def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
+        """Yields (index in `turns`, answer) for each, in the order in which they are there."""
+        ...
+
+
+class Environment(Protocol):
+    """An environment that answers in tokens, which a loop asks."""
+
+    def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
+        """Yields (index in `turns`, outcome) for each, in the order in which they are there."""
+        ...
+
+
+def failed(state: Any, kind: Failure, what: str) -> Answer:
+    """The answer of an environment that failed: its episode ends here, without a reward."""
+    return Answer(state, done=True, failure=f"{kind}: {what}")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An environment whose failures are written down, and repeated where they are known.
+
+    So a run that is resumed from a checkpoint goes the way that it went before, whatever the clock
+    says this time.
+
+    Attributes:
+      path: lines of JSON, one for each failure, found by the key of its turn.
+    """
+
+    environment: Environment
+    path: Path
+
+    def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
+        """Yields outcomes as the environment does, those that are known first."""
+        known = self._known()
+        asked = []
+        for index, turn in enumerate(turns):
+            if (failure := known.get(_name(turn))) is None:
+                asked.append(index)
+            else:
+                yield index, Outcome(turn.state, np.zeros(0, np.int32), done=True, failure=failure)
+        for place, outcome in self.environment.outcomes([turns[index] for index in asked]):
+            if outcome.failure is not None:
+                self._keep(_name(turns[asked[place]]), outcome.failure)
+            yield asked[place], outcome
+
+    def _known(self) -> dict[str, str]:
+        if not self.path.exists():
+            return {}
+        known = {}
+        for line in self.path.read_text(encoding="utf-8").split("\n"):
+            with suppress(ValueError):  # one that the end of a run cut
+                entry = json.loads(line)
+                known[entry["turn"]] = entry["failure"]
+        return known
+
+    def _keep(self, turn: str, failure: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"\n{json.dumps({'turn': turn, 'failure': failure})}\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _name(turn: Turn) -> str:
+    return "".join(f"{int(part):08x}" for part in turn.key)
