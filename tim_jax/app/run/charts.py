@@ -248,7 +248,10 @@ def _lines(axes: Axes, cases: Sequence[Mapping[str, Any]], profile: str) -> None
         bins = [b for b in case["profiles"][profile] if b[2] and b[3] > 0]
         middles = [(b[0] + b[1]) / 2 for b in bins]
         style = ("o-", "s-", "^-", "v--", "D--", "x--")[index % 6]
-        named = {"color": _COLOURS[case["group"]], "label": textwrap.shorten(case["case"], 34)}
+        named: dict[str, Any] = {
+            "color": _COLOURS[case["group"]],
+            "label": textwrap.shorten(case["case"], 34),
+        }
         axes.plot(middles, [b[3] for b in bins], style, ms=3, lw=1.1, **named)
     axes.set_yscale("log")
     axes.set_ylabel("mean |d|", fontsize=8)
