@@ -1,6 +1,7 @@
 """Makes rollouts with one fault each, diagnoses them, and writes docs/results/diagnose.md.
 
-    python scripts/diagnose_table.py            # about fifteen minutes on two cores
+    python scripts/diagnose_table.py                        # about half an hour on two idle cores
+    python scripts/diagnose_table.py --groups parts weights # some of the faults
     python scripts/diagnose_table.py --quick    # one strength and one size of each
 
 The model is small and random, with logits that spread as a trained model's do. Rollouts come from
@@ -106,9 +107,10 @@ def drawn(
     sampling: Sampling = PLAIN,
     source: float = 0.0,
     seed: int = 0,
+    stops: tuple[int, ...] = STOPS,
 ) -> list[dict[str, Any]]:
     """Rows of at least `tokens` response tokens, in whole responses."""
-    sampling = replace(sampling, max_tokens=RESPONSE, stop_tokens=STOPS)
+    sampling = replace(sampling, max_tokens=RESPONSE, stop_tokens=stops)
     whole = Mismatch(entries)
     samples, rows, count = 4, [], 0
     for part in range(1000):
@@ -223,99 +225,91 @@ def plain(tokens: int, seed: int) -> list[dict[str, Any]]:
     return drawn(tokens, seed=seed)
 
 
-def cases() -> Iterator[Case]:
-    """Every fault, in several strengths where it has any."""
+def none_cases() -> Iterator[Case]:
+    """Sound engines."""
     none = ("none",)
     yield Case("none", "exact", none, plain)
-    yield Case(
-        "none",
-        "exact, top-p 0.8",
-        none,
-        lambda n, s: declared(drawn(n, sampling=TOP_P, seed=s), top_p=0.8),
-    )
-    yield Case(
-        "none",
-        "exact, temperature 0.6",
-        none,
-        lambda n, s: declared(drawn(n, sampling=HALF, seed=s), temperature=0.6),
-    )
-    for size in (1e-4, 1e-2):
+    for what, sampling in (("top-p 0.8", TOP_P), ("temperature 0.6", HALF)):
+        said = {"top_p": sampling.top_p, "temperature": sampling.temperature}
         yield Case(
             "none",
-            f"noise {size:g}",
+            f"exact, {what}",
             none,
-            lambda n, s, size=size: changed(plain(n, s), noisy(size)),
+            lambda n, s, how=sampling, said=said: declared(drawn(n, sampling=how, seed=s), **said),
+        )
+    for size in (1e-4, 1e-2):
+        make = noisy(size)
+        yield Case(
+            "none", f"noise {size:g}", none, lambda n, s, make=make: changed(plain(n, s), make)
         )
     for entry in SOUND:
+        label = mismatch.label(entry)
         yield Case(
-            "none",
-            mismatch.label(entry),
-            none,
-            lambda n, s, entry=entry: drawn(n, seed=s, entries=(entry,)),
+            "none", label, none, lambda n, s, entry=entry: drawn(n, seed=s, entries=(entry,))
         )
-    for sampling in (HALF, WARM):
+
+
+def sampling_cases() -> Iterator[Case]:
+    """Temperatures and truncations that are not as they are declared."""
+    for how in (HALF, WARM):
         yield Case(
             "temperature",
-            f"{sampling.temperature:g}",
+            f"{how.temperature:g}",
             ("temperature",),
-            lambda n, s, how=sampling: drawn(n, sampling=how, seed=s),
+            lambda n, s, how=how: drawn(n, sampling=how, seed=s),
         )
+
+    def half(n: int, s: int) -> list[dict[str, Any]]:
+        return changed(drawn(n, sampling=HALF, seed=s), raw)
+
     yield Case(
         "raw log-probs",
         "0.6, declared",
         ("raw_log_probs",),
-        lambda n, s: declared(changed(drawn(n, sampling=HALF, seed=s), raw), temperature=0.6),
+        lambda n, s: declared(half(n, s), temperature=0.6),
     )
-    yield Case(
-        "raw log-probs",
-        "0.6, not declared",
-        ("drawn_temperature",),
-        lambda n, s: changed(drawn(n, sampling=HALF, seed=s), raw),
-    )
-    for sampling, name in ((TOP_P, "top_p"), (TOP_K, "top_k")):
-        value = f"{getattr(sampling, name):g}"
-        yield Case(
-            name,
-            f"{value}, renormalised",
-            (name,),
-            lambda n, s, how=sampling: drawn(n, sampling=how, seed=s),
-        )
-        yield Case(
-            name,
-            f"{value}, not renormalised",
-            (f"{name}_ignored",),
-            lambda n, s, how=sampling: changed(drawn(n, sampling=how, seed=s), raw),
-        )
-        yield Case(
-            name,
-            f"{value}, declared, not renormalised",
-            ("ignored_truncation",),
-            lambda n, s, how=sampling, name=name: declared(
-                changed(drawn(n, sampling=how, seed=s), raw), **{name: getattr(how, name)}
-            ),
-        )
+    yield Case("raw log-probs", "0.6, not declared", ("drawn_temperature",), half)
+    for how, name in ((TOP_P, "top_p"), (TOP_K, "top_k")):
+        yield from _truncation_cases(how, name, getattr(how, name))
+
+
+def _truncation_cases(how: Sampling, name: str, value: float) -> Iterator[Case]:
+    def kept(n: int, s: int) -> list[dict[str, Any]]:
+        return drawn(n, sampling=how, seed=s)
+
+    def whole(n: int, s: int) -> list[dict[str, Any]]:
+        return changed(kept(n, s), raw)
+
+    said = {name: value}
+    for what, right, rows in (
+        ("renormalised", name, kept),
+        ("not renormalised", f"{name}_ignored", whole),
+        (
+            "declared, not renormalised",
+            "ignored_truncation",
+            lambda n, s: declared(whole(n, s), **said),
+        ),
+    ):
+        yield Case(name, f"{value:g}, {what}", (right,), rows)
+
+
+def token_cases() -> Iterator[Case]:
+    """Tokens and log-probs that are not where they belong."""
     yield Case("shifted", "by one", ("shifted",), lambda n, s: shifted(plain(n, s)))
     for share in (0.5, 1.0):
+        entry = mismatch.dropped_end(share=share, replacement=0)
         yield Case(
             "end token replaced",
             f"in {share:.0%}",
             ("end_token_replaced",),
-            lambda n, s, share=share: drawn(
-                n, seed=s, entries=(mismatch.dropped_end(share=share, replacement=0),)
-            ),
+            lambda n, s, entry=entry: drawn(n, seed=s, entries=(entry,)),
         )
-    yield Case(
-        "end token stripped",
-        "",
-        ("end_token_stripped",),
-        lambda n, s: drawn(n, seed=s, entries=(mismatch.dropped_end(),)),
-    )
-    yield Case(
-        "pad mask",
-        "",
-        ("pad_mask",),
-        lambda n, s: drawn(n, seed=s, entries=(mismatch.pad_mask(pad=3),)),
-    )
+    for fault, name, entry in (
+        ("end token stripped", "end_token_stripped", mismatch.dropped_end()),
+        ("pad mask", "pad_mask", mismatch.pad_mask(pad=3)),
+    ):
+        yield Case(fault, "", (name,), lambda n, s, entry=entry: drawn(n, seed=s, entries=(entry,)))
+    yield Case("another end token", "", ("other_end_token",), by_other_end)
     for count in (4, 64):
         yield Case(
             "padded vocabulary",
@@ -323,42 +317,58 @@ def cases() -> Iterator[Case]:
             ("padded_vocabulary",),
             lambda n, s, count=count: changed(plain(n, s), padded(count)),
         )
-    yield Case(
-        "first token stripped",
-        "",
-        ("first_token_stripped",),
-        lambda n, s: [
-            row | {name: row[name][1:] for name in ("response_token_ids", "logprobs")}
-            for row in plain(n, s)
-            if len(row["logprobs"]) > 1
-        ],
-    )
-    yield Case(
-        "prompt",
-        "one token more",
-        ("prompt_longer",),
-        lambda n, s: with_prompt(plain(n, s), lambda ids: [*ids, 4]),
-    )
-    yield Case(
-        "prompt",
-        "BOS lost",
-        ("bos_missing",),
-        lambda n, s: with_prompt(plain(n, s), lambda ids: ids[1:]),
-    )
-    yield Case(
-        "prompt",
-        "BOS added",
-        ("bos_added",),
-        lambda n, s: with_prompt(plain(n, s), lambda ids: [BOS, *ids]),
-    )
-    yield from parts()
+    yield Case("first token stripped", "", ("first_token_stripped",), without_first)
+
+
+def without_first(tokens: int, seed: int) -> list[dict[str, Any]]:
+    names = ("response_token_ids", "logprobs")
+    long = [row for row in plain(tokens, seed) if len(row["logprobs"]) > 1]
+    return [row | {name: row[name][1:] for name in names} for row in long]
+
+
+def by_other_end(tokens: int, seed: int) -> list[dict[str, Any]]:
+    """The engine ends at a token that does not end the model's responses."""
+    return drawn(tokens, seed=seed, stops=(9, 11))
+
+
+def prompt_cases() -> Iterator[Case]:
+    """Other prompts."""
+    changes: dict[str, tuple[str, Callable[..., Any]]] = {
+        "one token more": ("prompt_longer", lambda ids: [*ids, 4]),
+        "BOS lost": ("bos_missing", lambda ids: ids[1:]),
+        "BOS added": ("bos_added", lambda ids: [BOS, *ids]),
+    }
+    for what, (name, change) in changes.items():
+        yield Case(
+            "prompt", what, (name,), lambda n, s, change=change: with_prompt(plain(n, s), change)
+        )
+
+
+def weight_cases() -> Iterator[Case]:
+    """Other weights: in all rows, in some, in the first tokens, in some layers; low precision."""
+    names = ("weights of checkpoint",)
     for size in (0.01, 0.1):
         yield Case(
             "weights",
             f"off by {size:.0%}",
-            ("weights of checkpoint",),
+            names,
             lambda n, s, size=size: drawn(n, source=size, seed=s),
         )
+    for share in SHARES[:-1]:
+        yield Case(
+            "weights",
+            f"off by 10%, in {share:.1%} of rows",
+            names,
+            lambda n, s, share=share: of_checkpoint(sound(n, s), share),
+        )
+    yield Case("weights", "off by 10%, replaced in flight", names, replaced_in_flight)
+    yield Case("weights", "off by 3%, in a third, by version", ("other_version",), by_version)
+    yield Case(
+        "some layers",
+        "the second, int8",
+        ("quantised_weights(int8) in some layers",),
+        half_quantised,
+    )
     for entry in variants.SOURCES:
         label = mismatch.label(entry)
         yield Case(
@@ -369,10 +379,43 @@ def cases() -> Iterator[Case]:
         )
 
 
+def of_checkpoint(rows: list[dict[str, Any]], share: float) -> list[dict[str, Any]]:
+    """A share of the rows with the log-probs of other weights."""
+    other = changed(rows, by_engine(forward()._replace(weights=prepared(0.1))))
+    _, chosen = chosen_rows(rows, share)
+    return [two if own else one for one, two, own in zip(rows, other, chosen, strict=True)]
+
+
+def replaced_in_flight(tokens: int, seed: int) -> list[dict[str, Any]]:
+    """The first ten tokens of every second row are of the weights before."""
+    rows = sound(tokens, seed)
+    other = changed(rows, by_engine(forward()._replace(weights=prepared(0.1))))
+    for row, old in list(zip(rows, other, strict=True))[::2]:
+        row["logprobs"] = [*old["logprobs"][:10], *row["logprobs"][10:]]
+    return rows
+
+
+def by_version(tokens: int, seed: int) -> list[dict[str, Any]]:
+    """Every third row is of weights that nobody has any more."""
+    rows = sound(tokens, seed)
+    other = changed(rows, by_engine(forward()._replace(weights=prepared(0.03))))
+    return [
+        (two if i % 3 == 0 else one) | {"weights_version": int(i % 3 > 0)}
+        for i, (one, two) in enumerate(zip(rows, other, strict=True))
+    ]
+
+
+def half_quantised(tokens: int, seed: int) -> list[dict[str, Any]]:
+    entry = mismatch.quantised_weights(dtype="int8")
+    rounded = Mismatch((entry,)).weights(prepared())
+    some = variants.mixed_layers(prepared(), rounded, np.asarray([False, True]))
+    return changed(plain(tokens, seed), by_engine(forward()._replace(weights=some)))
+
+
 SHARES = (0.001, 0.01, 0.1, 1.0)
 
 
-def parts() -> Iterator[Case]:
+def part_cases() -> Iterator[Case]:
     """Faults of a share of the tokens or rows, beside the rounding of float16."""
     for share in SHARES:
         for fault, name, change in (
@@ -407,6 +450,16 @@ def parts() -> Iterator[Case]:
             ("none",),
             lambda n, s, share=share: with_part(n, s, share, off),
         )
+
+
+GROUPS = {
+    "none": none_cases,
+    "sampling": sampling_cases,
+    "tokens": token_cases,
+    "prompts": prompt_cases,
+    "weights": weight_cases,
+    "parts": part_cases,
+}
 
 
 def off(log_probs: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -555,17 +608,37 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def by_transformers(
-    folder: Path, *, dtype: str, temperature: float = 1.0, raw: bool = False, rounds: int = 2
-) -> list[dict[str, Any]]:
-    """What `transformers`' generate draws on the CPU, and the log-probs of its own logits.
+@dataclass(frozen=True)
+class Engine:
+    """A configuration of transformers' `generate` on the CPU."""
 
-    `raw`: of the logits before the temperature. Needs torch.
-    """
+    dtype: str = "float32"  # "int8": weights and activations of all linear layers, in torch
+    attention: str = "sdpa"
+    temperature: float = 1.0
+    raw: bool = False  # log-probs of the logits before the temperature
+
+    def __str__(self) -> str:
+        raw = ", raw log-probs" if self.raw else ""
+        return f"{self.dtype}, {self.attention}, temperature {self.temperature:g}{raw}"
+
+    def model(self, folder: Path) -> Any:
+        """The model as torch runs it."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        dtype = torch.float32 if self.dtype == "int8" else getattr(torch, self.dtype)
+        how = {"dtype": dtype, "attn_implementation": self.attention}
+        model = AutoModelForCausalLM.from_pretrained(folder, **how)
+        if self.dtype == "int8":
+            return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+        return model
+
+
+def by_transformers(folder: Path, engine: Engine, *, rounds: int = 2) -> list[dict[str, Any]]:
+    """What an engine draws, and the log-probs of its own logits. Needs torch."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model = engine.model(folder)
     torch.manual_seed(0)
     rows = []
     for part in range(rounds):
@@ -574,7 +647,7 @@ def by_transformers(
                 torch.tensor([prompt] * 4),
                 attention_mask=torch.ones(4, len(prompt), dtype=torch.long),
                 do_sample=True,
-                temperature=temperature,
+                temperature=engine.temperature,
                 top_k=0,
                 top_p=1.0,
                 max_new_tokens=RESPONSE,
@@ -584,7 +657,7 @@ def by_transformers(
                 output_logits=True,
                 output_scores=True,
             )
-            logits = torch.stack(made.logits if raw else made.scores, dim=1)
+            logits = torch.stack(made.logits if engine.raw else made.scores, dim=1)
             drawn_tokens = made.sequences[:, len(prompt) :]
             chances = torch.log_softmax(logits.float(), dim=-1)
             found = chances.gather(2, drawn_tokens[..., None])[..., 0]
@@ -595,7 +668,7 @@ def by_transformers(
                         "prompt_token_ids": prompt,
                         "response_token_ids": ids[:length],
                         "logprobs": own[:length],
-                        "temperature": temperature,
+                        "temperature": engine.temperature,
                     }
                 )
     return rows
@@ -608,41 +681,46 @@ def _prompt_lists(part: int) -> Iterator[list[int]]:
 
 
 ENGINES = (
-    ("float32", 1.0, False),
-    ("bfloat16", 1.0, False),
-    ("float32", 0.6, False),
-    ("float32", 0.6, True),
-    ("bfloat16", 0.6, True),
+    Engine(attention="eager"),
+    Engine(),
+    Engine("float16"),
+    Engine("bfloat16"),
+    Engine("int8"),
+    Engine(temperature=0.6),
+    Engine(temperature=0.6, raw=True),
+    Engine("bfloat16", temperature=0.6, raw=True),
 )
+_ROUNDS = 7  # of 16 responses
 
 
 def engines(folder: Path) -> str:
     """A table of what is said of `transformers`' own rollouts."""
     hf.save(folder, jax.device_get(params()), CONFIG, tokenizer=TOKENIZER)
     lines = [
-        "| transformers' generate | tokens | state | named | mean \\|d\\| | K3 |",
-        "|---|--:|---|---|--:|--:|",
+        "| transformers' generate | responses | tokens | state | named | mean \\|d\\| | K3 |",
+        "|---|--:|--:|---|---|--:|--:|",
     ]
-    for dtype, temperature, raw in ENGINES:
-        rows = by_transformers(folder, dtype=dtype, temperature=temperature, raw=raw)
-        found = diagnosed(rows)
+    for engine in ENGINES:
+        found = diagnosed(by_transformers(folder, engine, rounds=_ROUNDS))
         named = "none" if found.best is None else f"`{found.best.explanation.name}`"
-        what = f"{dtype}, temperature {temperature:g}{', raw log-probs' if raw else ''}"
         lines.append(
-            f"| {what} | {len(found.tokens.sequence):,} | {found.state} | {named} |"
-            f" {found.sizes['mean']:.2g} | {found.sizes['k3']:.2g} |"
+            f"| {engine} | {len(found.tokens.responses)} | {len(found.tokens.sequence):,} |"
+            f" {found.state} | {named} | {found.sizes['mean']:.2g} | {found.sizes['k3']:.2g} |"
         )
+        print(lines[-1], flush=True)
     return "\n".join(lines)
 
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
-def write(outcomes: Sequence[Outcome], sizes: Sequence[int], seeds: int, *more: str) -> None:
+def write(outcomes: Sequence[Outcome], arguments: argparse.Namespace, *more: str) -> None:
     """The page as far as it is measured."""
+    sizes = " ".join(map(str, arguments.tokens))
+    groups = "" if arguments.groups == list(GROUPS) else f" --groups {' '.join(arguments.groups)}"
     made = (
-        f"Made by `python scripts/diagnose_table.py --seeds {seeds} --tokens"
-        f" {' '.join(map(str, sizes))}` with jax {jax.__version__}, Python"
+        f"Made by `python scripts/diagnose_table.py --seeds {arguments.seeds} --tokens"
+        f" {sizes}{groups}` with jax {jax.__version__}, Python"
         f" {platform.python_version()}, {jax.default_backend()}; {len(outcomes)} rollouts."
     )
     text = "\n\n".join([made, summary(outcomes), table(outcomes), *more])
@@ -657,19 +735,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048, 4096])
+    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
     arguments = parser.parse_args()
-    sizes, seeds = [512] if arguments.quick else arguments.tokens, arguments.seeds
-    outcomes = []
-    for tokens in sizes:
-        for case in cases():
-            for seed in range(seeds):
-                outcomes.append(outcome(case, tokens, seed))
-                one = outcomes[-1]
-                print(case.fault, case.strength, tokens, one.named, one.right, flush=True)
-            write(outcomes, sizes, seeds)
+    arguments.tokens = [512] if arguments.quick else arguments.tokens
+    outcomes, every = [], [case for name in arguments.groups for case in GROUPS[name]()]
+    for tokens, case, seed in itertools.product(arguments.tokens, every, range(arguments.seeds)):
+        outcomes.append(outcome(case, tokens, seed))
+        one = outcomes[-1]
+        print(case.fault, case.strength, tokens, one.named, one.right, flush=True)
+        write(outcomes, arguments)
+    if "none" not in arguments.groups:
+        return
     with tempfile.TemporaryDirectory() as folder:
         engine = engines(Path(folder) / "model")
-    write(outcomes, sizes, seeds, engine)
+    write(outcomes, arguments, engine)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import datasets
+from mlflow import MlflowClient
 
 from tim_jax.app.config import toml
 from tim_jax.app.run.loggers import JsonLines, extra_sinks
@@ -57,11 +58,20 @@ def wandb(folder: Path) -> None:
     assert list(_logged(folder, "wandb").glob("wandb/offline-run-*/run-*.wandb"))
 
 
-def _logged(folder: Path, sink: str) -> Path:
+def mlflow(folder: Path) -> None:
+    uri = f"sqlite:///{folder}/mlflow.db"
+    run = (_logged(folder, "mlflow", f"run.mlflow_uri='{uri}'") / "mlflow_id").read_text().strip()
+    client = MlflowClient(uri)
+    points = client.get_metric_history(run, "reward")
+    assert [(one.step, one.value) for one in points] == [(1, 0.5), (2, 1.0)]
+    assert client.get_run(run).data.params["learner.mode"] == "bypass"
+
+
+def _logged(folder: Path, sink: str, *changes: str) -> Path:
     """A folder in which a run's sink has written two steps."""
     where = folder / sink
     where.mkdir()
-    config = toml.load(CONFIG, [f"run.sinks=['{sink}']", "run.wandb_mode='offline'"])
+    config = toml.load(CONFIG, [f"run.sinks=['{sink}']", "run.wandb_mode='offline'", *changes])
     sinks = extra_sinks(config, where, -1)
     for step in (1, 2):
         sinks.write(step, {"reward": 0.5 * step})
@@ -98,7 +108,15 @@ def _command(*words: object) -> None:
     assert found.returncode == 0, found.stderr[-2000:]
 
 
-USES: tuple[Callable[[Path], None], ...] = (math, gym, tensorboard, wandb, report, plan)
+USES: tuple[Callable[[Path], None], ...] = (
+    math,
+    gym,
+    tensorboard,
+    wandb,
+    mlflow,
+    report,
+    plan,
+)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from tim_jax.model import hf
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = "<!-- example: run by tests/test_recording.py -->\n```python\n"
-LIMITS = Limits(vocabulary=50, positions=16)
+LIMITS = Limits(vocabulary=50, positions=16, routes=(2, 1, 4))
 ROW = {"prompt_token_ids": [5, 6], "response_token_ids": [8, 9], "logprobs": [-0.5, -1.25]}
 
 
@@ -38,8 +38,11 @@ def test_what_is_written_is_what_is_read(tmp_path):
             stop_reason=9,
             weights_version=3,
             sampling={"temperature": np.float32(0.5), "repetition_penalty": 1.5, "top_k": 7},
+            supports=[[8, 1], (), np.asarray([9])],
+            routes=np.zeros((4, 2, 1), np.int32),
         )
-    first, second = collect(readers.read(file), limits=LIMITS).responses
+        rows.write(**ROW, kept_log_mass=np.asarray([-0.25, 0.0], np.float32))
+    first, second, third = collect(readers.read(file), limits=LIMITS).responses
     assert (first.prompt, first.tokens) == ((5, 6), (8, 9))
     assert first.log_probs.tolist() == [-0.5, -1.25]
     assert second.mask.tolist() == [True, False, True]
@@ -47,6 +50,9 @@ def test_what_is_written_is_what_is_read(tmp_path):
     assert (second.ended, second.end, second.version) == ("token", 9, "3")
     assert (second.declared.temperature, second.declared.top_k) == (0.5, 7)
     assert second.declared.shaping == Shaping(repetition=1.5)
+    assert second.supports.tolist() == [[8, 1], [-1, -1], [9, -1]]
+    assert second.routes.shape == (5, 2, 1)
+    assert third.kept_log_mass.tolist() == [-0.25, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@
     assert (tim.score(model, rollout) == rollout.log_probs).all()
 
 `load`, `sample`, `score`, `audit`, `grpo`, `diagnose` and `save` are the verbs, `load_adapter` and
-`save_adapter` those of LoRA, `capture` writes down what another engine draws, and `per_item` makes
-a reward of a function of one completion; `Model`,
-`Placement` and `Lora` are the values that they take; `objectives`, `corrections`, `mismatch`,
-`schedules` and `metrics` the parts that experiments are put together from. All other rooms are
-imported by name, such as `from tim_jax.rl import loop`.
+`save_adapter` those of LoRA. `capture` writes down what another engine draws, `learn` makes a step
+from it, and `named_arrays` gives the weights back to the engine; `per_item` makes a reward of a
+function of one completion. `Model`, `Placement` and `Lora` are the values that they take;
+`objectives`, `corrections`, `mismatch`, `schedules` and `metrics` the parts that experiments are
+put together from. All other rooms are imported by name, such as `from tim_jax.rl import loop`.
 
 Names are looked up when they are first used: `import tim_jax` alone imports nothing else, and the
 corrections do not import a model.
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
         audit,
         diagnose,
         grpo,
+        learn,
         load,
         load_adapter,
+        named_arrays,
         sample,
         save,
         save_adapter,
@@ -49,10 +51,12 @@ __all__ = [
     "corrections",
     "diagnose",
     "grpo",
+    "learn",
     "load",
     "load_adapter",
     "metrics",
     "mismatch",
+    "named_arrays",
     "objectives",
     "per_item",
     "sample",
@@ -62,9 +66,9 @@ __all__ = [
     "score",
 ]
 
-_API = ("Model", "audit", "diagnose", "grpo", "load", "sample", "save", "score")
+_API = ("Model", "audit", "diagnose", "grpo", "learn", "load", "sample", "save", "score")
 _HOMES = {
-    **dict.fromkeys((*_API, "load_adapter", "save_adapter"), "api"),
+    **dict.fromkeys((*_API, "load_adapter", "named_arrays", "save_adapter"), "api"),
     "Lora": "model.adapters",
     "Placement": "placement",
     "capture": "recording",

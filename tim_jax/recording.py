@@ -41,6 +41,9 @@ class Capture:
         stop_reason: str | int | None = None,
         weights_version: str | int | None = None,
         sampling: Mapping[str, Any] | None = None,
+        supports: Any = None,
+        kept_log_mass: Any = None,
+        routes: Any = None,
     ) -> None:
         """Appends one response.
 
@@ -54,6 +57,11 @@ class Capture:
           weights_version: of the weights that drew it.
           sampling: the options of the request under their usual names: `temperature`, `top_k`,
             `top_p`, `repetition_penalty`, `logprobs_mode`, ...
+          supports: n lists of ids, the tokens that top-k and top-p kept at each place, of which the
+            drawn one is one; an empty list stands for all.
+          kept_log_mass: in place of supports n numbers, the log-probability of what was kept.
+          routes: [p + n - 1, layers, experts of a token], the experts of each position but the last
+            in each layer of a mixture.
 
         Raises:
           InputError: the lists differ in length, or a log-prob is not finite where the mask is 1.
@@ -77,6 +85,9 @@ class Capture:
             "finish_reason": finish_reason,
             "weights_version": weights_version,
             "sampling_params": None if sampling is None else dict(sampling),
+            "supports": None if supports is None else [_whole(one) for one in supports],
+            "kept_log_mass": None if kept_log_mass is None else _listed(kept_log_mass),
+            "routes": routes,
         }
         row = {name: value for name, value in row.items() if value is not None}
         if stop_reason is not None:

@@ -342,8 +342,11 @@ def test_what_is_no_source_of_a_model():
 
 
 def test_only_a_rollout_can_be_scored(model):
-    with pytest.raises(InputError, match=r"give what tim_jax\.sample returns, got str"):
-        tim.score(model, "text")
+    with pytest.raises(
+        InputError,
+        match=r"give what tim_jax\.sample returns, a file, or rows of another engine, got int",
+    ):
+        tim.score(model, 3)
 
 
 # Training.

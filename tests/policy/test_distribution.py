@@ -425,6 +425,39 @@ def test_the_recorded_log_prob_is_that_of_log_prob_to_the_bit(sampling):
         np.testing.assert_array_equal(part[1].view(jnp.int32), recorded[start:stop].view(jnp.int32))
 
 
+@EACH("sampling", SAMPLINGS[2:])
+@BOTH
+def test_recorded_supports_give_the_bits_of_the_truncation_that_made_them(sampling, numerics):
+    tokens, drawn = draw(LOGITS, np.full(4, 0.4, np.float32), sampling=sampling, numerics=numerics)
+    inside = [np.flatnonzero(kept(row, sampling)) for row in LOGITS]
+    supports = np.full((4, max(map(len, inside)) + 3), -1, np.int32)
+    for row, own in zip(supports, inside, strict=True):
+        row[: len(own)] = np.random.default_rng(0).permutation(own)
+    plain = Sampling(1, temperature=sampling.temperature)
+    how = {"numerics": numerics, "supports": supports}
+    for under in (plain, sampling):  # the support stands in for a truncation of one's own
+        found = log_prob(LOGITS, tokens, sampling=under, **how)
+        assert np.array_equal(found, drawn)
+    none = {"numerics": numerics, "supports": np.full((4, 2), -1, np.int32)}
+    whole = log_prob(LOGITS, tokens, sampling=plain, numerics=numerics)
+    assert np.array_equal(log_prob(LOGITS, tokens, sampling=plain, **none), whole)
+    assert (np.asarray(drawn) > np.asarray(whole)).all()
+
+
+def test_the_gradient_under_a_support_is_that_of_its_logits_alone():
+    supports = np.asarray([[7, 2, 30, -1]] * 4, np.int32)
+    tokens = np.asarray([2, 7, 30, 9], np.int32)  # the last is not among them, and counts as kept
+    how = {"sampling": Sampling(1, temperature=0.5), "numerics": EXACT_F32, "supports": supports}
+    gradient = jax.grad(lambda x: log_prob(x, tokens, **how).sum())(jnp.asarray(LOGITS))
+    for row, token, found in zip(LOGITS.astype(np.float64), tokens, gradient, strict=True):
+        kept_ids = [2, 7, 30, *([token] if token == 9 else [])]
+        shares = np.exp(row[kept_ids] / 0.5 - np.logaddexp.reduce(row[kept_ids] / 0.5))
+        right = np.zeros(VOCABULARY)
+        right[kept_ids] = -shares
+        right[token] += 1
+        np.testing.assert_allclose(found, right / 0.5, atol=1e-5)
+
+
 def test_temperature_zero_is_the_most_likely_token_without_chance():
     uniforms = jnp.asarray([0.0, 0.3, 0.6, 0.99], jnp.float32)
     greedy = Sampling(1, temperature=0.0)

@@ -1,12 +1,22 @@
 """The library in a few functions over plain Python values: what `import tim_jax` offers.
 
 `model` loads, audits and saves; `rollouts` samples and scores; `training` is the loop;
-`diagnosing` says what is wrong with rollouts of another system; `data` reads what users give as
-prompts, answers and rewards.
+`learning` makes steps from rollouts of another engine; `diagnosing` says what is wrong with such;
+`data` reads what users give as prompts, answers and rewards.
 """
 
 from tim_jax.api.diagnosing import Diagnosis, diagnose
-from tim_jax.api.model import Audit, Model, audit, load, load_adapter, save, save_adapter
+from tim_jax.api.learning import learn
+from tim_jax.api.model import (
+    Audit,
+    Model,
+    audit,
+    load,
+    load_adapter,
+    named_arrays,
+    save,
+    save_adapter,
+)
 from tim_jax.api.rollouts import Rollout, sample, score
 from tim_jax.api.training import Step, grpo
 
@@ -19,8 +29,10 @@ __all__ = [
     "audit",
     "diagnose",
     "grpo",
+    "learn",
     "load",
     "load_adapter",
+    "named_arrays",
     "sample",
     "save",
     "save_adapter",

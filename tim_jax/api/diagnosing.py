@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tim_jax.api.model import Model, check_model, load
-from tim_jax.api.rollouts import Rollout
+from tim_jax.api.rollouts import Rollout, forward_of, read_rows
 from tim_jax.common import pages
 from tim_jax.common.errors import InputError, check_choice
-from tim_jax.instruments.diagnosis import readers, records, verdict
+from tim_jax.instruments.diagnosis import records, verdict
 from tim_jax.instruments.diagnosis.declared import Distribution
-from tim_jax.instruments.diagnosis.evidence import Forward
 from tim_jax.instruments.diagnosis.monitor import Monitor
-from tim_jax.instruments.diagnosis.rollouts import Limits, collect
 from tim_jax.model.execution import Sampling
 
 
@@ -101,22 +99,17 @@ class Diagnose:
             `tim_jax.instruments.diagnosis.rollouts.RolloutsError`.
         """
         check_model("diagnose", model)
-        if not model.placement.single:
-            raise InputError("diagnose: load the model on one device, not on a mesh")
+        forward = forward_of("diagnose", model)
         check_choice("diagnose: log_probs", log_probs, ("processed", "raw"))
         default = Distribution(temperature, top_k, top_p, raw=log_probs == "raw")
         Sampling(1, temperature, top_k, top_p)  # checks the three
         given = _rows(rollouts) if isinstance(rollouts, Rollout) else rollouts
-        collected = collect(
-            readers.read(given, form=format, pad=model.tokenizer.pad_token_id),
-            limits=Limits(model.config.vocab_size, model.config.max_positions),
-            tokenizer=model.tokenizer,
-            default=default,
-            skip_bad=skip_bad,
+        collected = read_rows(
+            "diagnose", model, given, form=format, default=default, skip_bad=skip_bad
         )
         found = verdict.diagnose(
             collected.responses,
-            _forward(model),
+            forward,
             others=tuple(_others(model, weights)),
             tokenizer=model.tokenizer,
         )
@@ -130,12 +123,6 @@ class Diagnose:
 
 
 diagnose = Diagnose()
-
-
-def _forward(model: Model) -> Forward:
-    execution = model.execution(Sampling(1))
-    size = min(len(model.tokenizer), model.config.vocab_size)
-    return Forward(model.weights, execution, size, execution.sampling.stop_tokens)
 
 
 def _others(model: Model, weights: Any) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 import html
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -243,6 +243,28 @@ def save(model: Model, folder: str | Path, *, dtype: DTypeLike = "float32") -> P
         return str(written)
 
     return Path(processes.led(write))
+
+
+def named_arrays(model: Model, *, dtype: str = "float32") -> Iterator[tuple[str, np.ndarray]]:
+    """The weights as `save` would write them, for the update call of a running engine.
+
+        engine.load_weights((name, torch.from_numpy(x)) for name, x in tim_jax.named_arrays(model))
+
+    One tensor at a time is on the host. Adapters of a step are merged in `step.model`. NumPy has no
+    bfloat16 of its own: arrays of "bfloat16" have the dtype of `ml_dtypes`.
+
+    Args:
+      model: of `load`, or of a step of `grpo` or `learn`.
+      dtype: of the arrays, "float32", "bfloat16" or "float16".
+
+    Yields:
+      (name in `transformers`' layout, array).
+
+    Raises:
+      InputError: another dtype, or a value beyond its range.
+    """
+    check_model("named_arrays", model)
+    return hf.named_arrays(processes.whole(model.params), model.config, dtype=dtype)
 
 
 def load_adapter(folder: str | Path, model: Model) -> Adapter:

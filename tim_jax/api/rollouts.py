@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -17,6 +18,9 @@ from tim_jax.api.model import Model, check_model
 from tim_jax.common import types, waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import refuse_unknown, shown
+from tim_jax.instruments.diagnosis import evidence, readers
+from tim_jax.instruments.diagnosis.evidence import Forward
+from tim_jax.instruments.diagnosis.rollouts import Collected, Limits, collect
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.placement import processes
 from tim_jax.rl import drawing, programs, sharded
@@ -228,23 +232,37 @@ def _padded(length: int) -> int:
     return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
-def score(model: Model, rollout: Rollout, *, micro_batch: int | None = None) -> np.ndarray:
+def score(
+    model: Model,
+    rollout: Rollout | str | Path | Iterable[Mapping[str, Any]],
+    *,
+    micro_batch: int | None = None,
+    format: str = "auto",
+) -> np.ndarray:
     """Computes a rollout's log-probs again, by the learner's forward of whole sequences.
 
     For the model that drew it, these are the same bits as `rollout.log_probs`; for another one they
-    are that model's log-probs of the same tokens under the same temperature, top-k and top-p.
+    are that model's log-probs of the same tokens under the same temperature, top-k and top-p. Rows
+    of another engine are read as `tim_jax.diagnose` reads them, and scored under what each of them
+    says: its options, and its `supports` or `kept_log_mass` if the engine recorded them. These are
+    the numbers that a sound engine would have recorded.
 
     Args:
       model: whose log-probs they are.
-      rollout: as `sample` gives it.
-      micro_batch: responses that are scored at a time, to bound memory. Changes no bit.
+      rollout: as `sample` gives it; or a file or rows of another engine.
+      micro_batch: responses of a `sample` that are scored at a time, to bound memory. Changes no
+        bit.
+      format: of rows, one of `tim_jax.instruments.diagnosis.readers.FORMATS`.
 
     Returns:
       f32[B, R], 0 off the mask.
+
+    Raises:
+      InputError: rows that cannot be read.
     """
     check_model("score", model)
     if not isinstance(rollout, Rollout):
-        raise InputError(f"score: give what tim_jax.sample returns, got {type(rollout).__name__}")
+        return _scored_rows(model, rollout, format)
     rows, shards = len(rollout), model.placement.shards
     if micro_batch is not None:
         whole("score: micro_batch", micro_batch, least=1)
@@ -256,6 +274,50 @@ def score(model: Model, rollout: Rollout, *, micro_batch: int | None = None) -> 
     with waiting.during("scoring", about=waiting.COMPILES):
         log_probs = jax.device_get(program(model.weights, filled))[:rows]
     return np.where(rollout.mask, log_probs, np.float32(0.0))
+
+
+def _scored_rows(model: Model, rows: Any, form: str) -> np.ndarray:
+    responses = read_rows("score", model, rows, form=form).responses
+    found = evidence.log_probs(forward_of("score", model), responses)
+    size = max(len(response) for response in responses)
+    scored = np.zeros((len(responses), size), np.float32)
+    ends = np.cumsum([len(response) for response in responses])[:-1]
+    for row, response, own in zip(scored, responses, np.split(found, ends), strict=True):
+        kept = np.ones(len(own), bool) if response.mask is None else response.mask
+        row[: len(own)] = np.where(kept, own, np.float32(0.0))
+    return scored
+
+
+def read_rows(who: str, model: Model, rows: Any, *, form: str, **how: Any) -> Collected:
+    """What another engine drew, as `diagnosis.rollouts.collect` gives it, for this model.
+
+    Raises:
+      InputError: it is neither a file nor rows, or they cannot be read.
+    """
+    if not isinstance(rows, str | Path | Iterable) or isinstance(rows, Mapping):
+        raise InputError(
+            f"{who}: give what tim_jax.sample returns, a file, or rows of another engine, got"
+            f" {type(rows).__name__}"
+        )
+    return collect(
+        readers.read(rows, form=form, pad=model.tokenizer.pad_token_id),
+        limits=Limits.of(model.config),
+        tokenizer=model.tokenizer,
+        **how,
+    )
+
+
+def forward_of(who: str, model: Model) -> Forward:
+    """The exact forward of a model on one device, for rows of other engines.
+
+    Raises:
+      InputError: the model lies on a mesh.
+    """
+    if not model.placement.single:
+        raise InputError(f"{who}: load the model on one device, not on a mesh")
+    execution = model.execution(Sampling(1))
+    size = min(len(model.tokenizer), model.config.vocab_size)
+    return Forward(model.weights, execution, size, execution.sampling.stop_tokens)
 
 
 @lru_cache(maxsize=32)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -42,10 +42,12 @@ class Step:
     """Seconds and tokens per second."""
     samples: list[Sample]
     """Each completion with its prompt, answer and reward."""
-    _state: TrainState
-    _before: Model
-    _lora: Lora | None
-    _merged: Callable[[Any], Any]
+    state: TrainState
+    """All that an update changes; the next step takes its memory."""
+    weights: Any
+    """The parameters as they are computed with."""
+    started: "Started"
+    """What all steps have in common."""
 
     def __str__(self) -> str:
         fields = display.step_fields(self.metrics | self.timing)
@@ -72,8 +74,9 @@ class Step:
         Raises:
           InputError: training has gone on, and the step's weights are gone.
         """
-        self._check_there()
-        return replace(self._before, params=self._merged(self._state.params))
+        self.check_there()
+        started = self.started
+        return replace(started.model, params=started.merged(self.state.params))
 
     @cached_property
     def adapter(self) -> Adapter:
@@ -82,18 +85,50 @@ class Step:
         Raises:
           InputError: none is trained, or as `model`.
         """
-        if self._lora is None:
-            raise InputError("there is no adapter: give grpo one, such as lora=tim_jax.Lora(8)")
-        self._check_there()
-        return Adapter(self._lora, loop.copied(self._state.params))
+        if self.started.lora is None:
+            raise InputError(
+                "there is no adapter: give grpo or learn one, such as lora=tim_jax.Lora(8)"
+            )
+        self.check_there()
+        return Adapter(self.started.lora, loop.copied(self.state.params))
 
-    def _check_there(self) -> None:
-        leaves = jax.tree.leaves(self._state.params)
+    def check_there(self) -> None:
+        """Raises `InputError` if training has gone on, and the step's weights are gone."""
+        leaves = jax.tree.leaves(self.state.params)
         if any(leaf.is_deleted() for leaf in leaves):
             raise InputError(
                 f"the model of step {self.number} is gone, its memory was taken by the next step;"
                 " take step.model before going on"
             )
+
+
+class Started(NamedTuple):
+    """What a training started from, and computes with: the same at each of its steps."""
+
+    model: Model
+    programs: Programs
+    lora: Lora | None
+    base: Any  # the parameters that stay as they are, if adapters are trained
+    reference: Any  # compute weights of the KL term's reference policy, if there is one
+
+    def merged(self, trained: Any) -> Any:
+        """The parameters of a model of what is trained, in buffers of their own."""
+        merge = self.programs.merged
+        return loop.copied(trained) if merge is None else merge(adapters.whole(trained, self.base))
+
+
+def start(model: Model, built: Programs, adapter: Adapter | None) -> tuple[TrainState, Started]:
+    """The state before the first step, and what stays."""
+    trained = model.params if adapter is None else adapter.arrays
+    base = None
+    if adapter is not None:
+        base = built.place(adapters.narrowed(processes.whole(model.params)))
+    # Training takes the buffers of what it starts from: the model keeps its own.
+    state = built.init(_apart(trained))
+    reference = None
+    if built.training.learning.objective.has_reference:
+        reference = built.prepare(adapters.whole(_apart(trained), base))
+    return state, Started(model, built, adapter and adapter.lora, base, reference)
 
 
 @refuse_unknown
@@ -165,21 +200,12 @@ def grpo(
         "correction": correction,
         "mismatch": sampler if sampler is None else _dial(sampler),
     }
-    _check_values(objective, optimizer, training)
-    try:
-        run = _run(model, training, {name: x for name, x in given.items() if x is not None})
-    except rules.RuleError as error:
-        raise InputError(f"grpo: {error}") from None
-    where = run.execution.placement
-    model = replace(model, placement=where, numerics=run.execution.numerics)
+    model, run = settle("grpo", model, training, given)
     examples = data.as_examples(prompts_and_answers)
     most = run.execution.sampling.max_tokens
     text = text_of(model, examples, most, model.chat_template, model.template_options)
-    if run.learning.micro_batch_tokens is not None:
-        rules.check_micro_batch_tokens(
-            run.learning.micro_batch_tokens, longest=text.max_prompt_length + most, placement=where
-        )
-    adapter = _adapter(model, lora, seed)
+    check_longest(run, text.max_prompt_length + most)
+    adapter = first_adapter("grpo", model, lora, seed)
     run = run.varied(lora=adapter and adapter.lora)
     task = data.as_task(examples, reward)
     built = programs.build(run)
@@ -189,31 +215,54 @@ def grpo(
     return _steps(model, task, text, built, adapter, seed=seed, steps=steps)
 
 
-def _check_values(objective: Any, optimizer: Any, training: Any) -> None:
+def settle(
+    who: str, model: Model, training: Training | None, given: Mapping[str, Any]
+) -> tuple[Model, Training]:
+    """A run by the arguments that are given beside it, and the model as the run computes it.
+
+    Everything is checked; nothing is compiled. Arguments that are None are not given.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    _check_values(who, given.get("objective"), given.get("optimizer"), training)
+    try:
+        run = _run(who, model, training, given)
+    except rules.RuleError as error:
+        raise InputError(f"{who}: {error}") from None
+    where = run.execution.placement
+    return replace(model, placement=where, numerics=run.execution.numerics), run
+
+
+def check_longest(run: Training, longest: int) -> None:
+    """Refuses a micro-batch that does not hold a prompt and its response of `longest` tokens."""
+    tokens, where = run.learning.micro_batch_tokens, run.execution.placement
+    if tokens is not None:
+        rules.check_micro_batch_tokens(tokens, longest=longest, placement=where)
+
+
+def _check_values(who: str, objective: Any, optimizer: Any, training: Any) -> None:
     if not isinstance(objective, Objective | None):
         raise InputError(
-            f"grpo: objective must be one of tim_jax.objectives, got {type(objective).__name__}"
+            f"{who}: objective must be one of tim_jax.objectives, got {type(objective).__name__}"
         )
     if not isinstance(optimizer, optax.GradientTransformation | None):
         raise InputError(
-            "grpo: optimizer must be of optax, such as optax.adamw(1e-6), got"
+            f"{who}: optimizer must be of optax, such as optax.adamw(1e-6), got"
             f" {type(optimizer).__name__}"
         )
     if not isinstance(training, Training | None):
         raise InputError(
-            "grpo: training must be a value such as model.training(micro_batch=4), got"
+            f"{who}: training must be a value such as model.training(micro_batch=4), got"
             f" {shown(training)}"
         )
 
 
-def _run(model: Model, training: Training | None, given: dict[str, Any]) -> Training:
-    """The run by the arguments that are given beside it; checked before anything is compiled."""
+def _run(who: str, model: Model, training: Training | None, given: dict[str, Any]) -> Training:
     for name in ("samples", "prompts_per_step"):
         if name in given:
-            whole(f"grpo: {name}", given[name], least=1)
+            whole(f"{who}: {name}", given[name], least=1)
     run = model.training() if training is None else training
     if run.execution.config != model.config:
-        raise InputError("grpo: training is of another architecture; take model.training(...)")
+        raise InputError(f"{who}: training is of another architecture; take model.training(...)")
     correction = corrections.chain(given.get("correction", run.learning.correction))
     run = run.varied(**{name: value for name, value in given.items() if name != "correction"})
     weighs = any(block.effect == "weight" for block in correction.blocks)
@@ -223,8 +272,8 @@ def _run(model: Model, training: Training | None, given: dict[str, Any]) -> Trai
     check_devices(run.execution.placement)
     if run.execution.sampling.temperature == 0:
         raise InputError(
-            "grpo: temperature must be greater than 0, got 0: greedy responses have no log-probs to"
-            " learn from"
+            f"{who}: temperature must be greater than 0, got 0: greedy responses have no log-probs"
+            " to learn from"
         )
     run.check()
     return run
@@ -233,30 +282,14 @@ def _run(model: Model, training: Training | None, given: dict[str, Any]) -> Trai
 def _steps(
     model: Model, task: Task, text: Text, built: Programs, adapter: Adapter | None, **how: Any
 ) -> Iterator[Step]:
-    trained = model.params if adapter is None else adapter.arrays
-    base = None
-    if adapter is not None:
-        base = built.place(adapters.narrowed(processes.whole(model.params)))
-    # Training takes the buffers of what it starts from: the model keeps its own.
-    start = built.init(_apart(trained))
-    reference = None
-    if built.training.learning.objective.has_reference:
-        reference = built.prepare(adapters.whole(_apart(trained), base))
-    how |= {"programs": built, "reference": reference, "base": base}
-    kept = model, adapter and adapter.lora, _merging(built, base)
-    for step in loop.train(start, task, text, **how):
-        yield Step(step.number, step.metrics, step.timing, step.samples, step.state, *kept)
+    state, started = start(model, built, adapter)
+    how |= {"programs": built, "reference": started.reference, "base": started.base}
+    for step in loop.train(state, task, text, **how):
+        seen = step.number, step.metrics, step.timing, step.samples
+        yield Step(*seen, step.state, step.weights, started)
 
 
-def _merging(built: Programs, base: Any) -> Callable[[Any], Any]:
-    """What makes the parameters of a model of what is trained, in buffers of their own."""
-    merged = built.merged
-    if merged is None:
-        return loop.copied
-    return lambda trained: merged(adapters.whole(trained, base))
-
-
-def _adapter(model: Model, lora: Lora | Adapter | None, seed: int) -> Adapter | None:
+def first_adapter(who: str, model: Model, lora: Lora | Adapter | None, seed: int) -> Adapter | None:
     """The adapter to start from."""
     if isinstance(lora, Adapter):
         adapters.check(lora.arrays, model.config, lora.lora)
@@ -264,7 +297,7 @@ def _adapter(model: Model, lora: Lora | Adapter | None, seed: int) -> Adapter | 
     if lora is None:
         return None
     if not isinstance(lora, Lora):
-        raise InputError(f"grpo: lora must be a tim_jax.Lora or an adapter, got {shown(lora)}")
+        raise InputError(f"{who}: lora must be a tim_jax.Lora or an adapter, got {shown(lora)}")
     return Adapter(lora, adapters.init(model.config, lora, seed))
 
 

@@ -27,7 +27,8 @@ class Rollout:
     """Sampled responses with the log-probs of the distribution that each token was drawn from.
 
     `drawn_log_probs` and `hidden` are there only if a sampler misreports on purpose
-    (`tim_jax.mismatch`), `routes` only if a mixture's sampler was asked to record them.
+    (`tim_jax.mismatch`), `routes` only if a mixture's sampler was asked to record them, `supports`
+    only if another engine recorded them.
     """
 
     prompts: jax.Array  # i32[B, Tp]
@@ -41,6 +42,8 @@ class Rollout:
     # u8 or u16[B, Tp + R, L, k], each position's experts in each layer, the most probable first; a
     # response's positions follow its prompt's, the last token's are not known
     routes: jax.Array | None = None
+    # i32[B, R, K], the tokens that each was drawn among, then -1; of -1 alone: among all
+    supports: jax.Array | None = None
 
     @property
     def mask(self) -> jax.Array:

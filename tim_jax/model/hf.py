@@ -224,6 +224,20 @@ def _views(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarra
         yield name, array.T if weight.transposed else array
 
 
+def named_arrays(
+    params: Params, config: ModelConfig, *, dtype: str = "float32"
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors that `save` would write, under their names, one after the other on the host.
+
+    Raises `InputError` for an unknown dtype, or for a value beyond its range.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is unknown{did_you_mean(str(dtype), DTYPES)}")
+    for name, weight, index in checkpoint_tensors(config):
+        array = np.asarray(weight.of(params)[index])
+        yield name, _converted(name, array.T if weight.transposed else array, dtype)
+
+
 def _stored_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names of `config`'s tensors, and their shapes as a checkpoint stores them."""
     # a zero-stride view has a shape and needs no memory

@@ -20,6 +20,7 @@ necessary.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -34,10 +35,16 @@ from tim_jax.numerics import Numerics
 from tim_jax.numerics.strict import clipped_to_finite, widened
 
 _LANES = 128
+_LEFT_OUT = -1e30  # a logit whose exponential is 0
 
 
 def log_prob(
-    logits: jax.Array, tokens: jax.Array, *, sampling: Sampling, numerics: Numerics
+    logits: jax.Array,
+    tokens: jax.Array,
+    *,
+    sampling: Sampling,
+    numerics: Numerics,
+    supports: jax.Array | None = None,
 ) -> jax.Array:
     """log pi(token) under `sampling`, float32 [N], of logits [N, V] and tokens i32[N].
 
@@ -45,14 +52,28 @@ def log_prob(
 
     The token itself always counts as part of the truncated set. At the weights that drew it, it is
     in it anyway; and when the weights have moved, its log-prob stays finite.
+
+    `supports` i32[N, K] are the tokens that another engine kept, see `Rollout.supports`: the
+    distribution is renormalised over these, and not over what `sampling` would keep.
     """
     if sampling.temperature == 0:
         return jnp.zeros(tokens.shape, jnp.float32)
     ops = kernels.family(numerics)
     scaled = _scale(logits.astype(jnp.float32), sampling, ops)
+    if supports is not None:
+        sampling = replace(sampling, top_k=0, top_p=1.0)
+        scaled = jnp.where(_members(supports, tokens, scaled.shape[1]), scaled, _LEFT_OUT)
     peak = ops.fence(ops.peak(scaled))
     weights = _weights(scaled, peak, sampling, numerics, keep=tokens)
     return _log_prob_of(scaled, peak, weights, tokens, sampling, numerics)
+
+
+def _members(supports: jax.Array, tokens: jax.Array, size: int) -> jax.Array:
+    """bool[N, V], whether a token is in its row's support, or is the row's own."""
+    rows = jnp.arange(len(tokens))[:, None]
+    places = jnp.where(supports < 0, size, supports)
+    inside = jnp.zeros((len(tokens), size + 1), bool).at[rows, places].set(True)[:, :size]
+    return inside.at[rows, tokens[:, None]].set(True) | jnp.all(supports < 0, axis=1)[:, None]
 
 
 def entropy(logits: jax.Array, *, sampling: Sampling) -> jax.Array:

@@ -34,6 +34,7 @@ class Padded:
     positions: jax.Array  # i32[B, T]
     targets: jax.Array  # i32[B, R], the response tokens
     routes: jax.Array | None  # [B, T, L, k]
+    supports: jax.Array | None  # i32[B, R, K]
     prompt_lengths: jax.Array  # i32[B]
     packing: None = None
     used: None = None
@@ -56,6 +57,7 @@ class Packed:
     positions: jax.Array  # i32[1, N]
     targets: jax.Array  # i32[N], the response tokens, one after the other
     routes: jax.Array | None  # [1, N, L, k]
+    supports: jax.Array | None  # i32[N, K], of the targets
     packing: Packing
     used: jax.Array  # i32[], how many targets there are
     rows: jax.Array  # i32[N], of the buffer, that predict the targets; N for none
@@ -79,8 +81,8 @@ def padded(rollout: Rollout) -> Padded:
     """The sequences in rows of their own."""
     tokens = sequences(rollout)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-    routes, lengths = rollout.routes, rollout.prompt_lengths
-    return Padded(tokens, positions, rollout.responses, routes, lengths)
+    recorded, lengths = (rollout.routes, rollout.supports), rollout.prompt_lengths
+    return Padded(tokens, positions, rollout.responses, *recorded, lengths)
 
 
 def packed(rollout: Rollout, size: int) -> Packed:
@@ -129,6 +131,7 @@ def packed(rollout: Rollout, size: int) -> Packed:
         positions=position[None],
         targets=rollout.responses[order[owner], index],
         routes=None if rollout.routes is None else rollout.routes[row, position][None],
+        supports=None if rollout.supports is None else rollout.supports[order[owner], index],
         packing=Packing(starts, wholes, rollout.prompts.shape[1] + longest),
         used=used,
         rows=rows,

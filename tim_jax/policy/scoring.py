@@ -84,7 +84,8 @@ def score(
     if sums is not None:  # a tied head adds to the embedding's, before the embedding does
         total = sums.get("head", total)
     options = _HeadOptions(execution, entropy_gradient, energy, transposed, frozen_head)
-    values = _head(head, rows, laid_out.targets, total, laid_out.used, options)
+    scored = laid_out.targets, laid_out.supports
+    values = _head(head, rows, scored, total, laid_out.used, options)
     scores = Scores(*(laid_out.by_response(x) for x in values))
     if routed is not None:
         scores = scores._replace(**_routing(routed, laid_out))
@@ -93,16 +94,33 @@ def score(
     return scores._replace(entropy=jax.lax.stop_gradient(scores.entropy))
 
 
-def _routing(routed: transformer.Routed, laid_out: Layout) -> dict[str, jax.Array | None]:
-    """How often sampler and learner choose the same experts, and more of the routers, [B, R]."""
+def chosen_alike(weights: Weights, rollout: Rollout, *, execution: Execution) -> jax.Array:
+    """f32[B, R, L], of the positions that predict the response tokens: the share of the routes'
+    experts that the model's own router takes too, in each layer. On one device."""
+    laid_out = layout.padded(rollout)
+    embeddings, _ = transformer.embedded(weights, laid_out.tokens, execution=execution)
+    _, _, routed = transformer.forward(
+        weights, laid_out.tokens, laid_out.positions, execution=execution, embeddings=embeddings
+    )
+    same = _same_experts(routed, laid_out).astype(jnp.float32)
+    return laid_out.predicting(jnp.mean(same, axis=3))
+
+
+def _same_experts(routed: Any, laid_out: Layout) -> jax.Array:
+    """bool[B, T, L, k], which of the routers' own choices the sampler made too."""
     if laid_out.routes is None:
         raise ValueError("the rollout has no routes to compare with")
+    own, recorded = routed.experts, laid_out.routes.astype(jnp.int32)
+    return jnp.any(own[..., :, None] == recorded[..., None, :], axis=-1)
+
+
+def _routing(routed: transformer.Routed, laid_out: Layout) -> dict[str, jax.Array | None]:
+    """How often sampler and learner choose the same experts, and more of the routers, [B, R]."""
 
     def of_responses(x: jax.Array) -> jax.Array:
         return laid_out.by_response(laid_out.predicting(x))
 
-    own, recorded = routed.experts, laid_out.routes.astype(jnp.int32)
-    same = jnp.any(own[..., :, None] == recorded[..., None, :], axis=-1)
+    same = _same_experts(routed, laid_out)
     number = jnp.asarray(same.shape[2] * same.shape[3], jnp.float32)
     agreement = masked.quotient(jnp.sum(same.astype(jnp.float32), axis=(2, 3)), number)
     return {
@@ -118,7 +136,7 @@ def of_logits(
     function: Callable[..., Any],
     *,
     execution: Execution,
-    more: Sequence[jax.Array] = (),
+    more: Sequence[jax.Array | None] = (),
 ) -> Any:
     """A function of the logits that predict each response token, by the same forward as `score`.
 
@@ -126,7 +144,7 @@ def of_logits(
       function: (logits f32[N, V], tokens i32[N], *more) -> a tree of arrays [N, ...]. It is given
         `head_rows` rows at a time, as in `score`, so that no array of [tokens, vocabulary] exists.
       execution: on one device.
-      more: arrays [B, R, ...], of which the function is given the same rows.
+      more: arrays [B, R, ...], of which the function is given the same rows; None stays None.
 
     Returns:
       The tree, of arrays [B, R, ...]; beyond a response meaningless.
@@ -134,7 +152,12 @@ def of_logits(
     laid_out = layout.padded(rollout)
     embeddings, _ = transformer.embedded(weights, laid_out.tokens, execution=execution)
     hidden, _, _ = transformer.forward(
-        weights, laid_out.tokens, laid_out.positions, execution=execution, embeddings=embeddings
+        weights,
+        laid_out.tokens,
+        laid_out.positions,
+        execution=execution,
+        embeddings=embeddings,
+        routes=laid_out.routes if execution.routing == "replayed" else None,
     )
     head = {name: weights[name] for name in ("final_norm", "head")}
     shape = rollout.responses.shape
@@ -201,11 +224,11 @@ class _HeadOptions(NamedTuple):
         return replace(self.execution, placement=self.placement.gathered)
 
 
-def _head(head, hidden, tokens, total, used, options: _HeadOptions):
+def _head(head, hidden, scored, total, used, options: _HeadOptions):
     """Log-probs and entropies [B, R] of hidden states [B, R, d], `head_rows` rows at a time.
 
     Or [N] of [N, d]. If only the first `used` i32[] of these are wanted, the tiles behind them are
-    not computed.
+    not computed. `scored` are the tokens [B, R], and the supports [B, R, K] or None.
 
     No array of [tokens, vocabulary] ever exists: the backward recomputes each tile's logits, and
     sums the head's gradient in float32 whatever the compute dtype: in `total`, if there is one (see
@@ -213,24 +236,24 @@ def _head(head, hidden, tokens, total, used, options: _HeadOptions):
     tensor group share a tile: each multiplies its columns of the head by all rows, then has all
     columns of its own rows.
     """
-    shape = tokens.shape
-    tile_rows = min(options.execution.numerics.head_rows, tokens.size)
+    shape, size = scored[0].shape, scored[0].size
+    tile_rows = min(options.execution.numerics.head_rows, size)
     tile_rows += -tile_rows % options.placement.tensor
     fence = kernels.family(options.execution.numerics).fence
     all_axes = weight_axes(options.execution.config, options.execution.numerics)
     head_axes = {name: all_axes[name] for name in head}
     sum_axes = all_axes["final_norm"], all_axes["embed" if options.transposed else "head"]
 
-    def forward(head, hidden, tokens, total, used):
+    def forward(head, hidden, scored, total, used):
         del total
         whole = collectives.gather_fsdp(head, head_axes, options.placement)
         tile = partial(_head_tile, whole, options=options)
-        rows = hidden, tokens
+        rows = hidden, scored
         _, tiles = _fold(lambda _, rows: ((), fence(tile(*fence(rows)))), (), rows, used)
         return tuple(collectives.tensor_whole(x, options.placement) for x in tiles)
 
     def backward(residuals, cotangents):
-        head, hidden, tokens, total, used = residuals
+        head, hidden, scored, total, used = residuals
         whole = collectives.gather_fsdp(head, head_axes, options.placement)
         # Over fsdp these are sums of whole weights, of which this device keeps its part.
         in_place = total is not None and options.placement.fsdp == 1
@@ -241,7 +264,7 @@ def _head(head, hidden, tokens, total, used, options: _HeadOptions):
         step = partial(_head_backward, whole, options=options)
         sums = total if in_place else zeros
         start = norm, None if options.frozen else sums
-        (norm, sums), dhidden = _fold(step, start, (hidden, tokens, wanted), used)
+        (norm, sums), dhidden = _fold(step, start, (hidden, scored, wanted), used)
         if options.frozen:
             return None, dhidden, None, None, None
         norm, sums = collectives.reduce_scatter_fsdp((norm, sums), sum_axes, options.placement)
@@ -255,8 +278,8 @@ def _head(head, hidden, tokens, total, used, options: _HeadOptions):
     call = jax.custom_vjp(forward)
     call.defvjp(lambda *args: (forward(*args), args), backward)
     tiles = None if used is None else -(-used // tile_rows)
-    results = call(head, *_tiled((hidden, tokens), tile_rows, tokens.ndim), total, tiles)
-    return tuple(x.reshape(-1)[: tokens.size].reshape(shape) for x in results)
+    results = call(head, *_tiled((hidden, scored), tile_rows, len(shape)), total, tiles)
+    return tuple(x.reshape(-1)[:size].reshape(shape) for x in results)
 
 
 def _fold(step: Callable, carry: Any, rows: Any, used: jax.Array | None) -> tuple[Any, Any]:
@@ -277,12 +300,13 @@ def _fold(step: Callable, carry: Any, rows: Any, used: jax.Array | None) -> tupl
     return jax.lax.fori_loop(0, used, one, (carry, made))
 
 
-def _head_tile(head, hidden, tokens, *, options: _HeadOptions):
+def _head_tile(head, hidden, scored, *, options: _HeadOptions):
     """Log-prob, entropy and perhaps energy of this device's rows of the tile."""
     sampling, numerics = options.execution.sampling, options.execution.numerics
     logits = transformer.logits_of_local_rows(head, hidden, execution=options.gathered)
-    tokens = collectives.local_rows(tokens, options.placement)
-    log_probs = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
+    tokens, supports = _local(scored, options.placement)
+    how = {"sampling": sampling, "numerics": numerics, "supports": supports}
+    log_probs = distribution.log_prob(logits, tokens, **how)
     entropy = distribution.entropy(logits, sampling=sampling)
     if not options.energy:
         return log_probs, entropy
@@ -295,13 +319,13 @@ def _head_backward(head, carry, rows, *, options: _HeadOptions):
     The logits are the forward's own. The product with all of the head's rows is made a few rows at
     a time: a gradient of the whole head, beside its sum, would be the largest array of an update.
     """
-    (norm, sums), (hidden, tokens, cotangents) = carry, rows
+    (norm, sums), (hidden, scored, cotangents) = carry, rows
     execution = options.gathered
     plain = replace(execution, numerics=native.counterpart(execution.numerics))
     inputs = transformer.head_inputs(head, hidden, execution=execution, shared=True)
     columns = transformer.head_columns(head, inputs, execution=execution)
-    outputs = partial(_plain_outputs, tokens, execution=plain, options=options)
-    local = tuple(collectives.local_rows(x, options.placement) for x in cotangents)
+    outputs = partial(_plain_outputs, scored, execution=plain, options=options)
+    local = _local(cotangents, options.placement)
     (dcolumns,) = jax.vjp(outputs, columns)[1](local)
     dcolumns = dcolumns.astype(inputs.dtype)
     size = gcd(inputs.shape[1], _GRADIENT_ROWS)
@@ -325,12 +349,18 @@ def _head_backward(head, carry, rows, *, options: _HeadOptions):
     return (norm + dhead["final_norm"].astype(jnp.float32), sums), dhidden
 
 
-def _plain_outputs(tokens, columns, *, execution: Execution, options: _HeadOptions):
+def _plain_outputs(scored, columns, *, execution: Execution, options: _HeadOptions):
     """The outputs that have a gradient, of the head's columns, in plain XLA operations."""
     logits = transformer.rows_of_columns(columns, execution=execution)
-    tokens = collectives.local_rows(tokens, options.placement)
+    tokens, supports = _local(scored, options.placement)
     sampling, numerics = execution.sampling, execution.numerics
-    log_probs = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
+    how = {"sampling": sampling, "numerics": numerics, "supports": supports}
+    log_probs = distribution.log_prob(logits, tokens, **how)
     if not options.entropy_gradient:
         return (log_probs,)
     return log_probs, distribution.entropy(logits, sampling=sampling)
+
+
+def _local(rows: tuple[Any, ...], where: Placement) -> tuple[Any, ...]:
+    """This device's rows of a tile's arrays; None stays None."""
+    return jax.tree.map(lambda x: collectives.local_rows(x, where), rows)

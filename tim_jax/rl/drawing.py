@@ -183,12 +183,8 @@ def finish(begun: Begun, task: Task, text: Text, *, programs: Programs) -> Drawn
     """
     group, refills = programs.training.learning.samples, len(begun.rounds) - 1
     drawn = _drawn(begun.first, task, text, programs=programs)
-    metrics = rollout_metrics(drawn.rollout, drawn.rewards)
-    silent = _silent(drawn.rewards, group)
-    if group > 1:  # a single sample always equals itself
-        metrics["groups_without_signal"] = float(np.mean(silent))
+    metrics, silent = drawn_metrics(drawn, programs), _silent(drawn.rewards, group)
     if not refills:
-        metrics["without_signal"] = _without_signal(drawn, programs)
         return drawn._replace(metrics=metrics | drawn.metrics)
     rounds = 0
     while silent.any() and rounds < refills:
@@ -204,6 +200,16 @@ def finish(begun: Begun, task: Task, text: Text, *, programs: Programs) -> Drawn
         "without_signal": _without_signal(drawn, programs),
     }
     return drawn._replace(metrics=metrics | drawn.metrics)
+
+
+def drawn_metrics(drawn: Drawn, programs: Programs) -> dict[str, float]:
+    """Metrics of a step's rollouts and rewards, and of how much these say."""
+    metrics = rollout_metrics(drawn.rollout, drawn.rewards)
+    group = programs.training.learning.samples
+    if group > 1:  # a single sample always equals itself
+        silent = _silent(drawn.rewards, group)
+        metrics["groups_without_signal"] = float(np.mean(silent))
+    return metrics | {"without_signal": _without_signal(drawn, programs)}
 
 
 def _sampled(

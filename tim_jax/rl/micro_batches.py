@@ -130,7 +130,7 @@ def experience_without(batch: Experience, there: jax.Array) -> Experience:
 
 def cut_rollout(rollout: Rollout, width: int) -> Rollout:
     """A rollout whose responses are at most `width` tokens, without the padding beyond."""
-    wide = ("responses", "log_probs", "drawn_log_probs", "hidden")
+    wide = ("responses", "log_probs", "drawn_log_probs", "hidden", "supports")
     cut = {name: getattr(rollout, name) for name in wide}
     cut = {name: None if x is None else x[:, :width] for name, x in cut.items()}
     if rollout.routes is not None:  # by position, the prompt's first

@@ -55,11 +55,12 @@ class Programs:
         return older[0] if older else weights
 
 
-def build(training: Training, devices: Devices | None = None) -> Programs:
+def build(training: Training, devices: Devices | None = None, *, foreign: bool = False) -> Programs:
     """Programs of a training run.
 
     Args:
       devices: what meshes are made of, `jax.devices()` if None.
+      foreign: whether it learns from rollouts of another engine, whose experts may be others.
 
     Raises:
       InputError: settings contradict each other, the model cannot be laid out so, or there are too
@@ -79,6 +80,7 @@ def build(training: Training, devices: Devices | None = None) -> Programs:
     update = _updating(policy, learning, optimizer, mini_batches=training.mini_batches)
     updated = state, where.weights, whole
     aged = training.kept_weights > 0
+    differs = aged or mismatch.active or (foreign and learning.routing == "compared")
     compare = comparing.comparison(
         policy.score, mismatch, aged=aged, replayed=_replayed(where, learning)
     )
@@ -92,7 +94,7 @@ def build(training: Training, devices: Devices | None = None) -> Programs:
         init=where.spreading(jit(starting, numerics, out_shardings=state), where.trained),
         place=partial(placement.put, target=placement.shardings(of_base, where.mesh)),
         merged=None if execution.lora is None else merged_program(execution, there),
-        compare=jit(compare, numerics, out_shardings=whole) if aged or mismatch.active else None,
+        compare=jit(compare, numerics, out_shardings=whole) if differs else None,
         training=training,
     )
 

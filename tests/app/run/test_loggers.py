@@ -4,6 +4,8 @@ import os
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,7 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tim_jax.app.run.loggers import JsonLines, Tee, TensorBoard, Wandb, plain, read_lines, scalars
+from tim_jax.app.run.loggers import (
+    JsonLines,
+    MLflow,
+    Tee,
+    TensorBoard,
+    Wandb,
+    plain,
+    read_lines,
+    scalars,
+)
 from tim_jax.common.errors import InputError
 
 
@@ -223,9 +234,53 @@ def test_wandb_refusal_is_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+class Client:
+    """MLflow's client, as far as a sink calls it; `scripts/extras.py` tries the real one."""
+
+    said: ClassVar[list] = []
+
+    def __init__(self, uri):
+        self.said.append(uri)
+
+    def __getattr__(self, name):
+        def answer(*args, **named):
+            self.said.append((name, args, named))
+            return SimpleNamespace(info=SimpleNamespace(run_id="r1"), experiment_id="e1")
+
+        return answer
+
+
+def test_mlflow_is_given_parameters_and_metrics_and_resumes(tmp_path, monkeypatch):
+    entities = SimpleNamespace(Metric=lambda *point: point, Param=lambda *pair: pair)
+    package = SimpleNamespace(MlflowClient=Client, MlflowException=OSError, entities=entities)
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.setattr(Client, "said", [])
+    config = {"seed": 1, "learner": {"mode": "bypass"}}
+    for _ in range(2):
+        sink = MLflow(tmp_path, project="p", name="n", config=config, uri="")
+        sink.write(4, {"reward": np.float32(0.5), "pass@1": 1.0, "note": "x"})
+        sink.close()
+    calls = [call for call in Client.said if call]
+    names = [name for name, *_ in calls]
+    assert names.count("create_run") == names.count("update_run") == 1
+    batches = [named for name, _, named in calls if name == "log_batch"]
+    assert batches[0]["params"] == [("seed", "1"), ("learner.mode", "bypass")]
+    points = batches[1]["metrics"]
+    assert [(name, value, step) for name, value, _, step in points] == [
+        ("reward", 0.5, 4),
+        ("pass_at_1", 1.0, 4),
+    ]
+
+
 @pytest.mark.parametrize(
     ("package", "extra", "make"),
     [
+        (
+            "mlflow",
+            "mlflow",
+            lambda folder: MLflow(folder, project="p", name="n", config={}, uri=""),
+        ),
         ("tensorboardX", "tensorboard", lambda folder: TensorBoard(folder)),
         ("wandb", "wandb", lambda folder: Wandb(folder, project="p", name="n", config={})),
     ],

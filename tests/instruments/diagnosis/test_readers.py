@@ -382,9 +382,6 @@ def test_each_bad_line_is_named(tmp_path):
     assert [p.split(":")[0] for p in caught.value.problems] == [
         f"{file}, line {number}" for number in (1, 3, 4)
     ]
-    versions = [PLAIN | {"weights_version": v} for v in ("a", "a", "b")]
-    with pytest.raises(RolloutsError, match="row 3: weights_version is 'b', but row 1 has 'a'"):
-        read(versions)
     with pytest.raises(InputError, match="there are none"):
         read([])
 

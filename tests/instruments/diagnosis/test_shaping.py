@@ -32,7 +32,7 @@ def logits():
     for row in sampled():
         response = collect(readers.read([row]), limits=LIMITS).responses[0]
         found.append(response)
-    batch = evidence._rollout(found, 64, 64)
+    batch = evidence.side_by_side(found, 64, 64)
     program = jax.jit(
         lambda w, r: scoring.of_logits(w, r, lambda z, _: z, execution=tiny.EXECUTION)
     )

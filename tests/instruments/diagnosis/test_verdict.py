@@ -523,10 +523,12 @@ def test_rollouts_of_transformers_are_numerics_and_a_mistake_in_them_is_named(tm
     table = script("diagnose_table")
     hf.save(tmp_path / "m", jax.device_get(table.params()), table.CONFIG, tokenizer=table.TOKENIZER)
     for dtype in ("float32", "bfloat16"):
-        found = table.diagnosed(table.by_transformers(tmp_path / "m", dtype=dtype))
+        rows = table.by_transformers(tmp_path / "m", table.Engine(dtype))
+        found = table.diagnosed(rows)
         assert found.state == "numerics", records.sentence(found)
         assert (found.sizes["largest"] < 1e-4) == (dtype == "float32")
-    raw = table.by_transformers(tmp_path / "m", dtype="bfloat16", temperature=0.6, raw=True)
+    engine = table.Engine("bfloat16", temperature=0.6, raw=True)
+    raw = table.by_transformers(tmp_path / "m", engine)
     assert table.diagnosed(raw).best.explanation.name == "raw_log_probs"
 
 

@@ -415,10 +415,15 @@ class RunSection(Section):
     """Steps between checkpoints; 0: only one, at the end."""
     keep: Count = 2
     """Checkpoints that stay."""
-    sinks: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
+    sinks: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False)
+    ] = ()
     """Where metrics go besides metrics.jsonl."""
     wandb_project: str = "tim-jax"
+    """Also the name of the experiment in MLflow."""
     wandb_mode: WandbMode = "online"
+    mlflow_uri: str = ""
+    """Of a server, or `sqlite:///FILE`; by default what MLFLOW_TRACKING_URI says."""
     samples_logged: Whole = 4
     """Completions per step written to samples.jsonl."""
     export: bool = True

@@ -289,6 +289,71 @@ class Wandb:
         self._run.finish()
 
 
+class MLflow:
+    """Scalars, and the config as parameters, to MLflow: files, or a server of one's own.
+
+    The run's id is kept in `folder`/mlflow_id, so that a resumed run continues the same MLflow run.
+
+    Args:
+        uri: of the server, or `sqlite:///FILE`; "" for what MLFLOW_TRACKING_URI says.
+
+    Raises:
+        InputError: mlflow is not installed, or does not take what is written.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, project: str, name: str, config: Values, uri: str
+    ):
+        try:
+            from mlflow import MlflowClient, MlflowException
+            from mlflow.entities import Metric, Param
+        except ImportError as error:
+            raise InputError(_missing("mlflow", "mlflow", "mlflow")) from error
+        self._metric, self._refused = Metric, MlflowException
+        path = Path(folder) / "mlflow_id"
+        with self._told():
+            self._client = MlflowClient(uri or None)
+            if path.exists():
+                self._run = path.read_text().strip()
+                self._client.update_run(self._run, status="RUNNING")
+                return
+            found = self._client.get_experiment_by_name(project)
+            where = found.experiment_id if found else self._client.create_experiment(project)
+            self._run = self._client.create_run(where, run_name=name).info.run_id
+            params = [Param(key, str(value)[:500]) for key, value in _flat(plain(config))]
+            for start in range(0, len(params), 100):  # as many as a server takes
+                self._client.log_batch(self._run, params=params[start : start + 100])
+            path.write_text(self._run + "\n")
+
+    def write(self, step: int, values: Values) -> None:
+        now = int(1000 * time.time())
+        numbers = scalars(values).items()  # of whose names MLflow takes no @
+        points = [self._metric(k.replace("@", "_at_"), value, now, step) for k, value in numbers]
+        with self._told():
+            for start in range(0, len(points), 1000):
+                self._client.log_batch(self._run, metrics=points[start : start + 1000])
+
+    def close(self) -> None:
+        with self._told():
+            self._client.set_terminated(self._run)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (self._refused, OSError) as error:
+            raise InputError(f"MLflow: {' '.join(str(error).split())[:300]}") from error
+
+
+def _flat(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """`learner.mode`, "bypass" of nested tables."""
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
 @dataclass(frozen=True)
 class Tee:
     """One sink that hands every write to all of `sinks`, in order."""
@@ -324,7 +389,7 @@ def _missing(sink: str, package: str, extra: str) -> str:
 
 
 def extra_sinks(config: RunConfig, folder: Path, start: int) -> Tee:
-    """TensorBoard and Weights & Biases as `run.sinks` names them, on process 0 alone.
+    """TensorBoard, Weights & Biases and MLflow as `run.sinks` names them, on process 0 alone.
 
     Args:
       folder: the run's.
@@ -345,6 +410,16 @@ def extra_sinks(config: RunConfig, folder: Path, start: int) -> Tee:
                 name=folder.name,
                 config=config.model_dump(),
                 mode=section.wandb_mode,
+            )
+        extra.append(sink)
+    if "mlflow" in section.sinks:
+        with waiting.during("starting MLflow"):
+            sink = MLflow(
+                folder,
+                project=section.wandb_project,
+                name=folder.name,
+                config=config.model_dump(),
+                uri=section.mlflow_uri,
             )
         extra.append(sink)
     return Tee(tuple(extra))

@@ -16,6 +16,7 @@ import numpy as np
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
 from tim_jax.common.types import Rollout
+from tim_jax.model.execution import Sampling
 from tim_jax.policy import layout
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -74,6 +75,11 @@ class Distribution:
     top_p: float = 1.0  # 1: off
     raw: bool = False
     shaping: Shaping = UNSHAPED
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> "Distribution":
+        """That of a sampler, whose log-probs are processed ones."""
+        return cls(sampling.temperature, sampling.top_k, sampling.top_p)
 
     @property
     def truncated(self) -> bool:

@@ -8,7 +8,8 @@ time.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -92,13 +93,32 @@ def log_probs(forward: Forward, responses: Sequence[Response]) -> np.ndarray:
     return np.concatenate([x["exact"][:-1] for x in ordered])
 
 
+def chosen_alike(forward: Forward, responses: Sequence[Response]) -> np.ndarray:
+    """f64[N, L], the share of the recorded experts of a layer that the model takes as well.
+
+    Of the positions that predict the tokens of all responses, which must have `routes`.
+    """
+    program = _routing_program(replace(forward.execution, routing="compared"))
+    shares: dict[int, np.ndarray] = {}
+    for numbers, rollout, _ in _batches(responses):
+        found = np.asarray(program(forward.weights, rollout), np.float64)
+        for row, number in enumerate(numbers):
+            shares[number] = found[row, : len(responses[number])]
+    return np.concatenate([shares[number] for number in range(len(responses))])
+
+
+@lru_cache(maxsize=16)
+def _routing_program(execution: Execution) -> Any:
+    return jit(partial(scoring.chosen_alike, execution=execution), execution.numerics)
+
+
 def _of_responses(
     forward: Forward, responses: Sequence[Response], *, whole: bool
 ) -> list[dict[str, np.ndarray]]:
     """What a program finds of each response's tokens, and of the place after them."""
     parts: dict[int, dict[str, np.ndarray]] = {}
     for numbers, rollout, declared in _batches(responses):
-        execution = _executing(forward.execution, declared)
+        execution = _executing(forward.execution, responses[numbers[0]])
         shaped = None
         if declared.shaped:
             each = [responses[i].declared for i in numbers]
@@ -108,19 +128,24 @@ def _of_responses(
         fields = jax.device_get(run(forward.weights, rollout, shaped))
         for row, number in enumerate(numbers):
             count = len(responses[number]) + 1
-            parts[number] = {name: x[row, :count] for name, x in fields.items()}
+            parts[number] = {name: x[row, :count].copy() for name, x in fields.items()}
+            if (mass := responses[number].kept_log_mass) is not None:
+                parts[number]["exact"] -= np.append(mass, np.float32(0.0))
     return [parts[number] for number in range(len(responses))]
 
 
-def _executing(execution: Execution, declared: Distribution) -> Execution:
+def _executing(execution: Execution, response: Response) -> Execution:
+    declared = response.declared
     # At temperature 0 engines report log-probs of the plain distribution.
     plain = declared.raw or declared.temperature == 0
+    whole = plain or response.replays
     sampling = Sampling(
         temperature=1.0 if plain else declared.temperature,
-        top_k=0 if plain else declared.top_k,
-        top_p=1.0 if plain else declared.top_p,
+        top_k=0 if whole else declared.top_k,
+        top_p=1.0 if whole else declared.top_p,
     )
-    return Execution(execution.config, execution.numerics, sampling)
+    routing = "own" if response.routes is None else execution.routing
+    return Execution(execution.config, execution.numerics, sampling, routing=routing)
 
 
 @lru_cache(maxsize=128)
@@ -138,10 +163,13 @@ def _program(
     """
     sampling, numerics = execution.sampling, execution.numerics
 
-    def of_tile(plain: jax.Array, shaped: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+    def of_tile(
+        plain: jax.Array, shaped: jax.Array, tokens: jax.Array, supports: jax.Array | None
+    ) -> dict[str, jax.Array]:
         more = _summary(shaped, tokens, tokenizer_size, stop_tokens) if whole else {}
         logits = plain if raw else shaped
-        exact = distribution.log_prob(logits, tokens, sampling=sampling, numerics=numerics)
+        how = {"sampling": sampling, "numerics": numerics, "supports": supports}
+        exact = distribution.log_prob(logits, tokens, **how)
         if whole:
             relative = plain - jnp.max(plain, axis=-1, keepdims=True)
             own = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
@@ -149,15 +177,18 @@ def _program(
         return {"exact": exact} | more
 
     def run(weights: Weights, rollout: Rollout, shaped: Shapes | None) -> dict[str, jax.Array]:
-        def of_rows(logits: jax.Array, tokens: jax.Array, *places: jax.Array) -> Any:
+        def of_rows(
+            logits: jax.Array, tokens: jax.Array, places: Any, supports: jax.Array | None
+        ) -> Any:
             if shaped is None:
-                return of_tile(logits, logits, tokens)
+                return of_tile(logits, logits, tokens, supports)
             how = {"rollout": rollout, "shapes": shaped, "stop_tokens": stop_tokens}
-            return of_tile(logits, shape_logits(logits, tokens, *places, **how), tokens)
+            return of_tile(logits, shape_logits(logits, tokens, places, **how), tokens, supports)
 
         size = rollout.responses.shape
-        places = () if shaped is None else (jnp.arange(size[0] * size[1]).reshape(size),)
-        return scoring.of_logits(weights, rollout, of_rows, execution=execution, more=places)
+        places = None if shaped is None else jnp.arange(size[0] * size[1]).reshape(size)
+        more = places, rollout.supports
+        return scoring.of_logits(weights, rollout, of_rows, execution=execution, more=more)
 
     return jit(run, numerics)
 
@@ -208,7 +239,8 @@ def _batches(responses: Sequence[Response]) -> Iterator[tuple[list[int], Rollout
         declared = response.declared
         shape = _rounded(len(response.prompt)), _rounded(len(response) + 1)
         numbers = declared.temperature, declared.top_k, declared.top_p
-        return (*numbers, declared.raw, declared.shaped), shape
+        recorded = response.supports is not None, response.replays, response.routes is not None
+        return (*numbers, declared.raw, declared.shaped, *recorded), shape
 
     for (_, shape), group in groupby(sorted(range(len(responses)), key=key), key=key):
         numbers = list(group)
@@ -216,8 +248,8 @@ def _batches(responses: Sequence[Response]) -> Iterator[tuple[list[int], Rollout
         for start in range(0, len(numbers), most):
             some = numbers[start : start + most]
             filled = some + some[-1:] * (most - len(some))
-            rollout = _rollout([responses[i] for i in filled], *shape)
-            yield some, rollout, responses[some[0]].declared
+            rollout = side_by_side([responses[i] for i in filled], *shape, following=1)
+            yield some, replace(rollout, hidden=None), responses[some[0]].declared
 
 
 def _rounded(size: int, *, least: int = 64) -> int:
@@ -229,21 +261,50 @@ def _rounded(size: int, *, least: int = 64) -> int:
     return size + -size % step
 
 
-def _rollout(responses: Sequence[Response], prompt_size: int, size: int) -> Rollout:
-    """One place is left after each response, for what would follow it."""
-    rows = len(responses)
-    prompts, tokens = np.zeros((rows, prompt_size), np.int32), np.zeros((rows, size), np.int32)
-    for row, response in enumerate(responses):
-        prompts[row, : len(response.prompt)] = response.prompt
-        tokens[row, : len(response)] = response.tokens
-    return Rollout(
-        prompts=jnp.asarray(prompts),
-        prompt_lengths=jnp.asarray([len(r.prompt) for r in responses], jnp.int32),
-        responses=jnp.asarray(tokens),
-        lengths=jnp.asarray([len(r) + 1 for r in responses], jnp.int32),
-        log_probs=jnp.zeros((rows, size), jnp.float32),
-        finished=jnp.ones(rows, bool),
-    )
+def side_by_side(
+    responses: Sequence[Response], prompt_size: int, size: int, *, following: int = 0
+) -> Rollout:
+    """B responses as arrays, with prompts of `prompt_size` and responses of `size` places.
+
+    What a loss mask leaves out is `hidden`. `following`: places that count as the response's behind
+    each, for what would follow it.
+    """
+    hidden = None
+    if any(r.mask is not None for r in responses):
+        hidden = ~_filled([r.mask for r in responses], (size,), np.ones(0, bool), value=True)
+    whole, after = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    arrays = {
+        "prompts": _filled([r.prompt for r in responses], (prompt_size,), whole),
+        "prompt_lengths": np.asarray([len(r.prompt) for r in responses], np.int32),
+        "responses": _filled([r.tokens for r in responses], (size,), whole),
+        "lengths": np.asarray([len(r) + following for r in responses], np.int32),
+        "log_probs": _filled([np.nan_to_num(r.log_probs) for r in responses], (size,), after),
+        "finished": np.asarray([r.ended != "cut" for r in responses]),
+        "hidden": hidden,
+        "supports": _optional([r.supports for r in responses], size, value=-1),
+        "routes": _optional([r.routes for r in responses], prompt_size + size, value=0),
+    }
+    return Rollout(**jax.tree.map(jnp.asarray, arrays))
+
+
+def _filled(
+    rows: Sequence[Any], shape: tuple[int, ...], like: np.ndarray, *, value: Any = 0
+) -> np.ndarray:
+    """Rows of different lengths as [B, *shape], with `value` where they end, or are None."""
+    array = np.full((len(rows), *shape), value, like.dtype)
+    for number, row in enumerate(rows):
+        if row is not None:
+            array[(number, *map(slice, np.shape(row)))] = row
+    return array
+
+
+def _optional(rows: Sequence[np.ndarray | None], length: int, *, value: int) -> np.ndarray | None:
+    """Arrays [n, ...] as [B, length, ...], the last axis as long as the longest; None of none."""
+    given = [row for row in rows if row is not None]
+    if not given:
+        return None
+    inner = *given[0].shape[1:-1], max(row.shape[-1] for row in given)
+    return _filled(rows, (length, *inner), given[0], value=value)
 
 
 class Chances(NamedTuple):

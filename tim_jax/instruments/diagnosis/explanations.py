@@ -171,6 +171,11 @@ class Tokens:
         """i64[S], the last token of each response."""
         return np.cumsum([len(r) for r in self.responses]) - 1
 
+    @property
+    def replays(self) -> np.ndarray:
+        """bool[N], whether it is recorded what the token was drawn among."""
+        return np.asarray([r.replays for r in self.responses])[self.sequence]
+
     def take(self, numbers: Sequence[int]) -> "Tokens":
         """Some of the responses."""
         inside = np.isin(self.sequence, np.asarray(numbers))
@@ -209,9 +214,10 @@ def by_distribution(
 
 
 def null(tokens: Tokens) -> Explanation:
-    """Recorded are the exact log-probs, and the draws are those declared."""
+    """Recorded are the exact log-probs, and the draws are those declared, or recorded."""
     _, drawn = by_distribution(tokens)
     exact = tokens.evidence.exact.astype(np.float64)
+    drawn = np.where(tokens.replays, exact, drawn)
     return Explanation("none", "the log-probs are the declared ones", "none", exact, drawn)
 
 
@@ -254,11 +260,14 @@ def _of_declared(tokens: Tokens) -> Iterator[Explanation]:
             "the log-probs are those that the tokens were drawn by, not those of the raw logits",
             (by_distribution(tokens, lambda declared: replace(declared, raw=False))[0], drawn),
         )
-    if any(d.truncated for d in declared if not d.raw):
+    replays = tokens.replays.any()
+    if replays or any(d.truncated for d in declared if not d.raw):
+        predicted, _ = by_distribution(tokens, lambda declared: Distribution(declared.temperature))
         yield _fault(
             "ignored_truncation",
-            "the log-probs are not renormalised over what top-k and top-p keep",
-            by_distribution(tokens, lambda declared: Distribution(declared.temperature)),
+            "the log-probs are over the whole vocabulary, not renormalised over what top-k and"
+            f" top-p keep{', which is recorded' if replays else ''}",
+            (predicted, drawn),
         )
 
 
@@ -304,7 +313,9 @@ def _fitting_part(tokens: Tokens) -> Tokens:
 
 
 def _truncations(tokens: Tokens) -> Iterator[Explanation]:
-    """A truncation that is not declared, renormalised in the log-probs or not."""
+    """A truncation that is neither declared nor recorded, renormalised in the log-probs or not."""
+    if tokens.replays.any():
+        return
     some = _fitting_part(tokens)
     # The mass that a declared top-k keeps is not known where it is beyond the stored logits.
     unknown = any(r.declared.top_k > LIKELIEST for r in tokens.responses)

@@ -40,6 +40,7 @@ _NEAREST = 4  # rows that are compared as a whole
 _BAD, _RARE = 0.1, 0.01  # nats and share of tokens that are taken for outside of the noise
 # Nats by which an end token that is named but not there speaks for one that was stripped.
 _NAMED = 7.0
+_GOES_ON = 7.0  # and by which an end token that did not end a response speaks against it
 _SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -82,7 +83,68 @@ def outside(tokens: Tokens, predicted: np.ndarray) -> np.ndarray:
 
 def of_tokens(tokens: Tokens, base: Explanation) -> list[Explanation]:
     """What goes wrong in a part of the tokens or rows, and needs no other forward."""
-    return [one for one in (_sentinels(tokens, base), _other_rows(tokens, base)) if one is not None]
+    found = (_sentinels(tokens, base), _other_rows(tokens, base), _version(tokens, base))
+    return [one for one in found if one is not None]
+
+
+def _version(tokens: Tokens, base: Explanation) -> Explanation | None:
+    """Rows whose recorded version of the weights is another one than those of the model.
+
+    The version whose rows are nearest to the model's log-probs is the model's.
+    """
+    names = [r.version for r in tokens.responses]
+    if len({*names}) < 2 or None in names:
+        return None
+    versions, of_row = np.unique(np.asarray(names), return_inverse=True)
+    own = of_row[tokens.sequence]
+    gap = np.where(tokens.hidden, np.nan, np.abs(tokens.recorded - base.predicted))
+    sizes = [float(np.nanmedian(gap[own == i])) for i in range(len(versions))]
+    nearest = int(np.argmin(sizes))
+    others = own != nearest
+    named = " or ".join(repr(str(x)) for i, x in enumerate(versions) if i != nearest)
+    return replace(
+        base,
+        name="other_version",
+        text=f"the rows of weights_version {named} are of other weights than those of"
+        f" {str(versions[nearest])!r}",
+        kind="fault",
+        predicted=np.where(others, np.nan, base.predicted),
+        structure=-float(np.log(len(versions))),
+        shows=np.flatnonzero(others & (gap > _BAD)),
+        rows=np.flatnonzero(of_row != nearest),
+    )
+
+
+def up_to_some_token(
+    explanation: Explanation, tokens: Tokens, base: Explanation, gains: np.ndarray
+) -> Explanation | None:
+    """Weights that drew the first tokens of responses, until they were replaced in flight.
+
+    In each row they hold as far as it is likeliest, at the price of choosing the place.
+
+    Args:
+      gains: f64[N], nats by which the explanation is likelier at each token.
+    """
+    inside = np.zeros(len(gains), bool)
+    cost, rows = 0.0, 0
+    for own in np.split(np.arange(len(gains)), tokens.lasts[:-1] + 1):
+        running = np.cumsum(gains[own])
+        place = int(np.argmax(running))
+        price = float(np.log(len(own) + 1))
+        if running[place] > price:
+            inside[own[: place + 1]] = True
+            cost, rows = cost + price, rows + 1
+    ends = inside[tokens.lasts]
+    if not rows or ends.all() or not (inside & ~ends[tokens.sequence]).any():
+        return None
+    return replace(
+        explanation,
+        text=f"{explanation.text}, up to some token of {rows} of {len(ends)} rows",
+        predicted=np.where(inside, explanation.predicted, base.predicted),
+        drawn=np.where(inside, explanation.drawn, base.drawn),
+        structure=-cost,
+        rows=np.unique(tokens.sequence[inside]),
+    )
 
 
 def _sentinels(tokens: Tokens, base: Explanation) -> Explanation | None:
@@ -208,9 +270,39 @@ def ending(tokens: Tokens) -> Iterator[Explanation]:
     suspect = ~_has_end(tokens) & ~otherwise & ~tokens.hidden[tokens.lasts]
     if suspect.any():
         base = null(tokens)
+        yield from _other_end(tokens, base, suspect)
         if tokens.stop_tokens:
             yield from _replaced(tokens, base, suspect)
         yield from _stripped(tokens, base, suspect)
+
+
+def _other_end(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterator[Explanation]:
+    """A token that ends responses though it is no end token of the model.
+
+    Under the null a response ends after any token with the same chance; if this one ends it, then
+    after this one for certain, and it stands nowhere else.
+    """
+    lengths = np.asarray([len(r) for r in tokens.responses])
+    suspect = suspect & (lengths < lengths.max())  # the longest may have been cut
+    if not suspect.any():
+        return
+    last = np.asarray([r.tokens[-1] for r in tokens.responses])
+    names, counts = np.unique(last[suspect], return_counts=True)
+    token, count = int(names[np.argmax(counts)]), int(counts.max())
+    ids = np.concatenate([r.tokens for r in tokens.responses])
+    inside = int(((ids == token) & ~tokens.hidden).sum()) - int((last == token).sum())
+    if 2 * count <= suspect.sum() or inside:
+        return
+    hazard = suspect.sum() / (~tokens.hidden).sum()
+    yield replace(
+        base,
+        name="other_end_token",
+        text=f"the engine ends responses at token {token}, as it did {count} of {suspect.sum()}"
+        " times, which is no end token of the model",
+        kind="fault",
+        structure=-count * float(np.log(hazard)) - float(np.log(tokens.vocabulary)),
+        shows=tokens.lasts[suspect & (last == token)],
+    )
 
 
 def _replaced(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterator[Explanation]:
@@ -259,6 +351,7 @@ def _stripped(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterato
     if not stripped.any():
         return
     odds, rest = _odds(tokens, stripped, going)
+    rest -= _GOES_ON * _stops_inside(tokens)
     gain, lost = _mixed(odds + np.where(named[stripped], _NAMED, 0.0))
     yield replace(
         base,
@@ -268,6 +361,13 @@ def _stripped(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterato
         structure=rest + gain,
         shows=tokens.lasts[stripped][lost],
     )
+
+
+def _stops_inside(tokens: Tokens) -> int:
+    """How many end tokens stand inside of responses, where the system went on."""
+    inside = np.isin(np.concatenate([r.tokens for r in tokens.responses]), tokens.stop_tokens)
+    inside[tokens.lasts] = False
+    return int((inside & ~tokens.hidden).sum())
 
 
 def _odds(tokens: Tokens, stripped: np.ndarray, going: np.ndarray) -> tuple[np.ndarray, float]:

@@ -46,10 +46,14 @@ NAMES = {
     "mask": ("loss_mask", "response_mask", "completion_mask", "action_mask", "assistant_masks"),
     "finish_reason": ("finish_reasons", "stop_type"),
     "weights_version": ("weight_version", "policy_version", "model_version"),
+    "supports": ("sampling_mask", "sampling_masks", "kept_tokens"),
+    "routes": ("routed_experts", "rollout_routed_experts"),
 }
+# What a recorder of another system may add beside a row's own fields.
+_RECORDED = ("sampling_mask", "kept_log_mass", "routed_experts")
 _WHOLE = ("input_ids", "tokens")
 _NO_LOSS = -100
-_SCALARS = ("finish_reason", "weights_version")
+_SCALARS = ("finish_reason", "weights_version", "supports", "routes")  # not lists alone
 
 
 def read(
@@ -172,8 +176,14 @@ def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "text": choice.get("text") or message.get("content"),
             "prompt": values.get("prompt"),
             **_ending(choice),
+            **_recorded(choice),
             "weights_version": values.get("weights_version"),
         }
+
+
+def _recorded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine recorded of truncation and routing beside a response."""
+    return renamed({name: values[name] for name in _RECORDED if values.get(name) is not None})
 
 
 def _ending(choice: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,6 +223,7 @@ def _request_output(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "text": output.get("text"),
             "prompt": values.get("prompt"),
             **_ending(output),
+            **_recorded(output),
         }
 
 
@@ -241,6 +252,7 @@ def sglang(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         "prompt": values.get("prompt"),
         "finish_reason": meta.get("finish_reason"),
         "weights_version": meta.get("weight_version"),
+        **_recorded(meta),
     }
 
 
@@ -266,7 +278,21 @@ def verl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "response_token_ids": response[:count],
             "logprobs": row["rollout_log_probs"][:count],
             "mask": _verl_mask(row, len(prompt), len(response), count),
+            "routes": _verl_routes(row, attended),
         }
+
+
+def _verl_routes(row: Mapping[str, Any], attended: Sequence[int]) -> list[Any] | None:
+    """The experts of the tokens that are attended to, of all of them or of all but the last."""
+    routes = row.get("routed_experts")
+    if routes is None:
+        return None
+    if len(routes) not in (len(attended), len(attended) - 1):
+        raise InputError(
+            f"routed_experts are of {len(routes)} places, but prompt and response have"
+            f" {len(attended)}"
+        )
+    return [one for one, own in zip(routes, attended, strict=False) if own]
 
 
 def _verl_mask(row: Mapping[str, Any], before: int, size: int, count: int) -> list[Any] | None:
@@ -287,7 +313,10 @@ def _verl_mask(row: Mapping[str, Any], before: int, size: int, count: int) -> li
     return mask[len(mask) - size :][:count]
 
 
-_VERL = ("responses", "attention_mask", "rollout_log_probs", "response_mask", "loss_mask")
+_VERL = (
+    *("responses", "attention_mask", "rollout_log_probs", "response_mask", "loss_mask"),
+    "routed_experts",
+)
 
 
 def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -48,9 +48,12 @@ def as_record(
     `explanation` and `remains` (None without one), `half_precision` (None if the differences are
     more than twice those that it makes on this model), `first` (the first token that shows a
     fault), `part` (of a fault that touches less than half of the tokens: its `rows`, `positions` in
-    them, and the sizes of the `others`; else None), `explanations` (all that were tried, the most
-    likely first), `metrics` and `profiles` (of `tim_jax.metrics`, and `by_length`), `worst` tokens,
-    `assumed` (what no row says, and the option for it), `warnings`.
+    them, and the sizes of the `others`; else None), `routing` (of a mixture whose experts were
+    recorded: `agreement` of each layer, the `share` of the gap that is due to them, and what then
+    `remains`), `versions` (of the weights, with their rows and sizes), `explanations`
+    (all that were tried, the most likely first), `metrics` and `profiles` (of `tim_jax.metrics`,
+    and `by_length`), `worst` tokens, `assumed` (what no row says, and the option for it),
+    `warnings`.
     """
     tokens = verdict.tokens
     columns = _columns(tokens)
@@ -71,6 +74,8 @@ def as_record(
         "second": None if verdict.second is None else _judged(verdict.second),
         "first": None if verdict.first is None else _place(verdict.first, tokens, decode),
         "part": None if verdict.part is None else _part(verdict.part),
+        "routing": None if verdict.agreement is None else _routing(verdict),
+        "versions": _versions(tokens),
         "explanations": [_judged(one) for one in verdict.judged],
         "metrics": {name: float(value) for name, value in numbers.items()},
         "profiles": _profiles(profiles, columns),
@@ -126,6 +131,8 @@ def text(record: dict[str, Any]) -> str:
         lines.append(f"The first token that shows it: {_sentence_of(record['first'])}")
     if record["part"] is not None:
         lines.append(_sentence_of_part(record["part"]))
+    lines += [_sentence_of_routing(record["routing"])] if record["routing"] else []
+    lines += [_sentence_of_versions(record["versions"])] if len(record["versions"]) > 1 else []
     lines += [f"warning: {line}" for line in record["warnings"]]
     shown = [one for one in record["explanations"] if _worth_showing(one)][:_SHOWN]
     if shown:
@@ -203,6 +210,53 @@ def _sentence_of_part(part: dict[str, Any]) -> str:
         f"The part of {_count(part['tokens'], 'token')} lies in {_count(len(rows), 'row')}:"
         f" {', '.join((*named, *more))}; the other tokens: {_sizes(part['others'])}"
     )
+
+
+def _routing(verdict: Verdict) -> dict[str, Any]:
+    """How many of the recorded experts are the model's own, and the gap that others make."""
+    agreement = np.asarray(verdict.agreement)
+    replayed = [one for one in verdict.judged if one.explanation.name == "routing"]
+    plain = next((one for one in replayed if one.explanation.sizes is None), None)
+    return {
+        "agreement": agreement.tolist(),
+        "share": 0.0 if plain is None else plain.share,
+        "remains": None if plain is None else sizes_of(plain.residual),
+    }
+
+
+def _sentence_of_routing(one: dict[str, Any]) -> str:
+    shares = one["agreement"]
+    least = min(range(len(shares)), key=shares.__getitem__)
+    text = (
+        f"Experts: {np.mean(shares):.2%} of those that are recorded are the model's own choice,"
+        f" least in mixture layer {least} ({shares[least]:.2%})"
+    )
+    if one["remains"] is None:
+        return text
+    return f"{text}; with the recorded ones {100 * one['share']:.1f}% of the gap are gone, and" + (
+        f" there is left: {_sizes(one['remains'])}"
+    )
+
+
+def _versions(tokens: Tokens) -> list[dict[str, Any]]:
+    """The sizes of the gap by the recorded version of the weights; empty if none is recorded."""
+    names = [r.version for r in tokens.responses]
+    gap = tokens.recorded - tokens.evidence.exact
+    found = []
+    for name in dict.fromkeys(name for name in names if name is not None):
+        own = np.asarray([x == name for x in names])
+        sizes = sizes_of(gap[own[tokens.sequence]])
+        found.append({"version": name, "rows": int(own.sum()), "sizes": sizes})
+    return found
+
+
+def _sentence_of_versions(versions: Sequence[dict[str, Any]]) -> str:
+    each = [
+        f"{one['version']} ({_count(one['rows'], 'row')}): {_sizes(one['sizes'])}"
+        for one in versions[:_ROWS]
+    ]
+    more = [f"and {len(versions) - _ROWS} more"] if len(versions) > _ROWS else []
+    return f"By weights_version: {'; '.join((*each, *more))}"
 
 
 def _count(number: int, what: str) -> str:

@@ -3,23 +3,28 @@
 A row is a mapping with the keys of `KEYS`; `readers` makes rows of what other systems write.
 """
 
+import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import shown, wrong_number
+from tim_jax.common.types import route_dtype
 from tim_jax.instruments.diagnosis import declared
 from tim_jax.instruments.diagnosis.declared import PLAIN, Distribution
+from tim_jax.model.config import ModelConfig
 from tim_jax.tasks.base import Message
 from tim_jax.tasks.text import encode_prompt, encode_text
 
 KEYS = (
     *("prompt_token_ids", "response_token_ids", "logprobs", "top_logprobs", "weights_version"),
     *("prompt", "text", "mask", "finish_reason", "stop_reason"),
+    *("supports", "kept_log_mass", "routes"),
     *declared.KEYS,
 )
 _LARGEST = float(np.finfo(np.float32).max)
@@ -58,6 +63,10 @@ class Response:
         log_probs: f32[n], as recorded; NaN where the mask is 0, whatever stands there.
         ended: how it is said to have ended; None if that is not said.
         end: the end token by which it is said to have ended, if that is said.
+        supports: i32[n, K], the tokens that each was drawn among, then -1; -1 alone: among all.
+        kept_log_mass: f32[n], the log-probability of these together, if that alone was recorded.
+        routes: u8 or u16[p + n, L, k], the experts of each position in each layer of a mixture, the
+            most probable first; 0 at the last token, of which they are not known.
     """
 
     where: str
@@ -70,6 +79,14 @@ class Response:
     prompt_text: str | tuple[Message, ...] | None = None
     ended: Ended | None = None
     end: int | None = None
+    supports: np.ndarray | None = None
+    kept_log_mass: np.ndarray | None = None
+    routes: np.ndarray | None = None
+
+    @property
+    def replays(self) -> bool:
+        """True if it is recorded what each token was drawn among."""
+        return self.supports is not None or self.kept_log_mass is not None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,6 +97,17 @@ class Limits(NamedTuple):
 
     vocabulary: int
     positions: int
+    routes: tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )  # layers of experts, experts of a token, and of a layer
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Limits":
+        """Those of an architecture."""
+        routes = config.expert_layers, config.num_experts_per_tok, config.num_experts
+        return cls(config.vocab_size, config.max_positions, routes)
 
 
 def checked(row: Row, *, limits: Limits, default: Distribution = PLAIN) -> Response:
@@ -103,8 +131,121 @@ def checked(row: Row, *, limits: Limits, default: Distribution = PLAIN) -> Respo
     declared.check_drawn(tokens, asked.shaping, where)
     version = values.get("weights_version")
     version = None if version is None else str(version)
-    text = prompt_text(values.get("prompt"))
-    return Response(where, prompt, tokens, log_probs, asked, mask, version, text, *_ended(values))
+    supports = _supports(row, tokens, limits.vocabulary, mask)
+    mass = _kept_log_mass(row, len(tokens), mask)
+    if supports is not None or mass is not None:
+        _check_support(row, asked, both=supports is not None and mass is not None)
+    return Response(
+        *(where, prompt, tokens, log_probs, asked, mask, version),
+        prompt_text(values.get("prompt")),
+        *_ended(values),
+        supports=supports,
+        kept_log_mass=mass,
+        routes=_routes(row, len(prompt), len(tokens), limits.routes),
+    )
+
+
+def _supports(
+    row: Row, tokens: Sequence[int], vocabulary: int, mask: np.ndarray | None
+) -> np.ndarray | None:
+    """i32[n, K]: a list of ids a token; or all ids in one list with `offsets`, or with `counts`."""
+    given, count = row.values.get("supports"), len(tokens)
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        ids = given.get("token_ids", given.get("ids")) or []
+        ends = given.get("offsets") or [0, *np.cumsum(given.get("counts") or [0]).tolist()]
+        given = [ids[start:end] for start, end in pairwise(ends)]
+    if not isinstance(given, Sequence) or len(given) != count:
+        found = len(given) if isinstance(given, Sequence) else shown(given)
+        raise InputError(
+            f"{row.where}: supports must be of the {count} response tokens, got {found}"
+        )
+    kept = [[x for x in one or () if x != -1] for one in given]
+    most = max(map(len, kept))  # one of few sizes, so that few programs are compiled
+    array = np.full((count, 1 << max(most - 1, 0).bit_length()), -1, np.int32)
+    for place, (one, token) in enumerate(zip(kept, tokens, strict=True)):
+        if not all(type(x) is int and 0 <= x < vocabulary for x in one):
+            raise InputError(
+                f"{row.where}: supports[{place}] must be ids of the model's {vocabulary} tokens,"
+                f" got {shown(one)}"
+            )
+        if one and token not in one and (mask is None or mask[place]):
+            raise InputError(
+                f"{row.where}: response_token_ids[{place}] = {token} was drawn, but is not among"
+                f" the {len(one)} tokens of its support; one of the two is shifted"
+            )
+        array[place, : len(one)] = one
+    return array
+
+
+def _kept_log_mass(row: Row, count: int, mask: np.ndarray | None) -> np.ndarray | None:
+    if row.values.get("kept_log_mass") is None:
+        return None
+    given = _list(row, "kept_log_mass")
+    if len(given) != count:
+        raise InputError(f"{row.where}: {len(given)} numbers of kept_log_mass for {count} tokens")
+    numbers = np.zeros(count, np.float32)
+    for place, value in enumerate(given):
+        if mask is None or mask[place]:
+            numbers[place] = min(_log_prob(row, place, value, "kept_log_mass"), 0.0)
+    return numbers
+
+
+def _check_support(row: Row, asked: Distribution, *, both: bool) -> None:
+    if both:
+        raise InputError(f"{row.where}: has supports and kept_log_mass; leave the latter out")
+    if asked.raw:
+        raise InputError(
+            f"{row.where}: has raw log-probs, which no support is for; leave supports and"
+            " kept_log_mass out"
+        )
+
+
+def _routes(row: Row, before: int, count: int, sizes: tuple[int, int, int]) -> np.ndarray | None:
+    """u8 or u16[p + n, L, k], of numbers in lists, or of bytes."""
+    given = row.values.get("routes")
+    if given is None:
+        return None
+    layers, chosen, experts = sizes
+    if not experts:
+        raise InputError(f"{row.where}: has routes, but the model is no mixture of experts")
+    try:
+        array = _numbers(given, layers, chosen)
+    except (TypeError, ValueError, KeyError) as error:
+        raise InputError(f"{row.where}: routes cannot be read: {shown(f'{error}')}") from None
+    length = before + count
+    array = array[:, -layers:] if array.ndim == 3 and array.shape[1] > layers else array
+    if array.shape not in ((length, layers, chosen), (length - 1, layers, chosen)):
+        raise InputError(
+            f"{row.where}: routes have the shape {array.shape}; they must have one of"
+            f" {(length - 1, layers, chosen)}, for every token of prompt and response but the last"
+        )
+    known = array[: length - 1]
+    if known.min() < 0 or known.max() >= experts:
+        raise InputError(
+            f"{row.where}: routes go from {known.min()} to {known.max()}, but a layer has {experts}"
+            " experts, numbered from 0"
+        )
+    last = np.zeros((1, layers, chosen), np.int32)
+    return np.concatenate([known, last]).astype(route_dtype(experts))
+
+
+def _numbers(given: Any, layers: int, chosen: int) -> np.ndarray:
+    if isinstance(given, Mapping):
+        return _decoded(given["data"]).reshape(tuple(given["shape"]))
+    if isinstance(given, str):
+        return _decoded(given).reshape(-1, layers, chosen)
+    return np.asarray(given, np.int32)
+
+
+def _decoded(text: str) -> np.ndarray:
+    """Bytes of int32 in base64, as SGLang has them, or in base85."""
+    try:
+        found = base64.b64decode(text, validate=True)
+    except ValueError:
+        found = base64.b85decode(text)
+    return np.frombuffer(found, np.int32)
 
 
 def _ended(values: Mapping[str, Any]) -> tuple[Ended | None, int | None]:
@@ -177,15 +318,14 @@ def _log_probs(row: Row, before: int, count: int, mask: np.ndarray | None) -> np
     return numbers
 
 
-def _log_prob(row: Row, place: int, value: Any) -> float:
+def _log_prob(row: Row, place: int, value: Any, key: str = "logprobs") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise InputError(f"{row.where}: logprobs[{place}] must be a number, got {shown(value)}")
+        raise InputError(f"{row.where}: {key}[{place}] must be a number, got {shown(value)}")
     if wrong_number(value) is not None or not -_LARGEST < value < _LARGEST:
-        raise InputError(f"{row.where}: logprobs[{place}] is {shown(value)}, which is not finite")
+        raise InputError(f"{row.where}: {key}[{place}] is {shown(value)}, which is not finite")
     if value > _ABOVE_ZERO:
         raise InputError(
-            f"{row.where}: logprobs[{place}] = {value:.6g} is positive; a log-probability is at"
-            " most 0"
+            f"{row.where}: {key}[{place}] = {value:.6g} is positive; a log-probability is at most 0"
         )
     return float(value)
 
@@ -353,7 +493,6 @@ def collect(
                 raise row
             values, changed = with_ids(row, tokenizer)
             response = checked(Row(values, row.where), limits=limits, default=default)
-            _check_version(response, responses)
         except InputError as error:
             problems.append(f"{error}")
             continue
@@ -371,14 +510,6 @@ def collect(
         for where in tokenised[:1]
     ]
     return Collected(tuple(responses), tuple(problems), tuple(warnings), silent)
-
-
-def _check_version(response: Response, before: Sequence[Response]) -> None:
-    if before and response.version != before[0].version:
-        raise InputError(
-            f"{response.where}: weights_version is {shown(response.version)}, but"
-            f" {before[0].where} has {shown(before[0].version)}; one diagnosis is of one version"
-        )
 
 
 def with_ids(row: Row, tokenizer: Any) -> tuple[Any, bool]:

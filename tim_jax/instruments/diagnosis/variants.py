@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import mismatch
@@ -34,7 +36,10 @@ SOURCES: tuple[Entry, ...] = (
     mismatch.quantised_weights(dtype="int4"),
 )
 
-OTHERS = 7  # variants of requests and prompts, at most
+OTHERS = 8  # variants of requests, routes and prompts, at most
+OF_WEIGHTS = "weights of "  # begins the names of explanations by other weights
+_LEAST_Z = 5.0  # standard deviations by which a gap must go with a layer's rounding
+_FAR = 10.0  # times the largest that the rounding makes: another fault
 
 Change = Callable[[Response], Response | None]
 
@@ -142,11 +147,107 @@ def of_requests(forward: Forward) -> Iterator[Variant]:
     yield Variant("shaping_ignored", text, "fault", forward, change)
 
 
+def of_routes(forward: Forward) -> Iterator[Variant]:
+    """A variant of a mixture with the experts that were recorded."""
+    if not forward.execution.config.num_experts:
+        return
+    replayed = replace(forward.execution, routing="replayed")
+    yield Variant(
+        "routing",
+        "routing: the experts are those that were recorded, not the model's own choice",
+        "numerics",
+        forward._replace(execution=replayed),
+        lambda response: response if response.routes is not None else None,
+    )
+
+
 def of_weights(forward: Forward, others: Sequence[tuple[str, Weights]]) -> Iterator[Variant]:
     """A variant for each named set of other weights."""
     for name, weights in others:
         text = f"the weights are those of {name}"
-        yield Variant(f"weights of {name}", text, "fault", forward._replace(weights=weights))
+        yield Variant(f"{OF_WEIGHTS}{name}", text, "fault", forward._replace(weights=weights))
+        between = jax.tree.map(_between, forward.weights, weights)
+        yield Variant(
+            f"weights half way to {name}",
+            f"the weights are half way between the model's and those of {name}, as of an adapter at"
+            " half of its scale, or of an average",
+            "fault",
+            forward._replace(weights=between),
+        )
+    if others and forward.execution.numerics.compute_dtype == "float32":
+        rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), forward.weights)
+        yield Variant(
+            "weights on a bfloat16 grid",
+            "the weights are rounded to bfloat16, as those of an adapter that is merged there",
+            "fault",
+            forward._replace(weights=rounded),
+        )
+
+
+def _between(one: jax.Array, other: jax.Array) -> jax.Array:
+    return ((one.astype(jnp.float32) + other.astype(jnp.float32)) / 2).astype(one.dtype)
+
+
+def in_some_layers(forward: Forward, tokens: Tokens, whole: Explanation) -> Explanation | None:
+    """Weights that are quantised in some of the layers alone; `whole` is that in all of them.
+
+    What each layer's rounding makes of the log-probs nearly adds up, so that least squares on all
+    of it says which layers have it: those with coefficients above a half.
+
+    Returns:
+      None if it is all of the layers, or none; or if the gap has nothing of the rounding in it.
+    """
+    exact = tokens.evidence.exact.astype(np.float64)
+    gap, seen = tokens.recorded - exact, _comparable(tokens, whole)
+    if goes_with(tokens, whole) < _LEAST_Z:
+        return None
+    entry = next(one for one in SOURCES if mismatch.label(one) == whole.name)
+    rounded = Mismatch((entry,)).weights(forward.weights)
+    count = len(jax.tree.leaves(forward.weights["layers"])[0])
+
+    def under(chosen: np.ndarray) -> np.ndarray:
+        weights = mixed_layers(forward.weights, rounded, chosen)
+        return log_probs(forward._replace(weights=weights), tokens.responses).astype(np.float64)
+
+    columns = np.stack([under(np.arange(count) == i) - exact for i in range(count)], axis=1)
+    fitted, *_ = np.linalg.lstsq(columns[seen], gap[seen], rcond=None)
+    chosen = fitted > 0.5
+    if chosen.all() or not chosen.any():
+        return None
+    predicted = under(chosen)
+    layers = ", ".join(map(str, np.flatnonzero(chosen)))
+    return Explanation(
+        f"{whole.name} in some layers",
+        f"{whole.name} in {chosen.sum()} of {count} layers alone: {layers}",
+        "fault",
+        predicted,
+        np.where(whole.drawn == whole.predicted, predicted, whole.drawn),
+        structure=-count * float(np.log(2)),
+    )
+
+
+def goes_with(tokens: Tokens, explanation: Explanation) -> float:
+    """By how many standard deviations what is recorded goes with what an explanation makes."""
+    exact, seen = tokens.evidence.exact.astype(np.float64), _comparable(tokens, explanation)
+    gap, made = (tokens.recorded - exact)[seen], (explanation.predicted - exact)[seen]
+    both = np.sqrt((gap**2).sum() * (made**2).sum())
+    return float((gap * made).sum() / both * np.sqrt(len(gap))) if both > 0 else 0.0
+
+
+def _comparable(tokens: Tokens, explanation: Explanation) -> np.ndarray:
+    """bool[N], tokens that are not off by much more than an explanation makes."""
+    exact = tokens.evidence.exact
+    most = _FAR * np.abs(explanation.predicted - exact).max()
+    return ~tokens.hidden & (np.abs(np.nan_to_num(tokens.recorded) - exact) <= most)
+
+
+def mixed_layers(plain: Weights, rounded: Weights, chosen: np.ndarray) -> Weights:
+    """Weights whose layers are the rounded ones where `chosen`, bool[L]."""
+
+    def leaf(one: jax.Array, other: jax.Array) -> jax.Array:
+        return jnp.where(chosen.reshape(-1, *[1] * (one.ndim - 1)), other, one)
+
+    return {**plain, "layers": jax.tree.map(leaf, plain["layers"], rounded["layers"])}
 
 
 def of_prompts(forward: Forward, tokenizer: Any, best: dict[str, int]) -> Iterator[Variant]:

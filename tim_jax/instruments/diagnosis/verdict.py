@@ -16,7 +16,7 @@ from tim_jax import mismatch
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.diagnosis import parts, variants
-from tim_jax.instruments.diagnosis.evidence import Forward, gather
+from tim_jax.instruments.diagnosis.evidence import Forward, chosen_alike, gather
 from tim_jax.instruments.diagnosis.explanations import (
     LEAST_MOVE,
     Explanation,
@@ -59,6 +59,7 @@ _ROUNDING = 1e-5  # differences of another order of sums in float32: nothing els
 _NOTHING_LEFT = 1e-4  # nats; about what another order of sums and interpolation leave
 _SHOWING = 3.0  # nats of gain by which a single token shows an explanation
 _PANEL = 2048  # tokens that other forwards are tried on, or about as many, at least
+_MOST = 0.9  # of the gap: what explains more of it needs no layers looked at
 _FACTOR = 0.5  # standard deviation of the logarithm of how far sizes may be off
 
 
@@ -238,6 +239,8 @@ class Verdict:
         half: half precision, of which the differences have about the sizes, or None. Its `scale` is
             by how much they are larger.
         part: the bad part of the tokens of a fault, if the others are another matter, or None.
+        agreement: f64[L], the share of the recorded experts of each layer that the model takes as
+            well, if they are recorded.
     """
 
     state: State
@@ -249,6 +252,7 @@ class Verdict:
     sizes: dict[str, float]
     half: Judged | None = None
     part: Part | None = None
+    agreement: np.ndarray | None = None
 
     @property
     def normal(self) -> bool:
@@ -291,11 +295,42 @@ def diagnose(
     sizes = sizes_of(tokens.recorded - base.predicted)
     if sizes["largest"] > _ROUNDING and not any(map(_leaves_nothing, judged)):
         panel = _panel(tokens)
-        most = len(sources) + len(others) + variants.OTHERS
+        most = len(sources) + 3 * len(others) + variants.OTHERS
         tried = _announced(_variants(panel, forward, others, tokenizer, sources), most)
         more = (one for variant in tried for one in variants.explanations(variant, panel))
         judged += _judge_all(more, panel, null(panel), len(tokens.sequence))
-    return _decide(tokens, base, sorted(judged, key=lambda one: -one.gain), sizes)
+        judged += _in_some_layers(judged, panel, forward, sizes, len(tokens.sequence))
+    found = _decide(tokens, base, sorted(judged, key=lambda one: -one.gain), sizes)
+    return replace(found, agreement=_agreement(tokens, forward))
+
+
+def _agreement(tokens: Tokens, forward: Forward) -> np.ndarray | None:
+    routed = [r for r in _panel(tokens).responses if r.routes is not None]
+    return chosen_alike(forward, routed).mean(axis=0) if routed else None
+
+
+def _in_some_layers(
+    judged: Sequence[Judged],
+    panel: Tokens,
+    forward: Forward,
+    sizes: dict[str, float],
+    total: int,
+) -> list[Judged]:
+    """Quantised weights in some layers, if there is a gap that nothing explains most of."""
+    known = any(one.gain > DECISIVE and one.moves and one.share > _MOST for one in judged)
+    if known or sizes["mean"] < LEAST_EFFECT:
+        return []
+    named = [mismatch.label(entry) for entry in variants.SOURCES if entry.kind == "weights"]
+    wholes = [
+        one.explanation
+        for one in judged
+        if one.explanation.name in named and one.explanation.sizes is None
+    ]
+    if not wholes:
+        return []
+    nearest = max(wholes, key=lambda one: variants.goes_with(panel, one))
+    found = variants.in_some_layers(forward, panel, nearest)
+    return [] if found is None else [judge(found, panel, null(panel), total)]
 
 
 def _check_masks(responses: Sequence[Response]) -> None:
@@ -315,10 +350,12 @@ def _judge_all(
     """Explanations as they are, and as they hold in some rows alone."""
     before = fit(base, tokens)
     whole = [judge(one, tokens, base, total, before=before) for one in tried]
-    some = [
-        parts.in_some_rows(one.explanation, tokens, base, one.gains)
-        for one in whole
-        if one.explanation.kind == "fault"
+    faults = [one for one in whole if one.explanation.kind == "fault"]
+    some = [parts.in_some_rows(one.explanation, tokens, base, one.gains) for one in faults]
+    some += [
+        parts.up_to_some_token(one.explanation, tokens, base, one.gains)
+        for one in faults
+        if one.explanation.name.startswith(variants.OF_WEIGHTS)
     ]
     more = (judge(one, tokens, base, total, before=before) for one in some if one is not None)
     return [*whole, *more]
@@ -433,6 +470,7 @@ def _variants(
 ) -> Iterator[Variant]:
     yield from variants.of_numerics(forward, sources)
     yield from variants.of_requests(forward)
+    yield from variants.of_routes(forward)
     yield from variants.of_weights(forward, others)
     yield from variants.of_prompts(forward, tokenizer, variants.likeliest_first(panel))
 

@@ -1,0 +1,330 @@
+"""Learner steps from what another engine drew: rows and rewards in, a step out, and so on."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tim_jax import placement
+from tim_jax.api.model import Model, check_model
+from tim_jax.api.rollouts import read_rows
+from tim_jax.api.training import Started, Step, check_longest, first_adapter, settle, start
+from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import refuse_unknown
+from tim_jax.common.types import Rollout
+from tim_jax.corrections import Correction
+from tim_jax.instruments.diagnosis import evidence
+from tim_jax.instruments.diagnosis.declared import Distribution
+from tim_jax.instruments.diagnosis.rollouts import Ended, Response
+from tim_jax.model import adapters
+from tim_jax.model.adapters import Adapter, Lora
+from tim_jax.objectives import Objective
+from tim_jax.rl import drawing, loop, programs, rules
+from tim_jax.rl.drawing import Drawn, Sample
+from tim_jax.rl.training import Sampler, Training
+from tim_jax.rl.types import TrainState
+from tim_jax.tasks.base import whole
+
+_SHORTEST = 16  # prompts and responses are padded to this, or a power of two above it
+
+
+@refuse_unknown
+def learn(
+    before: Model | Step,
+    rows: str | Path | Iterable[Mapping[str, Any]],
+    rewards: Sequence[float] | np.ndarray,
+    *,
+    samples: int | None = None,
+    format: str = "auto",
+    greedy_rewards: Sequence[float] | np.ndarray | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    objective: Objective | None = None,
+    correction: Correction | None = None,
+    lora: Lora | Adapter | None = None,
+    training: Training | None = None,
+    seed: int = 0,
+) -> Step:
+    """Makes one learner step from responses that another engine drew and recorded.
+
+        step = model
+        for rows, rewards in engine_draws:
+            step = tim_jax.learn(step, rows, rewards)
+            engine.load_weights(tim_jax.named_arrays(step.model))
+
+    The recorded log-probs are the behaviour policy: in bypass mode the loss's ratio is to them, in
+    recompute mode a correction weights by pi_old / pi_recorded. `mismatch/*` of the step's metrics
+    compare them with the learner's own at the weights before the step.
+
+    State goes in and comes out: a step holds the weights, the optimizer's and the correction's
+    state, and the settings of the first step. It is used up by the next one.
+
+    Args:
+      before: a model to start from, or the step to go on from, of this function or of `grpo`.
+      rows: as `diagnose` reads them: a file, or rows with token ids, log-probs, and perhaps a mask,
+        `supports` and `routes`. Samples of a prompt stand one after the other. All must be drawn
+        from one distribution; what rows do not say of it is as `training` has it.
+      rewards: f32[B], finite, one for each row.
+      samples: responses per prompt. None: that of the step before; at the first step as many as the
+        rows have of each prompt in a row, which must be equally many.
+      format: of the rows, one of `tim_jax.instruments.diagnosis.readers.FORMATS`.
+      greedy_rewards: f32[B / samples], of each prompt's greedy response, which ReMax compares with.
+      optimizer: as in `grpo`; so are the next ones. At the first step only.
+      objective: advantages, loss, how losses are added up, and a KL to the first weights.
+      correction: of the mismatch between the engine and the learner.
+      lora: adapters to train in place of all weights.
+      training: everything else, such as `model.training(micro_batch=4, mode="recompute")`. With
+        `routing="replayed"` the forward takes the experts of `routes`, with "compared" its own, and
+        metrics say how many agree, and what of the mismatch would be left with the engine's.
+      seed: of the first values of adapters.
+
+    Raises:
+      InputError: rows or rewards that cannot be learnt from, or settings that do not go together.
+      NonFiniteError: after five updates in a row that were not finite.
+    """
+    began = time.perf_counter()
+    given = {"optimizer": optimizer, "objective": objective, "correction": correction}
+    if isinstance(before, Step):
+        _refuse_again(given | {"lora": lora, "training": training})
+        before.check_there()
+        model, known = before.started.model, before.started.programs.training
+    else:
+        check_model("learn", before)
+        model, known = before, training or before.training()
+    responses = _responses(model, rows, format, known)
+    _check_groups(responses, samples := _samples_of(responses, samples, before))
+    numbers = _rewards("rewards", rewards, len(responses), "rows")
+    if greedy_rewards is not None:
+        count = len(responses) // samples
+        greedy_rewards = _rewards("greedy_rewards", greedy_rewards, count, "prompts")
+    if isinstance(before, Step):
+        began_with = _going_on(before, responses, samples)
+    else:
+        given |= {"samples": samples, "prompts_per_step": len(responses) // samples}
+        began_with = _first(model, responses, known, given, lora, seed)
+    return _step(began_with, responses, numbers, greedy_rewards, began)
+
+
+class _Before(NamedTuple):
+    """What a step begins with."""
+
+    number: int
+    state: TrainState
+    weights: Any
+    started: Started
+
+
+def _refuse_again(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(
+                f"learn: {name} is that of the first step; to change it, start anew from step.model"
+            )
+
+
+def _responses(model: Model, rows: Any, form: str, training: Training) -> tuple[Response, ...]:
+    """The rows, if all of them can be learnt from as they are."""
+    default = Distribution.of(training.execution.sampling)
+    collected = read_rows("learn", model, rows, form=form, default=default)
+    responses = tuple(map(_whole_vocabulary, collected.responses))
+    for response in responses:
+        _check(response, responses[0], routed=training.learning.routing != "own")
+    return responses
+
+
+def _whole_vocabulary(response: Response) -> Response:
+    """A response whose truncation is recorded as a mass, with log-probs over the whole vocabulary.
+
+    Both policies of a ratio are renormalised by the recorded mass, so that it cancels.
+    """
+    mass = response.kept_log_mass
+    if mass is None:
+        return response
+    declared = replace(response.declared, top_k=0, top_p=1.0)
+    return replace(response, log_probs=response.log_probs + mass, declared=declared)
+
+
+def _check(response: Response, first: Response, *, routed: bool) -> None:
+    asked, where = response.declared, f"learn: {response.where}"
+    if asked.shaped:
+        raise InputError(
+            f"{where}: drawn with {asked.shaping}, which the learner's forward does not apply; ask"
+            " the engine without it"
+        )
+    if asked.raw:
+        raise InputError(
+            f"{where}: has raw log-probs, but was drawn with {asked}; record processed ones, which"
+            " vLLM does with logprobs_mode='processed_logprobs'"
+        )
+    if asked.temperature == 0:
+        raise InputError(f"{where}: is greedy; it has no log-probs to learn from")
+    if asked != first.declared:
+        raise InputError(
+            f"{where}: drawn with {asked}, but {first.where} with {first.declared}; a step is of"
+            " one distribution"
+        )
+    for name, needed in (("supports", first.supports is not None), ("routes", routed)):
+        if needed and getattr(response, name) is None:
+            raise InputError(f"{where}: has no {name}, which all rows of this step must have")
+    if first.supports is None and response.supports is not None:
+        raise InputError(f"{where}: has supports, but {first.where} has none")
+    if response.mask is not None and not response.mask.any():
+        raise InputError(f"{where}: mask is 0 at all tokens; leave its group out")
+
+
+def _samples_of(responses: Sequence[Response], samples: int | None, before: Model | Step) -> int:
+    """How many samples a prompt has."""
+    if isinstance(before, Step):
+        own = before.started.programs.training.learning.samples
+        if samples not in (None, own):
+            raise InputError(f"learn: samples = {samples}, but the steps before had {own}")
+        return own
+    if samples is not None:
+        whole("learn: samples", samples, least=1)
+        return samples
+    ends = [i for i, r in enumerate(responses[1:], 1) if r.prompt != responses[i - 1].prompt]
+    return ends[0] if ends else len(responses)
+
+
+def _check_groups(responses: Sequence[Response], samples: int) -> None:
+    if len(responses) % samples:
+        raise InputError(
+            f"learn: {len(responses)} rows are no whole groups of {samples} samples a prompt"
+        )
+    for number, response in enumerate(responses):
+        first = responses[number - number % samples]
+        if response.prompt != first.prompt:
+            raise InputError(
+                f"learn: {response.where}: has another prompt than {first.where}, but should be of"
+                f" its group of {samples} samples; give the samples of a prompt one after the other"
+            )
+
+
+def _rewards(name: str, given: Any, count: int, what: str) -> np.ndarray:
+    array = np.asarray(given, np.float32)
+    if array.shape != (count,):
+        raise InputError(f"learn: {name} has the shape {array.shape}, but there are {count} {what}")
+    if not np.isfinite(array).all():
+        place = int(np.argmin(np.isfinite(array)))
+        raise InputError(f"learn: {name}[{place}] is {array[place]}; it must be finite")
+    return array
+
+
+def _first(
+    model: Model,
+    responses: Sequence[Response],
+    run: Training,
+    given: Mapping[str, Any],
+    lora: Lora | Adapter | None,
+    seed: int,
+) -> _Before:
+    """What the first step begins with: its programs and a fresh state."""
+    asked = responses[0].declared
+    _check_sampler(run)
+    drawn = {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
+    model, run = settle("learn", model, run.varied(**drawn), given)
+    if responses[0].replays:
+        run.learning.objective.check_whole_distribution()
+    adapter = first_adapter("learn", model, lora, seed)
+    built = programs.build(run.varied(lora=adapter and adapter.lora), foreign=True)
+    state, started = start(model, built, adapter)
+    weights = built.prepare(adapters.whole(state.params, started.base))
+    return _Before(0, state, weights, started)
+
+
+def _check_sampler(run: Training) -> None:
+    plain = replace(run.sampler, batching=Sampler().batching)
+    if plain != Sampler() or run.refills:
+        raise InputError(
+            "learn: training has settings of a sampler, but the rows are drawn elsewhere; leave"
+            " sampler, max_staleness, own_devices and refills as they are"
+        )
+
+
+def _going_on(before: Step, responses: Sequence[Response], samples: int) -> _Before:
+    """What a later step begins with: programs for its number of rows."""
+    built, asked = before.started.programs, responses[0].declared
+    _check_sampler(built.training)
+    sampling = built.training.execution.sampling
+    known, where = Distribution.of(sampling), responses[0].where
+    if asked != known:
+        raise InputError(f"learn: {where}: drawn with {asked}, but the steps before with {known}")
+    run = built.training.varied(prompts_per_step=len(responses) // samples)
+    try:
+        run.check()
+    except rules.RuleError as error:
+        raise InputError(f"learn: {error}") from None
+    started = before.started._replace(programs=replace(built, training=run))
+    return _Before(before.number, before.state, before.weights, started)
+
+
+def _step(
+    before: _Before,
+    responses: Sequence[Response],
+    rewards: np.ndarray,
+    greedy: np.ndarray | None,
+    began: float,
+) -> Step:
+    started, built = before.started, before.started.programs
+    run, rollout = built.training, _arrays(started.model, responses)
+    check_longest(run, max(len(r.prompt) + len(r) for r in responses))
+    if run.learning.needs_greedy and greedy is None:
+        raise InputError(
+            f"learn: the estimator {run.learning.objective.estimator!r} needs greedy_rewards, the"
+            " reward of a greedy response to each prompt"
+        )
+    if run.learning.routing == "own":
+        rollout = replace(rollout, routes=None)
+    samples = _samples(started.model, responses, rewards)
+    drawn = Drawn(rollout, samples, rewards, greedy, {}, {})
+    state = placement.to_devices(before.state) if run.offload else before.state
+    state, weights, exactness, metrics = loop.learn(
+        state,
+        before.weights,
+        rollout,
+        jnp.asarray(rewards),
+        programs=built,
+        greedy_rewards=greedy,
+        reference=started.reference,
+        base=started.base,
+    )
+    state = replace(state, step=state.step + jnp.int32(1))
+    state = placement.to_host(state) if run.offload else state
+    metrics |= drawing.drawn_metrics(drawn, built)
+    metrics |= loop.exact_metrics(jax.device_get(exactness))
+    seconds = time.perf_counter() - began
+    timing = {"seconds": seconds, "tokens_per_second": metrics["response_tokens"] / seconds}
+    return Step(before.number + 1, metrics, timing, samples, state, weights, started)
+
+
+def _arrays(model: Model, responses: Sequence[Response]) -> Rollout:
+    """The responses in few shapes, so that few programs are compiled. Padding changes no bit."""
+    longest = max(len(r) for r in responses)
+    prompts = max(len(r.prompt) for r in responses)
+    most = model.config.max_positions
+    prompts = max(prompts, min(_padded(prompts), most - longest))
+    size = max(longest, min(_padded(longest), most - prompts))
+    said = [replace(r, ended=r.ended or _looks_ended(r, model)) for r in responses]
+    return evidence.side_by_side(said, prompts, size)
+
+
+def _looks_ended(response: Response, model: Model) -> Ended:
+    """How a response ended that does not say it: by its last token."""
+    return "token" if response.tokens[-1] in model.stop_tokens else "cut"
+
+
+def _padded(length: int) -> int:
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
+
+
+def _samples(model: Model, responses: Sequence[Response], rewards: np.ndarray) -> list[Sample]:
+    decode = model.tokenizer.decode
+    return [
+        Sample(decode(r.prompt), decode(r.tokens, skip_special_tokens=True), "", float(reward))
+        for r, reward in zip(responses, rewards, strict=True)
+    ]
