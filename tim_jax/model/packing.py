@@ -19,7 +19,7 @@ Attend = Callable[..., jax.Array]
 
 _GROUP_ROWS = 512  # that attention takes out of the buffer at a time, unless a sequence has more
 _SHORTEST = 64  # sequences that are shorter are computed as if they had this many tokens
-_CLASSES = 12  # of lengths, at most
+_CLASSES = 8  # of lengths, at most
 
 
 @struct.dataclass
@@ -32,13 +32,10 @@ class Packing:
 
 
 def classes(longest: int) -> list[int]:
-    """Lengths that attention is computed at, descending from `longest`, two for each octave."""
+    """Lengths that attention is compiled for, descending from `longest` by halves."""
     lengths = [longest]
-    while len(lengths) < _CLASSES:
-        shorter = -(-int(longest / 2 ** (len(lengths) / 2)) // 16) * 16
-        if shorter < _SHORTEST or shorter >= lengths[-1]:
-            break
-        lengths.append(shorter)
+    while len(lengths) < _CLASSES and lengths[-1] >= 2 * _SHORTEST:
+        lengths.append(-(-lengths[-1] // 2))
     return lengths
 
 

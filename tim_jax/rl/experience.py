@@ -43,8 +43,11 @@ def score_rows(
     `distribution.score_energy`; else None. `agree` as in `micro_batches.scan_tokens`.
     """
 
+    packed = micro_batch_tokens is not None
+    forward = partial(score, buffer=micro_batch_tokens) if packed else score
+
     def one(_, part: Rollout):
-        scores = score(weights, part, energy=energy, buffer=micro_batch_tokens)
+        scores = forward(weights, part, energy=energy)
         return (), (scores.log_probs, scores.energy)
 
     rows = rollout.lengths.shape[0]

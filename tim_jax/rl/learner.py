@@ -241,10 +241,12 @@ def gradient_rows(
     rows = batch.mask.shape[0]
     size = min(learning.micro_batch or rows, rows)
     trained, put = _trained(weights, sums, adapters)
+    packed = learning.micro_batch_tokens is not None
+    of_buffer = partial(score, buffer=learning.micro_batch_tokens) if packed else score
 
     def loss(trained, sums, *part):
-        forward = score if sums is None else partial(score, sums=sums)
-        forward = forward if adapters is None else partial(score, frozen_head=True)
+        forward = of_buffer if sums is None else partial(of_buffer, sums=sums)
+        forward = forward if adapters is None else partial(of_buffer, frozen_head=True)
         return _loss(put(trained), *part, score=forward, learning=learning)
 
     call = jax.value_and_grad(loss, argnums=0 if sums is None else (0, 1), has_aux=True)
@@ -296,7 +298,6 @@ def _loss(weights, batch: Experience, token_weights, *, score, learning: Learnin
         batch.rollout,
         remat=learning.remat,
         entropy_gradient=bool(objective.entropy_coefficient),
-        buffer=learning.micro_batch_tokens,
         **({} if batch.loads is None else {"loads": batch.loads[0]}),
     )
     log_probs = scores.log_probs
