@@ -22,7 +22,7 @@ from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import EXACT_F32
 from tim_jax.rl import episodes
 from tim_jax.rl.programs import sampling_program
-from tim_jax.rl.types import Turns
+from tim_jax.rl.rules import Turns
 from tim_jax.tasks.episodes import Outcome
 
 CONFIG = ModelConfig(

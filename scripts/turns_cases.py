@@ -29,7 +29,7 @@ from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, GpuTiles, MatmulTile, Numerics, TpuTiles
 from tim_jax.policy import scoring
 from tim_jax.rl import episodes
-from tim_jax.rl.types import Turns
+from tim_jax.rl.rules import Turns
 from tim_jax.tasks.episodes import Outcome
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "turns.md"

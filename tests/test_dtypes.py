@@ -390,10 +390,18 @@ WITHOUT = {
         policy.sampler.join_parts policy.sampler.prompts_so_far policy.slots.provide_pages
         policy.slots.release_pages policy.slots.share_prompt_pages policy.slots.slots_that_fit
         policy.slots.Pool.filled
-        policy.slots.Pool.empty policy.layout.sequences policy.slots.advance policy.slots.empty
+        policy.slots.Pool.empty policy.layout.sequences policy.layout.padded policy.layout.packed
+        policy.layout.Padded.by_response policy.layout.Padded.predicting
+        policy.layout.Packed.by_response policy.layout.Packed.predicting
+        policy.sampler.Decoding.uniforms policy.sampler.begin_steps
+        policy.scoring.chosen_alike policy.slots.copy_pages policy.slots.with_prompts
+        policy.turns.copy_pages policy.turns.turn_keys policy.slots.advance policy.slots.empty
         policy.slots.narrow policy.slots.readable_cache policy.slots.refill policy.slots.store
     """,
     "a forward, whose dtypes are those of its numerics": """
+        policy.sampler.Decoding.prefill policy.sampler.Decoding.run policy.sampler.Decoding.step
+        policy.sampler.draw_exactly policy.turns.Turning.begin policy.turns.Turning.decode
+        policy.turns.Turning.extend
         policy.sampler.sample policy.scoring.gradient_sums policy.scoring.of_logits
         policy.scoring.score
     """,

@@ -333,7 +333,10 @@ def test_an_unknown_name_is_told_which_are_known(monkeypatch):
     with pytest.raises(InputError) as caught:
         planning.model_config(toml.load(None, ["model={path='Qwen/Qwen3-0.7B'}"]), None)
     line = str(caught.value)
-    assert "not reachable; known without the hub are Qwen/Qwen3-0.6B, " in line
+    assert (
+        "not reachable; known without the hub are HuggingFaceTB/SmolLM2-135M-Instruct, Qwen/"
+        in line
+    )
     assert "\n" not in line
 
 

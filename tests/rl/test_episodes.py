@@ -16,7 +16,7 @@ from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics.strict import unequal_bits
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import episodes
-from tim_jax.rl.types import Turns
+from tim_jax.rl.rules import Turns
 from tim_jax.tasks.episodes import Outcome
 
 ROOM = 150

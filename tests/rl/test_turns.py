@@ -18,8 +18,9 @@ from tim_jax.placement import Placement
 from tim_jax.rl import evaluation, loop, programs
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.experience import experience
+from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import Training
-from tim_jax.rl.types import Carried, Learning, Turns
+from tim_jax.rl.types import Carried, Learning
 from tim_jax.tasks import builtin
 from tim_jax.tasks.text import character_tokenizer
 

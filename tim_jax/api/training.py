@@ -25,8 +25,9 @@ from tim_jax.placement import processes
 from tim_jax.rl import loop, programs, rules
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
+from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import Training
-from tim_jax.rl.types import TrainState, Turns
+from tim_jax.rl.types import TrainState
 from tim_jax.tasks.base import Task, whole
 
 
@@ -249,7 +250,7 @@ def _refuse_turns(reward: Any, training: Training | None, **given: int | None) -
     for name, value in given.items():
         if value is not None:
             raise InputError(f"grpo: {name} = {value!r} is for episodes; give respond too")
-    if training is not None and training.turns is not None:
+    if isinstance(training, Training) and training.turns is not None:
         raise InputError(f"grpo: training has turns = {training.turns}; give respond too")
     if reward is None:
         raise InputError("grpo: give reward, or for episodes of several turns respond")
@@ -271,7 +272,7 @@ def _episodes(
     ):
         if value is not None:
             whole(f"grpo: {name}", value, least=1)
-    known = training and training.turns
+    known = training.turns if isinstance(training, Training) else None
     turns = known or Turns(max_tokens=max(1, min(256, model.config.max_positions // 32)))
     turns = Turns(max_turns or turns.most, max_tokens or turns.max_tokens)
     if most is None and known and not max_turns and not max_tokens:

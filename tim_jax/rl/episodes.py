@@ -31,7 +31,7 @@ from tim_jax.policy import turns as turning
 from tim_jax.policy.sampler import STEPS
 from tim_jax.policy.slots import Pool
 from tim_jax.policy.turns import Chunks, First, Found, Names, Turning, Work
-from tim_jax.rl.types import Turns
+from tim_jax.rl.rules import Turns
 from tim_jax.tasks.episodes import Completion, Environment, Outcome, Turn
 
 _POSITIONS, _TOGETHER, _CHUNKS = 32, 4, 8  # of a chunk, sequences of one, chunks of a call

@@ -4,14 +4,37 @@ A configuration has them before a model is opened, `Training.check` before anyth
 they take plain values, and name a field as `Training` does. A configuration says its own key.
 """
 
+from dataclasses import dataclass
+from typing import Literal
+
 from tim_jax import corrections
 from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import check_kinds
 from tim_jax.corrections import Correction, Mode
 from tim_jax.objectives import Objective, advantages
 from tim_jax.placement import SINGLE, Placement
 
 # From this many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
 _STEP_OVER_HORIZON = 5
+
+
+Credit = Literal["episode", "turn"]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How long an episode with an environment may be, beside its tokens (`Sampling.max_tokens`)."""
+
+    most: int = 8
+    """Turns of the policy."""
+    max_tokens: int = 64
+    """Tokens of one of them."""
+
+    def __post_init__(self):
+        check_kinds(self)
+        for name in ("most", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"Turns: {name} must be positive, got {getattr(self, name)}")
 
 
 class RuleError(InputError):

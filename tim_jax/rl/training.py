@@ -13,7 +13,8 @@ from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.placement import SINGLE, Devices, Placement, check_host
 from tim_jax.rl import rules
-from tim_jax.rl.types import Learning, Turns
+from tim_jax.rl.rules import Turns
+from tim_jax.rl.types import Learning
 
 
 @dataclass(frozen=True)

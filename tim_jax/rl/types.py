@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,7 @@ from tim_jax.numerics.strict import unequal_bits
 from tim_jax.numerics.sums import count, tree_sum
 from tim_jax.objectives import Objective, advantages
 from tim_jax.rl import rules
-
-Credit = Literal["episode", "turn"]
+from tim_jax.rl.rules import Credit
 
 
 class Policy(NamedTuple):
@@ -124,22 +123,6 @@ class Prepared(NamedTuple):
     exactness: Exactness | None  # of the forward at the weights that sampled, if there was one
     trainer: jax.Array | None  # f32[B, R], its log-probs
     metrics: dict[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class Turns:
-    """How long an episode with an environment may be, beside its tokens (`Sampling.max_tokens`)."""
-
-    most: int = 8
-    """Turns of the policy."""
-    max_tokens: int = 64
-    """Tokens of one of them."""
-
-    def __post_init__(self):
-        check_kinds(self)
-        for name in ("most", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"Turns: {name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

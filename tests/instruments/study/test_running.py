@@ -368,7 +368,8 @@ def test_the_shipped_studies_are_whole(capsys):
             assert all(arm.control or arm.uncontrolled for arm in found if arm.divergent)
             continue
         configs = measurement.horizons(one, definition.merged(base, one.common))
-        if not path.stem.endswith("_gpu"):  # whose model and problems come from the network
+        # Others have a model or problems that come from the network.
+        if not path.stem.endswith("_gpu") and "smollm2" not in path.stem:
             measurement.check(one, configs)
 
 

@@ -29,7 +29,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Batching, Routing, Sampling
 from tim_jax.numerics import Family
 from tim_jax.objectives import Objective
-from tim_jax.rl.types import Credit, Turns
+from tim_jax.rl.rules import Credit, Turns
 from tim_jax.tasks.builtin import Quality
 from tim_jax.tasks.dataset import DatasetSource
 

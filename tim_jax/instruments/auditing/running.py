@@ -36,7 +36,8 @@ from tim_jax.objectives import Objective
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl import episodes, programs, sharded
 from tim_jax.rl.experience import experience
-from tim_jax.rl.types import Carried, Learning, Turns
+from tim_jax.rl.rules import Turns
+from tim_jax.rl.types import Carried, Learning
 from tim_jax.tasks.episodes import Outcome, Turn
 
 
