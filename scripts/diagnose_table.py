@@ -147,8 +147,7 @@ def forward() -> Forward:
 
 def changed(rows: Sequence[dict[str, Any]], change: Callable[..., Any]) -> list[dict[str, Any]]:
     """The rows with `change(exact, declared, responses)` f64[N] in place of their log-probs."""
-    limits = Limits(CONFIG.vocab_size, CONFIG.max_positions)
-    responses = collect(readers.read(rows), limits=limits).responses
+    responses = collect(readers.read(rows), limits=Limits.of(CONFIG)).responses
     tokens = Tokens(responses, gather(forward(), responses), STOPS, CONFIG.vocab_size, 0)
     moved = np.minimum(change(tokens), 0.0)
     parts = np.split(moved, tokens.lasts[:-1] + 1)
@@ -553,8 +552,7 @@ LABELS = tuple(mismatch.label(entry) for entry in variants.SOURCES)
 
 
 def diagnosed(rows: Sequence[dict[str, Any]], others: Sequence[Any] = ()) -> verdict.Verdict:
-    limits = Limits(CONFIG.vocab_size, CONFIG.max_positions)
-    collected = collect(readers.read(rows), limits=limits)
+    collected = collect(readers.read(rows), limits=Limits.of(CONFIG))
     return verdict.diagnose(collected.responses, forward(), others=others, tokenizer=Tokenizer())
 
 

@@ -35,6 +35,14 @@ CONFIG = ModelConfig(
     qk_norm=True,
 )
 UNTIED = replace(CONFIG, tied_embeddings=False)
+MIXTURE = replace(
+    UNTIED,
+    model_type="qwen3_moe",
+    num_experts=7,
+    num_experts_per_tok=3,
+    moe_intermediate_size=8,
+    norm_topk_prob=True,
+)
 NUMERICS = Numerics(rows=Rows(8, 8), attention_rows=Rows(8, 8), kv_block=16, head_rows=16)
 BF16 = replace(NUMERICS, compute_dtype="bfloat16")
 F16 = replace(NUMERICS, compute_dtype="float16")

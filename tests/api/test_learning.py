@@ -106,6 +106,8 @@ def test_state_goes_in_and_comes_out(model, rows):
     assert second.metrics["mismatch/kl_k3"] > 1e-6  # the rows are of the weights before
     scored = tim.score(after, rows[:4])
     recorded = tim.score(model, rows[:4])
+    with pytest.raises(InputError, match="micro_batch is for a rollout of `sample`"):
+        tim.score(model, rows[:4], micro_batch=2)
     mask = np.arange(scored.shape[1]) < [[len(r["logprobs"])] for r in rows[:4]]
     expected = metrics.mismatch_metrics(*map(jnp.asarray, (scored, recorded, mask)))
     np.testing.assert_allclose(second.metrics["mismatch/kl_k3"], expected["kl_k3"], rtol=1e-5)
@@ -113,6 +115,8 @@ def test_state_goes_in_and_comes_out(model, rows):
     assert bits(second.model.params) != bits(alone.model.params)  # Adam's moments went on
     with pytest.raises(InputError, match="the model of step 1 is gone"):
         tim.learn(first, rows, REWARDS)
+    with pytest.raises(InputError, match="seed is that of the first step"):
+        tim.learn(second, rows, REWARDS, seed=1)
     with pytest.raises(InputError, match="optimizer is that of the first step"):
         tim.learn(second, rows, REWARDS, optimizer=SGD)
 
@@ -187,12 +191,14 @@ def test_what_a_truncation_kept_is_scored_and_learnt_under(model):
     assert step.metrics["exact_share"] == 1.0
     near = tim.learn(model, massed, REWARDS, optimizer=SGD)
     assert near.metrics["mismatch/log_ratio_abs_max"] < 1e-5
-    without = tim.learn(model, plain, REWARDS, optimizer=SGD)
-    assert without.metrics["mismatch/ratio_mean"] < 0.95  # as TRL 7269 has it at top-p 0.8
     entropy = replace(objectives.grpo(), entropy_coefficient=0.1)
-    for rows in (supported, massed):
+    without = tim.learn(model, plain, REWARDS, optimizer=SGD, objective=entropy)
+    assert without.metrics["mismatch/ratio_mean"] < 0.95  # as TRL 7269 has it at top-p 0.8
+    for rows in (supported, massed, [*plain[:7], massed[7]]):
         with pytest.raises(InputError, match="is about the whole distribution"):
             tim.learn(model, rows, REWARDS, objective=entropy)
+    with pytest.raises(InputError, match="is about the whole distribution"):
+        tim.learn(without, supported, REWARDS)
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +299,7 @@ def test_weights_go_out_by_their_names(model, tmp_path):
         ),
         ({"last": {"temperature": 0.5}}, "row 8: drawn with temperature 0.5, but row 1 with"),
         ({"last": {"kept_tokens": [[1]]}}, "row 8: supports must be of the"),
-        ({"last": {"mask": [0] * 6}}, "row 8: mask"),
+        ({"hidden": True}, "row 8: mask is 0 at all tokens; leave its group out"),
         ({"sampler": {"max_staleness": 1}}, "training has settings of a sampler"),
         ({"first": "model"}, "learn: model must be what tim_jax.load returns"),
     ],
@@ -301,6 +307,8 @@ def test_weights_go_out_by_their_names(model, tmp_path):
 def test_what_cannot_be_learnt_from(model, rows, change, message):
     rows = [row | change.get("each", {}) for row in rows]
     rows[-1] = rows[-1] | change.get("last", {})
+    if "hidden" in change:
+        rows[-1]["mask"] = [0] * len(rows[-1]["logprobs"])
     training = model.training(**change["sampler"]) if "sampler" in change else None
     with pytest.raises(InputError, match=message):
         tim.learn(

@@ -111,6 +111,19 @@ def test_what_is_said_of_every_token_does_not_depend_on_the_filling(mode, dtype)
     assert int(found[1].unequal) == 0 < int(found[1].compared)
 
 
+@pytest.mark.parametrize("tokens", [None, 33])
+def test_products_see_tokens_and_no_padding(tokens):
+    """In the traced gradient and forward: rows of the hidden size, of the buffer alone."""
+    what, learning = execution(), Learning(objectives.rloo(), tiny.GROUP, micro_batch_tokens=tokens)
+    policy = tiny.policy(what, learning)
+    weights, rows = jax.jit(what.prepare)(tiny.params(CONFIG)), rollout(what)
+    traced = str(jax.make_jaxpr(policy.score)(weights, rows))
+    count, length = rows.responses.shape[0], rows.prompts.shape[1] + rows.responses.shape[1]
+    padded, packed = (f"f32[{n},{CONFIG.hidden_size}]" for n in (count * length, 33))
+    assert (padded in traced) == (tokens is None)
+    assert (packed in traced) == (tokens is not None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [16, 1000])
 def test_one_sequence_at_a_time_and_all_at_once(tokens):

@@ -24,14 +24,7 @@ from tim_jax.rl.micro_batches import cut_rollout
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
-CONFIG = replace(
-    tiny.UNTIED,
-    model_type="qwen3_moe",
-    num_experts=7,
-    num_experts_per_tok=3,
-    moe_intermediate_size=8,
-    norm_topk_prob=True,
-)
+CONFIG = tiny.MIXTURE
 EXECUTION = Execution(CONFIG, tiny.NUMERICS, tiny.SAMPLING, routing="compared")
 SHAPE = CONFIG.num_layers, CONFIG.num_experts_per_tok
 

@@ -15,13 +15,14 @@ from tim_jax import objectives, optimizers
 from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Batching, Sampling
 from tim_jax.placement import Placement
-from tim_jax.rl import evaluation, loop, programs
+from tim_jax.rl import drawing, evaluation, loop, programs
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.experience import experience
 from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Carried, Learning
 from tim_jax.tasks import builtin
+from tim_jax.tasks.episodes import Outcome
 from tim_jax.tasks.text import character_tokenizer
 
 TOKENIZER: Any = character_tokenizer(builtin.ALPHABET)
@@ -105,19 +106,60 @@ def test_a_run_that_is_killed_in_the_middle_of_a_turn_resumes_to_the_same_bits()
     assert told(finished(middle)) == told(whole()[len(seen) :])
 
 
-def test_an_evaluation_plays_episodes_too():
-    metrics, samples = evaluation.evaluate(
+class Alike:
+    """An environment that rewards nothing, so that no group has a signal; every turn fails."""
+
+    def outcomes(self, turns):
+        for index, _ in enumerate(turns):
+            failure = "crash: it was killed by signal 9"
+            yield index, Outcome(None, np.zeros(0, np.int32), done=True, failure=failure)
+
+
+def test_metrics_of_episodes_are_of_what_was_drawn_first_and_failures_of_all():
+    def draw(refills):
+        used = replace(built(), training=TRAINING.varied(refills=refills))
+        weights = used.prepare(tiny.params(EXECUTION.config))
+        how = {"programs": used, "environment": Alike(), "seed": 0, "step": 1}
+        return drawing.draw(weights, TASK, TEXT, **how).metrics
+
+    once, again = draw(0), draw(1)
+    assert again["refill/rounds"] == 1.0
+    rows = TRAINING.prompts_per_step * tiny.GROUP
+    failures = "environment/failures"
+    assert (once.pop(failures), again[failures]) == (rows, 2 * rows)
+    assert once["turns"] == 1.0
+    assert once.items() <= again.items()
+
+
+def test_an_evaluation_counts_failures_of_what_it_was_asked_for():
+    metrics, samples = evaluated(Alike())
+    assert metrics["environment/failures"] == len(samples) == 3 * tiny.GROUP
+
+
+def test_tools_of_the_template_s_options_and_of_an_environment_are_refused():
+    own = replace(TEXT, template_options=(("tools", []),))
+    assert own.declaring(TASK.environment) is own  # which declares none
+    with pytest.raises(InputError, match=r"model\.template_options\.tools: .*; leave these out"):
+        own.declaring(builtin.arithmetic(eval_size=8).environment)
+
+
+def evaluated(environment):
+    return evaluation.evaluate(
         built().prepare(tiny.params(EXECUTION.config)),
         TASK,
         TEXT,
         sample=built().episodes,
-        environment=environment(),
+        environment=environment,
         key=jax.random.key(0),
         prompts=3,
         samples=tiny.GROUP,
         batch=2,
         ks=[1],
     )
+
+
+def test_an_evaluation_plays_episodes_too():
+    metrics, samples = evaluated(environment())
     assert metrics["prompts"] == 3
     assert len(samples) == 3 * tiny.GROUP
     assert metrics["reward"] == pytest.approx(np.mean([sample.reward for sample in samples]))
@@ -187,9 +229,12 @@ def test_credit_for_turns_needs_turns():
 
 @pytest.mark.slow
 def test_slots_and_pages_change_no_bit_of_a_run():
-    few = programs.build(TRAINING.varied(slots=3, pages=9, refills=1))
+    few = programs.build(TRAINING.varied(slots=3, pages=9))
     start = few.init(jax.tree.map(jnp.array, tiny.params(EXECUTION.config)))
     steps = loop.train(start, TASK, TEXT, programs=few, seed=0, steps=1, environment=environment())
     (step,) = steps
-    assert step.metrics["exact_share"] == 1.0
     assert Batching(3, pages=9) == few.training.sampler.batching
+    _, metrics, samples, state = whole()[0]
+    assert step.metrics["exact_share"] == metrics["exact_share"] == 1.0
+    assert step.samples == samples
+    assert tiny.bits(step.state) == tiny.bits(state)

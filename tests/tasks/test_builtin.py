@@ -80,8 +80,10 @@ def test_items_depend_on_seed_and_index_alone(task):
 
 
 def test_evaluation_is_distinct_and_held_out_for_every_seed(task):
+    many = builtin_task(task.name, {"train_size": 1, "eval_size": 256}).evaluation
+    for examples, size in ((task.evaluation, 64), (many, 256)):
+        assert len({example.prompt for example in examples}) == len(examples) == size
     prompts = {example.prompt for example in task.evaluation}
-    assert len(prompts) == len(task.evaluation) == 64
     for seed in range(3):
         trained = builtin_task(task.name, {"seed": seed, "train_size": 2000, "eval_size": 1}).train
         assert not prompts & {example.prompt for example in trained}

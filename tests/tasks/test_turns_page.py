@@ -1,6 +1,5 @@
 """The example of docs/turns.md, with a tiny model in place of a large one."""
 
-import inspect
 import re
 import string
 from dataclasses import replace
@@ -16,7 +15,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "turns.md"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("respond" not in inspect.signature(tim.grpo).parameters, reason="no episodes")
 def test_the_example_of_the_page_runs(monkeypatch, capsys):
     first, _, training, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     tokenizer = character_tokenizer(string.printable)

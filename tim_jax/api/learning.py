@@ -13,7 +13,7 @@ import optax
 
 from tim_jax import placement
 from tim_jax.api.model import Model, check_model
-from tim_jax.api.rollouts import read_rows
+from tim_jax.api.rollouts import padded, read_rows
 from tim_jax.api.training import Started, Step, check_longest, first_adapter, settle, start
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import refuse_unknown
@@ -31,8 +31,6 @@ from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import TrainState
 from tim_jax.tasks.base import whole
 
-_SHORTEST = 16  # prompts and responses are padded to this, or a power of two above it
-
 
 @refuse_unknown
 def learn(
@@ -48,7 +46,7 @@ def learn(
     correction: Correction | None = None,
     lora: Lora | Adapter | None = None,
     training: Training | None = None,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> Step:
     """Makes one learner step from responses that another engine drew and recorded.
 
@@ -81,7 +79,7 @@ def learn(
       training: everything else, such as `model.training(micro_batch=4, mode="recompute")`. With
         `routing="replayed"` the forward takes the experts of `routes`, with "compared" its own, and
         metrics say how many agree, and what of the mismatch would be left with the engine's.
-      seed: of the first values of adapters.
+      seed: of the first values of adapters; 0 if None.
 
     Raises:
       InputError: rows or rewards that cannot be learnt from, or settings that do not go together.
@@ -90,7 +88,7 @@ def learn(
     began = time.perf_counter()
     given = {"optimizer": optimizer, "objective": objective, "correction": correction}
     if isinstance(before, Step):
-        _refuse_again(given | {"lora": lora, "training": training})
+        _refuse_again(given | {"lora": lora, "training": training, "seed": seed})
         before.check_there()
         model, known = before.started.model, before.started.programs.training
     else:
@@ -106,7 +104,7 @@ def learn(
         began_with = _going_on(before, responses, samples)
     else:
         given |= {"samples": samples, "prompts_per_step": len(responses) // samples}
-        began_with = _first(model, responses, known, given, lora, seed)
+        began_with = _first(model, responses, known, given, lora, seed or 0)
     return _step(began_with, responses, numbers, greedy_rewards, began)
 
 
@@ -228,8 +226,7 @@ def _first(
     _check_sampler(run)
     drawn = {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
     model, run = settle("learn", model, run.varied(**drawn), given)
-    if responses[0].replays:
-        run.learning.objective.check_whole_distribution()
+    _check_objective(run, responses)
     adapter = first_adapter("learn", model, lora, seed)
     built = programs.build(run.varied(lora=adapter and adapter.lora), foreign=True)
     state, started = start(model, built, adapter)
@@ -246,15 +243,26 @@ def _check_sampler(run: Training) -> None:
         )
 
 
+def _check_objective(run: Training, responses: Sequence[Response]) -> None:
+    if any(response.replays for response in responses):
+        run.learning.objective.check_whole_distribution()
+
+
 def _going_on(before: Step, responses: Sequence[Response], samples: int) -> _Before:
     """What a later step begins with: programs for its number of rows."""
     built, asked = before.started.programs, responses[0].declared
     _check_sampler(built.training)
+    if built.training.learning.routing == "compared" and built.compare is None:
+        raise InputError(
+            "learn: the step is one of grpo with routing = 'compared', which compares no experts of"
+            " another engine; start anew from step.model"
+        )
     sampling = built.training.execution.sampling
     known, where = Distribution.of(sampling), responses[0].where
     if asked != known:
         raise InputError(f"learn: {where}: drawn with {asked}, but the steps before with {known}")
     run = built.training.varied(prompts_per_step=len(responses) // samples)
+    _check_objective(run, responses)
     try:
         run.check()
     except rules.RuleError as error:
@@ -307,8 +315,8 @@ def _arrays(model: Model, responses: Sequence[Response]) -> Rollout:
     longest = max(len(r) for r in responses)
     prompts = max(len(r.prompt) for r in responses)
     most = model.config.max_positions
-    prompts = max(prompts, min(_padded(prompts), most - longest))
-    size = max(longest, min(_padded(longest), most - prompts))
+    prompts = max(prompts, min(padded(prompts), most - longest))
+    size = max(longest, min(padded(longest), most - prompts))
     said = [replace(r, ended=r.ended or _looks_ended(r, model)) for r in responses]
     return evidence.side_by_side(said, prompts, size)
 
@@ -316,10 +324,6 @@ def _arrays(model: Model, responses: Sequence[Response]) -> Rollout:
 def _looks_ended(response: Response, model: Model) -> Ended:
     """How a response ended that does not say it: by its last token."""
     return "token" if response.tokens[-1] in model.stop_tokens else "cut"
-
-
-def _padded(length: int) -> int:
-    return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
 def _samples(model: Model, responses: Sequence[Response], rewards: np.ndarray) -> list[Sample]:

@@ -245,7 +245,7 @@ def save(model: Model, folder: str | Path, *, dtype: DTypeLike = "float32") -> P
     return Path(processes.led(write))
 
 
-def named_arrays(model: Model, *, dtype: str = "float32") -> Iterator[tuple[str, np.ndarray]]:
+def named_arrays(model: Model, *, dtype: DTypeLike = "float32") -> Iterator[tuple[str, np.ndarray]]:
     """The weights as `save` would write them, for the update call of a running engine.
 
         engine.load_weights((name, torch.from_numpy(x)) for name, x in tim_jax.named_arrays(model))
@@ -255,7 +255,7 @@ def named_arrays(model: Model, *, dtype: str = "float32") -> Iterator[tuple[str,
 
     Args:
       model: of `load`, or of a step of `grpo` or `learn`.
-      dtype: of the arrays, "float32", "bfloat16" or "float16".
+      dtype: of the arrays, as in `save`.
 
     Yields:
       (name in `transformers`' layout, array).
@@ -264,7 +264,8 @@ def named_arrays(model: Model, *, dtype: str = "float32") -> Iterator[tuple[str,
       InputError: another dtype, or a value beyond its range.
     """
     check_model("named_arrays", model)
-    return hf.named_arrays(processes.whole(model.params), model.config, dtype=dtype)
+    own = dtype_name("named_arrays: dtype", dtype)
+    return hf.named_arrays(processes.whole(model.params), model.config, dtype=own)
 
 
 def load_adapter(folder: str | Path, model: Model) -> Adapter:

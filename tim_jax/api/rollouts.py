@@ -27,7 +27,7 @@ from tim_jax.rl import drawing, programs, sharded
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks.base import Example, whole
 
-_SHORTEST = 16  # prompts are padded to this many tokens, or a power of two above it
+_SHORTEST = 16  # tokens
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,7 +153,7 @@ def request(
     model.execution(sampling)  # which refuses a distribution that the model cannot have
     asked, most = _checked(prompts), sampling.max_tokens
     text = text_of(model, [Example(prompt, "") for prompt in asked], most, template, options)
-    width = min(_padded(text.max_prompt_length), model.config.max_positions - most)
+    width = min(padded(text.max_prompt_length), model.config.max_positions - most)
     text = replace(text, max_prompt_length=width)
     # Every device gets as many rows: the last prompt is repeated, and its rows are dropped.
     filling = -len(asked) % sharded.prompts_multiple(model.placement, samples)
@@ -227,8 +227,11 @@ def text_of(
     return replace(text, max_prompt_length=max(map(len, encoded)))
 
 
-def _padded(length: int) -> int:
-    """Few lengths, so that few programs are compiled. Padding changes no bit."""
+def padded(length: int) -> int:
+    """Returns the length to pad prompts or responses to: a power of two.
+
+    So few programs are compiled. Padding changes no bit.
+    """
     return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
@@ -262,6 +265,10 @@ def score(
     """
     check_model("score", model)
     if not isinstance(rollout, Rollout):
+        if micro_batch is not None:
+            raise InputError(
+                "score: micro_batch is for a rollout of `sample`; leave it out of rows"
+            )
         return _scored_rows(model, rollout, format)
     rows, shards = len(rollout), model.placement.shards
     if micro_batch is not None:

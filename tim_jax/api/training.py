@@ -241,6 +241,11 @@ def grpo(
 def _template(model: Model, task: Task) -> tuple[Any, Mapping[str, Any]]:
     """How prompts go through the chat template, with the tools of an environment."""
     tools = () if task.environment is None else task.environment.tools
+    if tools and "tools" in model.template_options:
+        raise InputError(
+            "grpo: the environment declares tools, and model.template_options has tools too; give"
+            " one of them"
+        )
     declared = {"tools": [*tools]} if tools else {}
     return model.chat_template, {**model.template_options, **declared}
 

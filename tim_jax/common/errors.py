@@ -92,26 +92,31 @@ class InputError(ValueError):
 
 # What TRL, verl, tunix and vLLM call the settings of this library (docs/python.md).
 _ELSEWHERE = {
-    **dict.fromkeys(("num_generations", "num_return_sequences", "group_size", "n"), "samples"),
-    **dict.fromkeys(
-        ("max_completion_length", "max_response_length", "max_new_tokens", "max_length"),
-        "max_tokens",
-    ),
-    **dict.fromkeys(("max_tokens_to_generate", "total_generation_steps"), "max_tokens"),
-    **dict.fromkeys(("train_batch_size", "batch_size"), "prompts_per_step"),
-    **dict.fromkeys(("num_iterations", "ppo_epochs"), "epochs"),
-    **dict.fromkeys(("per_device_train_batch_size", "train_micro_batch_size"), "micro_batch"),
-    **dict.fromkeys(("ppo_micro_batch_size_per_gpu", "micro_batch_size"), "micro_batch"),
-    **dict.fromkeys(("steps_per_generation", "ppo_mini_batch_size"), "mini_batches"),
-    **dict.fromkeys(("gradient_checkpointing", "enable_gradient_checkpointing"), "remat"),
-    **dict.fromkeys(("reward_funcs", "reward_fns", "reward_fn", "reward_function"), "reward"),
-    **dict.fromkeys(("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"), "clip_low"),
-    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), "clip_high"),
-    **dict.fromkeys(("beta", "kl_loss_coef", "kl_coef"), "kl_coefficient"),
-    **dict.fromkeys(("loss_agg_mode", "loss_type"), "aggregation"),
-    **dict.fromkeys(("adv_estimator", "advantage_estimator"), "estimator"),
-    **dict.fromkeys(("max_steps", "total_training_steps", "num_steps"), "steps"),
-    **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
+    theirs: ours
+    for ours, names in {
+        "samples": ("num_generations", "num_return_sequences", "group_size", "n"),
+        "max_tokens": (
+            *("max_completion_length", "max_response_length", "max_new_tokens", "max_length"),
+            *("max_tokens_to_generate", "total_generation_steps"),
+        ),
+        "prompts_per_step": ("train_batch_size", "batch_size"),
+        "epochs": ("num_iterations", "ppo_epochs"),
+        "micro_batch": (
+            *("per_device_train_batch_size", "train_micro_batch_size"),
+            *("ppo_micro_batch_size_per_gpu", "micro_batch_size"),
+        ),
+        "mini_batches": ("steps_per_generation", "ppo_mini_batch_size"),
+        "remat": ("gradient_checkpointing", "enable_gradient_checkpointing"),
+        "reward": ("reward_funcs", "reward_fns", "reward_fn", "reward_function"),
+        "clip_low": ("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"),
+        "clip_high": ("epsilon_high", "clip_ratio_high"),
+        "kl_coefficient": ("beta", "kl_loss_coef", "kl_coef"),
+        "aggregation": ("loss_agg_mode", "loss_type"),
+        "estimator": ("adv_estimator", "advantage_estimator"),
+        "steps": ("max_steps", "total_training_steps", "num_steps"),
+        "learning_rate": ("lr", "actor_lr"),
+    }.items()
+    for theirs in names
 }
 
 

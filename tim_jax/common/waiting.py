@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-SECONDS = 10.0  # a longer wait is said; again when it is ten times as long, and once more
-_SAID_UNTIL = 1000.0  # times `SECONDS`
+SECONDS = 10.0  # a longer wait is said, and again when it is ten and a hundred times as long
 
 logger = logging.getLogger(__name__)
 COMPILES = "the first time, its program is compiled"
@@ -72,22 +71,26 @@ def say(line: str) -> None:
 def _watched(doing: Callable[[], str], about: str) -> Iterator[None]:
     more = f" ({about})" if about else ""
     timers: list[threading.Timer] = []
+    over = False
 
     def arm(seconds: float, after: float) -> None:
-        timers[:] = [threading.Timer(seconds, speak, (after,))]
-        timers[0].daemon = True
-        timers[0].start()
+        timers.append(threading.Timer(seconds, speak, (after,)))
+        timers[-1].daemon = True
+        timers[-1].start()
 
     def speak(after: float) -> None:
         say(f"still {doing()} after {after:g} s{more}")
-        if after < _SAID_UNTIL * SECONDS / 10:
+        if after < 100 * SECONDS:
             arm(9 * after, 10 * after)
+            if over:  # it may have ended before the new timer was there to be cancelled
+                timers[-1].cancel()
 
     arm(SECONDS, SECONDS)
     try:
         yield
     finally:
-        timers[0].cancel()
+        over = True
+        timers[-1].cancel()
 
 
 @contextmanager

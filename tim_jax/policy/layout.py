@@ -6,6 +6,7 @@ to [B, R].
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,8 @@ class Padded:
     routes: jax.Array | None  # [B, T, L, k]
     supports: jax.Array | None  # i32[B, R, K]
     prompt_lengths: jax.Array  # i32[B]
-    packing: None = None
-    used: None = None
+    packing: ClassVar[None] = None
+    used: ClassVar[None] = None
 
     def predicting(self, x: jax.Array) -> jax.Array:
         """[B, R, ...] of [B, T, ...]: what predicts response token t is at position t - 1."""

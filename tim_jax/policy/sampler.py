@@ -309,7 +309,9 @@ class Decoding:
 
         return jax.lax.while_loop(unfinished, steps, state)
 
-    def step(self, weights: Weights, starts, uniforms, limits: Any, now: Steps) -> Steps:
+    def step(
+        self, weights: Weights, starts, uniforms, limits: int | jax.Array, now: Steps
+    ) -> Steps:
         """Runs the forward on the newest token of every slot, and draws the next.
 
         `starts` i32[S] are lengths of prompts, `limits` the lengths at which responses are cut.

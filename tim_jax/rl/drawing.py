@@ -77,9 +77,18 @@ class Text:
         )
 
     def declaring(self, source: Answering | None) -> "Text":
-        """With the tools of an environment, if there is one, in every prompt."""
+        """With the tools of an environment, if there is one, in every prompt.
+
+        Raises:
+          InputError: the options of the template have other tools.
+        """
         if source is None or not source.tools:
             return self
+        if "tools" in dict(self.template_options):
+            raise InputError(
+                "model.template_options.tools: the task's environment declares its own tools; leave"
+                " these out"
+            )
         return replace(self, template_options=(*self.template_options, ("tools", [*source.tools])))
 
     def bridged(
@@ -234,6 +243,8 @@ def finish(
     group, refills = programs.training.learning.samples, len(begun.rounds) - 1
     drawn = _drawn(begun.first, task, text, programs=programs)
     metrics, silent = drawn_metrics(drawn, programs), _silent(drawn.rewards, group)
+    if begun.first.played is not None:
+        metrics |= begun.first.played.metrics
     if not refills:
         return drawn._replace(metrics=metrics | drawn.metrics)
     rounds = 0
@@ -336,11 +347,16 @@ def of_episodes(examples: Sequence[Example], played: Played, text: Text) -> list
     return [Sample(prompt_text(x), said, x.answer, float(reward)) for x, said, reward in rows]
 
 
+def environment_faults(failed: np.ndarray) -> dict[str, float]:
+    """How often the environment failed, as a metric."""
+    return {"environment/failures": float(failed.sum())}
+
+
 def _of_episodes(sampling: _Sampling, played: Played, text: Text) -> Drawn:
     samples = of_episodes(sampling.examples, played, text)
     seconds = {"sampling": sampling.seconds - played.seconds, "grading": played.seconds}
-    metrics, turn_rewards = played.metrics, played.turn_rewards
-    return Drawn(played.rollout, samples, played.rewards, None, metrics, seconds, turn_rewards)
+    faults, turn_rewards = environment_faults(played.failed), played.turn_rewards
+    return Drawn(played.rollout, samples, played.rewards, None, faults, seconds, turn_rewards)
 
 
 def _rewards(samples: Sequence[Sample]) -> np.ndarray:

@@ -131,6 +131,7 @@ class Played(NamedTuple):
     rollout: Rollout
     rewards: np.ndarray  # f32[N], the sum over each one's turns
     turn_rewards: np.ndarray  # f32[N, R], each turn's at its last token
+    failed: np.ndarray  # bool[N], the environment failed
     metrics: dict[str, float]
     seconds: float  # that devices stood still for the environment
 
@@ -160,7 +161,7 @@ def play(
     pool = programs.pool(*prompts.tokens.shape)
     weights, cache, first, keys = programs.begin(weights, prompts, key, pool=pool)
     books = _Books.of(prompts, states, programs, first, np.asarray(keys))
-    held = _Pages(books, programs.samples, pool, cache)
+    held = _Pages(books, pool, cache)
     most = min(programs.batching.slots or books.count, books.count)
     names = _names(prompts.ids, key, programs.samples)
     rows = np.flatnonzero(books.ready)
@@ -179,7 +180,7 @@ def play(
             cache, found = programs.decode(weights, cache, names, work, until)
             books.take(asker.replies(wait=False))
             books.record(work, jax.device_get(found))
-    rollout = programs.report(books.rollout(prompts, programs.samples), prompts, key)
+    rollout = programs.report(books.rollout(prompts), prompts, key)
     return Played(rollout, *books.results(), asker.seconds)
 
 
@@ -214,7 +215,7 @@ def _extended(cache, weights, rows, books: "_Books", held: "_Pages", programs: P
 class _Books:
     """What is known of every episode. N rows, R tokens at most after the prompt, T turns."""
 
-    prompts: int
+    samples: int  # of each prompt
     most: Turns
     room: int  # R
     starts: np.ndarray  # i32[N], lengths of the prompts
@@ -234,8 +235,8 @@ class _Books:
     ready: np.ndarray  # bool[N], can go on
     over: np.ndarray  # bool[N]
     fits: np.ndarray  # bool[N], no reply was left out for want of room
+    failed: np.ndarray  # bool[N], the environment failed
     cached: np.ndarray  # i32[N], positions whose keys and values are there
-    failures: int = 0
     extended: int = 0  # positions computed in chunks
     asked: list[int] = field(default_factory=list)  # rows whose turns have ended just now
 
@@ -252,7 +253,7 @@ class _Books:
         wide = partial(np.zeros, (count, room))
         none = np.zeros(count, np.int32)
         books = cls(
-            prompts=len(prompts.lengths),
+            samples=samples,
             most=programs.turns,
             room=room,
             starts=starts,
@@ -272,6 +273,7 @@ class _Books:
             ready=np.ones(count, bool),
             over=np.zeros(count, bool),
             fits=np.ones(count, bool),
+            failed=np.zeros(count, bool),
             cached=starts.copy(),
         )
         first = jax.device_get(first)
@@ -280,7 +282,6 @@ class _Books:
             one = slice(row, row + 1)
             drew = first.tokens[one], first.log_probs[one], drawn_with[one]
             books._append(row, *drew, ended=bool(first.ended[row]))
-        books.cached = starts.copy()
         return books
 
     @property
@@ -360,7 +361,7 @@ class _Books:
         here = slice(start + self.began[row], start + self.lengths[row])
         tokens = self.sequences[row, here].copy()
         said = tokens[:-1] if ended else tokens
-        prompt, sample = divmod(row, self.count // self.prompts)
+        prompt, sample = divmod(row, self.samples)
         return Turn(
             prompt=prompt,
             sample=sample,
@@ -375,9 +376,9 @@ class _Books:
         for row, outcome in replies:
             self.states[row] = outcome.state
             self.rewards[row, self.lengths[row] - 1] = outcome.reward
-            self.failures += outcome.failure is not None
+            self.failed[row] = outcome.failure is not None
             self.turn[row] += 1
-            if outcome.done or outcome.failure is not None or self.turn[row] == self.most.most:
+            if outcome.done or self.failed[row] or self.turn[row] == self.most.most:
                 self.over[row] = True
             else:
                 self._go_on(row, _checked(outcome.tokens, self.vocabulary))
@@ -393,13 +394,13 @@ class _Books:
         self.limits[row] = min(length + self.most.max_tokens, self.room)
         self.ready[row] = True
 
-    def rollout(self, prompts: Prompts, samples: int) -> Rollout:
+    def rollout(self, prompts: Prompts) -> Rollout:
         """All episodes, as the learner takes them."""
         at = self.starts[:, None] + np.arange(self.room)[None, :]
         inside = np.arange(self.room)[None, :] < self.lengths[:, None]
         responses = np.where(inside, np.take_along_axis(self.sequences, at, axis=1), 0)
         return Rollout(
-            prompts=jnp.repeat(prompts.tokens, samples, axis=0),
+            prompts=jnp.repeat(prompts.tokens, self.samples, axis=0),
             prompt_lengths=jnp.asarray(self.starts),
             responses=jnp.asarray(responses),
             lengths=jnp.asarray(self.lengths),
@@ -409,17 +410,16 @@ class _Books:
             drawn=jnp.asarray(self.drawn),
         )
 
-    def results(self) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-        """Rewards of episodes and of their turns, and metrics."""
+    def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, float]]:
+        """Rewards of episodes and of their turns, which episodes failed, and metrics."""
         drawn = self.drawn.sum()
         metrics = {
             "turns": float(self.turn.mean()),
             "episode_length": float(self.lengths.mean()),
             "reply_tokens": float(self.lengths.sum() - drawn),
             "extended_tokens": float(self.extended),
-            "environment/failures": float(self.failures),
         }
-        return self.rewards.sum(axis=1, dtype=np.float32), self.rewards, metrics
+        return self.rewards.sum(axis=1, dtype=np.float32), self.rewards, self.failed, metrics
 
 
 def _checked(tokens: Any, vocabulary: int) -> np.ndarray:
@@ -439,9 +439,9 @@ def _checked(tokens: Any, vocabulary: int) -> np.ndarray:
 class _Pages:
     """Which pages the rows have. Without a pool, each has those of its row of the cache, always."""
 
-    def __init__(self, books: _Books, samples: int, pool: Pool | None, cache: Cache) -> None:
+    def __init__(self, books: _Books, pool: Pool | None, cache: Cache) -> None:
         count, key = books.count, cache[0].key
-        self.pool, self._starts, self._samples = pool, books.starts, samples
+        self.pool, self._starts, self._samples = pool, books.starts, books.samples
         if pool is None:
             width = key.shape[1] if key.ndim == 5 else 1  # a row of one piece is one page
             self.tables = np.arange(count * width, dtype=np.int32).reshape(count, width)

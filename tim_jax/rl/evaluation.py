@@ -139,8 +139,7 @@ def evaluate(
                     weights, text, examples, encoded, key, programs=sample, environment=environment
                 )
             found = drawing.of_episodes(examples, played, text)[: wanted * samples]
-            failures = "environment/failures"
-            faults = {failures: played.metrics[failures]}
+            faults = drawing.environment_faults(played.failed[: wanted * samples])
             drawn = np.asarray(played.rollout.drawn_lengths)[: wanted * samples]
         else:
             with waiting.during(SAMPLING, about=waiting.COMPILES):

@@ -39,15 +39,13 @@ def score_rows(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Log-probs float32 [B, R] by a forward without gradient, a micro-batch at a time.
 
-    `score` is `scoring.score` of an execution. With `energy` also the score's energies, see
-    `distribution.score_energy`; else None. `agree` as in `micro_batches.scan_tokens`.
+    `score` is `scoring.score` of an execution; with micro-batches of tokens, in such a buffer.
+    With `energy` also the score's energies, see `distribution.score_energy`; else None. `agree` as
+    in `micro_batches.scan_tokens`.
     """
 
-    packed = micro_batch_tokens is not None
-    forward = partial(score, buffer=micro_batch_tokens) if packed else score
-
     def one(_, part: Rollout):
-        scores = forward(weights, part, energy=energy)
+        scores = score(weights, part, energy=energy)
         return (), (scores.log_probs, scores.energy)
 
     rows = rollout.lengths.shape[0]

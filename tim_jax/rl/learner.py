@@ -226,7 +226,7 @@ def gradient_rows(
     """Gradient of the loss's sum over rows with respect to the compute weights, in float32.
 
     Args:
-      score: `scoring.score` of an execution.
+      score: `scoring.score` of an execution; with micro-batches of tokens, in such a buffer.
       token_weights: f32[B, R], each token's weight in the loss, the normaliser included.
       sums: zeros that `score` adds the gradients of embedding and head to, see
         `scoring.gradient_sums`; None: their gradients are made and added as all others are.
@@ -241,12 +241,10 @@ def gradient_rows(
     rows = batch.mask.shape[0]
     size = min(learning.micro_batch or rows, rows)
     trained, put = _trained(weights, sums, adapters)
-    packed = learning.micro_batch_tokens is not None
-    of_buffer = partial(score, buffer=learning.micro_batch_tokens) if packed else score
 
     def loss(trained, sums, *part):
-        forward = of_buffer if sums is None else partial(of_buffer, sums=sums)
-        forward = forward if adapters is None else partial(of_buffer, frozen_head=True)
+        forward = score if sums is None else partial(score, sums=sums)
+        forward = forward if adapters is None else partial(score, frozen_head=True)
         return _loss(put(trained), *part, score=forward, learning=learning)
 
     call = jax.value_and_grad(loss, argnums=0 if sums is None else (0, 1), has_aux=True)

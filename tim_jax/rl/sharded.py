@@ -185,7 +185,7 @@ def scoring(
     tokens = _local_tokens(micro_batch_tokens, where)
 
     def local(weights, rollout: Rollout, micro: int | None, energy: bool):
-        forward = partial(score, execution=execution)
+        forward = partial(score, execution=execution, buffer=tokens)
         options: Any = {"micro_batch": micro, "micro_batch_tokens": tokens, "energy": energy}
         agree = partial(_largest, where)
         return collectives.whole_rows(
@@ -198,10 +198,8 @@ def scoring(
         micro = _local_micro_batch(size, rows, where)
         on_rows = partial(local, micro=micro, energy=energy)
         call = _over(on, on_rows, (_weights(execution), _ROWS), _WHOLE)
-        if tokens is None or where.shards == 1:
-            return call(weights, rollout)
-        order, back = _dealt(rollout, where)
-        return _rows_at(call(weights, _rows_at(rollout, order)), back)
+        deal, back = _dealing(rollout, where, tokens)
+        return back(call(weights, deal(rollout)))
 
     return scored
 
@@ -225,7 +223,7 @@ def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[
         )
 
         def local(weights, rows, adapters=None):
-            forward = partial(score, execution=execution)
+            forward = partial(score, execution=execution, buffer=local_tokens)
             sums = None if adapters else gradient_sums(weights, execution=execution)
             options = {"learning": local_learning, "sums": sums, "adapters": adapters}
             options["agree"] = partial(_largest, where)
@@ -234,13 +232,9 @@ def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[
 
         trained = () if adapters is None else (adapters,)
         call = differentiating(execution, on, local)
-        everything = batch, token_weights
-        if local_tokens is None or where.shards == 1:
-            tokens, gradients = call(weights, everything, *trained)
-            return gradients, tokens
-        order, back = _dealt(batch.rollout, where)
-        tokens, gradients = call(weights, _rows_at(everything, order), *trained)
-        return gradients, _rows_at(tokens, back)
+        deal, back = _dealing(batch.rollout, where, local_tokens)
+        tokens, gradients = call(weights, deal((batch, token_weights)), *trained)
+        return gradients, back(tokens)
 
     return differentiate
 
@@ -255,14 +249,21 @@ def _local_tokens(tokens: int | None, where: Placement) -> int | None:
     return None if tokens is None else tokens // where.shards
 
 
-def _dealt(rollout: Rollout, where: Placement) -> tuple[jax.Array, jax.Array]:
-    """An order of the rows that gives every device about as many tokens, and the way back."""
+def _dealing(
+    rollout: Rollout, where: Placement, tokens: int | None
+) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """What orders trees of rows so that every device has about as many tokens, and the way back.
+
+    Micro-batches of rows, with `tokens` None, stay in their order.
+    """
+    if tokens is None or where.shards == 1:
+        return lambda tree: tree, lambda tree: tree
+
+    def at(order: jax.Array, tree: Any) -> Any:
+        return jax.tree.map(lambda x: x[order], tree)
+
     order = micro_batches.deal(micro_batches.whole_lengths(rollout), where.shards)
-    return order, jnp.argsort(order)
-
-
-def _rows_at(tree: Any, order: jax.Array) -> Any:
-    return jax.tree.map(lambda x: x[order], tree)
+    return partial(at, order), partial(at, jnp.argsort(order))
 
 
 def differentiating(execution: Execution, on: Mesh, local: Callable) -> Callable:

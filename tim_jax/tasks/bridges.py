@@ -24,7 +24,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -115,7 +115,7 @@ class Bridge:
         if template is None:
             return completion
         text = self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=False)
-        prefix = self._write(_user(ASKED)) if self.templated else ""
+        prefix = self._ahead
         try:
             message = self.tokenizer.parse_response(
                 text, prefix=prefix, tools=self.options.get("tools")
@@ -123,6 +123,11 @@ class Bridge:
         except Exception as error:  # the policy wrote it
             message = {"role": "assistant", "content": completion.text, "error": first_line(error)}
         return replace(completion, message=message)
+
+    @cached_property
+    def _ahead(self) -> str:
+        """What stands ahead of a turn of the policy."""
+        return self._write(_user(ASKED)) if self.templated else ""
 
     @property
     def _end(self) -> list[int]:

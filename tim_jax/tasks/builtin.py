@@ -398,11 +398,12 @@ def _train_item(name: str, draw: Draw, seed: int, held_out: int, index: int) -> 
 
 def _evaluation(name: str, draw: Draw, seed: int, held_out: int, size: int) -> tuple[Example, ...]:
     rng = rng_for(name, seed, "evaluation")
-    problems: dict[tuple[Any, str], Example] = {}
+    problems: dict[Any, Example] = {}
     for _ in range(ATTEMPTS + 10 * held_out * size):
         example = draw(rng)
         if _held_out(example, held_out):
-            problems.setdefault((example.prompt, example.answer), example)
+            # A state may tell apart what has one prompt; another worked answer does not.
+            problems.setdefault((example.prompt, example.data.get("state")), example)
         if len(problems) == size:
             return tuple(problems.values())
     raise InputError(

@@ -211,13 +211,9 @@ def render_chat(
     chat: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
     *,
-    opening: bool = True,
     where: str,
 ) -> str:
-    """Returns messages as the tokenizer's chat template writes them.
-
-    Args:
-      opening: with the opening of the assistant's turn at the end.
+    """Returns messages and the opening of the assistant's turn, as the chat template writes them.
 
     Raises:
       InputError: the template refuses them, or does not end.
@@ -227,7 +223,7 @@ def render_chat(
             text = tokenizer.apply_chat_template(
                 [dict(message) for message in chat],
                 tokenize=False,
-                add_generation_prompt=opening,
+                add_generation_prompt=True,
                 **options,
             )
     except ImportError as error:

@@ -19,14 +19,6 @@ from tim_jax.policy import scoring
 from tim_jax.rl.programs import sampling_program
 
 KEPT = 5
-MIXTURE = replace(
-    tiny.UNTIED,
-    model_type="qwen3_moe",
-    num_experts=7,
-    num_experts_per_tok=3,
-    moe_intermediate_size=8,
-    norm_topk_prob=True,
-)
 
 
 def decode(ids):
@@ -95,6 +87,7 @@ def test_supports_are_no_fault_and_without_them_the_truncation_is_named():
     [
         ({"supports": [[1]]}, "row 1: supports must be of the 3 response tokens, got 1"),
         ({"supports": [[4], [1], [5]]}, r"\[1\] = 6 was drawn, but is not among the 1 tokens of"),
+        ({"supports": [4, 6, 5]}, "row 1: supports must be a list of ids a token, got"),
         ({"supports": [[4], [99], []]}, r"supports\[1\] must be ids of the model's 23 tokens"),
         ({"kept_log_mass": [0.5, 0, 0]}, r"kept_log_mass\[0\] = 0.5 is positive"),
         ({"supports": [[4], [6], [5]], "kept_log_mass": [0, 0, 0]}, "leave the latter out"),
@@ -116,8 +109,8 @@ def test_what_cannot_be_replayed(change, message):
 
 def routed():
     """Rows of a mixture's own sampler with its experts, and its forward."""
-    execution = Execution(MIXTURE, tiny.NUMERICS, tiny.SAMPLING, routing="compared")
-    own = jax.jit(execution.prepare)(tiny.params(MIXTURE))
+    execution = Execution(tiny.MIXTURE, tiny.NUMERICS, tiny.SAMPLING, routing="compared")
+    own = jax.jit(execution.prepare)(tiny.params(tiny.MIXTURE))
     program = sampling_program(execution, samples=tiny.GROUP)
     found = jax.device_get(program(own, tiny.prompts(), jax.random.key(0)))
     rows = []
@@ -130,13 +123,15 @@ def routed():
                 "routed_experts": found.routes[i, : before + after - 1],
             }
         )
-    return rows, Forward(own, Execution(MIXTURE, tiny.NUMERICS), MIXTURE.vocab_size, STOPS)
+    return rows, Forward(
+        own, Execution(tiny.MIXTURE, tiny.NUMERICS), tiny.MIXTURE.vocab_size, STOPS
+    )
 
 
 @pytest.mark.slow
 def test_experts_are_compared_layer_by_layer_and_replayed():
     rows, own = routed()
-    limits = Limits.of(MIXTURE)
+    limits = Limits.of(tiny.MIXTURE)
     layers, _, experts = limits.routes
     plain = collect(readers.read(rows), limits=limits).responses
     found = verdict.diagnose(plain, own, sources=())
@@ -197,6 +192,8 @@ def test_experts_are_read_from_lists_and_from_bytes():
         (routes[:2], r"routes have the shape \(2, 2, 3\); they must have one of \(3, 2, 3\)"),
         (routes + 7, "but a layer has 7 experts, numbered from 0"),
         ("???", "routes cannot be read"),
+        ((routes + 0.5).tolist(), "routes cannot be read: they must be whole numbers"),
+        ([[[2**40] * 3] * 2] * 3, "routes cannot be read"),
     ):
         with pytest.raises(InputError, match=message):
             collect(readers.read([row | {"routes": wrong}]), limits=limits)

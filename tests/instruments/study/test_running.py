@@ -373,6 +373,20 @@ def test_the_shipped_studies_are_whole(capsys):
             measurement.check(one, configs)
 
 
+def test_a_measurement_of_episodes_is_refused(tmp_path, capsys):
+    base = Path(__file__).parents[3] / "configs" / "turns.toml"
+    path = tmp_path / "episodes.toml"
+    path.write_text(
+        f'kind = "gradient"\nbase = {json.dumps(str(base))}\nhypothesis = "x"\n'
+        'source.int4.mismatch = [{ name = "quantised_weights", dtype = "int4" }]\n'
+        "horizon.one = {}\n"
+    )
+    assert cli.main(["study", str(path), "--folder", str(tmp_path / "out")]) == 2
+    assert "sampling.max_turns = 4: a measurement draws responses of one turn" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_task_that_cannot_be_made_is_refused_before_training(tmp_path, capsys):
     base = Path(__file__).parents[3] / "configs" / "small.toml"
     path = tmp_path / "few.toml"

@@ -154,11 +154,10 @@ def with_new_keys(data: Mapping[str, Any], source: str | None = None) -> dict[st
     """
     renamed = {}
     for name, value in data.items():
-        if name == "learner" and isinstance(value, Mapping):
-            value = _without_widths(value, source)
         if isinstance(value, Mapping):
             value = with_new_keys(value, source)
-            for old in _RENAMED.get(name, {}).keys() & value.keys():
+            value = _without_widths(value, source) if name == "learner" else value
+            for old in (old for old in _RENAMED.get(name, {}) if old in value):
                 new = _new_key(name, old, source)
                 if new in value:
                     raise InputError(

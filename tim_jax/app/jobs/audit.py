@@ -260,9 +260,8 @@ def _bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None)
     try:
         # A run that holds nothing out is measured on what it trains on.
         examples = list(task.evaluation[:prompts] or task.train[:prompts])
-        chosen = grading.make_text(config, model, run=Path(source)).prompts(
-            examples, range(len(examples))
-        )
+        text = grading.make_text(config, model, run=Path(source)).declaring(task.environment)
+        chosen = text.prompts(examples, range(len(examples)))
     finally:
         task.close()
     steps = checkpoints.list_steps(Path(source) / "checkpoints")

@@ -402,24 +402,15 @@ def extra_sinks(config: RunConfig, folder: Path, start: int) -> Tee:
     if "tensorboard" in section.sinks:
         own = folder / "tensorboard"
         extra.append(TensorBoard(own, resume_step=start))
+    named: dict[str, Any] = {
+        "project": section.wandb_project,
+        "name": folder.name,
+        "config": config.model_dump(),
+    }
     if "wandb" in section.sinks:
         with waiting.during("starting Weights & Biases"):
-            sink = Wandb(
-                folder,
-                project=section.wandb_project,
-                name=folder.name,
-                config=config.model_dump(),
-                mode=section.wandb_mode,
-            )
-        extra.append(sink)
+            extra.append(Wandb(folder, mode=section.wandb_mode, **named))
     if "mlflow" in section.sinks:
         with waiting.during("starting MLflow"):
-            sink = MLflow(
-                folder,
-                project=section.wandb_project,
-                name=folder.name,
-                config=config.model_dump(),
-                uri=section.mlflow_uri,
-            )
-        extra.append(sink)
+            extra.append(MLflow(folder, uri=section.mlflow_uri, **named))
     return Tee(tuple(extra))

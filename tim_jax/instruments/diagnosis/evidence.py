@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.diagnosis.declared import Distribution, Shapes, shape_arrays, shape_logits
@@ -271,14 +272,13 @@ def side_by_side(
     """
     hidden = None
     if any(r.mask is not None for r in responses):
-        hidden = ~_filled([r.mask for r in responses], (size,), np.ones(0, bool), value=True)
-    whole, after = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        hidden = ~_filled([r.mask for r in responses], (size,), bool, value=True)
     arrays = {
-        "prompts": _filled([r.prompt for r in responses], (prompt_size,), whole),
+        "prompts": _filled([r.prompt for r in responses], (prompt_size,), np.int32),
         "prompt_lengths": np.asarray([len(r.prompt) for r in responses], np.int32),
-        "responses": _filled([r.tokens for r in responses], (size,), whole),
+        "responses": _filled([r.tokens for r in responses], (size,), np.int32),
         "lengths": np.asarray([len(r) + following for r in responses], np.int32),
-        "log_probs": _filled([np.nan_to_num(r.log_probs) for r in responses], (size,), after),
+        "log_probs": _filled([np.nan_to_num(r.log_probs) for r in responses], (size,), np.float32),
         "finished": np.asarray([r.ended != "cut" for r in responses]),
         "hidden": hidden,
         "supports": _optional([r.supports for r in responses], size, value=-1),
@@ -288,10 +288,10 @@ def side_by_side(
 
 
 def _filled(
-    rows: Sequence[Any], shape: tuple[int, ...], like: np.ndarray, *, value: Any = 0
+    rows: Sequence[Any], shape: tuple[int, ...], dtype: DTypeLike, *, value: Any = 0
 ) -> np.ndarray:
     """Rows of different lengths as [B, *shape], with `value` where they end, or are None."""
-    array = np.full((len(rows), *shape), value, like.dtype)
+    array = np.full((len(rows), *shape), value, dtype)
     for number, row in enumerate(rows):
         if row is not None:
             array[(number, *map(slice, np.shape(row)))] = row
@@ -304,7 +304,7 @@ def _optional(rows: Sequence[np.ndarray | None], length: int, *, value: int) -> 
     if not given:
         return None
     inner = *given[0].shape[1:-1], max(row.shape[-1] for row in given)
-    return _filled(rows, (length, *inner), given[0], value=value)
+    return _filled(rows, (length, *inner), given[0].dtype, value=value)
 
 
 class Chances(NamedTuple):

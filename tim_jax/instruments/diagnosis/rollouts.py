@@ -97,11 +97,8 @@ class Limits(NamedTuple):
 
     vocabulary: int
     positions: int
-    routes: tuple[int, int, int] = (
-        0,
-        0,
-        0,
-    )  # layers of experts, experts of a token, and of a layer
+    # Layers of experts, experts of a token, and of a layer.
+    routes: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Limits":
@@ -161,6 +158,8 @@ def _supports(
         raise InputError(
             f"{row.where}: supports must be of the {count} response tokens, got {found}"
         )
+    if not all(one is None or isinstance(one, Sequence) for one in given):
+        raise InputError(f"{row.where}: supports must be a list of ids a token, got {shown(given)}")
     kept = [[x for x in one or () if x != -1] for one in given]
     most = max(map(len, kept))  # one of few sizes, so that few programs are compiled
     array = np.full((count, 1 << max(most - 1, 0).bit_length()), -1, np.int32)
@@ -212,7 +211,7 @@ def _routes(row: Row, before: int, count: int, sizes: tuple[int, int, int]) -> n
         raise InputError(f"{row.where}: has routes, but the model is no mixture of experts")
     try:
         array = _numbers(given, layers, chosen)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise InputError(f"{row.where}: routes cannot be read: {shown(f'{error}')}") from None
     length = before + count
     array = array[:, -layers:] if array.ndim == 3 and array.shape[1] > layers else array
@@ -236,7 +235,10 @@ def _numbers(given: Any, layers: int, chosen: int) -> np.ndarray:
         return _decoded(given["data"]).reshape(tuple(given["shape"]))
     if isinstance(given, str):
         return _decoded(given).reshape(-1, layers, chosen)
-    return np.asarray(given, np.int32)
+    array = np.asarray(given)
+    if not np.array_equal(array, array.astype(np.int32)):
+        raise ValueError("they must be whole numbers")
+    return array.astype(np.int32)
 
 
 def _decoded(text: str) -> np.ndarray:

@@ -148,6 +148,11 @@ def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfi
 def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
     """Raises InputError if a task cannot be made, or this model's sampler cannot have a source."""
     for config in configs.values():
+        if config.sampling.max_turns is not None:
+            raise InputError(
+                f"{study.name}: sampling.max_turns = {config.sampling.max_turns}: a measurement"
+                " draws responses of one turn; leave it out"
+            )
         grading.make_task(config).close()
         model = sources.make_model(config)
         _check_sources(study, assembly.make_execution(config, model, devices=tuple(jax.devices())))
