@@ -192,7 +192,7 @@ def test_experts_are_read_from_lists_and_from_bytes():
         (routes[:2], r"routes have the shape \(2, 2, 3\); they must have one of \(3, 2, 3\)"),
         (routes + 7, "but a layer has 7 experts, numbered from 0"),
         ("???", "routes cannot be read"),
-        ((routes + 0.5).tolist(), "routes cannot be read: they must be whole numbers"),
+        ((routes + 0.5).tolist(), "routes cannot be read: .they must be whole numbers"),
         ([[[2**40] * 3] * 2] * 3, "routes cannot be read"),
     ):
         with pytest.raises(InputError, match=message):
