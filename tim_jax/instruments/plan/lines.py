@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from tim_jax.instruments.plan import comparison, roofline
+from tim_jax.instruments.plan import calibration, comparison, roofline
 from tim_jax.instruments.plan.comparison import Match
 from tim_jax.instruments.plan.planning import Plan, Stage
 
@@ -96,7 +96,7 @@ def _times(stage: Stage, plan: Plan) -> Iterator[str]:
 
 def _estimate(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float] | None:
     """The estimate, and seconds of the least work; None if the program was refused."""
-    rates, dtype = roofline.rates(plan.target), plan.workload.execution.numerics.compute_dtype
+    rates, dtype = calibration.rates(plan.target), plan.workload.execution.numerics.compute_dtype
     if rates is None or not any(stage.texts):
         return None
     least = roofline.least(plan.workload, stage.name).seconds(rates, dtype)
