@@ -372,6 +372,16 @@ def fills(visit: Visit) -> bool:
     return one.opcode == "fusion" and read < _SCALARS and one.bytes > _SCALARS
 
 
+def elements_filled(module: Module, trips: Sequence[int] = ()) -> int:
+    """Elements of the arrays of which `fills` says so. `trips`: see `hlo.visits`."""
+    return sum(
+        visit.times * prod(one.dims)
+        for visit in hlo.visits(module, trips)
+        if fills(visit) and not visit.fused
+        for one in visit.instruction.types
+    )
+
+
 def launches(module: Module, trips: Sequence[int] = ()) -> int:
     """How many instructions and kernels run. `trips`: see `hlo.visits`."""
     return sum(
@@ -532,12 +542,7 @@ def compiled(program: Program, target: Target) -> Compiled:
         products=done.products,
         copied=bytes_accessed(module, program.trips, of=copies),
         filled=bytes_accessed(module, program.trips, of=fills),
-        made=sum(
-            visit.times * prod(one.dims)
-            for visit in hlo.visits(module, program.trips)
-            if fills(visit) and not visit.fused
-            for one in visit.instruction.types
-        ),
+        made=elements_filled(module, program.trips),
     )
     return Compiled(figures, text, time.perf_counter() - start)
 

@@ -86,12 +86,30 @@ def _times(stage: Stage, plan: Plan) -> Iterator[str]:
     estimate, least = made
     of_kernels = sum(one.seconds for one in estimate.kernels.values())
     yield (
-        f"  estimate   {estimate.total:,.2f} s: kernels {of_kernels:,.2f}, other work"
+        f"  estimate   {estimate.total:,.2f} s, {_trust(estimate, plan)}: kernels"
+        f" {of_kernels:,.2f}, other work"
         f" {estimate.others:,.2f}, links {estimate.links:,.2f}, launches {estimate.launches:,.2f};"
         f" the least work takes {least:,.2f} s, {least / estimate.total:.0%} of it"
     )
     for name, one in list(estimate.kernels.items())[:_SLOWEST]:
         yield f"    {name:<24} {one.seconds:>10,.2f} s, {one.calls:,} calls, most in {one.bound}"
+
+
+def _trust(estimate: roofline.Estimate, plan: Plan) -> str:
+    """Whether such a device was measured, and how well its kernels are predicted."""
+    measured = _measured(plan)
+    if measured is None:
+        return "not calibrated"
+    unsure = estimate.unshown(measured)
+    but = f", but for {unsure:.0%} of it" if unsure > 0.005 else ""
+    return f"calibrated on an {measured.device} within {measured.error:.0%}{but}"
+
+
+def _measured(plan: Plan) -> calibration.Calibration | None:
+    numerics = plan.workload.execution.numerics
+    if (numerics.family, numerics.compute_dtype) != ("pallas_gpu", "bfloat16"):
+        return None
+    return calibration.calibration(plan.target)
 
 
 def _estimate(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float] | None:
@@ -100,8 +118,8 @@ def _estimate(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float] | Non
     if rates is None or not any(stage.texts):
         return None
     least = roofline.least(plan.workload, stage.name).seconds(rates, dtype)
-    share = roofline.seen(plan.workload, stage.name)
-    return roofline.estimate(stage.figures, rates, dtype, seen=share), least
+    share, measured = roofline.seen(plan.workload, stage.name), _measured(plan)
+    return roofline.estimate(stage.figures, rates, dtype, seen=share, measured=measured), least
 
 
 def _audit(matches: tuple[Match, ...]) -> Iterator[str]:
@@ -175,7 +193,8 @@ def _time_values(stage: Stage, plan: Plan) -> dict[str, Any]:
     if made is None:
         return {"estimate": None}
     estimate, least = made
-    return {"estimate": {"total": estimate.total, "least": least} | asdict(estimate)}
+    how = {"total": estimate.total, "least": least, "calibrated": _trust(estimate, plan)}
+    return {"estimate": how | asdict(estimate)}
 
 
 def _match_values(match: Match) -> dict[str, Any]:

@@ -64,6 +64,15 @@ class Estimate:
         of_kernels = sum(one.seconds for one in self.kernels.values())
         return of_kernels + self.others + self.links + self.launches
 
+    def unshown(self, measured: Calibration) -> float:
+        """The share of the time that no class of kernels predicts which counts as shown."""
+        shown = sum(
+            seconds
+            for kind, seconds in self.classes.items()
+            if kind in measured.fits and measured.fits[kind].shown
+        )
+        return 1 - shown / self.total
+
 
 def estimate(
     figures: Figures,
