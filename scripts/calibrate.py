@@ -21,6 +21,7 @@ from tim_jax.instruments.plan.calibration import FORMULAS, PRODUCTS, RATES, SHOW
 from tim_jax.instruments.plan.costs import Call, Tile
 
 ROWS = common.RESULTS / "calibration.json"
+PREDICTED = common.RESULTS / "predicted.json"
 PAGE = common.RESULTS / "calibration.md"
 
 
@@ -39,10 +40,14 @@ def main() -> None:
     devices = json.loads(ROWS.read_text())
     fitted = {name: of_device(name, device) for name, device in devices.items()}
     calibration.FILE.write_text(json.dumps(fitted, indent=1) + "\n")
+    predicted = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
     lines = [
         line
         for name, device in devices.items()
-        for line in tables(name, device, fitted[name]["classes"])
+        for line in (
+            *tables(name, device, fitted[name]["classes"]),
+            *predictions(device, predicted.get(name)),
+        )
     ]
     PAGE.write_text(common.between_marks(PAGE.read_text(), "\n".join(lines)))
 
@@ -128,6 +133,54 @@ def tables(name: str, device: dict[str, Any], classes: dict[str, Any]) -> Iterat
             times = (f"{1e6 * one:,.1f}" for one in (row.seconds, _before(row, name), now))
             yield f"| {kind} | {row.case} | {' | '.join(times)} | {shown} |"
     yield ""
+
+
+# What a step is to reach, by the figure of a case.
+GOALS = (
+    ("decoding, 70% of the memory", "share of memory roofline", 0.7, "sampler 1.7B"),
+    ("updates, 45% of the products", "share of matmul peak", 0.45, "learner 1.7B"),
+    ("updates, 45% of the products", "share of matmul peak", 0.45, "learner 4B"),
+    ("a step of 512 responses of 200 tokens, 12 s", "s/step", 12.0, "GRPO step 0.6B"),
+)
+
+
+def predictions(device: dict[str, Any], predicted: dict[str, Any] | None) -> Iterator[str]:
+    """Whole programs as predicted, beside what was measured, and the goals that they meet."""
+    if predicted is None:
+        return
+    cases, measured = predicted["cases"], device["programs"]
+    yield from ("## Whole programs", "")
+    yield f"Predicted for tree {predicted['tree']}, compiled by jax {predicted['jax']}."
+    yield from ("", "| program | predicted | not shown | by the data sheet | measured | error |")
+    yield "|---|---|--:|--:|--:|--:|"
+    for name, case in cases.items():
+        total = sum(case["seconds"].values())
+        found = measured.get(name)
+        beside = f"{found:,.3f} s | {total / found - 1:+.1%}" if found else "|"
+        figures = "; ".join(f"{_figure(key, case[key])}" for key in case if key in _FIGURES)
+        cells = f"{total:,.3f} s; {figures} | {case['not shown']:.0%}"
+        yield f"| {name} | {cells} | {case['by the data sheet']:,.3f} s | {beside} |"
+    yield from ("", "## Goals", "", "| goal | case | predicted | met |", "|---|---|--:|---|")
+    for goal, figure, limit, beginning in GOALS:
+        for name, case in cases.items():
+            if name.startswith(beginning) and figure in case and "2 sequences" not in name:
+                met = case[figure] <= limit if figure == "s/step" else case[figure] >= limit
+                shown = _figure(figure, case[figure])
+                yield f"| {goal} | {name} | {shown} | {'yes' if met else 'no'} |"
+    yield ""
+
+
+_FIGURES = {
+    "ms/step": "{:.3g} ms a step",
+    "s/step": "{:.2f} s a step",
+    "tokens/s": "{:,} tokens/s",
+    "share of memory roofline": "{:.0%} of the memory",
+    "share of matmul peak": "{:.0%} of the products",
+}
+
+
+def _figure(key: str, value: float) -> str:
+    return _FIGURES[key].format(value)
 
 
 def _before(row: Row, name: str) -> float:

@@ -105,7 +105,8 @@ def _shorter(whole: Whole) -> Whole:
 
 def _update_title(whole: Whole) -> str:
     amount = whole.amount
-    return f"learner {_subject(whole)}, {amount.rows} x {amount.prompt + amount.new:,} tokens"
+    size = f"{amount.prompt:,} + {amount.new:,}"
+    return f"learner {_subject(whole)}, {amount.rows} sequences of {size} tokens"
 
 
 def _update(whole: Whole) -> dict[str, Any]:

@@ -96,6 +96,14 @@ def test_an_estimate_says_how_much_of_it_is_not_shown(measured):
     assert sum(found.classes.values()) == pytest.approx(found.total)
     half = roofline.estimate(figures, rates, "bfloat16", measured=measured, seen=0.5)
     assert half.total == pytest.approx(found.total / 2, rel=1e-3)
+    prompts = replace(decoding, flops=10**12)  # products of a prefill
+    both = replace(figures, kernels={prompts: 1, decoding: 2})
+    one, other = (
+        roofline.estimate(both, rates, "bfloat16", measured=measured, prefill=share)
+        for share in (None, 0.25)
+    )
+    saved = 0.75 * one.classes[calibration.ATTENTION]
+    assert one.total - other.total == pytest.approx(saved)
 
 
 def test_a_device_that_was_not_measured_has_no_calibration():

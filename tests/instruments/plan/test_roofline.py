@@ -6,9 +6,9 @@ import pytest
 
 from tim_jax import objectives, optimizers
 from tim_jax.instruments.plan import calibration, roofline, topology
+from tim_jax.instruments.plan.calibration import Rates
 from tim_jax.instruments.plan.costs import Call, Figures, Memory, Traffic
 from tim_jax.instruments.plan.known_models import PUBLISHED
-from tim_jax.instruments.plan.calibration import Rates
 from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Batching, Execution, Sampling

@@ -143,7 +143,9 @@ def _kernel(params, operands: Sequence[Any]) -> Call:
     on_gpu = isinstance(params["compiler_params"], plt.CompilerParams)
     # An array may be given twice, for two of its blocks at a time.
     names = [*map(id, operands[mapping.num_index_operands :]), *range(len(mapping.out_shapes))]
-    wholes = {name: _bytes(one.array_aval.shape, one) for name, one in zip(names, blocks)}
+    wholes = {
+        name: _bytes(one.array_aval.shape, one) for name, one in zip(names, blocks, strict=True)
+    }
     if stated is not None:
         flops, loaded = stated.flops, stated.bytes_accessed
         memory = min(sum(wholes.values()), loaded)

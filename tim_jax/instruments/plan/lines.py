@@ -118,8 +118,9 @@ def _estimate(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float] | Non
     if rates is None or not any(stage.texts):
         return None
     least = roofline.least(plan.workload, stage.name).seconds(rates, dtype)
-    share, measured = roofline.seen(plan.workload, stage.name), _measured(plan)
-    return roofline.estimate(stage.figures, rates, dtype, seen=share, measured=measured), least
+    measured = _measured(plan)
+    shares = roofline.shares(plan.workload, stage.name)
+    return roofline.estimate(stage.figures, rates, dtype, **shares, measured=measured), least
 
 
 def _audit(matches: tuple[Match, ...]) -> Iterator[str]:

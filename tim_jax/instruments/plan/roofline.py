@@ -25,6 +25,7 @@ import jax
 
 from tim_jax.instruments.plan import workload as workloads
 from tim_jax.instruments.plan.calibration import (
+    ATTENTION,
     COPIES,
     FILLS,
     OTHERS,
@@ -80,12 +81,15 @@ def estimate(
     dtype: str,
     *,
     seen: float = 1.0,
+    prefill: float | None = None,
     measured: Calibration | None = None,
 ) -> Estimate:
     """The time of a program by its figures.
 
     Args:
       seen: the share of keys that rows see on average.
+      prefill: that of prompts, in a program that decodes as well. It is told from decoding only
+        where the device is measured; None: `seen`.
       measured: such a device as it was measured; None: by the data sheet's rates alone.
     """
     parts: dict[str, dict[str, float]] = {}
@@ -94,10 +98,11 @@ def estimate(
     for call, count in figures.kernels.items():
         part = parts.setdefault(call.name, dict.fromkeys(_BOUNDS, 0.0))
         calls[call.name] = calls.get(call.name, 0) + count
-        share = seen if call.name.startswith(_ATTENTION) else 1.0
+        share = seen if call.name.startswith(_OF_ATTENTION) else 1.0
         bound, seconds, overhead = bound_of(call, rates, dtype)
         kind = class_of(call) if measured else None
         if measured and kind:
+            share = prefill if kind == ATTENTION and prefill else share
             seconds, overhead = measured.seconds(kind, part_of(call, share)), 0.0
             classes[kind] = classes.get(kind, 0.0) + seconds * count
         else:
@@ -125,7 +130,7 @@ def estimate(
 
 
 LAUNCHES = "launches"  # of XLA's instructions, beside the classes of `calibration`
-_ATTENTION = "attention"  # the beginning of its kernels' names
+_OF_ATTENTION = "attention"  # the beginning of its kernels' names
 _BOUNDS = ("products", "loads", "memory", "overhead")
 
 
@@ -178,13 +183,20 @@ def bound_of(call: Call, rates: Rates, dtype: str) -> tuple[str, float, float]:
     return bound, times[bound], rates.launch + rates.step * call.programs
 
 
+def shares(workload: Workload, stage: str) -> dict[str, float]:
+    """What `estimate` takes of keys that rows see in a stage's program."""
+    found = {"seen": seen(workload, stage)}
+    return found | ({"prefill": seen(workload, "prefill")} if stage == "sampler" else {})
+
+
 def seen(workload: Workload, stage: str) -> float:
     """The share of a sequence's blocks of keys that its rows see on average.
 
-    In the sampler rows are those of decoding, and else of whole sequences.
+    In the sampler rows are those of decoding, in "prefill" of prompts, and else of whole sequences.
     """
     prompt, execution = workload.prompt_length, workload.execution
     length, block = prompt + execution.sampling.max_tokens, execution.numerics.kv_block
+    length = prompt if stage == "prefill" else length
     rows = range(prompt if stage == "sampler" else 0, length)
     windows = _windows(execution.config, length)
     blocks = sum(
