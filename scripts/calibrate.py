@@ -8,8 +8,9 @@ to tim_jax/data/calibration.json and the tables to docs/results/calibration.md, 
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import bench_common as common
@@ -33,6 +34,8 @@ class Row:
     case: str
     seconds: float
     call: Call
+    of: str  # what it was measured in: "update", "sampler" or "products"
+    calls: int  # of one run of that
 
 
 def main() -> None:
@@ -70,7 +73,8 @@ def by_class(device: dict[str, Any]) -> dict[str, list[Row]]:
         work = dict(one["call"])
         tile = work.pop("tile", None)
         call = Call(**work, tile=None if tile is None else Tile(**tile))
-        found[one["class"]].append(Row(one["class"], one["case"], 1e-6 * one["us"], call))
+        row = Row(one["class"], one["case"], 1e-6 * one["us"], call, one["of"], one["calls"])
+        found[one["class"]].append(row)
     return {kind: own for kind, own in found.items() if own}
 
 
@@ -107,32 +111,50 @@ def left_out(kind: str, rows: Sequence[Row], rates: Rates) -> list[float] | None
 
 
 def tables(name: str, device: dict[str, Any], classes: dict[str, Any]) -> Iterator[str]:
-    """Classes, then every row."""
+    """Classes, what they take of an update and of a sampler, then every row."""
     rates = replace(RATES[name], **device["ceilings"])
     rows = by_class(device)
-    errors = {kind: left_out(kind, own, rates) for kind, own in rows.items()}
     yield from (f"## {device['device']}", "", device["source"], "")
-    yield "| class | rows | parameters | largest error, left out | within 15% | estimate before |"
-    yield "|---|--:|--:|--:|---|--:|"
+    yield "| class | calls measured | parameters | largest error, left out | within 15% |"
+    yield "|---|--:|--:|--:|---|"
     for kind, own in rows.items():
         found = classes[kind]
-        error, count = found["error"], len(found["parameters"])
+        error = found["error"]
         verdict = "not shown" if error is None or error > SHOWN else "yes"
-        shown = "too few rows" if error is None else f"{error:.0%}"
-        before = [_before(row, name) / row.seconds for row in own]
-        between = f"{min(before):.2f} to {max(before):.2f}" if own[1:] else f"{before[0]:.2f}"
-        yield f"| {kind} | {len(own)} | {count} | {shown} | {verdict} | {between} |"
-    yield from ("", "| class | call | measured, us | estimate before | estimate | left out |")
+        shown = "too few" if error is None else f"{error:.0%}"
+        yield f"| {kind} | {len(own)} | {len(found['parameters'])} | {shown} | {verdict} |"
+    for of, what in (("update", device["update"]), ("sampler", device["sampler"])):
+        yield from ("", f"### {what}", "")
+        yield "| class | measured, ms | by the data sheet | factor | calibrated |"
+        yield "|---|--:|--:|--:|--:|"
+        for kind, own in rows.items():
+            calls = [row for row in own if row.of == of]
+            if calls:
+                yield _shares(kind, calls, name, partial(_now, classes=classes, rates=rates))
+    yield from ("", "### Every call", "")
+    yield "| class | call | measured, us | by the data sheet | calibrated | left out |"
     yield "|---|---|--:|--:|--:|--:|"
     for kind, own in rows.items():
-        formula = FORMULAS[kind][0]
+        errors = left_out(kind, own, rates)
         for index, row in enumerate(own):
-            now = formula(row.call, rates, *classes[kind]["parameters"])
-            error = errors[kind]
-            shown = "" if error is None else f"{error[index]:+.0%}"
+            now = _now(row, classes=classes, rates=rates)
+            error = "" if errors is None else f"{errors[index]:+.0%}"
             times = (f"{1e6 * one:,.1f}" for one in (row.seconds, _before(row, name), now))
-            yield f"| {kind} | {row.case} | {' | '.join(times)} | {shown} |"
+            yield f"| {kind} | {row.case} | {' | '.join(times)} | {error} |"
     yield ""
+
+
+def _shares(kind: str, rows: Sequence[Row], name: str, now: Callable[[Row], float]) -> str:
+    """What a program's calls of a class take together."""
+    measured, before, after = (
+        sum(1e3 * row.calls * seconds(row) for row in rows)
+        for seconds in (lambda row: row.seconds, partial(_before, name=name), now)
+    )
+    return f"| {kind} | {measured:.1f} | {before:.1f} | {measured / before:.1f} | {after:.1f} |"
+
+
+def _now(row: Row, classes: dict[str, Any], rates: Rates) -> float:
+    return FORMULAS[row.kind][0](row.call, rates, *classes[row.kind]["parameters"])
 
 
 # What a step is to reach, by the figure of a case.
