@@ -13,6 +13,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from tim_jax.instruments.plan.topology import Target
 
 DEVICE = "h200"
 STAGES = {"sampling": "sampler", "scoring": "scoring", "updating": "update"}
+_LARGEST = 4  # classes that are named
 LAYERS = (2, 4)  # of the samplers that are compiled, and extrapolated
 
 
@@ -76,6 +78,7 @@ def predicted(timed: speed.Timed, target: Target, folder: Path | None) -> dict[s
     measured, rates = calibration.calibration(target), calibration.RATES[DEVICE]
     assert measured is not None
     seconds, by_sheet, unshown = {}, 0.0, 0.0
+    classes = Counter[str]()
     for name, whole, program in timed.compiled():
         made = compiled(name, whole, program, target, folder)
         found, sheet = (
@@ -85,12 +88,14 @@ def predicted(timed: speed.Timed, target: Target, folder: Path | None) -> dict[s
         seconds[f"{program}, {whole.amount.new} new tokens"] = found.total
         by_sheet += sheet.total
         unshown += found.total * found.unshown(measured)
+        classes.update(found.classes)
     total = sum(seconds.values())
     return {
         **_values(timed, list(seconds.values()), measured.rates),
         "seconds": {name: round(one, 5) for name, one in seconds.items()},
         "by the data sheet": round(by_sheet, 5),
         "not shown": round(unshown / total, 3),
+        "classes": {kind: round(one / total, 3) for kind, one in classes.most_common(_LARGEST)},
     }
 
 

@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu python scripts/roofline_table.py      # needs pip install -e ".[plan,cuda]"
 
 Writes docs/results/roofline.md. Every figure follows from programs compiled for the device and from
-its rates (`tim_jax.instruments.plan.calibration`); `--keep FOLDER` keeps (and takes again) the plans'
-JSON.
+its rates (`tim_jax.instruments.plan.calibration`); `--keep FOLDER` keeps (and takes again) the
+plans' JSON.
 """
 
 import json
