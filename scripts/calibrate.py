@@ -43,7 +43,7 @@ def main() -> None:
     """Fits every device's classes, and writes the parameters and the page."""
     devices = json.loads(ROWS.read_text())
     fitted = {name: of_device(name, device) for name, device in devices.items()}
-    calibration.FILE.write_text(json.dumps(fitted, indent=1) + "\n")
+    calibration.FILE.write_text(_by_line(fitted))
     predicted = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
     lines = [
         line
@@ -54,6 +54,12 @@ def main() -> None:
         )
     ]
     PAGE.write_text(common.between_marks(PAGE.read_text(), "\n".join(lines)))
+
+
+def _by_line(fitted: dict[str, Any]) -> str:
+    """JSON with a line for each class."""
+    text = json.dumps(fitted, indent=1)
+    return re.sub(r"\n {4,}|\n {3}(?=[}\]])", " ", text) + "\n"
 
 
 def of_device(name: str, device: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +92,7 @@ def of_class(kind: str, rows: Sequence[Row], rates: Rates) -> dict[str, Any]:
         "parameters": [float(f"{one:.4g}") for one in fit(kind, rows, rates)],
         "rows": len(rows),
         "error": None if errors is None else round(max(map(abs, errors)), 4),
+        "shapes": sorted({shape for row in rows if (shape := calibration.shape_of(row.call))}),
     }
 
 

@@ -87,7 +87,7 @@ def predicted(timed: speed.Timed, target: Target, folder: Path | None) -> dict[s
         )
         seconds[f"{program}, {whole.amount.new} new tokens"] = found.total
         by_sheet += sheet.total
-        unshown += found.total * found.unshown(measured)
+        unshown += found.total * found.unshown
         classes.update(found.classes)
     total = sum(seconds.values())
     return {

@@ -82,7 +82,7 @@ def test_a_product_is_of_the_class_of_its_rows_and_its_matrix():
 
 
 def test_an_estimate_says_how_much_of_it_is_not_shown(measured):
-    gradient = Call("attention_gradient_keys", 8, 10**12, 10, 10)
+    gradient = Call("attention_gradient_keys", 8, 10**12, 10**12 // 126, 10)
     decoding = Call("attention", 8, 10**6, 10**9, 10**9)
     moved = 2 * 10**9 + 30
     figures = Figures(Memory(), 4 * 10**12, moved, {}, {gradient: 3, decoding: 2}, 5)
@@ -92,7 +92,7 @@ def test_an_estimate_says_how_much_of_it_is_not_shown(measured):
     read = 10**9 / measured.fits[calibration.DECODING].parameters[0]
     assert found.classes[calibration.GRADIENT] == pytest.approx(3 * per_call)
     assert found.total == pytest.approx(3 * per_call + 2 * read, rel=1e-3)
-    assert found.unshown(measured) == pytest.approx(2 * read / found.total, rel=1e-2)
+    assert found.unshown == pytest.approx(2 * read / found.total, rel=1e-2)
     assert sum(found.classes.values()) == pytest.approx(found.total)
     half = roofline.estimate(figures, rates, "bfloat16", measured=measured, seen=0.5)
     assert half.total == pytest.approx(found.total / 2, rel=1e-3)
@@ -104,6 +104,18 @@ def test_an_estimate_says_how_much_of_it_is_not_shown(measured):
     )
     saved = 0.75 * one.classes[calibration.ATTENTION]
     assert one.total - other.total == pytest.approx(saved)
+
+
+def test_a_kernel_that_has_changed_since_is_not_shown(measured):
+    fit = measured.fits[calibration.GRADIENT]
+    keys = Call("attention_gradient_keys", 512, 126 * 10**9, 10**9, 10**6)
+    assert fit.covers(keys)
+    assert fit.covers(replace(keys, flops=115 * 10**9))
+    assert not fit.covers(replace(keys, flops=250 * 10**9))  # of twice as many rows a program
+    product = Call("dot", 512, 1, 1, 1, Tile(4096, 128, 256, 2048, stages=2, weight=10**7))
+    assert measured.fits[calibration.MANY].covers(product)
+    changed = replace(product, tile=replace(product.tile, stages=4))
+    assert not measured.fits[calibration.MANY].covers(changed)
 
 
 def test_a_device_that_was_not_measured_has_no_calibration():

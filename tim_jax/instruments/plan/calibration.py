@@ -177,6 +177,8 @@ FORMULAS: Mapping[str, tuple[Callable[..., float], tuple[float, ...]]] = Mapping
         OTHERS: (_moved, (1e-6, 4e12)),
     }
 )
+_ATTENDING = ("attention", "attention_gradient_rows", "attention_gradient_keys")
+_NEAR = 0.1  # by which operations a byte may differ
 SHOWN = 0.15  # the largest error of a class that counts as shown
 
 
@@ -187,11 +189,34 @@ class Fit:
     parameters: tuple[float, ...]
     rows: int  # measured calls that it is fitted to
     error: float | None  # the largest of predicting one by the others; None: there are too few
+    shapes: frozenset[tuple[int, ...]] = frozenset()  # of the calls, see `shape_of`
 
     @property
     def shown(self) -> bool:
         """Whether each measured call is predicted by the others."""
         return self.error is not None and self.error <= SHOWN
+
+    def covers(self, call: Call) -> bool:
+        """Whether the class is shown, and calls of this shape are among the measured ones."""
+        shape = shape_of(call)
+        return self.shown and (not shape or any(_near(shape, one) for one in self.shapes))
+
+
+def shape_of(call: Call) -> tuple[int, ...]:
+    """What of a kernel's programs must not differ from the measured ones.
+
+    A product's tile and stages; of attention the operations for each byte that programs load, which
+    follows from their rows.
+    """
+    if call.tile is not None:
+        return call.tile.height, call.tile.width, call.tile.stages
+    return (round(call.flops / call.loaded),) if call.flops and call.name in _ATTENDING else ()
+
+
+def _near(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    if len(shape) > 1:
+        return shape == other
+    return abs(shape[0] - other[0]) <= _NEAR * other[0]
 
 
 @dataclass(frozen=True)
@@ -228,7 +253,12 @@ def _calibrations() -> Mapping[str, Calibration]:
             device=one["device"],
             rates=replace(RATES[name], **one["ceilings"]),
             fits={
-                kind: Fit(tuple(fit["parameters"]), fit["rows"], fit["error"])
+                kind: Fit(
+                    tuple(fit["parameters"]),
+                    fit["rows"],
+                    fit["error"],
+                    frozenset(map(tuple, fit["shapes"])),
+                )
                 for kind, fit in one["classes"].items()
             },
         )

@@ -100,8 +100,7 @@ def _trust(estimate: roofline.Estimate, plan: Plan) -> str:
     measured = _measured(plan)
     if measured is None:
         return "not calibrated"
-    unsure = estimate.unshown(measured)
-    but = f", but for {unsure:.0%} of it" if unsure > 0.005 else ""
+    but = f", but for {estimate.unshown:.0%} of it" if estimate.unshown > 0.005 else ""
     return f"calibrated on an {measured.device} within {measured.error:.0%}{but}"
 
 

@@ -58,6 +58,7 @@ class Estimate:
     links: float
     launches: float  # of XLA's instructions
     classes: Mapping[str, float] = field(default_factory=dict)  # by class, where calibrated
+    shown: float = 0.0  # of calls that measured ones predict, see `calibration.Fit.covers`
 
     @property
     def total(self) -> float:
@@ -65,14 +66,10 @@ class Estimate:
         of_kernels = sum(one.seconds for one in self.kernels.values())
         return of_kernels + self.others + self.links + self.launches
 
-    def unshown(self, measured: Calibration) -> float:
-        """The share of the time that no class of kernels predicts which counts as shown."""
-        shown = sum(
-            seconds
-            for kind, seconds in self.classes.items()
-            if kind in measured.fits and measured.fits[kind].shown
-        )
-        return 1 - shown / self.total
+    @property
+    def unshown(self) -> float:
+        """The share of the time in kernels that were not shown to be predicted."""
+        return 1 - self.shown / self.total
 
 
 def estimate(
@@ -95,6 +92,7 @@ def estimate(
     parts: dict[str, dict[str, float]] = {}
     calls: dict[str, int] = {}
     classes: dict[str, float] = {}
+    shown = 0.0
     for call, count in figures.kernels.items():
         part = parts.setdefault(call.name, dict.fromkeys(_BOUNDS, 0.0))
         calls[call.name] = calls.get(call.name, 0) + count
@@ -105,6 +103,7 @@ def estimate(
             share = prefill if kind == ATTENTION and prefill else share
             seconds, overhead = measured.seconds(kind, part_of(call, share)), 0.0
             classes[kind] = classes.get(kind, 0.0) + seconds * count
+            shown += seconds * count * measured.fits[kind].covers(call)
         else:
             seconds *= share
         part[bound] += seconds * count
@@ -118,6 +117,7 @@ def estimate(
     if measured:
         of_xla = _of_xla(figures, measured)
         classes |= of_xla
+        shown += sum(n for kind, n in of_xla.items() if kind in _shown(measured))
         launches = of_xla.pop(LAUNCHES)
         others = sum(of_xla.values())
     return Estimate(
@@ -126,7 +126,12 @@ def estimate(
         links=figures.collective_bytes / rates.links,
         launches=launches,
         classes=classes,
+        shown=shown,
     )
+
+
+def _shown(measured: Calibration) -> set[str]:
+    return {kind for kind, fit in measured.fits.items() if fit.shown}
 
 
 LAUNCHES = "launches"  # of XLA's instructions, beside the classes of `calibration`
