@@ -205,11 +205,11 @@ class Fit:
 def shape_of(call: Call) -> tuple[int, ...]:
     """What of a kernel's programs must not differ from the measured ones.
 
-    A product's tile and stages; of attention the operations for each byte that programs load, which
+    A product's tile, as far as it has rows, and stages; of attention the operations for each byte that programs load, which
     follows from their rows.
     """
     if call.tile is not None:
-        return call.tile.height, call.tile.width, call.tile.stages
+        return min(call.tile.height, call.tile.rows), call.tile.width, call.tile.stages
     return (round(call.flops / call.loaded),) if call.flops and call.name in _ATTENDING else ()
 
 
