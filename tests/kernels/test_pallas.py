@@ -649,12 +649,12 @@ def test_wide_states_get_small_blocks_of_attention_on_a_gpu():
         fitted = fitting.fitted(wide, replace(numerics, interpret=True))
         assert (fitted.kv_block, fitted.gpu.attention_rows) == (most, most)
         assert fitted.gpu.attention_stages == fitted.gpu.gradient_stages == 1
-        assert (fitted.gpu.gradient_rows, fitted.gpu.gradient_keys) == (most, 16)
+        assert (fitted.gpu.gradient_own, fitted.gpu.gradient_step) == (most, 16)
         fitting.check(wide, fitted)
         heads = fitting.fitted(from_hf(PUBLISHED["Qwen/Qwen3-8B"]), numerics)
         assert (heads.kv_block, heads.gpu) == (numerics.kv_block, numerics.gpu)
     heads_of_256 = fitting.fitted(replace(CONFIG, head_dim=256), GPU_EXACT_BF16)
-    assert (heads_of_256.kv_block, heads_of_256.gpu.gradient_keys) == (64, 32)
+    assert (heads_of_256.kv_block, heads_of_256.gpu.gradient_step) == (64, 32)
 
 
 @pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])

@@ -79,7 +79,7 @@ def _kernel(
 ):
     """Sums over K for each of `halves` weight tiles, then the epilogue; of `count` rows in all."""
     weight_refs, extra_refs, out_ref = refs[:halves], refs[halves:-1], refs[-1]
-    there = inside(1, out_ref.shape[0], count)
+    there = inside(pl.program_id(1), out_ref.shape[0], count)
     sums = _sums(x_ref, weight_refs, out_ref.shape, block_k, there=there)
     extras = [
         masked(ref.at[:, :], there)

@@ -60,16 +60,17 @@ class GpuTiles:
     attention_rows: int = 64  # query rows (token times head of its group) per program
     attention_warps: int = 4
     attention_stages: int = 2
-    # A program of attention's gradient: rows and keys of a step, and how Triton compiles it.
-    gradient_rows: int = 64
-    gradient_keys: int = 64
+    # A program of attention's gradient: rows of its dq or keys of its dk and dv, how many of the
+    # others it takes at a time, and how Triton compiles it.
+    gradient_own: int = 128
+    gradient_step: int = 64
     gradient_warps: int = 8
-    gradient_stages: int = 2
+    gradient_stages: int = 3
     row_tile: int = 16  # rows per program of the elementwise kernels
     lanes: int = 4096  # elements of a vocabulary row per step
 
     def __post_init__(self):
-        products = ("block_k", "attention_rows", "gradient_rows", "gradient_keys")
+        products = ("block_k", "attention_rows", "gradient_own", "gradient_step")
         _check_sizes(self, products, least=16, power=True)
         powers = ("attention_warps", "gradient_warps", "row_tile", "lanes")
         _check_sizes(self, powers, least=1, power=True)
@@ -138,7 +139,7 @@ class TpuTiles:
 
 # Float32 products run on the plain cores: shorter steps, and tiles whose sums fit in registers.
 GPU_F32 = GpuTiles(
-    block_k=32, attention_rows=32, gradient_rows=16, gradient_keys=16, gradient_stages=1
+    block_k=32, attention_rows=32, gradient_own=16, gradient_step=16, gradient_stages=1
 )
 GPU_BF16 = GpuTiles(
     matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=3),),
