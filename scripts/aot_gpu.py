@@ -42,7 +42,6 @@ from tim_jax import kernels
 from tim_jax.instruments.plan import topology
 from tim_jax.instruments.plan.topology import COMPILER_OPTIONS, GPUS
 from tim_jax.numerics import (
-    GPU_BF16_SEVERAL_TILES,
     GPU_EXACT_BF16,
     GPU_EXACT_F16,
     GPU_EXACT_F32,
@@ -191,7 +190,7 @@ def main() -> None:
             look_at_kernels(numerics, sharding, options.named)
     if not (options.kernels_only or options.named):
         several = (
-            replace(GPU_EXACT_BF16, gpu=GPU_BF16_SEVERAL_TILES),
+            GPU_EXACT_BF16,
             replace(MOSAIC_GPU_EXACT_BF16, gpu=MOSAIC_GPU_BF16_SEVERAL_TILES),
         )
         for numerics in several:
