@@ -42,7 +42,7 @@ BY_ROWS, BY_KEYS = "attention_gradient_rows", "attention_gradient_keys"
 
 
 class Arrays(NamedTuple):
-    """Arguments of `kernels.attention`, what its kernel returned, and the cotangent of its output."""
+    """What `kernels.attention` was given, what its kernel returned, and the output's cotangent."""
 
     query: jax.Array
     key: jax.Array
