@@ -614,7 +614,7 @@ def test_a_product_takes_the_widest_tile_that_leaves_enough_programs(rows, colum
     tiles = GPU_EXACT_BF16.gpu
     found = tiles.tile(rows, columns)
     assert (found.rows, found.columns) == tile
-    assert tiles.tile(rows, columns, jnp.dtype("float32")) == tiles.experts
+    assert tiles.tile(rows, columns, jnp.dtype("float32")) == MatmulTile()
     (one,) = GPU_EXACT_F16.gpu.matmul
     assert GPU_EXACT_F16.gpu.tile(rows, columns, jnp.dtype("float16")) == one
 
@@ -663,7 +663,7 @@ def test_wide_states_get_small_blocks_of_attention_on_a_gpu():
         fitted = fitting.fitted(wide, replace(numerics, interpret=True))
         assert (fitted.kv_block, fitted.gpu.attention_rows) == (most, most)
         assert fitted.gpu.attention_stages == fitted.gpu.gradient_stages == 1
-        assert (fitted.gpu.gradient_own, fitted.gpu.gradient_step) == (most, 16)
+        assert (fitted.gpu.gradient_own, fitted.gpu.gradient_step) == (16, most)
         fitting.check(wide, fitted)
         heads = fitting.fitted(from_hf(PUBLISHED["Qwen/Qwen3-8B"]), numerics)
         assert (heads.kv_block, heads.gpu) == (numerics.kv_block, numerics.gpu)

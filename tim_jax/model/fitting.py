@@ -50,8 +50,8 @@ def _with_room_for_heads(config: ModelConfig, numerics: Numerics) -> Numerics:
         attention_rows=min(gpu.attention_rows, most),
         attention_warps=8,
         attention_stages=1,
-        gradient_own=min(gpu.gradient_own, most),
-        gradient_step=16,
+        gradient_own=16,
+        gradient_step=min(gpu.gradient_step, most),
         gradient_stages=1,
     )
     return replace(numerics, kv_block=min(numerics.kv_block, most), gpu=gpu)

@@ -90,7 +90,7 @@ class GpuTiles:
         """The tile for products of this size.
 
         No kernel is chosen by the shape of its arguments: this is the exception, and only because
-        tiles do not decide bits, which is known of bfloat16 alone. Other operands have `experts`.
+        tiles do not decide bits, which is known of bfloat16 alone. Other operands have one.
 
         It is the last in the order of `matmul` of which there are `programs`, or else the
         narrowest. One that does not divide the columns is passed over, and one that has more rows
@@ -98,7 +98,7 @@ class GpuTiles:
         """
         narrowest, *others = self.matmul
         if others and dtype != jnp.bfloat16:
-            return self.experts
+            return ONE_TILE
         for tile in reversed(others):
             count = -(-rows // tile.rows) * (columns // tile.columns)
             fits = tile.rows == narrowest.rows or tile.rows < 2 * rows
