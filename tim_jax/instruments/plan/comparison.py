@@ -50,10 +50,10 @@ _SUMS = ("reduce", "reduce-window", "scatter", "select-and-scatter", *_ACROSS)
 # Beginnings of JAX's primitives that add up; a sum elsewhere is the compiler's.
 _ADDS = ("reduce_", "cum", "psum", "scatter", "dot_general", "conv_general", "add")
 _BACKWARD = re.compile(r"transpose\(|rematted|/backward")
-# Sizes of Triton's arrays, its sums along one, and what bfloat16 products multiply.
+# Sizes of Triton's arrays, its sums along one, and what is read in a loop, that is multiplied.
 _ARRAY = re.compile(r"(?<=tensor<)(?:\d+x)+")
 _TRITON_SUM = re.compile(r"tt\.(?:reduce|scan)\b")
-_LOADS = re.compile(r"tt\.load .*-> tensor<\d+x\d+x(\w+)>")
+_LOADS = re.compile(r"^ {4,}tt\.load .*-> tensor<\d+x\d+x(\w+)>", re.MULTILINE)
 # Not part of what is computed.
 _IGNORED = re.compile(
     r"metadata=\{[^}]*\}|frontend_attributes=\{[^}]*\}|sharding=\{[^}]*\}|origin=\{[^}]*\}"
