@@ -90,7 +90,7 @@ def settings() -> dict[str, Setting]:
 def interpreted() -> dict[str, Setting]:
     """The Pallas families as XLA operations, on a model that their tiles fit."""
     small = {"matmul": (MatmulTile(16, 16), MatmulTile(32, 16)), "programs": 2, "lanes": 32}
-    small |= {"attention_rows": 16, "gradient_rows": 16, "gradient_keys": 16, "row_tile": 4}
+    small |= {"attention_rows": 16, "gradient_own": 16, "gradient_step": 16, "row_tile": 4}
     gpu = Numerics(
         family="pallas_gpu",
         kv_block=16,
