@@ -10,6 +10,7 @@ that lengths are equal.
 import argparse
 import time
 
+import bench_common as common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,12 +55,15 @@ class Replying:
 
 def best(draw, repeats: int) -> float:
     """Tokens per second of the fastest of some draws, after one that compiles."""
+    jax.block_until_ready(draw())
     rates = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        rollout = jax.block_until_ready(draw())
-        rates.append(int(rollout.lengths.sum()) / (time.perf_counter() - start))
-    return max(rates[1:])
+    for _ in range(repeats):
+        with common.warm("a rollout"):
+            start = time.perf_counter()
+            rollout = jax.block_until_ready(draw())
+            seconds = time.perf_counter() - start
+        rates.append(int(rollout.lengths.sum()) / seconds)
+    return max(rates)
 
 
 def main():

@@ -112,7 +112,7 @@ class TpuTiles:
     """Tiles of `pallas_tpu`, in elements.
 
     They are large because every step of a grid costs a fixed time
-    (`tim_jax.instruments.plan.roofline`).
+    (`tim_jax.instruments.plan.calibration`).
     """
 
     rows: int = 256

@@ -226,10 +226,10 @@ def make(
       searching: whether to search for the largest batch.
       say: is called with a line about each program that was compiled.
     """
-    stages = [_stage(workload, target, "sampler", layers, say)]
+    stages = [compile_stage(workload, target, "sampler", layers, say)]
     if workload.scores:
-        stages.append(_stage(workload, target, "scoring", None, say))
-    stages.append(_stage(workload, target, "update", None, say))
+        stages.append(compile_stage(workload, target, "scoring", None, say))
+    stages.append(compile_stage(workload, target, "update", None, say))
     searched: dict[str, Largest] = {}
     if searching:
         all_at_once = workload.sampler.batching.slots is None and stages[0].fits
@@ -287,7 +287,7 @@ PROGRAMS = {
 }
 
 
-def _stage(workload: Workload, target: Target, name: str, layers: Layers, say: Say) -> Stage:
+def compile_stage(workload: Workload, target: Target, name: str, layers: Layers, say: Say) -> Stage:
     """Compiles a program with all layers, or with two numbers of layers and extrapolates."""
     config = workload.execution.config
     all_layers, first = config.num_layers, config.first_dense_layers
@@ -330,7 +330,7 @@ def _most_prompts(
     allowed = range(step, _MOST_PROMPTS * workload.training.prompts_per_step + 1, step)
 
     def total(prompts: int) -> int:
-        return _stage(
+        return compile_stage(
             workload.varied(prompts_per_step=prompts), target, "sampler", layers, say
         ).total
 
@@ -346,7 +346,7 @@ def _most_slots(
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
-        return _stage(
+        return compile_stage(
             workload.varied(slots=size),
             target,
             "sampler",
@@ -364,7 +364,7 @@ def _largest_micro_batch(workload: Workload, target: Target, stage: Stage, say: 
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
-        return _stage(
+        return compile_stage(
             workload.with_micro_batch(size),
             target,
             "update",
