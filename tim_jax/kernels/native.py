@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from tim_jax.kernels import formulas
 from tim_jax.numerics import Numerics
@@ -68,11 +69,38 @@ def joined(weight: jax.Array) -> jax.Array:
     return jnp.moveaxis(weight, 0, 1).reshape(weight.shape[1], -1)
 
 
+def pin(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Fenced operands of a dot, in row-major layout.
+
+    Otherwise a transpose nearby may reach the dot as a layout of its operand, and with it another
+    kernel: XLA:CPU then computes a bfloat16 dot in float32.
+    """
+    fence = jax.lax.optimization_barrier
+    return fence(
+        tuple(with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in fence(arrays))
+    )
+
+
+def _transposed_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`product` where one of the two was transposed just before.
+
+    XLA:CPU has fast bfloat16 products of row-major operands only, so there the transpose is made.
+    """
+    if x.dtype != jnp.bfloat16:
+        return product(x, weight)
+
+    def made(x, weight):
+        (y,) = pin(product(*pin(x, weight)))
+        return y
+
+    return jax.lax.platform_dependent(x, weight, cpu=made, default=product)
+
+
 def dot_gradients(x, weight, cotangent):
     """Gradients of `dot` in float32, with the cotangent rounded to the compute dtype."""
     cotangent = cotangent.astype(x.dtype)
-    dx = jnp.dot(cotangent, joined(weight).T, **precise(x))
-    dweight = jnp.dot(x.T, cotangent, **precise(x))
+    dx = _transposed_product(cotangent, joined(weight).T)
+    dweight = _transposed_product(x.T, cotangent)
     if weight.ndim == 3:
         tiles, contraction, width = weight.shape
         dweight = jnp.moveaxis(dweight.reshape(contraction, tiles, width), 1, 0)
