@@ -17,7 +17,7 @@ from tim_jax.kernels import formulas
 from tim_jax.numerics import Numerics
 
 MASKED = -1e30
-_MAX_SEGMENTS = 8
+RUNS = 8  # that aligned rows are cut into, unless fewer are asked for
 _BACKWARD_ROWS = 128
 
 
@@ -148,20 +148,22 @@ def mix(weights: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.einsum("bkms,bksd->bkmd", weights, value, **precise(value))
 
 
-def segments(rows: int, length: int, tile: int, block: int) -> list[tuple[int, int, int]]:
-    """Cuts the rows of whole sequences into at most 8 runs (start, stop, keys that suffice).
+def segments(
+    rows: int, length: int, tile: int, block: int, runs: int = RUNS
+) -> list[tuple[int, int, int]]:
+    """Cuts the rows of whole sequences into at most `runs` (start, stop, keys that suffice).
 
     A run's rows are a multiple of `tile`; keys are a multiple of `block`. Static, so that causal
     skipping costs no branch; bounded, so that long sequences do not unroll.
     """
     tiles = -(-rows // tile)
-    per_run = -(-tiles // _MAX_SEGMENTS) * tile
-    runs = []
+    per_run = -(-tiles // runs) * tile
+    found = []
     for start in range(0, rows, per_run):
         stop = min(start + per_run, rows)
         tokens = -(-stop * length // rows)
-        runs.append((start, stop, -(-tokens // block) * block))
-    return runs
+        found.append((start, stop, -(-tokens // block) * block))
+    return found
 
 
 def attention(
@@ -173,6 +175,7 @@ def attention(
     numerics: Numerics,
     aligned: bool,
     window: jax.Array | None = None,
+    runs: int = RUNS,
 ) -> jax.Array:
     """As `tiles.attention`: same arguments, same result up to rounding."""
     softmax = numerics.precision.attention_softmax
@@ -181,7 +184,7 @@ def attention(
         return attend(query, key, value, positions)
     count, length = query.shape[2], key.shape[3]
     pieces = []
-    for start, stop, keys in segments(count, length, _BACKWARD_ROWS, numerics.kv_block):
+    for start, stop, keys in segments(count, length, _BACKWARD_ROWS, numerics.kv_block, runs):
         args = query[:, :, start:stop], key[..., :keys], value[:, :, :keys]
         pieces.append(_in_tiles(attend, *args, positions[:, start:stop]))
     return jnp.concatenate(pieces, axis=2)

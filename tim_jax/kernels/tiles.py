@@ -136,6 +136,7 @@ def attention(
     numerics: Numerics,
     aligned: bool,
     window: jax.Array | None = None,
+    runs: int = native.RUNS,
 ) -> jax.Array:
     """Causal attention of row tiles over the keys of their sequences.
 
@@ -147,17 +148,21 @@ def attention(
       positions: i32[B, N], each row attends to keys 0..position.
       aligned: the rows are whole sequences, so that row tiles may skip the keys after them.
       window: i32[], each row attends to this many keys up to its position; None: to all of them.
+      runs: that aligned rows are cut into, each over the keys that suffice: more of them compute
+        less that is masked, and compile for longer. No bit depends on them.
 
     Returns:
       [B, Kv, N, E] float32.
     """
+    runs = runs if aligned else 0
 
     def forward(query, key, value, positions, window):
-        return _attention(query, key, value, positions, window, numerics, aligned)
+        return _attention(query, key, value, positions, window, numerics, runs)
 
     def backward(args, cotangent):
         query, key, value, positions, window = fence(args)
-        attend = partial(native.attention, numerics=numerics, aligned=aligned, window=window)
+        options = {"numerics": numerics, "window": window, "runs": runs}
+        attend = partial(native.attention, aligned=aligned, **options)
 
         def plain(query, key, value):
             return attend(query, key, value, positions)
@@ -169,7 +174,8 @@ def attention(
     return call(query, key, value, positions, window)
 
 
-def _attention(query, key, value, positions, window, numerics, aligned):
+def _attention(query, key, value, positions, window, numerics, runs):
+    """Of aligned rows in `runs`, or of any in one that is 0."""
     rows, block, count = numerics.attention_rows, numerics.kv_block, query.shape[2]
     if numerics.whole_kv:
         length = key.shape[3]
@@ -192,11 +198,11 @@ def _attention(query, key, value, positions, window, numerics, aligned):
         k, v = native.pin(k, v)
         return _by_row_tiles(part, k, v, positions[:, start:stop], window, numerics)
 
-    if not aligned:
+    if not runs:
         return fence(run(0, count, length + padding))
     pieces = [
         run(start, stop, keys)
-        for start, stop, keys in native.segments(count, length, rows.high or count, block)
+        for start, stop, keys in native.segments(count, length, rows.high or count, block, runs)
     ]
     return fence(jnp.concatenate(pieces, axis=2))
 
