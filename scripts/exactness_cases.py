@@ -3,6 +3,7 @@
     python scripts/exactness_cases.py                 # 10,000 cases, 42 minutes on one core
     python scripts/exactness_cases.py --cases 500 --out /tmp/exactness.md
     python scripts/exactness_cases.py --cases 1000 --dtype float16    # its own section of the page
+    python scripts/exactness_cases.py --cases 1000 --packed    # so too: few programs, no padding
 
 Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
 lengths and contents, the order in which sequences are given to slots, and with what to compare: a
@@ -87,7 +88,9 @@ LEARNERS = (
     Learner(16, 30, 45),
     Learner(8, 30, LONGEST, buffer=600),
     Learner(5, 24, 53, remat=True, buffer=411),
+    Learner(16, 30, 45, buffer=1200),
 )
+PACKED = tuple(learner for learner in LEARNERS if learner.buffer)
 
 
 @dataclass(frozen=True)
@@ -105,15 +108,15 @@ class Drawn:
 
 
 @st.composite
-def drawn_cases(draw, numerics, samplings):
-    batch = draw(st.sampled_from(BATCHES))
+def drawn_cases(draw, numerics, samplings, packed):
+    batch = draw(st.sampled_from(BATCHES[1:3] if packed else BATCHES))
     length = st.integers(1, batch.prompt_length)
     others = tuple(other for other in BATCHES if other != batch)
     return Drawn(
         numerics=numerics,
         sampling=draw(st.sampled_from(samplings)),
         batch=batch,
-        against=draw(st.sampled_from(LEARNERS + others)),
+        against=draw(st.sampled_from(PACKED if packed else LEARNERS + others)),
         lengths=tuple(draw(st.lists(length, min_size=batch.prompts, max_size=batch.prompts))),
         contents=draw(st.integers(0, 2**32 - 1)),
         weights=draw(st.integers(0, WEIGHTS - 1)),
@@ -308,18 +311,19 @@ def most_mappings() -> int:
     return int(limit.read_text()) * 3 // 4 if limit.exists() else 50_000
 
 
-def run(numerics, *, cases: int, seed_: int, samplings=tuple(SAMPLINGS)) -> Tally:
-    """`cases` in all, as many of each of `numerics`."""
+def run(numerics, *, cases: int, seed_: int, samplings=tuple(SAMPLINGS), packed=False) -> Tally:
+    """`cases` in all, as many of each of `numerics`; `packed`: see PACKED."""
     tally = Tally()
     for index, one in enumerate(numerics):
         jax.clear_caches()
         share = cases // len(numerics) + (index < cases % len(numerics))
         if share:
-            _run(one, tally, cases=share, seed_=seed_ + index, samplings=samplings)
+            drawn = drawn_cases(one, samplings, packed)
+            _run(drawn, tally, cases=share, seed_=seed_ + index)
     return tally
 
 
-def _run(numerics, tally: Tally, *, cases: int, seed_: int, samplings) -> None:
+def _run(drawn, tally: Tally, *, cases: int, seed_: int) -> None:
     start = time.perf_counter()
 
     @seed(seed_)
@@ -330,12 +334,12 @@ def _run(numerics, tally: Tally, *, cases: int, seed_: int, samplings) -> None:
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    @given(drawn_cases(numerics, samplings))
+    @given(drawn)
     def every(case):
         if mappings() > most_mappings():
             jax.clear_caches()
         tally.add(case, check(case))
-        if tally.total.cases % 250 == 0:
+        if tally.total.cases % 50 == 0:
             seconds = time.perf_counter() - start
             total = tally.total
             print(
@@ -383,12 +387,11 @@ def report(tally: Tally, control: Tally, command: str, seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_report(page: str, text: str, dtypes: list[str] | None) -> str:
-    """The page with a new report: the whole, or of the section of some dtypes that has its own."""
+def with_report(page: str, text: str, name: str) -> str:
+    """The page with a new report: the whole, or the section of this name."""
     whole, *sections = page.split(SECTION)
-    if dtypes is None:
+    if not name:
         return SECTION.join([text, *sections])
-    name = " and ".join(dtypes)
     kept = [section for section in sections if section.partition("\n")[0] != name]
     return SECTION.join([whole, *kept, text.replace(TITLE, name, 1)])
 
@@ -413,6 +416,9 @@ def main():
     parser.add_argument(
         "--dtype", choices=COMPUTE_DTYPES, action="append", help="default: float32 and bfloat16"
     )
+    parser.add_argument(
+        "--packed", action="store_true", help="only learners without padding, of fewer shapes"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
     args = parser.parse_args()
@@ -421,15 +427,19 @@ def main():
     fixed = tuple(Numerics(compute_dtype=dtype) for dtype in dtypes)
     longest = max(one.prompt_length + one.response_length for one in (*BATCHES, *LEARNERS))
     wide = tuple(calibrate(CONFIG, numerics, batch=16, longest=longest) for numerics in fixed)
-    options = {"seed_": args.seed}
-    tally = run(tuple(dict.fromkeys(fixed + wide)), cases=args.cases, **options)
+    options = {"seed_": args.seed, "packed": args.packed}
+    drawn = wide if args.packed else tuple(dict.fromkeys(fixed + wide))
+    samplings = tuple(SAMPLINGS)[:: 3 if args.packed else 1]
+    tally = run(drawn, cases=args.cases, samplings=samplings, **options)
     native = tuple(replace(one, family="native") for one in fixed)
     control = run(native, cases=max(args.cases // 50, 2), samplings=("T 1",), **options)
     command = f"python scripts/exactness_cases.py --cases {args.cases} --seed {args.seed}"
     command += "".join(f" --dtype {dtype}" for dtype in args.dtype or ())
+    command += " --packed" * args.packed
     text = report(tally, control, command, time.perf_counter() - start)
+    name = "without padding" if args.packed else " and ".join(args.dtype or ())
     page = args.out.read_text() if args.out.exists() else ""
-    args.out.write_text(with_report(page, text, args.dtype))
+    args.out.write_text(with_report(page, text, name))
     print(text)
     return 1 if tally.total.unequal or not tally.total.tokens else 0
 
