@@ -3,7 +3,10 @@
     python scripts/exactness_cases.py                 # 10,000 cases, 42 minutes on one core
     python scripts/exactness_cases.py --cases 500 --out /tmp/exactness.md
     python scripts/exactness_cases.py --cases 1000 --dtype float16    # its own section of the page
-    python scripts/exactness_cases.py --cases 1000 --packed    # so too: few programs, no padding
+    python scripts/exactness_cases.py --cases 100 --packed --seed 1 --tally all.json
+
+The last has few programs and no padding. Counts are added to those of the file, and the page's
+section reports them all, so that several short runs with other seeds make one table.
 
 Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
 lengths and contents, the order in which sequences are given to slots, and with what to compare: a
@@ -15,6 +18,7 @@ all programs at once would need more memory mappings than a kernel usually allow
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import platform
 import time
@@ -109,7 +113,7 @@ class Drawn:
 
 @st.composite
 def drawn_cases(draw, numerics, samplings, packed):
-    batch = draw(st.sampled_from(BATCHES[1:3] if packed else BATCHES))
+    batch = draw(st.sampled_from(BATCHES[2:] if packed else BATCHES))
     length = st.integers(1, batch.prompt_length)
     others = tuple(other for other in BATCHES if other != batch)
     return Drawn(
@@ -260,13 +264,20 @@ class Count:
         self.unequal += unequal
         self.largest = max(self.largest, largest)
 
+    def join(self, plain: dict) -> None:
+        for name in ("cases", "tokens", "unequal"):
+            setattr(self, name, getattr(self, name) + plain[name])
+        self.largest = max(self.largest, plain["largest"])
+
 
 @dataclass
 class Tally:
     """Counts by each property of the cases."""
 
     total: Count = field(default_factory=Count)
-    by: dict = field(default_factory=lambda: defaultdict(lambda: defaultdict(Count)))
+    by: dict[str, dict[str, Count]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(Count))
+    )
     failures: list[tuple[Drawn, Unequal]] = field(default_factory=list)
 
     def add(self, case: Drawn, found):
@@ -283,6 +294,18 @@ class Tally:
             self.by[name][value].add(tokens, unequal, largest)
         if first is not None:
             self.failures.append((case, first))
+
+    def plain(self) -> dict:
+        """Counts only, for a file."""
+        by = {name: {k: vars(v) for k, v in counts.items()} for name, counts in self.by.items()}
+        return {"total": vars(self.total), "by": by}
+
+    def join(self, plain: dict) -> None:
+        """Adds the counts of an earlier run."""
+        self.total.join(plain["total"])
+        for name, counts in plain["by"].items():
+            for value, count in counts.items():
+                self.by[name][value].join(count)
 
 
 def in_words(shape: Batch | Learner) -> str:
@@ -410,6 +433,19 @@ def processor() -> str:
     return f"{info.get('model name', platform.machine())}, {number} {vectors}".strip()
 
 
+def add_up(file: pathlib.Path, tally: Tally, control: Tally, seconds: float) -> float:
+    """Joins the counts of a file's earlier runs and writes them back; their seconds."""
+    before = 0.0
+    if file.exists():
+        earlier = json.loads(file.read_text())
+        before = earlier["seconds"]
+        tally.join(earlier["tally"])
+        control.join(earlier["control"])
+    after = {"seconds": before + seconds, "tally": tally.plain(), "control": control.plain()}
+    file.write_text(json.dumps(after))
+    return before
+
+
 def main():
     parser = argparse.ArgumentParser(description="Sampler against learner.")
     parser.add_argument("--cases", type=int, default=10_000)
@@ -420,6 +456,7 @@ def main():
         "--packed", action="store_true", help="only learners without padding, of fewer shapes"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tally", type=pathlib.Path, help="counts of runs to be added up")
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
     args = parser.parse_args()
     start = time.perf_counter()
@@ -429,19 +466,24 @@ def main():
     wide = tuple(calibrate(CONFIG, numerics, batch=16, longest=longest) for numerics in fixed)
     options = {"seed_": args.seed, "packed": args.packed}
     drawn = wide if args.packed else tuple(dict.fromkeys(fixed + wide))
-    samplings = tuple(SAMPLINGS)[:: 3 if args.packed else 1]
+    samplings = tuple(SAMPLINGS)
+    samplings = (samplings[args.seed % len(samplings)],) if args.packed else samplings
     tally = run(drawn, cases=args.cases, samplings=samplings, **options)
     native = tuple(replace(one, family="native") for one in fixed)
     control = run(native, cases=max(args.cases // 50, 2), samplings=("T 1",), **options)
     command = f"python scripts/exactness_cases.py --cases {args.cases} --seed {args.seed}"
     command += "".join(f" --dtype {dtype}" for dtype in args.dtype or ())
     command += " --packed" * args.packed
-    text = report(tally, control, command, time.perf_counter() - start)
+    found = tally.total.unequal or not tally.total.tokens
+    seconds = time.perf_counter() - start
+    if args.tally:
+        seconds += add_up(args.tally, tally, control, seconds)
+    text = report(tally, control, command, seconds)
     name = "without padding" if args.packed else " and ".join(args.dtype or ())
     page = args.out.read_text() if args.out.exists() else ""
     args.out.write_text(with_report(page, text, name))
     print(text)
-    return 1 if tally.total.unequal or not tally.total.tokens else 0
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
