@@ -36,7 +36,7 @@ from hypothesis import strategies as st
 
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing import PRESETS, Unequal, compare, describe, random_params
-from tim_jax.model.calibration import calibrate
+from tim_jax.model.calibration import calibrate_once
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.numerics import COMPUTE_DTYPES, Numerics
 from tim_jax.policy import sampler, scoring
@@ -446,6 +446,11 @@ def add_up(file: pathlib.Path, tally: Tally, control: Tally, seconds: float) -> 
     return before
 
 
+def kept(tally: pathlib.Path | None, numerics: Numerics) -> pathlib.Path | None:
+    """Where the runs that are added up keep what was measured for one dtype."""
+    return tally and tally.with_suffix(f".{numerics.compute_dtype}.json")
+
+
 def main():
     parser = argparse.ArgumentParser(description="Sampler against learner.")
     parser.add_argument("--cases", type=int, default=10_000)
@@ -463,7 +468,10 @@ def main():
     dtypes = args.dtype or ["float32", "bfloat16"]
     fixed = tuple(Numerics(compute_dtype=dtype) for dtype in dtypes)
     longest = max(one.prompt_length + one.response_length for one in (*BATCHES, *LEARNERS))
-    wide = tuple(calibrate(CONFIG, numerics, batch=16, longest=longest) for numerics in fixed)
+    wide = tuple(
+        calibrate_once(CONFIG, one, batch=16, longest=longest, file=kept(args.tally, one))
+        for one in fixed
+    )
     options = {"seed_": args.seed, "packed": args.packed}
     drawn = wide if args.packed else tuple(dict.fromkeys(fixed + wide))
     samplings = tuple(SAMPLINGS)
