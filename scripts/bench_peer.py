@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=common.DTYPES, nargs="+", help="these dtypes only")
     options = parser.parse_args()
     options.shape = "smoke" if options.smoke else options.shape
-    before = PAGE.read_text() if PAGE.exists() else ""
+    before = PAGE.read_text() if PAGE.exists() and not options.smoke else ""
     load = common.load_average()
     rows = []
     for batch, dtype in common.cases(options.shape):
