@@ -409,7 +409,10 @@ class PallasFamily:
         aligned: bool,
         window=None,
         pages=None,
+        runs=native.RUNS,
     ):
+        del runs  # a kernel's loops end where a row sees no further key
+
         def kernel(*args):
             return fence(self.attend(*fence(args), numerics=numerics))
 

@@ -205,6 +205,10 @@ def test_the_line_says_what_how_much_and_how_it_would_fit():
     rows = int(line.rpartition("; learner.micro_batch = ")[2])
     budget.check(wide.with_micro_batch(rows), DEVICES, most=most)
     assert "needs about" in refused(wide.with_micro_batch(2 * rows), most=most)
+    tokens = wide.varied(micro_batch=None, micro_batch_tokens=128 * wide.longest)
+    assert totals(tokens) == totals(wide)  # a full buffer has as many tokens as the rows
+    line = refused(tokens, most=most)
+    assert line.endswith(f"; learner.micro_batch_tokens = {rows * wide.longest}")
 
 
 def test_a_sampler_that_is_too_large_is_told_its_slots():

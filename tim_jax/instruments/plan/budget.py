@@ -143,8 +143,7 @@ def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
     config, numerics = execution.config, execution.numerics
     gradient, layers = _gradient(workload, state, weights)
     rows = max(1, workload.training.micro_batch // where.shards)
-    length = workload.prompt_length + execution.sampling.max_tokens
-    tokens, wide = rows * length, numerics.dtype.itemsize
+    tokens, wide = rows * workload.longest, numerics.dtype.itemsize
     layer = 4 * config.hidden_size + _of_attention(config) + 3 * config.active_width
     layer *= tokens
     if config.num_experts:  # what each of a token's experts makes of it, float32
@@ -292,8 +291,9 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
     fitting = (n for n in sizes if _fits(workload.with_micro_batch(n), devices, most))
     size = next(fitting, sizes[-1] if sizes else None)
     if size is not None:
+        key, unit = workload.micro_batch
         yield (
-            f"learner.micro_batch = {size}",
+            f"{key} = {size * unit}",
             lambda it: it.with_micro_batch(size),
         )
     if not learning.remat:
