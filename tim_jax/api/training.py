@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from tim_jax.rl import loop, programs, rules
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.rules import Turns
-from tim_jax.rl.training import Training
+from tim_jax.rl.training import FIELDS, Training
 from tim_jax.rl.types import TrainState
 from tim_jax.tasks.base import Task, whole
 
@@ -132,7 +132,13 @@ def start(model: Model, built: Programs, adapter: Adapter | None) -> tuple[Train
     return state, Started(model, built, adapter and adapter.lora, base, reference)
 
 
-@refuse_unknown
+_INSIDE = {
+    **{one.name: f"objective=tim_jax.objectives.grpo({one.name}=...)" for one in fields(Objective)},
+    **{name: f"training=model.training({name}=...)" for name in FIELDS},
+}
+
+
+@partial(refuse_unknown, inside=_INSIDE)
 def grpo(
     model: Model,
     prompts_and_answers: Iterable[Any],
