@@ -100,7 +100,8 @@ SHORT = """\
 **In short.** The learner computes in float32, and the sampler differs from it in one thing. The two
 log-probs of a token then differ in the mean by 1e-7 nats if sums are taken in another order, by
 2e-4 to 2e-3 in bfloat16, by 0.01 to 0.03 with a KV cache of 8-bit floats, by 0.03 with 4-bit
-weights, and by 0.2 with weights that are 25 updates old. If nothing differs, all figures are exactly 0.
+weights, and by 0.2 with weights that are 25 updates old. If nothing differs, all figures are
+exactly 0.
 
 In the tables d is the log-prob of the learner minus the one that was recorded, r is `exp(d)`, and p
 is a probability. Below the first table of each temperature the others are folded.

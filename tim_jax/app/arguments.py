@@ -107,7 +107,7 @@ def add_export(commands: Any, *, run: Callable[..., int]) -> None:
 def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
     """Adds `tim-jax audit`."""
     audit = commands.add_parser("audit", help="prove that sampler and learner agree to the bit")
-    audit.add_argument("model", type=name, help="folder, hub name, run folder, or a preset")
+    audit.add_argument("model", type=name, help=f"{A_MODEL}; or a preset")
     audit.add_argument("--json", type=path, metavar="FILE", help="write the result there")
     audit.add_argument("--quick", action="store_true", help="fewer cases")
     audit.add_argument("--family", choices=FAMILIES, help=KERNELS)
