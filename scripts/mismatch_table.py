@@ -145,6 +145,12 @@ def folded(table: str) -> str:
     return "\n".join([first.rstrip(), *lines, ""])
 
 
+def table(title: str, record: dict[str, Any]) -> list[str]:
+    """The main table of a record, folded."""
+    body = ablation.to_markdown(record, every_metric=False, profiles=False).rstrip()
+    return [f'<details markdown="1"><summary>{title}</summary>', "", body, "", "</details>"]
+
+
 def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
     results = DOCS / "results"
     charts.source_chart(
@@ -182,13 +188,11 @@ def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
         "",
         "![mismatch by source](results/mismatch.png)",
         "",
-        f"Learner: {plain['learner']}; temperature 1:",
+        *table("The table, at temperature 1", plain),
         "",
-        ablation.to_markdown(plain, every_metric=False, profiles=False).rstrip(),
+        *table("Mistakes that show at temperature 0.6 and top_p 0.8", semantic),
         "",
-        "Under temperature 0.6 and top_p 0.8:",
-        "",
-        ablation.to_markdown(semantic, every_metric=False, profiles=False).rstrip(),
+        f"Learner: {plain['learner']}.",
         END,
     ]
     page.write_text(before + "\n".join(middle) + after)
