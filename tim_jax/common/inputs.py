@@ -101,27 +101,32 @@ def json_value(text: str, where: str, *, checked: bool = False) -> Any:
     return value
 
 
-def refuse_unknown(
-    function: Callable[P, T], *, inside: Mapping[str, str] = MappingProxyType({})
-) -> Callable[P, T]:
-    """Makes an argument that a function does not have an `InputError` that names the nearest.
+def refuse_unknown(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes an argument that a function does not have an `InputError` that names the nearest."""
+    return refuse_all_but(MappingProxyType({}))(function)
 
-    Args:
-      inside: names that go into another argument, with how that is written.
-    """
-    known = signature(function).parameters
 
-    @wraps(function)
-    def call(*args: P.args, **named: P.kwargs) -> T:
-        for name in named.keys() - known.keys():
-            hint = did_you_mean(name, known)
-            where = inside.get(ours(name))
-            if where and "did you mean" not in hint:
-                hint = f"; give {where}"
-            raise InputError(f"{function.__name__}: there is no argument {name!r}{hint}")
-        return function(*args, **named)
+def refuse_all_but(
+    elsewhere: Mapping[str, str],
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """`refuse_unknown`, but for names of `elsewhere`: their error says what to write in place."""
 
-    return call
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = signature(function).parameters
+
+        @wraps(function)
+        def call(*args: P.args, **named: P.kwargs) -> T:
+            for name in named.keys() - known.keys():
+                hint = did_you_mean(name, known)
+                meant = name if name in elsewhere else ours(name)
+                if meant in elsewhere.keys() - known.keys():
+                    hint = f"; write {elsewhere[meant]}"
+                raise InputError(f"{function.__name__}: there is no argument {name!r}{hint}")
+            return function(*args, **named)
+
+        return call
+
+    return decorate
 
 
 def wrong_number(value: Any) -> tuple[tuple[str, ...], object, str] | None:
