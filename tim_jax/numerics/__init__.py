@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import changes
 
 
 def _check_sizes(value, names: tuple[str, ...], *, least: int, power: bool = False) -> None:
@@ -70,6 +71,8 @@ class GpuTiles:
     gradient_stages: int = 3
     row_tile: int = 16  # rows per program of the elementwise kernels
     lanes: int = 4096  # elements of a vocabulary row per step
+
+    __repr__ = changes
 
     def __post_init__(self):
         products = ("block_k", "attention_rows", "gradient_own", "gradient_step")
@@ -130,6 +133,8 @@ class TpuTiles:
     gradient_heads: int = 4  # of a step, at most
     row_tile: int = 64  # rows per step of the elementwise kernels
     lanes: int = 16384  # elements of a vocabulary row per step
+
+    __repr__ = changes
 
     def __post_init__(self):
         sizes = tuple(f.name for f in fields(self) if f.name != "few_rows" or self.few_rows)
@@ -240,6 +245,8 @@ class Precision:
     cache_scale: Scale = "none"  # token: a scale per token and head, from its largest element
     lora: str = "float32"  # what base, product and sum are rounded to when adapters are merged
 
+    __repr__ = changes
+
     def __post_init__(self):
         optional_ones = ("head", "router", "choice")
         for name in (*optional_ones, "logits", "softmax", "attention_softmax", "lora"):
@@ -274,6 +281,8 @@ class Order:
     # experts' numbers; every term and sum is rounded to the dtype `experts_sum`.
     experts: Literal["choice", "index"] = "choice"
     experts_sum: Literal["compute", "float32"] = "float32"
+
+    __repr__ = changes
 
     def __post_init__(self):
         if self.ranks < 1:
@@ -340,6 +349,8 @@ class Numerics:
     # An expert takes at most this many times its even share of a forward's rows; None: all. For
     # samplers only, as what is left out depends on the batch.
     expert_capacity: float | None = None
+
+    __repr__ = changes
 
     def __post_init__(self):
         if self.attention not in get_args(Attention):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,21 @@ class Programs:
         if self.training.sampler.mismatch.in_flight is not None:
             return (*older, weights)
         return older[0] if older else weights
+
+    def compiling(self, doing: Literal["sampling", "updating"]) -> str:
+        """For who waits in the first step: which of a step's long programs are compiled."""
+        learning, buckets = self.training.learning, self.training.length_buckets
+        lengths = f" for up to {buckets} lengths" if buckets > 1 else ""
+        first = ["the sampler", *(["the greedy sampler"] if self.greedy else [])]
+        then = ["the learner's forward"] if learning.needs_forward else []
+        then += ["the comparison"] if self.compare else []
+        then.append(f"the update{lengths}")
+        own, before = (first, 0) if doing == "sampling" else (then, len(first))
+        numbers = " and ".join(str(before + i) for i, _ in enumerate(own, 1))
+        few = "program" if len(own) == 1 else "programs"
+        verb = "is" if len(own) == 1 else "are"
+        total = len(first) + len(then)
+        return f"the first time, {few} {numbers} of {total} {verb} compiled: {', '.join(own)}"
 
 
 def build(training: Training, devices: Devices | None = None, *, foreign: bool = False) -> Programs:
