@@ -171,6 +171,7 @@ def guessing(
     largest: int = 99,
     guesses: int = 4,
     words: bool = False,
+    halving: float = 0.0,
     seed: int = 0,
     train_size: int = 8192,
     eval_size: int = 256,
@@ -180,8 +181,8 @@ def guessing(
 
     A game of several turns: `20-31:` -> `#25`, to which the reply is `+` (the number is larger),
     `-` (smaller) or `=` (that was no number). The reward of the right guess is 1, and
-    halving the range finds each of up to 2**guesses - 1 numbers. The worked form guesses at random
-    and does not listen, until it is right or out of guesses.
+    halving the range finds each of up to 2**guesses - 1 numbers. The worked form plays until it is
+    right or out of guesses.
 
     The last four arguments are explained in `running_sums`.
 
@@ -191,13 +192,15 @@ def guessing(
       guesses: turns that an episode has.
       words: prompts and replies in English, and the guess is the last number of a completion, for a
         model that has learned from text.
+      halving: share of worked forms that guess the middle of what is left. The others guess at
+        random and do not listen.
       format_reward: reward of an episode without the right guess, times the share of its guesses
         that could have been right, after what was told before.
     """
     least, most = span("numbers", numbers, 2, LARGEST_NUMBER)
     whole("largest", largest, least=most, most=LARGEST_NUMBER)
     whole("guesses", guesses, least=1, most=LARGEST_PROBLEM)
-    consolation = share("format_reward", format_reward)
+    consolation, halving = share("format_reward", format_reward), share("halving", halving)
 
     def draw(rng: random.Random) -> Example:
         width = least + below(rng, most - least + 1)
@@ -206,6 +209,8 @@ def guessing(
         number = low + below(rng, width)
         state = (low, high, number, guesses, 0)
         tries = [low + below(rng, width) for _ in range(guesses)]
+        if halving and rng.random() < halving:
+            tries = _halve(low, high, number)[:guesses]
         tries = tries[: tries.index(number) + 1] if number in tries else tries
         told = [f"{MARKER}{x}{EOS}{'+' if x < number else '-'}" for x in tries[:-1]]
         solution = None if words else f"{''.join(told)}{MARKER}{tries[-1]}"
@@ -215,6 +220,15 @@ def guessing(
     task = _task("guessing", draw, in_turns, seed, (train_size, eval_size))
     respond = partial(_hint, REPLIES[words], words, guesses, consolation)
     return replace(task, environment=Here(respond))
+
+
+def _halve(low: int, high: int, number: int) -> list[int]:
+    """Guesses at the middle of what is left, up to the right one."""
+    guess = (low + high) // 2
+    if guess == number:
+        return [guess]
+    left = (guess + 1, high) if guess < number else (low, guess - 1)
+    return [guess, *_halve(*left, number)]
 
 
 GUESS = (
