@@ -26,7 +26,7 @@ import numpy as np
 from exactness_cases import processor
 
 from tim_jax.common.types import Prompts, Rollout
-from tim_jax.instruments.auditing import PRESETS, compare, random_params
+from tim_jax.instruments.auditing import PRESETS, Replies, compare, random_params
 from tim_jax.model.calibration import calibrate
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Batching, Execution, Sampling
@@ -34,7 +34,6 @@ from tim_jax.numerics import EXACT_BF16, EXACT_F32, GpuTiles, MatmulTile, Numeri
 from tim_jax.policy import scoring
 from tim_jax.rl import episodes
 from tim_jax.rl.rules import Turns
-from tim_jax.tasks.episodes import Outcome
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "turns.md"
 TITLES = "## Sampler against learner, drawn episodes", "## Pallas kernels, interpreted"
@@ -65,16 +64,14 @@ class Replying:
     """Replies of one case, by the turn's key; an episode has a number of turns of its own."""
 
     def __init__(self, seed: int, vocabulary: int, longest: int):
-        self.seed, self.vocabulary, self.longest = seed, vocabulary, longest
+        self.seed, self.replies = seed, Replies(longest, vocabulary)
 
     def outcomes(self, turns):
         order = np.random.default_rng([self.seed, len(turns)]).permutation(len(turns))
         for index in order.tolist():
             turn = turns[index]
             last = np.random.default_rng([self.seed, turn.prompt, turn.sample]).integers(1, MOST)
-            rng = np.random.default_rng([self.seed, *(int(part) for part in turn.key)])
-            tokens = rng.integers(0, self.vocabulary, rng.integers(0, self.longest + 1))
-            yield index, Outcome(None, tokens.astype(np.int32), 0.0, turn.turn == last)
+            yield index, replace(self.replies.outcome(turn), done=turn.turn == last)
 
 
 def settings() -> dict[str, Setting]:

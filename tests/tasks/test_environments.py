@@ -16,6 +16,7 @@ from tim_jax.tasks import environments, guard
 from tim_jax.tasks.base import Message
 from tim_jax.tasks.environments import Guarded, Here
 from tim_jax.tasks.episodes import (
+    Asker,
     Completion,
     Failure,
     Outcome,
@@ -432,6 +433,31 @@ def test_a_coroutine_here_that_holds_all_others_fails_alone(monkeypatch):
     answers = dict(Here(blocks, seconds=0.1).answers([turn("1.0"), turn("0.0")]))
     assert answers[0].failure == "time limit: no reply within 0.1 s"
     assert answers[1].content == "0.0"
+
+
+class Slow:
+    """An environment that takes a twentieth of a second for each turn."""
+
+    def outcomes(self, turns):
+        for index, _ in enumerate(turns):
+            time.sleep(0.05)
+            yield index, Outcome(None, np.zeros(0, np.int32))
+
+
+def test_waiting_is_counted_where_nothing_else_is_at_work():
+    turns = [(row, turn("a", "state", key=(5, row))) for row in range(4)]
+    with Asker(Slow()) as asker:
+        asker.ask(turns)
+        assert [row for row, _ in asker.replies(least=True)][:1] == [0]
+        waited = asker.seconds
+        assert waited > 0
+        time.sleep(0.2)  # as the devices' work, while replies come
+        assert len(list(asker.replies(waited_for=False))) > 0
+        assert asker.seconds == waited
+        for _ in asker.replies(least=True):  # what is done with a reply is no waiting
+            time.sleep(1.0)
+        assert asker.seconds - waited < 1.0
+        assert not list(asker.replies(least=True))
 
 
 class Fails:

@@ -27,6 +27,7 @@ from tim_jax.instruments.auditing.cases import (
 from tim_jax.instruments.auditing.compiler import GradientResult, check_gradients, of_backward
 from tim_jax.instruments.auditing.running import (
     CaseResult,
+    Replies,
     Unequal,
     audit,
     compare,
@@ -42,6 +43,7 @@ __all__ = [
     "CaseResult",
     "Episodes",
     "GradientResult",
+    "Replies",
     "Score",
     "Sizes",
     "Summary",
