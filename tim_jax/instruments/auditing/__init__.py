@@ -28,13 +28,17 @@ from tim_jax.instruments.auditing.compiler import GradientResult, check_gradient
 from tim_jax.instruments.auditing.running import (
     CaseResult,
     Replies,
+    Summary,
     Unequal,
     audit,
     compare,
     describe,
     draw_prompts,
+    summarise,
+    table,
+    to_json,
+    verdict,
 )
-from tim_jax.instruments.auditing.summary import Summary, summarise, table, to_json, verdict
 
 __all__ = [
     "PRESETS",
