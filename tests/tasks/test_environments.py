@@ -127,6 +127,7 @@ RESULTS = {
     "sleeps": lambda s: time.sleep(60),
     "is busy": lambda s: [0 for _ in iter(int, 1)],
     "waits for a program": lambda s: subprocess.run(["sleep", "60"]),
+    "takes memory": lambda s: bytearray(3 << 30),
     "waits for itself": lambda s: threading.Lock().acquire() and threading.Event().wait(),
 }
 
@@ -205,6 +206,7 @@ RAISED = {
     "stops iterating",
     "stops a generator",
     "no memory",
+    "takes memory",
     "never ends to call itself",
 }
 NAMES = re.findall(r'^    "([^"]+)": lambda', HOSTILE, re.MULTILINE)
@@ -220,7 +222,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def guarded(source):
-    made = Guarded(f"{source}:respond", seconds=SECONDS, workers=4)
+    made = Guarded(f"{source}:respond", seconds=SECONDS, workers=4, memory=2)
     yield made
     made.close()
 
@@ -260,9 +262,19 @@ def test_300_hostile_replies_each_end_in_one_outcome(guarded):
 
 
 def test_what_failures_say(guarded):
-    texts = ["nan", "raises", "sleeps", "is killed", "surrogate", "huge text", "text for a reply"]
+    texts = [
+        "takes memory",
+        "nan",
+        "raises",
+        "sleeps",
+        "is killed",
+        "surrogate",
+        "huge text",
+        "text for a reply",
+    ]
     said = {texts[i]: a.failure for i, a in guarded.answers([turn(text) for text in texts])}
     assert said["nan"] == "reply: reward must be a finite number of at most 1e+15 in size, got nan"
+    assert said["takes memory"].startswith("raised: MemoryError")
     assert said["raises"] == "raised: KeyError: 'no such thing\\nsecond line'"
     assert re.fullmatch(
         r"time limit: no reply within 2 s, in .*hostile_environment\.py, line \d+",

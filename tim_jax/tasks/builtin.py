@@ -30,7 +30,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.tasks.base import (
@@ -170,6 +172,7 @@ def guessing(
     numbers: tuple[int, int] = (8, 15),
     largest: int = 99,
     guesses: int = 4,
+    luck: bool = True,
     words: bool = False,
     halving: float = 0.0,
     seed: int = 0,
@@ -190,6 +193,8 @@ def guessing(
       numbers: fewest and most numbers of a range.
       largest: ranges end here at most.
       guesses: turns that an episode has.
+      luck: whether the number is chosen before the game. Else a reply leaves as many numbers as it
+        can, so that a guess is right only if no other number is left.
       words: prompts and replies in English, and the guess is the last number of a completion, for a
         model that has learned from text.
       halving: share of worked forms that guess the middle of what is left. The others guess at
@@ -200,7 +205,8 @@ def guessing(
     least, most = span("numbers", numbers, 2, LARGEST_NUMBER)
     whole("largest", largest, least=most, most=LARGEST_NUMBER)
     whole("guesses", guesses, least=1, most=LARGEST_PROBLEM)
-    consolation, halving = share("format_reward", format_reward), share("halving", halving)
+    halving = share("halving", halving)
+    rules = _Rules(guesses, luck, words, share("format_reward", format_reward))
 
     def draw(rng: random.Random) -> Example:
         width = least + below(rng, most - least + 1)
@@ -209,26 +215,13 @@ def guessing(
         number = low + below(rng, width)
         state = (low, high, number, guesses, 0)
         tries = [low + below(rng, width) for _ in range(guesses)]
-        if halving and rng.random() < halving:
-            tries = _halve(low, high, number)[:guesses]
-        tries = tries[: tries.index(number) + 1] if number in tries else tries
-        told = [f"{MARKER}{x}{EOS}{'+' if x < number else '-'}" for x in tries[:-1]]
-        solution = None if words else f"{''.join(told)}{MARKER}{tries[-1]}"
+        halves = bool(halving) and rng.random() < halving
+        solution = None if words else _worked(rules, state, [] if halves else tries)
         prompt = GUESS.format(low=low, high=high) if words else f"{low}-{high}:"
         return Example(prompt, str(number), {"state": state}, solution)
 
     task = _task("guessing", draw, in_turns, seed, (train_size, eval_size))
-    respond = partial(_hint, REPLIES[words], words, guesses, consolation)
-    return replace(task, environment=Here(respond))
-
-
-def _halve(low: int, high: int, number: int) -> list[int]:
-    """Guesses at the middle of what is left, up to the right one."""
-    guess = (low + high) // 2
-    if guess == number:
-        return [guess]
-    left = (guess + 1, high) if guess < number else (low, guess - 1)
-    return [guess, *_halve(*left, number)]
+    return replace(task, environment=Here(partial(_hint, rules)))
 
 
 GUESS = (
@@ -240,26 +233,46 @@ REPLIES = ("+", "-", "="), ("Mine is larger.", "Mine is smaller.", NONE)  # with
 Game = tuple[int, int, int, int, int]  # least, most, number, guesses left, proper ones so far
 
 
-def _hint(
-    replies: tuple[str, str, str],
-    words: bool,
-    guesses: int,
-    consolation: float,
-    state: Game,
-    completion: Completion,
-) -> tuple[Game, Reply]:
+class _Rules(NamedTuple):
+    guesses: int
+    luck: bool
+    words: bool
+    consolation: float
+
+
+def _hint(rules: _Rules, state: Game, completion: Completion) -> tuple[Game, Reply]:
     low, high, number, left, proper = state
-    guess = _guess(completion.text, words)
-    if guess == number:
+    guess = _guess(completion.text, rules.words)
+    if guess == number if rules.luck else guess == low == high:
         return state, Reply(reward=1.0, done=True)
-    larger, smaller, hint = replies
+    larger, smaller, hint = REPLIES[rules.words]
     if guess is not None:
         proper += low <= guess <= high
-        hint = larger if guess < number else smaller
-        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
+        is_larger = _larger(rules.luck, guess, low, high, number)
+        hint = larger if is_larger else smaller
+        low, high = (max(low, guess + 1), high) if is_larger else (low, min(high, guess - 1))
     if left == 1:
-        return state, Reply(reward=consolation * proper / guesses, done=True)
+        return state, Reply(reward=rules.consolation * proper / rules.guesses, done=True)
     return (low, high, number, left - 1, proper), Reply(hint)
+
+
+def _larger(luck: bool, guess: int, low: int, high: int, number: int) -> bool:
+    """Whether the number is larger than a wrong guess. Without luck, more numbers must be so."""
+    above, below_it = high - max(guess, low - 1), min(guess, high + 1) - low
+    return guess < number if luck or above == below_it else above > below_it
+
+
+def _worked(rules: _Rules, state: Game, tries: Sequence[int]) -> str:
+    """A game with these guesses, or with none given, the middle of what is left each time."""
+    told, left = "", list(tries)
+    while True:
+        guess = left.pop(0) if tries else (state[0] + state[1]) // 2
+        text = f"{MARKER}{guess}"
+        state, reply = _hint(rules, state, Completion(text, np.zeros(0, np.int32), ended=True))
+        told += text
+        if reply.done:
+            return told
+        told += f"{EOS}{reply.content}"
 
 
 def _guess(text: str, words: bool) -> int | None:
