@@ -20,14 +20,14 @@ import numpy as np
 
 from tim_jax import kernels
 from tim_jax.common.errors import InputError
-from tim_jax.common.types import Prompts, Rollout
+from tim_jax.common.types import Names, Prompts, Rollout
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.attention import Cache
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
 from tim_jax.policy import turns as turning
 from tim_jax.policy.sampler import STEPS
 from tim_jax.policy.slots import Pool
-from tim_jax.policy.turns import Chunks, First, Found, Names, Turning, Work
+from tim_jax.policy.turns import Chunks, First, Found, Turning, Work
 from tim_jax.rl.rules import Turns
 from tim_jax.tasks.episodes import Asker, Completion, Environment, Outcome, Turn
 
@@ -86,16 +86,12 @@ def build(
     dial.check(mismatch, execution)
     other = replace(execution, numerics=mismatch.numerics(execution.numerics))
 
-    def drawing(names: Names):
-        of_rows = dial.Names(names.key, names.prompts, names.samples)
-        return dial.drawing(mismatch, of_rows, other)
-
     reports = any(entry.reports for entry in mismatch.active)
-    sampler = Turning(other, drawing, reports)
+    sampler = Turning(other, partial(dial.drawing, mismatch, execution=other), reports)
     report = partial(dial.report, mismatch=mismatch, samples=samples)
 
     def begin(weights, prompts: Prompts, key, *, pool: Pool | None):
-        names = _names(prompts.ids, key, samples)
+        names = Names.of(prompts, key, samples)
         at_a_time = batching.slots or len(names.prompts)
         begun = sampler.begin(
             mismatch.weights(weights), prompts, names, at_a_time=at_a_time, pool=pool
@@ -114,11 +110,6 @@ def build(
         samples=samples,
         batching=batching,
     )
-
-
-def _names(ids: jax.Array, key: jax.Array, samples: int) -> Names:
-    numbers = jnp.tile(jnp.arange(samples, dtype=jnp.int32), ids.shape[0])
-    return Names(key, jnp.repeat(ids, samples), numbers)
 
 
 class Played(NamedTuple):
@@ -159,7 +150,7 @@ def play(
     books = _Books.of(prompts, states, programs, first, np.asarray(keys))
     held = _Pages(books, pool, cache)
     most = min(programs.batching.slots or books.count, books.count)
-    names = _names(prompts.ids, key, programs.samples)
+    names = Names.of(prompts, key, programs.samples)
     rows = np.flatnonzero(books.ready)
     with Asker(environment) as asker:
         while not books.over.all():
