@@ -4,7 +4,6 @@
   sorting       `7305>`       ->  `7 37 037#0357`               insertion sort of the digits
   countdown     `3 5 2:16`    ->  `3+5=8 8*2=16#(3+5)*2`        reach 16, each number used once
   addition      `17+8=`       ->  `25`, a line break            a sum, after three that show how
-
   guessing      `20-31:`      ->  `#25`, is told `+`, `#28`, `-`, `#27`   a game of several turns
 
 `addition` is for a language model that can read already; the rest is about the others. The answer
@@ -183,9 +182,8 @@ def guessing(
     """Guess a number of a range; every wrong guess is told whether the number is larger or smaller.
 
     A game of several turns: `20-31:` -> `#25`, to which the reply is `+` (the number is larger),
-    `-` (smaller) or `=` (that was no number). The reward of the right guess is 1, and
-    halving the range finds each of up to 2**guesses - 1 numbers. The worked form plays until it is
-    right or out of guesses.
+    `-` (smaller) or `=` (that was no number). The reward of the right guess is 1, and halving the
+    range finds each of up to 2**guesses - 1 numbers.
 
     The last four arguments are explained in `running_sums`.
 
@@ -197,15 +195,14 @@ def guessing(
         can, so that a guess is right only if no other number is left.
       words: prompts and replies in English, and the guess is the last number of a completion, for a
         model that has learned from text.
-      halving: share of worked forms that guess the middle of what is left. The others guess at
-        random and do not listen.
+      halving: share of worked games that guess the middle of what is left; the rest do not listen.
       format_reward: reward of an episode without the right guess, times the share of its guesses
         that could have been right, after what was told before.
     """
     least, most = span("numbers", numbers, 2, LARGEST_NUMBER)
     whole("largest", largest, least=most, most=LARGEST_NUMBER)
     whole("guesses", guesses, least=1, most=LARGEST_PROBLEM)
-    halving = share("halving", halving)
+    share("halving", halving)
     rules = _Rules(guesses, luck, words, share("format_reward", format_reward))
 
     def draw(rng: random.Random) -> Example:
@@ -215,8 +212,8 @@ def guessing(
         number = low + below(rng, width)
         state = (low, high, number, guesses, 0)
         tries = [low + below(rng, width) for _ in range(guesses)]
-        halves = bool(halving) and rng.random() < halving
-        solution = None if words else _worked(rules, state, [] if halves else tries)
+        tries = [] if halving and rng.random() < halving else tries
+        solution = None if words else _worked(rules, state, tries)
         prompt = GUESS.format(low=low, high=high) if words else f"{low}-{high}:"
         return Example(prompt, str(number), {"state": state}, solution)
 
@@ -228,8 +225,8 @@ GUESS = (
     "I think of a whole number from {low} to {high}. Guess it: say one number in each answer. I say"
     " whether mine is larger or smaller."
 )
-NONE = "I see no number."
-REPLIES = ("+", "-", "="), ("Mine is larger.", "Mine is smaller.", NONE)  # without and with words
+# Without and with words: to a number that is too small, one that is too large, and none.
+REPLIES = ("+", "-", "="), ("Mine is larger.", "Mine is smaller.", "I see no number.")
 Game = tuple[int, int, int, int, int]  # least, most, number, guesses left, proper ones so far
 
 
@@ -263,16 +260,15 @@ def _larger(luck: bool, guess: int, low: int, high: int, number: int) -> bool:
 
 
 def _worked(rules: _Rules, state: Game, tries: Sequence[int]) -> str:
-    """A game with these guesses, or with none given, the middle of what is left each time."""
-    told, left = "", list(tries)
-    while True:
-        guess = left.pop(0) if tries else (state[0] + state[1]) // 2
-        text = f"{MARKER}{guess}"
+    """A whole game with these guesses, or if there are none, with the middle of what is left."""
+    game = ""
+    for number in range(rules.guesses):
+        text = f"{MARKER}{tries[number] if tries else (state[0] + state[1]) // 2}"
         state, reply = _hint(rules, state, Completion(text, np.zeros(0, np.int32), ended=True))
-        told += text
+        game += text if reply.done else f"{text}{EOS}{reply.content}"
         if reply.done:
-            return told
-        told += f"{EOS}{reply.content}"
+            break
+    return game
 
 
 def _guess(text: str, words: bool) -> int | None:
