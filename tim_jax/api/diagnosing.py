@@ -133,7 +133,10 @@ def _others(model: Model, weights: Any) -> Iterator[tuple[str, Any]]:
         other = other if isinstance(other, Model) else load(other, dtype=model.dtype)
         if other.config != model.config:
             raise InputError(f"diagnose: the weights of {name} are of another architecture")
-        yield name, replace(model, params=other.params).weights  # computed with as the model's
+        yield (
+            name,
+            replace(model, params=other.merged_params, adapter=None).weights,
+        )  # computed with as the model's
 
 
 def _rows(rollout: Rollout) -> Iterable[dict[str, Any]]:

@@ -25,7 +25,7 @@ from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.attention import Cache
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
 from tim_jax.policy import turns as turning
-from tim_jax.policy.sampler import STEPS
+from tim_jax.policy.sampler import STEPS, widths
 from tim_jax.policy.slots import Pool
 from tim_jax.policy.turns import Chunks, First, Found, Turning, Work
 from tim_jax.rl.rules import Turns
@@ -96,7 +96,7 @@ def build(
         begun = sampler.begin(
             mismatch.weights(weights), prompts, names, at_a_time=at_a_time, pool=pool
         )
-        return *begun, turning.turn_keys(names, turns.most)
+        return *begun, turning.turn_keys(names, turns.max_turns)
 
     compiled = partial(jit, numerics=other.numerics)
     return Programs(
@@ -135,8 +135,9 @@ def play(
 ) -> Played:
     """Plays the episodes of a step to their ends.
 
-    An episode ends when its environment says so or fails, after `turns.most` turns, or where the
-    longest response leaves no room for the reply and a token after it. The reply is then left out.
+    An episode ends when its environment says so or fails, after `turns.max_turns` turns, or where
+    the longest response leaves no room for the reply and a token after it. The reply is then left
+    out.
 
     Args:
       states: of the environment, one for each prompt; every sample has a copy.
@@ -174,8 +175,8 @@ def play(
 def _width(rows: int, count: int, programs: Programs) -> int:
     """The fewest slots that are compiled for and hold this many rows."""
     slots = min(programs.batching.slots or count, count)
-    widths = [max(1, slots >> halving) for halving in range(programs.batching.halvings + 1)]
-    return min(width for width in widths if width >= rows)
+    narrower = widths(slots, programs.batching.halvings)
+    return min(width for width in (slots, *narrower) if width >= rows)
 
 
 def _extended(cache, weights, rows, books: "_Books", held: "_Pages", programs: Programs) -> Cache:
@@ -365,7 +366,7 @@ class _Books:
             self.rewards[row, self.lengths[row] - 1] = outcome.reward
             self.failed[row] = outcome.failure is not None
             self.turn[row] += 1
-            if outcome.done or self.failed[row] or self.turn[row] == self.most.most:
+            if outcome.done or self.failed[row] or self.turn[row] == self.most.max_turns:
                 self.over[row] = True
             else:
                 self._go_on(row, _checked(outcome.tokens, self.vocabulary))
