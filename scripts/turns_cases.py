@@ -166,13 +166,16 @@ def check(setting: Setting, batching: Batching, seed: int):
     return compare(rollout, rollout.responses, rollout.mask, log_probs), played
 
 
-def run(chosen: dict[str, Setting], tokens: int, file: pathlib.Path | None) -> list[dict]:
-    """At least `tokens` in all, as many of every setting and batching, those in `file` included."""
+def run(chosen, tokens: int, file: pathlib.Path | None, *, seeds: list[str]) -> list[dict]:
+    """At least `tokens` in all, as many of every setting and batching, those in `file` included.
+
+    `seeds`: names of all settings, which their seeds follow from.
+    """
     share = -(-tokens // (len(chosen) * len(BATCHINGS)))
     cases = [json.loads(line) for line in file.read_text().splitlines()] if file else []
     for name, setting in chosen.items():
         for how, batching in BATCHINGS.items():
-            place = 1000 * (list(chosen).index(name) * len(BATCHINGS) + list(BATCHINGS).index(how))
+            place = 1000 * (seeds.index(name) * len(BATCHINGS) + list(BATCHINGS).index(how))
             own = [case for case in cases if (case["numerics"], case["sampler"]) == (name, how)]
             for seed in range(place + len(own), place + 1000):
                 if sum(case["tokens"] for case in own) >= share:
@@ -235,6 +238,7 @@ def main():
     parser = argparse.ArgumentParser(description="Episodes: sampler against learner.")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--interpreted", action="store_true", help="the Pallas families")
+    parser.add_argument("--only", default="", help="numerics whose names have this in them")
     parser.add_argument("--cases", type=pathlib.Path, help="a file of cases, to go on from")
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
     args = parser.parse_args()
@@ -242,7 +246,8 @@ def main():
         args.cases.touch()
     chosen = interpreted() if args.interpreted else settings()
     tokens = args.tokens or (5_000 * len(chosen) if args.interpreted else 200_000)
-    cases = run(chosen, tokens, args.cases)
+    some = {name: setting for name, setting in chosen.items() if args.only in name}
+    cases = run(some, tokens, args.cases, seeds=list(chosen))
     command = "python scripts/turns_cases.py" + " --interpreted" * args.interpreted
     section = report(cases, TITLES[args.interpreted], command)
     args.out.write_text(with_section(args.out.read_text() if args.out.exists() else "", section))

@@ -144,6 +144,13 @@ def test_breaks_among_rows():
     assert not find_breaks(Letters(), collected([*EPISODES[:2], EPISODES[6]]))
 
 
+def test_episodes_are_read_of_lines_of_any_format():
+    trl = {"prompt_ids": [7, 8], "completion_ids": [0, 1], "logprobs": [-1.0, -1.0]}
+    lines = [trl | {"episode": 3, "turn": 0}, {"request": {}, "response": trl, "episode": "a"}]
+    found = collect(readers.read(lines), limits=recorded.LIMITS).responses
+    assert [(one.episode, one.turn) for one in found] == [("3", 0), ("a", None)]
+
+
 @pytest.mark.slow  # compiles a forward
 def test_a_diagnosis_names_turns_that_were_tokenised_again():
     empty = [row | {"logprobs": [0.0] * len(row["response_token_ids"])} for row in EPISODES]
