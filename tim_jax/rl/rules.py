@@ -221,7 +221,10 @@ def check_turns(
         rule = f"must be at most the {longest} tokens of an episode, but is {max_tokens}"
         raise RuleError("max_tokens", max_tokens, rule)
     if sampler_placement != SINGLE:
-        rule = "must be one device for episodes of several turns, whose learner may have more"
+        rule = (
+            "must be one device for episodes of several turns; a learner on several needs a sampler"
+            " with a placement of its own"
+        )
         raise RuleError("sampler_placement", str(sampler_placement), rule)
     for field, value, only in (
         ("max_staleness", max_staleness, 0),
