@@ -30,6 +30,7 @@ from tim_jax.instruments.diagnosis.explanations import (
 )
 from tim_jax.instruments.diagnosis.parts import Part
 from tim_jax.instruments.diagnosis.rollouts import Response
+from tim_jax.instruments.diagnosis.turns import Broken, find_breaks
 from tim_jax.instruments.diagnosis.variants import Variant
 from tim_jax.mismatch import Entry
 from tim_jax.model.weights import Weights
@@ -241,6 +242,7 @@ class Verdict:
         part: the bad part of the tokens of a fault, if the others are another matter, or None.
         agreement: f64[L], the share of the recorded experts of each layer that the model takes as
             well, if they are recorded.
+        breaks: the episodes of several turns that do not hold what was drawn.
     """
 
     state: State
@@ -253,6 +255,7 @@ class Verdict:
     half: Judged | None = None
     part: Part | None = None
     agreement: np.ndarray | None = None
+    breaks: tuple[Broken, ...] = ()
 
     @property
     def normal(self) -> bool:
@@ -275,7 +278,7 @@ def diagnose(
       forward: the model that is said to have drawn them.
       others: named weights that may have drawn them instead: earlier checkpoints, or a base model
         without its adapter.
-      tokenizer: for other prompts.
+      tokenizer: for other prompts, and for the turns of episodes.
       sources: of low precision that are tried; each compiles a forward.
 
     Raises:
@@ -301,7 +304,9 @@ def diagnose(
         judged += _judge_all(more, panel, null(panel), len(tokens.sequence))
         judged += _in_some_layers(judged, panel, forward, sizes, len(tokens.sequence))
     found = _decide(tokens, base, sorted(judged, key=lambda one: -one.gain), sizes)
-    return replace(found, agreement=_agreement(tokens, forward))
+    breaks = () if tokenizer is None else find_breaks(tokenizer, responses)
+    state = "fault" if any(one.fault for one in breaks) else found.state
+    return replace(found, agreement=_agreement(tokens, forward), breaks=breaks, state=state)
 
 
 def _agreement(tokens: Tokens, forward: Forward) -> np.ndarray | None:
