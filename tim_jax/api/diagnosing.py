@@ -16,6 +16,7 @@ from tim_jax.common.errors import InputError, check_choice
 from tim_jax.instruments.diagnosis import records, verdict
 from tim_jax.instruments.diagnosis.declared import Distribution
 from tim_jax.instruments.diagnosis.monitor import Monitor
+from tim_jax.instruments.diagnosis.variants import Candidate, adapter_rank
 from tim_jax.model.execution import Sampling
 
 
@@ -125,7 +126,7 @@ class Diagnose:
 diagnose = Diagnose()
 
 
-def _others(model: Model, weights: Any) -> Iterator[tuple[str, Any]]:
+def _others(model: Model, weights: Any) -> Iterator[Candidate]:
     if isinstance(weights, str | Path | Model):
         weights = [weights]
     named = weights.items() if isinstance(weights, Mapping) else [(str(x), x) for x in weights]
@@ -133,7 +134,8 @@ def _others(model: Model, weights: Any) -> Iterator[tuple[str, Any]]:
         other = other if isinstance(other, Model) else load(other, dtype=model.dtype)
         if other.config != model.config:
             raise InputError(f"diagnose: the weights of {name} are of another architecture")
-        yield name, replace(model, params=other.params).weights  # computed with as the model's
+        weights = replace(model, params=other.params).weights  # computed with as the model's
+        yield Candidate(name, weights, adapter_rank(model.params, other.params))
 
 
 def _rows(rollout: Rollout) -> Iterable[dict[str, Any]]:
