@@ -38,8 +38,8 @@ from tim_jax.app.jobs import audit, models, planning, studies, train
 from tim_jax.app.run import assembly, folders, signals, sources
 from tim_jax.common.errors import ENDINGS, InputError
 from tim_jax.instruments.study import report, running
-from tim_jax.instruments.study.estimates import Compared
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE
+from tim_jax.instruments.study.measurement import Compared
 from tim_jax.model import calibration, hf
 from tim_jax.placement import processes
 from tim_jax.rl import programs

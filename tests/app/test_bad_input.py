@@ -14,7 +14,7 @@ import tiny
 
 from tim_jax.app import cli
 from tim_jax.app.config import toml
-from tim_jax.app.run.rewards import RewardWatch
+from tim_jax.app.run.display import RewardWatch
 from tim_jax.common import waiting
 from tim_jax.common.errors import ENDINGS, InputError, statuses_table
 from tim_jax.model import hf

@@ -23,7 +23,7 @@ import tim_jax
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import audit, generating
-from tim_jax.app.run import assembly, checkpoints, exports, folders, grading, sources, started
+from tim_jax.app.run import assembly, checkpoints, folders, grading, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.app.run.numerics import fixed_numerics
@@ -245,7 +245,7 @@ def test_a_model_is_never_that_of_an_earlier_end(finished, folder, call):
     assert out.endswith("metrics, samples, chart and model: further\n")
     assert tiny.bits(tim_jax.load(run).params) == tiny.bits(programs_state(run))
     assert (run / "model" / "model.safetensors").read_bytes() != old
-    assert exports.step_of(run) == 4
+    assert sources.final_step(run) == 4
 
 
 def programs_state(run):
@@ -928,7 +928,7 @@ def on_day(monkeypatch, day):
         def now(cls, tz=None):
             return datetime(2026, 3, day, 12, tzinfo=tz)
 
-    for module in (chat_template_utils, started, grading):
+    for module in (chat_template_utils, folders, grading):
         monkeypatch.setattr(module, "datetime", Then)
 
 

@@ -20,7 +20,7 @@ from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.plan import budget
-from tim_jax.model import adapters, hf, peft
+from tim_jax.model import adapters, hf
 from tim_jax.model.adapters import Lora
 from tim_jax.tasks.text import character_tokenizer
 
@@ -126,7 +126,7 @@ def test_a_run_with_adapters_resumes_to_the_same_bits_and_exports_both(tmp_path,
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
     folder = tmp_path / "adapter"
     assert cli.main(["export", str(tmp_path / "whole"), str(folder), "--adapter"]) == 0
-    alone = peft.load(folder, model.config)
+    alone = adapters.load(folder, model.config)
     assert tiny.bits(alone.arrays) == tiny.bits(restored.state["params"])
     # What starts from it begins as that run ended.
     words = ["warmup.steps=0", f'lora.path="{folder}"']

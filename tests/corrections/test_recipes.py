@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax import corrections
-from tim_jax.objectives.aggregation import token_weights
+from tim_jax.objectives.objective import token_weights
 
 CLOSE = 1e-5  # a statistic this close to its bound may fall on either side in float32
 

@@ -14,7 +14,7 @@ import tiny
 from tim_jax import mismatch, objectives, optimizers
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import auditing
-from tim_jax.model import adapters, hf, peft
+from tim_jax.model import adapters, hf
 from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import layout, scoring
@@ -341,19 +341,19 @@ def test_experts_have_no_adapters_and_attention_beside_them_has():
 
 def written(tmp_path, config=tiny.CONFIG, lora=LORA):
     adapter = Adapter(lora, drawn(config, lora))
-    return adapter, peft.save(tmp_path / "adapter", adapter, config, base="somewhere")
+    return adapter, adapters.save(tmp_path / "adapter", adapter, config, base="somewhere")
 
 
 def test_an_adapter_comes_back_as_it_was_written(tmp_path):
     lora = Lora(rank=2, alpha=3.0, targets=("v_proj", "down_proj"))
     adapter, folder = written(tmp_path, lora=lora)
-    found = peft.load(folder, tiny.CONFIG)
+    found = adapters.load(folder, tiny.CONFIG)
     assert found.lora == lora
     assert tiny.bits(found.arrays) == tiny.bits(adapter.arrays)
     with pytest.raises(InputError, match="exists already"):
-        peft.save(folder, adapter, tiny.CONFIG)
+        adapters.save(folder, adapter, tiny.CONFIG)
     with pytest.raises(InputError, match=r"'a' of 'v_proj' has the shape"):
-        peft.save(tmp_path / "other", adapter, replace(tiny.CONFIG, hidden_size=32))
+        adapters.save(tmp_path / "other", adapter, replace(tiny.CONFIG, hidden_size=32))
 
 
 @pytest.mark.parametrize(
@@ -377,20 +377,20 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, change, said):
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(InputError, match=said):
-        peft.load(folder, tiny.CONFIG)
+        adapters.load(folder, tiny.CONFIG)
 
 
 def test_adapters_of_other_models_and_damaged_ones_are_refused(tmp_path):
     _, folder = written(tmp_path)
     with pytest.raises(InputError, match=r"layers.2.*is missing: every layer"):
-        peft.load(folder, replace(tiny.CONFIG, num_layers=3))
+        adapters.load(folder, replace(tiny.CONFIG, num_layers=3))
     with pytest.raises(InputError, match=r"layers.1.*is not one of an adapter of this model"):
-        peft.load(folder, replace(tiny.CONFIG, num_layers=1))
+        adapters.load(folder, replace(tiny.CONFIG, num_layers=1))
     (folder / "adapter_model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(InputError, match="truncated or corrupt"):
-        peft.load(folder, tiny.CONFIG)
+        adapters.load(folder, tiny.CONFIG)
     with pytest.raises(InputError, match="does not exist"):
-        peft.load(tmp_path / "absent", tiny.CONFIG)
+        adapters.load(tmp_path / "absent", tiny.CONFIG)
 
 
 @pytest.mark.slow
@@ -422,6 +422,6 @@ def test_peft_computes_the_same_logits(tmp_path):
     assert len(rows) > 20
     np.testing.assert_allclose(np.asarray(ours)[rows, at], logits[rows, before], rtol=0, atol=1e-5)
     model.save_pretrained(tmp_path / "again")
-    found = peft.load(tmp_path / "again", config)
+    found = adapters.load(tmp_path / "again", config)
     assert found.lora == replace(LORA, targets=tuple(adapters.KNOWN))
     assert tiny.bits(found.arrays) == tiny.bits(adapter.arrays)

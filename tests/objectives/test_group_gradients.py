@@ -24,7 +24,7 @@ from tabular import CORRECTIONS, LOSSES, REFERENCE, SAMPLER, TRAINER, Batch, kee
 from tim_jax import corrections
 from tim_jax.objectives import Objective
 from tim_jax.objectives.advantages import Estimator
-from tim_jax.objectives.aggregation import Aggregation
+from tim_jax.objectives.objective import Aggregation
 from tim_jax.rl import learner
 from tim_jax.rl.experience import experience
 from tim_jax.rl.types import Learning, TrainState

@@ -8,7 +8,7 @@ import pytest
 from tim_jax import objectives
 from tim_jax.common.errors import InputError
 from tim_jax.objectives import Objective, losses
-from tim_jax.objectives.aggregation import token_weights
+from tim_jax.objectives.objective import token_weights
 
 AGGREGATIONS = {
     "token_mean": {},

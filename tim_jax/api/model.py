@@ -15,13 +15,13 @@ from rich.console import Console
 
 from tim_jax import optimizers
 from tim_jax.app.config.sections import FamilyChoice
-from tim_jax.app.run import assembly, exports, sources
+from tim_jax.app.run import assembly, sources
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import refuse_unknown, shown
 from tim_jax.instruments import auditing
-from tim_jax.model import calibration, hf, peft
+from tim_jax.model import adapters, calibration, hf
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
@@ -173,7 +173,7 @@ def begin(
     source: str | Path, *, dtype: str, family: FamilyChoice, placement: Placement | None
 ) -> Model:
     """What `load` knows before it measures the machine and reads weights: `params` are None."""
-    found = sources.open_model(str(exports.model_of(source)))
+    found = sources.open_model(str(sources.final_model(source)))
     where = _everywhere() if placement is None else placement
     check_devices(where)
     assembly.check_placement(where, found.config, where.tensor)
@@ -199,7 +199,7 @@ def complete(
             model.config, numerics, batch=batch, longest=longest, file=file
         )
     processes.agree(repr(numerics), "what was measured of its machine")
-    params = hf.load_params(exports.model_of(source), model.config, dtype=model.dtype)
+    params = hf.load_params(sources.final_model(source), model.config, dtype=model.dtype)
     return replace(model, params=params, numerics=numerics)
 
 
@@ -274,7 +274,7 @@ def load_adapter(folder: str | Path, model: Model) -> Adapter:
     Raises:
       InputError: it is not there, not of this model, or has what is not supported.
     """
-    return peft.load(folder, model.config)
+    return adapters.load(folder, model.config)
 
 
 def save_adapter(adapter: Adapter, folder: str | Path, model: Model) -> Path:
@@ -291,7 +291,7 @@ def save_adapter(adapter: Adapter, folder: str | Path, model: Model) -> Path:
       InputError: the folder exists and is not empty, or cannot be written.
     """
     whole = replace(adapter, arrays=processes.whole(adapter.arrays))
-    return Path(processes.led(lambda: str(peft.save(folder, whole, model.config))))
+    return Path(processes.led(lambda: str(adapters.save(folder, whole, model.config))))
 
 
 @dataclass(frozen=True, repr=False)

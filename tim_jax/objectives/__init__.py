@@ -1,9 +1,10 @@
 """From rewards and log-probs to a loss: advantages, token losses, aggregation, presets."""
 
-from tim_jax.objectives.aggregation import Aggregation, Denominator
 from tim_jax.objectives.losses import Loss
 from tim_jax.objectives.objective import (
     PRESETS,
+    Aggregation,
+    Denominator,
     Objective,
     TokenLosses,
     cispo,

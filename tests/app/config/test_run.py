@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from tim_jax import corrections
-from tim_jax.app.config import model, optimization, sections, toml
+from tim_jax.app.config import run, sections, toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.toml import build, dump, load, parse_override
 from tim_jax.app.jobs import train
@@ -55,9 +55,7 @@ def test_the_paper_recipe_is_its_table_1():
     assert (sampling.samples, sampling.max_tokens) == (16, 8192)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 1.0)
     assert got.numerics.dtype == "bfloat16"
-    assert got.optimizer.length_decay == optimization.DecayFixed(
-        kind="fixed", period=204, floor=0.1
-    )
+    assert got.optimizer.length_decay == run.DecayFixed(kind="fixed", period=204, floor=0.1)
 
 
 def test_defaults_are_a_config_and_every_default_can_be_written():
@@ -426,7 +424,7 @@ def test_files_that_say_nothing_or_nonsense(tmp_path):
 def test_sections_are_frozen_and_documented():
     with pytest.raises(ValidationError, match="frozen"):
         RunConfig().seed = 1  # pyright: ignore
-    modules = (sections, model, optimization, sections)
+    modules = (sections, run)
     for name, section in (pair for module in modules for pair in vars(module).items()):
         if (
             isinstance(section, type)

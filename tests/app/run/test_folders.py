@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from tim_jax.app.run import exports, folders
+from tim_jax.app.run import folders, sources
 from tim_jax.app.run.checkpoints import Checkpoints, list_steps, restore
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
@@ -343,8 +343,8 @@ def made_run(folder, *, model, checkpoints, steps=4):
 )
 def test_a_model_of_the_end_of_a_run_is_taken(tmp_path, run):
     folder = made_run(tmp_path, **run)
-    assert exports.model_of(folder) == folder / "model"
-    assert exports.step_of(folder) == (None if run["model"] == "?" else 4)
+    assert sources.final_model(folder) == folder / "model"
+    assert sources.final_step(folder) == (None if run["model"] == "?" else 4)
 
 
 @pytest.mark.parametrize(
@@ -357,13 +357,13 @@ def test_a_model_of_the_end_of_a_run_is_taken(tmp_path, run):
 )
 def test_a_model_that_its_run_left_behind_is_not_taken(tmp_path, run, words):
     with pytest.raises(InputError, match=words):
-        exports.model_of(made_run(tmp_path, **run))
+        sources.final_model(made_run(tmp_path, **run))
 
 
 def test_what_is_no_run_is_left_as_it_is(tmp_path):
-    assert exports.model_of("some/name") == "some/name"
-    assert exports.model_of(tmp_path) == tmp_path
-    assert exports.step_of(tmp_path) is None
+    assert sources.final_model("some/name") == "some/name"
+    assert sources.final_model(tmp_path) == tmp_path
+    assert sources.final_step(tmp_path) is None
 
 
 def _unwritable(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tim_jax.instruments.study import findings
-from tim_jax.instruments.study.estimates import compare, inner_products, jackknife, mean
+from tim_jax.instruments.study.measurement import compare, inner_products, jackknife, mean
 
 SIZE, PAIRS = 40, 24
 

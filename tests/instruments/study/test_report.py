@@ -11,7 +11,7 @@ from study_files import FILE, stated, write_run
 
 from tim_jax.app import cli
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.study import charts, report
+from tim_jax.instruments.study import findings, report
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE
 
 pytest.importorskip("altair")
@@ -95,16 +95,16 @@ def test_long_runs_are_thinned_to_means_of_the_same_steps():
         "step": np.tile(steps, 2),
         "m": np.concatenate([steps, np.where(steps < 500, np.nan, 1.0)]),
     }
-    rows = charts.thinned(table, "m", 10)
+    rows = findings.thinned(table, "m", 10)
     assert len(rows) == 15
     assert rows[0] == {"arm": "a", "seed": 0, "step": 0, "value": 49.5}
     assert {row["value"] for row in rows if row["arm"] == "b"} == {1.0}
-    assert charts.thinned({**table, "m": np.full(2000, np.nan)}, "m", 10) == []
+    assert findings.thinned({**table, "m": np.full(2000, np.nan)}, "m", 10) == []
 
 
 def test_arms_keep_apart_without_colours():
     names = [f"arm{i}" for i in range(12)]
-    colours, dashes = charts.colours(names), charts.dashes(names, dashed=["arm1"])
+    colours, dashes = findings.colours(names), findings.dashes(names, dashed=["arm1"])
     assert len({(colours[n], tuple(dashes[n])) for n in names}) == 12
     assert dashes["arm1"] != dashes["arm0"]
 

@@ -19,7 +19,7 @@ from study_files import CACHE, FILE, stated, write_run
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import studies
-from tim_jax.app.run import folders, started
+from tim_jax.app.run import folders
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import study
 from tim_jax.instruments.study import definition, measurement, running
@@ -240,8 +240,8 @@ def test_all_arms_begin_on_the_day_of_their_study(file, monkeypatch):
     log.close()
     assert (run.folder / "started.json").read_text() == began
     with folders.open_run(run.folder, "seed = 0\n"):  # which no other file may be in before
-        started.record(run.folder)
-    assert started.time_of(run.folder) == started.time_of(one.folder)
+        folders.record_start(run.folder)
+    assert folders.read_start(run.folder) == folders.read_start(one.folder)
 
 
 def test_a_verdict_needs_every_seed(file):

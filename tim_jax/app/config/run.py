@@ -5,36 +5,226 @@
 the command line reads one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import lcm
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tim_jax import corrections
-from tim_jax.app.config.model import LoraSection, Model
-from tim_jax.app.config.optimization import Optimizer
-from tim_jax.app.config.placement import PlacementSection
+from tim_jax import corrections, placement
 from tim_jax.app.config.sections import (
     TABLE,
     BuiltinTask,
+    Count,
     CustomTask,
     DatasetTask,
     Evaluation,
     GymTask,
     Learner,
     NumericsSection,
+    Positive,
     RunSection,
     SamplerSection,
     SamplingSection,
     Section,
+    Share,
     Warmup,
+    part,
     refusal,
 )
 from tim_jax.common.errors import InputError
+from tim_jax.model.adapters import Lora
 from tim_jax.objectives import Objective, advantages
+from tim_jax.optimizers import AdamW, Decay, LossScale
+from tim_jax.placement import Devices, Placement
 from tim_jax.rl import rules
+from tim_jax.schedules import SurgeDetector
+
+
+class Architecture(Section):
+    """A Qwen3 to be initialised at random; its vocabulary is that of the task's tokenizer."""
+
+    hidden_size: Count = 128
+    num_layers: Count = 4
+    num_heads: Count = 4
+    num_kv_heads: Count = 2
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 32
+    intermediate_size: Count = 512
+    max_positions: Count = 256
+    """Longest prompt and response together, in tokens."""
+    tied: bool = True
+    """The head is the transpose of the embedding."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise refusal(
+                "num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}"
+            )
+        return self
+
+
+PRESETS: Mapping[str, Architecture] = {
+    "tiny": Architecture(),  # about 1M parameters
+    "small": Architecture(
+        hidden_size=256,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=4,
+        intermediate_size=768,
+        max_positions=1024,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSection(Lora):
+    """Adapters are trained in place of all weights, which stay as they are."""
+
+    targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of matrices such as "q_proj"; left out: all of attention and MLP."""
+    path: str | None = None
+    """A folder with an adapter of PEFT to start from, which says rank, alpha and targets."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path is not None and part(Lora, self) != Lora():
+            raise InputError("Lora: path has a rank, alpha and targets of its own; leave them out")
+
+
+class Model(Section):
+    """Where the model comes from: exactly one of `path`, `preset` and `architecture`."""
+
+    path: str | None = None
+    """Checkpoint folder, or a name on the Hugging Face hub."""
+    preset: Literal["tiny", "small"] | None = None
+    """A random-initialised architecture by name."""
+    architecture: Architecture | None = None
+    """A random-initialised architecture, spelt out."""
+    chat_template: Literal["auto", "on", "off"] = "auto"
+    """Whether text prompts are put into the tokenizer's chat template; auto: if it has one."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the chat template, such as `enable_thinking = false` for Qwen3."""
+
+    @property
+    def random_architecture(self) -> Architecture | None:
+        """The architecture to initialise at random; None if the model comes from `path`."""
+        return PRESETS[self.preset] if self.preset else self.architecture
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = [name for name in ("path", "preset", "architecture") if getattr(self, name)]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise refusal("", None, f"needs exactly one of path, preset, architecture; has {found}")
+        return self
+
+
+class DecayOff(Section):
+    """No length-triggered decay."""
+
+    kind: Literal["off"] = "off"
+
+    def value(self, max_tokens: int | None) -> None:
+        """None: an optimiser without a decay."""
+        del max_tokens
+
+
+_OFF = DecayOff()
+
+
+class DecayFixed(Section):
+    """The learning rate is halved every `period` updates (Beyond Precision, algorithm 1).
+
+    A step makes epochs x mini-batches of them.
+    """
+
+    kind: Literal["fixed"]
+    period: Count
+    floor: Share = Decay.floor
+    """The lowest share of the first learning rate."""
+
+    def value(self, max_tokens: int | None) -> Decay:
+        """The decay as the optimiser takes it; the longest response does not matter to it."""
+        del max_tokens
+        return Decay(period=self.period, floor=self.floor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecayReactive(SurgeDetector):
+    """As fixed, with the period found from the surge of the mean response length.
+
+    The other keys are the detector's, in lengths: one a step. `max_length`, if left out, is the
+    run's max_tokens.
+    """
+
+    kind: Literal["reactive"]
+    multiplier: Positive = Decay.multiple
+    """Period over the step of the surge."""
+    floor: Share = Decay.floor
+    """The lowest share of the first learning rate."""
+
+    def value(self, max_tokens: int | None) -> Decay:
+        """The decay of a run whose longest response has this many tokens."""
+        longest = self.max_length or max_tokens
+        detector = part(SurgeDetector, self, max_length=longest)
+        return Decay(multiple=self.multiplier, floor=self.floor, detector=detector)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(AdamW):
+    """AdamW, its schedule, and the factors on its steps that come on top.
+
+    `total_steps`, if left out, are the run's updates: steps x epochs x mini-batches.
+    """
+
+    learning_rate: float = 1e-3
+    length_decay: Annotated[
+        DecayOff | DecayFixed | Annotated[DecayReactive, TABLE], Field(discriminator="kind")
+    ] = _OFF
+    loss_scale: Annotated[LossScale, TABLE] | None = None
+    """Dynamic loss scaling, of runs whose learner computes in float16. Left out: with its defaults
+    in float16, and none otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementSection(Placement):
+    """Where the learner runs, and the sampler."""
+
+    sampler: Annotated[Placement, TABLE] | None = None
+    """Left out: on the learner's mesh, with its very weights. Else they are moved every step."""
+    split: bool = False
+    """The sampler has devices of its own, those after the learner's. With `sampler.max_staleness`
+    it draws the next steps on them while the learner learns."""
+
+    @property
+    def value(self) -> Placement:
+        """The learner's."""
+        return part(Placement, self)
+
+    @property
+    def for_sampler(self) -> Placement:
+        """The sampler's placement: its own, or the learner's where it has none."""
+        return self.sampler or self.value
+
+    @property
+    def all_devices(self) -> int:
+        """How many devices learner and sampler take together."""
+        learner, sampler = self.devices, self.for_sampler.devices
+        return learner + sampler if self.split else max(learner, sampler)
+
+    def of_sampler(self, devices: Devices) -> Devices:
+        """What the sampler's mesh is made of, where there are `devices`.
+
+        Raises:
+            InputError: as `placement.split`.
+        """
+        if not self.split:
+            return devices
+        return placement.split(self.value, self.for_sampler, devices)
+
 
 # The keys of what `Training` calls otherwise; the other fields of the learner keep their names.
 _KEYS = {

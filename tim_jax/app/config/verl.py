@@ -14,7 +14,7 @@ import tomli_w
 from tim_jax.app.config import toml
 from tim_jax.app.config.verl_keys import ACTOR, Keys, rejection, rejections, weights
 from tim_jax.common.errors import InputError
-from tim_jax.objectives.aggregation import counts_kept
+from tim_jax.objectives.objective import counts_kept
 
 _POLICY_LOSS = f"{ACTOR}.policy_loss"
 SECTIONS = ("algorithm", ACTOR, "rollout_correction")

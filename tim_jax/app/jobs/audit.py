@@ -19,8 +19,8 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import FamilyChoice
-from tim_jax.app.jobs import checks, memory
-from tim_jax.app.run import assembly, charts, checkpoints, exports, folders, grading, sources
+from tim_jax.app.jobs import checks
+from tim_jax.app.run import assembly, charts, checkpoints, folders, grading, sources
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
@@ -73,7 +73,7 @@ def audit_model(
     Returns:
       The result as JSON, and whether every token of every case was equal and all gradients right.
     """
-    with memory.explained(
+    with checks.explain_memory(
         lambda: {"": ("--quick", "a smaller model", "fewer devices, as all are audited")}
     ):
         config, params = _audited(source, dtype)
@@ -362,7 +362,7 @@ def _audited(source: str, dtype: str | None) -> tuple[ModelConfig, Any]:
     if source in auditing.PRESETS:
         config = auditing.PRESETS[source]
         return config, auditing.random_params(config, 0)
-    source = str(exports.model_of(source))
+    source = str(sources.final_model(source))
     if not Path(source).exists() and "/" not in source:
         hint = did_you_mean(source, auditing.PRESETS)
         raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")

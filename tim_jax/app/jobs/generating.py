@@ -9,7 +9,7 @@ from typing import Literal
 from tim_jax.api import model as opening
 from tim_jax.api import rollouts
 from tim_jax.app.config.sections import FamilyChoice
-from tim_jax.app.jobs import checks, memory
+from tim_jax.app.jobs import checks
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Sampling
 from tim_jax.placement import SINGLE, Placement
@@ -37,7 +37,7 @@ def generate(
     `calibration.calibrate_once`; a run's own measurement serves as well.
     """
     ways = {"": ("--samples", "--max-tokens", "--dtype bfloat16, or --fsdp with more devices")}
-    with memory.explained(lambda: ways):
+    with checks.explain_memory(lambda: ways):
         model = opening.begin(source, dtype=dtype, family=family, placement=where)
         request = rollouts.request(
             model, prompts, samples=samples, sampling=sampling, seed=seed, template=chat_template

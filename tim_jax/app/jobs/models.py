@@ -12,13 +12,13 @@ import jax
 
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.jobs import checks, memory
+from tim_jax.app.jobs import checks
 from tim_jax.app.run import assembly, checkpoints, folders, grading, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.display import Completion, completion_line
 from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
-from tim_jax.model import adapters, hf, peft
+from tim_jax.model import adapters, hf
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.execution import Execution
 from tim_jax.numerics import Numerics
@@ -164,7 +164,7 @@ def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, fl
             update={"path": model, "preset": None, "architecture": None}
         )
         config = config.model_copy(update={"model": section, "lora": None})
-    with memory.explained(partial(memory.of_run, config)):
+    with checks.explain_memory(partial(checks.less_memory, config)):
         return _evaluated(config, of_run=model is None)
 
 
@@ -222,7 +222,7 @@ def export(
     params = restored.state["params"]
     if adapter and model.lora is not None:
         alone = Adapter(model.lora, jax.device_get(params[adapters.ADAPTERS]))
-        peft.save(folder, alone, model.config, base=config.model.path)
+        adapters.save(folder, alone, model.config, base=config.model.path)
         return restored.step
     if model.lora is not None:
         execution = Execution(model.config, Numerics(), lora=model.lora)

@@ -22,12 +22,11 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import part
-from tim_jax.app.jobs import checks, memory
+from tim_jax.app.jobs import checks
 from tim_jax.app.jobs.models import Job, assemble, shown
-from tim_jax.app.run import assembly, charts, checkpoints, exports, folders, loggers, started
-from tim_jax.app.run.display import Display, open_display
+from tim_jax.app.run import assembly, charts, checkpoints, folders, loggers, sources
+from tim_jax.app.run.display import Display, RewardWatch, open_display
 from tim_jax.app.run.folders import Run
-from tim_jax.app.run.rewards import RewardWatch
 from tim_jax.app.run.signals import Preemption
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, MismatchError, NonFiniteError, PreemptedError
@@ -53,7 +52,7 @@ def train_run(config: RunConfig) -> Path:
       InputError, MismatchError, NonFiniteError, PreemptedError, OutOfMemoryError: one clear line
         each; what was written stays.
     """
-    with memory.explained(partial(memory.of_run, config)):
+    with checks.explain_memory(partial(checks.less_memory, config)):
         return _train_run(config)
 
 
@@ -66,7 +65,7 @@ def _train_run(config: RunConfig) -> Path:
     with folders.open_run(
         section.folder, text, may_change=_may_change(config), keep=section.keep
     ) as run:
-        processes.led(partial(started.record, run.folder))
+        processes.led(partial(folders.record_start, run.folder))
         checks.check_memory(config)
         job, start = _begun(assemble(config, measured=run.folder / "calibration.json"), run)
         try:
@@ -181,7 +180,7 @@ def _follow(job: Job, run: Run, begun: _Start) -> None:
             _end_if(asked, step.number, config.steps)
         teaching.sum_up(display)
         # Not at hand if this run had come to its end before, with `run.export` off or fewer steps.
-        exported = processes.led(partial(exports.step_of, run.folder))
+        exported = processes.led(partial(sources.final_step, run.folder))
         if config.run.export and exported != int(state.step):
             _export(job, state, base, display)
 
@@ -406,7 +405,7 @@ def _export(job: Job, state: TrainState, base: Any, display: Display) -> None:
     params = processes.whole(params)
     if not processes.leads():
         return
-    final = exports.write(
+    final = sources.write_final(
         Path(job.config.run.folder),
         params,
         job.model,

@@ -8,8 +8,7 @@ import jax
 import optax
 
 from tim_jax import corrections, mismatch, optimizers, placement
-from tim_jax.app.config.optimization import Optimizer
-from tim_jax.app.config.run import RunConfig
+from tim_jax.app.config.run import Optimizer, RunConfig
 from tim_jax.app.config.sections import (
     Section,
     part,

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from rich.console import Console, Group
@@ -25,6 +25,7 @@ from rich.text import Text
 from tim_jax.app.run.loggers import MetricNames, scalars
 from tim_jax.common import errors
 from tim_jax.common.errors import InputError
+from tim_jax.rl.loop import Step
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 48  # steps shown by a sparkline
@@ -328,3 +329,36 @@ def _count(values: Mapping[str, float], name: str) -> int:
 
 def _floor(percent: float) -> float:
     return math.floor(percent * 100) / 100
+
+
+@dataclass
+class RewardWatch:
+    """Counts the steps whose rewards teach nothing, and says so."""
+
+    steps: int = 0
+    without: int = 0
+    rewards: set[float] = field(default_factory=set)  # two of those seen at most
+
+    def add(self, step: Step, display: Display) -> None:
+        """Counts a step; the first one without signal is said."""
+        self.steps += 1
+        for sample in step.samples:
+            if len(self.rewards) < 2:
+                self.rewards.add(sample.reward)
+        if step.metrics["without_signal"]:
+            self.without += 1
+            if self.without == 1:
+                display.note(
+                    f"step {step.number} teaches nothing: no reward differs from its baseline"
+                    " (without_signal counts such steps)"
+                )
+
+    def sum_up(self, display: Display) -> None:
+        """Says how many steps taught nothing, and warns if no reward ever differed."""
+        if self.steps == self.without > 0 and len(self.rewards) == 1:
+            display.note(
+                f"warning: all completions of {self.steps} steps had the same reward,"
+                f" {next(iter(self.rewards)):g}: there was nothing to learn; look at the reward"
+            )
+        elif self.without:
+            display.note(f"{self.without} of {self.steps} steps taught nothing")

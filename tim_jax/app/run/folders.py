@@ -1,7 +1,7 @@
 """The run folder: one directory with everything about a run, which also makes it resumable.
 
     config.toml     the configuration
-    started.json    when it began, see started.py
+    started.json    when it began: the clock of chat templates
     metrics.jsonl   one line a step: numbers that do not depend on interruptions of the run
     timing.jsonl    one line a step: wall-clock numbers, which do
     samples.jsonl   completions
@@ -21,20 +21,64 @@ import socket
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from tim_jax.app.config import toml
-from tim_jax.app.run import checkpoints, started
+from tim_jax.app.run import checkpoints
 from tim_jax.app.run.checkpoints import Checkpoints, Restored, State
 from tim_jax.app.run.loggers import JsonLines
 from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import shown
 from tim_jax.model import adapters
+from tim_jax.model.files import read_json, write_json
 from tim_jax.model.weights import Params
 from tim_jax.placement import processes
 from tim_jax.rl.types import TrainState
+
+STARTED = "started.json"
+_TIME = "time"
+
+
+def record_start(folder: Path, time: str | None = None) -> None:
+    """Writes down that the run or study in a folder began now, or at `time`, if nothing says when.
+
+    Raises:
+      InputError: it cannot be written.
+    """
+    path = folder / STARTED
+    if path.exists():
+        return
+    began = datetime.now().isoformat(timespec="seconds") if time is None else time
+    partial = folder / f".{STARTED}"
+    try:
+        write_json(partial, {_TIME: began})
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_start(folder: Path) -> str | None:
+    """When it began, local time as in ISO 8601; None if nothing says so.
+
+    Raises:
+      InputError: the file is damaged.
+    """
+    path = folder / STARTED
+    if not path.exists():
+        return None
+    time = read_json(path).get(_TIME)
+    try:
+        return datetime.fromisoformat(str(time)).isoformat()
+    except ValueError:
+        raise InputError(
+            f'{path}: "{_TIME}" must be a date and time such as "2026-03-01T12:00:00", found'
+            f" {shown(time)}"
+        ) from None
+
 
 LINE_FILES = ("metrics", "timing", "samples")
 
@@ -348,7 +392,7 @@ def _claim(
 
 def _allowed_before(name: str) -> bool:
     """Whether a folder may have such a file before it has a run; a study says when it began."""
-    return name.startswith(".") or name == started.FILE
+    return name.startswith(".") or name == STARTED
 
 
 def _allowed(

@@ -13,7 +13,7 @@ from tim_jax.app.config.sections import (
     GymTask,
     part,
 )
-from tim_jax.app.run import started
+from tim_jax.app.run import folders
 from tim_jax.app.run.sources import Model
 from tim_jax.placement import processes
 from tim_jax.rl.drawing import Text
@@ -88,7 +88,7 @@ def make_text(config: RunConfig, model: Model, *, run: Path | None = None) -> Te
     `run`: the folder that says when the run began; None: that of the config.
     """
     folder = Path(config.run.folder) if run is None else run
-    began = processes.led(partial(started.time_of, folder))
+    began = processes.led(partial(folders.read_start, folder))
     template = {"on": True, "off": False, "auto": "auto"}[config.model.chat_template]
     return Text(
         tokenizer=model.tokenizer,

@@ -1,19 +1,23 @@
-"""The model of a run: initialised at random, or read from a folder or the hub."""
+"""The model of a run: initialised at random, read from a folder or the hub, written at its end."""
 
+import os
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from tim_jax.app.config.model import Architecture, LoraSection
-from tim_jax.app.config.run import RunConfig
-from tim_jax.app.config.sections import (
-    part,
-)
+from tim_jax.app.config.run import Architecture, LoraSection, RunConfig
+from tim_jax.app.config.sections import part
+from tim_jax.app.run import checkpoints, folders
 from tim_jax.common.errors import InputError
-from tim_jax.model import adapters, hf, peft
+from tim_jax.common.inputs import expanded
+from tim_jax.model import adapters, hf
 from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig, check_stop_tokens
-from tim_jax.model.files import load_tokenizer
+from tim_jax.model.files import load_tokenizer, read_json, write_json
 from tim_jax.model.parameters import init_params
+from tim_jax.model.weights import Params
 from tim_jax.tasks import builtin
 from tim_jax.tasks.text import character_tokenizer
 
@@ -119,7 +123,7 @@ def make_lora(section: LoraSection | None, model: ModelConfig) -> Lora | None:
     """
     if section is None:
         return None
-    lora = part(Lora, section) if section.path is None else peft.load_config(section.path)
+    lora = part(Lora, section) if section.path is None else adapters.load_config(section.path)
     adapters.targets(model, lora)
     return lora
 
@@ -139,5 +143,79 @@ def adapted(
     if section.path is None:
         trained = adapters.init(model, lora, seed)
     else:
-        trained = peft.load(section.path, model).arrays
+        trained = adapters.load(section.path, model).arrays
     return adapters.whole(trained, adapters.narrowed(params))
+
+
+_FOLDER, _STEP = "model", "training_step.json"  # the second beside the model's own files
+
+
+def write_final(
+    run: Path, params: Params, model: Model, stops: Iterable[int], *, step: int
+) -> Path:
+    """Writes the final model, and then removes that of an earlier end of the run.
+
+    Args:
+      params: its weights, on the host.
+      stops: tokens that end a response.
+      step: that the weights are of.
+
+    Raises:
+      InputError: it cannot be written.
+    """
+    final, new, old = run / _FOLDER, run / ".model.new", run / ".model.old"
+    for left in (new, old, *run.glob(f".{new.name}.*")):  # the last: of a save that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    generation = hf.generation_config(model.config, model.tokenizer, stops)
+    hf.save(new, params, model.config, tokenizer=model.tokenizer, generation=generation)
+    try:
+        write_json(new / _STEP, {"step": step})
+        if final.exists():
+            final.rename(old)
+        new.rename(final)
+    except OSError as error:
+        raise InputError(f"cannot write {final}: {error.strerror}") from error
+    shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def final_step(run: str | os.PathLike[str]) -> int | None:
+    """The step that the final model is of; None if there is none, or it does not say."""
+    try:
+        step = read_json(Path(run, _FOLDER, _STEP)).get("step")
+    except InputError:
+        return None
+    return step if isinstance(step, int) else None
+
+
+def final_model(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The folder of a run's final model, if `source` is a run; else `source`.
+
+    Raises:
+      InputError: the run has none yet, or went on since, so that a checkpoint is newer.
+    """
+    run = expanded(source)
+    model, steps = run / _FOLDER, checkpoints.list_steps(run / "checkpoints")
+    if not model.is_dir():
+        if (run / "config.toml").is_file() and (run / "checkpoints").is_dir():
+            raise InputError(
+                f"the run {str(source)!r} has no final model yet; `tim-jax export` writes that of"
+                " a checkpoint"
+            )
+        return source
+    step = final_step(run)
+    if _left_behind(run, step, steps):
+        of = "an earlier end" if step is None else f"step {step}"
+        raise InputError(
+            f"the run {str(source)!r} went on to step {steps[-1]}, its final model is of {of};"
+            f" `tim-jax export` writes that of a checkpoint, and {str(model)!r} names the old one"
+        )
+    return model
+
+
+def _left_behind(run: Path, step: int | None, steps: Sequence[int]) -> bool:
+    """Whether a run has a checkpoint that is newer than its final model."""
+    if step is not None:
+        return step < max(steps, default=step)
+    # Runs of before models said their step: their model is that of the end, once they are there.
+    return bool(steps) and (run / "config.toml").is_file() and not folders.finished(run)

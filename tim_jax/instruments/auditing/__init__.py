@@ -27,13 +27,17 @@ from tim_jax.instruments.auditing.cases import (
 from tim_jax.instruments.auditing.compiler import GradientResult, check_gradients, of_backward
 from tim_jax.instruments.auditing.running import (
     CaseResult,
+    Summary,
     Unequal,
     audit,
     compare,
     describe,
     draw_prompts,
+    summarise,
+    table,
+    to_json,
+    verdict,
 )
-from tim_jax.instruments.auditing.summary import Summary, summarise, table, to_json, verdict
 
 __all__ = [
     "PRESETS",

@@ -5,18 +5,23 @@ that the learner differentiates with.
 """
 
 import dataclasses
+import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+from rich.table import Table
 
 from tim_jax import placement
+from tim_jax.common import pages
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing.cases import (
     Again,
@@ -26,6 +31,7 @@ from tim_jax.instruments.auditing.cases import (
     Sizes,
     standard_cases,
 )
+from tim_jax.instruments.auditing.compiler import GradientResult
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
@@ -350,3 +356,120 @@ def learner_log_probs(execution: Execution, score: Score) -> Callable[..., Any]:
         return tokens["log_prob"], gradient
 
     return jit(log_probs, execution.numerics)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result of an audit. Counts leave out the controls."""
+
+    passed: bool  # no case and no gradient failed, and there was a case
+    compared_tokens: int
+    unequal_tokens: int
+    max_abs_diff: float
+    control_unequal_tokens: int | None  # None if no control ran; above 0 it saw a difference
+    cases: tuple[CaseResult, ...]
+    model: str
+    versions: dict[str, str]
+    platform: str
+    device_kind: str
+    kernels: dict[str, list[str]]  # of each numerics, the Pallas kernels in its forward and head
+    gradients: tuple[GradientResult, ...]  # as the compiler makes them; () if not checked
+
+
+def summarise(
+    results: Sequence[CaseResult],
+    *,
+    model: str = "",
+    kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    gradients: Sequence[GradientResult] = (),
+) -> Summary:
+    """Sums the results up, with the versions, the device and the kernels that they hold for."""
+    checks = [result for result in results if not result.control]
+    controls = [result for result in results if result.control]
+    device = jax.devices()[0]
+    versions = {"jax": jax.__version__, "jaxlib": version("jaxlib")}
+    return Summary(
+        passed=bool(checks) and all(result.passed for result in (*checks, *gradients)),
+        compared_tokens=sum(result.compared_tokens for result in checks),
+        unequal_tokens=sum(result.unequal_tokens for result in checks),
+        max_abs_diff=max((result.max_abs_diff for result in checks), default=0.0),
+        control_unequal_tokens=sum(c.unequal_tokens for c in controls) if controls else None,
+        cases=tuple(results),
+        model=model,
+        versions=versions | {"python": platform.python_version()},
+        platform=device.platform,
+        device_kind=device.device_kind,
+        kernels={name: list(names) for name, names in kernels.items()},
+        gradients=tuple(gradients),
+    )
+
+
+def verdict(summary: Summary) -> str:
+    """A line on the tokens, and one on the compiler's gradients if they were checked."""
+    compared = any(case.compared_tokens for case in summary.cases if not case.control)
+    exact = compared and all(case.passed for case in summary.cases)
+    tokens = (
+        f"{'exact' if exact else 'NOT EXACT'}: {summary.unequal_tokens} of"
+        f" {summary.compared_tokens} response tokens unequal"
+    )
+    return f"{tokens}\n{_of_gradients(summary)}" if summary.gradients else tokens
+
+
+def _of_gradients(summary: Summary) -> str:
+    gradients = summary.gradients
+    compiler = f"compiled by jaxlib {summary.versions['jaxlib']} on {summary.platform}"
+    wrong = [result for result in gradients if not result.passed]
+    if not wrong:
+        return f"right gradients: all {len(gradients)} agree with float64, {compiler}"
+    errors = ", ".join(
+        f"{x.unit} by {x.way} in {x.numerics.split()[-1]} is off by {x.error:.1g} of its size"
+        for x in wrong
+    )
+    return f"WRONG GRADIENTS: {len(wrong)} of {len(gradients)}, {compiler}: {errors}"
+
+
+def to_json(summary: Summary) -> str:
+    """The summary as a JSON object; a difference that is not a number becomes null."""
+    values = asdict(summary)
+    for case, result in zip(values["cases"], summary.cases, strict=True):
+        first = result.first_unequal
+        case["first_unequal"] = None if first is None else first._asdict()
+        case["passed"] = result.passed
+    for gradient, result in zip(values["gradients"], summary.gradients, strict=True):
+        gradient["passed"] = result.passed
+    return pages.as_json(values)
+
+
+def table(results: Sequence[CaseResult]) -> Table:
+    """The results for a terminal, one case a row."""
+    drawn = Table(title="Log-probs of the sampler against those of ...", title_justify="left")
+    for name in ("numerics", "case", "tokens", "unequal", "max |diff|", "seconds", ""):
+        drawn.add_column(name, justify="left" if name in ("numerics", "case", "") else "right")
+    for result in results:
+        verdict = "[green]equal" if result.passed else "[red]UNEQUAL"
+        if result.control:
+            verdict = "[dim]control"
+        elif not result.compared_tokens:
+            verdict = "[red]NOTHING COMPARED"
+        drawn.add_row(
+            " ".join(result.numerics.split()[:2]),  # the family and dtype; a line below says all
+            result.name + _where(result),
+            f"{result.compared_tokens:,}",
+            f"{result.unequal_tokens:,}",
+            f"{result.max_abs_diff:.1e}" if result.max_abs_diff else "0",
+            f"{result.seconds:.1f}",
+            verdict,
+        )
+    return drawn
+
+
+def _where(result: CaseResult) -> str:
+    """The first unequal token of a failed case, on a line of its own."""
+    first = result.first_unequal
+    if first is None or result.control:
+        return ""
+    (drawn, other), (recorded, computed) = first.tokens, first.values
+    place = f"sequence {first.sequence}, position {first.position}"
+    if drawn != other:
+        return f"\n  first at {place}: token {drawn} and {other}"
+    return f"\n  first at {place}: {recorded!r} and {computed!r}"

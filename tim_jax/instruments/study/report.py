@@ -17,7 +17,7 @@ from tim_jax.app.run.loggers import read_lines
 from tim_jax.common import pages
 from tim_jax.common.errors import InputError
 from tim_jax.common.pages import Table
-from tim_jax.instruments.study import charts, findings, measurement, running, verdicts
+from tim_jax.instruments.study import findings, measurement, running, verdicts
 from tim_jax.instruments.study.definition import Study
 from tim_jax.instruments.study.running import RunLines, Stated, load, read_runs, values
 from tim_jax.schedules import SurgeDetector
@@ -104,7 +104,7 @@ def _of_runs(
     if any(run.lines for run in runs):
         surges = sorted({s for s in map(surge_step, runs) if s})
         table = load(folder)
-        figures = charts.training_panels(table, controls=controls, surges=surges)
+        figures = findings.training_panels(table, controls=controls, surges=surges)
         tables = [*tables, *findings.dynamics(table)]
     shown = [pair for run in runs[:1] for pair in _completions(run)]
     return Section(title, said, tables, figures, shown)
@@ -162,7 +162,7 @@ def write(folders: Sequence[Path], out: Path) -> list[Path]:
         InputError: a folder holds neither a study nor a run, a package is missing, or a file cannot
             be written.
     """
-    charts.altair()
+    findings.altair()
     sections = [section(folder) for folder in folders]
     written = [out]
     try:

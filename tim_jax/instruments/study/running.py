@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from tim_jax.app.config import toml
-from tim_jax.app.run import folders, started
+from tim_jax.app.run import folders
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.app.run.signals import Preemption
 from tim_jax.common import errors, inputs
@@ -114,7 +114,7 @@ def state(study: Any, arms: Sequence[Arm], folder: Path, *, seeds: Sequence[int]
         partial.replace(path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
-    started.record(folder)
+    folders.record_start(folder)
     return stated
 
 
@@ -188,13 +188,13 @@ def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
 
 
 def _start(one: Planned, arm: Arm, study: Path) -> tuple[subprocess.Popen, IO]:
-    began = started.time_of(study)
+    began = folders.read_start(study)
     config = arm.config(one.seed, one.folder)
     path, log = one.folder.with_suffix(".toml"), one.folder.with_suffix(".log")
     try:
         one.folder.mkdir(parents=True, exist_ok=True)
         if began is not None:  # all arms have the prompts of one day
-            started.record(one.folder, began)
+            folders.record_start(one.folder, began)
         path.write_text(toml.dump(config), encoding="utf-8")
         file = open(log, "ab")  # noqa: SIM115
     except OSError as error:
