@@ -238,25 +238,41 @@ def test_numerics_of_a_normal_size_are_no_fault():
     assert found.first is None
 
 
-@pytest.mark.slow
-def test_all_other_forwards_together_score_no_more_tokens_than_the_first(monkeypatch):
-    scored = []
-
-    def counted(other, responses):
-        del other  # one program suffices to count
-        scored.append(sum(map(len, responses)))
-        return evidence.gather(forward(), responses)
-
-    monkeypatch.setattr(verdict, "gather", counted)
-    monkeypatch.setattr(variants, "gather", counted)
-    monkeypatch.setattr(variants, "log_probs", lambda *given: counted(*given).exact)
-    monkeypatch.setattr(verdict, "_PANEL", 16)  # which is for files of fewer than 86,000 tokens
+def noisy_of(rows, total, off=0.0):
+    """Rows of this many tokens with noise of sound engines; each fiftieth is `off` besides."""
     rng = np.random.default_rng(0)
-    noisy = with_log_probs(sampled(), lambda x: x + 0.005 * rng.standard_normal(len(x)))
-    assert diagnosed(noisy * 2, sources=variants.SOURCES).normal
-    assert scored[0] == 2 * sum(len(row["logprobs"]) for row in sampled())
-    assert len(scored) > len(variants.SOURCES)
-    assert sum(scored[1:]) <= scored[0]
+    count = sum(len(row["logprobs"]) for row in rows)
+    many = with_log_probs(
+        rows * (total // count + 1), lambda x: x + 0.003 * rng.normal(size=len(x))
+    )
+    shift = with_log_probs(many, lambda x: x - off * rng.uniform(0.2, 1, len(x)))
+    return [
+        two if i % 50 == 0 else one for i, (one, two) in enumerate(zip(many, shift, strict=True))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("off", "state", "most"), [(0.0, "numerics", 2.2), (3.0, "fault", 4.0)])
+def test_a_diagnosis_of_many_tokens_costs_few_forwards(monkeypatch, off, state, most):
+    """Of 102,400 tokens, those of the first forward: the others are of some rows."""
+    scored, plain = [], evidence._of_responses
+
+    def counted(other, responses, **how):
+        """As it scores; what comes again is scored once, to save time."""
+        scored.append(sum(map(len, responses)))
+        keys = [(r.prompt, tuple(r.tokens.tolist())) for r in responses]
+        once = dict(zip(keys, responses, strict=True))
+        found = dict(zip(once, plain(other, list(once.values()), **how), strict=True))
+        return [found[key] for key in keys]
+
+    monkeypatch.setattr(evidence, "_of_responses", counted)
+    others = [("before", jax.tree.map(lambda x: 0.98 * x, weights()))]
+    rows = noisy_of(sampled(), 102_400, off)
+    found = diagnosed(rows, sources=variants.SOURCES, others=others)
+    assert found.state == state
+    assert scored[0] >= 102_400
+    assert len(scored) > (len(variants.SOURCES) if off else 5)
+    assert sum(scored) <= most * scored[0]
 
 
 def test_the_summary_of_a_forward_does_not_sort_the_vocabulary():
@@ -442,7 +458,7 @@ def test_low_precision_is_named_by_its_entry(entry):
     named = diagnosed(rows, sources=(*others, entry))
     assert named.best.explanation.name == mismatch.label(entry)
     assert named.best.share > 0.99
-    usual = named.sizes["k3"] < verdict.NORMAL_K3 and named.sizes["mean"] < 0.02
+    usual = named.sizes["k3"] < explanations.NORMAL_K3 and named.sizes["mean"] < 0.02
     assert named.normal == (usual or named.half is not None)
     if mismatch.label(entry) in verdict.HALF_PRECISION:
         assert 0.5 < named.half.scale < 2

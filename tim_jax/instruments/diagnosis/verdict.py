@@ -18,37 +18,31 @@ from tim_jax.common.errors import InputError
 from tim_jax.instruments.diagnosis import parts, variants
 from tim_jax.instruments.diagnosis.evidence import Forward, chosen_alike, gather
 from tim_jax.instruments.diagnosis.explanations import (
-    LEAST_MOVE,
+    DECISIVE,
+    LEAST_EFFECT,
+    LEAST_WITHIN,
+    NORMAL_LARGEST,
     Explanation,
-    Fit,
+    Judged,
     Tokens,
-    fit_noise,
-    noise_weights,
+    abnormal,
+    fit,
+    judge,
+    material,
     null,
-    penalty,
     reporting,
+    sizes_of,
 )
 from tim_jax.instruments.diagnosis.parts import Part
 from tim_jax.instruments.diagnosis.rollouts import Response
 from tim_jax.instruments.diagnosis.variants import Candidate, Variant
 from tim_jax.mismatch import Entry
 
-DECISIVE = 10.0
-# Sizes that others publish for sound engines beside dense models, see docs/mismatch.md: K3 1e-5 to
-# 1e-3 (Miles), mean |d| 0.013 and the largest 1.2 of ten million tokens (RL-Kernel).
-NORMAL_K3 = 1e-3
-NORMAL_MEAN = 0.02
-NORMAL_LARGEST = 2.0
 # By how much the sizes of differences may exceed those of the numerics that they are put down to.
 # K3 goes with the square.
 MEAN_FACTOR = 2.0
 _K3_FACTOR = 8.0
 _LARGEST_FACTOR = 4.0
-# Below these an explanation names a cause, but of nothing that needs mending.
-LEAST_EFFECT = 1e-3  # nats a token, over the tokens that it touches
-LEAST_SHARE = 0.25  # of the gap
-LEAST_LOCAL = 0.05  # the same for low precision, and for what touches less than half of the tokens
-LEAST_WITHIN = 0.5  # of the gap at those tokens
 # Sizes that are normal on the model at hand, if its logits make half precision cost more than the
 # published ones.
 _SMALLEST = mismatch.label(variants.SOURCES[0])
@@ -66,133 +60,6 @@ _MOST = 0.9  # of the gap: what explains more of it leaves nothing to other low 
 # A gap this many times smaller than that of float16 is of no low precision that is known here.
 _SMALLER = 20.0
 _OF_A_LAYER = 20  # tokens by which it is told, at least
-_FACTOR = 0.5  # standard deviation of the logarithm of how far sizes may be off
-
-
-@dataclass(frozen=True, eq=False)
-class Judged:
-    """An explanation, compared with the null on `tokens` (all of them, or a panel)."""
-
-    explanation: Explanation
-    tokens: Tokens
-    gain: float  # nats, for all tokens
-    gains: np.ndarray  # f64[N], of each of `tokens`
-    scale: float  # of the noise that remains
-    gap: float  # mean |d| before
-    remains: float  # mean |d| after
-    effect: float  # mean |predicted - exact| over the tokens that it touches
-    touched: np.ndarray  # bool[N], tokens of which it predicts another log-prob than the null
-    within: float  # the share of the gap at those that it explains
-    of_draws: bool  # whether it is decisively better at the draws
-
-    @property
-    def share(self) -> float:
-        """The share of the gap that it explains."""
-        return 1.0 - self.remains / self.gap if self.gap > 0 else 0.0
-
-    @property
-    def moves(self) -> bool:
-        """Whether it is about log-probs, and not about draws or ends alone."""
-        return bool(self.touched.any())
-
-    @property
-    def local(self) -> bool:
-        """Whether it is about a part of the log-probs, less than half of them."""
-        return self.moves and 2 * self.touched.sum() < (~self.tokens.hidden).sum()
-
-    @property
-    def residual(self) -> np.ndarray:
-        """f64[N], recorded less predicted."""
-        return self.tokens.recorded - self.explanation.predicted
-
-
-def fit(explanation: Explanation, tokens: Tokens) -> Fit:
-    """The noise about what an explanation predicts."""
-    return fit_noise(tokens.recorded - explanation.predicted, noise_weights(tokens.evidence.exact))
-
-
-def judge(
-    explanation: Explanation,
-    tokens: Tokens,
-    base: Explanation,
-    total: int = 0,
-    *,
-    before: Fit | None = None,
-) -> Judged:
-    """Compares an explanation of `tokens` with the null, `base`.
-
-    Args:
-      total: of how many tokens these are a panel; 0 if they are all.
-      before: the fit of the null, if it is known.
-    """
-    recorded = tokens.recorded
-    before = fit(base, tokens) if before is None else before
-    residual = recorded - explanation.predicted
-    if explanation.sizes is None:
-        after, odds = fit(explanation, tokens), 0.0
-    else:
-        # The sizes may be off by a factor near 1, which has odds of its own. Student's t with 3
-        # degrees of freedom has the mean size 1.103 s.
-        after = fit_noise(residual, explanation.sizes / 1.103)
-        off = float(np.log(after.scale)) / _FACTOR
-        odds = -0.5 * off**2 - float(np.log(_FACTOR * np.sqrt(2 * np.pi)))
-    seen = ~tokens.hidden
-    drawn = np.where(seen, explanation.drawn - base.drawn, 0.0)
-    gains = after.densities - before.densities + drawn
-    scaling = total / len(recorded) if total else 1.0
-    cost = penalty(len(explanation.parameters), len(recorded))
-    gap = np.abs(recorded - base.predicted)
-    moved = np.abs(explanation.predicted - base.predicted)
-    moved = np.where(np.isnan(moved), gap, moved)
-    touched = seen & (moved > LEAST_MOVE)
-    left, whole = np.abs(residual)[touched], _mean(gap[touched])  # unpredicted: nothing is left
-    return Judged(
-        explanation,
-        tokens,
-        gain=float(gains.sum()) * scaling + explanation.structure + odds - cost,
-        gains=gains,
-        scale=after.scale,
-        gap=_mean(gap),
-        remains=_mean(np.abs(np.where(np.isnan(explanation.predicted), 0.0, residual))),
-        effect=float(moved[touched].mean()) if touched.any() else 0.0,
-        touched=touched,
-        within=1.0 - float(np.nan_to_num(left).mean()) / whole if whole > 0 else 0.0,
-        of_draws=bool(drawn.sum() > DECISIVE and _mean(drawn[seen]) > LEAST_EFFECT),
-    )
-
-
-def _mean(values: np.ndarray) -> float:
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if values.size else 0.0
-
-
-def material(judged: Judged) -> bool:
-    """Whether an explanation is of something that matters, and not of a trifle in the noise.
-
-    One of log-probs must explain a share of the gap, whatever else speaks for it. One of the draws
-    alone, or of where responses end, leaves the gap as it is.
-    """
-    if not judged.moves:
-        return judged.explanation.structure > DECISIVE or judged.of_draws
-    if judged.explanation.kind != "fault":
-        return judged.share >= LEAST_LOCAL
-    if judged.local and judged.within < LEAST_WITHIN:
-        return False
-    least = LEAST_LOCAL if judged.local else LEAST_SHARE
-    return judged.share >= least and judged.effect > LEAST_EFFECT
-
-
-def sizes_of(d: np.ndarray) -> dict[str, float]:
-    """Mean and largest |d|, and K3, of recorded less exact log-probs; NaN is left out."""
-    d = d[~np.isnan(d)]
-    if not d.size:
-        return {"mean": 0.0, "largest": 0.0, "k3": 0.0}
-    ratio = np.exp(np.clip(-d, -20, 20))
-    return {
-        "mean": float(np.abs(d).mean()),
-        "largest": float(np.abs(d).max()),
-        "k3": float((ratio - 1 + d).mean()),
-    }
 
 
 def alike(sizes: dict[str, float], made: dict[str, float], *, larger: float = 1.0) -> bool:
@@ -207,13 +74,6 @@ def alike(sizes: dict[str, float], made: dict[str, float], *, larger: float = 1.
         sizes["mean"] <= MEAN_FACTOR * made["mean"]
         and sizes["k3"] <= _K3_FACTOR * made["k3"]
         and sizes["largest"] <= max(most, NORMAL_LARGEST)
-    )
-
-
-def abnormal(sizes: dict[str, float]) -> bool:
-    """Whether `sizes_of` differences are larger than those of sound engines."""
-    return (
-        sizes["k3"] > NORMAL_K3 or sizes["mean"] > NORMAL_MEAN or sizes["largest"] > NORMAL_LARGEST
     )
 
 
@@ -312,16 +172,15 @@ def diagnose(
 def _by_forwards(tried: Iterable[Variant], tokens: Tokens, known: Sequence[Judged]) -> list[Judged]:
     """What other forwards explain: each is tried on a few rows, the promising ones on many.
 
-    Low precision comes last; no more of it is tried once nothing is left to it.
+    Low precision comes last, and as long as enough is left to it.
     """
     total = len(tokens.sequence)
     few, many = _some_rows(tokens, _FEW), _some_rows(tokens, max(_MANY, total // 50))
     found: list[tuple[Variant, list[Judged]]] = []
     for variant in tried:
         before = [*known, *(one for _, each in found for one in each)]
-        if variant.kind == "numerics" and _nothing_for_numerics(before, few):
-            break
-        found.append((variant, _try(variant, few, total)))
+        if variant.kind == "fault" or _worth_trying(variant, before, few):
+            found.append((variant, _try(variant, few, total)))
     if len(many.responses) > len(few.responses):
         again = _promising(found, known, sizes_of(tokens.recorded - tokens.evidence.exact))
         found = [(v, _try(v, many, total) if v in again else each) for v, each in found]
@@ -332,11 +191,15 @@ def _try(variant: Variant, some: Tokens, total: int) -> list[Judged]:
     return _judge_all(variants.explanations(variant, some), some, null(some), total)
 
 
-def _nothing_for_numerics(judged: Sequence[Judged], few: Tokens) -> bool:
-    """Whether low precision explains the gap already, or what is left is too small for any."""
+def _worth_trying(numerics: Variant, judged: Sequence[Judged], few: Tokens) -> bool:
+    """Whether enough of the gap is left for this low precision.
+
+    Where a fault explains most, half precision alone is looked for in the rest.
+    """
     known = [one for one in judged if one.gain > DECISIVE and one.explanation.sizes is None]
-    if any(one.share > _MOST for one in known if one.explanation.kind == "numerics"):
-        return True
+    most = {one.explanation.kind for one in known if one.moves and one.share > _MOST}
+    if "numerics" in most or (most and numerics.name not in HALF_PRECISION):
+        return False
     made = [
         np.abs(one.explanation.predicted - few.evidence.exact)[~few.hidden].mean()
         for one in judged
@@ -344,7 +207,7 @@ def _nothing_for_numerics(judged: Sequence[Judged], few: Tokens) -> bool:
     ]
     left = [few.recorded - few.evidence.exact, *(one.residual for one in known)]
     medians = [float(np.nanmedian(np.abs(x))) for x in left if not np.isnan(x).all()]
-    return bool(made) and min(medians, default=0.0) < made[0] / _SMALLER
+    return not made or min(medians, default=0.0) > made[0] / _SMALLER
 
 
 def _promising(
