@@ -9,7 +9,7 @@
 `load`, `sample`, `score`, `audit`, `grpo`, `diagnose` and `save` are the verbs, `load_adapter` and
 `save_adapter` those of LoRA. `capture` writes down what another engine draws, `learn` makes a step
 from it, and `named_arrays` gives the weights back to the engine; `per_item` makes a reward of a
-function of one completion. `Model`, `Placement` and `Lora` are the values that they take;
+function of one completion. `Model`, `Placement`, `Lora` and `Turns` are the values that they take;
 `objectives`, `corrections`, `mismatch`, `schedules` and `metrics` the parts that experiments are
 put together from. All other rooms are imported by name, such as `from tim_jax.rl import loop`.
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tim_jax.model.adapters import Lora
     from tim_jax.placement import Placement
     from tim_jax.recording import capture
+    from tim_jax.rl.rules import Turns
     from tim_jax.tasks.custom import per_item
     from tim_jax.tasks.episodes import Reply
 
@@ -48,6 +49,7 @@ __all__ = [
     "Model",
     "Placement",
     "Reply",
+    "Turns",
     "audit",
     "capture",
     "corrections",
@@ -72,6 +74,7 @@ _API = ("Model", "audit", "diagnose", "grpo", "learn", "load", "sample", "save",
 _HOMES = {
     **dict.fromkeys((*_API, "load_adapter", "named_arrays", "save_adapter"), "api"),
     "Lora": "model.adapters",
+    "Turns": "rl.rules",
     "Placement": "placement",
     "Reply": "tasks.episodes",
     "capture": "recording",

@@ -455,10 +455,10 @@ def test_a_trained_model_is_trained_on_against_a_reference(model):
 @pytest.mark.slow
 def test_a_sampler_that_differs_is_refused_where_bits_are_asked_for(model):
     table = {"name": "log_prob_noise", "std": 0.01}
-    (step,) = trained(model, sampler=[tim.mismatch.log_prob_noise(std=0.01)], steps=1)
+    (step,) = trained(model, mismatch=[tim.mismatch.log_prob_noise(std=0.01)], steps=1)
     assert step.metrics["exact_share"] < 0.5
     with pytest.raises(MismatchError, match="response tokens have unequal log-probs"):
-        next(trained(model, sampler=[table], exact=True))
+        next(trained(model, mismatch=[table], exact=True))
 
 
 def of_one(prompt, completion, answer):
@@ -518,8 +518,8 @@ def in_time(prompts, completions, answers):
             {"micro_batch": 3},
             "grpo: micro_batch = 3: must divide the 8 sequences of a mini-batch",
         ),
-        (PAIRS, {"sampler": [{"name": "kvcache"}]}, "'kvcache' is unknown; did you mean"),
-        (PAIRS, {"sampler": ENTRIES["native_kernels"]()}, "sampler must be a list of entries"),
+        (PAIRS, {"mismatch": [{"name": "kvcache"}]}, "'kvcache' is unknown; did you mean"),
+        (PAIRS, {"mismatch": ENTRIES["native_kernels"]()}, "mismatch must be a list of entries"),
         (PAIRS, {"mode": "Bypass"}, "mode 'Bypass' is unknown; did you mean 'bypass'?"),
         (
             PAIRS,
@@ -540,7 +540,7 @@ def in_time(prompts, completions, answers):
         (PAIRS, {"max_staleness": -1}, "max_staleness = -1: must be 0 or more"),
         (
             PAIRS,
-            {"max_staleness": 1, "sampler": [{"name": "stale_weights", "updates": 1}]},
+            {"max_staleness": 1, "mismatch": [{"name": "stale_weights", "updates": 1}]},
             "contradicts max_staleness",
         ),
         (
@@ -761,9 +761,18 @@ def test_grpo_in_a_hundred_lines():
         ({"reward": len, "max_turns": 3}, "max_turns = 3 is for episodes; give respond too"),
         ({"respond": "guess"}, "respond must be a function"),
         ({"respond": min, "max_turns": 0}, "max_turns must be at least 1, got 0"),
-        ({"respond": min, "max_tokens": 9, "max_episode_tokens": 8}, "at most the 8 tokens"),
+        ({"respond": min, "max_tokens": 9, "turns": tim.Turns(max_episode_tokens=8)}, "the 8 tok"),
+        ({"max_episode_tokens": 8}, r"write training=model.training\(turns=tim_jax.Turns\(max_epi"),
+        ({"respond": min, "sampler": []}, r"write training=model.training\(mismatch="),
     ],
 )
 def test_what_episodes_need_is_said_at_once(model, options, message):
+    options = dict(options)
+    if turns := options.pop("turns", None):
+        options["training"] = model.training(turns=turns)
     with pytest.raises(InputError, match=message):
         tim.grpo(model, [("1+1=", 2)], steps=1, **options)
+
+
+def test_grpo_is_small():
+    assert len(BY_NAME) <= 14

@@ -154,7 +154,9 @@ def test_adapters_through_the_api(tmp_path):
     }
     pairs = [("2 + 2", 4), ("3 + 1", 4)]
     steps = []
-    for step in tim.grpo(model, pairs, steps=2, lora=tim.Lora(rank=2), **how):
+    for step in tim.grpo(
+        model, pairs, steps=2, training=model.training(lora=tim.Lora(rank=2)), **how
+    ):
         steps.append((step.model, step.adapter, step.metrics["exact_share"]))
     assert [share for *_, share in steps] == [1.0, 1.0]
     assert tiny.bits(model.params) == before
@@ -166,9 +168,17 @@ def test_adapters_through_the_api(tmp_path):
     found = tim.load_adapter(tmp_path / "adapter", model)
     assert tiny.bits(found.arrays) == tiny.bits(adapter.arrays)
     # The model with the loaded adapter is the trained one.
-    first = next(tim.grpo(model, pairs, steps=1, lora=found, **how | {"optimizer": optax.sgd(0.0)}))
+    adapted = replace(model, adapter=found)
+    first = next(tim.grpo(adapted, pairs, steps=1, **how | {"optimizer": optax.sgd(0.0)}))
     assert tiny.bits(first.model.params) == tiny.bits(trained.params)
+    assert tiny.bits(first.adapter.arrays) == tiny.bits(found.arrays)
+    assert tiny.bits(adapted.weights) == tiny.bits(trained.weights)
+    assert np.array_equal(tim.score(adapted, rollout), rollout.log_probs)
+    saved = tim.load(tim.save(adapted, tmp_path / "merged"), dtype="bfloat16")
+    assert tiny.bits(saved.weights) == tiny.bits(trained.weights)
+    with pytest.raises(InputError, match="training has lora = None"):
+        tim.grpo(adapted, pairs, steps=1, training=model.training(), **how)
     with pytest.raises(InputError, match="there is no adapter"):
         next(tim.grpo(model, pairs, steps=1, **how)).adapter  # noqa: B018
-    with pytest.raises(InputError, match=r"lora must be a tim_jax\.Lora"):
-        tim.grpo(model, pairs, steps=1, lora=8, **how)
+    with pytest.raises(InputError, match=r"write training=model\.training\(lora=\.\.\.\)"):
+        tim.grpo(model, pairs, steps=1, lora=tim.Lora(8), **how)

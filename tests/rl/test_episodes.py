@@ -231,7 +231,7 @@ def test_an_episode_ends_by_its_environment_a_failure_its_turns_or_its_room():
     played = play(Scripted(of))
     rollout = played.rollout
     assert played.failed.tolist() == [False, True, False, False] * tiny.PROMPTS
-    turns = 2 + 1 + TURNS.most + 2  # by sample; the second reply of the last has no room
+    turns = 2 + 1 + TURNS.max_turns + 2  # by sample; the second reply of the last has no room
     assert played.metrics["turns"] == turns / tiny.GROUP
     full = np.asarray(rollout.lengths).reshape(-1, 4)
     assert (full[:, 3] <= ROOM).all()

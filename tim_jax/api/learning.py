@@ -14,16 +14,15 @@ import optax
 from tim_jax import placement
 from tim_jax.api.model import Model, check_model
 from tim_jax.api.rollouts import padded, read_rows
-from tim_jax.api.training import Started, Step, check_longest, first_adapter, settle, start
+from tim_jax.api.training import IN_TRAINING, Started, Step, check_longest, settle, start
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import refuse_unknown
+from tim_jax.common.inputs import refuse_all_but
 from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction
 from tim_jax.instruments.diagnosis import evidence
 from tim_jax.instruments.diagnosis.declared import Distribution
 from tim_jax.instruments.diagnosis.rollouts import Ended, Response
 from tim_jax.model import adapters
-from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.objectives import Objective
 from tim_jax.rl import drawing, loop, programs, rules
 from tim_jax.rl.drawing import Drawn, Sample
@@ -32,7 +31,7 @@ from tim_jax.rl.types import TrainState
 from tim_jax.tasks.base import whole
 
 
-@refuse_unknown
+@refuse_all_but(IN_TRAINING)
 def learn(
     before: Model | Step,
     rows: str | Path | Iterable[Mapping[str, Any]],
@@ -44,7 +43,6 @@ def learn(
     optimizer: optax.GradientTransformation | None = None,
     objective: Objective | None = None,
     correction: Correction | None = None,
-    lora: Lora | Adapter | None = None,
     training: Training | None = None,
     seed: int | None = None,
 ) -> Step:
@@ -75,7 +73,6 @@ def learn(
       optimizer: as in `grpo`; so are the next ones. At the first step only.
       objective: advantages, loss, how losses are added up, and a KL to the first weights.
       correction: of the mismatch between the engine and the learner.
-      lora: adapters to train in place of all weights.
       training: everything else, such as `model.training(micro_batch=4, mode="recompute")`. With
         `routing="replayed"` the forward takes the experts of `routes`, with "compared" its own, and
         metrics say how many agree, and what of the mismatch would be left with the engine's.
@@ -88,7 +85,7 @@ def learn(
     began = time.perf_counter()
     given = {"optimizer": optimizer, "objective": objective, "correction": correction}
     if isinstance(before, Step):
-        _refuse_again(given | {"lora": lora, "training": training, "seed": seed})
+        _refuse_again(given | {"training": training, "seed": seed})
         before.check_there()
         model, known = before.started.model, before.started.programs.training
     else:
@@ -104,7 +101,7 @@ def learn(
         began_with = _going_on(before, responses, samples)
     else:
         given |= {"samples": samples, "prompts_per_step": len(responses) // samples}
-        began_with = _first(model, responses, known, given, lora, seed or 0)
+        began_with = _first(model, responses, known, given, seed or 0)
     return _step(began_with, responses, numbers, greedy_rewards, began)
 
 
@@ -218,7 +215,6 @@ def _first(
     responses: Sequence[Response],
     run: Training,
     given: Mapping[str, Any],
-    lora: Lora | Adapter | None,
     seed: int,
 ) -> _Before:
     """What the first step begins with: its programs and a fresh state."""
@@ -227,9 +223,8 @@ def _first(
     drawn = {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
     model, run = settle("learn", model, run.varied(**drawn), given)
     _check_objective(run, responses)
-    adapter = first_adapter("learn", model, lora, seed)
-    built = programs.build(run.varied(lora=adapter and adapter.lora), foreign=True)
-    state, started = start(model, built, adapter)
+    built = programs.build(run, foreign=True)
+    state, started = start(model, built, seed)
     weights = built.prepare(adapters.whole(state.params, started.base))
     return _Before(0, state, weights, started)
 

@@ -2,7 +2,7 @@
 
 import html
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from rich.console import Console
 
-from tim_jax import optimizers
+from tim_jax import mismatch, optimizers
 from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.app.run import assembly, sources
 from tim_jax.app.run import numerics as run_numerics
@@ -21,6 +21,7 @@ from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import refuse_unknown, shown
 from tim_jax.instruments import auditing
+from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model import adapters, calibration, hf
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.config import ModelConfig
@@ -58,6 +59,9 @@ class Model:
     """Whether prompts go through the tokenizer's template; "auto": if there is one."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template, such as {"enable_thinking": False}."""
+    adapter: Adapter | None = None
+    """Low-rank adapters on top of the weights, of `load_adapter` or of a step. What is computed has
+    them merged; `grpo` and `learn` go on to train them, and them alone."""
 
     @property
     def dtype(self) -> str:
@@ -67,7 +71,19 @@ class Model:
     @cached_property
     def weights(self) -> Any:
         """The parameters as they are computed with, on the devices: made once, then kept."""
-        return _preparation(self.execution(Sampling(1)))(self.params)
+        return _preparation(self.execution(Sampling(1)))(self._all_params)
+
+    @property
+    def merged_params(self) -> Any:
+        """The parameters, float32, with the adapters merged, if there are any."""
+        if self.adapter is None:
+            return self.params
+        return programs.merged_program(self.execution(Sampling(1)))(self._all_params)
+
+    @property
+    def _all_params(self) -> Any:
+        adapter = self.adapter
+        return self.params if adapter is None else adapters.whole(adapter.arrays, self.params)
 
     @property
     def most_tokens(self) -> int:
@@ -77,20 +93,23 @@ class Model:
     def execution(self, sampling: Sampling) -> Execution:
         """All that turns these weights into tokens and log-probs of a distribution."""
         stops = tuple(sorted({*self.stop_tokens, *sampling.stop_tokens}))
-        return Execution(
-            self.config, self.numerics, replace(sampling, stop_tokens=stops), self.placement
-        )
+        lora = None if self.adapter is None else self.adapter.lora
+        sampling = replace(sampling, stop_tokens=stops)
+        return Execution(self.config, self.numerics, sampling, self.placement, lora=lora)
 
     def training(self, **changes: Any) -> Training:
         """How `grpo` trains this model if nothing else is said, with fields changed by name.
 
-        `model.training(micro_batch=4, epochs=2, slots=64)`; see `Training.varied`.
+        `model.training(micro_batch=4, epochs=2, slots=64)`; see `Training.varied`. `mismatch` may
+        be a list of entries, such as `[tim_jax.mismatch.kv_cache(dtype="float8_e4m3fn")]`.
 
         Raises:
           InputError: there is no such field, or a value is refused.
         """
         execution = self.execution(Sampling(self.most_tokens))
         optimizer = optimizers.adamw(optimizers.Rate(_LEARNING_RATE))
+        if "mismatch" in changes:
+            changes["mismatch"] = _dial(changes["mismatch"])
         return Training(execution, Learning(), optimizer).varied(**changes)
 
     def __repr__(self) -> str:
@@ -103,6 +122,21 @@ class Model:
 
 _MOST_TOKENS = 256  # of a response
 _LEARNING_RATE = 1e-6  # what fine-tuning of language models by RL commonly takes
+
+
+def _dial(entries: Any) -> Mismatch:
+    """Entries as values or as a configuration's tables."""
+    if isinstance(entries, Mismatch):
+        return entries
+    if isinstance(entries, Entry | Mapping | str) or not isinstance(entries, Iterable):
+        raise InputError(
+            "training: mismatch must be a list of entries, such as"
+            f' [tim_jax.mismatch.kv_cache(dtype="float8_e4m3fn")], got {shown(entries)}'
+        )
+    values: list[Entry] = []
+    for entry in entries:
+        values += [entry] if isinstance(entry, Entry) else mismatch.build([entry]).entries
+    return Mismatch(tuple(values))
 
 
 @lru_cache(maxsize=16)
@@ -232,7 +266,7 @@ def save(model: Model, folder: str | Path, *, dtype: DTypeLike = "float32") -> P
     """
     check_model("save", model)
     stored = dtype_name("save: dtype", dtype)
-    params = processes.whole(model.params)
+    params = processes.whole(model.merged_params)
 
     def write() -> str:
         tokenizer = model.tokenizer
@@ -265,11 +299,11 @@ def named_arrays(model: Model, *, dtype: DTypeLike = "float32") -> Iterator[tupl
     """
     check_model("named_arrays", model)
     own = dtype_name("named_arrays: dtype", dtype)
-    return hf.named_arrays(processes.whole(model.params), model.config, dtype=own)
+    return hf.named_arrays(processes.whole(model.merged_params), model.config, dtype=own)
 
 
 def load_adapter(folder: str | Path, model: Model) -> Adapter:
-    """Reads an adapter as PEFT writes it, for `grpo` to go on from.
+    """Reads an adapter as PEFT writes it; `dataclasses.replace(model, adapter=...)` adds it.
 
     Raises:
       InputError: it is not there, not of this model, or has what is not supported.
@@ -348,7 +382,7 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
     if not single:
         cases = auditing.placed_cases(model.config, sizes, [where])
     results = auditing.audit(
-        processes.whole(model.params),
+        processes.whole(model.merged_params),
         model.config,
         numerics=(model.numerics,),
         cases=cases,

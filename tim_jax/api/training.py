@@ -1,6 +1,6 @@
 """Training as a generator of steps: the caller logs, stops and keeps what it wants."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from tim_jax import corrections, mismatch
+from tim_jax import corrections
 from tim_jax.api import data
 from tim_jax.api.model import Model, check_devices, check_model
 from tim_jax.api.rollouts import text_of
 from tim_jax.app.run import display
 from tim_jax.common import pages
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import refuse_unknown, shown
+from tim_jax.common.inputs import refuse_all_but, shown
 from tim_jax.corrections import Correction, Mode
-from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.objectives import Objective
@@ -26,7 +25,7 @@ from tim_jax.rl import loop, programs, rules
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.rules import Turns
-from tim_jax.rl.training import Training
+from tim_jax.rl.training import FIELDS, Training
 from tim_jax.rl.types import TrainState
 from tim_jax.tasks.base import Task, whole
 
@@ -77,7 +76,7 @@ class Step:
         """
         self.check_there()
         started = self.started
-        return replace(started.model, params=started.merged(self.state.params))
+        return replace(started.model, params=started.merged(self.state.params), adapter=None)
 
     @cached_property
     def adapter(self) -> Adapter:
@@ -88,7 +87,7 @@ class Step:
         """
         if self.started.lora is None:
             raise InputError(
-                "there is no adapter: give grpo or learn one, such as lora=tim_jax.Lora(8)"
+                "there is no adapter; training=model.training(lora=tim_jax.Lora(8)) trains one"
             )
         self.check_there()
         return Adapter(self.started.lora, loop.copied(self.state.params))
@@ -108,9 +107,13 @@ class Started(NamedTuple):
 
     model: Model
     programs: Programs
-    lora: Lora | None
     base: Any  # the parameters that stay as they are, if adapters are trained
     reference: Any  # compute weights of the KL term's reference policy, if there is one
+
+    @property
+    def lora(self) -> Lora | None:
+        """Sizes of the adapters that are trained, if any are."""
+        return self.programs.training.execution.lora
 
     def merged(self, trained: Any) -> Any:
         """The parameters of a model of what is trained, in buffers of their own."""
@@ -118,21 +121,29 @@ class Started(NamedTuple):
         return loop.copied(trained) if merge is None else merge(adapters.whole(trained, self.base))
 
 
-def start(model: Model, built: Programs, adapter: Adapter | None) -> tuple[TrainState, Started]:
-    """The state before the first step, and what stays."""
-    trained = model.params if adapter is None else adapter.arrays
-    base = None
-    if adapter is not None:
+def start(model: Model, built: Programs, seed: int) -> tuple[TrainState, Started]:
+    """The state before the first step, and what stays; `seed` names the values of new adapters."""
+    lora, trained, base = built.training.execution.lora, model.params, None
+    if lora is not None:
+        given = model.adapter
+        trained = adapters.init(model.config, lora, seed) if given is None else given.arrays
         base = built.place(adapters.narrowed(processes.whole(model.params)))
     # Training takes the buffers of what it starts from: the model keeps its own.
     state = built.init(_apart(trained))
     reference = None
     if built.training.learning.objective.has_reference:
         reference = built.prepare(adapters.whole(_apart(trained), base))
-    return state, Started(model, built, adapter and adapter.lora, base, reference)
+    return state, Started(model, built, base, reference)
 
 
-@refuse_unknown
+IN_TRAINING = {name: f"training=model.training({name}=...)" for name in FIELDS} | {
+    "sampler": "training=model.training(mismatch=[...])",
+    "max_episode_tokens": "training=model.training(turns=tim_jax.Turns(max_episode_tokens=...))",
+}
+"""Arguments that `grpo` and `learn` take inside of `training`, and how."""
+
+
+@refuse_all_but(IN_TRAINING)
 def grpo(
     model: Model,
     prompts_and_answers: Iterable[Any],
@@ -144,12 +155,9 @@ def grpo(
     prompts_per_step: int | None = None,
     max_tokens: int | None = None,
     max_turns: int | None = None,
-    max_episode_tokens: int | None = None,
     optimizer: optax.GradientTransformation | None = None,
     objective: Objective | None = None,
     correction: Correction | None = None,
-    sampler: Mismatch | Sequence[Entry | Mapping[str, Any]] | None = None,
-    lora: Lora | Adapter | None = None,
     training: Training | None = None,
     seed: int = 0,
 ) -> Iterator[Step]:
@@ -178,9 +186,10 @@ def grpo(
       prompts_per_step: groups of a step; 8 if None.
       max_tokens: of a response, with `respond` of one turn; if None, 256, or half of the model's
         positions (with `respond`, a 32nd) if that is less.
-      max_turns: of an episode, after which it ends as it is; 8 if None.
-      max_episode_tokens: of all turns and replies; an episode ends before a reply that does not
-        fit. None: twice `max_turns` times `max_tokens`, or as many as the model has room for.
+      max_turns: of an episode, after which it ends as it is; 8 if None. All its turns and replies
+        have twice `max_turns` times `max_tokens` tokens, or as many as the model has room for, if
+        `training` does not say `max_episode_tokens`; an episode ends before a reply that does not
+        fit.
       optimizer: of optax; AdamW with a learning rate of 1e-6 if None. A model in float16 scales the
         loss, so that small gradients are not lost: as `optimizers.dynamic_loss_scale(optimizer)`
         does, unless it is one already.
@@ -188,11 +197,11 @@ def grpo(
         advantages of GRPO, the clipped ratio, the mean over tokens, and no KL term.
       correction: of a mismatch between sampler and learner, see `tim_jax.corrections`. If the loss
         would hold its ratio a second time, the mode becomes "recompute".
-      sampler: how the sampler differs from the learner on purpose, see `tim_jax.mismatch`.
-      lora: adapters to train in place of all weights, new ones of these sizes, or those of
-        `step.adapter` or `load_adapter` to go on from.
-      training: everything else, such as `model.training(micro_batch=4, epochs=2)`; arguments
-        that are given beside it win. None: `model.training()`.
+      training: everything else, as `model.training` makes it; arguments given beside it win.
+        `model.training(micro_batch=4, epochs=2)` changes how a step is learnt from,
+        `model.training(mismatch=[...])` makes the sampler differ from the learner on purpose (see
+        `tim_jax.mismatch`), and `model.training(lora=tim_jax.Lora(8))` trains adapters in place of
+        all weights; those of `model.adapter` are gone on with. None: `model.training()`.
       seed: names the random numbers and the order of the prompts.
 
     Raises:
@@ -212,21 +221,18 @@ def grpo(
         "optimizer": optimizer,
         "objective": objective,
         "correction": correction,
-        "mismatch": sampler if sampler is None else _dial(sampler),
     }
     examples = data.as_examples(prompts_and_answers)
     if respond is None:
-        _refuse_turns(reward, training, max_turns=max_turns, max_episode_tokens=max_episode_tokens)
+        _refuse_turns(reward, training, max_turns)
         task = data.as_task(examples, reward)
     else:
         task = data.as_episodes(examples, respond)
-        given |= _episodes(model, task, training, max_turns, max_tokens, max_episode_tokens)
+        given |= _episodes(model, task, training, max_turns, max_tokens)
     model, run = settle("grpo", model, training, given)
     most = run.execution.sampling.max_tokens
     text = text_of(model, examples, most, *_template(model, task))
     check_longest(run, text.max_prompt_length + most)
-    adapter = first_adapter("grpo", model, lora, seed)
-    run = run.varied(lora=adapter and adapter.lora)
     environment = None
     if task.environment is not None:
         environment = text.bridged(task.environment, run.execution.sampling.stop_tokens)
@@ -235,7 +241,7 @@ def grpo(
     settings = [getattr(run, one.name) for one in fields(run) if one.name != "optimizer"]
     data.agree(examples, repr((steps, seed, settings)))
     how = {"seed": seed, "steps": steps, "environment": environment}
-    return _steps(model, task, text, built, adapter, **how)
+    return _steps(model, task, text, built, **how)
 
 
 def _template(model: Model, task: Task) -> tuple[Any, Mapping[str, Any]]:
@@ -250,11 +256,10 @@ def _template(model: Model, task: Task) -> tuple[Any, Mapping[str, Any]]:
     return model.chat_template, {**model.template_options, **declared}
 
 
-def _refuse_turns(reward: Any, training: Training | None, **given: int | None) -> None:
+def _refuse_turns(reward: Any, training: Training | None, max_turns: int | None) -> None:
     """Refuses what only episodes have."""
-    for name, value in given.items():
-        if value is not None:
-            raise InputError(f"grpo: {name} = {value!r} is for episodes; give respond too")
+    if max_turns is not None:
+        raise InputError(f"grpo: max_turns = {max_turns!r} is for episodes; give respond too")
     if isinstance(training, Training) and training.turns is not None:
         raise InputError(f"grpo: training has turns = {training.turns}; give respond too")
     if reward is None:
@@ -262,31 +267,23 @@ def _refuse_turns(reward: Any, training: Training | None, **given: int | None) -
 
 
 def _episodes(
-    model: Model,
-    task: Task,
-    training: Training | None,
-    max_turns: int | None,
-    max_tokens: int | None,
-    most: int | None,
+    model: Model, task: Task, training: Training | None, max_turns: int | None, tokens: int | None
 ) -> dict[str, Any]:
-    """The run's limits: of an episode's turns, of one's tokens, and of all its tokens."""
-    for name, value in (
-        ("max_turns", max_turns),
-        ("max_tokens", max_tokens),
-        ("max_episode_tokens", most),
-    ):
+    """The run's limits: of an episode's turns, of the tokens of one, and of all its tokens."""
+    for name, value in (("max_turns", max_turns), ("max_tokens", tokens)):
         if value is not None:
             whole(f"grpo: {name}", value, least=1)
     known = training.turns if isinstance(training, Training) else None
     turns = known or Turns(max_tokens=max(1, min(256, model.config.max_positions // 32)))
-    turns = Turns(max_turns or turns.most, max_tokens or turns.max_tokens)
-    if most is None and known and not max_turns and not max_tokens:
-        return {"turns": turns}
-    if most is None:
+    turns = replace(
+        turns, max_turns=max_turns or turns.max_turns, max_tokens=tokens or turns.max_tokens
+    )
+    longest = turns.max_episode_tokens
+    if longest is None:
         text = text_of(model, task.train, turns.max_tokens, *_template(model, task))
-        prompt = text.max_prompt_length
-        most = min(2 * turns.most * turns.max_tokens, model.config.max_positions - prompt)
-    return {"turns": turns, "max_tokens": most}
+        room = model.config.max_positions - text.max_prompt_length
+        longest = min(2 * turns.max_turns * turns.max_tokens, room)
+    return {"turns": replace(turns, max_episode_tokens=None), "max_tokens": longest}
 
 
 def settle(
@@ -337,6 +334,14 @@ def _run(who: str, model: Model, training: Training | None, given: dict[str, Any
     run = model.training() if training is None else training
     if run.execution.config != model.config:
         raise InputError(f"{who}: training is of another architecture; take model.training(...)")
+    lora = run.execution.lora
+    if model.adapter is not None:
+        adapters.check(model.adapter.arrays, model.config, model.adapter.lora)
+    if model.adapter is not None and lora != model.adapter.lora:
+        raise InputError(
+            f"{who}: the model has an adapter of {model.adapter.lora}, but training has lora ="
+            f" {lora}; take model.training(...)"
+        )
     correction = corrections.chain(given.get("correction", run.learning.correction))
     run = run.varied(**{name: value for name, value in given.items() if name != "correction"})
     weighs = any(block.effect == "weight" for block in correction.blocks)
@@ -354,43 +359,16 @@ def _run(who: str, model: Model, training: Training | None, given: dict[str, Any
 
 
 def _steps(
-    model: Model, task: Task, text: Text, built: Programs, adapter: Adapter | None, **how: Any
+    model: Model, task: Task, text: Text, built: Programs, *, seed: int, **how: Any
 ) -> Iterator[Step]:
-    state, started = start(model, built, adapter)
+    state, started = start(model, built, seed)
     how |= {"programs": built, "reference": started.reference, "base": started.base}
-    for step in loop.train(state, task, text, **how):
+    for step in loop.train(state, task, text, seed=seed, **how):
         seen = step.number, step.metrics, step.timing, step.samples
         yield Step(*seen, step.state, step.weights, started)
-
-
-def first_adapter(who: str, model: Model, lora: Lora | Adapter | None, seed: int) -> Adapter | None:
-    """The adapter to start from."""
-    if isinstance(lora, Adapter):
-        adapters.check(lora.arrays, model.config, lora.lora)
-        return lora
-    if lora is None:
-        return None
-    if not isinstance(lora, Lora):
-        raise InputError(f"{who}: lora must be a tim_jax.Lora or an adapter, got {shown(lora)}")
-    return Adapter(lora, adapters.init(model.config, lora, seed))
 
 
 def _apart(params: Any) -> Any:
     """Parameters in buffers of their own; those on the host are copied by being moved."""
     on_device = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
     return loop.copied(params) if on_device else params
-
-
-def _dial(sampler: Any) -> Mismatch:
-    """Entries as values or as a configuration's tables."""
-    if isinstance(sampler, Mismatch):
-        return sampler
-    if isinstance(sampler, Entry | Mapping | str) or not isinstance(sampler, Iterable):
-        raise InputError(
-            "grpo: sampler must be a list of entries, such as"
-            f' [tim_jax.mismatch.kv_cache(dtype="float8_e4m3fn")], got {shown(sampler)}'
-        )
-    entries: list[Entry] = []
-    for entry in sampler:
-        entries += [entry] if isinstance(entry, Entry) else mismatch.build([entry]).entries
-    return Mismatch(tuple(entries))

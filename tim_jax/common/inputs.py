@@ -103,16 +103,29 @@ def json_value(text: str, where: str, *, checked: bool = False) -> Any:
 
 def refuse_unknown(function: Callable[P, T]) -> Callable[P, T]:
     """Makes an argument that a function does not have an `InputError` that names the nearest."""
-    known = signature(function).parameters
+    return refuse_all_but(MappingProxyType({}))(function)
 
-    @wraps(function)
-    def call(*args: P.args, **named: P.kwargs) -> T:
-        for name in named.keys() - known.keys():
-            hint = did_you_mean(name, known)
-            raise InputError(f"{function.__name__}: there is no argument {name!r}{hint}")
-        return function(*args, **named)
 
-    return call
+def refuse_all_but(
+    elsewhere: Mapping[str, str],
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """`refuse_unknown`, but for names of `elsewhere`: their error says what to write in place."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = signature(function).parameters
+
+        @wraps(function)
+        def call(*args: P.args, **named: P.kwargs) -> T:
+            for name in named.keys() - known.keys():
+                hint = did_you_mean(name, known)
+                if name in elsewhere:
+                    hint = f"; write {elsewhere[name]}"
+                raise InputError(f"{function.__name__}: there is no argument {name!r}{hint}")
+            return function(*args, **named)
+
+        return call
+
+    return decorate
 
 
 def wrong_number(value: Any) -> tuple[tuple[str, ...], object, str] | None:

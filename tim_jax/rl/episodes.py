@@ -104,7 +104,7 @@ def build(
         begun = sampler.begin(
             mismatch.weights(weights), prompts, names, at_a_time=at_a_time, pool=pool
         )
-        return *begun, turning.turn_keys(names, turns.most)
+        return *begun, turning.turn_keys(names, turns.max_turns)
 
     compiled = partial(jit, numerics=other.numerics)
     return Programs(
@@ -148,8 +148,9 @@ def play(
 ) -> Played:
     """Plays the episodes of a step to their ends.
 
-    An episode ends when its environment says so or fails, after `turns.most` turns, or where the
-    longest response leaves no room for the reply and a token after it. The reply is then left out.
+    An episode ends when its environment says so or fails, after `turns.max_turns` turns, or where
+    the longest response leaves no room for the reply and a token after it. The reply is then left
+    out.
 
     Args:
       states: of the environment, one for each prompt; every sample has a copy.
@@ -378,7 +379,7 @@ class _Books:
             self.rewards[row, self.lengths[row] - 1] = outcome.reward
             self.failed[row] = outcome.failure is not None
             self.turn[row] += 1
-            if outcome.done or self.failed[row] or self.turn[row] == self.most.most:
+            if outcome.done or self.failed[row] or self.turn[row] == self.most.max_turns:
                 self.over[row] = True
             else:
                 self._go_on(row, _checked(outcome.tokens, self.vocabulary))

@@ -180,9 +180,13 @@ class Training:
 
     def _check_turns(self, turns: Turns) -> None:
         learning, sampler = self.learning, self.sampler
+        longest, most = self.execution.sampling.max_tokens, turns.max_episode_tokens
+        if most not in (None, longest):
+            rule = f"must be the {longest} of execution.sampling.max_tokens, or left out"
+            raise rules.RuleError("max_episode_tokens", most, rule)
         rules.check_turns(
             max_tokens=turns.max_tokens,
-            longest=self.execution.sampling.max_tokens,
+            longest=longest,
             placement=self.execution.placement,
             sampler_placement=self.drawing.placement,
             max_staleness=sampler.max_staleness,
@@ -273,3 +277,5 @@ def _places() -> dict[str, tuple[tuple[str, ...], str]]:
 
 
 _PLACES = _places()
+FIELDS = tuple(sorted(_PLACES))
+"""Names that `Training.varied` takes."""
