@@ -37,12 +37,9 @@ NOTHING = -np.log(20.0)
 _FREEDOM = 3.0
 _LEAST_WEIGHT = 0.02
 _SCALES = np.geomspace(1e-7, 10.0, 33)
-_CONSTANT = (
-    special.gammaln((_FREEDOM + 1) / 2)
-    - special.gammaln(_FREEDOM / 2)
-    - 0.5 * np.log(_FREEDOM * np.pi)
-)
+_CONSTANT = -special.betaln(0.5, _FREEDOM / 2) - 0.5 * np.log(_FREEDOM)
 _FITTED = 4096  # tokens that parameters are fitted on
+_ODD, _LEAST_ODD = 5.0, 0.01  # times the median row's mean |d|, and nats, of a row that is odd
 _MOST_PADDING = 4096  # rows of padding in a vocabulary
 LEAST_MOVE = 1e-4  # nats; less is what interpolation makes of the same log-prob
 _TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128)
@@ -335,12 +332,8 @@ def abnormal(sizes: dict[str, float]) -> bool:
 Change = Callable[[Distribution], Distribution]
 
 
-def _same(declared: Distribution) -> Distribution:
-    return declared
-
-
 def by_distribution(
-    tokens: Tokens, reported: Change = _same, drawn: Change = _same
+    tokens: Tokens, reported: Change | None = None, drawn: Change | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(predicted, drawn), f64[N] both: recorded under one change of what is declared, drawn under
     another."""
@@ -352,11 +345,12 @@ def by_distribution(
     for number, declared in enumerate(kinds):
         own = of_token == number
         evidence = tokens.evidence if own.all() else tokens.evidence.take(own)
-        at_report = chances(evidence, reported(declared))
-        raw = declared.raw and reported is _same
+        said = declared if reported is None else reported(declared)
+        of_draw = declared if drawn is None else drawn(declared)
+        at_report = chances(evidence, said)
+        raw = declared.raw and reported is None
         predicted[own] = evidence.raw if raw else at_report.renormalised
-        same = drawn(declared) == reported(declared)
-        draws[own] = (at_report if same else chances(evidence, drawn(declared))).drawn
+        draws[own] = (at_report if of_draw == said else chances(evidence, of_draw)).drawn
     return predicted, draws
 
 
@@ -372,11 +366,14 @@ def reporting(tokens: Tokens) -> Iterator[Explanation]:
     """Every explanation that needs this evidence alone, but those of `parts`."""
     base = null(tokens)
     yield from _of_declared(tokens)
-    yield from _temperatures(tokens)
-    yield from _truncations(tokens)
+    for some in (_fitting_part(tokens), _odd_rows(tokens, base)):
+        if some is not None:
+            yield from _temperatures(tokens, some)
+            yield from _truncations(tokens, some)
+            yield from _padded(tokens, some)
     yield from _shifted(tokens, base)
     yield from _masks(tokens, base)
-    yield from _vocabularies(tokens, base)
+    yield from _cut(tokens, base)
     yield replace(
         base,
         name="first_tokens",
@@ -423,8 +420,8 @@ def _at_temperature(log_temperature: float) -> Change:
     return lambda declared: replace(declared, temperature=temperature)
 
 
-def _temperatures(tokens: Tokens) -> Iterator[Explanation]:
-    some = _fitting_part(tokens)
+def _temperatures(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
+    """Other temperatures, fitted to `some` of the responses."""
     grid = np.log(np.geomspace(COLDEST, HOTTEST, 25))
     for name, text, both in (
         ("temperature", "drawn and recorded at temperature {:.4g}", True),
@@ -433,7 +430,7 @@ def _temperatures(tokens: Tokens) -> Iterator[Explanation]:
 
         def of(x: float, tokens: Tokens, both: bool = both):
             change = _at_temperature(x)
-            return by_distribution(tokens, change, change if both else _same)
+            return by_distribution(tokens, change, change if both else None)
 
         x = _grid_minimum(lambda x: -_likelihood(some, *of(x, some)), grid)
         fitted = float(np.exp(x))
@@ -459,11 +456,22 @@ def _fitting_part(tokens: Tokens) -> Tokens:
     return tokens if stride == 1 else tokens.take(range(0, count, min(stride, count)))
 
 
-def _truncations(tokens: Tokens) -> Iterator[Explanation]:
+def _odd_rows(tokens: Tokens, base: Explanation) -> Tokens | None:
+    """The minority of responses whose gap is much larger than that of the others, if there is one.
+
+    What is fitted to all of them would not show what is wrong with these.
+    """
+    gap = np.nan_to_num(np.abs(tokens.recorded - base.predicted))
+    counts = np.bincount(tokens.sequence[~tokens.hidden], minlength=len(tokens.responses))
+    means = np.bincount(tokens.sequence, gap, len(tokens.responses)) / np.maximum(counts, 1)
+    odd = np.flatnonzero(means > max(_ODD * float(np.median(means)), _LEAST_ODD))
+    return tokens.take(odd.tolist()) if 0 < 2 * len(odd) < len(tokens.responses) else None
+
+
+def _truncations(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
     """A truncation that is neither declared nor recorded, renormalised in the log-probs or not."""
     if tokens.replays.any():
         return
-    some = _fitting_part(tokens)
     # The mass that a declared top-k keeps is not known where it is beyond the stored logits.
     unknown = any(r.declared.top_k > LIKELIEST for r in tokens.responses)
     for name, values in (("top_k", _TOP_K), ("top_p", _TOP_P)):
@@ -487,7 +495,7 @@ def _truncated(tokens: Tokens, name: str, value: float, renormalised: bool):
     def change(declared: Distribution) -> Distribution:
         return replace(declared, **{name: value})
 
-    return by_distribution(tokens, change if renormalised else _same, change)
+    return by_distribution(tokens, change if renormalised else None, change)
 
 
 def _shifted(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
@@ -549,36 +557,42 @@ def _padding(tokens: Tokens) -> np.ndarray:
     return np.concatenate(behind)
 
 
-def _vocabularies(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
-    """A log-normaliser over more or fewer rows of the head than the model has."""
+def _padded(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
+    """A log-normaliser over more rows of the head than the model has, as many as fit `some`."""
     if any(r.declared != Distribution() for r in tokens.responses):
         return
-    evidence = tokens.evidence
-    normaliser = evidence.moments[:, AT_ONE, 0].astype(np.float64)
-    zero = -evidence.peak.astype(np.float64)  # a padded row's logit is 0
 
-    def padded(log_rows: float) -> np.ndarray:
-        return base.predicted + normaliser - np.logaddexp(normaliser, log_rows + zero)
+    def padded(log_rows: float, tokens: Tokens) -> np.ndarray:
+        evidence = tokens.evidence
+        normaliser = evidence.moments[:, AT_ONE, 0].astype(np.float64)
+        extra = log_rows - evidence.peak.astype(np.float64)  # a padded row's logit is 0
+        return evidence.exact + normaliser - np.logaddexp(normaliser, extra)
 
-    weight = noise_weights(evidence.exact)
+    weight = noise_weights(some.evidence.exact)
 
     def loss(log_rows: float) -> float:
-        return -fit_noise(tokens.recorded - padded(log_rows), weight).total
+        return -fit_noise(some.recorded - padded(log_rows, some), weight).total
 
     rows = max(1, round(float(np.exp(_minimum(loss, 0.0, np.log(_MOST_PADDING))))))
     yield replace(
-        base,
+        null(tokens),
         name="padded_vocabulary",
         text=f"the softmax takes in {rows} padded rows of the vocabulary, whose logits are 0",
         kind="fault",
-        predicted=padded(np.log(rows)),
+        predicted=padded(np.log(rows), tokens),
         parameters={"rows": float(rows)},
     )
-    if tokens.tokenizer_size < tokens.vocabulary:
+
+
+def _cut(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
+    """A log-normaliser over the tokenizer's tokens alone."""
+    plain = all(r.declared == Distribution() for r in tokens.responses)
+    if plain and tokens.tokenizer_size < tokens.vocabulary:
+        normaliser = tokens.evidence.moments[:, AT_ONE, 0].astype(np.float64)
         yield replace(
             base,
             name="cut_vocabulary",
             text=f"the softmax is over the tokenizer's {tokens.tokenizer_size} tokens alone",
             kind="fault",
-            predicted=base.predicted + normaliser - evidence.inside,
+            predicted=base.predicted + normaliser - tokens.evidence.inside,
         )
