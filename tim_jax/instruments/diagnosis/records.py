@@ -14,20 +14,18 @@ import numpy as np
 from tim_jax import metrics
 from tim_jax.common import pages
 from tim_jax.common.pages import Table
-from tim_jax.instruments.diagnosis.explanations import Tokens
-from tim_jax.instruments.diagnosis.parts import Part
-from tim_jax.instruments.diagnosis.verdict import (
+from tim_jax.instruments.diagnosis.explanations import (
     LEAST_LOCAL,
     NORMAL_K3,
     NORMAL_LARGEST,
     NORMAL_MEAN,
     Judged,
-    Place,
-    Verdict,
+    Tokens,
     abnormal,
-    place,
     sizes_of,
 )
+from tim_jax.instruments.diagnosis.parts import Part
+from tim_jax.instruments.diagnosis.verdict import Place, Verdict, place
 
 WORST = 12
 _SHOWN = 8  # explanations in the text
