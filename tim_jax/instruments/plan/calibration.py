@@ -205,8 +205,8 @@ class Fit:
 def shape_of(call: Call) -> tuple[int, ...]:
     """What of a kernel's programs must not differ from the measured ones.
 
-    A product's tile, as far as it has rows, and stages; of attention the operations for each byte that programs load, which
-    follows from their rows.
+    A product's tile, as far as it has rows, and stages. Of attention the operations for each byte
+    that programs load, which follows from their rows.
     """
     if call.tile is not None:
         return min(call.tile.height, call.tile.rows), call.tile.width, call.tile.stages

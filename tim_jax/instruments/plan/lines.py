@@ -36,7 +36,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield (
         f"  {training.prompts_per_step} prompts x {training.learning.samples} samples,"
         f" up to {plan.workload.prompt_length} + {execution.sampling.max_tokens} tokens,"
-        f" {f'{slots} slots, ' if slots else ''}micro-batch {plan.workload.training.micro_batch},"
+        f" {f'{slots} slots, ' if slots else ''}micro-batch {_micro_batch(plan)},"
         f" remat {'on' if plan.workload.learning.remat else 'off'}"
     )
     for stage in plan.stages:
@@ -52,6 +52,11 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield "what to change:"
     yield from (f"  {line}" for line in plan.advice)
     yield from _audit(plan.audit)
+
+
+def _micro_batch(plan: Plan) -> str:
+    rows, (_, unit) = plan.workload.training.micro_batch, plan.workload.micro_batch
+    return f"of {rows * unit:,} tokens" if plan.workload.packed else str(rows)
 
 
 def _stage(stage: Stage) -> Iterator[str]:
@@ -91,6 +96,8 @@ def _times(stage: Stage, plan: Plan) -> Iterator[str]:
         f" {estimate.others:,.2f}, links {estimate.links:,.2f}, launches {estimate.launches:,.2f};"
         f" the least work takes {least:,.2f} s, {least / estimate.total:.0%} of it"
     )
+    if plan.workload.packed and stage.name != "sampler":
+        yield "    if every sequence is the longest; it falls with the tokens that there are"
     for name, one in list(estimate.kernels.items())[:_SLOWEST]:
         yield f"    {name:<24} {one.seconds:>10,.2f} s, {one.calls:,} calls, most in {one.bound}"
 

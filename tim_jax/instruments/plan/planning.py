@@ -101,7 +101,8 @@ def _of_learner(workload: Workload) -> Iterator[str]:
     if not learning.remat:
         yield "learner.remat = true: activations of one layer at a time, for a second forward"
     if workload.training.micro_batch > shards:
-        yield f"learner.micro_batch = {shards}: one sequence a device at a time"
+        key, unit = workload.micro_batch
+        yield f"{key} = {shards * unit}: one sequence a device at a time"
 
 
 Total = Callable[[int], int]  # a count -> bytes on a chip, by compiling
@@ -236,7 +237,9 @@ def make(
         key = "learner.prompts_per_step" if all_at_once else "sampler.slots"
         look = _most_prompts if all_at_once else _most_slots
         searched[key] = look(workload, target, stages[0], layers, say)
-        searched["learner.micro_batch"] = _largest_micro_batch(workload, target, stages[-1], say)
+        key, unit = workload.micro_batch
+        rows = _largest_micro_batch(workload, target, stages[-1], say)
+        searched[key] = replace(rows, count=rows.count * unit)
     slots = searched.get("sampler.slots")
     lines = [
         line
