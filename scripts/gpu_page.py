@@ -53,7 +53,8 @@ def measured(files: Iterable[Path]) -> str:
         content = json.loads(file.read_text())
         if content["machine"].get("smoke"):
             raise SystemExit(f"{file}: of a smoke run, whose figures mean nothing")
-        cases = predicted.get(file.stem, {}).get("cases", {})
+        known = predicted.get(file.stem, {})
+        cases = {name: case for found in known.values() for name, case in found["cases"].items()}
         lines += [*device(content["machine"], content["parts"], f"gpu/{file.name}", cases), ""]
     return "\n".join(lines).rstrip() + "\n"
 
