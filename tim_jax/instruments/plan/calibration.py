@@ -215,7 +215,7 @@ def shape_of(call: Call) -> tuple[int, ...]:
 
 
 def _near(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    if len(shape) > 1:
+    if len(shape) != 1:
         return shape == other
     return abs(shape[0] - other[0]) <= _NEAR * other[0]
 
