@@ -89,19 +89,23 @@ class GpuTiles:
         for tile in (self.experts, *self.matmul):
             _check_sizes(tile, ("rows", "columns"), least=16)
 
-    def tile(self, rows: int, columns: int, dtype: Any = jnp.bfloat16) -> MatmulTile:
-        """The tile for products of this size.
+    def tile(
+        self, rows: int, columns: int, dtype: Any = jnp.bfloat16, *, parts: int = 1
+    ) -> MatmulTile:
+        """The tile for products of this size, whose columns are those of several `parts`.
 
         No kernel is chosen by the shape of its arguments: this is the exception, and only because
         tiles do not decide bits, which is known of bfloat16 alone. Other operands have one.
 
         It is the last in the order of `matmul` of which there are `programs`, or else the
         narrowest. One that does not divide the columns is passed over, and one that has more rows
-        than the narrowest where half of its rows would do.
+        than the narrowest where half of its rows would do. A part has as many columns as the
+        narrowest, if there are such tiles: a device has compared no fewer.
         """
-        narrowest, *others = self.matmul
-        if others and dtype != jnp.bfloat16:
+        if len(self.matmul) > 1 and dtype != jnp.bfloat16:
             return ONE_TILE
+        least = parts * self.matmul[0].columns
+        narrowest, *others = [t for t in self.matmul if t.columns >= least] or self.matmul
         for tile in reversed(others):
             count = -(-rows // tile.rows) * (columns // tile.columns)
             fits = tile.rows == narrowest.rows or tile.rows < 2 * rows
