@@ -102,10 +102,11 @@ class GpuTiles:
         than the narrowest where half of its rows would do. A part has as many columns as the
         narrowest, if there are such tiles: a device has compared no fewer.
         """
-        if len(self.matmul) > 1 and dtype != jnp.bfloat16:
+        tiles = list(self.matmul)
+        if len(tiles) > 1 and dtype != jnp.bfloat16:
             return ONE_TILE
-        least = parts * self.matmul[0].columns
-        narrowest, *others = [t for t in self.matmul if t.columns >= least] or self.matmul
+        least = parts * tiles[0].columns
+        narrowest, *others = [tile for tile in tiles if tile.columns >= least] or tiles
         for tile in reversed(others):
             count = -(-rows // tile.rows) * (columns // tile.columns)
             fits = tile.rows == narrowest.rows or tile.rows < 2 * rows
