@@ -32,8 +32,8 @@ def html_table(table: Table) -> str:
         return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
     lines = line(table.head, "th") + "".join(line(row, "td") for row in table.rows)
-    title = html.escape(table.title)
-    return f'<h2>{title}</h2><div class="wide"><table>{lines}</table></div>'
+    title = f"<h2>{html.escape(table.title)}</h2>" if table.title else ""
+    return f'{title}<div class="wide"><table>{lines}</table></div>'
 
 
 def paragraphs(lines: Sequence[str]) -> str:

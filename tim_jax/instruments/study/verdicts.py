@@ -114,8 +114,9 @@ def too_few_seeds(stated: Stated) -> str:
     if not count or not needed or needed <= seeds:
         return ""
     least = min(1.0, count * least_p(test.kind, seeds))
+    of = f"{seeds} seed{'s' * (seeds > 1)}"
     return (
-        f"{count} comparisons of {seeds} seeds give no p after Holm's correction below"
+        f"{count} comparisons of {of} give no p after Holm's correction below"
         f" {least:.3g}, and the level is {test.level:g}: no difference can be shown; with"
         f" {needed} seeds one could"
     )
