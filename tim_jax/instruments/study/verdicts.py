@@ -65,7 +65,8 @@ class Verdict:
             result = f"cannot be decided: so few seeds give no p after Holm below {self.least:.3g}"
         else:
             result = "no difference shown"
-        return f"{pair}: {result} ({numbers}, {len(self.first)} seeds)"
+        count = len(self.first)
+        return f"{pair}: {result} ({numbers}, {count} seed{'s' * (count > 1)})"
 
 
 def outcome(run: RunLines, rule: Outcome) -> float | None:
