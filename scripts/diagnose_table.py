@@ -1,21 +1,23 @@
 """Makes rollouts with one fault each, diagnoses them, and writes docs/results/diagnose.md.
 
-    python scripts/diagnose_table.py                        # about half an hour on two idle cores
-    python scripts/diagnose_table.py --groups parts weights # some of the faults
-    python scripts/diagnose_table.py --quick    # one strength and one size of each
+    python scripts/diagnose_table.py runs/diagnose_table            # faults, then sound engines
+    python scripts/diagnose_table.py runs/diagnose_table --only shifted "another row"
+    python scripts/diagnose_table.py runs/diagnose_table --page     # what is there, as a page
 
-The model is small and random, with logits that spread as a trained model's do. Rollouts come from
-this library's sampler, with an entry of the dial or with a mistake made in what it recorded.
+The model is small and random, with logits that spread as a trained model's do. A fault lies in a
+share of the rows or tokens; the others are those of an engine in float16. What is measured is kept
+in the folder, line by line, and not measured again. Sound rollouts are of transformers; that needs
+torch.
 """
 
 import argparse
 import itertools
+import json
 import platform
 import string
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.diagnosis import readers, variants, verdict
 from tim_jax.instruments.diagnosis.declared import Distribution
 from tim_jax.instruments.diagnosis.evidence import Forward, chances, gather, log_normaliser
-from tim_jax.instruments.diagnosis.explanations import Tokens
+from tim_jax.instruments.diagnosis.explanations import LEAST_MOVE, Tokens
 from tim_jax.instruments.diagnosis.rollouts import Limits, collect
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import hf
@@ -167,52 +169,271 @@ def padded(rows: int) -> Callable[[Tokens], np.ndarray]:
     return change
 
 
-def noisy(size: float) -> Callable[[Tokens], np.ndarray]:
-    def change(tokens: Tokens) -> np.ndarray:
-        rare = -np.expm1(tokens.recorded)
-        return tokens.recorded + size * rare * np.random.default_rng(0).standard_normal(len(rare))
-
-    return change
-
-
 def by_engine(forward: Forward) -> Callable[[Tokens], np.ndarray]:
     """What a system with this forward records of the same tokens."""
     return lambda tokens: gather(forward, tokens.responses).exact
 
 
-def shifted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row | {"logprobs": [*row["logprobs"][1:], row["logprobs"][0]]} for row in rows]
+Row = dict[str, Any]
+Rows = list[Row]
+Change = Callable[[Rows, np.ndarray], Rows]  # rows, and which are wrong
+
+SHARES = (0.001, 0.01, 0.1, 1.0)
+LONG = 20_480  # tokens of which a thousandth is twenty
 
 
-def with_prompt(rows: Sequence[dict[str, Any]], change: Callable[..., Any]) -> list[dict[str, Any]]:
-    return [row | {"prompt_token_ids": change(row["prompt_token_ids"])} for row in rows]
+@cache
+def low_precision(entry: mismatch.Entry) -> Forward:
+    (variant,) = variants.of_numerics(forward(), [entry])
+    return variant.forward
 
 
-def declared(rows: Sequence[dict[str, Any]], **values: float) -> list[dict[str, Any]]:
-    return [row | values for row in rows]
+@cache
+def sound(tokens: int, seed: int, sampling: Sampling = PLAIN) -> Rows:
+    """What an engine in float16 records, and how it says that it sampled."""
+    said = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+    rows = [row | said for row in drawn(tokens, seed=seed, sampling=sampling)]
+    return changed(rows, by_engine(low_precision(mismatch.compute(dtype="float16"))))
 
 
 @dataclass(frozen=True)
-class Case:
-    """Rollouts with one fault; the names by which it is right; and how strong it is."""
+class Fault:
+    """A kind of mistake; the names by which it is right; and how rows get it."""
 
-    fault: str
-    strength: str
+    name: str
     right: tuple[str, ...]
-    rows: Callable[[int, int], list[dict[str, Any]]]  # (tokens, seed) -> rows
+    change: Change | None  # None: rows are drawn by `draw` in place of sound ones
+    draw: Callable[[int, int], Rows] = sound
+    shares: tuple[float, ...] = SHARES
+    of_tokens: bool = False  # single tokens, not rows
+    enough: int = 20  # tokens from which on it must be named
+    others: Callable[[], list[variants.Candidate]] = lambda: []
+    sampling: Sampling = PLAIN  # of the sound rows
+
+
+def each(change: Callable[[Row], Row]) -> Change:
+    """A change of every wrong row by itself."""
+    return lambda rows, wrong: [
+        change(row) if own else row for row, own in zip(rows, wrong, strict=True)
+    ]
+
+
+def recorded_by(other: Callable[[], Forward]) -> Change:
+    """Wrong rows have the log-probs of another forward."""
+
+    def change(rows: Rows, wrong: np.ndarray) -> Rows:
+        found = changed(rows, by_engine(other()))
+        return [two if own else one for one, two, own in zip(rows, found, wrong, strict=True)]
+
+    return change
+
+
+def recomputed(of: Callable[[Tokens], np.ndarray]) -> Change:
+    """Wrong rows have log-probs that follow from the exact evidence."""
+
+    def change(rows: Rows, wrong: np.ndarray) -> Rows:
+        found = changed(rows, of)
+        return [two if own else one for one, two, own in zip(rows, found, wrong, strict=True)]
+
+    return change
+
+
+def shifted(row: Row) -> Row:
+    return row | {"logprobs": [*row["logprobs"][1:], row["logprobs"][0]]}
+
+
+def with_prompt(row: Row, change: Callable[[list[int]], list[int]]) -> Row:
+    return row | {"prompt_token_ids": change(row["prompt_token_ids"])}
+
+
+def without(row: Row, part: slice) -> Row:
+    """The row with a part of its response; as it is if nothing else is left."""
+    names = ("response_token_ids", "logprobs")
+    return row if len(row["logprobs"]) < 2 else row | {name: row[name][part] for name in names}
+
+
+def without_end(row: Row) -> Row:
+    ended = row["response_token_ids"][-1] in STOPS
+    return without(row, slice(0, -1)) if ended else row | {"finish_reason": "length"}
+
+
+def with_other_end(row: Row) -> Row:
+    ids = row["response_token_ids"]
+    return row | {"response_token_ids": [*ids[:-1], 0]} if ids[-1] in STOPS else row
+
+
+def rotated(rows: Rows, wrong: np.ndarray) -> Rows:
+    """Wrong rows hold the log-probs of the next one of them that is as long, or longer."""
+    own = sorted(np.flatnonzero(wrong), key=lambda i: len(rows[i]["logprobs"]))
+    found = list(rows)
+    for i, j in itertools.pairwise(own):
+        found[i] = rows[i] | {"logprobs": rows[j]["logprobs"][: len(rows[i]["logprobs"])]}
+    return found
+
+
+def in_flight(rows: Rows, wrong: np.ndarray) -> Rows:
+    """The first ten tokens of wrong rows are of the weights before."""
+    old = recorded_by(partial(engine, 0.1))(rows, wrong)
+    return [
+        one | {"logprobs": [*two["logprobs"][:10], *one["logprobs"][10:]]}
+        for one, two in zip(rows, old, strict=True)
+    ]
+
+
+def by_version(rows: Rows, wrong: np.ndarray) -> Rows:
+    """Wrong rows are of weights that nobody has any more, and say so."""
+    found = recorded_by(partial(engine, 0.03))(rows, wrong)
+    return [row | {"weights_version": int(own)} for row, own in zip(found, wrong, strict=True)]
+
+
+def engine(source: float) -> Forward:
+    return forward()._replace(weights=prepared(source))
+
+
+def partly_quantised() -> Forward:
+    """The second layer of two is quantised."""
+    rounded = Mismatch((mismatch.quantised_weights(dtype="int4"),)).weights(prepared())
+    some = variants.mixed_layers(prepared(), rounded, np.asarray([False, True]))
+    return forward()._replace(weights=some)
+
+
+@cache
+def base_weights() -> Any:
+    """The model without an adapter of rank 2."""
+    rng = np.random.default_rng(3)
+
+    def leaf(x: jax.Array) -> jax.Array:
+        if x.ndim < 3:
+            return x
+        rows = x.reshape(len(x), -1, x.shape[-1]).shape
+        down, up = (rng.standard_normal((rows[0], n, 2)) for n in rows[1:])
+        change = np.einsum("lmr,lnr->lmn", down, up).reshape(x.shape)
+        return x - jnp.asarray(0.05 * np.std(x) * change, jnp.float32)
+
+    return params() | {"layers": jax.tree.map(leaf, params()["layers"])}
+
+
+def adapter() -> list[variants.Candidate]:
+    weights = jax.jit(Execution(CONFIG, NUMERICS).prepare)(base_weights())
+    return [variants.Candidate("base", weights, variants.adapter_rank(params(), base_weights()))]
+
+
+def of_adapter(name: str) -> Forward:
+    found = variants.of_weights(forward(), adapter())
+    return next(one.forward for one in found if one.name == name)
+
+
+def checkpoint(size: float) -> list[variants.Candidate]:
+    return [variants.Candidate("checkpoint", prepared(size))]
 
 
 HALF = Sampling(temperature=0.6)
-WARM = Sampling(temperature=1.2)
 TOP_P = Sampling(top_p=0.8)
 TOP_K = Sampling(top_k=20)
+WHOLE = (1.0,)
+
+
+def undeclared(sampling: Sampling, tokens: int, seed: int) -> Rows:
+    return drawn(tokens, sampling=sampling, seed=seed)
+
+
+def over_all(sampling: Sampling, tokens: int, seed: int) -> Rows:
+    """Drawn under a truncation or temperature that nobody declared, recorded without it."""
+    return changed(undeclared(sampling, tokens, seed), raw)
+
+
+def numbers(log_probs: np.ndarray, value: float | None) -> np.ndarray:
+    """A number in place of log-probs; or, of no known cause, 3 to 9 nats less."""
+    less = np.random.default_rng(1).uniform(3, 9, len(log_probs))
+    return log_probs - less if value is None else np.full(len(log_probs), value)
+
+
+def of_values(value: float | None) -> Change:
+    def change(rows: Rows, wrong: np.ndarray) -> Rows:
+        whole = np.concatenate([row["logprobs"] for row in rows])
+        found = np.where(wrong, numbers(whole, value), whole)
+        parts = np.split(found, np.cumsum([len(r["logprobs"]) for r in rows])[:-1])
+        return [row | {"logprobs": x.tolist()} for row, x in zip(rows, parts, strict=True)]
+
+    return change
+
+
+def faults() -> Iterator[Fault]:
+    """Every mistake that has a name, and one that has none."""
+    single = {"of_tokens": True, "shares": SHARES[:3]}
+    yield Fault("sentinel -9999", ("sentinel",), of_values(-9999.0), enough=1, **single)
+    yield Fault("zeros", ("sentinel",), of_values(0.0), enough=1, **single)
+    yield Fault("off by 3 to 9 nats", ("none",), of_values(None), **single)
+    yield Fault("another row", ("other_row",), rotated)
+    yield Fault("shifted", ("shifted",), each(shifted))
+    temperature = ("temperature", "recorded_temperature")
+    yield Fault("temperature 0.6", temperature, None, partial(undeclared, HALF))
+    half = {"sampling": HALF, "draw": partial(sound, sampling=HALF)}
+    yield Fault("raw log-probs", ("raw_log_probs",), recomputed(raw), **half)
+    yield Fault("top-p 0.8, not declared", ("top_p",), None, partial(undeclared, TOP_P))
+    yield Fault("top-k 20, not declared", ("top_k",), None, partial(undeclared, TOP_K))
+    kept = {"sampling": TOP_P, "draw": partial(sound, sampling=TOP_P)}
+    yield Fault("top-p 0.8, over all", ("ignored_truncation",), recomputed(raw), **kept)
+    for name, one in (("top_p", TOP_P), ("top_k", TOP_K), ("temperature", HALF)):
+        right = "drawn_temperature" if name == "temperature" else f"{name}_ignored"
+        draw = partial(over_all, one)
+        yield Fault(f"{name}, in the draws alone", (right,), None, draw, shares=WHOLE)
+    yield from faults_of_tokens()
+    yield from faults_of_forwards()
+
+
+def faults_of_tokens() -> Iterator[Fault]:
+    """Tokens and prompts that are not those that were drawn."""
+    yield Fault("end token replaced", ("end_token_replaced",), each(with_other_end))
+    yield Fault("end token stripped", ("end_token_stripped",), each(without_end), shares=WHOLE)
+    first = each(lambda row: without(row, slice(1, None)))
+    yield Fault("first token stripped", ("first_token_stripped",), first)
+    for what, name, change in (
+        ("one token more", "prompt_longer", lambda ids: [*ids, 4]),
+        ("BOS lost", "bos_missing", lambda ids: ids[1:]),
+        ("BOS added", "bos_added", lambda ids: [BOS, *ids]),
+    ):
+        yield Fault(f"prompt: {what}", (name,), each(partial(with_prompt, change=change)))
+    drawings: dict[str, tuple[str, Callable[[int, int], Rows]]] = {
+        "pad mask": (
+            "pad_mask",
+            lambda n, s: drawn(n, seed=s, entries=(mismatch.pad_mask(pad=3),)),
+        ),
+        "another end token": ("other_end_token", lambda n, s: drawn(n, seed=s, stops=(9, 11))),
+    }
+    for what, (name, draw) in drawings.items():
+        yield Fault(what, (name,), None, draw, shares=WHOLE)
+    for count in (4, 64):
+        change = recomputed(padded(count))
+        yield Fault(f"vocabulary padded by {count}", ("padded_vocabulary",), change)
+
+
+def faults_of_forwards() -> Iterator[Fault]:
+    """Other weights, and low precision of a size that no sound engine has."""
+    for size in (0.01, 0.1):
+        yield Fault(
+            f"weights off by {size:.0%}",
+            ("weights of checkpoint",),
+            recorded_by(partial(engine, size)),
+            others=partial(checkpoint, size),
+        )
+    names = ("weights of checkpoint",)
+    yield Fault("replaced in flight", names, in_flight, others=partial(checkpoint, 0.1))
+    yield Fault("an older version", ("other_version",), by_version, shares=SHARES[1:3])
+    for name in ("lora_not_applied", "lora_half_scale", "lora_merged(bfloat16)"):
+        yield Fault(name, (name,), recorded_by(partial(of_adapter, name)), others=adapter)
+    name = "quantised_weights(int4) in some layers"
+    yield Fault("one layer in int4", (name,), recorded_by(partly_quantised), shares=WHOLE)
+    for entry in variants.SOURCES:
+        label = mismatch.label(entry)
+        change = recorded_by(partial(low_precision, entry))
+        yield Fault(label, (label,), change, partial(plain, ()), shares=WHOLE)
+
+
 # Other sums and kernels of sound engines: no source is tried for them, and none is a fault.
 SOUND = (
     mismatch.native_kernels(),
-    mismatch.tile_sizes(rows=4, kv_block=8),
-    mismatch.sum_order(lanes=8),
     mismatch.split_k(pieces=3),
-    mismatch.split_kv(programs=132),
     mismatch.tensor_parallel(ranks=2),
     mismatch.pallas_attention(interpret=True),
     mismatch.logit_noise(std=0.01),
@@ -220,295 +441,84 @@ SOUND = (
 )
 
 
-def plain(tokens: int, seed: int) -> list[dict[str, Any]]:
-    return drawn(tokens, seed=seed)
+def plain(entries: tuple[mismatch.Entry, ...], tokens: int, seed: int) -> Rows:
+    return drawn(tokens, seed=seed, entries=entries)
 
 
-def none_cases() -> Iterator[Case]:
-    """Sound engines."""
-    none = ("none",)
-    yield Case("none", "exact", none, plain)
-    for what, sampling in (("top-p 0.8", TOP_P), ("temperature 0.6", HALF)):
-        said = {"top_p": sampling.top_p, "temperature": sampling.temperature}
-        yield Case(
-            "none",
-            f"exact, {what}",
-            none,
-            lambda n, s, how=sampling, said=said: declared(drawn(n, sampling=how, seed=s), **said),
-        )
-    for size in (1e-4, 1e-2):
-        make = noisy(size)
-        yield Case(
-            "none", f"noise {size:g}", none, lambda n, s, make=make: changed(plain(n, s), make)
-        )
+def controls() -> Iterator[Fault]:
+    """Sound rollouts."""
+    how = {"change": None, "right": ("none",), "shares": WHOLE}
+    yield Fault("none: exact", draw=partial(plain, ()), **how)
+    for sampling in (PLAIN, TOP_P, HALF):
+        draw = partial(sound, sampling=sampling)
+        said = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}"
+        yield Fault(f"none: float16, {said}", draw=draw, **how)
     for entry in SOUND:
-        label = mismatch.label(entry)
-        yield Case(
-            "none", label, none, lambda n, s, entry=entry: drawn(n, seed=s, entries=(entry,))
-        )
+        yield Fault(f"none: {mismatch.label(entry)}", draw=partial(plain, (entry,)), **how)
 
 
-def sampling_cases() -> Iterator[Case]:
-    """Temperatures and truncations that are not as they are declared."""
-    for how in (HALF, WARM):
-        yield Case(
-            "temperature",
-            f"{how.temperature:g}",
-            ("temperature",),
-            lambda n, s, how=how: drawn(n, sampling=how, seed=s),
-        )
+@dataclass(frozen=True)
+class Outcome:
+    """What a diagnosis said of one share of a fault; `affected` tokens differ from sound ones."""
 
-    def half(n: int, s: int) -> list[dict[str, Any]]:
-        return changed(drawn(n, sampling=HALF, seed=s), raw)
+    fault: str
+    share: float
+    tokens: int
+    seed: int
+    affected: int
+    enough: int
+    right: list[str]
+    named: str
+    state: str
+    sizes: dict[str, float] = field(default_factory=dict)
 
-    yield Case(
-        "raw log-probs",
-        "0.6, declared",
-        ("raw_log_probs",),
-        lambda n, s: declared(half(n, s), temperature=0.6),
-    )
-    yield Case("raw log-probs", "0.6, not declared", ("drawn_temperature",), half)
-    for how, name in ((TOP_P, "top_p"), (TOP_K, "top_k")):
-        yield from _truncation_cases(how, name, getattr(how, name))
+    @property
+    def correct(self) -> bool:
+        """Whether it is named first; what is sound, or has no name, must be called so."""
+        if self.right == ["none"]:
+            sound = self.fault.startswith("none")
+            expected = self.state != "fault" if sound else self.state == "fault"
+            return expected and (self.named == "none" or (sound and self.named in LABELS))
+        return self.named in self.right
 
-
-def _truncation_cases(how: Sampling, name: str, value: float) -> Iterator[Case]:
-    def kept(n: int, s: int) -> list[dict[str, Any]]:
-        return drawn(n, sampling=how, seed=s)
-
-    def whole(n: int, s: int) -> list[dict[str, Any]]:
-        return changed(kept(n, s), raw)
-
-    said = {name: value}
-    for what, right, rows in (
-        ("renormalised", name, kept),
-        ("not renormalised", f"{name}_ignored", whole),
-        (
-            "declared, not renormalised",
-            "ignored_truncation",
-            lambda n, s: declared(whole(n, s), **said),
-        ),
-    ):
-        yield Case(name, f"{value:g}, {what}", (right,), rows)
+    @property
+    def due(self) -> bool:
+        """Whether it must be named."""
+        return self.affected >= self.enough and verdict.abnormal(self.sizes)
 
 
-def token_cases() -> Iterator[Case]:
-    """Tokens and log-probs that are not where they belong."""
-    yield Case("shifted", "by one", ("shifted",), lambda n, s: shifted(plain(n, s)))
-    for share in (0.5, 1.0):
-        entry = mismatch.dropped_end(share=share, replacement=0)
-        yield Case(
-            "end token replaced",
-            f"in {share:.0%}",
-            ("end_token_replaced",),
-            lambda n, s, entry=entry: drawn(n, seed=s, entries=(entry,)),
-        )
-    for fault, name, entry in (
-        ("end token stripped", "end_token_stripped", mismatch.dropped_end()),
-        ("pad mask", "pad_mask", mismatch.pad_mask(pad=3)),
-    ):
-        yield Case(fault, "", (name,), lambda n, s, entry=entry: drawn(n, seed=s, entries=(entry,)))
-    yield Case("another end token", "", ("other_end_token",), by_other_end)
-    for count in (4, 64):
-        yield Case(
-            "padded vocabulary",
-            f"{count} rows",
-            ("padded_vocabulary",),
-            lambda n, s, count=count: changed(plain(n, s), padded(count)),
-        )
-    yield Case("first token stripped", "", ("first_token_stripped",), without_first)
+LABELS = tuple(mismatch.label(entry) for entry in variants.SOURCES)
 
 
-def without_first(tokens: int, seed: int) -> list[dict[str, Any]]:
-    names = ("response_token_ids", "logprobs")
-    long = [row for row in plain(tokens, seed) if len(row["logprobs"]) > 1]
-    return [row | {name: row[name][1:] for name in names} for row in long]
-
-
-def by_other_end(tokens: int, seed: int) -> list[dict[str, Any]]:
-    """The engine ends at a token that does not end the model's responses."""
-    return drawn(tokens, seed=seed, stops=(9, 11))
-
-
-def prompt_cases() -> Iterator[Case]:
-    """Other prompts."""
-    changes: dict[str, tuple[str, Callable[..., Any]]] = {
-        "one token more": ("prompt_longer", lambda ids: [*ids, 4]),
-        "BOS lost": ("bos_missing", lambda ids: ids[1:]),
-        "BOS added": ("bos_added", lambda ids: [BOS, *ids]),
-    }
-    for what, (name, change) in changes.items():
-        yield Case(
-            "prompt", what, (name,), lambda n, s, change=change: with_prompt(plain(n, s), change)
-        )
-
-
-def weight_cases() -> Iterator[Case]:
-    """Other weights: in all rows, in some, in the first tokens, in some layers; low precision."""
-    names = ("weights of checkpoint",)
-    for size in (0.01, 0.1):
-        yield Case(
-            "weights",
-            f"off by {size:.0%}",
-            names,
-            lambda n, s, size=size: drawn(n, source=size, seed=s),
-        )
-    for share in SHARES[:-1]:
-        yield Case(
-            "weights",
-            f"off by 10%, in {share:.1%} of rows",
-            names,
-            lambda n, s, share=share: of_checkpoint(sound(n, s), share),
-        )
-    yield Case("weights", "off by 10%, replaced in flight", names, replaced_in_flight)
-    yield Case("weights", "off by 3%, in a third, by version", ("other_version",), by_version)
-    yield Case(
-        "some layers",
-        "the second, int8",
-        ("quantised_weights(int8) in some layers",),
-        half_quantised,
-    )
-    for entry in variants.SOURCES:
-        label = mismatch.label(entry)
-        yield Case(
-            "low precision",
-            label,
-            (label,),
-            lambda n, s, entry=entry: changed(plain(n, s), by_engine(low_precision(entry))),
-        )
-
-
-def of_checkpoint(rows: list[dict[str, Any]], share: float) -> list[dict[str, Any]]:
-    """A share of the rows with the log-probs of other weights."""
-    other = changed(rows, by_engine(forward()._replace(weights=prepared(0.1))))
-    _, chosen = chosen_rows(rows, share)
-    return [two if own else one for one, two, own in zip(rows, other, chosen, strict=True)]
-
-
-def replaced_in_flight(tokens: int, seed: int) -> list[dict[str, Any]]:
-    """The first ten tokens of every second row are of the weights before."""
-    rows = sound(tokens, seed)
-    other = changed(rows, by_engine(forward()._replace(weights=prepared(0.1))))
-    for row, old in list(zip(rows, other, strict=True))[::2]:
-        row["logprobs"] = [*old["logprobs"][:10], *row["logprobs"][10:]]
-    return rows
-
-
-def by_version(tokens: int, seed: int) -> list[dict[str, Any]]:
-    """Every third row is of weights that nobody has any more."""
-    rows = sound(tokens, seed)
-    other = changed(rows, by_engine(forward()._replace(weights=prepared(0.03))))
-    return [
-        (two if i % 3 == 0 else one) | {"weights_version": int(i % 3 > 0)}
-        for i, (one, two) in enumerate(zip(rows, other, strict=True))
-    ]
-
-
-def half_quantised(tokens: int, seed: int) -> list[dict[str, Any]]:
-    entry = mismatch.quantised_weights(dtype="int8")
-    rounded = Mismatch((entry,)).weights(prepared())
-    some = variants.mixed_layers(prepared(), rounded, np.asarray([False, True]))
-    return changed(plain(tokens, seed), by_engine(forward()._replace(weights=some)))
-
-
-SHARES = (0.001, 0.01, 0.1, 1.0)
-
-
-def part_cases() -> Iterator[Case]:
-    """Faults of a share of the tokens or rows, beside the rounding of float16."""
-    for share in SHARES:
-        for fault, name, change in (
-            ("sentinel -9999", "sentinel", lambda x, own: np.where(own, -9999.0, x)),
-            ("zeros", "sentinel", lambda x, own: np.where(own, 0.0, x)),
-        ):
-            yield Case(
-                fault,
-                f"in {share:.1%} of tokens",
-                (name,),
-                lambda n, s, share=share, change=change: with_part(n, s, share, change),
-            )
-        yield Case(
-            "another row's",
-            f"in {share:.1%} of rows",
-            ("other_row",),
-            lambda n, s, share=share: with_other_rows(sound(n, s), share),
-        )
-        yield Case(
-            "shifted",
-            f"in {share:.1%} of rows",
-            ("shifted",),
-            lambda n, s, share=share: [
-                shifted([row])[0] if own else row
-                for row, own in zip(*chosen_rows(sound(n, s), share), strict=True)
-            ],
-        )
-    for share in SHARES[:-1]:
-        yield Case(
-            "off by 3 to 9 nats",
-            f"in {share:.1%} of tokens",
-            ("none",),
-            lambda n, s, share=share: with_part(n, s, share, off),
-        )
-
-
-GROUPS = {
-    "none": none_cases,
-    "sampling": sampling_cases,
-    "tokens": token_cases,
-    "prompts": prompt_cases,
-    "weights": weight_cases,
-    "parts": part_cases,
-}
-
-
-def off(log_probs: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    return log_probs - chosen * np.random.default_rng(1).uniform(3, 9, len(chosen))
-
-
-def sound(tokens: int, seed: int) -> list[dict[str, Any]]:
-    """What an engine in float16 records."""
-    entry = mismatch.compute(dtype="float16")
-    return changed(plain(tokens, seed), by_engine(low_precision(entry)))
-
-
-def with_part(
-    tokens: int, seed: int, share: float, change: Callable[..., Any]
-) -> list[dict[str, Any]]:
-    """Log-probs `change(log-probs f64[n], chosen bool[n])`, at least at one token of all."""
-    rows = sound(tokens, seed)
-    whole = np.concatenate([row["logprobs"] for row in rows])
-    chosen = np.zeros(len(whole), bool)
-    size = max(1, round(share * len(whole)))
-    chosen[np.random.default_rng(seed).choice(len(whole), size, replace=False)] = True
-    parts = np.split(change(whole, chosen), np.cumsum([len(r["logprobs"]) for r in rows])[:-1])
-    return [row | {"logprobs": x.tolist()} for row, x in zip(rows, parts, strict=True)]
-
-
-def chosen_rows(
-    rows: list[dict[str, Any]], share: float
-) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """The rows, and which are of a share, at least two."""
-    chosen = np.zeros(len(rows), bool)
-    size = min(len(rows), max(2, round(share * len(rows))))
-    chosen[np.random.default_rng(0).choice(len(rows), size, replace=False)] = True
-    return rows, chosen
-
-
-def with_other_rows(rows: list[dict[str, Any]], share: float) -> list[dict[str, Any]]:
-    """Rows of a share hold the log-probs of the next one of them that is as long, or longer."""
-    _, chosen = chosen_rows(rows, share)
-    own = sorted(np.flatnonzero(chosen), key=lambda i: len(rows[i]["logprobs"]))
-    found = list(rows)
-    for i, j in itertools.pairwise(own):
-        count = len(rows[i]["logprobs"])
-        found[i] = rows[i] | {"logprobs": rows[j]["logprobs"][:count]}
+def chosen(count: int, share: float, least: int, seed: int) -> np.ndarray:
+    found = np.zeros(count, bool)
+    size = min(count, max(least, round(share * count)))
+    found[np.random.default_rng(seed).choice(count, size, replace=False)] = True
     return found
 
 
-@cache
-def low_precision(entry: mismatch.Entry) -> Forward:
-    (variant,) = variants.of_numerics(forward(), [entry])
-    return variant.forward
+def with_fault(fault: Fault, share: float, tokens: int, seed: int) -> tuple[Rows, int]:
+    """Rows with a share that is wrong, and how many tokens that touches."""
+    pool = fault.draw(tokens, seed)
+    if fault.change is None and share == 1:
+        return pool, sum(len(row["logprobs"]) for row in pool)
+    rows = sound(tokens, seed, fault.sampling) if fault.change is None else pool
+    rows = rows[: len(pool)]
+    count = sum(len(row["logprobs"]) for row in rows) if fault.of_tokens else len(rows)
+    wrong = chosen(count, share, 1 if fault.of_tokens else 2, seed)
+    if fault.change is None:
+        found = [two if own else one for one, two, own in zip(rows, pool, wrong, strict=False)]
+    else:
+        found = fault.change(rows, wrong)
+    return found, sum(map(_moved, rows, found))
+
+
+def _moved(one: Row, two: Row) -> int:
+    """How many tokens of a row differ; all, if its tokens or its prompt do."""
+    if any(one[name] != two[name] for name in ("prompt_token_ids", "response_token_ids")):
+        return len(two["logprobs"])
+    apart = np.subtract(one["logprobs"], two["logprobs"])
+    return int((np.abs(apart) > LEAST_MOVE).sum())
 
 
 class Tokenizer:
@@ -524,86 +534,54 @@ class Tokenizer:
         return getattr(TOKENIZER, name)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a diagnosis said of a case."""
-
-    case: Case
-    tokens: int
-    named: str
-    state: str
-    sizes: dict[str, float]
-
-    @property
-    def due(self) -> bool:
-        """Whether it must be named: a gap above the normal size."""
-        return verdict.abnormal(self.sizes)
-
-    @property
-    def right(self) -> bool:
-        if self.case.fault == "none":
-            return self.state != "fault" and self.named in ("none", *LABELS)
-        if self.case.right == ("none",):  # nothing that is known: a fault that nothing explains
-            return self.state == "fault" and self.named == "none"
-        return self.named in self.case.right
-
-
-LABELS = tuple(mismatch.label(entry) for entry in variants.SOURCES)
-
-
-def diagnosed(rows: Sequence[dict[str, Any]], others: Sequence[Any] = ()) -> verdict.Verdict:
+def diagnosed(rows: Sequence[Row], others: Sequence[Any] = ()) -> verdict.Verdict:
     collected = collect(readers.read(rows), limits=Limits.of(CONFIG))
     return verdict.diagnose(collected.responses, forward(), others=others, tokenizer=Tokenizer())
 
 
-def outcome(case: Case, tokens: int, seed: int) -> Outcome:
-    size = 0.1 if "10%" in case.strength else 0.01
-    found = diagnosed(case.rows(tokens, seed), [("checkpoint", prepared(size))])
+def outcome(fault: Fault, share: float, tokens: int, seed: int) -> Outcome:
+    rows, affected = with_fault(fault, share, tokens, seed)
+    found = diagnosed(rows, fault.others())
     named = "none" if found.best is None else found.best.explanation.name
-    return Outcome(case, tokens, named, found.state, found.sizes)
+    about = (fault.name, share, tokens, seed, affected, fault.enough, list(fault.right))
+    return Outcome(*about, named, found.state, found.sizes)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """The confusion table in Markdown: a row a fault and strength, a column a number of tokens."""
-    sizes = sorted({one.tokens for one in outcomes})
+def table(outcomes: Sequence[Outcome]) -> list[str]:
     lines = [
-        "| fault | strength | mean \\|d\\| | K3 | "
-        + " | ".join(f"{n:,} tokens" for n in sizes)
-        + " |",
-        "|---|---|--:|--:|" + "---|" * len(sizes),
+        "| fault | share | tokens | affected | mean \\|d\\| | K3 | named first | |",
+        "|---|--:|--:|--:|--:|--:|---|---|",
     ]
-    for key in dict.fromkeys((one.case.fault, one.case.strength) for one in outcomes):
-        own = [one for one in outcomes if (one.case.fault, one.case.strength) == key]
-        last = own[-1].sizes
-        cells = []
-        for n in sizes:
-            at = [one for one in own if one.tokens == n]
-            named = sorted({f"`{one.named}`" for one in at})
-            count = sum(one.right for one in at)
-            cells.append(f"{count} of {len(at)}: {', '.join(named)}" if at else "")
+    for one in outcomes:
+        judged = "right" if one.correct else "**wrong**" if one.due else "cannot be told"
+        if one.fault.startswith("none") and not one.correct:
+            judged = "**false alarm**"
         lines.append(
-            f"| {key[0]} | {key[1]} | {last['mean']:.2g} | {last['k3']:.2g} | "
-            + " | ".join(cells)
-            + " |"
+            f"| {one.fault} | {one.share:.1%} | {one.tokens:,} | {one.affected:,} |"
+            f" {one.sizes['mean']:.2g} | {one.sizes['k3']:.2g} | `{one.named}` ({one.state}) |"
+            f" {judged} |"
         )
-    return "\n".join(lines)
+    return lines
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """The two shares that matter."""
-    exact = [one for one in outcomes if one.case.fault == "none"]
-    due = [one for one in outcomes if one.case.fault != "none" and one.due]
-    small = [one for one in outcomes if one.case.fault != "none" and not one.due]
-
-    def share(some: Sequence[Outcome]) -> str:
-        count = sum(one.right for one in some)
-        return f"{count} of {len(some)}" + (f" ({count / len(some):.1%})" if some else "")
-
-    return (
-        f"- Rollouts without a fault that are called so: {share(exact)}.\n"
-        f"- Faults above the normal size whose explanation is named first: {share(due)}.\n"
-        f"- Faults below it, or without any effect on log-probs, named first: {share(small)}."
-    )
+def summary(outcomes: Sequence[Outcome]) -> list[str]:
+    """The shares that matter."""
+    faulty = [one for one in outcomes if not one.fault.startswith("none")]
+    groups = {
+        "Rollouts without a fault that are called so": [
+            one for one in outcomes if one.fault.startswith("none")
+        ],
+        "Faults that must be named (20 tokens or more, one for a sentinel, above the normal size)"
+        " and are named first": [one for one in faulty if one.due],
+        "Other faults (fewer tokens, or of a normal size) that are named first nevertheless": [
+            one for one in faulty if not one.due
+        ],
+    }
+    lines = []
+    for text, some in groups.items():
+        count = sum(one.correct for one in some)
+        lines.append(f"- {text}: {count} of {len(some)} ({count / max(len(some), 1):.1%}).")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -632,15 +610,20 @@ class Engine:
         return model
 
 
-def by_transformers(folder: Path, engine: Engine, *, rounds: int = 2) -> list[dict[str, Any]]:
+@cache
+def loaded(engine: Engine, folder: Path) -> Any:
+    return engine.model(folder)
+
+
+def by_transformers(folder: Path, engine: Engine, *, rounds: int = 2, seed: int = 0) -> Rows:
     """What an engine draws, and the log-probs of its own logits. Needs torch."""
     import torch
 
-    model = engine.model(folder)
-    torch.manual_seed(0)
+    model = loaded(engine, folder)
+    torch.manual_seed(seed)
     rows = []
     for part in range(rounds):
-        for prompt in _prompt_lists(part):
+        for prompt in _prompt_lists(part + 100 * seed):
             made = model.generate(
                 torch.tensor([prompt] * 4),
                 attention_mask=torch.ones(4, len(prompt), dtype=torch.long),
@@ -678,75 +661,121 @@ def _prompt_lists(part: int) -> Iterator[list[int]]:
         yield tokens[: int(length)].tolist()
 
 
-ENGINES = (
+CONFIGURATIONS = (
     Engine(attention="eager"),
     Engine(),
     Engine("float16"),
     Engine("bfloat16"),
     Engine("int8"),
+)
+MORE = (
     Engine(temperature=0.6),
     Engine(temperature=0.6, raw=True),
     Engine("bfloat16", temperature=0.6, raw=True),
 )
-_ROUNDS = 7  # of 16 responses
+ROLLOUTS = 20
 
 
-def engines(folder: Path) -> str:
-    """A table of what is said of `transformers`' own rollouts."""
-    hf.save(folder, jax.device_get(params()), CONFIG, tokenizer=TOKENIZER)
+@dataclass(frozen=True)
+class Sound:
+    """What was said of a sound rollout of transformers."""
+
+    engine: str
+    seed: int
+    tokens: int
+    state: str
+    named: str
+    sizes: dict[str, float]
+
+
+def sound_rollout(folder: Path, engine: Engine, seed: int) -> Sound:
+    """A rollout of a model of its own, diagnosed."""
+    if not (folder / "config.json").exists():
+        hf.save(folder, jax.device_get(params()), CONFIG, tokenizer=TOKENIZER)
+    found = diagnosed(by_transformers(folder, engine, seed=seed))
+    named = "none" if found.best is None else found.best.explanation.name
+    return Sound(str(engine), seed, len(found.tokens.sequence), found.state, named, found.sizes)
+
+
+def sound_table(found: Sequence[Sound]) -> list[str]:
     lines = [
-        "| transformers' generate | responses | tokens | state | named | mean \\|d\\| | K3 |",
-        "|---|--:|--:|---|---|--:|--:|",
+        "| transformers' generate | rollouts | tokens | called a fault | named |"
+        " mean \\|d\\|, largest of all | K3, largest of all |",
+        "|---|--:|--:|--:|---|--:|--:|",
     ]
-    for engine in ENGINES:
-        found = diagnosed(by_transformers(folder, engine, rounds=_ROUNDS))
-        named = "none" if found.best is None else f"`{found.best.explanation.name}`"
+    for name in dict.fromkeys(one.engine for one in found):
+        own = [one for one in found if one.engine == name]
+        named = sorted({f"`{one.named}`" for one in own})
+        mean, k3 = (max(one.sizes[x] for one in own) for x in ("mean", "k3"))
+        alarms = sum(one.state == "fault" for one in own)
         lines.append(
-            f"| {engine} | {len(found.tokens.responses)} | {len(found.tokens.sequence):,} |"
-            f" {found.state} | {named} | {found.sizes['mean']:.2g} | {found.sizes['k3']:.2g} |"
+            f"| {name} | {len(own)} | {sum(one.tokens for one in own):,} | {alarms} |"
+            f" {', '.join(named)} | {mean:.2g} | {k3:.2g} |"
         )
-        print(lines[-1], flush=True)
-    return "\n".join(lines)
+    return lines
 
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
-def write(outcomes: Sequence[Outcome], arguments: argparse.Namespace, *more: str) -> None:
-    """The page as far as it is measured."""
-    sizes = " ".join(map(str, arguments.tokens))
-    groups = "" if arguments.groups == list(GROUPS) else f" --groups {' '.join(arguments.groups)}"
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.open()] if path.exists() else []
+
+
+def write_page(folder: Path) -> None:
+    """The page, of what is in the folder."""
+    outcomes = [Outcome(**one) for one in lines_of(folder / "faults.jsonl")]
+    found = [Sound(**one) for one in lines_of(folder / "sound.jsonl")]
     made = (
-        f"Made by `python scripts/diagnose_table.py --seeds {arguments.seeds} --tokens"
-        f" {sizes}{groups}` with jax {jax.__version__}, Python"
-        f" {platform.python_version()}, {jax.default_backend()}; {len(outcomes)} rollouts."
+        f"Made by `python scripts/diagnose_table.py FOLDER` with jax {jax.__version__}, Python"
+        f" {platform.python_version()}, {jax.default_backend()}; {len(outcomes)} rollouts of this"
+        f" library's sampler, {len(found)} of transformers."
     )
-    text = "\n\n".join([made, summary(outcomes), table(outcomes), *more])
+    parts = [[made], summary(outcomes), table(outcomes), sound_table(found)]
+    text = "\n\n".join("\n".join(part) for part in parts)
     page = ROOT / "docs" / "results" / "diagnose.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
+def measure(folder: Path, only: Sequence[str], seeds: int, tokens: int) -> None:
+    """Faults and sound rollouts that are not in the folder yet, the former first."""
+    path = folder / "faults.jsonl"
+    there = {tuple(x[k] for k in ("fault", "share", "tokens", "seed")) for x in lines_of(path)}
+    for fault in (*faults(), *controls()):
+        if only and not any(name in fault.name for name in only):
+            continue
+        for share, seed in itertools.product(fault.shares, range(seeds)):
+            count = LONG if share == SHARES[0] else tokens
+            if (fault.name, share, count, seed) not in there:
+                append(path, outcome(fault, share, count, seed))
+    path = folder / "sound.jsonl"
+    there = {(x["engine"], x["seed"]) for x in lines_of(path)}
+    for engine in (*CONFIGURATIONS, *MORE) if not only else ():
+        for seed in range(ROLLOUTS if engine in CONFIGURATIONS else 1):
+            if (str(engine), seed) not in there:
+                append(path, sound_rollout(folder / "model", engine, seed))
+
+
+def append(path: Path, found: Any) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(found)) + "\n")
+    print(found, flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="+", default=[], help="parts of names of faults")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048, 4096])
-    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
-    arguments = parser.parse_args()
-    arguments.tokens = [512] if arguments.quick else arguments.tokens
-    outcomes, every = [], [case for name in arguments.groups for case in GROUPS[name]()]
-    for tokens, case, seed in itertools.product(arguments.tokens, every, range(arguments.seeds)):
-        outcomes.append(outcome(case, tokens, seed))
-        one = outcomes[-1]
-        print(case.fault, case.strength, tokens, one.named, one.right, flush=True)
-        write(outcomes, arguments)
-    if "none" not in arguments.groups:
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        engine = engines(Path(folder) / "model")
-    write(outcomes, arguments, engine)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    if not given.page:
+        measure(given.folder, given.only, given.seeds, given.tokens)
+    write_page(given.folder)
 
 
 if __name__ == "__main__":

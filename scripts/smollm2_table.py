@@ -293,16 +293,20 @@ def swapped(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return changed
 
 
-def diagnosed(model: Path, each: Iterator[tuple[str, list[dict[str, Any]]]], heading: str) -> str:
-    """A table of what `tim-jax diagnose` says."""
+def diagnosed(
+    model: Path, each: Iterator[tuple[str, list[dict[str, Any]]]], heading: str, every: int
+) -> str:
+    """A table of what `tim-jax diagnose` says of every n-th row."""
     ours = tim.load(str(model))
+    some = f", of every {every}th row" if every > 1 else ""
     lines = [
-        f"By `tim_jax.diagnose`, float32; {machine(transformers=version('transformers'))}.",
+        f"By `tim_jax.diagnose`, float32{some}; {machine(transformers=version('transformers'))}.",
         "",
         f"| {heading} | tokens | mean \\|d\\| | max \\|d\\| | K3 | called | named first |",
         "|---|--:|--:|--:|--:|---|---|",
     ]
-    for name, rows in each:
+    for name, whole in each:
+        rows = whole[::every]
         found = tim.diagnose(ours, rows)
         sizes, best = found.verdict.sizes, found.verdict.best
         named = f"`{best.explanation.name}`" if best is not None else "none"
@@ -387,6 +391,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs="+", help="names of the entries of `sources`")
+    parser.add_argument("--every", type=int, default=1, help="diagnose every n-th row")
     given = parser.parse_args()
     folder = next(iter(given.paths), Path("runs/smollm2_rollouts"))
     entries = [one for one in SOURCES if not given.only or one["name"] in given.only]
@@ -395,9 +400,11 @@ def main() -> None:
         "audit": lambda: audited(given.model),
         "sources": lambda: sources(given.model, given.dtype, entries),
         "engines": lambda: diagnosed(
-            given.model, engines(given.model, folder), "transformers' generate"
+            given.model, engines(given.model, folder), "transformers' generate", given.every
         ),
-        "faults": lambda: diagnosed(given.model, faults(given.model, folder), "mistake"),
+        "faults": lambda: diagnosed(
+            given.model, faults(given.model, folder), "mistake", given.every
+        ),
         "runs": lambda: runs(given.paths),
     }
     text = made[given.part]()

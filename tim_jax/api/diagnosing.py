@@ -16,6 +16,7 @@ from tim_jax.common.errors import InputError, check_choice
 from tim_jax.instruments.diagnosis import records, verdict
 from tim_jax.instruments.diagnosis.declared import Distribution
 from tim_jax.instruments.diagnosis.monitor import Monitor
+from tim_jax.instruments.diagnosis.variants import Candidate, adapter_rank
 from tim_jax.model.execution import Sampling
 
 
@@ -91,7 +92,8 @@ class Diagnose:
           log_probs: "processed", of what was drawn from, or "raw", of the logits before penalties,
             temperature and truncation: what rows hold that do not say it by vLLM's `logprobs_mode`.
           weights: of the same architecture, that may have drawn them instead: earlier checkpoints,
-            or the base model of an adapter; by name, or folders, or one of them.
+            or the base model of an adapter; by name, or folders, or one of them. The base of a
+            model that has an adapter is tried without being given.
           skip_bad: diagnose what can be read.
 
         Raises:
@@ -125,7 +127,7 @@ class Diagnose:
 diagnose = Diagnose()
 
 
-def _others(model: Model, weights: Any) -> Iterator[tuple[str, Any]]:
+def _others(model: Model, weights: Any) -> Iterator[Candidate]:
     if isinstance(weights, str | Path | Model):
         weights = [weights]
     named = weights.items() if isinstance(weights, Mapping) else [(str(x), x) for x in weights]
@@ -133,10 +135,15 @@ def _others(model: Model, weights: Any) -> Iterator[tuple[str, Any]]:
         other = other if isinstance(other, Model) else load(other, dtype=model.dtype)
         if other.config != model.config:
             raise InputError(f"diagnose: the weights of {name} are of another architecture")
-        yield (
-            name,
-            replace(model, params=other.merged_params, adapter=None).weights,
-        )  # computed with as the model's
+        yield _candidate(model, name, other)
+    if model.adapter is not None:
+        yield _candidate(model, "the base model", replace(model, adapter=None))
+
+
+def _candidate(model: Model, name: str, other: Model) -> Candidate:
+    params = other.merged_params
+    weights = replace(model, params=params, adapter=None).weights  # computed with as the model's
+    return Candidate(name, weights, adapter_rank(model.merged_params, params))
 
 
 def _rows(rollout: Rollout) -> Iterable[dict[str, Any]]:

@@ -93,7 +93,7 @@ def _same_rows(contraction: int, width: int, numerics: Numerics) -> list[bool]:
     """
     x = _random(0, (_COUNTS[-1], contraction), numerics)
     weight = _random(1, (contraction, width), numerics)
-    dot = jit(lambda x, w: tiles.fence(native.dot(*tiles.pin(x, w))), numerics)
+    dot = jit(lambda x, w: tiles.fence(native.dot(*native.pin(x, w))), numerics)
     whole = {}
     for count in _COUNTS:
         head, tail = dot(x[:count], weight), dot(x[-count:], weight)

@@ -210,6 +210,7 @@ def _of_sampler(where: "_Where", training: Training, devices: Devices) -> dict[s
             batching=training.sampler.batching,
             mismatch=mismatch,
         )
+        played = played._replace(report=where.arriving(played.report, drawing, own))
     sample = where.arriving(sample, drawing, own)
     return {"publish": publish, "sample": sample, "episodes": played, "greedy": best}
 

@@ -198,7 +198,6 @@ class Training:
         rules.check_turns(
             max_tokens=turns.max_tokens,
             longest=longest,
-            placement=self.execution.placement,
             sampler_placement=self.drawing.placement,
             max_staleness=sampler.max_staleness,
             routing=learning.routing,

@@ -230,6 +230,40 @@ def test_weights_that_were_replaced_in_flight_are_named_with_their_rows():
     assert "up to" not in found.best.explanation.text
 
 
+def adapted(seed=0):
+    """The parameters less a change of rank 2 in one kind of matrix: the base of an adapter."""
+    layers = dict(tiny.params()["layers"])
+    name = next(name for name, x in sorted(layers.items()) if x.ndim == 3 and min(x.shape[1:]) > 8)
+    rng, (count, rows, columns) = np.random.default_rng(seed), layers[name].shape
+    down, up = rng.normal(size=(count, rows, 2)), rng.normal(size=(count, 2, columns))
+    layers[name] = layers[name] - (0.05 * layers[name].std() * (down @ up)).astype(np.float32)
+    return tiny.params() | {"layers": layers}
+
+
+def test_the_rank_of_an_adapter_is_told_from_weights():
+    params = tiny.params()
+    assert variants.adapter_rank(params, adapted()) == 2
+    assert variants.adapter_rank(params, params) == 0
+    assert variants.adapter_rank(params, tiny.moved(params, 0.05)) == 0
+    other = next(name for name in params if name != "layers")
+    moved = jax.tree.map(lambda x: x + 1, params[other])
+    assert variants.adapter_rank(params, adapted() | {other: moved}) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora_not_applied", "lora_half_scale", "lora_merged(bfloat16)"])
+def test_an_adapter_that_was_not_applied_or_was_merged_on_a_coarse_grid_has_its_name(name):
+    base = variants.Candidate("base", jax.jit(tiny.EXECUTION.prepare)(adapted()), 2)
+    made = {one.name: one.forward for one in variants.of_weights(forward(), [base])}
+    assert sorted(made) == ["lora_half_scale", "lora_merged(bfloat16)", "lora_not_applied"]
+    recorded = by(made[name], sampled())
+    rows = [r | {"logprobs": x.tolist()} for r, x in zip(sampled(), recorded, strict=True)]
+    found = diagnosed(rows, others=[base])
+    assert found.best.explanation.name == name
+    assert found.best.share > 0.99
+    assert "rank 2 by which the model differs from base" in found.best.explanation.text
+
+
 @pytest.mark.slow
 def test_rows_of_another_version_are_grouped_and_named():
     rows = sampled()

@@ -158,11 +158,12 @@ def _placed(it: _Audited, quick: bool) -> Iterator[CaseResult]:
         except InputError as error:  # kernels take the model's matrices, but not tiles of them
             print(f"left out: {len(some)} placements with a tensor axis. {error}", flush=True)
             continue
+        placed = auditing.placed_cases(it.config, it.sizes, some)
         yield from auditing.audit(
             it.params,
             it.config,
             numerics=numerics,
-            cases=auditing.placed_cases(it.config, it.sizes, some),
+            cases=(*placed, auditing.placed_episodes(it.config, it.sizes, some[0])),
             sizes=it.sizes,
             control=False,
         )

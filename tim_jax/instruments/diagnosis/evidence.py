@@ -34,6 +34,7 @@ COLDEST, HOTTEST = 1.0 / BETAS[-1], 1.0 / BETAS[0]
 _STRAY = 1e-5
 _TOKENS = 8192  # of a batch
 _ROWS = 64  # most sequences of a batch
+_TOGETHER = 1024  # tokens that are taken in one shape
 
 
 class Evidence(NamedTuple):
@@ -235,17 +236,22 @@ def _moments(relative: jax.Array, logit: jax.Array, beta: jax.Array) -> tuple[ja
 def _batches(responses: Sequence[Response]) -> Iterator[tuple[list[int], Rollout, Distribution]]:
     """Batches of one distribution and of similar lengths, in few shapes."""
 
+    few = sum(map(len, responses)) <= _TOGETHER
+    least = 16 if few else 64
+    shapes = [(_rounded(len(r.prompt), least), _rounded(len(r) + 1, least)) for r in responses]
+    if few:  # another shape costs more than padding does
+        shapes = [tuple(map(max, zip(*shapes, strict=True)))] * len(shapes)
+
     def key(number: int):
-        response = responses[number]
+        response, shape = responses[number], shapes[number]
         declared = response.declared
-        shape = _rounded(len(response.prompt)), _rounded(len(response) + 1)
         numbers = declared.temperature, declared.top_k, declared.top_p
         recorded = response.supports is not None, response.replays, response.routes is not None
         return (*numbers, declared.raw, declared.shaped, *recorded), shape
 
     for (_, shape), group in groupby(sorted(range(len(responses)), key=key), key=key):
         numbers = list(group)
-        most = max(1, min(_ROWS, _TOKENS // sum(shape), _rounded(len(numbers), least=1)))
+        most = max(1, min(_ROWS, _TOKENS // sum(shape), _rounded(len(numbers), 1)))
         for start in range(0, len(numbers), most):
             some = numbers[start : start + most]
             filled = some + some[-1:] * (most - len(some))
@@ -253,7 +259,7 @@ def _batches(responses: Sequence[Response]) -> Iterator[tuple[list[int], Rollout
             yield some, replace(rollout, hidden=None), responses[some[0]].declared
 
 
-def _rounded(size: int, *, least: int = 64) -> int:
+def _rounded(size: int, least: int) -> int:
     """One of few sizes, multiples of `least`, so that few programs are compiled.
 
     At most a sixteenth of the next power of two is added, or up to `least`. Padding changes no bit.

@@ -15,6 +15,7 @@ nothing has the density of a number anywhere within 20 nats.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -36,16 +37,26 @@ NOTHING = -np.log(20.0)
 _FREEDOM = 3.0
 _LEAST_WEIGHT = 0.02
 _SCALES = np.geomspace(1e-7, 10.0, 33)
-_CONSTANT = (
-    special.gammaln((_FREEDOM + 1) / 2)
-    - special.gammaln(_FREEDOM / 2)
-    - 0.5 * np.log(_FREEDOM * np.pi)
-)
+_CONSTANT = -special.betaln(0.5, _FREEDOM / 2) - 0.5 * np.log(_FREEDOM)
 _FITTED = 4096  # tokens that parameters are fitted on
+_ODD, _LEAST_ODD = 5.0, 0.01  # times the median row's mean |d|, and nats, of a row that is odd
 _MOST_PADDING = 4096  # rows of padding in a vocabulary
 LEAST_MOVE = 1e-4  # nats; less is what interpolation makes of the same log-prob
 _TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128)
 _TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
+
+DECISIVE = 10.0
+# Sizes that others publish for sound engines beside dense models, see docs/mismatch.md: K3 1e-5 to
+# 1e-3 (Miles), mean |d| 0.013 and the largest 1.2 of ten million tokens (RL-Kernel).
+NORMAL_K3 = 1e-3
+NORMAL_MEAN = 0.02
+NORMAL_LARGEST = 2.0
+# Below these an explanation names a cause, but of nothing that needs mending.
+LEAST_EFFECT = 1e-3  # nats a token, over the tokens that it touches
+LEAST_SHARE = 0.25  # of the gap
+LEAST_LOCAL = 0.05  # the same for low precision, and for what touches less than half of the tokens
+LEAST_WITHIN = 0.5  # of the gap at those tokens
+_FACTOR = 0.5  # standard deviation of the logarithm of how far sizes may be off
 
 Kind = Literal["none", "numerics", "fault"]
 
@@ -140,7 +151,7 @@ class Tokens:
     vocabulary: int
     tokenizer_size: int
 
-    @property
+    @cached_property
     def hidden(self) -> np.ndarray:
         """bool[N], left out by a loss mask, as the output of a tool is.
 
@@ -150,28 +161,28 @@ class Tokens:
             [np.zeros(len(r), bool) if r.mask is None else ~r.mask for r in self.responses]
         )
 
-    @property
+    @cached_property
     def recorded(self) -> np.ndarray:
         """f64[N], NaN where a loss mask hides the token."""
         log_probs = np.concatenate([r.log_probs for r in self.responses]).astype(np.float64)
         return np.where(self.hidden, np.nan, log_probs)
 
-    @property
+    @cached_property
     def sequence(self) -> np.ndarray:
         """i64[N], the response of each token."""
         return np.repeat(np.arange(len(self.responses)), [len(r) for r in self.responses])
 
-    @property
+    @cached_property
     def position(self) -> np.ndarray:
         """i64[N], the place in the response."""
         return np.concatenate([np.arange(len(r)) for r in self.responses])
 
-    @property
+    @cached_property
     def lasts(self) -> np.ndarray:
         """i64[S], the last token of each response."""
         return np.cumsum([len(r) for r in self.responses]) - 1
 
-    @property
+    @cached_property
     def replays(self) -> np.ndarray:
         """bool[N], whether it is recorded what the token was drawn among."""
         return np.asarray([r.replays for r in self.responses])[self.sequence]
@@ -185,15 +196,144 @@ class Tokens:
         return replace(self, responses=tuple(self.responses[i] for i in numbers), evidence=evidence)
 
 
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """An explanation, compared with the null on `tokens` (all of them, or a panel)."""
+
+    explanation: Explanation
+    tokens: Tokens
+    gain: float  # nats, for all tokens
+    gains: np.ndarray  # f64[N], of each of `tokens`
+    scale: float  # of the noise that remains
+    gap: float  # mean |d| before
+    remains: float  # mean |d| after
+    effect: float  # mean |predicted - exact| over the tokens that it touches
+    touched: np.ndarray  # bool[N], tokens of which it predicts another log-prob than the null
+    within: float  # the share of the gap at those that it explains
+    of_draws: bool  # whether it is decisively better at the draws
+
+    @property
+    def share(self) -> float:
+        """The share of the gap that it explains."""
+        return 1.0 - self.remains / self.gap if self.gap > 0 else 0.0
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is about log-probs, and not about draws or ends alone."""
+        return bool(self.touched.any())
+
+    @property
+    def local(self) -> bool:
+        """Whether it is about a part of the log-probs, less than half of them."""
+        return self.moves and 2 * self.touched.sum() < (~self.tokens.hidden).sum()
+
+    @property
+    def residual(self) -> np.ndarray:
+        """f64[N], recorded less predicted."""
+        return self.tokens.recorded - self.explanation.predicted
+
+
+def fit(explanation: Explanation, tokens: Tokens) -> Fit:
+    """The noise about what an explanation predicts."""
+    return fit_noise(tokens.recorded - explanation.predicted, noise_weights(tokens.evidence.exact))
+
+
+def judge(
+    explanation: Explanation,
+    tokens: Tokens,
+    base: Explanation,
+    total: int = 0,
+    *,
+    before: Fit | None = None,
+) -> Judged:
+    """Compares an explanation of `tokens` with the null, `base`.
+
+    Args:
+      total: of how many tokens these are a panel; 0 if they are all.
+      before: the fit of the null, if it is known.
+    """
+    recorded = tokens.recorded
+    before = fit(base, tokens) if before is None else before
+    residual = recorded - explanation.predicted
+    if explanation.sizes is None:
+        after, odds = fit(explanation, tokens), 0.0
+    else:
+        # The sizes may be off by a factor near 1, which has odds of its own. Student's t with 3
+        # degrees of freedom has the mean size 1.103 s.
+        after = fit_noise(residual, explanation.sizes / 1.103)
+        off = float(np.log(after.scale)) / _FACTOR
+        odds = -0.5 * off**2 - float(np.log(_FACTOR * np.sqrt(2 * np.pi)))
+    seen = ~tokens.hidden
+    drawn = np.where(seen, explanation.drawn - base.drawn, 0.0)
+    gains = after.densities - before.densities + drawn
+    scaling = total / len(recorded) if total else 1.0
+    cost = penalty(len(explanation.parameters), len(recorded))
+    gap = np.abs(recorded - base.predicted)
+    moved = np.abs(explanation.predicted - base.predicted)
+    moved = np.where(np.isnan(moved), gap, moved)
+    touched = seen & (moved > LEAST_MOVE)
+    left, whole = np.abs(residual)[touched], _mean(gap[touched])  # unpredicted: nothing is left
+    return Judged(
+        explanation,
+        tokens,
+        gain=float(gains.sum()) * scaling + explanation.structure + odds - cost,
+        gains=gains,
+        scale=after.scale,
+        gap=_mean(gap),
+        remains=_mean(np.abs(np.where(np.isnan(explanation.predicted), 0.0, residual))),
+        effect=float(moved[touched].mean()) if touched.any() else 0.0,
+        touched=touched,
+        within=1.0 - float(np.nan_to_num(left).mean()) / whole if whole > 0 else 0.0,
+        of_draws=bool(drawn.sum() > DECISIVE and _mean(drawn[seen]) > LEAST_EFFECT),
+    )
+
+
+def _mean(values: np.ndarray) -> float:
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if values.size else 0.0
+
+
+def material(judged: Judged) -> bool:
+    """Whether an explanation is of something that matters, and not of a trifle in the noise.
+
+    One of log-probs must explain a share of the gap, whatever else speaks for it. One of the draws
+    alone, or of where responses end, leaves the gap as it is.
+    """
+    if not judged.moves:
+        return judged.explanation.structure > DECISIVE or judged.of_draws
+    if judged.explanation.kind != "fault":
+        return judged.share >= LEAST_LOCAL
+    if judged.local and judged.within < LEAST_WITHIN:
+        return False
+    least = LEAST_LOCAL if judged.local else LEAST_SHARE
+    return judged.share >= least and judged.effect > LEAST_EFFECT
+
+
+def sizes_of(d: np.ndarray) -> dict[str, float]:
+    """Mean and largest |d|, and K3, of recorded less exact log-probs; NaN is left out."""
+    d = d[~np.isnan(d)]
+    if not d.size:
+        return {"mean": 0.0, "largest": 0.0, "k3": 0.0}
+    ratio = np.exp(np.clip(-d, -20, 20))
+    return {
+        "mean": float(np.abs(d).mean()),
+        "largest": float(np.abs(d).max()),
+        "k3": float((ratio - 1 + d).mean()),
+    }
+
+
+def abnormal(sizes: dict[str, float]) -> bool:
+    """Whether `sizes_of` differences are larger than those of sound engines."""
+    return (
+        sizes["k3"] > NORMAL_K3 or sizes["mean"] > NORMAL_MEAN or sizes["largest"] > NORMAL_LARGEST
+    )
+
+
 Change = Callable[[Distribution], Distribution]
 
 
-def _same(declared: Distribution) -> Distribution:
-    return declared
-
-
 def by_distribution(
-    tokens: Tokens, reported: Change = _same, drawn: Change = _same
+    tokens: Tokens, reported: Change | None = None, drawn: Change | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(predicted, drawn), f64[N] both: recorded under one change of what is declared, drawn under
     another."""
@@ -205,11 +345,12 @@ def by_distribution(
     for number, declared in enumerate(kinds):
         own = of_token == number
         evidence = tokens.evidence if own.all() else tokens.evidence.take(own)
-        at_report = chances(evidence, reported(declared))
-        raw = declared.raw and reported is _same
+        said = declared if reported is None else reported(declared)
+        of_draw = declared if drawn is None else drawn(declared)
+        at_report = chances(evidence, said)
+        raw = declared.raw and reported is None
         predicted[own] = evidence.raw if raw else at_report.renormalised
-        same = drawn(declared) == reported(declared)
-        draws[own] = (at_report if same else chances(evidence, drawn(declared))).drawn
+        draws[own] = (at_report if of_draw == said else chances(evidence, of_draw)).drawn
     return predicted, draws
 
 
@@ -225,11 +366,14 @@ def reporting(tokens: Tokens) -> Iterator[Explanation]:
     """Every explanation that needs this evidence alone, but those of `parts`."""
     base = null(tokens)
     yield from _of_declared(tokens)
-    yield from _temperatures(tokens)
-    yield from _truncations(tokens)
+    for some in (_fitting_part(tokens), _odd_rows(tokens, base)):
+        if some is not None:
+            yield from _temperatures(tokens, some)
+            yield from _truncations(tokens, some)
+            yield from _padded(tokens, some)
     yield from _shifted(tokens, base)
     yield from _masks(tokens, base)
-    yield from _vocabularies(tokens, base)
+    yield from _cut(tokens, base)
     yield replace(
         base,
         name="first_tokens",
@@ -276,8 +420,8 @@ def _at_temperature(log_temperature: float) -> Change:
     return lambda declared: replace(declared, temperature=temperature)
 
 
-def _temperatures(tokens: Tokens) -> Iterator[Explanation]:
-    some = _fitting_part(tokens)
+def _temperatures(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
+    """Other temperatures, fitted to `some` of the responses."""
     grid = np.log(np.geomspace(COLDEST, HOTTEST, 25))
     for name, text, both in (
         ("temperature", "drawn and recorded at temperature {:.4g}", True),
@@ -286,7 +430,7 @@ def _temperatures(tokens: Tokens) -> Iterator[Explanation]:
 
         def of(x: float, tokens: Tokens, both: bool = both):
             change = _at_temperature(x)
-            return by_distribution(tokens, change, change if both else _same)
+            return by_distribution(tokens, change, change if both else None)
 
         x = _grid_minimum(lambda x: -_likelihood(some, *of(x, some)), grid)
         fitted = float(np.exp(x))
@@ -312,11 +456,22 @@ def _fitting_part(tokens: Tokens) -> Tokens:
     return tokens if stride == 1 else tokens.take(range(0, count, min(stride, count)))
 
 
-def _truncations(tokens: Tokens) -> Iterator[Explanation]:
+def _odd_rows(tokens: Tokens, base: Explanation) -> Tokens | None:
+    """The minority of responses whose gap is much larger than that of the others, if there is one.
+
+    What is fitted to all of them would not show what is wrong with these.
+    """
+    gap = np.nan_to_num(np.abs(tokens.recorded - base.predicted))
+    counts = np.bincount(tokens.sequence[~tokens.hidden], minlength=len(tokens.responses))
+    means = np.bincount(tokens.sequence, gap, len(tokens.responses)) / np.maximum(counts, 1)
+    odd = np.flatnonzero(means > max(_ODD * float(np.median(means)), _LEAST_ODD))
+    return tokens.take(odd.tolist()) if 0 < 2 * len(odd) < len(tokens.responses) else None
+
+
+def _truncations(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
     """A truncation that is neither declared nor recorded, renormalised in the log-probs or not."""
     if tokens.replays.any():
         return
-    some = _fitting_part(tokens)
     # The mass that a declared top-k keeps is not known where it is beyond the stored logits.
     unknown = any(r.declared.top_k > LIKELIEST for r in tokens.responses)
     for name, values in (("top_k", _TOP_K), ("top_p", _TOP_P)):
@@ -340,7 +495,7 @@ def _truncated(tokens: Tokens, name: str, value: float, renormalised: bool):
     def change(declared: Distribution) -> Distribution:
         return replace(declared, **{name: value})
 
-    return by_distribution(tokens, change if renormalised else _same, change)
+    return by_distribution(tokens, change if renormalised else None, change)
 
 
 def _shifted(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
@@ -402,36 +557,42 @@ def _padding(tokens: Tokens) -> np.ndarray:
     return np.concatenate(behind)
 
 
-def _vocabularies(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
-    """A log-normaliser over more or fewer rows of the head than the model has."""
+def _padded(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
+    """A log-normaliser over more rows of the head than the model has, as many as fit `some`."""
     if any(r.declared != Distribution() for r in tokens.responses):
         return
-    evidence = tokens.evidence
-    normaliser = evidence.moments[:, AT_ONE, 0].astype(np.float64)
-    zero = -evidence.peak.astype(np.float64)  # a padded row's logit is 0
 
-    def padded(log_rows: float) -> np.ndarray:
-        return base.predicted + normaliser - np.logaddexp(normaliser, log_rows + zero)
+    def padded(log_rows: float, tokens: Tokens) -> np.ndarray:
+        evidence = tokens.evidence
+        normaliser = evidence.moments[:, AT_ONE, 0].astype(np.float64)
+        extra = log_rows - evidence.peak.astype(np.float64)  # a padded row's logit is 0
+        return evidence.exact + normaliser - np.logaddexp(normaliser, extra)
 
-    weight = noise_weights(evidence.exact)
+    weight = noise_weights(some.evidence.exact)
 
     def loss(log_rows: float) -> float:
-        return -fit_noise(tokens.recorded - padded(log_rows), weight).total
+        return -fit_noise(some.recorded - padded(log_rows, some), weight).total
 
     rows = max(1, round(float(np.exp(_minimum(loss, 0.0, np.log(_MOST_PADDING))))))
     yield replace(
-        base,
+        null(tokens),
         name="padded_vocabulary",
         text=f"the softmax takes in {rows} padded rows of the vocabulary, whose logits are 0",
         kind="fault",
-        predicted=padded(np.log(rows)),
+        predicted=padded(np.log(rows), tokens),
         parameters={"rows": float(rows)},
     )
-    if tokens.tokenizer_size < tokens.vocabulary:
+
+
+def _cut(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
+    """A log-normaliser over the tokenizer's tokens alone."""
+    plain = all(r.declared == Distribution() for r in tokens.responses)
+    if plain and tokens.tokenizer_size < tokens.vocabulary:
+        normaliser = tokens.evidence.moments[:, AT_ONE, 0].astype(np.float64)
         yield replace(
             base,
             name="cut_vocabulary",
             text=f"the softmax is over the tokenizer's {tokens.tokenizer_size} tokens alone",
             kind="fault",
-            predicted=base.predicted + normaliser - evidence.inside,
+            predicted=base.predicted + normaliser - tokens.evidence.inside,
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights
 from tim_jax.tasks.text import encode_prompt
 
-# Low precision, as engines have it: each an entry of the dial.
+# Low precision, as engines have it: each an entry of the dial. The first makes the smallest gap.
 SOURCES: tuple[Entry, ...] = (
-    mismatch.compute(dtype="bfloat16"),
     mismatch.compute(dtype="float16"),
+    mismatch.compute(dtype="bfloat16"),
     mismatch.lm_head(dtype="bfloat16"),
     mismatch.logits(dtype="bfloat16"),
     mismatch.softmax(dtype="bfloat16"),
@@ -37,8 +37,8 @@ SOURCES: tuple[Entry, ...] = (
 )
 
 OTHERS = 8  # variants of requests, routes and prompts, at most
-OF_WEIGHTS = "weights of "  # begins the names of explanations by other weights
-_LEAST_Z = 5.0  # standard deviations by which a gap must go with a layer's rounding
+OF_WEIGHTS = ("weights of ", "lora_")  # begin the names of explanations by other weights
+LEAST_Z = 5.0  # standard deviations by which a gap must go with a layer's rounding
 _FAR = 10.0  # times the largest that the rounding makes: another fault
 
 Change = Callable[[Response], Response | None]
@@ -49,7 +49,15 @@ def unchanged(response: Response) -> Response | None:
     return response
 
 
-@dataclass(frozen=True)
+class Candidate(NamedTuple):
+    """Weights that may have drawn the tokens instead of the model's."""
+
+    name: str
+    weights: Weights
+    rank: int = 0  # of the adapter by which the model's differ from them, if they do
+
+
+@dataclass(frozen=True, eq=False)
 class Variant:
     """One other forward.
 
@@ -113,6 +121,21 @@ def _sizes(difference: np.ndarray, exact: np.ndarray, position: np.ndarray) -> n
     return sizes * (difference.mean() / sizes.mean())
 
 
+def of_all(
+    forward: Forward,
+    others: Sequence[Candidate],
+    tokenizer: Any,
+    tokens: Tokens,
+    sources: Sequence[Entry],
+) -> Iterator[Variant]:
+    """Every other forward that may have recorded these tokens; low precision last."""
+    yield from of_requests(forward)
+    yield from of_routes(forward)
+    yield from of_weights(forward, others)
+    yield from of_prompts(forward, tokenizer, likeliest_first(tokens))
+    yield from of_numerics(forward, sources)
+
+
 def of_numerics(forward: Forward, sources: Sequence[Entry] = SOURCES) -> Iterator[Variant]:
     """A variant for each entry of the dial that this model and its numerics can have."""
     for entry in sources:
@@ -161,48 +184,96 @@ def of_routes(forward: Forward) -> Iterator[Variant]:
     )
 
 
-def of_weights(forward: Forward, others: Sequence[tuple[str, Weights]]) -> Iterator[Variant]:
-    """A variant for each named set of other weights."""
-    for name, weights in others:
-        text = f"the weights are those of {name}"
-        yield Variant(f"{OF_WEIGHTS}{name}", text, "fault", forward._replace(weights=weights))
+def of_weights(forward: Forward, others: Sequence[Candidate]) -> Iterator[Variant]:
+    """Variants of each set of other weights, and of averages; or of an adapter, if it differs by
+    one."""
+
+    def variant(name: str, text: str, weights: Weights) -> Variant:
+        return Variant(name, text, "fault", forward._replace(weights=weights))
+
+    coarse = forward.execution.numerics.compute_dtype == "float32"
+    for name, weights, rank in others:
         between = jax.tree.map(_between, forward.weights, weights)
-        yield Variant(
-            f"weights half way to {name}",
-            f"the weights are half way between the model's and those of {name}, as of an adapter at"
-            " half of its scale, or of an average",
-            "fault",
-            forward._replace(weights=between),
-        )
-    if others and forward.execution.numerics.compute_dtype == "float32":
-        rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), forward.weights)
-        yield Variant(
-            "weights on a bfloat16 grid",
-            "the weights are rounded to bfloat16, as those of an adapter that is merged there",
-            "fault",
-            forward._replace(weights=rounded),
-        )
+        if rank:
+            adapter = f"adapter of rank {rank} by which the model differs from {name}"
+            yield variant("lora_not_applied", f"without the {adapter}: it was not applied", weights)
+            yield variant("lora_half_scale", f"with half of the {adapter}", between)
+            if coarse:
+                merged = jax.tree.map(_merged_coarsely, forward.weights, weights)
+                text = f"with the {adapter}, merged in bfloat16"
+                yield variant("lora_merged(bfloat16)", text, merged)
+            continue
+        yield variant(f"{OF_WEIGHTS[0]}{name}", f"the weights are those of {name}", weights)
+        text = f"the weights are half way between the model's and those of {name}, as of an average"
+        yield variant(f"weights half way to {name}", text, between)
+    if coarse and any(not one.rank for one in others):
+        text = "the weights are rounded to bfloat16, as those of an adapter that is merged there"
+        yield variant("weights on a bfloat16 grid", text, jax.tree.map(_coarse, forward.weights))
+
+
+def _coarse(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(x.dtype)
+
+
+def _merged_coarsely(model: jax.Array, base: jax.Array) -> jax.Array:
+    """Base, change and sum are rounded to bfloat16, as PEFT does where the base is loaded so."""
+    return _coarse(_coarse(base) + _coarse(model - base))
 
 
 def _between(one: jax.Array, other: jax.Array) -> jax.Array:
     return ((one.astype(jnp.float32) + other.astype(jnp.float32)) / 2).astype(one.dtype)
 
 
-def in_some_layers(forward: Forward, tokens: Tokens, whole: Explanation) -> Explanation | None:
-    """Weights that are quantised in some of the layers alone; `whole` is that in all of them.
+def adapter_rank(params: Any, base: Any) -> int:
+    """The rank of an adapter by which parameters differ from `base`; 0 if they do by more or none.
+
+    They do if nothing but matrices of layers differs, each by a matrix of at most a quarter of its
+    rank. The first layer is looked at.
+    """
+    if set(params) != set(base):
+        return 0
+    rest = [
+        _differ(x, y) for name in params if name != "layers" for x, y in _pairs(params, base, name)
+    ]
+    ranks = [_rank(np.asarray(x), np.asarray(y)) for x, y in _pairs(params, base, "layers")]
+    return max(ranks) if ranks and not any(rest) and min(ranks) >= 0 else 0
+
+
+def _pairs(params: Any, base: Any, name: str) -> Iterator[tuple[Any, Any]]:
+    return zip(jax.tree.leaves(params[name]), jax.tree.leaves(base[name]), strict=True)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one.shape != other.shape or not np.array_equal(one, other)
+
+
+def _rank(one: np.ndarray, other: np.ndarray) -> int:
+    """The rank of the difference of two stacks of matrices in the first layer; -1 if not low."""
+    if not _differ(one, other):
+        return 0
+    change = np.float32(one)[0] - np.float32(other)[0]
+    if change.ndim < 2:
+        return -1
+    matrix = change.reshape(-1, change.shape[-1])
+    singular = np.linalg.svd(matrix, compute_uv=False)
+    rounding = np.finfo(np.float32).eps * np.abs(other).max() * sum(np.sqrt(matrix.shape))
+    rank = int((singular > max(1e-4 * singular[0], rounding)).sum())
+    return rank if 4 * rank <= min(matrix.shape) else -1
+
+
+def in_some_layers(forward: Forward, tokens: Tokens, entry: Entry) -> Explanation | None:
+    """Weights that are quantised in some of the layers alone, by an entry of the dial.
 
     What each layer's rounding makes of the log-probs nearly adds up, so that least squares on all
     of it says which layers have it: those with coefficients above a half.
 
     Returns:
-      None if it is all of the layers, or none; or if the gap has nothing of the rounding in it.
+      None if it is all of the layers, or none.
     """
+    (whole,) = of_numerics(forward, [entry])
     exact = tokens.evidence.exact.astype(np.float64)
-    gap, seen = tokens.recorded - exact, _comparable(tokens, whole)
-    if goes_with(tokens, whole) < _LEAST_Z:
-        return None
-    entry = next(one for one in SOURCES if mismatch.label(one) == whole.name)
-    rounded = Mismatch((entry,)).weights(forward.weights)
+    gap, label = tokens.recorded - exact, mismatch.label(entry)
+    rounded = whole.forward.weights
     count = len(jax.tree.leaves(forward.weights["layers"])[0])
 
     def under(chosen: np.ndarray) -> np.ndarray:
@@ -210,18 +281,24 @@ def in_some_layers(forward: Forward, tokens: Tokens, whole: Explanation) -> Expl
         return log_probs(forward._replace(weights=weights), tokens.responses).astype(np.float64)
 
     columns = np.stack([under(np.arange(count) == i) - exact for i in range(count)], axis=1)
+    seen = ~tokens.hidden & (np.abs(gap) <= _FAR * np.abs(columns).max())
     fitted, *_ = np.linalg.lstsq(columns[seen], gap[seen], rcond=None)
     chosen = fitted > 0.5
     if chosen.all() or not chosen.any():
         return None
-    predicted = under(chosen)
+    text = f"{label} in {chosen.sum()} of {count} layers alone"
     layers = ", ".join(map(str, np.flatnonzero(chosen)))
+    predicted, drawn = _under(
+        forward._replace(weights=mixed_layers(forward.weights, rounded, chosen)),
+        tokens.responses,
+        tokens,
+    )
     return Explanation(
-        f"{whole.name} in some layers",
-        f"{whole.name} in {chosen.sum()} of {count} layers alone: {layers}",
+        f"{label} in some layers",
+        f"{text}: {layers}",
         "fault",
         predicted,
-        np.where(whole.drawn == whole.predicted, predicted, whole.drawn),
+        drawn,
         structure=-count * float(np.log(2)),
     )
 

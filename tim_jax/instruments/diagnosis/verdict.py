@@ -18,175 +18,49 @@ from tim_jax.common.errors import InputError
 from tim_jax.instruments.diagnosis import parts, variants
 from tim_jax.instruments.diagnosis.evidence import Forward, chosen_alike, gather
 from tim_jax.instruments.diagnosis.explanations import (
-    LEAST_MOVE,
+    DECISIVE,
+    LEAST_EFFECT,
+    LEAST_WITHIN,
+    NORMAL_LARGEST,
     Explanation,
-    Fit,
+    Judged,
     Tokens,
-    fit_noise,
-    noise_weights,
+    abnormal,
+    fit,
+    judge,
+    material,
     null,
-    penalty,
     reporting,
+    sizes_of,
 )
 from tim_jax.instruments.diagnosis.parts import Part
 from tim_jax.instruments.diagnosis.rollouts import Response
-from tim_jax.instruments.diagnosis.variants import Variant
+from tim_jax.instruments.diagnosis.turns import Broken, find_breaks
+from tim_jax.instruments.diagnosis.variants import Candidate, Variant
 from tim_jax.mismatch import Entry
-from tim_jax.model.weights import Weights
 
-DECISIVE = 10.0
-# Sizes that others publish for sound engines beside dense models, see docs/mismatch.md: K3 1e-5 to
-# 1e-3 (Miles), mean |d| 0.013 and the largest 1.2 of ten million tokens (RL-Kernel).
-NORMAL_K3 = 1e-3
-NORMAL_MEAN = 0.02
-NORMAL_LARGEST = 2.0
 # By how much the sizes of differences may exceed those of the numerics that they are put down to.
 # K3 goes with the square.
 MEAN_FACTOR = 2.0
 _K3_FACTOR = 8.0
 _LARGEST_FACTOR = 4.0
-# Below these an explanation names a cause, but of nothing that needs mending.
-LEAST_EFFECT = 1e-3  # nats a token, over the tokens that it touches
-LEAST_SHARE = 0.25  # of the gap
-LEAST_LOCAL = 0.05  # the same for low precision, and for what touches less than half of the tokens
-LEAST_WITHIN = 0.5  # of the gap at those tokens
 # Sizes that are normal on the model at hand, if its logits make half precision cost more than the
 # published ones.
+_SMALLEST = mismatch.label(variants.SOURCES[0])
 HALF_PRECISION = tuple(
     mismatch.label(mismatch.compute(dtype=dtype)) for dtype in ("bfloat16", "float16")
 )
 _ROUNDING = 1e-5  # differences of another order of sums in float32: nothing else is tried
 _NOTHING_LEFT = 1e-4  # nats; about what another order of sums and interpolation leave
 _SHOWING = 3.0  # nats of gain by which a single token shows an explanation
-_PANEL = 2048  # tokens that other forwards are tried on, or about as many, at least
-_MOST = 0.9  # of the gap: what explains more of it needs no layers looked at
-_FACTOR = 0.5  # standard deviation of the logarithm of how far sizes may be off
-
-
-@dataclass(frozen=True, eq=False)
-class Judged:
-    """An explanation, compared with the null on `tokens` (all of them, or a panel)."""
-
-    explanation: Explanation
-    tokens: Tokens
-    gain: float  # nats, for all tokens
-    gains: np.ndarray  # f64[N], of each of `tokens`
-    scale: float  # of the noise that remains
-    gap: float  # mean |d| before
-    remains: float  # mean |d| after
-    effect: float  # mean |predicted - exact| over the tokens that it touches
-    touched: np.ndarray  # bool[N], tokens of which it predicts another log-prob than the null
-    within: float  # the share of the gap at those that it explains
-    of_draws: bool  # whether it is decisively better at the draws
-
-    @property
-    def share(self) -> float:
-        """The share of the gap that it explains."""
-        return 1.0 - self.remains / self.gap if self.gap > 0 else 0.0
-
-    @property
-    def moves(self) -> bool:
-        """Whether it is about log-probs, and not about draws or ends alone."""
-        return bool(self.touched.any())
-
-    @property
-    def local(self) -> bool:
-        """Whether it is about a part of the log-probs, less than half of them."""
-        return self.moves and 2 * self.touched.sum() < (~self.tokens.hidden).sum()
-
-    @property
-    def residual(self) -> np.ndarray:
-        """f64[N], recorded less predicted."""
-        return self.tokens.recorded - self.explanation.predicted
-
-
-def fit(explanation: Explanation, tokens: Tokens) -> Fit:
-    """The noise about what an explanation predicts."""
-    return fit_noise(tokens.recorded - explanation.predicted, noise_weights(tokens.evidence.exact))
-
-
-def judge(
-    explanation: Explanation,
-    tokens: Tokens,
-    base: Explanation,
-    total: int = 0,
-    *,
-    before: Fit | None = None,
-) -> Judged:
-    """Compares an explanation of `tokens` with the null, `base`.
-
-    Args:
-      total: of how many tokens these are a panel; 0 if they are all.
-      before: the fit of the null, if it is known.
-    """
-    recorded = tokens.recorded
-    before = fit(base, tokens) if before is None else before
-    residual = recorded - explanation.predicted
-    if explanation.sizes is None:
-        after, odds = fit(explanation, tokens), 0.0
-    else:
-        # The sizes may be off by a factor near 1, which has odds of its own. Student's t with 3
-        # degrees of freedom has the mean size 1.103 s.
-        after = fit_noise(residual, explanation.sizes / 1.103)
-        off = float(np.log(after.scale)) / _FACTOR
-        odds = -0.5 * off**2 - float(np.log(_FACTOR * np.sqrt(2 * np.pi)))
-    seen = ~tokens.hidden
-    drawn = np.where(seen, explanation.drawn - base.drawn, 0.0)
-    gains = after.densities - before.densities + drawn
-    scaling = total / len(recorded) if total else 1.0
-    cost = penalty(len(explanation.parameters), len(recorded))
-    gap = np.abs(recorded - base.predicted)
-    moved = np.abs(explanation.predicted - base.predicted)
-    moved = np.where(np.isnan(moved), gap, moved)
-    touched = seen & (moved > LEAST_MOVE)
-    left, whole = np.abs(residual)[touched], _mean(gap[touched])  # unpredicted: nothing is left
-    return Judged(
-        explanation,
-        tokens,
-        gain=float(gains.sum()) * scaling + explanation.structure + odds - cost,
-        gains=gains,
-        scale=after.scale,
-        gap=_mean(gap),
-        remains=_mean(np.abs(np.where(np.isnan(explanation.predicted), 0.0, residual))),
-        effect=float(moved[touched].mean()) if touched.any() else 0.0,
-        touched=touched,
-        within=1.0 - float(np.nan_to_num(left).mean()) / whole if whole > 0 else 0.0,
-        of_draws=bool(drawn.sum() > DECISIVE and _mean(drawn[seen]) > LEAST_EFFECT),
-    )
-
-
-def _mean(values: np.ndarray) -> float:
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if values.size else 0.0
-
-
-def material(judged: Judged) -> bool:
-    """Whether an explanation is of something that matters, and not of a trifle in the noise.
-
-    One of log-probs must explain a share of the gap, whatever else speaks for it. One of the draws
-    alone, or of where responses end, leaves the gap as it is.
-    """
-    if not judged.moves:
-        return judged.explanation.structure > DECISIVE or judged.of_draws
-    if judged.explanation.kind != "fault":
-        return judged.share >= LEAST_LOCAL
-    if judged.local and judged.within < LEAST_WITHIN:
-        return False
-    least = LEAST_LOCAL if judged.local else LEAST_SHARE
-    return judged.share >= least and judged.effect > LEAST_EFFECT
-
-
-def sizes_of(d: np.ndarray) -> dict[str, float]:
-    """Mean and largest |d|, and K3, of recorded less exact log-probs; NaN is left out."""
-    d = d[~np.isnan(d)]
-    if not d.size:
-        return {"mean": 0.0, "largest": 0.0, "k3": 0.0}
-    ratio = np.exp(np.clip(-d, -20, 20))
-    return {
-        "mean": float(np.abs(d).mean()),
-        "largest": float(np.abs(d).max()),
-        "k3": float((ratio - 1 + d).mean()),
-    }
+_FEW = 256  # tokens that every other forward is tried on
+_MANY = 2048  # and those that are promising there: about as many tokens, or a 50th of all
+_PROMISING = 3  # faults, or kinds of low precision, that are tried on many
+_NEAR = 0.5  # of the likeliest one's gain: less on a few rows is not promising
+_MOST = 0.9  # of the gap: what explains more of it leaves nothing to other low precision
+# A gap this many times smaller than that of float16 is of no low precision that is known here.
+_SMALLER = 20.0
+_OF_A_LAYER = 20  # tokens by which it is told, at least
 
 
 def alike(sizes: dict[str, float], made: dict[str, float], *, larger: float = 1.0) -> bool:
@@ -201,13 +75,6 @@ def alike(sizes: dict[str, float], made: dict[str, float], *, larger: float = 1.
         sizes["mean"] <= MEAN_FACTOR * made["mean"]
         and sizes["k3"] <= _K3_FACTOR * made["k3"]
         and sizes["largest"] <= max(most, NORMAL_LARGEST)
-    )
-
-
-def abnormal(sizes: dict[str, float]) -> bool:
-    """Whether `sizes_of` differences are larger than those of sound engines."""
-    return (
-        sizes["k3"] > NORMAL_K3 or sizes["mean"] > NORMAL_MEAN or sizes["largest"] > NORMAL_LARGEST
     )
 
 
@@ -241,6 +108,7 @@ class Verdict:
         part: the bad part of the tokens of a fault, if the others are another matter, or None.
         agreement: f64[L], the share of the recorded experts of each layer that the model takes as
             well, if they are recorded.
+        breaks: the episodes of several turns that do not hold what was drawn.
     """
 
     state: State
@@ -253,6 +121,7 @@ class Verdict:
     half: Judged | None = None
     part: Part | None = None
     agreement: np.ndarray | None = None
+    breaks: tuple[Broken, ...] = ()
 
     @property
     def normal(self) -> bool:
@@ -264,7 +133,7 @@ def diagnose(
     responses: Sequence[Response],
     forward: Forward,
     *,
-    others: Sequence[tuple[str, Weights]] = (),
+    others: Sequence[tuple[Any, ...]] = (),
     tokenizer: Any = None,
     sources: Sequence[Entry] = variants.SOURCES,
 ) -> Verdict:
@@ -273,10 +142,10 @@ def diagnose(
     Args:
       responses: of `rollouts.collect`.
       forward: the model that is said to have drawn them.
-      others: named weights that may have drawn them instead: earlier checkpoints, or a base model
-        without its adapter.
-      tokenizer: for other prompts.
-      sources: of low precision that are tried; each compiles a forward.
+      others: what a `variants.Candidate` has, of weights that may have drawn them instead: earlier
+        checkpoints, or a base model without its adapter.
+      tokenizer: for other prompts, and for the turns of episodes.
+      sources: of low precision that are tried, the smallest first; most compile a forward.
 
     Raises:
       InputError: the loss masks leave no token to compare.
@@ -294,43 +163,100 @@ def diagnose(
     judged = _judge_all(first, tokens, base)
     sizes = sizes_of(tokens.recorded - base.predicted)
     if sizes["largest"] > _ROUNDING and not any(map(_leaves_nothing, judged)):
-        panel = _panel(tokens)
+        named = [Candidate(*one) for one in others]
+        tried = variants.of_all(forward, named, tokenizer, tokens, sources)
         most = len(sources) + 3 * len(others) + variants.OTHERS
-        tried = _announced(_variants(panel, forward, others, tokenizer, sources), most)
-        more = (one for variant in tried for one in variants.explanations(variant, panel))
-        judged += _judge_all(more, panel, null(panel), len(tokens.sequence))
-        judged += _in_some_layers(judged, panel, forward, sizes, len(tokens.sequence))
+        judged += _by_forwards(_announced(tried, most), tokens, judged)
+        judged += _in_some_layers(judged, tokens, forward)
     found = _decide(tokens, base, sorted(judged, key=lambda one: -one.gain), sizes)
-    return replace(found, agreement=_agreement(tokens, forward))
+    breaks = () if tokenizer is None else find_breaks(tokenizer, responses)
+    state = "fault" if any(one.fault for one in breaks) else found.state
+    return replace(found, agreement=_agreement(tokens, forward), breaks=breaks, state=state)
+
+
+def _by_forwards(tried: Iterable[Variant], tokens: Tokens, known: Sequence[Judged]) -> list[Judged]:
+    """What other forwards explain: each is tried on a few rows, the promising ones on many.
+
+    Low precision comes last, and as long as enough is left to it.
+    """
+    total = len(tokens.sequence)
+    few, many = _some_rows(tokens, _FEW), _some_rows(tokens, max(_MANY, total // 50))
+    found: list[tuple[Variant, list[Judged]]] = []
+    for variant in tried:
+        before = [*known, *(one for _, each in found for one in each)]
+        if variant.kind == "fault" or _worth_trying(variant, before, few):
+            found.append((variant, _try(variant, few, total)))
+    if len(many.responses) > len(few.responses):
+        again = _promising(found, known, sizes_of(tokens.recorded - tokens.evidence.exact))
+        found = [(v, _try(v, many, total) if v in again else each) for v, each in found]
+    return [one for _, each in found for one in each]
+
+
+def _try(variant: Variant, some: Tokens, total: int) -> list[Judged]:
+    return _judge_all(variants.explanations(variant, some), some, null(some), total)
+
+
+def _worth_trying(numerics: Variant, judged: Sequence[Judged], few: Tokens) -> bool:
+    """Whether enough of the gap is left for this low precision.
+
+    Where a fault explains most, half precision alone is looked for in the rest.
+    """
+    known = [one for one in judged if one.gain > DECISIVE and one.explanation.sizes is None]
+    most = {one.explanation.kind for one in known if one.moves and one.share > _MOST}
+    if "numerics" in most or (most and numerics.name not in HALF_PRECISION):
+        return False
+    made = [
+        np.abs(one.explanation.predicted - few.evidence.exact)[~few.hidden].mean()
+        for one in judged
+        if one.explanation.name == _SMALLEST and one.explanation.sizes is None
+    ]
+    left = [few.recorded - few.evidence.exact, *(one.residual for one in known)]
+    medians = [float(np.nanmedian(np.abs(x))) for x in left if not np.isnan(x).all()]
+    return not made or min(medians, default=0.0) > made[0] / _SMALLER
+
+
+def _promising(
+    found: Sequence[tuple[Variant, list[Judged]]],
+    known: Sequence[Judged],
+    sizes: dict[str, float],
+) -> list[Variant]:
+    """Variants that more rows are worth: low precision only if the gap is above the normal."""
+    gains = {v: max((one.gain for one in each), default=0.0) for v, each in found}
+    faults = [v for v, _ in found if v.kind == "fault"]
+    numerics = [v for v, _ in found if v.kind == "numerics"] if abnormal(sizes) else []
+    least = max((one.gain for one in known), default=0.0)
+    again = [v for v in numerics if v.name in HALF_PRECISION]
+    for some, floor in ((faults, least), (numerics, 0.0)):
+        floor = _NEAR * max([floor, *(gains[v] for v in some)])
+        near = [v for v in some if gains[v] > 0 and gains[v] >= floor]
+        again += sorted(near, key=lambda v: -gains[v])[:_PROMISING]
+    return again
 
 
 def _agreement(tokens: Tokens, forward: Forward) -> np.ndarray | None:
-    routed = [r for r in _panel(tokens).responses if r.routes is not None]
+    some = _some_rows(tokens, max(_MANY, len(tokens.sequence) // 50))
+    routed = [r for r in some.responses if r.routes is not None]
     return chosen_alike(forward, routed).mean(axis=0) if routed else None
 
 
-def _in_some_layers(
-    judged: Sequence[Judged],
-    panel: Tokens,
-    forward: Forward,
-    sizes: dict[str, float],
-    total: int,
-) -> list[Judged]:
+def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) -> list[Judged]:
     """Quantised weights in some layers, if there is a gap that nothing explains most of."""
     known = any(one.gain > DECISIVE and one.moves and one.share > _MOST for one in judged)
-    if known or sizes["mean"] < LEAST_EFFECT:
+    if known or sizes_of(tokens.recorded - tokens.evidence.exact)["mean"] < LEAST_EFFECT:
         return []
-    named = [mismatch.label(entry) for entry in variants.SOURCES if entry.kind == "weights"]
+    quantised = {mismatch.label(x): x for x in variants.SOURCES if x.kind == "weights"}
     wholes = [
-        one.explanation
-        for one in judged
-        if one.explanation.name in named and one.explanation.sizes is None
+        one for one in judged if one.explanation.name in quantised and one.explanation.sizes is None
     ]
-    if not wholes:
+    fitting = {one: variants.goes_with(one.tokens, one.explanation) for one in wholes}
+    nearest = max(fitting, key=lambda one: fitting[one], default=None)
+    if nearest is None or fitting[nearest] < variants.LEAST_Z:
         return []
-    nearest = max(wholes, key=lambda one: variants.goes_with(panel, one))
-    found = variants.in_some_layers(forward, panel, nearest)
-    return [] if found is None else [judge(found, panel, null(panel), total)]
+    total = len(tokens.sequence)
+    layers = forward.execution.config.num_layers
+    some = _some_rows(tokens, max(_FEW, _OF_A_LAYER * layers, total // (layers + 2)))
+    found = variants.in_some_layers(forward, some, quantised[nearest.explanation.name])
+    return [] if found is None else [judge(found, some, null(some), total)]
 
 
 def _check_masks(responses: Sequence[Response]) -> None:
@@ -370,7 +296,7 @@ def _decide(
     half = _half_precision(judged, sizes, len(tokens.sequence))
     if fault or (abnormal(sizes) and half is None):
         state = "fault"
-    second = _second(best, judged, tokens) if best is not None and fault else None
+    second = _second(best, judged) if best is not None and fault else None
     part = None
     if best is not None and fault:
         part = parts.part_of(best.tokens, best.touched) if best.local else None
@@ -442,37 +368,39 @@ def _half_precision(judged: Sequence[Judged], sizes: dict[str, float], total: in
     return max(fitting, key=lambda one: one.gain, default=None)
 
 
-def _panel(tokens: Tokens) -> Tokens:
-    """Responses that other forwards are tried on: some with the largest gaps, others evenly.
+def _some_rows(tokens: Tokens, wanted: int) -> Tokens:
+    """Responses of about as many tokens: a quarter with the largest gaps, others evenly.
 
-    All forwards on them together cost at most about as much as the first one did.
+    In fours, so that programs have few shapes.
     """
-    total = len(tokens.sequence)
-    wanted = max(_PANEL, total // (2 * len(variants.SOURCES) + 24))
-    if wanted >= total:
+    total, rows = len(tokens.sequence), len(tokens.responses)
+    count = max(2, rows * wanted // total)
+    count += -count % 4
+    if count >= rows:
         return tokens
     gap = np.abs(tokens.recorded - null(tokens).predicted)
-    worst = np.zeros(len(tokens.responses))
+    worst = np.zeros(rows)
     np.maximum.at(worst, tokens.sequence, np.nan_to_num(gap))
-    count = max(2, len(tokens.responses) * wanted // total)
-    even = np.linspace(0, len(tokens.responses) - 1, count - count // 4).round().astype(int)
-    return tokens.take(sorted({*even.tolist(), *np.argsort(-worst)[: count // 4].tolist()}))
+    chosen = dict.fromkeys(np.argsort(-worst)[: count // 4].tolist())
+    for i in _spread(rows):
+        chosen[i] = None
+        if len(chosen) == count:
+            break
+    return tokens.take(sorted(chosen))
+
+
+def _spread(count: int) -> Iterator[int]:
+    """All numbers below `count`, any first ones of them evenly: by their bits in reverse."""
+    bits = (count - 1).bit_length()
+    for i in range(1 << bits):
+        if (number := int(f"{i:0{bits}b}"[::-1] or "0", 2)) < count:
+            yield number
 
 
 def _leaves_nothing(judged: Judged) -> bool:
     """Whether nothing is left to explain, so that no other forward is needed."""
     left = judged.residual[~judged.tokens.hidden]
     return bool(judged.gain > DECISIVE and np.abs(left).max(initial=0.0) < _NOTHING_LEFT)
-
-
-def _variants(
-    panel: Tokens, forward: Forward, others: Any, tokenizer: Any, sources: Sequence[Entry]
-) -> Iterator[Variant]:
-    yield from variants.of_numerics(forward, sources)
-    yield from variants.of_requests(forward)
-    yield from variants.of_routes(forward)
-    yield from variants.of_weights(forward, others)
-    yield from variants.of_prompts(forward, tokenizer, variants.likeliest_first(panel))
 
 
 def _announced(tried: Iterable[Variant], most: int) -> Iterator[Variant]:
@@ -488,22 +416,22 @@ def _announced(tried: Iterable[Variant], most: int) -> Iterator[Variant]:
         yield variant
 
 
-def _second(best: Judged, judged: Sequence[Judged], tokens: Tokens) -> Judged | None:
+def _second(best: Judged, judged: Sequence[Judged]) -> Judged | None:
     """The low precision that explains most of what a fault leaves, if any does."""
     sources = [
         one
         for one in judged
-        if one.tokens is not tokens
-        and one.explanation.kind == "numerics"
+        if one.explanation.kind == "numerics"
         and one.explanation.sizes is None
+        and {*map(id, one.tokens.responses)} <= {*map(id, best.tokens.responses)}
     ]
     if not sources:
         return None
-    panel = sources[0].tokens
+    panel = max((one.tokens for one in sources), key=lambda some: len(some.responses))
+    sources = [one for one in sources if len(one.tokens.responses) == len(panel.responses)]
     start = best.explanation
-    if best.tokens is tokens:
-        inside = np.isin(tokens.sequence, _numbers(tokens, panel))
-        start = replace(start, predicted=start.predicted[inside], drawn=start.drawn[inside])
+    inside = np.isin(best.tokens.sequence, _numbers(best.tokens, panel))
+    start = replace(start, predicted=start.predicted[inside], drawn=start.drawn[inside])
     start = replace(start, structure=0.0, parameters={})
     exact = panel.evidence.exact.astype(np.float64)
     moved = (start.predicted + one.explanation.predicted - exact for one in sources)
