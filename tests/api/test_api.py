@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 import re
 import string
 import subprocess
@@ -667,6 +668,13 @@ def test_what_objects_print_is_short_and_says_what_they_are(model):
     for room in (tim.corrections, tim.mismatch, tim.objectives):
         assert not any(inspect.ismodule(getattr(room, name)) for name in dir(room))
         assert "__file__" not in dir(room)
+
+
+def test_nobody_is_told_that_pytorch_is_missing():
+    said = logging.LogRecord(
+        "transformers", 30, "", 0, "PyTorch was not found. Models ...", (), None
+    )
+    assert not logging.getLogger("transformers").filter(said)
 
 
 def test_nothing_is_written(model, tmp_path, monkeypatch):
