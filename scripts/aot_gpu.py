@@ -166,10 +166,12 @@ def step(text: str) -> str:
     return f"{products} | {exponentials} | {others} | {barriers} | {code}"
 
 
-def look_at_model(sharding) -> None:
+def look_at_model(sharding, named: str) -> None:
     """Rows of a table: the kernels of Qwen3-1.7B at the sizes that a device has timed."""
     ops, use = kernels.family(GPU_EXACT_BF16), {"numerics": GPU_EXACT_BF16}
     for name, function, shapes in _of_model(ops, use):
+        if named not in name:
+            continue
         _, files = compiled(function, shapes, sharding)
         (sequence,) = DUMP.glob("*thunk_sequence.txt")
         for kernel, grid, threads, shared in _THUNK.findall(sequence.read_text()):
@@ -279,7 +281,7 @@ def main() -> None:
     devices = topology.target(f"{options.device}:1").devices
     sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
     if options.table:
-        look_at_model(sharding)
+        look_at_model(sharding, options.named)
         return
     families = [options.family] if options.family else GPU_FAMILIES
     if not options.named:

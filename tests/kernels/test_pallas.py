@@ -614,6 +614,7 @@ def test_a_product_takes_the_widest_tile_that_leaves_enough_programs(rows, colum
     tiles = GPU_EXACT_BF16.gpu
     found = tiles.tile(rows, columns)
     assert (found.rows, found.columns) == tile
+    assert tiles.tile(rows, columns, parts=2).columns >= 64
     assert tiles.tile(rows, columns, jnp.dtype("float32")) == MatmulTile()
     (one,) = GPU_EXACT_F16.gpu.matmul
     assert GPU_EXACT_F16.gpu.tile(rows, columns, jnp.dtype("float16")) == one

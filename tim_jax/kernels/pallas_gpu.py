@@ -108,7 +108,7 @@ def product(
     then the next ones, so that what they read comes from the cache.
     """
     rows, width = x.shape[0], weight.shape[1] // halves
-    tile = numerics.gpu.tile(rows, weight.shape[1], x.dtype)
+    tile = numerics.gpu.tile(rows, weight.shape[1], x.dtype, parts=halves)
     columns, block_k = blocks(weight.shape, halves, tile.columns, numerics)
     steps, tiles = width // columns, pl.cdiv(rows, tile.rows)
     groups = pl.cdiv(tiles, _TILES_OF_GROUP)

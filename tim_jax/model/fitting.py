@@ -43,6 +43,7 @@ def _with_room_for_heads(config: ModelConfig, numerics: Numerics) -> Numerics:
     if width <= _GPU_HEADS[-1]:
         own, step = min(gpu.gradient_own, 64), min(gpu.gradient_step, 32)
         gpu = replace(gpu, gradient_own=own, gradient_step=step, gradient_stages=1)
+        gpu = replace(gpu, attention_stages=min(gpu.attention_stages, 2))
         return replace(numerics, gpu=gpu)
     most = 32 if numerics.dtype.itemsize == 2 else 16
     gpu = replace(

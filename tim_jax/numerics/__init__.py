@@ -89,19 +89,24 @@ class GpuTiles:
         for tile in (self.experts, *self.matmul):
             _check_sizes(tile, ("rows", "columns"), least=16)
 
-    def tile(self, rows: int, columns: int, dtype: Any = jnp.bfloat16) -> MatmulTile:
-        """The tile for products of this size.
+    def tile(
+        self, rows: int, columns: int, dtype: Any = jnp.bfloat16, *, parts: int = 1
+    ) -> MatmulTile:
+        """The tile for products of this size, whose columns are those of several `parts`.
 
         No kernel is chosen by the shape of its arguments: this is the exception, and only because
         tiles do not decide bits, which is known of bfloat16 alone. Other operands have one.
 
         It is the last in the order of `matmul` of which there are `programs`, or else the
         narrowest. One that does not divide the columns is passed over, and one that has more rows
-        than the narrowest where half of its rows would do.
+        than the narrowest where half of its rows would do. A part has as many columns as the
+        narrowest, if there are such tiles: a device has compared no fewer.
         """
-        narrowest, *others = self.matmul
-        if others and dtype != jnp.bfloat16:
+        tiles = list(self.matmul)
+        if len(tiles) > 1 and dtype != jnp.bfloat16:
             return ONE_TILE
+        least = parts * tiles[0].columns
+        narrowest, *others = [tile for tile in tiles if tile.columns >= least] or tiles
         for tile in reversed(others):
             count = -(-rows // tile.rows) * (columns // tile.columns)
             fits = tile.rows == narrowest.rows or tile.rows < 2 * rows
@@ -167,6 +172,7 @@ GPU_BF16 = GpuTiles(
         MatmulTile(rows=128, columns=256, warps=8, stages=4),
     ),
     experts=MatmulTile(rows=64, columns=128, warps=4, stages=6),
+    attention_stages=3,  # as many programs of heads up to 128 fit on a core as with 2
 )
 # No device has compared tiles in float16.
 GPU_F16 = replace(GPU_BF16, matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=6),))
