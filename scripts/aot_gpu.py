@@ -1,13 +1,13 @@
 """Compiles the GPU kernels and whole programs for a GPU that is not here, and looks at the result.
 
     python scripts/aot_gpu.py [h200] [--family pallas_mosaic_gpu] [--layers 1] [--kernels-only]
-        [--named gradient]
+        [--named gradient] [--table]
 
 Needs no GPU and no driver, but the CUDA compiler and JAX's plugin: pip install "tim-jax[cuda]".
 
-Prints, for every tile and program: registers, spills and shared memory by ptxas, the float
-operations that XLA kept for itself, and whether programs of few and of many rows run the same float
-instructions.
+Prints, for every tile and program: registers and spills by ptxas, the float operations that XLA
+kept for itself, and whether programs of few and of many rows run the same float instructions.
+`--table` prints the rows of docs/results/gpu_kernels.md instead: the kernels of Qwen3-1.7B.
 """
 
 import argparse
@@ -42,26 +42,16 @@ from tim_jax import kernels
 from tim_jax.instruments.plan import topology
 from tim_jax.instruments.plan.topology import COMPILER_OPTIONS, GPUS
 from tim_jax.numerics import (
-    GPU_BF16_SEVERAL_TILES,
     GPU_EXACT_BF16,
     GPU_EXACT_F16,
     GPU_EXACT_F32,
     GPU_FAMILIES,
     MOSAIC_GPU_BF16_SEVERAL_TILES,
     MOSAIC_GPU_EXACT_BF16,
-    MatmulTile,
     Numerics,
 )
 
 DUMP = Path(os.environ["AOT_GPU_DUMP"])
-TILES = (
-    MatmulTile(64, 32, 4, 5),
-    MatmulTile(64, 64, 4, 4),
-    MatmulTile(64, 128, 4, 3),
-    MatmulTile(128, 64, 4, 3),
-    MatmulTile(128, 128, 8, 3),
-    MatmulTile(128, 256, 8, 2),
-)
 _FLOAT = re.compile(
     r"\b(wgmma\.mma_async[\w.]*|mma\.sync[\w.]*|cvt\.rn[\w.]*"
     r"|(?:add|sub|mul|fma|max|min|div|ex2|lg2|rsqrt|sqrt)\.[\w.]*(?:f32|bf16x?2?|f16x?2?))"
@@ -121,10 +111,15 @@ def fingerprint(ptx: list[Path]) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
+def kinds(instructions: Collection[str]) -> set[str]:
+    """Kinds of instructions, those of the tensor cores without the width of a tile."""
+    return {re.sub(r"(m64)n\d+", r"\1", name) for name in instructions}
+
+
 def look_at_tiles(families: Collection[str], sharding) -> None:
     shape = jax.ShapeDtypeStruct
     shapes = shape((4096, 2048), jnp.bfloat16), shape((2048, 4096), jnp.bfloat16)
-    tiles = [(GPU_EXACT_BF16, tile) for tile in TILES]
+    tiles = [(GPU_EXACT_BF16, tile) for tile in GPU_EXACT_BF16.gpu.matmul]
     tiles += [(MOSAIC_GPU_EXACT_BF16, tile) for tile in MOSAIC_GPU_BF16_SEVERAL_TILES.matmul]
     for exact, tile in tiles:
         if exact.family not in families:
@@ -137,6 +132,98 @@ def look_at_tiles(families: Collection[str], sharding) -> None:
             print(f"{label}: {resources(ptx)}", flush=True)
         except jax.errors.JaxRuntimeError as error:
             print(f"{label}: {reason(error)}", flush=True)
+
+
+_LABEL = re.compile(r"^(\$L\w+):")
+_BACK = re.compile(r"\bbra(?:\.uni)?\s+(\$L\w+)")
+_THUNK = re.compile(r"(\w+) grid: \[([\d, ]+)\] threads: \[(\d+).*shared_memory: (\d+)")
+_PER_CORE = {"registers": 65_536, "shared": 233_472, "threads": 2048}
+
+
+def loops(text: str) -> list[list[str]]:
+    """The lines of the loops of a kernel's code, the longest last."""
+    lines, labels, found = text.splitlines(), {}, []
+    for at, line in enumerate(lines):
+        if match := _LABEL.match(line):
+            labels[match[1]] = at
+        elif (match := _BACK.search(line)) and match[1] in labels:
+            found.append(lines[labels[match[1]] : at])
+    return sorted(found, key=len)
+
+
+def step(text: str) -> str:
+    """What a step of a kernel's longest loop does: products, other float instructions, all."""
+    lines = (loops(text) or [[]])[-1]
+    counts = Counter(one for line in lines for one in _FLOAT.findall(line))
+    widths = Counter[str]()
+    for name in [name for name in counts if "mma" in name]:
+        widths[re.search(r"n\d+", name)[0]] += counts.pop(name)
+    products = ", ".join(f"{count} {width}" for width, count in widths.items()) or "none"
+    exponentials = sum(count for name, count in counts.items() if name.startswith("ex2"))
+    barriers = sum("bar.sync" in line for line in lines)
+    code = sum(line.rstrip().endswith(";") for line in lines)
+    others = sum(counts.values()) - exponentials
+    return f"{products} | {exponentials} | {others} | {barriers} | {code}"
+
+
+def look_at_model(sharding) -> None:
+    """Rows of a table: the kernels of Qwen3-1.7B at the sizes that a device has timed."""
+    ops, use = kernels.family(GPU_EXACT_BF16), {"numerics": GPU_EXACT_BF16}
+    for name, function, shapes in _of_model(ops, use):
+        _, files = compiled(function, shapes, sharding)
+        (sequence,) = DUMP.glob("*thunk_sequence.txt")
+        for kernel, grid, threads, shared in _THUNK.findall(sequence.read_text()):
+            code = next((f for f in files if re.search(rf"entry {kernel}\b", f.read_text())), None)
+            if code is None or not re.match("dot|gated|attention", kernel):
+                continue
+            used = resources([code])
+            registers = -(-int(used.split()[0]) // 8) * 8 * int(threads)
+            fits = (
+                _PER_CORE["registers"] // registers,
+                _PER_CORE["shared"] // (int(shared) + 1024),
+                _PER_CORE["threads"] // int(threads),
+            )
+            print(
+                f"| {name}: `{kernel}` | {grid.replace(', ', ' x ')} | {threads}"
+                f" | {used.split()[0]} | {used.split()[2]} | {int(shared):,} | {min(fits)}"
+                f" | {step(code.read_text())} |",
+                flush=True,
+            )
+
+
+def _of_model(ops, use):
+    """(name, function, shapes) of products of a step of decoding and of an update; attention."""
+    of, dtype, hidden = jax.ShapeDtypeStruct, jnp.bfloat16, 2048
+    matrices = {
+        "qkv": (ops.dot, hidden, 4096),
+        "o": (ops.dot_add, hidden, hidden),
+        "gate and up": (ops.gated_dot, hidden, 12_288),
+        "down": (ops.dot_add, 6144, hidden),
+        "head": (ops.dot, hidden, 151_936),
+    }
+    for rows in (64, 256, 4096):
+        for name, (operation, size, width) in matrices.items():
+            count = 1024 if name == "head" and rows > 1024 else rows
+            shapes = [of((count, size), dtype), of((size, width), dtype)]
+            if operation == ops.dot_add:
+                shapes.append(of((count, width), dtype))
+            bias = () if operation == ops.dot else (None,)
+            call = partial(
+                lambda *args, run, bias: run(*args, *bias, **use), run=operation, bias=bias
+            )
+            yield f"{name}, {count:,} rows", call, shapes
+    heads, size = 8, 128
+    for batch, rows, length in ((64, 2, 2048), (1, 8192, 4096)):
+        query, at = of((batch, heads, rows, size), dtype), of((batch, rows), jnp.int32)
+        key = of((batch, heads, size, length), dtype)
+        value = of((batch, heads, length, size), dtype)
+        attend = partial(ops.attention, aligned=False, **use)
+        yield f"{batch} x {rows // 2:,} tokens", attend, [query, key, value, at]
+
+    def gradient(query, key, value, at, cotangent):
+        return jax.vjp(lambda *arrays: attend(*arrays, at), query, key, value)[1](cotangent)
+
+    yield "its gradient, 1 x 4,096 tokens", gradient, [query, key, value, at, query]
 
 
 def look_at_kernels(numerics: Numerics, sharding, named: str) -> None:
@@ -153,7 +240,14 @@ def look_at_kernels(numerics: Numerics, sharding, named: str) -> None:
         except jax.errors.JaxRuntimeError as error:
             print(f"{label} {name}: {reason(error)}", flush=True)
             continue
-        same = "same" if fingerprint(ptx) == one else "OTHER"
+        other = fingerprint(ptx)
+        same = (
+            "same"
+            if other == one
+            else "same, in other tiles"
+            if kinds(other) == kinds(one)
+            else "OTHER"
+        )
         kept = left_to_xla(executable)
         print(
             f"{label} {name}: {used}; 5 and 700 rows: {same} instructions; XLA: {kept}",
@@ -179,10 +273,14 @@ def main() -> None:
     parser.add_argument("--family", choices=GPU_FAMILIES, help="without it, both")
     parser.add_argument("--layers", type=int, default=1, help="of the whole programs")
     parser.add_argument("--kernels-only", action="store_true")
+    parser.add_argument("--table", action="store_true", help="of the kernels of Qwen3-1.7B alone")
     parser.add_argument("--named", default="", help="kernels with this in their names alone")
     options = parser.parse_args()
     devices = topology.target(f"{options.device}:1").devices
     sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
+    if options.table:
+        look_at_model(sharding)
+        return
     families = [options.family] if options.family else GPU_FAMILIES
     if not options.named:
         look_at_tiles(families, sharding)
@@ -191,7 +289,7 @@ def main() -> None:
             look_at_kernels(numerics, sharding, options.named)
     if not (options.kernels_only or options.named):
         several = (
-            replace(GPU_EXACT_BF16, gpu=GPU_BF16_SEVERAL_TILES),
+            GPU_EXACT_BF16,
             replace(MOSAIC_GPU_EXACT_BF16, gpu=MOSAIC_GPU_BF16_SEVERAL_TILES),
         )
         for numerics in several:

@@ -41,6 +41,8 @@ class Sizes:
     prompt: int = 32
     response: int = 128
     longest: int = 512  # tokens of the longest response where lengths are skewed
+    limit: int | None = None  # tokens that ours pads prompts to; None: as many as they have
+    note: str = ""
 
     def text(self) -> str:
         """One sentence for a results page."""
@@ -49,7 +51,7 @@ class Sizes:
             f" {self.intermediate}, {self.heads} heads and {self.kv_heads} key heads of"
             f" {self.head_dim}, vocabulary {self.vocabulary:,}, tied embeddings, random weights."
             f" Prompts of {self.prompt} tokens, {self.response} new tokens, temperature 1, no stop"
-            " token."
+            f" token.{self.note}"
         )
 
 
@@ -66,11 +68,42 @@ SMOKE = Sizes(
     response=8,
     longest=16,
 )
+# What the peer's page has rows of.
+SHAPES = {
+    "small": SMALL,
+    "smoke": SMOKE,
+    "wide": Sizes(
+        layers=12,
+        hidden=512,
+        intermediate=1536,
+        head_dim=64,
+        vocabulary=32768,
+        prompt=128,
+        response=256,
+        longest=256,
+    ),
+    "llama-135m": Sizes(
+        layers=6,
+        hidden=576,
+        intermediate=1536,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        vocabulary=49152,
+        prompt=45,
+        response=28,
+        longest=28,
+        limit=96,
+        note=" These are the sizes of a Llama of 135M parameters, which has 30 layers. Ours pads"
+        " prompts to 96 tokens.",
+    ),
+}
+SHAPE_BATCHES = {"small": BATCHES, "smoke": (8,), "wide": (16,), "llama-135m": (64,)}
 
 
-def cases(smoke: bool) -> tuple[tuple[int, str], ...]:
+def cases(shape: str) -> tuple[tuple[int, str], ...]:
     """(batch, dtype) of each row of a table."""
-    return tuple((batch, dtype) for batch in ((8,) if smoke else BATCHES) for dtype in DTYPES)
+    return tuple((batch, dtype) for batch in SHAPE_BATCHES[shape] for dtype in DTYPES)
 
 
 class CompiledError(RuntimeError):
@@ -275,5 +308,5 @@ def worker_parser(description: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--batch", type=int, required=True)
     options.add_argument("--dtype", choices=DTYPES, required=True)
-    options.add_argument("--smoke", action="store_true")
+    options.add_argument("--shape", choices=SHAPES, required=True)
     return options

@@ -1,10 +1,12 @@
-"""tim_jax against google-tunix, and writes docs/results/peer.md.
+"""tim_jax against google-tunix and TRL, and writes sections of docs/results/peer.md.
 
     JAX_PLATFORMS=cpu python scripts/bench_peer.py --peer-python /path/to/python
+    python scripts/bench_peer.py --peer-python /path/to/python --shape wide
+    python scripts/bench_peer.py --peer trl --peer-python /path/to/other --shape llama-135m
 
-`--peer-python` is an interpreter with google-tunix 0.1.7 installed. Each library works in a process
-of its own (peer_ours.py, peer_tunix.py); timed calls take turns, one process idle while the other
-works.
+`--peer-python` is an interpreter with google-tunix 0.1.7 installed, or with TRL 1.16, PyTorch and
+jax. Each library works in a process of its own (peer_ours.py, peer_tunix.py, peer_trl.py); timed
+calls take turns, one process idle while the other works. Of TRL, steps are measured.
 """
 
 import json
@@ -21,10 +23,10 @@ from typing import NamedTuple
 import bench_common as common
 
 PAGE = common.RESULTS / "peer.md"
-SPEED_GOALS = {8: 2.0, 32: 2.0, 64: 2.5}
-STEP_GOAL = 0.45
+TITLE, SECTION = "# Speed against other libraries", "\n## "
+NAMES = {"tunix": "google-tunix", "trl": "TRL"}
+SPEED_GOALS = {8: 2.0, 16: 1.8, 32: 2.0, 64: 2.5}
 SKEWED_GOAL = 3.0
-SKEWED_BATCH = 64
 _HERE = pathlib.Path(__file__).parent
 
 
@@ -33,7 +35,7 @@ class Row(NamedTuple):
 
     batch: int
     dtype: str
-    sampler: Mapping[str, tuple[float, ...]]
+    sampler: Mapping[str, tuple[float, ...]]  # empty where it is not measured
     skewed: Mapping[int, Mapping[str, tuple[float, ...]]]  # by number of slots
     step: Mapping[str, tuple[float, ...]]
     versions: Mapping[str, Mapping[str, str]]
@@ -51,7 +53,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
         )
 
     def __enter__(self) -> "Worker":
@@ -90,20 +92,22 @@ class Worker:
 
 def measure(batch: int, dtype: str, options) -> Row:
     """One row of both tables."""
-    sizes = common.SMOKE if options.smoke else common.SMALL
+    sizes = common.SHAPES[options.shape]
     tokens = batch * sizes.response
-    arguments = ["--batch", str(batch), "--dtype", dtype, *(["--smoke"] if options.smoke else [])]
+    arguments = ["--batch", str(batch), "--dtype", dtype, "--shape", options.shape]
     with (
         Worker(sys.executable, "peer_ours.py", arguments) as ours,
-        Worker(options.peer_python, "peer_tunix.py", arguments) as peer,
+        Worker(options.peer_python, f"peer_{options.peer}.py", arguments) as peer,
     ):
         sides = {"ours": ours, "peer": peer}
         found = {name: worker.ask("about") for name, worker in sides.items()}
         take_turns = partial(turns, sides, repeats=options.repeats)
-        warm_up(sides, "prepare_sampler")
-        sampler = take_turns("sample", tokens)
-        skewed = {}
-        if batch == SKEWED_BATCH or options.smoke:
+        sampler, skewed = {}, {}
+        if options.peer == "tunix":
+            warm_up(sides, "prepare_sampler")
+            sampler = take_turns("sample", tokens)
+        skews = batch == max(common.SHAPE_BATCHES[options.shape]) and sizes.limit is None
+        if skews and options.peer == "tunix":
             warm_up(sides, "prepare_skewed")
             drawn = int(common.skewed(batch, sizes.longest).sum())
             for slots in common.slots(batch):
@@ -131,7 +135,7 @@ def turns(
 
 def sampler_table(rows: list[Row], response: int) -> list[str]:
     lines = [
-        "| batch | dtype | ours tok/s | tunix tok/s | ours / tunix, median | of the best times"
+        "| batch | dtype | ours tok/s | its tok/s | ours / its, median | of the best times"
         " | goal |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
@@ -151,8 +155,8 @@ def sampler_table(rows: list[Row], response: int) -> list[str]:
 
 def skewed_table(rows: list[Row], longest: int) -> list[str]:
     lines = [
-        "| sequences | side by side | dtype | tokens | ours tok/s | tunix tok/s | ours / tunix,"
-        " median | of the best times | goal |",
+        "| sequences | side by side | dtype | tokens | ours tok/s | its tok/s | ours / its, median"
+        " | of the best times | goal |",
         "|--:|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
@@ -167,72 +171,100 @@ def skewed_table(rows: list[Row], longest: int) -> list[str]:
     return lines
 
 
-def step_table(rows: list[Row]) -> list[str]:
+def step_goal(peer: str, shape: str, dtype: str) -> float:
+    """The most that ours may take of the peer's time."""
+    if peer == "trl":
+        return 0.55 if dtype == "float32" else 0.4
+    return 0.5 if shape == "wide" else 0.45
+
+
+def step_table(rows: list[Row], options) -> list[str]:
     lines = [
-        "| batch | dtype | ours, s | tunix, s | time ours / tunix, median | of the best times"
-        " | goal |",
+        "| batch | dtype | ours, s | its, s | time ours / its, median | of the best times | goal |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         median, best = common.ratios(row.step["ours"], row.step["peer"])
-        seconds = [
-            f"{statistics.median(times):.3f}" for times in (row.step["ours"], row.step["peer"])
-        ]
+        ours, peer = (f"{statistics.median(row.step[side]):.3f}" for side in ("ours", "peer"))
+        goal = step_goal(options.peer, options.shape, row.dtype)
         lines.append(
-            f"| {row.batch} | {row.dtype} | {seconds[0]} | {seconds[1]} | {median:.2f} | {best:.2f}"
-            f" | <= {STEP_GOAL:.2f} |"
+            f"| {row.batch} | {row.dtype} | {ours} | {peer} | {median:.2f} | {best:.2f}"
+            f" | <= {goal:.2f} |"
         )
     return lines
 
 
-def page(rows: list[Row], load: float, options) -> list[str]:
-    sizes = common.SMOKE if options.smoke else common.SMALL
+def section(rows: list[Row], load: float, options) -> list[str]:
+    """Lines of one peer and shape; the first is the section's name."""
+    sizes = common.SHAPES[options.shape]
     ours, peer = rows[0].versions["ours"], rows[0].versions["peer"]
     named = {f"ours: {k}" if k == "Python" else k: v for k, v in ours.items()}
     named |= {f"peer: {k}" if k == "Python" else f"its {k}": v for k, v in peer.items()}
-    return [
-        "# Speed against google-tunix",
-        "",
-        "Written by `python scripts/bench_peer.py`. Ours is exact (tiles, calibrated for the"
-        " batch). Each library works in its own process, calls take turns (A B B A), one process"
-        f" idle while the other works, {options.repeats} calls of each after two for warming up;"
-        " ratios are medians of the ratios of neighbours. Both hold float32 master weights and"
-        " compute in the dtype named. Tokens per second are as of this machine.",
+    lines = [
+        f"{NAMES[options.peer]}, {options.shape}",
         "",
         sizes.text(),
+        f"{options.repeats} calls of each.",
         "",
         *common.machine_text(load, named),
-        "## Sampler, log-probs returned",
-        "",
-        *sampler_table(rows, sizes.response),
-        "",
-        f"## Sampler, skewed lengths of up to {sizes.longest} tokens",
-        "",
-        "Lengths are log-normal with a mean of a quarter of the longest, and are forced. Ours draws"
-        " them in that many slots; the peer in batches of that many, each until its longest one"
-        " has ended. Only tokens up to each sequence's end are counted.",
-        "",
-        *skewed_table(rows, sizes.longest),
-        "",
-        f"## GRPO step: groups of {common.GROUP}, one update, AdamW, no KL term",
-        "",
-        *step_table(rows),
     ]
+    if drawn := [row for row in rows if row.sampler]:
+        lines += ["### Sampler, log-probs returned", "", *sampler_table(drawn, sizes.response), ""]
+    if skewed := [row for row in rows if row.skewed]:
+        lines += [
+            f"### Sampler, skewed lengths of up to {sizes.longest} tokens",
+            "",
+            "Lengths are log-normal with a mean of a quarter of the longest, and are forced. Ours"
+            " draws them in that many slots; the peer in batches of that many, each until its"
+            " longest one has ended. Only tokens up to each sequence's end are counted.",
+            "",
+            *skewed_table(skewed, sizes.longest),
+            "",
+        ]
+    heading = f"### GRPO step: groups of {common.GROUP}, one update, AdamW, no KL term"
+    return [*lines, heading, "", *step_table(rows, options)]
+
+
+def page(before: str, lines: list[str]) -> list[str]:
+    """The page with a section in place of the one of its name, or behind all others."""
+    introduction = [
+        TITLE,
+        "",
+        "Each section is written by `python scripts/bench_peer.py --peer ... --shape ...`. Ours is"
+        " exact (tiles, calibrated for the batch). Each library works in its own process, calls"
+        " take turns (A B B A), one process idle while the other works, after two calls of each"
+        " for warming up; ratios are medians of the ratios of neighbours. Both hold float32 master"
+        " weights and compute in the dtype named. Tokens per second are as of this machine.",
+    ]
+    own = "\n".join(lines).rstrip() + "\n"
+    sections = [one.rstrip() + "\n" for one in before.split(SECTION)[1:]]
+    names = [one.partition("\n")[0] for one in sections]
+    at = names.index(lines[0]) if lines[0] in names else len(names)
+    sections[at : at + 1] = [own]
+    return [SECTION.join(["\n".join(introduction) + "\n", *sections])]
 
 
 def main() -> None:
     """Writes the page, or prints it for a smoke test."""
-    parser = common.parser("Measures tim_jax against google-tunix.", PAGE)
-    parser.add_argument("--peer-python", required=True, help="interpreter with google-tunix 0.1.7")
+    parser = common.parser("Measures tim_jax against google-tunix or TRL.", PAGE)
+    parser.add_argument("--peer", choices=NAMES, default="tunix")
+    parser.add_argument("--peer-python", required=True, help="interpreter that has the peer")
+    shapes = [name for name in common.SHAPES if name != "smoke"]
+    parser.add_argument("--shape", choices=shapes, default="small")
     parser.add_argument("--batch", type=int, nargs="+", help="these batch sizes only")
+    parser.add_argument("--dtype", choices=common.DTYPES, nargs="+", help="these dtypes only")
     options = parser.parse_args()
+    options.shape = "smoke" if options.smoke else options.shape
+    before = PAGE.read_text() if PAGE.exists() and not options.smoke else ""
     load = common.load_average()
     rows = []
-    for batch, dtype in common.cases(options.smoke):
-        if options.batch is None or batch in options.batch:
+    for batch, dtype in common.cases(options.shape):
+        if options.batch is not None and batch not in options.batch:
+            continue
+        if options.dtype is None or dtype in options.dtype:
             rows.append(measure(batch, dtype, options))
             # After every row: a run that is stopped keeps what it has measured.
-            common.publish(page(rows, load, options), options, PAGE)
+            common.publish(page(before, section(rows, load, options)), options, PAGE)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Tokens per second of episodes of several turns, beside single turns of the same length.
 
+Writes a section of docs/results/turns.md.
+
     python scripts/bench_turns.py                  # 8 turns of 16 drawn and 16 replied tokens
 
 The environment replies at once. Both draw 8 prompts x 8 samples from the quickstart's model with
@@ -8,11 +10,19 @@ that lengths are equal.
 """
 
 import argparse
+import os
+import pathlib
+import platform
+import statistics
 import time
+from functools import partial
 
+import bench_common as common
 import jax
 import jax.numpy as jnp
 import numpy as np
+from exactness_cases import processor
+from turns_cases import OUT, with_section
 
 from tim_jax.common.types import Prompts
 from tim_jax.instruments.auditing import random_params
@@ -39,6 +49,7 @@ CONFIG = ModelConfig(
     qk_norm=True,
 )
 PROMPTS, SAMPLES, LENGTH = 8, 8, 16
+TITLE = "## Speed beside a single turn of the same length"
 
 
 class Replying:
@@ -52,14 +63,40 @@ class Replying:
             yield index, Outcome(None, self.reply)
 
 
-def best(draw, repeats: int) -> float:
-    """Tokens per second of the fastest of some draws, after one that compiles."""
-    rates = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        rollout = jax.block_until_ready(draw())
-        rates.append(int(rollout.lengths.sum()) / (time.perf_counter() - start))
-    return max(rates[1:])
+def timed(draw) -> tuple[float, float]:
+    """Seconds for each token that is drawn or replied: all, and without waiting for replies."""
+    start = time.perf_counter()
+    rollout, waited = jax.block_until_ready(draw())
+    took = time.perf_counter() - start
+    tokens = int(rollout.lengths.sum())
+    return took / tokens, (took - waited) / tokens
+
+
+def section(found: dict[str, list[tuple[float, float]]], args, shape: str) -> str:
+    """The part of the page: medians, and those of ratios to the single turn of the same round."""
+    single = [whole for whole, _ in found["a single turn"]]
+    lines = [
+        TITLE,
+        "",
+        f"Made by `python scripts/bench_turns.py` (jax {jax.__version__}, Python"
+        f" {platform.python_version()}; {jax.default_backend()}: {processor()}; load average at the"
+        f" end {os.getloadavg()[0]:.1f}).",
+        "",
+        f"{PROMPTS} prompts x {SAMPLES} samples of the quickstart's model in float32 with random",
+        f"weights; {shape}. The environment replies at once. Medians of {args.repeats} rounds in",
+        "which each has its turn; ratios are to the single turn of the same round.",
+        "",
+        "| | tokens/s | time a token, against a single turn | without waiting for replies |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, times in found.items():
+        rate = 1 / statistics.median(whole for whole, _ in times)
+        ratios = [
+            statistics.median(x / one for x, one in zip(column, single, strict=True))
+            for column in zip(*times, strict=True)
+        ]
+        lines.append(f"| {name} | {rate:,.0f} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+    return "\n".join(lines) + "\n"
 
 
 def main():
@@ -67,7 +104,8 @@ def main():
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--drawn", type=int, default=16, help="tokens of a turn")
     parser.add_argument("--reply", type=int, default=16, help="tokens of a reply")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=pathlib.Path, default=OUT)
     args = parser.parse_args()
     room = args.turns * (args.drawn + args.reply)
     numerics = calibrate(CONFIG, EXACT_F32, batch=PROMPTS * SAMPLES, longest=LENGTH + room)
@@ -81,29 +119,33 @@ def main():
         ids=jnp.arange(PROMPTS, dtype=jnp.int32),
     )
     single = sampling_program(execution, samples=SAMPLES)
-    alone = best(lambda: single(weights, prompts, key), args.repeats)
-    print(f"single turn of {room} tokens: {alone:,.0f} tokens/s")
-    for batching in (Batching(), Batching(slots=PROMPTS * SAMPLES)):
-        compiled = episodes.build(
-            execution, turns=Turns(args.turns, args.drawn), samples=SAMPLES, batching=batching
-        )
 
-        def play(compiled=compiled):
-            return episodes.play(
-                weights,
-                prompts,
-                key,
-                programs=compiled,
-                environment=Replying(args.reply),
-                states=[None] * PROMPTS,
-                text=lambda tokens: "",
-            ).rollout
-
-        rate = best(play, args.repeats)
-        how = "pages" if compiled.paged else "rows"
-        print(
-            f"{args.turns} turns, {how}: {rate:,.0f} tokens/s, time per token x {alone / rate:.2f}"
+    def play(compiled):
+        played = episodes.play(
+            weights,
+            prompts,
+            key,
+            programs=compiled,
+            environment=Replying(args.reply),
+            states=[None] * PROMPTS,
+            text=lambda tokens: "",
         )
+        return played.rollout, played.seconds
+
+    draws = {"a single turn": lambda: (single(weights, prompts, key), 0.0)}
+    turns = Turns(args.turns, args.drawn)
+    for how, batching in (("rows", Batching()), ("pages", Batching(slots=PROMPTS * SAMPLES))):
+        compiled = episodes.build(execution, turns=turns, samples=SAMPLES, batching=batching)
+        draws[f"{args.turns} turns, {how}"] = partial(play, compiled)
+    for draw in draws.values():  # compiles
+        timed(draw)
+    with common.warm("a rollout"):
+        rounds = [{name: timed(draw) for name, draw in draws.items()} for _ in range(args.repeats)]
+    found = {name: [one[name] for one in rounds] for name in draws}
+    shape = f"{args.turns} turns of {args.drawn} drawn and {args.reply} replied tokens against a"
+    text = section(found, args, f"{shape} single turn of {room}")
+    print(text)
+    args.out.write_text(with_section(args.out.read_text() if args.out.exists() else "", text))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,10 @@
     python scripts/exactness_cases.py                 # 10,000 cases, 42 minutes on one core
     python scripts/exactness_cases.py --cases 500 --out /tmp/exactness.md
     python scripts/exactness_cases.py --cases 1000 --dtype float16    # its own section of the page
+    python scripts/exactness_cases.py --cases 100 --packed --seed 1 --tally all.json
+
+The last has few programs and no padding. Counts are added to those of the file, and the page's
+section reports them all, so that several short runs with other seeds make one table.
 
 Hypothesis draws each case: numerics, temperature and truncation, the sampler's batch, the prompts'
 lengths and contents, the order in which sequences are given to slots, and with what to compare: a
@@ -14,6 +18,7 @@ all programs at once would need more memory mappings than a kernel usually allow
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import platform
 import time
@@ -31,7 +36,7 @@ from hypothesis import strategies as st
 
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing import PRESETS, Unequal, compare, describe, random_params
-from tim_jax.model.calibration import calibrate
+from tim_jax.model.calibration import calibrate_once
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.numerics import COMPUTE_DTYPES, Numerics
 from tim_jax.policy import sampler, scoring
@@ -87,7 +92,9 @@ LEARNERS = (
     Learner(16, 30, 45),
     Learner(8, 30, LONGEST, buffer=600),
     Learner(5, 24, 53, remat=True, buffer=411),
+    Learner(16, 30, 45, buffer=1200),
 )
+PACKED = tuple(learner for learner in LEARNERS if learner.buffer)
 
 
 @dataclass(frozen=True)
@@ -105,15 +112,15 @@ class Drawn:
 
 
 @st.composite
-def drawn_cases(draw, numerics, samplings):
-    batch = draw(st.sampled_from(BATCHES))
+def drawn_cases(draw, numerics, samplings, packed):
+    batch = draw(st.sampled_from(BATCHES[2:] if packed else BATCHES))
     length = st.integers(1, batch.prompt_length)
     others = tuple(other for other in BATCHES if other != batch)
     return Drawn(
         numerics=numerics,
         sampling=draw(st.sampled_from(samplings)),
         batch=batch,
-        against=draw(st.sampled_from(LEARNERS + others)),
+        against=draw(st.sampled_from(PACKED if packed else LEARNERS + others)),
         lengths=tuple(draw(st.lists(length, min_size=batch.prompts, max_size=batch.prompts))),
         contents=draw(st.integers(0, 2**32 - 1)),
         weights=draw(st.integers(0, WEIGHTS - 1)),
@@ -257,13 +264,20 @@ class Count:
         self.unequal += unequal
         self.largest = max(self.largest, largest)
 
+    def join(self, plain: dict) -> None:
+        for name in ("cases", "tokens", "unequal"):
+            setattr(self, name, getattr(self, name) + plain[name])
+        self.largest = max(self.largest, plain["largest"])
+
 
 @dataclass
 class Tally:
     """Counts by each property of the cases."""
 
     total: Count = field(default_factory=Count)
-    by: dict = field(default_factory=lambda: defaultdict(lambda: defaultdict(Count)))
+    by: dict[str, dict[str, Count]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(Count))
+    )
     failures: list[tuple[Drawn, Unequal]] = field(default_factory=list)
 
     def add(self, case: Drawn, found):
@@ -280,6 +294,18 @@ class Tally:
             self.by[name][value].add(tokens, unequal, largest)
         if first is not None:
             self.failures.append((case, first))
+
+    def plain(self) -> dict:
+        """Counts only, for a file."""
+        by = {name: {k: vars(v) for k, v in counts.items()} for name, counts in self.by.items()}
+        return {"total": vars(self.total), "by": by}
+
+    def join(self, plain: dict) -> None:
+        """Adds the counts of an earlier run."""
+        self.total.join(plain["total"])
+        for name, counts in plain["by"].items():
+            for value, count in counts.items():
+                self.by[name][value].join(count)
 
 
 def in_words(shape: Batch | Learner) -> str:
@@ -308,18 +334,19 @@ def most_mappings() -> int:
     return int(limit.read_text()) * 3 // 4 if limit.exists() else 50_000
 
 
-def run(numerics, *, cases: int, seed_: int, samplings=tuple(SAMPLINGS)) -> Tally:
-    """`cases` in all, as many of each of `numerics`."""
+def run(numerics, *, cases: int, seed_: int, samplings=tuple(SAMPLINGS), packed=False) -> Tally:
+    """`cases` in all, as many of each of `numerics`; `packed`: see PACKED."""
     tally = Tally()
     for index, one in enumerate(numerics):
         jax.clear_caches()
         share = cases // len(numerics) + (index < cases % len(numerics))
         if share:
-            _run(one, tally, cases=share, seed_=seed_ + index, samplings=samplings)
+            drawn = drawn_cases(one, samplings, packed)
+            _run(drawn, tally, cases=share, seed_=seed_ + index)
     return tally
 
 
-def _run(numerics, tally: Tally, *, cases: int, seed_: int, samplings) -> None:
+def _run(drawn, tally: Tally, *, cases: int, seed_: int) -> None:
     start = time.perf_counter()
 
     @seed(seed_)
@@ -330,12 +357,12 @@ def _run(numerics, tally: Tally, *, cases: int, seed_: int, samplings) -> None:
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    @given(drawn_cases(numerics, samplings))
+    @given(drawn)
     def every(case):
         if mappings() > most_mappings():
             jax.clear_caches()
         tally.add(case, check(case))
-        if tally.total.cases % 250 == 0:
+        if tally.total.cases % 50 == 0:
             seconds = time.perf_counter() - start
             total = tally.total
             print(
@@ -383,12 +410,11 @@ def report(tally: Tally, control: Tally, command: str, seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_report(page: str, text: str, dtypes: list[str] | None) -> str:
-    """The page with a new report: the whole, or of the section of some dtypes that has its own."""
+def with_report(page: str, text: str, name: str) -> str:
+    """The page with a new report: the whole, or the section of this name."""
     whole, *sections = page.split(SECTION)
-    if dtypes is None:
+    if not name:
         return SECTION.join([text, *sections])
-    name = " and ".join(dtypes)
     kept = [section for section in sections if section.partition("\n")[0] != name]
     return SECTION.join([whole, *kept, text.replace(TITLE, name, 1)])
 
@@ -407,31 +433,67 @@ def processor() -> str:
     return f"{info.get('model name', platform.machine())}, {number} {vectors}".strip()
 
 
+def add_up(file: pathlib.Path, tally: Tally, control: Tally, seconds: float) -> float:
+    """Joins the counts of a file's earlier runs and writes them back; their seconds."""
+    before = 0.0
+    if file.exists():
+        earlier = json.loads(file.read_text())
+        before = earlier["seconds"]
+        tally.join(earlier["tally"])
+        control.join(earlier["control"])
+    after = {"seconds": before + seconds, "tally": tally.plain(), "control": control.plain()}
+    file.write_text(json.dumps(after))
+    return before
+
+
+def kept(tally: pathlib.Path | None, numerics: Numerics) -> pathlib.Path | None:
+    """Where the runs that are added up keep what was measured for one dtype."""
+    return tally and tally.with_suffix(f".{numerics.compute_dtype}.json")
+
+
 def main():
     parser = argparse.ArgumentParser(description="Sampler against learner.")
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument(
         "--dtype", choices=COMPUTE_DTYPES, action="append", help="default: float32 and bfloat16"
     )
+    parser.add_argument(
+        "--packed", action="store_true", help="only learners without padding, of fewer shapes"
+    )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tally", type=pathlib.Path, help="counts of runs to be added up")
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
     args = parser.parse_args()
     start = time.perf_counter()
     dtypes = args.dtype or ["float32", "bfloat16"]
     fixed = tuple(Numerics(compute_dtype=dtype) for dtype in dtypes)
     longest = max(one.prompt_length + one.response_length for one in (*BATCHES, *LEARNERS))
-    wide = tuple(calibrate(CONFIG, numerics, batch=16, longest=longest) for numerics in fixed)
-    options = {"seed_": args.seed}
-    tally = run(tuple(dict.fromkeys(fixed + wide)), cases=args.cases, **options)
+    wide = tuple(
+        calibrate_once(CONFIG, one, batch=16, longest=longest, file=kept(args.tally, one))
+        for one in fixed
+    )
+    options = {"seed_": args.seed, "packed": args.packed}
+    drawn = wide if args.packed else tuple(dict.fromkeys(fixed + wide))
+    samplings = tuple(SAMPLINGS)
+    samplings = (samplings[args.seed % len(samplings)],) if args.packed else samplings
+    tally = run(drawn, cases=args.cases, samplings=samplings, **options)
     native = tuple(replace(one, family="native") for one in fixed)
-    control = run(native, cases=max(args.cases // 50, 2), samplings=("T 1",), **options)
+    control = Tally()
+    if not (args.tally and args.tally.exists()):  # of several runs the first has the control
+        control = run(native, cases=max(args.cases // 50, 2), samplings=("T 1",), **options)
     command = f"python scripts/exactness_cases.py --cases {args.cases} --seed {args.seed}"
     command += "".join(f" --dtype {dtype}" for dtype in args.dtype or ())
-    text = report(tally, control, command, time.perf_counter() - start)
+    command += " --packed" * args.packed
+    found = tally.total.unequal or not tally.total.tokens
+    seconds = time.perf_counter() - start
+    if args.tally:
+        seconds += add_up(args.tally, tally, control, seconds)
+    text = report(tally, control, command, seconds)
+    name = "without padding" if args.packed else " and ".join(args.dtype or ())
     page = args.out.read_text() if args.out.exists() else ""
-    args.out.write_text(with_report(page, text, args.dtype))
+    args.out.write_text(with_report(page, text, name))
     print(text)
-    return 1 if tally.total.unequal or not tally.total.tokens else 0
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

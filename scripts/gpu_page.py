@@ -21,6 +21,7 @@ from typing import Any
 import bench_common as common
 
 PAGE = common.RESULTS / "gpu.md"
+PREDICTED = common.RESULTS / "predicted.json"  # by scripts/gpu_predicted.py, before a run
 FILES = common.RESULTS / "gpu"
 _RUN = ("passed", "FAILED", "measured")
 _PROGRAM = re.compile(r"(sampler|learner|GRPO step) (\S+) (exact|native), (.+)")
@@ -47,16 +48,18 @@ def main() -> None:
 def measured(files: Iterable[Path]) -> str:
     """Everything between the page's marks."""
     lines: list[str] = []
+    predicted = json.loads(PREDICTED.read_text())
     for file in files:
         content = json.loads(file.read_text())
         if content["machine"].get("smoke"):
             raise SystemExit(f"{file}: of a smoke run, whose figures mean nothing")
-        lines += [*device(content["machine"], content["parts"], f"gpu/{file.name}"), ""]
+        cases = predicted.get(file.stem, {}).get("cases", {})
+        lines += [*device(content["machine"], content["parts"], f"gpu/{file.name}", cases), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def device(machine: Row, parts: Parts, link: str) -> Iterator[str]:
-    """A device's section."""
+def device(machine: Row, parts: Parts, link: str, predicted: Row) -> Iterator[str]:
+    """A device's section. `predicted`: figures of whole programs by their names."""
     yield f"## {machine['device']}"
     yield ""
     said = [f"{name} {value}" for name, value in machine.items() if _telling(name, value)]
@@ -67,7 +70,7 @@ def device(machine: Row, parts: Parts, link: str) -> Iterator[str]:
     timed = [row for row in whole if row not in profiled]
     for title, table in (
         ("Same bits", exactness(compared, parts.get("run", ()))),
-        ("Whole programs", speeds(timed, parts.get("torch", ()))),
+        ("Whole programs", speeds(timed, parts.get("torch", ()), predicted)),
         ("Where the time goes", profiles(profiled)),
         ("Products", products(parts.get("products", ()))),
         ("Kernels and accuracy", others(parts)),
@@ -114,7 +117,7 @@ def exactness(cases: Sequence[Row], runs: Sequence[Row]) -> Iterator[str]:
         yield from ("", f"{run['name']}: {'; '.join(shown)}.")
 
 
-def speeds(programs: Sequence[Row], peers: Sequence[Row]) -> Iterator[str]:
+def speeds(programs: Sequence[Row], peers: Sequence[Row], predicted: Row) -> Iterator[str]:
     """Exact and native side by side, and what else was run beside them."""
     sides: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
     for row in programs:
@@ -128,16 +131,16 @@ def speeds(programs: Sequence[Row], peers: Sequence[Row]) -> Iterator[str]:
         if row["status"] in _RUN and not _PROGRAM.fullmatch(row["name"])
     ]
     if sides:
-        yield from _sides(sides)
+        yield from _sides(sides, predicted)
     if others:
         yield from ("", "| beside them | found |", "|---|---|")
         yield from (f"| {row['name']} | {_values(row)} |" for row in others)
 
 
-def _sides(sides: Mapping[tuple[str, str], Mapping[str, Row]]) -> Iterator[str]:
-    head = "exact, tokens/s", "native, tokens/s", "exact / native", "exact, of the limit"
-    yield f"| program | of | {' | '.join(head)} |"
-    yield "|---|---|--:|--:|--:|--:|"
+def _sides(sides: Mapping[tuple[str, str], Mapping[str, Row]], predicted: Row) -> Iterator[str]:
+    rates = "predicted, tokens/s", "exact, tokens/s", "native, tokens/s"
+    yield f"| program | of | {' | '.join(rates)} | exact / native | exact, of the limit |"
+    yield "|---|---|--:|--:|--:|--:|--:|"
     for (program, amount), row in sides.items():
         exact, native = (_rate(row.get(side)) for side in ("exact", "native"))
         ratio = f"{exact / native:.2f}" if exact and native else ""
@@ -145,7 +148,10 @@ def _sides(sides: Mapping[tuple[str, str], Mapping[str, Row]]) -> Iterator[str]:
             f"{rate:,.0f}" if rate else _why(row.get(side))
             for rate, side in ((exact, "exact"), (native, "native"))
         ]
-        yield f"| {program} | {amount} | {shown[0]} | {shown[1]} | {ratio} | {_limit(row)} |"
+        case = predicted.get(f"{program} exact, {amount}", {})
+        before = f"{case['tokens/s']:,}" if "tokens/s" in case else ""
+        cells = before, *shown, ratio, _limit(row)
+        yield f"| {program} | {amount} | {' | '.join(cells)} |"
 
 
 def _rate(row: Row | None) -> float | None:

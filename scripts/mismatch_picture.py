@@ -9,11 +9,11 @@ in bfloat16, by this library's exact forward.
 import random
 from pathlib import Path
 
-import jax
 import matplotlib as mpl
 import numpy as np
 
 import tim_jax as tim
+from tim_jax.app.run import charts
 
 mpl.use("agg")
 from matplotlib import pyplot as plt
@@ -35,7 +35,7 @@ def draw(axes, probabilities, ratio, title, colour):
     # Thousands of dots as one picture within the SVG: 30 kB in place of 2 MB.
     axes.scatter(probabilities, ratio, s=5, lw=0, alpha=0.5, color=colour, rasterized=True)
     axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel("probability of the token")
+    axes.set_xlabel("probability of a token")
     low, high = ratio.min(), ratio.max()
     span = "every ratio is 1" if low == high else f"ratios from {low:.2f} to {high:.2f}"
     axes.text(
@@ -44,7 +44,7 @@ def draw(axes, probabilities, ratio, title, colour):
         f"{unequal:,} of {ratio.size:,} tokens differ\n{span}",
         transform=axes.transAxes,
         ha="right",
-        fontsize=9,
+        fontsize=9.5,
         color="#333333",
     )
 
@@ -54,20 +54,12 @@ def main():
     prompts = ["".join(rng.choices("0123456789", k=5)) + ">" for _ in range(64)]
     fine, coarse = tim.load("tiny"), tim.load("tiny", dtype="bfloat16")
     mpl.rcParams |= {"svg.hashsalt": "tim", "axes.spines.top": False, "axes.spines.right": False}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.1), sharey=True)
-    title = "Two programs: sampler bfloat16, trainer float32"
+    figure, (left, right) = plt.subplots(1, 2, figsize=(5.9, 3.3), sharey=True)
+    title = "Two programs:\nsampler bfloat16, trainer float32"
     draw(left, *ratios(coarse, fine, prompts), title, ORANGE)
-    draw(right, *ratios(coarse, coarse, prompts), "tim_jax: one forward for both, bfloat16", BLUE)
+    draw(right, *ratios(coarse, coarse, prompts), "tim_jax:\none forward for both, bfloat16", BLUE)
     left.set_ylabel("ratio: trainer's / sampler's")
-    figure.text(
-        0.995,
-        0.01,
-        f'tim.load("tiny"), jax {jax.__version__}, {jax.default_backend()};'
-        " python scripts/mismatch_picture.py",
-        ha="right",
-        fontsize=6.5,
-        color="#777777",
-    )
+    charts.sign(figure, "python scripts/mismatch_picture.py", size=5.5)
     figure.tight_layout(rect=(0, 0.02, 1, 1))
     figure.savefig(PATH, dpi=200, metadata={"Date": None})
     print(PATH)

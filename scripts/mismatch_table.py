@@ -3,6 +3,7 @@
     python scripts/mismatch_table.py                        # trains the model first; minutes
     python scripts/mismatch_table.py --run runs/mismatch    # the model of an earlier call
     python scripts/mismatch_table.py --dtypes               # float16 against bfloat16 alone
+    python scripts/mismatch_table.py --draw                 # from docs/results/mismatch.json
 
 Writes docs/results/mismatch.{md,json,png} and the part of docs/mismatch.md between its markers.
 With --dtypes, of a smaller model, docs/results/mismatch_dtypes.json and the part that is its own.
@@ -96,11 +97,14 @@ ONE_SIDE = tuple({"name": "compute", "dtype": dtype} for dtype in ("bfloat16", "
 
 
 SHORT = """\
-**In short.** Of a float32 learner and a sampler that differs in one thing: another order of sums
-makes a difference of 1e-7 a token, bfloat16 2e-4 to 2e-3, an 8-bit float KV cache 0.01 to 0.03,
-4-bit
-weights 0.03, weights of 25 updates ago 0.2. Without a difference, all figures are exactly 0. Tables
-below the first of each temperature are folded.
+**In short.** The learner computes in float32, and the sampler differs from it in one thing. The two
+log-probs of a token then differ in the mean by 1e-7 nats if sums are taken in another order, by
+2e-4 to 2e-3 in bfloat16, by 0.01 to 0.03 with a KV cache of 8-bit floats, by 0.03 with 4-bit
+weights, and by 0.2 with weights that are 25 updates old. If nothing differs, all figures are
+exactly 0.
+
+In the tables d is the log-prob of the learner minus the one that was recorded, r is `exp(d)`, and p
+is a probability. Below the first table of each temperature the others are folded.
 """
 
 
@@ -141,16 +145,24 @@ def folded(table: str) -> str:
     return "\n".join([first.rstrip(), *lines, ""])
 
 
+def table(title: str, record: dict[str, Any]) -> list[str]:
+    """The main table of a record, folded."""
+    body = ablation.to_markdown(record, every_metric=False, profiles=False).rstrip()
+    return [f'<details markdown="1"><summary>{title}</summary>', "", body, "", "</details>"]
+
+
 def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
     results = DOCS / "results"
     charts.source_chart(
         plain,
         results / "mismatch.png",
         title=f"Mismatch by source: {MODEL}, float32 learner, temperature 1",
+        command="python scripts/mismatch_table.py",
     )
     both = {"temperature_1": plain, "temperature_0.6_top_p_0.8": semantic}
     (results / "mismatch.json").write_text(json.dumps(both, indent=1) + "\n")
-    where = f"jax {plain['jax']}, Python {plain['python']}, {plain['device']}"
+    device = "a CPU" if plain["device"] == "cpu cpu" else plain["device"]
+    where = f"jax {plain['jax']}, Python {plain['python']}, {device}"
     full = [
         "# Mismatch by source: all figures",
         "",
@@ -176,13 +188,11 @@ def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
         "",
         "![mismatch by source](results/mismatch.png)",
         "",
-        f"Learner: {plain['learner']}; temperature 1:",
+        *table("The table, at temperature 1", plain),
         "",
-        ablation.to_markdown(plain, every_metric=False, profiles=False).rstrip(),
+        *table("Mistakes that show at temperature 0.6 and top_p 0.8", semantic),
         "",
-        "Under temperature 0.6 and top_p 0.8:",
-        "",
-        ablation.to_markdown(semantic, every_metric=False, profiles=False).rstrip(),
+        f"Learner: {plain['learner']}.",
         END,
     ]
     page.write_text(before + "\n".join(middle) + after)
@@ -227,16 +237,19 @@ def write_dtypes(records: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", action="store_true", help="float16 and bfloat16 alone")
+    parser.add_argument("--draw", action="store_true", help="what was measured before, again")
     parser.add_argument("--run", help="a run folder to measure instead of training one")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     arguments = parser.parse_args()
     folder, sizes = arguments.run, (arguments.prompts, arguments.samples)
-    if folder is None:
+    if folder is None and not arguments.draw:
         small = ("configs/small.toml", SMALL_CHANGES)
         config, changes = small if arguments.dtypes else ("configs/quickstart.toml", CHANGES)
         folder = str(train.train_run(toml.load(ROOT / config, changes)))
-    if arguments.dtypes:
+    if arguments.draw:
+        write(*json.loads((DOCS / "results" / "mismatch.json").read_text()).values())
+    elif arguments.dtypes:
         write_dtypes(measure_dtypes(folder, *sizes))
     else:
         write(*measure(folder, *sizes))

@@ -11,7 +11,7 @@ from bench_exactness_cost import calibrated, make_prompts, model_config
 from bench_slots import forced
 
 from tim_jax import optimizers
-from tim_jax.common.types import Rollout
+from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing.cases import random_params
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.objectives import Objective
@@ -28,8 +28,9 @@ class Worker:
 
     def __init__(self, sizes: common.Sizes, batch: int, dtype: str):
         self.sizes, self.batch, self.calls = sizes, batch, 0
-        self.config = model_config(sizes)
-        numerics = calibrated(self.config, dtype, sizes, batch=batch)
+        widest = replace(sizes, prompt=sizes.limit or sizes.prompt)
+        self.config = model_config(widest)
+        numerics = calibrated(self.config, dtype, widest, batch=batch)
         self.execution = Execution(self.config, numerics, Sampling(sizes.response))
         self.params = jax.tree.map(jnp.asarray, random_params(self.config, 0))
 
@@ -42,7 +43,7 @@ class Worker:
 
     def prepare_sampler(self) -> dict:
         self.weights = jax.jit(self.execution.prepare)(self.params)
-        prompts = make_prompts(self.config, self.sizes, self.batch)
+        prompts = self.make_prompts(self.batch)
         program = programs.sampling_program(self.execution, samples=1)
         self.draw = partial(program, self.weights, prompts)
         return self.sample()
@@ -58,7 +59,7 @@ class Worker:
         execution = replace(self.execution, sampling=Sampling(self.sizes.longest, stop_tokens=stop))
         draw = partial(forced, lengths=jnp.asarray(lengths), execution=execution)
         weights = jax.jit(execution.prepare)(self.params)
-        prompts = make_prompts(self.config, self.sizes, self.batch)
+        prompts = self.make_prompts(self.batch)
         self.skewed = {}
         for slots in common.slots(self.batch):
             program = partial(
@@ -76,15 +77,35 @@ class Worker:
 
     def prepare_learner(self) -> dict:
         objective = Objective(aggregation="sequence_mean_token_mean")
-        learning = Learning(objective, samples=common.GROUP)
+        learning = Learning(objective, samples=common.GROUP, micro_batch_tokens=self.tokens())
         optimizer = optimizers.adamw(optimizers.Rate(1e-4), b2=0.999, max_grad_norm=0.0)
         count = self.batch // common.GROUP
         training = Training(self.execution, learning, optimizer, prompts_per_step=count)
         self.programs = programs.build(training)
-        self.prompts = make_prompts(self.config, self.sizes, self.batch // common.GROUP)
+        self.prompts = self.make_prompts(count)
         self.state = self.programs.init(self.params)
         self.weights = self.programs.prepare(self.params)
         return self.step()
+
+    def tokens(self) -> int | None:
+        """Of a micro-batch without padding, in 4 parts of the step's; None where nothing is padded.
+
+        Parts bound the memory of an update.
+        """
+        if self.sizes.limit is None:
+            return None
+        rows = max(self.batch // 4, 1)
+        return max(rows * (self.sizes.prompt + self.sizes.response), self.longest)
+
+    @property
+    def longest(self) -> int:
+        return (self.sizes.limit or self.sizes.prompt) + self.sizes.response
+
+    def make_prompts(self, count: int) -> Prompts:
+        """Prompts of one length, padded to the limit."""
+        prompts = make_prompts(self.config, self.sizes, count)
+        padding = (self.sizes.limit or self.sizes.prompt) - self.sizes.prompt
+        return replace(prompts, tokens=jnp.pad(prompts.tokens, ((0, 0), (0, padding))))
 
     def step(self) -> dict:
         """Rollouts, rewards, one update. Raises if a log-prob differs."""
@@ -121,8 +142,7 @@ def texts(rollout: Rollout) -> list[str]:
 
 def main() -> None:
     options = common.worker_parser(__doc__ or "").parse_args()
-    sizes = common.SMOKE if options.smoke else common.SMALL
-    worker = Worker(sizes, options.batch, options.dtype)
+    worker = Worker(common.SHAPES[options.shape], options.batch, options.dtype)
     common.serve(common.operations(worker))
 
 

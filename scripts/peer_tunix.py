@@ -225,8 +225,7 @@ def rewards(prompts, completions, **_) -> list[float]:
 
 def main() -> None:
     options = common.worker_parser(__doc__ or "").parse_args()
-    sizes = common.SMOKE if options.smoke else common.SMALL
-    worker = Worker(sizes, options.batch, options.dtype)
+    worker = Worker(common.SHAPES[options.shape], options.batch, options.dtype)
     common.serve(common.operations(worker))
 
 

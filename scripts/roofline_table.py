@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu python scripts/roofline_table.py      # needs pip install -e ".[plan,cuda]"
 
 Writes docs/results/roofline.md. Every figure follows from programs compiled for the device and from
-its rates (`tim_jax.instruments.plan.roofline`); `--keep FOLDER` keeps (and takes again) the plans'
-JSON.
+its rates (`tim_jax.instruments.plan.calibration`); `--keep FOLDER` keeps (and takes again) the
+plans' JSON.
 """
 
 import json
@@ -111,8 +111,7 @@ def _intro(load: float) -> list[str]:
         "# How near the limit kernels should be",
         "",
         "Written by `python scripts/roofline_table.py`. **Estimates: nothing of this"
-        " table ran on a device.** [An H200](gpu.md#estimate-and-measurement) took about twice the"
-        " estimated time for an update, and somewhat more than the estimated time for decoding."
+        " table ran on a device.** Those for an H200 are [calibrated](calibration.md)."
         " Programs were compiled for the device on the CPU machine below, and their products,"
         " memory traffic and launches were divided by the device's rates, as"
         " `tim_jax/instruments/plan/roofline.py` says in full. The least work is what no"

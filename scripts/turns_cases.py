@@ -3,6 +3,9 @@
     python scripts/turns_cases.py                    # 200,000 drawn tokens and more
     python scripts/turns_cases.py --interpreted      # 5,000 with each family of Pallas kernels
 
+With `--cases FILE` each case is kept there as it ends, and a run that was stopped goes on. The page
+has a section for each of the two.
+
 Drawn for every case: prompts and their lengths, weights, a turn's most tokens, how many turns an
 episode has, the lengths of replies (many over several pages), the order in which replies come. The
 learner scores each episode in one pass, inside a gradient program, rows in another order and longer
@@ -10,6 +13,7 @@ padded, or packed in a buffer.
 """
 
 import argparse
+import json
 import pathlib
 import platform
 import time
@@ -19,10 +23,10 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exactness_cases import Count, processor
+from exactness_cases import processor
 
 from tim_jax.common.types import Prompts, Rollout
-from tim_jax.instruments.auditing import PRESETS, compare, random_params
+from tim_jax.instruments.auditing import PRESETS, Replies, compare, random_params
 from tim_jax.model.calibration import calibrate
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Batching, Execution, Sampling
@@ -30,10 +34,9 @@ from tim_jax.numerics import EXACT_BF16, EXACT_F32, GpuTiles, MatmulTile, Numeri
 from tim_jax.policy import scoring
 from tim_jax.rl import episodes
 from tim_jax.rl.rules import Turns
-from tim_jax.tasks.episodes import Outcome
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "turns.md"
-TITLE = "# Sampler against learner, drawn episodes of several turns"
+TITLES = "## Sampler against learner, drawn episodes", "## Pallas kernels, interpreted"
 PROMPTS, SAMPLES, LENGTH, ROOM = 4, 4, 24, 200
 MOST, LONGEST, REPLY = 8, 24, 90  # turns, tokens of one, tokens of a reply
 WEIGHTS = 3  # sets of random weights
@@ -61,16 +64,14 @@ class Replying:
     """Replies of one case, by the turn's key; an episode has a number of turns of its own."""
 
     def __init__(self, seed: int, vocabulary: int, longest: int):
-        self.seed, self.vocabulary, self.longest = seed, vocabulary, longest
+        self.seed, self.replies = seed, Replies(longest, vocabulary)
 
     def outcomes(self, turns):
         order = np.random.default_rng([self.seed, len(turns)]).permutation(len(turns))
         for index in order.tolist():
             turn = turns[index]
             last = np.random.default_rng([self.seed, turn.prompt, turn.sample]).integers(1, MOST)
-            rng = np.random.default_rng([self.seed, *(int(part) for part in turn.key)])
-            tokens = rng.integers(0, self.vocabulary, rng.integers(0, self.longest + 1))
-            yield index, Outcome(None, tokens.astype(np.int32), 0.0, turn.turn == last)
+            yield index, replace(self.replies.outcome(turn), done=turn.turn == last)
 
 
 def settings() -> dict[str, Setting]:
@@ -90,7 +91,7 @@ def settings() -> dict[str, Setting]:
 def interpreted() -> dict[str, Setting]:
     """The Pallas families as XLA operations, on a model that their tiles fit."""
     small = {"matmul": (MatmulTile(16, 16), MatmulTile(32, 16)), "programs": 2, "lanes": 32}
-    small |= {"attention_rows": 16, "gradient_rows": 16, "gradient_keys": 16, "row_tile": 4}
+    small |= {"attention_rows": 16, "gradient_own": 16, "gradient_step": 16, "row_tile": 4}
     gpu = Numerics(
         family="pallas_gpu",
         kv_block=16,
@@ -165,29 +166,40 @@ def check(setting: Setting, batching: Batching, seed: int):
     return compare(rollout, rollout.responses, rollout.mask, log_probs), played
 
 
-def run(chosen: dict[str, Setting], tokens: int) -> list[tuple[str, str, Count, float]]:
-    """At least `tokens` in all, as many of every setting and batching."""
-    found, share = [], -(-tokens // (len(chosen) * len(BATCHINGS)))
+def run(chosen, tokens: int, file: pathlib.Path | None, *, seeds: list[str]) -> list[dict]:
+    """At least `tokens` in all, as many of every setting and batching, those in `file` included.
+
+    `seeds`: names of all settings, which their seeds follow from.
+    """
+    share = -(-tokens // (len(chosen) * len(BATCHINGS)))
+    cases = [json.loads(line) for line in file.read_text().splitlines()] if file else []
     for name, setting in chosen.items():
         for how, batching in BATCHINGS.items():
-            total, turns, seed = Count(), 0.0, 1000 * len(found)
-            while total.tokens < share:
-                (compared, unequal, largest, first), played = check(setting, batching, seed)
-                total.add(compared, unequal, largest)
-                turns, seed = turns + played.metrics["turns"], seed + 1
-                if first is not None:
-                    print(f"UNEQUAL: {name}, {how}, seed {seed - 1}: {first}", flush=True)
-            found.append((name, how, total, turns / total.cases))
-            print(*found[-1], flush=True)
+            place = 1000 * (seeds.index(name) * len(BATCHINGS) + list(BATCHINGS).index(how))
+            own = [case for case in cases if (case["numerics"], case["sampler"]) == (name, how)]
+            for seed in range(place + len(own), place + 1000):
+                if sum(case["tokens"] for case in own) >= share:
+                    break
+                start = time.perf_counter()
+                (compared, unequal, _, first), played = check(setting, batching, seed)
+                case = {"numerics": name, "sampler": how, "seed": seed, "tokens": compared}
+                case |= {"unequal": unequal, "turns": played.metrics["turns"]}
+                own.append(case | {"seconds": round(time.perf_counter() - start, 1)})
+                cases.append(own[-1])
+                print(own[-1], *(() if first is None else ("UNEQUAL:", first)), flush=True)
+                if file:
+                    with file.open("a") as kept:
+                        kept.write(f"{json.dumps(own[-1])}\n")
         jax.clear_caches()
-    return found
+    return cases
 
 
-def report(found, command: str, seconds: float) -> str:
+def report(cases: list[dict], title: str, command: str) -> str:
+    minutes = sum(case["seconds"] for case in cases) / 60
     lines = [
-        TITLE,
+        title,
         "",
-        f"Made by `{command}` in {seconds / 60:.0f} minutes (jax {jax.__version__}, Python"
+        f"Made by `{command}` in {minutes:.0f} minutes (jax {jax.__version__}, Python"
         f" {platform.python_version()}; {jax.default_backend()}: {processor()}).",
         "",
         f"Steps of {PROMPTS} prompts x {SAMPLES} samples, prompts of up to {LENGTH} tokens and",
@@ -199,31 +211,47 @@ def report(found, command: str, seconds: float) -> str:
         "| numerics | sampler | steps | turns of an episode | drawn tokens compared | unequal |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    for name, how, total, turns in found:
-        cells = f"{total.cases:,} | {turns:.1f} | {total.tokens:,} | {total.unequal:,}"
+    kinds = dict.fromkeys((case["numerics"], case["sampler"]) for case in cases)
+    for name, how in kinds:
+        own = [case for case in cases if (case["numerics"], case["sampler"]) == (name, how)]
+        turns = sum(case["turns"] for case in own) / len(own)
+        cells = f"{len(own):,} | {turns:.1f} | {_total(own, 'tokens')} | {_total(own, 'unequal')}"
         lines.append(f"| {name} | {how} | {cells} |")
-    tokens, unequal = (sum(getattr(x[2], f) for x in found) for f in ("tokens", "unequal"))
-    lines.append(f"| **all** | | | | {tokens:,} | {unequal:,} |")
+    lines.append(f"| **all** | | | | {_total(cases, 'tokens')} | {_total(cases, 'unequal')} |")
     return "\n".join(lines) + "\n"
+
+
+def _total(cases: list[dict], key: str) -> str:
+    return f"{sum(case[key] for case in cases):,}"
+
+
+def with_section(page: str, section: str) -> str:
+    """The page with this section in place of the one with its title, or at the end."""
+    title = section.partition("\n")[0]
+    before, found, after = page.partition(f"{title}\n")
+    after = after.partition("\n## ")
+    rest = f"\n{after[1].strip()} {after[2]}" if found and after[1] else ""
+    return f"{before.rstrip()}\n\n{section}{rest}"
 
 
 def main():
     parser = argparse.ArgumentParser(description="Episodes: sampler against learner.")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--interpreted", action="store_true", help="the Pallas families")
+    parser.add_argument("--only", default="", help="numerics whose names have this in them")
+    parser.add_argument("--cases", type=pathlib.Path, help="a file of cases, to go on from")
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
     args = parser.parse_args()
-    start = time.perf_counter()
+    if args.cases:
+        args.cases.touch()
     chosen = interpreted() if args.interpreted else settings()
     tokens = args.tokens or (5_000 * len(chosen) if args.interpreted else 200_000)
-    found = run(chosen, tokens)
+    some = {name: setting for name, setting in chosen.items() if args.only in name}
+    cases = run(some, tokens, args.cases, seeds=list(chosen))
     command = "python scripts/turns_cases.py" + " --interpreted" * args.interpreted
-    text = report(found, command, time.perf_counter() - start)
-    if args.interpreted and args.out.exists():  # a section of the page
-        page = args.out.read_text().partition("\n## Pallas")[0].rstrip()
-        text = f"{page}\n\n{text.replace(TITLE, '## Pallas kernels, interpreted')}"
-    args.out.write_text(text)
-    raise SystemExit(1 if any(total.unequal for *_, total, _ in found) else 0)
+    section = report(cases, TITLES[args.interpreted], command)
+    args.out.write_text(with_section(args.out.read_text() if args.out.exists() else "", section))
+    raise SystemExit(1 if any(case["unequal"] for case in cases) else 0)
 
 
 if __name__ == "__main__":

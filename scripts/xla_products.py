@@ -19,12 +19,12 @@ KEYS = (64, 128, 256, 288, 384, 512, 544, 768, 1024, 1056, 2048)
 
 @jax.jit
 def scores(query, key):
-    return tiles.fence(native.scores(*tiles.pin(query, key)))
+    return tiles.fence(native.scores(*native.pin(query, key)))
 
 
 @jax.jit
 def mixtures(weights, value):
-    return tiles.fence(native.mix(*tiles.pin(weights, value)))
+    return tiles.fence(native.mix(*native.pin(weights, value)))
 
 
 def first_other(size: int, rows: int) -> tuple[int | None, int | None]:

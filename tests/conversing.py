@@ -1,27 +1,21 @@
-"""Environments in tokens whose replies follow from a turn's key."""
+"""An environment in tokens whose replies follow from a turn's key."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
-from tim_jax.tasks.episodes import Outcome
+from tim_jax.instruments.auditing import Replies
 
 
-@dataclass
 class Replying:
-    """Random replies of up to `longest` tokens; an episode ends after a turn with this chance.
+    """Random replies, with `shuffled` late and in another order. A state has the turns' lengths.
 
     `asked` has the turns of every call.
     """
 
-    longest: int = 40
-    vocabulary: int = 23
-    ending: float = 0.1
-    shuffled: bool = False  # replies come late, and in another order
-    seed: int = 0
-
-    def __post_init__(self):
+    def __init__(self, longest=40, vocabulary=23, ending=0.1, *, shuffled=False):
+        self.replies, self.shuffled = Replies(longest, vocabulary, ending), shuffled
         self.asked = []
 
     def outcomes(self, turns):
@@ -32,12 +26,5 @@ class Replying:
         for index in order.tolist():
             if self.shuffled:
                 time.sleep(0.002)
-            yield index, self.outcome(turns[index])
-
-    def outcome(self, turn):
-        rng = np.random.default_rng([self.seed, *(int(part) for part in turn.key)])
-        tokens = rng.integers(0, self.vocabulary, rng.integers(0, self.longest + 1))
-        said = [*turn.state, len(turn.completion.tokens)]
-        return Outcome(
-            said, tokens.astype(np.int32), float(rng.random()), rng.random() < self.ending
-        )
+            said = [*turns[index].state, len(turns[index].completion.tokens)]
+            yield index, replace(self.replies.outcome(turns[index]), state=said)

@@ -18,8 +18,8 @@ GPU_TILES = GpuTiles(
     programs=2,
     experts=MatmulTile(16, 16),
     attention_rows=16,
-    gradient_rows=16,
-    gradient_keys=16,
+    gradient_own=32,
+    gradient_step=16,
     row_tile=4,
     lanes=32,
 )

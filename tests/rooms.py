@@ -5,7 +5,8 @@
 # The rooms of a wing are listed one by one.
 ROOMS = (
     ("common.errors", "common.machine", "common.pages", "common.types", "common.waiting"),
-    ("common.inputs", "numerics", "recording"),
+    ("common.inputs", "recording"),
+    ("numerics",),
     ("kernels", "objectives", "schedules"),
     ("placement", "corrections", "optimizers"),
     ("model", "metrics"),

@@ -5,6 +5,7 @@ a comment above a block says what is different about it:
 
     <!-- example: slow -->                    the page takes long: not in the quick suite
     <!-- example: run by tests/test_x.py -->  that test runs the block
+    <!-- example: configs/x.toml -->          the block is that file
 """
 
 import importlib
@@ -147,7 +148,10 @@ def test_configurations_are_accepted(page):
     """Each block, as a change to the quickstart's configuration."""
     quickstart = toml.read_toml(ROOT / "configs" / "quickstart.toml")
     for example in examples(page, "toml"):
-        toml.build(merged(quickstart, tomllib.loads(example.text)), source=str(page))
+        if example.note.startswith("configs/"):
+            assert example.text == read(ROOT / example.note)
+        else:
+            toml.build(merged(quickstart, tomllib.loads(example.text)), source=str(page))
 
 
 def merged(base, change):

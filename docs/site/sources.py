@@ -1,9 +1,12 @@
-"""Makes links from the documentation to files of the repository work in the built site.
+"""Makes links to files of the repository work in the built site, and its search from the disk.
 
 A page says `[a config](../configs/quickstart.toml)`, which GitHub follows to the file. The site has
 no such file, so each one that a page links to becomes a page of its own, under `source/`, and the
 link goes there. A link to a file that does not exist is left as it is: mkdocs warns of it, which
 ends a strict build.
+
+The search asks for a worker, which browsers refuse to pages of the disk. The theme's remedy is a
+script from elsewhere; a page without a network has no search then. `worker.js` takes its place.
 """
 
 import re
@@ -12,11 +15,14 @@ from posixpath import normpath, relpath
 from urllib.parse import unquote
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?=[)#])")
+ELSEWHERE = re.compile(r'<script src="https://unpkg\.com/iframe-worker/shim"></script>')
+WORKER = Path(__file__).with_name("worker.js")
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json"}
 
 
@@ -45,6 +51,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.src_uri.startswith("source/"):
         return markdown
     return LINK.sub(to_page, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Puts the worker for pages of the disk in."""
+    del config
+    script = WORKER.read_text(encoding="utf-8")
+    output = ELSEWHERE.sub(lambda _: f"<script>\n{script}</script>", output)
+    if re.search(r'<(script|link|img)[^>]* (src|href)="https?:', output):
+        raise PluginError(f"{page.file.src_uri}: something is loaded from elsewhere")
+    return output
 
 
 def source_of(file: File, link: str) -> str | None:

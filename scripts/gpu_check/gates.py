@@ -13,16 +13,15 @@ from setting import Setting, normal, same_bits
 from tim_jax import kernels
 from tim_jax.common.errors import InputError
 from tim_jax.kernels import native, variants
-from tim_jax.numerics import MOSAIC_GPU_BF16_SEVERAL_TILES, GpuTiles, MatmulTile, Numerics
-
-CANDIDATES = (
-    MatmulTile(64, 32, 4, 5),
-    MatmulTile(64, 64, 4, 4),
-    MatmulTile(64, 128, 4, 3),
-    MatmulTile(128, 64, 4, 3),
-    MatmulTile(128, 128, 8, 3),
-    MatmulTile(128, 256, 8, 2),
+from tim_jax.numerics import (
+    GPU_BF16,
+    MOSAIC_GPU_BF16_SEVERAL_TILES,
+    GpuTiles,
+    MatmulTile,
+    Numerics,
 )
+
+CANDIDATES = GPU_BF16.matmul
 MOSAIC = MOSAIC_GPU_BF16_SEVERAL_TILES.matmul
 
 
@@ -222,6 +221,15 @@ def _tiles(setting: Setting) -> Iterator[Case]:
             f"dot bfloat16: tile {text(tile)} against {text(candidates[0])}",
             partial(compare, tile),
         )
+    if not setting.smoke:
+        yield Case("dot bfloat16: steps of 128 against 64", lambda: _steps(numerics, x, weight))
+
+
+def _steps(numerics: Numerics, x, weight):
+    """A tensor core's sums are one chain, however much of it a step has."""
+    tile = MatmulTile(128, 128, 8, 3)
+    longer = replace(numerics, gpu=replace(numerics.gpu, block_k=128, matmul=(tile,)))
+    return {"passed": same_bits(dot(longer)(x, weight), dot(numerics)(x, weight))}
 
 
 def with_tile(numerics: Numerics, tile: MatmulTile) -> Numerics:

@@ -18,8 +18,8 @@ def cases(setting: Setting) -> Iterator[Case]:
     seen = set()
     for timed in speed.plan(setting):
         for name, whole, program in timed.compiled():
-            if whole.side != "native" and name not in seen:
-                seen.add(name)
+            if whole.side != "native" and (whole, program) not in seen:
+                seen.add((whole, program))
                 yield Case(f"compile {name}", partial(_compile, whole, program))
 
 

@@ -18,7 +18,6 @@ from tim_jax.model import fitting
 from tim_jax.model.config import LatentConfig, ModelConfig
 from tim_jax.model.weights import TABLE, Weight, matrices, tree
 from tim_jax.numerics import (
-    GPU_BF16_SEVERAL_TILES,
     GPU_EXACT_BF16,
     GPU_EXACT_F32,
     GPU_PINNED_OPTIONS,
@@ -38,6 +37,7 @@ SMOKE_TILES = GpuTiles(
     row_tile=4,
     lanes=32,
 )
+ONE_TILE = MatmulTile(128, 128, 8, 6)
 SMOKE_MOSAIC = MatmulTile(64, 64, 4, 2)
 # Qwen3: hidden and intermediate size, layers, heads.
 QWEN3 = {
@@ -60,7 +60,9 @@ class Setting:
         if self.smoke:
             tiles = SMOKE_TILES if tuned else replace(SMOKE_TILES, matmul=(MatmulTile(16, 16),))
             return replace(numerics, gpu=tiles, kv_block=16, head_rows=32, interpret=True)
-        return replace(numerics, gpu=GPU_BF16_SEVERAL_TILES) if tuned else numerics
+        if tuned or dtype != "bfloat16":
+            return numerics
+        return replace(numerics, gpu=replace(numerics.gpu, matmul=(ONE_TILE,)))
 
     def mosaic(self, *, tuned: bool = False) -> Numerics:
         """`pallas_mosaic_gpu`, in bfloat16, which is all that it has."""
@@ -105,7 +107,7 @@ class Setting:
         exact = GPU_EXACT_BF16
         if self.smoke:
             return {}
-        names = "cache_write", "head_rows", "row_sums"
+        names = "cache_write", "head_rows", "head_gradient_rows", "row_sums"
         return {name: getattr(exact, name) for name in names}
 
     def small_model(self, layers: int = 2) -> ModelConfig:

@@ -4,7 +4,7 @@ Each side is a case of its own, and the most important come first: time may run 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -17,7 +17,8 @@ from records import Case
 from setting import Setting, normal, once, parameters, seconds
 from whole import Amount, Whole, placed
 
-_SHORT = 16  # new tokens of the shorter of two calls, whose difference is decoding alone
+SHORT = 16  # new tokens of the shorter of two calls, whose difference is decoding alone
+_FIRST = "first call, s"
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -28,160 +29,138 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 @dataclass(frozen=True)
-class Timed:
+class Kind:
     """What is timed of a model on one side."""
 
+    title: Callable[[Whole], str]
+    run: Callable[[Whole], dict[str, Any]]
+    # What takes long to compile: further words of a name, and of what it is which program.
+    programs: Callable[[Whole], list[tuple[str, Whole, str]]]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A case: a kind, and of what model, side and amount."""
+
+    kind: Kind
     whole: Whole
 
     @property
     def name(self) -> str:
-        raise NotImplementedError
+        return self.kind.title(self.whole)
 
     def run(self) -> dict[str, Any]:
-        raise NotImplementedError
+        return self.kind.run(self.whole)
 
     def compiled(self) -> Iterator[tuple[str, Whole, str]]:
         """The programs that take long to compile: name, and of what they are which."""
-        yield from ()
+        for more, whole, program in self.kind.programs(self.whole):
+            yield f"{self.name}{more}", whole, program
 
     def with_side(self, side: str) -> "Timed":
         return replace(self, whole=replace(self.whole, side=side))
 
-    @property
-    def subject(self) -> str:
-        return f"{self.whole.model} {self.whole.side}"
+
+def _subject(whole: Whole) -> str:
+    return f"{whole.model} {whole.side}"
 
 
-@dataclass(frozen=True)
-class Decode(Timed):
+def _decode_title(whole: Whole) -> str:
+    return f"sampler {_subject(whole)}, batch {whole.amount.rows}, {whole.amount.new:,} new tokens"
+
+
+def _decode(whole: Whole) -> dict[str, Any]:
     """Prefill of short prompts and decoding, one program."""
-
-    @property
-    def name(self) -> str:
-        amount = self.whole.amount
-        return f"sampler {self.subject}, batch {amount.rows}, {amount.new:,} new tokens"
-
-    def run(self) -> dict[str, Any]:
-        amount = self.whole.amount
-        first, took = _sampled(self.whole)
-        step = took / amount.new
-        bound = decode_bound(self.whole, amount.prompt + amount.new / 2)
-        return {
-            "tokens/s": amount.rows / step,
-            "ms/step": step * 1e3,
-            "share of memory roofline": bound / step,
-            "first call, s": first,
-        }
-
-    def compiled(self) -> Iterator[tuple[str, Whole, str]]:
-        yield self.name, self.whole, "sampling"
+    amount = whole.amount
+    first, took = _sampled(whole)
+    return {**_of_step(whole, took / amount.new, amount.prompt + amount.new / 2), _FIRST: first}
 
 
-@dataclass(frozen=True)
-class Between(Timed):
+def _of_step(whole: Whole, step: float, context: float) -> dict[str, float]:
+    return {
+        "tokens/s": whole.amount.rows / step,
+        "ms/step": step * 1e3,
+        "share of memory roofline": decode_bound(whole, context) / step,
+    }
+
+
+def _between_title(whole: Whole) -> str:
+    amount = whole.amount
+    ends = f"from {amount.prompt:,} to {amount.prompt + amount.new:,} tokens"
+    return f"sampler {_subject(whole)}, batch {amount.rows}, {ends}"
+
+
+def _between(whole: Whole) -> dict[str, Any]:
     """Decoding after long prompts: the difference of a longer and a shorter call."""
-
-    @property
-    def name(self) -> str:
-        amount = self.whole.amount
-        ends = f"from {amount.prompt:,} to {amount.prompt + amount.new:,} tokens"
-        return f"sampler {self.subject}, batch {amount.rows}, {ends}"
-
-    @property
-    def _both(self) -> tuple[Whole, Whole]:
-        return replace(self.whole, amount=replace(self.whole.amount, new=_SHORT)), self.whole
-
-    def run(self) -> dict[str, Any]:
-        amount = self.whole.amount
-        (_, less), (first, more) = map(_sampled, self._both)
-        step = (more - less) / (amount.new - _SHORT)
-        bound = decode_bound(self.whole, amount.prompt + (amount.new + _SHORT) / 2)
-        return {
-            "tokens/s": amount.rows / step,
-            "ms/step": step * 1e3,
-            "share of memory roofline": bound / step,
-            "first call, s": first,
-            "prefill and the first tokens, s": less,
-        }
-
-    def compiled(self) -> Iterator[tuple[str, Whole, str]]:
-        for whole in self._both:
-            yield f"{self.name}, {whole.amount.new} new tokens", whole, "sampling"
+    amount = whole.amount
+    (_, less), (first, more) = map(_sampled, (_shorter(whole), whole))
+    step = (more - less) / (amount.new - SHORT)
+    values = _of_step(whole, step, amount.prompt + (amount.new + SHORT) / 2)
+    return {**values, _FIRST: first, "prefill and the first tokens, s": less}
 
 
-@dataclass(frozen=True)
-class Update(Timed):
+def _shorter(whole: Whole) -> Whole:
+    return replace(whole, amount=replace(whole.amount, new=SHORT))
+
+
+def _update_title(whole: Whole) -> str:
+    amount = whole.amount
+    size = f"{amount.prompt:,} + {amount.new:,}"
+    return f"learner {_subject(whole)}, {amount.rows} sequences of {size} tokens"
+
+
+def _update(whole: Whole) -> dict[str, Any]:
     """Forward, backward and AdamW. Model operations are 6 per weight and token."""
-
-    @property
-    def name(self) -> str:
-        amount = self.whole.amount
-        length = amount.prompt + amount.new
-        return f"learner {self.subject}, {amount.rows} x {length:,} tokens"
-
-    def run(self) -> dict[str, Any]:
-        call, amount = _updating(self.whole), self.whole.amount
-        first = once(call)
-        with common.warm(self.name):
-            took = once(call)
-        tokens = amount.rows * (amount.prompt + amount.new)
-        done = 6 * parameters(self.whole.config) * tokens / took
-        return {
-            "tokens/s": tokens / took,
-            "share of matmul peak": done / matmul_rate(self.whole.setting.smoke),
-            "first call, s": first,
-        }
-
-    def compiled(self) -> Iterator[tuple[str, Whole, str]]:
-        yield self.name, self.whole, "updating"
+    call, amount = _updating(whole), whole.amount
+    first = once(call)
+    with common.warm(_update_title(whole)):
+        took = once(call)
+    tokens = amount.rows * (amount.prompt + amount.new)
+    done = 6 * parameters(whole.config) * tokens / took
+    share = done / matmul_rate(whole.setting.smoke)
+    return {"tokens/s": tokens / took, "share of matmul peak": share, _FIRST: first}
 
 
-@dataclass(frozen=True)
-class Step(Timed):
+def _step_title(whole: Whole) -> str:
+    amount = whole.amount
+    size = f"{amount.prompts} x {amount.samples}"
+    return f"GRPO step {_subject(whole)}, {size} sequences of {amount.prompt + amount.new:,} tokens"
+
+
+def _step(whole: Whole) -> dict[str, Any]:
     """Sampling, advantages and an update, with the comparison of all log-probs."""
-
-    @property
-    def name(self) -> str:
-        amount = self.whole.amount
-        size = f"{amount.prompts} x {amount.samples}"
-        length = amount.prompt + amount.new
-        return f"GRPO step {self.subject}, {size} sequences of {length:,} tokens"
-
-    def run(self) -> dict[str, Any]:
-        steps = _steps(self.whole)
-        next(steps)
-        with common.warm(self.name):
-            found = next(steps)
-        verdict = {"passed": found["unequal"] == 0 < found["compared"]}
-        amount = self.whole.amount
-        rate = amount.rows * amount.new / (found["s sampling"] + found["s learning"])
-        return {**(verdict if self.whole.side != "native" else {}), "tokens/s": rate, **found}
-
-    def compiled(self) -> Iterator[tuple[str, Whole, str]]:
-        for program in ("sampling", "scoring", "updating"):
-            yield f"{self.name}: {program}", self.whole, program
+    steps, amount = _steps(whole), whole.amount
+    next(steps)
+    with common.warm(_step_title(whole)):
+        found = next(steps)
+    verdict = {"passed": found["unequal"] == 0 < found["compared"]}
+    rate = amount.rows * amount.new / (found["s sampling"] + found["s learning"])
+    return {**(verdict if whole.side != "native" else {}), "tokens/s": rate, **found}
 
 
-@dataclass(frozen=True)
-class Profile(Timed):
-    """Kernels of a program, `sampling` or `updating`."""
+DECODE = Kind(_decode_title, _decode, lambda whole: [("", whole, "sampling")])
+BETWEEN = Kind(
+    _between_title,
+    _between,
+    lambda whole: [
+        (f", {one.amount.new} new tokens", one, "sampling") for one in (_shorter(whole), whole)
+    ],
+)
+UPDATE = Kind(_update_title, _update, lambda whole: [("", whole, "updating")])
+STEP = Kind(
+    _step_title,
+    _step,
+    lambda whole: [(f": {name}", whole, name) for name in ("sampling", "scoring", "updating")],
+)
 
-    program: str
 
-    @property
-    def _timed(self) -> Timed:
-        return {"sampling": Decode, "updating": Update}[self.program](self.whole)
+def _profile(kind: Kind, make: Callable[[Whole], Callable]) -> Kind:
+    """Kernels of the one program of a kind."""
 
-    @property
-    def name(self) -> str:
-        return f"profile of {self._timed.name}"
+    def title(whole: Whole) -> str:
+        return f"profile of {kind.title(whole)}"
 
-    def run(self) -> dict[str, Any]:
-        make = {"sampling": _sampling, "updating": _updating}[self.program]
-        return profiles.by_kernel(make(self.whole))
-
-    def compiled(self) -> Iterator[tuple[str, Whole, str]]:
-        return self._timed.compiled()
+    return replace(kind, title=title, run=lambda whole: profiles.by_kernel(make(whole)))
 
 
 def plan(setting: Setting) -> Iterator[Timed]:
@@ -197,42 +176,45 @@ def plan(setting: Setting) -> Iterator[Timed]:
 
 
 def _plan(setting: Setting) -> list[Timed]:
-    def exact(model: str, *amount: Any) -> Whole:
-        return Whole(setting, model, "exact", Amount(*amount))
+    def exact(kind: Kind, model: str, *amount: Any) -> Timed:
+        return Timed(kind, Whole(setting, model, "exact", Amount(*amount)))
 
-    decode, update = Decode(exact("1.7B", 64, 64, 1024)), Update(exact("1.7B", 1, 2048, 2048, 4, 1))
+    decode, update = exact(DECODE, "1.7B", 64, 64, 1024), exact(UPDATE, "1.7B", 1, 2048, 2048, 4, 1)
     return [
         decode,
         decode.with_side("native"),
         update,
         update.with_side("native"),
-        Step(exact("0.6B", 64, 64, 200, 8, 32)),
-        Step(exact("1.7B", 16, 64, 448, 8, 16)),
-        Profile(exact("1.7B", 64, 512, 32), "sampling"),
-        Profile(exact("1.7B", 1, 2048, 2048, 2, 1), "updating"),
-        Decode(exact("1.7B", 256, 64, 1024)),
-        Between(exact("1.7B", 64, 3840, 256)),
-        Update(exact("1.7B", 1, 512, 512, 16, 4)),
-        Decode(exact("4B", 64, 64, 1024)),
-        Update(exact("4B", 1, 2048, 2048, 4, 1)),
-        Decode(exact("1.7B", 1, 64, 1024)),
-        Decode(exact("1.7B", 16, 64, 1024)),
-        Decode(exact("0.6B", 64, 64, 1024)),
-        Update(exact("0.6B", 1, 2048, 2048, 4, 1)),
-        Between(exact("1.7B", 128, 3840, 256)),  # 256 have 120 GB of keys and values
+        exact(STEP, "0.6B", 64, 64, 200, 8, 32),
+        exact(STEP, "1.7B", 16, 64, 448, 8, 16),
+        exact(_profile(DECODE, _sampling), "1.7B", 64, 512, 32),
+        exact(_profile(UPDATE, _updating), "1.7B", 1, 2048, 2048, 2, 1),
+        exact(DECODE, "1.7B", 256, 64, 1024),
+        exact(BETWEEN, "1.7B", 64, 3840, 256),
+        exact(UPDATE, "1.7B", 1, 512, 512, 16, 4),
+        exact(DECODE, "4B", 64, 64, 1024),
+        exact(UPDATE, "4B", 1, 2048, 2048, 4, 1),
+        exact(DECODE, "1.7B", 1, 64, 1024),
+        exact(DECODE, "1.7B", 16, 64, 1024),
+        exact(DECODE, "0.6B", 64, 64, 1024),
+        exact(UPDATE, "0.6B", 1, 2048, 2048, 4, 1),
+        exact(BETWEEN, "1.7B", 128, 3840, 256),  # 256 have 120 GB of keys and values
     ]
 
 
 def _small(setting: Setting) -> list[Timed]:
     """One of each kind; decoding after long prompts by plain XLA alone, which compiles sooner."""
 
-    def exact(*amount: Any) -> Whole:
-        return Whole(setting, "1.7B", "exact", Amount(*amount))
+    def exact(kind: Kind, *amount: Any) -> Timed:
+        return Timed(kind, Whole(setting, "1.7B", "exact", Amount(*amount)))
 
-    decode, update = Decode(exact(2, 4, 6)), Update(exact(1, 4, 8, 2, 1))
-    between = Between(exact(2, 4, _SHORT + 4)).with_side("native")
-    profiled = Profile(decode.whole, "sampling"), Profile(update.whole, "updating")
-    return [decode, update, Step(exact(1, 4, 6, 4, 4)), *profiled, between]
+    decode, update = exact(DECODE, 2, 4, 6), exact(UPDATE, 1, 4, 8, 2, 1)
+    between = exact(BETWEEN, 2, 4, SHORT + 4).with_side("native")
+    profiled = [
+        replace(decode, kind=_profile(DECODE, _sampling)),
+        replace(update, kind=_profile(UPDATE, _updating)),
+    ]
+    return [decode, update, exact(STEP, 1, 4, 6, 4, 4), *profiled, between]
 
 
 def _sampling(whole: Whole):

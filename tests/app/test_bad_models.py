@@ -357,6 +357,10 @@ def test_three_settings_of_a_run_for_each_stage():
     assert all(len(ways) == 3 for ways in found.values())
     assert found["sampling"][0] == "sampler.slots below 16"
     assert found[""][:2] == ("learner.micro_batch below 8", "learner.remat = true")
+    of_turns = checks.less_memory(toml.load("configs/turns.toml", ["sampler.pages=40"]))
+    longest = "sampling.max_episode_tokens below 32"
+    assert of_turns["sampling"][:2] == ("sampler.pages below 40", longest)
+    assert of_turns[""][1:] == ("learner.remat = true", longest)
 
 
 def test_a_run_with_checkpoints_is_told_what_it_may_change_first(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tim_jax import kernels
 from tim_jax.common.errors import InputError
+from tim_jax.instruments.plan import hlo
 from tim_jax.kernels import formulas, native, tiles
 from tim_jax.numerics import (
     EXACT_BF16,
@@ -201,6 +202,30 @@ def test_gradients_of_dot(numerics):
     ):
         assert found.dtype == numerics.dtype
         assert np.abs(f64(found) - exact).max() <= 2 * ulp * np.abs(exact).max()
+
+
+def factors(function, *arrays):
+    """The dtypes of the left factors of a compiled function's products."""
+    module = hlo.parse(jax.jit(function).lower(*arrays).compile().as_text())
+    return [
+        of[one.operands[0]].types[0].dtype
+        for of in module.computations.values()
+        for one in of.values()
+        if one.opcode == "dot"
+    ]
+
+
+def test_products_of_a_bfloat16_gradient_are_as_fast_as_the_forwards():
+    """Where the processor multiplies bfloat16, XLA widens no factor of the gradient's either."""
+    draw = partial(normal, dtype=jnp.bfloat16)
+    x, weight, cotangent = draw(0, 64, 96), draw(1, 96, 128), normal(2, 64, 128)
+
+    def gradient(x, weight, cotangent):
+        dx, dweight = native.dot_gradients(x, weight, cotangent)
+        return dx, dweight.T  # as the head's gradient goes to the embedding
+
+    (forward,) = factors(native.product, x, weight)
+    assert factors(gradient, x, weight, cotangent) == [forward] * 2
 
 
 # --- attention -------------------------------------------------------------------------------

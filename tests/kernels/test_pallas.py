@@ -33,8 +33,8 @@ from tim_jax.kernels.pallas_attention import block_of_step
 from tim_jax.model import fitting
 from tim_jax.model.config_file import from_hf
 from tim_jax.numerics import (
-    GPU_BF16_SEVERAL_TILES,
     GPU_EXACT_BF16,
+    GPU_EXACT_F16,
     GPU_EXACT_F32,
     TPU_EXACT_BF16,
     TPU_EXACT_F32,
@@ -127,10 +127,21 @@ def test_column_tiles_have_the_bits_of_whole_matrices(family, dtype):
 
 def test_gpu_tiles_change_with_the_row_count_and_the_bits_do_not():
     """16 rows take the first of the tiles, 21 the second."""
-    x, weight, _, _ = operands(GPU, True)
+    numerics = with_dtype(GPU, "bfloat16")
+    x, weight, _, _ = operands(numerics, True)
     assert GPU.gpu.tile(16, weight.shape[1]) != GPU.gpu.tile(ROWS, weight.shape[1])
-    run = jitted(GPU, "dot")
+    run = jitted(numerics, "dot")
     assert bits(run(x, weight)[:16]) == bits(run(x[:16], weight))
+
+
+def test_the_last_group_of_row_tiles_need_not_be_full():
+    """19 tiles of rows in two groups of 10."""
+    x, (_, weight, residual, _) = normal(8, 293, 48), operands(GPU, True)
+    residual = jnp.tile(residual, (14, 1))[:293]
+    whole = jitted(GPU, "dot_add")(x, weight, residual, None)
+    near(whole, f64(residual) + f64(x) @ f64(weight), "float32")
+    last = jitted(GPU, "dot_add")(x[-7:], weight, residual[-7:], None)
+    assert bits(last) == bits(whole[-7:])
 
 
 def test_few_rows_may_have_a_tile_of_their_own_on_a_tpu_and_the_bits_are_the_same():
@@ -592,17 +603,20 @@ def test_a_step_of_attention_on_a_tpu_has_fewer_wide_heads():
     [
         (5, 2048, (64, 32)),
         (5, 151_936, (64, 128)),
-        (64, 4096, (64, 64)),
+        (64, 4096, (64, 32)),
         (64, 151_936, (64, 128)),
+        (1024, 151_936, (256, 128)),
         (16_384, 2048, (128, 256)),
     ],
 )
 def test_a_product_takes_the_widest_tile_that_leaves_enough_programs(rows, columns, tile):
-    """And of few rows none taller than the narrowest; a family of one tile has that alone."""
-    found = GPU_BF16_SEVERAL_TILES.tile(rows, columns)
+    """And of few rows none taller than the narrowest. In other dtypes there is one."""
+    tiles = GPU_EXACT_BF16.gpu
+    found = tiles.tile(rows, columns)
     assert (found.rows, found.columns) == tile
-    (one,) = GPU_EXACT_BF16.gpu.matmul
-    assert GPU_EXACT_BF16.gpu.tile(rows, columns) == one
+    assert tiles.tile(rows, columns, jnp.dtype("float32")) == MatmulTile()
+    (one,) = GPU_EXACT_F16.gpu.matmul
+    assert GPU_EXACT_F16.gpu.tile(rows, columns, jnp.dtype("float16")) == one
 
 
 @pytest.mark.parametrize(
@@ -629,8 +643,8 @@ def test_impossible_tiles_are_refused(build, message):
 @pytest.mark.parametrize(
     ("blocks", "weight", "found"),
     [
-        (lambda w: pallas_gpu.blocks(w, 1, 128, GPU_EXACT_BF16), (4096, 151_936), (128, 128)),
-        (lambda w: pallas_gpu.blocks(w, 2, 128, GPU_EXACT_BF16), (4096, 2 * 768), (64, 128)),
+        (lambda w: pallas_gpu.blocks(w, 1, 128, GPU_EXACT_BF16), (4096, 151_936), (128, 64)),
+        (lambda w: pallas_gpu.blocks(w, 2, 128, GPU_EXACT_BF16), (4096, 2 * 768), (64, 64)),
         (lambda w: pallas_gpu.blocks(w, 1, 128, GPU_EXACT_BF16), (48, 576), (64, 16)),
         (lambda w: pallas_tpu.blocks(w, 1, TPU_EXACT_BF16), (4096, 151_936), (1024, 1024)),
         (lambda w: pallas_tpu.blocks(w, 2, TPU_EXACT_BF16), (3584, 2 * 768), (256, 512)),
@@ -649,12 +663,12 @@ def test_wide_states_get_small_blocks_of_attention_on_a_gpu():
         fitted = fitting.fitted(wide, replace(numerics, interpret=True))
         assert (fitted.kv_block, fitted.gpu.attention_rows) == (most, most)
         assert fitted.gpu.attention_stages == fitted.gpu.gradient_stages == 1
-        assert (fitted.gpu.gradient_rows, fitted.gpu.gradient_keys) == (most, 16)
+        assert (fitted.gpu.gradient_own, fitted.gpu.gradient_step) == (16, most)
         fitting.check(wide, fitted)
         heads = fitting.fitted(from_hf(PUBLISHED["Qwen/Qwen3-8B"]), numerics)
         assert (heads.kv_block, heads.gpu) == (numerics.kv_block, numerics.gpu)
     heads_of_256 = fitting.fitted(replace(CONFIG, head_dim=256), GPU_EXACT_BF16)
-    assert (heads_of_256.kv_block, heads_of_256.gpu.gradient_keys) == (64, 32)
+    assert (heads_of_256.kv_block, heads_of_256.gpu.gradient_step) == (64, 32)
 
 
 @pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])

@@ -10,6 +10,8 @@ import lowering
 import pytest
 import quick
 
+from tim_jax.instruments.plan import comparison
+
 HERE = Path(__file__).parents[1]
 TPUS = ("v5e:1x1", "v5p:2x2x1", "v6e:1x1")
 TARGETS = {"pallas_gpu": "triton", "pallas_tpu": "tpu_custom_call"}
@@ -31,6 +33,21 @@ def test_every_kernel_lowers_for_its_device(family, dtype):
         several = 3 if name.endswith("gradient") else 2  # the forward, and two of its gradient
         more = name.startswith(("project", "grouped")) or name.endswith("gradient")
         assert len(calls) == (several if more else 1), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_of_few_and_of_many_rows_differ_in_their_tiles_alone(dtype):
+    """In bfloat16; the other dtypes have one tile. A plan compares them in this way."""
+    numerics = lowering.NUMERICS["pallas_gpu"][dtype]
+    few, many = (lowering.operations(numerics, rows) for rows in (5, 4096))
+    for name in ("dot", "dot_add, bias", "gated_dot"):
+        codes = [
+            comparison.kernel_code(lowering.lower("pallas_gpu", *operations[name]).as_text())
+            for operations in (few, many)
+        ]
+        assert (codes[0] != codes[1]) == (dtype == "bfloat16"), name
+        assert comparison.without_tile(codes[0]) == comparison.without_tile(codes[1]), name
+        assert "tt.dot" in codes[0]
 
 
 @pytest.mark.parametrize("family", lowering.NUMERICS)

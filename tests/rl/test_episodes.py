@@ -167,7 +167,7 @@ def test_neither_turns_nor_lengths_compile_anything():
     before = [getattr(compiled, name)._cache_size() for name in parts]
     assert before == [1, 1, 1]
     for environment in (Replying(3), Replying(100, ending=0.5), Replying(ending=1.0)):
-        play(environment, seed=environment.longest)
+        play(environment, seed=environment.replies.longest)
     assert [getattr(compiled, name)._cache_size() for name in parts] == before
 
 

@@ -198,7 +198,7 @@ def test_a_turn_may_be_given_the_rewards_from_it_on_alone():
 # --- what there is not -----------------------------------------------------------------------
 
 REFUSED = {
-    "placement": ({"placement": Placement(fsdp=2)}, "placement = .*must be one device"),
+    "placement": ({"placement": Placement(fsdp=2)}, "sampler_placement = .*must be one device"),
     "sampler": (
         {"sampler_placement": Placement(data=2)},
         "sampler_placement = .*must be one device",
@@ -238,3 +238,16 @@ def test_slots_and_pages_change_no_bit_of_a_run():
     assert step.metrics["exact_share"] == metrics["exact_share"] == 1.0
     assert step.samples == samples
     assert tiny.bits(step.state) == tiny.bits(state)
+
+
+@pytest.mark.slow
+def test_a_learner_on_a_mesh_takes_episodes_of_one_device():
+    """Samples are those of one device, and every drawn token has the learner's bits."""
+    where = {"placement": Placement(fsdp=2), "sampler_placement": Placement()}
+    meshed = programs.build(TRAINING.varied(**where))
+    start = meshed.init(jax.tree.map(jnp.array, tiny.params(EXECUTION.config)))
+    (step,) = loop.train(
+        start, TASK, TEXT, programs=meshed, seed=0, steps=1, environment=environment()
+    )
+    assert step.metrics["exact_share"] == 1.0
+    assert step.samples == whole()[0][2]

@@ -217,6 +217,23 @@ def test_whole_programs_are_named_once_and_exact_ones_compiled_ahead():
     assert f"compile {names[0]}" in ahead
 
 
+def test_predictions_are_of_the_programs_that_the_check_times():
+    import gpu_predicted
+    import setting
+    import speed
+
+    full = setting.Setting(smoke=False, out=Path())
+    exact = [timed.name for timed in speed.plan(full) if timed.whole.side == "exact"]
+    names = [timed.name for timed in gpu_predicted.measured_before(full)]
+    names += [name for name in exact if not name.startswith("profile")]
+    predicted = json.loads(gpu_predicted.calibrate.PREDICTED.read_text())["h200"]["cases"]
+    assert list(predicted) == list(dict.fromkeys(names))
+    measured = json.loads(gpu_predicted.calibrate.ROWS.read_text())["h200"]["programs"]
+    assert set(measured) <= set(predicted)
+    for name, seconds in measured.items():  # none of which is in a fit as a whole
+        assert abs(sum(predicted[name]["seconds"].values()) / seconds - 1) < 0.15, name
+
+
 def test_the_page_of_devices_is_what_its_files_say():
     import gpu_page
 

@@ -357,6 +357,35 @@ def test_guessing_that_does_not_listen_wins_about_a_third():
     assert 0.2 < sum(rewards) / len(rewards) < 0.45
 
 
+def test_without_luck_a_guess_is_right_when_no_other_number_is_left():
+    task = builtin_task("guessing", {"luck": False})
+    rng = random.Random(0)
+    wins = {"halving": 0.0, "random": 0.0, "the number": 0.0}
+    for example in task.evaluation:
+        number = example.data["state"][2]
+        wins["halving"] += play(task, example, lambda *a: f"#{halve(*a)}")
+        wins["random"] += play(task, example, lambda low, high, _: f"#{rng.randint(low, high)}")
+        wins["the number"] += play(task, example, lambda *_, number=number: f"#{number}")
+    assert wins["halving"] == len(task.evaluation)
+    assert wins["random"] < 0.05 * len(task.evaluation)
+    assert wins["the number"] == 0
+
+
+@pytest.mark.parametrize("luck", [True, False])
+def test_worked_games_may_halve_the_range(luck):
+    task = builtin_task("guessing", {"luck": luck, "halving": 1.0})
+    for index in range(50):
+        guesses = re.findall(r"#\d+", task.train[index].solution)
+        assert play(task, task.train[index], lambda *a, g=guesses: g[len(a[2])]) == 1.0
+    some = builtin_task("guessing", {"luck": luck, "halving": 0.5})
+    middle = [
+        some.train[index].solution.startswith(f"#{(low + high) // 2}")
+        for index in range(200)
+        for low, high in [some.train[index].data["state"][:2]]
+    ]
+    assert 90 < sum(middle) < 140
+
+
 def test_a_lost_game_is_paid_for_guesses_that_could_have_been_right():
     task = builtin_task("guessing", {"format_reward": 0.5, "numbers": [15, 15], "eval_size": 32})
     example = next(e for e in task.evaluation if e.data["state"][2] - e.data["state"][0] > 8)

@@ -16,6 +16,7 @@ from tim_jax.tasks import environments, guard
 from tim_jax.tasks.base import Message
 from tim_jax.tasks.environments import Guarded, Here
 from tim_jax.tasks.episodes import (
+    Asker,
     Completion,
     Failure,
     Outcome,
@@ -126,6 +127,7 @@ RESULTS = {
     "sleeps": lambda s: time.sleep(60),
     "is busy": lambda s: [0 for _ in iter(int, 1)],
     "waits for a program": lambda s: subprocess.run(["sleep", "60"]),
+    "takes memory": lambda s: bytearray(3 << 30),
     "waits for itself": lambda s: threading.Lock().acquire() and threading.Event().wait(),
 }
 
@@ -204,6 +206,7 @@ RAISED = {
     "stops iterating",
     "stops a generator",
     "no memory",
+    "takes memory",
     "never ends to call itself",
 }
 NAMES = re.findall(r'^    "([^"]+)": lambda', HOSTILE, re.MULTILINE)
@@ -219,7 +222,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def guarded(source):
-    made = Guarded(f"{source}:respond", seconds=SECONDS, workers=4)
+    made = Guarded(f"{source}:respond", seconds=SECONDS, workers=4, memory=2)
     yield made
     made.close()
 
@@ -259,9 +262,19 @@ def test_300_hostile_replies_each_end_in_one_outcome(guarded):
 
 
 def test_what_failures_say(guarded):
-    texts = ["nan", "raises", "sleeps", "is killed", "surrogate", "huge text", "text for a reply"]
+    texts = [
+        "takes memory",
+        "nan",
+        "raises",
+        "sleeps",
+        "is killed",
+        "surrogate",
+        "huge text",
+        "text for a reply",
+    ]
     said = {texts[i]: a.failure for i, a in guarded.answers([turn(text) for text in texts])}
     assert said["nan"] == "reply: reward must be a finite number of at most 1e+15 in size, got nan"
+    assert said["takes memory"].startswith("raised: MemoryError")
     assert said["raises"] == "raised: KeyError: 'no such thing\\nsecond line'"
     assert re.fullmatch(
         r"time limit: no reply within 2 s, in .*hostile_environment\.py, line \d+",
@@ -432,6 +445,31 @@ def test_a_coroutine_here_that_holds_all_others_fails_alone(monkeypatch):
     answers = dict(Here(blocks, seconds=0.1).answers([turn("1.0"), turn("0.0")]))
     assert answers[0].failure == "time limit: no reply within 0.1 s"
     assert answers[1].content == "0.0"
+
+
+class Slow:
+    """An environment that takes a twentieth of a second for each turn."""
+
+    def outcomes(self, turns):
+        for index, _ in enumerate(turns):
+            time.sleep(0.05)
+            yield index, Outcome(None, np.zeros(0, np.int32))
+
+
+def test_waiting_is_counted_where_nothing_else_is_at_work():
+    turns = [(row, turn("a", "state", key=(5, row))) for row in range(4)]
+    with Asker(Slow()) as asker:
+        asker.ask(turns)
+        assert [row for row, _ in asker.replies(least=True)][:1] == [0]
+        waited = asker.seconds
+        assert waited > 0
+        time.sleep(0.2)  # as the devices' work, while replies come
+        assert len(list(asker.replies(waited_for=False))) > 0
+        assert asker.seconds == waited
+        for _ in asker.replies(least=True):  # what is done with a reply is no waiting
+            time.sleep(1.0)
+        assert asker.seconds - waited < 1.0
+        assert not list(asker.replies(least=True))
 
 
 class Fails:

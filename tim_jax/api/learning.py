@@ -15,6 +15,7 @@ from tim_jax import placement
 from tim_jax.api.model import Model, check_model
 from tim_jax.api.rollouts import padded, read_rows
 from tim_jax.api.training import IN_TRAINING, Started, Step, check_longest, settle, start
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import refuse_all_but
 from tim_jax.common.types import Rollout
@@ -286,16 +287,17 @@ def _step(
     samples = _samples(started.model, responses, rewards)
     drawn = Drawn(rollout, samples, rewards, greedy, {}, {})
     state = placement.to_devices(before.state) if run.offload else before.state
-    state, weights, exactness, metrics = loop.learn(
-        state,
-        before.weights,
-        rollout,
-        jnp.asarray(rewards),
-        programs=built,
-        greedy_rewards=greedy,
-        reference=started.reference,
-        base=started.base,
-    )
+    with waiting.during(loop.UPDATING, about=waiting.COMPILES):
+        state, weights, exactness, metrics = loop.learn(
+            state,
+            before.weights,
+            rollout,
+            jnp.asarray(rewards),
+            programs=built,
+            greedy_rewards=greedy,
+            reference=started.reference,
+            base=started.base,
+        )
     state = replace(state, step=state.step + jnp.int32(1))
     state = placement.to_host(state) if run.offload else state
     metrics |= drawing.drawn_metrics(drawn, built)

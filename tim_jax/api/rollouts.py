@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tim_jax import placement
 from tim_jax.api.data import as_prompt
 from tim_jax.api.model import Model, check_model
+from tim_jax.app.run.display import printable
 from tim_jax.common import types, waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import refuse_unknown, shown
@@ -55,7 +56,25 @@ class Rollout:
         return len(self.lengths)
 
     def __repr__(self) -> str:
-        return f"Rollout({len(self)} responses, {int(self.lengths.sum())} tokens)"
+        """The size, and the first responses with their log-probs."""
+        return "\n".join([self._size(), *map(self._line, range(len(self))[:4])])
+
+    def __str__(self) -> str:
+        """The size, and every response with its log-prob."""
+        return "\n".join([self._size(), *map(self._line, range(len(self)))])
+
+    def _size(self) -> str:
+        rows, longest = self.tokens.shape
+        return (
+            f"Rollout({rows} responses, {int(self.lengths.sum())} tokens): tokens, mask and"
+            f" log_probs are [{rows}, {longest}]"
+        )
+
+    def _line(self, row: int) -> str:
+        said = printable(self.text[row])
+        log_prob, length = float(self.log_probs[row].sum()), int(self.lengths[row])
+        said = said if len(said) <= 60 else f"{said[:59]}…"
+        return f"  {row}: {said}   ({length} tokens, log-prob {log_prob:.3f})"
 
 
 @refuse_unknown

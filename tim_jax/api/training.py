@@ -136,11 +136,13 @@ def start(model: Model, built: Programs, seed: int) -> tuple[TrainState, Started
     return state, Started(model, built, base, reference)
 
 
-IN_TRAINING = {name: f"training=model.training({name}=...)" for name in FIELDS} | {
+IN_TRAINING = {
+    **{one.name: f"objective=tim_jax.objectives.grpo({one.name}=...)" for one in fields(Objective)},
+    **{name: f"training=model.training({name}=...)" for name in FIELDS},
     "sampler": "training=model.training(mismatch=[...])",
     "max_episode_tokens": "training=model.training(turns=tim_jax.Turns(max_episode_tokens=...))",
 }
-"""Arguments that `grpo` and `learn` take inside of `training`, and how."""
+"""Arguments that `grpo` and `learn` take inside of others, and how."""
 
 
 @refuse_all_but(IN_TRAINING)

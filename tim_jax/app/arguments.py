@@ -11,6 +11,7 @@ from tim_jax.common.errors import InputError
 # Without the JAX of numerics.
 DTYPES = ("float32", "bfloat16", "float16")
 FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
+A_MODEL = "folder, hub name or run folder, or tiny, which comes with the package"
 KERNELS = "kernels; auto: tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs"
 
 
@@ -106,7 +107,7 @@ def add_export(commands: Any, *, run: Callable[..., int]) -> None:
 def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
     """Adds `tim-jax audit`."""
     audit = commands.add_parser("audit", help="prove that sampler and learner agree to the bit")
-    audit.add_argument("model", type=name, help="folder, hub name, run folder, or a preset")
+    audit.add_argument("model", type=name, help=f"{A_MODEL}; or a preset")
     audit.add_argument("--json", type=path, metavar="FILE", help="write the result there")
     audit.add_argument("--quick", action="store_true", help="fewer cases")
     audit.add_argument("--family", choices=FAMILIES, help=KERNELS)
@@ -165,7 +166,7 @@ def add_diagnose(commands: Any, *, run: Callable[..., int]) -> None:
     parser = commands.add_parser(
         "diagnose", help="say what is wrong with log-probs that another system recorded"
     )
-    parser.add_argument("model", type=name, help="folder, hub name or run folder")
+    parser.add_argument("model", type=name, help=A_MODEL)
     parser.add_argument("rollouts", type=path, help="JSON lines, JSON or Parquet, see docs")
     parser.add_argument(
         "--format",

@@ -168,10 +168,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     read.add_eval(commands, overrides=_OVERRIDES, run=_evaluate)
     generate = commands.add_parser("generate", help="sample completions")
-    generate.add_argument("model", type=read.name, help="folder, hub name or run folder")
+    generate.add_argument("model", type=read.name, help=read.A_MODEL)
     generate.add_argument("prompt", nargs="+")
     read.add_whole(generate, "--samples", 1, default=1)
-    read.add_whole(generate, "--max-tokens", 1, default=64)
+    about = "of a response; default: 64, or half of the model's positions if that is less"
+    read.add_whole(generate, "--max-tokens", 1, help=about)
     read.add_number(generate, "--temperature", default=1.0, help="0 is greedy")
     read.add_whole(generate, "--top-k", 0, default=0, help="0 is off")
     read.add_number(generate, "--top-p", default=1.0, help="1 is off")
@@ -251,22 +252,17 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     from tim_jax.app.jobs import generating
     from tim_jax.app.run import display
-    from tim_jax.model.execution import Sampling
     from tim_jax.placement import Placement
 
     if not all(arguments.prompt):
         raise InputError("the prompt is empty; give it some text to go on from")
-    sampling = Sampling(
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-    )
+    shape = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
     rows = generating.generate(
         arguments.model,
         arguments.prompt,
         samples=arguments.samples,
-        sampling=sampling,
+        max_tokens=arguments.max_tokens,
+        shape=shape,
         dtype=arguments.dtype,
         seed=arguments.seed,
         chat_template=False if arguments.plain else "auto",

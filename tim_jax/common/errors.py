@@ -115,9 +115,15 @@ _ELSEWHERE = {
         "estimator": ("adv_estimator", "advantage_estimator"),
         "steps": ("max_steps", "total_training_steps", "num_steps"),
         "learning_rate": ("lr", "actor_lr"),
+        "optimizer": ("learning_rate",),
     }.items()
     for theirs in names
 }
+
+
+def ours(name: str) -> str:
+    """The name here of a setting that another library calls `name`; else the name itself."""
+    return _ELSEWHERE.get(name, name)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -126,7 +132,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     The nearest is the one that another library calls so, if there is one.
     """
     known = sorted(known)
-    meant = _ELSEWHERE.get(word.rpartition(".")[2])
+    meant = ours(word.rpartition(".")[2])
+    meant = meant if meant in known else ours(meant)
     near = [meant] if meant in known else difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
 

@@ -5,15 +5,15 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from datetime import date, time
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError, did_you_mean, ours
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that file systems take
 LARGEST = 2**63  # the numbers of TOML have 64 bits; a longer one is a slip
@@ -118,8 +118,9 @@ def refuse_all_but(
         def call(*args: P.args, **named: P.kwargs) -> T:
             for name in named.keys() - known.keys():
                 hint = did_you_mean(name, known)
-                if name in elsewhere:
-                    hint = f"; write {elsewhere[name]}"
+                meant = name if name in elsewhere else ours(name)
+                if meant in elsewhere.keys() - known.keys():
+                    hint = f"; write {elsewhere[meant]}"
                 raise InputError(f"{function.__name__}: there is no argument {name!r}{hint}")
             return function(*args, **named)
 
@@ -168,11 +169,40 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def changes(value: Any) -> str:
-    """Returns a dataclass as text, with those fields alone that are not at their defaults."""
+def changes(self: Any) -> str:
+    """Returns a dataclass as text, with those fields alone that are not at their defaults.
+
+    Serves as a class's `__repr__`.
+    """
+    named = (f"{name}={text}" for name, text in changed(self).items())
+    return f"{type(self).__name__}({', '.join(named)})"
+
+
+def changed(value: Any) -> dict[str, str]:
+    """Returns the fields of a dataclass that are not at their defaults, as text."""
     known = ((field, getattr(value, field.name)) for field in fields(value))
-    named = (f"{field.name}={own!r}" for field, own in known if own != field.default)
+    return {field.name: repr(own) for field, own in known if own != _default(field)}
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def all_fields(value: Any) -> str:
+    """Returns a value as text with every field of dataclasses in it, for keys that are kept."""
+    if type(value) is tuple:
+        inner = ", ".join(map(all_fields, value))
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if not is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    named = (f"{one.name}={all_fields(getattr(value, one.name))}" for one in fields(value))
     return f"{type(value).__name__}({', '.join(named)})"
+
+
+def public(module: Mapping[str, Any]) -> list[str]:
+    """The names of a room's `globals()` that `dir` is to offer: no modules, none of its own."""
+    kinds = ((name, value) for name, value in module.items() if not name.startswith("_"))
+    return sorted(name for name, value in kinds if not isinstance(value, ModuleType))
 
 
 def one_line(text: str) -> str:

@@ -4,6 +4,7 @@ P: prompts, B: sequences (prompts times samples), Tp: padded prompt length, R: l
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,40 @@ class Prompts:
     tokens: jax.Array  # i32[P, Tp], anything beyond `lengths`
     lengths: jax.Array  # i32[P], at least 1
     ids: jax.Array  # i32[P], names the prompt's random numbers; not its row
+
+
+class Names(NamedTuple):
+    """What the random numbers of B rows are keyed by: not their places in the batch."""
+
+    key: jax.Array  # a PRNG key of seed and step
+    prompts: jax.Array  # i32[B]
+    samples: jax.Array  # i32[B]
+
+    @classmethod
+    def of(
+        cls, prompts: Prompts, key: jax.Array, samples: int, first: jax.Array | None = None
+    ) -> "Names":
+        """Those of `samples` rows of each prompt, prompts major.
+
+        `first`: i32[] or i32[P], number of each prompt's first sample; None: 0.
+        """
+        numbers = jnp.tile(jnp.arange(samples, dtype=jnp.int32), prompts.ids.shape[0])
+        if first is not None:
+            numbers = numbers + jnp.repeat(jnp.broadcast_to(first, prompts.ids.shape), samples)
+        return cls(key, jnp.repeat(prompts.ids, samples), numbers)
+
+    @property
+    def streams(self) -> jax.Array:
+        """PRNG keys [B], those of the sampler's draws."""
+
+        def stream(prompt: jax.Array, sample: jax.Array) -> jax.Array:
+            return jax.random.fold_in(jax.random.fold_in(self.key, prompt), sample)
+
+        return jax.vmap(stream)(self.prompts, self.samples)
+
+    def salted(self, salt: int) -> "Names":
+        """The names with other random numbers for every `salt`."""
+        return self._replace(key=jax.random.fold_in(self.key, salt))
 
 
 @struct.dataclass

@@ -6,6 +6,7 @@ a configuration; `blocks` are what they are made of. `base` says what a correcti
 is evaluated.
 """
 
+from tim_jax.common import inputs
 from tim_jax.corrections.applying import (
     Applied as Applied,
     Corrected as Corrected,
@@ -78,3 +79,7 @@ from tim_jax.corrections.recipes import (
     trust_region_masking as trust_region_masking,
     vexact as vexact,
 )
+
+
+def __dir__() -> list[str]:
+    return inputs.public(globals())

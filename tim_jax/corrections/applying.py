@@ -91,6 +91,11 @@ class Corrected(NamedTuple):
     state: Any
     metrics: dict[str, jax.Array]  # f32[] each, of the functions below; and `normaliser`
 
+    def __repr__(self) -> str:
+        shape = ", ".join(map(str, self.coefficients.shape))
+        names = ", ".join(sorted(self.metrics))
+        return f"Corrected(coefficients and kept [{shape}], state, metrics: {names})"
+
 
 def correct(
     correction: optax.GradientTransformation,

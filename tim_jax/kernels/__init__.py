@@ -50,12 +50,13 @@ def attention(
     aligned: bool,
     window: jax.Array | None = None,
     pages: jax.Array | None = None,
+    runs: int = native.RUNS,
 ) -> jax.Array:
     """Attention by the family, by another kernel, or cut along the keys, as the numerics say.
 
     With a window i32[] a row attends to this many positions up to its own; None is no such limit.
     With pages i32[B, S / block] the keys are [pages, Kv, D, block], the values
-    [pages, Kv, block, D].
+    [pages, Kv, block, D]. `runs` of aligned rows, see `tiles.attention`.
     """
     ops = family(numerics)
     options: dict[str, Any] = {"numerics": numerics, "window": window}
@@ -75,7 +76,7 @@ def attention(
     batch, heads = query.shape[:2]
     if not aligned and variants.pieces(batch, heads, key.shape[3], numerics=numerics) > 1:
         return variants.split_attention(query, key, value, positions, fence=ops.fence, **options)
-    return ops.attention(query, key, value, positions, aligned=aligned, **options)
+    return ops.attention(query, key, value, positions, aligned=aligned, runs=runs, **options)
 
 
 def cached(x: jax.Array, *, numerics: Numerics) -> jax.Array:

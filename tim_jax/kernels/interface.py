@@ -108,6 +108,7 @@ class Kernels(Protocol):
         aligned: bool,
         window: jax.Array | None = None,
         pages: jax.Array | None = None,
+        runs: int = ...,
     ) -> jax.Array:
         """See `tiles.attention`. Float32, or already rounded to compute.
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from tim_jax.kernels import formulas
 from tim_jax.numerics import Numerics
 
 MASKED = -1e30
-_MAX_SEGMENTS = 8
+RUNS = 8  # that aligned rows are cut into, unless fewer are asked for
 _BACKWARD_ROWS = 128
 
 
@@ -68,11 +69,38 @@ def joined(weight: jax.Array) -> jax.Array:
     return jnp.moveaxis(weight, 0, 1).reshape(weight.shape[1], -1)
 
 
+def pin(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Fenced operands of a dot, in row-major layout.
+
+    Otherwise a transpose nearby may reach the dot as a layout of its operand, and with it another
+    kernel: XLA:CPU then computes a bfloat16 dot in float32.
+    """
+    fence = jax.lax.optimization_barrier
+    return fence(
+        tuple(with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in fence(arrays))
+    )
+
+
+def _transposed_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`product` where one of the two was transposed just before.
+
+    XLA:CPU has fast bfloat16 products of row-major operands only, so there the transpose is made.
+    """
+    if x.dtype != jnp.bfloat16:
+        return product(x, weight)
+
+    def made(x, weight):
+        (y,) = pin(product(*pin(x, weight)))
+        return y
+
+    return jax.lax.platform_dependent(x, weight, cpu=made, default=product)
+
+
 def dot_gradients(x, weight, cotangent):
     """Gradients of `dot` in float32, with the cotangent rounded to the compute dtype."""
     cotangent = cotangent.astype(x.dtype)
-    dx = jnp.dot(cotangent, joined(weight).T, **precise(x))
-    dweight = jnp.dot(x.T, cotangent, **precise(x))
+    dx = _transposed_product(cotangent, joined(weight).T)
+    dweight = _transposed_product(x.T, cotangent)
     if weight.ndim == 3:
         tiles, contraction, width = weight.shape
         dweight = jnp.moveaxis(dweight.reshape(contraction, tiles, width), 1, 0)
@@ -120,20 +148,22 @@ def mix(weights: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.einsum("bkms,bksd->bkmd", weights, value, **precise(value))
 
 
-def segments(rows: int, length: int, tile: int, block: int) -> list[tuple[int, int, int]]:
-    """Cuts the rows of whole sequences into at most 8 runs (start, stop, keys that suffice).
+def segments(
+    rows: int, length: int, tile: int, block: int, runs: int = RUNS
+) -> list[tuple[int, int, int]]:
+    """Cuts the rows of whole sequences into at most `runs` (start, stop, keys that suffice).
 
     A run's rows are a multiple of `tile`; keys are a multiple of `block`. Static, so that causal
     skipping costs no branch; bounded, so that long sequences do not unroll.
     """
     tiles = -(-rows // tile)
-    per_run = -(-tiles // _MAX_SEGMENTS) * tile
-    runs = []
+    per_run = -(-tiles // runs) * tile
+    found = []
     for start in range(0, rows, per_run):
         stop = min(start + per_run, rows)
         tokens = -(-stop * length // rows)
-        runs.append((start, stop, -(-tokens // block) * block))
-    return runs
+        found.append((start, stop, -(-tokens // block) * block))
+    return found
 
 
 def attention(
@@ -145,6 +175,7 @@ def attention(
     numerics: Numerics,
     aligned: bool,
     window: jax.Array | None = None,
+    runs: int = RUNS,
 ) -> jax.Array:
     """As `tiles.attention`: same arguments, same result up to rounding."""
     softmax = numerics.precision.attention_softmax
@@ -153,7 +184,7 @@ def attention(
         return attend(query, key, value, positions)
     count, length = query.shape[2], key.shape[3]
     pieces = []
-    for start, stop, keys in segments(count, length, _BACKWARD_ROWS, numerics.kv_block):
+    for start, stop, keys in segments(count, length, _BACKWARD_ROWS, numerics.kv_block, runs):
         args = query[:, :, start:stop], key[..., :keys], value[:, :, :keys]
         pieces.append(_in_tiles(attend, *args, positions[:, start:stop]))
     return jnp.concatenate(pieces, axis=2)

@@ -115,12 +115,9 @@ def parts_of(size: int, most: int | None = None) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def inside(axis: int, rows: int, count: int) -> jax.Array:
-    """Which rows of a GPU program's tile are among the `count` that there are, bool[rows].
-
-    `axis`: that of the grid along which the tiles lie.
-    """
-    return pl.program_id(axis) * rows + jnp.arange(rows) < count
+def inside(tile: jax.Array, rows: int, count: int) -> jax.Array:
+    """Which rows of a GPU program's tile are among the `count` that there are, bool[rows]."""
+    return tile * rows + jnp.arange(rows) < count
 
 
 def masked(ref: Any, there: jax.Array, other: int | float = 0) -> jax.Array:
@@ -131,8 +128,8 @@ def masked(ref: Any, there: jax.Array, other: int | float = 0) -> jax.Array:
 
 
 def store(ref: Any, values: jax.Array, there: jax.Array) -> None:
-    """On a GPU, writes the rows of `values` [rows, columns] that are there, in the ref's dtype."""
-    mask = jnp.broadcast_to(there[:, None], values.shape)
+    """On a GPU, writes the rows of `values` that are there, in the ref's dtype."""
+    mask = jnp.broadcast_to(there.reshape(-1, *(1,) * (values.ndim - 1)), values.shape)
     plt.store(ref, values.astype(ref.dtype), mask=mask)
 
 
@@ -271,8 +268,8 @@ class PallasFamily:
         same of tiles x [T, R, K] with weight [E, K, halves * M] at their experts, see
         `Kernels.grouped`.
     attend(query, key, value, positions, window=None, pages=None, *, numerics): attention in the
-        compute dtype.
-    attend_gradient(query, key, value, positions, window, out, cotangent, *, numerics): the
+        compute dtype, and what its gradient takes beside that, or None.
+    attend_gradient(query, key, value, positions, window, out, that, cotangent, *, numerics): the
         gradients of query, key and value.
     normed(x, weight, *, eps, numerics): RMSNorm.
     rotated(y, cos, sin, optional, *, heads, eps, numerics): query and key of `project`.
@@ -281,7 +278,7 @@ class PallasFamily:
 
     product: Callable[..., jax.Array]
     grouped_product: Callable[..., jax.Array]
-    attend: Callable[..., jax.Array]
+    attend: Callable[..., tuple[jax.Array, jax.Array | None]]
     attend_gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     normed: Callable[..., jax.Array]
     rotated: Callable[..., tuple[jax.Array, jax.Array]]
@@ -412,9 +409,15 @@ class PallasFamily:
         aligned: bool,
         window=None,
         pages=None,
+        runs=native.RUNS,
     ):
-        def forward(*args):
+        del runs  # a kernel's loops end where a row sees no further key
+
+        def kernel(*args):
             return fence(self.attend(*fence(args), numerics=numerics))
+
+        def forward(*args):
+            return kernel(*args)[0]
 
         if pages is not None:
             return forward(query, key, value, positions, window, pages)
@@ -424,8 +427,8 @@ class PallasFamily:
             return (*fence(gradient(*fence((*residuals, cotangent)))), None, None)
 
         def kept(*args):
-            out = forward(*args)
-            return out, (*args, out)
+            out, normaliser = kernel(*args)
+            return out, (*args, out, normaliser)
 
         call = jax.custom_vjp(forward)
         call.defvjp(kept, backward)

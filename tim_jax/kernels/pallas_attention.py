@@ -57,28 +57,40 @@ def on_gpu(
     pages: jax.Array | None = None,
     *,
     numerics: Numerics,
-) -> jax.Array:
-    """[B, Kv, N, E] in the compute dtype; the arguments are those of `kernels.attention`."""
+) -> tuple[jax.Array, jax.Array]:
+    """[B, Kv, N, E] in the compute dtype; the arguments are those of `kernels.attention`.
+
+    And the logarithm to the base of 2 of the sum of each row's weights, float32 [B, Kv, N], for the
+    gradient. Every call writes it, so that decoding and training have one kernel.
+    """
     batch, heads, count, size = query.shape
     tiles, block, width = numerics.gpu, numerics.kv_block, value.shape[3]
     rows = tiles.attention_rows
-    tile = pl.BlockSpec((None, None, rows, size), lambda i, h, b: (b, h, i, 0))
-    of_rows = pl.BlockSpec((None, rows), lambda i, h, b: (b, i))
-    inputs, specs = [query, positions], [tile, of_rows]
+    last_tile = pl.cdiv(count, rows) - 1
+
+    def of_tile(*columns: int) -> pl.BlockSpec:
+        """The last tile first, which sees the most keys, so that what ends last is short."""
+        nothing = (0,) * len(columns)
+        return pl.BlockSpec(
+            (None, None, rows, *columns), lambda h, i, b: (b, h, last_tile - i, *nothing)
+        )
+
+    of_rows = pl.BlockSpec((None, rows), lambda h, i, b: (b, last_tile - i))
+    inputs, specs = [query, positions], [of_tile(size), of_rows]
     if pages is None:
         key, value = padded(key, block, axis=3), padded(value, block, axis=2)
         whole = [(None, None, *x.shape[2:]) for x in (key, value)]
-        specs += [pl.BlockSpec(shape, lambda i, h, b: (b, h, 0, 0)) for shape in whole]
+        specs += [pl.BlockSpec(shape, lambda h, i, b: (b, h, 0, 0)) for shape in whole]
     else:
         whole = [(x.shape[0], None, *x.shape[2:]) for x in (key, value)]
-        specs += [pl.BlockSpec(shape, lambda i, h, b: (0, h, 0, 0)) for shape in whole]
-        specs.append(pl.BlockSpec((None, pages.shape[1]), lambda i, h, b: (b, 0)))
+        specs += [pl.BlockSpec(shape, lambda h, i, b: (0, h, 0, 0)) for shape in whole]
+        specs.append(pl.BlockSpec((None, pages.shape[1]), lambda h, i, b: (b, 0)))
     inputs += [key, value] if pages is None else [key, value, pages]
     if window is not None:
         inputs.append(window[None])
-        specs.append(pl.BlockSpec((None,), lambda i, h, b: (0,)))
+        specs.append(pl.BlockSpec((None,), lambda h, i, b: (0,)))
     keys = key.shape[3] if pages is None else pages.shape[1] * block
-    programs = pl.cdiv(count, rows) * heads * batch
+    programs = (last_tile + 1) * heads * batch
     cost = attention_cost(
         multiplied=rows * keys * (size + width),
         loaded=(rows + keys) * (size + width) * key.dtype.itemsize,
@@ -92,21 +104,25 @@ def on_gpu(
         cost_estimate=cost,
         warps=tiles.attention_warps,
         stages=tiles.attention_stages,
-        grid=(pl.cdiv(count, rows), heads, batch),
+        grid=(heads, last_tile + 1, batch),
         in_specs=specs,
-        out_specs=pl.BlockSpec((None, None, rows, width), lambda i, h, b: (b, h, i, 0)),
-        out_shape=jax.ShapeDtypeStruct((*query.shape[:3], width), numerics.dtype),
+        out_specs=(of_tile(width), of_tile()),
+        out_shape=(
+            jax.ShapeDtypeStruct((*query.shape[:3], width), numerics.dtype),
+            jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
+        ),
     )(*inputs)
 
 
 def _on_gpu(query_ref, last_ref, key_ref, value_ref, *refs, block: int, count: int, windowed: bool):
-    out_ref, pages = refs[-1], refs[: -2 if windowed else -1]
+    *refs, out_ref, normaliser_ref = refs
+    pages = refs[: -1 if windowed else None]
     rows, width = out_ref.shape
-    there = inside(0, rows, count)
+    there = inside(pl.num_programs(1) - 1 - pl.program_id(1), rows, count)
     parts = parts_of(query_ref.shape[1])
     query = [masked(query_ref.at[:, part], there) for part in parts]
     last = masked(last_ref, there, other=-1)
-    first = jnp.where(there, last - refs[-2][...] + 1, _NEVER) if windowed else None
+    first = jnp.where(there, last - refs[-1][...] + 1, _NEVER) if windowed else None
     precise = native.precise(query[0])
 
     def keys_and_values(index):
@@ -141,8 +157,9 @@ def _on_gpu(query_ref, last_ref, key_ref, value_ref, *refs, block: int, count: i
     )
     skipped = 0 if first is None else jax.lax.div(jnp.maximum(jnp.min(first), 0), block)
     blocks = jax.lax.div(jnp.max(last) + block, block)
-    mixed, _, total = jax.lax.fori_loop(skipped, blocks, step, start)
+    mixed, peak, total = jax.lax.fori_loop(skipped, blocks, step, start)
     store(out_ref.at[:, :], mixed / total[:, None], there)
+    store(normaliser_ref, peak + jnp.log2(total), there)
 
 
 LANES = 128  # a statistic per row fills a whole register row
@@ -157,7 +174,7 @@ def on_tpu(
     pages: jax.Array | None = None,
     *,
     numerics: Numerics,
-) -> jax.Array:
+) -> tuple[jax.Array, None]:
     """[B, Kv, N, E] in the compute dtype; the arguments are those of `kernels.attention`.
 
     A tile of rows reads the key blocks from the first to the last that one of its rows sees. A step
@@ -197,7 +214,7 @@ def on_tpu(
     places = range(taken)
     keys = [pl.BlockSpec((None, some, size, block), partial(key_at, n)) for n in places]
     values = [pl.BlockSpec((None, some, block, width), partial(value_at, n)) for n in places]
-    return tpu_call(
+    mixed = tpu_call(
         partial(_on_tpu, block=block, taken=taken, windowed=first is not None),
         numerics=numerics,
         name="attention",
@@ -214,6 +231,7 @@ def on_tpu(
         *(key,) * taken,
         *(value,) * taken,
     )
+    return mixed, None
 
 
 def block_of_step(step, place: int, taken: int, least, most):

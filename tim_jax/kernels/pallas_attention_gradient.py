@@ -8,8 +8,9 @@ do of that:
 
 Two kernels, and no sum that is shared among programs, so that a gradient repeats to the bit:
 
-- by rows: a tile of rows runs over the key blocks that it sees, twice: first for the logarithm of
-  the normaliser, then for dq. The forward keeps no normaliser: its kernel is the one of decoding.
+- by rows: a tile of rows runs over the key blocks that it sees, for dq. On a GPU it is given the
+  logarithm of the normaliser, which attention's kernel writes beside its output, in decoding too.
+  On a TPU it runs over the blocks twice, first for that logarithm.
 - by keys: a block of keys runs over the tiles of rows that see it, ascending, for dk and dv.
 
 Products have the compute dtype's operands and float32 sums, as those of the forward.
@@ -41,7 +42,7 @@ BY_ROWS, BY_KEYS = "attention_gradient_rows", "attention_gradient_keys"
 
 
 class Arrays(NamedTuple):
-    """Arguments of `kernels.attention`, what it returned, and the cotangent of that."""
+    """What `kernels.attention` was given, what its kernel returned, and the output's cotangent."""
 
     query: jax.Array
     key: jax.Array
@@ -49,6 +50,7 @@ class Arrays(NamedTuple):
     positions: jax.Array
     window: jax.Array | None
     out: jax.Array
+    normaliser: jax.Array | None  # see `Inputs`
     cotangent: jax.Array
 
 
@@ -64,12 +66,10 @@ class Sizes(NamedTuple):
     tiles: int
     blocks: int
 
-
-class OfRows(NamedTuple):
-    """What the kernel by rows finds for the kernel by keys, float32 [B, Kv, N] each."""
-
-    product: jax.Array  # cotangent . output
-    normaliser: jax.Array  # the logarithm of the sum of the weights
+    def of_tiles(self, rows: int, keys: int) -> "Sizes":
+        """Those of as many rows and keys in other tiles and blocks, which divide them."""
+        tiles, blocks = self.tiles * self.rows // rows, self.blocks * self.keys // keys
+        return self._replace(rows=rows, keys=keys, tiles=tiles, blocks=blocks)
 
 
 class Inputs(NamedTuple):
@@ -80,6 +80,7 @@ class Inputs(NamedTuple):
     out: jax.Array  # [B, Kv, N, E], what attention returned
     key: jax.Array  # [B, Kv, D, S]
     value: jax.Array  # [B, Kv, S, E]
+    normaliser: jax.Array | None  # log2 of the sum of the weights, float32 [B, Kv, N]; on a GPU
     last: jax.Array  # i32[B, N]
     first: jax.Array | None
 
@@ -88,7 +89,7 @@ def gradients(by_rows: Callable, by_keys: Callable, arrays: Arrays, *, rows: int
     """Gradients of query, key and value in their dtypes, of a device's two kernels.
 
     Args:
-      by_rows: inputs, sizes -> the gradient of the query, and `OfRows`.
+      by_rows: inputs, sizes -> the gradient of the query, and what it finds for `by_keys`.
       by_keys: inputs, sizes, that -> the gradients of key and value.
       arrays: see `Arrays`.
       rows: of a tile.
@@ -102,7 +103,7 @@ def gradients(by_rows: Callable, by_keys: Callable, arrays: Arrays, *, rows: int
 
 
 def _filled(arrays: Arrays, *, rows: int, keys: int) -> tuple[Inputs, Sizes]:
-    query, key, value, positions, window, out, cotangent = arrays
+    query, key, value, positions, window, out, normaliser, cotangent = arrays
     batch, heads, _, size = query.shape
     last, first = seen(positions, window, rows)
     inputs = Inputs(
@@ -111,6 +112,7 @@ def _filled(arrays: Arrays, *, rows: int, keys: int) -> tuple[Inputs, Sizes]:
         out=padded(out.astype(query.dtype), rows, axis=2),
         key=padded(key, keys, axis=3),
         value=padded(value, keys, axis=2),
+        normaliser=None if normaliser is None else padded(normaliser, rows, axis=2),
         last=last,
         first=first,
     )
@@ -159,66 +161,80 @@ _PART = 128  # numbers of a head that a GPU's program multiplies at a time
 
 
 def on_gpu(*arrays: Any, numerics: Numerics):
-    """Gradients of query, key and value in their dtypes, of what `Arrays` has."""
+    """Gradients of query, key and value in their dtypes, of what `Arrays` has.
+
+    A program has `gradient_own` rows or keys, whose sums stay in registers, and takes
+    `gradient_step` of the others at a time. Those with the most work come first, so that what ends
+    last is short.
+    """
     tiles = numerics.gpu
+    own, step = tiles.gradient_own, tiles.gradient_step
     options = {
         "numerics": numerics,
         "warps": tiles.gradient_warps,
         "stages": tiles.gradient_stages,
     }
+    most = max(own, step)
     return gradients(
-        partial(_gpu_by_rows, options=options),
-        partial(_gpu_by_keys, options=options),
+        partial(_gpu_by_rows, tile=(own, step), options=options),
+        partial(_gpu_by_keys, tile=(step, own), options=options),
         Arrays(*arrays),
-        rows=tiles.gradient_rows,
-        keys=tiles.gradient_keys,
+        rows=most,
+        keys=most,
     )
 
 
-def _gpu_by_rows(inputs: Inputs, sizes: Sizes, options: dict[str, Any]):
-    rows, size, width = sizes.rows, sizes.size, sizes.width
-    query = pl.BlockSpec((None, None, rows, size), lambda i, h, b: (b, h, i, 0))
-    out = pl.BlockSpec((None, None, rows, width), lambda i, h, b: (b, h, i, 0))
-    number = pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, i))
-    seen_by = pl.BlockSpec((None, rows), lambda i, h, b: (b, i))
+def _gpu_by_rows(inputs: Inputs, sizes: Sizes, tile: tuple[int, int], options: dict[str, Any]):
+    sizes = sizes.of_tiles(*tile)
+    rows, size, width, tiles = sizes.rows, sizes.size, sizes.width, sizes.tiles
+
+    def of_rows(*columns: int) -> pl.BlockSpec:
+        """The last tile of rows first, which sees the most keys."""
+        nothing = (0,) * len(columns)
+        return pl.BlockSpec(
+            (None, None, rows, *columns), lambda h, i, b: (b, h, tiles - 1 - i, *nothing)
+        )
+
+    seen_by = pl.BlockSpec((None, rows), lambda h, i, b: (b, tiles - 1 - i))
     whole = [
-        pl.BlockSpec((None, None, *x.shape[2:]), lambda i, h, b: (b, h, 0, 0))
+        pl.BlockSpec((None, None, *x.shape[2:]), lambda h, i, b: (b, h, 0, 0))
         for x in (inputs.key, inputs.value)
     ]
     given = [x for x in inputs if x is not None]
     length, moved = sizes.blocks * sizes.keys, rows * (2 * size + 2 * width)
     cost = attention_cost(
-        multiplied=rows * length * (3 * size + width),
-        loaded=(moved + length * (2 * size + width)) * inputs.key.dtype.itemsize,
-        exponentials=2 * rows * length,
-        programs=sizes.tiles * sizes.heads * sizes.batch,
+        multiplied=rows * length * (2 * size + width),
+        loaded=(moved + length * (size + width)) * inputs.key.dtype.itemsize,
+        exponentials=rows * length,
+        programs=tiles * sizes.heads * sizes.batch,
     )
-    of_row = jax.ShapeDtypeStruct(inputs.query.shape[:3], jnp.float32)
-    dquery, *of_rows = gpu_call(
+    return gpu_call(
         partial(_gpu_rows, keys=sizes.keys, windowed=inputs.first is not None),
         name=BY_ROWS,
         cost_estimate=cost,
-        grid=(sizes.tiles, sizes.heads, sizes.batch),
-        in_specs=[query, out, out, *whole, *(seen_by,) * (len(given) - 5)],
-        out_specs=(query, number, number),
+        grid=(sizes.heads, tiles, sizes.batch),
+        in_specs=[
+            *(of_rows(size), of_rows(width), of_rows(width), *whole, of_rows()),
+            *(seen_by,) * (len(given) - 6),
+        ],
+        out_specs=(of_rows(size), of_rows()),
         out_shape=(
             jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype),
-            *(of_row, of_row),
+            jax.ShapeDtypeStruct(inputs.query.shape[:3], jnp.float32),
         ),
         **options,
     )(*given)
-    return dquery, OfRows(*of_rows)
 
 
 def _gpu_rows(*refs, keys: int, windowed: bool):
-    query_ref, cotangent_ref, attended_ref, key_ref, value_ref, last_ref, *refs = refs
-    dquery_ref, product_ref, normaliser_ref = refs[-3:]
-    last, first = last_ref[...], refs[0][...] if windowed else None
+    query_ref, cotangent_ref, attended_ref, key_ref, value_ref, normaliser_ref, *refs = refs
+    last, first = refs[0][...], refs[1][...] if windowed else None
+    dquery_ref, product_ref = refs[-2:]
     rows, size = query_ref.shape
     parts, value_parts = parts_of(size, _PART), parts_of(cotangent_ref.shape[1], _PART)
     query = [query_ref[:, part] for part in parts]
     cotangent = [cotangent_ref[:, part] for part in value_parts]
-    precise = native.precise(query[0])
+    precise, normaliser = native.precise(query[0]), normaliser_ref[...][:, None]
     products = [
         row_products(part, attended_ref[:, at])
         for part, at in zip(cotangent, value_parts, strict=True)
@@ -229,37 +245,18 @@ def _gpu_rows(*refs, keys: int, windowed: bool):
     end = jax.lax.div(jnp.max(last) + keys, keys)
     columns = None if first is None else first[:, None]
 
-    def scores(index):
-        """Of a block, in units of log 2, and which of its keys are seen."""
-        at = pl.ds(index * keys, keys)
-        key = [key_ref[part, at] for part in parts]
-        seen_keys = visible(index, keys, last[:, None], columns)
-        found = dots_along(query, key, (1, 0), precise) * LOG2_E
-        return jnp.where(seen_keys, found, MASKED), seen_keys
-
-    def add_up(index, state):
-        peak, total = state
-        found, seen_keys = scores(index)
-        new = jnp.maximum(peak, jnp.max(found, axis=1))
-        weights = jnp.where(seen_keys, jnp.exp2(found - new[:, None]), 0.0)
-        return new, total * jnp.exp2(peak - new) + jnp.sum(weights, axis=1)
-
-    start = jnp.full((rows,), MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32)
-    peak, total = jax.lax.fori_loop(begin, end, add_up, start)
-    # A row that fills a tile may see nothing.
-    normaliser = jnp.where(total > 0, peak + jnp.log2(jnp.where(total > 0, total, 1.0)), 0.0)
-    normaliser_ref[...] = normaliser
-
     def step(index, sums):
         at = pl.ds(index * keys, keys)
-        found, seen_keys = scores(index)
-        weights = jnp.where(seen_keys, jnp.exp2(found - normaliser[:, None]), 0.0)
+        key = [key_ref[part, at] for part in parts]
+        scores = dots_along(query, key, (1, 0), precise) * LOG2_E
+        seen_keys = visible(index, keys, last[:, None], columns)
+        weights = jnp.where(seen_keys, jnp.exp2(scores - normaliser), 0.0)
         value = [value_ref[at, part] for part in value_parts]
         dweights = dots_along(cotangent, value, (1, 1), precise)
         dscores = (weights * (dweights - product)).astype(dquery_ref.dtype)
         return [
-            total + dot_along(dscores, key_ref[part, at], (1, 1), precise)
-            for total, part in zip(sums, parts, strict=True)
+            total + dot_along(dscores, part, (1, 1), precise)
+            for total, part in zip(sums, key, strict=True)
         ]
 
     zeros = [jnp.zeros((rows, part.stop - part.start), jnp.float32) for part in parts]
@@ -267,17 +264,24 @@ def _gpu_rows(*refs, keys: int, windowed: bool):
         dquery_ref[:, part] = total.astype(dquery_ref.dtype)
 
 
-def _gpu_by_keys(inputs: Inputs, sizes: Sizes, of_rows: OfRows, options: dict[str, Any]):
+def _gpu_by_keys(
+    inputs: Inputs,
+    sizes: Sizes,
+    product: jax.Array,
+    tile: tuple[int, int],
+    options: dict[str, Any],
+):
+    sizes = sizes.of_tiles(*tile)
     keys, size, width = sizes.keys, sizes.size, sizes.width
-    key = pl.BlockSpec((None, None, size, keys), lambda j, h, b: (b, h, 0, j))
-    value = pl.BlockSpec((None, None, keys, width), lambda j, h, b: (b, h, j, 0))
+    key = pl.BlockSpec((None, None, size, keys), lambda h, j, b: (b, h, 0, j))
+    value = pl.BlockSpec((None, None, keys, width), lambda h, j, b: (b, h, j, 0))
     query, cotangent = (
-        pl.BlockSpec((None, None, *x.shape[2:]), lambda j, h, b: (b, h, 0, 0))
+        pl.BlockSpec((None, None, *x.shape[2:]), lambda h, j, b: (b, h, 0, 0))
         for x in (inputs.query, inputs.cotangent)
     )
-    number = pl.BlockSpec((None, None, inputs.query.shape[2]), lambda j, h, b: (b, h, 0))
-    seen_by = pl.BlockSpec((None, inputs.query.shape[2]), lambda j, h, b: (b, 0))
-    one = pl.BlockSpec((None, None), lambda j, h, b: (b, j))
+    number = pl.BlockSpec((None, None, inputs.query.shape[2]), lambda h, j, b: (b, h, 0))
+    seen_by = pl.BlockSpec((None, inputs.query.shape[2]), lambda h, j, b: (b, 0))
+    one = pl.BlockSpec((None, None), lambda h, j, b: (b, j))
     given = [x for x in inputs._replace(out=None) if x is not None]
     count = sizes.tiles * sizes.rows
     cost = attention_cost(
@@ -290,50 +294,59 @@ def _gpu_by_keys(inputs: Inputs, sizes: Sizes, of_rows: OfRows, options: dict[st
         partial(_gpu_keys, rows=sizes.rows, windowed=inputs.first is not None),
         name=BY_KEYS,
         cost_estimate=cost,
-        grid=(sizes.blocks, sizes.heads, sizes.batch),
+        grid=(sizes.heads, sizes.blocks, sizes.batch),
         in_specs=[
-            *(query, cotangent, key, value),
-            *(seen_by,) * (len(given) - 4),
-            *(number, number, one, one),
+            *(query, cotangent, key, value, number),
+            *(seen_by,) * (len(given) - 5),
+            *(number, one, one),
         ],
         out_specs=(key, value),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[2:4]),
         **options,
-    )(*given, *of_rows, *tiles_that_see(inputs, sizes))
+    )(*given, product, *tiles_that_see(inputs, sizes))
 
 
 def _gpu_keys(*refs, rows: int, windowed: bool):
-    query_ref, cotangent_ref, key_ref, value_ref, last_ref, *refs = refs
-    product_ref, normaliser_ref, begin_ref, end_ref, dkey_ref, dvalue_ref = refs[-6:]
-    index, (size, keys) = pl.program_id(0), key_ref.shape
+    """Weights and their gradients are [keys, rows] here, so that the sums take them as they are."""
+    query_ref, cotangent_ref, key_ref, value_ref, normaliser_ref, last_ref, *refs = refs
+    product_ref, begin_ref, end_ref, dkey_ref, dvalue_ref = refs[-5:]
+    size, keys = key_ref.shape
     parts, value_parts = parts_of(size, _PART), parts_of(value_ref.shape[1], _PART)
     key = [key_ref[part, :] for part in parts]
     value = [value_ref[:, part] for part in value_parts]
     precise, dtype = native.precise(value[0]), value_ref.dtype
+    own = pl.program_id(1) * keys + jax.lax.broadcasted_iota(jnp.int32, (keys, rows), 0)
 
     def step(tile, sums):
         at = pl.ds(tile * rows, rows)
         query = [query_ref[at, part] for part in parts]
         cotangent = [cotangent_ref[at, part] for part in value_parts]
-        first = refs[0][at][:, None] if windowed else None
-        scores = dots_along(query, key, (1, 0), precise) * LOG2_E
-        seen_keys = visible(index, keys, last_ref[at][:, None], first)
-        weights = jnp.where(seen_keys, jnp.exp2(scores - normaliser_ref[at][:, None]), 0.0)
-        dweights = dots_along(cotangent, value, (1, 1), precise)
-        dscores = weights * (dweights - product_ref[at][:, None])
-        pairs = [(q, dscores.astype(dtype)) for q in query]
-        pairs += [(weights.astype(dtype), c) for c in cotangent]
-        return [
-            total + dot_along(*pair, (0, 0), precise)
-            for total, pair in zip(sums, pairs, strict=True)
+        seen_keys = own <= last_ref[at][None, :]
+        if windowed:
+            seen_keys &= own >= refs[0][at][None, :]
+        scores = dots_along(key, query, (0, 1), precise) * LOG2_E
+        weights = jnp.where(seen_keys, jnp.exp2(scores - normaliser_ref[at][None, :]), 0.0)
+        dvalue = [
+            total + dot_along(weights.astype(dtype), part, (1, 0), precise)
+            for total, part in zip(sums[1], cotangent, strict=True)
         ]
+        dweights = dots_along(value, cotangent, (1, 1), precise)
+        dscores = (weights * (dweights - product_ref[at][None, :])).astype(dtype)
+        dkey = [
+            total + dot_along(dscores, part, (1, 0), precise)
+            for total, part in zip(sums[0], query, strict=True)
+        ]
+        return dkey, dvalue
 
-    outs = [dkey_ref.at[part, :] for part in parts]
-    outs += [dvalue_ref.at[:, part] for part in value_parts]
-    zeros = [jnp.zeros(out.shape, jnp.float32) for out in outs]
-    sums = jax.lax.fori_loop(begin_ref[...], end_ref[...], step, zeros)
-    for out, total in zip(outs, sums, strict=True):
-        out[...] = total.astype(out.dtype)
+    zeros = tuple(
+        [jnp.zeros((keys, part.stop - part.start), jnp.float32) for part in group]
+        for group in (parts, value_parts)
+    )
+    dkey, dvalue = jax.lax.fori_loop(begin_ref[...], end_ref[...], step, zeros)
+    for part, total in zip(parts, dkey, strict=True):
+        dkey_ref[part, :] = total.astype(dtype).T
+    for part, total in zip(value_parts, dvalue, strict=True):
+        dvalue_ref[:, part] = total.astype(dtype)
 
 
 def on_tpu(*arrays: Any, numerics: Numerics):
@@ -399,7 +412,7 @@ def _tpu_by_rows(inputs: Inputs, sizes: Sizes, numerics: Numerics):
             *(of_row, of_row),
         ),
     )(*scalars, *given)
-    return dquery, OfRows(*found)
+    return dquery, found
 
 
 def _tpu_rows(*refs, keys: int, windowed: bool):
@@ -465,7 +478,7 @@ def _tpu_rows(*refs, keys: int, windowed: bool):
         dquery_ref[...] = sums[...].astype(dquery_ref.dtype)
 
 
-def _tpu_by_keys(inputs: Inputs, sizes: Sizes, found: OfRows, numerics: Numerics):
+def _tpu_by_keys(inputs: Inputs, sizes: Sizes, found: list[jax.Array], numerics: Numerics):
     batch, heads, rows, keys, size, width, tiles, blocks = sizes
     some = min(power_of_two_in(heads), numerics.tpu.gradient_heads)
 

@@ -79,7 +79,8 @@ def _kernel(
 ):
     """Sums over K for each of `halves` weight tiles, then the epilogue; of `count` rows in all."""
     weight_refs, extra_refs, out_ref = refs[:halves], refs[halves:-1], refs[-1]
-    there = inside(1, out_ref.shape[0], count)
+    tile = pl.program_id(2) * pl.num_programs(0) + pl.program_id(0)
+    there = inside(tile, out_ref.shape[0], count)
     sums = _sums(x_ref, weight_refs, out_ref.shape, block_k, there=there)
     extras = [
         masked(ref.at[:, :], there)
@@ -101,18 +102,24 @@ def product(
     name: str,
     halves: int,
 ) -> jax.Array:
-    """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
+    """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`.
+
+    Programs run in groups of tiles of rows: all of a group take the same columns of the weight, and
+    then the next ones, so that what they read comes from the cache.
+    """
     rows, width = x.shape[0], weight.shape[1] // halves
-    tile = numerics.gpu.tile(rows, weight.shape[1])
+    tile = numerics.gpu.tile(rows, weight.shape[1], x.dtype)
     columns, block_k = blocks(weight.shape, halves, tile.columns, numerics)
-    steps = width // columns
+    steps, tiles = width // columns, pl.cdiv(rows, tile.rows)
+    groups = pl.cdiv(tiles, _TILES_OF_GROUP)
+    together = pl.cdiv(tiles, groups)
 
     def columns_of(half: int) -> pl.BlockSpec:
-        return pl.BlockSpec((weight.shape[0], columns), lambda j, i: (0, j + half * steps))
+        return pl.BlockSpec((weight.shape[0], columns), lambda i, j, g: (0, j + half * steps))
 
     specs = {
-        "tile": pl.BlockSpec((tile.rows, columns), lambda j, i: (i, j)),
-        "bias": pl.BlockSpec((halves, columns), lambda j, i: (0, j)),
+        "tile": pl.BlockSpec((tile.rows, columns), lambda i, j, g: (g * together + i, j)),
+        "bias": pl.BlockSpec((halves, columns), lambda i, j, g: (0, j)),
     }
     return call(
         partial(
@@ -127,9 +134,9 @@ def product(
         name=name,
         warps=tile.warps,
         stages=_stages(tile, x),
-        grid=(steps, pl.cdiv(rows, tile.rows)),
+        grid=(together, steps, groups),
         in_specs=[
-            pl.BlockSpec((tile.rows, x.shape[1]), lambda j, i: (i, 0)),
+            pl.BlockSpec((tile.rows, x.shape[1]), lambda i, j, g: (g * together + i, 0)),
             *(columns_of(half) for half in range(halves)),
             *(specs[kind] for kind, _ in extras),
         ],
@@ -139,6 +146,8 @@ def product(
 
 
 LEAST = 16  # of a block in any direction
+# About as high as what all cores take at a time is wide: the most that they can share.
+_TILES_OF_GROUP = 16
 
 
 def blocks(

@@ -18,7 +18,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from tim_jax.kernels import formulas, native
 from tim_jax.numerics import Numerics, Rows, strict
@@ -65,17 +64,6 @@ MATHS = formulas.Maths(
 )
 
 
-def pin(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Fenced operands of a dot, in row-major layout.
-
-    Otherwise a transpose nearby may reach the dot as a layout of its operand, and with it another
-    kernel: XLA:CPU then computes a bfloat16 dot in float32.
-    """
-    return fence(
-        tuple(with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in fence(arrays))
-    )
-
-
 def unit(forward: Callable, plain: Callable) -> Callable:
     """`forward` between fences; its gradient is that of `plain`, recomputed from the inputs."""
 
@@ -111,7 +99,7 @@ def dot(x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
     rows = numerics.rows_for(weight.shape[-2])
 
     def product(x, weight):
-        return fence(native.product(*pin(x, weight)))
+        return fence(native.product(*native.pin(x, weight)))
 
     def whole(x, weight):
         if numerics.order.split_k == 1:
@@ -148,6 +136,7 @@ def attention(
     numerics: Numerics,
     aligned: bool,
     window: jax.Array | None = None,
+    runs: int = native.RUNS,
 ) -> jax.Array:
     """Causal attention of row tiles over the keys of their sequences.
 
@@ -159,17 +148,21 @@ def attention(
       positions: i32[B, N], each row attends to keys 0..position.
       aligned: the rows are whole sequences, so that row tiles may skip the keys after them.
       window: i32[], each row attends to this many keys up to its position; None: to all of them.
+      runs: that aligned rows are cut into, each over the keys that suffice: more of them compute
+        less that is masked, and compile for longer. No bit depends on them.
 
     Returns:
       [B, Kv, N, E] float32.
     """
+    runs = runs if aligned else 0
 
     def forward(query, key, value, positions, window):
-        return _attention(query, key, value, positions, window, numerics, aligned)
+        return _attention(query, key, value, positions, window, numerics, runs)
 
     def backward(args, cotangent):
         query, key, value, positions, window = fence(args)
-        attend = partial(native.attention, numerics=numerics, aligned=aligned, window=window)
+        options = {"numerics": numerics, "window": window, "runs": runs}
+        attend = partial(native.attention, aligned=aligned, **options)
 
         def plain(query, key, value):
             return attend(query, key, value, positions)
@@ -181,7 +174,8 @@ def attention(
     return call(query, key, value, positions, window)
 
 
-def _attention(query, key, value, positions, window, numerics, aligned):
+def _attention(query, key, value, positions, window, numerics, runs):
+    """Of aligned rows in `runs`, or of any in one that is 0."""
     rows, block, count = numerics.attention_rows, numerics.kv_block, query.shape[2]
     if numerics.whole_kv:
         length = key.shape[3]
@@ -201,14 +195,14 @@ def _attention(query, key, value, positions, window, numerics, aligned):
         else:
             k, v = key[:, : keys // block], value[:, : keys // block]
         part = query[:, :, start:stop]
-        k, v = pin(k, v)
+        k, v = native.pin(k, v)
         return _by_row_tiles(part, k, v, positions[:, start:stop], window, numerics)
 
-    if not aligned:
+    if not runs:
         return fence(run(0, count, length + padding))
     pieces = [
         run(start, stop, keys)
-        for start, stop, keys in native.segments(count, length, rows.high or count, block)
+        for start, stop, keys in native.segments(count, length, rows.high or count, block, runs)
     ]
     return fence(jnp.concatenate(pieces, axis=2))
 
@@ -269,7 +263,7 @@ def _scores(query, key, numerics: Numerics):
     """query @ key, float32 [B, Kv, M, S]: in one dot if that was found to keep the bits, else a dot
     for every block, all of them in one batched product."""
     if numerics.whole_kv:
-        return fence(native.scores(*pin(query, key)))
+        return fence(native.scores(*native.pin(query, key)))
     batch, blocks = key.shape[:2]
     query = jnp.broadcast_to(query[:, None], (batch, blocks, *query.shape[1:]))
     scores = jnp.moveaxis(_products(query, key), 1, 3)
@@ -279,7 +273,7 @@ def _scores(query, key, numerics: Numerics):
 def _mix(weights, value, numerics: Numerics):
     """weights @ value: the sum over key blocks, ascending; a masked block adds exact zeros."""
     if numerics.whole_kv:
-        return fence(native.mix(*pin(weights, value)))
+        return fence(native.mix(*native.pin(weights, value)))
     blocks, block = value.shape[1], value.shape[3]
     weights = weights.reshape(*weights.shape[:3], blocks, block)
     terms = _products(jnp.moveaxis(weights, 3, 1), value)
@@ -297,5 +291,5 @@ def _mix(weights, value, numerics: Numerics):
 
 def _products(left, right):
     """left [B, n, Kv, M, K] @ right [B, n, Kv, K, N] -> float32 [B, n, Kv, M, N]."""
-    product = jnp.einsum("bnhmk,bnhkc->bnhmc", *pin(left, right), **native.precise(left))
+    product = jnp.einsum("bnhmk,bnhkc->bnhmc", *native.pin(left, right), **native.precise(left))
     return fence(product)

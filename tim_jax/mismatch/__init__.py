@@ -8,6 +8,7 @@ sums, weights) or its outputs. Entries combine; their list is the description of
 docs/mismatch.md has what each imitates and how large the mismatch is that it causes.
 """
 
+from tim_jax.common import inputs
 from tim_jax.mismatch.arithmetic import (
     AttentionSoftmax as AttentionSoftmax,
     Compute as Compute,
@@ -91,3 +92,7 @@ sum_order = SumOrder
 tensor_parallel = TensorParallel
 tile_sizes = TileSizes
 triton_attention = TritonAttention
+
+
+def __dir__() -> list[str]:
+    return inputs.public(globals())

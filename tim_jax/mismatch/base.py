@@ -1,31 +1,14 @@
 """An entry of the dial: a small value that edits the sampler in one named way."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 
 from tim_jax.common.errors import InputError
-from tim_jax.common.types import Rollout
+from tim_jax.common.types import Names, Rollout
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics
-
-
-class Names(NamedTuple):
-    """What a row's random numbers are keyed by, as in the sampler: not its place in the batch."""
-
-    key: jax.Array  # a PRNG key of seed and step
-    prompts: jax.Array  # i32[B]
-    samples: jax.Array  # i32[B]
-
-    def keys(self, salt: int) -> jax.Array:
-        """Keys [B] of the rows, different for every `salt`."""
-
-        def row_key(prompt, sample):
-            return jax.random.fold_in(jax.random.fold_in(salted, prompt), sample)
-
-        salted = jax.random.fold_in(self.key, salt)
-        return jax.vmap(row_key)(self.prompts, self.samples)
 
 
 @dataclass(frozen=True)

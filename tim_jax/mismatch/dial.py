@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.common.types import Prompts, Rollout
+from tim_jax.common.types import Names, Prompts, Rollout
 from tim_jax.mismatch import arithmetic, reporting, weights
-from tim_jax.mismatch.base import Entry, Names
+from tim_jax.mismatch.base import Entry
 from tim_jax.mismatch.reporting import DroppedEnd, PadMask
 from tim_jax.mismatch.weights import InFlightUpdates, LoraMerge, StaleWeights
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
@@ -216,7 +215,7 @@ def draw(
     without one this is `sampler.sample`, as `batching` and `begun` have it.
     """
     other = replace(execution, numerics=mismatch.numerics(execution.numerics))
-    names = _names(prompts, key, samples, first)
+    names = Names.of(prompts, key, samples, first)
     return sampler.sample(
         weights,
         prompts,
@@ -234,18 +233,10 @@ def report(
     rollout: Rollout, prompts: Prompts, key: jax.Array, *, mismatch: Mismatch, samples: int
 ) -> Rollout:
     """The last step: the rollout as it is reported to the learner."""
-    names = _names(prompts, key, samples)
+    names = Names.of(prompts, key, samples)
     for entry in mismatch.active:
         rollout = entry.rollout(rollout, names)
     return rollout
-
-
-def _names(prompts: Prompts, key: jax.Array, samples: int, first: jax.Array | None = None) -> Names:
-    count = prompts.ids.shape[0]
-    numbers = jnp.tile(jnp.arange(samples, dtype=jnp.int32), count)
-    if first is not None:  # one, or one a prompt
-        numbers = numbers + jnp.repeat(jnp.broadcast_to(first, prompts.ids.shape), samples)
-    return Names(key, jnp.repeat(prompts.ids, samples), numbers)
 
 
 def drawing(mismatch: Mismatch, names: Names, execution: Execution) -> sampler.Draw | None:

@@ -12,9 +12,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from tim_jax.common.types import Rollout
+from tim_jax.common.types import Names, Rollout
 from tim_jax.kernels import tiles
-from tim_jax.mismatch.base import Entry, Names
+from tim_jax.mismatch.base import Entry
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics, strict
 from tim_jax.policy import distribution
@@ -100,7 +100,7 @@ class DroppedEnd(Entry):
             raise self.refuse("no token ends a response here; set sampling.stop_tokens")
 
     def rollout(self, rollout: Rollout, names: Names) -> Rollout:
-        chance = jax.vmap(jax.random.uniform)(names.keys(_DROPS))
+        chance = jax.vmap(jax.random.uniform)(names.salted(_DROPS).streams)
         chosen = rollout.finished & (chance < self.share)
         at = jnp.arange(rollout.responses.shape[1])[None, :] == (rollout.lengths - 1)[:, None]
         at &= chosen[:, None]
@@ -181,13 +181,13 @@ class LogitNoise(Entry):
 
     def logits(self, logits: jax.Array, positions: jax.Array, names: Names) -> jax.Array:
         size = logits.shape[1]
-        names = seeded(names, self.seed)
+        names = names.salted(self.seed)
         if self.std:
 
             def at(key, position):
                 return draw(jax.random.fold_in(key, position), (size,), self.distribution)
 
-            noise = tiles.fence(jax.vmap(at)(names.keys(_LOGITS), positions))
+            noise = tiles.fence(jax.vmap(at)(names.salted(_LOGITS).streams, positions))
             logits = tiles.fence(logits + tiles.fence(noise * self.std))
         if self.bias:
             shared = draw(jax.random.fold_in(names.key, _TOKENS), (size,), self.distribution)
@@ -247,7 +247,7 @@ class LogProbNoise(Entry):
         def at(key, position):
             return draw(jax.random.fold_in(key, position), (), self.distribution)
 
-        keys = seeded(names, self.seed).keys(_LOG_PROBS)
+        keys = names.salted(self.seed).salted(_LOG_PROBS).streams
         each = jax.vmap(jax.vmap(at, in_axes=(None, 0)), in_axes=(0, None))
         return tiles.fence(each(keys, jnp.arange(length))) * self.std
 
@@ -258,11 +258,6 @@ class LogProbNoise(Entry):
             position = jnp.arange(1, drawn.shape[1] + 1, dtype=jnp.float32) * (1.0 / self.reach)
             return jnp.broadcast_to(position[None, :], drawn.shape)
         return jnp.ones(drawn.shape, jnp.float32)
-
-
-def seeded(names: Names, seed: int) -> Names:
-    """The names with other random numbers for every seed."""
-    return names._replace(key=jax.random.fold_in(names.key, seed))
 
 
 def draw(key: jax.Array, shape: tuple[int, ...], distribution: Distribution) -> jax.Array:

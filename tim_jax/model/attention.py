@@ -230,7 +230,7 @@ def _attend(query, key, value, positions, cache, *, window, execution: Execution
     def of_sequences(query, key, value, positions, window):
         size = query.shape[:2]
         own = _laid_out(query, size, kv_heads), _keys_values(key, value)
-        out = over(*own, positions, window, shape=size)
+        out = over(*own, positions, window, shape=size, runs=packed.runs(size[1]))
         return out.reshape(*size, *out.shape[1:])
 
     return packed.attended(query, key[0], value[0], window, packing, of_sequences), new
@@ -250,7 +250,9 @@ def _keys_values(key, value) -> LayerCache:
     return LayerCache(key=key.transpose(0, 2, 3, 1), value=value.transpose(0, 2, 1, 3))
 
 
-def _over_keys(query, keys_values: LayerCache, positions, window, *, numerics, shape, aligned):
+def _over_keys(
+    query, keys_values: LayerCache, positions, window, *, numerics, shape, aligned, **options
+):
     """Attention of queries [B, Kv, T G, D]: [B * T, H, E] in the compute dtype."""
     batch, length = shape
     kv_heads, group = query.shape[1], query.shape[2] // length
@@ -263,6 +265,7 @@ def _over_keys(query, keys_values: LayerCache, positions, window, *, numerics, s
         pages=keys_values.pages,
         numerics=numerics,
         aligned=aligned,
+        **options,
     )
     out = strict.rounded(out, numerics.dtype)
     out = out.reshape(batch, kv_heads, length, group, -1)

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
-from tim_jax.common import machine, waiting
+from tim_jax.common import inputs, machine, waiting
 from tim_jax.common.errors import InputError
 from tim_jax.kernels import native, tiles
 from tim_jax.model.config import ModelConfig
@@ -93,7 +93,7 @@ def _same_rows(contraction: int, width: int, numerics: Numerics) -> list[bool]:
     """
     x = _random(0, (_COUNTS[-1], contraction), numerics)
     weight = _random(1, (contraction, width), numerics)
-    dot = jit(lambda x, w: tiles.fence(native.dot(*tiles.pin(x, w))), numerics)
+    dot = jit(lambda x, w: tiles.fence(native.dot(*native.pin(x, w))), numerics)
     whole = {}
     for count in _COUNTS:
         head, tail = dot(x[:count], weight), dot(x[-count:], weight)
@@ -223,8 +223,8 @@ def _of(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
     return {
         "jax": f"{jax.__version__}, jaxlib {jaxlib.version.__version__}",
         "machine": _machine(),
-        "model": repr(config),
-        "numerics": repr(numerics),
+        "model": inputs.all_fields(config),
+        "numerics": inputs.all_fields(numerics),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.common.inputs import whole
+from tim_jax.common.inputs import changes, whole
 from tim_jax.model.rope import RopeConfig
 
 ARCHITECTURES = {
@@ -217,6 +217,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+
+    __repr__ = changes
 
     def __post_init__(self) -> None:
         if self.model_type not in ARCHITECTURES:

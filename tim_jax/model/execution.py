@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 import jax
 
 from tim_jax.common.errors import InputError, check_choice
-from tim_jax.common.inputs import shown
+from tim_jax.common.inputs import changes, shown
 from tim_jax.model import adapters, parameters
 from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig
@@ -41,6 +41,8 @@ class Sampling:
     top_k: int = 0  # 0 means off
     top_p: float = 1.0  # 1 means off
     stop_tokens: tuple[int, ...] = ()
+
+    __repr__ = changes
 
     def __post_init__(self):
         for name, kind in (
@@ -96,6 +98,8 @@ class Execution:
     edits: tuple[Edit, ...] = ()
     lora: Lora | None = None  # the adapters that are trained in place of all weights, if so
     routing: Routing = "own"
+
+    __repr__ = changes
 
     def __post_init__(self):
         check_choice("learner: routing", self.routing, get_args(Routing))
@@ -153,6 +157,8 @@ class Batching:
     # Pages of `numerics.kv_block` positions for the keys and values of responses; None: every slot
     # has room for the longest response.
     pages: int | None = None
+
+    __repr__ = changes
 
     def __post_init__(self):
         for name, least in (("slots", 1), ("halvings", 0), ("pages", 1)):

@@ -41,15 +41,17 @@ def _with_room_for_heads(config: ModelConfig, numerics: Numerics) -> Numerics:
     if width <= _GPU_HEADS[-2]:
         return numerics
     if width <= _GPU_HEADS[-1]:
-        return replace(numerics, gpu=replace(gpu, gradient_keys=min(gpu.gradient_keys, 32)))
+        own, step = min(gpu.gradient_own, 64), min(gpu.gradient_step, 32)
+        gpu = replace(gpu, gradient_own=own, gradient_step=step, gradient_stages=1)
+        return replace(numerics, gpu=gpu)
     most = 32 if numerics.dtype.itemsize == 2 else 16
     gpu = replace(
         gpu,
         attention_rows=min(gpu.attention_rows, most),
         attention_warps=8,
         attention_stages=1,
-        gradient_rows=min(gpu.gradient_rows, most),
-        gradient_keys=16,
+        gradient_own=16,
+        gradient_step=min(gpu.gradient_step, most),
         gradient_stages=1,
     )
     return replace(numerics, kv_block=min(numerics.kv_block, most), gpu=gpu)

@@ -46,7 +46,7 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _UNWANTED_FILES = ["consolidated*"]  # Mistral's weights once more, under their own names
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Models that come with the package; a folder of the same name goes before them.
-_SHIPPED = {"tiny": Path(__file__).parents[1] / "data" / "tiny"}
+SHIPPED = {"tiny": Path(__file__).parents[1] / "data" / "tiny"}
 
 _HEAD = NAMED["head"].tensor
 _JOINS = "eh_proj.weight"  # which only a layer that predicts further tokens has
@@ -67,8 +67,8 @@ def resolve(
         return path
     if name and path.exists():
         raise InputError(f"model {name!r} is a file; give the folder that holds config.json")
-    if name in _SHIPPED:
-        return _SHIPPED[name]
+    if name in SHIPPED:
+        return SHIPPED[name]
     if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
         raise InputError(f"model folder {name!r} does not exist")
     try:

@@ -7,7 +7,6 @@ rows beside it nor on padding after its sequence, so they are those of a padded 
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,9 @@ from flax import struct
 Attend = Callable[..., jax.Array]
 
 _GROUP_ROWS = 512  # that attention takes out of the buffer at a time, unless a sequence has more
-_SHORTEST = 64  # sequences that are shorter are computed as if they had this many tokens
+_SHORTEST = 128  # sequences that are shorter are computed as if they had this many tokens
 _CLASSES = 8  # of lengths, at most
+_RUN_TOKENS, _RUNS = 128, 4  # positions in one of the runs of a class, and how many at most
 
 
 @struct.dataclass
@@ -37,6 +37,14 @@ def classes(longest: int) -> list[int]:
     while len(lengths) < _CLASSES and lengths[-1] >= 2 * _SHORTEST:
         lengths.append(-(-lengths[-1] // 2))
     return lengths
+
+
+def runs(width: int) -> int:
+    """How many runs attention cuts the rows of a class into, see `kernels.attention`.
+
+    Every run of every class is compiled, and a class has no sequence of less than half its length.
+    """
+    return min(max(width // _RUN_TOKENS, 1), _RUNS)
 
 
 def attended(
@@ -65,8 +73,9 @@ def attended(
         arrays = _with_room((query, key, value), packing)
 
         def group(out, starts, lengths, width):
-            parts = (_take(x, starts, width) for x in arrays)
-            return _put(out, attend(*parts, _positions(lengths, width), window), starts)
+            parts = _take(arrays, starts, width)
+            made = attend(*parts, _positions(lengths, width), window)
+            return _put((out,), (made,), starts)[0]
 
         shape = (rows + packing.longest, query.shape[1], value.shape[2])
         empty = jnp.zeros(shape, query.dtype)
@@ -75,17 +84,15 @@ def attended(
     def backward(residuals, cotangent):
         *arrays, window, packing = residuals
         rows = cotangent.shape[0]
-        arrays = _with_room(arrays, packing)
-        (cotangent,) = _with_room((cotangent,), packing)
+        *arrays, cotangent = _with_room((*arrays, cotangent), packing)
 
         def group(gradients, starts, lengths, width):
             positions = _positions(lengths, width)
-            parts = [_take(x, starts, width) for x in arrays]
+            *parts, own = _take((*arrays, cotangent), starts, width)
             inside = jnp.arange(width)[None, :] < lengths[:, None]
-            own = jnp.where(inside[..., None, None], _take(cotangent, starts, width), 0)
+            own = jnp.where(inside[..., None, None], own, 0)
             of_parts = jax.vjp(lambda *parts: attend(*parts, positions, window), *parts)[1]
-            made = of_parts(own)
-            return tuple(_put(x, g, starts) for x, g in zip(gradients, made, strict=True))
+            return _put(gradients, of_parts(own), starts)
 
         empty = tuple(jnp.zeros_like(x) for x in arrays)
         gradients = _by_length(group, empty, packing, rows)
@@ -134,17 +141,25 @@ def _positions(lengths: jax.Array, width: int) -> jax.Array:
     return jnp.where(at < lengths[:, None], at, 0)
 
 
-def _take(x: jax.Array, starts: jax.Array, width: int) -> jax.Array:
-    """[g, W, ...] of [N, ...]."""
-    some = partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=0)
-    return jnp.stack([some(x, start) for start in starts])
+def _take(arrays, starts: jax.Array, width: int) -> tuple[jax.Array, ...]:
+    """[g, W, ...] of each array [N, ...]. In a loop: g slices written out compile for longer."""
+
+    def some(start):
+        return tuple(jax.lax.dynamic_slice_in_dim(x, start, width) for x in arrays)
+
+    return jax.lax.map(some, starts)
 
 
-def _put(x: jax.Array, rows: jax.Array, starts: jax.Array) -> jax.Array:
-    """`x` with [g, W, ...] in the places that `_take` takes.
+def _put(arrays, rows, starts: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays with their rows [g, W, ...] in the places that `_take` takes.
 
     One after the other: what is behind a sequence's end is overwritten by the next.
     """
-    for own, start in zip(rows, starts, strict=True):
-        x = jax.lax.dynamic_update_slice_in_dim(x, own, start, axis=0)
-    return x
+
+    def one(index, arrays):
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(x, own[index], starts[index], axis=0)
+            for x, own in zip(arrays, rows, strict=True)
+        )
+
+    return jax.lax.fori_loop(0, len(starts), one, arrays)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.common.inputs import whole
+from tim_jax.common.inputs import changes, whole
 
 KINDS = ("default", "linear", "llama3", "yarn")
 _OPTIONS = {
@@ -61,6 +61,8 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    __repr__ = changes
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

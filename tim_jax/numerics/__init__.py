@@ -9,12 +9,13 @@ tile sizes only say how the work is divided among programs.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import changes
 
 
 def _check_sizes(value, names: tuple[str, ...], *, least: int, power: bool = False) -> None:
@@ -47,35 +48,40 @@ class GpuTiles:
     """Tiles of `pallas_gpu` and `pallas_mosaic_gpu`.
 
     One matmul tile for every product is exact on any device. Several, by the product's size, are
-    exact only where the tensor cores add up a contraction in the same order whatever the tile,
-    which `scripts/gpu_check.sh --only kernels` checks.
+    exact only where the tensor cores add up a contraction in the same order whatever the tile.
+    An H200 does in bfloat16 with `pallas_gpu` (docs/results/gpu.md): an element is one chain of
+    multiply-adds of 16 terms each, in the order of the contraction, whatever the tile and
+    `block_k`. `scripts/gpu_check.sh --only kernels` checks it.
     """
 
     block_k: int = 128  # elements of a contraction per step
     matmul: tuple[MatmulTile, ...] = (ONE_TILE,)  # of products, the narrowest first; see `tile`
-    # That a product should have at least, if there are several tiles: about half of the cores of a
-    # Hopper GPU draw all that its cache can give.
-    programs: int = 64
+    # That a product should have at least, if there are several tiles: a core of a Hopper GPU draws
+    # no more than 80 GB a second from its cache, so that most cores must take part.
+    programs: int = 96
     experts: MatmulTile = ONE_TILE  # of products of experts, which have few rows each
     attention_rows: int = 64  # query rows (token times head of its group) per program
     attention_warps: int = 4
     attention_stages: int = 2
-    # A program of attention's gradient: rows and keys of a step, and how Triton compiles it.
-    gradient_rows: int = 64
-    gradient_keys: int = 64
+    # A program of attention's gradient: rows of its dq or keys of its dk and dv, how many of the
+    # others it takes at a time, and how Triton compiles it.
+    gradient_own: int = 128
+    gradient_step: int = 64
     gradient_warps: int = 8
-    gradient_stages: int = 2
+    gradient_stages: int = 3
     row_tile: int = 16  # rows per program of the elementwise kernels
     lanes: int = 4096  # elements of a vocabulary row per step
 
+    __repr__ = changes
+
     def __post_init__(self):
-        products = ("block_k", "attention_rows", "gradient_rows", "gradient_keys")
+        products = ("block_k", "attention_rows", "gradient_own", "gradient_step")
         _check_sizes(self, products, least=16, power=True)
         powers = ("attention_warps", "gradient_warps", "row_tile", "lanes")
         _check_sizes(self, powers, least=1, power=True)
         _check_sizes(self, ("attention_stages", "gradient_stages", "programs"), least=1)
         sizes = [tile.rows * tile.columns for tile in self.matmul]
-        if not sizes or sizes != sorted(set(sizes)):
+        if not sizes or sizes != sorted(sizes) or len(set(self.matmul)) < len(sizes):
             raise InputError(
                 "GpuTiles: matmul needs one tile or several of rising size, got tiles of"
                 f" {', '.join(map(str, sizes)) or 'none'} elements"
@@ -83,17 +89,23 @@ class GpuTiles:
         for tile in (self.experts, *self.matmul):
             _check_sizes(tile, ("rows", "columns"), least=16)
 
-    def tile(self, rows: int, columns: int) -> MatmulTile:
+    def tile(self, rows: int, columns: int, dtype: Any = jnp.bfloat16) -> MatmulTile:
         """The tile for products of this size.
 
-        It is the widest of which there are `programs`, or else the narrowest. One that has more
-        rows than the narrowest is passed over where half of its rows would do.
+        No kernel is chosen by the shape of its arguments: this is the exception, and only because
+        tiles do not decide bits, which is known of bfloat16 alone. Other operands have one.
+
+        It is the last in the order of `matmul` of which there are `programs`, or else the
+        narrowest. One that does not divide the columns is passed over, and one that has more rows
+        than the narrowest where half of its rows would do.
         """
         narrowest, *others = self.matmul
+        if others and dtype != jnp.bfloat16:
+            return ONE_TILE
         for tile in reversed(others):
-            count = -(-rows // tile.rows) * -(-columns // tile.columns)
+            count = -(-rows // tile.rows) * (columns // tile.columns)
             fits = tile.rows == narrowest.rows or tile.rows < 2 * rows
-            if count >= self.programs and fits:
+            if count >= self.programs and fits and columns % tile.columns == 0:
                 return tile
         return narrowest
 
@@ -103,7 +115,7 @@ class TpuTiles:
     """Tiles of `pallas_tpu`, in elements.
 
     They are large because every step of a grid costs a fixed time
-    (`tim_jax.instruments.plan.roofline`).
+    (`tim_jax.instruments.plan.calibration`).
     """
 
     rows: int = 256
@@ -122,6 +134,8 @@ class TpuTiles:
     row_tile: int = 64  # rows per step of the elementwise kernels
     lanes: int = 16384  # elements of a vocabulary row per step
 
+    __repr__ = changes
+
     def __post_init__(self):
         sizes = tuple(f.name for f in fields(self) if f.name != "few_rows" or self.few_rows)
         _check_sizes(self, sizes, least=1, power=True)
@@ -138,27 +152,28 @@ class TpuTiles:
 
 # Float32 products run on the plain cores: shorter steps, and tiles whose sums fit in registers.
 GPU_F32 = GpuTiles(
-    block_k=32, attention_rows=32, gradient_rows=16, gradient_keys=16, gradient_stages=1
-)
-GPU_BF16 = GpuTiles(
-    matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=3),),
-    experts=MatmulTile(rows=64, columns=128, warps=4, stages=3),
+    block_k=32, attention_rows=32, gradient_own=16, gradient_step=16, gradient_stages=1
 )
 # For Hopper: narrow tiles keep all cores busy at the few rows of a decode step, and wide ones load
 # fewer bytes from the cache where there are many.
-GPU_BF16_SEVERAL_TILES = replace(
-    GPU_BF16,
+GPU_BF16 = GpuTiles(
+    block_k=64,
     matmul=(
-        MatmulTile(rows=64, columns=32, warps=4, stages=5),
-        MatmulTile(rows=64, columns=64, warps=4, stages=4),
-        MatmulTile(rows=64, columns=128, warps=4, stages=3),
-        MatmulTile(rows=128, columns=128, warps=8, stages=3),
-        MatmulTile(rows=128, columns=256, warps=8, stages=2),
+        MatmulTile(rows=64, columns=32, warps=4, stages=10),
+        MatmulTile(rows=64, columns=64, warps=4, stages=8),
+        MatmulTile(rows=64, columns=128, warps=4, stages=6),
+        MatmulTile(rows=128, columns=128, warps=8, stages=6),
+        MatmulTile(rows=256, columns=128, warps=8, stages=4),
+        MatmulTile(rows=128, columns=256, warps=8, stages=4),
     ),
+    experts=MatmulTile(rows=64, columns=128, warps=4, stages=6),
 )
-# Steps of half the length leave room in shared memory for the tile of the result.
+# No device has compared tiles in float16.
+GPU_F16 = replace(GPU_BF16, matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=6),))
 MOSAIC_GPU_BF16 = replace(
-    GPU_BF16, block_k=64, matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=4),)
+    GPU_BF16,
+    matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=4),),
+    programs=64,
 )
 MOSAIC_GPU_BF16_SEVERAL_TILES = replace(
     MOSAIC_GPU_BF16,
@@ -230,6 +245,8 @@ class Precision:
     cache_scale: Scale = "none"  # token: a scale per token and head, from its largest element
     lora: str = "float32"  # what base, product and sum are rounded to when adapters are merged
 
+    __repr__ = changes
+
     def __post_init__(self):
         optional_ones = ("head", "router", "choice")
         for name in (*optional_ones, "logits", "softmax", "attention_softmax", "lora"):
@@ -264,6 +281,8 @@ class Order:
     # experts' numbers; every term and sum is rounded to the dtype `experts_sum`.
     experts: Literal["choice", "index"] = "choice"
     experts_sum: Literal["compute", "float32"] = "float32"
+
+    __repr__ = changes
 
     def __post_init__(self):
         if self.ranks < 1:
@@ -305,6 +324,9 @@ class Numerics:
     kv_block: int = 32  # keys per block, anchored at the sequence's first token
     whole_kv: bool = False  # one dot over all key blocks; only where calibration found equal bits
     head_rows: int = 256  # rows whose logits exist at one time
+    # Rows of the head whose gradient is computed at a time, beside the sum to which it is added;
+    # None: all, where the compiler has a product that adds to an array in place, as GPUs have.
+    head_gradient_rows: int | None = 128
     # Every weight matrix is multiplied in this many equal groups of columns. A dot's bits depend on
     # its column count, so they are the same for every tensor axis that divides this number, no
     # other.
@@ -327,6 +349,8 @@ class Numerics:
     # An expert takes at most this many times its even share of a forward's rows; None: all. For
     # samplers only, as what is left out depends on the batch.
     expert_capacity: float | None = None
+
+    __repr__ = changes
 
     def __post_init__(self):
         if self.attention not in get_args(Attention):
@@ -362,8 +386,10 @@ class Numerics:
             raise InputError(
                 f"Numerics: kv_block must be a power of two, at least 2, got {self.kv_block}"
             )
-        if self.head_rows < 1:
-            raise InputError(f"Numerics: head_rows must be positive, got {self.head_rows}")
+        for name in ("head_rows", "head_gradient_rows"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise InputError(f"Numerics: {name} must be positive, got {count}")
         if self.column_tiles < 1:
             raise InputError(f"Numerics: column_tiles must be positive, got {self.column_tiles}")
         if self.expert_capacity is not None and not 0 < self.expert_capacity < float("inf"):
@@ -451,14 +477,14 @@ GPU_EXACT_F32 = Numerics(
     family="pallas_gpu",
     kv_block=16,
     head_rows=1024,
+    head_gradient_rows=None,
     gpu=GPU_F32,
     cache_write="kernel",
     row_sums="sorted",
     compiler_options=_REPEATABLE,
 )
 GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16)
-# Tensor cores multiply float16 as they do bfloat16, in the same tiles.
-GPU_EXACT_F16 = replace(GPU_EXACT_BF16, compute_dtype="float16")
+GPU_EXACT_F16 = replace(GPU_EXACT_BF16, compute_dtype="float16", gpu=GPU_F16)
 MOSAIC_GPU_EXACT_BF16 = replace(GPU_EXACT_BF16, family="pallas_mosaic_gpu", gpu=MOSAIC_GPU_BF16)
 TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=256, tpu=TPU_F32, cache_write="kernel")
 TPU_EXACT_BF16 = replace(TPU_EXACT_F32, compute_dtype="bfloat16", tpu=TPU_BF16)

@@ -42,3 +42,7 @@ __all__ = [
     "rloo",
     "sapo",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

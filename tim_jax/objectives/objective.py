@@ -175,8 +175,7 @@ class Objective:
     reward_kl_horizon: int = 10_000
     """Sequences over which the coefficient is steered."""
 
-    def __repr__(self) -> str:
-        return changes(self)
+    __repr__ = changes
 
     def __post_init__(self) -> None:
         check_kinds(self)

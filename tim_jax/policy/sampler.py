@@ -114,7 +114,7 @@ def sample(
         slots = slotting.empty(queue, width, numerics=numerics)
         state = _State(slots, results, queue.waiting)
         unstacked = parameters.unstacked(weights)
-        for narrower in [*_widths(width, batching.halvings), 0]:
+        for narrower in [*widths(width, batching.halvings), 0]:
             state = decoding.run(unstacked, queue, state, until=narrower)
             if narrower:
                 state = replace(state, slots=slotting.narrow(state.slots, narrower))
@@ -131,7 +131,7 @@ def sample(
     )
 
 
-def _widths(slots: int, halvings: int) -> list[int]:
+def widths(slots: int, halvings: int) -> list[int]:
     """Numbers of slots after each halving."""
     most = min(halvings, slots.bit_length() - 1)
     return [slots >> halving for halving in range(1, most + 1)]
@@ -151,7 +151,7 @@ def trips(sequences: int, sampling: Sampling, batching: Batching) -> tuple[int, 
     slots = min(batching.slots or sequences, sequences)
     rounds = -(-sequences // slots)
     whole = runs * rounds, -(-sequences // (runs * rounds)), -(-(limit - 1) // runs)
-    narrowed = (0, 0, 0, *searches) * len(_widths(slots, batching.halvings))
+    narrowed = (0, 0, 0, *searches) * len(widths(slots, batching.halvings))
     return (*searches, *whole, *searches, *narrowed)
 
 

@@ -20,8 +20,6 @@ from tim_jax.placement import Placement, collectives
 from tim_jax.policy import distribution, layout
 from tim_jax.policy.layout import Layout
 
-_GRADIENT_ROWS = 128  # of the head whose gradient is computed at a time
-
 
 class Scores(NamedTuple):
     """Scores of given responses, float32 [B, R]; beyond a response finite, but meaningless."""
@@ -317,7 +315,8 @@ def _head_backward(head, carry, rows, *, options: _HeadOptions):
     """One tile's step of the backward: adds to the sums, and returns the hidden states' cotangent.
 
     The logits are the forward's own. The product with all of the head's rows is made a few rows at
-    a time: a gradient of the whole head, beside its sum, would be the largest array of an update.
+    a time, unless the numerics say all: a gradient of the whole head, beside its sum, would be the
+    largest array of an update.
     """
     (norm, sums), (hidden, scored, cotangents) = carry, rows
     execution = options.gathered
@@ -328,7 +327,7 @@ def _head_backward(head, carry, rows, *, options: _HeadOptions):
     local = _local(cotangents, options.placement)
     (dcolumns,) = jax.vjp(outputs, columns)[1](local)
     dcolumns = dcolumns.astype(inputs.dtype)
-    size = gcd(inputs.shape[1], _GRADIENT_ROWS)
+    size = gcd(inputs.shape[1], execution.numerics.head_gradient_rows or 0)  # of 0: all
     axis = 1 if options.transposed else head["head"].ndim - 2
 
     def part(sums, start):

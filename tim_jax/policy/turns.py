@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tim_jax.common.types import Prompts
+from tim_jax.common.types import Names, Prompts
 from tim_jax.model import parameters, transformer
 from tim_jax.model.attention import Cache
 from tim_jax.model.execution import Execution
@@ -34,24 +34,6 @@ from tim_jax.policy import sampler
 from tim_jax.policy import slots as slotting
 from tim_jax.policy.sampler import Begun, Decoding, Draw
 from tim_jax.policy.slots import Pool, Queue, Slots, Tables
-
-
-@struct.dataclass
-class Names:
-    """What the random numbers of N sequences are keyed by, with the position."""
-
-    key: jax.Array  # a PRNG key, of seed and step
-    prompts: jax.Array  # i32[N]
-    samples: jax.Array  # i32[N]
-
-    @property
-    def streams(self) -> jax.Array:
-        """PRNG keys [N], those of `sampler.sample`."""
-
-        def stream(prompt: jax.Array, sample: jax.Array) -> jax.Array:
-            return jax.random.fold_in(jax.random.fold_in(self.key, prompt), sample)
-
-        return jax.vmap(stream)(self.prompts, self.samples)
 
 
 @struct.dataclass

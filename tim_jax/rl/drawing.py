@@ -287,7 +287,7 @@ def _sampled(
 ) -> _Sampling:
     examples = [task.train[row] for row in rows]
     prompts, started = text.prompts(examples, names), time.perf_counter()
-    with waiting.during(SAMPLING, about=waiting.COMPILES):
+    with waiting.during(SAMPLING, about=programs.compiling(SAMPLING)):
         if programs.episodes is not None:
             asked = {"programs": programs.episodes, "environment": environment}
             played = play(weights, text, examples, prompts, key, **asked)
@@ -327,7 +327,7 @@ def _drawn(sampling: _Sampling, task: Task, text: Text, *, programs: Programs) -
         return _of_episodes(sampling, sampling.played, text)
     examples, rollout, best, begun, _ = sampling
     started = time.perf_counter()
-    with waiting.during(SAMPLING, about=waiting.COMPILES):
+    with waiting.during(SAMPLING):  # it is compiled by now
         jax.block_until_ready((rollout, best))
     sampled = time.perf_counter()
     samples, faults = graded(task, text, examples, rollout, programs.training.learning.samples)

@@ -9,12 +9,9 @@ computed once more later. None of this changes a bit.
 """
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any, NamedTuple
 
 import jax
@@ -23,20 +20,19 @@ import numpy as np
 
 from tim_jax import kernels
 from tim_jax.common.errors import InputError
-from tim_jax.common.types import Prompts, Rollout
+from tim_jax.common.types import Names, Prompts, Rollout
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.attention import Cache
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
 from tim_jax.policy import turns as turning
-from tim_jax.policy.sampler import STEPS
+from tim_jax.policy.sampler import STEPS, widths
 from tim_jax.policy.slots import Pool
-from tim_jax.policy.turns import Chunks, First, Found, Names, Turning, Work
+from tim_jax.policy.turns import Chunks, First, Found, Turning, Work
 from tim_jax.rl.rules import Turns
-from tim_jax.tasks.episodes import Completion, Environment, Outcome, Turn
+from tim_jax.tasks.episodes import Asker, Completion, Environment, Outcome, Turn
 
 _POSITIONS, _TOGETHER, _CHUNKS = 32, 4, 8  # of a chunk, sequences of one, chunks of a call
 _COPIES = 64  # of pages, in a call
-_GRACE = 0.005  # seconds that devices wait for one more reply before they go on without it
 
 
 class Programs(NamedTuple):
@@ -90,16 +86,12 @@ def build(
     dial.check(mismatch, execution)
     other = replace(execution, numerics=mismatch.numerics(execution.numerics))
 
-    def drawing(names: Names):
-        of_rows = dial.Names(names.key, names.prompts, names.samples)
-        return dial.drawing(mismatch, of_rows, other)
-
     reports = any(entry.reports for entry in mismatch.active)
-    sampler = Turning(other, drawing, reports)
+    sampler = Turning(other, partial(dial.drawing, mismatch, execution=other), reports)
     report = partial(dial.report, mismatch=mismatch, samples=samples)
 
     def begin(weights, prompts: Prompts, key, *, pool: Pool | None):
-        names = _names(prompts.ids, key, samples)
+        names = Names.of(prompts, key, samples)
         at_a_time = batching.slots or len(names.prompts)
         begun = sampler.begin(
             mismatch.weights(weights), prompts, names, at_a_time=at_a_time, pool=pool
@@ -118,11 +110,6 @@ def build(
         samples=samples,
         batching=batching,
     )
-
-
-def _names(ids: jax.Array, key: jax.Array, samples: int) -> Names:
-    numbers = jnp.tile(jnp.arange(samples, dtype=jnp.int32), ids.shape[0])
-    return Names(key, jnp.repeat(ids, samples), numbers)
 
 
 class Played(NamedTuple):
@@ -164,12 +151,12 @@ def play(
     books = _Books.of(prompts, states, programs, first, np.asarray(keys))
     held = _Pages(books, pool, cache)
     most = min(programs.batching.slots or books.count, books.count)
-    names = _names(prompts.ids, key, programs.samples)
+    names = Names.of(prompts, key, programs.samples)
     rows = np.flatnonzero(books.ready)
-    with _Asker(environment) as asker:
+    with Asker(environment) as asker:
         while not books.over.all():
             asker.ask(books.ended_turns(text))
-            books.take(asker.replies(wait=not rows.size))
+            books.take(asker.replies(least=not rows.size))
             held.free_over(books)
             rows = held.provide(books, most)
             if not rows.size:  # all wait for replies, or for the pages of those that do
@@ -179,7 +166,7 @@ def play(
             work = books.work(rows, held, _width(len(rows), books.count, programs))
             until = np.int32(3 * len(rows) // 4)
             cache, found = programs.decode(weights, cache, names, work, until)
-            books.take(asker.replies(wait=False))
+            books.take(asker.replies(waited_for=False))  # devices decode meanwhile
             books.record(work, jax.device_get(found))
     rollout = programs.report(books.rollout(prompts), prompts, key)
     return Played(rollout, *books.results(), asker.seconds)
@@ -188,8 +175,8 @@ def play(
 def _width(rows: int, count: int, programs: Programs) -> int:
     """The fewest slots that are compiled for and hold this many rows."""
     slots = min(programs.batching.slots or count, count)
-    widths = [max(1, slots >> halving) for halving in range(programs.batching.halvings + 1)]
-    return min(width for width in widths if width >= rows)
+    narrower = widths(slots, programs.batching.halvings)
+    return min(width for width in (slots, *narrower) if width >= rows)
 
 
 def _extended(cache, weights, rows, books: "_Books", held: "_Pages", programs: Programs) -> Cache:
@@ -520,55 +507,3 @@ class _Pages:
             ends[:, : len(some)] = np.asarray(some, np.int32).T
             cache = programs.copy(cache, *ends, np.int32(len(some)))
         return cache
-
-
-class _Asker:
-    """Asks an environment from a thread of its own, so that devices go on meanwhile."""
-
-    def __init__(self, environment: Environment) -> None:
-        self.seconds = 0.0  # that the caller waited
-        self._environment, self._left = environment, 0
-        self._asked: SimpleQueue[list[tuple[int, Turn]] | None] = SimpleQueue()
-        self._replies: SimpleQueue[tuple[int, Outcome] | BaseException] = SimpleQueue()
-
-    def __enter__(self) -> "_Asker":
-        Thread(target=self._run, daemon=True, name="environment").start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._asked.put(None)
-
-    def ask(self, turns: list[tuple[int, Turn]]) -> None:
-        """Has turns answered; each is known by its row."""
-        if turns:
-            self._left += len(turns)
-            self._asked.put(turns)
-
-    def replies(self, *, wait: bool) -> Iterator[tuple[int, Outcome]]:
-        """Yields the replies that are there, and those that follow at once; `wait`: one or more."""
-        started = time.perf_counter()
-        while self._left:
-            try:
-                reply = self._replies.get(timeout=None if wait else _GRACE)
-            except Empty:
-                break
-            if isinstance(reply, BaseException):
-                raise reply
-            self._left, wait = self._left - 1, False
-            yield reply
-        self.seconds += time.perf_counter() - started
-
-    def _run(self) -> None:
-        while (turns := self._asked.get()) is not None:
-            try:
-                self._answer(turns)
-            except BaseException as error:
-                self._replies.put(error)
-                return
-
-    def _answer(self, turns: list[tuple[int, Turn]]) -> None:
-        rows = {index: row for index, (row, _) in enumerate(turns)}
-        for index, outcome in self._environment.outcomes([turn for _, turn in turns]):
-            self._replies.put((rows.pop(index), outcome))
-        if rows:
-            raise RuntimeError(f"the environment left {len(rows)} of {len(turns)} turns unanswered")

@@ -24,6 +24,8 @@ from tim_jax.rl.types import Exactness, Experience, TrainState
 from tim_jax.tasks.base import Task
 from tim_jax.tasks.episodes import Environment
 
+UPDATING = "updating"  # what a wait for it, and memory that runs out in it, are called
+
 
 class Step(NamedTuple):
     """One finished RL step."""
@@ -101,20 +103,21 @@ def train(
         if training.offload:
             state = placement.to_devices(state)
         drawn_at = time.perf_counter()
-        state, weights, exactness, metrics = learn(
-            state,
-            weights,
-            drawn.rollout,
-            jnp.asarray(drawn.rewards),
-            programs=programs,
-            greedy_rewards=drawn.greedy_rewards,
-            turn_rewards=drawn.turn_rewards,
-            response_length=drawn.metrics["response_length"],
-            reference=reference,
-            source=source,
-            older=None if ahead else older,
-            base=base,
-        )
+        with waiting.during(UPDATING, about=programs.compiling(UPDATING)):
+            state, weights, exactness, metrics = learn(
+                state,
+                weights,
+                drawn.rollout,
+                jnp.asarray(drawn.rewards),
+                programs=programs,
+                greedy_rewards=drawn.greedy_rewards,
+                turn_rewards=drawn.turn_rewards,
+                response_length=drawn.metrics["response_length"],
+                reference=reference,
+                source=source,
+                older=None if ahead else older,
+                base=base,
+            )
         del source
         # Computed from the old count, so that it is committed to devices just as the rest of the
         # state is. With a new array, the update would be compiled twice in a resumed run.
@@ -158,7 +161,6 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-@waiting.during("updating", about=waiting.COMPILES)
 def learn(
     state: TrainState,
     weights: Any,

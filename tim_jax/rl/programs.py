@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +127,21 @@ class Programs:
             return (*older, weights)
         return older[0] if older else weights
 
+    def compiling(self, doing: Literal["sampling", "updating"]) -> str:
+        """For who waits in the first step: which of a step's long programs are compiled."""
+        learning, buckets = self.training.learning, self.training.length_buckets
+        lengths = f" for up to {buckets} lengths" if buckets > 1 else ""
+        first = ["the sampler", *(["the greedy sampler"] if self.greedy else [])]
+        then = ["the learner's forward"] if learning.needs_forward else []
+        then += ["the comparison"] if self.compare else []
+        then.append(f"the update{lengths}")
+        own, before = (first, 0) if doing == "sampling" else (then, len(first))
+        numbers = " and ".join(str(before + i) for i, _ in enumerate(own, 1))
+        few = "program" if len(own) == 1 else "programs"
+        verb = "is" if len(own) == 1 else "are"
+        total = len(first) + len(then)
+        return f"the first time, {few} {numbers} of {total} {verb} compiled: {', '.join(own)}"
+
 
 def build(training: Training, devices: Devices | None = None, *, foreign: bool = False) -> Programs:
     """Programs of a training run.
@@ -195,6 +210,7 @@ def _of_sampler(where: "_Where", training: Training, devices: Devices) -> dict[s
             batching=training.sampler.batching,
             mismatch=mismatch,
         )
+        played = played._replace(report=where.arriving(played.report, drawing, own))
     sample = where.arriving(sample, drawing, own)
     return {"publish": publish, "sample": sample, "episodes": played, "greedy": best}
 

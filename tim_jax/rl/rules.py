@@ -206,7 +206,6 @@ def check_turns(
     *,
     max_tokens: int,
     longest: int,
-    placement: Placement,
     sampler_placement: Placement,
     max_staleness: int,
     routing: str,
@@ -221,9 +220,12 @@ def check_turns(
     if max_tokens > longest:
         rule = f"must be at most the {longest} tokens of an episode, but is {max_tokens}"
         raise RuleError("max_tokens", max_tokens, rule)
-    for field, where in (("placement", placement), ("sampler_placement", sampler_placement)):
-        if where != SINGLE:
-            raise RuleError(field, str(where), "must be one device for episodes of several turns")
+    if sampler_placement != SINGLE:
+        rule = (
+            "must be one device for episodes of several turns; a learner on several needs a sampler"
+            " with a placement of its own"
+        )
+        raise RuleError("sampler_placement", str(sampler_placement), rule)
     for field, value, only in (
         ("max_staleness", max_staleness, 0),
         ("routing", routing, "own"),

@@ -1,5 +1,6 @@
 """A run of GRPO as one value: what its configuration, `tim_jax.grpo`, a plan and a study make."""
 
+import textwrap
 from dataclasses import dataclass, fields, replace
 from math import gcd, lcm
 from typing import Any
@@ -8,7 +9,7 @@ import optax
 
 from tim_jax import optimizers, placement
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.common.inputs import check_kinds
+from tim_jax.common.inputs import changed, changes, check_kinds
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.placement import SINGLE, Devices, Placement, check_host
@@ -31,6 +32,8 @@ class Sampler:
     """What it does otherwise than the learner, if anything."""
     max_staleness: int = 0
     """Steps that are drawn ahead of the one that is learnt from, by weights that much older."""
+
+    __repr__ = changes
 
     def __post_init__(self):
         check_kinds(self)
@@ -78,6 +81,14 @@ class Training:
         # There is one routing: the learner's experts are what the forward records or takes.
         routed = replace(self.execution, routing=self.learning.routing)
         object.__setattr__(self, "execution", routed)
+
+    def __repr__(self) -> str:
+        """In a few lines: a step's size, then the fields that are not at their defaults."""
+        size = f"{self.prompts_per_step} prompts x {self.learning.samples} samples a step"
+        own = changed(self) | {"optimizer": type(self.optimizer).__name__}
+        texts = (f"{name}={text}" for name, text in own.items())
+        lines = (textwrap.fill(text, 98, subsequent_indent="  ") for text in texts)
+        return f"Training of {size}:\n" + textwrap.indent("\n".join(lines), "  ")
 
     @property
     def stops_unless_exact(self) -> bool:
@@ -187,7 +198,6 @@ class Training:
         rules.check_turns(
             max_tokens=turns.max_tokens,
             longest=longest,
-            placement=self.execution.placement,
             sampler_placement=self.drawing.placement,
             max_staleness=sampler.max_staleness,
             routing=learning.routing,

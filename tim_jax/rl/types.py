@@ -13,7 +13,7 @@ from flax import struct
 
 from tim_jax import corrections
 from tim_jax.common.errors import InputError, check_choice
-from tim_jax.common.inputs import check_kinds
+from tim_jax.common.inputs import changes, check_kinds
 from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction, Mode
 from tim_jax.model.execution import Routing
@@ -142,6 +142,8 @@ class Learning:
     credit: Credit = "episode"
     noise_scale: bool = False  # also measure the gradient's noise, from its micro-batches
     max_skipped: int = 5  # updates in a row that may not be finite
+
+    __repr__ = changes
 
     def __post_init__(self):
         check_kinds(self)

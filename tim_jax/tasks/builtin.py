@@ -4,7 +4,6 @@
   sorting       `7305>`       ->  `7 37 037#0357`               insertion sort of the digits
   countdown     `3 5 2:16`    ->  `3+5=8 8*2=16#(3+5)*2`        reach 16, each number used once
   addition      `17+8=`       ->  `25`, a line break            a sum, after three that show how
-
   guessing      `20-31:`      ->  `#25`, is told `+`, `#28`, `-`, `#27`   a game of several turns
 
 `addition` is for a language model that can read already; the rest is about the others. The answer
@@ -30,7 +29,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.tasks.base import (
@@ -170,7 +171,9 @@ def guessing(
     numbers: tuple[int, int] = (8, 15),
     largest: int = 99,
     guesses: int = 4,
+    luck: bool = True,
     words: bool = False,
+    halving: float = 0.0,
     seed: int = 0,
     train_size: int = 8192,
     eval_size: int = 256,
@@ -179,9 +182,8 @@ def guessing(
     """Guess a number of a range; every wrong guess is told whether the number is larger or smaller.
 
     A game of several turns: `20-31:` -> `#25`, to which the reply is `+` (the number is larger),
-    `-` (smaller) or `=` (that was no number). The reward of the right guess is 1, and
-    halving the range finds each of up to 2**guesses - 1 numbers. The worked form guesses at random
-    and does not listen, until it is right or out of guesses.
+    `-` (smaller) or `=` (that was no number). The reward of the right guess is 1, and halving the
+    range finds each of up to 2**guesses - 1 numbers.
 
     The last four arguments are explained in `running_sums`.
 
@@ -189,15 +191,19 @@ def guessing(
       numbers: fewest and most numbers of a range.
       largest: ranges end here at most.
       guesses: turns that an episode has.
+      luck: whether the number is chosen before the game. Else a reply leaves as many numbers as it
+        can, so that a guess is right only if no other number is left.
       words: prompts and replies in English, and the guess is the last number of a completion, for a
         model that has learned from text.
+      halving: share of worked games that guess the middle of what is left; the rest do not listen.
       format_reward: reward of an episode without the right guess, times the share of its guesses
         that could have been right, after what was told before.
     """
     least, most = span("numbers", numbers, 2, LARGEST_NUMBER)
     whole("largest", largest, least=most, most=LARGEST_NUMBER)
     whole("guesses", guesses, least=1, most=LARGEST_PROBLEM)
-    consolation = share("format_reward", format_reward)
+    share("halving", halving)
+    rules = _Rules(guesses, luck, words, share("format_reward", format_reward))
 
     def draw(rng: random.Random) -> Example:
         width = least + below(rng, most - least + 1)
@@ -206,46 +212,63 @@ def guessing(
         number = low + below(rng, width)
         state = (low, high, number, guesses, 0)
         tries = [low + below(rng, width) for _ in range(guesses)]
-        tries = tries[: tries.index(number) + 1] if number in tries else tries
-        told = [f"{MARKER}{x}{EOS}{'+' if x < number else '-'}" for x in tries[:-1]]
-        solution = None if words else f"{''.join(told)}{MARKER}{tries[-1]}"
+        tries = [] if halving and rng.random() < halving else tries
+        solution = None if words else _worked(rules, state, tries)
         prompt = GUESS.format(low=low, high=high) if words else f"{low}-{high}:"
         return Example(prompt, str(number), {"state": state}, solution)
 
     task = _task("guessing", draw, in_turns, seed, (train_size, eval_size))
-    respond = partial(_hint, REPLIES[words], words, guesses, consolation)
-    return replace(task, environment=Here(respond))
+    return replace(task, environment=Here(partial(_hint, rules)))
 
 
 GUESS = (
     "I think of a whole number from {low} to {high}. Guess it: say one number in each answer. I say"
     " whether mine is larger or smaller."
 )
-NONE = "I see no number."
-REPLIES = ("+", "-", "="), ("Mine is larger.", "Mine is smaller.", NONE)  # without and with words
+# Without and with words: to a number that is too small, one that is too large, and none.
+REPLIES = ("+", "-", "="), ("Mine is larger.", "Mine is smaller.", "I see no number.")
 Game = tuple[int, int, int, int, int]  # least, most, number, guesses left, proper ones so far
 
 
-def _hint(
-    replies: tuple[str, str, str],
-    words: bool,
-    guesses: int,
-    consolation: float,
-    state: Game,
-    completion: Completion,
-) -> tuple[Game, Reply]:
+class _Rules(NamedTuple):
+    guesses: int
+    luck: bool
+    words: bool
+    consolation: float
+
+
+def _hint(rules: _Rules, state: Game, completion: Completion) -> tuple[Game, Reply]:
     low, high, number, left, proper = state
-    guess = _guess(completion.text, words)
-    if guess == number:
+    guess = _guess(completion.text, rules.words)
+    if guess == number if rules.luck else guess == low == high:
         return state, Reply(reward=1.0, done=True)
-    larger, smaller, hint = replies
+    larger, smaller, hint = REPLIES[rules.words]
     if guess is not None:
         proper += low <= guess <= high
-        hint = larger if guess < number else smaller
-        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
+        is_larger = _larger(rules.luck, guess, low, high, number)
+        hint = larger if is_larger else smaller
+        low, high = (max(low, guess + 1), high) if is_larger else (low, min(high, guess - 1))
     if left == 1:
-        return state, Reply(reward=consolation * proper / guesses, done=True)
+        return state, Reply(reward=rules.consolation * proper / rules.guesses, done=True)
     return (low, high, number, left - 1, proper), Reply(hint)
+
+
+def _larger(luck: bool, guess: int, low: int, high: int, number: int) -> bool:
+    """Whether the number is larger than a wrong guess. Without luck, more numbers must be so."""
+    above, below_it = high - max(guess, low - 1), min(guess, high + 1) - low
+    return guess < number if luck or above == below_it else above > below_it
+
+
+def _worked(rules: _Rules, state: Game, tries: Sequence[int]) -> str:
+    """A whole game with these guesses, or if there are none, with the middle of what is left."""
+    game = ""
+    for number in range(rules.guesses):
+        text = f"{MARKER}{tries[number] if tries else (state[0] + state[1]) // 2}"
+        state, reply = _hint(rules, state, Completion(text, np.zeros(0, np.int32), ended=True))
+        game += text if reply.done else f"{text}{EOS}{reply.content}"
+        if reply.done:
+            break
+    return game
 
 
 def _guess(text: str, words: bool) -> int | None:

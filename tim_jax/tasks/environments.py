@@ -39,6 +39,7 @@ from tim_jax.tasks.guard import START_SECONDS, Crowd, Refusal
 SECONDS = 30.0  # for one reply
 LATER = 1.0  # seconds after its limit, in which a coroutine must end
 WORKERS = 4
+MEMORY = 8.0  # GiB of address space
 TOGETHER = 64  # turns of a coroutine that one process waits for at once
 LONGEST = 1 << 20  # characters, tokens or characters of messages in a reply
 LARGEST_STATE = 16 << 20  # bytes of its pickle
@@ -302,8 +303,18 @@ class Guarded:
         `episodes.Answering`.
     """
 
-    def __init__(self, name: str, *, seconds: float = SECONDS, workers: int = WORKERS) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        seconds: float = SECONDS,
+        workers: int = WORKERS,
+        memory: float = MEMORY,
+    ) -> None:
         """Starts the first process and imports the function, written as for `load_respond`.
+
+        Args:
+          memory: GiB of a process's address space.
 
         Raises:
           InputError: it cannot be imported, or its import ends the process.
@@ -314,6 +325,7 @@ class Guarded:
                 f"{__name__}:{TurnsHere.__name__}",
                 seconds=seconds,
                 workers=workers,
+                memory=round(memory * 2**30),
                 name=name,
                 limit=seconds,
             )

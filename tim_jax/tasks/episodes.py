@@ -21,10 +21,13 @@ repeats it in a run that is resumed.
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -32,6 +35,7 @@ import numpy as np
 Message = Mapping[str, Any]  # with role and content, as chat templates take it
 Content = str | Sequence[Message] | Sequence[int] | np.ndarray
 Failure = Literal["time limit", "crash", "raised", "reply"]
+_GRACE = 0.005  # seconds for one more reply before a caller goes on without it
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,3 +202,67 @@ class Recorded:
 
 def _name(turn: Turn) -> str:
     return "".join(f"{int(part):08x}" for part in turn.key)
+
+
+class Asker:
+    """Asks an environment from a thread of its own, so that devices go on meanwhile.
+
+    Attributes:
+      seconds: that the caller waited for replies while it had nothing else to do.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self.seconds = 0.0
+        self._environment, self._left = environment, 0
+        self._asked: SimpleQueue[list[tuple[int, Turn]] | None] = SimpleQueue()
+        self._replies: SimpleQueue[tuple[int, Outcome] | BaseException] = SimpleQueue()
+
+    def __enter__(self) -> "Asker":
+        Thread(target=self._run, daemon=True, name="environment").start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._asked.put(None)
+
+    def ask(self, turns: list[tuple[int, Turn]]) -> None:
+        """Has turns answered; each is known by its row."""
+        if turns:
+            self._left += len(turns)
+            self._asked.put(turns)
+
+    def replies(
+        self, *, least: bool = False, waited_for: bool = True
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yields (row, reply) of those that are there, and those that follow at once.
+
+        Args:
+          least: wait for one at least.
+          waited_for: nothing else is at work meanwhile.
+        """
+        while self._left:
+            started = time.perf_counter()
+            try:
+                reply = self._replies.get(timeout=None if least else _GRACE)
+            except Empty:
+                return
+            finally:
+                self.seconds += waited_for * (time.perf_counter() - started)
+            if isinstance(reply, BaseException):
+                raise reply
+            self._left, least = self._left - 1, False
+            yield reply
+
+    def _run(self) -> None:
+        while (turns := self._asked.get()) is not None:
+            try:
+                self._answer(turns)
+            except BaseException as error:
+                self._replies.put(error)
+                return
+
+    def _answer(self, turns: list[tuple[int, Turn]]) -> None:
+        rows = {index: row for index, (row, _) in enumerate(turns)}
+        for index, outcome in self._environment.outcomes([turn for _, turn in turns]):
+            self._replies.put((rows.pop(index), outcome))
+        if rows:
+            raise RuntimeError(f"the environment left {len(rows)} of {len(turns)} turns unanswered")

@@ -235,18 +235,21 @@ class Crowd(_Pool):
       about: what the handler says of itself.
     """
 
-    def __init__(self, handler: str, *, seconds: float, workers: int, **setup: Any) -> None:
+    def __init__(
+        self, handler: str, *, seconds: float, workers: int, memory: int, **setup: Any
+    ) -> None:
         """Starts the first process, in which the function `handler` makes what answers.
 
         Args:
           handler: written `module:function`. It answers a list of requests with an iterator over
             (place in the list, value), in any order.
+          memory: bytes of a process's address space.
 
         Raises:
           Refusal: the handler refuses its setup.
           RuntimeError: the processes die while starting, again and again.
         """
-        whole = {"kind": handler, "memory": None, "seconds": START_SECONDS, "body": setup}
+        whole = {"kind": handler, "memory": memory, "seconds": START_SECONDS, "body": setup}
         text = json.dumps({**whole, "path": sys.path}, default=str)
         super().__init__(partial(_Worker, text, START_SECONDS + GRACE_SECONDS, quiet=False))
         self.seconds, self.workers = seconds, workers

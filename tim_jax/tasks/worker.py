@@ -184,11 +184,12 @@ class Watched(list):
 def serve(link: Connection, notes: int) -> None:
     """Makes the handler that the first request asks for, which then answers the others."""
     setup = json.loads(link.recv_bytes())
-    trusted = setup["memory"] is None
+    trusted = ":" in setup["kind"]  # code of the user's
     if trusted:  # it imports from where the parent does, whatever changed that
         sys.path[:] = setup["path"]
     else:
         logging.disable(logging.CRITICAL)
+    if setup["memory"]:
         limit_memory(setup["memory"])
     handlers: list[Handler] = []
 

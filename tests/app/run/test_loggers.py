@@ -198,6 +198,9 @@ def _fake_wandb(calls, error=None):
         def log(self, values, step):
             calls.append(("log", step, values))
 
+        def define_metric(self, name, *, summary=None, hidden=None):
+            calls.append(("define", name, summary, hidden))
+
         def finish(self):
             calls.append(("finish",))
 
@@ -223,7 +226,12 @@ def test_wandb_resumes_under_the_same_id(tmp_path, monkeypatch):
     assert first["id"] == second["id"] == (tmp_path / "wandb_id").read_text().strip()
     assert first["resume"] == "allow"
     assert first["mode"] == "offline"
+    assert first["config"] == {"seed": 1}
     assert ("log", 4, {"reward": 0.5, "note": "x"}) in calls
+    # A panel for what is looked at; the rest of both rooms is there, but not drawn.
+    defined = [call[1:] for call in calls if call[0] == "define"]
+    assert ("mismatch/kl_k3", "last,max", None) in defined
+    assert ("mismatch/*", None, True) in defined
     assert calls[-1] == ("finish",)
 
 

@@ -19,6 +19,7 @@ from tim_jax.instruments.auditing import Again, Case, CaseResult, Score, Sizes, 
 from tim_jax.instruments.auditing.cases import plain_sampling
 from tim_jax.model.parameters import check_params
 from tim_jax.numerics import EXACT_BF16, NATIVE_F32, TPU_FEW_ROWS, Numerics, Rows
+from tim_jax.placement import Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import sharded
 
@@ -214,6 +215,15 @@ def test_an_audit_of_exact_numerics_passes_and_its_control_differs():
     assert summary.passed
     assert summary.compared_tokens == whole + by_row + reverse
     assert summary.control_unequal_tokens == results[3].unequal_tokens
+
+
+@pytest.mark.slow
+def test_a_learner_on_a_mesh_has_the_bits_of_episodes():
+    case = auditing.placed_episodes(tiny.CONFIG, SIZES, Placement(fsdp=2))
+    (result,) = run((case,), control=False)
+    assert result.name == "episodes: learner, fsdp=2"
+    assert result.passed
+    assert result.compared_tokens > 20
 
 
 def test_native_numerics_themselves_fail():

@@ -2,9 +2,18 @@
 
 import numpy as np
 import pytest
+import recorded
 from bpe import tokenizer
 
-from tim_jax.instruments.diagnosis.turns import Turned, find_break, find_break_of_whole
+from tim_jax.common.errors import InputError
+from tim_jax.instruments.diagnosis import readers, records
+from tim_jax.instruments.diagnosis.rollouts import collect
+from tim_jax.instruments.diagnosis.turns import (
+    Turned,
+    find_break,
+    find_break_of_whole,
+    find_breaks,
+)
 
 TOKENIZER = tokenizer()
 START, END = "<|im_start|>user\n", "<|im_end|>"
@@ -91,3 +100,85 @@ def test_whole_conversations_are_compared_where_their_mask_is_set():
     found = whole(responses[0], AB)  # the learner leaves the end token out
     assert found is not None
     assert found[:3] == ("missing", 1, 2)
+
+
+class Letters:
+    """A text for each token of the tiny model, that of 2 in two tokens as well."""
+
+    def decode(self, ids):
+        return "".join("ab" if token == 2 else chr(ord("a") + token) for token in ids)
+
+
+FIRST = {"prompt_token_ids": [7, 8], "response_token_ids": [0, 1, 9]}
+WHOLE = {"prompt_token_ids": [7, 8], "response_token_ids": [2, 9, 10, 11], "mask": [1, 1, 0, 1]}
+
+
+def second(said, **more):
+    return {"prompt_token_ids": [7, 8, *said, 10], "response_token_ids": [11]} | more
+
+
+def collected(rows):
+    """Responses, with log-probs that nothing is known of."""
+    rows = [row | {"logprobs": [-1.0] * len(row["response_token_ids"])} for row in rows]
+    return collect(readers.read(rows), limits=recorded.LIMITS).responses
+
+
+EPISODES = [
+    *(second([0, 1, 9], episode=1, turn=1), FIRST | {"episode": 1, "turn": 0}),  # sound
+    *(FIRST | {"episode_id": "x"}, second([2, 9], trajectory_id="x")),  # tokenised again
+    *(FIRST | {"episode": "y"}, second([9], episode="y")),  # its thinking was dropped
+    WHOLE | {"turn_token_ids": [[2, 9], [11]]},  # sound
+    WHOLE | {"turn_token_ids": [[0, 1, 9], [11]]},  # tokenised again
+]
+
+
+def test_breaks_among_rows():
+    found = find_breaks(Letters(), collected(EPISODES))
+    shown = [(x.where, x.episode, x.fault, *x.found[:3]) for x in found]
+    assert shown == [
+        ("row 8", None, True, "retokenised", 0, 0),
+        ("row 4", "x", True, "retokenised", 0, 0),
+        # A template that drops thinking is told, and no fault where each turn is a sample.
+        ("row 6", "y", False, "rewritten", 0, 0),
+    ]
+    assert not find_breaks(Letters(), collected([*EPISODES[:2], EPISODES[6]]))
+
+
+def test_episodes_are_read_of_lines_of_any_format():
+    trl = {"prompt_ids": [7, 8], "completion_ids": [0, 1], "logprobs": [-1.0, -1.0]}
+    lines = [trl | {"episode": 3, "turn": 0}, {"request": {}, "response": trl, "episode": "a"}]
+    found = collect(readers.read(lines), limits=recorded.LIMITS).responses
+    assert [(one.episode, one.turn) for one in found] == [("3", 0), ("a", None)]
+
+
+@pytest.mark.slow  # compiles a forward
+def test_a_diagnosis_names_turns_that_were_tokenised_again():
+    empty = [row | {"logprobs": [0.0] * len(row["response_token_ids"])} for row in EPISODES]
+    exact = recorded.exact_log_probs(empty)
+    rows = [row | {"logprobs": x.tolist()} for row, x in zip(EPISODES, exact, strict=True)]
+    record = records.as_record(recorded.diagnosed(rows, tokenizer=Letters()), Letters().decode)
+    assert record["sizes"]["largest"] == 0
+    assert record["state"] == "fault"
+    fault = "This is a fault: 2 episodes of several turns do not hold what was drawn, and: drawn at"
+    assert record["verdict"].startswith(fault)  # the tokens are not the model's draws
+    assert [one["where"] for one in record["turns"]] == ["row 8", "row 4", "row 6"]
+    assert "row 4: turn 0 was tokenised again: its token 0 is 0 ('ab" in records.text(record)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([FIRST, FIRST], "row 2: this row and row 1 of episode 'z' have the same prompt"),
+        (
+            [FIRST | {"turn": 1}, second([0, 1, 9], turn=1)],
+            "row 2: this row and row 1 of episode 'z' are both turn 1",
+        ),
+        ([FIRST | {"turn": "1"}], "row 1: turn must be a whole number, got '1'"),
+        ([FIRST | {"turn_token_ids": [[0], [99]]}], r"row 1: turn 1: turn_token_ids\[0\] = 99"),
+        ([FIRST | {"turn_token_ids": [0]}], "row 1: turn 0: turn_token_ids must be a list, got 0"),
+    ],
+)
+def test_rows_that_are_no_episode_are_refused(rows, message):
+    episode = [row | {"episode": "z"} for row in rows]
+    with pytest.raises(InputError, match=message):
+        find_breaks(TOKENIZER, collected(episode))

@@ -13,7 +13,7 @@ import tiny
 
 from tim_jax import objectives, optimizers
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import checks
+from tim_jax.app.jobs import checks, planning
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan import budget, workload
 from tim_jax.model.adapters import Lora
@@ -23,6 +23,7 @@ from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Placement
+from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
@@ -205,6 +206,10 @@ def test_the_line_says_what_how_much_and_how_it_would_fit():
     rows = int(line.rpartition("; learner.micro_batch = ")[2])
     budget.check(wide.with_micro_batch(rows), DEVICES, most=most)
     assert "needs about" in refused(wide.with_micro_batch(2 * rows), most=most)
+    tokens = wide.varied(micro_batch=None, micro_batch_tokens=128 * wide.longest)
+    assert totals(tokens) == totals(wide)  # a full buffer has as many tokens as the rows
+    line = refused(tokens, most=most)
+    assert line.endswith(f"; learner.micro_batch_tokens = {rows * wide.longest}")
 
 
 def test_a_sampler_that_is_too_large_is_told_its_slots():
@@ -262,3 +267,18 @@ def test_a_container_has_what_its_control_group_says(tmp_path, monkeypatch):
     whole = budget.capacity(DEVICES[0])
     limit.write_text("1000000\n")
     assert budget.capacity(DEVICES[0], 4) == 250_000 < whole
+
+
+def test_episodes_of_several_turns_keep_their_weights_laid_apart():
+    single, _ = budget.needs(STEP, DEVICES)
+    several, _ = budget.needs(STEP.varied(turns=Turns(4, 8)), DEVICES)
+    assert several.total - single.total == single.parts["weights"]
+
+
+def test_a_plan_of_several_turns_is_refused_with_what_can_be_planned():
+    config = toml.load("configs/turns.toml", [])
+    with pytest.raises(InputError, match="max_turns = 4: the programs of several turns") as error:
+        planning.plan_run(config, "h100:1")
+    changes = f"{error.value}".partition("same update: ")[2].split(" ")
+    changed = toml.load("configs/turns.toml", changes)
+    assert (changed.sampling.max_turns, changed.sampling.longest) == (None, config.sampling.longest)

@@ -177,6 +177,19 @@ def test_products_in_loops_and_in_kernels():
     assert costs.count(jax.jit(run).trace(*shapes).jaxpr).flops == 7 * 2 * 16 * 128 * 128
 
 
+def test_what_no_result_needs_is_not_counted():
+    def run(x):
+        return jnp.sum(x @ x), jax.lax.scan(lambda c, _: (c @ x, x @ x @ x), x, length=5)[0]
+
+    jaxpr = jax.jit(run).trace(jax.ShapeDtypeStruct((8, 8), jnp.float32)).jaxpr
+    once = 2 * 8**3
+    assert costs.count(jaxpr).flops == (1 + 5 * 3) * once
+    found = costs.count(costs.live(jaxpr))
+    assert found.flops == (1 + 5) * once
+    ((call, times),) = found.products.items()
+    assert (call.flops, call.memory, times) == (once, 3 * 8 * 8 * 4, 6)
+
+
 def test_a_kernels_blocks_are_copied_when_their_place_changes():
     tiles = TpuTiles(rows=64, columns=128, block_k=128)
     numerics = replace(tiny.NUMERICS, family="pallas_tpu", interpret=True, tpu=tiles)
@@ -202,6 +215,8 @@ def test_programs_of_a_gpu_load_their_own_blocks_through_a_cache():
     assert call.programs == 4 * 6  # tiles of 64 rows, the last of 8, and 64 columns
     assert call.loaded == 4 * 24 * (64 * 256 + 256 * 64 + 64 * 64)
     assert call.memory == found.kernel_bytes == 4 * (200 * 256 + 256 * 384 + 200 * 384)
+    stages = tiles.matmul[0].stages // 2  # of elements of four bytes
+    assert call.tile == costs.Tile(200, 64, 64, 256, stages, 4 * 256 * 384)
 
 
 @pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])
@@ -221,6 +236,10 @@ def test_a_weight_that_a_kernel_takes_twice_is_read_once():
     run = jax.jit(lambda x, weight: ops.gated_dot(x, weight, None, numerics=numerics))
     found = costs.count(run.trace(*shapes).jaxpr)
     assert found.kernel_bytes == 4 * (64 * 256 + 256 * 2 * 384 + 64 * 384)
+    (call,) = found.kernels
+    assert call.tile is not None
+    assert call.tile.width * call.tile.height == call.flops // call.programs // (2 * 256)
+    assert call.tile.weight == 4 * 256 * 2 * 384
 
 
 def test_of_a_cache_what_is_written_counts():
@@ -254,16 +273,16 @@ def test_attention_on_a_gpu_states_its_products_and_loads(with_gradient):
         return made, jax.lax.fori_loop(0, times, lambda _, x: x @ x, matrix)
 
     found = costs.count(jax.jit(run).trace(*shapes, value).jaxpr, (7,))
-    # Rows are filled up to tiles of 64, keys to blocks of 16 and in the gradient of 64.
+    # Rows are filled up to tiles of 64, keys to blocks of 16; in the gradient both to 128.
     pairs = 3 * 2 * 128
     products = pairs * 48 * (32 + 16)
-    by_rows, by_keys = pairs * 64 * (3 * 32 + 16), pairs * 64 * 2 * (32 + 16)
+    by_rows, by_keys = pairs * 128 * (2 * 32 + 16), pairs * 128 * 2 * (32 + 16)
     gradient = by_rows + by_keys if with_gradient else 0
     assert found.flops == 2 * (products + gradient + 7 * 8 * 8 * 8)
     tiles = 3 * 2 * 2
     loads = tiles * (64 + 48) * (32 + 16)
-    by_rows = tiles * (64 * (2 * 32 + 2 * 16) + 64 * (2 * 32 + 16))
-    by_keys = 3 * 2 * (128 + 2 * 64) * (32 + 16)
+    by_rows = 3 * 2 * (128 * (2 * 32 + 2 * 16) + 128 * (32 + 16))
+    by_keys = 3 * 2 * (128 + 2 * 128) * (32 + 16)
     loaded = sum(call.loaded for call in found.kernels)
     assert loaded == 4 * (loads + (by_rows + by_keys if with_gradient else 0))
     assert found.kernel_bytes < loaded
@@ -348,6 +367,7 @@ def test_what_is_started_and_ended_apart_is_counted_once():
     layer, ahead, summed = size + flag, size + 2 * flag, 2 * size
     assert costs.bytes_accessed(module) == whole + copied + sliced + layer + ahead + summed
     assert costs.launches(module) == 7
+    assert costs.bytes_accessed(module, of=costs.copies) == whole + ahead
 
 
 _ON_CHIP = """HloModule on_chip
@@ -367,6 +387,32 @@ ENTRY %main (all: f32[8,1024], few: f32[1,1024], at: s32[]) -> f32[8,1024] {
 def test_of_a_slice_or_an_update_the_ends_in_memory_count():
     size = 4 * 1024
     assert costs.bytes_accessed(hlo.parse(_ON_CHIP)) == size + size + size
+
+
+_FILLING = """HloModule filling
+
+%zeros () -> bf16[8,1024] {
+  %zero = bf16[] constant(0)
+  ROOT %broadcast = bf16[8,1024] broadcast(%zero), dimensions={}
+}
+
+%doubled (x: bf16[8,1024]) -> bf16[8,1024] {
+  %x = bf16[8,1024] parameter(0)
+  ROOT %sum = bf16[8,1024] add(%x, %x)
+}
+
+ENTRY %main () -> bf16[8,1024] {
+  %made = bf16[8,1024] fusion(), kind=kLoop, calls=%zeros
+  ROOT %out = bf16[8,1024] fusion(%made), kind=kLoop, calls=%doubled
+}
+"""
+
+
+def test_arrays_that_are_made_of_nothing_are_told_apart():
+    module, size = hlo.parse(_FILLING), 2 * 8 * 1024
+    assert costs.bytes_accessed(module) == 3 * size
+    assert costs.bytes_accessed(module, of=costs.fills) == size
+    assert costs.elements_filled(module) == 8 * 1024
 
 
 _WRITING = """HloModule writing
@@ -644,7 +690,8 @@ def kernel_body(family: str, operation: str, rows: int) -> str:
     numerics = lowering.NUMERICS[family]["bfloat16"]
     function, shapes = lowering.operations(numerics, rows)[operation]
     text = lowering.lower(family, function, shapes).as_text()
-    return comparison.kernel_code(text.replace("\\22", '"') if family == "pallas_tpu" else text)
+    code = comparison.kernel_code(text.replace("\\22", '"') if family == "pallas_tpu" else text)
+    return comparison.without_tile(code)
 
 
 @pytest.mark.parametrize("family", ["pallas_tpu", "pallas_gpu"])

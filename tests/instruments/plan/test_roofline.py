@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tim_jax import objectives, optimizers
-from tim_jax.instruments.plan import roofline, topology
+from tim_jax.instruments.plan import calibration, roofline, topology
+from tim_jax.instruments.plan.calibration import Rates
 from tim_jax.instruments.plan.costs import Call, Figures, Memory, Traffic
 from tim_jax.instruments.plan.known_models import PUBLISHED
-from tim_jax.instruments.plan.roofline import Rates
 from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Batching, Execution, Sampling
@@ -63,11 +63,14 @@ def test_what_is_beside_kernels_is_added():
     gathers = {"all-gather": Traffic(2, 15)}
     options = {"kernels": {call: 2}, "launches": 12, "collectives": gathers}
     found = roofline.estimate(figures(flops=500, bytes_accessed=70, **options), RATES, "float32")
-    assert found.others == max(300 / 10, 50 / 50)
+    assert found.others == 300 / 10 + 50 / 50  # a GPU's products are calls of their own
     assert found.launches == 10 * 0.5
     assert found.links == 15 / 5
     of_kernel = found.kernels["dot"].seconds
     assert found.total == of_kernel + found.others + found.launches + found.links
+    on_tpu = replace(RATES, cache=0.0)
+    fused = roofline.estimate(figures(flops=500, bytes_accessed=70, **options), on_tpu, "float32")
+    assert fused.others == max(300 / 10, 50 / 50)
 
 
 def test_attention_takes_the_share_of_keys_that_are_seen():
@@ -167,4 +170,4 @@ def test_rows_see_half_of_their_keys_on_average():
 
 
 def test_every_device_that_is_planned_for_has_rates():
-    assert set(roofline.RATES) == set(topology.GENERATIONS)
+    assert set(calibration.RATES) == set(topology.GENERATIONS)

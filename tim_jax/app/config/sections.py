@@ -36,7 +36,7 @@ from tim_jax.tasks.dataset import DatasetSource
 if TYPE_CHECKING:
     from tim_jax.mismatch import Mismatch
 
-REPLY_SECONDS, REPLY_WORKERS = 30.0, 4
+REPLY_SECONDS, REPLY_WORKERS, REPLY_MEMORY = 30.0, 4, 8.0
 REWARD_SECONDS = 600.0  # a judge over a network may take minutes
 WandbMode = Literal["online", "offline", "disabled"]
 FamilyChoice = Literal["auto", Family]
@@ -359,6 +359,8 @@ class _Graded(Section):
     """Seconds by the clock until a reply; an episode that gets none ends there."""
     environment_workers: Count = REPLY_WORKERS
     """Processes of the environment."""
+    environment_memory: Annotated[float, Field(gt=0, le=1e6)] = REPLY_MEMORY
+    """GiB of address space that each of them may take; CUDA's libraries alone need more."""
     history: Literal["refuse", "keep"] = "refuse"
     """What is done about a chat template that rewrites earlier turns: refuse it, or keep them as
     they were drawn."""
@@ -407,6 +409,8 @@ class DatasetTask(DatasetSource):
     environment_time_limit: Seconds = REPLY_SECONDS
     """As for other tasks."""
     environment_workers: Count = REPLY_WORKERS
+    """As for other tasks."""
+    environment_memory: Annotated[float, Field(gt=0, le=1e6)] = REPLY_MEMORY
     """As for other tasks."""
     history: Literal["refuse", "keep"] = "refuse"
     """As for other tasks."""

@@ -75,6 +75,11 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _of_run(path: str | Path) -> dict[str, Any]:
     folder = inputs.expanded(path)
+    if (folder / "config.json").is_file() and not (folder / "config.toml").is_file():
+        raise InputError(
+            f"config {folder}: is the folder of a model, which has no tasks; give a config or a run"
+            " folder ('tim-jax eval CONFIG --model FOLDER' evaluates a model)"
+        )
     if not (folder / "config.toml").is_file():
         return {}
     data = read_toml(folder / "config.toml")

@@ -87,9 +87,12 @@ def _audit(it: _Audited, source: str, quick: bool) -> tuple[str, bool]:
     numerics = _numerics(it, fixed=not quick)
     used = {auditing.describe(one): fitting.kernels_used(it.config, one) for one in numerics}
     results = []
-    single = auditing.audit(it.params, it.config, numerics=numerics, sizes=it.sizes, quick=quick)
+    cases = auditing.standard_cases(it.config, it.sizes, quick=quick)
+    single = auditing.audit(it.params, it.config, numerics=numerics, sizes=it.sizes, cases=cases)
     both = itertools.chain(single, _placed(it, quick))
-    for result in waiting.each(both, "auditing a case", about=waiting.COMPILES):
+    controls = len({one.compute_dtype for one in numerics if one.family != "native"})
+    total = len(numerics) * len(cases) + controls if jax.device_count() == 1 else None
+    for result in waiting.each(both, "auditing a case", about=waiting.COMPILES, total=total):
         results.append(result)
         done = "control" if result.control else f"{result.unequal_tokens} unequal"
         print(
@@ -108,7 +111,8 @@ def _gradients(numerics: Sequence[Numerics]) -> list[GradientResult]:
     """The gradients that the compiler makes, in each dtype that is audited."""
     each = dict.fromkeys(map(auditing.of_backward, numerics))
     checked = map(auditing.check_gradients, each)
-    results = waiting.each(checked, "checking the compiler's gradients", about=waiting.COMPILES)
+    doing, total = "checking the compiler's gradients", len(each)
+    results = waiting.each(checked, doing, about=waiting.COMPILES, total=total)
     return list(itertools.chain.from_iterable(results))
 
 
@@ -152,11 +156,12 @@ def _placed(it: _Audited, quick: bool) -> Iterator[CaseResult]:
         except InputError as error:  # kernels take the model's matrices, but not tiles of them
             print(f"left out: {len(some)} placements with a tensor axis. {error}", flush=True)
             continue
+        placed = auditing.placed_cases(it.config, it.sizes, some)
         yield from auditing.audit(
             it.params,
             it.config,
             numerics=numerics,
-            cases=auditing.placed_cases(it.config, it.sizes, some),
+            cases=(*placed, auditing.placed_episodes(it.config, it.sizes, some[0])),
             sizes=it.sizes,
             control=False,
         )
@@ -363,8 +368,8 @@ def _audited(source: str, dtype: str | None) -> tuple[ModelConfig, Any]:
         config = auditing.PRESETS[source]
         return config, auditing.random_params(config, 0)
     source = str(sources.final_model(source))
-    if not Path(source).exists() and "/" not in source:
-        hint = did_you_mean(source, auditing.PRESETS)
+    if not Path(source).exists() and "/" not in source and source not in hf.SHIPPED:
+        hint = did_you_mean(source, (*hf.SHIPPED, *auditing.PRESETS))
         raise InputError(f"audit: {source!r} is neither a folder nor a preset{hint}")
     config = hf.load_config(source)
     return config, hf.load_params(source, config, dtype=dtype or "float32")

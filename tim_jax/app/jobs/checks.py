@@ -196,21 +196,34 @@ def less_memory(config: RunConfig) -> Ways:
     If the run has checkpoints, those come first with which it goes on; the others need another
     folder, and say so.
     """
-    total, learner = config.sequences_per_step, config.learner
+    learner = config.learner
     may = not learner.offload and not config.sampler.max_staleness
     offload = may and host_helps(jax.devices())
     settings = {
         **_micro_batch(config),
         **({} if learner.remat else {"learner.remat": "= true"}),
         **({"learner.offload": "= true"} if offload else {}),
-        "sampler.slots": f"below {config.sampler.slots or total}",
+        **_of_lengths(config),
         "eval.samples": f"below {config.eval.samples}",
-        "placement.fsdp": f"above {config.placement.fsdp}, with more devices",
-        "sampling.max_tokens": f"below {config.sampling.max_tokens}",
     }
     return MappingProxyType(
         {stage: _three(config, settings, keys) for stage, keys in _KEYS.items()}
     )
+
+
+def _of_lengths(config: RunConfig) -> dict[str, str]:
+    """Fewer keys and values on a device.
+
+    Episodes that wait for replies keep theirs without a slot, and are drawn on one device.
+    """
+    if config.sampling.max_turns is None:
+        slots = config.sampler.slots or config.sequences_per_step
+        wider = f"above {config.placement.fsdp}, with more devices"
+        length = f"below {config.sampling.max_tokens}"
+        return {"sampler.slots": f"below {slots}", _WIDER: wider, _LENGTH: length}
+    pages = "set" if config.sampler.pages is None else f"below {config.sampler.pages}"
+    longest = f"below {config.sampling.longest}"
+    return {"sampler.pages": pages, "sampling.max_episode_tokens": longest}
 
 
 def _micro_batch(config: RunConfig) -> dict[str, str]:
@@ -221,11 +234,15 @@ def _micro_batch(config: RunConfig) -> dict[str, str]:
 
 
 _LENGTH, _WIDER = "sampling.max_tokens", "placement.fsdp"
+_OF_TURNS = "sampler.pages", "sampling.max_episode_tokens"
 _KEYS = MappingProxyType(
     {
-        drawing.SAMPLING: ("sampler.slots", "learner.offload", _LENGTH, _WIDER),
-        evaluation.SAMPLING: ("sampler.slots", "eval.samples", _WIDER),
-        "": ("learner.micro_batch", "learner.micro_batch_tokens", "learner.remat", _WIDER, _LENGTH),
+        drawing.SAMPLING: ("sampler.slots", *_OF_TURNS, "learner.offload", _LENGTH, _WIDER),
+        evaluation.SAMPLING: ("sampler.slots", _OF_TURNS[0], "eval.samples", _WIDER),
+        "": (
+            *("learner.micro_batch", "learner.micro_batch_tokens", "learner.remat"),
+            *(_WIDER, _LENGTH, _OF_TURNS[1]),
+        ),
     }
 )
 

@@ -2,24 +2,28 @@
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tim_jax.api import model as opening
 from tim_jax.api import rollouts
 from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.app.jobs import checks
+from tim_jax.common import inputs
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Sampling
 from tim_jax.placement import SINGLE, Placement
+
+_MOST_TOKENS = 64  # of a response if nothing is said: a look, not a rollout
 
 
 def generate(
     source: str,
     prompts: Sequence[str],
     *,
-    sampling: Sampling,
+    max_tokens: int | None = None,
+    shape: Mapping[str, Any],
     samples: int,
     seed: int,
     chat_template: bool | Literal["auto"] = "auto",
@@ -33,12 +37,16 @@ def generate(
     As `api.load` and `api.sample`; what the model's config and the machine cannot have is refused
     before the machine is measured and weights are read.
 
-    `measured`: a folder that keeps what is measured of this machine, see
-    `calibration.calibrate_once`; a run's own measurement serves as well.
+    Args:
+      max_tokens: of a response; None: 64, or half of the model's positions if that is less.
+      shape: temperature, top-k and top-p, as `Sampling` has them.
+      measured: a folder that keeps what is measured of this machine, see
+        `calibration.calibrate_once`; a run's own measurement serves as well.
     """
     ways = {"": ("--samples", "--max-tokens", "--dtype bfloat16, or --fsdp with more devices")}
     with checks.explain_memory(lambda: ways):
         model = opening.begin(source, dtype=dtype, family=family, placement=where)
+        sampling = Sampling(max_tokens or min(_MOST_TOKENS, model.most_tokens), **shape)
         request = rollouts.request(
             model, prompts, samples=samples, sampling=sampling, seed=seed, template=chat_template
         )
@@ -58,7 +66,7 @@ def generate(
 
 def _measurement(source: str, model: ModelConfig, dtype: str, folder: Path) -> Path | None:
     """The file that keeps a model's measurement, begun with that of its run if there is one."""
-    name = hashlib.sha256(repr((model, dtype)).encode()).hexdigest()[:16]
+    name = hashlib.sha256(inputs.all_fields((model, dtype)).encode()).hexdigest()[:16]
     file, of_run = folder / f"{name}.json", Path(source) / "calibration.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)

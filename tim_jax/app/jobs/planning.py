@@ -36,9 +36,16 @@ def plan_run(
       layers: see `planning.make`.
 
     Raises:
-      InputError: the slice, the model or the placement is not possible, or the compiler for it is
-        missing; before anything is compiled.
+      InputError: the slice, the model or the placement is not possible, the compiler for it is
+        missing, or episodes have several turns; before anything is compiled.
     """
+    if config.sampling.max_turns is not None:
+        raise InputError(
+            f"plan: sampling.max_turns = {config.sampling.max_turns}: the programs of several turns"
+            " are not planned; a single turn of an episode's length has as large a cache and the"
+            " same update: sampling.max_turns=none sampling.max_episode_tokens=none"
+            f" task.environment=none sampling.max_tokens={config.sampling.longest}"
+        )
     generation, _ = topology.check(slice_name)
     topology.check_devices(slice_name, config.placement.all_devices)
     _check_family(config.numerics.family, generation)

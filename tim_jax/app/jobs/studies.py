@@ -23,15 +23,16 @@ def shipped() -> list[tuple[Path, str]]:
 
 
 def say_shipped() -> None:
-    """Prints the shipped studies."""
+    """Prints the shipped studies, and where they lie."""
     for path, hypothesis in shipped():
         print(f"{path}\n    {hypothesis}")
+    print(f"The files lie in {shipped_path(_SHIPPED).resolve()}; copy one to make your own.")
 
 
 def run(path: Path, *, folder: Path | None, jobs: int) -> None:
     """Runs or resumes a study, and says what it found."""
     study = running.read(path)
-    base = toml.read_toml(path.parent / expanded(study.base))
+    base = toml.read_toml(_base_of(path, expanded(study.base)))
     where = Path("runs/studies") / study.name if folder is None else folder
     _say(f"{study.name}: {study.hypothesis}")
     if isinstance(study, GradientStudy):
@@ -39,6 +40,12 @@ def run(path: Path, *, folder: Path | None, jobs: int) -> None:
     else:
         _train(stated(study, base, where, source=str(path)), jobs)
     print(f"study.json and results: {where}")
+
+
+def _base_of(study: Path, base: Path) -> Path:
+    """The file of a base: beside the study's, or one of the shipped `configs/...`."""
+    beside = study.parent / base
+    return base if base.parts[:1] == ("configs",) and not beside.exists() else beside
 
 
 def stated(study: Study, base: dict[str, Any], folder: Path, *, source: str) -> running.Stated:

@@ -43,7 +43,7 @@ def training_chart(
     FigureCanvasAgg(figure)
     run = Path(metrics).resolve().parent.name
     figure.suptitle(title or run, fontsize=14, color=_INK)
-    _sign(figure, f"tim-jax train, run {run}")
+    sign(figure, f"tim-jax train, run {run}")
     reward, length, exact = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 2))
     _draw_reward(reward, records, names)
     _draw_length(length, records, names)
@@ -61,10 +61,16 @@ def training_chart(
     return Path(image)
 
 
-def _sign(figure: Figure, source: str) -> None:
-    """Says at the figure's foot what drew it, and when."""
-    versions = f"tim_jax {version('tim-jax')}, jax {version('jax')}, {date.today()}; {source}"
-    figure.text(0.995, 0.004, versions, ha="right", fontsize=7, color="#777777")
+def sign(figure: Figure, source: str, *, jax: str = version("jax"), size: float = 7) -> None:
+    """Says at the figure's foot by which versions and command it was made, and when it was drawn.
+
+    Args:
+        source: the command.
+        jax: the version that measured.
+        size: of the letters, in points.
+    """
+    versions = f"tim_jax {version('tim-jax')}, jax {jax}, {date.today()}; {source}"
+    figure.text(0.995, 0.004, versions, ha="right", fontsize=size, color="#777777")
     engine = figure.get_layout_engine()
     if engine is not None:
         engine.set(rect=(0.0, 0.02, 1.0, 0.98))  # pyright: ignore[reportCallIssue]
@@ -181,7 +187,11 @@ _LINES = 6  # curves in a panel
 
 
 def source_chart(
-    record: Mapping[str, Any], image: str | os.PathLike[str], *, title: str = ""
+    record: Mapping[str, Any],
+    image: str | os.PathLike[str],
+    *,
+    title: str = "",
+    command: str = "tim-jax audit --sampler",
 ) -> Path:
     """Draws the record of an ablation (`auditing.ablation.to_record`); returns the path.
 
@@ -205,7 +215,7 @@ def source_chart(
         axes.set_xlabel(unit, fontsize=8)
     # Above the panels, where no line can be.
     panels[0].legend(frameon=False, fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    _sign(figure, "tim-jax audit --sampler")
+    sign(figure, command, jax=record["jax"])
     try:
         figure.savefig(image)
     except (OSError, ValueError) as error:

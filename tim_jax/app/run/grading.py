@@ -34,6 +34,7 @@ def make_task(config: RunConfig) -> Task:
         section.environment,
         seconds=section.environment_time_limit,
         workers=section.environment_workers,
+        memory=section.environment_memory,
     )
     try:
         return replace(_graded(config, section), environment=environment)

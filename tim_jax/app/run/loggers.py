@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import jax
@@ -234,6 +235,29 @@ class TensorBoard:
             ) from error
 
 
+# What W&B draws unasked, and which of its values the table of runs shows. The other metrics of the
+# rooms below, about ninety, are logged too, for panels of one's own.
+_DRAWN: Mapping[str, str] = MappingProxyType(
+    {
+        "reward": "last,max",
+        "eval/reward": "last,max",
+        "exact_share": "last,min",
+        "mismatch/exact_share": "last,min",
+        "mismatch/log_ratio_abs_mean": "last,max",
+        "mismatch/log_ratio_abs_max": "last,max",
+        "mismatch/kl_k3": "last,max",
+        "mismatch/ess_sequence": "last,min",
+        "mismatch/outside_1pct": "last,max",
+        "mismatch/log_ppl_abs_diff_mean": "last,max",
+        "correction/coefficient_mean": "last",
+        "correction/zero_share": "last,max",
+        "correction/rejected_share": "last,max",
+        "correction/ess": "last,min",
+    }
+)
+_ROOMS = ("mismatch/*", "correction/*")
+
+
 class Wandb:
     """Scalars and strings to Weights & Biases.
 
@@ -280,6 +304,10 @@ class Wandb:
                 f"Weights & Biases did not start: {reason}; log in with 'wandb login',"
                 " or set run.wandb_mode to 'offline'"
             ) from error
+        for metric, summary in _DRAWN.items():
+            self._run.define_metric(metric, summary=summary)
+        for pattern in _ROOMS:
+            self._run.define_metric(pattern, hidden=True)
 
     def write(self, step: int, values: Values) -> None:
         strings = {name: value for name, value in values.items() if isinstance(value, str)}

@@ -15,7 +15,6 @@ from tim_jax.mismatch import Mismatch
 from tim_jax.model import calibration, fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.numerics import (
-    GPU_BF16_SEVERAL_TILES,
     GPU_EXACT_BF16,
     GPU_EXACT_F16,
     GPU_EXACT_F32,
@@ -97,6 +96,7 @@ def fixed_numerics(
         column_tiles=column_tiles,
         cache_write="rows" if platform == "cpu" else "scatter",
         row_sums="sorted" if platform == "gpu" else "scatter",
+        head_gradient_rows=None if platform == "gpu" else 128,
     )
     return numerics.with_options(_UPDATES_IN_PLACE) if widens else numerics
 
@@ -169,6 +169,8 @@ def make_numerics(
 def with_several_tiles(numerics: Numerics) -> Numerics:
     """These numerics with tiles of products that follow from a product's size.
 
+    `pallas_gpu` has them in bfloat16 without being asked, as a device has compared them.
+
     Raises:
       InputError: there are no such tiles of the family and the dtype.
     """
@@ -179,6 +181,6 @@ def with_several_tiles(numerics: Numerics) -> Numerics:
             "numerics.several_tiles: only the families of kernels for TPUs, and those for GPUs in"
             f' bfloat16, have several tiles, got "{numerics.family}" in {numerics.compute_dtype}'
         )
-    mosaic = numerics.family == "pallas_mosaic_gpu"
-    several = MOSAIC_GPU_BF16_SEVERAL_TILES if mosaic else GPU_BF16_SEVERAL_TILES
-    return replace(numerics, gpu=replace(numerics.gpu, matmul=several.matmul))
+    if numerics.family == "pallas_gpu":
+        return numerics
+    return replace(numerics, gpu=replace(numerics.gpu, matmul=MOSAIC_GPU_BF16_SEVERAL_TILES.matmul))

@@ -20,6 +20,7 @@ from tim_jax.instruments.auditing.cases import (
     Score,
     Sizes,
     placed_cases,
+    placed_episodes,
     placements,
     random_params,
     standard_cases,
@@ -27,6 +28,7 @@ from tim_jax.instruments.auditing.cases import (
 from tim_jax.instruments.auditing.compiler import GradientResult, check_gradients, of_backward
 from tim_jax.instruments.auditing.running import (
     CaseResult,
+    Replies,
     Summary,
     Unequal,
     audit,
@@ -46,6 +48,7 @@ __all__ = [
     "CaseResult",
     "Episodes",
     "GradientResult",
+    "Replies",
     "Score",
     "Sizes",
     "Summary",
@@ -57,6 +60,7 @@ __all__ = [
     "draw_prompts",
     "of_backward",
     "placed_cases",
+    "placed_episodes",
     "placements",
     "random_params",
     "standard_cases",

@@ -195,6 +195,12 @@ def placed_cases(
     )
 
 
+def placed_episodes(config: ModelConfig, sizes: Sizes, where: Placement) -> Case:
+    """Episodes that one device draws, in a learner under a placement."""
+    score = Score(placement=where)
+    return Case(f"episodes: learner, {where}", plain_sampling(config, sizes), Episodes(score=score))
+
+
 _SMALL = ModelConfig(
     model_type="qwen3",
     vocab_size=101,

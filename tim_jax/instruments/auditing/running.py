@@ -252,11 +252,14 @@ class Replies:
 
     def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
         """Yields (index, outcome) for each, in their order."""
-        for index, turn in enumerate(turns):
-            rng = np.random.default_rng([int(part) for part in turn.key])
-            tokens = rng.integers(0, self.vocabulary, rng.integers(0, self.longest + 1))
-            done = bool(rng.random() < self.ending)
-            yield index, Outcome(turn.state, tokens.astype(np.int32), float(rng.random()), done)
+        return enumerate(map(self.outcome, turns))
+
+    def outcome(self, turn: Turn) -> Outcome:
+        """The outcome of a turn, with its state and a reward below 1."""
+        rng = np.random.default_rng([int(part) for part in turn.key])
+        tokens = rng.integers(0, self.vocabulary, rng.integers(0, self.longest + 1))
+        done = bool(rng.random() < self.ending)
+        return Outcome(turn.state, tokens.astype(np.int32), float(rng.random()), done)
 
 
 def _play(prompts: Prompts, wanted: Episodes, sampling: Sampling, bench: _Bench) -> Rollout:

@@ -48,12 +48,14 @@ NAMES = {
     "weights_version": ("weight_version", "policy_version", "model_version"),
     "supports": ("sampling_mask", "sampling_masks", "kept_tokens"),
     "routes": ("routed_experts", "rollout_routed_experts"),
+    "episode": ("episode_id", "trajectory_id"),
 }
 # What a recorder of another system may add beside a row's own fields.
 _RECORDED = ("sampling_mask", "kept_log_mass", "routed_experts")
 _WHOLE = ("input_ids", "tokens")
 _NO_LOSS = -100
-_SCALARS = ("finish_reason", "weights_version", "supports", "routes")  # not lists alone
+_SCALARS = ("finish_reason", "weights_version", "supports", "routes", "episode")  # not lists alone
+_OF_EPISODES = ("episode", "turn", "turn_token_ids")
 
 
 def read(
@@ -91,6 +93,7 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
     if not isinstance(values, Mapping):
         raise InputError(f"{where}: must be an object with keys, got {shown(values)}")
     values = _listed(values)
+    turn = {key: values[key] for key in _OF_EPISODES if values.get(key) is not None}
     asked: Mapping[str, Any] = {}
     if isinstance(values.get("request"), Mapping) and isinstance(values.get("response"), Mapping):
         asked, values = values["request"], values["response"]
@@ -105,7 +108,7 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
     for number, row in enumerate(several):
         place = where if len(several) == 1 else f"{where}, response {number}"
         own = {key: x for key, x in row.items() if key not in declared.IN_REQUESTS}
-        yield Row(given | own, place)
+        yield Row(given | turn | own, place)
 
 
 def _listed(value: Any, depth: int = DEEPEST) -> Any:

@@ -48,10 +48,11 @@ def as_record(
     fault), `part` (of a fault that touches less than half of the tokens: its `rows`, `positions` in
     them, and the sizes of the `others`; else None), `routing` (of a mixture whose experts were
     recorded: `agreement` of each layer, the `share` of the gap that is due to them, and what then
-    `remains`), `versions` (of the weights, with their rows and sizes), `explanations`
-    (all that were tried, the most likely first), `metrics` and `profiles` (of `tim_jax.metrics`,
-    and `by_length`), `worst` tokens, `assumed` (what no row says, and the option for it),
-    `warnings`.
+    `remains`), `versions` (of the weights, with their rows and sizes), `turns` (episodes of several
+    turns that do not hold what was drawn: the fields of `turns.Break` and `turns.Broken`),
+    `explanations` (all that were tried, the most likely first), `metrics` and `profiles` (of
+    `tim_jax.metrics`, and `by_length`), `worst` tokens, `assumed` (what no row says, and the option
+    for it), `warnings`.
     """
     tokens = verdict.tokens
     columns = _columns(tokens)
@@ -74,6 +75,10 @@ def as_record(
         "part": None if verdict.part is None else _part(verdict.part),
         "routing": None if verdict.agreement is None else _routing(verdict),
         "versions": _versions(tokens),
+        "turns": [
+            {"where": one.where, "episode": one.episode, "fault": one.fault} | one.found._asdict()
+            for one in verdict.breaks
+        ],
         "explanations": [_judged(one) for one in verdict.judged],
         "metrics": {name: float(value) for name, value in numbers.items()},
         "profiles": _profiles(profiles, columns),
@@ -95,8 +100,16 @@ def sentence(verdict: Verdict) -> str:
         if half is not None and abnormal(sizes):
             where = f"for this model ({half.scale:.1f} times that of {half.explanation.name})"
         return f"This is numerics, of a size normal {where}: {size}{source}."
-    if best is not None and best.explanation.kind == "fault":
-        return f"This is a fault: {best.explanation.text}."
+    is_fault = best is not None and best.explanation.kind == "fault"
+    cause = best.explanation.text if best is not None and is_fault else ""
+    if broken := sum(one.fault for one in verdict.breaks):
+        return (
+            f"This is a fault: {_count(broken, 'episode')} of several turns"
+            f" {'does' if broken == 1 else 'do'} not hold what was drawn"
+            f"{f', and: {cause}' if cause else ''}."
+        )
+    if cause:
+        return f"This is a fault: {cause}."
     if verdict.part is not None:
         count, rows = len(verdict.part.places), len(verdict.part.rows)
         whole = int((~verdict.tokens.hidden).sum()), len(verdict.tokens.responses)
@@ -131,6 +144,9 @@ def text(record: dict[str, Any]) -> str:
         lines.append(_sentence_of_part(record["part"]))
     lines += [_sentence_of_routing(record["routing"])] if record["routing"] else []
     lines += [_sentence_of_versions(record["versions"])] if len(record["versions"]) > 1 else []
+    lines += [f"{one['where']}: {one['message']}" for one in record["turns"][:_ROWS]]
+    more = len(record["turns"]) - _ROWS
+    lines += [f"and {more} more episodes with turns that changed"] if more > 0 else []
     lines += [f"warning: {line}" for line in record["warnings"]]
     shown = [one for one in record["explanations"] if _worth_showing(one)][:_SHOWN]
     if shown:

@@ -24,7 +24,7 @@ from tim_jax.tasks.text import encode_prompt, encode_text
 KEYS = (
     *("prompt_token_ids", "response_token_ids", "logprobs", "top_logprobs", "weights_version"),
     *("prompt", "text", "mask", "finish_reason", "stop_reason"),
-    *("supports", "kept_log_mass", "routes"),
+    *("supports", "kept_log_mass", "routes", "episode", "turn", "turn_token_ids"),
     *declared.KEYS,
 )
 _LARGEST = float(np.finfo(np.float32).max)
@@ -67,6 +67,8 @@ class Response:
         kept_log_mass: f32[n], the log-probability of these together, if that alone was recorded.
         routes: u8 or u16[p + n, L, k], the experts of each position in each layer of a mixture, the
             most probable first; 0 at the last token, of which they are not known.
+        episode, turn: of which episode of several turns it is, and its number there.
+        turns: of a whole conversation, the ids that were drawn, turn by turn.
     """
 
     where: str
@@ -82,6 +84,9 @@ class Response:
     supports: np.ndarray | None = None
     kept_log_mass: np.ndarray | None = None
     routes: np.ndarray | None = None
+    episode: str | None = None
+    turn: int | None = None
+    turns: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def replays(self) -> bool:
@@ -139,6 +144,29 @@ def checked(row: Row, *, limits: Limits, default: Distribution = PLAIN) -> Respo
         supports=supports,
         kept_log_mass=mass,
         routes=_routes(row, len(prompt), len(tokens), limits.routes),
+        episode=None if values.get("episode") is None else str(values["episode"]),
+        turn=_turn(row),
+        turns=_turns(row, limits.vocabulary),
+    )
+
+
+def _turn(row: Row) -> int | None:
+    number = row.values.get("turn")
+    if number is None or (isinstance(number, int) and not isinstance(number, bool)):
+        return number
+    raise InputError(f"{row.where}: turn must be a whole number, got {shown(number)}")
+
+
+def _turns(row: Row, vocabulary: int) -> tuple[tuple[int, ...], ...] | None:
+    if row.values.get("turn_token_ids") is None:
+        return None
+    return tuple(
+        _ids(
+            Row({"turn_token_ids": one}, f"{row.where}: turn {number}"),
+            "turn_token_ids",
+            vocabulary,
+        )
+        for number, one in enumerate(_list(row, "turn_token_ids"))
     )
 
 

@@ -6,13 +6,16 @@ prompt and the response of the turn before it, token for token. Where it records
 conversations, their drawn tokens must be those of the responses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
+from tim_jax.instruments.diagnosis.rollouts import Response
 
 Kind = Literal["retokenised", "rewritten", "missing"]
 _AROUND = 8  # tokens of the text in a message
@@ -35,6 +38,7 @@ class Break(NamedTuple):
       token: its place in the turn's response, or in the first prompt.
       drawn, scored: the ids there, as drawn and as they stand later; None where nothing stands.
       message: all this in a line.
+      shown_by: the number of the turn whose prompt shows it; 0 for a whole conversation.
     """
 
     kind: Kind
@@ -43,6 +47,65 @@ class Break(NamedTuple):
     drawn: int
     scored: int | None
     message: str
+    shown_by: int = 0
+
+
+class Broken(NamedTuple):
+    """An episode among recorded responses that has a break.
+
+    Attributes:
+      where: the row that shows it.
+      episode: its name; None if it has none.
+      fault: whether it is a fault: in a whole conversation tokens are scored that nobody drew, and
+        a turn that was tokenised again does not come of a template. Those that drop thinking
+        rewrite turns on purpose, and a sample of its own for each turn is scored as it was drawn.
+    """
+
+    where: str
+    episode: str | None
+    found: Break
+    fault: bool
+
+
+def find_breaks(
+    tokenizer: PreTrainedTokenizerFast, responses: Sequence[Response]
+) -> tuple[Broken, ...]:
+    """The breaks of all episodes: rows of one `episode`, and rows with `turn_token_ids`.
+
+    Raises:
+      InputError: rows of one episode that cannot be turns of one sample.
+    """
+    return tuple(_breaks(tokenizer, responses))
+
+
+def _breaks(tokenizer: PreTrainedTokenizerFast, responses: Sequence[Response]) -> Iterator[Broken]:
+    episodes: dict[str, list[Response]] = {}
+    for one in responses:
+        if one.turns is not None:
+            mask = np.ones(len(one), bool) if one.mask is None else one.mask
+            if (found := find_break_of_whole(tokenizer, one.tokens, mask, one.turns)) is not None:
+                yield Broken(one.where, one.episode, found, fault=True)
+        elif one.episode is not None:
+            episodes.setdefault(one.episode, []).append(one)
+    for name, rows in episodes.items():
+        if all(one.turn is not None for one in rows):
+            rows.sort(key=lambda one: one.turn or 0)
+        _check_one_sample(name, rows)
+        turns = [Turned(one.prompt, one.tokens) for one in rows]
+        if (found := find_break(tokenizer, turns)) is not None:
+            fault = found.kind == "retokenised"
+            yield Broken(rows[found.shown_by].where, name, found, fault)
+
+
+def _check_one_sample(name: str, rows: Sequence[Response]) -> None:
+    for before, after in pairwise(rows):
+        numbered = before.turn is not None and before.turn == after.turn
+        if numbered or before.prompt == after.prompt:
+            what = f"are both turn {after.turn}" if numbered else "have the same prompt"
+            raise InputError(
+                f"{after.where}: this row and {before.where} of episode {shown(name)} {what}; the"
+                " rows of an episode must be the turns of one sample"
+            )
 
 
 def find_break(tokenizer: PreTrainedTokenizerFast, turns: Sequence[Turned]) -> Break | None:
@@ -59,7 +122,8 @@ def find_break(tokenizer: PreTrainedTokenizerFast, turns: Sequence[Turned]) -> B
             continue
         own = max((i for i in range(number) if starts[i] <= place), default=None)
         token = place if own is None else place - starts[own]
-        return _break(tokenizer, before, after, place, (own, token, f"the prompt of turn {number}"))
+        where = own, token, f"the prompt of turn {number}"
+        return _break(tokenizer, before, after, place, where)._replace(shown_by=number)
     return None
 
 

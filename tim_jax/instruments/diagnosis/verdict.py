@@ -35,6 +35,7 @@ from tim_jax.instruments.diagnosis.explanations import (
 )
 from tim_jax.instruments.diagnosis.parts import Part
 from tim_jax.instruments.diagnosis.rollouts import Response
+from tim_jax.instruments.diagnosis.turns import Broken, find_breaks
 from tim_jax.instruments.diagnosis.variants import Candidate, Variant
 from tim_jax.mismatch import Entry
 
@@ -107,6 +108,7 @@ class Verdict:
         part: the bad part of the tokens of a fault, if the others are another matter, or None.
         agreement: f64[L], the share of the recorded experts of each layer that the model takes as
             well, if they are recorded.
+        breaks: the episodes of several turns that do not hold what was drawn.
     """
 
     state: State
@@ -119,6 +121,7 @@ class Verdict:
     half: Judged | None = None
     part: Part | None = None
     agreement: np.ndarray | None = None
+    breaks: tuple[Broken, ...] = ()
 
     @property
     def normal(self) -> bool:
@@ -141,7 +144,7 @@ def diagnose(
       forward: the model that is said to have drawn them.
       others: what a `variants.Candidate` has, of weights that may have drawn them instead: earlier
         checkpoints, or a base model without its adapter.
-      tokenizer: for other prompts.
+      tokenizer: for other prompts, and for the turns of episodes.
       sources: of low precision that are tried, the smallest first; most compile a forward.
 
     Raises:
@@ -166,7 +169,9 @@ def diagnose(
         judged += _by_forwards(_announced(tried, most), tokens, judged)
         judged += _in_some_layers(judged, tokens, forward)
     found = _decide(tokens, base, sorted(judged, key=lambda one: -one.gain), sizes)
-    return replace(found, agreement=_agreement(tokens, forward))
+    breaks = () if tokenizer is None else find_breaks(tokenizer, responses)
+    state = "fault" if any(one.fault for one in breaks) else found.state
+    return replace(found, agreement=_agreement(tokens, forward), breaks=breaks, state=state)
 
 
 def _by_forwards(tried: Iterable[Variant], tokens: Tokens, known: Sequence[Judged]) -> list[Judged]:

@@ -71,6 +71,8 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
     drawn = {**drawn, "cache": _cache(workload), "logits": _logits(workload)}
     if workload.sampler_copies:
         drawn["the sampler's own weights"] = workload.sampler_copies * size(weights)
+    if workload.training.turns is not None:  # kept from one call to the next
+        drawn["weights, layer by layer"] = size(weights)
     drawn["float32 factors of products"] = widened
     learnt = {**always, **_learning(workload, state, weights)}
     if widened:  # one at a time
@@ -105,8 +107,10 @@ def _cache(workload: Workload) -> int:
     config, numerics = execution.config, execution.numerics
     length = workload.prompt_length + execution.sampling.max_tokens
     length += -length % numerics.kv_block
-    pages = workload.sampler.batching.pages
-    whole = _slots(workload) * length if pages is None else pages * numerics.kv_block
+    pages, kept = workload.sampler.batching.pages, _slots(workload)
+    if workload.training.turns is not None:  # a row that waits keeps its pages, and has no slot
+        kept = workload.sequences
+    whole = kept * length if pages is None else pages * numerics.kv_block
     of_prompts = -(-workload.training.prompts_per_step // where.shards) * workload.prompt_length
     heads, key, value = config.attention
     width = config.num_layers * (heads // where.tensor) * (key + value) * numerics.dtype.itemsize
@@ -143,8 +147,7 @@ def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
     config, numerics = execution.config, execution.numerics
     gradient, layers = _gradient(workload, state, weights)
     rows = max(1, workload.training.micro_batch // where.shards)
-    length = workload.prompt_length + execution.sampling.max_tokens
-    tokens, wide = rows * length, numerics.dtype.itemsize
+    tokens, wide = rows * workload.longest, numerics.dtype.itemsize
     layer = 4 * config.hidden_size + _of_attention(config) + 3 * config.active_width
     layer *= tokens
     if config.num_experts:  # what each of a token's experts makes of it, float32
@@ -292,8 +295,9 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
     fitting = (n for n in sizes if _fits(workload.with_micro_batch(n), devices, most))
     size = next(fitting, sizes[-1] if sizes else None)
     if size is not None:
+        key, unit = workload.micro_batch
         yield (
-            f"learner.micro_batch = {size}",
+            f"{key} = {size * unit}",
             lambda it: it.with_micro_batch(size),
         )
     if not learning.remat:

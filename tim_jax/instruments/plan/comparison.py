@@ -4,13 +4,14 @@ Each product, float sum, kernel and sum over devices in the text of the sampler'
 with its counterpart in the learner's programs: the same operation, types, layouts and code. Of a
 Pallas kernel's code what does not decide how numbers are computed is left out: on a TPU the sizes
 of the grid and of tables of integers, on a GPU everything about places in memory, so that the order
-of the operations on floats remains.
+of the operations on floats remains. Of a bfloat16 product by Triton the tile is left out as well.
 """
 
 import base64
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from jax.interpreters import mlir
@@ -49,6 +50,10 @@ _SUMS = ("reduce", "reduce-window", "scatter", "select-and-scatter", *_ACROSS)
 # Beginnings of JAX's primitives that add up; a sum elsewhere is the compiler's.
 _ADDS = ("reduce_", "cum", "psum", "scatter", "dot_general", "conv_general", "add")
 _BACKWARD = re.compile(r"transpose\(|rematted|/backward")
+# Sizes of Triton's arrays, its sums along one, and what is read in a loop, that is multiplied.
+_ARRAY = re.compile(r"(?<=tensor<)(?:\d+x)+")
+_TRITON_SUM = re.compile(r"tt\.(?:reduce|scan)\b")
+_LOADS = re.compile(r"^ {4,}tt\.load .*-> tensor<\d+x\d+x(\w+)>", re.MULTILINE)
 # Not part of what is computed.
 _IGNORED = re.compile(
     r"metadata=\{[^}]*\}|frontend_attributes=\{[^}]*\}|sharding=\{[^}]*\}|origin=\{[^}]*\}"
@@ -114,6 +119,8 @@ def _operation(one: Instruction, computation: Computation, module: Module) -> Op
         return None
     place = next((i.op_name for i, _ in (*products, *sums) if i.op_name), one.op_name)
     body = kernel_code(one.attributes) if kernel else _written(one, computation, module)
+    untiled = without_tile(body) if kernel else body
+    tiling = filter(None, chain(*_TILING.findall(one.attributes)))
     if kernel:  # by the name that it was given; the compiler may have changed the instruction's
         parts = one.op_name.split("/")
         kind = "kernel" if computes(body) else "move"
@@ -126,8 +133,8 @@ def _operation(one: Instruction, computation: Computation, module: Module) -> Op
         operands=tuple(t for name in one.operands for t in computation[name].types),
         results=one.types,
         summed=tuple(sorted(n for i, c in (*products, *sums) for n in _summed(i, c))),
-        body=body,
-        tiling=", ".join(one for found in _TILING.findall(one.attributes) for one in found if one),
+        body=untiled,
+        tiling=", ".join(tiling) if untiled == body else "",
         place=place,
     )
 
@@ -367,6 +374,16 @@ def computes(body: str) -> bool:
     """Whether a kernel's code makes floats, as one that could not be read is taken to do."""
     readable = "stable_mosaic." in body or "tt." in body or "stable_mosaic_gpu." in body
     return not readable or _ARITHMETIC.search(body) is not None
+
+
+def without_tile(body: str) -> str:
+    """The code of one of Triton's bfloat16 products without the sizes of its arrays; other code.
+
+    There a tile decides no bits: an element is one chain of multiply-adds in every tile, see
+    `numerics.GpuTiles`, and nothing but elementwise operations follow.
+    """
+    free = "tt.dot" in body and not _TRITON_SUM.search(body)
+    return _ARRAY.sub("", body) if free and set(_LOADS.findall(body)) == {"bf16"} else body
 
 
 def without_bounds(text: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import jax
 from jax.experimental.pallas import triton as plt
 from jax.extend.core import jaxprs_in_params
+from jax.interpreters import partial_eval
 
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan import hlo
@@ -26,6 +27,18 @@ from tim_jax.instruments.plan.hlo import Computation, Instruction, Module, Visit
 from tim_jax.instruments.plan.topology import Target
 from tim_jax.instruments.plan.workload import Program
 from tim_jax.kernels.pallas import PRIMITIVES
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How programs of a GPU divide a product [N, K] @ [K, M]."""
+
+    rows: int  # N
+    height: int  # rows of a program
+    width: int  # columns of a program
+    depth: int  # K
+    stages: int  # steps of the contraction that are in flight
+    weight: int  # bytes of the [K, M]
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,7 @@ class Call:
     flops: int
     loaded: int  # bytes that its programs load and store
     memory: int  # bytes of these that come from memory and not from a cache
+    tile: Tile | None = None  # of a product on a GPU
 
 
 @dataclass(frozen=True)
@@ -45,13 +59,22 @@ class Work:
 
     flops: int = 0  # of products, a multiplication and an addition are two
     kernels: Mapping[Call, int] = field(default_factory=dict)  # how often each is called
+    products: Mapping[Call, int] = field(default_factory=dict)  # those outside kernels
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.flops + other.flops, Counter(self.kernels) + Counter(other.kernels))
+        return Work(
+            self.flops + other.flops,
+            Counter(self.kernels) + Counter(other.kernels),
+            Counter(self.products) + Counter(other.products),
+        )
 
     def times(self, count: int) -> "Work":
         """The work of `count` repetitions."""
-        return Work(self.flops * count, {call: n * count for call, n in self.kernels.items()})
+        repeated = (
+            {call: n * count for call, n in calls.items()}
+            for calls in (self.kernels, self.products)
+        )
+        return Work(self.flops * count, *repeated)
 
     @property
     def kernel_bytes(self) -> int:
@@ -73,6 +96,12 @@ def count(jaxpr: Any, trips: Sequence[int] = ()) -> Work:
     return _count(jaxpr, iter(trips))
 
 
+def live(jaxpr: Any) -> Any:
+    """The jaxpr without what no result needs; compilers leave that out as well."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
 def _count(jaxpr, trips: Iterator[int]) -> Work:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return sum((_equation(one, trips) for one in jaxpr.eqns), Work())
@@ -84,7 +113,10 @@ def _equation(equation, trips: Iterator[int]) -> Work:
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
         summed = prod(shape[axis] for axis in contracted)
-        return Work(flops=2 * prod(equation.outvars[0].aval.shape) * summed)
+        flops = 2 * prod(equation.outvars[0].aval.shape) * summed
+        arrays = (one.aval for one in (*equation.invars, *equation.outvars))
+        moved = sum(one.size * one.dtype.itemsize for one in arrays)
+        return Work(flops, products={Call("product", 1, flops, moved, moved): 1})
     if name in PRIMITIVES:
         call = _stated(equation) if "meshes" in params else _kernel(params, equation.invars)
         return Work(call.flops, {call: 1})
@@ -104,24 +136,45 @@ def _kernel(params, operands: Sequence[Any]) -> Call:
 
     A TPU runs the steps of a grid in order, and copies a block when another one is needed. The
     programs of a GPU each load their own, and its cache is taken to spare memory every repetition;
-    of an array that is only written to in a few places, no more comes from memory than is loaded.
+    of an array of which only parts are read or written, no more comes from memory than these.
     """
     stated, mapping = params["cost_estimate"], params["grid_mapping"]
     programs, blocks = prod(mapping.grid), mapping.block_mappings
     on_gpu = isinstance(params["compiler_params"], plt.CompilerParams)
-    if stated is not None:
-        flops, loaded = stated.flops, stated.bytes_accessed
-    else:
-        flops = count(params["jaxpr"]).flops * programs
-        copies = (programs if on_gpu else _count_copies(block, mapping.grid) for block in blocks)
-        sizes = (_bytes(_block_shape(one), one) for one in blocks)
-        loaded = sum(n * size for n, size in zip(copies, sizes, strict=True))
     # An array may be given twice, for two of its blocks at a time.
     names = [*map(id, operands[mapping.num_index_operands :]), *range(len(mapping.out_shapes))]
-    wholes = (_bytes(one.array_aval.shape, one) for one in blocks)
-    arrays = sum(dict(zip(names, wholes, strict=True)).values())
-    memory = min(arrays, loaded) if on_gpu else loaded
-    return Call(params["name"], programs, flops, loaded, memory)
+    wholes = {
+        name: _bytes(one.array_aval.shape, one) for name, one in zip(names, blocks, strict=True)
+    }
+    if stated is not None:
+        flops, loaded = stated.flops, stated.bytes_accessed
+        memory = min(sum(wholes.values()), loaded)
+    else:
+        flops = count(params["jaxpr"]).flops * programs
+        parts = Counter[int]()
+        for name, one in zip(names, blocks, strict=True):
+            copies = programs if on_gpu else _count_copies(one, mapping.grid)
+            parts[name] += copies * _bytes(_block_shape(one), one)
+        loaded = parts.total()
+        memory = sum(min(whole, parts[name]) for name, whole in wholes.items())
+    tile = _tile(params["compiler_params"], names, blocks) if on_gpu else None
+    return Call(params["name"], programs, flops, loaded, memory if on_gpu else loaded, tile)
+
+
+def _tile(compiler: plt.CompilerParams, names: Sequence[int], blocks: Sequence[Any]) -> Tile | None:
+    """Of a kernel whose programs multiply all columns of their rows by whole columns of a matrix.
+
+    Its first two arguments are the rows and the matrix, which may be given several times.
+    """
+    if len(blocks) < 3 or any(len(one.array_aval.shape) != 2 for one in blocks[:2]):
+        return None
+    (rows, depth), (inputs, _) = (one.array_aval.shape for one in blocks[:2])
+    height, *of_rows = _sizes(blocks[0])
+    parts = [_sizes(one) for name, one in zip(names, blocks, strict=True) if name == names[1]]
+    if inputs != depth or of_rows != [depth] or any(one[0] != depth for one in parts):
+        return None
+    width, weight = sum(one[1] for one in parts), _bytes(blocks[1].array_aval.shape, blocks[1])
+    return Tile(rows, height, width, depth, compiler.num_stages or 1, weight)
 
 
 def _stated(equation) -> Call:
@@ -133,12 +186,15 @@ def _stated(equation) -> Call:
     return Call(params["name"], prod(mesh.grid), cost.flops, cost.bytes_accessed, memory)
 
 
+def _sizes(block) -> list[int]:
+    return [
+        one if isinstance(one, int) else getattr(one, "block_size", 1) for one in block.block_shape
+    ]
+
+
 def _block_shape(block) -> tuple[int, ...]:
     """A block's, without what lies beyond the array."""
-    sizes = (
-        one if isinstance(one, int) else getattr(one, "block_size", 1) for one in block.block_shape
-    )
-    return tuple(map(min, sizes, block.array_aval.shape))
+    return tuple(map(min, _sizes(block), block.array_aval.shape))
 
 
 def _bytes(shape: tuple[int, ...], block) -> int:
@@ -287,16 +343,44 @@ def group_size(attributes: str, partitions: int) -> int:
     return partitions
 
 
-def bytes_accessed(module: Module, trips: Sequence[int] = ()) -> int:
+_SCALARS = 1024  # bytes, more than those of a few numbers
+
+
+def bytes_accessed(
+    module: Module, trips: Sequence[int] = (), *, of: Callable[[Visit], bool] | None = None
+) -> int:
     """Bytes that the instructions of XLA read and write in a chip's memory.
 
     A fusion reads its arguments and writes its results; of arrays that it only slices or updates in
     part, the part counts. Kernels (custom calls) are not included. `trips`: see `hlo.visits`.
+    `of`: of the instructions alone of which it says so.
     """
     return sum(
         visit.times * _accessed(visit.instruction, visit.computation, module)
         for visit in hlo.visits(module, trips)
-        if not visit.fused
+        if not visit.fused and (of is None or of(visit))
+    )
+
+
+def copies(visit: Visit) -> bool:
+    """Whether XLA slices a stack, or updates one in place, by a copy, as it does on a GPU."""
+    return visit.instruction.opcode == "fusion-start"
+
+
+def fills(visit: Visit) -> bool:
+    """Whether it makes an array and reads none."""
+    one = visit.instruction
+    read = sum(visit.computation[name].bytes for name in one.operands if name in visit.computation)
+    return one.opcode == "fusion" and read < _SCALARS and one.bytes > _SCALARS
+
+
+def elements_filled(module: Module, trips: Sequence[int] = ()) -> int:
+    """Elements of the arrays of which `fills` says so. `trips`: see `hlo.visits`."""
+    return sum(
+        visit.times * prod(one.dims)
+        for visit in hlo.visits(module, trips)
+        if fills(visit) and not visit.fused
+        for one in visit.instruction.types
     )
 
 
@@ -403,6 +487,10 @@ class Figures:
     collectives: Mapping[str, Traffic]
     kernels: Mapping[Call, int] = field(default_factory=dict)  # how often each is called
     launches: int = 0  # instructions that run, kernels included
+    products: Mapping[Call, int] = field(default_factory=dict)  # outside kernels
+    copied: int = 0  # bytes of `bytes_accessed`: of slices of stacks, and of updates in place
+    filled: int = 0  # bytes of these: of arrays that are made without reading others
+    made: int = 0  # elements of such arrays
 
     @property
     def collective_bytes(self) -> int:
@@ -432,7 +520,7 @@ def compiled(program: Program, target: Target) -> Compiled:
     with target.tracing():
         traced = program.function.trace(*program.arguments)
         lowered = traced.lower(lowering_platforms=(target.platform,))
-    done = count(traced.jaxpr, program.trips)
+    done = count(live(traced.jaxpr), program.trips)
     try:
         executable = lowered.compile(compiler_options=dict(target.options) or None)
     except jax.errors.JaxRuntimeError as error:
@@ -453,6 +541,10 @@ def compiled(program: Program, target: Target) -> Compiled:
         collectives=collectives(module, program.trips),
         kernels=done.kernels,
         launches=launches(module, program.trips),
+        products=done.products,
+        copied=bytes_accessed(module, program.trips, of=copies),
+        filled=bytes_accessed(module, program.trips, of=fills),
+        made=elements_filled(module, program.trips),
     )
     return Compiled(figures, text, time.perf_counter() - start)
 

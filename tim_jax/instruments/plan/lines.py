@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from tim_jax.instruments.plan import comparison, roofline
+from tim_jax.instruments.plan import calibration, comparison, roofline
 from tim_jax.instruments.plan.comparison import Match
 from tim_jax.instruments.plan.planning import Plan, Stage
 
@@ -36,7 +36,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield (
         f"  {training.prompts_per_step} prompts x {training.learning.samples} samples,"
         f" up to {plan.workload.prompt_length} + {execution.sampling.max_tokens} tokens,"
-        f" {f'{slots} slots, ' if slots else ''}micro-batch {plan.workload.training.micro_batch},"
+        f" {f'{slots} slots, ' if slots else ''}micro-batch {_micro_batch(plan)},"
         f" remat {'on' if plan.workload.learning.remat else 'off'}"
     )
     for stage in plan.stages:
@@ -52,6 +52,11 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield "what to change:"
     yield from (f"  {line}" for line in plan.advice)
     yield from _audit(plan.audit)
+
+
+def _micro_batch(plan: Plan) -> str:
+    rows, (_, unit) = plan.workload.training.micro_batch, plan.workload.micro_batch
+    return f"of {rows * unit:,} tokens" if plan.workload.packed else str(rows)
 
 
 def _stage(stage: Stage) -> Iterator[str]:
@@ -86,22 +91,42 @@ def _times(stage: Stage, plan: Plan) -> Iterator[str]:
     estimate, least = made
     of_kernels = sum(one.seconds for one in estimate.kernels.values())
     yield (
-        f"  estimate   {estimate.total:,.2f} s: kernels {of_kernels:,.2f}, other work"
+        f"  estimate   {estimate.total:,.2f} s, {_trust(estimate, plan)}: kernels"
+        f" {of_kernels:,.2f}, other work"
         f" {estimate.others:,.2f}, links {estimate.links:,.2f}, launches {estimate.launches:,.2f};"
         f" the least work takes {least:,.2f} s, {least / estimate.total:.0%} of it"
     )
+    if plan.workload.packed and stage.name != "sampler":
+        yield "    if every sequence is the longest; it falls with the tokens that there are"
     for name, one in list(estimate.kernels.items())[:_SLOWEST]:
         yield f"    {name:<24} {one.seconds:>10,.2f} s, {one.calls:,} calls, most in {one.bound}"
 
 
+def _trust(estimate: roofline.Estimate, plan: Plan) -> str:
+    """Whether such a device was measured, and how well its kernels are predicted."""
+    measured = _measured(plan)
+    if measured is None:
+        return "not calibrated"
+    but = f", but for {estimate.unshown:.0%} of it" if estimate.unshown > 0.005 else ""
+    return f"calibrated on an {measured.device} within {measured.error:.0%}{but}"
+
+
+def _measured(plan: Plan) -> calibration.Calibration | None:
+    numerics = plan.workload.execution.numerics
+    if (numerics.family, numerics.compute_dtype) != ("pallas_gpu", "bfloat16"):
+        return None
+    return calibration.calibration(plan.target)
+
+
 def _estimate(stage: Stage, plan: Plan) -> tuple[roofline.Estimate, float] | None:
     """The estimate, and seconds of the least work; None if the program was refused."""
-    rates, dtype = roofline.rates(plan.target), plan.workload.execution.numerics.compute_dtype
+    rates, dtype = calibration.rates(plan.target), plan.workload.execution.numerics.compute_dtype
     if rates is None or not any(stage.texts):
         return None
     least = roofline.least(plan.workload, stage.name).seconds(rates, dtype)
-    share = roofline.seen(plan.workload, stage.name)
-    return roofline.estimate(stage.figures, rates, dtype, seen=share), least
+    measured = _measured(plan)
+    shares = roofline.shares(plan.workload, stage.name)
+    return roofline.estimate(stage.figures, rates, dtype, **shares, measured=measured), least
 
 
 def _audit(matches: tuple[Match, ...]) -> Iterator[str]:
@@ -175,7 +200,8 @@ def _time_values(stage: Stage, plan: Plan) -> dict[str, Any]:
     if made is None:
         return {"estimate": None}
     estimate, least = made
-    return {"estimate": {"total": estimate.total, "least": least} | asdict(estimate)}
+    how = {"total": estimate.total, "least": least, "calibrated": _trust(estimate, plan)}
+    return {"estimate": how | asdict(estimate)}
 
 
 def _match_values(match: Match) -> dict[str, Any]:

@@ -101,7 +101,8 @@ def _of_learner(workload: Workload) -> Iterator[str]:
     if not learning.remat:
         yield "learner.remat = true: activations of one layer at a time, for a second forward"
     if workload.training.micro_batch > shards:
-        yield f"learner.micro_batch = {shards}: one sequence a device at a time"
+        key, unit = workload.micro_batch
+        yield f"{key} = {shards * unit}: one sequence a device at a time"
 
 
 Total = Callable[[int], int]  # a count -> bytes on a chip, by compiling
@@ -226,17 +227,19 @@ def make(
       searching: whether to search for the largest batch.
       say: is called with a line about each program that was compiled.
     """
-    stages = [_stage(workload, target, "sampler", layers, say)]
+    stages = [compile_stage(workload, target, "sampler", layers, say)]
     if workload.scores:
-        stages.append(_stage(workload, target, "scoring", None, say))
-    stages.append(_stage(workload, target, "update", None, say))
+        stages.append(compile_stage(workload, target, "scoring", None, say))
+    stages.append(compile_stage(workload, target, "update", None, say))
     searched: dict[str, Largest] = {}
     if searching:
         all_at_once = workload.sampler.batching.slots is None and stages[0].fits
         key = "learner.prompts_per_step" if all_at_once else "sampler.slots"
         look = _most_prompts if all_at_once else _most_slots
         searched[key] = look(workload, target, stages[0], layers, say)
-        searched["learner.micro_batch"] = _largest_micro_batch(workload, target, stages[-1], say)
+        key, unit = workload.micro_batch
+        rows = _largest_micro_batch(workload, target, stages[-1], say)
+        searched[key] = replace(rows, count=rows.count * unit)
     slots = searched.get("sampler.slots")
     lines = [
         line
@@ -287,7 +290,7 @@ PROGRAMS = {
 }
 
 
-def _stage(workload: Workload, target: Target, name: str, layers: Layers, say: Say) -> Stage:
+def compile_stage(workload: Workload, target: Target, name: str, layers: Layers, say: Say) -> Stage:
     """Compiles a program with all layers, or with two numbers of layers and extrapolates."""
     config = workload.execution.config
     all_layers, first = config.num_layers, config.first_dense_layers
@@ -330,7 +333,7 @@ def _most_prompts(
     allowed = range(step, _MOST_PROMPTS * workload.training.prompts_per_step + 1, step)
 
     def total(prompts: int) -> int:
-        return _stage(
+        return compile_stage(
             workload.varied(prompts_per_step=prompts), target, "sampler", layers, say
         ).total
 
@@ -346,7 +349,7 @@ def _most_slots(
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
-        return _stage(
+        return compile_stage(
             workload.varied(slots=size),
             target,
             "sampler",
@@ -364,7 +367,7 @@ def _largest_micro_batch(workload: Workload, target: Target, stage: Stage, say: 
     allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
     def total(size: int) -> int:
-        return _stage(
+        return compile_stage(
             workload.with_micro_batch(size),
             target,
             "update",

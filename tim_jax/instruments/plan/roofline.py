@@ -7,9 +7,10 @@ The model, so that it can be held against a device:
   each core, and a wave that is not full takes as long as a full one.
 - Attention passes over the blocks of keys that no row of a tile sees: its kernels take the share
   of their time that rows see of the keys on average.
-- What XLA computes beside the kernels takes as long as its products or its memory traffic,
-  whichever is slower, and an overhead for every instruction.
+- What XLA computes beside the kernels takes as long as its products and, on a GPU, after them its
+  memory traffic (on a TPU, whichever is slower), and an overhead for every instruction.
 - Nothing hides the exchange of data among devices.
+- Where a device has been measured, kernels take what the formulas of `calibration` say.
 
 The least work is what no implementation can avoid: the model's products for every token once (three
 times in an update), and in decoding all weights once for a step, and every sequence's keys and
@@ -18,65 +19,25 @@ values up to the token.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 
 import jax
 
 from tim_jax.instruments.plan import workload as workloads
+from tim_jax.instruments.plan.calibration import (
+    ATTENTION,
+    COPIES,
+    FILLS,
+    OTHERS,
+    PRODUCTS,
+    Calibration,
+    Rates,
+    class_of,
+)
 from tim_jax.instruments.plan.costs import Call, Figures
-from tim_jax.instruments.plan.topology import Target
 from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import parameter_shapes
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates of one device, a second, and overheads in seconds."""
-
-    bfloat16: float  # operations of products
-    float32: float
-    memory: float  # bytes
-    links: float  # bytes received from other devices
-    launch: float  # of an instruction
-    step: float = 0.0  # of a kernel's grid
-    cache: float = 0.0  # bytes between cache and cores; 0: programs load from memory
-    cores: int = 1  # that run programs of a kernel side by side
-    core: float = float("inf")  # bytes that one of them loads
-
-    def products(self, dtype: str) -> float:
-        """Operations of products a second, in this compute dtype."""
-        return self.float32 if dtype == "float32" else self.bfloat16
-
-
-def _tpu(bfloat16: float, memory: float, links: float) -> Rates:
-    # A float32 product is six products of bfloat16 parts.
-    return Rates(bfloat16, bfloat16 / 6, memory, links, launch=1e-6, step=0.35e-6)
-
-
-def _hopper(memory: float) -> Rates:
-    on_chip = {"cache": 5.5e12, "cores": 132, "core": 110e9}  # a core: 64 bytes a clock
-    return Rates(989e12, 67e12, memory, 450e9, launch=2e-6, **on_chip)
-
-
-# Products, memory and links by the makers' data sheets (links in one direction). Launches, steps of
-# a grid and the cache are assumptions.
-RATES: Mapping[str, Rates] = MappingProxyType(
-    {
-        "v5e": _tpu(197e12, 819e9, 200e9),
-        "v5p": _tpu(459e12, 2765e9, 600e9),
-        "v6e": _tpu(918e12, 1640e9, 400e9),
-        "tpu7x": _tpu(1153e12, 3690e9, 300e9),  # one of a chip's two devices
-        "h100": _hopper(3350e9),
-        "h200": _hopper(4800e9),
-    }
-)
-
-
-def rates(target: Target) -> Rates | None:
-    """The rates of a target's devices, if they are known."""
-    return RATES.get(target.name.partition(":")[0])
 
 
 @dataclass(frozen=True)
@@ -96,6 +57,8 @@ class Estimate:
     others: float  # XLA's instructions
     links: float
     launches: float  # of XLA's instructions
+    classes: Mapping[str, float] = field(default_factory=dict)  # by class, where calibrated
+    shown: float = 0.0  # of calls that measured ones predict, see `calibration.Fit.covers`
 
     @property
     def total(self) -> float:
@@ -103,37 +66,117 @@ class Estimate:
         of_kernels = sum(one.seconds for one in self.kernels.values())
         return of_kernels + self.others + self.links + self.launches
 
+    @property
+    def unshown(self) -> float:
+        """The share of the time in kernels that were not shown to be predicted."""
+        return 1 - self.shown / self.total
 
-def estimate(figures: Figures, rates: Rates, dtype: str, *, seen: float = 1.0) -> Estimate:
-    """The time of a program by its figures. `seen`: the share of keys that rows see on average."""
+
+def estimate(
+    figures: Figures,
+    rates: Rates,
+    dtype: str,
+    *,
+    seen: float = 1.0,
+    prefill: float | None = None,
+    measured: Calibration | None = None,
+) -> Estimate:
+    """The time of a program by its figures.
+
+    Args:
+      seen: the share of keys that rows see on average.
+      prefill: that of prompts, in a program that decodes as well. It is told from decoding only
+        where the device is measured; None: `seen`.
+      measured: such a device as it was measured; None: by the data sheet's rates alone.
+    """
     parts: dict[str, dict[str, float]] = {}
     calls: dict[str, int] = {}
+    classes: dict[str, float] = {}
+    shown = 0.0
     for call, count in figures.kernels.items():
         part = parts.setdefault(call.name, dict.fromkeys(_BOUNDS, 0.0))
         calls[call.name] = calls.get(call.name, 0) + count
-        bound, seconds, overhead = _of_call(call, rates, dtype)
-        part[bound] += seconds * count * (seen if call.name.startswith(_ATTENTION) else 1.0)
+        share = seen if call.name.startswith(_OF_ATTENTION) else 1.0
+        bound, seconds, overhead = bound_of(call, rates, dtype)
+        kind = class_of(call) if measured else None
+        if measured and kind:
+            share = prefill if kind == ATTENTION and prefill else share
+            seconds, overhead = measured.seconds(kind, part_of(call, share)), 0.0
+            classes[kind] = classes.get(kind, 0.0) + seconds * count
+            shown += seconds * count * measured.fits[kind].covers(call)
+        else:
+            seconds *= share
+        part[bound] += seconds * count
         part["overhead"] += overhead * count
     timed = {
         name: Timed(sum(one.values()), calls[name], max(one, key=lambda bound: one[bound]))
         for name, one in parts.items()
     }
-    flops = figures.flops - sum(call.flops * n for call, n in figures.kernels.items())
-    moved = figures.bytes_accessed - sum(call.memory * n for call, n in figures.kernels.items())
+    launches = max(figures.launches - sum(calls.values()), 0) * rates.launch
+    others = _by_rates(figures, rates, dtype)
+    if measured:
+        of_xla = _of_xla(figures, measured)
+        classes |= of_xla
+        shown += sum(n for kind, n in of_xla.items() if kind in _shown(measured))
+        launches = of_xla.pop(LAUNCHES)
+        others = sum(of_xla.values())
     return Estimate(
         kernels=dict(sorted(timed.items(), key=lambda pair: -pair[1].seconds)),
-        others=max(flops / rates.products(dtype), moved / rates.memory),
+        others=others,
         links=figures.collective_bytes / rates.links,
-        launches=max(figures.launches - sum(calls.values()), 0) * rates.launch,
+        launches=launches,
+        classes=classes,
+        shown=shown,
     )
 
 
-_ATTENTION = "attention"  # the beginning of its kernels' names
+def _shown(measured: Calibration) -> set[str]:
+    return {kind for kind, fit in measured.fits.items() if fit.shown}
+
+
+LAUNCHES = "launches"  # of XLA's instructions, beside the classes of `calibration`
+_OF_ATTENTION = "attention"  # the beginning of its kernels' names
 _BOUNDS = ("products", "loads", "memory", "overhead")
 
 
-def _of_call(call: Call, rates: Rates, dtype: str) -> tuple[str, float, float]:
-    """What bounds a call, its seconds, and those of its overhead."""
+def part_of(call: Call, share: float) -> Call:
+    """A call that does this share of its work."""
+    flops, loaded, memory = (round(share * n) for n in (call.flops, call.loaded, call.memory))
+    return replace(call, flops=flops, loaded=loaded, memory=memory)
+
+
+def _moved(figures: Figures) -> int:
+    """Bytes between memory and XLA's instructions."""
+    return figures.bytes_accessed - sum(call.memory * n for call, n in figures.kernels.items())
+
+
+def _by_rates(figures: Figures, rates: Rates, dtype: str) -> float:
+    """Seconds of XLA's instructions. A GPU's products are calls, after what else there is."""
+    flops = figures.flops - sum(call.flops * n for call, n in figures.kernels.items())
+    parts = flops / rates.products(dtype), _moved(figures) / rates.memory
+    return sum(parts) if rates.cache else max(parts)
+
+
+def _of_xla(figures: Figures, measured: Calibration) -> dict[str, float]:
+    """Seconds of XLA's instructions by class, their launches included."""
+
+    def of(moved: int, made: int = 0) -> Call:
+        return Call("", 1, made, moved, moved)
+
+    other = _moved(figures) - figures.copied - figures.filled
+    calls = sum(figures.kernels.values()) + sum(figures.products.values())
+    launch = measured.seconds(OTHERS, of(0))
+    return {
+        PRODUCTS: sum(measured.seconds(PRODUCTS, one) * n for one, n in figures.products.items()),
+        COPIES: measured.seconds(COPIES, of(figures.copied)),
+        FILLS: measured.seconds(FILLS, of(figures.filled, figures.made)),
+        OTHERS: measured.seconds(OTHERS, of(other)) - launch,
+        LAUNCHES: max(figures.launches - calls, 0) * launch,
+    }
+
+
+def bound_of(call: Call, rates: Rates, dtype: str) -> tuple[str, float, float]:
+    """What bounds a call by the data sheet's rates, its seconds, and those of its overhead."""
     waves = -(-call.programs // rates.cores)
     full = call.programs / (waves * rates.cores)
     times = {
@@ -145,13 +188,20 @@ def _of_call(call: Call, rates: Rates, dtype: str) -> tuple[str, float, float]:
     return bound, times[bound], rates.launch + rates.step * call.programs
 
 
+def shares(workload: Workload, stage: str) -> dict[str, float]:
+    """What `estimate` takes of keys that rows see in a stage's program."""
+    found = {"seen": seen(workload, stage)}
+    return found | ({"prefill": seen(workload, "prefill")} if stage == "sampler" else {})
+
+
 def seen(workload: Workload, stage: str) -> float:
     """The share of a sequence's blocks of keys that its rows see on average.
 
-    In the sampler rows are those of decoding, and else of whole sequences.
+    In the sampler rows are those of decoding, in "prefill" of prompts, and else of whole sequences.
     """
     prompt, execution = workload.prompt_length, workload.execution
     length, block = prompt + execution.sampling.max_tokens, execution.numerics.kv_block
+    length = prompt if stage == "prefill" else length
     rows = range(prompt if stage == "sampler" else 0, length)
     windows = _windows(execution.config, length)
     blocks = sum(

@@ -28,21 +28,35 @@ class Workload:
     """One step of a run, and the length that its prompts are padded to.
 
     Micro-batches of tokens are planned as rows of the longest sequence, about as many tokens: what
-    they need at most.
+    they need at most. That is the memory of a buffer which is full, and the time of a step all of
+    whose sequences are the longest.
     """
 
     training: Training
     prompt_length: int
+    packed: bool = False  # whether the run's micro-batches are of tokens
 
     def __post_init__(self):
         tokens, shards = self.learning.micro_batch_tokens, self.execution.placement.shards
         if tokens is None:
             return
-        longest, own = self.prompt_length + self.execution.sampling.max_tokens, tokens // shards
-        rows = self.training.rows // shards
-        fit = [size for size in range(1, rows + 1) if not rows % size and size * longest <= own]
+        own, rows = tokens // shards, self.training.rows // shards
+        fit = [n for n in range(1, rows + 1) if not rows % n and n * self.longest <= own]
         padded = {"micro_batch": shards * max(fit, default=1), "micro_batch_tokens": None}
         object.__setattr__(self, "training", self.training.varied(**padded))
+        object.__setattr__(self, "packed", True)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt_length + self.execution.sampling.max_tokens
+
+    @property
+    def micro_batch(self) -> tuple[str, int]:
+        """The key of a run's micro-batches, and how many of its units a row has."""
+        if self.packed:
+            return "learner.micro_batch_tokens", self.longest
+        return "learner.micro_batch", 1
 
     @property
     def execution(self) -> Execution:
