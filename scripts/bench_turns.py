@@ -26,7 +26,6 @@ from turns_cases import OUT, with_section
 
 from tim_jax.common.types import Prompts
 from tim_jax.instruments.auditing import random_params
-from tim_jax.model.calibration import calibrate
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import EXACT_F32
@@ -83,8 +82,9 @@ def section(found: dict[str, list[tuple[float, float]]], args, shape: str) -> st
         f" end {os.getloadavg()[0]:.1f}).",
         "",
         f"{PROMPTS} prompts x {SAMPLES} samples of the quickstart's model in float32 with random",
-        f"weights; {shape}. The environment replies at once. Medians of {args.repeats} rounds in",
-        "which each has its turn; ratios are to the single turn of the same round.",
+        f"weights and plain tiles; {shape}. The environment replies at once.",
+        f"Medians of {args.repeats} rounds in which each has its turn; ratios are to the single",
+        "turn of the same round.",
         "",
         "| | tokens/s | time a token, against a single turn | without waiting for replies |",
         "|---|---:|---:|---:|",
@@ -108,8 +108,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
     args = parser.parse_args()
     room = args.turns * (args.drawn + args.reply)
-    numerics = calibrate(CONFIG, EXACT_F32, batch=PROMPTS * SAMPLES, longest=LENGTH + room)
-    execution = Execution(CONFIG, numerics, Sampling(room))
+    execution = Execution(CONFIG, EXACT_F32, Sampling(room))
     params = jax.tree.map(jnp.asarray, random_params(CONFIG, 0))
     weights, key = jax.jit(execution.prepare)(params), jax.random.key(0)
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (PROMPTS, LENGTH))

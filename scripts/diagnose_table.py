@@ -1,8 +1,8 @@
 """Makes rollouts with one fault each, diagnoses them, and writes docs/results/diagnose.md.
 
     python scripts/diagnose_table.py runs/diagnose_table            # faults, then sound engines
-    python scripts/diagnose_table.py runs/diagnose_table --only shifted "another row"
-    python scripts/diagnose_table.py runs/diagnose_table --page     # what is there, as a page
+    python scripts/diagnose_table.py runs/diagnose_table --parts faults --only shifted --shares 0.1
+    python scripts/diagnose_table.py runs/diagnose_table --parts    # the page, of what is there
 
 The model is small and random, with logits that spread as a trained model's do. A fault lies in a
 share of the rows or tokens; the others are those of an engine in float16. What is measured is kept
@@ -179,7 +179,8 @@ Rows = list[Row]
 Change = Callable[[Rows, np.ndarray], Rows]  # rows, and which are wrong
 
 SHARES = (0.001, 0.01, 0.1, 1.0)
-LONG = 20_480  # tokens of which a thousandth is twenty
+TOKENS, LONG = 2048, 20_480  # of the latter a thousandth is twenty
+PARTS = ("faults", "sound")
 
 
 @cache
@@ -615,7 +616,7 @@ def loaded(engine: Engine, folder: Path) -> Any:
     return engine.model(folder)
 
 
-def by_transformers(folder: Path, engine: Engine, *, rounds: int = 2, seed: int = 0) -> Rows:
+def by_transformers(folder: Path, engine: Engine, *, rounds: int = 1, seed: int = 0) -> Rows:
     """What an engine draws, and the log-probs of its own logits. Needs torch."""
     import torch
 
@@ -739,23 +740,28 @@ def write_page(folder: Path) -> None:
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
-def measure(folder: Path, only: Sequence[str], seeds: int, tokens: int) -> None:
-    """Faults and sound rollouts that are not in the folder yet, the former first."""
+def measure_faults(folder: Path, only: Sequence[str], shares: Sequence[float]) -> None:
+    """Faults and controls that are not in the folder yet."""
     path = folder / "faults.jsonl"
-    there = {tuple(x[k] for k in ("fault", "share", "tokens", "seed")) for x in lines_of(path)}
+    there = {(x["fault"], x["share"]) for x in lines_of(path)}
     for fault in (*faults(), *controls()):
         if only and not any(name in fault.name for name in only):
             continue
-        for share, seed in itertools.product(fault.shares, range(seeds)):
-            count = LONG if share == SHARES[0] else tokens
-            if (fault.name, share, count, seed) not in there:
-                append(path, outcome(fault, share, count, seed))
+        for share in fault.shares:
+            if share in shares and (fault.name, share) not in there:
+                append(path, outcome(fault, share, LONG if share == SHARES[0] else TOKENS, 0))
+
+
+def measure_sound(folder: Path) -> None:
+    """Rollouts of transformers that are not in the folder yet."""
     path = folder / "sound.jsonl"
     there = {(x["engine"], x["seed"]) for x in lines_of(path)}
-    for engine in (*CONFIGURATIONS, *MORE) if not only else ():
-        for seed in range(ROLLOUTS if engine in CONFIGURATIONS else 1):
-            if (str(engine), seed) not in there:
-                append(path, sound_rollout(folder / "model", engine, seed))
+    for seed, engine in itertools.product(range(ROLLOUTS), CONFIGURATIONS):
+        if (str(engine), seed) not in there:
+            append(path, sound_rollout(folder / "model", engine, seed))
+    for engine in MORE:
+        if (str(engine), 0) not in there:
+            append(path, sound_rollout(folder / "model", engine, 0))
 
 
 def append(path: Path, found: Any) -> None:
@@ -768,13 +774,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", default=[], help="parts of names of faults")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--page", action="store_true", help="write the page alone")
+    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    if not given.page:
-        measure(given.folder, given.only, given.seeds, given.tokens)
+    if "faults" in given.parts:
+        measure_faults(given.folder, given.only, given.shares)
+    if "sound" in given.parts:
+        measure_sound(given.folder)
     write_page(given.folder)
 
 

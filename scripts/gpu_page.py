@@ -53,9 +53,16 @@ def measured(files: Iterable[Path]) -> str:
         content = json.loads(file.read_text())
         if content["machine"].get("smoke"):
             raise SystemExit(f"{file}: of a smoke run, whose figures mean nothing")
-        cases = predicted.get(file.stem, {}).get("cases", {})
+        cases = of_run(predicted.get(file.stem, {}), content["machine"].get("tree", ""))
         lines += [*device(content["machine"], content["parts"], f"gpu/{file.name}", cases), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def of_run(predicted: Row, tree: str) -> Row:
+    """The predictions for the kernels that ran: of that tree, or else of the last one."""
+    fitting = [one for one in predicted.values() if tree.startswith(one.get("of", ""))]
+    own = [one for one in fitting if "of" in one]
+    return (own or fitting or [{"cases": {}}])[-1]["cases"]
 
 
 def device(machine: Row, parts: Parts, link: str, predicted: Row) -> Iterator[str]:

@@ -130,15 +130,16 @@ def train(model: tim_jax.Model, run: Run, steps: int) -> list[dict[str, float]]:
             engine.load(step.model)
             report.append(step.metrics | step.timing | {"seconds_drawing": drawn})
             if number in (1, steps):
-                report[-1]["held_out"] = held_out(engine)
+                report[-1]["held_out"], report[-1]["within"] = held_out(engine)
             print(run.name, number, step.metrics["reward"], f"{step.timing['seconds']:.1f} s")
     return report
 
 
-def held_out(engine: Engine) -> float:
-    """Mean reward of a sample of each held-out problem, drawn by the engine."""
+def held_out(engine: Engine) -> tuple[float, float]:
+    """Mean reward of a sample of each held-out problem, drawn by the engine; its 95% interval."""
     examples = list(TASK.evaluation[:HELD_OUT])
-    return float(np.mean(engine.rewards(engine.draw([e.prompt for e in examples], 1, 0), examples)))
+    found = engine.rewards(engine.draw([e.prompt for e in examples], 1, 0), examples)
+    return float(np.mean(found)), 1.96 * float(np.std(found, ddof=1)) / len(found) ** 0.5
 
 
 def page(reports: dict[str, list[dict[str, float]]], load: float) -> list[str]:
@@ -162,15 +163,15 @@ def page(reports: dict[str, list[dict[str, float]]], load: float) -> list[str]:
         rewards = [one["reward"] for one in report]
         begun, ended = np.mean(rewards[:10]), np.mean(rewards[-10:])
         exact = np.mean([one["exact_share"] for one in report])
+        held = " | ".join(f"{one['held_out']:.3f} ± {one['within']:.3f}" for one in (first, last))
         lines.append(
-            f"| {name} | {begun:.3f} | {ended:.3f} | {first['held_out']:.3f} |"
-            f" {last['held_out']:.3f} | {first[size]:.2g}, {last[size]:.2g} | {first[k3]:.2g},"
-            f" {last[k3]:.2g} | {exact:.1%} |"
+            f"| {name} | {begun:.3f} | {ended:.3f} | {held} | {first[size]:.2g}, {last[size]:.2g} |"
+            f" {first[k3]:.2g}, {last[k3]:.2g} | {exact:.1%} |"
         )
     lines += [
         "",
-        "Held-out reward is of a sample of each of 256 problems, drawn by the engine. d is the"
-        " engine's log-prob less the learner's exact one.",
+        "Held-out reward is of a sample of each of 256 problems, drawn by the engine, with its 95%"
+        " interval. d is the engine's log-prob less the learner's exact one.",
     ]
     return lines
 

@@ -171,7 +171,7 @@ def run(chosen, tokens: int, file: pathlib.Path | None, *, seeds: list[str]) -> 
 
     `seeds`: names of all settings, which their seeds follow from.
     """
-    share = -(-tokens // (len(chosen) * len(BATCHINGS)))
+    share = -(-tokens // max(1, len(chosen) * len(BATCHINGS)))
     cases = [json.loads(line) for line in file.read_text().splitlines()] if file else []
     for name, setting in chosen.items():
         for how, batching in BATCHINGS.items():
@@ -238,7 +238,7 @@ def main():
     parser = argparse.ArgumentParser(description="Episodes: sampler against learner.")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--interpreted", action="store_true", help="the Pallas families")
-    parser.add_argument("--only", default="", help="numerics whose names have this in them")
+    parser.add_argument("--only", default="", help="numerics with this in their names")
     parser.add_argument("--cases", type=pathlib.Path, help="a file of cases, to go on from")
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
     args = parser.parse_args()

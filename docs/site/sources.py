@@ -22,6 +22,8 @@ from mkdocs.structure.pages import Page
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?=[)#])")
 ELSEWHERE = re.compile(r'<script src="https://unpkg\.com/iframe-worker/shim"></script>')
+# A name in a table is not broken in the middle where a page is narrow: the table scrolls.
+STYLE = "<style>.md-typeset td code { word-break: normal; overflow-wrap: normal; }</style>"
 WORKER = Path(__file__).with_name("worker.js")
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json"}
 
@@ -54,10 +56,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Puts the worker for pages of the disk in."""
+    """Puts the worker for pages of the disk and the style of tables in."""
     del config
     script = WORKER.read_text(encoding="utf-8")
     output = ELSEWHERE.sub(lambda _: f"<script>\n{script}</script>", output)
+    output = output.replace("</head>", f"{STYLE}</head>", 1)
     if re.search(r'<(script|link|img)[^>]* (src|href)="https?:', output):
         raise PluginError(f"{page.file.src_uri}: something is loaded from elsewhere")
     return output

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 import re
 import string
 import subprocess
@@ -609,6 +610,13 @@ def test_a_reward_that_becomes_nonsense_ends_the_step(model):
 def test_arguments_are_known_by_what_other_libraries_call_them(model):
     with pytest.raises(InputError, match="no argument 'num_generations'; did you mean 'samples'"):
         tim.grpo(model, PAIRS, reward=by_length, steps=1, num_generations=4)
+    for elsewhere, right in (
+        ({"lr": 1e-4}, "did you mean 'optimizer'"),
+        ({"micro_batch": 4}, r"training=model.training\(micro_batch="),
+        ({"beta": 0.1}, r"objective=tim_jax.objectives.grpo\(kl_coefficient="),
+    ):
+        with pytest.raises(InputError, match=right):
+            tim.grpo(model, PAIRS, reward=by_length, steps=1, **elsewhere)
     with pytest.raises(InputError, match="no argument 'max_new_tokens'; did you mean 'max_tokens'"):
         tim.sample(model, ["2"], max_new_tokens=4)
 
@@ -631,6 +639,7 @@ def test_the_package_brings_a_model_that_half_knows_a_task():
     ]
     assert 0.4 < np.mean(right) < 0.75
     assert repr(rollout).startswith("Rollout(136 responses, ")
+    assert (len(repr(rollout).splitlines()), len(str(rollout).splitlines())) == (5, 137)
 
 
 def test_what_objects_print_is_short_and_says_what_they_are(model):
@@ -639,8 +648,14 @@ def test_what_objects_print_is_short_and_says_what_they_are(model):
     assert len(repr(step).splitlines()) == 5
     assert step._repr_html_().count("<tr>") == 9
     training = model.training(micro_batch=4, objective=tim.objectives.dapo())
-    for value in (step, model, training.learning.objective, tim.corrections.vexact()):
-        assert len(repr(value)) < 600, repr(value)
+    ones = jax.numpy.ones((2, 3))
+    corrected = tim.corrections.correct(tim.corrections.vexact(), log_ratio=ones, mask=ones > 0)
+    values = (step, model, model.config, model.numerics, training, training.learning.objective)
+    for value in (*values, tim.corrections.vexact(), corrected):
+        assert len(repr(value)) < 900, repr(value)
+        assert len(repr(value).splitlines()) <= 10
+    assert repr(training).startswith("Training of 8 prompts x 8 samples a step:\n")
+    assert "micro_batch=4" in repr(training)
     assert repr(tim.corrections.token_tis(cap=3.0)) == (
         "Correction(scale_by_truncated_ratio (token ratio up to 3.0))"
     )
@@ -650,6 +665,16 @@ def test_what_objects_print_is_short_and_says_what_they_are(model):
             for name in dir(room)
             if not name.isupper()
         )
+    for room in (tim.corrections, tim.mismatch, tim.objectives):
+        assert not any(inspect.ismodule(getattr(room, name)) for name in dir(room))
+        assert "__file__" not in dir(room)
+
+
+def test_nobody_is_told_that_pytorch_is_missing():
+    said = logging.LogRecord(
+        "transformers", 30, "", 0, "PyTorch was not found. Models ...", (), None
+    )
+    assert not logging.getLogger("transformers").filter(said)
 
 
 def test_nothing_is_written(model, tmp_path, monkeypatch):

@@ -252,3 +252,12 @@ def test_a_damaged_file_is_measured_anew(tmp_path, measuring, text):
 def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, measuring):
     assert kept(tmp_path / "absent" / "calibration.json") == FOUND
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_measurement_is_kept_for_has_every_field():
+    """The text of a value may leave defaults out; files of earlier versions have them."""
+    kept = calibration._of(tiny.CONFIG, tiny.NUMERICS)
+    assert "rope=RopeConfig(kind='default', theta=" in kept["model"]
+    assert "router_groups_per_tok=1, " in kept["model"]
+    assert "rows=Rows(low=" in kept["numerics"]
+    assert "row_sums='scatter'" in kept["numerics"]

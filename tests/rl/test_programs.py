@@ -54,6 +54,16 @@ def test_every_program_compiles_once_whatever_the_prompts():
     assert counted["init"] == counted["prepare"] == 1
 
 
+def test_who_waits_is_told_which_of_a_steps_programs_are_compiled():
+    one = build()
+    assert one.compiling("sampling").endswith("program 1 of 2 is compiled: the sampler")
+    assert one.compiling("updating").endswith("program 2 of 2 is compiled: the update")
+    more = build(mode="recompute", length_buckets=3)
+    assert more.compiling("updating").endswith(
+        "programs 2 and 3 of 3 are compiled: the learner's forward, the update for up to 3 lengths"
+    )
+
+
 def cut(rollout, longest):
     """The same responses, none longer than `longest`."""
     return replace(rollout, lengths=jnp.minimum(rollout.lengths, longest))

@@ -164,7 +164,7 @@ def load(
     Args:
       source: a folder as `transformers` writes it, a name on the Hugging Face hub, the folder of a
         finished run of `tim-jax train`, or "tiny": a model of 0.4M parameters that comes with the
-        package and sorts digits, such as "3120>", right half of the time.
+        package and sorts digits, such as "3120>", right in two cases of three.
       dtype: what it computes with, "float32", "bfloat16" or "float16", or a dtype of that name such
         as `jnp.bfloat16`; master weights are always float32.
       family: the kernels; "auto" takes the exact ones for the device at hand.

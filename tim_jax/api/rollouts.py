@@ -48,7 +48,7 @@ class Rollout:
     finished: np.ndarray
     """bool[B], False where `max_tokens` cut the response off."""
     arrays: types.Rollout
-    """The same as the rest of the library takes it, prompts included."""
+    """Responses with their prompts, as `tim_jax.rl` and `tim_jax.policy` take them."""
     sampling: Sampling
     """The distribution: temperature, top-k, top-p and the longest response."""
 

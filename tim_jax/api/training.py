@@ -61,7 +61,7 @@ class Step:
     def _repr_html_(self) -> str:
         rows = [(f"{x.reward:g}", x.prompt, x.completion, x.answer) for x in self.samples[:8]]
         head = ("reward", "prompt", "completion", "answer")
-        return pages.html_table(pages.Table(str(self), head, rows))
+        return pages.paragraphs([str(self)]) + pages.html_table(pages.Table("", head, rows))
 
     @cached_property
     def model(self) -> Model:

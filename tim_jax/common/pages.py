@@ -4,6 +4,8 @@ import html
 import json
 import math
 from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib import metadata
 from typing import Any, NamedTuple
 
 
@@ -32,8 +34,18 @@ def html_table(table: Table) -> str:
         return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
     lines = line(table.head, "th") + "".join(line(row, "td") for row in table.rows)
-    title = html.escape(table.title)
-    return f'<h2>{title}</h2><div class="wide"><table>{lines}</table></div>'
+    title = f"<h2>{html.escape(table.title)}</h2>" if table.title else ""
+    return f'{title}<div class="wide"><table>{lines}</table></div>'
+
+
+def made_by(command: str, *, jax: str | None = None) -> str:
+    """What a figure or a page says at its foot: versions, the date, and the command.
+
+    Args:
+      jax: the version that measured; None: the one at hand.
+    """
+    with_jax = metadata.version("jax") if jax is None else jax
+    return f"tim_jax {metadata.version('tim-jax')}, jax {with_jax}, {date.today()}; {command}"
 
 
 def paragraphs(lines: Sequence[str]) -> str:

@@ -84,11 +84,11 @@ def normaliser_metrics(applied: Applied) -> dict[str, jax.Array]:
 
 
 class Corrected(NamedTuple):
-    """As `Applied`, with metrics."""
+    """The result of a correction of a batch, with metrics of what it did."""
 
-    coefficients: jax.Array
-    kept: jax.Array
-    state: Any
+    coefficients: jax.Array  # f32[B, R]; 0 off the mask
+    kept: jax.Array  # bool[B, R], the tokens of the mask that no rejection took out
+    state: Any  # of the correction, for the next batch
     metrics: dict[str, jax.Array]  # f32[] each, of the functions below; and `normaliser`
 
     def __repr__(self) -> str:

@@ -8,7 +8,6 @@ tokenizer of the vocabulary that there is.
 """
 
 import json
-import logging
 import os
 import shutil
 import uuid
@@ -178,18 +177,12 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
 
 
 def _made(folder: Path) -> Any:
-    # Its tokenizers need no PyTorch, and it says at once that models would.
-    logging.getLogger("transformers").addFilter(_not_of_torch)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import
 
     if (folder / _WHOLE).is_file():
         return PreTrainedTokenizerFast.from_pretrained(folder)
     # False, because the default asks the user whether to run code that the folder brings.
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-def _not_of_torch(record: logging.LogRecord) -> bool:
-    return "PyTorch was not found" not in record.getMessage()
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -138,7 +138,8 @@ class Objective:
     clip_low: float | None = None
     """Where the loss clips its ratio from below, as a distance from 1; None: the loss's own."""
     clip_high: float | None = None
-    """The same from above (eps_low and eps_high in DAPO)."""
+    """Where the loss clips its ratio from above, as a distance from 1 (DAPO's eps_high); None: the
+    loss's own."""
     dual_clip: float | None = None
     """A bound above 1 on the ratio for negative advantages; None: none."""
     loss_options: Mapping[str, float] | tuple[tuple[str, float], ...] = ()

@@ -413,6 +413,8 @@ def test_files_that_say_nothing_or_nonsense(tmp_path):
     assert "no such file; did you mean" in line(tmp_path / "quikstart.toml")
     assert line(tmp_path / "absent" / "a.toml").endswith("no such file")
     assert line(tmp_path).endswith("Is a directory")
+    (tmp_path / "config.json").write_text("{}")
+    assert "is the folder of a model" in line(tmp_path)
     (tmp_path / "empty.toml").write_text("# nothing\n")
     assert line(tmp_path / "empty.toml").endswith("is empty; it must set at least one key")
     (tmp_path / "bad.toml").write_text("seed = 1\nseed = 2\n")

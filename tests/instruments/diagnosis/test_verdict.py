@@ -487,6 +487,9 @@ def judgement(name, gain, *, kind="fault", parameters=(), sizes=None, scale=1.0)
 def test_of_two_faults_that_are_equally_likely_the_simpler_is_named():
     fitted, raw = judgement("temperature", 50.0, parameters=["t"]), judgement("raw_log_probs", 45.0)
     other = judgement("compute(bfloat16)", 45.0, kind="numerics")
+    # An end token that was stripped moves no log-prob, and low precision does not explain it.
+    stripped = replace(judgement("end_token_stripped", 20.0), touched=np.zeros(1, bool))
+    assert verdict._best([other, stripped]) is stripped
     assert verdict._best([fitted, other, raw]) is raw
     assert verdict._best([fitted, other]) is fitted
     assert verdict._best([fitted, judgement("raw_log_probs", 39.0)]) is fitted

@@ -69,7 +69,7 @@ def test_a_call_that_was_timed_wrong_is_not_predicted(calibrate, measured):
 
 def test_a_product_is_of_the_class_of_its_rows_and_its_matrix():
     def of(rows, weight):
-        tile = Tile(rows, height=128, width=256, depth=2048, stages=2, weight=weight)
+        tile = Tile(rows, height=128, width=256, depth=2048, stages=2, weight=weight, passes=1)
         return calibration.class_of(Call("dot", 1, 1, 1, 1, tile))
 
     assert of(128, 2**20) == calibration.FEW
@@ -112,7 +112,9 @@ def test_a_kernel_that_has_changed_since_is_not_shown(measured):
     assert fit.covers(keys)
     assert fit.covers(replace(keys, flops=115 * 10**9))
     assert not fit.covers(replace(keys, flops=250 * 10**9))  # of twice as many rows a program
-    product = Call("dot", 512, 1, 1, 1, Tile(4096, 128, 256, 2048, stages=2, weight=10**7))
+    product = Call(
+        "dot", 512, 1, 1, 1, Tile(4096, 128, 256, 2048, stages=2, weight=10**7, passes=1)
+    )
     assert measured.fits[calibration.MANY].covers(product)
     changed = replace(product, tile=replace(product.tile, stages=4))
     assert not measured.fits[calibration.MANY].covers(changed)
@@ -124,7 +126,7 @@ def test_a_device_that_was_not_measured_has_no_calibration():
 
 
 def test_formulas_take_their_parameters():
-    call = Call("", 1, 10**9, 10**6, 10**6, Tile(64, 64, 64, 64, 4, 10**6))
+    call = Call("", 1, 10**9, 10**6, 10**6, Tile(64, 64, 64, 64, 4, 10**6, 1))
     rates = calibration.RATES["h200"]
     for formula, start in FORMULAS.values():
         assert formula(call, rates, *start) > 0

@@ -216,7 +216,7 @@ def test_programs_of_a_gpu_load_their_own_blocks_through_a_cache():
     assert call.loaded == 4 * 24 * (64 * 256 + 256 * 64 + 64 * 64)
     assert call.memory == found.kernel_bytes == 4 * (200 * 256 + 256 * 384 + 200 * 384)
     stages = tiles.matmul[0].stages // 2  # of elements of four bytes
-    assert call.tile == costs.Tile(200, 64, 64, 256, stages, 4 * 256 * 384)
+    assert call.tile == costs.Tile(200, 64, 64, 256, stages, 4 * 256 * 384, passes=1)
 
 
 @pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])

@@ -9,6 +9,7 @@ import sys
 import time
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -229,6 +230,25 @@ def test_finished_runs_are_not_started_again(file, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)  # none may be started
     running.run(one, jobs=2, say=said.append)
     assert said == ["12 runs, 12 of them done"]
+
+
+def test_who_waits_for_a_study_sees_where_its_runs_are(file, monkeypatch):
+    one, said, polls = stated(file), [], iter([None, None, 0])
+    for run in one.runs[1:]:
+        write_run(run, [0.5, 0.5, 0.5])
+
+    def start(command, *, stdout, **_):
+        stdout.write(b"step 1/3  reward 0.500\n")
+        stdout.flush()
+        return SimpleNamespace(poll=lambda: next(polls), returncode=0)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(running, "_SAY", -1.0)
+    monkeypatch.setattr(running, "_POLL", 0.0)
+    running.run(one, jobs=1, say=said.append)
+    name = f"{one.runs[0].arm}, seed {one.runs[0].seed}"
+    assert said[1:3] == [f"{name}: begins, 12 of 12", f"{name}: step 1/3  reward 0.500"]
+    assert said[-1] == f"{name}: done"
 
 
 def test_all_arms_begin_on_the_day_of_their_study(file, monkeypatch):

@@ -92,12 +92,14 @@ def _audit(it: _Audited, source: str, quick: bool) -> tuple[str, bool]:
     both = itertools.chain(single, _placed(it, quick))
     controls = len({one.compute_dtype for one in numerics if one.family != "native"})
     total = len(numerics) * len(cases) + controls if jax.device_count() == 1 else None
+    said = ""
     for result in waiting.each(both, "auditing a case", about=waiting.COMPILES, total=total):
         results.append(result)
+        if result.numerics != said:
+            said = result.numerics
+            print(said)
         done = "control" if result.control else f"{result.unequal_tokens} unequal"
-        print(
-            f"{result.numerics}; {result.name}: {result.compared_tokens} tokens, {done}", flush=True
-        )
+        print(f"  {result.name}: {result.compared_tokens} tokens, {done}", flush=True)
     gradients = _gradients(numerics)
     summary = auditing.summarise(results, model=source, kernels=used, gradients=gradients)
     Console().print(auditing.table(results))
@@ -356,9 +358,9 @@ def report(
 def _line(result: ablation.ArmResult) -> str:
     values = result.metrics
     return (
-        f"{result.case:<44} {int(values['tokens']):>7,} tokens {int(values['unequal_tokens']):>7,}"
-        f" unequal  mean |d| {values['log_ratio_abs_mean']:.2e}"
-        f"  max {values['log_ratio_abs_max']:.2e}  k3 {values['kl_k3']:.2e}"
+        f"{result.case}\n  {int(values['tokens']):,} tokens, {int(values['unequal_tokens']):,}"
+        f" unequal, mean |d| {values['log_ratio_abs_mean']:.2e},"
+        f" largest {values['log_ratio_abs_max']:.2e}, K3 {values['kl_k3']:.2e}"
     )
 
 

@@ -4,8 +4,6 @@ import math
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tim_jax.app.run.loggers import MetricNames, read_lines
+from tim_jax.common import pages
 from tim_jax.common.errors import InputError
 
 _REWARD, _LENGTH, _EXACT, _UNEQUAL, _EVAL = "#1f6fb4", "#7b4fa3", "#2a8f4f", "#c0392b", "#e07b00"
@@ -61,16 +60,10 @@ def training_chart(
     return Path(image)
 
 
-def sign(figure: Figure, source: str, *, jax: str = version("jax"), size: float = 7) -> None:
-    """Says at the figure's foot by which versions and command it was made, and when it was drawn.
-
-    Args:
-        source: the command.
-        jax: the version that measured.
-        size: of the letters, in points.
-    """
-    versions = f"tim_jax {version('tim-jax')}, jax {jax}, {date.today()}; {source}"
-    figure.text(0.995, 0.004, versions, ha="right", fontsize=size, color="#777777")
+def sign(figure: Figure, command: str, *, jax: str | None = None, size: float = 7) -> None:
+    """Writes `pages.made_by` at the figure's foot, in letters of `size` points."""
+    text = pages.made_by(command, jax=jax)
+    figure.text(0.995, 0.004, text, ha="right", fontsize=size, color="#777777")
     engine = figure.get_layout_engine()
     if engine is not None:
         engine.set(rect=(0.0, 0.02, 1.0, 0.98))  # pyright: ignore[reportCallIssue]

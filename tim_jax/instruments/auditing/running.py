@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+from rich import box
 from rich.table import Table
 
 from tim_jax import placement
@@ -444,18 +445,24 @@ def to_json(summary: Summary) -> str:
 
 
 def table(results: Sequence[CaseResult]) -> Table:
-    """The results for a terminal, one case a row."""
-    drawn = Table(title="Log-probs of the sampler against those of ...", title_justify="left")
-    for name in ("numerics", "case", "tokens", "unequal", "max |diff|", "seconds", ""):
-        drawn.add_column(name, justify="left" if name in ("numerics", "case", "") else "right")
+    """The results for a terminal, one case a row; of 80 columns, without a broken word."""
+    title = "Log-probs of the sampler against those of ..."
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("case", "tokens", "unequal", "max |diff|", "seconds", ""):
+        drawn.add_column(name, justify="left" if name in ("case", "") else "right")
+    said = ""
     for result in results:
+        # The family and dtype; a line below says all.
+        numerics = " ".join(result.numerics.split()[:2])
+        if numerics != said:
+            said = numerics
+            drawn.add_row(f"[bold]{numerics}")
         verdict = "[green]equal" if result.passed else "[red]UNEQUAL"
         if result.control:
             verdict = "[dim]control"
         elif not result.compared_tokens:
             verdict = "[red]NOTHING COMPARED"
         drawn.add_row(
-            " ".join(result.numerics.split()[:2]),  # the family and dtype; a line below says all
             result.name + _where(result),
             f"{result.compared_tokens:,}",
             f"{result.unequal_tokens:,}",

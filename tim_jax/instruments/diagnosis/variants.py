@@ -251,7 +251,7 @@ def _rank(one: np.ndarray, other: np.ndarray) -> int:
     """The rank of the difference of two stacks of matrices in the first layer; -1 if not low."""
     if not _differ(one, other):
         return 0
-    change = np.float32(one)[0] - np.float32(other)[0]
+    change = np.asarray(one[0], np.float32) - np.asarray(other[0], np.float32)
     if change.ndim < 2:
         return -1
     matrix = change.reshape(-1, change.shape[-1])

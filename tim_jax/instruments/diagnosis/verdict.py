@@ -315,9 +315,11 @@ def _best(judged: Sequence[Judged]) -> Judged | None:
         return None
     top = judged[0]
     if top.explanation.kind == "numerics":
-        # Low precision of the bulk is likelier than a fault of a part, and does not excuse it.
-        faults = [one for one in judged if one.explanation.kind == "fault" and one.local]
-        top = next((one for one in faults if not _covers(top, one)), top)
+        # Low precision of the bulk is likelier than a fault of a part, of draws or of ends, and
+        # does not excuse it.
+        faults = (one for one in judged if one.explanation.kind == "fault")
+        apart = (x for x in faults if not x.moves or (x.local and not _covers(top, x)))
+        top = next(apart, top)
     near = [
         one
         for one in judged

@@ -112,15 +112,16 @@ def _of_program(call: Call, loading: float, rates: Rates) -> float:
 
 
 def _many(call: Call, rates: Rates, fixed: float, kept: float, lacked: float) -> float:
-    rate = kept if call.tile is None or call.tile.weight < _KEPT else lacked
+    tile = call.tile
+    again = tile is not None and tile.passes >= tile.rows / tile.height  # for every row of tiles
+    rate = lacked if tile is not None and tile.weight >= _KEPT and again else kept
     loading = call.loaded / call.programs / rate
     return _waves(call, rates) * (fixed + _of_program(call, loading, rates))
 
 
 def _head(call: Call, rates: Rates, fixed: float, memory: float) -> float:
-    """Every row of tiles reads the whole matrix from memory."""
-    again = 0 if call.tile is None else -(-call.tile.rows // call.tile.height) - 1
-    moved = call.memory + (again * call.tile.weight if call.tile else 0)
+    """Every pass reads the whole matrix from memory."""
+    moved = call.memory + ((call.tile.passes - 1) * call.tile.weight if call.tile else 0)
     waves = _waves(call, rates)
     loading = max(call.loaded / call.programs / rates.core, moved / waves / memory)
     return waves * (fixed + _of_program(call, loading, rates))
@@ -214,7 +215,7 @@ def shape_of(call: Call) -> tuple[int, ...]:
 
 
 def _near(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    if len(shape) > 1:
+    if len(shape) != 1:
         return shape == other
     return abs(shape[0] - other[0]) <= _NEAR * other[0]
 

@@ -39,6 +39,7 @@ class Tile:
     depth: int  # K
     stages: int  # steps of the contraction that are in flight
     weight: int  # bytes of the [K, M]
+    passes: int  # over it, between which others of its columns are taken
 
 
 @dataclass(frozen=True)
@@ -157,14 +158,20 @@ def _kernel(params, operands: Sequence[Any]) -> Call:
             parts[name] += copies * _bytes(_block_shape(one), one)
         loaded = parts.total()
         memory = sum(min(whole, parts[name]) for name, whole in wholes.items())
-    tile = _tile(params["compiler_params"], names, blocks) if on_gpu else None
+    tile = _tile(params["compiler_params"], names, blocks, mapping.grid) if on_gpu else None
     return Call(params["name"], programs, flops, loaded, memory if on_gpu else loaded, tile)
 
 
-def _tile(compiler: plt.CompilerParams, names: Sequence[int], blocks: Sequence[Any]) -> Tile | None:
+def _tile(
+    compiler: plt.CompilerParams,
+    names: Sequence[int],
+    blocks: Sequence[Any],
+    grid: tuple[int, ...],
+) -> Tile | None:
     """Of a kernel whose programs multiply all columns of their rows by whole columns of a matrix.
 
-    Its first two arguments are the rows and the matrix, which may be given several times.
+    Its first two arguments are the rows and the matrix, which may be given several times. The first
+    axis of a GPU's grid is the fastest.
     """
     if len(blocks) < 3 or any(len(one.array_aval.shape) != 2 for one in blocks[:2]):
         return None
@@ -174,7 +181,10 @@ def _tile(compiler: plt.CompilerParams, names: Sequence[int], blocks: Sequence[A
     if inputs != depth or of_rows != [depth] or any(one[0] != depth for one in parts):
         return None
     width, weight = sum(one[1] for one in parts), _bytes(blocks[1].array_aval.shape, blocks[1])
-    return Tile(rows, height, width, depth, compiler.num_stages or 1, weight)
+    used = _axes_used(blocks[1].index_map_jaxpr, len(grid))
+    others = (size for axis, size in enumerate(grid) if used and axis > min(used))
+    passes = prod(others) // prod(grid[axis] for axis in used if axis > min(used))
+    return Tile(rows, height, width, depth, compiler.num_stages or 1, weight, passes)
 
 
 def _stated(equation) -> Call:

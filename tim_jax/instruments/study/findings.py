@@ -15,6 +15,7 @@ from scipy import stats
 
 from tim_jax.common.errors import InputError
 from tim_jax.common.pages import Table
+from tim_jax.instruments.study.definition import CONTROL
 from tim_jax.instruments.study.gradient import RECOMPUTE
 from tim_jax.instruments.study.measurement import Estimate, GradientStudy, estimate, estimators
 
@@ -68,8 +69,13 @@ def altair() -> Any:
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each of the names, in their order; they repeat after seven."""
-    return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    """A colour for each of the names, in their order; they repeat after seven.
+
+    A control has the colour of its arm.
+    """
+    own = dict.fromkeys(name.removesuffix(f"+{CONTROL}") for name in names)
+    order = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(own)}
+    return {name: order[name.removesuffix(f"+{CONTROL}")] for name in names}
 
 
 def dashes(names: Sequence[str], dashed: Sequence[str] = ()) -> dict[str, list[int]]:
@@ -83,6 +89,7 @@ def dashes(names: Sequence[str], dashed: Sequence[str] = ()) -> dict[str, list[i
 def _scales(alt: Any, names: Sequence[str], dashed: Sequence[str] = ()) -> dict[str, Any]:
     """The encodings by which lines are told apart, with one legend below."""
     legend = alt.Legend(title=None, orient="bottom", columns=2, labelLimit=320, symbolSize=300)
+    legend.symbolType = "stroke"  # a line, as in the figure
 
     def encoding(kind: Any, values: Mapping[str, Any]) -> Any:
         scale = alt.Scale(domain=list(values), range=list(values.values()))

@@ -70,8 +70,8 @@ def _judged(stated: Stated) -> tuple[list[Table], list[str]]:
     rule, test = study.outcome, study.test
     judged = verdicts.verdicts(stated, runs)
     numbers = ((v, map(_number, (v.difference, v.p, v.corrected))) for v in judged)
-    rows = [[v.arm, v.against or "none", *of, v.line(test)] for v, of in numbers]
-    head = ["arm", "against", "difference", "p", "after Holm", "verdict"]
+    rows = [[v.arm, v.against or "none", *of] for v, of in numbers]
+    head = ["arm", "against", "difference", "p", "after Holm"]
     by_seed = [
         [arm.name, *(_number(outcomes.get((arm.name, seed))) for seed in stated.seeds)]
         for arm in stated.arms
@@ -84,6 +84,7 @@ def _judged(stated: Stated) -> tuple[list[Table], list[str]]:
             f" Test: {test.kind}, exact and two-sided, level {test.level} after Holm's correction"
             f" of {sum(not v.note for v in judged)} comparisons."
         )
+        words += [f"{v.line(test)}." for v in judged]
     if not any(v.against for v in judged):
         words.append(
             "No arm has a matched control, so nothing here is said of what mismatch does to a run."
@@ -105,9 +106,23 @@ def _of_runs(
         surges = sorted({s for s in map(surge_step, runs) if s})
         table = load(folder)
         figures = findings.training_panels(table, controls=controls, surges=surges)
+        said = [*said, _lines_in_words(runs, controls)]
         tables = [*tables, *findings.dynamics(table)]
     shown = [pair for run in runs[:1] for pair in _completions(run)]
     return Section(title, said, tables, figures, shown)
+
+
+def _lines_in_words(runs: Sequence[RunLines], controls: Sequence[str]) -> str:
+    """What lines and bands of the figures are."""
+    seeds = len({run.seed for run in runs if run.lines})
+    lines = "Lines are runs of one seed"
+    if seeds > 1:
+        lines = (
+            f"Thick lines are means over {seeds} seeds, thin ones the seeds, and bands a standard"
+            " deviation of the seeds to both sides"
+        )
+    dashed = "; controls are dashed, in the colour of their arm" if controls else ""
+    return f"In the figures of runs: {lines[0].lower()}{lines[1:]}{dashed}."
 
 
 def surge_step(run: RunLines) -> int:
@@ -168,16 +183,25 @@ def write(folders: Sequence[Path], out: Path) -> list[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         # What a tokenizer or another program left of a character is no text by itself.
-        out.write_text(page(sections), encoding="utf-8", errors="backslashreplace")
+        command = f"tim-jax report {' '.join(map(str, folders))}"
+        out.write_text(page(sections, command), encoding="utf-8", errors="backslashreplace")
         for one, name in zip(sections, _names(sections), strict=True):
             for title, chart in one.figures.items():
                 path = out.with_name(f"{out.stem}-{name}-{_slug(title)}.png")
-                image = chart.properties(width=_WIDTH, background="white")
+                image = chart.properties(
+                    width=_WIDTH, background="white", title=_signed(title, command)
+                )
                 image.save(str(path), format="png", scale_factor=2)
                 written.append(path)
     except OSError as error:
         raise InputError(f"cannot write {error.filename or out}: {error.strerror}") from error
     return written
+
+
+def _signed(title: str, command: str) -> dict[str, Any]:
+    """The title of a figure that stands alone."""
+    of = {"subtitleFontSize": 8, "subtitleColor": "#777777"}
+    return {"text": title, "subtitle": pages.made_by(command), **of}
 
 
 def _names(sections: Sequence[Section]) -> Iterator[str]:
@@ -191,8 +215,8 @@ def _names(sections: Sequence[Section]) -> Iterator[str]:
         yield free
 
 
-def page(sections: Sequence[Section]) -> str:
-    """The page as text, with the charts' runtime in it."""
+def page(sections: Sequence[Section], command: str) -> str:
+    """The page as text, with the charts' runtime in it, made by a command."""
     runtime = importlib.import_module("vl_convert").javascript_bundle()
     specs = [chart.to_dict() for one in sections for chart in one.figures.values()]
     # In a script, `</` would end it.
@@ -202,6 +226,7 @@ def page(sections: Sequence[Section]) -> str:
         body.append(_section(one, first))
         first += len(one.figures)
     scripts = _SCRIPTS.format(runtime=runtime, data=data)
+    body.append(f"<footer>{html.escape(pages.made_by(command))}</footer>")
     return pages.page(
         ", ".join(one.title for one in sections), "\n".join([*body, scripts]), style=_STYLE
     )
@@ -240,7 +265,8 @@ def markdown(tables: Sequence[Table]) -> str:
 
 
 _STYLE = """
-.figures { display: grid; gap: 1.5rem;
+footer { margin-top: 2rem; font-size: .8rem; opacity: .7; }
+.figures { display: grid; gap: 1.5rem; margin-top: 2rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 figure { margin: 0; min-width: 0; } .chart { width: 100%; min-height: 14rem; }
 .chart svg text { fill: var(--ink); } .chart svg .role-axis-grid line { stroke: var(--faint); }

@@ -33,6 +33,7 @@ from tim_jax.instruments.study.definition import Arm, Study
 from tim_jax.instruments.study.measurement import GradientStudy
 
 _POLL = 0.2  # seconds
+_SAY = 30.0  # seconds after which each run's last line is repeated
 KEYS = ("arm", "seed", "step")  # of a row
 _BUSY = "is in use by"  # what a run says whose folder another process has
 
@@ -159,6 +160,7 @@ def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
     configs = {arm.name: arm for arm in stated.arms}
     failed: list[str] = []
     running: dict[Planned, tuple[subprocess.Popen, IO]] = {}
+    said = time.monotonic()
     with Preemption() as preemption:
         try:
             while waiting or running:
@@ -178,6 +180,10 @@ def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
                     elif outcome:
                         failed.append(outcome)
                     say(f"{one.arm}, seed {one.seed}: {outcome or 'done'}")
+                if time.monotonic() - said > _SAY:
+                    said = time.monotonic()
+                    for one in running:
+                        say(f"{one.arm}, seed {one.seed}: {_last_line(one) or 'starting'}")
                 if preemption.asked:
                     raise PreemptedError("asked to end; the same command goes on")
         finally:
@@ -208,14 +214,20 @@ def _ended(one: Planned, status: int) -> str:
     log = one.folder.with_suffix(".log")
     if status == 0:
         return ""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    last = lines[-1] if lines else ""
+    last = _last_line(one)
     if status == errors.NOT_FINITE.status:
         one.ended.write_text(json.dumps({"status": status, "line": last}) + "\n")
         return ""
     if _BUSY in last:
         return _BUSY
     return f"the run of {one.arm}, seed {one.seed}, ended with status {status}: {last} ({log})"
+
+
+def _last_line(one: Planned) -> str:
+    """What a run said last."""
+    log = one.folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+    lines = log.strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _stop(running: dict[Planned, tuple[subprocess.Popen, IO]]) -> None:

@@ -65,7 +65,8 @@ class Verdict:
             result = f"cannot be decided: so few seeds give no p after Holm below {self.least:.3g}"
         else:
             result = "no difference shown"
-        return f"{pair}: {result} ({numbers}, {len(self.first)} seeds)"
+        count = len(self.first)
+        return f"{pair}: {result} ({numbers}, {count} seed{'s' * (count > 1)})"
 
 
 def outcome(run: RunLines, rule: Outcome) -> float | None:
@@ -114,8 +115,9 @@ def too_few_seeds(stated: Stated) -> str:
     if not count or not needed or needed <= seeds:
         return ""
     least = min(1.0, count * least_p(test.kind, seeds))
+    of = f"{seeds} seed{'s' * (seeds > 1)}"
     return (
-        f"{count} comparisons of {seeds} seeds give no p after Holm's correction below"
+        f"{count} comparisons of {of} give no p after Holm's correction below"
         f" {least:.3g}, and the level is {test.level:g}: no difference can be shown; with"
         f" {needed} seeds one could"
     )
