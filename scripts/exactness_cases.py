@@ -389,7 +389,7 @@ def report(tally: Tally, control: Tally, command: str, seconds: float) -> str:
     lines = [
         TITLE,
         "",
-        f"Made by `{command}` in {seconds / 60:.0f} minutes",
+        f"Made by {command} in {seconds / 60:.0f} minutes",
         f"({versions}{platform.python_version()}; {jax.default_backend()}: {processor()}).",
         "",
         f"The model is the audit's preset `{MODEL}` (3 key heads, groups of 5, heads of 20,",
@@ -486,8 +486,10 @@ def main():
     command += " --packed" * args.packed
     found = tally.total.unequal or not tally.total.tokens
     seconds = time.perf_counter() - start
+    command = f"`{command}`"
     if args.tally:
         seconds += add_up(args.tally, tally, control, seconds)
+        command += " and runs of other seeds and dtypes"
     text = report(tally, control, command, seconds)
     name = "without padding" if args.packed else " and ".join(args.dtype or ())
     page = args.out.read_text() if args.out.exists() else ""
