@@ -227,14 +227,14 @@ def checked_bounds(lower: Any, upper: Any, *, what: str) -> tuple[Any, Any]:
     for name, bound in (("lower", lower), ("upper", upper)):
         numbers[name] = None if bound is None else known_number(bound)
         if numbers[name] is not None and not numbers[name] > 0.0:
-            raise InputError(f"{name} is {bound}; a bound on {what} must be above 0")
+            raise InputError(f"the {name} bound is {bound}; a bound on {what} must be above 0")
     low, high = numbers["lower"], numbers["upper"]
     if low is not None and high is not None and low > high:
-        raise InputError(f"lower is {lower}, above upper, which is {upper}")
+        raise InputError(f"the lower bound is {lower}, above the upper one, which is {upper}")
     if low is not None and low > 1.0:
-        raise InputError(f"lower is {lower}; above 1 it would change on-policy tokens")
+        raise InputError(f"the lower bound is {lower}; above 1 it would change on-policy tokens")
     if high is not None and not high >= 1.0:
-        raise InputError(f"upper is {upper}; below 1 it would change on-policy tokens")
+        raise InputError(f"the upper bound is {upper}; below 1 it would change on-policy tokens")
     return plain_number(lower), plain_number(upper)
 
 
