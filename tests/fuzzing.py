@@ -259,7 +259,7 @@ def stand(patch) -> None:
     patch.setattr(running, "run", began)
     patch.setattr(diagnosing.verdict, "diagnose", began)
     patch.setattr(report, "importlib", SimpleNamespace(import_module=runtime))
-    patch.setattr(report.charts, "_finished", lambda chart, title: _Chart(chart))
+    patch.setattr(report.findings, "_finished", lambda chart, title: _Chart(chart))
 
 
 class _Chart:

@@ -28,9 +28,9 @@ from tim_jax.objectives import (
     PRESETS,
     Objective,
     TokenLosses,
-    aggregation,
     kl_estimate,
     losses,
+    objective,
     shaping,
 )
 from tim_jax.objectives.advantages import GROUP_BASELINES, advantages, informative_groups, needs
@@ -313,7 +313,7 @@ CASES = {
     "objectives.advantages.advantages": lambda b: of_estimators(b, direct),
     "objectives.objective.Objective.advantages": lambda b: of_estimators(b, by_objective),
     "objectives.advantages.informative_groups": lambda b: informative_groups(b["rewards"], 1),
-    "objectives.aggregation.token_weights": lambda b: aggregation.token_weights(
+    "objectives.objective.token_weights": lambda b: objective.token_weights(
         b["mask"], aggregation="sequence_mean_token_mean", kept=b["coefficients"] > 1.0
     ),
     "objectives.objective.Objective.token_weights": lambda b: Objective().token_weights(b["mask"]),
@@ -375,8 +375,8 @@ WITHOUT = {
         corrections.base.split_state
         corrections.base.stages corrections.base.take_extra corrections.blocks.checked_bounds
         corrections.recipes.build objectives.advantages.check_samples objectives.advantages.needs
-        objectives.advantages.why_no_refills objectives.aggregation.check_aggregation
-        objectives.aggregation.check_tokens objectives.aggregation.counts_kept
+        objectives.advantages.why_no_refills objectives.objective.check_aggregation
+        objectives.objective.check_tokens objectives.objective.counts_kept
         objectives.losses.check_options objectives.losses.options
         objectives.losses.uses_ratio objectives.shaping.absolute
         objectives.shaping.check_sequences
@@ -389,7 +389,7 @@ WITHOUT = {
         corrections.applying.pack corrections.applying.unpack
         policy.sampler.join_parts policy.sampler.prompts_so_far policy.slots.provide_pages
         policy.slots.release_pages policy.slots.share_prompt_pages policy.slots.slots_that_fit
-        policy.slots.Pool.filled
+        policy.slots.Pool.filled policy.sampler.widths
         policy.slots.Pool.empty policy.layout.sequences policy.layout.padded policy.layout.packed
         policy.layout.Padded.by_response policy.layout.Padded.predicting
         policy.layout.Packed.by_response policy.layout.Packed.predicting
