@@ -290,11 +290,12 @@ def _judge_all(
 def _decide(
     tokens: Tokens, base: Explanation, judged: Sequence[Judged], sizes: dict[str, float]
 ) -> Verdict:
-    best = _best([one for one in judged if one.gain > DECISIVE and material(one)])
+    coarse = abnormal(sizes)
+    best = _best([one for one in judged if one.gain > DECISIVE and material(one)], coarse=coarse)
     fault = best is not None and best.explanation.kind == "fault"
     state: State = "numerics" if sizes["largest"] > 0 else "exact"
     half = _half_precision(judged, sizes, len(tokens.sequence))
-    if fault or (abnormal(sizes) and half is None):
+    if fault or (coarse and half is None):
         state = "fault"
     second = _second(best, judged) if best is not None and fault else None
     part = None
@@ -306,10 +307,12 @@ def _decide(
     return Verdict(state, tokens, tuple(judged), best, second, first, sizes, half, part)
 
 
-def _best(judged: Sequence[Judged]) -> Judged | None:
+def _best(judged: Sequence[Judged], *, coarse: bool = False) -> Judged | None:
     """The most likely, or one of its kind that is not decidedly less likely and fits fewer numbers.
 
-    A fitted temperature of 0.998 follows rounding a little better than raw log-probs do.
+    A fitted temperature of 0.998 follows rounding a little better than raw log-probs do. Where the
+    gap is `coarse`, as int4 weights make it, draws differ from the exact ones by low precision
+    alone, and tell nothing more.
     """
     if not judged:
         return None
@@ -318,6 +321,7 @@ def _best(judged: Sequence[Judged]) -> Judged | None:
         # Low precision of the bulk is likelier than a fault of a part, of draws or of ends, and
         # does not excuse it.
         faults = (one for one in judged if one.explanation.kind == "fault")
+        faults = (x for x in faults if not (coarse and x.of_draws and not x.moves))
         apart = (x for x in faults if not x.moves or (x.local and not _covers(top, x)))
         top = next(apart, top)
     near = [
