@@ -245,7 +245,8 @@ def test_experts_of_another_engine_are_replayed_and_compared(mixture):
 
 @pytest.mark.slow
 def test_adapters_and_a_reference_learn_from_rows_too(model, rows):
-    how = {"lora": tim.Lora(2), "objective": objectives.grpo(), "optimizer": optax.adam(1e-2)}
+    how = {"training": model.training(lora=tim.Lora(2)), "objective": objectives.grpo()}
+    how["optimizer"] = optax.adam(1e-2)
     step = tim.learn(model, off(rows), REWARDS, **how)
     step = tim.learn(step, off(rows), REWARDS)
     assert step.metrics["loss/reference_kl"] > 0  # the first step's weights have moved
