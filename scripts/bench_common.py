@@ -5,9 +5,12 @@ import json
 import os
 import pathlib
 import platform
+import queue
 import statistics
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,6 +136,46 @@ def warm(what: str) -> Iterator[None]:
         yield
     if names:
         raise CompiledError(f"{what} was timed while JAX compiled {', '.join(names)}")
+
+
+class Gate:
+    """Has a peer's trainer, which runs in a thread of its own, make one step when told to.
+
+    The trainer calls `hold` before each step, so that a step begins where the one before has ended.
+    """
+
+    def __init__(self):
+        self._go: queue.Queue[None] = queue.Queue()
+        self._waiting: queue.Queue[BaseException | None] = queue.Queue()
+
+    def hold(self) -> None:
+        """Says that the trainer stands before a step, and waits until it may make it."""
+        self._waiting.put(None)
+        self._go.get()
+
+    def begin(self, train: Callable[[], Any]) -> None:
+        """Starts the trainer, up to its first step."""
+
+        def run() -> None:
+            try:
+                train()
+            except BaseException as fault:
+                self._waiting.put(fault)
+
+        threading.Thread(target=run, daemon=True).start()
+        self._wait()
+
+    def step(self) -> float:
+        """Seconds of one step. Raises what the trainer raised."""
+        start = time.perf_counter()
+        self._go.put(None)
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        fault = self._waiting.get()
+        if fault is not None:
+            raise fault
 
 
 def interleaved(

@@ -3,10 +3,7 @@
 Runs in an interpreter that has trl and PyTorch, and needs nothing of tim_jax but bench_common.
 """
 
-import queue
 import tempfile
-import threading
-import time
 from typing import Any
 
 import bench_common as common
@@ -20,53 +17,32 @@ from trl import GRPOConfig, GRPOTrainer
 _ROWS = 16  # sequences that are learnt from at a time
 
 
-class Gate(TrainerCallback):
-    """Lets the trainer make a step when told to. A step begins where the one before has ended."""
+class AtGate(TrainerCallback):
+    """Holds the trainer before each step."""
 
-    def __init__(self):
-        self.go: queue.Queue[None] = queue.Queue()
-        self.waiting: queue.Queue[BaseException | None] = queue.Queue()
+    def __init__(self, gate: common.Gate):
+        self.gate = gate
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.waiting.put(None)
-        self.go.get()
-
-    def wait(self) -> None:
-        """Until the trainer stands before a step; raises what it raised."""
-        fault = self.waiting.get()
-        if fault is not None:
-            raise fault
+        self.gate.hold()
 
 
 class Worker:
     """Builds what is timed, and times it."""
 
     def __init__(self, sizes: common.Sizes, batch: int, dtype: str):
-        self.sizes, self.batch, self.dtype, self.gate = sizes, batch, dtype, Gate()
+        self.sizes, self.batch, self.dtype, self.gate = sizes, batch, dtype, common.Gate()
 
     def about(self) -> dict:
         return common.versions("trl", "transformers", "torch")
 
     def prepare_learner(self) -> dict:
-        trainer = self.make_trainer()
-
-        def train() -> None:
-            try:
-                trainer.train()
-            except BaseException as fault:
-                self.gate.waiting.put(fault)
-
-        threading.Thread(target=train, daemon=True).start()
-        self.gate.wait()
+        self.gate.begin(self.make_trainer().train)
         return self.step()
 
     def step(self) -> dict:
         """Rollouts, rewards, one update."""
-        start = time.perf_counter()
-        self.gate.go.put(None)
-        self.gate.wait()
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "tokens": self.batch * self.sizes.response}
+        return {"seconds": self.gate.step(), "tokens": self.batch * self.sizes.response}
 
     def make_trainer(self) -> GRPOTrainer:
         """GRPO on the CPU, no KL term, one update a step, float32 master weights."""
@@ -103,7 +79,7 @@ class Worker:
             args=algorithm,
             train_dataset=Dataset.from_dict({"prompt": texts}),
             processing_class=tokenizer(self.sizes.vocabulary),
-            callbacks=[self.gate],
+            callbacks=[AtGate(self.gate)],
         )
 
     def config(self) -> Qwen3Config:

@@ -3,9 +3,8 @@
 Runs in an interpreter that has google-tunix, and needs nothing of tim_jax.
 """
 
-import queue
-import threading
 import time
+from functools import partial
 
 import bench_common as common
 import jax
@@ -47,32 +46,23 @@ class Feed:
     The learner asks for a batch when it is done with the one before.
     """
 
-    def __init__(self, prompts: np.ndarray, model: nnx.Module):
-        self.prompts, self.model = prompts, model
-        self.go: queue.Queue[None] = queue.Queue()
-        self.waiting: queue.Queue[BaseException | None] = queue.Queue()
+    def __init__(self, prompts: np.ndarray, model: nnx.Module, gate: common.Gate):
+        self.prompts, self.model, self.gate = prompts, model, gate
 
     def __iter__(self):
         return self
 
     def __next__(self) -> dict:
         jax.block_until_ready(nnx.state(self.model))
-        self.waiting.put(None)
-        self.go.get()
+        self.gate.hold()
         return {"prompts": self.prompts}
-
-    def wait(self) -> None:
-        """Until the learner asks for a batch; raises what it raised."""
-        fault = self.waiting.get()
-        if fault is not None:
-            raise fault
 
 
 class Worker:
     """Builds what is timed, and times it."""
 
     def __init__(self, sizes: common.Sizes, batch: int, dtype: str):
-        self.sizes, self.batch, self.calls = sizes, batch, 0
+        self.sizes, self.batch, self.calls, self.gate = sizes, batch, 0, common.Gate()
         self.config = qwen3.ModelConfig(
             num_layers=sizes.layers,
             vocab_size=sizes.vocabulary,
@@ -160,25 +150,13 @@ class Worker:
         model = qwen3.Qwen3(self.config, rngs=nnx.Rngs(0))
         prompts = np.array(self.prompts(self.batch // common.GROUP))
         learner = self.make_learner(model, len(prompts))
-        self.feed = Feed(prompts, learner.rl_cluster.actor_trainer.model)
-
-        def train() -> None:
-            try:
-                learner.train(self.feed)
-            except BaseException as fault:
-                self.feed.waiting.put(fault)
-
-        threading.Thread(target=train, daemon=True).start()
-        self.feed.wait()
+        feed = Feed(prompts, learner.rl_cluster.actor_trainer.model, self.gate)
+        self.gate.begin(partial(learner.train, feed))
         return self.step()
 
     def step(self) -> dict:
         """One step of the learner: from its receiving a batch to its asking for the next."""
-        start = time.perf_counter()
-        self.feed.go.put(None)
-        self.feed.wait()
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "tokens": self.batch * self.sizes.response}
+        return {"seconds": self.gate.step(), "tokens": self.batch * self.sizes.response}
 
     def make_learner(self, model: nnx.Module, prompts: int) -> grpo_learner.GRPOLearner:
         """GRPO on one device, no KL term, one update a step."""

@@ -556,6 +556,9 @@ def in_time(prompts, completions, answers):
         (PAIRS, {"exact": "report"}, "exact is 'report'; it must be "),
         (PAIRS, {"remat": "no"}, "remat is 'no'; it must be "),
         (PAIRS, {"placement": "fsdp=2"}, "placement must be a tim_jax.Placement, got 'fsdp=2'"),
+        (PAIRS, {"lora": 8}, "lora must be a tim_jax.Lora, got 8"),
+        (PAIRS, {"turns": 0}, "turns must be a tim_jax.Turns, got 0"),
+        (PAIRS, {"sampler": []}, "sampler must be a tim_jax.rl.training.Sampler"),
         (PAIRS, {"num_generations": 2}, "no field 'num_generations'; did you mean 'samples'?"),
         (PAIRS, {"mini_batch": 2}, "Training has no field 'mini_batch'; did you mean"),
         (PAIRS, {"training": {"mini_batches": 2}}, "training must be a value such as"),
@@ -786,15 +789,15 @@ def test_grpo_in_a_hundred_lines():
         ({"reward": len, "max_turns": 3}, "max_turns = 3 is for episodes; give respond too"),
         ({"respond": "guess"}, "respond must be a function"),
         ({"respond": min, "max_turns": 0}, "max_turns must be at least 1, got 0"),
-        ({"respond": min, "max_tokens": 9, "turns": tim.Turns(max_episode_tokens=8)}, "the 8 tok"),
-        ({"max_episode_tokens": 8}, r"write training=model.training\(turns=tim_jax.Turns\(max_epi"),
+        ({"respond": min, "max_tokens": 9, "longest": 8}, "at most the 8 tokens"),
+        ({"max_episode_tokens": 8}, r"write training=model.training\(turns=tim_jax.Turns\("),
         ({"respond": min, "sampler": []}, r"write training=model.training\(mismatch="),
     ],
 )
 def test_what_episodes_need_is_said_at_once(model, options, message):
     options = dict(options)
-    if turns := options.pop("turns", None):
-        options["training"] = model.training(turns=turns)
+    if longest := options.pop("longest", None):
+        options["training"] = model.training(turns=tim.Turns(), max_tokens=longest)
     with pytest.raises(InputError, match=message):
         tim.grpo(model, [("1+1=", 2)], steps=1, **options)
 

@@ -18,7 +18,7 @@ from tim_jax import api
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import Architecture
-from tim_jax.app.jobs import checks
+from tim_jax.app.jobs import checks, memory
 from tim_jax.app.run import checkpoints, sources
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, OutOfMemoryError
@@ -311,7 +311,7 @@ def allocated():
 def explained(fail, doing):
     with (
         pytest.raises(OutOfMemoryError) as caught,
-        checks.explain_memory(lambda: WAYS),
+        memory.explained(lambda: WAYS),
         waiting.during(doing),
     ):
         fail()
@@ -348,16 +348,16 @@ def test_how_much_was_asked_for(message):
 
 
 def test_other_errors_of_the_runtime_keep_their_traceback():
-    with pytest.raises(JaxRuntimeError, match="INTERNAL"), checks.explain_memory(lambda: WAYS):
+    with pytest.raises(JaxRuntimeError, match="INTERNAL"), memory.explained(lambda: WAYS):
         raise JaxRuntimeError("INTERNAL: a fault")
 
 
 def test_three_settings_of_a_run_for_each_stage():
-    found = checks.less_memory(toml.load(None, ["learner.micro_batch=8", "sampler.slots=16"]))
+    found = memory.of_run(toml.load(None, ["learner.micro_batch=8", "sampler.slots=16"]))
     assert all(len(ways) == 3 for ways in found.values())
     assert found["sampling"][0] == "sampler.slots below 16"
     assert found[""][:2] == ("learner.micro_batch below 8", "learner.remat = true")
-    of_turns = checks.less_memory(toml.load("configs/turns.toml", ["sampler.pages=40"]))
+    of_turns = memory.of_run(toml.load("configs/turns.toml", ["sampler.pages=40"]))
     longest = "sampling.max_episode_tokens below 32"
     assert of_turns["sampling"][:2] == ("sampler.pages below 40", longest)
     assert of_turns[""][1:] == ("learner.remat = true", longest)
@@ -370,13 +370,13 @@ def test_a_run_with_checkpoints_is_told_what_it_may_change_first(tmp_path, monke
     monkeypatch.setattr(checks.jax, "devices", lambda: [chip])
     config = toml.load(None, [f"run.folder={tmp_path}", "sampler.slots=16"])
     length = f"sampling.max_tokens below {config.sampling.max_tokens}"
-    before = checks.less_memory(config)
+    before = memory.of_run(config)
     assert before["sampling"] == ("sampler.slots below 16", "learner.offload = true", length)
     ahead = toml.load(None, [f"run.folder={tmp_path}", "sampler.max_staleness=1"])
-    assert "learner.offload = true" not in checks.less_memory(ahead)["sampling"]
+    assert "learner.offload = true" not in memory.of_run(ahead)["sampling"]
     assert before[""][0].startswith("learner.micro_batch below ")
     (tmp_path / "checkpoints" / "0").mkdir(parents=True)
-    after = checks.less_memory(config)
+    after = memory.of_run(config)
     wider = "placement.fsdp above 1, with more devices"
     assert after["sampling"] == ("sampler.slots below 16", "learner.offload = true", wider)
     assert after[""][:2] == ("learner.remat = true", wider)

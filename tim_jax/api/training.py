@@ -140,7 +140,7 @@ IN_TRAINING = {
     **{one.name: f"objective=tim_jax.objectives.grpo({one.name}=...)" for one in fields(Objective)},
     **{name: f"training=model.training({name}=...)" for name in FIELDS},
     "sampler": "training=model.training(mismatch=[...])",
-    "max_episode_tokens": "training=model.training(turns=tim_jax.Turns(max_episode_tokens=...))",
+    "max_episode_tokens": "training=model.training(turns=tim_jax.Turns(...), max_tokens=...)",
 }
 """Arguments that `grpo` and `learn` take inside of others, and how."""
 
@@ -189,9 +189,9 @@ def grpo(
       max_tokens: of a response, with `respond` of one turn; if None, 256, or half of the model's
         positions (with `respond`, a 32nd) if that is less.
       max_turns: of an episode, after which it ends as it is; 8 if None. All its turns and replies
-        have twice `max_turns` times `max_tokens` tokens, or as many as the model has room for, if
-        `training` does not say `max_episode_tokens`; an episode ends before a reply that does not
-        fit.
+        have at most twice `max_turns` times `max_tokens` tokens, or as many as the model has room
+        for; or if `training` has turns, its own `max_tokens`. An episode ends before a reply that
+        does not fit.
       optimizer: of optax; AdamW with a learning rate of 1e-6 if None. A model in float16 scales the
         loss, so that small gradients are not lost: as `optimizers.dynamic_loss_scale(optimizer)`
         does, unless it is one already.
@@ -275,17 +275,15 @@ def _episodes(
     for name, value in (("max_turns", max_turns), ("max_tokens", tokens)):
         if value is not None:
             whole(f"grpo: {name}", value, least=1)
-    known = training.turns if isinstance(training, Training) else None
-    turns = known or Turns(max_tokens=max(1, min(256, model.config.max_positions // 32)))
-    turns = replace(
-        turns, max_turns=max_turns or turns.max_turns, max_tokens=tokens or turns.max_tokens
-    )
-    longest = turns.max_episode_tokens
-    if longest is None:
-        text = text_of(model, task.train, turns.max_tokens, *_template(model, task))
-        room = model.config.max_positions - text.max_prompt_length
-        longest = min(2 * turns.max_turns * turns.max_tokens, room)
-    return {"turns": replace(turns, max_episode_tokens=None), "max_tokens": longest}
+    own = training if isinstance(training, Training) and training.turns else None
+    turns = own.turns if own else None
+    turns = turns or Turns(max_tokens=max(1, min(256, model.config.max_positions // 32)))
+    turns = Turns(max_turns or turns.max_turns, tokens or turns.max_tokens)
+    if own:
+        return {"turns": turns, "max_tokens": own.execution.sampling.max_tokens}
+    text = text_of(model, task.train, turns.max_tokens, *_template(model, task))
+    room = model.config.max_positions - text.max_prompt_length
+    return {"turns": turns, "max_tokens": min(2 * turns.max_turns * turns.max_tokens, room)}
 
 
 def settle(

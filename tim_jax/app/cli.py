@@ -312,13 +312,13 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _ablate(arguments: argparse.Namespace) -> int:
-    from tim_jax.app.jobs import audit, checks
+    from tim_jax.app.jobs import audit, memory
 
     for name in ("quick", "family", "interpret", "several_tiles"):
         if getattr(arguments, name):
             raise InputError(f"--{name.replace('_', '-')} does not go with --sampler")
     dial = audit.read_dial(arguments.sampler)
-    with checks.explain_memory(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
+    with memory.explained(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
         bench = audit.make_bench(
             arguments.model,
             prompts=arguments.prompts or 32,

@@ -23,21 +23,18 @@ Credit = Literal["episode", "turn"]
 
 @dataclass(frozen=True)
 class Turns:
-    """How long an episode with an environment may be."""
+    """How long an episode with an environment may be, beside its tokens (`Sampling.max_tokens`)."""
 
     max_turns: int = 8
     """Turns of the policy."""
     max_tokens: int = 64
     """Tokens of one of them."""
-    max_episode_tokens: int | None = None
-    """Of all turns and replies: what `Sampling.max_tokens` is for an episode. None: that. `grpo`
-    takes twice `max_turns` times `max_tokens` then, or what the model has room for."""
 
     def __post_init__(self):
         check_kinds(self)
-        for name in ("max_turns", "max_tokens", "max_episode_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InputError(f"Turns: {name} must be positive, got {value}")
+        for name in ("max_turns", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"Turns: {name} must be positive, got {getattr(self, name)}")
 
 
 class RuleError(InputError):

@@ -11,6 +11,7 @@ from tim_jax import optimizers, placement
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import changed, changes, check_kinds
 from tim_jax.mismatch import Mismatch, dial
+from tim_jax.model.adapters import Lora
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.placement import SINGLE, Devices, Placement, check_host
 from tim_jax.rl import rules
@@ -72,12 +73,7 @@ class Training:
 
     def __post_init__(self):
         check_kinds(self)
-        for name, where in (
-            ("placement", self.execution.placement),
-            ("sampler_placement", self.sampler.placement or SINGLE),
-        ):
-            if not isinstance(where, Placement):
-                raise InputError(f"{name} must be a tim_jax.Placement, got {where!r}")
+        self._check_values()
         # There is one routing: the learner's experts are what the forward records or takes.
         routed = replace(self.execution, routing=self.learning.routing)
         object.__setattr__(self, "execution", routed)
@@ -89,6 +85,19 @@ class Training:
         texts = (f"{name}={text}" for name, text in own.items())
         lines = (textwrap.fill(text, 98, subsequent_indent="  ") for text in texts)
         return f"Training of {size}:\n" + textwrap.indent("\n".join(lines), "  ")
+
+    def _check_values(self) -> None:
+        """Refuses what is no value of its kind; `check_kinds` knows the plain kinds alone."""
+        if not isinstance(self.sampler, Sampler):
+            raise InputError(f"sampler must be a tim_jax.rl.training.Sampler, got {self.sampler!r}")
+        for name, value, kind in (
+            ("placement", self.execution.placement, Placement),
+            ("sampler_placement", self.sampler.placement or SINGLE, Placement),
+            ("lora", Lora() if self.execution.lora is None else self.execution.lora, Lora),
+            ("turns", Turns() if self.turns is None else self.turns, Turns),
+        ):
+            if not isinstance(value, kind):
+                raise InputError(f"{name} must be a tim_jax.{kind.__name__}, got {value!r}")
 
     @property
     def stops_unless_exact(self) -> bool:
@@ -191,13 +200,9 @@ class Training:
 
     def _check_turns(self, turns: Turns) -> None:
         learning, sampler = self.learning, self.sampler
-        longest, most = self.execution.sampling.max_tokens, turns.max_episode_tokens
-        if most not in (None, longest):
-            rule = f"must be the {longest} of execution.sampling.max_tokens, or left out"
-            raise rules.RuleError("max_episode_tokens", most, rule)
         rules.check_turns(
             max_tokens=turns.max_tokens,
-            longest=longest,
+            longest=self.execution.sampling.max_tokens,
             sampler_placement=self.drawing.placement,
             max_staleness=sampler.max_staleness,
             routing=learning.routing,

@@ -221,12 +221,12 @@ def test_weights_that_were_replaced_in_flight_are_named_with_their_rows():
     for i in swapped:
         made = by(other, [rows[i]])[0].tolist()
         rows[i]["logprobs"] = [*made[:5], *rows[i]["logprobs"][5:]]
-    found = diagnosed(rows, others=[("before", moved_weights())])
+    found = diagnosed(rows, others=[variants.Candidate("before", moved_weights())])
     assert found.best.explanation.name == "weights of before"
     assert "up to some token of" in found.best.explanation.text
     assert set(found.best.explanation.rows) <= {*swapped}
     whole = [row | {"logprobs": x.tolist()} for row, x in zip(rows, by(other, rows), strict=True)]
-    found = diagnosed(whole, others=[("before", moved_weights())])
+    found = diagnosed(whole, others=[variants.Candidate("before", moved_weights())])
     assert "up to" not in found.best.explanation.text
 
 

@@ -276,7 +276,7 @@ def test_a_diagnosis_of_many_tokens_costs_few_forwards(monkeypatch, off, most):
         return [found[key] for key in keys]
 
     monkeypatch.setattr(evidence, "_of_responses", counted)
-    others = [("before", jax.tree.map(lambda x: 0.98 * x, weights()))]
+    others = [variants.Candidate("before", jax.tree.map(lambda x: 0.98 * x, weights()))]
     rows = noisy_of(sampled(), 102_400, off)
     found = diagnosed(rows, sources=variants.SOURCES[:3], others=others)
     assert explanations.abnormal(found.sizes) == (off > 0)
@@ -425,7 +425,8 @@ def test_unexplained_and_larger_than_numerics_is_a_fault_at_its_first_token():
 @pytest.mark.slow
 def test_other_weights_and_other_prompts_are_named():
     old = jax.jit(tiny.EXECUTION.prepare)(tiny.moved(tiny.params(), 0.02))
-    others = [("step 1", jax.tree.map(lambda x: 0.99 * x, weights())), ("step 2", old)]
+    less = jax.tree.map(lambda x: 0.99 * x, weights())
+    others = [variants.Candidate("step 1", less), variants.Candidate("step 2", old)]
     drawn = sampled()
     found = collect(readers.read(drawn), limits=LIMITS).responses
     seen = evidence.gather(forward()._replace(weights=old), found)

@@ -30,13 +30,13 @@ from tim_jax.model.execution import Batching, Routing, Sampling
 from tim_jax.numerics import Family
 from tim_jax.objectives import Objective
 from tim_jax.rl.rules import Credit, Turns
+from tim_jax.tasks import environments
 from tim_jax.tasks.builtin import Quality
 from tim_jax.tasks.dataset import DatasetSource
 
 if TYPE_CHECKING:
     from tim_jax.mismatch import Mismatch
 
-REPLY_SECONDS, REPLY_WORKERS, REPLY_MEMORY = 30.0, 4, 8.0
 REWARD_SECONDS = 600.0  # a judge over a network may take minutes
 WandbMode = Literal["online", "offline", "disabled"]
 FamilyChoice = Literal["auto", Family]
@@ -355,11 +355,11 @@ class _Graded(Section):
     environment: Respond | None = None
     """Of episodes of several turns: `file.py:respond` or `module:respond`, in processes of its own.
     Its rewards are those of the task."""
-    environment_time_limit: Seconds = REPLY_SECONDS
+    environment_time_limit: Seconds = environments.SECONDS
     """Seconds by the clock until a reply; an episode that gets none ends there."""
-    environment_workers: Count = REPLY_WORKERS
+    environment_workers: Count = environments.WORKERS
     """Processes of the environment."""
-    environment_memory: Annotated[float, Field(gt=0, le=1e6)] = REPLY_MEMORY
+    environment_memory: Annotated[float, Field(gt=0, le=1e6)] = environments.MEMORY
     """GiB of address space that each of them may take; CUDA's libraries alone need more."""
     history: Literal["refuse", "keep"] = "refuse"
     """What is done about a chat template that rewrites earlier turns: refuse it, or keep them as
@@ -406,11 +406,11 @@ class DatasetTask(DatasetSource):
     """As for other tasks."""
     environment: Respond | None = None
     """As for other tasks; the state of an episode begins as its row's answer."""
-    environment_time_limit: Seconds = REPLY_SECONDS
+    environment_time_limit: Seconds = environments.SECONDS
     """As for other tasks."""
-    environment_workers: Count = REPLY_WORKERS
+    environment_workers: Count = environments.WORKERS
     """As for other tasks."""
-    environment_memory: Annotated[float, Field(gt=0, le=1e6)] = REPLY_MEMORY
+    environment_memory: Annotated[float, Field(gt=0, le=1e6)] = environments.MEMORY
     """As for other tasks."""
     history: Literal["refuse", "keep"] = "refuse"
     """As for other tasks."""

@@ -19,7 +19,7 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import FamilyChoice
-from tim_jax.app.jobs import checks
+from tim_jax.app.jobs import checks, memory
 from tim_jax.app.run import assembly, charts, checkpoints, folders, grading, sources
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common import waiting
@@ -73,7 +73,7 @@ def audit_model(
     Returns:
       The result as JSON, and whether every token of every case was equal and all gradients right.
     """
-    with checks.explain_memory(
+    with memory.explained(
         lambda: {"": ("--quick", "a smaller model", "fewer devices, as all are audited")}
     ):
         config, params = _audited(source, dtype)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tim_jax.api import model as opening
 from tim_jax.api import rollouts
 from tim_jax.app.config.sections import FamilyChoice
-from tim_jax.app.jobs import checks
+from tim_jax.app.jobs import checks, memory
 from tim_jax.common import inputs
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Sampling
@@ -44,7 +44,7 @@ def generate(
         `calibration.calibrate_once`; a run's own measurement serves as well.
     """
     ways = {"": ("--samples", "--max-tokens", "--dtype bfloat16, or --fsdp with more devices")}
-    with checks.explain_memory(lambda: ways):
+    with memory.explained(lambda: ways):
         model = opening.begin(source, dtype=dtype, family=family, placement=where)
         sampling = Sampling(max_tokens or min(_MOST_TOKENS, model.most_tokens), **shape)
         request = rollouts.request(

@@ -12,7 +12,7 @@ import jax
 
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.jobs import checks
+from tim_jax.app.jobs import checks, memory
 from tim_jax.app.run import assembly, checkpoints, folders, grading, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.display import Completion, completion_line
@@ -167,7 +167,7 @@ def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, fl
             update={"path": model, "preset": None, "architecture": None}
         )
         config = config.model_copy(update={"model": section, "lora": None})
-    with checks.explain_memory(partial(checks.less_memory, config)):
+    with memory.explained(partial(memory.of_run, config)):
         return _evaluated(config, of_run=model is None)
 
 

@@ -22,7 +22,7 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import part
-from tim_jax.app.jobs import checks
+from tim_jax.app.jobs import checks, memory
 from tim_jax.app.jobs.models import Job, assemble, shown
 from tim_jax.app.run import assembly, charts, checkpoints, folders, loggers, sources
 from tim_jax.app.run.display import Display, RewardWatch, open_display
@@ -52,7 +52,7 @@ def train_run(config: RunConfig) -> Path:
       InputError, MismatchError, NonFiniteError, PreemptedError, OutOfMemoryError: one clear line
         each; what was written stays.
     """
-    with checks.explain_memory(partial(checks.less_memory, config)):
+    with memory.explained(partial(memory.of_run, config)):
         return _train_run(config)
 
 

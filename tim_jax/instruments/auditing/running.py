@@ -1,4 +1,4 @@
-"""Runs an audit's cases: draws sequences, computes their log-probs again, and compares raw bits.
+"""An audit: draws sequences, computes their log-probs again, compares raw bits, sums it up.
 
 What draws and what computes are the programs of a training run: the sampler's, and the functions
 that the learner differentiates with.

@@ -133,7 +133,7 @@ def diagnose(
     responses: Sequence[Response],
     forward: Forward,
     *,
-    others: Sequence[tuple[Any, ...]] = (),
+    others: Sequence[Candidate] = (),
     tokenizer: Any = None,
     sources: Sequence[Entry] = variants.SOURCES,
 ) -> Verdict:
@@ -142,8 +142,8 @@ def diagnose(
     Args:
       responses: of `rollouts.collect`.
       forward: the model that is said to have drawn them.
-      others: what a `variants.Candidate` has, of weights that may have drawn them instead: earlier
-        checkpoints, or a base model without its adapter.
+      others: weights that may have drawn them instead: earlier checkpoints, or a base model without
+        its adapter.
       tokenizer: for other prompts, and for the turns of episodes.
       sources: of low precision that are tried, the smallest first; most compile a forward.
 
@@ -163,8 +163,7 @@ def diagnose(
     judged = _judge_all(first, tokens, base)
     sizes = sizes_of(tokens.recorded - base.predicted)
     if sizes["largest"] > _ROUNDING and not any(map(_leaves_nothing, judged)):
-        named = [Candidate(*one) for one in others]
-        tried = variants.of_all(forward, named, tokenizer, tokens, sources)
+        tried = variants.of_all(forward, others, tokenizer, tokens, sources)
         most = len(sources) + 3 * len(others) + variants.OTHERS
         judged += _by_forwards(_announced(tried, most), tokens, judged)
         judged += _in_some_layers(judged, tokens, forward)
