@@ -75,10 +75,10 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
         drawn["weights, layer by layer"] = size(weights)
     drawn["float32 factors of products"] = widened
     learnt = {**always, **_learning(workload, state, weights)}
-    if widened:  # one at a time
-        learnt["a float32 factor of products"] = 4 * _elements(weights["head"])
+    if widened:  # one at a time: a gradient's products take their operands row by row
+        learnt["a transposed factor of products"] = workloads.bytes_per_device(weights["head"])
     if workload.execution.lora is not None:  # after the gradient, before they are joined
-        before = learnt["a layer or the logits"] + learnt.get("a float32 factor of products", 0)
+        before = learnt["a layer or the logits"] + learnt.get("a transposed factor of products", 0)
         learnt["merged matrices"] = max(0, size(weights["layers"]) - before)
     return Need("sampling", drawn), Need("update", learnt)
 
