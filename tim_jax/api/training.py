@@ -141,6 +141,7 @@ IN_TRAINING = {
     **{name: f"training=model.training({name}=...)" for name in FIELDS},
     "sampler": "training=model.training(mismatch=[...])",
     "max_episode_tokens": "training=model.training(turns=tim_jax.Turns(...), max_tokens=...)",
+    "history": 'training=model.training(turns=tim_jax.Turns(..., history="cut"), max_tokens=...)',
 }
 """Arguments that `grpo` and `learn` take inside of others, and how."""
 
@@ -191,7 +192,8 @@ def grpo(
       max_turns: of an episode, after which it ends as it is; 8 if None. All its turns and replies
         have at most twice `max_turns` times `max_tokens` tokens, or as many as the model has room
         for; or if `training` has turns, its own `max_tokens`. An episode ends before a reply that
-        does not fit.
+        does not fit. What is done about a chat template that rewrites earlier turns is in the
+        training's turns: `tim_jax.Turns(8, 64, history="cut")`.
       optimizer: of optax; AdamW with a learning rate of 1e-6 if None. A model in float16 scales the
         loss, so that small gradients are not lost: as `optimizers.dynamic_loss_scale(optimizer)`
         does, unless it is one already.
@@ -237,7 +239,9 @@ def grpo(
     check_longest(run, text.max_prompt_length + most)
     environment = None
     if task.environment is not None:
-        environment = text.bridged(task.environment, run.execution.sampling.stop_tokens)
+        assert run.turns is not None  # of `_episodes`
+        stops, history = run.execution.sampling.stop_tokens, run.turns.history
+        environment = text.bridged(task.environment, stops, history)
     built = programs.build(run)
     # An optimizer is functions, which have no text.
     settings = [getattr(run, one.name) for one in fields(run) if one.name != "optimizer"]
@@ -278,7 +282,8 @@ def _episodes(
     own = training if isinstance(training, Training) and training.turns else None
     turns = own.turns if own else None
     turns = turns or Turns(max_tokens=max(1, min(256, model.config.max_positions // 32)))
-    turns = Turns(max_turns or turns.max_turns, tokens or turns.max_tokens)
+    own_limits = max_turns or turns.max_turns, tokens or turns.max_tokens
+    turns = Turns(*own_limits, history=turns.history)
     if own:
         return {"turns": turns, "max_tokens": own.execution.sampling.max_tokens}
     text = text_of(model, task.train, turns.max_tokens, *_template(model, task))

@@ -4,10 +4,11 @@ P: prompts, B: sequences (prompts times samples), Tp: padded prompt length, R: l
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 
@@ -23,6 +24,14 @@ class Prompts:
     tokens: jax.Array  # i32[P, Tp], anything beyond `lengths`
     lengths: jax.Array  # i32[P], at least 1
     ids: jax.Array  # i32[P], names the prompt's random numbers; not its row
+
+
+def more_rows(x: Any, parts: int, wanted: int) -> Any:
+    """Rows [n * parts, ...] as [n * wanted, ...], with zeros in those that are added."""
+    x = x.reshape(-1, parts, *x.shape[1:])
+    pad = jnp.pad if isinstance(x, jax.Array) else np.pad
+    x = pad(x, [(0, wanted - parts if axis == 1 else 0) for axis in range(x.ndim)])
+    return x.reshape(-1, *x.shape[2:])
 
 
 class Names(NamedTuple):
@@ -45,6 +54,15 @@ class Names(NamedTuple):
             numbers = numbers + jnp.repeat(jnp.broadcast_to(first, prompts.ids.shape), samples)
         return cls(key, jnp.repeat(prompts.ids, samples), numbers)
 
+    def of_parts(self, parts: int, samples: int) -> "Names":
+        """Those of episodes in `parts` rows each. A row that is not the first has the number of a
+        sample beyond the `samples` of its prompt, so no two rows draw by the same numbers.
+        """
+        if parts == 1:
+            return self
+        numbers = self.samples[:, None] + samples * jnp.arange(parts, dtype=jnp.int32)
+        return Names(self.key, jnp.repeat(self.prompts, parts), numbers.reshape(-1))
+
     @property
     def streams(self) -> jax.Array:
         """PRNG keys [B], those of the sampler's draws."""
@@ -64,7 +82,10 @@ class Rollout:
     """Sampled responses with the log-probs of the distribution that each token was drawn from.
 
     An episode of several turns is one response: what the policy drew and what its environment
-    replied, in order, with `drawn` to tell them apart.
+    replied, in order, with `drawn` to tell them apart. Where a chat template rewrites what was
+    said, an episode is cut and goes on in another row; then each has `parts` rows, one after the
+    other, of which those that it does not need are empty. The conversation that is rendered anew
+    begins in the row's prompt and goes on in its response, and counts as not drawn.
 
     `drawn_log_probs` and `hidden` are there only if a sampler misreports on purpose
     (`tim_jax.mismatch`), `routes` only if a mixture's sampler was asked to record them, `supports`
@@ -76,7 +97,7 @@ class Rollout:
     responses: jax.Array  # i32[B, R], stop token included
     lengths: jax.Array  # i32[B], response tokens, drawn or not; the source of masks
     log_probs: jax.Array  # f32[B, R], 0 beyond `lengths`
-    finished: jax.Array  # bool[B], False where the maximum length cut the response
+    finished: jax.Array  # bool[B], ends with an end token; False where a length cut the response
     drawn_log_probs: jax.Array | None = None  # f32[B, R], where `log_probs` reports others
     hidden: jax.Array | None = None  # bool[B, R], response tokens that the mask leaves out
     # u8 or u16[B, Tp + R, L, k], each position's experts in each layer, the most probable first; a
@@ -87,6 +108,7 @@ class Rollout:
     # bool[B, R], tokens of the policy; False on replies of an environment, which are only context.
     # None: every token of the response was drawn
     drawn: jax.Array | None = None
+    parts: int = struct.field(pytree_node=False, default=1)  # rows of an episode; B = episodes x it
 
     @property
     def mask(self) -> jax.Array:
@@ -97,7 +119,35 @@ class Rollout:
 
     @property
     def drawn_lengths(self) -> jax.Array:
-        """i32[B], drawn tokens of each response, hidden ones among them."""
+        """i32[B / parts], drawn tokens of each response or episode, hidden ones among them."""
         if self.drawn is None:
             return self.lengths
-        return jnp.sum(replace(self, hidden=None).mask, axis=1, dtype=jnp.int32)
+        mask = replace(self, hidden=None).mask
+        return jnp.sum(self.by_episode(mask), axis=1, dtype=jnp.int32)
+
+    @property
+    def finished_episodes(self) -> jax.Array:
+        """bool[B / parts], `finished` of each episode's last row."""
+        if self.parts == 1:
+            return self.finished
+        there, finished = (x.reshape(-1, self.parts) for x in (self.lengths > 0, self.finished))
+        last = jnp.sum(there, axis=1, keepdims=True, dtype=jnp.int32) - 1
+        return jnp.take_along_axis(finished, last, axis=1)[:, 0]
+
+    def by_episode(self, x: jax.Array) -> jax.Array:
+        """[B, R] as [B / parts, parts * R]: the rows of an episode one after the other."""
+        return x if self.parts == 1 else x.reshape(-1, self.parts * x.shape[1])
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """Values [B / parts] of episodes, or what `by_episode` gives, as those of their rows."""
+        if self.parts == 1:
+            return x
+        whole = x.ndim == 1
+        return jnp.repeat(x, self.parts) if whole else x.reshape(x.shape[0] * self.parts, -1)
+
+    def in_parts(self, parts: int) -> "Rollout":
+        """The rollout with this many rows of each episode, no fewer than it has."""
+        if parts == self.parts:
+            return self
+        wider = jax.tree.map(lambda x: more_rows(x, self.parts, parts), self)
+        return replace(wider, parts=parts)

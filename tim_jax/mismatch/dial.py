@@ -233,7 +233,7 @@ def report(
     rollout: Rollout, prompts: Prompts, key: jax.Array, *, mismatch: Mismatch, samples: int
 ) -> Rollout:
     """The last step: the rollout as it is reported to the learner."""
-    names = Names.of(prompts, key, samples)
+    names = Names.of(prompts, key, samples).of_parts(rollout.parts, samples)
     for entry in mismatch.active:
         rollout = entry.rollout(rollout, names)
     return rollout

@@ -42,6 +42,7 @@ def token_weights(
     max_length: int | None = None,
     kept: jax.Array | None = None,
     denominator: Denominator = "response",
+    parts: int = 1,
 ) -> jax.Array:
     """Returns f32[B, R], the weight of each token's loss in the batch's loss; 0 off the mask.
 
@@ -61,8 +62,12 @@ def token_weights(
       token_mean, but not that of sums over sequences. verl's trainer v0 divides so in decoupled
       mode; docs/corrections.md says what its other trainer and its bypass mode do
 
-    Rows without a token (dropped groups) do not count in N. Compute the weights from a whole update
-    batch and give each micro-batch its rows. Counts are integers, so sharding changes no bit.
+    With `parts` a sequence is an episode in this many rows, one after the other. It weighs as much
+    as one in a single row, and its tokens share that.
+
+    Sequences without a token (dropped groups) do not count in N. Compute the weights from a whole
+    update batch and give each micro-batch its rows. Counts are integers, so sharding changes no
+    bit.
 
     Raises:
         InputError: an unknown name, `max_length` missing, or shapes that differ.
@@ -71,8 +76,13 @@ def token_weights(
     check_choice("denominator", denominator, get_args(Denominator))
     check_tokens({"mask": mask, "kept": kept}, mask.shape)
     kept = mask if kept is None else mask & kept
-    lengths = row_count(mask if denominator == "response" else kept)
-    counted = row_count(kept if denominator == "survivors" else mask) > 0
+
+    def lengths_of(mask: jax.Array) -> jax.Array:
+        lengths = row_count(mask)
+        return lengths if parts == 1 else jnp.sum(lengths.reshape(-1, parts), 1, dtype=jnp.int32)
+
+    lengths = lengths_of(mask if denominator == "response" else kept)
+    counted = lengths_of(kept if denominator == "survivors" else mask) > 0
     sequences = jnp.maximum(jnp.sum(counted, dtype=jnp.int32), 1).astype(jnp.float32)
     if aggregation == "token_mean":
         tokens = jnp.maximum(jnp.sum(lengths, dtype=jnp.int32), 1).astype(jnp.float32)
@@ -85,6 +95,7 @@ def token_weights(
         per_row = jnp.full(lengths.shape, 1.0, jnp.float32) / sequences
     else:
         per_row = jnp.full(lengths.shape, 1.0, jnp.float32) / (sequences * float(max_length or 1))
+    per_row = per_row if parts == 1 else jnp.repeat(per_row, parts)
     return jnp.where(mask, per_row[:, None], 0.0)
 
 
@@ -311,7 +322,9 @@ class Objective:
             **arrays,
         )
 
-    def token_weights(self, mask: jax.Array, kept: jax.Array | None = None) -> jax.Array:
+    def token_weights(
+        self, mask: jax.Array, kept: jax.Array | None = None, *, parts: int = 1
+    ) -> jax.Array:
         """Returns f32[B, R]; see `token_weights`."""
         return token_weights(
             mask,
@@ -319,6 +332,7 @@ class Objective:
             max_length=self.max_length,
             kept=kept,
             denominator=self.denominator,
+            parts=parts,
         )
 
     def select(

@@ -19,15 +19,15 @@ import numpy as np
 
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
-from tim_jax.common.types import Prompts, Rollout
+from tim_jax.common.types import Prompts, Rollout, more_rows
 from tim_jax.objectives import advantages
 from tim_jax.rl import episodes
 from tim_jax.rl.episodes import Played
 from tim_jax.rl.programs import Programs
 from tim_jax.tasks import base
 from tim_jax.tasks.base import Example, Task
-from tim_jax.tasks.bridges import Bridge, Bridged, History
-from tim_jax.tasks.episodes import Answering, Environment
+from tim_jax.tasks.bridges import Bridge, Bridged
+from tim_jax.tasks.episodes import Answering, Environment, History
 from tim_jax.tasks.text import check_prompts, dated, encode_prompt
 
 SAMPLING = "sampling"  # what a wait for it, and memory that runs out in it, are called
@@ -148,7 +148,7 @@ class Drawn(NamedTuple):
 
     rollout: Rollout
     samples: list[Sample]
-    rewards: np.ndarray  # f32[B]
+    rewards: np.ndarray  # f32[B], or where the rollout has parts, one for each episode
     greedy_rewards: np.ndarray | None  # f32[prompts], of the greedy responses, if they are drawn
     metrics: dict[str, float]
     seconds: dict[str, float]  # that sampling and grading took
@@ -318,6 +318,7 @@ def play(
         programs=programs,
         environment=environment,
         states=[base.state_of(example) for example in examples],
+        asked=[example.prompt for example in examples],
         text=partial(text.tokenizer.decode, skip_special_tokens=True),
     )
 
@@ -343,8 +344,38 @@ def of_episodes(examples: Sequence[Example], played: Played, text: Text) -> list
     """Episodes as samples. What their environment replied is in the completions."""
     count = len(played.rewards) // len(examples)
     repeated = [example for example in examples for _ in range(count)]
-    rows = zip(repeated, text.completions(played.rollout), played.rewards, strict=True)
+    rows = zip(repeated, _said(played.rollout, text), played.rewards, strict=True)
     return [Sample(prompt_text(x), said, x.answer, float(reward)) for x, said, reward in rows]
+
+
+def _said(rollout: Rollout, text: Text) -> list[str]:
+    """The text of each episode. One in several rows has of each what differs from the one before,
+    on a new line: the conversation from where it was rendered anew, and what follows."""
+    if rollout.parts == 1:
+        return text.completions(rollout)
+    rollout, said = jax.device_get(rollout), []
+    wholes = [
+        [*prompt[:start], *response[:length]]
+        for prompt, start, response, length in zip(
+            rollout.prompts,
+            rollout.prompt_lengths,
+            rollout.responses,
+            rollout.lengths,
+            strict=True,
+        )
+    ]
+    for first in range(0, len(wholes), rollout.parts):
+        before = wholes[first][: rollout.prompt_lengths[first]]
+        texts = []
+        for whole in filter(None, wholes[first : first + rollout.parts]):
+            same = (
+                i for i, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]
+            )
+            start = next(same, min(len(before), len(whole)))
+            texts.append(text.tokenizer.decode(whole[start:], skip_special_tokens=True))
+            before = whole
+        said.append("\n".join(texts))
+    return said
 
 
 def environment_faults(failed: np.ndarray) -> dict[str, float]:
@@ -397,15 +428,20 @@ def _refilled(drawn: Drawn, more: Drawn, *, programs: Programs) -> Drawn:
     count = len(drawn.rewards) // group
     places = np.arange(count)
     places[empty[: len(full)]] = count + full[: len(empty)]
-    rows = (places[:, None] * group + np.arange(group)[None, :]).reshape(-1)
+    rows = _members(places, group)
     samples = [*drawn.samples, *more.samples]
     greedy, turned = None, None
+    parts = max(drawn.rollout.parts, more.rollout.parts)
+    both = [one.rollout.in_parts(parts) for one in (drawn, more)]
+    of_rows = _members(rows, parts)
     if drawn.turn_rewards is not None and more.turn_rewards is not None:
-        turned = np.concatenate([drawn.turn_rewards, more.turn_rewards])[rows]
+        turned = np.concatenate(
+            [more_rows(one.turn_rewards, one.rollout.parts, parts) for one in (drawn, more)]
+        )[of_rows]
     if drawn.greedy_rewards is not None and more.greedy_rewards is not None:
         greedy = np.concatenate([drawn.greedy_rewards, more.greedy_rewards])[places]
     return Drawn(
-        rollout=programs.merge(drawn.rollout, more.rollout, jnp.asarray(rows, jnp.int32)),
+        rollout=programs.merge(*both, jnp.asarray(of_rows, jnp.int32)),
         samples=[samples[row] for row in rows],
         rewards=np.concatenate([drawn.rewards, more.rewards])[rows],
         greedy_rewards=greedy,
@@ -413,6 +449,11 @@ def _refilled(drawn: Drawn, more: Drawn, *, programs: Programs) -> Drawn:
         seconds=_added(drawn.seconds, more.seconds),
         turn_rewards=turned,
     )
+
+
+def _members(numbers: np.ndarray, size: int) -> np.ndarray:
+    """The rows of things that have `size` rows each."""
+    return (numbers[:, None] * size + np.arange(size)[None, :]).reshape(-1)
 
 
 def step_key(seed: int, step: int) -> jax.Array:
@@ -462,7 +503,7 @@ def rollout_metrics(rollout: Rollout, rewards: np.ndarray) -> dict[str, float]:
 
     Lengths are of drawn tokens: in an episode, of all its turns.
     """
-    lengths, finished = jax.device_get((rollout.drawn_lengths, rollout.finished))
+    lengths, finished = jax.device_get((rollout.drawn_lengths, rollout.finished_episodes))
     return {
         "reward": float(np.mean(rewards)),
         "reward_std": float(np.std(rewards)),

@@ -6,6 +6,9 @@ its keys and values and no slot. Without pages there is a slot for every row. Wi
 nothing but a place in a batch: any rows that have pages for their next tokens can go on, the first
 ones first. Where pages do not suffice, the last rows give theirs back, and what they had is
 computed once more later. None of this changes a bit.
+
+An environment may say all that the next turn is drawn after, in place of a reply (`Outcome.anew`).
+Then the episode goes on in a new row, under other random numbers. The row before it is as it was.
 """
 
 import copy
@@ -33,6 +36,8 @@ from tim_jax.tasks.episodes import Asker, Completion, Environment, Outcome, Turn
 
 _POSITIONS, _TOGETHER, _CHUNKS = 32, 4, 8  # of a chunk, sequences of one, chunks of a call
 _COPIES = 64  # of pages, in a call
+# Of `_Books`, what a row of a rollout is made of.
+_OF_ROWS = "starts", "sequences", "lengths", "log_probs", "drawn_with", "drawn", "rewards", "ended"
 
 
 class Programs(NamedTuple):
@@ -113,11 +118,11 @@ def build(
 
 
 class Played(NamedTuple):
-    """Episodes, N of them; row p * samples + s is sample s of prompt p."""
+    """Episodes, N of them; number p * samples + s is sample s of prompt p."""
 
-    rollout: Rollout
+    rollout: Rollout  # of B rows: N times its `parts`
     rewards: np.ndarray  # f32[N], the sum over each one's turns
-    turn_rewards: np.ndarray  # f32[N, R], each turn's at its last token
+    turn_rewards: np.ndarray  # f32[B, R], each turn's at its last token
     failed: np.ndarray  # bool[N], the environment failed
     metrics: dict[str, float]
     seconds: float  # that devices stood still for the environment
@@ -132,23 +137,25 @@ def play(
     environment: Environment,
     states: Sequence[Any],
     text: Callable[[list[int]], str],
+    asked: Sequence[Any] | None = None,
 ) -> Played:
     """Plays the episodes of a step to their ends.
 
     An episode ends when its environment says so or fails, after `turns.max_turns` turns, or where
     the longest response leaves no room for the reply and a token after it. The reply is then left
-    out.
+    out. The longest response is that of a row, if an episode has several.
 
     Args:
       states: of the environment, one for each prompt; every sample has a copy.
       text: tokens of a turn, without the end token -> its text.
+      asked: the prompts as text or messages, for an environment that renders them anew.
 
     Raises:
       InputError: pages that do not hold one episode, or a reply that is no tokens of the model.
     """
     pool = programs.pool(*prompts.tokens.shape)
     weights, cache, first, keys = programs.begin(weights, prompts, key, pool=pool)
-    books = _Books.of(prompts, states, programs, first, np.asarray(keys))
+    books = _Books.of(prompts, states, programs, first, np.asarray(keys), asked)
     held = _Pages(books, pool, cache)
     most = min(programs.batching.slots or books.count, books.count)
     names = Names.of(prompts, key, programs.samples)
@@ -165,7 +172,7 @@ def play(
             cache = _extended(cache, weights, rows, books, held, programs)
             work = books.work(rows, held, _width(len(rows), books.count, programs))
             until = np.int32(3 * len(rows) // 4)
-            cache, found = programs.decode(weights, cache, names, work, until)
+            cache, found = programs.decode(weights, cache, books.named(names), work, until)
             books.take(asker.replies(waited_for=False))  # devices decode meanwhile
             books.record(work, jax.device_get(found))
     rollout = programs.report(books.rollout(prompts), prompts, key)
@@ -225,12 +232,15 @@ class _Books:
     fits: np.ndarray  # bool[N], no reply was left out for want of room
     failed: np.ndarray  # bool[N], the environment failed
     cached: np.ndarray  # i32[N], positions whose keys and values are there
+    shared: np.ndarray  # i32[N], of them those that the prompt has for all its samples
+    asked_first: list[Any]  # what each episode's prompt is, if it is known
+    before: list[list[dict[str, Any]]]  # of each episode its rows before this one, `_OF_ROWS`
     extended: int = 0  # positions computed in chunks
     asked: list[int] = field(default_factory=list)  # rows whose turns have ended just now
 
     @classmethod
     def of(
-        cls, prompts: Prompts, states: Sequence[Any], programs: Programs, first: First, keys
+        cls, prompts: Prompts, states: Sequence[Any], programs: Programs, first: First, keys, asked
     ) -> "_Books":
         """After the first token of each."""
         tokens, starts = (np.asarray(x) for x in (prompts.tokens, prompts.lengths))
@@ -263,6 +273,9 @@ class _Books:
             fits=np.ones(count, bool),
             failed=np.zeros(count, bool),
             cached=starts.copy(),
+            shared=starts.copy(),
+            asked_first=[x for x in asked or [None] * len(states) for _ in range(samples)],
+            before=[[] for _ in range(count)],
         )
         first = jax.device_get(first)
         drawn_with = first.log_probs if first.drawn is None else first.drawn
@@ -280,6 +293,13 @@ class _Books:
     def dump(self) -> int:
         """A position that is never read: the last token of the longest episode has it."""
         return self.sequences.shape[1] - 1
+
+    def named(self, names: Names) -> Names:
+        """What names the random numbers of the rows that the episodes are in now."""
+        cuts = np.asarray([len(rows) for rows in self.before], np.int32)
+        if not cuts.any():
+            return names
+        return names._replace(samples=names.samples + jnp.asarray(self.samples * cuts))
 
     @property
     def needed(self) -> np.ndarray:
@@ -357,6 +377,7 @@ class _Books:
             completion=Completion(text(said.tolist()), tokens, ended),
             state=self.states[row],
             key=self.keys[row, number],
+            asked=self.asked_first[row],
         )
 
     def take(self, replies: Iterator[tuple[int, Outcome]]) -> None:
@@ -368,46 +389,112 @@ class _Books:
             self.turn[row] += 1
             if outcome.done or self.failed[row] or self.turn[row] == self.most.max_turns:
                 self.over[row] = True
+            elif outcome.anew is None:
+                reply = _checked(outcome.tokens, self.vocabulary)
+                if self._fits(row, self.lengths[row] + len(reply)):
+                    start = self.starts[row] + self.lengths[row]
+                    self.sequences[row, start : start + len(reply)] = reply
+                    self._go_on(row, self.lengths[row] + len(reply))
             else:
-                self._go_on(row, _checked(outcome.tokens, self.vocabulary))
+                self._begin_row(row, _checked(outcome.anew, self.vocabulary))
 
-    def _go_on(self, row: int, reply: np.ndarray) -> None:
-        length = self.lengths[row] + len(reply)
+    def _begin_row(self, row: int, tokens: np.ndarray) -> None:
+        """Goes on in a new row, after these tokens. What it has in common with this one stays."""
+        if not tokens.size:
+            raise InputError("environment: a row that is begun anew must have a token")
+        start = min(int(self.starts[row]), len(tokens))
+        if not self._fits(row, len(tokens) - start):
+            return
+        columns = {name: getattr(self, name) for name in _OF_ROWS}
+        self.before[row].append(
+            {n: None if x is None else x[row].copy() for n, x in columns.items()}
+        )
+        same = self.sequences[row, : len(tokens)] == tokens
+        # The newest token's keys and values are computed by the step that draws the next.
+        common = min(int(np.argmin(same)) if not same.all() else len(tokens), len(tokens) - 1)
+        self.cached[row], self.shared[row] = (
+            min(x[row], common) for x in (self.cached, self.shared)
+        )
+        for name in ("log_probs", "drawn_with", "drawn", "rewards"):
+            if (column := getattr(self, name)) is not None:
+                column[row] = 0
+        self.sequences[row, : len(tokens)], self.starts[row] = tokens, start
+        self._go_on(row, len(tokens) - start)
+
+    def _fits(self, row: int, length: int) -> bool:
+        """Whether a row of this length has room for one more token; else its episode is over."""
         if length >= self.room:
             self.over[row], self.fits[row] = True, False
-            return
-        start = self.starts[row] + self.lengths[row]
-        self.sequences[row, start : start + len(reply)] = reply
+        return bool(self.fits[row])
+
+    def _go_on(self, row: int, length: int) -> None:
+        """Lets the policy have its next turn, after this many tokens."""
         self.lengths[row] = self.began[row] = length
         self.limits[row] = min(length + self.most.max_tokens, self.room)
         self.ready[row] = True
 
+    @property
+    def parts(self) -> int:
+        """Rows of an episode in the rollout: a power of two, so that few shapes are compiled."""
+        most = 1 + max(len(rows) for rows in self.before)
+        return 1 << (most - 1).bit_length()
+
+    def _rows(self) -> dict[str, Any]:
+        """`_OF_ROWS` of all rows, [N * parts, ...]; an episode's rows stand together."""
+        found, parts = {name: getattr(self, name) for name in _OF_ROWS}, self.parts
+        for name, last in found.items():
+            if parts == 1 or last is None:
+                continue
+            rows = np.zeros((self.count, parts, *last.shape[1:]), last.dtype)
+            for number, before in enumerate(self.before):
+                some = [row[name] for row in before]
+                rows[number, : len(some) + 1] = [*some, last[number]]
+            found[name] = rows.reshape(-1, *last.shape[1:])
+        return found
+
     def rollout(self, prompts: Prompts) -> Rollout:
         """All episodes, as the learner takes them."""
-        at = self.starts[:, None] + np.arange(self.room)[None, :]
-        inside = np.arange(self.room)[None, :] < self.lengths[:, None]
-        responses = np.where(inside, np.take_along_axis(self.sequences, at, axis=1), 0)
+        rows, parts = self._rows(), self.parts
+        starts, sequences, lengths = (rows[name] for name in ("starts", "sequences", "lengths"))
+        at = starts[:, None] + np.arange(self.room)[None, :]
+        inside = np.arange(self.room)[None, :] < lengths[:, None]
+        responses = np.where(inside, np.take_along_axis(sequences, at, axis=1), 0)
+        asked = jnp.repeat(prompts.tokens, self.samples * parts, axis=0)
+        if parts > 1:
+            width = asked.shape[1]
+            own = np.arange(width)[None, :] < starts[:, None]
+            asked = jnp.asarray(np.where(own, sequences[:, :width], 0))
+        finished = rows["ended"].reshape(-1, parts).copy()
+        for number, before in enumerate(self.before):
+            finished[number, len(before)] &= self.fits[number]
         return Rollout(
-            prompts=jnp.repeat(prompts.tokens, self.samples, axis=0),
-            prompt_lengths=jnp.asarray(self.starts),
+            prompts=asked,
+            prompt_lengths=jnp.asarray(starts),
             responses=jnp.asarray(responses),
-            lengths=jnp.asarray(self.lengths),
-            log_probs=jnp.asarray(self.log_probs),
-            finished=jnp.asarray(self.ended & self.fits),
-            drawn_log_probs=None if self.drawn_with is None else jnp.asarray(self.drawn_with),
-            drawn=jnp.asarray(self.drawn),
+            lengths=jnp.asarray(lengths),
+            log_probs=jnp.asarray(rows["log_probs"]),
+            finished=jnp.asarray(finished.reshape(-1)),
+            drawn_log_probs=None if self.drawn_with is None else jnp.asarray(rows["drawn_with"]),
+            drawn=jnp.asarray(rows["drawn"]),
+            parts=parts,
         )
 
     def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, float]]:
         """Rewards of episodes and of their turns, which episodes failed, and metrics."""
-        drawn = self.drawn.sum()
+        rows = self._rows()
+        drawn, tokens = rows["drawn"].sum(), rows["lengths"].sum()
+        cuts = sum(len(before) for before in self.before)
         metrics = {
             "turns": float(self.turn.mean()),
-            "episode_length": float(self.lengths.mean()),
-            "reply_tokens": float(self.lengths.sum() - drawn),
+            "episode_length": float(tokens / self.count),
+            "reply_tokens": float(tokens - drawn),
             "extended_tokens": float(self.extended),
+            "cuts": float(cuts),
+            "rows": 1.0 + cuts / self.count,
         }
-        return self.rewards.sum(axis=1, dtype=np.float32), self.rewards, self.failed, metrics
+        rewards = rows["rewards"]
+        of_episodes = rewards.reshape(self.count, -1).sum(axis=1, dtype=np.float32)
+        return of_episodes, rewards, self.failed, metrics
 
 
 def _checked(tokens: Any, vocabulary: int) -> np.ndarray:
@@ -429,7 +516,7 @@ class _Pages:
 
     def __init__(self, books: _Books, pool: Pool | None, cache: Cache) -> None:
         count, key = books.count, cache[0].key
-        self.pool, self._starts, self._samples = pool, books.starts, books.samples
+        self.pool, self._samples = pool, books.samples
         if pool is None:
             width = key.shape[1] if key.ndim == 5 else 1  # a row of one piece is one page
             self.tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
@@ -439,6 +526,7 @@ class _Pages:
         self.nowhere = np.full(width, pool.sink, np.int32)
         self.tables = np.tile(self.nowhere, (count, 1))
         self._held = np.zeros(count, np.int32)  # pages of each row, its prompt's among them
+        self._of_prompt = np.zeros(count, np.int32)  # the latter, which nobody writes to
         self._free = list(range(pool.prompts, pool.zeros))[::-1]
         self._copies: list[tuple[int, int]] = []
 
@@ -458,7 +546,9 @@ class _Pages:
     def _give(self, row: int, needed: int, books: _Books) -> bool:
         """Gives a row pages up to `needed`, those of later rows if it must; False: too few."""
         assert self.pool is not None
-        full = int(self._starts[row]) // self.pool.block  # shared with the prompt's other samples
+        full = int(books.shared[row]) // self.pool.block  # shared with the prompt's other samples
+        if full < self._of_prompt[row]:
+            self._take_back(row, books)
         missing = needed - max(self._held[row], full)
         later = np.flatnonzero(self._held[row + 1 :])[::-1] + row + 1
         for victim in later.tolist():
@@ -470,9 +560,9 @@ class _Pages:
         of_prompt = row // self._samples * self.pool.width
         if not self._held[row]:
             self.tables[row, :full] = of_prompt + np.arange(full)
-            self._held[row] = full
+            self._held[row] = self._of_prompt[row] = full
         for index in range(self._held[row], needed):
-            begun = index == full and self._starts[row] % self.pool.block
+            begun = index == full and books.shared[row] % self.pool.block
             page = self._free.pop()
             self._copies.append((of_prompt + full if begun else self.pool.zeros, page))
             self.tables[row, index] = page
@@ -482,10 +572,10 @@ class _Pages:
     def _take_back(self, row: int, books: _Books) -> None:
         """Frees the pages of a row, whose keys and values but the prompt's are computed anew."""
         assert self.pool is not None
-        own = self.tables[row, int(self._starts[row]) // self.pool.block : self._held[row]]
+        own = self.tables[row, self._of_prompt[row] : self._held[row]]
         self._free += own.tolist()
-        self.tables[row], self._held[row] = self.pool.sink, 0
-        books.cached[row] = self._starts[row]
+        self.tables[row], self._held[row], self._of_prompt[row] = self.pool.sink, 0, 0
+        books.cached[row] = books.shared[row]
 
     def free_over(self, books: _Books) -> None:
         """Frees the pages of episodes that are over."""

@@ -41,24 +41,20 @@ def score_rows(
 
     `score` is `scoring.score` of an execution; with micro-batches of tokens, in such a buffer.
     With `energy` also the score's energies, see `distribution.score_energy`; else None. `agree` as
-    in `micro_batches.scan_tokens`.
+    in `micro_batches.scan`.
     """
 
     def one(_, part: Rollout):
         scores = score(weights, part, energy=energy)
         return (), (scores.log_probs, scores.energy)
 
-    rows = rollout.lengths.shape[0]
-    size = min(micro_batch or rows, rows)
-    if micro_batch_tokens is None:
-        return micro_batches.scan(one, (), rollout, size=size)[1]
-    return micro_batches.scan_tokens(
+    return micro_batches.scan(
         one,
         (),
         rollout,
-        micro_batches.whole_lengths(rollout),
+        rollout,
+        size=micro_batch,
         tokens=micro_batch_tokens,
-        size=size,
         without=micro_batches.rollout_without,
         agree=agree,
     )[1]
@@ -83,7 +79,7 @@ def experience(
 
     Args:
       carried: from the step before.
-      rewards: f32[B].
+      rewards: f32[B], or one for each episode that has several rows, B / parts.
       greedy_rewards: f32[B / group size], of each prompt's greedy response, for ReMax.
       turn_rewards: f32[B, R], of which `rewards` are the sums, if each turn is given those from it
         on.
@@ -93,7 +89,9 @@ def experience(
     if objective.has_reference and reference is None:
         raise InputError("the objective has a KL to a reference policy, but reference is None")
     counted = _counted(rollout, rewards, learning)
-    mask = counted & rollout.finished[:, None] if objective.drop_cut else counted
+    mask = counted
+    if objective.drop_cut:
+        mask = counted & rollout.by_row(rollout.finished_episodes)[:, None]
     trainer, energies, checked = None, None, None
     if learning.needs_forward:
         trainer, energies = score(weights, rollout, energy=objective.needs_energy)
@@ -112,14 +110,19 @@ def experience(
     )
     if objective.reject_before_advantages:
         counted = _kept(counted, old, rollout, learning, of_step)
-    estimated = objective.advantages(
-        rewards,
-        samples=learning.samples,
-        mask=counted,
-        token_rewards=of_tokens,
-        greedy_rewards=greedy_rewards,
-        energies=energies,
-        log_ratio=None if trainer is None else trainer - rollout.log_probs,
+    arrays = {
+        "mask": counted,
+        "token_rewards": of_tokens,
+        "energies": energies,
+        "log_ratio": None if trainer is None else trainer - rollout.log_probs,
+    }
+    estimated = rollout.by_row(
+        objective.advantages(
+            rewards,
+            samples=learning.samples,
+            greedy_rewards=greedy_rewards,
+            **{name: None if x is None else rollout.by_episode(x) for name, x in arrays.items()},
+        )
     )
     applied = corrections.apply(
         learning.stages.step,
@@ -153,7 +156,7 @@ def _counted(rollout: Rollout, rewards: jax.Array, learning: Learning) -> jax.Ar
     if not learning.objective.drop_uninformative:
         return rollout.mask
     informative = advantages.informative_groups(rewards, learning.samples)
-    return rollout.mask & informative[:, None]
+    return rollout.mask & rollout.by_row(informative)[:, None]
 
 
 def _kept(counted, old, rollout: Rollout, learning: Learning, state: tuple) -> jax.Array:
@@ -172,7 +175,7 @@ def _kept(counted, old, rollout: Rollout, learning: Learning, state: tuple) -> j
 
 
 def _shaped(rewards, rollout: Rollout, old, reference, coefficient, objective: Objective):
-    """Rewards f32[B] less penalties of length, and f32[B, R] of tokens less those of the KL.
+    """Rewards f32[B / parts] less penalties of length, f32[B, R] of tokens less those of the KL.
 
     None where tokens are not rewarded. Also the KL's next coefficient, and metrics.
     """

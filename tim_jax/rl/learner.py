@@ -69,7 +69,8 @@ def update(
     batch, correction, figures = _current(state, weights, batch, policy, learning)
     if learning.objective.balance_coefficient:
         batch = replace(batch, loads=_loads(batch, policy.experts))
-    token_weights = learning.objective.token_weights(batch.mask, batch.kept)
+    parts = batch.rollout.parts
+    token_weights = learning.objective.token_weights(batch.mask, batch.kept, parts=parts)
     gradient, tokens, noise = _gradient(
         policy,
         weights,
@@ -232,14 +233,12 @@ def gradient_rows(
         `scoring.gradient_sums`; None: their gradients are made and added as all others are.
       adapters: that `weights` were merged of: the gradient is with respect to these alone, and no
         sum of a matrix's gradients exists.
-      agree: on the number of micro-batches, with other devices; see `micro_batches.scan_tokens`.
+      agree: on the number of micro-batches, with other devices; see `micro_batches.scan`.
 
     Returns:
       The gradient, and values of every token by name, each [B, R]. With `sums` these stand in it
       for embedding and head.
     """
-    rows = batch.mask.shape[0]
-    size = min(learning.micro_batch or rows, rows)
     trained, put = _trained(weights, sums, adapters)
 
     def loss(trained, sums, *part):
@@ -258,22 +257,19 @@ def gradient_rows(
 
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
     everything = batch, token_weights
-    if learning.micro_batch_tokens is None:
-        (total, sums), tokens = micro_batches.scan(add, (zeros, sums), everything, size=size)
-    else:
-        (total, sums), tokens = micro_batches.scan_tokens(
-            add,
-            (zeros, sums),
-            everything,
-            micro_batches.whole_lengths(batch.rollout),
-            tokens=learning.micro_batch_tokens,
-            size=size,
-            without=lambda part, there: (
-                micro_batches.experience_without(part[0], there),
-                jnp.where(there[:, None], part[1], 0.0),
-            ),
-            agree=agree,
-        )
+    (total, sums), tokens = micro_batches.scan(
+        add,
+        (zeros, sums),
+        everything,
+        batch.rollout,
+        size=learning.micro_batch,
+        tokens=learning.micro_batch_tokens,
+        without=lambda part, there: (
+            micro_batches.experience_without(part[0], there),
+            jnp.where(there[:, None], part[1], 0.0),
+        ),
+        agree=agree,
+    )
     return total | (sums or {}), tokens
 
 

@@ -16,49 +16,45 @@ import jax.numpy as jnp
 from tim_jax.common.types import Rollout
 from tim_jax.rl.types import Experience, split_rows
 
+_ANY_NUMBER = 2**31 - 1  # of tokens
+
 
 def scan(
-    step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Any, *, size: int
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    rows: Any,
+    rollout: Rollout,
+    *,
+    size: int | None,
+    tokens: int | None,
+    without: Callable[[Any, jax.Array], Any],
+    agree: Callable[[jax.Array], jax.Array],
 ) -> tuple[Any, Any]:
-    """`lax.scan` over parts of `size` rows.
+    """`lax.scan` over parts of at most `size` rows, or of at most `tokens` tokens too.
 
     Args:
       step: (carry, rows [size, ...]) -> (carry, tree of arrays [size, R]).
       rows: a tree of arrays [B, ...].
-
-    Returns:
-      The carry, and the arrays as [B, R].
-    """
-    count = jax.tree.leaves(rows)[0].shape[0]
-    if size >= count:
-        return step(carry, rows)
-    carry, made = jax.lax.scan(step, carry, split_rows(rows, size))
-    return carry, jax.tree.map(lambda x: x.reshape(count, -1), made)
-
-
-def scan_tokens(
-    step: Callable[[Any, Any], tuple[Any, Any]],
-    carry: Any,
-    rows: Any,
-    lengths: jax.Array,
-    *,
-    tokens: int,
-    size: int,
-    without: Callable[[Any, jax.Array], Any],
-    agree: Callable[[jax.Array], jax.Array],
-) -> tuple[Any, Any]:
-    """As `scan`, over as many parts as it takes, each of at most `tokens` tokens and `size` rows.
-
-    Args:
-      lengths: i32[B], tokens of the sequences; none has more than `tokens`.
+      rollout: the sequences of the rows. Where an episode has several rows, the empty ones are not
+        computed.
+      size: None: as many as there are sequences, or episodes.
+      tokens: no sequence has more, its prompt included.
       without: (rows [size, ...], bool[size]) -> these without the rows that are False, which stand
         in where a part has fewer.
       agree: i32[], the number of parts here -> the largest that a device beside it has: all of them
         must compute as many.
+
+    Returns:
+      The carry, and the arrays as [B, R].
     """
-    count = lengths.shape[0]
-    part_of = fill(lengths, tokens=tokens, rows=size)
-    parts = agree(jnp.max(part_of) + 1)
+    count = rollout.lengths.shape[0]
+    size = min(size or count // rollout.parts, count)
+    if tokens is None and rollout.parts == 1:
+        return _scan_rows(step, carry, rows, size=size)
+    lengths = whole_lengths(rollout)
+    part_of = fill(lengths, tokens=tokens or _ANY_NUMBER, rows=size)
+    there = part_of if rollout.parts == 1 else jnp.where(rollout.lengths > 0, part_of, 0)
+    parts = agree(jnp.max(there) + 1)
 
     def part(number: jax.Array) -> tuple[jax.Array, Any]:
         (chosen,) = jnp.nonzero(part_of == number, size=size, fill_value=count)
@@ -75,6 +71,14 @@ def scan_tokens(
     shapes = jax.eval_shape(lambda carry: step(carry, part(jnp.int32(0))[1])[1], carry)
     made = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), shapes)
     return jax.lax.fori_loop(0, parts, one, (carry, made))
+
+
+def _scan_rows(step, carry: Any, rows: Any, *, size: int) -> tuple[Any, Any]:
+    count = jax.tree.leaves(rows)[0].shape[0]
+    if size >= count:
+        return step(carry, rows)
+    carry, made = jax.lax.scan(step, carry, split_rows(rows, size))
+    return carry, jax.tree.map(lambda x: x.reshape(count, -1), made)
 
 
 def fill(lengths: jax.Array, *, tokens: int, rows: int) -> jax.Array:

@@ -5,14 +5,15 @@ they take plain values, and name a field as `Training` does. A configuration say
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tim_jax import corrections
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import check_kinds
 from tim_jax.corrections import Correction, Mode
 from tim_jax.objectives import Objective, advantages
 from tim_jax.placement import SINGLE, Placement
+from tim_jax.tasks.episodes import History
 
 # From this many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
 _STEP_OVER_HORIZON = 5
@@ -23,15 +24,19 @@ Credit = Literal["episode", "turn"]
 
 @dataclass(frozen=True)
 class Turns:
-    """How long an episode with an environment may be, beside its tokens (`Sampling.max_tokens`)."""
+    """How an episode goes on, beside its tokens (`Sampling.max_tokens`)."""
 
     max_turns: int = 8
     """Turns of the policy."""
     max_tokens: int = 64
     """Tokens of one of them."""
+    history: History = "refuse"
+    """What is done about a chat template that rewrites earlier turns: refuse it, keep them as they
+    were drawn, or cut the episode there, so that it goes on in a new row."""
 
     def __post_init__(self):
         check_kinds(self)
+        check_choice("Turns: history", self.history, get_args(History))
         for name in ("max_turns", "max_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"Turns: {name} must be positive, got {getattr(self, name)}")
@@ -239,6 +244,13 @@ def check_credit(credit: str, objective: Objective) -> None:
     if credit == "turn" and objective.estimator not in advantages.OF_TOKENS:
         known = ", ".join(sorted(advantages.OF_TOKENS))
         raise RuleError("credit", credit, f"needs an estimator of what follows each token: {known}")
+
+
+def check_cut(history: str, *, noise_scale: bool) -> None:
+    """Refuses to measure the gradient's noise between rows of one episode."""
+    if history == "cut" and noise_scale:
+        rule = 'needs equally many sequences in a micro-batch, and history = "cut" adds some'
+        raise RuleError("noise_scale", True, rule)
 
 
 def check_staleness(max_staleness: int, *, offload: bool) -> None:

@@ -211,6 +211,7 @@ class Training:
         if sampler.mismatch.in_flight is not None:
             raise sampler.mismatch.in_flight.refuse("is for responses of one turn")
         rules.check_credit(learning.credit, learning.objective)
+        rules.check_cut(turns.history, noise_scale=learning.noise_scale)
 
     def _check_rows(self) -> None:
         learning, micro = self.learning, self.learning.micro_batch

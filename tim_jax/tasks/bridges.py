@@ -18,14 +18,18 @@ the bridge.
 Many templates rewrite what was said: they drop the thinking of earlier turns, or move the system
 text to the last message. The policy drew its tokens after other ones than such a template would
 write now. They are refused, unless the user asks for one of two ways out (`History`).
+
+One of them is to cut. Then the whole conversation is rendered at every turn. Where that begins with
+the text so far, the rest of it is the bridge. Where it does not, all of it is what the next turn is
+drawn after, in a new row. What was drawn before stays in the old one.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any, Literal
+from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -38,6 +42,7 @@ from tim_jax.tasks.episodes import (
     Answering,
     Completion,
     Content,
+    History,
     Message,
     Outcome,
     Turn,
@@ -45,16 +50,31 @@ from tim_jax.tasks.episodes import (
 )
 from tim_jax.tasks.text import encode_text, render_chat
 
-History = Literal["refuse", "keep"]
 KEPT = 4096  # replies whose bridges are kept
 ASKED, SAID, AGAIN = "What is the first question?", "This is said.", "That is said again."
 SYSTEM = "What the system is told."
 THINKING = "<think>\nThis is thought.\n</think>\n\n"
 WHERE = "a reply"
+CUT = 'history = "cut" goes on in a new row there'
 WAYS_OUT = (
     ", so that the policy would not have drawn after what it writes now;"
-    ' history = "keep" leaves earlier turns as they were drawn'
+    f' history = "keep" leaves earlier turns as they were drawn, {CUT}'
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Talk:
+    """The state of an episode whose conversation may be rendered anew.
+
+    Attributes:
+      state: the environment's.
+      messages: all so far.
+      text: what the template writes for them, the opening of the policy's next turn included.
+    """
+
+    state: Any
+    messages: tuple[Message, ...] = ()
+    text: str = ""
 
 
 class Bridge:
@@ -65,7 +85,8 @@ class Bridge:
       stop_tokens: with which the policy ends a turn.
       templated: whether prompts go through the chat template. Else a reply is plain text.
       history: what is done about a template that rewrites earlier turns. `refuse` refuses it;
-        `keep` leaves earlier turns as they were drawn, whatever the template would make of them.
+        `keep` leaves earlier turns as they were drawn, whatever the template would make of them;
+        `cut` renders every turn, and goes on in a new row where the template does not append.
     """
 
     def __init__(
@@ -109,6 +130,47 @@ class Bridge:
         ids, end = self._rendered(json.dumps(messages))
         return ids[end:] if completion.ended else ids
 
+    @property
+    def cuts(self) -> bool:
+        """Whether episodes are cut where the template rewrites what was said."""
+        return self.templated and self.history == "cut"
+
+    def begin(self, state: Any, asked: Any) -> Talk:
+        """The conversation of a prompt, text or messages, and the environment's state."""
+        if isinstance(asked, str):
+            asked = (_user(asked),)
+        else:
+            asked = tuple({"role": one.role, "content": one.content} for one in asked)
+        return Talk(state, asked, self._write(*asked))
+
+    def go_on(
+        self, talk: Talk, completion: Completion, content: Content
+    ) -> tuple[Talk, np.ndarray, np.ndarray | None]:
+        """The conversation after a turn of the policy and a reply to it, in text or messages.
+
+        Returns:
+          The conversation; what is appended i32[n]; and if that cannot be, all tokens anew, i32[m].
+
+        Raises:
+          InputError: the reply cannot be rendered or encoded, or is tokens.
+        """
+        reply = _messages(content)
+        if not reply:
+            raise InputError(f'{WHERE} is tokens, which history = "cut" cannot render anew')
+        drawn = completion.tokens[:-1] if completion.ended else completion.tokens
+        said = self.tokenizer.decode(drawn.tolist(), skip_special_tokens=False)
+        messages = (*talk.messages, completion.message or _said(said), *reply)
+        after = Talk(talk.state, messages, self._write(*messages))
+        _check_told(reply, after.text)
+        so_far, encode = f"{talk.text}{said}", partial(encode_text, self.tokenizer, where=WHERE)
+        closing = self._closing(tuple(str(message["role"]) for message in reply))
+        if closing is not None and after.text.startswith(so_far):
+            ids = encode(after.text[len(so_far) :])
+            if tuple(ids[: len(closing)]) == closing:
+                start = len(closing) if completion.ended else 0
+                return after, np.array(ids[start:], np.int32), None
+        return after, np.zeros(0, np.int32), np.array(encode(after.text), np.int32)
+
     def read(self, completion: Completion) -> Completion:
         """Returns the completion with what the tokenizer's response template reads in it."""
         template = getattr(self.tokenizer, "response_template", None)
@@ -145,28 +207,28 @@ class Bridge:
     def _render(self, reply: str) -> tuple[np.ndarray, int]:
         """A reply's bridge after a turn that was cut, and how much of it one that ended has."""
         messages: list[Message] = json.loads(reply)
-        closing = self._closing(tuple(str(message["role"]) for message in messages))
+        closing = self._closing(tuple(str(message["role"]) for message in messages)) or ()
         after = self._after(messages)
-        for message in messages:
-            if message["content"].strip() not in after:
-                raise InputError(
-                    f"{WHERE}: the chat template leaves out the message of the role"
-                    f" {message['role']!r}: {shown(message['content'])}"
-                )
+        _check_told(messages, after)
         ids = encode_text(self.tokenizer, after, where=WHERE)
         if tuple(ids[: len(closing)]) != closing:
             raise InputError(f"{WHERE}: the end of the turn before it depends on what follows")
         return np.array(ids, np.int32), len(closing)
 
-    def _find_closing(self, roles: Sequence[str]) -> tuple[int, ...]:
+    def _find_closing(self, roles: Sequence[str]) -> tuple[int, ...] | None:
         """The tokens that end a turn of the policy, up to its end token, where these roles reply.
+
+        None if the template leaves such turns out, where episodes are cut.
 
         Raises:
           InputError: the template does not only append such replies.
         """
         reply = [{"role": role, "content": f"Reply {i}."} for i, role in enumerate(roles)]
-        fault = self._changes(reply) or (self.history == "refuse" and self._rewrites(reply))
-        if fault:
+        if self.cuts:
+            text = self._write(_user(ASKED), _said(SAID), *reply)
+            if SAID not in text.partition(ASKED)[2]:
+                return None
+        elif fault := self._fault(reply):
             raise InputError(f"episodes of several turns: the chat template {fault}")
         # Ahead of the reply's text only the policy's turn can end.
         ahead = encode_text(
@@ -175,8 +237,14 @@ class Bridge:
         ends = [i + 1 for i, token in enumerate(ahead) if token in self.stop_tokens]
         return tuple(ahead[: ends[0]]) if ends else ()
 
+    def _fault(self, reply: Sequence[Message]) -> str:
+        """Why such replies cannot be appended, or nothing."""
+        if changes := self._changes(reply):
+            return f"{changes}; {CUT}"
+        return self._rewrites(reply) if self.history == "refuse" else ""
+
     def _write(self, *chat: Message) -> str:
-        return render_chat(self.tokenizer, chat, self.options, where=WHERE)
+        return render_chat(self.tokenizer, [*chat], self.options, where=WHERE)
 
     def _after(self, reply: Sequence[Message]) -> str:
         """What the template writes after a turn of the policy to which this is the reply."""
@@ -230,6 +298,16 @@ def _said(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
+def _check_told(messages: Sequence[Message], text: str) -> None:
+    """Refuses messages that a template passes over."""
+    for message in messages:
+        if message["content"].strip() not in text:
+            raise InputError(
+                f"{WHERE}: the chat template leaves out the message of the role"
+                f" {message['role']!r}: {shown(message['content'])}"
+            )
+
+
 def _messages(content: Content) -> list[Message]:
     """A reply as messages; none if it is tokens."""
     if isinstance(content, str):
@@ -253,20 +331,34 @@ class Bridged:
 
     def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
         """Yields (index in `turns`, outcome) for each, in the order in which they are there."""
-        read = [replace(turn, completion=self.bridge.read(turn.completion)) for turn in turns]
+        talks = [self._talk(turn) for turn in turns]
+        read = [
+            replace(turn, completion=self.bridge.read(turn.completion), state=talk.state)
+            for turn, talk in zip(turns, talks, strict=True)
+        ]
         for index, answer in self.source.answers(read):
-            yield index, self._outcome(turns[index].completion, turns[index].state, answer)
+            yield index, self._outcome(read[index].completion, talks[index], answer)
 
     def close(self) -> None:
         """Ends the environment's processes, if it has some."""
         close(self.source)
 
-    def _outcome(self, completion: Completion, before: Any, answer: Answer) -> Outcome:
-        tokens = np.zeros(0, np.int32)
+    def _talk(self, turn: Turn) -> Talk:
+        if isinstance(turn.state, Talk):
+            return turn.state
+        return self.bridge.begin(turn.state, turn.asked) if self.bridge.cuts else Talk(turn.state)
+
+    def _outcome(self, completion: Completion, talk: Talk, answer: Answer) -> Outcome:
+        tokens, anew, state = np.zeros(0, np.int32), None, answer.state
         if not answer.done:
             try:
-                tokens = self.bridge.tokens(completion, answer.content)
+                if self.bridge.cuts:
+                    after, tokens, anew = self.bridge.go_on(talk, completion, answer.content)
+                    state = replace(after, state=answer.state)
+                else:
+                    tokens = self.bridge.tokens(completion, answer.content)
             except InputError as error:
                 what = str(error).removeprefix(WHERE).removeprefix(":").strip()
-                answer = failed(before, "reply", what)
-        return Outcome(answer.state, tokens, answer.reward, answer.done, answer.failure)
+                answer = failed(talk.state, "reply", what)
+                state = answer.state
+        return Outcome(state, tokens, answer.reward, answer.done, answer.failure, anew)

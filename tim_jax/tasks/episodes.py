@@ -2,7 +2,7 @@
 
 A policy and an environment take turns, and write into one row of tokens that is only ever appended
 to. The policy's tokens stay as they were drawn; a reply is rendered once, as tokens that follow
-them.
+them. Where a chat template rewrites what was said, an episode may go on in a new row.
 
 An environment of the user's is one function, `respond(state, completion)`, which returns its next
 state and a `Reply`. Bits and resumption are promised for one that is a function of its arguments: a
@@ -35,6 +35,7 @@ import numpy as np
 Message = Mapping[str, Any]  # with role and content, as chat templates take it
 Content = str | Sequence[Message] | Sequence[int] | np.ndarray
 Failure = Literal["time limit", "crash", "raised", "reply"]
+History = Literal["refuse", "keep", "cut"]  # what is done where a template rewrites earlier turns
 _GRACE = 0.005  # seconds for one more reply before a caller goes on without it
 
 
@@ -84,6 +85,7 @@ class Turn:
       prompt, sample, turn: which one it is within the step, from 0.
       state: the episode's, as the last outcome left it; before the first turn its row's.
       key: u32[2], of (seed, step, prompt, sample, turn).
+      asked: the episode's prompt, text or messages; None if nobody said.
     """
 
     prompt: int
@@ -92,6 +94,7 @@ class Turn:
     completion: Completion
     state: Any
     key: np.ndarray
+    asked: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +118,8 @@ class Outcome:
         where `done`.
       failure: why the environment did not reply, beginning with a `Failure`. Then the reward is 0
         and `done` holds.
+      anew: i32[m], where what was said cannot be appended to: all tokens that the next turn is
+        drawn after, in a new row of the episode. None: `tokens` are appended.
     """
 
     state: Any
@@ -122,6 +127,7 @@ class Outcome:
     reward: float = 0.0
     done: bool = False
     failure: str | None = None
+    anew: np.ndarray | None = None
 
 
 class Answering(Protocol):

@@ -40,6 +40,7 @@ from tim_jax.objectives import Objective, advantages
 from tim_jax.optimizers import AdamW, Decay, LossScale
 from tim_jax.placement import Devices, Placement
 from tim_jax.rl import rules
+from tim_jax.rl.rules import Turns
 from tim_jax.schedules import SurgeDetector
 
 
@@ -288,6 +289,12 @@ class RunConfig(Section):
         return self.learner.objective.value(self.sampling.longest)
 
     @property
+    def turns(self) -> Turns | None:
+        """How episodes of several turns go on, if there are some."""
+        turns, tokens = self.sampling.max_turns, self.sampling.max_tokens
+        return None if turns is None else Turns(turns, tokens, self.task.history)
+
+    @property
     def sequences_per_step(self) -> int:
         """Sequences that one step draws: prompts times samples."""
         return self.learner.prompts_per_step * self.sampling.samples
@@ -420,6 +427,7 @@ class RunConfig(Section):
                     objective=objective,
                 )
                 rules.check_credit(section.credit, objective)
+                rules.check_cut(self.task.history, noise_scale=section.noise_scale)
             rules.check_learner_rows(
                 self.placement.value, sequences=total, mini_batches=minis, micro_batch=micro
             )

@@ -29,10 +29,11 @@ from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Batching, Routing, Sampling
 from tim_jax.numerics import Family
 from tim_jax.objectives import Objective
-from tim_jax.rl.rules import Credit, Turns
+from tim_jax.rl.rules import Credit
 from tim_jax.tasks import environments
 from tim_jax.tasks.builtin import Quality
 from tim_jax.tasks.dataset import DatasetSource
+from tim_jax.tasks.episodes import History
 
 if TYPE_CHECKING:
     from tim_jax.mismatch import Mismatch
@@ -166,11 +167,6 @@ class SamplingSection(Sampling):
         if self.max_turns is None:
             return self.max_tokens
         return self.max_episode_tokens or 2 * self.max_turns * self.max_tokens
-
-    @property
-    def turns(self) -> Turns | None:
-        """What a turn may have, if there are several."""
-        return None if self.max_turns is None else Turns(self.max_turns, self.max_tokens)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -361,9 +357,9 @@ class _Graded(Section):
     """Processes of the environment."""
     environment_memory: Annotated[float, Field(gt=0, le=1e6)] = environments.MEMORY
     """GiB of address space that each of them may take; CUDA's libraries alone need more."""
-    history: Literal["refuse", "keep"] = "refuse"
-    """What is done about a chat template that rewrites earlier turns: refuse it, or keep them as
-    they were drawn."""
+    history: History = "refuse"
+    """What is done about a chat template that rewrites earlier turns: refuse it, keep them as they
+    were drawn, or cut the episode there, so that it goes on in a new row."""
 
 
 class BuiltinTask(_Graded):
@@ -412,7 +408,7 @@ class DatasetTask(DatasetSource):
     """As for other tasks."""
     environment_memory: Annotated[float, Field(gt=0, le=1e6)] = environments.MEMORY
     """As for other tasks."""
-    history: Literal["refuse", "keep"] = "refuse"
+    history: History = "refuse"
     """As for other tasks."""
 
 

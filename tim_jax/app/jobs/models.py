@@ -126,7 +126,7 @@ def _evaluator(
     batching = batching.rounded(execution.placement.shards)
     sample: Any
     publish = None
-    if (turns := config.sampling.turns) is not None:
+    if (turns := config.turns) is not None:
         own = replace(own, placement=SINGLE)  # where episodes are drawn
         publish = programs.publication(execution, own)
         sample = episodes.build(own, turns=turns, samples=section.samples, batching=batching)

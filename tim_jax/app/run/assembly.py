@@ -130,7 +130,7 @@ def make_training(config: RunConfig, execution: Execution) -> Training:
             max_tokens=config.sampling.longest,
         ),
         **_shared(section, Training),
-        turns=config.sampling.turns,
+        turns=config.turns,
         sampler=Sampler(
             placement=placement,
             own_devices=where.split,
