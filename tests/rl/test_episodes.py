@@ -317,6 +317,128 @@ def test_what_an_environment_in_tokens_raises_ends_the_step():
         play(Broken())
 
 
+# --- episodes that are cut -------------------------------------------------------------------
+
+
+class Cutting(Replying):
+    """Of some turns it has only the last drawn token left, or another prompt, and begins a row."""
+
+    def outcomes(self, turns):
+        for index, found in super().outcomes(turns):
+            turn = turns[index]
+            rng = np.random.default_rng([*map(int, turn.key), 1])
+            start = int(tiny.prompts().lengths[turn.prompt])
+            prompt = np.asarray(tiny.prompts().tokens[turn.prompt, :start])
+            so_far = np.asarray(turn.state[1] if turn.state else prompt)
+            so_far = np.concatenate([so_far, turn.completion.tokens])
+            how, anew = rng.integers(6), None
+            if how == 0:  # the drawn tokens but the last are dropped
+                anew = np.concatenate(
+                    [so_far[: -len(turn.completion.tokens)], so_far[-1:], found.tokens]
+                )
+            elif how == 1:  # another prompt
+                anew = np.concatenate([(prompt + 1) % 23, so_far[start:], found.tokens])
+            elif how == 2:  # less than a prompt
+                anew = prompt[: rng.integers(1, start + 1)]
+            tokens = found.tokens if anew is None else found.tokens[:0]
+            state = ["", np.concatenate([so_far, tokens]) if anew is None else anew]
+            if found.done:
+                anew = None
+            yield index, replace(found, state=state, tokens=tokens, anew=anew)
+
+
+@cache
+def cut():
+    return play(Cutting())
+
+
+@pytest.mark.parametrize("batching", [ROWS, PAGES, slow(SLOTS)])
+def test_every_row_of_an_episode_that_is_cut_has_the_bits_of_one_pass(batching):
+    played = play(Cutting(), batching)
+    rollout = played.rollout
+    assert rollout.parts in (4, 8)
+    assert played.metrics["cuts"] > tiny.ROWS
+    assert played.metrics["rows"] == 1 + played.metrics["cuts"] / tiny.ROWS
+    assert rollout.lengths.shape == (tiny.ROWS * rollout.parts,)
+    assert int((rollout.lengths > 0).sum()) <= tiny.ROWS + played.metrics["cuts"]
+    assert int(rollout.mask.sum()) > 400
+    assert unequal(rollout) == 0
+    assert same(rollout, cut().rollout)
+
+
+def test_a_row_that_is_begun_anew_keeps_what_was_drawn_before_it():
+    """Turns are in the rows that they were drawn in, each once, and so are their rewards."""
+    environment = Cutting()
+    played = play(environment)
+    rollout, rewards = played.rollout, played.turn_rewards
+    turns = {}
+    for turn in (turn for call in environment.asked for turn in call):
+        turns.setdefault(turn.prompt * tiny.GROUP + turn.sample, []).append(turn)
+    for number, mine in turns.items():
+        rows = slice(number * rollout.parts, (number + 1) * rollout.parts)
+        drawn = np.asarray(rollout.responses[rows])[np.asarray(rollout.mask[rows])]
+        said = [turn.completion.tokens for turn in sorted(mine, key=lambda one: one.turn)]
+        assert drawn.tolist() == np.concatenate(said).tolist()
+        given = [environment.replies.outcome(turn).reward for turn in mine]
+        np.testing.assert_allclose(played.rewards[number], sum(given), rtol=1e-6)
+        np.testing.assert_allclose(rewards[rows].sum(), sum(given), rtol=1e-6)
+        assert np.asarray(rollout.mask[rows])[rewards[rows] != 0].all()
+    np.testing.assert_array_equal(rollout.drawn_lengths, rollout.by_episode(rollout.mask).sum(1))
+
+
+def test_a_row_that_is_begun_anew_draws_by_other_random_numbers():
+    """After the very prompt of the first row."""
+
+    def again(turn):
+        start = int(tiny.prompts().lengths[turn.prompt])
+        prompt = np.asarray(tiny.prompts().tokens[turn.prompt, :start])
+        return replace(outcome(turn, ()), anew=prompt, done=turn.turn == 3)
+
+    rollout = play(Scripted(again)).rollout
+    assert rollout.parts == 4
+    assert unequal(rollout) == 0
+    rows = np.asarray(rollout.responses)[:, :3].reshape(tiny.ROWS, 4, 3)
+    different = [len({tuple(row) for row in rows[number]}) for number in range(tiny.ROWS)]
+    assert np.mean(different) > 3.5
+    assert len({tuple(row) for row in rows.reshape(-1, 3)}) > 0.8 * tiny.ROWS * 4
+
+
+def test_a_new_row_computes_only_what_differs_from_the_one_before():
+    """Its last token is computed by the step that draws the next."""
+    expected = []
+
+    def shortened(turn):
+        start, drawn = int(tiny.prompts().lengths[turn.prompt]), turn.completion.tokens
+        kept = [*drawn[:1], 7, 8, 9]
+        if turn.turn == 0:
+            alike = [x == y for x, y in zip(drawn, kept, strict=False)]
+            there = min(len(drawn) - 1, [*alike, False].index(False), 3)
+            expected.append(3 - there)
+        prompt = np.asarray(tiny.prompts().tokens[turn.prompt, :start])
+        return replace(outcome(turn, (), done=turn.turn == 1), anew=np.asarray([*prompt, *kept]))
+
+    played = play(Scripted(shortened))
+    assert played.metrics["cuts"] == len(expected) == tiny.ROWS
+    assert played.metrics["extended_tokens"] == sum(expected) > 0
+
+
+def test_a_row_without_room_for_the_conversation_ends_its_episode():
+    played = play(Scripted(lambda turn: replace(outcome(turn), anew=np.zeros(200, np.int32))))
+    assert played.rollout.parts == 1
+    assert not played.rollout.finished.any()
+    with pytest.raises(InputError, match="must have a token"):
+        play(Scripted(lambda turn: replace(outcome(turn), anew=np.zeros(0, np.int32))))
+
+
+def test_noise_of_the_dial_is_another_in_every_row():
+    dial = mismatch.build([{"name": "log_prob_noise", "std": 0.1}])
+    played = play(Cutting(), dial=dial)
+    assert same(played.rollout.responses, cut().rollout.responses)
+    noise = np.asarray(played.rollout.log_probs - cut().rollout.log_probs)
+    there = noise[np.asarray(played.rollout.mask)]
+    assert len(np.unique(there)) > 0.95 * len(there)
+
+
 # --- under the dial --------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -86,8 +86,8 @@ def test_every_step_is_exact_and_says_how_its_episodes_went():
 class Dying:
     """An environment that takes the program with it, in a later turn of the second step."""
 
-    def __init__(self):
-        self.environment, self.begun = environment(), 0
+    def __init__(self, asked=None):
+        self.environment, self.begun = asked or environment(), 0
 
     def outcomes(self, turns):
         self.begun += sum(turn.turn == 0 for turn in turns)
@@ -143,11 +143,11 @@ def test_tools_of_the_template_s_options_and_of_an_environment_are_refused():
         own.declaring(builtin.arithmetic(eval_size=8).environment)
 
 
-def evaluated(environment):
+def evaluated(environment, text=TEXT):
     return evaluation.evaluate(
         built().prepare(tiny.params(EXECUTION.config)),
         TASK,
-        TEXT,
+        text,
         sample=built().episodes,
         environment=environment,
         key=jax.random.key(0),
@@ -163,6 +163,218 @@ def test_an_evaluation_plays_episodes_too():
     assert metrics["prompts"] == 3
     assert len(samples) == 3 * tiny.GROUP
     assert metrics["reward"] == pytest.approx(np.mean([sample.reward for sample in samples]))
+
+
+# --- episodes that are cut -------------------------------------------------------------------
+
+# What was said with an 8 or 9 in it is shorter in later turns; and a template that only appends.
+SHORTENS = """{%- for m in messages -%}
+{%- set broken = m.role == 'assistant' and ('8' in m.content or '9' in m.content) -%}
+{{ m.content[:1] if broken else m.content }}
+{%- if m.role == 'assistant' -%}<eos>{%- endif -%}{%- endfor -%}"""
+APPENDS = SHORTENS.replace("'8'", "'x'").replace("'9'", "'x'")
+
+
+def templated(template):
+    tokenizer = character_tokenizer(builtin.ALPHABET)
+    tokenizer.chat_template = template
+    return replace(TEXT, tokenizer=tokenizer)
+
+
+def cut_steps(template, history, *, state=None, steps=2, compiled=None, wrapped=lambda x: x):
+    text, compiled = templated(template), compiled or built()
+    start = compiled.init(jax.tree.map(jnp.array, tiny.params(EXECUTION.config)))
+    environment = text.bridged(TASK.environment, EXECUTION.sampling.stop_tokens, history)
+    how = {"programs": compiled, "environment": wrapped(environment), "seed": 0, "steps": steps}
+    for step in loop.train(state or start, TASK, text, **how):
+        yield step.number, step.metrics, step.samples, jax.tree.map(jnp.array, step.state)
+
+
+@cache
+def cut():
+    return list(cut_steps(SHORTENS, "cut"))
+
+
+def test_a_run_whose_episodes_are_cut_is_exact():
+    for _, metrics, samples, _ in cut():
+        assert metrics["exact_share"] == 1.0
+        assert metrics["compared_tokens"] == metrics["response_tokens"] > 0
+        assert metrics["cuts"] > 0
+        assert metrics["rows"] == 1 + metrics["cuts"] / len(samples)
+        drawn = metrics["episode_length"] * len(samples) - metrics["reply_tokens"]
+        assert drawn == metrics["response_tokens"] == metrics["tokens"]
+        assert len(samples) == 2 * tiny.GROUP
+        assert sum("\n" in sample.completion for sample in samples) > 0
+
+
+def test_a_template_that_only_appends_has_the_bits_of_a_run_without_cuts():
+    assert told(cut_steps(APPENDS, "cut", steps=1)) == told(cut_steps(APPENDS, "refuse", steps=1))
+
+
+def test_a_run_with_cuts_that_is_killed_resumes_to_the_same_bits():
+    seen = []
+    with pytest.raises(SystemExit):
+        deque(map(seen.append, cut_steps(SHORTENS, "cut", wrapped=Dying)))
+    assert told(seen) == told(cut()[:1])
+    middle = jax.tree.map(jnp.array, seen[-1][3])
+    assert told(cut_steps(SHORTENS, "cut", state=middle)) == told(cut()[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": 3, "pages": 9},
+        {"micro_batch_tokens": 64},
+        {"placement": Placement(fsdp=2), "sampler_placement": Placement()},
+    ],
+)
+def test_neither_slots_nor_buffers_nor_a_mesh_change_what_is_drawn_and_cut(changes):
+    (step,) = cut_steps(
+        SHORTENS, "cut", steps=1, compiled=programs.build(TRAINING.varied(**changes))
+    )
+    _, metrics, samples, state = step
+    assert metrics["exact_share"] == 1.0
+    assert samples == cut()[0][2]
+    np.testing.assert_allclose(metrics["loss"], cut()[0][1]["loss"], atol=1e-6)
+    np.testing.assert_allclose(metrics["gradient_norm"], cut()[0][1]["gradient_norm"], rtol=1e-4)
+    assert "slots" not in changes or tiny.bits(state) == tiny.bits(cut()[0][3])
+
+
+@cache
+def drawn_and_cut():
+    text = templated(SHORTENS)
+    environment = text.bridged(TASK.environment, EXECUTION.sampling.stop_tokens, "cut")
+    weights = built().prepare(tiny.params(EXECUTION.config))
+    how = {"programs": built(), "environment": environment, "seed": 0, "step": 1}
+    return drawing.draw(weights, TASK, text, **how)
+
+
+def experienced(rollout, rewards, *of_turns, **options):
+    learning = Learning(samples=tiny.GROUP, **options)
+
+    def score(*_, **__):
+        return rollout.log_probs, 1.0 + jnp.abs(rollout.log_probs)
+
+    given = Carried(()), rollout, jnp.asarray(rewards), None, *of_turns
+    made = partial(experience, score=score, learning=learning)
+    return jax.jit(lambda *given: made(None, None, *given).experience)(*given)
+
+
+def in_one_row(rollout):
+    """The episodes' rows side by side: what an episode that was not cut would be."""
+    wide = ("responses", "log_probs", "drawn")
+    whole = {name: rollout.by_episode(getattr(rollout, name)) for name in wide}
+    rows = slice(None, None, rollout.parts)
+    return replace(
+        rollout,
+        prompts=rollout.prompts[rows],
+        prompt_lengths=rollout.prompt_lengths[rows],
+        lengths=jnp.full(len(whole["drawn"]), whole["drawn"].shape[1]),
+        finished=rollout.finished_episodes,
+        parts=1,
+        **whole,
+    )
+
+
+OBJECTIVES = {
+    "grpo": {"aggregation": "sequence_mean_token_mean"},
+    "turns": {},
+    "dr_grpo": {"drop_cut": True},
+    "reinforce": {},
+    "reinforce_plus_plus": {"aggregation": "sequence_mean_token_mean"},
+    "opo": {"aggregation": "sequence_mean_token_sum"},
+    "rloo": {"aggregation": "constant_length", "overlong_cache": 3, "max_length": 9},
+    "optimal_token_baseline": {},
+    "pass_at_k": {"drop_uninformative": True},
+}
+
+
+def slow_but(quick, names):
+    marks = {name: () if name in quick else pytest.mark.slow for name in names}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
+
+
+@pytest.mark.parametrize("name", slow_but(("grpo", "turns"), OBJECTIVES))
+def test_an_episode_in_several_rows_learns_what_it_would_in_one(name):
+    """Advantages and weights of every drawn token are those of the episode in a single row."""
+    credit, options = ("turn", {}) if name == "turns" else ("episode", OBJECTIVES[name])
+    objective = objectives.Objective(
+        **{"estimator": "reinforce" if credit == "turn" else name} | options
+    )
+    drawn = drawn_and_cut()
+    rollout = drawn.rollout
+    last = np.arange(rollout.drawn.shape[1]) == np.asarray(rollout.lengths)[:, None] - 1
+    rewards = last * np.random.default_rng(0).integers(0, 9, last.shape).astype(np.float32) / 8
+    sums = rewards.reshape(len(drawn.rewards), -1).sum(1)
+    how = {"objective": objective, "mode": "recompute" if objective.needs_energy else "bypass"}
+    how["credit"] = credit
+    of_turns = (jnp.asarray(rewards),) if credit == "turn" else ()
+    cut = experienced(rollout, sums, *of_turns, **how)
+    of_turns = tuple(map(rollout.by_episode, of_turns))
+    whole = experienced(in_one_row(rollout), sums, *of_turns, **how)
+    mask = np.asarray(whole.mask)
+    np.testing.assert_array_equal(rollout.by_episode(cut.mask), mask)
+
+    def of_tokens(one):
+        given = one.advantages
+        wide = given if given.ndim == 2 else jnp.broadcast_to(given[:, None], one.mask.shape)
+        return np.where(mask, one.rollout.by_episode(wide), 0)
+
+    np.testing.assert_array_equal(of_tokens(cut), of_tokens(whole))
+    assert np.abs(of_tokens(cut)).max() > 0.1
+    weights = objective.token_weights(cut.mask, parts=rollout.parts)
+    np.testing.assert_array_equal(rollout.by_episode(weights), objective.token_weights(whole.mask))
+
+
+def test_the_loss_of_episodes_that_were_cut_is_the_sum_by_hand():
+    drawn, training = drawn_and_cut(), TRAINING.varied(objective=objectives.Objective())
+    rollout, rewards = drawn.rollout, np.arange(8, dtype=np.float64)
+    used = programs.build(training)
+    state = used.init(jax.tree.map(jnp.array, tiny.params(EXECUTION.config)))
+    weights = used.prepare(tiny.params(EXECUTION.config))
+    given = state, weights, rollout, jnp.asarray(rewards, jnp.float32)
+    _, _, exactness, metrics = loop.learn(*given, programs=used)
+    groups = rewards.reshape(-1, tiny.GROUP)
+    centred = groups - groups.mean(1, keepdims=True)
+    advantages = (centred / (groups.std(1, ddof=1, keepdims=True) + 1e-6)).reshape(-1)
+    tokens = np.asarray(rollout.mask).reshape(8, -1).sum(1)
+    # Each token's ratio is 1, so its loss is less its episode's advantage.
+    np.testing.assert_allclose(
+        metrics["loss"], -(advantages * tokens).sum() / tokens.sum(), rtol=1e-5
+    )
+    assert int(exactness.compared) == tokens.sum() == rollout.drawn.sum()
+    assert int(exactness.unequal) == 0
+
+
+def test_refilled_groups_have_as_many_rows_as_the_longest():
+    """Of a step whose first draw was cut and whose refill was not, and the reverse."""
+    cut_ones, plain = drawn_and_cut(), None
+    rollout = replace(
+        jax.tree.map(lambda x: x[:: cut_ones.rollout.parts], cut_ones.rollout), parts=1
+    )
+    flat = cut_ones.rewards * 0
+    plain = cut_ones._replace(
+        rollout=rollout, rewards=flat, turn_rewards=cut_ones.turn_rewards[:: cut_ones.rollout.parts]
+    )
+    signal = cut_ones._replace(rewards=np.arange(8, dtype=np.float32))
+    merged = drawing._refilled(plain, signal, programs=built())
+    assert merged.rollout.parts == cut_ones.rollout.parts
+    assert tiny.bits(merged.rollout) == tiny.bits(cut_ones.rollout)
+    np.testing.assert_array_equal(merged.turn_rewards, cut_ones.turn_rewards)
+    merged = drawing._refilled(
+        cut_ones._replace(rewards=flat), plain._replace(rewards=signal.rewards), programs=built()
+    )
+    assert tiny.bits(merged.rollout) == tiny.bits(rollout.in_parts(cut_ones.rollout.parts))
+
+
+def test_an_evaluation_counts_episodes_and_not_their_rows():
+    text = templated(SHORTENS)
+    environment = text.bridged(TASK.environment, EXECUTION.sampling.stop_tokens, "cut")
+    metrics, samples = evaluated(environment, text)
+    assert metrics["prompts"] == 3
+    assert len(samples) == 3 * tiny.GROUP
+    assert metrics["length"] <= 16
 
 
 # --- credit ----------------------------------------------------------------------------------
@@ -210,6 +422,10 @@ REFUSED = {
     ),
     "credit": ({"credit": "turn"}, "credit = 'turn': needs an estimator of what follows"),
     "turn": ({"turns": Turns(2, 30)}, "max_tokens = 30: must be at most the 24 tokens"),
+    "noise": (
+        {"turns": Turns(4, 4, "cut"), "noise_scale": True, "micro_batch": 4},
+        'noise_scale = True: needs .*history = "cut" adds some',
+    ),
 }
 
 

@@ -187,6 +187,107 @@ def test_history_may_be_kept_as_it_was_drawn(options):
             bridge(template, history="keep")
 
 
+def talked(template, said, replies, *, stops=("<|im_end|>", "<|endoftext|>"), **options):
+    """The rows of an episode that is cut where the template rewrites, and their last conversation.
+
+    `said` are the policy's turns, as text with the end token if there is one.
+    """
+    made = bridge(template, history="cut", stops=stops, **options)
+    talk = made.begin(None, "2+2?")
+    rows = [encode(talk.text)]
+    for turn, reply in zip(said, replies, strict=True):
+        one = completion(turn, ended=turn.endswith(stops))
+        rows[-1] += one.tokens.tolist()
+        talk, tokens, anew = made.go_on(talk, one, reply)
+        if anew is None:
+            rows[-1] += tokens.tolist()
+        else:
+            assert not tokens.size
+            rows.append(anew.tolist())
+        assert rows[-1] == encode(talk.text)
+        chat, options = list(talk.messages), dict(made.options)
+        write = partial(made.tokenizer.apply_chat_template, tokenize=False, **options)
+        assert talk.text == write(chat, add_generation_prompt=True)
+    return rows, talk
+
+
+THOUGHT = ["<think>\nx\n</think>\n\n5<|im_end|>", "6<|im_end|>"]
+TOLD = [{"role": "tool", "content": "12"}]
+
+
+def test_an_episode_is_cut_where_the_template_drops_thinking():
+    rows, _ = talked(QWEN3, THOUGHT, ["No.", "No."])
+    cut = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    reply = "<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
+    assert rows == [
+        encode(f"{cut}{THOUGHT[0]}"),
+        encode(f"{cut}5<|im_end|>\n{reply}6<|im_end|>\n{reply}"),
+    ]
+
+
+def test_an_episode_is_not_cut_where_thinking_stays():
+    rows, _ = talked(QWEN3, [*THOUGHT, "7<|im_end|>"], [TOLD, TOLD, TOLD])
+    assert len(rows) == 1
+    rows, _ = talked(QWEN3, [*THOUGHT, "7<|im_end|>"], [TOLD, TOLD, "No."])
+    assert len(rows) == 2
+
+
+@pytest.mark.parametrize("said", [["5<|im_end|>", "", "ab!", "4<|im_end|>"], ["<|im_end|>"] * 4])
+@pytest.mark.parametrize("template", [CHATML, ENDS])
+def test_a_template_that_appends_is_never_cut_and_gives_what_it_gave(template, said):
+    replies = ["No.", "Say something.", "ab\n\nc", TOLD]
+    rows, _ = talked(template, said, replies, roles=("user", "tool"))
+    assert len(rows) == 1
+    plain, row = bridge(template), []
+    for turn, reply in zip(said, replies, strict=True):
+        one = completion(turn, ended=turn.endswith("<|im_end|>"))
+        row += [*one.tokens.tolist(), *plain.tokens(one, reply).tolist()]
+    assert rows[0][-len(row) :] == row
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "count"),
+    [
+        (QWEN3, {"enable_thinking": False}, 4),
+        (OPENED, {}, 4),
+        (MOVED, {}, 4),
+        (ROUNDS, {}, 1),  # it numbers turns, but only appends
+        (ONLY_LAST, {}, 4),
+        (OTHERWISE, {}, 4),  # what ends a turn is not found: every turn is rendered anew
+        (FORGETS, {}, 3),
+    ],
+)
+def test_every_row_of_a_template_that_rewrites_is_what_it_writes(template, options, count):
+    said = ["This.<|im_end|>", "6<|im_end|>", "7<|im_end|>"]
+    rows, talk = talked(template, said, ["a", "b", "c"], options=options)
+    assert len(rows) == count
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 3 + ["user"]
+
+
+def test_an_environment_whose_replies_are_cut():
+    """The source sees its own state; the conversation goes along with it; tokens are refused."""
+    seen = []
+
+    class Noting(Says):
+        def answers(self, turns):
+            seen.extend(turn.state for turn in turns)
+            return super().answers(turns)
+
+    source = Noting(Answer("after", "no", 0.5), Answer("after", [4, 5]))
+    made = Bridged(source, bridge(QWEN3, history="cut"))
+    key, said = np.zeros(2, np.uint32), completion(THOUGHT[0])
+    turns = [Turn(0, i, 0, said, "before", key, asked="2+2?") for i in range(2)]
+    outcomes = dict(made.outcomes(turns))
+    assert seen == ["before"] * 2
+    assert outcomes[1].failure == 'reply: is tokens, which history = "cut" cannot render anew'
+    assert (outcomes[1].state, outcomes[1].anew) == ("before", None)
+    ((_, second),) = Bridged(Noting(Answer("end", done=True)), made.bridge).outcomes(
+        [Turn(0, 0, 1, completion("6<|im_end|>"), outcomes[0].state, key, asked="2+2?")]
+    )
+    assert seen[-1] == "after"
+    assert (second.state, second.done) == ("end", True)
+
+
 def test_replies_of_tools_leave_thinking_where_those_of_users_drop_it():
     made = bridge(QWEN3, roles=("tool",))
     reply = [{"role": "tool", "content": "12"}]

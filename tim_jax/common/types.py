@@ -60,7 +60,7 @@ class Names(NamedTuple):
         """
         if parts == 1:
             return self
-        numbers = self.samples[:, None] + samples * jnp.arange(parts, dtype=jnp.int32)
+        numbers = self.samples[:, None] + samples * jnp.arange(parts, dtype=jnp.int32)[None, :]
         return Names(self.key, jnp.repeat(self.prompts, parts), numbers.reshape(-1))
 
     @property

@@ -158,7 +158,7 @@ class Bridge:
         if not reply:
             raise InputError(f'{WHERE} is tokens, which history = "cut" cannot render anew')
         drawn = completion.tokens[:-1] if completion.ended else completion.tokens
-        said = self.tokenizer.decode(drawn.tolist(), skip_special_tokens=False)
+        said = str(self.tokenizer.decode(drawn.tolist(), skip_special_tokens=False))
         messages = (*talk.messages, completion.message or _said(said), *reply)
         after = Talk(talk.state, messages, self._write(*messages))
         _check_told(reply, after.text)
