@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -792,6 +793,10 @@ def test_grpo_in_a_hundred_lines():
         ({"respond": min, "max_tokens": 9, "longest": 8}, "at most the 8 tokens"),
         ({"max_episode_tokens": 8}, r"write training=model.training\(turns=tim_jax.Turns\("),
         ({"respond": min, "sampler": []}, r"write training=model.training\(mismatch="),
+        (
+            {"respond": min, "history": "cut"},
+            r"write training=model.training\(turns=tim_jax.Turns\(",
+        ),
     ],
 )
 def test_what_episodes_need_is_said_at_once(model, options, message):
@@ -800,6 +805,18 @@ def test_what_episodes_need_is_said_at_once(model, options, message):
         options["training"] = model.training(turns=tim.Turns(), max_tokens=longest)
     with pytest.raises(InputError, match=message):
         tim.grpo(model, [("1+1=", 2)], steps=1, **options)
+
+
+def test_a_template_that_rewrites_history_is_refused_unless_somebody_says_what_to_do(model):
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content[-6:] }}{% endfor %}"
+    model = replace(model, tokenizer=tokenizer)
+    begin = partial(tim.grpo, model, [("1+1=", "2")], steps=1, respond=min, max_turns=3)
+    with pytest.raises(InputError, match=r'leaves out or changes what .*; history = "cut"'):
+        begin()
+    begin(training=model.training(turns=tim.Turns(max_tokens=2, history="cut"), max_tokens=20))
+    with pytest.raises(InputError, match="Turns: history 'drop' is unknown"):
+        tim.Turns(history="drop")
 
 
 def test_grpo_is_small():

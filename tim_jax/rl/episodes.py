@@ -402,7 +402,7 @@ class _Books:
         """Goes on in a new row, after these tokens. What it has in common with this one stays."""
         if not tokens.size:
             raise InputError("environment: a row that is begun anew must have a token")
-        start = min(int(self.starts[row]), len(tokens))
+        start = min(self.sequences.shape[1] - self.room, len(tokens))  # as much as a prompt has
         if not self._fits(row, len(tokens) - start):
             return
         columns = {name: getattr(self, name) for name in _OF_ROWS}

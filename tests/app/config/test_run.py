@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +18,7 @@ from tim_jax.app.jobs import train
 from tim_jax.app.run import assembly, checkpoints, folders
 from tim_jax.common.errors import InputError
 from tim_jax.objectives import losses
+from tim_jax.rl.rules import Turns
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
 
@@ -35,6 +37,18 @@ def test_configs_load_and_survive_a_round_trip(path):
     text = dump(loaded)
     assert build(tomllib.loads(text)) == loaded
     assert dump(build(tomllib.loads(text))) == text
+
+
+def test_what_is_done_about_a_template_that_rewrites_history_reaches_the_run():
+    path = next(path for path in CONFIGS if path.stem == "turns")
+    got = load(path, ["task.history=cut"])
+    assert got.turns == Turns(got.sampling.max_turns, got.sampling.max_tokens, "cut")
+    assert load(path).turns == replace(got.turns, history="refuse")
+    noisy = ["task.history=cut", "learner.noise_scale=true", "learner.micro_batch=8"]
+    with pytest.raises(InputError, match=r'learner\.noise_scale.*history = "cut" adds some'):
+        load(path, [*noisy, "learner.micro_batch_tokens=none"])
+    with pytest.raises(InputError, match=r"task\.history"):
+        load(path, ["task.history=drop"])
 
 
 def test_the_paper_recipe_is_its_table_1():
@@ -219,7 +233,7 @@ REFUSED = [
     ),
     (
         "task={kind='builtin', history='x'}",
-        'task.history = "x": unknown value; known: keep, refuse',
+        'task.history = "x": unknown value; known: cut, keep, refuse',
     ),
     # ranges
     ("sampling.top_p=1.5", "sampling.top_p = 1.5: must be in (0, 1] (1 is off)"),
