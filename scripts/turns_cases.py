@@ -2,9 +2,10 @@
 
     python scripts/turns_cases.py                    # 200,000 drawn tokens and more
     python scripts/turns_cases.py --interpreted      # 5,000 with each family of Pallas kernels
+    python scripts/turns_cases.py --cut              # 20,000 in episodes that are cut
 
 With `--cases FILE` each case is kept there as it ends, and a run that was stopped goes on. The page
-has a section for each of the two.
+has a section for each of the three.
 
 Drawn for every case: prompts and their lengths, weights, a turn's most tokens, how many turns an
 episode has, the lengths of replies (many over several pages), the order in which replies come. The
@@ -36,7 +37,11 @@ from tim_jax.rl import episodes
 from tim_jax.rl.rules import Turns
 
 OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "turns.md"
-TITLES = "## Sampler against learner, drawn episodes", "## Pallas kernels, interpreted"
+TITLES = {
+    "": "## Sampler against learner, drawn episodes",
+    "--interpreted": "## Pallas kernels, interpreted",
+    "--cut": "## Episodes that are cut",
+}
 PROMPTS, SAMPLES, LENGTH, ROOM = 4, 4, 24, 200
 MOST, LONGEST, REPLY = 8, 24, 90  # turns, tokens of one, tokens of a reply
 WEIGHTS = 3  # sets of random weights
@@ -61,17 +66,33 @@ class Setting:
 
 
 class Replying:
-    """Replies of one case, by the turn's key; an episode has a number of turns of its own."""
+    """Replies of one case, by the turn's key; an episode has a number of turns of its own.
 
-    def __init__(self, seed: int, vocabulary: int, longest: int):
-        self.seed, self.replies = seed, Replies(longest, vocabulary)
+    Where episodes are cut, a new row begins after half of the turns: without the beginning of the
+    turn, as where thinking is dropped, or besides with other tokens ahead of all.
+    """
+
+    def __init__(self, seed: int, vocabulary: int, longest: int, *, cut: bool):
+        self.seed, self.replies, self.cut = seed, Replies(longest, vocabulary), cut
 
     def outcomes(self, turns):
         order = np.random.default_rng([self.seed, len(turns)]).permutation(len(turns))
         for index in order.tolist():
             turn = turns[index]
             last = np.random.default_rng([self.seed, turn.prompt, turn.sample]).integers(1, MOST)
-            yield index, replace(self.replies.outcome(turn), done=turn.turn == last)
+            found = replace(self.replies.outcome(turn), done=turn.turn == last)
+            yield index, self.rewritten(turn, found) if self.cut else found
+
+    def rewritten(self, turn, found):
+        rng = np.random.default_rng([*map(int, turn.key), self.seed])
+        before = turn.asked if turn.state is None else turn.state
+        how, kept = rng.integers(4), rng.integers(len(turn.completion.tokens) + 1)
+        ahead = rng.integers(self.replies.vocabulary, size=rng.integers(1, 9) * (how == 1))
+        drawn = turn.completion.tokens[kept if how < 2 else 0 :]
+        whole = np.concatenate([ahead, before, drawn, found.tokens]).astype(np.int32)
+        if how < 2:
+            return replace(found, state=whole, tokens=whole[:0], anew=whole)
+        return replace(found, state=whole)
 
 
 def settings() -> dict[str, Setting]:
@@ -141,7 +162,7 @@ def learner(setting: Setting):
     return jax.jit(learn)
 
 
-def check(setting: Setting, batching: Batching, seed: int):
+def check(setting: Setting, batching: Batching, seed: int, *, cut: bool):
     """What `compare` returns for one case, and the episodes."""
     rng = np.random.default_rng(seed)
     size, own = setting.config.vocab_size, weights(setting, seed % WEIGHTS)
@@ -156,17 +177,20 @@ def check(setting: Setting, batching: Batching, seed: int):
         prompts,
         jax.random.key(seed),
         programs=compiled(setting, batching)._replace(turns=turns),
-        environment=Replying(seed, size, int(rng.integers(0, REPLY + 1))),
+        environment=Replying(seed, size, int(rng.integers(0, REPLY + 1)), cut=cut),
         states=[None] * PROMPTS,
+        asked=[np.asarray(row[:n]) for row, n in zip(prompts.tokens, prompts.lengths, strict=True)],
         text=lambda tokens: "",
     )
-    order = rng.permutation(PROMPTS * SAMPLES)
-    rollout = jax.tree.map(lambda x: np.asarray(x)[order], played.rollout)
+    order = rng.permutation(len(played.rollout.lengths))
+    rollout = jax.tree.map(lambda x: np.asarray(x)[order], replace(played.rollout, parts=1))
     log_probs, _ = learner(setting)(own, rollout)
     return compare(rollout, rollout.responses, rollout.mask, log_probs), played
 
 
-def run(chosen, tokens: int, file: pathlib.Path | None, *, seeds: list[str]) -> list[dict]:
+def run(
+    chosen, tokens: int, file: pathlib.Path | None, *, seeds: list[str], cut: bool
+) -> list[dict]:
     """At least `tokens` in all, as many of every setting and batching, those in `file` included.
 
     `seeds`: names of all settings, which their seeds follow from.
@@ -181,9 +205,10 @@ def run(chosen, tokens: int, file: pathlib.Path | None, *, seeds: list[str]) -> 
                 if sum(case["tokens"] for case in own) >= share:
                     break
                 start = time.perf_counter()
-                (compared, unequal, _, first), played = check(setting, batching, seed)
+                (compared, unequal, _, first), played = check(setting, batching, seed, cut=cut)
                 case = {"numerics": name, "sampler": how, "seed": seed, "tokens": compared}
                 case |= {"unequal": unequal, "turns": played.metrics["turns"]}
+                case["rows"] = played.metrics["rows"]
                 own.append(case | {"seconds": round(time.perf_counter() - start, 1)})
                 cases.append(own[-1])
                 print(own[-1], *(() if first is None else ("UNEQUAL:", first)), flush=True)
@@ -196,6 +221,8 @@ def run(chosen, tokens: int, file: pathlib.Path | None, *, seeds: list[str]) -> 
 
 def report(cases: list[dict], title: str, command: str) -> str:
     minutes = sum(case["seconds"] for case in cases) / 60
+    cut = title == TITLES["--cut"]
+    means = "turns and rows" if cut else "turns"
     lines = [
         title,
         "",
@@ -208,14 +235,16 @@ def report(cases: list[dict], title: str, command: str) -> str:
         "drawn token's log-prob: that recorded by the sampler, and that of one pass over the",
         "episode inside a gradient program.",
         "",
-        "| numerics | sampler | steps | turns of an episode | drawn tokens compared | unequal |",
+        f"| numerics | sampler | steps | {means} of an episode | drawn tokens compared | unequal |",
         "|---|---|---:|---:|---:|---:|",
     ]
     kinds = dict.fromkeys((case["numerics"], case["sampler"]) for case in cases)
     for name, how in kinds:
         own = [case for case in cases if (case["numerics"], case["sampler"]) == (name, how)]
         turns = sum(case["turns"] for case in own) / len(own)
-        cells = f"{len(own):,} | {turns:.1f} | {_total(own, 'tokens')} | {_total(own, 'unequal')}"
+        rows = sum(case.get("rows", 1.0) for case in own) / len(own)
+        turns = f"{turns:.1f}, {rows:.1f}" if cut else f"{turns:.1f}"
+        cells = f"{len(own):,} | {turns} | {_total(own, 'tokens')} | {_total(own, 'unequal')}"
         lines.append(f"| {name} | {how} | {cells} |")
     lines.append(f"| **all** | | | | {_total(cases, 'tokens')} | {_total(cases, 'unequal')} |")
     return "\n".join(lines) + "\n"
@@ -238,6 +267,7 @@ def main():
     parser = argparse.ArgumentParser(description="Episodes: sampler against learner.")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--interpreted", action="store_true", help="the Pallas families")
+    parser.add_argument("--cut", action="store_true", help="episodes in several rows")
     parser.add_argument("--only", default="", help="numerics with this in their names")
     parser.add_argument("--cases", type=pathlib.Path, help="a file of cases, to go on from")
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
@@ -245,11 +275,12 @@ def main():
     if args.cases:
         args.cases.touch()
     chosen = interpreted() if args.interpreted else settings()
-    tokens = args.tokens or (5_000 * len(chosen) if args.interpreted else 200_000)
+    usual = 5_000 * len(chosen) if args.interpreted else 20_000 if args.cut else 200_000
+    tokens = args.tokens or usual
     some = {name: setting for name, setting in chosen.items() if args.only in name}
-    cases = run(some, tokens, args.cases, seeds=list(chosen))
-    command = "python scripts/turns_cases.py" + " --interpreted" * args.interpreted
-    section = report(cases, TITLES[args.interpreted], command)
+    cases = run(some, tokens, args.cases, seeds=list(chosen), cut=args.cut)
+    kind = "--interpreted" if args.interpreted else "--cut" if args.cut else ""
+    section = report(cases, TITLES[kind], f"python scripts/turns_cases.py {kind}".strip())
     args.out.write_text(with_section(args.out.read_text() if args.out.exists() else "", section))
     raise SystemExit(1 if any(case["unequal"] for case in cases) else 0)
 

@@ -303,7 +303,8 @@ def test_an_episode_in_several_rows_learns_what_it_would_in_one(name):
         **{"estimator": "reinforce" if credit == "turn" else name} | options
     )
     drawn = drawn_and_cut()
-    rollout = drawn.rollout
+    ended = np.random.default_rng(1).random(len(drawn.rollout.lengths)) < 0.6
+    rollout = replace(drawn.rollout, finished=(drawn.rollout.lengths > 0) & ended)
     last = np.arange(rollout.drawn.shape[1]) == np.asarray(rollout.lengths)[:, None] - 1
     rewards = last * np.random.default_rng(0).integers(0, 9, last.shape).astype(np.float32) / 8
     sums = rewards.reshape(len(drawn.rewards), -1).sum(1)

@@ -89,9 +89,8 @@ def experience(
     if objective.has_reference and reference is None:
         raise InputError("the objective has a KL to a reference policy, but reference is None")
     counted = _counted(rollout, rewards, learning)
-    mask = counted
-    if objective.drop_cut:
-        mask = counted & rollout.by_row(rollout.finished_episodes)[:, None]
+    finished = rollout.by_row(rollout.finished_episodes)
+    mask = counted & finished[:, None] if objective.drop_cut else counted
     trainer, energies, checked = None, None, None
     if learning.needs_forward:
         trainer, energies = score(weights, rollout, energy=objective.needs_energy)
@@ -110,20 +109,15 @@ def experience(
     )
     if objective.reject_before_advantages:
         counted = _kept(counted, old, rollout, learning, of_step)
-    arrays = {
-        "mask": counted,
-        "token_rewards": of_tokens,
-        "energies": energies,
-        "log_ratio": None if trainer is None else trainer - rollout.log_probs,
-    }
-    estimated = rollout.by_row(
-        objective.advantages(
-            rewards,
-            samples=learning.samples,
-            greedy_rewards=greedy_rewards,
-            **{name: None if x is None else rollout.by_episode(x) for name, x in arrays.items()},
-        )
+    arrays = {"mask": counted, "token_rewards": of_tokens, "energies": energies}
+    arrays["log_ratio"] = None if trainer is None else trainer - rollout.log_probs
+    estimated = objective.advantages(
+        rewards,
+        samples=learning.samples,
+        greedy_rewards=greedy_rewards,
+        **jax.tree.map(rollout.by_episode, arrays),
     )
+    estimated = rollout.by_row(estimated)
     applied = corrections.apply(
         learning.stages.step,
         mask.astype(jnp.float32),
