@@ -182,9 +182,16 @@ def check(setting: Setting, batching: Batching, seed: int, *, cut: bool):
         asked=[np.asarray(row[:n]) for row, n in zip(prompts.tokens, prompts.lengths, strict=True)],
         text=lambda tokens: "",
     )
-    order = rng.permutation(len(played.rollout.lengths))
+    (some,) = np.nonzero(np.asarray(played.rollout.lengths))  # the other rows of episodes are empty
+    order = rng.permutation(some)
     rollout = jax.tree.map(lambda x: np.asarray(x)[order], replace(played.rollout, parts=1))
-    log_probs, _ = learner(setting)(own, rollout)
+    log_probs = np.zeros(rollout.log_probs.shape, np.float32)
+    for start in range(0, len(order), PROMPTS * SAMPLES):
+        rows = np.resize(
+            np.arange(len(order))[start : start + PROMPTS * SAMPLES], PROMPTS * SAMPLES
+        )
+        part = jax.tree.map(lambda x, r=rows: x[r], rollout)
+        log_probs[rows] = learner(setting)(own, part)[0]
     return compare(rollout, rollout.responses, rollout.mask, log_probs), played
 
 
