@@ -82,6 +82,13 @@ def check_learning(
         raise RuleError("samples", samples, str(error).partition(": ")[2]) from error
 
 
+def check_length(objective: Objective) -> None:
+    """Refuses an objective that counts from a longest response that it does not know."""
+    if objective.lacks_length:
+        rule = "must be given, as the aggregation or overlong_cache counts from it"
+        raise RuleError("max_length", None, rule)
+
+
 def check_reward_kl(objective: Objective, *, sequences: int) -> None:
     """Refuses a horizon of the KL's coefficient that a single step could end."""
     horizon = objective.reward_kl_horizon
