@@ -4,12 +4,14 @@
     python scripts/smollm2_table.py logits                  # against transformers; needs torch
     python scripts/smollm2_table.py audit                   # sampler and learner, both dtypes
     python scripts/smollm2_table.py sources [--dtype bfloat16]   # every difference of a sampler
-    python scripts/smollm2_table.py engines ROLLOUTS        # transformers' generate; needs torch
-    python scripts/smollm2_table.py faults ROLLOUTS         # mistakes made in what it recorded
+    python scripts/smollm2_table.py engines [FOLDER]        # transformers' generate; needs torch
+    python scripts/smollm2_table.py faults [FOLDER]         # mistakes made in what it recorded
     python scripts/smollm2_table.py runs FOLDER...          # runs of configs/smollm2.toml
 
 Each writes its part of the page. `engines` and `faults` write the
 rollouts to a folder, and have `tim-jax diagnose` name what it sees.
+These and `sources` write the page after every row and keep the rows
+in a file, so that the same command goes on where it was stopped.
 """
 
 import argparse
@@ -29,12 +31,14 @@ from mismatch_table import PLAIN, cases
 from scipy import stats
 
 import tim_jax as tim
+from tim_jax import mismatch
+from tim_jax.api.diagnosing import Diagnosis
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import audit
 from tim_jax.app.run import numerics as run_numerics
+from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts
 from tim_jax.instruments import auditing
-from tim_jax.instruments.auditing.ablation import to_markdown
+from tim_jax.instruments.auditing import ablation
 from tim_jax.model import calibration, hf, transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
@@ -119,10 +123,12 @@ def logits(model: Path) -> str:
     return "\n".join(lines)
 
 
-def measured(config: ModelConfig, dtype: str, *, batch: int, longest: int) -> Numerics:
+def measured(
+    config: ModelConfig, dtype: str, *, batch: int, longest: int, file: Path | None = None
+) -> Numerics:
     """The numerics of a training run."""
     plain = run_numerics.fitted_numerics("auto", dtype, config, length=longest)
-    return calibration.calibrate(config, plain, batch=batch, longest=longest)
+    return calibration.calibrate_once(config, plain, batch=batch, longest=longest, file=file)
 
 
 def audited(model: Path) -> str:
@@ -157,23 +163,41 @@ def audited(model: Path) -> str:
     return "\n".join(lines)
 
 
-def sources(model: Path, dtype: str, entries: Sequence[dict[str, Any]]) -> str:
-    """The table of docs/mismatch.md on chat prompts."""
+def sources(model: Path, dtype: str, entries: Sequence[dict[str, Any]], kept: Path) -> None:
+    """The table of docs/mismatch.md on chat prompts, without what this learner cannot have."""
     config, rows = hf.load_config(model), prompt_ids(model)
     longest = max(map(len, rows)) + RESPONSE
-    numerics = measured(config, dtype, batch=len(rows) * SAMPLES, longest=longest)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    file = kept.with_name(f"calibration_{dtype}.json")
+    numerics = measured(config, dtype, batch=len(rows) * SAMPLES, longest=longest, file=file)
     sampling = Sampling(RESPONSE, stop_tokens=config.eos_token_ids)
+    execution = Execution(config, numerics, sampling)
     params = jax.tree.map(jnp.asarray, hf.load_params(model, config, dtype=dtype))
-    bench = audit.Bench(
-        "SmolLM2-135M-Instruct",
-        Execution(config, numerics, sampling),
-        params,
-        padded(rows),
-        SAMPLES,
-    )
-    record = audit.report(bench, cases(entries)).record
-    about = f"Learner: {record['learner']}; temperature 1; {machine()}."
-    return f"{about}\n\n{to_markdown(record, every_metric=False, profiles=False)}"
+    weights = jax.jit(execution.prepare)(params)
+    made = {row["case"]: row for row in read_rows(kept)}
+    left = [arm for arm in cases(entries) if arm.name not in made and fits(arm, execution)]
+    about = f"Learner: {auditing.describe(numerics)}; temperature 1; {machine()}."
+    for result in ablation.ablate(
+        weights, padded(rows), left, execution=execution, samples=SAMPLES
+    ):
+        (row,) = ablation.to_record([result], model="SmolLM2", about={})["cases"]
+        keep(kept, row)
+        made[result.case] = row
+        print(result.case, result.metrics["log_ratio_abs_mean"], flush=True)
+        order = {arm.name: number for number, arm in enumerate(cases(SOURCES))}
+        record = {"cases": sorted(made.values(), key=lambda one: order[one["case"]])}
+        table = ablation.to_markdown(record, every_metric=False, profiles=False)
+        write(f"sources {dtype}", f"{about}\n\n{table.rstrip()}")
+
+
+def fits(arm: ablation.Arm, execution: Execution) -> bool:
+    """Whether a sampler of this learner can differ so."""
+    try:
+        mismatch.check(arm.mismatch, execution)
+    except InputError as error:
+        print(f"left out: {error}", flush=True)
+        return False
+    return True
 
 
 # Of the standard cases those that compare many tokens for their time on a CPU.
@@ -241,7 +265,17 @@ def engines(model: Path, folder: Path) -> Iterator[tuple[str, list[dict[str, Any
         path = folder / f"{dtype}_{attention}.jsonl"
         if not path.is_file():
             write_rows(path, generated(model, dtype, attention))
-        yield f"{dtype}, {attention}", [json.loads(line) for line in path.open()]
+        yield f"{dtype}, {attention}", read_rows(path)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON lines; none if it is not there."""
+    return [json.loads(line) for line in path.open()] if path.is_file() else []
+
+
+def keep(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -294,29 +328,37 @@ def swapped(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def diagnosed(
-    model: Path, each: Iterator[tuple[str, list[dict[str, Any]]]], heading: str, every: int
-) -> str:
+    part: str, model: Path, each: Iterator[tuple[str, list[dict[str, Any]]]], every: int, kept: Path
+) -> None:
     """A table of what `tim-jax diagnose` says of every n-th row."""
     ours = tim.load(str(model))
     some = f", of every {every}th row" if every > 1 else ""
     lines = [
         f"By `tim_jax.diagnose`, float32{some}; {machine(transformers=version('transformers'))}.",
         "",
-        f"| {heading} | tokens | mean \\|d\\| | max \\|d\\| | K3 | called | named first |",
+        f"| {HEADINGS[part]} | tokens | mean \\|d\\| | max \\|d\\| | K3 | called | named first |",
         "|---|--:|--:|--:|--:|---|---|",
     ]
+    made = {(row["name"], row["every"]): row["line"] for row in read_rows(kept)}
     for name, whole in each:
-        rows = whole[::every]
-        found = tim.diagnose(ours, rows)
-        sizes, best = found.verdict.sizes, found.verdict.best
-        named = f"`{best.explanation.name}`" if best is not None else "none"
-        count = sum(len(row["response_token_ids"]) for row in rows)
-        lines.append(
-            f"| {name} | {count:,} | {sizes['mean']:.2g} | {sizes['largest']:.2g} |"
-            f" {sizes['k3']:.2g} | {found.verdict.state} | {named} |"
-        )
+        if (name, every) not in made:
+            line = judged(name, tim.diagnose(ours, whole[::every]), whole[::every])
+            keep(kept, {"name": name, "every": every, "line": line})
+            made[name, every] = line
+        lines.append(made[name, every])
         print(lines[-1], flush=True)
-    return "\n".join(lines)
+        write(part, "\n".join(lines))
+
+
+def judged(name: str, found: Diagnosis, rows: Sequence[dict[str, Any]]) -> str:
+    """A line of the table."""
+    sizes, best = found.verdict.sizes, found.verdict.best
+    named = f"`{best.explanation.name}`" if best is not None else "none"
+    count = sum(len(row["response_token_ids"]) for row in rows)
+    return (
+        f"| {name} | {count:,} | {sizes['mean']:.2g} | {sizes['largest']:.2g} |"
+        f" {sizes['k3']:.2g} | {found.verdict.state} | {named} |"
+    )
 
 
 def runs(folders: Sequence[Path]) -> str:
@@ -371,6 +413,7 @@ def half(share: float, count: int) -> float:
     return 1.96 * float(np.sqrt(share * (1 - share) / count))
 
 
+HEADINGS = {"engines": "transformers' generate", "faults": "mistake"}
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 
 
@@ -387,29 +430,24 @@ def write(part: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=("logits", "audit", "sources", "engines", "faults", "runs"))
-    parser.add_argument("paths", nargs="*", type=Path, help="runs, or the folder of rollouts")
+    parser.add_argument("paths", nargs="*", type=Path, help="runs, or the folder of rows")
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs="+", help="names of the entries of `sources`")
     parser.add_argument("--every", type=int, default=1, help="diagnose every n-th row")
     given = parser.parse_args()
-    folder = next(iter(given.paths), Path("runs/smollm2_rollouts"))
+    folder = next(iter(given.paths), Path("runs/smollm2_table"))
     entries = [one for one in SOURCES if not given.only or one["name"] in given.only]
-    made = {
-        "logits": lambda: logits(given.model),
-        "audit": lambda: audited(given.model),
-        "sources": lambda: sources(given.model, given.dtype, entries),
-        "engines": lambda: diagnosed(
-            given.model, engines(given.model, folder), "transformers' generate", given.every
-        ),
-        "faults": lambda: diagnosed(
-            given.model, faults(given.model, folder), "mistake", given.every
-        ),
-        "runs": lambda: runs(given.paths),
-    }
-    text = made[given.part]()
-    print(text)
-    write(f"{given.part} {given.dtype}" if given.part == "sources" else given.part, text)
+    if given.part in HEADINGS:
+        each = {"engines": engines, "faults": faults}[given.part](given.model, folder)
+        diagnosed(given.part, given.model, each, given.every, folder / "verdicts.jsonl")
+    elif given.part == "sources":
+        sources(given.model, given.dtype, entries, folder / f"sources_{given.dtype}.jsonl")
+    else:
+        made = {"logits": logits, "audit": audited}.get(given.part)
+        text = runs(given.paths) if made is None else made(given.model)
+        print(text)
+        write(given.part, text)
 
 
 if __name__ == "__main__":

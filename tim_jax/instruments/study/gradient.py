@@ -6,7 +6,7 @@ batch of the exact sampler differ by the mismatch and not by luck. The gradient 
 learner, in the first update of a step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -123,11 +123,16 @@ class Measuring:
         }
         self._measured = jax.jit(_measured)
 
-    def batches(self, dial: Mismatch) -> Batches:
-        """Draws the batches of a sampler with this mismatch, and takes their gradients."""
+    def batches(self, dial: Mismatch, estimators: Collection[str] | None = None) -> Batches:
+        """Draws the batches of a sampler with this mismatch, and takes their gradients.
+
+        Args:
+          estimators: which of `Bench.learnings`; None: all.
+        """
         bench = self.bench
+        taken = bench.learnings if estimators is None else estimators
         sample = programs.sampling_program(bench.execution, samples=bench.group, mismatch=dial)
-        rows = [self._batch(sample, number) for number in range(1, bench.batches + 1)]
+        rows = [self._batch(sample, number, taken) for number in range(1, bench.batches + 1)]
         gradients, signs, values = (
             {name: np.stack([row[part][name] for row in rows]) for name in rows[0][part]}
             for part in range(3)
@@ -140,7 +145,9 @@ class Measuring:
         sample = programs.sampling_program(bench.execution, samples=bench.group, mismatch=dial)
         return sample(bench.weights, bench.prompts, drawing.step_key(bench.seed, number))
 
-    def _batch(self, sample: Callable[..., Rollout], number: int) -> tuple[dict, dict, dict]:
+    def _batch(
+        self, sample: Callable[..., Rollout], number: int, estimators: Collection[str]
+    ) -> tuple[dict, dict, dict]:
         bench = self.bench
         rollout = sample(bench.weights, bench.prompts, drawing.step_key(bench.seed, number))
         rollout = replace(rollout, drawn_log_probs=None)
@@ -150,7 +157,7 @@ class Measuring:
         ready = {
             name: prepare(trainer, rollout, rewards) for name, prepare in self._prepare.items()
         }
-        gradients = {name: self._taken(*one) for name, one in ready.items()}
+        gradients = {name: self._taken(*ready[name]) for name in estimators}
         batch, weights = ready[RECOMPUTE]
         signs = {
             name: self._taken(batch, jnp.where(sign * _per_token(batch) > 0, weights, 0.0))
