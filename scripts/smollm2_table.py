@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,8 @@ QUESTIONS = (
 )
 HELD = "eval/reward"
 RESPONSE, SAMPLES = 32, 4
+LINE_BREAK = 198
+Row = dict[str, Any]  # of rollouts, or of a table
 SOURCES = tuple(one for one in PLAIN if one["name"] not in ("stale_weights", "pallas_attention"))
 
 
@@ -218,8 +220,19 @@ ENGINES = tuple(
 )
 
 
-def generated(model: Path, dtype: str, attention: str) -> list[dict[str, Any]]:
-    """What transformers' generate draws with its cache, and the log-probs that it drew with."""
+def generated(
+    model: Path,
+    dtype: str,
+    attention: str,
+    *,
+    samples: int = SAMPLES,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> list[Row]:
+    """What transformers' generate draws with its cache, and the log-probs that it drew with.
+
+    `raw` has those of the logits before temperature and truncation.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -229,106 +242,138 @@ def generated(model: Path, dtype: str, attention: str) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     rows = []
     for prompt in prompt_ids(model):
-        given = torch.tensor([prompt] * SAMPLES)
+        given = torch.tensor([prompt] * samples)
         made = engine.generate(
             given,
             attention_mask=torch.ones_like(given),
             do_sample=True,
-            temperature=1.0,
+            temperature=temperature,
             top_k=0,
-            top_p=1.0,
+            top_p=top_p,
             max_new_tokens=RESPONSE,
             return_dict_in_generate=True,
             output_scores=True,
+            output_logits=True,
         )
         drawn = made.sequences[:, len(prompt) :]
-        chances = torch.log_softmax(torch.stack(made.scores, dim=1).float(), dim=-1)
-        recorded = chances.gather(2, drawn[..., None])[..., 0]
+
+        def recorded(scores: Any, drawn: Any = drawn) -> list[list[float]]:
+            chances = torch.log_softmax(torch.stack(scores, dim=1).float(), dim=-1)
+            return chances.gather(2, drawn[..., None])[..., 0].tolist()
+
         stops = engine.generation_config.eos_token_id
-        for ids, own in zip(drawn.tolist(), recorded.tolist(), strict=True):
+        each = zip(drawn.tolist(), recorded(made.scores), recorded(made.logits), strict=True)
+        for ids, own, raw in each:
             length = ids.index(stops) + 1 if stops in ids else len(ids)
             rows.append(
                 {
                     "prompt_token_ids": prompt,
                     "response_token_ids": ids[:length],
                     "logprobs": own[:length],
-                    "temperature": 1.0,
+                    "raw": raw[:length],
+                    "temperature": temperature,
+                    "top_p": top_p,
                 }
             )
     return rows
 
 
-def engines(model: Path, folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Name -> rollouts of transformers; made once, then read from `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+def rollouts(model: Path, folder: Path, dtype: str, attention: str, **how: float) -> list[Row]:
+    """`generated`, made once and then read from `folder`."""
+    name = "_".join([dtype, attention, *(f"{key}_{value}" for key, value in how.items())])
+    path = folder / f"{name}.jsonl"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_rows(path, generated(model, dtype, attention, **cast(Any, how)))
+    return read_rows(path)
+
+
+def engines(model: Path, folder: Path, every: int) -> Iterator[tuple[str, list[Row]]]:
+    """Name -> every n-th rollout of transformers."""
     for dtype, attention in ENGINES:
-        path = folder / f"{dtype}_{attention}.jsonl"
-        if not path.is_file():
-            write_rows(path, generated(model, dtype, attention))
-        yield f"{dtype}, {attention}", read_rows(path)
+        yield f"{dtype}, {attention}", rollouts(model, folder, dtype, attention)[::every]
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Row]:
     """The lines of a file of JSON lines; none if it is not there."""
     return [json.loads(line) for line in path.open()] if path.is_file() else []
 
 
-def keep(path: Path, row: dict[str, Any]) -> None:
+def keep(path: Path, row: Row) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def faults(model: Path, folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Name of a mistake -> transformers' bfloat16 rollouts with it."""
-    rows = dict(engines(model, folder))["bfloat16, sdpa"]
-    pad = hf.load_config(model).pad_token_id
+def faults(model: Path, folder: Path, every: int) -> Iterator[tuple[str, list[Row]]]:
+    """Name of a mistake -> rollouts of transformers in bfloat16, with sdpa, that have it."""
+    whole = rollouts(model, folder, "bfloat16", "sdpa")
+    rows, end = whole[::every], hf.load_config(model).eos_token_ids[0]
+    ended = [row for row in whole if row["response_token_ids"][-1] == end]
+    yield from reported(rows).items()
+    yield from of_context(rows).items()
+    yield "end token stripped, where there was one", [part(row, slice(-1)) for row in ended]
+    cold = rollouts(model, folder, "bfloat16", "sdpa", samples=1, temperature=0.6)
+    yield "temperature 0.6, not declared", [row | {"temperature": 1.0} for row in cold]
+    yield "log-probs of temperature 1 under 0.6", [row | {"logprobs": row["raw"]} for row in cold]
+    cut = rollouts(model, folder, "bfloat16", "sdpa", samples=1, top_p=0.8)
+    yield "top-p 0.8, not declared", [row | {"top_p": 1.0} for row in cut]
+    yield "log-probs over all under top-p 0.8", [row | {"logprobs": row["raw"]} for row in cut]
+    alone = [row | {"logprobs": row["raw"], "top_p": 1.0} for row in cut]
+    yield "top-p 0.8 in the draws alone", alone
 
-    def each(change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
-        return [row | change(row) for row in rows]
 
-    def shorter(row: dict[str, Any], part: slice) -> dict[str, Any]:
-        return {key: row[key][part] for key in ("response_token_ids", "logprobs")}
+def reported(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Mistakes in log-probs alone."""
+    rng = np.random.default_rng(0)
 
-    changes = {
-        "shifted by one": each(lambda r: {"logprobs": [*r["logprobs"][1:], r["logprobs"][0]]}),
-        "first token stripped": each(lambda r: shorter(r, slice(1, None))),
-        "end token stripped": each(
-            lambda r: shorter(r, slice(0, -1 if r["response_token_ids"][-1] == pad else None))
-        ),
-        "prompt without its first token": each(
-            lambda r: {"prompt_token_ids": r["prompt_token_ids"][1:]}
-        ),
-        "one token more in the prompt": each(
-            lambda r: {"prompt_token_ids": [*r["prompt_token_ids"], 198]}
-        ),
-        "another row's log-probs, in 10%": swapped(rows),
-        "declared temperature 0.6": each(lambda r: {"temperature": 0.6}),
-        "declared top-p 0.8": each(lambda r: {"top_p": 0.8}),
+    def in_a_tenth(change: Callable[[float], float]) -> list[Row]:
+        def maybe(log_prob: float) -> float:
+            return change(log_prob) if rng.random() < 0.1 else log_prob
+
+        return [row | {"logprobs": [maybe(x) for x in row["logprobs"]]} for row in rows]
+
+    others = [*rows[1:], rows[0]]
+    pairs = list(zip(rows, others, strict=True))
+    sizes = [(len(one["logprobs"]), len(other["logprobs"])) for one, other in pairs]
+    alike = [i for i, (own, its) in enumerate(sizes) if own == its][:2]
+    return {
+        "shifted by one": [
+            row | {"logprobs": [*row["logprobs"][1:], row["logprobs"][0]]} for row in rows
+        ],
+        "sentinel -9999 in 10% of the tokens": in_a_tenth(lambda _: -9999.0),
+        "0 in 10% of the tokens": in_a_tenth(lambda _: 0.0),
+        "3 to 9 nats off in 10% of the tokens": in_a_tenth(lambda x: x - rng.uniform(3, 9)),
+        "another row's log-probs, in 2 rows": [
+            row | {"logprobs": other["logprobs"]} if i in alike else row
+            for i, (row, other) in enumerate(pairs)
+        ],
     }
-    for name, changed in changes.items():
-        kept = [row for row in changed if row["response_token_ids"]]
-        path = folder / f"fault_{name.replace(' ', '_').replace(',', '').replace('%', '')}.jsonl"
-        write_rows(path, kept)
-        yield name, kept
 
 
-def swapped(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every tenth row has the log-probs of another of its length, where there is one."""
-    changed = list(rows)
-    for i in range(0, len(rows), 10):
-        size = len(rows[i]["logprobs"])
-        others = [r for j, r in enumerate(rows) if j != i and len(r["logprobs"]) == size]
-        if others:
-            changed[i] = rows[i] | {"logprobs": others[-1]["logprobs"]}
-    return changed
+def of_context(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Mistakes in what stands before the log-probs."""
+
+    def prompts(change: Callable[[list[int]], list[int]]) -> list[Row]:
+        return [row | {"prompt_token_ids": change(row["prompt_token_ids"])} for row in rows]
+
+    return {
+        "first token stripped": [part(row, slice(1, None)) for row in rows],
+        "prompt without its first token, the BOS": prompts(lambda ids: ids[1:]),
+        "a line break more in the prompt": prompts(lambda ids: [*ids, LINE_BREAK]),
+    }
+
+
+def part(row: Row, some: slice) -> Row:
+    """A row with some of its response."""
+    return row | {key: row[key][some] for key in ("response_token_ids", "logprobs")}
 
 
 def diagnosed(
-    part: str, model: Path, each: Iterator[tuple[str, list[dict[str, Any]]]], every: int, kept: Path
+    part: str, model: Path, each: Iterator[tuple[str, list[Row]]], every: int, kept: Path
 ) -> None:
     """A table of what `tim-jax diagnose` says of every n-th row."""
     ours = tim.load(str(model))
@@ -340,9 +385,9 @@ def diagnosed(
         "|---|--:|--:|--:|--:|---|---|",
     ]
     made = {(row["name"], row["every"]): row["line"] for row in read_rows(kept)}
-    for name, whole in each:
+    for name, rows in each:
         if (name, every) not in made:
-            line = judged(name, tim.diagnose(ours, whole[::every]), whole[::every])
+            line = judged(name, tim.diagnose(ours, rows), rows)
             keep(kept, {"name": name, "every": every, "line": line})
             made[name, every] = line
         lines.append(made[name, every])
@@ -350,10 +395,11 @@ def diagnosed(
         write(part, "\n".join(lines))
 
 
-def judged(name: str, found: Diagnosis, rows: Sequence[dict[str, Any]]) -> str:
+def judged(name: str, found: Diagnosis, rows: Sequence[Row]) -> str:
     """A line of the table."""
-    sizes, best = found.verdict.sizes, found.verdict.best
-    named = f"`{best.explanation.name}`" if best is not None else "none"
+    sizes, best, half = found.verdict.sizes, found.verdict.best, found.verdict.half
+    named = "none" if half is None else f"none; as large as `{half.explanation.name}`"
+    named = named if best is None else f"`{best.explanation.name}`"
     count = sum(len(row["response_token_ids"]) for row in rows)
     return (
         f"| {name} | {count:,} | {sizes['mean']:.2g} | {sizes['largest']:.2g} |"
@@ -439,7 +485,8 @@ def main() -> None:
     folder = next(iter(given.paths), Path("runs/smollm2_table"))
     entries = [one for one in SOURCES if not given.only or one["name"] in given.only]
     if given.part in HEADINGS:
-        each = {"engines": engines, "faults": faults}[given.part](given.model, folder)
+        made = engines if given.part == "engines" else faults
+        each = made(given.model, folder, given.every)
         diagnosed(given.part, given.model, each, given.every, folder / "verdicts.jsonl")
     elif given.part == "sources":
         sources(given.model, given.dtype, entries, folder / f"sources_{given.dtype}.jsonl")
