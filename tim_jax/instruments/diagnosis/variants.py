@@ -19,6 +19,19 @@ from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights
 from tim_jax.tasks.text import encode_prompt
 
+_OF_WEIGHTS = tuple(
+    mismatch.quantised_weights(**how)
+    for how in (
+        {"dtype": "int8"},
+        {"dtype": "int8", "codes": "full"},
+        {"dtype": "int8", "codes": "full", "per": "matrix", "head": True},  # torch's dynamic int8
+        {"dtype": "float8_e4m3fn"},
+        {"dtype": "float8_e4m3fn", "per": "tensor"},
+    )
+)
+# What is multiplied by them in 8 bits as well -> the weights alone, whose rounding shows however an
+# engine scales the rest.
+EIGHT_BITS = {replace(entry, activations=entry.dtype): entry for entry in _OF_WEIGHTS}
 # Low precision, as engines have it: each an entry of the dial. The first makes the smallest gap.
 SOURCES: tuple[Entry, ...] = (
     mismatch.compute(dtype="float16"),
@@ -31,11 +44,12 @@ SOURCES: tuple[Entry, ...] = (
     mismatch.kv_cache(dtype="float8_e4m3fn"),
     mismatch.kv_cache(dtype="float8_e5m2"),
     mismatch.kv_cache(dtype="int8"),
-    mismatch.quantised_weights(dtype="int8"),
-    mismatch.quantised_weights(dtype="float8_e4m3fn"),
+    *_OF_WEIGHTS,
     mismatch.quantised_weights(dtype="int4"),
+    *EIGHT_BITS,
 )
 
+LOW = "low precision: "  # begins their texts
 OTHERS = 8  # variants of requests, routes and prompts, at most
 OF_WEIGHTS = ("weights of ", "lora_")  # begin the names of explanations by other weights
 LEAST_Z = 5.0  # standard deviations by which a gap must go with a layer's rounding
@@ -63,6 +77,7 @@ class Variant:
 
     Attributes:
         change: the response with another context; None if this variant does not apply to it.
+        after: the name of the variant without which this one need not be tried; "": none.
     """
 
     name: str
@@ -70,6 +85,7 @@ class Variant:
     kind: Kind
     forward: Forward
     change: Change = unchanged
+    after: str = ""
 
 
 def explanations(variant: Variant, tokens: Tokens) -> Iterator[Explanation]:
@@ -149,12 +165,14 @@ def of_numerics(forward: Forward, sources: Sequence[Entry] = SOURCES) -> Iterato
         if numerics == forward.execution.numerics and weights is forward.weights:
             continue
         execution = Execution(forward.execution.config, numerics)
-        label = mismatch.label(entry)
+        label, alone = mismatch.label(entry), EIGHT_BITS.get(entry)
+        what = "" if alone is None else f"{alone.dtype} weights and activations, "
         yield Variant(
             label,
-            f"low precision: {label}",
+            f"{LOW}{what}{label}",
             "numerics",
             forward._replace(weights=weights, execution=execution),
+            after=mismatch.label(alone) if alone in sources else "",
         )
 
 
