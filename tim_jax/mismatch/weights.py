@@ -61,9 +61,7 @@ class QuantisedWeights(Entry):
         if self.activations is None:
             return numerics
         head = self.activations if self.head else None
-        precision = replace(
-            numerics.precision, activations=self.activations, head_activations=head
-        )
+        precision = replace(numerics.precision, activations=self.activations, head_activations=head)
         return replace(numerics, precision=precision)
 
     def check(self, execution: Execution) -> None:

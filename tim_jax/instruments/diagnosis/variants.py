@@ -322,18 +322,16 @@ def in_some_layers(forward: Forward, tokens: Tokens, entry: Entry) -> Explanatio
 
 
 def goes_with(tokens: Tokens, explanation: Explanation) -> float:
-    """By how many standard deviations what is recorded goes with what an explanation makes."""
-    exact, seen = tokens.evidence.exact.astype(np.float64), _comparable(tokens, explanation)
+    """By how many standard deviations what is recorded goes with what an explanation makes.
+
+    Of tokens that are not off by much more than that.
+    """
+    exact = tokens.evidence.exact.astype(np.float64)
+    most = _FAR * np.abs(explanation.predicted - exact).max()
+    seen = ~tokens.hidden & (np.abs(np.nan_to_num(tokens.recorded) - exact) <= most)
     gap, made = (tokens.recorded - exact)[seen], (explanation.predicted - exact)[seen]
     both = np.sqrt((gap**2).sum() * (made**2).sum())
     return float((gap * made).sum() / both * np.sqrt(len(gap))) if both > 0 else 0.0
-
-
-def _comparable(tokens: Tokens, explanation: Explanation) -> np.ndarray:
-    """bool[N], tokens that are not off by much more than an explanation makes."""
-    exact = tokens.evidence.exact
-    most = _FAR * np.abs(explanation.predicted - exact).max()
-    return ~tokens.hidden & (np.abs(np.nan_to_num(tokens.recorded) - exact) <= most)
 
 
 def mixed_layers(plain: Weights, rounded: Weights, chosen: np.ndarray) -> Weights:

@@ -73,23 +73,6 @@ _WEIGHTS = [x for x in variants.SOURCES if x.kind == "weights" and not x.draws]
 _OF_A_LAYER = 20  # tokens by which it is told, at least
 
 
-def alike(
-    sizes: dict[str, float], made: dict[str, float], *, larger: float = 1.0, most: float
-) -> bool:
-    """Whether differences have the sizes that some numerics make: mean, K3 and the largest.
-
-    `larger`: of how many times as many tokens they are. The largest of n draws from tails such as
-    the noise model's grows with the cube root of n, and is three times as large by chance once in
-    thirty.
-    """
-    largest = _LARGEST_FACTOR * made["largest"] * larger ** (1 / 3)
-    return (
-        sizes["mean"] <= most * made["mean"]
-        and sizes["k3"] <= _K3_FACTOR * made["k3"]
-        and sizes["largest"] <= max(largest, NORMAL_LARGEST)
-    )
-
-
 State = Literal["exact", "numerics", "fault"]
 
 
@@ -388,10 +371,18 @@ def _half_precision(judged: Sequence[Judged], sizes: dict[str, float], total: in
     }
 
     def fits(one: Judged) -> bool:
-        name, larger = one.explanation.name, total / len(one.tokens.sequence)
+        name = one.explanation.name
         if one.explanation.sizes is None or one.scale > most.get(name, 0.0):
             return False
-        return alike(sizes, made[name], larger=larger, most=most[name])
+        # The largest of n draws from tails such as the noise model's grows with the cube root of n,
+        # and is three times as large by chance once in thirty.
+        larger = (total / len(one.tokens.sequence)) ** (1 / 3)
+        largest = _LARGEST_FACTOR * made[name]["largest"] * larger
+        return (
+            sizes["mean"] <= most[name] * made[name]["mean"]
+            and sizes["k3"] <= _K3_FACTOR * made[name]["k3"]
+            and sizes["largest"] <= max(largest, NORMAL_LARGEST)
+        )
 
     return max(filter(fits, judged), key=lambda one: one.gain, default=None)
 
