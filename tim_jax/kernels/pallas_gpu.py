@@ -444,22 +444,24 @@ def _log_normaliser(x_ref, peak_ref, out_ref, *, lanes: int, width: int):
 def _folded(f, x_ref, lanes, width, *, neutral):
     """f(x) [lanes], summed over the blocks of a row; `neutral` stands beyond its end.
 
-    A step loads several blocks before it adds the first: few rows have few programs, which would
-    wait for one block after the other. Blocks beyond the end add zeros.
+    Several blocks are loaded a step before they are added: few rows have few programs, which would
+    wait for one block after the other. Those beyond the end add zeros.
     """
     together = min(_TOGETHER, pl.cdiv(width, lanes))
 
-    def block(index):
-        at = index * lanes + jnp.arange(lanes)
-        return plt.load(x_ref.at[at], mask=at < width, other=neutral)
+    def load(index):
+        places = [(index * together + place) * lanes + jnp.arange(lanes) for place in range(together)]
+        return tuple(plt.load(x_ref.at[at], mask=at < width, other=neutral) for at in places)
 
-    def step(index, total):
-        for x in [block(index * together + place) for place in range(together)]:
+    def step(index, state):
+        total, blocks = state
+        following = load(index + 1)
+        for x in blocks:
             total = total + f(x)
-        return total
+        return total, following
 
     steps = pl.cdiv(width, together * lanes)
-    return jax.lax.fori_loop(0, steps, step, jnp.zeros((lanes,), jnp.float32))
+    return jax.lax.fori_loop(0, steps, step, (jnp.zeros((lanes,), jnp.float32), load(0)))[0]
 
 
 def _log(x_ref, out_ref):
