@@ -204,7 +204,6 @@ class Training:
         rules.check_turns(
             max_tokens=turns.max_tokens,
             longest=self.execution.sampling.max_tokens,
-            sampler_placement=self.drawing.placement,
             max_staleness=sampler.max_staleness,
             routing=learning.routing,
             objective=learning.objective,
