@@ -4,8 +4,8 @@ A single turn is one program (`sampler`). Between two turns an environment on th
 so here the same steps are cut into programs, and the cache goes into each and out again (donate
 it). `begin` prefills prompts once each and draws every sequence's first token. `extend` computes
 the keys and values of tokens that were not drawn, a few sequences and a few positions at a time.
-`decode` goes on until turns are over. Which sequence is in which slot, and which pages are whose,
-the host says with each call; it cannot be seen in a sequence's bits.
+`decode` goes on until turns are over. Which sequence is in which slot, and which pages are whose
+(`Pages`), the host says with each call; it cannot be seen in a sequence's bits.
 
 All keys and values that there are stay, so each position is computed once: that of the newest token
 in the next step or chunk, whichever comes. Sequences have one row of the cache each, or tables of
@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from tim_jax.common.types import Names, Prompts
@@ -29,11 +30,13 @@ from tim_jax.model import parameters, transformer
 from tim_jax.model.attention import Cache
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights
-from tim_jax.placement import Placement
+from tim_jax.placement import collectives
 from tim_jax.policy import sampler
 from tim_jax.policy import slots as slotting
 from tim_jax.policy.sampler import Begun, Decoding, Draw
 from tim_jax.policy.slots import Pool, Queue, Slots, Tables
+
+_COPIES = 64  # of pages, in a call
 
 
 @struct.dataclass
@@ -74,18 +77,19 @@ class Work:
 class Found:
     """What the slots drew, up to `sampler.STEPS` tokens each."""
 
-    tokens: jax.Array  # i32[STEPS, S]
-    log_probs: jax.Array  # f32[STEPS, S]
-    drawn: jax.Array | None  # f32[STEPS, S]
+    tokens: jax.Array  # i32[S, STEPS]
+    log_probs: jax.Array  # f32[S, STEPS]
+    drawn: jax.Array | None  # f32[S, STEPS]
     lengths: jax.Array  # i32[S], after it
     ended: jax.Array  # bool[S], drew an end token
 
 
 @dataclass(frozen=True)
 class Turning:
-    """The sampler of episodes: an execution on one device, and how it draws.
+    """The sampler of episodes: an execution, and how it draws.
 
-    The execution's longest response is an episode's: drawn tokens and replies.
+    The execution's longest response is an episode's: drawn tokens and replies. With a placement of
+    more than one device this runs inside `shard_map`, on this device's rows, slots and pages.
     """
 
     execution: Execution
@@ -112,7 +116,7 @@ class Turning:
         """
         count = names.prompts.shape[0]
         samples = count // prompts.tokens.shape[0]
-        weights = transformer.whole_norms(weights, execution=self.execution)
+        weights = sampler.whole_weights(weights, self.execution)
         one = replace(self.execution.sampling, max_tokens=1)
         decoding = self._decoding(names, replace(self.execution, sampling=one))
         of_prompts, drawn = decoding.prefill(weights, prompts, samples=samples, at_a_time=at_a_time)
@@ -135,6 +139,7 @@ class Turning:
     def extend(self, weights: Weights, cache: Cache, chunks: Chunks) -> Cache:
         """The cache with the keys and values of the chunks' tokens, one chunk after the other."""
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-3:]), cache)
+        execution, _ = sampler.in_loop(self.execution)
 
         def one(number: jax.Array, flat: Cache) -> Cache:
             tokens, positions, pages = (
@@ -142,8 +147,9 @@ class Turning:
                 for x in (chunks.tokens, chunks.positions, chunks.pages)
             )
             paged = tuple(replace(layer, pages=pages) for layer in flat)
-            forward: Any = partial(transformer.forward, execution=self.execution)
-            _, after, _ = forward(weights, tokens, positions, paged)
+            forward: Any = partial(transformer.forward, execution=execution)
+            own = sampler.tied(weights, number, execution)
+            _, after, _ = forward(own, tokens, positions, paged)
             return tuple(replace(layer, pages=None) for layer in after)
 
         flat = jax.lax.fori_loop(0, chunks.count, one, flat)
@@ -152,7 +158,10 @@ class Turning:
     def decode(
         self, weights: Weights, cache: Cache, names: Names, work: Work, until: jax.Array
     ) -> tuple[Cache, Found]:
-        """Draws until no more than `until` i32[] slots work, or `sampler.STEPS` tokens each."""
+        """Draws until no more than `until` i32[] slots work, or `sampler.STEPS` tokens each.
+
+        Devices that step together go on until that holds for each of them.
+        """
         none = jnp.zeros_like(work.rows)
         slots = Slots(
             cache=cache,
@@ -167,21 +176,25 @@ class Turning:
         decoding = self._decoding(names, self.execution)
 
         def going_on(now: sampler.Steps) -> jax.Array:
-            return (now.count < sampler.STEPS) & (jnp.sum(now.slots.working) > until)
+            busy = jnp.sum(now.slots.working) > until
+            return (now.count < sampler.STEPS) & collectives.any_row(busy, decoding.rows)
 
         step = partial(decoding.step, weights, work.starts, decoding.uniforms(slots), work.limits)
         begin = sampler.begin_steps(slots, self.reports, None)
         end = jax.lax.while_loop(going_on, step, begin)
         after = end.slots
-        return after.cache, Found(end.tokens, end.log_probs, end.drawn, after.lengths, after.ended)
+        drawn = None if end.drawn is None else end.drawn.T
+        found = Found(end.tokens.T, end.log_probs.T, drawn, after.lengths, after.ended)
+        return after.cache, found
 
     def _decoding(self, names: Names, execution: Execution) -> Decoding:
         plain = partial(
             sampler.draw_exactly, sampling=execution.sampling, numerics=execution.numerics
         )
+        execution, rows = sampler.in_loop(execution)
         return Decoding(
             execution=execution,
-            rows=Placement(),
+            rows=rows,
             streams=names.streams,
             draw=(self.drawing and self.drawing(names)) or plain,
             begun=Begun(0, jnp.zeros(names.prompts.shape, bool)),
@@ -206,3 +219,128 @@ def turn_keys(names: Names, turns: int) -> jax.Array:
         return jax.random.key_data(keys)
 
     return jax.vmap(of_sequence)(names.streams)
+
+
+class Pages:
+    """Which pages of their device the rows have.
+
+    Without a pool, each has those of its row of the cache, always. The host says so, with arrays
+    that it changes as rows go on.
+
+    Args:
+      cache: of all devices.
+      own: rows of each device.
+      longest: positions of a row.
+      cached: i32[N], positions of each row whose keys and values are there; fewer where its pages
+        are taken back.
+      shared: i32[N], of them those that it shares with the other samples of its prompt.
+    """
+
+    def __init__(
+        self,
+        pool: Pool | None,
+        cache: Cache,
+        *,
+        own: int,
+        longest: int,
+        cached: np.ndarray,
+        shared: np.ndarray,
+    ) -> None:
+        count, key = len(cached), cache[0].key
+        self.pool, self._own, self._cached, self._shared = pool, own, cached, shared
+        self._shards = count // own
+        if pool is None:
+            width = key.shape[2] if key.ndim == 6 else 1  # a row of one piece is one page
+            rows = np.arange(own * width, dtype=np.int32).reshape(own, width)
+            self.tables = np.tile(rows, (self._shards, 1))
+            self.nowhere = self.tables[0]  # whose last place is never read
+            return
+        self._samples = own // (pool.prompts // pool.width)  # of a prompt, on a device
+        self.nowhere = np.full(-(-longest // pool.block), pool.sink, np.int32)
+        self.tables = np.tile(self.nowhere, (count, 1))
+        self._held = np.zeros(count, np.int32)  # pages of each row, its prompt's among them
+        self._of_prompt = np.zeros(count, np.int32)  # the latter, which nobody writes to
+        self._free = [list(range(pool.prompts, pool.zeros))[::-1] for _ in range(self._shards)]
+        self._copies: list[list[tuple[int, int]]] = [[] for _ in range(self._shards)]
+
+    def provide(self, ready: np.ndarray, needed: np.ndarray, most: int) -> list[np.ndarray]:
+        """The rows of each device that go on now: of those ready, bool[N], the ones with pages.
+
+        At most this many of each. They get pages for the positions `needed`, i32[N].
+        """
+        rows = np.flatnonzero(ready)
+        of_devices = [rows[rows // self._own == shard] for shard in range(self._shards)]
+        if self.pool is None:
+            return of_devices
+        needed = -(-needed // self.pool.block)
+        return [self._provided(own[:most].tolist(), needed) for own in of_devices]
+
+    def _provided(self, rows: list[int], needed: np.ndarray) -> np.ndarray:
+        """Those of a device's rows that get pages, the first ones."""
+        chosen: list[int] = []
+        for row in rows:
+            if not self._give(row, int(needed[row])):
+                break
+            chosen.append(row)
+        return np.asarray(chosen, np.int32)
+
+    def _give(self, row: int, needed: int) -> bool:
+        """Gives a row pages up to `needed`, those of later rows if it must; False: too few."""
+        assert self.pool is not None
+        device, local = divmod(row, self._own)
+        free, end = self._free[device], (device + 1) * self._own
+        full, part = divmod(int(self._shared[row]), self.pool.block)
+        if full < self._of_prompt[row]:  # it goes on otherwise than its prompt now
+            self._take_back(row)
+        missing = needed - max(self._held[row], full)
+        later = np.flatnonzero(self._held[row + 1 : end])[::-1] + row + 1
+        for victim in later.tolist():
+            if missing <= len(free):
+                break
+            self._take_back(victim)
+        if missing > len(free):
+            return False
+        of_prompt = local // self._samples * self.pool.width
+        if not self._held[row]:
+            self.tables[row, :full] = of_prompt + np.arange(full)
+            self._held[row] = self._of_prompt[row] = full
+        for index in range(self._held[row], needed):
+            begun = index == full and part
+            page = free.pop()
+            self._copies[device].append((of_prompt + full if begun else self.pool.zeros, page))
+            self.tables[row, index] = page
+        self._held[row] = max(needed, self._held[row])
+        return True
+
+    def _take_back(self, row: int) -> None:
+        """Frees the pages of a row, whose keys and values but the prompt's are computed anew."""
+        assert self.pool is not None
+        own = self.tables[row, self._of_prompt[row] : self._held[row]]
+        self._free[row // self._own] += own.tolist()
+        self.tables[row], self._held[row], self._of_prompt[row] = self.pool.sink, 0, 0
+        self._cached[row] = self._shared[row]
+
+    def free(self, over: np.ndarray) -> None:
+        """Frees the pages of rows that are over, bool[N]."""
+        if self.pool is not None:
+            for row in np.flatnonzero(over & (self._held > 0)).tolist():
+                self._take_back(row)
+
+    def copied(self, cache: Cache, copy: Callable[..., Cache]) -> Cache:
+        """The cache with what new pages begin with: the prompt's last page, or zeros.
+
+        `copy` is that of the mesh, see `copy_pages`.
+        A number that is not finite would reach another row through a product with zero.
+        """
+        if self.pool is None:
+            return cache
+        moves, self._copies = self._copies, [[] for _ in self._copies]
+        most = max(map(len, moves))
+        for start in range(0, most, _COPIES):
+            ends = np.zeros((2, len(moves), _COPIES), np.int32)  # the rest: a page to itself
+            for device, own in enumerate(moves):
+                some = np.asarray(own[start : start + _COPIES], np.int32).reshape(-1, 2)
+                ends[:, device, : len(some)] = some.T
+            count = np.int32(min(_COPIES, most - start))
+            cache = copy(cache, *ends.reshape(2, -1), count)
+        return cache

@@ -5,7 +5,8 @@ environment replied. While some rows decode, others wait for their replies. A ro
 its keys and values and no slot. Without pages there is a slot for every row. With pages a slot is
 nothing but a place in a batch: any rows that have pages for their next tokens can go on, the first
 ones first. Where pages do not suffice, the last rows give theirs back, and what they had is
-computed once more later. None of this changes a bit.
+computed once more later. On a mesh every device has rows, slots and pages of its own, and all are
+called together. None of this changes a bit.
 
 An environment may say all that the next turn is drawn after, in place of a reply (`Outcome.anew`).
 Then the episode goes on in a new row, under other random numbers. The row before it is as it was.
@@ -20,22 +21,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from tim_jax import kernels
+from tim_jax import kernels, placement
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Names, Prompts, Rollout
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.attention import Cache
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
-from tim_jax.policy import turns as turning
+from tim_jax.placement import Devices
 from tim_jax.policy.sampler import STEPS, widths
 from tim_jax.policy.slots import Pool
-from tim_jax.policy.turns import Chunks, First, Found, Turning, Work
+from tim_jax.policy.turns import Chunks, First, Found, Pages, Turning, Work
+from tim_jax.rl import sharded
 from tim_jax.rl.rules import Turns
 from tim_jax.tasks.episodes import Asker, Completion, Environment, Outcome, Turn
 
 _POSITIONS, _TOGETHER, _CHUNKS = 32, 4, 8  # of a chunk, sequences of one, chunks of a call
-_COPIES = 64  # of pages, in a call
 # Of `_Books`, what a row of a rollout is made of.
 _OF_ROWS = "starts", "sequences", "lengths", "log_probs", "drawn_with", "drawn", "rewards", "ended"
 
@@ -46,16 +48,17 @@ class Programs(NamedTuple):
     Shapes depend on the batch alone: neither turns nor lengths compile anything.
     """
 
-    begin: Callable[..., Any]  # weights, prompts, key -> weights, cache, keys, first tokens
-    copy: Callable[..., Cache]  # see turns.copy_pages
-    extend: Callable[..., Cache]  # see Turning.extend
-    decode: Callable[..., tuple[Cache, Found]]  # see Turning.decode
+    # See `sharded.TurningOnMesh`.
+    begin: Callable[..., Any]
+    copy: Callable[..., Cache]
+    extend: Callable[..., Cache]
+    decode: Callable[..., tuple[Cache, Found]]
     report: Callable[..., Rollout]  # rollout, prompts, key -> as it is reported to the learner
 
     execution: Execution
     turns: Turns
     samples: int
-    batching: Batching
+    batching: Batching  # of a device
 
     @property
     def paged(self) -> bool:
@@ -65,14 +68,25 @@ class Programs(NamedTuple):
         return bool(wanted) or kernels.family(self.execution.numerics).takes_pages
 
     def pool(self, prompts: int, length: int) -> Pool | None:
-        """The pages for this many prompts, padded to `length` tokens; None: rows."""
+        """A device's pages, for this many prompts in all, padded to `length` tokens; None: rows."""
         if not self.paged:
             return None
-        block = self.execution.numerics.kv_block
+        block, shards = self.execution.numerics.kv_block, self.execution.placement.shards
         longest = -(-(length + self.execution.sampling.max_tokens) // block)
         width = -(-length // block)
-        free = self.batching.pages or prompts * self.samples * longest
-        return Pool(prompts * width, width, free, block)
+        blocks, _ = sharded.split(prompts, self.samples, shards)
+        free = self.batching.pages or prompts * self.samples // shards * longest
+        return Pool(prompts // blocks * width, width, free, block)
+
+    def order(self, prompts: int) -> np.ndarray:
+        """i64[shards, N / shards], the rows of each device, for this many prompts.
+
+        Raises:
+          InputError: the devices cannot have as many.
+        """
+        where, what = self.execution.placement, f"{prompts} prompts x {self.samples} samples"
+        sharded.check_rows(prompts * self.samples, where, what)
+        return sharded.rows_of_parts(prompts, self.samples, where.shards)
 
 
 def build(
@@ -81,35 +95,43 @@ def build(
     turns: Turns,
     samples: int,
     batching: Batching = ALL_AT_ONCE,
+    devices: Devices | None = None,
     mismatch: Mismatch = dial.EXACT,
 ) -> Programs:
-    """Programs for episodes with `samples` of each prompt; `execution` is the learner's.
+    """Programs for episodes with `samples` of each prompt.
+
+    Args:
+      execution: the learner's, with the sampler's placement.
+      batching: of all devices together.
+      devices: what the mesh is made of, `jax.devices()` if None.
 
     Raises:
-      InputError: an entry that this sampler cannot have, or two that contradict each other.
+      InputError: an entry that this sampler cannot have, or two that contradict each other; devices
+        that cannot have as many slots and pages each.
     """
     dial.check(mismatch, execution)
     other = replace(execution, numerics=mismatch.numerics(execution.numerics))
+    where = other.placement
+    on = placement.mesh(where, jax.devices() if devices is None else devices)
+    batching = batching.of_device(where)
 
     reports = any(entry.reports for entry in mismatch.active)
-    sampler = Turning(other, partial(dial.drawing, mismatch, execution=other), reports)
+    drawing = partial(dial.drawing, mismatch, execution=other)
+    sampler = sharded.TurningOnMesh(Turning(other, drawing, reports), on)
     report = partial(dial.report, mismatch=mismatch, samples=samples)
 
-    def begin(weights, prompts: Prompts, key, *, pool: Pool | None):
-        names = Names.of(prompts, key, samples)
-        at_a_time = batching.slots or len(names.prompts)
-        begun = sampler.begin(
-            mismatch.weights(weights), prompts, names, at_a_time=at_a_time, pool=pool
-        )
-        return *begun, turning.turn_keys(names, turns.max_turns)
+    def begin(weights, prompts: Prompts, names: Names, *, pool: Pool | None):
+        how = {"at_a_time": batching.slots or len(names.prompts) // where.shards, "pool": pool}
+        weights = mismatch.weights(weights)
+        return sampler.begin(weights, prompts, names, max_turns=turns.max_turns, **how)
 
     compiled = partial(jit, numerics=other.numerics)
     return Programs(
         begin=compiled(begin, static_argnames="pool"),
-        copy=compiled(turning.copy_pages, donate_argnums=0),
+        copy=compiled(sampler.copy, donate_argnums=0),
         extend=compiled(sampler.extend, donate_argnums=1),
         decode=compiled(sampler.decode, donate_argnums=1),
-        report=compiled(report),
+        report=compiled(report, out_shardings=NamedSharding(on, PartitionSpec())),
         execution=other,
         turns=turns,
         samples=samples,
@@ -153,25 +175,28 @@ def play(
     Raises:
       InputError: pages that do not hold one episode, or a reply that is no tokens of the model.
     """
-    pool = programs.pool(*prompts.tokens.shape)
-    weights, cache, first, keys = programs.begin(weights, prompts, key, pool=pool)
-    books = _Books.of(prompts, states, programs, first, np.asarray(keys), asked)
-    held = _Pages(books, pool, cache)
-    most = min(programs.batching.slots or books.count, books.count)
-    names = Names.of(prompts, key, programs.samples)
-    rows = np.flatnonzero(books.ready)
+    order, pool = programs.order(len(prompts.ids)), programs.pool(*prompts.tokens.shape)
+    of_devices, names = _dealt(prompts, key, order, programs)
+    weights, cache, first, keys = programs.begin(weights, of_devices, names, pool=pool)
+    told = states, asked or [None] * len(states)
+    books = _Books.of(of_devices, order, told, programs, first, np.asarray(keys))
+    sizes = {"own": books.own, "longest": books.sequences.shape[1]}
+    held = Pages(pool, cache, cached=books.cached, shared=books.shared, **sizes)
+    most = min(programs.batching.slots or books.own, books.own)
+    some = True
     with Asker(environment) as asker:
         while not books.over.all():
             asker.ask(books.ended_turns(text))
-            books.take(asker.replies(least=not rows.size))
-            held.free_over(books)
-            rows = held.provide(books, most)
-            if not rows.size:  # all wait for replies, or for the pages of those that do
+            books.take(asker.replies(least=not some))
+            held.free(books.over)
+            rows = held.provide(books.ready, books.needed, most)
+            some = any(map(len, rows))
+            if not some:  # all wait for replies, or for the pages of those that do
                 continue
-            cache = held.copied(cache, programs)
+            cache = held.copied(cache, programs.copy)
             cache = _extended(cache, weights, rows, books, held, programs)
-            work = books.work(rows, held, _width(len(rows), books.count, programs))
-            until = np.int32(3 * len(rows) // 4)
+            work = books.work(rows, held, _width(max(map(len, rows)), most, programs))
+            until = np.asarray([3 * len(own) // 4 for own in rows], np.int32)
             cache, found = programs.decode(weights, cache, books.named(names), work, until)
             books.take(asker.replies(waited_for=False))  # devices decode meanwhile
             books.record(work, jax.device_get(found))
@@ -179,38 +204,55 @@ def play(
     return Played(rollout, *books.results(), asker.seconds)
 
 
-def _width(rows: int, count: int, programs: Programs) -> int:
-    """The fewest slots that are compiled for and hold this many rows."""
-    slots = min(programs.batching.slots or count, count)
+def _dealt(
+    prompts: Prompts, key: jax.Array, order: np.ndarray, programs: Programs
+) -> tuple[Prompts, Names]:
+    """Each device's prompts, and the names of its rows, device by device."""
+    rows = order.reshape(-1)
+    prompt, sample = (x.astype(np.int32) for x in np.divmod(rows, programs.samples))
+    _, shares = sharded.split(len(prompts.ids), programs.samples, len(order))
+    own = prompt[:: programs.samples // shares]
+    of_devices = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[own]), prompts)
+    names = Names(key, jnp.asarray(np.asarray(prompts.ids)[prompt]), jnp.asarray(sample))
+    return of_devices, names
+
+
+def _width(rows: int, slots: int, programs: Programs) -> int:
+    """The fewest of a device's slots that are compiled for and hold this many rows."""
     narrower = widths(slots, programs.batching.halvings)
     return min(width for width in (slots, *narrower) if width >= rows)
 
 
-def _extended(cache, weights, rows, books: "_Books", held: "_Pages", programs: Programs) -> Cache:
-    """The cache with all tokens of these rows but the newest."""
-    pieces = books.pieces(rows)
-    together = min(_TOGETHER, books.count)
-    for start in range(0, len(pieces), _CHUNKS):
-        some = pieces[start : start + _CHUNKS]
-        shape = _CHUNKS, together, _POSITIONS
+def _extended(cache, weights, rows, books: "_Books", held: Pages, programs: Programs) -> Cache:
+    """The cache with all tokens of each device's rows but the newest."""
+    pieces = [books.pieces(own) for own in rows]
+    together, calls = min(_TOGETHER, books.own), max(map(len, pieces))
+    for start in range(0, calls, _CHUNKS):
+        shape = len(rows) * _CHUNKS, together, _POSITIONS
         tokens, positions = np.zeros(shape, np.int32), np.full(shape, books.dump, np.int32)
         pages = np.tile(held.nowhere, (*shape[:2], 1))
-        for number, chunk in enumerate(some):
-            for place, (row, where) in enumerate(chunk):
-                at = number, place
-                tokens[(*at, slice(len(where)))] = books.sequences[row, where]
-                positions[(*at, slice(len(where)))] = where
-                pages[at] = held.tables[row]
-        chunks = Chunks(tokens, positions, pages, np.int32(len(some)))  # type: ignore[arg-type]
+        for shard, own in enumerate(pieces):
+            for number, chunk in enumerate(own[start : start + _CHUNKS]):
+                for place, (row, where) in enumerate(chunk):
+                    at = shard * _CHUNKS + number, place
+                    tokens[(*at, slice(len(where)))] = books.sequences[row, where]
+                    positions[(*at, slice(len(where)))] = where
+                    pages[at] = held.tables[row]
+        count = np.int32(min(_CHUNKS, calls - start))
+        chunks = Chunks(tokens, positions, pages, count)  # type: ignore[arg-type]
         cache = programs.extend(weights, cache, chunks)
     return cache
 
 
 @dataclass(eq=False)
 class _Books:
-    """What is known of every episode. N rows, R tokens at most after the prompt, T turns."""
+    """What is known of every episode. N rows, R tokens at most after the prompt, T turns.
+
+    Rows are device by device, as many of each.
+    """
 
     samples: int  # of each prompt
+    order: np.ndarray  # i64[shards, N / shards], rows of the step
     most: Turns
     room: int  # R
     starts: np.ndarray  # i32[N], lengths of the prompts
@@ -233,30 +275,32 @@ class _Books:
     failed: np.ndarray  # bool[N], the environment failed
     cached: np.ndarray  # i32[N], positions whose keys and values are there
     shared: np.ndarray  # i32[N], of them those that the prompt has for all its samples
-    asked_first: list[Any]  # what each episode's prompt is, if it is known
+    prompts: list[Any]  # of each episode, as text or messages, if that is known
     before: list[list[dict[str, Any]]]  # of each episode its rows before this one, `_OF_ROWS`
     extended: int = 0  # positions computed in chunks
     asked: list[int] = field(default_factory=list)  # rows whose turns have ended just now
 
     @classmethod
     def of(
-        cls, prompts: Prompts, states: Sequence[Any], programs: Programs, first: First, keys, asked
+        cls, prompts: Prompts, order, told: tuple, programs: Programs, first: First, keys
     ) -> "_Books":
-        """After the first token of each."""
+        """After the first token of each; `prompts` are each device's, `told` of each of the step's
+        the environment's state and what it is as text."""
         tokens, starts = (np.asarray(x) for x in (prompts.tokens, prompts.lengths))
-        samples, room = programs.samples, programs.execution.sampling.max_tokens
-        count = len(starts) * samples
-        starts = np.repeat(starts, samples).astype(np.int32)
-        sequences = np.pad(np.repeat(tokens, samples, axis=0), ((0, 0), (0, room)))
+        room, count = programs.execution.sampling.max_tokens, order.size
+        own = count // len(starts)  # samples of a prompt on a device
+        starts = np.repeat(starts, own).astype(np.int32)
+        sequences = np.pad(np.repeat(tokens, own, axis=0), ((0, 0), (0, room)))
         wide = partial(np.zeros, (count, room))
         none = np.zeros(count, np.int32)
         books = cls(
-            samples=samples,
+            samples=programs.samples,
+            order=order,
             most=programs.turns,
             room=room,
             starts=starts,
             sequences=sequences.astype(np.int32),
-            states=[copy.deepcopy(state) for state in states for _ in range(samples)],
+            states=[copy.deepcopy(told[0][row // programs.samples]) for row in order.flat],
             keys=keys,
             vocabulary=programs.execution.config.vocab_size,
             log_probs=wide(np.float32),
@@ -274,7 +318,7 @@ class _Books:
             failed=np.zeros(count, bool),
             cached=starts.copy(),
             shared=starts.copy(),
-            asked_first=[x for x in asked or [None] * len(states) for _ in range(samples)],
+            prompts=[told[1][row // programs.samples] for row in order.flat],
             before=[[] for _ in range(count)],
         )
         first = jax.device_get(first)
@@ -288,6 +332,11 @@ class _Books:
     @property
     def count(self) -> int:
         return len(self.starts)
+
+    @property
+    def own(self) -> int:
+        """Rows of each device."""
+        return self.order.shape[1]
 
     @property
     def dump(self) -> int:
@@ -318,32 +367,42 @@ class _Books:
                 levels[level].append((row, missing[start : start + _POSITIONS]))
             self.extended += len(missing)
             self.cached[row] += len(missing)
-        size = min(_TOGETHER, self.count)
+        size = min(_TOGETHER, self.own)
         return [some[i : i + size] for some in levels for i in range(0, len(some), size)]
 
-    def work(self, rows: np.ndarray, held: "_Pages", width: int) -> Work:
-        """These rows in slots: with pages in the first ones, else each in its own."""
-        slots = np.zeros(width, np.int32)
-        working = np.zeros(width, bool)
+    def work(self, rows: Sequence[np.ndarray], held: Pages, width: int) -> Work:
+        """Each device's rows in its slots: with pages in the first ones, else each in its own."""
+        slots = np.tile(np.arange(width, dtype=np.int32), (len(rows), 1))
+        working = np.zeros(slots.shape, bool)
+        for shard, own in enumerate(rows):
+            local = own - shard * self.own
+            if held.pool is None:
+                working[shard, local] = True
+            else:
+                slots[shard, : len(own)] = local
+                working[shard, : len(own)] = True
+        slots, working = slots.reshape(-1), working.reshape(-1)
+        at = self._rows(slots)
+        newest = self.sequences[at, self.starts[at] + self.lengths[at] - 1]
+        taken = (x[at] for x in (self.lengths, self.starts, self.limits))
         pages = None
-        if held.pool is None:
-            slots = np.arange(width, dtype=np.int32)
-            working[rows] = True
-        else:
-            slots[: len(rows)] = rows
-            working[: len(rows)] = True
-            pages = np.where(working[:, None], held.tables[slots], held.nowhere)
-        newest = self.sequences[slots, self.starts[slots] + self.lengths[slots] - 1]
-        taken = (x[slots] for x in (self.lengths, self.starts, self.limits))
+        if held.pool is not None:
+            pages = np.where(working[:, None], held.tables[at], held.nowhere)
         return Work(slots, newest, *taken, working, pages)  # type: ignore[arg-type]
+
+    def _rows(self, slots: np.ndarray) -> np.ndarray:
+        """The rows of what is in slots, which is called by its place on their device."""
+        device = np.arange(len(slots)) // (len(slots) // len(self.order))
+        return slots + self.own * device
 
     def record(self, work: Work, found: Found) -> None:
         """Keeps what a call drew."""
+        rows = self._rows(np.asarray(work.rows))
         for slot in np.flatnonzero(work.working).tolist():
-            row = int(work.rows[slot])
+            row = int(rows[slot])
             drew = slice(int(found.lengths[slot] - self.lengths[row]))
             drawn_with = found.log_probs if found.drawn is None else found.drawn
-            columns = (x[drew, slot] for x in (found.tokens, found.log_probs, drawn_with))
+            columns = (x[slot, drew] for x in (found.tokens, found.log_probs, drawn_with))
             self._append(row, *columns, ended=bool(found.ended[slot]))
             self.cached[row] = self.starts[row] + self.lengths[row] - 1
 
@@ -369,7 +428,7 @@ class _Books:
         here = slice(start + self.began[row], start + self.lengths[row])
         tokens = self.sequences[row, here].copy()
         said = tokens[:-1] if ended else tokens
-        prompt, sample = divmod(row, self.samples)
+        prompt, sample = divmod(int(self.order.flat[row]), self.samples)
         return Turn(
             prompt=prompt,
             sample=sample,
@@ -377,7 +436,7 @@ class _Books:
             completion=Completion(text(said.tolist()), tokens, ended),
             state=self.states[row],
             key=self.keys[row, number],
-            asked=self.asked_first[row],
+            asked=self.prompts[row],
         )
 
     def take(self, replies: Iterator[tuple[int, Outcome]]) -> None:
@@ -390,13 +449,15 @@ class _Books:
             if outcome.done or self.failed[row] or self.turn[row] == self.most.max_turns:
                 self.over[row] = True
             elif outcome.anew is None:
-                reply = _checked(outcome.tokens, self.vocabulary)
-                if self._fits(row, self.lengths[row] + len(reply)):
-                    start = self.starts[row] + self.lengths[row]
-                    self.sequences[row, start : start + len(reply)] = reply
-                    self._go_on(row, self.lengths[row] + len(reply))
+                self._append_reply(row, _checked(outcome.tokens, self.vocabulary))
             else:
                 self._begin_row(row, _checked(outcome.anew, self.vocabulary))
+
+    def _append_reply(self, row: int, reply: np.ndarray) -> None:
+        start = self.starts[row] + self.lengths[row]
+        if self._fits(row, self.lengths[row] + len(reply)):
+            self.sequences[row, start : start + len(reply)] = reply
+            self._go_on(row, self.lengths[row] + len(reply))
 
     def _begin_row(self, row: int, tokens: np.ndarray) -> None:
         """Goes on in a new row, after these tokens. What it has in common with this one stays."""
@@ -405,19 +466,16 @@ class _Books:
         start = min(self.sequences.shape[1] - self.room, len(tokens))  # as much as a prompt has
         if not self._fits(row, len(tokens) - start):
             return
-        columns = {name: getattr(self, name) for name in _OF_ROWS}
-        self.before[row].append(
-            {n: None if x is None else x[row].copy() for n, x in columns.items()}
-        )
+        columns = ((name, getattr(self, name)) for name in _OF_ROWS)
+        self.before[row].append({name: x[row].copy() for name, x in columns if x is not None})
         same = self.sequences[row, : len(tokens)] == tokens
         # The newest token's keys and values are computed by the step that draws the next.
-        common = min(int(np.argmin(same)) if not same.all() else len(tokens), len(tokens) - 1)
-        self.cached[row], self.shared[row] = (
-            min(x[row], common) for x in (self.cached, self.shared)
-        )
-        for name in ("log_probs", "drawn_with", "drawn", "rewards"):
-            if (column := getattr(self, name)) is not None:
-                column[row] = 0
+        common = min([*same.tolist(), False].index(False), len(tokens) - 1)
+        self.cached[row] = min(self.cached[row], common)
+        self.shared[row] = min(self.shared[row], common)
+        for of_tokens in (self.log_probs, self.drawn_with, self.drawn, self.rewards):
+            if of_tokens is not None:
+                of_tokens[row] = 0
         self.sequences[row, : len(tokens)], self.starts[row] = tokens, start
         self._go_on(row, len(tokens) - start)
 
@@ -433,68 +491,68 @@ class _Books:
         self.limits[row] = min(length + self.most.max_tokens, self.room)
         self.ready[row] = True
 
-    @property
-    def parts(self) -> int:
-        """Rows of an episode in the rollout: a power of two, so that few shapes are compiled."""
-        most = 1 + max(len(rows) for rows in self.before)
-        return 1 << (most - 1).bit_length()
-
-    def _rows(self) -> dict[str, Any]:
-        """`_OF_ROWS` of all rows, [N * parts, ...]; an episode's rows stand together."""
-        found, parts = {name: getattr(self, name) for name in _OF_ROWS}, self.parts
-        for name, last in found.items():
-            if parts == 1 or last is None:
-                continue
-            rows = np.zeros((self.count, parts, *last.shape[1:]), last.dtype)
-            for number, before in enumerate(self.before):
-                some = [row[name] for row in before]
-                rows[number, : len(some) + 1] = [*some, last[number]]
-            found[name] = rows.reshape(-1, *last.shape[1:])
-        return found
-
     def rollout(self, prompts: Prompts) -> Rollout:
-        """All episodes, as the learner takes them."""
-        rows, parts = self._rows(), self.parts
+        """All episodes, as the learner takes them; `prompts` are the step's."""
+        rows, parts = self._all_rows(), self._parts
         starts, sequences, lengths = (rows[name] for name in ("starts", "sequences", "lengths"))
         at = starts[:, None] + np.arange(self.room)[None, :]
         inside = np.arange(self.room)[None, :] < lengths[:, None]
         responses = np.where(inside, np.take_along_axis(sequences, at, axis=1), 0)
         asked = jnp.repeat(prompts.tokens, self.samples * parts, axis=0)
         if parts > 1:
-            width = asked.shape[1]
-            own = np.arange(width)[None, :] < starts[:, None]
-            asked = jnp.asarray(np.where(own, sequences[:, :width], 0))
-        finished = rows["ended"].reshape(-1, parts).copy()
-        for number, before in enumerate(self.before):
-            finished[number, len(before)] &= self.fits[number]
+            own = np.arange(asked.shape[1])[None, :] < starts[:, None]
+            asked = jnp.asarray(np.where(own, sequences[:, : asked.shape[1]], 0))
+        drawn_with = rows.get("drawn_with")
         return Rollout(
             prompts=asked,
             prompt_lengths=jnp.asarray(starts),
             responses=jnp.asarray(responses),
             lengths=jnp.asarray(lengths),
             log_probs=jnp.asarray(rows["log_probs"]),
-            finished=jnp.asarray(finished.reshape(-1)),
-            drawn_log_probs=None if self.drawn_with is None else jnp.asarray(rows["drawn_with"]),
+            finished=jnp.asarray(rows["ended"]),
+            drawn_log_probs=None if drawn_with is None else jnp.asarray(drawn_with),
             drawn=jnp.asarray(rows["drawn"]),
             parts=parts,
         )
 
+    @property
+    def _parts(self) -> int:
+        """Rows of an episode in the rollout: a power of two, so that few shapes are compiled."""
+        most = 1 + max(len(rows) for rows in self.before)
+        return 1 << (most - 1).bit_length()
+
+    def _all_rows(self) -> dict[str, np.ndarray]:
+        """`_OF_ROWS` of all rows of the step, those of an episode together and then empty ones."""
+        last, found = {name: getattr(self, name) for name in _OF_ROWS}, {}
+        last["ended"] = self.ended & self.fits
+        for name, newest in last.items():
+            if newest is None:
+                continue
+            rows = np.zeros((self.count, self._parts, *newest.shape[1:]), newest.dtype)
+            for number, before in enumerate(self.before):
+                rows[number, : len(before) + 1] = [*(x[name] for x in before), newest[number]]
+            found[name] = self._in_order(rows).reshape(-1, *newest.shape[1:])
+        return found
+
+    def _in_order(self, x: np.ndarray) -> np.ndarray:
+        """Rows of the step, of those device by device."""
+        return x[np.argsort(self.order, axis=None)]
+
     def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, float]]:
         """Rewards of episodes and of their turns, which episodes failed, and metrics."""
-        rows = self._rows()
-        drawn, tokens = rows["drawn"].sum(), rows["lengths"].sum()
-        cuts = sum(len(before) for before in self.before)
+        rows = self._all_rows()
+        tokens, cuts = rows["lengths"].sum(), sum(map(len, self.before))
         metrics = {
             "turns": float(self.turn.mean()),
             "episode_length": float(tokens / self.count),
-            "reply_tokens": float(tokens - drawn),
+            "reply_tokens": float(tokens - rows["drawn"].sum()),
             "extended_tokens": float(self.extended),
             "cuts": float(cuts),
             "rows": 1.0 + cuts / self.count,
         }
-        rewards = rows["rewards"]
+        rewards, failed = rows["rewards"], self._in_order(self.failed)
         of_episodes = rewards.reshape(self.count, -1).sum(axis=1, dtype=np.float32)
-        return of_episodes, rewards, self.failed, metrics
+        return of_episodes, rewards, failed, metrics
 
 
 def _checked(tokens: Any, vocabulary: int) -> np.ndarray:
@@ -509,91 +567,3 @@ def _checked(tokens: Any, vocabulary: int) -> np.ndarray:
             f" 0 to {vocabulary - 1}"
         )
     return reply.astype(np.int32)
-
-
-class _Pages:
-    """Which pages the rows have. Without a pool, each has those of its row of the cache, always."""
-
-    def __init__(self, books: _Books, pool: Pool | None, cache: Cache) -> None:
-        count, key = books.count, cache[0].key
-        self.pool, self._samples = pool, books.samples
-        if pool is None:
-            width = key.shape[1] if key.ndim == 5 else 1  # a row of one piece is one page
-            self.tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
-            self.nowhere = self.tables[0]  # whose last place is never read
-            return
-        width = -(-books.sequences.shape[1] // pool.block)
-        self.nowhere = np.full(width, pool.sink, np.int32)
-        self.tables = np.tile(self.nowhere, (count, 1))
-        self._held = np.zeros(count, np.int32)  # pages of each row, its prompt's among them
-        self._of_prompt = np.zeros(count, np.int32)  # the latter, which nobody writes to
-        self._free = list(range(pool.prompts, pool.zeros))[::-1]
-        self._copies: list[tuple[int, int]] = []
-
-    def provide(self, books: _Books, most: int) -> np.ndarray:
-        """The rows that go on now, at most this many: those ready, with pages for a call."""
-        ready = np.flatnonzero(books.ready)
-        if self.pool is None:
-            return ready
-        chosen: list[int] = []
-        needed = -(-books.needed // self.pool.block)
-        for row in ready.tolist():
-            if len(chosen) == most or not self._give(row, int(needed[row]), books):
-                break
-            chosen.append(row)
-        return np.asarray(chosen, np.int32)
-
-    def _give(self, row: int, needed: int, books: _Books) -> bool:
-        """Gives a row pages up to `needed`, those of later rows if it must; False: too few."""
-        assert self.pool is not None
-        full = int(books.shared[row]) // self.pool.block  # shared with the prompt's other samples
-        if full < self._of_prompt[row]:
-            self._take_back(row, books)
-        missing = needed - max(self._held[row], full)
-        later = np.flatnonzero(self._held[row + 1 :])[::-1] + row + 1
-        for victim in later.tolist():
-            if missing <= len(self._free):
-                break
-            self._take_back(victim, books)
-        if missing > len(self._free):
-            return False
-        of_prompt = row // self._samples * self.pool.width
-        if not self._held[row]:
-            self.tables[row, :full] = of_prompt + np.arange(full)
-            self._held[row] = self._of_prompt[row] = full
-        for index in range(self._held[row], needed):
-            begun = index == full and books.shared[row] % self.pool.block
-            page = self._free.pop()
-            self._copies.append((of_prompt + full if begun else self.pool.zeros, page))
-            self.tables[row, index] = page
-        self._held[row] = max(needed, self._held[row])
-        return True
-
-    def _take_back(self, row: int, books: _Books) -> None:
-        """Frees the pages of a row, whose keys and values but the prompt's are computed anew."""
-        assert self.pool is not None
-        own = self.tables[row, self._of_prompt[row] : self._held[row]]
-        self._free += own.tolist()
-        self.tables[row], self._held[row], self._of_prompt[row] = self.pool.sink, 0, 0
-        books.cached[row] = books.shared[row]
-
-    def free_over(self, books: _Books) -> None:
-        """Frees the pages of episodes that are over."""
-        if self.pool is not None:
-            for row in np.flatnonzero(books.over & (self._held > 0)).tolist():
-                self._take_back(row, books)
-
-    def copied(self, cache: Cache, programs: Programs) -> Cache:
-        """The cache with what new pages begin with: the prompt's last page, or zeros.
-
-        A number that is not finite would reach another row through a product with zero.
-        """
-        if self.pool is None:
-            return cache
-        moves, self._copies = self._copies, []
-        for start in range(0, len(moves), _COPIES):
-            some = moves[start : start + _COPIES]
-            ends = np.zeros((2, _COPIES), np.int32)
-            ends[:, : len(some)] = np.asarray(some, np.int32).T
-            cache = programs.copy(cache, *ends, np.int32(len(some)))
-        return cache
