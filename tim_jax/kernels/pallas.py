@@ -26,7 +26,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.kernels import native
 from tim_jax.kernels.composed import NATIVE, parted
 from tim_jax.kernels.interface import Heads
-from tim_jax.numerics import Numerics, strict
+from tim_jax.numerics import Numerics
 
 PLATFORMS: Mapping[str, str] = MappingProxyType(
     {"pallas_gpu": "gpu", "pallas_mosaic_gpu": "gpu", "pallas_tpu": "tpu"}
@@ -272,7 +272,7 @@ class PallasFamily:
     attend_gradient(query, key, value, positions, window, out, that, cotangent, *, numerics): the
         gradients of query, key and value.
     normed(x, weight, *, eps, numerics): RMSNorm.
-    rotated(y, cos, sin, optional, *, heads, eps, numerics): query and key of `project`.
+    rotated(y, cos, sin, optional, *, heads, eps, numerics): query, key and value of `project`.
     exponentials, row_sum, log, log_normaliser: as in the interface.
     """
 
@@ -281,7 +281,7 @@ class PallasFamily:
     attend: Callable[..., tuple[jax.Array, jax.Array | None]]
     attend_gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     normed: Callable[..., jax.Array]
-    rotated: Callable[..., tuple[jax.Array, jax.Array]]
+    rotated: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     exponentials_kernel: Callable[..., jax.Array]
     row_sum_kernel: Callable[..., jax.Array]
     log_kernel: Callable[..., jax.Array]
@@ -384,13 +384,7 @@ class PallasFamily:
             y = whole(y)
             if "bias" in optional:
                 optional = optional | {"bias": whole(optional["bias"].reshape(1, -1))[0]}
-            query, key = self.rotated(y, cos, sin, optional, **options)
-            # A value is only rounded: elementwise, so XLA may do it.
-            value = y[:, (heads.query + heads.key) * heads.size :]
-            if "bias" in optional:
-                value = value + optional["bias"][None, -value.shape[1] :]
-            value = value.reshape(-1, heads.key, heads.size)
-            return query, key, strict.rounded(value, numerics.dtype)
+            return self.rotated(y, cos, sin, optional, **options)
 
         return with_gradient(kernel, partial(NATIVE.project, **options))(y, cos, sin, optional)
 

@@ -25,6 +25,7 @@ Backward passes are the plain XLA expressions at the same inputs.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -262,61 +263,96 @@ def rotated(
     heads: Heads,
     eps: float,
     numerics: Numerics,
-) -> tuple[jax.Array, jax.Array]:
-    """Query and key of `Kernels.project`."""
-    half = heads.size // 2
-    parts = y.reshape(y.shape[0], -1, 2, half)
-    biases = optional["bias"].reshape(-1, 2, half) if "bias" in optional else None
-    turn = partial(_turned, parts, cos, sin, biases, eps=eps, numerics=numerics)
-    query = turn(optional.get("q_norm"), first=0, count=heads.query, scale=heads.size**-0.5)
-    return query, turn(optional.get("k_norm"), first=heads.query, count=heads.key, scale=1.0)
-
-
-def _turned(parts, cos, sin, biases, weight, *, first, count, scale, eps, numerics: Numerics):
-    """Heads `first`.. of parts [N, heads, 2, D / 2], normed, rotated and scaled: [N, count, D]."""
-    rows, _, _, half = parts.shape
-    tile = numerics.gpu.row_tile
-    parts, cos, sin = (padded(x, tile) for x in (parts, cos, sin))
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query, key and value of `Kernels.project`, by one kernel; a program has a tile of a head."""
+    rows, half, tile = y.shape[0], heads.size // 2, numerics.gpu.row_tile
     angle = pl.BlockSpec((tile, half), lambda i, h: (i, 0))
-    inputs = [parts, cos, sin]
-    specs = [pl.BlockSpec((tile, None, 2, half), lambda i, h: (i, h + first, 0, 0)), angle, angle]
-    if biases is not None:
-        inputs.append(biases)
-        specs.append(pl.BlockSpec((None, 2, half), lambda i, h: (h + first, 0, 0)))
-    if weight is not None:
-        inputs.append(weight.reshape(2, half))
-        specs.append(pl.BlockSpec((2, half), lambda i, h: (0, 0)))
-    result = call(
-        partial(_turn, biased=biases is not None, normed=weight is not None, scale=scale, eps=eps),
+    inputs = [y.reshape(rows, -1, 2, half), cos, sin]
+    specs = [pl.BlockSpec((tile, None, 2, half), lambda i, h: (i, h, 0, 0)), angle, angle]
+    if "bias" in optional:
+        inputs.append(optional["bias"].reshape(-1, 2, half))
+        specs.append(pl.BlockSpec((None, 2, half), lambda i, h: (h, 0, 0)))
+    names = ("q_norm", "k_norm") if "q_norm" in optional else ()
+    norms = [optional[name].reshape(2, half) for name in names]
+    specs += [pl.BlockSpec((2, half), lambda i, h: (0, 0)) for _ in norms]
+    ends = (0, heads.query, heads.query + heads.key, heads.query + 2 * heads.key)
+
+    def of_part(first: int, end: int) -> pl.BlockSpec:
+        """Heads of other parts write nothing, wherever their blocks lie."""
+        return pl.BlockSpec(
+            (tile, None, 2, half), lambda i, h: (i, jnp.clip(h, first, end - 1) - first, 0, 0)
+        )
+
+    results = call(
+        partial(
+            _turn,
+            ends=ends,
+            count=rows,
+            biased="bias" in optional,
+            normed=bool(norms),
+            scale=heads.size**-0.5,
+            eps=eps,
+        ),
         numerics=numerics,
         name="turn",
         warps=4,
-        grid=(parts.shape[0] // tile, count),
+        grid=(pl.cdiv(rows, tile), ends[-1]),
         in_specs=specs,
-        out_specs=pl.BlockSpec((tile, None, 2, half), lambda i, h: (i, h, 0, 0)),
-        out_shape=jax.ShapeDtypeStruct((parts.shape[0], count, 2, half), numerics.dtype),
-    )(*inputs)
-    return result[:rows].reshape(rows, count, 2 * half)
+        out_specs=[of_part(*part) for part in pairwise(ends)],
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, end - first, 2, half), numerics.dtype)
+            for first, end in pairwise(ends)
+        ],
+    )(*inputs, *norms)
+    query, key, value = (one.reshape(rows, -1, heads.size) for one in results)
+    return query, key, value
 
 
-def _turn(parts_ref, cos_ref, sin_ref, *refs, biased: bool, normed: bool, scale: float, eps: float):
+def _turn(
+    parts_ref,
+    cos_ref,
+    sin_ref,
+    *refs,
+    ends: tuple[int, ...],
+    count: int,
+    biased: bool,
+    normed: bool,
+    scale: float,
+    eps: float,
+):
     """One head of a tile of rows; element i of each half form a pair that is rotated."""
-    pair = [parts_ref[:, half, :] for half in (0, 1)]
-    if biased:
-        pair = [
-            part + jnp.broadcast_to(refs[0][half, :][None, :], part.shape)
-            for half, part in enumerate(pair)
-        ]
-    norm = [refs[-2][half, :][None, :] for half in (0, 1)] if normed else None
-    angle = cos_ref[...], sin_ref[...]
-    for half, part in enumerate(turned(pair, angle, norm, eps=eps, scale=scale)):
-        refs[-1][:, half, :] = part.astype(refs[-1].dtype)
+    *refs, query_ref, key_ref, value_ref = refs
+    norms = refs[biased:] if normed else (None, None)
+    there = inside(pl.program_id(0), parts_ref.shape[0], count)
+    halves = jnp.int32(0), jnp.int32(1)  # the interpreter takes no plain number beside a mask
+
+    def pair():
+        parts = [masked(parts_ref.at[:, half, :], there) for half in halves]
+        if not biased:
+            return parts
+        rows = (refs[0][half, :][None, :] for half in halves)
+        return [x + jnp.broadcast_to(row, x.shape) for x, row in zip(parts, rows, strict=True)]
+
+    def put(out_ref, parts):
+        for half, part in zip(halves, parts, strict=True):
+            store(out_ref.at[:, half, :], part, there)
+
+    def turn(out_ref, norm_ref, scale):
+        norm = None if norm_ref is None else [norm_ref[half, :][None, :] for half in halves]
+        angle = masked(cos_ref.at[:, :], there), masked(sin_ref.at[:, :], there)
+        put(out_ref, turned(pair(), angle, norm, eps=eps, scale=scale))
+
+    head = pl.program_id(1)
+    pl.when(head < ends[1])(lambda: turn(query_ref, norms[0], scale))
+    pl.when((head >= ends[1]) & (head < ends[2]))(lambda: turn(key_ref, norms[1], 1.0))
+    pl.when(head >= ends[2])(lambda: put(value_ref, pair()))
 
 
 # Sums and exponentials over the vocabulary. One program has a row, or a block of one. A row is read
 # in blocks of `lanes`, ascending: lane i of the sum takes elements i, i + lanes, ...
 
 _WARPS = 8
+_TOGETHER = 4  # blocks of a row
 
 
 def exponentials(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
@@ -406,13 +442,26 @@ def _log_normaliser(x_ref, peak_ref, out_ref, *, lanes: int, width: int):
 
 
 def _folded(f, x_ref, lanes, width, *, neutral):
-    """f(x) [lanes], summed over the blocks of a row; `neutral` stands beyond its end."""
+    """f(x) [lanes], summed over the blocks of a row; `neutral` stands beyond its end.
 
-    def step(index, total):
-        at = index * lanes + jnp.arange(lanes)
-        return total + f(plt.load(x_ref.at[at], mask=at < width, other=neutral))
+    Several blocks are loaded a step before they are added: few rows have few programs, which would
+    wait for one block after the other. Those beyond the end add zeros.
+    """
+    together = min(_TOGETHER, pl.cdiv(width, lanes))
 
-    return jax.lax.fori_loop(0, -(-width // lanes), step, jnp.zeros((lanes,), jnp.float32))
+    def load(index):
+        places = [(index * together + place) * lanes + jnp.arange(lanes) for place in range(together)]
+        return tuple(plt.load(x_ref.at[at], mask=at < width, other=neutral) for at in places)
+
+    def step(index, state):
+        total, blocks = state
+        following = load(index + 1)
+        for x in blocks:
+            total = total + f(x)
+        return total, following
+
+    steps = pl.cdiv(width, together * lanes)
+    return jax.lax.fori_loop(0, steps, step, (jnp.zeros((lanes,), jnp.float32), load(0)))[0]
 
 
 def _log(x_ref, out_ref):

@@ -32,7 +32,7 @@ from tim_jax.kernels.pallas import (
     turned,
 )
 from tim_jax.kernels.pallas import tpu_call as call
-from tim_jax.numerics import Numerics
+from tim_jax.numerics import Numerics, strict
 
 
 def _kernel(*refs, **options):
@@ -217,15 +217,20 @@ def rotated(
     heads: Heads,
     eps: float,
     numerics: Numerics,
-) -> tuple[jax.Array, jax.Array]:
-    """Query and key of `Kernels.project`."""
-    if "bias" in optional:
-        y = y + optional["bias"][None, :]
-    parts = y.reshape(y.shape[0], -1, 2, heads.size // 2).transpose(1, 2, 0, 3)
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query, key and value of `Kernels.project`."""
+    biased = y + optional["bias"][None, :] if "bias" in optional else y
+    parts = biased.reshape(y.shape[0], -1, 2, heads.size // 2).transpose(1, 2, 0, 3)
     turn = partial(_turned, cos=cos, sin=sin, eps=eps, numerics=numerics)
     query, key = parts[: heads.query], parts[heads.query : heads.query + heads.key]
     query = turn(query, optional.get("q_norm"), scale=heads.size**-0.5)
-    return query, turn(key, optional.get("k_norm"), scale=1.0)
+    key = turn(key, optional.get("k_norm"), scale=1.0)
+    # A value is only rounded: elementwise, so XLA may do it.
+    value = y[:, (heads.query + heads.key) * heads.size :]
+    if "bias" in optional:
+        value = value + optional["bias"][None, -value.shape[1] :]
+    value = value.reshape(-1, heads.key, heads.size)
+    return query, key, strict.rounded(value, numerics.dtype)
 
 
 def _turned(parts, weight, *, cos, sin, scale, eps, numerics: Numerics):
