@@ -450,7 +450,9 @@ def _folded(f, x_ref, lanes, width, *, neutral):
     together = min(_TOGETHER, pl.cdiv(width, lanes))
 
     def load(index):
-        places = [(index * together + place) * lanes + jnp.arange(lanes) for place in range(together)]
+        places = [
+            (index * together + place) * lanes + jnp.arange(lanes) for place in range(together)
+        ]
         return tuple(plt.load(x_ref.at[at], mask=at < width, other=neutral) for at in places)
 
     def step(index, state):
