@@ -288,6 +288,32 @@ def test_project_takes_what_column_tiles_make(family, dtype):
     assert list(map(bits, found)) == list(map(bits, expected))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
+def test_a_projection_into_the_cache_is_one_that_is_then_written(pages, dtype):
+    """Of several tokens of a sequence; the last rows of a tile are missing."""
+    numerics = with_dtype(GPU, dtype)
+    size, block, tokens = HEADS.size, numerics.kv_block, 2
+    y, cos, sin, optional = project_inputs()
+    batch = ROWS // tokens
+    y, cos, sin = (x[: batch * tokens] for x in (y, cos, sin))
+    positions = jnp.arange(batch)[:, None] * 3 % (2 * block - 1) + jnp.arange(tokens)[None]
+    table = None
+    if pages:
+        table = jnp.asarray(np.random.default_rng(7).permutation(2 * batch).reshape(batch, 2))
+    count, span = (2 * batch, block) if pages else (batch, 2 * block)
+    shapes = (count, HEADS.key, size, span), (count, HEADS.key, span, size)
+    caches = tuple(normal(8, *shape, dtype=numerics.dtype) for shape in shapes)
+    options = {"heads": HEADS, "eps": 1e-6, "numerics": numerics}
+    given = y, cos, sin, optional
+    found = jax.jit(partial(kernels.project_into, **options))(caches, positions, table, *given)
+    query, *rows = jax.jit(partial(kernels.family(numerics).project, **options))(*given)
+    rows = tuple(x.reshape(batch, tokens, HEADS.key, size) for x in rows)
+    write = jax.jit(partial(kernels.written, numerics=numerics))
+    expected = query, *write(caches, rows, positions, pages=table)
+    assert list(map(bits, found)) == list(map(bits, expected))
+
+
 # --- attention -------------------------------------------------------------------------------
 
 

@@ -19,6 +19,15 @@ class Heads(NamedTuple):
     size: int
 
 
+class Into(NamedTuple):
+    """Where a projection's keys and values go."""
+
+    caches: tuple[jax.Array, jax.Array]  # keys [pages, Kv, D, S] and values [pages, Kv, S, D]
+    # i32[N], the page of each row; None: a page has as many of the N rows as any other, in order
+    pages: jax.Array | None
+    positions: jax.Array  # i32[N], of each row in its page
+
+
 class Kernels(Protocol):
     """One family. Everything but the head's operations is differentiable."""
 
