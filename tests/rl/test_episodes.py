@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 from conversing import Replying
+from several import finished, started
 
 from tim_jax import mismatch
 from tim_jax.common.errors import InputError
@@ -95,7 +98,7 @@ WIDE = replace(tiny.NUMERICS, kv_block=32, compute_dtype="bfloat16")
 EXPERTS = replace(
     CONFIG,
     model_type="qwen3_moe",
-    num_experts=5,
+    num_experts=6,
     num_experts_per_tok=2,
     moe_intermediate_size=12,
     norm_topk_prob=True,
@@ -219,7 +222,7 @@ def test_episodes_of_a_mesh_are_those_of_one_device(what, where, batching):
 
 @pytest.mark.slow
 def test_experts_and_episodes_of_theirs_lie_on_the_same_devices():
-    what = replace(EXACT, config=replace(EXPERTS, num_experts=6))
+    what = OTHERS["experts"]
     here = play(batching=SLOTS_OF_TWO, execution=replace(what, placement=Placement(expert=2)))
     assert same(here.rollout, play(execution=what).rollout)
 
@@ -234,6 +237,37 @@ def test_a_sampler_that_differs_on_purpose_differs_on_a_mesh_in_the_same_way():
     here = play(batching=SLOTS_OF_TWO, execution=where, dial=dial)
     assert same(here.rollout, alone.rollout)
     assert unequal(here.rollout, what) > 100
+
+
+SEVERAL = """
+import sys
+from tim_jax.placement import Placement, processes
+index, address, *paths = sys.argv[1:]
+processes.join(address, 2, int(index))
+sys.path += paths
+import test_episodes as tests
+environment = tests.Replying(shuffled=True) if processes.leads() else "never asked"
+where = tests.replace(tests.EXACT, placement=Placement(fsdp=2))
+print(tests.digest(tests.play(environment, tests.Batching(slots=4, pages=22), where)))
+"""
+
+
+def digest(played):
+    return sha256(b"".join(tiny.bits((played.rollout, played.rewards)))).hexdigest()
+
+
+@pytest.mark.slow
+def test_an_environment_of_one_process_is_heard_by_all(tmp_path):
+    paths = [str(Path(__file__).parent), str(Path(tiny.__file__).parent)]
+    running = started(
+        lambda index, address: ["-c", SEVERAL, str(index), address, *paths],
+        count=2,
+        devices=1,
+        folder=tmp_path,
+    )
+    for status, out, err in finished(running, 600):
+        assert status == 0, err
+        assert out.split()[-1] == digest(reference())  # after what its transport says
 
 
 def test_rows_and_slots_that_devices_cannot_share_are_refused():

@@ -236,18 +236,10 @@ def test_slots_and_pages_change_no_bit_of_a_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "where",
-    [
-        {"placement": Placement(fsdp=2)},
-        {"placement": Placement(fsdp=2), "sampler_placement": Placement()},
-        {"sampler_placement": Placement(data=2), "own_devices": True, "slots": 4},
-    ],
-    ids=["both", "learner", "sampler, on devices of its own"],
-)
-def test_episodes_and_learner_on_meshes(where):
+def test_episodes_and_learner_on_meshes_of_their_own():
     """Samples and metrics are those of one device, and every drawn token has the learner's bits."""
-    meshed = programs.build(TRAINING.varied(**where))
+    where = {"placement": Placement(fsdp=2), "sampler_placement": Placement(data=2)}
+    meshed = programs.build(TRAINING.varied(**where, own_devices=True, slots=4))
     start = meshed.init(jax.tree.map(jnp.array, tiny.params(EXECUTION.config)))
     (step,) = loop.train(
         start, TASK, TEXT, programs=meshed, seed=0, steps=1, environment=environment()
