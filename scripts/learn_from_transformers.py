@@ -8,6 +8,7 @@ gets the new weights after every step, by their names. What is measured is kept 
 line for each training, and not measured again.
 """
 
+import itertools
 import json
 import tempfile
 import time
@@ -104,9 +105,9 @@ class Run:
 
 
 RUNS = (
-    Run("this library's own, bypass", None, "bypass"),
     Run("transformers float32, bypass", "float32", "bypass"),
     Run("transformers bfloat16, recompute, token TIS", "bfloat16", "recompute", "token_tis"),
+    Run("this library's own, bypass", None, "bypass"),
 )
 
 
@@ -181,7 +182,7 @@ def page(found: Sequence[dict[str, Any]], load: float) -> list[str]:
         f"Written by `python scripts/learn_from_transformers.py FOLDER`. transformers' `generate`"
         f" samples the README's task, {PROMPTS} prompts with {SAMPLES} samples a step, from the"
         f" packaged model; `tim_jax.learn` makes a step in float32 of what it recorded (Adam,"
-        f" learning rate {RATE:g}), and the engine gets the weights. {STEPS} steps. The first rows"
+        f" learning rate {RATE:g}), and the engine gets the weights. {STEPS} steps. The last rows"
         " are of this library's own sampler, with `tim_jax.grpo` and the same settings.",
         "",
         *common.machine_text(load, common.versions("jax", "torch", "transformers"), timed=False),
@@ -224,13 +225,12 @@ def main() -> None:
         path = folder / "learn.jsonl"
         found = [json.loads(line) for line in path.open()] if path.exists() else []
         there = {(one["run"], one["seed"]) for one in found}
-        for seed in range(seeds):
-            for run in RUNS:
-                if (run.name, seed) in there:
-                    continue
-                found.append(train(model, run, seed, steps))
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(found[-1]) + "\n")
+        for run, seed in itertools.product(RUNS, range(seeds)):
+            if (run.name, seed) in there:
+                continue
+            found.append(train(model, run, seed, steps))
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found[-1]) + "\n")
         common.publish(page(found, load), options, PAGE)
 
 

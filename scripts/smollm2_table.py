@@ -5,7 +5,7 @@
     python scripts/smollm2_table.py audit                   # sampler and learner, both dtypes
     python scripts/smollm2_table.py sources [--dtype bfloat16]   # every difference of a sampler
     python scripts/smollm2_table.py engines [FOLDER]        # transformers' generate; needs torch
-    python scripts/smollm2_table.py faults [FOLDER]         # mistakes made in what it recorded
+    python scripts/smollm2_table.py faults [FOLDER] --trained runs/smollm2   # made in these
     python scripts/smollm2_table.py runs FOLDER...          # runs of configs/smollm2.toml
 
 Each writes its part of the page. `engines` and `faults` write the
@@ -34,6 +34,7 @@ import tim_jax as tim
 from tim_jax import mismatch
 from tim_jax.api.diagnosing import Diagnosis
 from tim_jax.app.config import toml
+from tim_jax.app.run import folders
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts
@@ -60,6 +61,7 @@ QUESTIONS = (
 HELD = "eval/reward"
 RESPONSE, SAMPLES = 32, 4
 LINE_BREAK = 198
+STALE = "weights of before the run"
 Row = dict[str, Any]  # of rollouts, or of a table
 SOURCES = tuple(one for one in PLAIN if one["name"] not in ("stale_weights", "pallas_attention"))
 
@@ -308,7 +310,9 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def faults(model: Path, folder: Path, every: int) -> Iterator[tuple[str, list[Row]]]:
+def faults(
+    model: Path, folder: Path, every: int, *, trained: bool
+) -> Iterator[tuple[str, list[Row]]]:
     """Name of a mistake -> rollouts of transformers in bfloat16, with sdpa, that have it."""
     whole = rollouts(model, folder, "bfloat16", "sdpa")
     rows, end = whole[::every], hf.load_config(model).eos_token_ids[0]
@@ -324,6 +328,8 @@ def faults(model: Path, folder: Path, every: int) -> Iterator[tuple[str, list[Ro
     yield "log-probs over all under top-p 0.8", [row | {"logprobs": row["raw"]} for row in cut]
     alone = [row | {"logprobs": row["raw"], "top_p": 1.0} for row in cut]
     yield "top-p 0.8 in the draws alone", alone
+    if trained:
+        yield STALE, rows
 
 
 def reported(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -373,7 +379,12 @@ def part(row: Row, some: slice) -> Row:
 
 
 def diagnosed(
-    part: str, model: Path, each: Iterator[tuple[str, list[Row]]], every: int, kept: Path
+    part: str,
+    model: Path,
+    each: Iterator[tuple[str, list[Row]]],
+    every: int,
+    kept: Path,
+    trained: Path | None,
 ) -> None:
     """A table of what `tim-jax diagnose` says of every n-th row."""
     ours = tim.load(str(model))
@@ -387,12 +398,21 @@ def diagnosed(
     made = {(row["name"], row["every"]): row["line"] for row in read_rows(kept)}
     for name, rows in each:
         if (name, every) not in made:
-            line = judged(name, tim.diagnose(ours, rows), rows)
+            stale = trained if name == STALE else None
+            found = tim.diagnose(ours, rows) if stale is None else of_stale(ours, rows, stale)
+            line = judged(name, found, rows)
             keep(kept, {"name": name, "every": every, "line": line})
             made[name, every] = line
         lines.append(made[name, every])
         print(lines[-1], flush=True)
         write(part, "\n".join(lines))
+
+
+def of_stale(ours: tim.Model, rows: Sequence[Row], run: Path) -> Diagnosis:
+    """Rows that are said to be of the weights after a run, and are of those before it."""
+    params = folders.read_params(run, ours.params).state["params"]
+    after = replace(ours, params=jax.tree.map(jnp.asarray, params))
+    return tim.diagnose(after, rows, weights={"before the run": ours})
 
 
 def judged(name: str, found: Diagnosis, rows: Sequence[Row]) -> str:
@@ -481,13 +501,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs="+", help="names of the entries of `sources`")
     parser.add_argument("--every", type=int, default=1, help="diagnose every n-th row")
+    parser.add_argument("--trained", type=Path, help="a run, for a mistake with its weights")
     given = parser.parse_args()
     folder = next(iter(given.paths), Path("runs/smollm2_table"))
     entries = [one for one in SOURCES if not given.only or one["name"] in given.only]
     if given.part in HEADINGS:
-        made = engines if given.part == "engines" else faults
-        each = made(given.model, folder, given.every)
-        diagnosed(given.part, given.model, each, given.every, folder / "verdicts.jsonl")
+        if given.part == "engines":
+            each = engines(given.model, folder, given.every)
+        else:
+            each = faults(given.model, folder, given.every, trained=given.trained is not None)
+        kept = folder / "verdicts.jsonl"
+        diagnosed(given.part, given.model, each, given.every, kept, given.trained)
     elif given.part == "sources":
         sources(given.model, given.dtype, entries, folder / f"sources_{given.dtype}.jsonl")
     else:

@@ -223,6 +223,28 @@ def _writes(sizes: _Attention):
     return {
         "cache_write": (write, (sizes.caches, (row, row), at)),
         "cache_write, pages": (write, (paged, (row, row), at, pages)),
+        **_projections(sizes),
+    }
+
+
+def _projections(sizes: _Attention):
+    """Into the cache, where one kernel does it."""
+    numerics, size = sizes.numerics, sizes.key
+    if not kernels.projects_into_cache(numerics):
+        return {}
+    heads, f32 = kernels.Heads(2 * sizes.heads, sizes.heads, size), jnp.float32
+    count, (paged, pages) = sizes.caches[0].shape[0], sizes.paged
+    y, angle = SHAPE((count, 4 * sizes.heads * size), f32), SHAPE((count, size // 2), f32)
+    extras = {name: SHAPE((size,), f32) for name in ("q_norm", "k_norm")}
+    given = y, angle, angle, {"bias": SHAPE(y.shape[1:], f32), **extras}
+    at = SHAPE((count, 1), jnp.int32)
+    project = partial(kernels.project_into, heads=heads, eps=1e-6, numerics=numerics)
+    return {
+        "project into": (
+            lambda *args: project(*args[:2], None, *args[2:]),
+            (sizes.caches, at, *given),
+        ),
+        "project into, pages": (project, (paged, at, pages, *given)),
     }
 
 

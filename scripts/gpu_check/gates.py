@@ -71,6 +71,9 @@ def _gates(setting: Setting, numerics: Numerics) -> Iterator[Case]:
         for name, run in heads.items():
             run = jax.jit(run)
             yield Case(f"{name}: rows against row count", partial(_row_counts, run, logits, (1, 3)))
+    yield Case(
+        f"project {dtype}: into the cache against beside it", partial(_into, setting, numerics)
+    )
     yield Case(f"dot {dtype}: against float64", partial(_accuracy, rows["dot"], x, weight))
     yield Case(
         f"attention {dtype}: decode against whole sequence", partial(_decode, setting, numerics)
@@ -122,6 +125,24 @@ def _accuracy(run, x, weight):
     )
     error = float(np.abs(found - exact).max() / np.abs(exact).max())
     return {"passed": error < 1e-5, "largest error over largest value": error}
+
+
+def _into(setting: Setting, numerics: Numerics):
+    """A sampler's projection, which writes its keys and values, and a learner's, which does not."""
+    heads = kernels.Heads(4, 2, 16) if setting.smoke else kernels.Heads(16, 8, 128)
+    batch, span, size = (5, 16, heads.size) if setting.smoke else (70, 200, heads.size)
+    y = normal(0, batch, (heads.query + 2 * heads.key) * size)
+    angle = normal(1, batch, size // 2)
+    optional = {"q_norm": normal(2, size), "k_norm": normal(3, size), "bias": normal(4, y.shape[1])}
+    given = y, jnp.cos(angle), jnp.sin(angle), optional
+    options = {"heads": heads, "eps": 1e-6, "numerics": numerics}
+    shape, dtype = (batch, heads.key, size, span), numerics.dtype
+    caches = normal(5, *shape, dtype=dtype), normal(6, *shape, dtype=dtype).swapaxes(2, 3)
+    at = (7 * jnp.arange(batch, dtype=jnp.int32) % span)[:, None]
+    found = jax.jit(partial(kernels.project_into, **options))(caches, at, None, *given)
+    query, *rows = jax.jit(partial(kernels.family(numerics).project, **options))(*given)
+    expected = query, *kernels.written(caches, [x[:, None] for x in rows], at, numerics=numerics)
+    return {"passed": all(map(same_bits, found, expected))}
 
 
 def _decode(setting: Setting, numerics: Numerics):

@@ -22,6 +22,9 @@ from tim_jax.numerics import Numerics
 _CACHE = 2**28  # bytes of matrices in a program, several times what a cache holds
 _MOST = 16  # products in a program
 _SHAPES = ((2048, 4096), (2048, 12288), (6144, 2048), (2048, 151936))  # K, M
+# The products with o and down, if they were cut into four pieces of the contraction: as many
+# programs with as much to load. Whether that would be faster is to be known before it is built.
+_PIECES = ((512, 8192), (1536, 8192))
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -30,7 +33,8 @@ def cases(setting: Setting) -> Iterator[Case]:
         yield Case("dot 8 x 32 x 64", partial(_measure, setting, 8, 32, 64))
         return
     for count in (64, 256, 4096, 16):
-        for size, width in _SHAPES[: 4 if count <= 256 else 3]:
+        pieces = _PIECES if count == 64 else ()
+        for size, width in (*_SHAPES[: 4 if count <= 256 else 3], *pieces):
             name = f"dot {count} x {size} x {width}"
             yield Case(name, partial(_measure, setting, count, size, width))
 

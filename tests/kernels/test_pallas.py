@@ -185,7 +185,8 @@ def test_grouped_products_have_the_bits_of_each_tile_alone(family, dtype):
         return ops.dot(hidden, down, numerics=numerics)
 
     for experts_, used in (([0, 2, 2, 2, 3, 3], 5), ([1] * 6, 5), ([3, 0, 0, 0, 0, 0], 1)):
-        found = run(x, gate_up, down, jnp.asarray(experts_), jnp.asarray(used))
+        filled = jnp.where(jnp.arange(6) < used, rows, 0)
+        found = run(x, gate_up, down, jnp.asarray(experts_), filled)
         assert (found.shape, found.dtype) == ((6, rows, size), jnp.float32)
         for tile, expert in enumerate(experts_[:used]):
             assert bits(found[tile]) == bits(alone(x[tile], gate_up[expert], down[expert]))
@@ -285,6 +286,32 @@ def test_project_takes_what_column_tiles_make(family, dtype):
     tiled = jitted(replace(whole, column_tiles=2), "project", **options)
     found = tiled(columns, cos, sin, optional | {"bias": biases})
     expected = jitted(whole, "project", **options)(y, cos, sin, optional)
+    assert list(map(bits, found)) == list(map(bits, expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
+def test_a_projection_into_the_cache_is_one_that_is_then_written(pages, dtype):
+    """Of several tokens of a sequence; the last rows of a tile are missing."""
+    numerics = with_dtype(GPU, dtype)
+    size, block, tokens = HEADS.size, numerics.kv_block, 2
+    y, cos, sin, optional = project_inputs()
+    batch = ROWS // tokens
+    y, cos, sin = (x[: batch * tokens] for x in (y, cos, sin))
+    positions = jnp.arange(batch)[:, None] * 3 % (2 * block - 1) + jnp.arange(tokens)[None]
+    table = None
+    if pages:
+        table = jnp.asarray(np.random.default_rng(7).permutation(2 * batch).reshape(batch, 2))
+    count, span = (2 * batch, block) if pages else (batch, 2 * block)
+    shapes = (count, HEADS.key, size, span), (count, HEADS.key, span, size)
+    caches = tuple(normal(8, *shape, dtype=numerics.dtype) for shape in shapes)
+    options = {"heads": HEADS, "eps": 1e-6, "numerics": numerics}
+    given = y, cos, sin, optional
+    found = jax.jit(partial(kernels.project_into, **options))(caches, positions, table, *given)
+    query, *rows = jax.jit(partial(kernels.family(numerics).project, **options))(*given)
+    rows = tuple(x.reshape(batch, tokens, HEADS.key, size) for x in rows)
+    write = jax.jit(partial(kernels.written, numerics=numerics))
+    expected = query, *write(caches, rows, positions, pages=table)
     assert list(map(bits, found)) == list(map(bits, expected))
 
 

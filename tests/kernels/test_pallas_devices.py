@@ -26,12 +26,13 @@ TARGETS = {"pallas_gpu": "triton", "pallas_tpu": "tpu_custom_call"}
 )
 def test_every_kernel_lowers_for_its_device(family, dtype):
     operations = lowering.operations(lowering.NUMERICS[family][dtype])
-    assert len(operations) == 28
+    assert len(operations) == 28 + 2 * (family == "pallas_gpu")
     for name, (function, shapes) in operations.items():
         text = lowering.lower(family, function, shapes).as_text()
         calls = [line for line in text.splitlines() if TARGETS[family] in line]
         several = 3 if name.endswith("gradient") else 2  # the forward, and two of its gradient
-        more = name.startswith(("project", "grouped")) or name.endswith("gradient")
+        in_two = "grouped" if family == "pallas_gpu" else ("grouped", "project")
+        more = name.startswith(in_two) or name.endswith("gradient")
         assert len(calls) == (several if more else 1), name
 
 
@@ -48,6 +49,18 @@ def test_products_of_few_and_of_many_rows_differ_in_their_tiles_alone(dtype):
         assert (codes[0] != codes[1]) == (dtype == "bfloat16"), name
         assert comparison.without_tile(codes[0]) == comparison.without_tile(codes[1]), name
         assert "tt.dot" in codes[0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_projection_into_the_cache_has_the_code_of_one_beside_it(dtype):
+    """But for where its results lie."""
+    operations = lowering.operations(lowering.NUMERICS["pallas_gpu"][dtype])
+    beside, *into = (
+        comparison.kernel_code(lowering.lower("pallas_gpu", *operations[name]).as_text())
+        for name in ("project", "project into", "project into, pages")
+    )
+    assert into == [beside, beside]
+    assert "tt.reduce" in beside
 
 
 @pytest.mark.parametrize("family", lowering.NUMERICS)

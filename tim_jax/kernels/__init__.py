@@ -22,7 +22,7 @@ from tim_jax.kernels import (
 from tim_jax.kernels.cache import in_blocks
 from tim_jax.kernels.cache import write as written
 from tim_jax.kernels.interface import Heads, Kernels
-from tim_jax.numerics import Numerics
+from tim_jax.numerics import GPU_FAMILIES, Numerics
 
 __all__ = ["Heads", "Kernels", "family", "in_blocks", "native", "tiles", "written"]
 
@@ -77,6 +77,29 @@ def attention(
     if not aligned and variants.pieces(batch, heads, key.shape[3], numerics=numerics) > 1:
         return variants.split_attention(query, key, value, positions, fence=ops.fence, **options)
     return ops.attention(query, key, value, positions, aligned=aligned, runs=runs, **options)
+
+
+def projects_into_cache(numerics: Numerics) -> bool:
+    """Whether `project_into` writes keys and values in the kernel that makes them."""
+    narrow = numerics.precision.cache not in (None, numerics.compute_dtype)
+    return numerics.family in GPU_FAMILIES and numerics.cache_write == "kernel" and not narrow
+
+
+def project_into(
+    caches: cache.Pair,
+    positions: jax.Array,
+    pages: jax.Array | None,
+    *projection: Any,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`Kernels.project`, whose keys and values are `written`: the query and the caches.
+
+    Args:
+      caches, positions, pages: those of `written`.
+      *projection, **options: those of `Kernels.project`, of numerics that `projects_into_cache`.
+    """
+    into = cache.into(caches, positions, pages=pages)
+    return pallas_gpu.KERNELS.project(*projection, **options, into=into)
 
 
 def cached(x: jax.Array, *, numerics: Numerics) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from tim_jax.kernels import formulas
-from tim_jax.kernels.interface import Kernels
+from tim_jax.kernels.interface import Into, Kernels
 from tim_jax.kernels.pallas import PLATFORMS, gpu_call, parts_of, tpu_call
 from tim_jax.numerics import GPU_FAMILIES, Numerics, strict
 
@@ -142,6 +142,18 @@ def write(
     every = slice(None)
     key = method(caches[0], rows[0], (*first, every, every, positions))
     return key, method(caches[1], rows[1], (*first, every, positions, every))
+
+
+def into(caches: Pair, positions: jax.Array, *, pages: jax.Array | None) -> Into:
+    """Where `write` puts rows, for a kernel that makes the rows and writes them.
+
+    The arguments are those of `write`, with caches that are not in blocks.
+    """
+    block = caches[0].shape[-1]
+    if pages is None:
+        return Into(caches, None, positions.reshape(-1))
+    of_rows = jnp.take_along_axis(pages, positions // block, axis=1)
+    return Into(caches, of_rows.reshape(-1), (positions % block).reshape(-1))
 
 
 def in_blocks(numerics: Numerics) -> bool:

@@ -272,7 +272,8 @@ class PallasFamily:
     attend_gradient(query, key, value, positions, window, out, that, cotangent, *, numerics): the
         gradients of query, key and value.
     normed(x, weight, *, eps, numerics): RMSNorm.
-    rotated(y, cos, sin, optional, *, heads, eps, numerics): query, key and value of `project`.
+    rotated(y, cos, sin, optional, *, heads, eps, numerics): query, key and value of `project`. On a
+        GPU also with `into`: the query, and its caches with the keys and values in them.
     exponentials, row_sum, log, log_normaliser: as in the interface.
     """
 
@@ -353,7 +354,9 @@ class PallasFamily:
 
         return with_gradient(kernel, plain)(x, weight, *_present(bias))
 
-    def grouped(self, x, gate_up, down, expert, used, *, numerics: Numerics):
+    def grouped(self, x, gate_up, down, expert, filled, *, numerics: Numerics):
+        used = jnp.sum(filled > 0)
+
         def product(x, weight, epilogue, dtype, **options):
             x, weight, *groups = fence((x, weight, expert, used))
             options["numerics"] = numerics
@@ -370,7 +373,11 @@ class PallasFamily:
             x, weight
         )
 
-    def project(self, y, cos, sin, optional, *, heads: Heads, eps: float, numerics: Numerics):
+    def project(
+        self, y, cos, sin, optional, *, heads: Heads, eps: float, numerics: Numerics, into=None
+    ):
+        """Of the interface; with `into` (`interface.Into`, on a GPU) what `rotated` returns then,
+        without a gradient."""
         options = {"heads": heads, "eps": eps, "numerics": numerics}
 
         def whole(columns):
@@ -380,12 +387,15 @@ class PallasFamily:
             shares = (heads.query, heads.key, heads.key)
             return jnp.concatenate(parted(columns, numerics.column_tiles, shares), axis=1)
 
-        def kernel(y, cos, sin, optional):
+        def kernel(y, cos, sin, optional, **into):
             y = whole(y)
             if "bias" in optional:
                 optional = optional | {"bias": whole(optional["bias"].reshape(1, -1))[0]}
-            return self.rotated(y, cos, sin, optional, **options)
+            return self.rotated(y, cos, sin, optional, **options, **into)
 
+        if into is not None:
+            *given, into = fence((y, cos, sin, optional, into))
+            return fence(kernel(*given, into=into))
         return with_gradient(kernel, partial(NATIVE.project, **options))(y, cos, sin, optional)
 
     @property

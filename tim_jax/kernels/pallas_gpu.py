@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from tim_jax.kernels import native, pallas_attention, pallas_attention_gradient
-from tim_jax.kernels.interface import Heads
+from tim_jax.kernels.interface import Heads, Into
 from tim_jax.kernels.pallas import (
     LOG2_E,
     PallasFamily,
@@ -147,6 +147,7 @@ def product(
 
 
 LEAST = 16  # of a block in any direction
+_NOWHERE = 2**30  # a position that no cache has
 # About as high as what all cores take at a time is wide: the most that they can share.
 _TILES_OF_GROUP = 16
 
@@ -263,33 +264,59 @@ def rotated(
     heads: Heads,
     eps: float,
     numerics: Numerics,
+    into: Into | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value of `Kernels.project`, by one kernel; a program has a tile of a head."""
+    """Query, key and value of `Kernels.project`, by one kernel; a program has a tile of a head.
+
+    With `into` keys and values are written into its caches, which are returned in their place.
+    """
     rows, half, tile = y.shape[0], heads.size // 2, numerics.gpu.row_tile
+    ends = (0, heads.query, heads.query + heads.key, heads.query + 2 * heads.key)
     angle = pl.BlockSpec((tile, half), lambda i, h: (i, 0))
     inputs = [y.reshape(rows, -1, 2, half), cos, sin]
     specs = [pl.BlockSpec((tile, None, 2, half), lambda i, h: (i, h, 0, 0)), angle, angle]
     if "bias" in optional:
         inputs.append(optional["bias"].reshape(-1, 2, half))
         specs.append(pl.BlockSpec((None, 2, half), lambda i, h: (h, 0, 0)))
-    names = ("q_norm", "k_norm") if "q_norm" in optional else ()
-    norms = [optional[name].reshape(2, half) for name in names]
-    specs += [pl.BlockSpec((2, half), lambda i, h: (0, 0)) for _ in norms]
-    ends = (0, heads.query, heads.query + heads.key, heads.query + 2 * heads.key)
+    if normed := "q_norm" in optional:
+        inputs += [optional[name].reshape(2, half) for name in ("q_norm", "k_norm")]
+        specs += [pl.BlockSpec((2, half), lambda i, h: (0, 0))] * 2
 
-    def of_part(first: int, end: int) -> pl.BlockSpec:
-        """Heads of other parts write nothing, wherever their blocks lie."""
+    out_shape = [
+        jax.ShapeDtypeStruct((rows, end - first, 2, half), numerics.dtype)
+        for first, end in pairwise(ends)
+    ]
+    options: dict[str, Any] = {}
+    if into is not None:
+        out_shape[1:] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in into.caches]
+
+    def of_part(part: int) -> pl.BlockSpec:
+        """A tile of rows, or a whole cache. What has a head of another part writes nothing here."""
+        whole = into is not None and part > 0
+        first, last, (count, _, *sizes) = ends[part], ends[part + 1] - 1, out_shape[part].shape
         return pl.BlockSpec(
-            (tile, None, 2, half), lambda i, h: (i, jnp.clip(h, first, end - 1) - first, 0, 0)
+            (count if whole else tile, None, *sizes),
+            lambda i, h: (0 if whole else i, jnp.clip(h, first, last) - first, 0, 0),
         )
 
-    results = call(
+    out_specs = [of_part(part) for part in range(3)]
+    if into is not None:
+        of_rows = [x for x in (into.positions, into.pages) if x is not None]
+        inputs += [*of_rows, *into.caches]
+        specs += [*(pl.BlockSpec((tile,), lambda i, h: (i,)) for _ in of_rows), *out_specs[1:]]
+        options["input_output_aliases"] = {len(inputs) - 2: 1, len(inputs) - 1: 2}
+        moved = y.nbytes + cos.nbytes + sin.nbytes + y.size * numerics.dtype.itemsize
+        # Of the caches, a program writes its rows' positions.
+        options["cost_estimate"] = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
+    query, key, value = call(
         partial(
             _turn,
             ends=ends,
             count=rows,
             biased="bias" in optional,
-            normed=bool(norms),
+            normed=normed,
+            of_page=into and rows // into.caches[0].shape[0],
+            paged=into is not None and into.pages is not None,
             scale=heads.size**-0.5,
             eps=eps,
         ),
@@ -298,14 +325,14 @@ def rotated(
         warps=4,
         grid=(pl.cdiv(rows, tile), ends[-1]),
         in_specs=specs,
-        out_specs=[of_part(*part) for part in pairwise(ends)],
-        out_shape=[
-            jax.ShapeDtypeStruct((rows, end - first, 2, half), numerics.dtype)
-            for first, end in pairwise(ends)
-        ],
-    )(*inputs, *norms)
-    query, key, value = (one.reshape(rows, -1, heads.size) for one in results)
-    return query, key, value
+        out_specs=out_specs,
+        out_shape=out_shape,
+        **options,
+    )(*inputs)
+    query = query.reshape(rows, heads.query, heads.size)
+    if into is not None:
+        return query, key, value
+    return query, key.reshape(rows, -1, heads.size), value.reshape(rows, -1, heads.size)
 
 
 def _turn(
@@ -317,35 +344,52 @@ def _turn(
     count: int,
     biased: bool,
     normed: bool,
+    of_page: int | None,
+    paged: bool,
     scale: float,
     eps: float,
 ):
     """One head of a tile of rows; element i of each half form a pair that is rotated."""
     *refs, query_ref, key_ref, value_ref = refs
-    norms = refs[biased:] if normed else (None, None)
-    there = inside(pl.program_id(0), parts_ref.shape[0], count)
+    bias_ref, refs = (refs[0], refs[1:]) if biased else (None, refs)
+    norms, refs = (refs[:2], refs[2:]) if normed else ((None, None), refs)
+    rows, _, size = parts_ref.shape
+    there = inside(pl.program_id(0), rows, count)
     halves = jnp.int32(0), jnp.int32(1)  # the interpreter takes no plain number beside a mask
 
     def pair():
         parts = [masked(parts_ref.at[:, half, :], there) for half in halves]
-        if not biased:
+        if bias_ref is None:
             return parts
-        rows = (refs[0][half, :][None, :] for half in halves)
-        return [x + jnp.broadcast_to(row, x.shape) for x, row in zip(parts, rows, strict=True)]
+        biases = [bias_ref[half, :][None, :] for half in halves]
+        return [x + jnp.broadcast_to(b, x.shape) for x, b in zip(parts, biases, strict=True)]
 
-    def put(out_ref, parts):
+    def put(out_ref, parts, axis=None):
+        """In rows, or in a cache whose positions lie along this axis."""
         for half, part in zip(halves, parts, strict=True):
-            store(out_ref.at[:, half, :], part, there)
+            where = slice(None), half, slice(None)
+            if axis is not None:
+                where = [page[:, None], (half * size + jnp.arange(size))[None, :]]
+                where.insert(axis, at[:, None])
+            store(out_ref.at[tuple(where)], part, there)
 
-    def turn(out_ref, norm_ref, scale):
+    def turn(norm_ref, scale):
         norm = None if norm_ref is None else [norm_ref[half, :][None, :] for half in halves]
         angle = masked(cos_ref.at[:, :], there), masked(sin_ref.at[:, :], there)
-        put(out_ref, turned(pair(), angle, norm, eps=eps, scale=scale))
+        return turned(pair(), angle, norm, eps=eps, scale=scale)
 
+    axes = None, None
+    if of_page is not None:
+        axes = 2, 1
+        at = masked(refs[0], there, other=_NOWHERE)
+        row = pl.program_id(0) * rows + jnp.arange(rows)
+        page = masked(refs[1], there) if paged else jax.lax.div(row, of_page)
     head = pl.program_id(1)
-    pl.when(head < ends[1])(lambda: turn(query_ref, norms[0], scale))
-    pl.when((head >= ends[1]) & (head < ends[2]))(lambda: turn(key_ref, norms[1], 1.0))
-    pl.when(head >= ends[2])(lambda: put(value_ref, pair()))
+    pl.when(head < ends[1])(lambda: put(query_ref, turn(norms[0], scale)))
+    pl.when((head >= ends[1]) & (head < ends[2]))(
+        lambda: put(key_ref, turn(norms[1], 1.0), axes[0])
+    )
+    pl.when(head >= ends[2])(lambda: put(value_ref, pair(), axes[1]))
 
 
 # Sums and exponentials over the vocabulary. One program has a row, or a block of one. A row is read

@@ -90,26 +90,34 @@ def attended(
     Returns:
       [N, heads x size of a head's output], for the projection after attention.
     """
+    into = None  # the cache, if the projection writes it
     if execution.config.latent is None:
-        query, key, value = _projected(normed, w, angles, execution)
+        into = cache if kernels.projects_into_cache(execution.numerics) else None
+        query, key, value = _projected(normed, w, angles, execution, into, positions)
     else:
         query, key = _absorbed(normed, w, angles, execution)
         value = None
-    attend = partial(_attend, window=window, execution=execution)
+    attend = partial(_attend, window=window, execution=execution, written=into is not None)
     out, keys_values = attend(query, key, value, positions, cache, shape=shape, packing=packing)
     if execution.config.latent is None:
         return out.reshape(out.shape[0], -1), keys_values
     return _values_of_heads(out, w, execution), keys_values
 
 
-def _projected(normed, w, angles, execution: Execution):
-    """The joint projection, split into normed, rotated, scaled q, k and v, [N, heads, D] each."""
+def _projected(normed, w, angles, execution: Execution, into: LayerCache | None, positions):
+    """The joint projection, split into normed, rotated, scaled q, k and v, [N, heads, D] each.
+
+    With `into` its keys and values [pages, ...] are in place of k and v, which are written there.
+    """
     config, numerics, placement = execution.config, execution.numerics, execution.placement
     ops = collectives.family(numerics, placement)
     names = (("bias", "qkv_bias"), ("q_norm", "q_norm"), ("k_norm", "k_norm"))
     heads, kv_heads = (n // placement.tensor for n in (config.num_heads, config.num_kv_heads))
     weight = collectives.matrix(w["qkv"], numerics=numerics, placement=placement)
-    return ops.project(
+    project = ops.project
+    if into is not None:
+        project = partial(kernels.project_into, (into.key, into.value), positions, into.pages)
+    return project(
         ops.dot(normed, weight, numerics=numerics),
         angles[0],
         angles[1],
@@ -199,30 +207,31 @@ def _values_of_heads(mixed, w, execution: Execution):
     return _rounded(values.transpose(1, 0, 2).reshape(mixed.shape[0], -1), execution)
 
 
-def _attend(query, key, value, positions, cache, *, window, execution: Execution, shape, packing):
+def _attend(
+    query, key, value, positions, cache, *, window, execution: Execution, written, shape, packing
+):
     """Lays out heads, writes the cache if there is one, and attends.
 
     Rows in, [N, heads, D] each, and [N, heads, E] out. Without a `value` it is the first E numbers
-    of the key, as it is read back from the cache.
+    of the key, as it is read back from the cache. `written`: key and value are those of the cache,
+    with the rows in them.
     """
     config, numerics = execution.config, execution.numerics
     batch, length = shape
     attention = config.attention
     kv_heads = query.shape[1] // (config.num_heads // attention.key_heads)
     laid_out = None if packing is not None else _laid_out(query, shape, kv_heads)
-    key = key.reshape(batch, length, kv_heads, attention.key_dim)
-    if value is None:
-        key = kernels.cached(key, numerics=numerics)
-        value = key[..., : attention.value_dim]
-    else:
-        value = value.reshape(batch, length, kv_heads, attention.value_dim)
-        key, value = (kernels.cached(x, numerics=numerics) for x in (key, value))
+    if not written:
+        key, value = _read_back(key, value, (batch, length, kv_heads), execution)
     if cache is None:
         new = _keys_values(key, value)
     else:
-        options = {"numerics": numerics, "pages": cache.pages}
-        caches = kernels.written((cache.key, cache.value), (key, value), positions, **options)
-        new = LayerCache(*caches, pages=cache.pages)
+        if not written:
+            options = {"numerics": numerics, "pages": cache.pages}
+            key, value = kernels.written(
+                (cache.key, cache.value), (key, value), positions, **options
+            )
+        new = LayerCache(key, value, pages=cache.pages)
     over = partial(_over_keys, numerics=numerics, aligned=cache is None)
     if packing is None:
         return over(laid_out, new, positions, window, shape=shape), new
@@ -234,6 +243,17 @@ def _attend(query, key, value, positions, cache, *, window, execution: Execution
         return out.reshape(*size, *out.shape[1:])
 
     return packed.attended(query, key[0], value[0], window, packing, of_sequences), new
+
+
+def _read_back(key, value, shape: tuple[int, int, int], execution: Execution):
+    """Rows of keys and values as they are read back from the cache, [B, T, Kv, size]."""
+    attention, numerics = execution.config.attention, execution.numerics
+    key = key.reshape(*shape, attention.key_dim)
+    if value is None:
+        key = kernels.cached(key, numerics=numerics)
+        return key, key[..., : attention.value_dim]
+    value = value.reshape(*shape, attention.value_dim)
+    return tuple(kernels.cached(x, numerics=numerics) for x in (key, value))
 
 
 def _laid_out(query, shape: tuple[int, int], kv_heads: int):

@@ -29,13 +29,20 @@ from tim_jax.common.types import Names, Prompts, Rollout
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.attention import Cache
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
-from tim_jax.placement import Devices
+from tim_jax.placement import Devices, processes
 from tim_jax.policy.sampler import STEPS, widths
 from tim_jax.policy.slots import Pool
 from tim_jax.policy.turns import Chunks, First, Found, Pages, Turning, Work
 from tim_jax.rl import sharded
 from tim_jax.rl.rules import Turns
-from tim_jax.tasks.episodes import Asker, Completion, Environment, Outcome, Turn
+from tim_jax.tasks.episodes import (
+    Asker,
+    Completion,
+    Environment,
+    Outcome,
+    SharedAsker,
+    Turn,
+)
 
 _POSITIONS, _TOGETHER, _CHUNKS = 32, 4, 8  # of a chunk, sequences of one, chunks of a call
 # Of `_Books`, what a row of a rollout is made of.
@@ -184,7 +191,7 @@ def play(
     held = Pages(pool, cache, cached=books.cached, shared=books.shared, **sizes)
     most = min(programs.batching.slots or books.own, books.own)
     some = True
-    with Asker(environment) as asker:
+    with _asker(environment) as asker:
         while not books.over.all():
             asker.ask(books.ended_turns(text))
             books.take(asker.replies(least=not some))
@@ -202,6 +209,13 @@ def play(
             books.record(work, jax.device_get(found))
     rollout = programs.report(books.rollout(prompts), prompts, key)
     return Played(rollout, *books.results(), asker.seconds)
+
+
+def _asker(environment: Environment) -> Asker:
+    """What asks the environment: of several processes the first does, and tells the others."""
+    if jax.process_count() == 1:
+        return Asker(environment)
+    return SharedAsker(environment, processes.leads(), processes.led)
 
 
 def _dealt(

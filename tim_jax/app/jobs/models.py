@@ -90,8 +90,6 @@ def _environment(
         raise InputError(
             f"the task {task.name} has episodes of several turns; set sampling.max_turns"
         )
-    if jax.process_count() > 1:
-        raise InputError("sampling.max_turns: episodes of several turns need a single process")
     history = config.task.history
     return text.bridged(task.environment, execution.sampling.stop_tokens, history)
 

@@ -19,19 +19,18 @@ from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights
 from tim_jax.tasks.text import encode_prompt
 
-_OF_WEIGHTS = tuple(
-    mismatch.quantised_weights(**how)
-    for how in (
-        {"dtype": "int8"},
-        {"dtype": "int8", "codes": "full"},
-        {"dtype": "int8", "codes": "full", "per": "matrix", "head": True},  # torch's dynamic int8
-        {"dtype": "float8_e4m3fn"},
-        {"dtype": "float8_e4m3fn", "per": "tensor"},
-    )
+_OF_WEIGHTS = (
+    mismatch.quantised_weights("int8"),
+    mismatch.quantised_weights("int8", codes="full"),
+    mismatch.quantised_weights("int8", codes="full", per="matrix", head=True),  # torch's dynamic
+    mismatch.quantised_weights("float8_e4m3fn"),
+    mismatch.quantised_weights("float8_e4m3fn", per="tensor"),
 )
 # What is multiplied by them in 8 bits as well -> the weights alone, whose rounding shows however an
 # engine scales the rest.
-EIGHT_BITS = {replace(entry, activations=entry.dtype): entry for entry in _OF_WEIGHTS}
+EIGHT_BITS: dict[Entry, Entry] = {
+    replace(entry, activations=entry.dtype): entry for entry in _OF_WEIGHTS
+}
 # Low precision, as engines have it: each an entry of the dial. The first makes the smallest gap.
 SOURCES: tuple[Entry, ...] = (
     mismatch.compute(dtype="float16"),
@@ -166,13 +165,14 @@ def of_numerics(forward: Forward, sources: Sequence[Entry] = SOURCES) -> Iterato
             continue
         execution = Execution(forward.execution.config, numerics)
         label, alone = mismatch.label(entry), EIGHT_BITS.get(entry)
-        what = "" if alone is None else f"{alone.dtype} weights and activations, "
+        bits = entry.activations if isinstance(entry, mismatch.QuantisedWeights) else None
+        what = f"{bits} weights and activations, " if bits else ""
         yield Variant(
             label,
             f"{LOW}{what}{label}",
             "numerics",
             forward._replace(weights=weights, execution=execution),
-            after=mismatch.label(alone) if alone in sources else "",
+            after=mismatch.label(alone) if alone and alone in sources else "",
         )
 
 

@@ -61,6 +61,8 @@ _IGNORED = re.compile(
 )
 _SIZES = re.compile(r"(slice|padding|window|dynamic_slice_sizes|slice_sizes)=(\{[^}]*\}|[\d_x\-]+)")
 _MEMORY = re.compile(r"S\(\d+\)")
+_IN_PLACE = re.compile(r"\{(\d+)\}: \((\d+), \{\}")  # a result, and the operand that it replaces
+_INTEGERS = ("s", "u", "pred")
 _TILING = re.compile(r'"window_config":(\{[^}]*\})|\b(num_(?:warps|stages) = \d+)')
 
 
@@ -85,6 +87,9 @@ class Operation:
     summed: tuple[int, ...]  # sizes that are summed over, where the text has them
     body: str = field(repr=False)  # its code, without sizes
     tiling: str = ""  # the compiler's tiles, where the text has them
+    # Results that a kernel writes into arrays which it is given. They lie as these do, and the
+    # arrays are not among the operands.
+    in_place: tuple[int, ...] = ()
     place: str = field(default="", compare=False)  # of one such operation in the traced program
 
 
@@ -125,18 +130,29 @@ def _operation(one: Instruction, computation: Computation, module: Module) -> Op
         parts = one.op_name.split("/")
         kind = "kernel" if computes(body) else "move"
         name = parts[-2] if parts[-1] in PRIMITIVES and len(parts) > 1 else one.name
+        written = {int(i): int(operand) for i, operand in _IN_PLACE.findall(one.attributes)}
     else:
         kind, name = "product" if products else _kind(sums), (products or sums)[0][0].opcode
+        written = {}
+    read = [name for i, name in enumerate(one.operands) if i not in written.values()]
     return Operation(
         kind=kind,
         name=name,
-        operands=tuple(t for name in one.operands for t in computation[name].types),
+        operands=tuple(
+            t for name in read for t in computation[name].types if not _places(t, kernel)
+        ),
         results=one.types,
         summed=tuple(sorted(n for i, c in (*products, *sums) for n in _summed(i, c))),
         body=untiled,
         tiling=", ".join(tiling) if untiled == body else "",
         place=place,
+        in_place=tuple(written),
     )
+
+
+def _places(one: Type, kernel: bool) -> bool:
+    """Whether a kernel is told by these integers where it reads and writes."""
+    return kernel and one.dtype.startswith(_INTEGERS)
 
 
 def _kind(sums: list[tuple[Instruction, Computation]]) -> str:
@@ -287,6 +303,8 @@ def differences(
             lines.append(f"{len(ours)} / {len(theirs)} {what}")
             continue
         for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if what == "results" and index in operation.in_place and a.dtype == b.dtype:
+                continue
             lines += [f"{what[:-1]} {index}: {text}" for text in _types(a, b, weights, rows)]
     return tuple(lines)
 
@@ -296,7 +314,7 @@ def _types(
 ) -> list[str]:
     if (a.dtype, len(a.dims)) != (b.dtype, len(b.dims)):
         return [f"{a} / {b}"]
-    if a.dtype.startswith(("s", "u", "pred")):
+    if a.dtype.startswith(_INTEGERS):
         return []  # a table of integers follows the numbers of rows and keys, and is never summed
     ours, theirs = layout(a), layout(b)
     lines = [] if ours == theirs else [f"layout {ours} / {theirs}"]
@@ -335,7 +353,8 @@ def _rows(
 
 def _sizes(operation: Operation, other: Operation) -> tuple[str, ...]:
     """Pairs of sizes in which the arrays of two operations differ."""
-    ours, theirs = ((*one.operands, *one.results) for one in (operation, other))
+    free = [i for i in range(len(operation.results)) if i not in operation.in_place]
+    ours, theirs = ((*x.operands, *(x.results[i] for i in free)) for x in (operation, other))
     pairs = [
         (x, y)
         for a, b in zip(ours, theirs, strict=True)
@@ -453,6 +472,8 @@ def _on_floats(operation: Any, numbers: dict[Any, int]) -> Iterator[str]:
                 kinds = " ".join(str(value.type) for value in inner.results)
                 names = (name for name in inner.attributes if "divisibility" not in str(name))
                 settings = " ".join(sorted(f"{name} {inner.attributes[name]}" for name in names))
+                # Of a whole function these are its name and its arguments, which say where.
+                settings = "" if inner.name == "tt.func" else settings
                 yield f"{inner.name} [{taken}] {settings} -> {kinds}"
                 yield from (f"  {line}" for line in held)
 

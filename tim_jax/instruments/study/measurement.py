@@ -345,7 +345,10 @@ _RECORD = TypeAdapter(_Record)
 
 def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
     """The first problems of the horizon's task, as many as a step of the run has prompts."""
-    execution = assembly.make_execution(config, policy.model)
+    run = Path(policy.config.run.folder)
+    # A horizon may have longer sequences than the run measured its tiles for.
+    measured = None if study.horizon else run / "calibration.json"
+    execution = assembly.make_execution(config, policy.model, measured=measured)
     task = grading.make_task(config)
     _check_sources(study, execution)
     examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
@@ -361,7 +364,7 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
         training=training,
         params=policy.params,
         task=task,
-        text=grading.make_text(config, policy.model, run=Path(policy.config.run.folder)),
+        text=grading.make_text(config, policy.model, run=run),
         examples=examples,
         batches=study.batches,
         seed=config.seed,
