@@ -1,66 +1,68 @@
-"""Trains on what another engine draws: transformers samples the quickstart's task, `learn` learns.
+"""Trains on what another engine draws: transformers samples the README's task, `learn` learns.
 
-    JAX_PLATFORMS=cpu python scripts/learn_from_transformers.py     # writes docs/results/learn.md
+    JAX_PLATFORMS=cpu python scripts/learn_from_transformers.py runs/learn  # docs/results/learn.md
     JAX_PLATFORMS=cpu python scripts/learn_from_transformers.py --smoke
 
 The engine is `generate` of transformers, in torch: a program that shares no line with this one. It
-gets the new weights after every step, by their names.
+gets the new weights after every step, by their names. What is measured is kept in the folder, a
+line for each training, and not measured again.
 """
 
-import subprocess
-import sys
+import itertools
+import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import bench_common as common
 import numpy as np
+import optax
 import torch
 from transformers import AutoModelForCausalLM
 
-import tim_jax
-from tim_jax import corrections, objectives, optimizers
+import tim_jax as tim
 from tim_jax.tasks import base
-from tim_jax.tasks.builtin import builtin_task
 
 PAGE = common.RESULTS / "learn.md"
-CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
-TASK = builtin_task("sorting", {"digits": [4, 6]})
-SAMPLES, PROMPTS, LONGEST = 8, 32, 32  # as the quickstart has them
-HELD_OUT = 256
+PROMPTS, SAMPLES, LONGEST, RATE = 16, 8, 32, 3e-4  # of a step, as the README has them
+STEPS, SEEDS = 40, 3
+TRAIN = [f"{n:05}" for n in range(0, 100_000, 199)]
+HELD_OUT = [f"{n:05}" for n in range(100, 100_000, 199)]
+HELD_OUT_SAMPLES = 4
+ENDS = 10  # steps whose mean reward is shown, at both ends
 
 
 class Engine:
     """transformers' `generate`, and the log-probs of what it drew."""
 
-    def __init__(self, model: tim_jax.Model, folder: Path, dtype: str):
+    def __init__(self, model: tim.Model, folder: Path, dtype: str):
         self.tokenizer, self.stops = model.tokenizer, list(model.stop_tokens)
         self.model = AutoModelForCausalLM.from_pretrained(
-            tim_jax.save(model, folder), dtype=getattr(torch, dtype)
+            tim.save(model, folder), dtype=getattr(torch, dtype)
         )
 
-    def load(self, model: tim_jax.Model) -> None:
+    def load(self, model: tim.Model) -> None:
         """Takes the new weights."""
-        arrays = {name: torch.from_numpy(x) for name, x in tim_jax.named_arrays(model)}
+        arrays = {name: torch.from_numpy(x) for name, x in tim.named_arrays(model)}
         self.model.load_state_dict(arrays, strict=False)
 
-    def draw(self, prompts: list[str], samples: int, seed: int) -> list[dict[str, Any]]:
-        """Rows, the samples of a prompt one after the other."""
+    def draw(self, numbers: Sequence[str], samples: int, seed: int) -> list[dict[str, Any]]:
+        """Rows, the samples of a number one after the other."""
         torch.manual_seed(seed)
-        ids = [self.tokenizer(prompt).input_ids for prompt in prompts]
-        width, pad = max(map(len, ids)), self.tokenizer.pad_token_id
+        ids = [self.tokenizer(f"{number}>").input_ids for number in numbers]
+        pad = self.tokenizer.pad_token_id
         made = self.model.generate(
-            torch.tensor([[pad] * (width - len(x)) + x for x in ids]),
-            attention_mask=torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in ids]),
+            torch.tensor(ids),  # all are of one length
+            attention_mask=torch.ones(len(ids), len(ids[0]), dtype=torch.long),
             do_sample=True,
             **{"top_k": 0, "top_p": 1.0, "temperature": 1.0, "num_return_sequences": samples},
             **{"max_new_tokens": LONGEST, "eos_token_id": self.stops, "pad_token_id": pad},
             **{"return_dict_in_generate": True, "output_logits": True},
         )
-        tokens = made.sequences[:, width:]
+        tokens = made.sequences[:, len(ids[0]) :]
         logits = torch.stack(made.logits, dim=1).float()
         log_probs = torch.log_softmax(logits, -1).gather(2, tokens[..., None])[..., 0]
         return list(self._rows(ids, samples, tokens.tolist(), log_probs.tolist()))
@@ -77,101 +79,135 @@ class Engine:
                 **{"temperature": 1.0, "top_k": 0, "top_p": 1.0},
             }
 
-    def rewards(self, rows: list[dict[str, Any]], examples: list[Any]) -> np.ndarray:
-        """f64[B], of the task's grader."""
-        decode = self.tokenizer.decode
-        texts = [decode(row["response_token_ids"], skip_special_tokens=True) for row in rows]
-        each = len(rows) // len(examples)
-        return base.rewards(TASK.grade([e for e in examples for _ in range(each)], texts))
+    def texts(self, rows: Sequence[dict[str, Any]]) -> list[str]:
+        """What was drawn, decoded."""
+        ids = [row["response_token_ids"] for row in rows]
+        return [self.tokenizer.decode(x, skip_special_tokens=True) for x in ids]
+
+
+def rewards(numbers: Sequence[str], texts: Sequence[str]) -> np.ndarray:
+    """f64[numbers, samples], 1 where the answer is the sorted number."""
+    each = len(texts) // len(numbers)
+    repeated = [number for number in numbers for _ in range(each)]
+    pairs = zip(repeated, texts, strict=True)
+    right = [text.endswith("#" + "".join(sorted(number))) for number, text in pairs]
+    return np.reshape(np.asarray(right, np.float64), (-1, each))
 
 
 @dataclass(frozen=True)
 class Run:
-    """An engine's dtype, and how the learner meets it."""
+    """An engine's dtype, None for this library's own sampler, and how the learner meets it."""
 
     name: str
-    dtype: str
+    dtype: str | None
     mode: str
-    correction: Any
+    correction: Any = None
 
 
 RUNS = (
-    Run("float32, bypass", "float32", "bypass", corrections.none()),
-    Run("bfloat16, recompute, token TIS", "bfloat16", "recompute", corrections.token_tis()),
+    Run("transformers float32, bypass", "float32", "bypass"),
+    Run("transformers bfloat16, recompute, token TIS", "bfloat16", "recompute", "token_tis"),
+    Run("this library's own, bypass", None, "bypass"),
 )
 
 
-def warmed_up(folder: Path, smoke: bool) -> tim_jax.Model:
-    """The quickstart's model after its supervised steps and one of GRPO."""
-    changes = ["steps=1", "eval.every=0", f"run.folder={folder}", *(["warmup.steps=5"] * smoke)]
-    command = [sys.executable, "-m", "tim_jax.app.cli", "train", str(CONFIG), *changes]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return tim_jax.load(folder)
+def train(model: tim.Model, run: Run, seed: int, steps: int) -> dict[str, Any]:
+    """The rewards of every step, what was compared, and what is right of the held-out numbers."""
+    correction = tim.corrections.token_tis() if run.correction else None
+    how = {"optimizer": optax.adam(RATE), "correction": correction}
+    training = model.training(mode=run.mode)
+    began = time.process_time()
+    if run.dtype is None:
+        made = _by_own_sampler(model, seed, steps, training=training, **how)
+    else:
+        made = _by_engine(model, run.dtype, seed, steps, training=training, **how)
+    return {"run": run.name, "seed": seed, "seconds": time.process_time() - began} | made
 
 
-def train(model: tim_jax.Model, run: Run, steps: int) -> list[dict[str, float]]:
-    """The metrics of every step, `held_out` among them where it was measured."""
-    rate = optimizers.Rate(1.5e-4)
-    how = {"optimizer": optimizers.adamw(rate, b2=0.99, max_grad_norm=1.0), "mode": run.mode}
-    objective = objectives.grpo(kl_coefficient=0.0, drop_uninformative=True)
-    training = model.training(objective=objective, correction=run.correction, **how)
+def _by_engine(model: tim.Model, dtype: str, seed: int, steps: int, **how: Any) -> dict[str, Any]:
     step, report = None, []
     with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(model, Path(folder, "engine"), run.dtype)
-        for number in range(1, steps + 1):
-            began = time.perf_counter()
-            order = base.order(0, number - 1, PROMPTS, len(TASK.train)).tolist()
-            examples = [TASK.train[i] for i in order]
-            rows = engine.draw([e.prompt for e in examples], SAMPLES, number)
-            rewards = engine.rewards(rows, examples)
-            drawn = time.perf_counter() - began
-            first = {} if step else {"samples": SAMPLES, "training": training}
-            step = tim_jax.learn(step or model, rows, rewards, **first)
+        engine = Engine(model, Path(folder, "engine"), dtype)
+
+        def held_out() -> list[float]:
+            rows = engine.draw(HELD_OUT, HELD_OUT_SAMPLES, 1)
+            return _interval(rewards(HELD_OUT, engine.texts(rows)))
+
+        before = held_out()
+        for number in range(steps):
+            numbers = [TRAIN[i] for i in base.order(seed, number, PROMPTS, len(TRAIN)).tolist()]
+            rows = engine.draw(numbers, SAMPLES, 1000 * seed + number)
+            right = rewards(numbers, engine.texts(rows))
+            first = {} if step else {"samples": SAMPLES, **how}
+            step = tim.learn(step or model, rows, right.reshape(-1), **first)
             engine.load(step.model)
-            report.append(step.metrics | step.timing | {"seconds_drawing": drawn})
-            if number in (1, steps):
-                report[-1]["held_out"], report[-1]["within"] = held_out(engine)
-            print(run.name, number, step.metrics["reward"], f"{step.timing['seconds']:.1f} s")
-    return report
+            report.append(step.metrics)
+            print(dtype, seed, step.number, f"{step.metrics['reward']:.3f}", flush=True)
+        return _summary(report) | {"before": before, "after": held_out()}
 
 
-def held_out(engine: Engine) -> tuple[float, float]:
-    """Mean reward of a sample of each held-out problem, drawn by the engine; its 95% interval."""
-    examples = list(TASK.evaluation[:HELD_OUT])
-    found = engine.rewards(engine.draw([e.prompt for e in examples], 1, 0), examples)
-    return float(np.mean(found)), 1.96 * float(np.std(found, ddof=1)) / len(found) ** 0.5
+def _by_own_sampler(model: tim.Model, seed: int, steps: int, **how: Any) -> dict[str, Any]:
+    def reward(prompts, completions, answers):
+        return [text.endswith("#" + x) for text, x in zip(completions, answers, strict=True)]
+
+    def held_out(model: tim.Model) -> list[float]:
+        prompts = [f"{number}>" for number in HELD_OUT]
+        text = tim.sample(model, prompts, samples=HELD_OUT_SAMPLES, max_tokens=LONGEST, seed=1).text
+        return _interval(rewards(HELD_OUT, text))
+
+    pairs = [(f"{number}>", "".join(sorted(number))) for number in TRAIN]
+    sizes = {"samples": SAMPLES, "prompts_per_step": PROMPTS, "max_tokens": LONGEST}
+    drawn = tim.grpo(model, pairs, reward=reward, steps=steps, seed=seed, **sizes, **how)
+    made = list(drawn)
+    report = [step.metrics for step in made]
+    return _summary(report) | {"before": held_out(model), "after": held_out(made[-1].model)}
 
 
-def page(reports: dict[str, list[dict[str, float]]], load: float) -> list[str]:
-    steps = len(next(iter(reports.values())))
+def _interval(right: np.ndarray) -> list[float]:
+    """The mean over numbers, and half of its 95% interval."""
+    each = right.mean(axis=1)
+    return [float(each.mean()), 1.96 * float(each.std(ddof=1)) / len(each) ** 0.5]
+
+
+def _summary(report: Sequence[dict[str, float]]) -> dict[str, Any]:
+    names = ("reward", "mismatch/log_ratio_abs_mean", "mismatch/kl_k3", "exact_share")
+    return {name: [float(one[name]) for one in report] for name in names}
+
+
+def page(found: Sequence[dict[str, Any]], load: float) -> list[str]:
+    """The page of all trainings."""
     lines = [
         "# Learning from what transformers draws",
         "",
-        "Written by `python scripts/learn_from_transformers.py`. transformers' `generate` samples"
-        f" the quickstart's task, {PROMPTS} prompts with {SAMPLES} samples a step, from the"
-        " quickstart's model after its supervised steps; `tim_jax.learn` makes a step in float32 of"
-        f" what it recorded, and the engine gets the weights. {steps} steps, seed 0.",
+        f"Written by `python scripts/learn_from_transformers.py FOLDER`. transformers' `generate`"
+        f" samples the README's task, {PROMPTS} prompts with {SAMPLES} samples a step, from the"
+        f" packaged model; `tim_jax.learn` makes a step in float32 of what it recorded (Adam,"
+        f" learning rate {RATE:g}), and the engine gets the weights. {STEPS} steps. The last rows"
+        " are of this library's own sampler, with `tim_jax.grpo` and the same settings.",
         "",
         *common.machine_text(load, common.versions("jax", "torch", "transformers"), timed=False),
-        "| engine | reward of the first ten steps | of the last ten | held-out after step 1 |"
-        f" after step {steps} | mean \\|d\\|, first and last | K3, first and last | exact tokens |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        f"| engine | seed | reward of the first {ENDS} steps | of the last {ENDS} | held-out before"
+        " | after | gain | mean \\|d\\|, first and last step | K3, first and last | exact tokens |"
+        " CPU s |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for name, report in reports.items():
-        first, last = report[0], report[-1]
-        size, k3 = "mismatch/log_ratio_abs_mean", "mismatch/kl_k3"
-        rewards = [one["reward"] for one in report]
-        begun, ended = np.mean(rewards[:10]), np.mean(rewards[-10:])
-        exact = np.mean([one["exact_share"] for one in report])
-        held = " | ".join(f"{one['held_out']:.3f} ± {one['within']:.3f}" for one in (first, last))
-        lines.append(
-            f"| {name} | {begun:.3f} | {ended:.3f} | {held} | {first[size]:.2g}, {last[size]:.2g} |"
-            f" {first[k3]:.2g}, {last[k3]:.2g} | {exact:.1%} |"
-        )
+    for one in sorted(found, key=lambda one: [run.name for run in RUNS].index(one["run"])):
+        rewards, exact = one["reward"], np.mean(one["exact_share"])
+        ends = [np.mean(rewards[:ENDS]), np.mean(rewards[-ENDS:])]
+        held = [one["before"], one["after"]]
+        gain = held[1][0] - held[0][0], float(np.hypot(held[0][1], held[1][1]))
+        sizes = [
+            f"{one[name][0]:.2g}, {one[name][-1]:.2g}"
+            for name in ("mismatch/log_ratio_abs_mean", "mismatch/kl_k3")
+        ]
+        cells = [f"{x:.3f}" for x in ends] + [f"{x:.3f} ± {e:.3f}" for x, e in (*held, gain)]
+        cells += [*sizes, f"{exact:.1%}", f"{one['seconds']:.0f}"]
+        lines.append(f"| {one['run']} | {one['seed']} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Held-out reward is of a sample of each of 256 problems, drawn by the engine, with its 95%"
-        " interval. d is the engine's log-prob less the learner's exact one.",
+        f"Held-out accuracy is of {HELD_OUT_SAMPLES} samples of each of {len(HELD_OUT)} numbers"
+        " that the training does not have, drawn by the engine, with its 95% interval. d is"
+        " the engine's log-prob less the learner's exact one.",
     ]
     return lines
 
@@ -179,17 +215,23 @@ def page(reports: dict[str, list[dict[str, float]]], load: float) -> list[str]:
 def main() -> None:
     """Writes the page, or prints it for a smoke test."""
     parser = common.parser((__doc__ or "").splitlines()[0], PAGE)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--runs", type=int, nargs="+", default=list(range(len(RUNS))))
+    parser.add_argument("folder", type=Path, nargs="?", help="for what is measured")
     options = parser.parse_args()
-    load = common.load_average()
-    with tempfile.TemporaryDirectory() as folder:
-        model = warmed_up(Path(folder, "run"), options.smoke)
-        steps = 2 if options.smoke else options.steps
-        reports = {}
-        for run in (RUNS[i] for i in options.runs):
-            reports[run.name] = train(model, run, steps)
-            common.publish(page(reports, load), options, PAGE)
+    steps, seeds = (2, 1) if options.smoke else (STEPS, SEEDS)
+    load, model = common.load_average(), tim.load("tiny")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "learn.jsonl"
+        found = [json.loads(line) for line in path.open()] if path.exists() else []
+        there = {(one["run"], one["seed"]) for one in found}
+        for run, seed in itertools.product(RUNS, range(seeds)):
+            if (run.name, seed) in there:
+                continue
+            found.append(train(model, run, seed, steps))
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found[-1]) + "\n")
+        common.publish(page(found, load), options, PAGE)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@
     python scripts/smollm2_table.py logits                  # against transformers; needs torch
     python scripts/smollm2_table.py audit                   # sampler and learner, both dtypes
     python scripts/smollm2_table.py sources [--dtype bfloat16]   # every difference of a sampler
-    python scripts/smollm2_table.py engines ROLLOUTS        # transformers' generate; needs torch
-    python scripts/smollm2_table.py faults ROLLOUTS         # mistakes made in what it recorded
+    python scripts/smollm2_table.py engines [FOLDER]        # transformers' generate; needs torch
+    python scripts/smollm2_table.py faults [FOLDER] --trained runs/smollm2   # made in these
     python scripts/smollm2_table.py runs FOLDER...          # runs of configs/smollm2.toml
 
 Each writes its part of the page. `engines` and `faults` write the
 rollouts to a folder, and have `tim-jax diagnose` name what it sees.
+These and `sources` write the page after every row and keep the rows
+in a file, so that the same command goes on where it was stopped.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +31,15 @@ from mismatch_table import PLAIN, cases
 from scipy import stats
 
 import tim_jax as tim
+from tim_jax import mismatch
+from tim_jax.api.diagnosing import Diagnosis
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import audit
+from tim_jax.app.run import folders
 from tim_jax.app.run import numerics as run_numerics
+from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts
 from tim_jax.instruments import auditing
-from tim_jax.instruments.auditing.ablation import to_markdown
+from tim_jax.instruments.auditing import ablation
 from tim_jax.model import calibration, hf, transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
@@ -55,6 +60,9 @@ QUESTIONS = (
 )
 HELD = "eval/reward"
 RESPONSE, SAMPLES = 32, 4
+LINE_BREAK = 198
+STALE = "weights of before the run"
+Row = dict[str, Any]  # of rollouts, or of a table
 SOURCES = tuple(one for one in PLAIN if one["name"] not in ("stale_weights", "pallas_attention"))
 
 
@@ -119,10 +127,12 @@ def logits(model: Path) -> str:
     return "\n".join(lines)
 
 
-def measured(config: ModelConfig, dtype: str, *, batch: int, longest: int) -> Numerics:
+def measured(
+    config: ModelConfig, dtype: str, *, batch: int, longest: int, file: Path | None = None
+) -> Numerics:
     """The numerics of a training run."""
     plain = run_numerics.fitted_numerics("auto", dtype, config, length=longest)
-    return calibration.calibrate(config, plain, batch=batch, longest=longest)
+    return calibration.calibrate_once(config, plain, batch=batch, longest=longest, file=file)
 
 
 def audited(model: Path) -> str:
@@ -157,23 +167,41 @@ def audited(model: Path) -> str:
     return "\n".join(lines)
 
 
-def sources(model: Path, dtype: str, entries: Sequence[dict[str, Any]]) -> str:
-    """The table of docs/mismatch.md on chat prompts."""
+def sources(model: Path, dtype: str, entries: Sequence[dict[str, Any]], kept: Path) -> None:
+    """The table of docs/mismatch.md on chat prompts, without what this learner cannot have."""
     config, rows = hf.load_config(model), prompt_ids(model)
     longest = max(map(len, rows)) + RESPONSE
-    numerics = measured(config, dtype, batch=len(rows) * SAMPLES, longest=longest)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    file = kept.with_name(f"calibration_{dtype}.json")
+    numerics = measured(config, dtype, batch=len(rows) * SAMPLES, longest=longest, file=file)
     sampling = Sampling(RESPONSE, stop_tokens=config.eos_token_ids)
+    execution = Execution(config, numerics, sampling)
     params = jax.tree.map(jnp.asarray, hf.load_params(model, config, dtype=dtype))
-    bench = audit.Bench(
-        "SmolLM2-135M-Instruct",
-        Execution(config, numerics, sampling),
-        params,
-        padded(rows),
-        SAMPLES,
-    )
-    record = audit.report(bench, cases(entries)).record
-    about = f"Learner: {record['learner']}; temperature 1; {machine()}."
-    return f"{about}\n\n{to_markdown(record, every_metric=False, profiles=False)}"
+    weights = jax.jit(execution.prepare)(params)
+    made = {row["case"]: row for row in read_rows(kept)}
+    left = [arm for arm in cases(entries) if arm.name not in made and fits(arm, execution)]
+    about = f"Learner: {auditing.describe(numerics)}; temperature 1; {machine()}."
+    for result in ablation.ablate(
+        weights, padded(rows), left, execution=execution, samples=SAMPLES
+    ):
+        (row,) = ablation.to_record([result], model="SmolLM2", about={})["cases"]
+        keep(kept, row)
+        made[result.case] = row
+        print(result.case, result.metrics["log_ratio_abs_mean"], flush=True)
+        order = {arm.name: number for number, arm in enumerate(cases(SOURCES))}
+        record = {"cases": sorted(made.values(), key=lambda one: order[one["case"]])}
+        table = ablation.to_markdown(record, every_metric=False, profiles=False)
+        write(f"sources {dtype}", f"{about}\n\n{table.rstrip()}")
+
+
+def fits(arm: ablation.Arm, execution: Execution) -> bool:
+    """Whether a sampler of this learner can differ so."""
+    try:
+        mismatch.check(arm.mismatch, execution)
+    except InputError as error:
+        print(f"left out: {error}", flush=True)
+        return False
+    return True
 
 
 # Of the standard cases those that compare many tokens for their time on a CPU.
@@ -194,8 +222,19 @@ ENGINES = tuple(
 )
 
 
-def generated(model: Path, dtype: str, attention: str) -> list[dict[str, Any]]:
-    """What transformers' generate draws with its cache, and the log-probs that it drew with."""
+def generated(
+    model: Path,
+    dtype: str,
+    attention: str,
+    *,
+    samples: int = SAMPLES,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> list[Row]:
+    """What transformers' generate draws with its cache, and the log-probs that it drew with.
+
+    `raw` has those of the logits before temperature and truncation.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -205,118 +244,187 @@ def generated(model: Path, dtype: str, attention: str) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     rows = []
     for prompt in prompt_ids(model):
-        given = torch.tensor([prompt] * SAMPLES)
+        given = torch.tensor([prompt] * samples)
         made = engine.generate(
             given,
             attention_mask=torch.ones_like(given),
             do_sample=True,
-            temperature=1.0,
+            temperature=temperature,
             top_k=0,
-            top_p=1.0,
+            top_p=top_p,
             max_new_tokens=RESPONSE,
             return_dict_in_generate=True,
             output_scores=True,
+            output_logits=True,
         )
         drawn = made.sequences[:, len(prompt) :]
-        chances = torch.log_softmax(torch.stack(made.scores, dim=1).float(), dim=-1)
-        recorded = chances.gather(2, drawn[..., None])[..., 0]
+
+        def recorded(scores: Any, drawn: Any = drawn) -> list[list[float]]:
+            chances = torch.log_softmax(torch.stack(scores, dim=1).float(), dim=-1)
+            return chances.gather(2, drawn[..., None])[..., 0].tolist()
+
         stops = engine.generation_config.eos_token_id
-        for ids, own in zip(drawn.tolist(), recorded.tolist(), strict=True):
+        each = zip(drawn.tolist(), recorded(made.scores), recorded(made.logits), strict=True)
+        for ids, own, raw in each:
             length = ids.index(stops) + 1 if stops in ids else len(ids)
             rows.append(
                 {
                     "prompt_token_ids": prompt,
                     "response_token_ids": ids[:length],
                     "logprobs": own[:length],
-                    "temperature": 1.0,
+                    "raw": raw[:length],
+                    "temperature": temperature,
+                    "top_p": top_p,
                 }
             )
     return rows
 
 
-def engines(model: Path, folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Name -> rollouts of transformers; made once, then read from `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+def rollouts(model: Path, folder: Path, dtype: str, attention: str, **how: float) -> list[Row]:
+    """`generated`, made once and then read from `folder`."""
+    name = "_".join([dtype, attention, *(f"{key}_{value}" for key, value in how.items())])
+    path = folder / f"{name}.jsonl"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_rows(path, generated(model, dtype, attention, **cast(Any, how)))
+    return read_rows(path)
+
+
+def engines(model: Path, folder: Path, every: int) -> Iterator[tuple[str, list[Row]]]:
+    """Name -> every n-th rollout of transformers."""
     for dtype, attention in ENGINES:
-        path = folder / f"{dtype}_{attention}.jsonl"
-        if not path.is_file():
-            write_rows(path, generated(model, dtype, attention))
-        yield f"{dtype}, {attention}", [json.loads(line) for line in path.open()]
+        yield f"{dtype}, {attention}", rollouts(model, folder, dtype, attention)[::every]
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def read_rows(path: Path) -> list[Row]:
+    """The lines of a file of JSON lines; none if it is not there."""
+    return [json.loads(line) for line in path.open()] if path.is_file() else []
+
+
+def keep(path: Path, row: Row) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def faults(model: Path, folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Name of a mistake -> transformers' bfloat16 rollouts with it."""
-    rows = dict(engines(model, folder))["bfloat16, sdpa"]
-    pad = hf.load_config(model).pad_token_id
+def faults(
+    model: Path, folder: Path, every: int, *, trained: bool
+) -> Iterator[tuple[str, list[Row]]]:
+    """Name of a mistake -> rollouts of transformers in bfloat16, with sdpa, that have it."""
+    whole = rollouts(model, folder, "bfloat16", "sdpa")
+    rows, end = whole[::every], hf.load_config(model).eos_token_ids[0]
+    ended = [row for row in whole if row["response_token_ids"][-1] == end]
+    yield from reported(rows).items()
+    yield from of_context(rows).items()
+    yield "end token stripped, where there was one", [part(row, slice(-1)) for row in ended]
+    cold = rollouts(model, folder, "bfloat16", "sdpa", samples=1, temperature=0.6)
+    yield "temperature 0.6, not declared", [row | {"temperature": 1.0} for row in cold]
+    yield "log-probs of temperature 1 under 0.6", [row | {"logprobs": row["raw"]} for row in cold]
+    cut = rollouts(model, folder, "bfloat16", "sdpa", samples=1, top_p=0.8)
+    yield "top-p 0.8, not declared", [row | {"top_p": 1.0} for row in cut]
+    yield "log-probs over all under top-p 0.8", [row | {"logprobs": row["raw"]} for row in cut]
+    alone = [row | {"logprobs": row["raw"], "top_p": 1.0} for row in cut]
+    yield "top-p 0.8 in the draws alone", alone
+    if trained:
+        yield STALE, rows
 
-    def each(change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
-        return [row | change(row) for row in rows]
 
-    def shorter(row: dict[str, Any], part: slice) -> dict[str, Any]:
-        return {key: row[key][part] for key in ("response_token_ids", "logprobs")}
+def reported(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Mistakes in log-probs alone."""
+    rng = np.random.default_rng(0)
 
-    changes = {
-        "shifted by one": each(lambda r: {"logprobs": [*r["logprobs"][1:], r["logprobs"][0]]}),
-        "first token stripped": each(lambda r: shorter(r, slice(1, None))),
-        "end token stripped": each(
-            lambda r: shorter(r, slice(0, -1 if r["response_token_ids"][-1] == pad else None))
-        ),
-        "prompt without its first token": each(
-            lambda r: {"prompt_token_ids": r["prompt_token_ids"][1:]}
-        ),
-        "one token more in the prompt": each(
-            lambda r: {"prompt_token_ids": [*r["prompt_token_ids"], 198]}
-        ),
-        "another row's log-probs, in 10%": swapped(rows),
-        "declared temperature 0.6": each(lambda r: {"temperature": 0.6}),
-        "declared top-p 0.8": each(lambda r: {"top_p": 0.8}),
+    def in_a_tenth(change: Callable[[float], float]) -> list[Row]:
+        def maybe(log_prob: float) -> float:
+            return change(log_prob) if rng.random() < 0.1 else log_prob
+
+        return [row | {"logprobs": [maybe(x) for x in row["logprobs"]]} for row in rows]
+
+    others = [*rows[1:], rows[0]]
+    pairs = list(zip(rows, others, strict=True))
+    sizes = [(len(one["logprobs"]), len(other["logprobs"])) for one, other in pairs]
+    alike = [i for i, (own, its) in enumerate(sizes) if own == its][:2]
+    return {
+        "shifted by one": [
+            row | {"logprobs": [*row["logprobs"][1:], row["logprobs"][0]]} for row in rows
+        ],
+        "sentinel -9999 in 10% of the tokens": in_a_tenth(lambda _: -9999.0),
+        "0 in 10% of the tokens": in_a_tenth(lambda _: 0.0),
+        "3 to 9 nats off in 10% of the tokens": in_a_tenth(lambda x: x - rng.uniform(3, 9)),
+        "another row's log-probs, in 2 rows": [
+            row | {"logprobs": other["logprobs"]} if i in alike else row
+            for i, (row, other) in enumerate(pairs)
+        ],
     }
-    for name, changed in changes.items():
-        kept = [row for row in changed if row["response_token_ids"]]
-        path = folder / f"fault_{name.replace(' ', '_').replace(',', '').replace('%', '')}.jsonl"
-        write_rows(path, kept)
-        yield name, kept
 
 
-def swapped(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every tenth row has the log-probs of another of its length, where there is one."""
-    changed = list(rows)
-    for i in range(0, len(rows), 10):
-        size = len(rows[i]["logprobs"])
-        others = [r for j, r in enumerate(rows) if j != i and len(r["logprobs"]) == size]
-        if others:
-            changed[i] = rows[i] | {"logprobs": others[-1]["logprobs"]}
-    return changed
+def of_context(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Mistakes in what stands before the log-probs."""
+
+    def prompts(change: Callable[[list[int]], list[int]]) -> list[Row]:
+        return [row | {"prompt_token_ids": change(row["prompt_token_ids"])} for row in rows]
+
+    return {
+        "first token stripped": [part(row, slice(1, None)) for row in rows],
+        "prompt without its first token, the BOS": prompts(lambda ids: ids[1:]),
+        "a line break more in the prompt": prompts(lambda ids: [*ids, LINE_BREAK]),
+    }
+
+
+def part(row: Row, some: slice) -> Row:
+    """A row with some of its response."""
+    return row | {key: row[key][some] for key in ("response_token_ids", "logprobs")}
 
 
 def diagnosed(
-    model: Path, each: Iterator[tuple[str, list[dict[str, Any]]]], heading: str, every: int
-) -> str:
+    part: str,
+    model: Path,
+    each: Iterator[tuple[str, list[Row]]],
+    every: int,
+    kept: Path,
+    trained: Path | None,
+) -> None:
     """A table of what `tim-jax diagnose` says of every n-th row."""
     ours = tim.load(str(model))
     some = f", of every {every}th row" if every > 1 else ""
     lines = [
         f"By `tim_jax.diagnose`, float32{some}; {machine(transformers=version('transformers'))}.",
         "",
-        f"| {heading} | tokens | mean \\|d\\| | max \\|d\\| | K3 | called | named first |",
+        f"| {HEADINGS[part]} | tokens | mean \\|d\\| | max \\|d\\| | K3 | called | named first |",
         "|---|--:|--:|--:|--:|---|---|",
     ]
-    for name, whole in each:
-        rows = whole[::every]
-        found = tim.diagnose(ours, rows)
-        sizes, best = found.verdict.sizes, found.verdict.best
-        named = f"`{best.explanation.name}`" if best is not None else "none"
-        count = sum(len(row["response_token_ids"]) for row in rows)
-        lines.append(
-            f"| {name} | {count:,} | {sizes['mean']:.2g} | {sizes['largest']:.2g} |"
-            f" {sizes['k3']:.2g} | {found.verdict.state} | {named} |"
-        )
+    made = {(row["name"], row["every"]): row["line"] for row in read_rows(kept)}
+    for name, rows in each:
+        if (name, every) not in made:
+            stale = trained if name == STALE else None
+            found = tim.diagnose(ours, rows) if stale is None else of_stale(ours, rows, stale)
+            line = judged(name, found, rows)
+            keep(kept, {"name": name, "every": every, "line": line})
+            made[name, every] = line
+        lines.append(made[name, every])
         print(lines[-1], flush=True)
-    return "\n".join(lines)
+        write(part, "\n".join(lines))
+
+
+def of_stale(ours: tim.Model, rows: Sequence[Row], run: Path) -> Diagnosis:
+    """Rows that are said to be of the weights after a run, and are of those before it."""
+    params = folders.read_params(run, ours.params).state["params"]
+    after = replace(ours, params=jax.tree.map(jnp.asarray, params))
+    return tim.diagnose(after, rows, weights={"before the run": ours})
+
+
+def judged(name: str, found: Diagnosis, rows: Sequence[Row]) -> str:
+    """A line of the table."""
+    sizes, best, half = found.verdict.sizes, found.verdict.best, found.verdict.half
+    named = "none" if half is None else f"none; as large as `{half.explanation.name}`"
+    named = named if best is None else f"`{best.explanation.name}`"
+    count = sum(len(row["response_token_ids"]) for row in rows)
+    return (
+        f"| {name} | {count:,} | {sizes['mean']:.2g} | {sizes['largest']:.2g} |"
+        f" {sizes['k3']:.2g} | {found.verdict.state} | {named} |"
+    )
 
 
 def runs(folders: Sequence[Path]) -> str:
@@ -371,6 +479,7 @@ def half(share: float, count: int) -> float:
     return 1.96 * float(np.sqrt(share * (1 - share) / count))
 
 
+HEADINGS = {"engines": "transformers' generate", "faults": "mistake"}
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 
 
@@ -387,29 +496,29 @@ def write(part: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=("logits", "audit", "sources", "engines", "faults", "runs"))
-    parser.add_argument("paths", nargs="*", type=Path, help="runs, or the folder of rollouts")
+    parser.add_argument("paths", nargs="*", type=Path, help="runs, or the folder of rows")
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs="+", help="names of the entries of `sources`")
     parser.add_argument("--every", type=int, default=1, help="diagnose every n-th row")
+    parser.add_argument("--trained", type=Path, help="a run, for a mistake with its weights")
     given = parser.parse_args()
-    folder = next(iter(given.paths), Path("runs/smollm2_rollouts"))
+    folder = next(iter(given.paths), Path("runs/smollm2_table"))
     entries = [one for one in SOURCES if not given.only or one["name"] in given.only]
-    made = {
-        "logits": lambda: logits(given.model),
-        "audit": lambda: audited(given.model),
-        "sources": lambda: sources(given.model, given.dtype, entries),
-        "engines": lambda: diagnosed(
-            given.model, engines(given.model, folder), "transformers' generate", given.every
-        ),
-        "faults": lambda: diagnosed(
-            given.model, faults(given.model, folder), "mistake", given.every
-        ),
-        "runs": lambda: runs(given.paths),
-    }
-    text = made[given.part]()
-    print(text)
-    write(f"{given.part} {given.dtype}" if given.part == "sources" else given.part, text)
+    if given.part in HEADINGS:
+        if given.part == "engines":
+            each = engines(given.model, folder, given.every)
+        else:
+            each = faults(given.model, folder, given.every, trained=given.trained is not None)
+        kept = folder / "verdicts.jsonl"
+        diagnosed(given.part, given.model, each, given.every, kept, given.trained)
+    elif given.part == "sources":
+        sources(given.model, given.dtype, entries, folder / f"sources_{given.dtype}.jsonl")
+    else:
+        made = {"logits": logits, "audit": audited}.get(given.part)
+        text = runs(given.paths) if made is None else made(given.model)
+        print(text)
+        write(given.part, text)
 
 
 if __name__ == "__main__":

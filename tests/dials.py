@@ -87,10 +87,10 @@ def _scorer(execution):
     return jax.jit(lambda *args: scoring.score(*args, execution=execution).log_probs)
 
 
-def scored(rollout, execution=EXECUTION):
-    """The learner's log-probs."""
+def scored(rollout, execution=EXECUTION, dial: Mismatch = EXACT):
+    """The learner's log-probs, of weights that the dial has changed."""
     plain = replace(rollout, drawn_log_probs=None, hidden=None)
-    return _scorer(execution)(weights(execution.config), plain)
+    return _scorer(execution)(dial.weights(weights(execution.config)), plain)
 
 
 def names(rows=6, seed=0):

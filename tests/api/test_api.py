@@ -20,6 +20,7 @@ import tiny
 from several import finished, started
 
 import tim_jax as tim
+from tim_jax.api.training import settle
 from tim_jax.common.errors import InputError, MismatchError
 from tim_jax.instruments.auditing import random_params, running, standard_cases
 from tim_jax.mismatch import ENTRIES
@@ -71,6 +72,14 @@ def model(folder):
 
 def bits(x):
     return np.asarray(x).tobytes()
+
+
+def test_an_objective_that_counts_from_a_length_takes_that_of_the_run(model):
+    """As a configuration has it. One that is given stays."""
+    for given, longest in (({}, 12), ({"max_length": 7}, 7)):
+        asked = {"objective": tim.objectives.dr_grpo(**given), "max_tokens": 12}
+        _, run = settle("grpo", model, None, asked)
+        assert run.learning.objective == tim.objectives.dr_grpo(max_length=longest)
 
 
 # The names.

@@ -109,8 +109,12 @@ def test_every_pair_has_its_own_place_in_a_tile_of_its_expert(
     assert (pair == picked.size).sum() == pair.size - picked.size
     np.testing.assert_array_equal(np.asarray(laid.expert)[place // size], picked.reshape(-1))
     groups = np.bincount(picked.reshape(-1), minlength=count)
-    assert int(laid.used) == (-(-groups // size)).sum() <= laid.expert.size
-    assert place.max() < int(laid.used) * size
+    used = (-(-groups // size)).sum()
+    assert np.count_nonzero(laid.filled) == used <= laid.expert.size
+    assert place.max() < used * size
+    np.testing.assert_array_equal(
+        pair.reshape(-1, size) < picked.size, np.arange(size) < np.asarray(laid.filled)[:, None]
+    )
 
 
 @pytest.mark.parametrize(("pairs", "count"), [(1, 9), (64, 16), (2560, 16), (4096, 128), (99, 7)])

@@ -108,6 +108,58 @@ def test_coarser_weights_are_further_off():
         assert by_group < by_channel < by_tensor
 
 
+def test_matrices_with_all_codes_and_a_scale_each_are_those_of_torch():
+    """`quantize_dynamic` has a scale for each matrix, 127.5 steps, and -128."""
+    torch = pytest.importorskip("torch")
+    execution = replace(dials.EXECUTION, numerics=replace(tiny.NUMERICS, column_tiles=2))
+    how = {"dtype": "int8", "per": "matrix", "codes": "full", "head": True}
+    entry, params = dials.entry("quantised_weights", **how), tiny.params(dials.CONFIG)
+    masters = params["layers"] | {"head": params.get("head", params["embed"].T)}
+    rounded = {}
+    for name, matrix in masters.items():
+        if name in ("q", "k", "v", "o", "gate", "up", "down", "head"):
+            scale = float(jnp.abs(matrix).max()) / 127.5
+            theirs = torch.quantize_per_tensor(
+                torch.tensor(np.asarray(matrix)), scale, 0, torch.qint8
+            )
+            rounded[name] = jnp.asarray(theirs.dequantize().numpy())
+    of_torch = params | {"layers": params["layers"] | rounded}
+    for numerics in (dials.LEARNER, execution.numerics):
+        prepare = jax.jit(replace(execution, numerics=numerics).prepare)
+        ours, theirs = entry.weights(prepare(params)), prepare(of_torch)
+        for name in ("qkv", "o", "gate_up", "down"):
+            apart = np.abs(ours["layers"][name] - theirs["layers"][name]) > 1e-6
+            # The largest of a matrix is half a step beyond 127: it may go to either side.
+            assert apart.sum() <= 3
+    head = jnp.moveaxis(ours["head"], 0, 1).reshape(rounded["head"].shape[0], -1)
+    assert (np.abs(head[:, : rounded["head"].shape[1]] - rounded["head"]) > 1e-6).sum() <= 1
+
+
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
+def test_operands_have_a_scale_each_and_the_gradient_of_the_identity(name):
+    x = (
+        np.random.default_rng(2).standard_normal((5, 24), np.float32)
+        * np.exp2(np.arange(5))[:, None]
+    )
+    x = jnp.asarray(x.astype(np.float32))
+    ops = kernels.family(tiny.NUMERICS)
+    largest = 127.0 if name == "int8" else 448.0
+    scale = np.abs(x).max(axis=1, keepdims=True) / largest
+    wide = np.asarray(x, np.float64) / scale
+    codes = np.rint(wide) if name == "int8" else wide.astype(FORMATS[name]).astype(np.float64)
+    found, gradient = jax.value_and_grad(lambda x: cache.operand(x, name, ops=ops).sum())(x)
+    np.testing.assert_allclose(cache.operand(x, name, ops=ops), codes * scale, rtol=1e-5)
+    assert np.isfinite(found)
+    assert (gradient == 1).all()
+    assert cache.operand(x, None, ops=ops) is x
+
+
+def test_activations_of_a_mixture_are_refused():
+    execution = Execution(PRESETS["qwen3-moe-awkward"], tiny.NUMERICS)
+    with pytest.raises(InputError, match="activations = 'int8' takes no mixture of experts"):
+        dials.entry("quantised_weights", dtype="int8", activations="int8").check(execution)
+
+
 def test_int8_by_channel_against_numpy():
     matrix = np.random.default_rng(1).standard_normal((1, 32, 8), np.float32)
     scale = np.abs(matrix).max(axis=1, keepdims=True) / 127

@@ -202,11 +202,12 @@ def test_a_learner_with_the_samplers_numerics_agrees_to_the_bit():
         {"name": "sum_order", "lanes": 2},
         {"name": "split_k", "pieces": 3},
         {"name": "tensor_parallel", "ranks": 2},
+        {"name": "quantised_weights", "dtype": "int8", "head": True, "activations": "int8"},
     )
     rollout = dials.rollout(dial)
     same = replace(dials.EXECUTION, numerics=dial.numerics(dials.LEARNER))
     assert int(rollout.mask.sum()) > 20
-    ours, theirs = dials.scored(rollout, same), rollout.log_probs
+    ours, theirs = dials.scored(rollout, same, dial), rollout.log_probs
     assert tiny.bits(jnp.where(rollout.mask, ours, 0.0)) == tiny.bits(theirs)
     assert found(rollout)["log_ratio_abs_mean"] > 1e-4
 
@@ -245,6 +246,14 @@ BAD = [
     (
         {"name": "quantised_weights", "dtype": "int4", "per": "tensor", "group": 8},
         ["group = 8 contradicts"],
+    ),
+    (
+        {"name": "quantised_weights", "dtype": "float8_e5m2", "codes": "full"},
+        ['codes = "full" is of int8 and int4; float8_e5m2 has one range'],
+    ),
+    (
+        {"name": "quantised_weights", "dtype": "int8", "activations": "int4"},
+        ["activations = 'int4'", "float8_e4m3fn"],
     ),
     ({"name": "tile_sizes"}, ["needs one of rows"]),
     ({"name": "tile_sizes", "kv_block": 24}, ["power of two", "24"]),

@@ -1,5 +1,7 @@
 """Advantages, losses and normalisers against float64 formulas and identities."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -241,7 +243,7 @@ def test_coefficients_scale_the_gradient_and_receive_none():
         ({"loss": "gsp"}, "did you mean 'gspo'"),
         ({"estimator": "gae"}, "estimator 'gae' is unknown"),
         ({"aggregation": "mean"}, "aggregation 'mean' is unknown"),
-        ({"aggregation": "constant_length"}, "max_length is None"),
+        ({"aggregation": "constant_length", "max_length": 0}, "max_length is 0"),
         ({"kl_estimator": "k4"}, "kl_estimator 'k4' is unknown"),
         ({"kl_coefficient": "0.2"}, "kl_coefficient is '0.2'; it must be a number"),
         ({"max_length": 5.5}, "max_length is 5.5; it must be a whole number"),
@@ -367,7 +369,7 @@ def test_a_nan_log_prob_shows_and_padding_does_not():
         ({"kl_cap": -1.0}, "kl_cap is -1.0"),
         ({"kl_coefficient": float("nan")}, "kl_coefficient is nan"),
         ({"entropy_coefficient": float("inf")}, "entropy_coefficient is inf"),
-        ({"overlong_cache": 5}, "overlong_cache is 5; it must lie in"),
+        ({"overlong_cache": 0}, "overlong_cache is 0; it must lie in"),
         ({"overlong_cache": 9, "max_length": 8}, "max_length\\], which is 8"),
         ({"reward_kl_target": 3.0}, "reward_kl_coefficient, which it would steer, is 0"),
         ({"denominator": "survivor"}, "did you mean 'survivors'"),
@@ -377,6 +379,16 @@ def test_options_that_mean_nothing_are_refused(changes, message):
     with pytest.raises(InputError, match=message) as error:
         Objective(**changes)
     assert "\n" not in str(error.value)
+
+
+def test_a_length_that_is_counted_from_is_the_runs_longest_if_none_is_given():
+    for lacking in (objectives.dr_grpo(), objectives.dapo(overlong_cache=3)):
+        assert lacking.lacks_length
+        assert lacking.with_length(8) == dataclasses.replace(lacking, max_length=8)
+    for needless in (objectives.grpo(), objectives.dr_grpo(max_length=5)):
+        assert needless.with_length(8) is needless
+    with pytest.raises(InputError, match=r"overlong_cache is 3; .* which is 2"):
+        objectives.dapo(overlong_cache=3).with_length(2)
 
 
 def test_rejected_tokens_keep_their_terms_where_they_are_asked_to():

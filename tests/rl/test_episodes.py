@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +11,16 @@ import numpy as np
 import pytest
 import tiny
 from conversing import Replying
+from several import finished, started
 
 from tim_jax import mismatch
 from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics.strict import unequal_bits
+from tim_jax.placement import Placement
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import episodes
+from tim_jax.rl.programs import weights_program
 from tim_jax.rl.rules import Turns
 from tim_jax.tasks.episodes import Outcome
 
@@ -25,6 +30,7 @@ CONFIG = replace(tiny.CONFIG, max_positions=160, sliding_window=21, window_layer
 EXACT = Execution(CONFIG, tiny.NUMERICS, SAMPLING)
 TURNS = Turns(8, 16)
 ROWS, SLOTS, PAGES = Batching(), Batching(slots=5), Batching(slots=4, halvings=1, pages=22)
+SLOTS_OF_TWO = Batching(slots=6)
 
 
 @cache
@@ -36,7 +42,7 @@ def programs(batching=ROWS, execution=EXACT, turns=TURNS, dial=mismatch.EXACT):
 
 @cache
 def weights(execution=EXACT):
-    return jax.jit(execution.prepare)(tiny.params(execution.config))
+    return weights_program(execution)(tiny.params(execution.config))
 
 
 @cache
@@ -57,8 +63,9 @@ def play(environment=None, batching=ROWS, execution=EXACT, *, seed=7, **others):
 
 
 def unequal(rollout, execution=EXACT):
+    rollout = jax.device_get(rollout)
     scored = scorer(execution)(weights(execution), rollout)
-    return int((unequal_bits(scored, rollout.log_probs) & rollout.mask).sum())
+    return int((unequal_bits(scored, rollout.log_probs) & np.asarray(rollout.mask)).sum())
 
 
 def same(left, right):
@@ -91,7 +98,7 @@ WIDE = replace(tiny.NUMERICS, kv_block=32, compute_dtype="bfloat16")
 EXPERTS = replace(
     CONFIG,
     model_type="qwen3_moe",
-    num_experts=5,
+    num_experts=6,
     num_experts_per_tok=2,
     moe_intermediate_size=12,
     norm_topk_prob=True,
@@ -130,7 +137,7 @@ def test_keys_and_values_of_every_position_are_computed_once(batching, monkeypat
     taken = []
 
     def extend(weights, cache, chunks):
-        for number in range(int(chunks.count)):
+        for number in range(int(chunks.count)):  # of one device
             for tables, where in zip(chunks.pages[number], chunks.positions[number], strict=True):
                 taken.extend((*tables.tolist(), at) for at in where.tolist() if at < last)
         return compiled.extend(weights, cache, chunks)
@@ -183,6 +190,94 @@ def test_an_episode_of_one_turn_is_the_single_turn_sampler_s():
     played = play(Replying(ending=1.0), execution=short, turns=Turns(1, 40)).rollout
     assert played.drawn.sum() == played.lengths.sum()
     assert same(replace(played, drawn=None), alone)
+
+
+# --- on meshes -------------------------------------------------------------------------------
+
+HEADS = replace(CONFIG, hidden_size=32, num_heads=4, num_kv_heads=2, intermediate_size=32)
+WIDER = replace(EXACT, config=HEADS, numerics=replace(tiny.NUMERICS, column_tiles=2))
+MESHES = [
+    (EXACT, Placement(fsdp=2), Batching(slots=4, pages=22)),
+    slow(EXACT, Placement(data=3, fsdp=2), ROWS),
+    slow(WIDER, Placement(fsdp=2, tensor=2), Batching(slots=4, halvings=1, pages=22)),
+    slow(WIDER, Placement(fsdp=2, tensor=2, decode="sharded"), Batching(slots=4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "where", "batching"), MESHES, ids=lambda x: "" if isinstance(x, Execution) else str(x)
+)
+def test_episodes_of_a_mesh_are_those_of_one_device(what, where, batching):
+    """Prompts and samples are split; each device has turns, replies, slots and pages of its own."""
+    here = play(Replying(shuffled=True), batching, replace(what, placement=where))
+    alone = reference() if what == EXACT else play(execution=what)
+    assert same(here.rollout, alone.rollout)
+    assert unequal(here.rollout, what) == 0
+    for name in ("rewards", "turn_rewards", "failed"):
+        np.testing.assert_array_equal(getattr(here, name), getattr(alone, name))
+    extended = here.metrics.pop("extended_tokens"), alone.metrics["extended_tokens"]
+    assert extended[0] > extended[1] if batching.pages else extended[0] == extended[1]
+    assert here.metrics.items() <= alone.metrics.items()
+
+
+@pytest.mark.slow
+def test_experts_and_episodes_of_theirs_lie_on_the_same_devices():
+    what = OTHERS["experts"]
+    here = play(batching=SLOTS_OF_TWO, execution=replace(what, placement=Placement(expert=2)))
+    assert same(here.rollout, play(execution=what).rollout)
+
+
+@pytest.mark.slow
+def test_a_sampler_that_differs_on_purpose_differs_on_a_mesh_in_the_same_way():
+    entries = [{"name": "kv_cache", "dtype": "float8_e4m3fn"}, {"name": "logit_noise", "std": 0.05}]
+    dial = mismatch.build([*entries, {"name": "raw_log_probs"}, {"name": "pad_mask", "pad": 4}])
+    what = replace(WIDER, sampling=replace(SAMPLING, temperature=0.8))
+    alone = play(execution=what, dial=dial)
+    where = replace(what, placement=Placement(fsdp=2))
+    here = play(batching=SLOTS_OF_TWO, execution=where, dial=dial)
+    assert same(here.rollout, alone.rollout)
+    assert unequal(here.rollout, what) > 100
+
+
+SEVERAL = """
+import sys
+from tim_jax.placement import Placement, processes
+index, address, *paths = sys.argv[1:]
+processes.join(address, 2, int(index))
+sys.path += paths
+import test_episodes as tests
+environment = tests.Replying(shuffled=True) if processes.leads() else "never asked"
+where = tests.replace(tests.EXACT, placement=Placement(fsdp=2))
+print(tests.digest(tests.play(environment, tests.Batching(slots=4, pages=22), where)))
+"""
+
+
+def digest(played):
+    return sha256(b"".join(tiny.bits((played.rollout, played.rewards)))).hexdigest()
+
+
+@pytest.mark.slow
+def test_an_environment_of_one_process_is_heard_by_all(tmp_path):
+    paths = [str(Path(__file__).parent), str(Path(tiny.__file__).parent)]
+    running = started(
+        lambda index, address: ["-c", SEVERAL, str(index), address, *paths],
+        count=2,
+        devices=1,
+        folder=tmp_path,
+    )
+    for status, out, err in finished(running, 600):
+        assert status == 0, err
+        assert out.split()[-1] == digest(reference())  # after what its transport says
+
+
+def test_rows_and_slots_that_devices_cannot_share_are_refused():
+    five = replace(EXACT, placement=Placement(data=5))
+    with pytest.raises(
+        InputError, match=r"must divide the 12 sequences .*\(3 prompts x 4 samples\)"
+    ):
+        play(execution=five)
+    with pytest.raises(InputError, match="slots = 5 must be a multiple of data x fsdp = 2"):
+        play(batching=SLOTS, execution=replace(EXACT, placement=Placement(data=2)))
 
 
 # --- how episodes end ------------------------------------------------------------------------

@@ -112,6 +112,7 @@ def test_a_field_is_changed_wherever_it_is_nested():
         ({"max_staleness": -1}, "max_staleness = -1: must be 0 or more"),
         ({"micro_batch": 24}, "micro_batch = 24: must divide the 12 sequences of a mini-batch"),
         ({"refills": 1, "samples": 1, "objective": objectives.reinforce()}, "refills = 1"),
+        ({"objective": objectives.dr_grpo()}, "max_length = None: must be given"),
         ({"noise_scale": True}, "needs a micro_batch below the 12 sequences"),
         (
             {

@@ -198,11 +198,6 @@ def test_a_turn_may_be_given_the_rewards_from_it_on_alone():
 # --- what there is not -----------------------------------------------------------------------
 
 REFUSED = {
-    "placement": ({"placement": Placement(fsdp=2)}, "sampler_placement = .*must be one device"),
-    "sampler": (
-        {"sampler_placement": Placement(data=2)},
-        "sampler_placement = .*must be one device",
-    ),
     "staleness": ({"max_staleness": 1}, "max_staleness = 1: must be 0"),
     "greedy": (
         {"objective": objectives.Objective(estimator="remax")},
@@ -241,13 +236,17 @@ def test_slots_and_pages_change_no_bit_of_a_run():
 
 
 @pytest.mark.slow
-def test_a_learner_on_a_mesh_takes_episodes_of_one_device():
-    """Samples are those of one device, and every drawn token has the learner's bits."""
-    where = {"placement": Placement(fsdp=2), "sampler_placement": Placement()}
-    meshed = programs.build(TRAINING.varied(**where))
+def test_episodes_and_learner_on_meshes_of_their_own():
+    """Samples and metrics are those of one device, and every drawn token has the learner's bits."""
+    where = {"placement": Placement(fsdp=2), "sampler_placement": Placement(data=2)}
+    meshed = programs.build(TRAINING.varied(**where, own_devices=True, slots=4))
     start = meshed.init(jax.tree.map(jnp.array, tiny.params(EXECUTION.config)))
     (step,) = loop.train(
         start, TASK, TEXT, programs=meshed, seed=0, steps=1, environment=environment()
     )
-    assert step.metrics["exact_share"] == 1.0
-    assert step.samples == whole()[0][2]
+    _, metrics, samples, _ = whole()[0]
+    assert step.samples == samples
+    assert step.metrics["gradient_norm"] == pytest.approx(metrics["gradient_norm"], rel=1e-4)
+    known = {name: x for name, x in step.metrics.items() if not name.startswith("gradient")}
+    assert known == {name: metrics[name] for name in known}
+    assert known["exact_share"] == 1.0

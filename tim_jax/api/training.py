@@ -347,7 +347,9 @@ def _run(who: str, model: Model, training: Training | None, given: dict[str, Any
     weighs = any(block.effect == "weight" for block in correction.blocks)
     twice = "correction" in given and weighs and run.learning.objective.has_ratio
     mode: Mode = "recompute" if twice else run.learning.mode
-    run = run.varied(correction=correction, mode=mode)
+    longest = run.execution.sampling.max_tokens
+    objective = run.learning.objective.with_length(longest)
+    run = run.varied(correction=correction, mode=mode, objective=objective)
     check_devices(run.execution.placement)
     if run.execution.sampling.temperature == 0:
         raise InputError(

@@ -105,3 +105,8 @@ def project_into(
 def cached(x: jax.Array, *, numerics: Numerics) -> jax.Array:
     """Keys or values as they are read back from the cache; see `cache.cached`."""
     return cache.cached(x, numerics=numerics, ops=family(numerics))
+
+
+def operand(x: jax.Array, name: str | None, *, numerics: Numerics) -> jax.Array:
+    """Rows as a quantised matrix is multiplied by them; see `cache.operand`."""
+    return cache.operand(x, name, ops=family(numerics))

@@ -51,14 +51,19 @@ def nearest(x: jax.Array, name: str) -> jax.Array:
     return jnp.where(jnp.abs(x) < 2.0**kind.exponent, below, normal)
 
 
-def scaled(x: jax.Array, name: str, *, largest: jax.Array, fence: Callable) -> jax.Array:
+def scaled(
+    x: jax.Array, name: str, *, largest: jax.Array, fence: Callable, full: bool = False
+) -> jax.Array:
     """s * `nearest`(x / s), with the scale s that maps `largest` to the format's largest number.
 
-    `largest` broadcasts to x, and has its rank.
+    `largest` broadcasts to x, and has its rank. With `full`, whole numbers are from -128 (of int4
+    from -8) on, and `largest` is half a step beyond the largest, 127.5.
     """
-    scale = fence(jnp.where(largest > 0, largest, 1.0) * (1.0 / _LARGEST[name]))
+    most = _LARGEST[name] + 0.5 * full
+    scale = fence(jnp.where(largest > 0, largest, 1.0) * (1.0 / most))
     inverse = fence(1.0 / scale)
-    quantised = nearest(fence(x * jnp.broadcast_to(inverse, x.shape)), name)
+    wide = fence(x * jnp.broadcast_to(inverse, x.shape))
+    quantised = jnp.clip(jnp.round(wide), -most - 0.5, most - 0.5) if full else nearest(wide, name)
     return fence(quantised) * jnp.broadcast_to(scale, x.shape)
 
 
@@ -73,17 +78,31 @@ def cached(x: jax.Array, *, numerics: Numerics, ops: Kernels) -> jax.Array:
     x itself, and no operation, where the cache has the compute dtype. The gradient is that of the
     identity (straight-through).
     """
-    if numerics.precision.cache in (None, numerics.compute_dtype):
+    precision = numerics.precision
+    if precision.cache in (None, numerics.compute_dtype):
         return x
-    call = jax.custom_vjp(partial(_rounded, numerics=numerics, ops=ops))
-    call.defvjp(lambda x: (_rounded(x, numerics=numerics, ops=ops), None), lambda _, g: (g,))
+    return _straight_through(x, precision.cache, by_token=precision.cache_scale == "token", ops=ops)
+
+
+def operand(x: jax.Array, name: str | None, *, ops: Kernels) -> jax.Array:
+    """Rows [N, K] as a quantised matrix is multiplied by them, with a scale per row.
+
+    x itself, and no operation, for the name None. The gradient is that of the identity.
+    """
+    return x if name is None else _straight_through(x, name, by_token=True, ops=ops)
+
+
+def _straight_through(x: jax.Array, name: str, *, by_token: bool, ops: Kernels) -> jax.Array:
+    rounded = partial(_rounded, name=name, by_token=by_token, ops=ops)
+    call = jax.custom_vjp(rounded)
+    call.defvjp(lambda x: (rounded(x), None), lambda _, g: (g,))
     return call(x)
 
 
-def _rounded(x, *, numerics, ops):
-    name, fence = numerics.precision.cache, ops.fence
+def _rounded(x, *, name, by_token, ops):
+    fence = ops.fence
     wide = fence(x).astype(jnp.float32)
-    if numerics.precision.cache_scale == "token" and is_scaled(name):
+    if by_token and is_scaled(name):
         largest = fence(ops.peak(jnp.abs(wide)))[..., None]
         wide = scaled(wide, name, largest=largest, fence=fence)
     else:

@@ -67,7 +67,11 @@ class Composed:
         gating = partial(gated, numerics=numerics)
         return self._in_both(gating)(self.dot(x, weight, numerics=numerics), *biases)
 
-    def grouped(self, x, gate_up, down, expert, used, *, numerics: Numerics):
+    def grouped(self, x, gate_up, down, expert, filled, *, numerics: Numerics):
+        rows = x.shape[1]
+        least = rows if numerics.family == "native" else numerics.expert_rows(x.shape[2])
+        sizes = [size for size in (rows // 4, rows // 2) if size >= least] + [rows]
+
         def products(tile, expert):
             own = (
                 jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False)
@@ -77,15 +81,16 @@ class Composed:
             hidden = self.gated_dot(tile, own_gate_up, None, numerics=numerics)
             return self.fence(self.dot(hidden, own_down, numerics=numerics))
 
-        def step(tile, expert, used):
-            def nothing(tile, expert):
-                del expert
-                return jnp.zeros((*tile.shape[:-1], down.shape[-1]), jnp.float32)
+        def of_rows(size, tile, expert):
+            if size == 0:
+                return jnp.zeros((rows, down.shape[-1]), jnp.float32)
+            return jnp.pad(products(tile[:size], expert), ((0, rows - size), (0, 0)))
 
-            return jax.lax.cond(used, products, nothing, tile, expert)
-
-        of_tiles = x, expert, jnp.arange(expert.size) < used
-        return jax.lax.map(lambda t: step(*t), self.fence(of_tiles))
+        # Few rows take less time than the whole tile, and have the same bits.
+        branches = [partial(of_rows, size) for size in (0, *sizes)]
+        enough = jnp.searchsorted(jnp.array([0, *sizes]), filled, method="compare_all")
+        of_tiles = self.fence((enough, x, expert))
+        return jax.lax.map(lambda t: jax.lax.switch(t[0], branches, *t[1:]), of_tiles)
 
     def project(self, y, cos, sin, optional, *, heads: Heads, eps: float, numerics: Numerics):
         shares = (heads.query, heads.key, heads.key)

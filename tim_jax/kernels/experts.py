@@ -196,7 +196,7 @@ class Tiles(NamedTuple):
     """
 
     expert: jax.Array  # i32[T], of each tile
-    used: jax.Array  # i32[], tiles that are not empty, which come first
+    filled: jax.Array  # i32[T], rows of each tile that have a pair: its first ones; 0 in the last
     pair: jax.Array  # i32[places], or P where there is none
     place: jax.Array  # i32[P], of each pair
 
@@ -274,19 +274,27 @@ def in_tiles(experts: jax.Array, *, count: int, rows: int) -> Tiles:
     most = nonempty + (pairs - nonempty) // rows
     number = jnp.arange(pairs, dtype=jnp.int32)
     ordered, order = jax.lax.sort_key_val(chosen, number, is_stable=True)
-    ends = jnp.searchsorted(ordered, jnp.arange(count), side="right").astype(jnp.int32)
-    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
-    last_tiles = jnp.cumsum(-(-(ends - starts) // rows))
-    first_tiles = last_tiles - (-(-(ends - starts) // rows))
+    ends = _places(ordered, jnp.arange(count))
+    loads = jnp.diff(ends, prepend=0)
+    starts = ends - loads
+    last_tiles = jnp.cumsum(-(-loads // rows))
+    first_tiles = last_tiles - (-(-loads // rows))
     ordered_place = first_tiles[ordered] * rows + number - starts[ordered]
     ordered_place = jnp.where(ordered < count, ordered_place, most * rows)
-    expert = jnp.searchsorted(last_tiles, jnp.arange(most), side="right").astype(jnp.int32)
+    tile = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.minimum(_places(last_tiles, tile), count - 1)
     return Tiles(
-        expert=jnp.minimum(expert, count - 1),
-        used=last_tiles[-1],
+        expert=expert,
+        filled=jnp.clip(loads[expert] - (tile - first_tiles[expert]) * rows, 0, rows),
         pair=jnp.full((most * rows,), pairs, jnp.int32).at[ordered_place].set(order, mode="drop"),
         place=jnp.zeros((pairs,), jnp.int32).at[order].set(ordered_place),
     )
+
+
+def _places(ordered: jax.Array, values: jax.Array) -> jax.Array:
+    """i32, how many of the ascending `ordered` are at most each value; all are compared at once."""
+    found = jnp.searchsorted(ordered, values, side="right", method="compare_all")
+    return found.astype(jnp.int32)
 
 
 def tile_rows(pairs: int, count: int, least: int = 1) -> int:
@@ -360,7 +368,7 @@ def _forward(x, gate_up, down, experts, *, ops: Kernels, numerics: Numerics, dev
     laid = ops.fence(in_tiles(experts, count=count, rows=size))
     x, gate_up, down = ops.fence((x, gate_up, down))
     of_tiles = x[jnp.minimum(laid.pair, experts.size - 1) // chosen].reshape(-1, size, x.shape[1])
-    made = ops.grouped(of_tiles, gate_up, down, laid.expert, laid.used, numerics=numerics)
+    made = ops.grouped(of_tiles, gate_up, down, laid.expert, laid.filled, numerics=numerics)
     made = ops.fence(made).reshape(-1, down.shape[-1])
     return ops.fence(made[laid.place].reshape(rows, chosen, -1))
 
@@ -400,9 +408,9 @@ def _backward(x, gate_up, down, experts, cotangent, *, numerics: Numerics, devic
         *tile, used = of_tile
         return jax.lax.cond(used, products, nothing, sums, *tile)
 
-    used = jnp.arange(laid.expert.size) < laid.used
     zeros = tuple(jnp.zeros(weight.shape, jnp.float32) for weight in (gate_up, down))
-    sums, dtiles = jax.lax.scan(step, zeros, (of_tiles, cotangents, laid.expert, used))
+    of_steps = of_tiles, cotangents, laid.expert, laid.filled > 0
+    sums, dtiles = jax.lax.scan(step, zeros, of_steps)
     # Of pairs with experts of other devices nothing.
     dtiles = dtiles.reshape(-1, x.shape[1])
     dpairs = dtiles.at[laid.place].get(mode="fill", fill_value=0)

@@ -72,15 +72,16 @@ class Kernels(Protocol):
         gate_up: jax.Array,
         down: jax.Array,
         expert: jax.Array,
-        used: jax.Array,
+        filled: jax.Array,
         *,
         numerics: Numerics,
     ) -> jax.Array:
         """Tiles of rows, each through its expert: compute [T, R, d] -> float32 [T, R, d].
 
         Of a tile they are the `gated_dot` with gate_up [E, d, 2 M] and of that the `dot` with down
-        [E, M, d], at index expert[t] of i32[T]. Tiles from `used` i32[] on are passed over, and
-        what is returned for them means nothing. Without a gradient.
+        [E, M, d], at index expert[t] of i32[T]. The first filled[t] rows of a tile count; what is
+        returned for the others means nothing. Tiles without rows come last, and are passed over.
+        Without a gradient.
         """
         ...
 

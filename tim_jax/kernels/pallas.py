@@ -354,7 +354,9 @@ class PallasFamily:
 
         return with_gradient(kernel, plain)(x, weight, *_present(bias))
 
-    def grouped(self, x, gate_up, down, expert, used, *, numerics: Numerics):
+    def grouped(self, x, gate_up, down, expert, filled, *, numerics: Numerics):
+        used = jnp.sum(filled > 0)
+
         def product(x, weight, epilogue, dtype, **options):
             x, weight, *groups = fence((x, weight, expert, used))
             options["numerics"] = numerics

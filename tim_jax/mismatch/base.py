@@ -34,6 +34,12 @@ class Entry:
         """Strength 0: the entry changes nothing, and adds nothing to the program."""
         return False
 
+    @property
+    def draws(self) -> bool:
+        """Whether it changes the sampler's program, and not only its weights or its report."""
+        edits = type(self).numerics, type(self).logits
+        return self.reports or edits != (Entry.numerics, Entry.logits)
+
     def check(self, execution: Execution) -> None:
         """Raises InputError, naming this entry, if a sampler of this execution cannot have it."""
 

@@ -41,12 +41,7 @@ class Mismatch:
     @property
     def drawing(self) -> "Mismatch":
         """The entries that change the sampler's program, and not only its weights or its report."""
-        edits = (Entry.numerics, Entry.logits)
-        return Mismatch(
-            tuple(
-                e for e in self.active if e.reports or (type(e).numerics, type(e).logits) != edits
-            )
-        )
+        return Mismatch(tuple(entry for entry in self.active if entry.draws))
 
     @property
     def stale_updates(self) -> int:

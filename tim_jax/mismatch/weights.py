@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from tim_jax.kernels import cache, tiles
 from tim_jax.mismatch.base import Entry
 from tim_jax.model.execution import Execution
-from tim_jax.model.weights import JOINED, joined, size
-from tim_jax.numerics import Numerics
+from tim_jax.model.weights import JOINED, Joined, joined, size
+from tim_jax.numerics import EIGHT_BITS, Numerics
 
 _FORMATS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 _MATRICES = tuple(row for row in JOINED if row.quantised)
@@ -20,30 +20,54 @@ _MATRICES = tuple(row for row in JOINED if row.quantised)
 class QuantisedWeights(Entry):
     """Weight matrices are rounded to a narrow format, with symmetric scales from largest elements.
 
-    per "channel": a scale per output column, "tensor": one per matrix (q, k and v are one, and so
-    are gate and up). With `group` > 0 each run of that many rows of a column has its
-    own. Only weights: activations and sums are those of the compute dtype.
+    per "channel": a scale per output column, "matrix": one per matrix, "tensor": one where q, k and
+    v, or gate and up, are one. With `group` > 0 each run of that many rows of a column has its own.
+    codes "symmetric": whole numbers from -127 to 127, "full": from -128, and the scale is the
+    largest element's over 127.5, as torch, torchao, qwix and compressed-tensors have it (in int4
+    GPTQ, from -8). With `activations`, what these matrices are multiplied by is rounded as well, to
+    that format with a scale per token (W8A8). Sums and the rest are those of the compute dtype.
     """
 
     dtype: str
-    per: Literal["channel", "tensor"] = "channel"
+    per: Literal["channel", "matrix", "tensor"] = "channel"
     group: int = 0
     head: bool = False  # the LM head too; engines leave it, and the embedding, as they are
+    codes: Literal["symmetric", "full"] = "symmetric"
+    activations: str | None = None
 
     name, kind = "quantised_weights", "weights"
     imitates = (
         "a quantised rollout engine (FlashRL's int8 and fp8; int4 in groups of 128 as in GPTQ and"
-        " AWQ)"
+        " AWQ; with activations the W8A8 of vLLM and SGLang)"
     )
 
     def __post_init__(self):
         self.need_choice("dtype", _FORMATS)
-        self.need_choice("per", ("channel", "tensor"))
+        self.need_choice("per", ("channel", "matrix", "tensor"))
+        self.need_choice("codes", ("symmetric", "full"))
         self.need_number("group", least=0)
-        if self.group and self.per == "tensor":
-            raise self.refuse(f'group = {self.group} contradicts per = "tensor"')
+        if self.activations is not None:
+            self.need_choice("activations", EIGHT_BITS)
+        if self.group and self.per != "channel":
+            raise self.refuse(f'group = {self.group} contradicts per = "{self.per}"')
+        if self.codes == "full" and not self.dtype.startswith("int"):
+            raise self.refuse(f'codes = "full" is of int8 and int4; {self.dtype} has one range')
+
+    @property
+    def draws(self) -> bool:
+        return self.activations is not None
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        if self.activations is None:
+            return numerics
+        head = self.activations if self.head else None
+        precision = replace(numerics.precision, activations=self.activations, head_activations=head)
+        return replace(numerics, precision=precision)
 
     def check(self, execution: Execution) -> None:
+        if self.activations and (execution.config.num_experts or execution.config.latent):
+            what = "mixture of experts" if execution.config.num_experts else "latent attention"
+            raise self.refuse(f"activations = {self.activations!r} takes no {what}; leave it out")
         for row in joined(execution.config):
             if not row.quantised:
                 continue
@@ -71,9 +95,21 @@ class QuantisedWeights(Entry):
                 continue
             matrix = layers[row.name]
             matrix = jnp.swapaxes(matrix, -1, -2) if row.turned else matrix
-            matrix = self.rounded(matrix, tiled=tiled)
+            parts = jnp.split(matrix, self._ends(row, layers), axis=-1)
+            matrix = jnp.concatenate([self.rounded(x, tiled=tiled) for x in parts], axis=-1)
             rounded[row.name] = jnp.swapaxes(matrix, -1, -2) if row.turned else matrix
         return layers | rounded
+
+    def _ends(self, row: Joined, layers: dict[str, Any]) -> list[int]:
+        """The columns of a joined matrix, or of its tiles, at which its parts end but the last."""
+        columns = layers[row.name].shape[-1]
+        if self.per != "matrix" or len(row.parts) == 1:
+            return []
+        if len(row.parts) == 2:
+            return [columns // 2]
+        tiles = layers["o"].shape[1] if layers["o"].ndim == 4 else 1
+        query = layers["o"].shape[-2] // tiles
+        return [query, (query + columns) // 2]
 
     def rounded(self, matrix: jax.Array, *, tiled: bool = False) -> jax.Array:
         """Matrices [..., in, out], or in column tiles [..., T, in, out / T], in their own dtype."""
@@ -83,7 +119,8 @@ class QuantisedWeights(Entry):
         whole = (-3, -2, -1) if tiled else (-2, -1)
         axes = (-2,) if self.per == "channel" else whole
         largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
-        scaled = cache.scaled(wide, self.dtype, largest=largest, fence=tiles.fence)
+        full = self.codes == "full"
+        scaled = cache.scaled(wide, self.dtype, largest=largest, fence=tiles.fence, full=full)
         return scaled.reshape(matrix.shape).astype(matrix.dtype)
 
 

@@ -165,8 +165,10 @@ def head_inputs(
 
     `shared`: the devices of a tensor group share the norm's rows.
     """
-    of_head = replace(execution, numerics=execution.numerics.of_head)
-    return _norm(hidden, weights["final_norm"], of_head, shared=shared)
+    numerics = execution.numerics.of_head
+    of_head = replace(execution, numerics=numerics)
+    normed = _norm(hidden, weights["final_norm"], of_head, shared=shared)
+    return kernels.operand(normed, numerics.precision.head_activations, numerics=numerics)
 
 
 def head_columns(weights: Weights, normed: jax.Array, *, execution: Execution) -> jax.Array:
@@ -266,9 +268,9 @@ def _layer(
     matrix = partial(collectives.matrix, numerics=local, placement=placement)
     whole = partial(collectives.gather, names=("tensor",), placement=placement)
     norm = partial(_norm, execution=execution, shared=cache is None)
-    normed = norm(x, w["attn_norm"])
+    operand = partial(kernels.operand, name=numerics.precision.activations, numerics=local)
     mixed, keys_values = attention.attended(
-        normed,
+        operand(norm(x, w["attn_norm"])),
         w,
         angles,
         positions,
@@ -278,14 +280,16 @@ def _layer(
         shape=shape,
         packing=packing,
     )
-    x = ops.dot_add(whole(mixed), matrix(w["o"]), x, w.get("o_bias"), numerics=local)
+    mixed = operand(whole(mixed))
+    x = ops.dot_add(mixed, matrix(w["o"]), x, w.get("o_bias"), numerics=local)
     normed = norm(x, w["mlp_norm"])
     if "router" in w:
         x, chosen = _experts(x, normed, w, of_routing, execution)
         return x, keys_values, chosen
     bias = w.get("gate_up_bias")
-    hidden = ops.gated_dot(normed, matrix(w["gate_up"]), bias, numerics=local)
-    x = ops.dot_add(whole(hidden), matrix(w["down"]), x, w.get("down_bias"), numerics=local)
+    hidden = ops.gated_dot(operand(normed), matrix(w["gate_up"]), bias, numerics=local)
+    hidden = operand(whole(hidden))
+    x = ops.dot_add(hidden, matrix(w["down"]), x, w.get("down_bias"), numerics=local)
     return x, keys_values, None
 
 

@@ -205,7 +205,8 @@ _HEAD_BLOCK = 128  # columns
 _COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _LISTS = ("xla_disable_hlo_passes",)  # options of XLA that are comma-separated lists
 COMPUTE_DTYPES = tuple(_COMPUTE_DTYPES)
-CACHE_DTYPES = (*_COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
+CACHE_DTYPES = (*_COMPUTE_DTYPES, *EIGHT_BITS)
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,10 @@ class Precision:
     attention_softmax: str = "float32"  # what every step of the attention's softmax is rounded to
     cache: str | None = None  # of cached keys and values; None: the compute dtype
     cache_scale: Scale = "none"  # token: a scale per token and head, from its largest element
+    # Of what the layers' matrices, and the head, are multiplied by, with a scale per token; None:
+    # the compute dtype.
+    activations: str | None = None
+    head_activations: str | None = None
     lora: str = "float32"  # what base, product and sum are rounded to when adapters are merged
 
     __repr__ = changes
@@ -260,9 +265,12 @@ class Precision:
             if value not in (*_COMPUTE_DTYPES, None) or (value is None and not optional):
                 known = ", ".join(_COMPUTE_DTYPES)
                 raise InputError(f"Precision: {name} = {value!r}; known: {known}")
-        if self.cache not in (*CACHE_DTYPES, None):
-            known = ", ".join(CACHE_DTYPES)
-            raise InputError(f"Precision: cache = {self.cache!r}; known: {known}")
+        formats = {"cache": CACHE_DTYPES, "activations": EIGHT_BITS, "head_activations": EIGHT_BITS}
+        for name, known in formats.items():
+            if getattr(self, name) not in (*known, None):
+                raise InputError(
+                    f"Precision: {name} = {getattr(self, name)!r}; known: {', '.join(known)}"
+                )
         if self.cache_scale not in ("none", "token"):
             raise InputError(f"Precision: cache_scale = {self.cache_scale!r}; known: none, token")
         if self.cache == "int8" and self.cache_scale == "none":

@@ -146,7 +146,8 @@ class Objective:
     """Further options of the loss, such as `{"ratio_cap": 5.0}`; see `losses.options`."""
     aggregation: Aggregation = "token_mean"
     max_length: int | None = None
-    """The length that 'constant_length' divides by."""
+    """The length that 'constant_length' divides by, and `overlong_cache` counts from. None: the
+    run's longest response, which `grpo`, `learn` and configurations fill in by `with_length`."""
     denominator: Denominator = "response"
     """What rejections do to the weights; see `token_weights`."""
     reject_before_advantages: bool = False
@@ -188,7 +189,7 @@ class Objective:
         check_choice("aggregation", self.aggregation, get_args(Aggregation))
         check_choice("denominator", self.denominator, get_args(Denominator))
         check_choice("kl_estimator", self.kl_estimator, get_args(KL))
-        check_aggregation(self.aggregation, self.max_length)
+        check_aggregation(self.aggregation, 1 if self.max_length is None else self.max_length)
         self._check_rejections()
         self._check_options()
         coefficients = "kl_coefficient", "balance_coefficient", "reward_kl_coefficient"
@@ -230,16 +231,25 @@ class Objective:
                 f" {self.estimator!r} learns from them; use one with a baseline of the group"
             )
         cache, longest = self.overlong_cache, self.max_length
-        if cache is not None and not (longest is not None and 1 <= cache <= longest):
-            raise InputError(
-                f"overlong_cache is {cache}; it must lie in [1, max_length], which is {longest}"
-            )
+        if cache is not None and not 1 <= cache <= (cache if longest is None else longest):
+            known = "" if longest is None else f", which is {longest}"
+            raise InputError(f"overlong_cache is {cache}; it must lie in [1, max_length]{known}")
         if self.reward_kl_target is not None and not self.reward_kl_coefficient > 0.0:
             raise InputError(
                 f"reward_kl_target is {self.reward_kl_target}, but reward_kl_coefficient, which it"
                 " would steer, is 0"
             )
         _ = self.controller
+
+    @property
+    def lacks_length(self) -> bool:
+        """Whether something counts from `max_length`, which is not given."""
+        counts = self.aggregation == "constant_length" or self.overlong_cache is not None
+        return counts and self.max_length is None
+
+    def with_length(self, longest: int) -> "Objective":
+        """The objective of a run with responses of at most `longest` tokens."""
+        return dataclasses.replace(self, max_length=longest) if self.lacks_length else self
 
     def check_whole_distribution(self) -> None:
         """Refuses terms of the whole distribution; to be called if the sampler truncates it.
@@ -434,7 +444,7 @@ def grpo(**changes) -> Objective:
 
 
 def dr_grpo(**changes) -> Objective:
-    """Dr. GRPO (arXiv 2503.20783): group mean only, sums over the `max_length` to be given."""
+    """Dr. GRPO (arXiv 2503.20783): group mean only, sums over `max_length`."""
     return _build(changes, estimator="dr_grpo", aggregation="constant_length")
 
 

@@ -86,14 +86,9 @@ def sample(
       InputError: the pages do not hold one sequence.
     """
     count = prompts.tokens.shape[0] * samples
-    config, numerics, placement = execution.config, execution.numerics, execution.placement
-    limit = execution.sampling.max_tokens
-    rows = placement  # whose devices step together
-    if placement.decode == "whole" or placement.shards == 1:
-        rows = Placement(expert=placement.expert)
-        weights = collectives.gather_fsdp(weights, weight_axes(config, numerics), placement)
-        execution = replace(execution, placement=placement.gathered)
-    weights = transformer.whole_norms(weights, execution=execution)
+    numerics, limit = execution.numerics, execution.sampling.max_tokens
+    weights = whole_weights(weights, execution)
+    execution, rows = in_loop(execution)
     decoding = Decoding(
         execution=execution,
         rows=rows,
@@ -129,6 +124,23 @@ def sample(
         drawn_log_probs=results.drawn,
         routes=results.routes,
     )
+
+
+def in_loop(execution: Execution) -> tuple[Execution, Placement]:
+    """The execution with the weights of a decode loop, and whose devices step together in it."""
+    placement = execution.placement
+    if placement.decode == "sharded" and placement.shards > 1:
+        return execution, placement
+    return replace(execution, placement=placement.gathered), Placement(expert=placement.expert)
+
+
+def whole_weights(weights: Weights, execution: Execution) -> Weights:
+    """The weights of a decode loop: gathered over fsdp unless they stay sharded, norms whole."""
+    inside, _ = in_loop(execution)
+    if inside.placement != execution.placement:
+        axes = weight_axes(execution.config, execution.numerics)
+        weights = collectives.gather_fsdp(weights, axes, execution.placement)
+    return transformer.whole_norms(weights, execution=inside)
 
 
 def widths(slots: int, halvings: int) -> list[int]:
@@ -318,10 +330,7 @@ class Decoding:
         A slot that does not work is computed all the same: nothing of it is stored, its writes to
         the cache stay in its own row, and no other row sees them.
         """
-        if self.execution.placement.fsdp > 1:
-            # The weights are tied to the step, or XLA could gather them before the loop and keep
-            # them.
-            weights, _ = jax.lax.optimization_barrier((weights, now.count))
+        weights = tied(weights, now.count, self.execution)
         slots = now.slots
         cache = slotting.readable_cache(slots)
         positions = jnp.minimum(starts + slots.lengths - 1, cache[0].span - 1)
@@ -350,6 +359,17 @@ class Decoding:
         positions = self.begun.tokens + slots.lengths[None, :] + jnp.arange(STEPS)[:, None]
         of_slots = jax.vmap(_uniform)
         return jax.vmap(of_slots, in_axes=(None, 0))(self.streams[slots.sequences], positions)
+
+
+def tied(weights: Weights, count: jax.Array, execution: Execution) -> Weights:
+    """The weights, tied to a step: else XLA could gather sharded ones before a loop and keep them.
+
+    Args:
+      count: i32[], the number of the step.
+    """
+    if execution.placement.fsdp == 1:
+        return weights
+    return jax.lax.optimization_barrier((weights, count))[0]
 
 
 def begin_steps(slots: Slots, reports: bool, routes: jax.Array | None) -> Steps:

@@ -29,7 +29,7 @@ from tim_jax.model import parameters, transformer
 from tim_jax.model.attention import Cache
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights
-from tim_jax.placement import Placement
+from tim_jax.placement import collectives
 from tim_jax.policy import sampler
 from tim_jax.policy import slots as slotting
 from tim_jax.policy.sampler import Begun, Decoding, Draw
@@ -74,18 +74,19 @@ class Work:
 class Found:
     """What the slots drew, up to `sampler.STEPS` tokens each."""
 
-    tokens: jax.Array  # i32[STEPS, S]
-    log_probs: jax.Array  # f32[STEPS, S]
-    drawn: jax.Array | None  # f32[STEPS, S]
+    tokens: jax.Array  # i32[S, STEPS]
+    log_probs: jax.Array  # f32[S, STEPS]
+    drawn: jax.Array | None  # f32[S, STEPS]
     lengths: jax.Array  # i32[S], after it
     ended: jax.Array  # bool[S], drew an end token
 
 
 @dataclass(frozen=True)
 class Turning:
-    """The sampler of episodes: an execution on one device, and how it draws.
+    """The sampler of episodes: an execution, and how it draws.
 
-    The execution's longest response is an episode's: drawn tokens and replies.
+    The execution's longest response is an episode's: drawn tokens and replies. With a placement of
+    more than one device this runs inside `shard_map`, on this device's rows, slots and pages.
     """
 
     execution: Execution
@@ -112,7 +113,7 @@ class Turning:
         """
         count = names.prompts.shape[0]
         samples = count // prompts.tokens.shape[0]
-        weights = transformer.whole_norms(weights, execution=self.execution)
+        weights = sampler.whole_weights(weights, self.execution)
         one = replace(self.execution.sampling, max_tokens=1)
         decoding = self._decoding(names, replace(self.execution, sampling=one))
         of_prompts, drawn = decoding.prefill(weights, prompts, samples=samples, at_a_time=at_a_time)
@@ -135,6 +136,7 @@ class Turning:
     def extend(self, weights: Weights, cache: Cache, chunks: Chunks) -> Cache:
         """The cache with the keys and values of the chunks' tokens, one chunk after the other."""
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-3:]), cache)
+        execution, _ = sampler.in_loop(self.execution)
 
         def one(number: jax.Array, flat: Cache) -> Cache:
             tokens, positions, pages = (
@@ -142,8 +144,9 @@ class Turning:
                 for x in (chunks.tokens, chunks.positions, chunks.pages)
             )
             paged = tuple(replace(layer, pages=pages) for layer in flat)
-            forward: Any = partial(transformer.forward, execution=self.execution)
-            _, after, _ = forward(weights, tokens, positions, paged)
+            forward: Any = partial(transformer.forward, execution=execution)
+            own = sampler.tied(weights, number, execution)
+            _, after, _ = forward(own, tokens, positions, paged)
             return tuple(replace(layer, pages=None) for layer in after)
 
         flat = jax.lax.fori_loop(0, chunks.count, one, flat)
@@ -152,7 +155,10 @@ class Turning:
     def decode(
         self, weights: Weights, cache: Cache, names: Names, work: Work, until: jax.Array
     ) -> tuple[Cache, Found]:
-        """Draws until no more than `until` i32[] slots work, or `sampler.STEPS` tokens each."""
+        """Draws until no more than `until` i32[] slots work, or `sampler.STEPS` tokens each.
+
+        Devices that step together go on until that holds for each of them.
+        """
         none = jnp.zeros_like(work.rows)
         slots = Slots(
             cache=cache,
@@ -167,21 +173,25 @@ class Turning:
         decoding = self._decoding(names, self.execution)
 
         def going_on(now: sampler.Steps) -> jax.Array:
-            return (now.count < sampler.STEPS) & (jnp.sum(now.slots.working) > until)
+            busy = jnp.sum(now.slots.working) > until
+            return (now.count < sampler.STEPS) & collectives.any_row(busy, decoding.rows)
 
         step = partial(decoding.step, weights, work.starts, decoding.uniforms(slots), work.limits)
         begin = sampler.begin_steps(slots, self.reports, None)
         end = jax.lax.while_loop(going_on, step, begin)
         after = end.slots
-        return after.cache, Found(end.tokens, end.log_probs, end.drawn, after.lengths, after.ended)
+        drawn = None if end.drawn is None else end.drawn.T
+        found = Found(end.tokens.T, end.log_probs.T, drawn, after.lengths, after.ended)
+        return after.cache, found
 
     def _decoding(self, names: Names, execution: Execution) -> Decoding:
         plain = partial(
             sampler.draw_exactly, sampling=execution.sampling, numerics=execution.numerics
         )
+        execution, rows = sampler.in_loop(execution)
         return Decoding(
             execution=execution,
-            rows=Placement(),
+            rows=rows,
             streams=names.streams,
             draw=(self.drawing and self.drawing(names)) or plain,
             begun=Begun(0, jnp.zeros(names.prompts.shape, bool)),

@@ -5,7 +5,8 @@ environment replied. While some rows decode, others wait for their replies. A ro
 its keys and values and no slot. Without pages there is a slot for every row. With pages a slot is
 nothing but a place in a batch: any rows that have pages for their next tokens can go on, the first
 ones first. Where pages do not suffice, the last rows give theirs back, and what they had is
-computed once more later. None of this changes a bit.
+computed once more later. On a mesh every device has rows, slots and pages of its own, and all are
+called together. None of this changes a bit.
 """
 
 import copy
@@ -17,19 +18,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from tim_jax import kernels
+from tim_jax import kernels, placement
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Names, Prompts, Rollout
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.attention import Cache
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
-from tim_jax.policy import turns as turning
+from tim_jax.placement import Devices, processes
 from tim_jax.policy.sampler import STEPS, widths
 from tim_jax.policy.slots import Pool
 from tim_jax.policy.turns import Chunks, First, Found, Turning, Work
+from tim_jax.rl import sharded
 from tim_jax.rl.rules import Turns
-from tim_jax.tasks.episodes import Asker, Completion, Environment, Outcome, Turn
+from tim_jax.tasks.episodes import (
+    Asker,
+    Completion,
+    Environment,
+    Outcome,
+    SharedAsker,
+    Turn,
+)
 
 _POSITIONS, _TOGETHER, _CHUNKS = 32, 4, 8  # of a chunk, sequences of one, chunks of a call
 _COPIES = 64  # of pages, in a call
@@ -41,16 +51,17 @@ class Programs(NamedTuple):
     Shapes depend on the batch alone: neither turns nor lengths compile anything.
     """
 
-    begin: Callable[..., Any]  # weights, prompts, key -> weights, cache, keys, first tokens
-    copy: Callable[..., Cache]  # see turns.copy_pages
-    extend: Callable[..., Cache]  # see Turning.extend
-    decode: Callable[..., tuple[Cache, Found]]  # see Turning.decode
+    # See `sharded.TurningOnMesh`.
+    begin: Callable[..., Any]
+    copy: Callable[..., Cache]
+    extend: Callable[..., Cache]
+    decode: Callable[..., tuple[Cache, Found]]
     report: Callable[..., Rollout]  # rollout, prompts, key -> as it is reported to the learner
 
     execution: Execution
     turns: Turns
     samples: int
-    batching: Batching
+    batching: Batching  # of a device
 
     @property
     def paged(self) -> bool:
@@ -60,14 +71,25 @@ class Programs(NamedTuple):
         return bool(wanted) or kernels.family(self.execution.numerics).takes_pages
 
     def pool(self, prompts: int, length: int) -> Pool | None:
-        """The pages for this many prompts, padded to `length` tokens; None: rows."""
+        """A device's pages, for this many prompts in all, padded to `length` tokens; None: rows."""
         if not self.paged:
             return None
-        block = self.execution.numerics.kv_block
+        block, shards = self.execution.numerics.kv_block, self.execution.placement.shards
         longest = -(-(length + self.execution.sampling.max_tokens) // block)
         width = -(-length // block)
-        free = self.batching.pages or prompts * self.samples * longest
-        return Pool(prompts * width, width, free, block)
+        blocks, _ = sharded.split(prompts, self.samples, shards)
+        free = self.batching.pages or prompts * self.samples // shards * longest
+        return Pool(prompts // blocks * width, width, free, block)
+
+    def order(self, prompts: int) -> np.ndarray:
+        """i64[shards, N / shards], the rows of each device, for this many prompts.
+
+        Raises:
+          InputError: the devices cannot have as many.
+        """
+        where, what = self.execution.placement, f"{prompts} prompts x {self.samples} samples"
+        sharded.check_rows(prompts * self.samples, where, what)
+        return sharded.rows_of_parts(prompts, self.samples, where.shards)
 
 
 def build(
@@ -76,35 +98,43 @@ def build(
     turns: Turns,
     samples: int,
     batching: Batching = ALL_AT_ONCE,
+    devices: Devices | None = None,
     mismatch: Mismatch = dial.EXACT,
 ) -> Programs:
-    """Programs for episodes with `samples` of each prompt; `execution` is the learner's.
+    """Programs for episodes with `samples` of each prompt.
+
+    Args:
+      execution: the learner's, with the sampler's placement.
+      batching: of all devices together.
+      devices: what the mesh is made of, `jax.devices()` if None.
 
     Raises:
-      InputError: an entry that this sampler cannot have, or two that contradict each other.
+      InputError: an entry that this sampler cannot have, or two that contradict each other; devices
+        that cannot have as many slots and pages each.
     """
     dial.check(mismatch, execution)
     other = replace(execution, numerics=mismatch.numerics(execution.numerics))
+    where = other.placement
+    on = placement.mesh(where, jax.devices() if devices is None else devices)
+    batching = batching.of_device(where)
 
     reports = any(entry.reports for entry in mismatch.active)
-    sampler = Turning(other, partial(dial.drawing, mismatch, execution=other), reports)
+    drawing = partial(dial.drawing, mismatch, execution=other)
+    sampler = sharded.TurningOnMesh(Turning(other, drawing, reports), on)
     report = partial(dial.report, mismatch=mismatch, samples=samples)
 
-    def begin(weights, prompts: Prompts, key, *, pool: Pool | None):
-        names = Names.of(prompts, key, samples)
-        at_a_time = batching.slots or len(names.prompts)
-        begun = sampler.begin(
-            mismatch.weights(weights), prompts, names, at_a_time=at_a_time, pool=pool
-        )
-        return *begun, turning.turn_keys(names, turns.max_turns)
+    def begin(weights, prompts: Prompts, names: Names, *, pool: Pool | None):
+        how = {"at_a_time": batching.slots or len(names.prompts) // where.shards, "pool": pool}
+        weights = mismatch.weights(weights)
+        return sampler.begin(weights, prompts, names, max_turns=turns.max_turns, **how)
 
     compiled = partial(jit, numerics=other.numerics)
     return Programs(
         begin=compiled(begin, static_argnames="pool"),
-        copy=compiled(turning.copy_pages, donate_argnums=0),
+        copy=compiled(sampler.copy, donate_argnums=0),
         extend=compiled(sampler.extend, donate_argnums=1),
         decode=compiled(sampler.decode, donate_argnums=1),
-        report=compiled(report),
+        report=compiled(report, out_shardings=NamedSharding(on, PartitionSpec())),
         execution=other,
         turns=turns,
         samples=samples,
@@ -146,25 +176,26 @@ def play(
     Raises:
       InputError: pages that do not hold one episode, or a reply that is no tokens of the model.
     """
-    pool = programs.pool(*prompts.tokens.shape)
-    weights, cache, first, keys = programs.begin(weights, prompts, key, pool=pool)
-    books = _Books.of(prompts, states, programs, first, np.asarray(keys))
+    order, pool = programs.order(len(prompts.ids)), programs.pool(*prompts.tokens.shape)
+    of_devices, names = _dealt(prompts, key, order, programs)
+    weights, cache, first, keys = programs.begin(weights, of_devices, names, pool=pool)
+    books = _Books.of(of_devices, order, states, programs, first, np.asarray(keys))
     held = _Pages(books, pool, cache)
-    most = min(programs.batching.slots or books.count, books.count)
-    names = Names.of(prompts, key, programs.samples)
-    rows = np.flatnonzero(books.ready)
-    with Asker(environment) as asker:
+    most = min(programs.batching.slots or books.own, books.own)
+    some = True
+    with _asker(environment) as asker:
         while not books.over.all():
             asker.ask(books.ended_turns(text))
-            books.take(asker.replies(least=not rows.size))
+            books.take(asker.replies(least=not some))
             held.free_over(books)
             rows = held.provide(books, most)
-            if not rows.size:  # all wait for replies, or for the pages of those that do
+            some = any(map(len, rows))
+            if not some:  # all wait for replies, or for the pages of those that do
                 continue
             cache = held.copied(cache, programs)
             cache = _extended(cache, weights, rows, books, held, programs)
-            work = books.work(rows, held, _width(len(rows), books.count, programs))
-            until = np.int32(3 * len(rows) // 4)
+            work = books.work(rows, held, _width(max(map(len, rows)), most, programs))
+            until = np.asarray([3 * len(own) // 4 for own in rows], np.int32)
             cache, found = programs.decode(weights, cache, names, work, until)
             books.take(asker.replies(waited_for=False))  # devices decode meanwhile
             books.record(work, jax.device_get(found))
@@ -172,38 +203,62 @@ def play(
     return Played(rollout, *books.results(), asker.seconds)
 
 
-def _width(rows: int, count: int, programs: Programs) -> int:
-    """The fewest slots that are compiled for and hold this many rows."""
-    slots = min(programs.batching.slots or count, count)
+def _asker(environment: Environment) -> Asker:
+    """What asks the environment: of several processes the first does, and tells the others."""
+    if jax.process_count() == 1:
+        return Asker(environment)
+    return SharedAsker(environment, processes.leads(), processes.led)
+
+
+def _dealt(
+    prompts: Prompts, key: jax.Array, order: np.ndarray, programs: Programs
+) -> tuple[Prompts, Names]:
+    """Each device's prompts, and the names of its rows, device by device."""
+    rows = order.reshape(-1)
+    prompt, sample = (x.astype(np.int32) for x in np.divmod(rows, programs.samples))
+    _, shares = sharded.split(len(prompts.ids), programs.samples, len(order))
+    own = prompt[:: programs.samples // shares]
+    of_devices = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[own]), prompts)
+    names = Names(key, jnp.asarray(np.asarray(prompts.ids)[prompt]), jnp.asarray(sample))
+    return of_devices, names
+
+
+def _width(rows: int, slots: int, programs: Programs) -> int:
+    """The fewest of a device's slots that are compiled for and hold this many rows."""
     narrower = widths(slots, programs.batching.halvings)
     return min(width for width in (slots, *narrower) if width >= rows)
 
 
 def _extended(cache, weights, rows, books: "_Books", held: "_Pages", programs: Programs) -> Cache:
-    """The cache with all tokens of these rows but the newest."""
-    pieces = books.pieces(rows)
-    together = min(_TOGETHER, books.count)
-    for start in range(0, len(pieces), _CHUNKS):
-        some = pieces[start : start + _CHUNKS]
-        shape = _CHUNKS, together, _POSITIONS
+    """The cache with all tokens of each device's rows but the newest."""
+    pieces = [books.pieces(own) for own in rows]
+    together, calls = min(_TOGETHER, books.own), max(map(len, pieces))
+    for start in range(0, calls, _CHUNKS):
+        shape = len(rows) * _CHUNKS, together, _POSITIONS
         tokens, positions = np.zeros(shape, np.int32), np.full(shape, books.dump, np.int32)
         pages = np.tile(held.nowhere, (*shape[:2], 1))
-        for number, chunk in enumerate(some):
-            for place, (row, where) in enumerate(chunk):
-                at = number, place
-                tokens[(*at, slice(len(where)))] = books.sequences[row, where]
-                positions[(*at, slice(len(where)))] = where
-                pages[at] = held.tables[row]
-        chunks = Chunks(tokens, positions, pages, np.int32(len(some)))  # type: ignore[arg-type]
+        for shard, own in enumerate(pieces):
+            for number, chunk in enumerate(own[start : start + _CHUNKS]):
+                for place, (row, where) in enumerate(chunk):
+                    at = shard * _CHUNKS + number, place
+                    tokens[(*at, slice(len(where)))] = books.sequences[row, where]
+                    positions[(*at, slice(len(where)))] = where
+                    pages[at] = held.tables[row]
+        count = np.int32(min(_CHUNKS, calls - start))
+        chunks = Chunks(tokens, positions, pages, count)  # type: ignore[arg-type]
         cache = programs.extend(weights, cache, chunks)
     return cache
 
 
 @dataclass(eq=False)
 class _Books:
-    """What is known of every episode. N rows, R tokens at most after the prompt, T turns."""
+    """What is known of every episode. N rows, R tokens at most after the prompt, T turns.
+
+    Rows are device by device, as many of each.
+    """
 
     samples: int  # of each prompt
+    order: np.ndarray  # i64[shards, N / shards], rows of the step
     most: Turns
     room: int  # R
     starts: np.ndarray  # i32[N], lengths of the prompts
@@ -230,23 +285,24 @@ class _Books:
 
     @classmethod
     def of(
-        cls, prompts: Prompts, states: Sequence[Any], programs: Programs, first: First, keys
+        cls, prompts: Prompts, order, states: Sequence[Any], programs: Programs, first: First, keys
     ) -> "_Books":
-        """After the first token of each."""
+        """After the first token of each; `prompts` are each device's."""
         tokens, starts = (np.asarray(x) for x in (prompts.tokens, prompts.lengths))
-        samples, room = programs.samples, programs.execution.sampling.max_tokens
-        count = len(starts) * samples
-        starts = np.repeat(starts, samples).astype(np.int32)
-        sequences = np.pad(np.repeat(tokens, samples, axis=0), ((0, 0), (0, room)))
+        room, count = programs.execution.sampling.max_tokens, order.size
+        own = count // len(starts)  # samples of a prompt on a device
+        starts = np.repeat(starts, own).astype(np.int32)
+        sequences = np.pad(np.repeat(tokens, own, axis=0), ((0, 0), (0, room)))
         wide = partial(np.zeros, (count, room))
         none = np.zeros(count, np.int32)
         books = cls(
-            samples=samples,
+            samples=programs.samples,
+            order=order,
             most=programs.turns,
             room=room,
             starts=starts,
             sequences=sequences.astype(np.int32),
-            states=[copy.deepcopy(state) for state in states for _ in range(samples)],
+            states=[copy.deepcopy(states[row // programs.samples]) for row in order.flat],
             keys=keys,
             vocabulary=programs.execution.config.vocab_size,
             log_probs=wide(np.float32),
@@ -277,6 +333,11 @@ class _Books:
         return len(self.starts)
 
     @property
+    def own(self) -> int:
+        """Rows of each device."""
+        return self.order.shape[1]
+
+    @property
     def dump(self) -> int:
         """A position that is never read: the last token of the longest episode has it."""
         return self.sequences.shape[1] - 1
@@ -298,32 +359,42 @@ class _Books:
                 levels[level].append((row, missing[start : start + _POSITIONS]))
             self.extended += len(missing)
             self.cached[row] += len(missing)
-        size = min(_TOGETHER, self.count)
+        size = min(_TOGETHER, self.own)
         return [some[i : i + size] for some in levels for i in range(0, len(some), size)]
 
-    def work(self, rows: np.ndarray, held: "_Pages", width: int) -> Work:
-        """These rows in slots: with pages in the first ones, else each in its own."""
-        slots = np.zeros(width, np.int32)
-        working = np.zeros(width, bool)
+    def work(self, rows: Sequence[np.ndarray], held: "_Pages", width: int) -> Work:
+        """Each device's rows in its slots: with pages in the first ones, else each in its own."""
+        slots = np.tile(np.arange(width, dtype=np.int32), (len(rows), 1))
+        working = np.zeros(slots.shape, bool)
+        for shard, own in enumerate(rows):
+            local = own - shard * self.own
+            if held.pool is None:
+                working[shard, local] = True
+            else:
+                slots[shard, : len(own)] = local
+                working[shard, : len(own)] = True
+        slots, working = slots.reshape(-1), working.reshape(-1)
+        at = self._rows(slots)
+        newest = self.sequences[at, self.starts[at] + self.lengths[at] - 1]
+        taken = (x[at] for x in (self.lengths, self.starts, self.limits))
         pages = None
-        if held.pool is None:
-            slots = np.arange(width, dtype=np.int32)
-            working[rows] = True
-        else:
-            slots[: len(rows)] = rows
-            working[: len(rows)] = True
-            pages = np.where(working[:, None], held.tables[slots], held.nowhere)
-        newest = self.sequences[slots, self.starts[slots] + self.lengths[slots] - 1]
-        taken = (x[slots] for x in (self.lengths, self.starts, self.limits))
+        if held.pool is not None:
+            pages = np.where(working[:, None], held.tables[at], held.nowhere)
         return Work(slots, newest, *taken, working, pages)  # type: ignore[arg-type]
+
+    def _rows(self, slots: np.ndarray) -> np.ndarray:
+        """The rows of what is in slots, which is called by its place on their device."""
+        device = np.arange(len(slots)) // (len(slots) // len(self.order))
+        return slots + self.own * device
 
     def record(self, work: Work, found: Found) -> None:
         """Keeps what a call drew."""
+        rows = self._rows(np.asarray(work.rows))
         for slot in np.flatnonzero(work.working).tolist():
-            row = int(work.rows[slot])
+            row = int(rows[slot])
             drew = slice(int(found.lengths[slot] - self.lengths[row]))
             drawn_with = found.log_probs if found.drawn is None else found.drawn
-            columns = (x[drew, slot] for x in (found.tokens, found.log_probs, drawn_with))
+            columns = (x[slot, drew] for x in (found.tokens, found.log_probs, drawn_with))
             self._append(row, *columns, ended=bool(found.ended[slot]))
             self.cached[row] = self.starts[row] + self.lengths[row] - 1
 
@@ -349,7 +420,7 @@ class _Books:
         here = slice(start + self.began[row], start + self.lengths[row])
         tokens = self.sequences[row, here].copy()
         said = tokens[:-1] if ended else tokens
-        prompt, sample = divmod(row, self.samples)
+        prompt, sample = divmod(int(self.order.flat[row]), self.samples)
         return Turn(
             prompt=prompt,
             sample=sample,
@@ -383,20 +454,28 @@ class _Books:
         self.ready[row] = True
 
     def rollout(self, prompts: Prompts) -> Rollout:
-        """All episodes, as the learner takes them."""
+        """All episodes, as the learner takes them; `prompts` are the step's."""
         at = self.starts[:, None] + np.arange(self.room)[None, :]
         inside = np.arange(self.room)[None, :] < self.lengths[:, None]
         responses = np.where(inside, np.take_along_axis(self.sequences, at, axis=1), 0)
+
+        def whole(x: np.ndarray) -> jax.Array:
+            return jnp.asarray(self._in_order(x))
+
         return Rollout(
             prompts=jnp.repeat(prompts.tokens, self.samples, axis=0),
-            prompt_lengths=jnp.asarray(self.starts),
-            responses=jnp.asarray(responses),
-            lengths=jnp.asarray(self.lengths),
-            log_probs=jnp.asarray(self.log_probs),
-            finished=jnp.asarray(self.ended & self.fits),
-            drawn_log_probs=None if self.drawn_with is None else jnp.asarray(self.drawn_with),
-            drawn=jnp.asarray(self.drawn),
+            prompt_lengths=whole(self.starts),
+            responses=whole(responses),
+            lengths=whole(self.lengths),
+            log_probs=whole(self.log_probs),
+            finished=whole(self.ended & self.fits),
+            drawn_log_probs=None if self.drawn_with is None else whole(self.drawn_with),
+            drawn=whole(self.drawn),
         )
+
+    def _in_order(self, x: np.ndarray) -> np.ndarray:
+        """Rows of the step, of those device by device."""
+        return x[np.argsort(self.order, axis=None)]
 
     def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, float]]:
         """Rewards of episodes and of their turns, which episodes failed, and metrics."""
@@ -407,7 +486,8 @@ class _Books:
             "reply_tokens": float(self.lengths.sum() - drawn),
             "extended_tokens": float(self.extended),
         }
-        return self.rewards.sum(axis=1, dtype=np.float32), self.rewards, self.failed, metrics
+        rewards, failed = self._in_order(self.rewards), self._in_order(self.failed)
+        return rewards.sum(axis=1, dtype=np.float32), rewards, failed, metrics
 
 
 def _checked(tokens: Any, vocabulary: int) -> np.ndarray:
@@ -425,32 +505,45 @@ def _checked(tokens: Any, vocabulary: int) -> np.ndarray:
 
 
 class _Pages:
-    """Which pages the rows have. Without a pool, each has those of its row of the cache, always."""
+    """Which pages of their device the rows have.
+
+    Without a pool, each has those of its row of the cache, always.
+    """
 
     def __init__(self, books: _Books, pool: Pool | None, cache: Cache) -> None:
-        count, key = books.count, cache[0].key
-        self.pool, self._starts, self._samples = pool, books.starts, books.samples
+        count, shards, key = books.count, len(books.order), cache[0].key
+        self.pool, self._starts, self._own = pool, books.starts, books.own
         if pool is None:
-            width = key.shape[1] if key.ndim == 5 else 1  # a row of one piece is one page
-            self.tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
+            width = key.shape[2] if key.ndim == 6 else 1  # a row of one piece is one page
+            own = np.arange(books.own * width, dtype=np.int32).reshape(books.own, width)
+            self.tables = np.tile(own, (shards, 1))
             self.nowhere = self.tables[0]  # whose last place is never read
             return
+        self._samples = books.own // (pool.prompts // pool.width)  # of a prompt, on a device
         width = -(-books.sequences.shape[1] // pool.block)
         self.nowhere = np.full(width, pool.sink, np.int32)
         self.tables = np.tile(self.nowhere, (count, 1))
         self._held = np.zeros(count, np.int32)  # pages of each row, its prompt's among them
-        self._free = list(range(pool.prompts, pool.zeros))[::-1]
-        self._copies: list[tuple[int, int]] = []
+        self._free = [list(range(pool.prompts, pool.zeros))[::-1] for _ in range(shards)]
+        self._copies: list[list[tuple[int, int]]] = [[] for _ in range(shards)]
 
-    def provide(self, books: _Books, most: int) -> np.ndarray:
-        """The rows that go on now, at most this many: those ready, with pages for a call."""
+    def provide(self, books: _Books, most: int) -> list[np.ndarray]:
+        """The rows of each device that go on now: those ready, with pages for a call.
+
+        At most this many of each.
+        """
         ready = np.flatnonzero(books.ready)
+        of_devices = [ready[ready // self._own == shard] for shard in range(len(books.order))]
         if self.pool is None:
-            return ready
-        chosen: list[int] = []
+            return of_devices
         needed = -(-books.needed // self.pool.block)
-        for row in ready.tolist():
-            if len(chosen) == most or not self._give(row, int(needed[row]), books):
+        return [self._provided(own[:most].tolist(), needed, books) for own in of_devices]
+
+    def _provided(self, rows: list[int], needed: np.ndarray, books: _Books) -> np.ndarray:
+        """Those of a device's rows that get pages, the first ones."""
+        chosen: list[int] = []
+        for row in rows:
+            if not self._give(row, int(needed[row]), books):
                 break
             chosen.append(row)
         return np.asarray(chosen, np.int32)
@@ -458,23 +551,25 @@ class _Pages:
     def _give(self, row: int, needed: int, books: _Books) -> bool:
         """Gives a row pages up to `needed`, those of later rows if it must; False: too few."""
         assert self.pool is not None
+        device, local = divmod(row, self._own)
+        free, end = self._free[device], (device + 1) * self._own
         full = int(self._starts[row]) // self.pool.block  # shared with the prompt's other samples
         missing = needed - max(self._held[row], full)
-        later = np.flatnonzero(self._held[row + 1 :])[::-1] + row + 1
+        later = np.flatnonzero(self._held[row + 1 : end])[::-1] + row + 1
         for victim in later.tolist():
-            if missing <= len(self._free):
+            if missing <= len(free):
                 break
             self._take_back(victim, books)
-        if missing > len(self._free):
+        if missing > len(free):
             return False
-        of_prompt = row // self._samples * self.pool.width
+        of_prompt = local // self._samples * self.pool.width
         if not self._held[row]:
             self.tables[row, :full] = of_prompt + np.arange(full)
             self._held[row] = full
         for index in range(self._held[row], needed):
             begun = index == full and self._starts[row] % self.pool.block
-            page = self._free.pop()
-            self._copies.append((of_prompt + full if begun else self.pool.zeros, page))
+            page = free.pop()
+            self._copies[device].append((of_prompt + full if begun else self.pool.zeros, page))
             self.tables[row, index] = page
         self._held[row] = max(needed, self._held[row])
         return True
@@ -483,7 +578,7 @@ class _Pages:
         """Frees the pages of a row, whose keys and values but the prompt's are computed anew."""
         assert self.pool is not None
         own = self.tables[row, int(self._starts[row]) // self.pool.block : self._held[row]]
-        self._free += own.tolist()
+        self._free[row // self._own] += own.tolist()
         self.tables[row], self._held[row] = self.pool.sink, 0
         books.cached[row] = self._starts[row]
 
@@ -500,10 +595,13 @@ class _Pages:
         """
         if self.pool is None:
             return cache
-        moves, self._copies = self._copies, []
-        for start in range(0, len(moves), _COPIES):
-            some = moves[start : start + _COPIES]
-            ends = np.zeros((2, _COPIES), np.int32)
-            ends[:, : len(some)] = np.asarray(some, np.int32).T
-            cache = programs.copy(cache, *ends, np.int32(len(some)))
+        moves, self._copies = self._copies, [[] for _ in self._copies]
+        most = max(map(len, moves))
+        for start in range(0, most, _COPIES):
+            ends = np.zeros((2, len(moves), _COPIES), np.int32)  # the rest: a page to itself
+            for device, own in enumerate(moves):
+                some = np.asarray(own[start : start + _COPIES], np.int32).reshape(-1, 2)
+                ends[:, device, : len(some)] = some.T
+            count = np.int32(min(_COPIES, most - start))
+            cache = programs.copy(cache, *ends.reshape(2, -1), count)
         return cache

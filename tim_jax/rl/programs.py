@@ -138,6 +138,7 @@ def _of_sampler(where: "_Where", training: Training, devices: Devices) -> dict[s
             turns=training.turns,
             samples=training.learning.samples,
             batching=training.sampler.batching,
+            devices=own,
             mismatch=mismatch,
         )
         played = played._replace(report=where.arriving(played.report, drawing, own))

@@ -12,7 +12,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import check_kinds
 from tim_jax.corrections import Correction, Mode
 from tim_jax.objectives import Objective, advantages
-from tim_jax.placement import SINGLE, Placement
+from tim_jax.placement import Placement
 
 # From this many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
 _STEP_OVER_HORIZON = 5
@@ -80,6 +80,13 @@ def check_learning(
         advantages.check_samples(objective.estimator, samples)
     except InputError as error:
         raise RuleError("samples", samples, str(error).partition(": ")[2]) from error
+
+
+def check_length(objective: Objective) -> None:
+    """Refuses an objective that counts from a longest response that it does not know."""
+    if objective.lacks_length:
+        rule = "must be given, as the aggregation or overlong_cache counts from it"
+        raise RuleError("max_length", None, rule)
 
 
 def check_reward_kl(objective: Objective, *, sequences: int) -> None:
@@ -203,7 +210,6 @@ def check_turns(
     *,
     max_tokens: int,
     longest: int,
-    sampler_placement: Placement,
     max_staleness: int,
     routing: str,
     objective: Objective,
@@ -217,12 +223,6 @@ def check_turns(
     if max_tokens > longest:
         rule = f"must be at most the {longest} tokens of an episode, but is {max_tokens}"
         raise RuleError("max_tokens", max_tokens, rule)
-    if sampler_placement != SINGLE:
-        rule = (
-            "must be one device for episodes of several turns; a learner on several needs a sampler"
-            " with a placement of its own"
-        )
-        raise RuleError("sampler_placement", str(sampler_placement), rule)
     for field, value, only in (
         ("max_staleness", max_staleness, 0),
         ("routing", routing, "own"),

@@ -4,33 +4,40 @@ Each function here wraps one of `sampler`, `scoring` or `learner` in `shard_map`
 and gradients go out in parts, by their logical axes, and rows are split over data, fsdp and expert.
 Outside, arrays of [batch] and [batch, time] are whole on every device: they are small compared with
 caches and logits, and their statistics are then computed by the same program, whatever the split.
+What stays on the devices between calls, of `TurningOnMesh`, has a first dimension of devices.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.common.errors import InputError
-from tim_jax.common.types import Prompts, Rollout
+from tim_jax.common.types import Names, Prompts, Rollout
 from tim_jax.model import adapters as low_rank
+from tim_jax.model.attention import Cache
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import weight_axes
 from tim_jax.placement import Placement, collectives
+from tim_jax.policy import turns
 from tim_jax.policy.sampler import Begun, join_parts, prompts_so_far
 from tim_jax.policy.scoring import gradient_sums, score, shares_gradient
+from tim_jax.policy.turns import Chunks, Turning, Work
 from tim_jax.rl import learner, micro_batches
 from tim_jax.rl.experience import score_rows
 from tim_jax.rl.types import Experience, Learning, Policy
 
 _ROWS = placement.spec(("rows",))
 _WHOLE = PartitionSpec()
+_EACH = PartitionSpec(placement.AXES)
+_NAMES = Names(_WHOLE, _ROWS, _ROWS)  # type: ignore[arg-type]
 
 
 def sampling(
@@ -105,6 +112,72 @@ def going_on(
     return lambda weights, rollout, ids, numbers, key: call(weights, (rollout, ids, numbers), key)
 
 
+@dataclass(frozen=True)
+class TurningOnMesh:
+    """`Turning` on a mesh.
+
+    Rows, slots, chunks and copies come device by device, in equal numbers, and name rows, slots and
+    pages of their own device. What is drawn is whole on every device.
+    """
+
+    sampler: Turning
+    on: Mesh
+
+    def begin(self, weights: Any, prompts: Prompts, names: Names, *, max_turns: int, **how: Any):
+        """Weights, cache and first tokens as by `Turning.begin`, and `turns.turn_keys`."""
+        execution = self.sampler.execution
+
+        def local(weights, prompts, names):
+            weights, cache, first = self.sampler.begin(weights, prompts, names, **how)
+            found = self._whole((first, turns.turn_keys(names, max_turns)))
+            return *_kept((weights, cache)), *found
+
+        ins = _weights(execution), _ROWS, _NAMES
+        outs = _EACH, _EACH, _WHOLE, _WHOLE
+        return _over(self.on, local, ins, outs)(weights, prompts, names)
+
+    def extend(self, weights: Any, cache: Cache, chunks: Chunks) -> Cache:
+        """The cache with the keys and values of the chunks' tokens, as many on each device."""
+
+        def local(weights, cache, chunks):
+            return _kept(self.sampler.extend(_own(weights), _own(cache), chunks))
+
+        chunks_in = Chunks(_ROWS, _ROWS, _ROWS, _WHOLE)  # type: ignore[arg-type]
+        return _over(self.on, local, (_EACH, _EACH, chunks_in), _EACH)(weights, cache, chunks)
+
+    def decode(self, weights: Any, cache: Cache, names: Names, work: Work, until: jax.Array):
+        """The cache, and what every device's slots drew; `until` i32[shards]."""
+
+        def local(weights, cache, names, work, until):
+            own = _own(weights), _own(cache)
+            cache, found = self.sampler.decode(own[0], own[1], names, work, until[0])
+            return _kept(cache), self._whole(found)
+
+        ins = _EACH, _EACH, _NAMES, _ROWS, _ROWS
+        outs = _EACH, _WHOLE
+        return _over(self.on, local, ins, outs)(weights, cache, names, work, until)
+
+    def copy(self, cache: Cache, sources: jax.Array, targets: jax.Array, count: jax.Array) -> Cache:
+        """The cache after as many copies of pages on every device, see `turns.copy_pages`."""
+
+        def local(cache, sources, targets, count):
+            return _kept(turns.copy_pages(_own(cache), sources, targets, count))
+
+        ins = _EACH, _ROWS, _ROWS, _WHOLE
+        return _over(self.on, local, ins, _EACH)(cache, sources, targets, count)
+
+    def _whole(self, tree: Any) -> Any:
+        return collectives.whole_rows(tree, self.sampler.execution.placement)
+
+
+def _kept(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def _own(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
 def split(prompts: int, samples: int, parts: int) -> tuple[int, int]:
     """(blocks of the prompts, shares of a prompt's samples) that make equal `parts` of both.
 
@@ -113,6 +186,16 @@ def split(prompts: int, samples: int, parts: int) -> tuple[int, int]:
     """
     blocks = gcd(prompts, parts)
     return blocks, parts // blocks
+
+
+def rows_of_parts(prompts: int, samples: int, parts: int) -> np.ndarray:
+    """i64[parts, prompts x samples / parts], the rows that `split` gives to each part.
+
+    In both orders prompts are major.
+    """
+    blocks, shares = split(prompts, samples, parts)
+    rows = np.arange(prompts * samples).reshape(blocks, prompts // blocks, shares, -1)
+    return rows.swapaxes(1, 2).reshape(parts, -1)
 
 
 def repeated(tree: Any, blocks: int, shares: int) -> Any:

@@ -187,6 +187,7 @@ class Training:
         )
         if self.execution.sampling.truncated:
             learning.objective.check_whole_distribution()
+        rules.check_length(learning.objective)
         rules.check_reward_kl(learning.objective, sequences=self.sequences)
         rules.check_refills(self.refills, learning.objective, samples=learning.samples)
         self._check_rows()
@@ -203,7 +204,6 @@ class Training:
         rules.check_turns(
             max_tokens=turns.max_tokens,
             longest=self.execution.sampling.max_tokens,
-            sampler_placement=self.drawing.placement,
             max_staleness=sampler.max_staleness,
             routing=learning.routing,
             objective=learning.objective,

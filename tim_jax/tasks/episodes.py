@@ -22,9 +22,10 @@ repeats it in a run that is resumed.
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -266,3 +267,55 @@ class Asker:
             self._replies.put((rows.pop(index), outcome))
         if rows:
             raise RuntimeError(f"the environment left {len(rows)} of {len(turns)} turns unanswered")
+
+
+class SharedAsker(Asker):
+    """Asks in one of several processes; all of them have the same replies at the same time.
+
+    All processes must call `ask` and `replies` together, with the same arguments. Those that do not
+    lead are told everything but states, which stay where the environment is asked. `led` runs a
+    function in the process that leads, and returns its result, a JSON value, in all.
+    """
+
+    def __init__(
+        self, environment: Environment, leads: bool, led: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        super().__init__(environment)
+        self._leads, self._led, self._asked_of_all = leads, led, 0
+
+    def ask(self, turns: list[tuple[int, Turn]]) -> None:
+        """Has turns answered, see `Asker.ask`."""
+        self._asked_of_all += len(turns)
+        if self._leads:
+            super().ask(turns)
+
+    def replies(
+        self, *, least: bool = False, waited_for: bool = True
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yields replies as `Asker.replies` does; none while the devices work, which tell them."""
+        if not self._asked_of_all or not waited_for:
+            return
+        own: list[tuple[int, Outcome]] = []
+        there = partial(super().replies, least=least)
+
+        def told() -> list[Any]:
+            own.extend(there())
+            return [(row, _to_json(outcome)) for row, outcome in own]
+
+        heard = self._led(told)
+        self._asked_of_all -= len(heard)
+        yield from own if self._leads else ((row, _from_json(fields)) for row, fields in heard)
+
+
+def _to_json(outcome: Outcome) -> dict[str, Any]:
+    """All of an outcome but its state."""
+    fields = {name: x for name, x in vars(outcome).items() if name != "state"}
+    arrays = (np.ndarray, np.generic)
+    return {name: x.tolist() if isinstance(x, arrays) else x for name, x in fields.items()}
+
+
+def _from_json(fields: dict[str, Any]) -> Outcome:
+    own: dict[str, Any] = {
+        name: np.asarray(x) if isinstance(x, list) else x for name, x in fields.items()
+    }
+    return Outcome(None, **own)

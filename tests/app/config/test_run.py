@@ -13,7 +13,6 @@ from tim_jax import corrections
 from tim_jax.app.config import run, sections, toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.toml import build, dump, load, parse_override
-from tim_jax.app.jobs import train
 from tim_jax.app.run import assembly, checkpoints, folders
 from tim_jax.common.errors import InputError
 from tim_jax.objectives import losses
@@ -757,7 +756,7 @@ def test_a_run_of_an_older_version_goes_on_where_new_keys_have_their_defaults(
     older = [line for line in dump(config).splitlines() if "refills" not in line]
     (tmp_path / "config.toml").write_text("\n".join(older))
     key = "learner.refills"
-    assert key in train._may_change(config)
+    assert key in folders.changeable(config)
     learner = config.learner.model_copy(update={"refills": 2})
-    assert key not in train._may_change(config.model_copy(update={"learner": learner}))
-    assert "learner.mini_batches" not in train._may_change(config)
+    assert key not in folders.changeable(config.model_copy(update={"learner": learner}))
+    assert "learner.mini_batches" not in folders.changeable(config)

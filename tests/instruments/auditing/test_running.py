@@ -218,12 +218,13 @@ def test_an_audit_of_exact_numerics_passes_and_its_control_differs():
 
 
 @pytest.mark.slow
-def test_a_learner_on_a_mesh_has_the_bits_of_episodes():
-    case = auditing.placed_episodes(tiny.CONFIG, SIZES, Placement(fsdp=2))
-    (result,) = run((case,), control=False)
-    assert result.name == "episodes: learner, fsdp=2"
-    assert result.passed
-    assert result.compared_tokens > 20
+def test_a_learner_and_a_sampler_on_a_mesh_have_the_bits_of_episodes():
+    results = run(auditing.placed_episodes(tiny.CONFIG, SIZES, Placement(fsdp=2)), control=False)
+    assert [r.name for r in results] == [
+        f"episodes: {who}, fsdp=2" for who in ("learner", "sampler")
+    ]
+    assert all(result.passed for result in results)
+    assert results[0].compared_tokens == results[1].compared_tokens > 20
 
 
 def test_native_numerics_themselves_fail():

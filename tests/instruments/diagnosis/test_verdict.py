@@ -449,6 +449,7 @@ def test_other_weights_and_other_prompts_are_named():
         mismatch.compute(dtype="bfloat16"),
         mismatch.kv_cache(dtype="float8_e4m3fn"),
         mismatch.quantised_weights(dtype="int4"),
+        mismatch.quantised_weights(dtype="int8", activations="int8"),
         mismatch.logits(dtype="bfloat16"),
     ],
     ids=mismatch.label,
@@ -466,11 +467,13 @@ def test_low_precision_is_named_by_its_entry(entry):
         for i, length in enumerate(found.lengths)
     ]
     others = (mismatch.compute(dtype="float16"), mismatch.softmax(dtype="bfloat16"))
-    named = diagnosed(rows, sources=(*others, entry))
+    alone = variants.EIGHT_BITS.get(entry)
+    named = diagnosed(rows, sources=(*others, *([alone] if alone else []), entry))
     assert named.best.explanation.name == mismatch.label(entry)
     assert named.best.share > 0.99
     usual = named.sizes["k3"] < explanations.NORMAL_K3 and named.sizes["mean"] < 0.02
     assert named.normal == (usual or named.half is not None)
+    assert named.normal or not alone
     if mismatch.label(entry) in verdict.HALF_PRECISION:
         assert 0.5 < named.half.scale < 2
 
@@ -539,6 +542,22 @@ def test_half_precision_of_the_model_itself_is_normal_up_to_twice_its_size():
     assert found(normal | {"largest": 3.0}) is None
 
 
+def test_8_bits_are_normal_if_the_rounding_of_their_weights_is_found():
+    both, alone = map(mismatch.label, next(iter(variants.EIGHT_BITS.items())))
+    made = np.full(8, 0.1)
+    normal = verdict.sizes_of(2.9 * made)
+    own, by_size = low_precision(both, made, scale=2.9)
+    weights = replace(low_precision(alone, made, scale=9.0)[0], remains=0.9, gain=20.0)
+
+    def found(weights):
+        return verdict._half_precision([own, by_size, weights], normal, 8)
+
+    assert found(weights) is by_size
+    assert found(replace(weights, gain=5.0)) is None
+    assert found(replace(weights, remains=0.96)) is None
+    assert verdict._half_precision([own, by_size], normal, 8) is None
+
+
 def test_low_precision_of_the_bulk_does_not_excuse_a_part():
     name, made = verdict.HALF_PRECISION[0], np.full(8, 0.01)
     own, _ = low_precision(name, made, scale=1.0)
@@ -565,11 +584,17 @@ def test_rollouts_of_transformers_are_numerics_and_a_mistake_in_them_is_named(tm
     pytest.importorskip("torch")
     table = script("diagnose_table")
     hf.save(tmp_path / "m", jax.device_get(table.params()), table.CONFIG, tokenizer=table.TOKENIZER)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "int8"):
         rows = table.by_transformers(tmp_path / "m", table.Engine(dtype))
         found = table.diagnosed(rows)
         assert found.state == "numerics", records.sentence(found)
         assert (found.sizes["largest"] < 1e-4) == (dtype == "float32")
+    assert "int8 weights and activations" in records.sentence(found)
+    # Other weights make a gap of that size, but none that goes with the rounding.
+    stale = table.diagnosed(table.changed(rows, table.by_engine(table.engine(0.01))))
+    assert 0.5 < stale.sizes["mean"] / found.sizes["mean"] < 2
+    assert stale.state == "fault"
+    assert stale.best is None
     engine = table.Engine("bfloat16", temperature=0.6, raw=True)
     raw = table.by_transformers(tmp_path / "m", engine)
     assert table.diagnosed(raw).best.explanation.name == "raw_log_probs"

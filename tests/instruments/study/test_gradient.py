@@ -122,7 +122,8 @@ def test_a_projection_keeps_inner_products():
 
 
 @pytest.mark.slow
-def test_a_projected_gradient_in_small_batches_is_that_of_the_whole(policy):
+def test_a_projected_gradient_in_small_batches_is_that_of_the_whole(policy, tmp_path):
+    """And its batches are read back as they were kept."""
     whole = Measuring(measurement._bench(study(), policy, policy.config))
     section = policy.config.learner.model_copy(update={"micro_batch": 2, "remat": True})
     config = policy.config.model_copy(update={"learner": section})
@@ -131,7 +132,13 @@ def test_a_projected_gradient_in_small_batches_is_that_of_the_whole(policy):
     assert bench.training.learning.micro_batch == 2
     assert bench.training.learning.remat
     expected = whole.batches(mismatch.EXACT).gradients["tis"]
-    found = Measuring(bench).batches(mismatch.EXACT).gradients["tis"]
+    measuring = Measuring(bench)
+    kept = measuring.batches(mismatch.EXACT, ("tis",), kept=tmp_path)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    again = measuring.batches(mismatch.EXACT, ("tis",), kept=tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, again._asdict(), kept._asdict())
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    found = kept.gradients["tis"]
     np.testing.assert_allclose(found @ found.T, expected @ expected.T, rtol=1e-3, atol=1e-4)
 
 

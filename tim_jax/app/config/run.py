@@ -414,7 +414,6 @@ class RunConfig(Section):
                 rules.check_turns(
                     max_tokens=sampling.max_tokens,
                     longest=sampling.longest,
-                    sampler_placement=self.placement.for_sampler,
                     max_staleness=sampler.max_staleness,
                     routing=section.routing,
                     objective=objective,

@@ -163,7 +163,7 @@ def _placed(it: _Audited, quick: bool) -> Iterator[CaseResult]:
             it.params,
             it.config,
             numerics=numerics,
-            cases=(*placed, auditing.placed_episodes(it.config, it.sizes, some[0])),
+            cases=(*placed, *auditing.placed_episodes(it.config, it.sizes, some[0])),
             sizes=it.sizes,
             control=False,
         )

@@ -82,18 +82,15 @@ def of_run(config: RunConfig) -> Ways:
 
 
 def _of_lengths(config: RunConfig) -> dict[str, str]:
-    """Fewer keys and values on a device.
-
-    Episodes that wait for replies keep theirs without a slot, and are drawn on one device.
-    """
+    """Fewer keys and values on a device. Episodes that wait for replies keep theirs."""
+    wider = {_WIDER: f"above {config.placement.fsdp}, with more devices"}
     if config.sampling.max_turns is None:
         slots = config.sampler.slots or config.sequences_per_step
-        wider = f"above {config.placement.fsdp}, with more devices"
         length = f"below {config.sampling.max_tokens}"
-        return {"sampler.slots": f"below {slots}", _WIDER: wider, _LENGTH: length}
+        return {"sampler.slots": f"below {slots}", _LENGTH: length, **wider}
     pages = "set" if config.sampler.pages is None else f"below {config.sampler.pages}"
     longest = f"below {config.sampling.longest}"
-    return {"sampler.pages": pages, "sampling.max_episode_tokens": longest}
+    return {"sampler.pages": pages, "sampling.max_episode_tokens": longest, **wider}
 
 
 def _micro_batch(config: RunConfig) -> dict[str, str]:

@@ -22,7 +22,7 @@ from tim_jax.model import adapters, hf
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.execution import Execution
 from tim_jax.numerics import Numerics
-from tim_jax.placement import SINGLE, processes
+from tim_jax.placement import processes
 from tim_jax.rl import drawing, episodes, evaluation, programs, sharded
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.tasks.base import SharedGrader, Task
@@ -90,8 +90,6 @@ def _environment(
         raise InputError(
             f"the task {task.name} has episodes of several turns; set sampling.max_turns"
         )
-    if jax.process_count() > 1:
-        raise InputError("sampling.max_turns: episodes of several turns need a single process")
     history = config.task.history
     return text.bridged(task.environment, execution.sampling.stop_tokens, history)
 
@@ -124,18 +122,15 @@ def _evaluator(
     sampling = replace(execution.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
     own = replace(execution, sampling=sampling)
     batching = batching.rounded(execution.placement.shards)
-    sample: Any
-    publish = None
+    how: Any = {"samples": section.samples, "batching": batching}
     if (turns := config.sampling.turns) is not None:
-        own = replace(own, placement=SINGLE)  # where episodes are drawn
-        publish = programs.publication(execution, own)
-        sample = episodes.build(own, turns=turns, samples=section.samples, batching=batching)
+        sample = episodes.build(own, turns=turns, **how)
     else:
-        sample = programs.sampling_program(own, samples=section.samples, batching=batching)
+        sample = programs.sampling_program(own, **how)
 
     def run(weights) -> tuple[dict[str, float], list[Sample]]:
         return evaluation.evaluate(
-            weights if publish is None else publish(None, weights),
+            weights,
             task,
             text,
             sample=sample,

@@ -3,10 +3,7 @@
 If there are several processes, each runs this with the same config; see `processes`.
 """
 
-import itertools
-import json
 import os
-import tomllib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -21,25 +18,21 @@ import numpy as np
 from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.config.sections import part
 from tim_jax.app.jobs import checks, memory
 from tim_jax.app.jobs.models import Job, assemble, shown
-from tim_jax.app.run import assembly, charts, checkpoints, folders, loggers, sources
+from tim_jax.app.run import assembly, charts, checkpoints, folders, grading, loggers, sources
 from tim_jax.app.run.display import Display, RewardWatch, open_display
 from tim_jax.app.run.folders import Run
+from tim_jax.app.run.numerics import write_numerics
 from tim_jax.app.run.signals import Preemption
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, MismatchError, NonFiniteError, PreemptedError
-from tim_jax.common.types import Rollout
-from tim_jax.instruments import auditing
-from tim_jax.model import adapters, fitting
-from tim_jax.model.execution import Execution
-from tim_jax.placement import SINGLE, processes
+from tim_jax.model import adapters
+from tim_jax.placement import processes
 from tim_jax.rl import loop, warm_start
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.loop import Step
 from tim_jax.rl.types import TrainState
-from tim_jax.tasks.builtin import Quality, supervised
 from tim_jax.tasks.episodes import Recorded
 
 _EXTRA = {"held-out": "eval/reward"}
@@ -63,7 +56,7 @@ def _train_run(config: RunConfig) -> Path:
     checks.check_devices(config)
     processes.led(partial(checks.check_resumed, config))
     with folders.open_run(
-        section.folder, text, may_change=_may_change(config), keep=section.keep
+        section.folder, text, may_change=folders.changeable(config), keep=section.keep
     ) as run:
         processes.led(partial(folders.record_start, run.folder))
         checks.check_memory(config)
@@ -85,32 +78,6 @@ def _train_run(config: RunConfig) -> Path:
     return folder
 
 
-def _may_change(config: RunConfig) -> tuple[str, ...]:
-    """Keys in which a run in this folder may differ from the one before.
-
-    All keys, if that one left no checkpoint, so that a mistake in the config that stopped it can be
-    corrected in place.
-    """
-    if checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
-        return (*config.may_change(), *_new_keys(config))
-    return tuple(RunConfig.model_fields)
-
-
-def _new_keys(config: RunConfig) -> tuple[str, ...]:
-    """Keys that the run's config does not have, because an older version of the library wrote it.
-
-    They may be set now, if to their default, which that run has used all along.
-    """
-    before = folders.read_config(config.run.folder)
-    try:
-        filled = toml.dump(toml.build(tomllib.loads(before)))
-    except InputError:
-        return ()  # the comparison with the new config gives the better error
-    changed = {one.key for one in folders.config_differences(filled, toml.dump(config))}
-    new = {one.key for one in folders.config_differences(before, filled) if one.before is None}
-    return tuple(sorted(new - changed))
-
-
 class _Start(NamedTuple):
     """Where a run stands before its next step."""
 
@@ -125,7 +92,11 @@ def _begun(job: Job, run: Run) -> tuple[Job, _Start]:
     """Restores or starts. The job is then without the host's parameters, which nothing needs."""
     try:
         processes.agree(repr(job.execution), "what was measured of its machine")
-        _write_numerics(job, run)
+        if processes.leads():
+            drawing = job.programs.training.sampler.mismatch.numerics(job.execution.numerics)
+            path = run.folder / "numerics.json"
+            with _writing(path):
+                write_numerics(path, job.execution, drawing)
         base = adapters.split(job.model.params)[1]
         train = job.task.train
         mark = {
@@ -231,30 +202,6 @@ def _display(job: Job, start: int, stack: ExitStack) -> Display:
     return open_display(total=config.steps, start=start, title=title, extra=_EXTRA, file=file)
 
 
-def _write_numerics(job: Job, run: Run) -> None:
-    """numerics.json: how numbers are computed, by which kernels, on what."""
-    if not processes.leads():
-        return
-    device = jax.devices()[0]
-    learning = job.execution.numerics
-    drawing = job.programs.training.sampler.mismatch.numerics(learning)
-    record = {
-        "family": learning.family,
-        "numerics": auditing.describe(learning),
-        "kernels": fitting.kernels_used(job.execution.config, learning),
-        "sampler_numerics": auditing.describe(drawing),
-        "sampler_kernels": fitting.kernels_used(job.execution.config, drawing),
-        "platform": device.platform,
-        "device": device.device_kind,
-        "devices": len(jax.devices()),
-        "processes": jax.process_count(),
-        "jax": jax.__version__,
-    }
-    path = run.folder / "numerics.json"
-    with _writing(path):
-        path.write_text(json.dumps(record, indent=2) + "\n")
-
-
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
@@ -273,16 +220,10 @@ def _restored(job: Job, run: Run, mark: dict[str, int]) -> tuple[checkpoints.Sta
         return _first(job), -1, []
     checkpoints.check_marks(checkpoint, mark, run.folder)
     notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in checkpoint.damaged]
-    notes.append(f"resumed after step {checkpoint.step}{_changes(job.config, run)}")
+    notes.append(
+        f"resumed after step {checkpoint.step}{folders.describe_changes(job.config, run.changed)}"
+    )
     return checkpoint.state, checkpoint.step, notes
-
-
-def _changes(config: RunConfig, run: Run) -> str:
-    """What was changed, as the rest of a line; the default of a key of a later version is not."""
-    own = folders.config_differences(toml.dump(RunConfig()), toml.dump(config))
-    keys = {one.key for one in own}
-    said = [str(one) for one in run.changed if one.before is not None or one.key in keys]
-    return f" with other settings: {'; '.join(said)}" if said else ""
 
 
 def _shapes(job: Job) -> checkpoints.State:
@@ -322,13 +263,13 @@ def _first_steps(
     job: Job, state: TrainState, base: Any, run: Run, writer: loggers.Tee, display: Display
 ) -> TrainState:
     """Warm start, if asked for, and the first evaluation."""
-    warmup = job.config.warmup
+    config, warmup = job.config, job.config.warmup
     if warmup.steps:
         display.note(f"warm start: {warmup.steps} supervised steps on {job.task.name}")
         started = warm_start.warm_start(
             processes.whole(state.params),
-            _demonstrations(job),
-            execution=replace(_starting(job), placement=SINGLE),
+            grading.demonstrations(config, job.task, job.text),
+            execution=assembly.make_warm_start(config, job.model, job.execution),
             learning_rate=warmup.learning_rate,
             steps=warmup.steps,
         )
@@ -346,31 +287,6 @@ def _first_steps(
     else:
         writer.write(0, {})
     return state
-
-
-def _starting(job: Job) -> Execution:
-    """The execution of the warm start. A control starts from the weights of what it controls."""
-    sampler = job.config.sampler
-    if not sampler.both_sides:
-        return job.execution
-    alone = job.config.model_copy(
-        update={"sampler": sampler.model_copy(update={"both_sides": False})}
-    )
-    return assembly.make_execution(alone, job.model)
-
-
-def _demonstrations(job: Job) -> Iterator[Rollout]:
-    section, sampling = job.config.warmup, job.config.sampling
-    quality = part(Quality, section)
-    for step in itertools.count():
-        pairs = supervised(
-            job.task,
-            quality,
-            seed=job.config.seed,
-            start=step * section.batch,
-            count=section.batch,
-        )
-        yield warm_start.demonstrations(pairs, job.text, response_size=sampling.longest)
 
 
 def _record(job: Job, step: Step, run: Run, writer: loggers.Tee, display: Display) -> None:

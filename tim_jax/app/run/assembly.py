@@ -79,6 +79,19 @@ def make_execution(
     return execution
 
 
+def make_warm_start(config: RunConfig, model: Model, execution: Execution) -> Execution:
+    """The policy of the warm start, on one device.
+
+    A control, which has an entry of the dial on both sides, starts from the weights of what it
+    controls.
+    """
+    sampler = config.sampler
+    if sampler.both_sides:
+        alone = sampler.model_copy(update={"both_sides": False})
+        execution = make_execution(config.model_copy(update={"sampler": alone}), model)
+    return replace(execution, placement=placement.SINGLE)
+
+
 def stop_tokens(config: RunConfig, model: Model) -> tuple[int, ...]:
     """The tokens that end a response of a run: those of its model and those of its config."""
     return tuple(sorted({*model.stop_tokens, *config.sampling.stop_tokens}))

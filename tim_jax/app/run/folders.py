@@ -28,6 +28,7 @@ from typing import Any
 import tomli_w
 
 from tim_jax.app.config import toml
+from tim_jax.app.config.run import RunConfig
 from tim_jax.app.run import checkpoints
 from tim_jax.app.run.checkpoints import Checkpoints, Restored, State
 from tim_jax.app.run.loggers import JsonLines
@@ -346,6 +347,43 @@ def config_differences(before: str, now: str) -> list[Difference]:
         for key in sorted({*old, *new})
         if repr(old.get(key)) != repr(new.get(key))
     ]
+
+
+def changeable(config: RunConfig) -> tuple[str, ...]:
+    """Keys in which a run in this folder may differ from the one before.
+
+    All keys, if that one left no checkpoint, so that a mistake in the config that stopped it can be
+    corrected in place.
+    """
+    if checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
+        return (*config.may_change(), *_new_keys(config))
+    return tuple(RunConfig.model_fields)
+
+
+def _new_keys(config: RunConfig) -> tuple[str, ...]:
+    """Keys that the run's config does not have, because an older version of the library wrote it.
+
+    They may be set now, if to their default, which that run has used all along.
+    """
+    before = read_config(config.run.folder)
+    try:
+        filled = toml.dump(toml.build(tomllib.loads(before)))
+    except InputError:
+        return ()  # the comparison with the new config gives the better error
+    changed = {one.key for one in config_differences(filled, toml.dump(config))}
+    new = {one.key for one in config_differences(before, filled) if one.before is None}
+    return tuple(sorted(new - changed))
+
+
+def describe_changes(config: RunConfig, changed: Sequence[Difference]) -> str:
+    """Says what was changed in a resumed run, as the rest of a line; "" if nothing was.
+
+    The default of a key that a later version has brought is no change.
+    """
+    own = config_differences(toml.dump(RunConfig()), toml.dump(config))
+    keys = {one.key for one in own}
+    said = [str(one) for one in changed if one.before is not None or one.key in keys]
+    return f" with other settings: {'; '.join(said)}" if said else ""
 
 
 def _refuse_links(folder: Path) -> None:

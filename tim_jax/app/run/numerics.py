@@ -1,5 +1,6 @@
 """The numerics of a run: the family of kernels, tiles that fit the model, and what was measured."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,12 @@ import jax
 from tim_jax import mismatch
 from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.common.errors import InputError
+from tim_jax.instruments import auditing
 from tim_jax.kernels import pallas
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import calibration, fitting
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Execution
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
     GPU_EXACT_F16,
@@ -184,3 +187,24 @@ def with_several_tiles(numerics: Numerics) -> Numerics:
     if numerics.family == "pallas_gpu":
         return numerics
     return replace(numerics, gpu=replace(numerics.gpu, matmul=MOSAIC_GPU_BF16_SEVERAL_TILES.matmul))
+
+
+def write_numerics(path: Path, execution: Execution, drawing: Numerics) -> None:
+    """Writes how a run's numbers are computed, by which kernels and on what, as JSON.
+
+    `execution` is the learner's, `drawing` the sampler's numerics.
+    """
+    learning, device = execution.numerics, jax.devices()[0]
+    record = {
+        "family": learning.family,
+        "numerics": auditing.describe(learning),
+        "kernels": fitting.kernels_used(execution.config, learning),
+        "sampler_numerics": auditing.describe(drawing),
+        "sampler_kernels": fitting.kernels_used(execution.config, drawing),
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": len(jax.devices()),
+        "processes": jax.process_count(),
+        "jax": jax.__version__,
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")

@@ -92,6 +92,7 @@ class Episodes:
     max_tokens: int = 5  # of a turn
     reply: int = 10
     batching: Batching = ALL_AT_ONCE
+    placement: Placement = SINGLE
     score: Score = Score()
 
 
@@ -195,10 +196,17 @@ def placed_cases(
     )
 
 
-def placed_episodes(config: ModelConfig, sizes: Sizes, where: Placement) -> Case:
-    """Episodes that one device draws, in a learner under a placement."""
-    score = Score(placement=where)
-    return Case(f"episodes: learner, {where}", plain_sampling(config, sizes), Episodes(score=score))
+def placed_episodes(config: ModelConfig, sizes: Sizes, where: Placement) -> tuple[Case, ...]:
+    """Episodes that one device draws, in a learner under a placement, and the other way round.
+
+    Under the placement they are drawn in slots, with pages.
+    """
+    plain, learner = plain_sampling(config, sizes), Episodes(score=Score(placement=where))
+    sampler = Episodes(batching=Batching(slots=2).rounded(where.shards), placement=where)
+    return (
+        Case(f"episodes: learner, {where}", plain, learner),
+        Case(f"episodes: sampler, {where}", plain, sampler),
+    )
 
 
 _SMALL = ModelConfig(

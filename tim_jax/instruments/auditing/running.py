@@ -40,7 +40,7 @@ from tim_jax.model.weights import Params, Weights, weight_axes
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
 from tim_jax.numerics.strict import unequal_bits
 from tim_jax.objectives import Objective
-from tim_jax.placement import SINGLE, Placement
+from tim_jax.placement import Placement
 from tim_jax.rl import episodes, programs, sharded
 from tim_jax.rl.experience import experience
 from tim_jax.rl.rules import Turns
@@ -266,13 +266,13 @@ class Replies:
 def _play(prompts: Prompts, wanted: Episodes, sampling: Sampling, bench: _Bench) -> Rollout:
     """Episodes of all prompts."""
     compiled = episodes.build(
-        bench.execution(sampling, SINGLE),
+        bench.execution(sampling, wanted.placement),
         turns=Turns(wanted.turns, min(wanted.max_tokens, sampling.max_tokens)),
         samples=bench.sizes.samples,
         batching=wanted.batching,
     )
     played = episodes.play(
-        bench.placed(SINGLE),
+        bench.placed(wanted.placement),
         prompts,
         jax.random.key(bench.sizes.seed),
         programs=compiled,

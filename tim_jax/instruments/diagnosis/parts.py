@@ -102,12 +102,10 @@ def _version(tokens: Tokens, base: Explanation) -> Explanation | None:
     nearest = int(np.argmin(sizes))
     others = own != nearest
     named = " or ".join(repr(str(x)) for i, x in enumerate(versions) if i != nearest)
-    return replace(
-        base,
-        name="other_version",
-        text=f"the rows of weights_version {named} are of other weights than those of"
+    return base.as_fault(
+        "other_version",
+        f"the rows of weights_version {named} are of other weights than those of"
         f" {str(versions[nearest])!r}",
-        kind="fault",
         predicted=np.where(others, np.nan, base.predicted),
         structure=-float(np.log(len(versions))),
         shows=np.flatnonzero(others & (gap > _BAD)),
@@ -166,11 +164,9 @@ def _sentinels(tokens: Tokens, base: Explanation) -> Explanation | None:
     text = f"{wrong.sum()} log-probs are {' or '.join(named)}: a sentinel, where none was recorded"
     if not values.any():
         text = f"{wrong.sum()} log-probs of uncertain tokens are exactly 0: none was recorded there"
-    return replace(
-        base,
-        name="sentinel",
-        text=text,
-        kind="fault",
+    return base.as_fault(
+        "sentinel",
+        text,
         predicted=np.where(wrong, recorded, exact),
         structure=_choice(wrong[~tokens.hidden]) - float(np.log(len(values)) * len(values)),
         shows=np.flatnonzero(wrong),
@@ -211,12 +207,10 @@ def _other_rows(tokens: Tokens, base: Explanation) -> Explanation | None:
         return None
     chosen = np.isin(np.arange(len(seen)), [row for row, _ in pairs])
     first, second = (tokens.responses[i].where for i in pairs[0])
-    return replace(
-        base,
-        name="other_row",
-        text=f"{len(pairs)} of {len(seen)} rows hold the log-probs of another row, as {first} holds"
+    return base.as_fault(
+        "other_row",
+        f"{len(pairs)} of {len(seen)} rows hold the log-probs of another row, as {first} holds"
         f" those of {second}",
-        kind="fault",
         predicted=predicted,
         structure=_choice(chosen) - len(pairs) * float(np.log(len(seen))),
         shows=np.flatnonzero(np.abs(np.nan_to_num(predicted, nan=np.inf) - exact) > _BAD),
@@ -294,12 +288,10 @@ def _other_end(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterat
     if 2 * count <= suspect.sum() or inside:
         return
     hazard = suspect.sum() / (~tokens.hidden).sum()
-    yield replace(
-        base,
-        name="other_end_token",
-        text=f"the engine ends responses at token {token}, as it did {count} of {suspect.sum()}"
+    yield base.as_fault(
+        "other_end_token",
+        f"the engine ends responses at token {token}, as it did {count} of {suspect.sum()}"
         " times, which is no end token of the model",
-        kind="fault",
         structure=-count * float(np.log(hazard)) - float(np.log(tokens.vocabulary)),
         shows=tokens.lasts[suspect & (last == token)],
     )
@@ -321,11 +313,9 @@ def _replaced(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterato
     replaced = gap.min(axis=1) < own_gap
     predicted[suspects] = np.where(replaced, nearest, predicted[suspects])
     if replaced.any():
-        yield replace(
-            base,
-            name="end_token_replaced",
-            text="another token stands where the end token stood, under the end token's log-prob",
-            kind="fault",
+        yield base.as_fault(
+            "end_token_replaced",
+            "another token stands where the end token stood, under the end token's log-prob",
             predicted=predicted,
             structure=-float(replaced.sum()) * np.log(len(tokens.stop_tokens) + 1),
             shows=suspects[replaced],
@@ -353,11 +343,9 @@ def _stripped(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterato
     odds, rest = _odds(tokens, stripped, going)
     rest -= _GOES_ON * _stops_inside(tokens)
     gain, lost = _mixed(odds + np.where(named[stripped], _NAMED, 0.0))
-    yield replace(
-        base,
-        name="end_token_stripped",
-        text="the end token was stripped: responses end where one was due, and have none",
-        kind="fault",
+    yield base.as_fault(
+        "end_token_stripped",
+        "the end token was stripped: responses end where one was due, and have none",
         structure=rest + gain,
         shows=tokens.lasts[stripped][lost],
     )

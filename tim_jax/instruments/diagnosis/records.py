@@ -14,6 +14,7 @@ import numpy as np
 from tim_jax import metrics
 from tim_jax.common import pages
 from tim_jax.common.pages import Table
+from tim_jax.instruments.diagnosis import variants
 from tim_jax.instruments.diagnosis.explanations import (
     LEAST_LOCAL,
     NORMAL_K3,
@@ -98,7 +99,8 @@ def sentence(verdict: Verdict) -> str:
     if verdict.state == "numerics":
         source, half, where = source or "; of no source tried here", verdict.half, "among engines"
         if half is not None and abnormal(sizes):
-            where = f"for this model ({half.scale:.1f} times that of {half.explanation.name})"
+            what = half.explanation.text.removeprefix(variants.LOW)
+            where = f"for this model ({half.scale:.1f} times that of {what})"
         return f"This is numerics, of a size normal {where}: {size}{source}."
     is_fault = best is not None and best.explanation.kind == "fault"
     cause = best.explanation.text if best is not None and is_fault else ""

@@ -19,6 +19,18 @@ from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights
 from tim_jax.tasks.text import encode_prompt
 
+_OF_WEIGHTS = (
+    mismatch.quantised_weights("int8"),
+    mismatch.quantised_weights("int8", codes="full"),
+    mismatch.quantised_weights("int8", codes="full", per="matrix", head=True),  # torch's dynamic
+    mismatch.quantised_weights("float8_e4m3fn"),
+    mismatch.quantised_weights("float8_e4m3fn", per="tensor"),
+)
+# What is multiplied by them in 8 bits as well -> the weights alone, whose rounding shows however an
+# engine scales the rest.
+EIGHT_BITS: dict[Entry, Entry] = {
+    replace(entry, activations=entry.dtype): entry for entry in _OF_WEIGHTS
+}
 # Low precision, as engines have it: each an entry of the dial. The first makes the smallest gap.
 SOURCES: tuple[Entry, ...] = (
     mismatch.compute(dtype="float16"),
@@ -31,11 +43,12 @@ SOURCES: tuple[Entry, ...] = (
     mismatch.kv_cache(dtype="float8_e4m3fn"),
     mismatch.kv_cache(dtype="float8_e5m2"),
     mismatch.kv_cache(dtype="int8"),
-    mismatch.quantised_weights(dtype="int8"),
-    mismatch.quantised_weights(dtype="float8_e4m3fn"),
+    *_OF_WEIGHTS,
     mismatch.quantised_weights(dtype="int4"),
+    *EIGHT_BITS,
 )
 
+LOW = "low precision: "  # begins their texts
 OTHERS = 8  # variants of requests, routes and prompts, at most
 OF_WEIGHTS = ("weights of ", "lora_")  # begin the names of explanations by other weights
 LEAST_Z = 5.0  # standard deviations by which a gap must go with a layer's rounding
@@ -63,6 +76,7 @@ class Variant:
 
     Attributes:
         change: the response with another context; None if this variant does not apply to it.
+        after: the name of the variant without which this one need not be tried; "": none.
     """
 
     name: str
@@ -70,6 +84,7 @@ class Variant:
     kind: Kind
     forward: Forward
     change: Change = unchanged
+    after: str = ""
 
 
 def explanations(variant: Variant, tokens: Tokens) -> Iterator[Explanation]:
@@ -149,12 +164,15 @@ def of_numerics(forward: Forward, sources: Sequence[Entry] = SOURCES) -> Iterato
         if numerics == forward.execution.numerics and weights is forward.weights:
             continue
         execution = Execution(forward.execution.config, numerics)
-        label = mismatch.label(entry)
+        label, alone = mismatch.label(entry), EIGHT_BITS.get(entry)
+        bits = entry.activations if isinstance(entry, mismatch.QuantisedWeights) else None
+        what = f"{bits} weights and activations, " if bits else ""
         yield Variant(
             label,
-            f"low precision: {label}",
+            f"{LOW}{what}{label}",
             "numerics",
             forward._replace(weights=weights, execution=execution),
+            after=mismatch.label(alone) if alone and alone in sources else "",
         )
 
 
@@ -304,18 +322,16 @@ def in_some_layers(forward: Forward, tokens: Tokens, entry: Entry) -> Explanatio
 
 
 def goes_with(tokens: Tokens, explanation: Explanation) -> float:
-    """By how many standard deviations what is recorded goes with what an explanation makes."""
-    exact, seen = tokens.evidence.exact.astype(np.float64), _comparable(tokens, explanation)
+    """By how many standard deviations what is recorded goes with what an explanation makes.
+
+    Of tokens that are not off by much more than that.
+    """
+    exact = tokens.evidence.exact.astype(np.float64)
+    most = _FAR * np.abs(explanation.predicted - exact).max()
+    seen = ~tokens.hidden & (np.abs(np.nan_to_num(tokens.recorded) - exact) <= most)
     gap, made = (tokens.recorded - exact)[seen], (explanation.predicted - exact)[seen]
     both = np.sqrt((gap**2).sum() * (made**2).sum())
     return float((gap * made).sum() / both * np.sqrt(len(gap))) if both > 0 else 0.0
-
-
-def _comparable(tokens: Tokens, explanation: Explanation) -> np.ndarray:
-    """bool[N], tokens that are not off by much more than an explanation makes."""
-    exact = tokens.evidence.exact
-    most = _FAR * np.abs(explanation.predicted - exact).max()
-    return ~tokens.hidden & (np.abs(np.nan_to_num(tokens.recorded) - exact) <= most)
 
 
 def mixed_layers(plain: Weights, rounded: Weights, chosen: np.ndarray) -> Weights:

@@ -50,6 +50,15 @@ _SMALLEST = mismatch.label(variants.SOURCES[0])
 HALF_PRECISION = tuple(
     mismatch.label(mismatch.compute(dtype=dtype)) for dtype in ("bfloat16", "float16")
 )
+# Of what is multiplied in 8 bits: here by a scale per token, which is the finest. In torch it has
+# seven bits, and one scale for all tokens of a forward, which makes 1.9 times that.
+_OPERANDS_FACTOR = 3.0
+# 8 bits -> the weights alone, whose rounding must be found: it says which weights they are.
+_ALONE = {
+    mismatch.label(entry): mismatch.label(alone)
+    for both, alone in variants.EIGHT_BITS.items()
+    for entry in (both, alone)
+}
 _ROUNDING = 1e-5  # differences of another order of sums in float32: nothing else is tried
 _NOTHING_LEFT = 1e-4  # nats; about what another order of sums and interpolation leave
 _SHOWING = 3.0  # nats of gain by which a single token shows an explanation
@@ -60,22 +69,8 @@ _NEAR = 0.5  # of the likeliest one's gain: less on a few rows is not promising
 _MOST = 0.9  # of the gap: what explains more of it leaves nothing to other low precision
 # A gap this many times smaller than that of float16 is of no low precision that is known here.
 _SMALLER = 20.0
+_WEIGHTS = [x for x in variants.SOURCES if x.kind == "weights" and not x.draws]
 _OF_A_LAYER = 20  # tokens by which it is told, at least
-
-
-def alike(sizes: dict[str, float], made: dict[str, float], *, larger: float = 1.0) -> bool:
-    """Whether differences have the sizes that some numerics make: mean, K3 and the largest.
-
-    `larger`: of how many times as many tokens they are. The largest of n draws from tails such as
-    the noise model's grows with the cube root of n, and is three times as large by chance once in
-    thirty.
-    """
-    most = _LARGEST_FACTOR * made["largest"] * larger ** (1 / 3)
-    return (
-        sizes["mean"] <= MEAN_FACTOR * made["mean"]
-        and sizes["k3"] <= _K3_FACTOR * made["k3"]
-        and sizes["largest"] <= max(most, NORMAL_LARGEST)
-    )
 
 
 State = Literal["exact", "numerics", "fault"]
@@ -200,6 +195,8 @@ def _worth_trying(numerics: Variant, judged: Sequence[Judged], few: Tokens) -> b
 
     Where a fault explains most, half precision alone is looked for in the rest.
     """
+    if numerics.after and not _found(numerics.after, judged):
+        return False
     known = [one for one in judged if one.gain > DECISIVE and one.explanation.sizes is None]
     most = {one.explanation.kind for one in known if one.moves and one.share > _MOST}
     if "numerics" in most or (most and numerics.name not in HALF_PRECISION):
@@ -212,6 +209,12 @@ def _worth_trying(numerics: Variant, judged: Sequence[Judged], few: Tokens) -> b
     left = [few.recorded - few.evidence.exact, *(one.residual for one in known)]
     medians = [float(np.nanmedian(np.abs(x))) for x in left if not np.isnan(x).all()]
     return not made or min(medians, default=0.0) > made[0] / _SMALLER
+
+
+def _found(name: str, judged: Iterable[Judged]) -> bool:
+    """Whether low precision of this name is seen in the log-probs themselves."""
+    own = (x for x in judged if x.explanation.name == name and x.explanation.sizes is None)
+    return any(one.gain > DECISIVE and material(one) for one in own)
 
 
 def _promising(
@@ -241,9 +244,10 @@ def _agreement(tokens: Tokens, forward: Forward) -> np.ndarray | None:
 def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) -> list[Judged]:
     """Quantised weights in some layers, if there is a gap that nothing explains most of."""
     known = any(one.gain > DECISIVE and one.moves and one.share > _MOST for one in judged)
-    if known or sizes_of(tokens.recorded - tokens.evidence.exact)["mean"] < LEAST_EFFECT:
+    sizes, total = sizes_of(tokens.recorded - tokens.evidence.exact), len(tokens.sequence)
+    if known or sizes["mean"] < LEAST_EFFECT or _half_precision(judged, sizes, total):
         return []
-    quantised = {mismatch.label(x): x for x in variants.SOURCES if x.kind == "weights"}
+    quantised = {mismatch.label(x): x for x in _WEIGHTS}
     wholes = [
         one for one in judged if one.explanation.name in quantised and one.explanation.sizes is None
     ]
@@ -251,7 +255,6 @@ def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) 
     nearest = max(fitting, key=lambda one: fitting[one], default=None)
     if nearest is None or fitting[nearest] < variants.LEAST_Z:
         return []
-    total = len(tokens.sequence)
     layers = forward.execution.config.num_layers
     some = _some_rows(tokens, max(_FEW, _OF_A_LAYER * layers, total // (layers + 2)))
     found = variants.in_some_layers(forward, some, quantised[nearest.explanation.name])
@@ -349,10 +352,14 @@ def _count_fitted(judged: Judged) -> tuple[int, float]:
 
 
 def _half_precision(judged: Sequence[Judged], sizes: dict[str, float], total: int) -> Judged | None:
-    """Half precision on this model, if the differences are hardly larger than what it makes.
+    """Half precision on this model, or 8 bits that are found, if these make hardly less.
 
     By the scale of the bulk, and by mean, largest and K3 of all.
     """
+    most = dict.fromkeys(HALF_PRECISION, MEAN_FACTOR)
+    for name, alone in _ALONE.items():
+        if _found(alone, judged):
+            most[name] = MEAN_FACTOR if name == alone else _OPERANDS_FACTOR
     made = {
         one.explanation.name: sizes_of(
             np.where(
@@ -362,15 +369,22 @@ def _half_precision(judged: Sequence[Judged], sizes: dict[str, float], total: in
         for one in judged
         if one.explanation.kind == "numerics" and one.explanation.sizes is None
     }
-    fitting = (
-        one
-        for one in judged
-        if one.explanation.sizes is not None
-        and one.explanation.name in HALF_PRECISION
-        and one.scale <= MEAN_FACTOR
-        and alike(sizes, made[one.explanation.name], larger=total / len(one.tokens.sequence))
-    )
-    return max(fitting, key=lambda one: one.gain, default=None)
+
+    def fits(one: Judged) -> bool:
+        name = one.explanation.name
+        if one.explanation.sizes is None or one.scale > most.get(name, 0.0):
+            return False
+        # The largest of n draws from tails such as the noise model's grows with the cube root of n,
+        # and is three times as large by chance once in thirty.
+        larger = (total / len(one.tokens.sequence)) ** (1 / 3)
+        largest = _LARGEST_FACTOR * made[name]["largest"] * larger
+        return (
+            sizes["mean"] <= most[name] * made[name]["mean"]
+            and sizes["k3"] <= _K3_FACTOR * made[name]["k3"]
+            and sizes["largest"] <= max(largest, NORMAL_LARGEST)
+        )
+
+    return max(filter(fits, judged), key=lambda one: one.gain, default=None)
 
 
 def _some_rows(tokens: Tokens, wanted: int) -> Tokens:

@@ -6,9 +6,10 @@ batch of the exact sampler differ by the mismatch and not by luck. The gradient 
 learner, in the first update of a step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -123,11 +124,31 @@ class Measuring:
         }
         self._measured = jax.jit(_measured)
 
-    def batches(self, dial: Mismatch) -> Batches:
-        """Draws the batches of a sampler with this mismatch, and takes their gradients."""
+    def batches(
+        self,
+        dial: Mismatch,
+        estimators: Collection[str] | None = None,
+        *,
+        kept: Path | None = None,
+    ) -> Batches:
+        """Draws the batches of a sampler with this mismatch, and takes their gradients.
+
+        Args:
+          estimators: which of `Bench.learnings`; None: all.
+          kept: a folder for each batch as it is taken; what is there already is read.
+        """
         bench = self.bench
+        taken = bench.learnings if estimators is None else estimators
         sample = programs.sampling_program(bench.execution, samples=bench.group, mismatch=dial)
-        rows = [self._batch(sample, number) for number in range(1, bench.batches + 1)]
+        rows = []
+        for number in range(1, bench.batches + 1):
+            file = kept and kept / f"{number}.npz"
+            if file is not None and file.exists():
+                rows.append(_read(file))
+                continue
+            rows.append(self._batch(sample, number, taken))
+            if file is not None:
+                _write(file, rows[-1])
         gradients, signs, values = (
             {name: np.stack([row[part][name] for row in rows]) for name in rows[0][part]}
             for part in range(3)
@@ -140,7 +161,9 @@ class Measuring:
         sample = programs.sampling_program(bench.execution, samples=bench.group, mismatch=dial)
         return sample(bench.weights, bench.prompts, drawing.step_key(bench.seed, number))
 
-    def _batch(self, sample: Callable[..., Rollout], number: int) -> tuple[dict, dict, dict]:
+    def _batch(
+        self, sample: Callable[..., Rollout], number: int, estimators: Collection[str]
+    ) -> tuple[dict, dict, dict]:
         bench = self.bench
         rollout = sample(bench.weights, bench.prompts, drawing.step_key(bench.seed, number))
         rollout = replace(rollout, drawn_log_probs=None)
@@ -150,7 +173,7 @@ class Measuring:
         ready = {
             name: prepare(trainer, rollout, rewards) for name, prepare in self._prepare.items()
         }
-        gradients = {name: self._taken(*one) for name, one in ready.items()}
+        gradients = {name: self._taken(*ready[name]) for name in estimators}
         batch, weights = ready[RECOMPUTE]
         signs = {
             name: self._taken(batch, jnp.where(sign * _per_token(batch) > 0, weights, 0.0))
@@ -183,6 +206,26 @@ class Measuring:
         whole = -jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in leaves])
         whole = whole if scale is None else whole / scale
         return whole if self.bench.projected is None else project(whole, self.bench.projected)
+
+
+def _write(file: Path, row: tuple[dict, ...]) -> None:
+    """Keeps the parts of a batch."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    flat = {f"{part} {name}": x for part, each in enumerate(row) for name, x in each.items()}
+    partial = file.with_suffix(".partial")
+    with partial.open("wb") as stream:
+        np.savez(stream, **flat)
+    partial.replace(file)
+
+
+def _read(file: Path) -> tuple[dict, dict, dict]:
+    """What `_write` kept."""
+    row: tuple[dict, dict, dict] = ({}, {}, {})
+    with np.load(file) as flat:
+        for key in flat.files:
+            part, _, name = key.partition(" ")
+            row[int(part)][name] = flat[key]
+    return row
 
 
 def project(vector: jax.Array, size: int) -> jax.Array:

@@ -273,7 +273,8 @@ def measure(
     """Measures what measured.jsonl does not have yet; yields each new record.
 
     A record is a function of the study and the policy alone, so that a study that was cut short
-    goes on to the same lines.
+    goes on to the same lines. Where gradients are projected, and so are small and of a large model,
+    each batch is kept in the folder as well.
     """
     path = folder / "measured.jsonl"
     done = {(r["horizon"], r["source"]) for r in records(folder)}
@@ -286,9 +287,11 @@ def measure(
                 continue
             bench = _bench(study, policy, config)
             measuring = Measuring(bench)
-            exact = measuring.batches(mismatch.EXACT)
+            kept = folder / "batches" / name if study.projected else None
+            # With no mismatch all estimators agree.
+            exact = measuring.batches(mismatch.EXACT, (RECOMPUTE,), kept=kept and kept / EXACT)
             for source in left:
-                other = measuring.batches(study.dial(source))
+                other = measuring.batches(study.dial(source), kept=kept and kept / source)
                 record = {"horizon": name, "source": source} | _record(exact, other)
                 if study.horizon:
                     record |= constants(measuring, study.dial(source), states=study.states)
@@ -342,7 +345,10 @@ _RECORD = TypeAdapter(_Record)
 
 def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
     """The first problems of the horizon's task, as many as a step of the run has prompts."""
-    execution = assembly.make_execution(config, policy.model)
+    run = Path(policy.config.run.folder)
+    # A horizon may have longer sequences than the run measured its tiles for.
+    measured = None if study.horizon else run / "calibration.json"
+    execution = assembly.make_execution(config, policy.model, measured=measured)
     task = grading.make_task(config)
     _check_sources(study, execution)
     examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
@@ -358,7 +364,7 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
         training=training,
         params=policy.params,
         task=task,
-        text=grading.make_text(config, policy.model, run=Path(policy.config.run.folder)),
+        text=grading.make_text(config, policy.model, run=run),
         examples=examples,
         batches=study.batches,
         seed=config.seed,
