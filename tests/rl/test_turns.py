@@ -226,7 +226,7 @@ def test_a_run_with_cuts_that_is_killed_resumes_to_the_same_bits():
     [
         {"slots": 3, "pages": 9},
         {"micro_batch_tokens": 64},
-        {"placement": Placement(fsdp=2), "sampler_placement": Placement()},
+        {"placement": Placement(fsdp=2), "slots": 4, "pages": 18},
     ],
 )
 def test_neither_slots_nor_buffers_nor_a_mesh_change_what_is_drawn_and_cut(changes):
@@ -238,7 +238,7 @@ def test_neither_slots_nor_buffers_nor_a_mesh_change_what_is_drawn_and_cut(chang
     assert samples == cut()[0][2]
     np.testing.assert_allclose(metrics["loss"], cut()[0][1]["loss"], atol=1e-6)
     np.testing.assert_allclose(metrics["gradient_norm"], cut()[0][1]["gradient_norm"], rtol=1e-4)
-    assert "slots" not in changes or tiny.bits(state) == tiny.bits(cut()[0][3])
+    assert list(changes) != ["slots", "pages"] or tiny.bits(state) == tiny.bits(cut()[0][3])
 
 
 @cache
