@@ -176,7 +176,7 @@ def look_at_model(sharding, named: str) -> None:
         (sequence,) = DUMP.glob("*thunk_sequence.txt")
         for kernel, grid, threads, shared in _THUNK.findall(sequence.read_text()):
             code = next((f for f in files if re.search(rf"entry {kernel}\b", f.read_text())), None)
-            if code is None or not re.match("dot|gated|attention", kernel):
+            if code is None or not re.match("dot|gated|attention|turn|log", kernel):
                 continue
             used = resources([code])
             registers = -(-int(used.split()[0]) // 8) * 8 * int(threads)
@@ -194,7 +194,8 @@ def look_at_model(sharding, named: str) -> None:
 
 
 def _of_model(ops, use):
-    """(name, function, shapes) of products of a step of decoding and of an update; attention."""
+    """(name, function, shapes) of products of a step of decoding and of an update, attention, and
+    the step's heads and normaliser."""
     of, dtype, hidden = jax.ShapeDtypeStruct, jnp.bfloat16, 2048
     matrices = {
         "qkv": (ops.dot, hidden, 4096),
@@ -226,6 +227,21 @@ def _of_model(ops, use):
         return jax.vjp(lambda *arrays: attend(*arrays, at), query, key, value)[1](cotangent)
 
     yield "its gradient, 1 x 4,096 tokens", gradient, [query, key, value, at, query]
+    rows, f32 = 64, jnp.float32
+    parts, angle = (of((rows, n), f32) for n in (4 * heads * size, size // 2))
+    optional = dict.fromkeys(("q_norm", "k_norm"), of((size,), f32))
+    given = parts, angle, angle, optional
+    options = {"heads": kernels.Heads(2 * heads, heads, size), "eps": 1e-6, **use}
+    caches = [of((rows, heads, *last), dtype) for last in ((size, 2048), (2048, size))]
+    into = partial(kernels.project_into, **options)
+    yield "heads, 64 rows", partial(ops.project, **options), given
+    yield (
+        "heads into the cache, 64 rows",
+        lambda caches, at, *given: into(caches, at, None, *given),
+        (caches, of((rows, 1), jnp.int32), *given),
+    )
+    logits = of((rows, 151_936), f32), of((rows,), f32)
+    yield "normaliser, 64 rows", lambda x, peak: ops.log_normaliser(x, peak, x, **use), logits
 
 
 def look_at_kernels(numerics: Numerics, sharding, named: str) -> None:

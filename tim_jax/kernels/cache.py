@@ -204,7 +204,7 @@ def _by_rows(cache, rows, places):
 # decoding would copy the whole cache to the other layout. The kernel reads the block around each
 # position, replaces the position, and writes the block back. On a GPU a scatter of keys and one of
 # values are several small kernels in every layer of a step; this is one, that writes the numbers of
-# each position and reads none.
+# each position and reads none. There rows that a projection makes need none at all, see `into`.
 
 # Positions of a block on a TPU, by the axis of the positions: a tile of the memory.
 _POSITIONS = {3: 128, 2: 16}

@@ -5,7 +5,7 @@ A result's bits do not depend on the batch, the padding or the surrounding progr
 - A sum lives in one program and runs over ascending blocks from 0. Block sizes are constants of the
   numerics, never of the row count or the sequence length; nothing is split among programs.
 - A single row takes the same path as a thousand: rows that a tile lacks are read as zeros, and not
-  written. Before the rotation, products of experts, logarithms and gradients XLA adds them.
+  written. Before products of experts, logarithms and gradients XLA adds them.
 - Key blocks start at a sequence's first token. Blocks of which a row sees nothing add exact zeros,
   so a tile may run as far as any of its rows needs.
 - Whatever is not elementwise, and every exp, log and rsqrt, is inside a kernel, where XLA cannot
@@ -17,7 +17,7 @@ The kernels:
   of `block_k`, so that an element is one chain of multiply-adds in the order of K. Float32 products
   are true float32 (no TF32).
 - Causal attention, see `pallas_attention`.
-- Row functions: RMSNorm, and the rotation of queries and keys.
+- Row functions: RMSNorm; heads between a projection and attention, with the cache's write.
 - Sums and exponentials over the vocabulary.
 
 Backward passes are the plain XLA expressions at the same inputs.
