@@ -207,10 +207,12 @@ def test_a_run_whose_episodes_are_cut_is_exact():
         assert sum("\n" in sample.completion for sample in samples) > 0
 
 
+@pytest.mark.slow
 def test_a_template_that_only_appends_has_the_bits_of_a_run_without_cuts():
     assert told(cut_steps(APPENDS, "cut", steps=1)) == told(cut_steps(APPENDS, "refuse", steps=1))
 
 
+@pytest.mark.slow
 def test_a_run_with_cuts_that_is_killed_resumes_to_the_same_bits():
     seen = []
     with pytest.raises(SystemExit):
@@ -328,6 +330,7 @@ def test_an_episode_in_several_rows_learns_what_it_would_in_one(name):
     np.testing.assert_array_equal(rollout.by_episode(weights), objective.token_weights(whole.mask))
 
 
+@pytest.mark.slow
 def test_the_loss_of_episodes_that_were_cut_is_the_sum_by_hand():
     drawn, training = drawn_and_cut(), TRAINING.varied(objective=objectives.Objective())
     rollout, rewards = drawn.rollout, np.arange(8, dtype=np.float64)
