@@ -393,7 +393,8 @@ WITHOUT = {
         policy.slots.Pool.empty policy.layout.sequences policy.layout.padded policy.layout.packed
         policy.layout.Padded.by_response policy.layout.Padded.predicting
         policy.layout.Packed.by_response policy.layout.Packed.predicting
-        policy.sampler.Decoding.uniforms policy.sampler.begin_steps
+        policy.sampler.Decoding.uniforms policy.sampler.begin_steps policy.sampler.in_loop
+        policy.sampler.tied policy.sampler.whole_weights
         policy.scoring.chosen_alike policy.slots.copy_pages policy.slots.with_prompts
         policy.turns.copy_pages policy.turns.turn_keys policy.slots.advance policy.slots.empty
         policy.slots.narrow policy.slots.readable_cache policy.slots.refill policy.slots.store

@@ -32,14 +32,7 @@ from tim_jax.policy.slots import Pool
 from tim_jax.policy.turns import Chunks, First, Found, Turning, Work
 from tim_jax.rl import sharded
 from tim_jax.rl.rules import Turns
-from tim_jax.tasks.episodes import (
-    Asker,
-    Completion,
-    Environment,
-    Outcome,
-    SharedAsker,
-    Turn,
-)
+from tim_jax.tasks.episodes import Asker, Completion, Environment, Outcome, SharedAsker, Turn
 
 _POSITIONS, _TOGETHER, _CHUNKS = 32, 4, 8  # of a chunk, sequences of one, chunks of a call
 _COPIES = 64  # of pages, in a call
