@@ -381,6 +381,7 @@ WITHOUT = {
         objectives.losses.uses_ratio objectives.shaping.absolute
         objectives.shaping.check_sequences
         objectives.shaping.AdaptiveKL.check objectives.objective.Objective.check_whole_distribution
+        objectives.objective.Objective.with_length
         schedules.decay_report schedules.SurgeDetector.init policy.sampler.trips
         policy.distribution.search_trips policy.scoring.shares_gradient policy.slots.Pool.check
     """,
