@@ -381,6 +381,7 @@ WITHOUT = {
         objectives.losses.uses_ratio objectives.shaping.absolute
         objectives.shaping.check_sequences
         objectives.shaping.AdaptiveKL.check objectives.objective.Objective.check_whole_distribution
+        objectives.objective.Objective.with_length
         schedules.decay_report schedules.SurgeDetector.init policy.sampler.trips
         policy.distribution.search_trips policy.scoring.shares_gradient policy.slots.Pool.check
     """,
@@ -393,7 +394,8 @@ WITHOUT = {
         policy.slots.Pool.empty policy.layout.sequences policy.layout.padded policy.layout.packed
         policy.layout.Padded.by_response policy.layout.Padded.predicting
         policy.layout.Packed.by_response policy.layout.Packed.predicting
-        policy.sampler.Decoding.uniforms policy.sampler.begin_steps
+        policy.sampler.Decoding.uniforms policy.sampler.begin_steps policy.sampler.in_loop
+        policy.sampler.tied policy.sampler.whole_weights
         policy.scoring.chosen_alike policy.slots.copy_pages policy.slots.with_prompts
         policy.turns.copy_pages policy.turns.turn_keys policy.slots.advance policy.slots.empty
         policy.slots.narrow policy.slots.readable_cache policy.slots.refill policy.slots.store

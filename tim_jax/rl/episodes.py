@@ -35,14 +35,7 @@ from tim_jax.policy.slots import Pool
 from tim_jax.policy.turns import Chunks, First, Found, Pages, Turning, Work
 from tim_jax.rl import sharded
 from tim_jax.rl.rules import Turns
-from tim_jax.tasks.episodes import (
-    Asker,
-    Completion,
-    Environment,
-    Outcome,
-    SharedAsker,
-    Turn,
-)
+from tim_jax.tasks.episodes import Asker, Completion, Environment, Outcome, SharedAsker, Turn
 
 _POSITIONS, _TOGETHER, _CHUNKS = 32, 4, 8  # of a chunk, sequences of one, chunks of a call
 # Of `_Books`, what a row of a rollout is made of.
