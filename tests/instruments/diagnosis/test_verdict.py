@@ -554,7 +554,7 @@ def test_8_bits_are_normal_if_the_rounding_of_their_weights_is_found():
 
     assert found(weights) is by_size
     assert found(replace(weights, gain=5.0)) is None
-    assert found(replace(weights, remains=0.96)) is None
+    assert found(replace(weights, gains=0.1 * made)) is None
     assert verdict._half_precision([own, by_size], normal, 8) is None
 
 

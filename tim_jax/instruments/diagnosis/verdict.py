@@ -59,6 +59,7 @@ _ALONE = {
     for both, alone in variants.EIGHT_BITS.items()
     for entry in (both, alone)
 }
+_GOES_WITH = 0.02  # nats a token: of two normal variables with a correlation of 0.2
 _ROUNDING = 1e-5  # differences of another order of sums in float32: nothing else is tried
 _NOTHING_LEFT = 1e-4  # nats; about what another order of sums and interpolation leave
 _SHOWING = 3.0  # nats of gain by which a single token shows an explanation
@@ -212,9 +213,9 @@ def _worth_trying(numerics: Variant, judged: Sequence[Judged], few: Tokens) -> b
 
 
 def _found(name: str, judged: Iterable[Judged]) -> bool:
-    """Whether low precision of this name is seen in the log-probs themselves."""
+    """Whether what is recorded goes with low precision of this name: with a correlation of 0.2."""
     own = (x for x in judged if x.explanation.name == name and x.explanation.sizes is None)
-    return any(one.gain > DECISIVE and material(one) for one in own)
+    return any(one.gain > DECISIVE and one.gains.mean() > _GOES_WITH for one in own)
 
 
 def _promising(
