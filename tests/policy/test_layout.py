@@ -39,6 +39,24 @@ def rollout_of(vocabulary: int, rows: int = 5, seed: int = 0, longest: int = RES
     )
 
 
+def test_groups_of_sequences_are_counted_as_they_are_folded():
+    longest, rng = 1500, np.random.default_rng(0)
+    classes = packing.classes(longest)
+
+    def group(counts, starts, lengths, width):
+        assert lengths.shape == starts.shape == (packing.group_size(width, 20, 512),)
+        return counts.at[classes.index(width)].add(1)
+
+    @jax.jit
+    def folded(lengths):
+        where = packing.Packing(jnp.zeros_like(lengths), lengths, longest)
+        return packing._by_length(group, jnp.zeros(len(classes), jnp.int32), where, 0, 512)
+
+    for scale in (30, 300, 1500):
+        lengths = np.clip(np.sort(rng.integers(-9, scale, 20))[::-1], 0, None).astype(np.int32)
+        assert folded(jnp.asarray(lengths)).tolist() == packing.groups(lengths, longest, 20, 512)
+
+
 @settings(max_examples=12)
 @given(st.integers(0, 10**6), st.integers(3, 9), st.integers(1, 12), st.integers(0, 40))
 def test_every_token_lies_once_and_in_its_place(seed, rows, longest, more):

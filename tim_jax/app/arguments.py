@@ -156,6 +156,12 @@ def add_plan(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
         default="4,8",
         help="sampler: compiled with two numbers of layers and continued to all (4,8), or: all",
     )
+    plan.add_argument(
+        "--mean-tokens",
+        type=int,
+        metavar="N",
+        help="of a response; needs learner.micro_batch_tokens (default: all are the longest)",
+    )
     plan.add_argument("--quick", action="store_true", help="do not search for the largest batch")
     plan.add_argument("--json", type=path, metavar="FILE", help="write the plan there")
     plan.set_defaults(run=run)

@@ -378,6 +378,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         arguments.topology,
         architecture=arguments.architecture,
         layers=planning.parse_layers(arguments.layers),
+        mean_tokens=arguments.mean_tokens,
         searching=not arguments.quick,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )

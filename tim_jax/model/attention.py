@@ -242,7 +242,9 @@ def _attend(
         out = over(*own, positions, window, shape=size, runs=packed.runs(size[1]))
         return out.reshape(*size, *out.shape[1:])
 
-    return packed.attended(query, key[0], value[0], window, packing, of_sequences), new
+    at_once = packed.group_rows(numerics.family)
+    out = packed.attended(query, key[0], value[0], window, packing, of_sequences, at_once)
+    return out, new
 
 
 def _read_back(key, value, shape: tuple[int, int, int], execution: Execution):

@@ -7,16 +7,17 @@ rows beside it nor on padding after its sequence, so they are those of a padded 
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 # (query [g, W, H, D], key [g, W, Kv, D], value [g, W, Kv, E], positions i32[g, W], window i32[] or
 # None) -> [g, W, H, E]
 Attend = Callable[..., jax.Array]
 
-_GROUP_ROWS = 512  # that attention takes out of the buffer at a time, unless a sequence has more
 _SHORTEST = 128  # sequences that are shorter are computed as if they had this many tokens
 _CLASSES = 8  # of lengths, at most
 _RUN_TOKENS, _RUNS = 128, 4  # positions in one of the runs of a class, and how many at most
@@ -39,6 +40,27 @@ def classes(longest: int) -> list[int]:
     return lengths
 
 
+def group_rows(family: str) -> int:
+    """Rows that attention takes out of the buffer at a time, unless a sequence has more.
+
+    Few stay in a CPU's cache; many keep the cores of a GPU busy, and are fewer launches.
+    """
+    return 512 if family in ("tiles", "native") else 4096
+
+
+def group_size(width: int, sequences: int, rows: int) -> int:
+    """How many of the sequences of a class of lengths are in a group of about `rows` rows."""
+    return min(max(rows // width, 1), sequences)
+
+
+def groups(lengths: np.ndarray, longest: int, sequences: int, rows: int) -> list[int]:
+    """How many groups attention takes of each of the `classes`, of a buffer's lengths."""
+    widths = classes(longest)
+    each = [np.sum((lengths <= high) & (lengths > low)) for high, low in pairwise([*widths, 0])]
+    sizes = (group_size(width, sequences, rows) for width in widths)
+    return [int(-(-count // size)) for count, size in zip(each, sizes, strict=True)]
+
+
 def runs(width: int) -> int:
     """How many runs attention cuts the rows of a class into, see `kernels.attention`.
 
@@ -54,6 +76,7 @@ def attended(
     window: jax.Array | None,
     packing: Packing,
     attend: Attend,
+    group_rows: int,
 ) -> jax.Array:
     """Attention of each sequence of the buffer to itself.
 
@@ -63,6 +86,7 @@ def attended(
       value: [N, Kv, E].
       window: i32[], how many positions a token attends to, or None.
       attend: of whole sequences that begin at position 0; differentiable.
+      group_rows: that are attended to at a time; changes no bit.
 
     Returns:
       [N, H, E]; of rows that belong to no sequence meaningless, but finite.
@@ -79,7 +103,7 @@ def attended(
 
         shape = (rows + packing.longest, query.shape[1], value.shape[2])
         empty = jnp.zeros(shape, query.dtype)
-        return _by_length(group, empty, packing, rows)[:rows]
+        return _by_length(group, empty, packing, rows, group_rows)[:rows]
 
     def backward(residuals, cotangent):
         *arrays, window, packing = residuals
@@ -95,7 +119,7 @@ def attended(
             return _put(gradients, of_parts(own), starts)
 
         empty = tuple(jnp.zeros_like(x) for x in arrays)
-        gradients = _by_length(group, empty, packing, rows)
+        gradients = _by_length(group, empty, packing, rows, group_rows)
         return (*(x[:rows] for x in gradients), None, None)
 
     call = jax.custom_vjp(forward)
@@ -103,7 +127,7 @@ def attended(
     return call(query, key, value, window, packing)
 
 
-def _by_length(group: Callable, carry, packing: Packing, nowhere: int):
+def _by_length(group: Callable, carry, packing: Packing, nowhere: int, group_rows: int):
     """Folds `group` (carry, starts i32[g], lengths i32[g], width) over the sequences, in order.
 
     A group has sequences of one class of lengths. What is missing to g starts at `nowhere`.
@@ -113,7 +137,7 @@ def _by_length(group: Callable, carry, packing: Packing, nowhere: int):
     ends = jnp.sum(packing.lengths[None, :] > bounds[:, None], axis=1, dtype=jnp.int32)
     first = jnp.int32(0)
     for index, width in enumerate(widths):
-        size = min(max(_GROUP_ROWS // width, 1), packing.starts.shape[0])
+        size = group_size(width, packing.starts.shape[0], group_rows)
 
         def some(number, carry, first=first, end=ends[index], width=width, size=size):
             at = first + number * size + jnp.arange(size)

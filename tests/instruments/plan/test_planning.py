@@ -16,8 +16,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import lowering
+import numpy as np
 import pytest
 import tiny
+from jax.extend.core import jaxprs_in_params
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
@@ -27,11 +29,20 @@ from jaxlib.triton import dialect as triton
 from tim_jax import kernels, objectives, optimizers
 from tim_jax.app import cli
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.plan import comparison, costs, hlo, lines, planning, topology, workload
+from tim_jax.instruments.plan import (
+    comparison,
+    costs,
+    hlo,
+    lines,
+    planning,
+    roofline,
+    topology,
+    workload,
+)
 from tim_jax.instruments.plan.costs import Memory, Traffic
 from tim_jax.instruments.plan.topology import Target
 from tim_jax.model.config_file import to_hf
-from tim_jax.model.execution import Execution
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import GpuTiles, MatmulTile, TpuTiles
 from tim_jax.placement import Placement
 from tim_jax.rl import training
@@ -513,6 +524,34 @@ def test_a_step_is_given_what_its_estimator_needs():
     assert jax.eval_shape(program.function, *program.arguments).carried.reward_kl.shape == ()
 
 
+def test_responses_of_a_mean_length_are_learnt_from_in_as_many_buffers_as_they_fill():
+    rows = RECIPE.varied(execution=replace(RECIPE.execution, sampling=Sampling(300)), remat=True)
+    rows = replace(rows, tokens=3 * rows.longest)
+    what = replace(rows, mean_tokens=75)
+    responses = what.lengths - what.prompt_length
+    assert responses.max() <= 300 < 3 * responses.max()  # of 16 the longest is no outlier
+    np.testing.assert_allclose(responses.mean(), 75, rtol=0.02)
+    parts = workload.parts(what)
+    assert max(part.sum() for part in parts) <= what.tokens
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), what.lengths)
+    program = workload.updating(what, EIGHT.devices)
+    traced = costs.live(program.function.trace(*program.arguments).jaxpr)
+    assert open_loops(traced) == len(program.trips)
+    assert program.trips[0] == len(parts)
+    all_longest = workload.learner_trips(replace(what, mean_tokens=300), "update")
+    flops = costs.count(traced, program.trips).flops
+    assert flops < costs.count(traced, all_longest).flops / 2
+    assert roofline.least(what, "update").flops < roofline.least(rows, "update").flops / 2
+
+
+def open_loops(jaxpr) -> int:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    running = (one for one in jaxpr.eqns if costs.runs(one, jaxpr))
+    inner = sum(open_loops(part) for one in running for part in jaxprs_in_params(one.params))
+    own = [one for one in jaxpr.eqns if one.primitive.name == "while" and costs.runs(one, jaxpr)]
+    return inner + len(own)
+
+
 def test_noise_is_planned_for_where_there_are_several_micro_batches():
     noisy = RECIPE.varied(micro_batch=4, noise_scale=True)
     assert noisy.with_micro_batch(8).learning.noise_scale
@@ -943,6 +982,11 @@ def config(tmp_path):
         ),
         (["--topology", "v5e:2x2", "--architecture", "no.json"], "--architecture no.json: No such"),
         (["--topology", "v6:2x2"], "did you mean 'v6e'"),
+        (["--topology", "v5e:2x2", "--mean-tokens", "8"], "needs learner.micro_batch_tokens"),
+        (
+            [*("--topology", "v5e:2x2", "--mean-tokens", "65"), "learner.micro_batch_tokens=512"],
+            "--mean-tokens 65: must be from 1 to sampling.max_tokens, which is 64",
+        ),
     ],
 )
 def test_bad_input_is_one_line(config, arguments, message, capsys):

@@ -1,5 +1,6 @@
 """The job behind `tim-jax plan`: which workload of which model, on which slice or GPU."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from tim_jax.app.config.run import RunConfig
@@ -25,6 +26,7 @@ def plan_run(
     *,
     architecture: Path | None = None,
     layers: Layers = (4, 8),
+    mean_tokens: int | None = None,
     searching: bool = True,
     say: Say = lambda text: None,
 ) -> Plan:
@@ -34,11 +36,14 @@ def plan_run(
       slice_name: such as "v5e:4x4" or "h200:1".
       architecture: a config.json to take in place of the config's model.
       layers: see `planning.make`.
+      mean_tokens: of the responses that are learnt from; None: all are the longest.
 
     Raises:
       InputError: the slice, the model or the placement is not possible, the compiler for it is
-        missing, or episodes have several turns; before anything is compiled.
+        missing, episodes have several turns, or `mean_tokens` cannot be a mean; before anything is
+        compiled.
     """
+    _check_mean(mean_tokens, config)
     if config.sampling.max_turns is not None:
         raise InputError(
             f"plan: sampling.max_turns = {config.sampling.max_turns}: the programs of several turns"
@@ -51,8 +56,22 @@ def plan_run(
     _check_family(config.numerics.family, generation)
     model = model_config(config, architecture)
     target = topology.target(slice_name)
-    workload = make_workload(config, model, target)
+    workload = replace(make_workload(config, model, target), mean_tokens=mean_tokens)
     return planning.make(workload, target, layers=layers, searching=searching, say=say)
+
+
+def _check_mean(mean: int | None, config: RunConfig) -> None:
+    limit, tokens = config.sampling.max_tokens, config.learner.micro_batch_tokens
+    if mean is None:
+        return
+    if tokens is None:
+        raise InputError(
+            f"--mean-tokens {mean} needs learner.micro_batch_tokens: rows are padded to the longest"
+        )
+    if not 1 <= mean <= limit:
+        raise InputError(
+            f"--mean-tokens {mean}: must be from 1 to sampling.max_tokens, which is {limit}"
+        )
 
 
 def _check_family(family: str, generation: Generation) -> None:

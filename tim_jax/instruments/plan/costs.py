@@ -83,7 +83,7 @@ class Work:
         return sum(call.memory * count for call, count in self.kernels.items())
 
 
-def count(jaxpr: Any, trips: Sequence[int] = ()) -> Work:
+def count(jaxpr: Any, trips: Sequence[int | Fraction] = ()) -> Work:
     """Work of a jaxpr, inner ones included.
 
     A branch counts as its most expensive side; so a kernel counts all its blocks, also those that
@@ -91,10 +91,12 @@ def count(jaxpr: Any, trips: Sequence[int] = ()) -> Work:
     kernels state their cost.
 
     Args:
-      trips: iterations of the loops that end by a condition, in the program's order; further ones
-        count once.
+      trips: iterations of the loops that end by a condition, in the program's order, perhaps on
+        average; further ones count once.
     """
-    return _count(jaxpr, iter(trips))
+    done = _count(jaxpr, iter(trips))
+    calls = ({call: round(n) for call, n in made.items()} for made in (done.kernels, done.products))
+    return Work(round(done.flops), *calls)
 
 
 def live(jaxpr: Any) -> Any:
@@ -105,7 +107,14 @@ def live(jaxpr: Any) -> Any:
 
 def _count(jaxpr, trips: Iterator[int]) -> Work:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return sum((_equation(one, trips) for one in jaxpr.eqns), Work())
+    return sum((_equation(one, trips) for one in jaxpr.eqns if runs(one, jaxpr)), Work())
+
+
+def runs(equation, jaxpr) -> bool:
+    """False of a loop that no result needs: `live` leaves some of these (jax 0.10.1)."""
+    read = (*jaxpr.outvars, *(atom for one in jaxpr.eqns for atom in one.invars))
+    made = {id(one) for one in equation.outvars}
+    return equation.primitive.name != "while" or any(id(atom) in made for atom in read)
 
 
 def _equation(equation, trips: Iterator[int]) -> Work:
@@ -324,7 +333,8 @@ def collectives(module: Module, trips: Sequence[int] = ()) -> Mapping[str, Traff
         kind = visit.instruction.opcode.removesuffix("-start")
         if kind in KINDS:
             size = _received(kind, visit, module)
-            traffic[kind] = traffic.get(kind, Traffic()) + Traffic(visit.times, visit.times * size)
+            own = Traffic(round(visit.times), round(visit.times * size))
+            traffic[kind] = traffic.get(kind, Traffic()) + own
     return traffic
 
 
@@ -547,14 +557,14 @@ def compiled(program: Program, target: Target) -> Compiled:
     figures = Figures(
         memory=of(executable),
         flops=done.flops,
-        bytes_accessed=bytes_accessed(module, program.trips) + done.kernel_bytes,
+        bytes_accessed=round(bytes_accessed(module, program.trips)) + done.kernel_bytes,
         collectives=collectives(module, program.trips),
         kernels=done.kernels,
-        launches=launches(module, program.trips),
+        launches=round(launches(module, program.trips)),
         products=done.products,
-        copied=bytes_accessed(module, program.trips, of=copies),
-        filled=bytes_accessed(module, program.trips, of=fills),
-        made=elements_filled(module, program.trips),
+        copied=round(bytes_accessed(module, program.trips, of=copies)),
+        filled=round(bytes_accessed(module, program.trips, of=fills)),
+        made=round(elements_filled(module, program.trips)),
     )
     return Compiled(figures, text, time.perf_counter() - start)
 

@@ -5,8 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from tim_jax.instruments.plan import calibration, comparison, roofline
+from tim_jax.instruments.plan import workload as workloads
 from tim_jax.instruments.plan.comparison import Match
 from tim_jax.instruments.plan.planning import Plan, Stage
+from tim_jax.instruments.plan.workload import Workload
 
 _GIB = 2**30
 _SLOWEST = 4  # kernels that are named
@@ -56,7 +58,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 def _micro_batch(plan: Plan) -> str:
     rows, (_, unit) = plan.workload.training.micro_batch, plan.workload.micro_batch
-    return f"of {rows * unit:,} tokens" if plan.workload.packed else str(rows)
+    return f"of {rows * unit:,} tokens" if plan.workload.tokens else str(rows)
 
 
 def _stage(stage: Stage) -> Iterator[str]:
@@ -96,10 +98,21 @@ def _times(stage: Stage, plan: Plan) -> Iterator[str]:
         f" {estimate.others:,.2f}, links {estimate.links:,.2f}, launches {estimate.launches:,.2f};"
         f" the least work takes {least:,.2f} s, {least / estimate.total:.0%} of it"
     )
-    if plan.workload.packed and stage.name != "sampler":
-        yield "    if every sequence is the longest; it falls with the tokens that there are"
+    if plan.workload.tokens and stage.name != "sampler":
+        yield f"    {_lengths(plan.workload)}"
     for name, one in list(estimate.kernels.items())[:_SLOWEST]:
         yield f"    {name:<24} {one.seconds:>10,.2f} s, {one.calls:,} calls, most in {one.bound}"
+
+
+def _lengths(workload: Workload) -> str:
+    """Of which sequences the learner's time is, where micro-batches are of tokens."""
+    if workload.mean_tokens is None:
+        return "if every sequence is the longest; it falls with the tokens that there are"
+    return (
+        f"if responses have {workload.mean_tokens:,} tokens on average:"
+        f" {int(workload.lengths.sum()):,} tokens a device in"
+        f" {len(workloads.parts(workload))} micro-batches"
+    )
 
 
 def _trust(estimate: roofline.Estimate, plan: Plan) -> str:

@@ -20,6 +20,7 @@ values up to the token.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import jax
 
@@ -36,6 +37,7 @@ from tim_jax.instruments.plan.calibration import (
 )
 from tim_jax.instruments.plan.costs import Call, Figures
 from tim_jax.instruments.plan.workload import Workload
+from tim_jax.model import packing
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import parameter_shapes
 
@@ -199,17 +201,43 @@ def seen(workload: Workload, stage: str) -> float:
 
     In the sampler rows are those of decoding, in "prefill" of prompts, and else of whole sequences.
     """
-    prompt, execution = workload.prompt_length, workload.execution
-    length, block = prompt + execution.sampling.max_tokens, execution.numerics.kv_block
-    length = prompt if stage == "prefill" else length
+    prompt, block = workload.prompt_length, workload.execution.numerics.kv_block
+    if workload.mean_tokens is not None and stage in ("scoring", "update"):
+        return _seen_in_buffers(workload)
+    length = prompt if stage == "prefill" else workload.longest
     rows = range(prompt if stage == "sampler" else 0, length)
-    windows = _windows(execution.config, length)
-    blocks = sum(
-        count * (row // block - max(row + 1 - window, 0) // block + 1)
-        for window, count in Counter(windows).items()
-        for row in rows
+    blocks = sum(_blocks(workload, row) for row in rows)
+    return blocks / len(rows) / -(-length // block)
+
+
+def _seen_in_buffers(workload: Workload) -> float:
+    """The same of the groups of sequences that attention takes out of buffers of tokens.
+
+    Rows behind a sequence's end see one block.
+    """
+    numerics, count = workload.execution.numerics, len(workload.lengths)
+    block, at_once = numerics.kv_block, packing.group_rows(numerics.family)
+    widths = packing.classes(workload.longest)
+    rows, keys = 0, 0
+    for part in workloads.parts(workload):
+        counts = packing.groups(part, widths[0], count, at_once)
+        for width, groups in zip(widths, counts, strict=True):
+            taken = groups * packing.group_size(width, count, at_once) * width
+            rows, keys = rows + taken, keys + taken * -(-width // block)
+    upto = [0.0, *accumulate(_blocks(workload, row) for row in range(workload.longest))]
+    seen = sum(upto[length] for length in workload.lengths)
+    return (seen + rows - int(sum(workload.lengths))) / keys
+
+
+def _blocks(workload: Workload, row: int) -> float:
+    """Blocks of keys that a row sees, on average over layers."""
+    config, block = workload.execution.config, workload.execution.numerics.kv_block
+    windows = Counter(_windows(config, workload.longest))
+    blocks = (
+        layers * (row // block - max(row + 1 - window, 0) // block + 1)
+        for window, layers in windows.items()
     )
-    return blocks / len(rows) / len(windows) / -(-length // block)
+    return sum(blocks) / config.num_layers
 
 
 def _windows(config: ModelConfig, length: int) -> list[int]:
@@ -252,7 +280,8 @@ class Least:
 def least(workload: Workload, stage: str) -> Least:
     """Of a stage: "sampler", "scoring" or "update", all responses being the longest.
 
-    A sampler reads the prompt of a group once, and has the logits of what it draws alone.
+    With the workload's `mean_tokens` the learner's sequences have its `lengths`. A sampler reads
+    the prompt of a group once, and has the logits of what it draws alone.
     """
     execution = workload.training.drawing if stage == "sampler" else workload.execution
     config, where = execution.config, execution.placement
@@ -268,7 +297,9 @@ def least(workload: Workload, stage: str) -> Least:
 
     if stage != "sampler":
         times = 3 if stage == "update" else 1
-        return Least(times * rows * whole(0, length) / where.tensor, 0.0)
+        lengths = Counter(workload.lengths.tolist())
+        mean = sum(n * whole(0, one) for one, n in lengths.items()) / lengths.total()
+        return Least(times * rows * mean / where.tensor, 0.0)
     head = 2 * config.vocab_size * config.hidden_size * prompt
     shared = (whole(0, prompt) - head) / workload.learning.samples
     flops = rows * (shared + whole(prompt, length)) / where.tensor

@@ -2,21 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.common.types import Prompts, Rollout, route_dtype
-from tim_jax.model import adapters
+from tim_jax.model import adapters, packing
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import param_axes, parameter_shapes
 from tim_jax.placement import Devices
 from tim_jax.policy import sampler
-from tim_jax.rl import programs
+from tim_jax.rl import micro_batches, programs
 from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning
 
@@ -29,22 +32,24 @@ class Workload:
 
     Micro-batches of tokens are planned as rows of the longest sequence, about as many tokens: what
     they need at most. That is the memory of a buffer which is full, and the time of a step all of
-    whose sequences are the longest.
+    whose sequences are the longest. With `mean_tokens` the learner's programs are those of the
+    buffer, and their loops run as often as responses need that are log-normal, of this mean.
     """
 
     training: Training
     prompt_length: int
-    packed: bool = False  # whether the run's micro-batches are of tokens
+    mean_tokens: int | None = None  # of a response
+    tokens: int | None = None  # of the run's micro-batches, if they are of tokens
 
     def __post_init__(self):
         tokens, shards = self.learning.micro_batch_tokens, self.execution.placement.shards
         if tokens is None:
             return
+        object.__setattr__(self, "tokens", tokens)
         own, rows = tokens // shards, self.training.rows // shards
         fit = [n for n in range(1, rows + 1) if not rows % n and n * self.longest <= own]
         padded = {"micro_batch": shards * max(fit, default=1), "micro_batch_tokens": None}
         object.__setattr__(self, "training", self.training.varied(**padded))
-        object.__setattr__(self, "packed", True)
 
     @property
     def longest(self) -> int:
@@ -54,9 +59,36 @@ class Workload:
     @property
     def micro_batch(self) -> tuple[str, int]:
         """The key of a run's micro-batches, and how many of its units a row has."""
-        if self.packed:
+        if self.tokens:
             return "learner.micro_batch_tokens", self.longest
         return "learner.micro_batch", 1
+
+    @property
+    def learner(self) -> Training:
+        """What the learner's programs are compiled of."""
+        if self.mean_tokens is None:
+            return self.training
+        return self.training.varied(micro_batch=None, micro_batch_tokens=self.tokens)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """i32[B], tokens of the sequences that a device learns from in an update.
+
+        Of responses they are quantiles of a log-normal distribution with sigma 1, cut at the
+        longest, whose scale gives them `mean_tokens` on average.
+        """
+        count = self.training.rows // self.execution.placement.shards
+        limit, mean = self.execution.sampling.max_tokens, self.mean_tokens
+        if mean is None:
+            return np.full(count, self.longest, np.int32)
+        points = (np.arange(count) + 0.5) / count
+        drawn = np.exp([NormalDist().inv_cdf(point) for point in points])
+        low, high = 0.0, limit / drawn.min()
+        for _ in range(50):
+            scale = (low + high) / 2
+            found = np.clip(np.round(drawn * scale), 1, limit)
+            low, high = (scale, high) if found.mean() < mean else (low, scale)
+        return (self.prompt_length + found).astype(np.int32)
 
     @property
     def execution(self) -> Execution:
@@ -102,7 +134,7 @@ class Workload:
     def with_micro_batch(self, rows: int) -> "Workload":
         """The same step in other micro-batches; the noise is measured only if there are several."""
         noise = self.learning.noise_scale and rows < self.training.rows
-        return self.varied(micro_batch=rows, noise_scale=noise)
+        return replace(self, mean_tokens=None).varied(micro_batch=rows, noise_scale=noise)
 
     def varied(self, **changes: Any) -> "Workload":
         """The same step with other fields of its training, see `Training.varied`."""
@@ -116,7 +148,7 @@ class Program:
     name: str
     function: Any
     arguments: tuple[Any, ...]
-    trips: tuple[int, ...] = ()
+    trips: tuple[int | Fraction, ...] = ()
 
 
 def sampling(workload: Workload, devices: Devices) -> Program:
@@ -147,7 +179,8 @@ def decode_steps(workload: Workload) -> tuple[int, ...]:
 def scoring(workload: Workload, devices: Devices) -> Program:
     """The learner's forward over a step's sequences, with advantages and corrections."""
     laid = _Laid(workload, workload.execution, devices)
-    return Program("scoring", laid.built.experience, laid.for_experience)
+    trips = learner_trips(workload, "scoring")
+    return Program("scoring", laid.built.experience, laid.for_experience, trips)
 
 
 def updating(workload: Workload, devices: Devices) -> Program:
@@ -156,7 +189,38 @@ def updating(workload: Workload, devices: Devices) -> Program:
     batch = jax.eval_shape(laid.built.experience, *laid.for_experience).experience
     index, length = _shape((), jnp.int32), _shape((), jnp.float32)
     arguments = (laid.state, laid.weights, *laid.whole((batch, index, length)), laid.base)
-    return Program("update", laid.built.update, arguments)
+    return Program("update", laid.built.update, arguments, learner_trips(workload, "update"))
+
+
+def parts(workload: Workload) -> list[np.ndarray]:
+    """The lengths of the sequences of each of a device's micro-batches of tokens."""
+    assert workload.tokens is not None
+    lengths, shards = workload.lengths, workload.execution.placement.shards
+    filled = partial(micro_batches.fill, tokens=workload.tokens // shards, rows=len(lengths))
+    part_of = np.asarray(jax.jit(filled)(jnp.asarray(lengths)))
+    return [lengths[part_of == number] for number in range(part_of.max() + 1)]
+
+
+def learner_trips(workload: Workload, stage: str) -> tuple[int | Fraction, ...]:
+    """Iterations of the loops over micro-batches of tokens, and on average of those inside them.
+
+    Inside are attention's loops over groups of about as long sequences, once more in the backward
+    and if the layers are computed anew, and the head's over tiles of targets.
+    """
+    if workload.mean_tokens is None:
+        return ()
+    of_parts = parts(workload)
+    count, prompt = len(workload.lengths), workload.prompt_length
+    rows = packing.group_rows(workload.execution.numerics.family)
+    counted = [packing.groups(part, workload.longest, count, rows) for part in of_parts]
+    groups = [Fraction(sum(column), len(of_parts)) for column in zip(*counted, strict=True)]
+    size = min(workload.execution.numerics.head_rows, workload.tokens or 1)
+    targets = [int(np.sum(part - prompt)) for part in of_parts]
+    head = Fraction(sum(-(-one // size) for one in targets), len(of_parts))
+    if stage == "scoring":
+        return len(of_parts), *groups, head
+    again = groups if workload.learning.remat else []
+    return len(of_parts), *groups, head, head, *again, *groups
 
 
 def resident(workload: Workload, devices: Devices, stage: str) -> int:
@@ -242,7 +306,7 @@ class _Laid:
     @property
     def built(self) -> programs.Programs:
         """The learner's programs: its sampler is compiled by itself."""
-        training = self.workload.training.varied(sampler=Sampler(), offload=False)
+        training = self.workload.learner.varied(sampler=Sampler(), offload=False)
         return programs.build(training, self.devices)
 
     @property
