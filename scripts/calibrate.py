@@ -212,9 +212,9 @@ def predictions(device: dict[str, Any], predicted: dict[str, Any]) -> Iterator[s
 def _programs(kernels: str, found: dict[str, Any], measured: dict[str, float]) -> Iterator[str]:
     """A row for each program. Measured times are of the measured kernels."""
     yield from (f"### By {kernels} kernels", "")
-    yield f"Tree {found['tree']}, compiled by jax {found['jax']}."
+    yield f"Compiled by jax {found['jax']}."
     head = "program", "predicted", "not shown", "by the data sheet", "measured", "most of it in"
-    yield from ("", f"| {' | '.join(head)} |", "|---|---|--:|--:|--:|---|")
+    yield from ("", f"| {' | '.join(head)} | tree |", "|---|---|--:|--:|--:|---|---|")
     for name, case in found["cases"].items():
         total = sum(case["seconds"].values())
         figures = [_figure(key, case[key]) for key in case if key in _FIGURES]
@@ -227,6 +227,7 @@ def _programs(kernels: str, found: dict[str, Any], measured: dict[str, float]) -
             f"{case['by the data sheet']:,.3f} s",
             beside,
             "; ".join(classes),
+            case["tree"],
         )
         yield f"| {name} | {' | '.join(cells)} |"
     yield ""

@@ -4,8 +4,9 @@
 
 Compiles every exact program of the check for an H200, about a minute each on two idle cores, and
 estimates its time. Writes docs/results/predicted.json, and the tables of
-docs/results/calibration.md. `--keep FOLDER` keeps (and takes again) what was compiled. Predictions
-of the kernels that were measured stay as they are: they are of tree 5a1e30c.
+docs/results/calibration.md. `--keep FOLDER` keeps (and takes again) what was compiled; `--only
+sampler` predicts the cases with this in their names, and leaves the others. Predictions of the
+kernels that were measured stay as they are: they are of tree 5a1e30c.
 """
 
 import argparse
@@ -50,13 +51,16 @@ def main() -> None:
     """Predicts every case, and draws the page."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--keep", type=Path, help="folder of what was compiled")
-    folder = options.parse_args().keep
+    options.add_argument("--only", default="", help="cases with this in their names")
+    chosen = options.parse_args()
     target = topology.target(f"{DEVICE}:1")
     setting = Setting(smoke=False, out=Path("."))
     cases = {
-        timed.name: predicted(timed, target, folder)
+        timed.name: {**predicted(timed, target, chosen.keep), "tree": _tree()}
         for timed in speed.plan(setting)
-        if timed.whole.side == "exact" and not timed.name.startswith("profile")
+        if timed.whole.side == "exact"
+        and not timed.name.startswith("profile")
+        and chosen.only in timed.name
     }
     write(cases)
 
@@ -64,7 +68,8 @@ def main() -> None:
 def write(cases: dict[str, Any]) -> None:
     """Keeps predictions of this tree's kernels, beside those of the measured ones, and draws."""
     content = json.loads(calibrate.PREDICTED.read_text())
-    found = {"tree": _tree(), "jax": jax.__version__, "cases": cases}
+    older = content[DEVICE].get(calibrate.TODAYS, {}).get("cases", {})
+    found = {"jax": jax.__version__, "cases": older | cases}
     content[DEVICE][calibrate.TODAYS] = found
     calibrate.PREDICTED.write_text(json.dumps(content, indent=1) + "\n")
     calibrate.main()

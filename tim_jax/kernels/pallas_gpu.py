@@ -282,24 +282,8 @@ def rotated(
         inputs += [optional[name].reshape(2, half) for name in ("q_norm", "k_norm")]
         specs += [pl.BlockSpec((2, half), lambda i, h: (0, 0))] * 2
 
-    out_shape = [
-        jax.ShapeDtypeStruct((rows, end - first, 2, half), numerics.dtype)
-        for first, end in pairwise(ends)
-    ]
     options: dict[str, Any] = {}
-    if into is not None:
-        out_shape[1:] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in into.caches]
-
-    def of_part(part: int) -> pl.BlockSpec:
-        """A tile of rows, or a whole cache. What has a head of another part writes nothing here."""
-        whole = into is not None and part > 0
-        first, last, (count, _, *sizes) = ends[part], ends[part + 1] - 1, out_shape[part].shape
-        return pl.BlockSpec(
-            (count if whole else tile, None, *sizes),
-            lambda i, h: (0 if whole else i, jnp.clip(h, first, last) - first, 0, 0),
-        )
-
-    out_specs = [of_part(part) for part in range(3)]
+    out_specs, out_shape = _parts(rows, half, ends, into, numerics)
     if into is not None:
         of_rows = [x for x in (into.positions, into.pages) if x is not None]
         inputs += [*of_rows, *into.caches]
@@ -333,6 +317,30 @@ def rotated(
     if into is not None:
         return query, key, value
     return query, key.reshape(rows, -1, heads.size), value.reshape(rows, -1, heads.size)
+
+
+def _parts(rows: int, half: int, ends: Sequence[int], into: Into | None, numerics: Numerics):
+    """Blocks and shapes of queries, keys and values, whose heads end at `ends`.
+
+    A block is a tile of rows of a head, or a head of a whole cache. A program that has a head of
+    another part has some block of it, and writes nothing there.
+    """
+    shapes = [
+        jax.ShapeDtypeStruct((rows, end - first, 2, half), numerics.dtype)
+        for first, end in pairwise(ends)
+    ]
+    if into is not None:
+        shapes[1:] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in into.caches]
+
+    def blocks_of(part: int) -> pl.BlockSpec:
+        whole = into is not None and part > 0
+        first, last, (count, _, *sizes) = ends[part], ends[part + 1] - 1, shapes[part].shape
+        return pl.BlockSpec(
+            (count if whole else numerics.gpu.row_tile, None, *sizes),
+            lambda i, h: (0 if whole else i, jnp.clip(h, first, last) - first, 0, 0),
+        )
+
+    return [blocks_of(part) for part in range(len(shapes))], shapes
 
 
 def _turn(

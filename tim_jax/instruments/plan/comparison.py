@@ -5,6 +5,8 @@ with its counterpart in the learner's programs: the same operation, types, layou
 Pallas kernel's code what does not decide how numbers are computed is left out: on a TPU the sizes
 of the grid and of tables of integers, on a GPU everything about places in memory, so that the order
 of the operations on floats remains. Of a bfloat16 product by Triton the tile is left out as well.
+A kernel may write its results into arrays that it is given, such as a cache, where its counterpart
+makes new ones: that is no difference either.
 """
 
 import base64
