@@ -199,7 +199,7 @@ def test_an_episode_of_one_turn_is_the_single_turn_sampler_s():
 HEADS = replace(CONFIG, hidden_size=32, num_heads=4, num_kv_heads=2, intermediate_size=32)
 WIDER = replace(EXACT, config=HEADS, numerics=replace(tiny.NUMERICS, column_tiles=2))
 MESHES = [
-    (EXACT, Placement(data=3, fsdp=2), Batching(slots=6, pages=66)),
+    (EXACT, Placement(data=3, fsdp=2), Batching(slots=6, pages=60)),
     slow(WIDER, Placement(fsdp=2, tensor=2), Batching(slots=4, halvings=1, pages=22)),
     slow(WIDER, Placement(fsdp=2, tensor=2, decode="sharded"), ROWS),
 ]
