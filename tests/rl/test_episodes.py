@@ -217,7 +217,8 @@ def test_episodes_of_a_mesh_are_those_of_one_device(what, where, batching):
     for name in ("rewards", "turn_rewards", "failed"):
         np.testing.assert_array_equal(getattr(here, name), getattr(alone, name))
     extended = here.metrics.pop("extended_tokens"), alone.metrics["extended_tokens"]
-    assert extended[0] > extended[1] if batching.pages else extended[0] == extended[1]
+    # How many pages are taken back depends on when replies come.
+    assert extended[0] >= extended[1] if batching.pages else extended[0] == extended[1]
     assert here.metrics.items() <= alone.metrics.items()
 
 
