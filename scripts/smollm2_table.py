@@ -7,6 +7,7 @@
     python scripts/smollm2_table.py engines [FOLDER]        # transformers' generate; needs torch
     python scripts/smollm2_table.py faults [FOLDER] --trained runs/smollm2   # made in these
     python scripts/smollm2_table.py runs FOLDER...          # runs of configs/smollm2.toml
+    python scripts/smollm2_table.py ties RUN                # half precision after one step
 
 Each writes its part of the page. `engines` and `faults` write the
 rollouts to a folder, and have `tim-jax diagnose` name what it sees.
@@ -40,12 +41,18 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts
 from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing import ablation
+from tim_jax.instruments.diagnosis.evidence import Forward, log_probs
+from tim_jax.instruments.diagnosis.rollouts import Limits, collect
+from tim_jax.instruments.diagnosis.rollouts import Row as Line
+from tim_jax.instruments.diagnosis.variants import of_numerics
 from tim_jax.model import calibration, hf, transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.files import load_tokenizer
 from tim_jax.numerics import EXACT_F32, Numerics
-from tim_jax.tasks.text import encode_prompt
+from tim_jax.tasks.base import Example
+from tim_jax.tasks.builtin import addition
+from tim_jax.tasks.text import encode_prompt, encode_text
 
 PAGE = RESULTS / "smollm2.md"
 QUESTIONS = (
@@ -61,6 +68,7 @@ QUESTIONS = (
 HELD = "eval/reward"
 RESPONSE, SAMPLES = 32, 4
 LINE_BREAK = 198
+HALF, PROBLEMS = ("bfloat16", "float16"), 16
 STALE = "weights of before the run"
 Row = dict[str, Any]  # of rollouts, or of a table
 SOURCES = tuple(one for one in PLAIN if one["name"] not in ("stale_weights", "pallas_attention"))
@@ -427,7 +435,64 @@ def judged(name: str, found: Diagnosis, rows: Sequence[Row]) -> str:
     )
 
 
-def runs(folders: Sequence[Path]) -> str:
+def ties(model: Path, run: Path) -> str:
+    """What half precision makes of a run's step from these weights: how far its weights go, and its
+    log-probs of the right answers to the first problems."""
+    config = hf.load_config(model)
+    before = hf.load_params(model, config)
+    after = folders.read_params(run, before).state["params"]
+    tokenizer = load_tokenizer(model, vocab_size=config.vocab_size)
+
+    def row(problem: Example) -> Line:
+        texts = {"prompt": problem.prompt, "response": f"{problem.answer}\n"}
+        ids = {
+            f"{name}_token_ids": encode_text(tokenizer, str(text), where=name)
+            for name, text in texts.items()
+        }
+        return Line(ids | {"logprobs": [0.0] * len(ids["response_token_ids"])}, "")
+
+    asked = [row(one) for one in addition().train[:PROBLEMS]]
+    given = collect(asked, limits=Limits.of(config)).responses
+    execution = Execution(config, EXACT_F32)
+    prepare = jax.jit(execution.prepare)
+    gaps: dict[str, list[float]] = {name: [] for name in HALF}
+    for params in (before, after):
+        weights = prepare(jax.tree.map(jnp.asarray, params))
+        plain = Forward(weights, execution, config.vocab_size, ())
+        exact = log_probs(plain, given)
+        for variant in of_numerics(plain, [mismatch.compute(dtype=name) for name in HALF]):
+            made = log_probs(variant.forward, given)
+            gaps[variant.name.partition("(")[2][:-1]].append(float(np.abs(made - exact).mean()))
+    lines = [
+        f"{machine()}.",
+        "",
+        "| | weights half way between two numbers | rounded weights move, in steps |"
+        " mean \\|d\\| before the step | after |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, (old, new) in gaps.items():
+        share, move = rounded_step(before["layers"], after["layers"], name)
+        lines.append(f"| {name} | {share:.1%} | {move:.1f} | {old:.3f} | {new:.3f} |")
+    return "\n".join(lines)
+
+
+def rounded_step(before: Any, after: Any, dtype: str) -> tuple[float, float]:
+    """The share of ties among matrices, and how far rounded weights go for a step of 1."""
+    count = tied = 0
+    moved = whole = 0.0
+    for name in ("q", "k", "v", "o", "gate", "up", "down"):
+        for one, other in zip(np.asarray(before[name]), np.asarray(after[name]), strict=True):
+            low, high = (x.astype(dtype).astype(np.float32) for x in (one, other))
+            beyond = 2 * one - low  # as far from the weight as `low`, on the other side
+            tied += int(((beyond != low) & (beyond.astype(dtype) == beyond)).sum())
+            count += one.size
+            step = other - one
+            moved += float((np.sign(step) * (high - low)).sum(dtype=np.float64))
+            whole += float(np.abs(step).sum(dtype=np.float64))
+    return tied / count, moved / whole
+
+
+def runs(paths: Sequence[Path]) -> str:
     """Held-out accuracy before and after, with 95% intervals, and what the steps earned.
 
     The gain's interval takes the two evaluations as independent, which makes it too wide rather
@@ -441,7 +506,7 @@ def runs(folders: Sequence[Path]) -> str:
         "|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     curves, gains = [], []
-    for folder in folders:
+    for folder in paths:
         seed = int(toml.load(folder / "config.toml").seed)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
         held = [(row[HELD], int(row["eval/prompts"])) for row in rows if HELD in row]
@@ -479,6 +544,7 @@ def half(share: float, count: int) -> float:
     return 1.96 * float(np.sqrt(share * (1 - share) / count))
 
 
+PARTS = ("logits", "audit", "sources", "engines", "faults", "runs", "ties")
 HEADINGS = {"engines": "transformers' generate", "faults": "mistake"}
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 
@@ -495,7 +561,7 @@ def write(part: str, text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("logits", "audit", "sources", "engines", "faults", "runs"))
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("paths", nargs="*", type=Path, help="runs, or the folder of rows")
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--dtype", default="float32")
@@ -515,8 +581,12 @@ def main() -> None:
     elif given.part == "sources":
         sources(given.model, given.dtype, entries, folder / f"sources_{given.dtype}.jsonl")
     else:
-        made = {"logits": logits, "audit": audited}.get(given.part)
-        text = runs(given.paths) if made is None else made(given.model)
+        text = {
+            "logits": lambda: logits(given.model),
+            "audit": lambda: audited(given.model),
+            "runs": lambda: runs(given.paths),
+            "ties": lambda: ties(given.model, folder),
+        }[given.part]()
         print(text)
         write(given.part, text)
 

@@ -63,7 +63,7 @@ class Estimate(NamedTuple):
     @property
     def seen(self) -> bool:
         """Whether the number is more than two standard errors above 0."""
-        return self.value > 2.0 * self.error > 0.0
+        return self.value > 2.0 * self.error
 
 
 class Compared(NamedTuple):
