@@ -56,9 +56,10 @@ def group_size(width: int, sequences: int, rows: int) -> int:
 def groups(lengths: np.ndarray, longest: int, sequences: int, rows: int) -> list[int]:
     """How many groups attention takes of each of the `classes`, of a buffer's lengths."""
     widths = classes(longest)
-    each = [np.sum((lengths <= high) & (lengths > low)) for high, low in pairwise([*widths, 0])]
+    bounds = pairwise([*widths, 0])
+    each = [np.count_nonzero((lengths <= high) & (lengths > low)) for high, low in bounds]
     sizes = (group_size(width, sequences, rows) for width in widths)
-    return [int(-(-count // size)) for count, size in zip(each, sizes, strict=True)]
+    return [-(-int(count) // size) for count, size in zip(each, sizes, strict=True)]
 
 
 def runs(width: int) -> int:

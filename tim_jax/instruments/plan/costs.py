@@ -23,7 +23,7 @@ from jax.interpreters import partial_eval
 
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan import hlo
-from tim_jax.instruments.plan.hlo import Computation, Instruction, Module, Visit
+from tim_jax.instruments.plan.hlo import Computation, Instruction, Module, Times, Visit
 from tim_jax.instruments.plan.topology import Target
 from tim_jax.instruments.plan.workload import Program
 from tim_jax.kernels.pallas import PRIMITIVES
@@ -58,18 +58,18 @@ class Call:
 class Work:
     """Work of one device; of a program that is not local to devices, of all of them."""
 
-    flops: int = 0  # of products, a multiplication and an addition are two
-    kernels: Mapping[Call, int] = field(default_factory=dict)  # how often each is called
-    products: Mapping[Call, int] = field(default_factory=dict)  # those outside kernels
+    flops: Times = 0  # of products, a multiplication and an addition are two
+    kernels: Mapping[Call, Times] = field(default_factory=dict)  # how often each is called
+    products: Mapping[Call, Times] = field(default_factory=dict)  # those outside kernels
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
             self.flops + other.flops,
-            Counter(self.kernels) + Counter(other.kernels),
-            Counter(self.products) + Counter(other.products),
+            _sum(self.kernels, other.kernels),
+            _sum(self.products, other.products),
         )
 
-    def times(self, count: int) -> "Work":
+    def times(self, count: Times) -> "Work":
         """The work of `count` repetitions."""
         repeated = (
             {call: n * count for call, n in calls.items()}
@@ -80,10 +80,19 @@ class Work:
     @property
     def kernel_bytes(self) -> int:
         """Bytes between memory and the kernels."""
-        return sum(call.memory * count for call, count in self.kernels.items())
+        return round(sum(call.memory * count for call, count in self.kernels.items()))
 
 
-def count(jaxpr: Any, trips: Sequence[int | Fraction] = ()) -> Work:
+def _sum(left: Mapping[Call, Times], right: Mapping[Call, Times]) -> Mapping[Call, Times]:
+    joined = {call: left.get(call, 0) + right.get(call, 0) for call in (*left, *right)}
+    return {call: count for call, count in joined.items() if count}
+
+
+def _rounded(calls: Mapping[Call, Times]) -> Mapping[Call, int]:
+    return {call: round(count) for call, count in calls.items()}
+
+
+def count(jaxpr: Any, trips: Sequence[Times] = ()) -> Work:
     """Work of a jaxpr, inner ones included.
 
     A branch counts as its most expensive side; so a kernel counts all its blocks, also those that
@@ -94,9 +103,7 @@ def count(jaxpr: Any, trips: Sequence[int | Fraction] = ()) -> Work:
       trips: iterations of the loops that end by a condition, in the program's order, perhaps on
         average; further ones count once.
     """
-    done = _count(jaxpr, iter(trips))
-    calls = ({call: round(n) for call, n in made.items()} for made in (done.kernels, done.products))
-    return Work(round(done.flops), *calls)
+    return _count(jaxpr, iter(trips))
 
 
 def live(jaxpr: Any) -> Any:
@@ -105,7 +112,7 @@ def live(jaxpr: Any) -> Any:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
-def _count(jaxpr, trips: Iterator[int]) -> Work:
+def _count(jaxpr, trips: Iterator[Times]) -> Work:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return sum((_equation(one, trips) for one in jaxpr.eqns if runs(one, jaxpr)), Work())
 
@@ -119,7 +126,7 @@ def runs(equation, jaxpr) -> bool:
     return any(id(atom) in made for atom in read)
 
 
-def _equation(equation, trips: Iterator[int]) -> Work:
+def _equation(equation, trips: Iterator[Times]) -> Work:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -162,7 +169,7 @@ def _kernel(params, operands: Sequence[Any]) -> Call:
         flops, loaded = stated.flops, stated.bytes_accessed
         memory = min(sum(wholes.values()), loaded)
     else:
-        flops = count(params["jaxpr"]).flops * programs
+        flops = round(count(params["jaxpr"]).flops * programs)
         parts = Counter[int]()
         for name, one in zip(names, blocks, strict=True):
             copies = programs if on_gpu else _count_copies(one, mapping.grid)
@@ -321,7 +328,7 @@ class Traffic:
         return Traffic(self.count + other.count, self.bytes + other.bytes)
 
 
-def collectives(module: Module, trips: Sequence[int] = ()) -> Mapping[str, Traffic]:
+def collectives(module: Module, trips: Sequence[Times] = ()) -> Mapping[str, Traffic]:
     """The collectives of a program by kind.
 
     Bytes are those that arrive at a chip in a ring of its group of g chips: of n bytes that it puts
@@ -369,7 +376,7 @@ _SCALARS = 1024  # bytes, more than those of a few numbers
 
 
 def bytes_accessed(
-    module: Module, trips: Sequence[int] = (), *, of: Callable[[Visit], bool] | None = None
+    module: Module, trips: Sequence[Times] = (), *, of: Callable[[Visit], bool] | None = None
 ) -> int:
     """Bytes that the instructions of XLA read and write in a chip's memory.
 
@@ -377,11 +384,12 @@ def bytes_accessed(
     part, the part counts. Kernels (custom calls) are not included. `trips`: see `hlo.visits`.
     `of`: of the instructions alone of which it says so.
     """
-    return sum(
+    total = sum(
         visit.times * _accessed(visit.instruction, visit.computation, module)
         for visit in hlo.visits(module, trips)
         if not visit.fused and (of is None or of(visit))
     )
+    return round(total)
 
 
 def copies(visit: Visit) -> bool:
@@ -396,19 +404,20 @@ def fills(visit: Visit) -> bool:
     return one.opcode == "fusion" and read < _SCALARS and one.bytes > _SCALARS
 
 
-def elements_filled(module: Module, trips: Sequence[int] = ()) -> int:
+def elements_filled(module: Module, trips: Sequence[Times] = ()) -> int:
     """Elements of the arrays of which `fills` says so. `trips`: see `hlo.visits`."""
-    return sum(
+    total = sum(
         visit.times * prod(one.dims)
         for visit in hlo.visits(module, trips)
         if fills(visit) and not visit.fused
         for one in visit.instruction.types
     )
+    return round(total)
 
 
-def launches(module: Module, trips: Sequence[int] = ()) -> int:
+def launches(module: Module, trips: Sequence[Times] = ()) -> int:
     """How many instructions and kernels run. `trips`: see `hlo.visits`."""
-    return sum(
+    total = sum(
         visit.times
         for visit in hlo.visits(module, trips)
         if not visit.fused
@@ -417,6 +426,7 @@ def launches(module: Module, trips: Sequence[int] = ()) -> int:
             or not _is_free(visit.instruction)
         )
     )
+    return round(total)
 
 
 def _is_free(one: Instruction) -> bool:
@@ -552,21 +562,22 @@ def compiled(program: Program, target: Target) -> Compiled:
             raise InputError(
                 f"plan: the compiler of {target.name} fails on the {program.name} ({reason})"
             ) from None
-        figures = Figures(memory, done.flops, done.kernel_bytes, {}, done.kernels)
+        calls = _rounded(done.kernels)
+        figures = Figures(memory, round(done.flops), done.kernel_bytes, {}, calls)
         return Compiled(figures, "", time.perf_counter() - start)
     text = executable.as_text() or ""
     module = hlo.parse(text)
     figures = Figures(
         memory=of(executable),
-        flops=done.flops,
-        bytes_accessed=round(bytes_accessed(module, program.trips)) + done.kernel_bytes,
+        flops=round(done.flops),
+        bytes_accessed=bytes_accessed(module, program.trips) + done.kernel_bytes,
         collectives=collectives(module, program.trips),
-        kernels=done.kernels,
-        launches=round(launches(module, program.trips)),
-        products=done.products,
-        copied=round(bytes_accessed(module, program.trips, of=copies)),
-        filled=round(bytes_accessed(module, program.trips, of=fills)),
-        made=round(elements_filled(module, program.trips)),
+        kernels=_rounded(done.kernels),
+        launches=launches(module, program.trips),
+        products=_rounded(done.products),
+        copied=bytes_accessed(module, program.trips, of=copies),
+        filled=bytes_accessed(module, program.trips, of=fills),
+        made=elements_filled(module, program.trips),
     )
     return Compiled(figures, text, time.perf_counter() - start)
 

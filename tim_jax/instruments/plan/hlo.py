@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 
 _TYPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
@@ -93,13 +94,16 @@ class Module:
     partitions: int  # devices that run it together
 
 
+Times = int | Fraction  # how often a loop turns, perhaps on average
+
+
 @dataclass(frozen=True)
 class Visit:
     """An instruction and how often a run of the program executes it."""
 
     instruction: Instruction
     computation: Computation
-    times: int
+    times: Times
     fused: bool  # inside a fusion: it reads and writes no memory of its own
 
 
@@ -119,7 +123,7 @@ def parse(text: str) -> Module:
     return Module(computations, entry, int(partitions[1]) if partitions else 1)
 
 
-def visits(module: Module, trips: Sequence[int] = ()) -> Iterator[Visit]:
+def visits(module: Module, trips: Sequence[Times] = ()) -> Iterator[Visit]:
     """All instructions that run, and how often.
 
     Args:

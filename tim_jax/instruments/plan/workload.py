@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.common.types import Prompts, Rollout, route_dtype
+from tim_jax.instruments.plan.hlo import Times
 from tim_jax.model import adapters, packing
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import param_axes, parameter_shapes
@@ -83,7 +84,7 @@ class Workload:
             return np.full(count, self.longest, np.int32)
         points = (np.arange(count) + 0.5) / count
         drawn = np.exp([NormalDist().inv_cdf(point) for point in points])
-        low, high = 0.0, limit / drawn.min()
+        low, high, found = 0.0, limit / drawn.min(), drawn
         for _ in range(50):
             scale = (low + high) / 2
             found = np.clip(np.round(drawn * scale), 1, limit)
@@ -148,7 +149,7 @@ class Program:
     name: str
     function: Any
     arguments: tuple[Any, ...]
-    trips: tuple[int | Fraction, ...] = ()
+    trips: tuple[Times, ...] = ()
 
 
 def sampling(workload: Workload, devices: Devices) -> Program:
@@ -201,7 +202,7 @@ def parts(workload: Workload) -> list[np.ndarray]:
     return [lengths[part_of == number] for number in range(part_of.max() + 1)]
 
 
-def learner_trips(workload: Workload, stage: str) -> tuple[int | Fraction, ...]:
+def learner_trips(workload: Workload, stage: str) -> tuple[Times, ...]:
     """Iterations of the loops over micro-batches of tokens, and on average of those inside them.
 
     Inside are attention's loops over groups of about as long sequences, once more in the backward
