@@ -397,7 +397,8 @@ WITHOUT = {
         policy.sampler.Decoding.uniforms policy.sampler.begin_steps policy.sampler.in_loop
         policy.sampler.tied policy.sampler.whole_weights
         policy.scoring.chosen_alike policy.slots.copy_pages policy.slots.with_prompts
-        policy.turns.copy_pages policy.turns.turn_keys policy.slots.advance policy.slots.empty
+        policy.turns.copy_pages policy.turns.turn_keys policy.turns.Pages.copied
+        policy.turns.Pages.free policy.turns.Pages.provide policy.slots.advance policy.slots.empty
         policy.slots.narrow policy.slots.readable_cache policy.slots.refill policy.slots.store
     """,
     "a forward, whose dtypes are those of its numerics": """

@@ -7,6 +7,7 @@ difference with the bias that docs/corrections.md states.
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def of_sentences(logits):
 def all_pairs() -> Rollout:
     """Every pair of sentences, one after the other."""
     alone, rows = tabular.rollout(SAMPLER), PAIRS.reshape(-1)
-    return Rollout(**{k: x[rows] for k, x in vars(alone).items() if x is not None})
+    return jax.tree.map(lambda x: x[rows], alone)
 
 
 def learning_of(early: bool) -> Learning:

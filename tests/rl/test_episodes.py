@@ -1,9 +1,11 @@
 """Episodes of several turns: scored to the bit, nothing computed twice, whoever waits for whom."""
 
+import json
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ from tim_jax.policy import sampler, scoring
 from tim_jax.rl import episodes
 from tim_jax.rl.programs import weights_program
 from tim_jax.rl.rules import Turns
-from tim_jax.tasks.episodes import Outcome
+from tim_jax.tasks.episodes import Outcome, SharedAsker
 
 ROOM = 150
 SAMPLING = Sampling(ROOM, stop_tokens=(3, 5))
@@ -197,10 +199,9 @@ def test_an_episode_of_one_turn_is_the_single_turn_sampler_s():
 HEADS = replace(CONFIG, hidden_size=32, num_heads=4, num_kv_heads=2, intermediate_size=32)
 WIDER = replace(EXACT, config=HEADS, numerics=replace(tiny.NUMERICS, column_tiles=2))
 MESHES = [
-    (EXACT, Placement(fsdp=2), Batching(slots=4, pages=22)),
-    slow(EXACT, Placement(data=3, fsdp=2), ROWS),
+    (EXACT, Placement(data=3, fsdp=2), Batching(slots=6, pages=60)),
     slow(WIDER, Placement(fsdp=2, tensor=2), Batching(slots=4, halvings=1, pages=22)),
-    slow(WIDER, Placement(fsdp=2, tensor=2, decode="sharded"), Batching(slots=4)),
+    slow(WIDER, Placement(fsdp=2, tensor=2, decode="sharded"), ROWS),
 ]
 
 
@@ -268,6 +269,37 @@ def test_an_environment_of_one_process_is_heard_by_all(tmp_path):
     for status, out, err in finished(running, 600):
         assert status == 0, err
         assert out.split()[-1] == digest(reference())  # after what its transport says
+
+
+def test_all_of_an_outcome_but_its_state_is_told():
+    anew, reward = np.arange(4, dtype=np.int32), np.float32(0.1)
+    outcomes = [
+        Outcome("kept", np.asarray([7, 8], np.int32), reward, anew=anew),
+        Outcome("kept", np.zeros(0, np.int32), done=True, failure="crash: it was killed"),
+    ]
+    told = []
+
+    def tell(replies):
+        told.append(json.loads(json.dumps(replies())))
+        return told[-1]
+
+    turns = [(row, None) for row in (5, 3)]
+    asking = SimpleNamespace(outcomes=lambda _: enumerate(outcomes))
+    first, other = SharedAsker(asking, True, tell), SharedAsker(None, False, lambda _: told[-1])
+    first.ask(turns)
+    other.ask(turns)
+    assert list(first.replies(waited_for=False)) == list(other.replies(waited_for=False)) == []
+    heard: tuple[list, list] = ([], [])
+    with first:
+        while len(heard[0]) < len(outcomes):
+            heard[0].extend(first.replies(least=True))
+            heard[1].extend(other.replies(least=True))
+    assert list(first.replies(least=True)) == list(other.replies(least=True)) == []  # none is left
+    assert [row for row, _ in heard[0]] == [row for row, _ in heard[1]] == [5, 3]
+    for (_, here), (_, there) in zip(*heard, strict=True):
+        assert (here.state, there.state) == ("kept", None)
+        for name in ("tokens", "reward", "done", "failure", "anew"):
+            np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
 
 
 def test_rows_and_slots_that_devices_cannot_share_are_refused():

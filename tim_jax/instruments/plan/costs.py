@@ -112,9 +112,11 @@ def _count(jaxpr, trips: Iterator[int]) -> Work:
 
 def runs(equation, jaxpr) -> bool:
     """False of a loop that no result needs: `live` leaves some of these (jax 0.10.1)."""
+    if equation.primitive.name != "while":
+        return True
     read = (*jaxpr.outvars, *(atom for one in jaxpr.eqns for atom in one.invars))
     made = {id(one) for one in equation.outvars}
-    return equation.primitive.name != "while" or any(id(atom) in made for atom in read)
+    return any(id(atom) in made for atom in read)
 
 
 def _equation(equation, trips: Iterator[int]) -> Work:
