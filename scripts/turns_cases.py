@@ -240,7 +240,7 @@ def report(cases: list[dict], title: str, command: str) -> str:
         f"{ROOM} more; 2 to {MOST} turns of up to {LONGEST} tokens, replies of at most {REPLY}",
         "tokens, pages of 16 or 32 positions (128 for a TPU's). Compared are the raw bits of every",
         "drawn token's log-prob: that recorded by the sampler, and that of one pass over the",
-        "episode inside a gradient program.",
+        f"{'row' if cut else 'episode'} inside a gradient program.",
         "",
         f"| numerics | sampler | steps | {means} of an episode | drawn tokens compared | unequal |",
         "|---|---|---:|---:|---:|---:|",
