@@ -105,6 +105,14 @@ def test_gradients_are_those_of_the_objective_and_records_are_kept(policy, tmp_p
     assert not list(measurement.measure(one, policy, configs, tmp_path))
 
 
+def test_a_bias_without_an_error_is_seen():
+    """As that of a sampler that is never rewarded."""
+    assert measurement.Estimate(1.0, 0.0).seen
+    assert not measurement.Estimate(0.0, 0.0).seen
+    assert not measurement.Estimate(1.0, 0.6).seen
+    assert not measurement.Estimate(float("nan"), float("nan")).seen
+
+
 @pytest.mark.slow
 def test_a_projection_keeps_inner_products():
     """Exactly where there is a number for each, else in the mean, as far off as is said."""
