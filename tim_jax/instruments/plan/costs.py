@@ -84,8 +84,7 @@ class Work:
 
 
 def _sum(left: Mapping[Call, Times], right: Mapping[Call, Times]) -> Mapping[Call, Times]:
-    joined = {call: left.get(call, 0) + right.get(call, 0) for call in (*left, *right)}
-    return {call: count for call, count in joined.items() if count}
+    return {call: n for call in (*left, *right) if (n := left.get(call, 0) + right.get(call, 0))}
 
 
 def _rounded(calls: Mapping[Call, Times]) -> Mapping[Call, int]:
@@ -100,8 +99,7 @@ def count(jaxpr: Any, trips: Sequence[Times] = ()) -> Work:
     kernels state their cost.
 
     Args:
-      trips: iterations of the loops that end by a condition, in the program's order, perhaps on
-        average; further ones count once.
+      trips: of the loops that end by a condition, in the program's order; others count once.
     """
     return _count(jaxpr, iter(trips))
 
@@ -562,8 +560,7 @@ def compiled(program: Program, target: Target) -> Compiled:
             raise InputError(
                 f"plan: the compiler of {target.name} fails on the {program.name} ({reason})"
             ) from None
-        calls = _rounded(done.kernels)
-        figures = Figures(memory, round(done.flops), done.kernel_bytes, {}, calls)
+        figures = Figures(memory, round(done.flops), done.kernel_bytes, {}, _rounded(done.kernels))
         return Compiled(figures, "", time.perf_counter() - start)
     text = executable.as_text() or ""
     module = hlo.parse(text)
