@@ -28,7 +28,7 @@ from tim_jax.tasks import base
 
 PAGE = common.RESULTS / "learn.md"
 PROMPTS, SAMPLES, LONGEST, RATE = 16, 8, 32, 3e-4  # of a step, as the README has them
-STEPS, SEEDS = 30, 3
+STEPS, SEEDS = 40, 3
 TRAIN = [f"{n:05}" for n in range(0, 100_000, 199)]
 HELD_OUT = [f"{n:05}" for n in range(100, 100_000, 199)]
 HELD_OUT_SAMPLES = 4
