@@ -531,6 +531,8 @@ def test_responses_of_a_mean_length_are_learnt_from_in_as_many_buffers_as_they_f
     responses = what.lengths - what.prompt_length
     assert responses.max() <= 300 < 3 * responses.max()  # of 16 the longest is no outlier
     np.testing.assert_allclose(responses.mean(), 75, rtol=0.02)
+    assert what.size == f"of {what.tokens:,} tokens"
+    assert RECIPE.size == f"{RECIPE.training.micro_batch}"
     parts = workload.parts(what)
     assert max(part.sum() for part in parts) <= what.tokens
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), what.lengths)

@@ -38,7 +38,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield (
         f"  {training.prompts_per_step} prompts x {training.learning.samples} samples,"
         f" up to {plan.workload.prompt_length} + {execution.sampling.max_tokens} tokens,"
-        f" {f'{slots} slots, ' if slots else ''}micro-batch {_micro_batch(plan)},"
+        f" {f'{slots} slots, ' if slots else ''}micro-batch {plan.workload.size},"
         f" remat {'on' if plan.workload.learning.remat else 'off'}"
     )
     for stage in plan.stages:
@@ -54,11 +54,6 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield "what to change:"
     yield from (f"  {line}" for line in plan.advice)
     yield from _audit(plan.audit)
-
-
-def _micro_batch(plan: Plan) -> str:
-    rows, (_, unit) = plan.workload.training.micro_batch, plan.workload.micro_batch
-    return f"of {rows * unit:,} tokens" if plan.workload.tokens else str(rows)
 
 
 def _stage(stage: Stage) -> Iterator[str]:

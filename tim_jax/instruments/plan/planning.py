@@ -319,7 +319,7 @@ def _compiled(workload: Workload, target: Target, name: str, say: Say) -> Compil
     compiled = costs.compiled(program, target)
     say(
         f"compiled {name}: {workload.execution.config.num_layers} layers,"
-        f" {workload.sequences} sequences, micro-batch {workload.training.micro_batch},"
+        f" {workload.sequences} sequences, micro-batch {workload.size},"
         f" {compiled.seconds:.0f} s"
     )
     return compiled

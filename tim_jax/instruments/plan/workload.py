@@ -65,6 +65,13 @@ class Workload:
         return "learner.micro_batch", 1
 
     @property
+    def size(self) -> str:
+        """How large a micro-batch is that the learner's programs are compiled for, in words."""
+        rows, (_, unit) = self.training.micro_batch, self.micro_batch
+        tokens = rows * unit if self.mean_tokens is None else self.tokens
+        return f"of {tokens:,} tokens" if self.tokens else str(rows)
+
+    @property
     def learner(self) -> Training:
         """What the learner's programs are compiled of."""
         if self.mean_tokens is None:
