@@ -197,7 +197,7 @@ def test_a_step_that_fits_is_not_refused():
 
 def test_the_line_says_what_how_much_and_how_it_would_fit():
     wide = STEP.varied(prompts_per_step=64).with_micro_batch(128)
-    most = max(totals(wide.with_micro_batch(16)))
+    most = max(totals(wide.with_micro_batch(32)))
     line = refused(wide, most=most)
     needed = max(totals(wide)) / 1e6
     assert line.startswith(f"memory: an update needs about {needed:.1f} MB a device (")
