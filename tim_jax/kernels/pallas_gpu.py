@@ -26,7 +26,7 @@ Backward passes are the plain XLA expressions at the same inputs.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -428,13 +428,13 @@ def exponentials(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Ar
 
 def row_sum(x: jax.Array, *, numerics: Numerics) -> jax.Array:
     """Sum over the last axis."""
-    kernel = partial(_row_sum, lanes=_lanes(x, numerics), width=x.shape[1])
+    kernel = partial(_row_sum, blocks=_blocks(x, numerics))
     return _by_row(kernel, (x,), numerics, name="row_sum")
 
 
 def log_normaliser(x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
     """log(sum(exp(x - peak))), in one pass."""
-    kernel = partial(_log_normaliser, lanes=_lanes(x, numerics), width=x.shape[1])
+    kernel = partial(_log_normaliser, blocks=_blocks(x, numerics))
     return _by_row(kernel, (x, peak), numerics, name="log_normaliser")
 
 
@@ -481,25 +481,38 @@ def _exponentials(x_ref, peak_ref, out_ref, *, lanes: int, width: int):
     plt.store(out_ref.at[at], jnp.exp2((x - peak_ref[...]) * LOG2_E), mask=at < width)
 
 
-def _row_sum(x_ref, out_ref, *, lanes: int, width: int):
-    out_ref[...] = jnp.sum(_folded(lambda x: x, x_ref, lanes, width, neutral=0.0))
+class _Blocks(NamedTuple):
+    """How a row is read."""
+
+    width: int
+    lanes: int
+    together: int  # blocks that are loaded at a time
 
 
-def _log_normaliser(x_ref, peak_ref, out_ref, *, lanes: int, width: int):
+def _blocks(x: jax.Array, numerics: Numerics) -> _Blocks:
+    lanes, width = _lanes(x, numerics), x.shape[1]
+    # XLA, which compiles what is interpreted, rounds sums of several by the number of rows.
+    most = 1 if numerics.interpret else _TOGETHER
+    return _Blocks(width, lanes, min(most, pl.cdiv(width, lanes)))
+
+
+def _row_sum(x_ref, out_ref, *, blocks: _Blocks):
+    out_ref[...] = jnp.sum(_folded(lambda x: x, x_ref, blocks, neutral=0.0))
+
+
+def _log_normaliser(x_ref, peak_ref, out_ref, *, blocks: _Blocks):
     peak = peak_ref[...]
-    weights = _folded(
-        lambda x: jnp.exp2((x - peak) * LOG2_E), x_ref, lanes, width, neutral=-jnp.inf
-    )
+    weights = _folded(lambda x: jnp.exp2((x - peak) * LOG2_E), x_ref, blocks, neutral=-jnp.inf)
     out_ref[...] = jnp.log(jnp.sum(weights))
 
 
-def _folded(f, x_ref, lanes, width, *, neutral):
+def _folded(f, x_ref, blocks: _Blocks, *, neutral):
     """f(x) [lanes], summed over the blocks of a row; `neutral` stands beyond its end.
 
     Several blocks are loaded a step before they are added: few rows have few programs, which would
     wait for one block after the other. Those beyond the end add zeros.
     """
-    together = min(_TOGETHER, pl.cdiv(width, lanes))
+    width, lanes, together = blocks
 
     def load(index):
         places = [

@@ -295,7 +295,10 @@ def test_layers_that_one_side_quantised_are_named(chosen):
     made = by(plain._replace(weights=some), sampled())
     rows = [r | {"logprobs": x.tolist()} for r, x in zip(sampled(), made, strict=True)]
     responses = collect(readers.read(rows), limits=LIMITS).responses
-    found = verdict.diagnose(responses, plain, sources=variants.SOURCES[-3:])
+    kinds = ("int8", "float8_e4m3fn", "int4")
+    found = verdict.diagnose(
+        responses, plain, sources=[mismatch.quantised_weights(dtype=kind) for kind in kinds]
+    )
     assert found.best.explanation.name == "quantised_weights(int8) in some layers"
     assert found.best.explanation.text.endswith(f"alone: {', '.join(map(str, chosen))}")
 
