@@ -71,6 +71,7 @@ _MOST = 0.9  # of the gap: what explains more of it leaves nothing to other low 
 # A gap this many times smaller than that of float16 is of no low precision that is known here.
 _SMALLER = 20.0
 _WEIGHTS = [x for x in variants.SOURCES if x.kind == "weights" and not x.draws]
+_OF_ALL_LAYERS = 0.3  # of the gap, explained by all layers: less does not tell some of them
 _OF_A_LAYER = 20  # tokens by which it is told, at least
 
 
@@ -246,7 +247,7 @@ def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) 
     """Quantised weights in some layers, if there is a gap that nothing explains most of."""
     known = any(one.gain > DECISIVE and one.moves and one.share > _MOST for one in judged)
     sizes, total = sizes_of(tokens.recorded - tokens.evidence.exact), len(tokens.sequence)
-    if known or sizes["mean"] < LEAST_EFFECT or _half_precision(judged, sizes, total):
+    if known or sizes["mean"] < LEAST_EFFECT:
         return []
     quantised = {mismatch.label(x): x for x in _WEIGHTS}
     wholes = [
@@ -255,6 +256,9 @@ def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) 
     fitting = {one: variants.goes_with(one.tokens, one.explanation) for one in wholes}
     nearest = max(fitting, key=lambda one: fitting[one], default=None)
     if nearest is None or fitting[nearest] < variants.LEAST_Z:
+        return []
+    # What an 8-bit engine does with activations hides which layers have its weights.
+    if nearest.share < _OF_ALL_LAYERS and _half_precision(judged, sizes, total):
         return []
     layers = forward.execution.config.num_layers
     some = _some_rows(tokens, max(_FEW, _OF_A_LAYER * layers, total // (layers + 2)))
