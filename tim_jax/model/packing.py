@@ -95,21 +95,19 @@ def attended(
 
     def forward(query, key, value, window, packing):
         rows = query.shape[0]
-        arrays = _with_room((query, key, value), packing)
 
         def group(out, starts, lengths, width):
-            parts = _take(arrays, starts, width)
+            parts = _take((query, key, value), starts, width)
             made = attend(*parts, _positions(lengths, width), window)
-            return _put((out,), (made,), starts)[0]
+            return _put((out,), (made,), starts, lengths)[0]
 
-        shape = (rows + packing.longest, query.shape[1], value.shape[2])
+        shape = (rows + _room(packing, group_rows), query.shape[1], value.shape[2])
         empty = jnp.zeros(shape, query.dtype)
         return _by_length(group, empty, packing, rows, group_rows)[:rows]
 
     def backward(residuals, cotangent):
         *arrays, window, packing = residuals
         rows = cotangent.shape[0]
-        *arrays, cotangent = _with_room((*arrays, cotangent), packing)
 
         def group(gradients, starts, lengths, width):
             positions = _positions(lengths, width)
@@ -117,9 +115,10 @@ def attended(
             inside = jnp.arange(width)[None, :] < lengths[:, None]
             own = jnp.where(inside[..., None, None], own, 0)
             of_parts = jax.vjp(lambda *parts: attend(*parts, positions, window), *parts)[1]
-            return _put(gradients, of_parts(own), starts)
+            return _put(gradients, of_parts(own), starts, lengths)
 
-        empty = tuple(jnp.zeros_like(x) for x in arrays)
+        room = _room(packing, group_rows)
+        empty = tuple(jnp.zeros((rows + room, *x.shape[1:]), x.dtype) for x in arrays)
         gradients = _by_length(group, empty, packing, rows, group_rows)
         return (*(x[:rows] for x in gradients), None, None)
 
@@ -153,11 +152,10 @@ def _by_length(group: Callable, carry, packing: Packing, nowhere: int, group_row
     return carry
 
 
-def _with_room(arrays, packing: Packing) -> list[jax.Array]:
-    """Arrays [N, ...] with rows behind the last, so that every slice of the longest fits."""
-    return [
-        jnp.pad(x, ((0, packing.longest), *((0, 0) for _ in range(x.ndim - 1)))) for x in arrays
-    ]
+def _room(packing: Packing, group_rows: int) -> int:
+    """Rows behind a buffer that `_put` may fill with zeros, whatever the group."""
+    count = packing.starts.shape[0]
+    return max(group_size(width, count, group_rows) * width for width in classes(packing.longest))
 
 
 def _positions(lengths: jax.Array, width: int) -> jax.Array:
@@ -167,24 +165,26 @@ def _positions(lengths: jax.Array, width: int) -> jax.Array:
 
 
 def _take(arrays, starts: jax.Array, width: int) -> tuple[jax.Array, ...]:
-    """[g, W, ...] of each array [N, ...]. In a loop: g slices written out compile for longer."""
-
-    def some(start):
-        return tuple(jax.lax.dynamic_slice_in_dim(x, start, width) for x in arrays)
-
-    return jax.lax.map(some, starts)
+    """[g, W, ...] of each array [N, ...]; behind its last row, that row."""
+    at = starts[:, None] + jnp.arange(width)[None, :]
+    return tuple(x.at[at].get(mode="clip") for x in arrays)
 
 
-def _put(arrays, rows, starts: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays with their rows [g, W, ...] in the places that `_take` takes.
+def _put(arrays, rows, starts: jax.Array, lengths: jax.Array):
+    """The arrays with the rows [g, W, ...] of sequences of these lengths in their places.
 
-    One after the other: what is behind a sequence's end is overwritten by the next.
+    The sequences follow each other. Behind the last there are zeros, g W rows in all: later
+    groups overwrite them. So a group is one slice, which a device writes in place.
     """
+    size, width = rows[0].shape[:2]
+    at = starts[0] + jnp.arange(size * width)
+    number = jnp.searchsorted(starts, at, side="right", method="compare_all") - 1
+    position = at - starts[number]
+    inside = position < lengths[number]
+    position = jnp.minimum(position, width - 1)
 
-    def one(index, arrays):
-        return tuple(
-            jax.lax.dynamic_update_slice_in_dim(x, own[index], starts[index], axis=0)
-            for x, own in zip(arrays, rows, strict=True)
-        )
+    def put(x, own):
+        own = jnp.where(inside[:, None, None], own[number, position], 0)
+        return jax.lax.dynamic_update_slice_in_dim(x, own, starts[0], axis=0)
 
-    return jax.lax.fori_loop(0, len(starts), one, arrays)
+    return tuple(put(x, own) for x, own in zip(arrays, rows, strict=True))
