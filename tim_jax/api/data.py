@@ -11,7 +11,7 @@ from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import shown
 from tim_jax.placement import processes
 from tim_jax.tasks import custom
-from tim_jax.tasks.base import Example, Message, SharedGrader, Task
+from tim_jax.tasks.base import Example, Message, Task
 from tim_jax.tasks.dataset import check_open, message_of
 from tim_jax.tasks.environments import Here
 
@@ -89,8 +89,7 @@ def as_episodes(examples: tuple[Example, ...], respond: Callable[..., Any]) -> T
 def as_task(examples: tuple[Example, ...], reward: Callable[..., Any] | None) -> Task:
     """A task of these examples, graded by the user's function.
 
-    It is tried at once, with the first example's answer as its completion. Under several processes
-    each grades a part, and all get the same rewards.
+    It is tried at once, with the first example's answer as its completion.
 
     Raises:
       InputError: it is no function of lists, or fails when it is tried.
@@ -109,9 +108,6 @@ def as_task(examples: tuple[Example, ...], reward: Callable[..., Any] | None) ->
         lists = isinstance(error.__cause__, TypeError | AttributeError) or "sequence" in str(error)
         single = lists and not hasattr(reward, "__wrapped__")
         raise InputError(f"grpo: {error}{hint if single else ''}") from error.__cause__
-    count = jax.process_count()
-    if count > 1:
-        grade = SharedGrader(grade, jax.process_index(), count, processes.texts)
     return Task(name, examples, (), grade)
 
 

@@ -17,7 +17,7 @@ from tim_jax.api.rollouts import padded, read_rows
 from tim_jax.api.training import IN_TRAINING, Started, Step, check_longest, settle, start
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import refuse_all_but
+from tim_jax.common.inputs import check_whole, refuse_all_but
 from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction
 from tim_jax.instruments.diagnosis import evidence
@@ -29,7 +29,6 @@ from tim_jax.rl import drawing, loop, programs, rules
 from tim_jax.rl.drawing import Drawn, Sample
 from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import TrainState
-from tim_jax.tasks.base import whole
 
 
 @refuse_all_but(IN_TRAINING)
@@ -181,7 +180,7 @@ def _samples_of(responses: Sequence[Response], samples: int | None, before: Mode
             raise InputError(f"learn: samples = {samples}, but the steps before had {own}")
         return own
     if samples is not None:
-        whole("learn: samples", samples, least=1)
+        check_whole("learn: samples", samples, least=1)
         return samples
     ends = [i for i, r in enumerate(responses[1:], 1) if r.prompt != responses[i - 1].prompt]
     return ends[0] if ends else len(responses)

@@ -14,24 +14,22 @@ from jax.typing import DTypeLike
 from rich.console import Console
 
 from tim_jax import mismatch, optimizers
-from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.app.run import assembly, sources
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, check_choice
-from tim_jax.common.inputs import refuse_unknown, shown
+from tim_jax.common.inputs import check_whole, refuse_unknown, shown
 from tim_jax.instruments import auditing
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model import adapters, calibration, hf
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
-from tim_jax.numerics import COMPUTE_DTYPES, FAMILIES, Numerics
+from tim_jax.numerics import COMPUTE_DTYPES, FAMILIES, FamilyChoice, Numerics
 from tim_jax.placement import SINGLE, Placement, processes
 from tim_jax.rl import programs
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
-from tim_jax.tasks.base import whole
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -184,7 +182,7 @@ def load(
     if not isinstance(source, str | Path):
         raise InputError(f"load: source must be a folder or a name, got {shown(source)}")
     if decode_batch is not None:
-        whole("load: decode_batch", decode_batch, least=1)
+        check_whole("load: decode_batch", decode_batch, least=1)
     model = begin(source, dtype=dtype, family=family, placement=placement)
     return complete(model, source, decode_batch=decode_batch)
 

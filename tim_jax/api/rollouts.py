@@ -10,23 +10,21 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from tim_jax import placement
 from tim_jax.api.data import as_prompt
 from tim_jax.api.model import Model, check_model
 from tim_jax.app.run.display import printable
 from tim_jax.common import types, waiting
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import refuse_unknown, shown
+from tim_jax.common.inputs import check_whole, refuse_unknown, shown
 from tim_jax.instruments.diagnosis import evidence, readers
 from tim_jax.instruments.diagnosis.evidence import Forward
 from tim_jax.instruments.diagnosis.rollouts import Collected, Limits, collect
-from tim_jax.model.execution import Batching, Execution, Sampling, jit
+from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.placement import processes
-from tim_jax.rl import drawing, programs, sharded
+from tim_jax.rl import drawing, programs
 from tim_jax.rl.drawing import Text
-from tim_jax.tasks.base import Example, whole
+from tim_jax.tasks.base import Example
 
 _SHORTEST = 16  # tokens
 
@@ -165,17 +163,17 @@ def request(
 ) -> Request:
     """What `sample` would draw. Needs no weights; arguments and errors as of `sample`."""
     check_model("sample", model)
-    whole("sample: samples", samples, least=1)
-    whole("sample: seed", seed, least=0, most=2**32 - 1)
+    check_whole("sample: samples", samples, least=1)
+    check_whole("sample: seed", seed, least=0, most=2**32 - 1)
     if slots is not None:
-        whole("sample: slots", slots, least=1)
+        check_whole("sample: slots", slots, least=1)
     model.execution(sampling)  # which refuses a distribution that the model cannot have
     asked, most = _checked(prompts), sampling.max_tokens
     text = text_of(model, [Example(prompt, "") for prompt in asked], most, template, options)
     width = min(padded(text.max_prompt_length), model.config.max_positions - most)
     text = replace(text, max_prompt_length=width)
     # Every device gets as many rows: the last prompt is repeated, and its rows are dropped.
-    filling = -len(asked) % sharded.prompts_multiple(model.placement, samples)
+    filling = -len(asked) % model.placement.prompts_multiple(samples)
     wanted = Request(asked + asked[-1:] * filling, len(asked), samples, sampling, seed, text, slots)
     if wanted.rows * (width + most) >= 2**31:  # places in an array are numbers of 32 bits
         raise InputError(
@@ -291,7 +289,7 @@ def score(
         return _scored_rows(model, rollout, format)
     rows, shards = len(rollout), model.placement.shards
     if micro_batch is not None:
-        whole("score: micro_batch", micro_batch, least=1)
+        check_whole("score: micro_batch", micro_batch, least=1)
         micro_batch = min(micro_batch + -micro_batch % shards, rows + -rows % shards)
     # Whole micro-batches, on every device as many rows: filled up with copies of the last one.
     chosen = np.minimum(np.arange(rows + -rows % (micro_batch or shards)), rows - 1)
@@ -357,11 +355,4 @@ def _sampler(execution: Execution, samples: int, slots: int | None) -> Any:
 
 @lru_cache(maxsize=32)
 def _scorer(execution: Execution, micro_batch: int | None) -> Any:
-    on = placement.mesh(execution.placement, jax.devices())
-    scored = sharded.scoring(execution, on, micro_batch=micro_batch)
-
-    def score(weights: Any, rollout: types.Rollout) -> jax.Array:
-        return scored(weights, rollout)[0]
-
-    whole = NamedSharding(on, PartitionSpec())
-    return jit(score, execution.numerics, out_shardings=whole)
+    return programs.scoring_program(execution, micro_batch=micro_batch)

@@ -15,19 +15,19 @@ from tim_jax.api.rollouts import text_of
 from tim_jax.app.run import display
 from tim_jax.common import pages
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import refuse_all_but, shown
+from tim_jax.common.inputs import check_whole, refuse_all_but, shown
 from tim_jax.corrections import Correction, Mode
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.objectives import Objective
 from tim_jax.placement import processes
-from tim_jax.rl import loop, programs, rules
+from tim_jax.rl import drawing, loop, programs, rules
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import FIELDS, Training
 from tim_jax.rl.types import TrainState
-from tim_jax.tasks.base import Task, whole
+from tim_jax.tasks.base import Task
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,8 +215,8 @@ def grpo(
       NonFiniteError: from a step, after five updates in a row that were not finite.
     """
     check_model("grpo", model)
-    whole("grpo: steps", steps, least=1)
-    whole("grpo: seed", seed, least=0, most=2**32 - 1)
+    check_whole("grpo: steps", steps, least=1)
+    check_whole("grpo: seed", seed, least=0, most=2**32 - 1)
     given = {
         "samples": samples,
         "prompts_per_step": prompts_per_step,
@@ -229,7 +229,7 @@ def grpo(
     examples = data.as_examples(prompts_and_answers)
     if respond is None:
         _refuse_turns(reward, training, max_turns)
-        task = data.as_task(examples, reward)
+        task = drawing.shared(data.as_task(examples, reward))
     else:
         task = data.as_episodes(examples, respond)
         given |= _episodes(model, task, training, max_turns, max_tokens)
@@ -278,7 +278,7 @@ def _episodes(
     """The run's limits: of an episode's turns, of the tokens of one, and of all its tokens."""
     for name, value in (("max_turns", max_turns), ("max_tokens", tokens)):
         if value is not None:
-            whole(f"grpo: {name}", value, least=1)
+            check_whole(f"grpo: {name}", value, least=1)
     own = training if isinstance(training, Training) and training.turns else None
     turns = own.turns if own else None
     turns = turns or Turns(max_tokens=max(1, min(256, model.config.max_positions // 32)))
@@ -335,7 +335,7 @@ def _check_values(who: str, objective: Any, optimizer: Any, training: Any) -> No
 def _run(who: str, model: Model, training: Training | None, given: dict[str, Any]) -> Training:
     for name in ("samples", "prompts_per_step"):
         if name in given:
-            whole(f"{who}: {name}", given[name], least=1)
+            check_whole(f"{who}: {name}", given[name], least=1)
     run = model.training() if training is None else training
     if run.execution.config != model.config:
         raise InputError(f"{who}: training is of another architecture; take model.training(...)")

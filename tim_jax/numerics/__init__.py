@@ -196,6 +196,7 @@ TPU_F32 = TpuTiles(block_k=512, attention_blocks=2)  # elements have twice the b
 
 Family = Literal["tiles", "native", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
+FamilyChoice = Literal["auto", Family]  # "auto": the one that is exact on the devices at hand
 GPU_FAMILIES = ("pallas_gpu", "pallas_mosaic_gpu")  # of kernels for GPUs
 Scale = Literal["none", "token"]
 Attention = Literal["family", "flash", "flash_interpreted", "triton"]

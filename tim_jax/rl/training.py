@@ -3,8 +3,10 @@
 import textwrap
 from dataclasses import dataclass, fields, replace
 from math import gcd, lcm
-from typing import Any
+from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from tim_jax import optimizers, placement
@@ -16,7 +18,7 @@ from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.placement import SINGLE, Devices, Placement, check_host
 from tim_jax.rl import rules
 from tim_jax.rl.rules import Turns
-from tim_jax.rl.types import Learning
+from tim_jax.rl.types import Experience, Learning, TrainState, mini_batch
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,26 @@ class Training:
     def order(self) -> tuple[int, ...]:
         """The number of the mini-batch that each update of a step takes, from 0."""
         return tuple(range(self.mini_batches)) * self.epochs
+
+    def mini_batch(self, batch: Experience, index: jax.Array) -> Experience:
+        """The rows of a step's mini-batch `index`, from 0."""
+        return mini_batch(batch, index, count=self.mini_batches)
+
+    def init(self, params: Any) -> TrainState:
+        """Returns the state before the first step: fresh optimizer, correction and counters.
+
+        `params` are what is trained: all parameters, or the adapters alone.
+        """
+        objective = self.learning.objective
+        adapted = objective.controller is not None
+        return TrainState(
+            params=params,
+            optimizer=optimizers.first_state(self.scaled_optimizer, params),
+            correction=cast(tuple, self.learning.correction.init(params)),
+            step=jnp.int32(0),
+            skipped=jnp.int32(0),
+            reward_kl=jnp.float32(objective.reward_kl_coefficient) if adapted else None,
+        )
 
     @property
     def updates(self) -> int:

@@ -18,7 +18,6 @@ from rich.console import Console
 from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.app.jobs import checks, memory
 from tim_jax.app.run import assembly, charts, checkpoints, folders, grading, sources
 from tim_jax.app.run import numerics as run_numerics
@@ -34,7 +33,7 @@ from tim_jax.model import calibration, fitting, hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Params
-from tim_jax.numerics import Numerics
+from tim_jax.numerics import FamilyChoice, Numerics
 from tim_jax.placement import SINGLE
 
 _MOST_TOKENS = 2**26  # of a bench: more are a slip

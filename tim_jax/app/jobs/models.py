@@ -22,10 +22,9 @@ from tim_jax.model import adapters, hf
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.execution import Execution
 from tim_jax.numerics import Numerics
-from tim_jax.placement import processes
-from tim_jax.rl import drawing, episodes, evaluation, programs, sharded
+from tim_jax.rl import drawing, episodes, evaluation, programs
 from tim_jax.rl.drawing import Sample, Text
-from tim_jax.tasks.base import SharedGrader, Task
+from tim_jax.tasks.base import Task
 from tim_jax.tasks.episodes import Environment
 
 _EVAL_KEY = 0
@@ -53,7 +52,7 @@ def assemble(config: RunConfig, *, measured: Path | None = None, training: bool 
     `measured` is the file for measurements of this machine, if there is one.
     """
     model = sources.begin_model(config)
-    task = _shared(grading.make_task(config))
+    task = drawing.shared(grading.make_task(config))
     try:
         text = grading.make_text(config, model).declaring(task.environment)
         checks.check_prompts(task, text, training=training)
@@ -94,16 +93,6 @@ def _environment(
     return text.bridged(task.environment, execution.sampling.stop_tokens, history)
 
 
-def _shared(task: Task) -> Task:
-    """The task, graded in parts if there are several processes."""
-    count = jax.process_count()
-    if count == 1:
-        return task
-    return replace(
-        task, grade=SharedGrader(task.grade, jax.process_index(), count, processes.texts)
-    )
-
-
 def _evaluator(
     config: RunConfig,
     execution: Execution,
@@ -118,7 +107,7 @@ def _evaluator(
     # The prompts' keys and values of a whole batch are kept, so it is not the whole evaluation.
     batch = min(section.prompts, max(1, _EVAL_ROUNDS * slots // section.samples))
     # Whole rows for every device; the evaluation fills up with prompts that are not counted.
-    batch += -batch % sharded.prompts_multiple(execution.placement, section.samples)
+    batch += -batch % execution.placement.prompts_multiple(section.samples)
     sampling = replace(execution.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
     own = replace(execution, sampling=sampling)
     batching = batching.rounded(execution.placement.shards)

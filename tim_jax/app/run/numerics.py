@@ -9,7 +9,6 @@ from types import MappingProxyType
 import jax
 
 from tim_jax import mismatch
-from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import auditing
 from tim_jax.kernels import pallas
@@ -28,6 +27,7 @@ from tim_jax.numerics import (
     TPU_EXACT_F32,
     TPU_FEW_ROWS,
     Family,
+    FamilyChoice,
     Numerics,
 )
 

@@ -41,7 +41,7 @@ from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
 from tim_jax.numerics.strict import unequal_bits
 from tim_jax.objectives import Objective
 from tim_jax.placement import Placement
-from tim_jax.rl import episodes, programs, sharded
+from tim_jax.rl import episodes, programs
 from tim_jax.rl.experience import experience
 from tim_jax.rl.rules import Turns
 from tim_jax.rl.types import Carried, Learning
@@ -345,8 +345,7 @@ def learner_log_probs(execution: Execution, score: Score) -> Callable[..., Any]:
         micro_batch_tokens=score.tokens,
         remat=score.remat,
     )
-    on = placement.mesh(execution.placement, jax.devices())
-    policy = sharded.policy(execution, on, learning=learning)
+    policy = programs.policy(execution, learning)
 
     def log_probs(weights, rollout: Rollout):
         if not score.gradient:
