@@ -321,6 +321,11 @@ def publication(
     return publish
 
 
+def check_placement(execution: Execution, devices: Devices | None = None) -> None:
+    """Raises `InputError` if the model cannot lie so, or there are too few devices."""
+    _Where.of(execution, devices)
+
+
 @dataclass(frozen=True)
 class _Where:
     """An execution's mesh, of one device or many, and what lies where on it."""

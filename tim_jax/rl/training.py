@@ -1,7 +1,7 @@
 """A run of GRPO as one value: what its configuration, `tim_jax.grpo`, a plan and a study make."""
 
 import textwrap
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import gcd, lcm
 from typing import Any, cast
 
@@ -42,6 +42,10 @@ class Sampler:
         check_kinds(self)
 
 
+# At the learning rate that fine-tuning of language models by RL commonly takes.
+_ADAMW = optimizers.adamw(optimizers.Rate(1e-6))
+
+
 @dataclass(frozen=True)
 class Training:
     """How every step of a run is drawn and learnt from.
@@ -51,9 +55,9 @@ class Training:
 
     execution: Execution
     """The policy; its placement is the learner's. Its routing is that of `learning`."""
-    learning: Learning
+    learning: Learning = field(default_factory=Learning)
     """How rollouts become gradients."""
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation = _ADAMW
     """In float16 its loss is scaled, unless it scales the loss already; see `scaled_optimizer`."""
     prompts_per_step: int = 8
     mini_batches: int = 1
@@ -305,9 +309,7 @@ def _places() -> dict[str, tuple[tuple[str, ...], str]]:
         ("learning",): Learning,
         (): Training,
     }
-    found = {
-        field.name: (path, field.name) for path, kind in rooms.items() for field in fields(kind)
-    }
+    found = {one.name: (path, one.name) for path, kind in rooms.items() for one in fields(kind)}
     found |= {
         name: (("execution",), name) for name in ("placement", "numerics", "sampling", "lora")
     }
