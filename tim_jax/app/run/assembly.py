@@ -14,7 +14,7 @@ from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
 from tim_jax.numerics import Numerics
-from tim_jax.placement import SINGLE, Devices
+from tim_jax.placement import Devices
 from tim_jax.rl import programs
 from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning
@@ -71,19 +71,6 @@ def make_execution(
     before = Numerics(family=numerics.family, compute_dtype=config.numerics.dtype)
     mismatch.check(shared, replace(execution, numerics=before))
     return execution
-
-
-def make_warm_start(config: RunConfig, model: Model, execution: Execution) -> Execution:
-    """The policy of the warm start, on one device.
-
-    A control, which has an entry of the dial on both sides, starts from the weights of what it
-    controls.
-    """
-    sampler = config.sampler
-    if sampler.both_sides:
-        alone = sampler.model_copy(update={"both_sides": False})
-        execution = make_execution(config.model_copy(update={"sampler": alone}), model)
-    return replace(execution, placement=SINGLE)
 
 
 def stop_tokens(config: RunConfig, model: Model) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from tim_jax.app.config.run import RunConfig
 from tim_jax.app.run import checkpoints
 from tim_jax.app.run.checkpoints import Checkpoints, Restored, State
 from tim_jax.app.run.loggers import JsonLines
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import shown
 from tim_jax.model import adapters
 from tim_jax.model.files import read_json, write_json
@@ -55,11 +55,9 @@ def record_start(folder: Path, time: str | None = None) -> None:
         return
     began = datetime.now().isoformat(timespec="seconds") if time is None else time
     partial = folder / f".{STARTED}"
-    try:
+    with writing(path):
         write_json(partial, {_TIME: began})
         partial.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
 def read_start(folder: Path) -> str | None:
@@ -419,12 +417,10 @@ def _claim(
             f"{folder} is not empty and holds no run (no config.toml, but {strangers[0]});"
             " set another run.folder"
         )
-    try:
+    with writing(path):
         partial = folder / ".config.toml"
         partial.write_text(config, encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
     return exists, changed
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import jax
 
 from tim_jax import mismatch
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, writing
 from tim_jax.kernels import pallas
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import calibration, fitting
@@ -207,4 +207,5 @@ def write_numerics(path: Path, execution: Execution, drawing: Numerics) -> None:
         "processes": jax.process_count(),
         "jax": jax.__version__,
     }
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    with writing(path):
+        path.write_text(json.dumps(record, indent=2) + "\n")

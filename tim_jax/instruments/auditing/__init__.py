@@ -23,6 +23,7 @@ from tim_jax.instruments.auditing.cases import (
     placed_cases,
     placed_episodes,
     placements,
+    plain_sampling,
     random_params,
     standard_cases,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "placed_cases",
     "placed_episodes",
     "placements",
+    "plain_sampling",
     "random_params",
     "standard_cases",
     "summarise",
