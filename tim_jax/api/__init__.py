@@ -2,7 +2,7 @@
 
 `model` loads and saves; `rollouts` samples and scores; `auditing` proves; `training` is the loop;
 `learning` makes steps from rollouts of another engine; `diagnosing` says what is wrong with such;
-`data` reads what users give as prompts, answers and rewards.
+`foreign` reads these; `data` reads what users give as prompts, answers and rewards.
 """
 
 from tim_jax.api.auditing import Audit, audit
@@ -17,7 +17,8 @@ from tim_jax.api.model import (
     save_adapter,
 )
 from tim_jax.api.rollouts import Rollout, sample, score
-from tim_jax.api.training import Step, grpo
+from tim_jax.api.steps import Step
+from tim_jax.api.training import grpo
 
 __all__ = [
     "Audit",

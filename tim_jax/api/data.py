@@ -16,6 +16,7 @@ from tim_jax.tasks.dataset import check_open, message_of
 from tim_jax.tasks.environments import Here
 
 _KEYS = ("prompt", "answer")
+_SHORTEST = 16  # tokens that are padded to
 _ANSWER = "answer"  # where an example's data keep it: any value, not only text
 
 
@@ -118,3 +119,11 @@ def agree(examples: tuple[Example, ...], settings: str) -> None:
     prompts = repr([example.prompt for example in examples])
     digest = hashlib.sha256(prompts.encode()).hexdigest()
     processes.agree(f"{digest} {settings}", "its prompts or its arguments of grpo")
+
+
+def padded(length: int) -> int:
+    """Returns the length to pad prompts or responses to: a power of two.
+
+    So few programs are compiled. Padding changes no bit.
+    """
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
