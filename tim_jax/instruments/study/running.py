@@ -29,8 +29,7 @@ from tim_jax.app.run.loggers import read_lines
 from tim_jax.app.run.signals import Preemption
 from tim_jax.common import errors, inputs
 from tim_jax.common.errors import InputError, PreemptedError, did_you_mean, writing
-from tim_jax.instruments.study.definition import Arm, Study
-from tim_jax.instruments.study.measurement import GradientStudy
+from tim_jax.instruments.study.definition import Arm, GradientStudy, Study
 
 _POLL = 0.2  # seconds
 _SAY = 30.0  # seconds after which each run's last line is repeated
