@@ -257,11 +257,9 @@ def in_flight_program(
     return jit(sample, execution.numerics, out_shardings=where.whole)
 
 
-def scoring_program(
-    execution: Execution, *, micro_batch: int | None, devices: Devices | None = None
-) -> Callable[..., jax.Array]:
+def scoring_program(execution: Execution, *, micro_batch: int | None) -> Callable[..., jax.Array]:
     """Jitted (weights, rollout) -> log-probs f32[B, R] by the learner's forward."""
-    where = _Where.of(execution, devices)
+    where = _Where.of(execution, None)
     scored = sharded.scoring(execution, where.mesh, micro_batch=micro_batch)
 
     def score(weights: Any, rollout: Rollout) -> jax.Array:

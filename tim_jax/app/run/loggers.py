@@ -41,21 +41,6 @@ class Sink(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class MetricNames:
-    """Names of the metrics that the display and the chart look for."""
-
-    reward: str = "reward"  # mean reward of the step's samples
-    response_length: str = "response_length"  # mean tokens per response
-    exact_share: str = (
-        "exact_share"  # in [0, 1]: compared tokens whose two log-probs are equal bits
-    )
-    compared_tokens: str = "compared_tokens"
-    unequal_tokens: str = "unequal_tokens"
-    tokens_per_second: str = "tokens_per_second"
-    eval_reward: str = "eval/reward"
-
-
 class JsonLines:
     """A file of one JSON object a line, `{"step": step, ...}`, without buffering.
 
