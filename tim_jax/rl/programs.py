@@ -90,7 +90,7 @@ def build(training: Training, devices: Devices | None = None, *, foreign: bool =
     where = _Where.of(execution, there)
     policy, numerics, whole = where.policy(learning), execution.numerics, where.whole
     of_base = param_axes(execution.config)
-    starting = training.init
+    starting = partial(Training.init, training)
     state = where.state(starting)
     preparing = partial(experience, score=policy.score, learning=learning)
     update = _updating(policy, training)
